@@ -1,0 +1,6 @@
+"""AReaL-X: asynchronous reinforcement learning of language models, written once for JAX and PyTorch.
+
+The whole system is the ring in `areal_x.experiment`. Importing this package loads neither torch, jax nor vllm.
+"""
+
+__version__ = "0.1.0"

@@ -1,0 +1,70 @@
+"""The few array operations that the algorithms need beyond the array-API standard, for numpy, jax and torch alike."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from array_api_compat import array_namespace, is_jax_array, is_numpy_array, is_torch_array
+
+from areal_x.types import Array
+
+LOG_RATIO_LIMIT = 20.0  # exp(20) is 5e8: beyond it a ratio carries no information and its square overflows float32
+
+
+def lift(x: Array) -> Array:
+    """At least float32: bfloat16 is raised, float64 kept."""
+    xp = array_namespace(x)
+    return xp.astype(x, xp.result_type(x, xp.float32))
+
+
+def masked(x: Array, mask: Array) -> Array:
+    """x where the mask is True, exactly 0 elsewhere, in at least float32.
+
+    Inputs are masked before any arithmetic: what stands behind the mask may be NaN or infinite, and 0 * NaN is NaN, also in a
+    gradient.
+    """
+    xp = array_namespace(x)
+    x = lift(x)
+    return xp.where(mask, x, xp.zeros_like(x))
+
+
+def stop_gradient(x: Array) -> Array:
+    """x as a constant."""
+    if is_torch_array(x):
+        return x.detach()
+    if is_jax_array(x):
+        from jax.lax import stop_gradient as jax_stop_gradient
+
+        return jax_stop_gradient(x)
+    return x
+
+
+def importance_ratio(logp: Array, anchor: Array, mask: Array) -> Array:
+    """exp(logp - anchor) where masked, 1 elsewhere; the log-ratio is clamped to ±20 before exp."""
+    xp = array_namespace(logp)
+    log_ratio = masked(logp, mask) - masked(anchor, mask)
+    return xp.exp(xp.clip(log_ratio, -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT))
+
+
+def segment_sum(values: Array, segment_ids: Array) -> Array:
+    """[R, L] → [R, L]: each token gets the sum of `values` over its own segment, (row, id) naming a segment."""
+    xp = array_namespace(values)
+    rows, length = values.shape
+    keys = _segment_keys(segment_ids)
+    flat, size = xp.reshape(values, (-1,)), rows * (length + 1)
+    sums: Any
+    if is_numpy_array(values):
+        sums = np.bincount(keys, weights=flat, minlength=size).astype(values.dtype)
+    elif is_torch_array(values):
+        sums = values.new_zeros(size).index_add(0, keys, flat)
+    else:
+        sums = xp.zeros(size, dtype=values.dtype).at[keys].add(flat)
+    return xp.reshape(xp.take(sums, keys), (rows, length))
+
+
+def _segment_keys(segment_ids: Array) -> Array:
+    """[R, L] → [R·L]: a number for each (row, segment id), below R·(L+1)."""
+    xp = array_namespace(segment_ids)
+    row = xp.cumulative_sum(xp.ones_like(segment_ids[:, :1]), axis=0) - 1
+    return xp.reshape(row * (segment_ids.shape[1] + 1) + segment_ids, (-1,))

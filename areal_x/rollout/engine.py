@@ -1,0 +1,98 @@
+"""The engine's contract: token ids in, token ids out. Text is never re-tokenised on the way to the trainer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import gin
+import numpy as np
+from jaxtyping import Float32, Int32
+
+from areal_x.errors import at_least, positive, within
+
+
+@gin.configurable("sampling")
+@dataclass(frozen=True)
+class SamplingParams:
+    """How a completion is drawn.
+
+    max_tokens: most new tokens. temperature: 0 is greedy. top_p: 1 keeps all. top_k: 0 keeps all.
+    stop_token_ids: tokens that end a completion and belong to it; a workflow adds the tokenizer's end token.
+    """
+
+    max_tokens: int = 256
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    stop_token_ids: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        positive("sampling.max_tokens", self.max_tokens)
+        at_least("sampling.temperature", self.temperature, 0)
+        within("sampling.top_p", self.top_p, 0, 1)
+        positive("sampling.top_p", self.top_p)
+        at_least("sampling.top_k", self.top_k, 0)
+
+
+@dataclass(frozen=True)
+class Request:
+    """One prompt to continue.
+
+    tokens: the prompt. seed: fixes the completion on engines that honour it (the embedded one: the draw of the n-th new token
+    depends on (seed, n) alone, never on what else is in the batch); None lets the engine choose.
+    """
+
+    tokens: Int32[np.ndarray, " prompt"]
+    sampling: SamplingParams
+    seed: int | None = None
+
+
+@dataclass(frozen=True)
+class Completion:
+    """What the policy said, token by token.
+
+    logprobs: under the distribution actually sampled from (after temperature, top-p and top-k). versions: the policy version
+    of each token. finish_reason: "stop" (a stop token, which is included), "length" or "abort".
+    """
+
+    tokens: Int32[np.ndarray, " N"]
+    logprobs: Float32[np.ndarray, " N"]
+    versions: Int32[np.ndarray, " N"]
+    finish_reason: str
+
+
+class EngineError(RuntimeError):
+    """The engine itself cannot go on (a server died, a program failed): ends the run with this sentence."""
+
+
+class Engine(Protocol):
+    """Generates while the trainer trains. All coroutines run on the rollout's event loop; `stage` on the trainer's thread.
+
+    concurrency: requests worth keeping in flight. context: longest prompt and completion together. version: weights held now.
+    """
+
+    concurrency: int
+    context: int
+    version: int
+
+    async def start(self) -> None:
+        """Ready to generate when this returns. Raises EngineError or UserError with the reason in one sentence."""
+        ...
+
+    async def generate(self, request: Request) -> Completion:
+        """Raises ValueError for a prompt that leaves no room in the context, EngineError when the engine is lost."""
+        ...
+
+    def stage(self, trainer: Any) -> Any:
+        """Copies the trainer's weights to where the swap will find them, while generation goes on."""
+        ...
+
+    async def swap(self, staged: Any) -> float:
+        """Makes the staged weights current and returns the seconds that generation stood still. Requests in flight continue
+        under the new weights with their caches recomputed, so every token has one true version."""
+        ...
+
+    async def close(self) -> None:
+        """Ends everything that `start` began; safe to call twice and after a failed start."""
+        ...

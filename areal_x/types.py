@@ -1,0 +1,180 @@
+"""The nouns of the ring: what flows from the dataset to the trainer.
+
+Every array of a `Trajectory` has one length T and position t of each speaks of token t itself: its log-probability, the
+version that produced it, whether it is trained on. Nothing is rolled or shifted outside a model's own head.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
+
+import numpy as np
+from jaxtyping import Bool, Float32, Int32
+
+Array = Any  # a numpy, jax or torch array: the algorithms are written for all three
+
+NOT_THE_POLICY = -1  # the version of a token that no policy produced: a prompt, a tool's output
+
+Message = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Task:
+    """One item of a dataset.
+
+    prompt: chat messages (a list of {"role", "content"}) or plain text.
+    answer: whatever the reward compares with; None where the reward needs nothing.
+    """
+
+    id: str
+    prompt: str | Sequence[Message]
+    answer: Any = None
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Trajectory:
+    """One token sequence to learn from, all arrays of one length T.
+
+    tokens: ids. mask: produced by the policy and to be trained on. logprobs: log-probability of this very token under the
+    distribution it was sampled from (0 where the policy did not produce it). versions: the policy version that produced it
+    (-1 where none did). reward: of the whole sequence. token_rewards: added to it where the algorithm uses per-token rewards.
+    """
+
+    tokens: Int32[np.ndarray, " T"]
+    mask: Bool[np.ndarray, " T"]
+    logprobs: Float32[np.ndarray, " T"]
+    versions: Int32[np.ndarray, " T"]
+    reward: float | None = None
+    token_rewards: Float32[np.ndarray, " T"] | None = None
+    finish_reason: str = "stop"
+
+    def __post_init__(self) -> None:
+        lengths = {name: len(getattr(self, name)) for name in ("tokens", "mask", "logprobs", "versions")}
+        if len(set(lengths.values())) != 1:
+            raise ValueError(f"a trajectory's arrays must have one length, got {lengths}")
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    @staticmethod
+    def from_completion(
+        prompt: Int32[np.ndarray, " P"],
+        tokens: Int32[np.ndarray, " N"],
+        logprobs: Float32[np.ndarray, " N"],
+        versions: Int32[np.ndarray, " N"],
+        reward: float | None = None,
+        finish_reason: str = "stop",
+    ) -> Trajectory:
+        """A prompt of P tokens that is context, then N generated tokens that are trained on."""
+        context = len(prompt)
+        return Trajectory(
+            tokens=np.concatenate([prompt, tokens]).astype(np.int32),
+            mask=np.arange(context + len(tokens)) >= context,
+            logprobs=np.concatenate([np.zeros(context), logprobs]).astype(np.float32),
+            versions=np.concatenate([np.full(context, NOT_THE_POLICY), versions]).astype(np.int32),
+            reward=reward,
+            finish_reason=finish_reason,
+        )
+
+
+@dataclass(frozen=True)
+class Scored:
+    """The episode ended and was judged. details: the verifier's own numbers, by name."""
+
+    reward: float
+    details: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Failed:
+    """The episode raised: data to count and show, never a silent zero and never trained on."""
+
+    error: str
+
+
+@dataclass(frozen=True)
+class TimedOut:
+    """The episode, or its reward, was ended after this many seconds."""
+
+    seconds: float
+
+
+Outcome = Scored | Failed | TimedOut
+
+
+@dataclass(frozen=True)
+class Episode:
+    """One attempt at a task: what became of it, and what there is to learn from (nothing unless it was scored)."""
+
+    outcome: Outcome
+    trajectories: tuple[Trajectory, ...] = ()
+
+
+@dataclass(frozen=True)
+class Group:
+    """The episodes of one task that are compared with each other.
+
+    ticket: the order of admission, unique in a run. admitted_version: the version that engines held at admission.
+    """
+
+    task: Task
+    ticket: int
+    admitted_version: int
+    episodes: tuple[Episode, ...] = ()
+
+    @property
+    def scored(self) -> tuple[Episode, ...]:
+        return tuple(e for e in self.episodes if isinstance(e.outcome, Scored))
+
+    @property
+    def rewards(self) -> list[float]:
+        return [e.outcome.reward for e in self.episodes if isinstance(e.outcome, Scored)]
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Packed rows `[rows, length]`; a row may hold many sequences. What an algorithm does not need is None.
+
+    segment_ids: 0 is padding, 1.. the sequences of that row. positions: within the sequence. mask: trained on.
+    behavior_logp, proximal_logp, reference_logp: log-probability of each token under the policy that sampled it, the policy
+    the update is anchored to, and the frozen reference. weights: what each term counts in `sum(weights * terms)`.
+    The same dataclass holds numpy, jax or torch arrays.
+    """
+
+    tokens: Array
+    segment_ids: Array
+    positions: Array
+    mask: Array
+    behavior_logp: Array | None = None
+    proximal_logp: Array | None = None
+    reference_logp: Array | None = None
+    versions: Array | None = None
+    advantages: Array | None = None
+    returns: Array | None = None
+    old_values: Array | None = None
+    weights: Array | None = None
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        rows, length = self.tokens.shape
+        return rows, length
+
+    def replace(self, **changes: Any) -> Batch:
+        return replace(self, **changes)
+
+    def map(self, function: Any) -> Batch:
+        """The same batch with `function` applied to each array that is there."""
+        present = {f.name: getattr(self, f.name) for f in fields(self)}
+        return Batch(**{name: None if x is None else function(x) for name, x in present.items()})
+
+
+@dataclass(frozen=True)
+class Policy:
+    """What the trainer's forward pass gives a loss, each `[rows, length]`, position t about token t."""
+
+    logp: Array
+    entropy: Array | None = None
+    values: Array | None = None

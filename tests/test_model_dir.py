@@ -1,0 +1,69 @@
+"""Model directories: what is missing is named, what is written loads elsewhere."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from areal_x import model_dir
+from areal_x.errors import UserError
+
+
+def test_a_path_that_is_no_directory_says_what_is_wanted(tmp_path):
+    with pytest.raises(UserError, match=r"is not a directory.*hub name"):
+        model_dir.resolve(str(tmp_path / "nothing"))
+
+
+def test_a_directory_without_config_or_without_weights_is_named(tmp_path, tiny_model_dir):
+    with pytest.raises(UserError, match=r"has no config\.json"):
+        model_dir.resolve(str(tmp_path))
+    shutil.copy(tiny_model_dir / "config.json", tmp_path)
+    with pytest.raises(UserError, match=r"has no \*\.safetensors weights"):
+        model_dir.resolve(str(tmp_path))
+
+
+def test_a_function_makes_the_directory(tiny_model_dir):
+    assert model_dir.resolve(lambda: str(tiny_model_dir)) == tiny_model_dir
+
+
+def test_a_shard_that_the_index_names_and_is_not_there_is_listed(tmp_path):
+    save_file({"a": np.ones(2, np.float32)}, tmp_path / "model-1.safetensors")
+    index = {"weight_map": {"a": "model-1.safetensors", "b": "model-2.safetensors"}}
+    (tmp_path / model_dir.INDEX).write_text(json.dumps(index))
+    with pytest.raises(UserError, match=r"model-2\.safetensors"):
+        list(model_dir.read_tensors(tmp_path))
+
+
+def test_shards_are_read_as_one_model(tmp_path):
+    tensors = {"a": np.arange(3, dtype=np.float32), "b": np.ones((2, 2), np.float32)}
+    for i, (name, x) in enumerate(tensors.items()):
+        save_file({name: x}, tmp_path / f"model-{i}.safetensors")
+    index = {"weight_map": {name: f"model-{i}.safetensors" for i, name in enumerate(tensors)}}
+    (tmp_path / model_dir.INDEX).write_text(json.dumps(index))
+    for name, x in model_dir.read_tensors(tmp_path):
+        np.testing.assert_array_equal(x, tensors.pop(name))
+    assert not tensors
+
+
+def test_a_written_model_loads_in_transformers_with_its_tokenizer(tmp_path, tiny_model_dir):
+    transformers = pytest.importorskip("transformers")
+    pytest.importorskip("torch")
+    doubled = {name: 2 * x for name, x in model_dir.read_tensors(tiny_model_dir)}
+    model_dir.write_model(tmp_path / "out", tiny_model_dir, doubled.items())
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    for name, x in model.state_dict().items():
+        np.testing.assert_array_equal(x.numpy(), doubled[name])
+    assert transformers.AutoTokenizer.from_pretrained(tmp_path / "out").decode([3, 4]) == "12"
+
+
+def test_moments_and_numbers_come_back_as_they_were(tmp_path):
+    first, second = np.arange(4, dtype=np.float32), np.ones((2, 3), np.float32)
+    model_dir.write_state(tmp_path, [("w", first, second)], {"version": 7})
+    back = dict(model_dir.read_moments(tmp_path))
+    np.testing.assert_array_equal(back["exp_avg.w"], first)
+    np.testing.assert_array_equal(back["exp_avg_sq.w"], second)
+    assert model_dir.read_state(tmp_path) == {"version": 7}
