@@ -1,0 +1,119 @@
+"""A process that runs a reward function: what `areal_x.rewards.pool` starts, one worker at a time.
+
+    ring ──(a reward, then tasks and texts)──▶ socket ──▶ worker        worker ──(JSON lines)──▶ socket ──▶ ring
+    ring ──(lifeline: a pipe on which nothing is ever written)──▶ guard ──(SIGKILL to its process group)──▶ worker
+
+The process that the pool starts is the guard. It forks the worker into a process group of its own and waits for the end of the
+lifeline, which comes when the pool lets go of it or when the ring is gone, however it died. Then it kills the group, whatever
+the reward has started in it, and ends. Started as a file, so until the ring has sent its sys.path only the standard library is
+imported; after that, what the reward's own module imports.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import signal
+import socket
+import sys
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial, reduce
+from importlib import import_module
+from typing import Any, BinaryIO
+
+FRAME_BYTES = 8  # of the length before each message to the worker
+
+
+def main(socket_fd: int, lifeline_fd: int) -> None:
+    worker = os.fork()
+    if worker:
+        os.close(socket_fd)
+        guard(lifeline_fd, worker)
+    else:
+        os.setpgid(0, 0)
+        os.close(lifeline_fd)
+        with socket.socket(fileno=socket_fd) as ring:
+            serve(ring)
+
+
+def guard(lifeline_fd: int, worker: int) -> None:
+    """Waits for the end of the lifeline and then for the end of the worker's process group."""
+    with suppress(OSError):
+        os.setpgid(worker, worker)  # in both processes, so that the group exists whoever comes first
+    os.read(lifeline_fd, 1)
+    os.killpg(worker, signal.SIGKILL)  # not reaped yet, so the number is still its own
+    _, status = os.waitpid(worker, 0)
+    code = os.waitstatus_to_exitcode(status)
+    sys.exit(code if code >= 0 else 128 - code)  # as a shell says it
+
+
+def serve(ring: socket.socket) -> None:
+    """Answers until the ring hangs up: first to the reward itself, then to each task."""
+    messages = ring.makefile("rb")
+
+    def answer(**content: Any) -> None:
+        ring.sendall(json.dumps(content, allow_nan=False).encode() + b"\n")
+
+    sys.path[:] = json.loads(receive(messages) or b"[]")
+    from cloudpickle import loads  # what the ring sends its own child is trusted; what comes back is only JSON
+
+    try:
+        reward = resolve(*loads(receive(messages)))
+    except BaseException as error:
+        return answer(error=one_line(error))
+    answer(ready=True)
+    while message := receive(messages):
+        try:
+            task, text = loads(message)
+            value, details = judged(reward(task, text))
+        except BaseException as error:  # SystemExit too: a reward that calls exit() has failed
+            answer(error=one_line(error))
+        else:
+            answer(reward=value, details=details)
+    return None
+
+
+def receive(messages: BinaryIO) -> bytes:
+    """The next message, or nothing when the ring has hung up."""
+    length = messages.read(FRAME_BYTES)
+    return messages.read(int.from_bytes(length, "big")) if len(length) == FRAME_BYTES else b""
+
+
+def resolve(where: str | None, function: Callable[..., Any] | None, bound: dict[str, Any]) -> Callable[..., Any]:
+    """The reward: imported from "module:qualified.name", or as it was sent, with its parameters."""
+    if where is not None:
+        module, name = where.split(":")
+        found: Any = import_module(module)
+        function = reduce(getattr, name.split("."), found)
+    assert function is not None
+    return partial(function, **bound)
+
+
+def judged(result: Any) -> tuple[float, dict[str, float]]:
+    """What a reward returned as plain numbers. Raises TypeError or ValueError for anything but finite ones."""
+    value, details = result if isinstance(result, tuple) and len(result) == 2 else (result, {})
+    return number("the reward", value), {str(name): number(f"the reward's {name!r}", x) for name, x in dict(details).items()}
+
+
+def number(what: str, value: Any) -> float:
+    if not hasattr(value, "__float__"):  # a string has none: "1.0" is a mistake, not a number
+        raise TypeError(f"{what} is {short(repr(value))}, not a number")
+    plain = float(value)
+    if not math.isfinite(plain):
+        raise ValueError(f"{what} is {plain}, not a finite number")
+    return plain
+
+
+def one_line(error: BaseException) -> str:
+    return short(f"{type(error).__name__}: {error}" if str(error) else type(error).__name__)
+
+
+def short(text: str, most: int = 300) -> str:
+    text = " ".join(text.split())
+    return text if len(text) <= most else text[: most - 1] + "…"
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]))

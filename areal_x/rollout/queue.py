@@ -1,0 +1,148 @@
+"""The trajectory queue: how old a group may be when it is trained on, as a pure state machine.
+
+It knows no clock, thread or engine: the runner admits and finishes, the trainer takes and publishes, and a test drives it with
+any order of the four. Source: the windowed FIFO of section 6.2.4 of arXiv 2605.26494.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from areal_x.errors import at_least
+from areal_x.types import Group
+
+
+@dataclass
+class _Live:
+    """A group that holds a slot and was neither consumed nor given back. group: None until it is finished."""
+
+    admitted_version: int
+    group: Group | None = None
+
+
+class TrajectoryQueue:
+    """B = (max_staleness + 1) · groups_per_step slots between admission and publication; nothing finished is ever discarded.
+
+    A group takes a slot when it is admitted and gives it back when it has been consumed *and* the weights of the step that
+    consumed it are out. Consumption is a FIFO with a look-ahead: the next group is the finished one with the lowest ticket, if
+    that ticket is less than `window` from the oldest live one (window = 1: strict FIFO). Only whole steps are consumed.
+    max_staleness = 0 is synchronous training: nothing is admitted between a step and its publication.
+
+    The bound. P = groups_per_step, W = window. A group admitted when version a was out and consumed by the step that starts
+    from version v has age v − a, and v − a ≤ (B + W − 2) // P. Proof: rank the groups that are never given back by ticket, from
+    0, and let g be this group's rank.
+    (1) When it was admitted it held one slot itself, so at most B − 1 were held by others. Each of the g groups ranked before
+        it had been admitted, and either still held one of those slots or had returned it; only groups consumed by the steps
+        below a have returned theirs, and those are a·P. So g ≤ a·P + B − 1.
+    (2) When it is consumed, every group consumed earlier has rank ≤ g + W − 1: if it has a higher ticket, this group was live
+        then, so the window began at or before this group's ticket, and ranks are no further apart than tickets. So at most
+        g + W − 1 others were consumed earlier, among them the v·P groups of all earlier steps: v·P ≤ g + W − 1.
+    Together (v − a)·P ≤ B + W − 2, and ages are whole. ∎ A run that begins at another version than 0 counts from there.
+
+    Something can always happen: an unfinished group can finish; if all are finished and there are P of them, the lowest is
+    always inside the window, so a step can be taken; if fewer, either a step is unpublished or there is a free slot.
+
+    Raises ConfigError for sizes that cannot work.
+    """
+
+    def __init__(self, groups_per_step: int, max_staleness: int, window: int = 1) -> None:
+        at_least("train.groups_per_step", groups_per_step, 1)
+        at_least("train.max_staleness", max_staleness, 0)
+        at_least("train.window", window, 1)
+        self.groups_per_step = groups_per_step
+        self.max_staleness = max_staleness
+        self.window = window
+        self.slots = (max_staleness + 1) * groups_per_step
+        self.admitted = 0
+        self.consumed = 0
+        self.given_back = 0
+        self.begin(0)
+
+    def begin(self, version: int, next_ticket: int = 0, pending: Sequence[int] = ()) -> None:
+        """Starts from the weights of `version`. pending: tickets that an earlier run had admitted and not consumed (`state`);
+        they are admitted again first, lowest first, each as soon as there is a slot."""
+        self.version = version  # published, so what engines hold
+        self.step = version  # steps taken
+        self.next_ticket = next_ticket
+        self._readmit = sorted(pending, reverse=True)
+        self._live: dict[int, _Live] = {}  # in the order of admission, which is the order of tickets
+        self.depth = 0  # groups that are finished and wait to be consumed
+
+    @property
+    def free(self) -> int:
+        """Slots left: those not held by a live group or by a step whose weights are not out."""
+        return self.slots - len(self._live) - (self.step - self.version) * self.groups_per_step
+
+    def admit(self) -> int | None:
+        """A slot for the next group: its ticket. None while every slot is held."""
+        if self.free <= 0:
+            return None
+        if self._readmit:
+            ticket = self._readmit.pop()
+        else:
+            ticket = self.next_ticket
+            self.next_ticket += 1
+        self._live[ticket] = _Live(self.version)
+        self.admitted += 1
+        return ticket
+
+    def finish(self, ticket: int, group: Group) -> None:
+        """The group may now be consumed."""
+        self._unfinished(ticket).group = group
+        self.depth += 1
+
+    def give_back(self, ticket: int) -> None:
+        """The group is not worth training on: its slot is free at once."""
+        self._unfinished(ticket)
+        del self._live[ticket]
+        self.given_back += 1
+
+    def take(self) -> list[Group] | None:
+        """The next step's groups in the order they are consumed, or None while the window does not hold a whole step."""
+        if self.depth < self.groups_per_step:
+            return None
+        live = [(ticket, slot.group) for ticket, slot in self._live.items()]
+        batch: list[tuple[int, Group]] = []
+        while len(batch) < self.groups_per_step:
+            reach = live[0][0] + self.window
+            found = next(((i, t, g) for i, (t, g) in enumerate(live) if g is not None and t < reach), None)
+            if found is None:
+                return None
+            index, ticket, group = found
+            del live[index]
+            batch.append((ticket, group))
+        for ticket, _ in batch:
+            del self._live[ticket]
+        self.step += 1
+        self.depth -= len(batch)
+        self.consumed += len(batch)
+        return [group for _, group in batch]
+
+    def published(self, version: int) -> None:
+        """The weights of `version` are in every engine: the slots of all steps below it are free.
+
+        Raises ValueError for a version that was out before or that no step has made.
+        """
+        if not self.version <= version <= self.step:
+            raise ValueError(f"version {version} cannot be published: {self.version} is out and {self.step} steps were taken")
+        self.version = version
+
+    @property
+    def unfinished(self) -> int:
+        """Groups that are still being generated or judged."""
+        return len(self._live) - self.depth
+
+    def ages(self) -> dict[int, int]:
+        """By ticket, how many versions old each live group would be if the next step consumed it."""
+        return {ticket: self.step - slot.admitted_version for ticket, slot in self._live.items()}
+
+    def pending(self) -> list[int]:
+        """Tickets admitted and neither consumed nor given back, lowest first: what `begin` needs to lose none of them."""
+        return [*self._live, *reversed(self._readmit)]
+
+    def _unfinished(self, ticket: int) -> _Live:
+        slot = self._live.get(ticket)
+        if slot is None or slot.group is not None:
+            raise ValueError(f"ticket {ticket} is not in flight: {'it is finished' if slot else 'it holds no slot'}")
+        return slot

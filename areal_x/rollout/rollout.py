@@ -1,0 +1,201 @@
+"""The rollout on a thread of its own, so that generation goes on while the caller trains: the shell around runner and engine.
+
+The thread's event loop owns engine, workflow and runner; the caller's thread (a script's, or a notebook's, where a loop may
+already run) sees only the blocking methods of `Rollout`. Ctrl-C interrupts each of them and loses nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Coroutine, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from areal_x.data.stream import TaskStream
+from areal_x.rollout.engine import Engine
+from areal_x.rollout.queue import TrajectoryQueue
+from areal_x.rollout.runner import Filter, RolloutStats, Runner
+from areal_x.rollout.workflows import Workflow
+from areal_x.trainer import Trainer
+from areal_x.types import Group, Outcome, Task
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Published:
+    """Seconds that handing over a version took: copying the weights, and how long generation stood still for the swap."""
+
+    staged_seconds: float
+    paused_seconds: float
+
+
+class Rollout:
+    """Groups for the trainer, made while it trains. A context manager that leaves nothing behind.
+
+        with Rollout(engine, workflow, TaskStream(tasks), TrajectoryQueue(16, 2), group_size=8) as rollout:
+            rollout.start()
+            rollout.publish(trainer)          # nothing is admitted before the engine has the trainer's weights
+            for _ in range(steps):
+                groups = rollout.take()
+                ...                           # one step of the trainer
+                rollout.publish(trainer)
+
+    workflow: already set up for the tokenizer. For the settings see Runner.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        workflow: Workflow,
+        stream: TaskStream,
+        queue: TrajectoryQueue,
+        *,
+        group_size: int,
+        seed: int = 0,
+        episode_seconds: float = 600.0,
+        filters: Sequence[Filter] = (),
+        failed_groups: int = 3,
+    ) -> None:
+        self.engine = engine
+        self.workflow = workflow
+        self.runner = Runner(
+            engine,
+            workflow,
+            stream,
+            queue,
+            group_size=group_size,
+            seed=seed,
+            episode_seconds=episode_seconds,
+            filters=filters,
+            failed_groups=failed_groups,
+        )
+        self._resume: Mapping[str, Any] | None = None
+        self._running: asyncio.Task[None] | None = None
+        self._taking: Future[list[Group]] | None = None
+        self._thread: threading.Thread | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    def __enter__(self) -> Rollout:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def start(self, state: Mapping[str, Any] | None = None) -> None:
+        """Starts the engine and returns when it is ready. state: what `state()` gave, to go on from there.
+
+        Raises what the engine's start raises, with nothing left running.
+        """
+        if self._thread is not None:
+            raise RuntimeError("this rollout was started before: make a new one")
+        self._resume = state
+        loop = self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=_serve, args=(loop,), name="rollout", daemon=True)
+        self._thread.start()
+        try:
+            self._call(self.engine.start())
+        except BaseException:
+            self.close()
+            raise
+
+    def publish(self, trainer: Trainer) -> Published:
+        """Gives the engine the trainer's weights, while it generates but for the swap itself, and frees the slots of the groups
+        that made them. The first call begins the rollout."""
+        began = time.perf_counter()
+        staged = self.engine.stage(trainer)
+        seconds = time.perf_counter() - began
+        return Published(seconds, self._call(self._swap(staged, trainer.version)))
+
+    def take(self) -> list[Group]:
+        """The groups of the next step, in the order of consumption. Blocks until there are enough.
+
+        Raises what ended the rollout: EngineError, or UserError when nothing can be scored. An interrupted call loses nothing:
+        the next one returns the same groups.
+        """
+        if self._taking is None:
+            self._taking = self._submit(self.runner.take())
+        groups = self._taking.result()
+        self._taking = None
+        return groups
+
+    def evaluate(self, tasks: Sequence[Task], workflow: Workflow | None = None) -> list[Outcome]:
+        """What becomes of one episode a task under the weights that were published last, beside the rollout. By default of the
+        rollout's own workflow, greedily."""
+        return self._call(self.runner.evaluate(tasks, workflow or self.workflow.greedy()))
+
+    def state(self) -> dict[str, Any]:
+        """{"position", "next_ticket", "pending": [[ticket, position], …]}: with it `start` goes on exactly here and runs again
+        the groups that were admitted and not taken. For a checkpoint, between `publish` and `take`."""
+        return self._call(_now(self.runner.state))
+
+    def stats(self) -> RolloutStats:
+        """Counts since the start; also after `close`."""
+        return self._call(_now(self.runner.stats)) if self._loop is not None else self.runner.stats()
+
+    def close(self) -> None:
+        """Ends the rollout, the workflow's processes and the engine. Safe to call twice and after a failed start."""
+        if self._loop is None or self._thread is None:
+            return
+        try:
+            self._call(self._end())
+        finally:
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join()
+            self._loop = None
+
+    async def _swap(self, staged: Any, version: int) -> float:
+        paused = await self.engine.swap(staged)
+        if self._running is None:
+            self.runner.begin(version, self._resume)
+            self._running = asyncio.create_task(self.runner.run())
+        else:
+            self.runner.published(version)
+        return paused
+
+    async def _end(self) -> None:
+        async with AsyncExitStack() as closing:  # each is closed whatever becomes of the one before it
+            closing.push_async_callback(self.engine.close)
+            closing.push_async_callback(self.workflow.close)
+            if self._running is not None:
+                self._running.cancel()
+                await asyncio.wait([self._running])
+                if not self._running.cancelled():
+                    self._running.exception()  # whoever takes was told
+
+    def _submit(self, work: Coroutine[Any, Any, T]) -> Future[T]:
+        if self._loop is None:
+            work.close()
+            raise RuntimeError("this rollout does not run: call start() first, once")
+        return asyncio.run_coroutine_threadsafe(work, self._loop)
+
+    def _call(self, work: Coroutine[Any, Any, T]) -> T:
+        """Runs a coroutine on the rollout's loop and waits for it; an interrupt cancels it."""
+        future = self._submit(work)
+        try:
+            return future.result()
+        except BaseException:
+            future.cancel()
+            raise
+
+
+def _serve(loop: asyncio.AbstractEventLoop) -> None:
+    asyncio.set_event_loop(loop)
+    try:
+        loop.run_forever()
+    finally:
+        left = asyncio.all_tasks(loop)
+        for task in left:
+            task.cancel()
+        loop.run_until_complete(asyncio.gather(*left, return_exceptions=True))
+        loop.run_until_complete(loop.shutdown_asyncgens())
+        loop.run_until_complete(loop.shutdown_default_executor())
+        loop.close()
+
+
+async def _now(function: Any) -> Any:
+    return function()

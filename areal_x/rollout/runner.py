@@ -1,0 +1,310 @@
+"""Keeps the engine full of episodes and the queue full of groups. One event loop; nothing here blocks it.
+
+stream ──task──▶ a ticket of the queue ──▶ group_size episodes at once ──▶ group ──▶ queue
+                                                                             └─ filtered, or none scored: given back
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from areal_x.data.stream import TaskStream
+from areal_x.errors import UserError, at_least, positive
+from areal_x.rollout.engine import Completion, Engine, EngineError, Request
+from areal_x.rollout.queue import TrajectoryQueue
+from areal_x.rollout.workflows import Result, Workflow
+from areal_x.types import Episode, Failed, Group, Outcome, Scored, Task, TimedOut
+
+Filter = Callable[[Group], bool]  # True keeps the group
+
+LOOK_AHEAD = 1 / 8  # of the engine's concurrency: requests that wait where one ends, so that no slot idles meanwhile
+PATIENCE = 10  # once something was scored, a run of failures may be this many times longer before the run ends
+DIFFERENT_ERRORS = 5  # whose first texts are kept for the display
+
+TRAINING, EVALUATION = 0, 1  # first in a seed's key, so that no evaluation repeats a training draw
+
+
+@dataclass(frozen=True)
+class RolloutStats:
+    """Since the start. depth: groups that wait for the trainer. errors: the first few different ones, how often each came."""
+
+    scored: int = 0
+    failed: int = 0
+    timed_out: int = 0
+    given_back: int = 0
+    generated_tokens: int = 0
+    depth: int = 0
+    unfinished: int = 0
+    errors: Mapping[str, int] = field(default_factory=dict)
+
+
+@dataclass
+class EpisodeEngine:
+    """One episode's view of the engine: fixes each call's seed by (key, call), so that a repeated episode draws the same, and
+    tells the runner whether this episode wants a place in the engine (it does before its first call and during each)."""
+
+    engine: Engine
+    key: tuple[int, ...]
+    wants: Callable[[int], None]
+    generated: Callable[[int], None]
+    calls: int = 0
+    wanting: int = 1  # counted by whoever makes the view
+
+    @property
+    def context(self) -> int:
+        return self.engine.context
+
+    @property
+    def version(self) -> int:
+        return self.engine.version
+
+    async def generate(self, request: Request) -> Completion:
+        if request.seed is None:
+            request = replace(request, seed=seed_of(*self.key, self.calls))
+        self.calls += 1
+        if self.calls > 1:
+            self.want(1)
+        try:
+            completion = await self.engine.generate(request)
+        finally:
+            self.want(-1)
+        self.generated(len(completion.tokens))
+        return completion
+
+    def want(self, change: int) -> None:
+        self.wanting += change
+        self.wants(change)
+
+
+def seed_of(*key: int) -> int:
+    """A seed in [0, 2³¹) that depends on every part of the key."""
+    return int(np.random.SeedSequence(key).generate_state(1)[0]) & 0x7FFFFFFF
+
+
+class Runner:
+    """Runs groups from the stream while the queue has slots and the engine has room.
+
+    group_size: episodes a task. episode_seconds: longest time of one. filters: a group is kept when all say so.
+    failed_groups: after this many groups in a row without one scored episode the run ends with the first error, if nothing was
+    ever scored; after 10 times as many otherwise.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        workflow: Workflow,
+        stream: TaskStream,
+        queue: TrajectoryQueue,
+        *,
+        group_size: int,
+        seed: int = 0,
+        episode_seconds: float = 600.0,
+        filters: Sequence[Filter] = (),
+        failed_groups: int = 3,
+    ) -> None:
+        at_least("train.group_size", group_size, 1)
+        at_least("train.failed_groups", failed_groups, 1)
+        positive("train.episode_seconds", episode_seconds)
+        self.engine, self.workflow, self.stream, self.queue = engine, workflow, stream, queue
+        self.group_size, self.seed, self.episode_seconds = group_size, seed, episode_seconds
+        self.filters, self.failed_groups = tuple(filters), failed_groups
+        self._positions: dict[int, int] = {}  # of the tickets that are pending
+        self._changed = asyncio.Event()
+        self._wanted = 0  # places in the engine, by episodes in flight
+        self._counts: Counter[type] = Counter()
+        self._errors: Counter[str] = Counter()
+        self._failed_in_a_row = 0
+        self._first_error: str | None = None
+        self._tokens = 0
+        self._ended: BaseException | None = None
+
+    def begin(self, version: int, state: Mapping[str, Any] | None = None) -> None:
+        """From the weights of `version`, and from where `state` says: its pending groups are run again first, with the tickets
+        (and so the seeds) that they had."""
+        state = state or {"position": 0, "next_ticket": 0, "pending": []}
+        self.stream.position = state["position"]
+        self._positions = dict(state["pending"])
+        self.queue.begin(version, state["next_ticket"], list(self._positions))
+
+    def state(self) -> dict[str, Any]:
+        """Everything needed to go on without losing or repeating a task, as JSON can hold it."""
+        pending = [[ticket, self._positions[ticket]] for ticket in self.queue.pending()]
+        return {"position": self.stream.position, "next_ticket": self.queue.next_ticket, "pending": pending}
+
+    async def run(self) -> None:
+        """Admits and runs groups until it is cancelled. Raises what ended it: EngineError, UserError, a filter's bug."""
+        try:
+            async with asyncio.TaskGroup() as groups:
+                while True:
+                    while not self._room() or (ticket := self.queue.admit()) is None:
+                        await self._change()
+                    if ticket not in self._positions:
+                        self._positions[ticket], task = self.stream.next()
+                    else:
+                        task = self.stream.task_at(self._positions[ticket])
+                    self._want(self.group_size)
+                    groups.create_task(self._group(Group(task, ticket, self.queue.version)))
+        except BaseException as error:
+            self._ended = first_of(error)
+            self._notify()
+            raise self._ended from None
+
+    async def take(self) -> list[Group]:
+        """The next step's groups, as soon as the queue gives them. Raises what ended `run`."""
+        while self._ended is None:
+            if (batch := self.queue.take()) is not None:
+                for group in batch:
+                    del self._positions[group.ticket]
+                self._notify()
+                return batch
+            await self._change()
+        raise self._ended
+
+    def published(self, version: int) -> None:
+        self.queue.published(version)
+        self._notify()
+
+    async def evaluate(self, tasks: Sequence[Task], workflow: Workflow) -> list[Outcome]:
+        """One episode a task, beside the training ones; as many at once as the engine likes to have."""
+        places = asyncio.Semaphore(self.engine.concurrency)
+
+        async def one(index: int, task: Task) -> Outcome:
+            async with places:
+                view = EpisodeEngine(self.engine, (self.seed, EVALUATION, index), _nothing, _nothing)
+                return (await run_episode(workflow, task, view, self.episode_seconds)).outcome
+
+        try:
+            async with asyncio.TaskGroup() as episodes:
+                running = [episodes.create_task(one(index, task)) for index, task in enumerate(tasks)]
+        except BaseExceptionGroup as errors:
+            raise first_of(errors) from None
+        return [episode.result() for episode in running]
+
+    def stats(self) -> RolloutStats:
+        return RolloutStats(
+            scored=self._counts[Scored],
+            failed=self._counts[Failed],
+            timed_out=self._counts[TimedOut],
+            given_back=self.queue.given_back,
+            generated_tokens=self._tokens,
+            depth=self.queue.depth,
+            unfinished=self.queue.unfinished,
+            errors=dict(self._errors),
+        )
+
+    async def _group(self, group: Group) -> None:
+        async with asyncio.TaskGroup() as episodes:
+            running = [episodes.create_task(self._episode(group, index)) for index in range(self.group_size)]
+        group = replace(group, episodes=tuple(episode.result() for episode in running))
+        self._keep_patience(group)
+        if group.scored and all(keep(group) for keep in self.filters):
+            self.queue.finish(group.ticket, group)
+        else:
+            self.queue.give_back(group.ticket)
+            del self._positions[group.ticket]
+        self._notify()
+
+    async def _episode(self, group: Group, index: int) -> Episode:
+        view = EpisodeEngine(self.engine, (self.seed, TRAINING, group.ticket, index), self._want, self._generated)
+        try:
+            episode = await run_episode(self.workflow, group.task, view, self.episode_seconds)
+        finally:
+            view.want(-view.wanting)
+        self._counts[type(episode.outcome)] += 1
+        if (text := error_of(episode.outcome)) and (text in self._errors or len(self._errors) < DIFFERENT_ERRORS):
+            self._errors[text] += 1
+        return episode
+
+    def _keep_patience(self, group: Group) -> None:
+        if group.scored:
+            self._failed_in_a_row = 0
+            return
+        if self._failed_in_a_row == 0:
+            self._first_error = error_of(group.episodes[0].outcome)
+        self._failed_in_a_row += 1
+        if self._failed_in_a_row >= self.failed_groups * (PATIENCE if self._counts[Scored] else 1):
+            raise UserError(
+                f"none of {self._failed_in_a_row} groups in a row had a scored episode; the first error: {self._first_error}"
+            )
+
+    def _room(self) -> bool:
+        """Whether the engine has fewer requests than it wants: a group admitted no sooner than that is as fresh as can be."""
+        return self._wanted < math.ceil(self.engine.concurrency * (1 + LOOK_AHEAD))
+
+    def _want(self, change: int) -> None:
+        self._wanted += change
+        self._notify()
+
+    def _generated(self, tokens: int) -> None:
+        self._tokens += tokens
+
+    def _notify(self) -> None:
+        self._changed.set()
+
+    async def _change(self) -> None:
+        """Until something that a waiter may wait for has changed. All waiters wake; each looks for itself."""
+        self._changed.clear()
+        await self._changed.wait()
+
+
+async def run_episode(workflow: Workflow, task: Task, engine: EpisodeEngine, seconds: float) -> Episode:
+    """One episode and what became of it. Raises only what ends the run: EngineError, UserError and cancellation."""
+    try:
+        async with asyncio.timeout(seconds) as limit:
+            result = await workflow.run(task, engine)
+        return episode_of(result)
+    except (EngineError, UserError):
+        raise
+    except asyncio.CancelledError:
+        current = asyncio.current_task()
+        if current is None or current.cancelling():
+            raise
+        return Episode(Failed("CancelledError: something that the episode waited for was cancelled"))
+    except Exception as error:
+        if isinstance(error, TimeoutError) and limit.expired():
+            return Episode(TimedOut(seconds))
+        text = " ".join(str(error).split())
+        return Episode(Failed(f"{type(error).__name__}: {text}" if text else type(error).__name__))
+
+
+def episode_of(result: Result) -> Episode:
+    """A workflow's answer as an episode. Raises TypeError or ValueError for one that cannot be trained on."""
+    if isinstance(result, Failed | TimedOut):
+        return Episode(result)
+    if isinstance(result, Episode):
+        return result
+    trajectories = tuple(result)
+    if not trajectories:
+        raise ValueError("the workflow returned no trajectory")
+    rewards = [trajectory.reward for trajectory in trajectories]
+    if not all(reward is not None and math.isfinite(reward) for reward in rewards):
+        raise ValueError(f"every trajectory needs a finite reward, the workflow's have {rewards}")
+    return Episode(Scored(float(np.mean(np.asarray(rewards, np.float64)))), trajectories)
+
+
+def error_of(outcome: Outcome) -> str | None:
+    match outcome:
+        case Failed(error):
+            return error
+        case TimedOut(seconds):
+            return f"ended after {seconds:g} seconds"
+        case _:
+            return None
+
+
+def first_of(error: BaseException) -> BaseException:
+    """The error itself, out of the groups that task groups wrap it in."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error
+
+
+def _nothing(_: int) -> None:
+    return None

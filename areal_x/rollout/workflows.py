@@ -1,0 +1,128 @@
+"""What an episode is: from a task to scored trajectories, calling the engine any number of times.
+
+A workflow of your own subclasses `Workflow` (or has the same methods) and needs only `run`. It raises what it likes: an episode
+that raises is a failed episode. Only EngineError and UserError end the run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
+
+import gin
+import numpy as np
+from jaxtyping import Int32
+
+from areal_x.errors import UserError, at_least, positive
+from areal_x.rewards.pool import Reward, RewardPool
+from areal_x.rollout.engine import Completion, Request, SamplingParams
+from areal_x.types import Episode, Failed, Message, Scored, Task, TimedOut, Trajectory
+
+Result = list[Trajectory] | Episode | Failed | TimedOut
+
+
+class Generator(Protocol):
+    """What an episode sees of the engine (areal_x.rollout.engine.Engine)."""
+
+    @property
+    def context(self) -> int: ...
+
+    @property
+    def version(self) -> int: ...
+
+    async def generate(self, request: Request) -> Completion: ...
+
+
+class Workflow(Protocol):
+    def setup(self, tokenizer: Any) -> Workflow:
+        """The workflow made ready for this tokenizer, before any episode. By default itself."""
+        return self
+
+    def greedy(self) -> Workflow:
+        """The same workflow with temperature 0, for evaluation. By default itself."""
+        return self
+
+    async def run(self, task: Task, engine: Generator) -> Result:
+        """One attempt at the task.
+
+        Trajectories, each with its reward set, are a scored episode (whose own reward is their mean); an Episode is that with
+        the verifier's details; Failed and TimedOut are counted and shown, and never trained on.
+        """
+        ...
+
+    async def close(self) -> None:
+        """Ends what `setup` began; safe to call twice."""
+
+
+@gin.configurable("single_turn", denylist=["tokenizer", "pool"])
+@dataclass(frozen=True)
+class SingleTurn(Workflow):
+    """One prompt, one completion, one score.
+
+    reward: a function (task, text) -> number, or -> (number, {name: number}); text is the completion without special tokens.
+    sampling: how completions are drawn; the tokenizer's end token is added to its stop tokens.
+    reward_workers: most processes that judge at once. reward_timeout_seconds: after which a reward is ended with its process.
+    """
+
+    reward: Reward
+    sampling: SamplingParams = field(default_factory=SamplingParams)
+    reward_workers: int = 4
+    reward_timeout_seconds: float = 10.0
+    tokenizer: Any = None
+    pool: RewardPool | None = None
+
+    def __post_init__(self) -> None:
+        if not callable(self.reward):
+            raise UserError(
+                f"single_turn.reward = {self.reward!r} cannot work: it must be a function (in gin `@name`, without parentheses)"
+            )
+        at_least("single_turn.reward_workers", self.reward_workers, 1)
+        positive("single_turn.reward_timeout_seconds", self.reward_timeout_seconds)
+
+    def setup(self, tokenizer: Any) -> SingleTurn:
+        """Raises UserError for a tokenizer without an end token, or a reward that no other process could run."""
+        end = tokenizer.eos_token_id
+        if end is None:
+            raise UserError(
+                f"the tokenizer of {getattr(tokenizer, 'name_or_path', '') or 'the model'} has no end token, "
+                "so no completion could end: set eos_token in its tokenizer_config.json"
+            )
+        stops = tuple(dict.fromkeys((*self.sampling.stop_token_ids, int(end))))
+        pool = RewardPool(self.reward, self.reward_workers, self.reward_timeout_seconds)
+        return replace(self, sampling=replace(self.sampling, stop_token_ids=stops), tokenizer=tokenizer, pool=pool)
+
+    def greedy(self) -> SingleTurn:
+        return replace(self, sampling=replace(self.sampling, temperature=0.0))
+
+    async def run(self, task: Task, engine: Generator) -> Result:
+        assert self.pool is not None, "call setup(tokenizer) first"
+        prompt = encode(self.tokenizer, task.prompt)
+        completion = await engine.generate(Request(prompt, self.sampling))
+        if completion.finish_reason == "abort":
+            return Failed("the engine aborted the request")
+        outcome = await self.pool.score(task, self.tokenizer.decode(completion.tokens.tolist(), skip_special_tokens=True))
+        if not isinstance(outcome, Scored):
+            return outcome
+        trajectory = Trajectory.from_completion(
+            prompt, completion.tokens, completion.logprobs, completion.versions, outcome.reward, completion.finish_reason
+        )
+        return Episode(outcome, (trajectory,))
+
+    async def close(self) -> None:
+        if self.pool is not None:
+            await self.pool.close()
+
+
+def encode(tokenizer: Any, prompt: str | Sequence[Message]) -> Int32[np.ndarray, " prompt"]:
+    """Token ids of a text as it is, or of messages in the chat template with the assistant's turn opened.
+
+    Raises UserError for messages where the tokenizer has no chat template.
+    """
+    if isinstance(prompt, str):
+        return np.asarray(tokenizer.encode(prompt), np.int32)
+    if tokenizer.chat_template is None:
+        raise UserError(
+            "the prompt is a list of messages but the tokenizer has no chat template: add chat_template.jinja to the model"
+        )
+    return np.asarray(tokenizer.apply_chat_template(list(prompt), add_generation_prompt=True, return_dict=False), np.int32)

@@ -1,0 +1,241 @@
+"""The thread around engine and runner, called as an experiment calls it."""
+
+import asyncio
+import json
+import os
+import signal
+import threading
+from contextlib import contextmanager
+
+import numpy as np
+import pytest
+
+from areal_x.data.stream import TaskStream
+from areal_x.errors import UserError
+from areal_x.rollout.engine import EngineError
+from areal_x.rollout.queue import TrajectoryQueue
+from areal_x.rollout.rollout import Published, Rollout
+from areal_x.types import Failed, Scored
+from tests.rollout.fakes import TASKS, Doing, FakeEngine, FakeTrainer, Plain
+
+
+@contextmanager
+def rollout(engine=None, workflow=None, *, groups_per_step=2, max_staleness=1, window=2, seed=0, **settings):
+    stream, queue = TaskStream(TASKS, seed), TrajectoryQueue(groups_per_step, max_staleness, window)
+    with Rollout(engine or FakeEngine(), workflow or Plain(), stream, queue, group_size=2, seed=seed, **settings) as made:
+        yield made
+    assert "rollout" not in [thread.name for thread in threading.enumerate()]
+
+
+def steps(made, trainer, count):
+    for _ in range(count):
+        groups = made.take()
+        yield groups
+        trainer.version += 1
+        made.publish(trainer)
+
+
+def test_the_ring_turns_and_no_group_is_older_than_the_bound():
+    trainer = FakeTrainer()
+    with rollout() as made:
+        made.start()
+        assert made.publish(trainer).paused_seconds == 0.25
+        for groups in steps(made, trainer, 12):
+            assert len(groups) == 2
+            for group in groups:
+                assert 0 <= trainer.version - group.admitted_version <= (4 + 2 - 2) // 2
+                for episode in group.episodes:
+                    versions = episode.trajectories[0].versions
+                    assert group.admitted_version <= versions.max() <= trainer.version
+        stats = made.stats()
+    assert stats.scored >= 48
+    assert stats.generated_tokens == 5 * stats.scored
+
+
+def test_without_staleness_every_token_is_of_the_version_that_is_trained():
+    trainer = FakeTrainer(version=40)  # a trainer that was trained before is published as it is
+    with rollout(max_staleness=0, window=1) as made:
+        made.start()
+        made.publish(trainer)
+        for groups in steps(made, trainer, 4):
+            versions = [e.trajectories[0].versions[-5:] for g in groups for e in g.episodes]
+            assert {int(v) for v in np.concatenate(versions)} == {trainer.version}
+
+
+def test_nothing_is_generated_before_the_engine_has_the_trainers_weights():
+    engine = FakeEngine()
+    with rollout(engine) as made:
+        made.start()
+        assert made.stats().unfinished == 0
+        assert engine.requests == []
+        made.publish(FakeTrainer())
+        made.take()
+    assert engine.calls == ["start", "stage", "swap", "close"]
+
+
+def test_weights_are_staged_on_the_callers_thread_and_swapped_on_the_rollouts():
+    threads = {}
+
+    class Watched(FakeEngine):
+        def stage(self, trainer):
+            threads["stage"] = threading.current_thread().name
+            return super().stage(trainer)
+
+        async def swap(self, staged):
+            threads["swap"] = threading.current_thread().name
+            return await super().swap(staged)
+
+    with rollout(Watched()) as made:
+        made.start()
+        assert isinstance(made.publish(FakeTrainer()), Published)
+    assert threads == {"stage": threading.current_thread().name, "swap": "rollout"}
+
+
+def test_evaluation_runs_beside_the_rollout_greedily_and_in_order():
+    engine = FakeEngine()
+    with rollout(engine) as made:
+        made.start()
+        made.publish(FakeTrainer())
+        outcomes = made.evaluate(TASKS[:5])
+        assert len(made.take()) == 2
+    assert all(isinstance(outcome, Scored) for outcome in outcomes)
+    assert sum(request.sampling.temperature == 0 for request in engine.requests) == 5
+
+
+def test_a_resumed_rollout_loses_and_repeats_no_task():
+    trainer, consumed = FakeTrainer(), []
+    with rollout(window=3) as made:
+        made.start()
+        made.publish(trainer)
+        for groups in steps(made, trainer, 3):
+            consumed += groups
+        state = json.loads(json.dumps(made.state()))
+    assert {"position", "next_ticket", "pending"} == set(state)
+    with rollout(window=3) as made:
+        made.start(state)
+        made.publish(trainer)
+        for groups in steps(made, trainer, 5):
+            consumed += groups
+        rest = [ticket for ticket, _ in made.state()["pending"]]
+    tickets = [group.ticket for group in consumed]
+    assert len(tickets) == 16
+    assert sorted(tickets + rest) == list(range(16 + len(rest)))
+    expected = TaskStream(TASKS, 0)
+    assert all(group.task == expected.task_at(group.ticket) for group in consumed)
+
+
+@pytest.mark.parametrize("error", [EngineError("the server died"), UserError("no chat template")])
+def test_what_ends_the_rollout_is_raised_where_groups_are_taken(error):
+    engine = FakeEngine()
+    with rollout(engine) as made:
+        made.start()
+        made.publish(FakeTrainer())
+        made.take()
+        engine.error = error
+        with pytest.raises(type(error), match=str(error)):
+            for _ in steps(made, FakeTrainer(), 5):
+                pass
+    assert engine.calls[-1] == "close"
+
+
+def test_an_engine_that_does_not_start_is_closed_and_says_why():
+    class Broken(FakeEngine):
+        async def start(self):
+            raise EngineError("port in use")
+
+    engine = Broken()
+    made = Rollout(engine, Plain(), TaskStream(TASKS), TrajectoryQueue(1, 0), group_size=1)
+    with pytest.raises(EngineError, match="port in use"):
+        made.start()
+    assert engine.calls == ["close"]
+    assert "rollout" not in [thread.name for thread in threading.enumerate()]
+
+
+def test_close_is_safe_before_the_start_and_twice_and_ends_what_is_in_flight():
+    engine, closed = FakeEngine(held=True), []
+
+    class Closing(Plain):
+        async def close(self):
+            closed.append(True)
+
+    with rollout(engine, Closing()) as made:
+        made.close()
+        made.start()
+        made.publish(FakeTrainer())
+        while engine.waiting == 0:
+            made.stats()
+        made.close()
+        assert engine.waiting == 0
+        made.close()
+        with pytest.raises(RuntimeError, match=r"call start\(\) first"):
+            made.take()
+        assert made.stats().scored == 0
+    assert closed == [True]
+    assert engine.calls.count("close") == 1
+
+
+def test_a_workflow_that_cannot_close_does_not_keep_the_engine_open():
+    class Stuck(Plain):
+        async def close(self):
+            raise OSError("stuck")
+
+    engine = FakeEngine()
+    with pytest.raises(OSError, match="stuck"), rollout(engine, Stuck()) as made:
+        made.start()
+    assert engine.calls == ["start", "close"]
+
+
+def test_an_interrupt_while_waiting_for_groups_loses_none():
+    engine = FakeEngine(held=True)
+    with rollout(engine) as made:
+        made.start()
+        made.publish(FakeTrainer())
+
+        def interrupt():
+            while made._taking is None:
+                pass
+            os.kill(os.getpid(), signal.SIGINT)
+
+        thread = threading.Thread(target=interrupt)
+        thread.start()
+        with pytest.raises(KeyboardInterrupt):
+            made.take()
+        thread.join()
+        made._loop.call_soon_threadsafe(engine.gate.set)
+        while not made._taking.done():  # the groups are there before anyone asks again
+            made.stats()
+        assert [group.ticket for group in made.take()] == [0, 1]
+
+
+def test_it_works_where_a_loop_already_runs_as_in_a_notebook():
+    async def cell():
+        trainer = FakeTrainer()
+        with rollout() as made:
+            made.start()
+            made.publish(trainer)
+            return [len(groups) for groups in steps(made, trainer, 2)], made.evaluate(TASKS[:2])
+
+    sizes, outcomes = asyncio.run(cell())
+    assert sizes == [2, 2]
+    assert not any(isinstance(outcome, Failed) for outcome in outcomes)
+
+
+def test_it_is_started_once():
+    with rollout() as made:
+        made.start()
+        with pytest.raises(RuntimeError, match="started before"):
+            made.start()
+
+
+def test_failures_are_shown_and_a_run_of_nothing_else_ends():
+    async def fails(task, engine):
+        raise ValueError("reward service is away")
+
+    with rollout(workflow=Doing(fails)) as made:
+        made.start()
+        made.publish(FakeTrainer())
+        with pytest.raises(UserError, match="ValueError: reward service is away"):
+            made.take()
+        stats = made.stats()
+    assert stats.failed >= 6
+    assert stats.errors == {"ValueError: reward service is away": stats.failed}

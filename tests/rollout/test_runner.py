@@ -1,0 +1,381 @@
+import asyncio
+
+import numpy as np
+import pytest
+
+from areal_x.data.stream import TaskStream
+from areal_x.errors import ConfigError, UserError
+from areal_x.rollout.engine import EngineError, Request, SamplingParams
+from areal_x.rollout.queue import TrajectoryQueue
+from areal_x.rollout.runner import EVALUATION, Runner, seed_of
+from areal_x.types import Episode, Failed, Scored, TimedOut, Trajectory
+from tests.rollout.fakes import TASKS, Doing, FakeEngine, Plain, until
+
+
+def make(engine, workflow=None, *, groups_per_step=2, max_staleness=1, window=2, group_size=3, tasks=TASKS, **settings):
+    stream = TaskStream(tasks, shuffle=False)
+    queue = TrajectoryQueue(groups_per_step, max_staleness, window)
+    return Runner(engine, workflow or Plain(), stream, queue, group_size=group_size, **settings)
+
+
+def drive(test):
+    """Runs `test(engine → runner)` on a loop, with the runner's task beside it, and ends that."""
+
+    async def run():
+        running = []
+
+        def begin(runner, version=0, state=None):
+            runner.begin(version, state)
+            running.append(asyncio.create_task(runner.run()))
+            return running[-1]
+
+        try:
+            return await test(begin)
+        finally:
+            for task in running:
+                task.cancel()
+            await asyncio.gather(*running, return_exceptions=True)
+
+    return asyncio.run(run())
+
+
+async def trajectory(engine, reward=1.0, seed=None):
+    prompt = np.array([2, 3], np.int32)
+    c = await engine.generate(Request(prompt, SamplingParams(), seed))
+    return Trajectory.from_completion(prompt, c.tokens, c.logprobs, c.versions, reward)
+
+
+def test_a_step_has_whole_groups_of_the_streams_tasks_in_order():
+    async def test(begin):
+        runner = make(FakeEngine())
+        begin(runner)
+        return await runner.take()
+
+    groups = drive(test)
+    assert [g.task.id for g in groups] == ["task 0", "task 1"]
+    assert [g.ticket for g in groups] == [0, 1]
+    assert all(len(g.episodes) == 3 and g.admitted_version == 0 for g in groups)
+    for episode in (e for g in groups for e in g.episodes):
+        assert episode.outcome == Scored(episode.trajectories[0].reward)
+
+
+def test_seeds_are_those_of_run_ticket_episode_and_call_and_all_differ():
+    async def twice(task, engine):
+        await trajectory(engine)
+        return [await trajectory(engine)]
+
+    async def test(begin):
+        engine = FakeEngine()
+        runner = make(engine, Doing(twice), seed=7)
+        begin(runner)
+        await runner.take()
+        return [r.seed for r in engine.requests]
+
+    seeds = drive(test)
+    every = {seed_of(7, 0, ticket, episode, call) for ticket in range(4) for episode in range(3) for call in range(2)}
+    assert set(seeds) <= every
+    assert len(set(seeds)) == len(seeds)
+    assert len(every) == 24
+    assert all(0 <= seed < 2**31 for seed in every)
+    assert seed_of(7, EVALUATION, 0, 0, 0) not in every
+
+
+def test_a_seed_that_the_workflow_chose_is_left_alone():
+    async def chosen(task, engine):
+        return [await trajectory(engine, seed=5)]
+
+    async def test(begin):
+        engine = FakeEngine()
+        runner = make(engine, Doing(chosen))
+        begin(runner)
+        await runner.take()
+        return {r.seed for r in engine.requests}
+
+    assert drive(test) == {5}
+
+
+def test_the_engine_is_kept_full_and_not_far_beyond():
+    async def test(begin):
+        engine = FakeEngine(concurrency=16, held=True)
+        runner = make(engine, groups_per_step=20, max_staleness=3, group_size=3)
+        begin(runner)
+        await until(lambda: engine.waiting >= 16)
+        for _ in range(50):
+            await asyncio.sleep(0)
+        return engine.waiting
+
+    assert 16 <= drive(test) < 16 + 16 // 8 + 3
+
+
+def test_an_episode_that_is_being_judged_leaves_its_place_in_the_engine_to_another():
+    async def test(begin):
+        judged = asyncio.Event()
+
+        async def slow_judge(task, engine):
+            answer = await trajectory(engine)
+            await judged.wait()
+            return [answer]
+
+        engine = FakeEngine(concurrency=2)
+        runner = make(engine, Doing(slow_judge), groups_per_step=10, max_staleness=0, group_size=2)
+        begin(runner)
+        await until(lambda: len(engine.requests) == 20)  # every slot's, while no judge has answered
+        assert runner.queue.depth == 0
+        judged.set()
+        return len(await runner.take())
+
+    assert drive(test) == 10
+
+
+def test_slots_bound_what_is_admitted_and_publication_frees_them():
+    async def test(begin):
+        engine = FakeEngine()
+        runner = make(engine, max_staleness=0, window=1)
+        begin(runner)
+        first = await runner.take()
+        for _ in range(50):
+            await asyncio.sleep(0)
+        assert len(engine.requests) == 6  # two groups of three, and no more before the next weights are out
+        engine.version = 1
+        runner.published(1)
+        return first, await runner.take()
+
+    first, second = drive(test)
+    assert [g.admitted_version for g in first + second] == [0, 0, 1, 1]
+
+
+def test_failures_are_counted_and_never_trained_on_and_the_rest_of_the_group_stays():
+    async def sometimes(task, engine):
+        answer = await trajectory(engine)
+        *_, index = engine.key
+        if index == 0:
+            raise ZeroDivisionError("division\nby zero")
+        return Failed("no answer found") if index == 1 else [answer]
+
+    async def test(begin):
+        runner = make(FakeEngine(concurrency=1), Doing(sometimes), group_size=3)
+        begin(runner)
+        groups = await runner.take()
+        return groups, runner.stats()
+
+    groups, stats = drive(test)
+    for group in groups:
+        assert len(group.episodes) == 3
+        assert len(group.scored) == len(group.rewards) == 1
+        assert [type(e.outcome) for e in group.episodes] == [Failed, Failed, Scored]
+        assert [len(e.trajectories) for e in group.episodes] == [0, 0, 1]
+    assert set(stats.errors) == {"ZeroDivisionError: division by zero", "no answer found"}
+    assert sum(stats.errors.values()) == stats.failed == 2 * stats.scored
+
+
+def test_an_episode_is_bounded_in_time():
+    async def hangs_once(task, engine):
+        if task.id == "task 0":
+            await asyncio.Event().wait()
+        return [await trajectory(engine)]
+
+    async def test(begin):
+        runner = make(FakeEngine(), Doing(hangs_once), episode_seconds=0.05)
+        begin(runner)
+        groups = await runner.take()
+        return groups, runner.stats()
+
+    groups, stats = drive(test)
+    assert stats.timed_out == 3
+    assert stats.errors == {"ended after 0.05 seconds": 3}
+    assert "task 0" not in [g.task.id for g in groups]
+
+
+def test_a_workflows_own_timeout_and_cancelled_wait_are_failures_not_the_runs_end():
+    async def mischief(task, engine):
+        if task.id == "task 0":
+            raise TimeoutError("my own")
+        if task.id == "task 1":
+            future = asyncio.get_running_loop().create_future()
+            future.cancel()
+            await future
+        return [await trajectory(engine)]
+
+    async def test(begin):
+        runner = make(FakeEngine(), Doing(mischief), group_size=1)
+        begin(runner)
+        await runner.take()
+        return runner.stats()
+
+    stats = drive(test)
+    assert (stats.failed, stats.timed_out, stats.given_back) == (2, 0, 2)
+    assert "TimeoutError: my own" in stats.errors
+
+
+def test_a_group_that_no_filter_keeps_is_given_back_and_the_next_task_takes_its_place():
+    async def test(begin):
+        runner = make(FakeEngine(), filters=[lambda g: True, lambda g: int(g.task.id.split()[1]) % 2 == 1])
+        begin(runner)
+        steps = [await runner.take()]
+        runner.published(1)
+        steps.append(await runner.take())
+        return [g.task.id for step in steps for g in step], runner.stats().given_back, runner.state()
+
+    tasks, given_back, state = drive(test)
+    assert tasks == ["task 1", "task 3", "task 5", "task 7"]
+    assert given_back >= 4
+    assert all(position >= 8 for _, position in state["pending"])
+
+
+def test_a_group_without_a_scored_episode_is_given_back():
+    async def test(begin):
+        runner = make(FakeEngine(), Plain(bad=("task 0", "task 2")))
+        begin(runner)
+        return [g.task.id for g in await runner.take()], runner.stats()
+
+    tasks, stats = drive(test)
+    assert tasks == ["task 1", "task 3"]
+    assert stats.failed == 6
+
+
+def test_a_run_in_which_nothing_can_be_scored_ends_with_the_first_error():
+    async def test(begin):
+        runner = make(FakeEngine(), Plain(bad=tuple(t.id for t in TASKS)), failed_groups=3)
+        begin(runner)
+        with pytest.raises(UserError, match=r"none of 3 groups in a row had a scored episode.*RuntimeError: task 0 is bad"):
+            await runner.take()
+
+    drive(test)
+
+
+def test_after_a_success_the_run_is_ten_times_as_patient_but_not_for_ever():
+    bad = tuple(t.id for t in TASKS[1:])
+
+    async def test(begin):
+        runner = make(FakeEngine(), Plain(bad=bad), groups_per_step=2, group_size=1, failed_groups=2)
+        begin(runner)
+        with pytest.raises(UserError, match="none of 20 groups in a row"):
+            await runner.take()
+
+    drive(test)
+
+
+@pytest.mark.parametrize("error", [EngineError("the server died"), UserError("no chat template")])
+def test_errors_that_are_not_the_episodes_end_the_run_and_every_episode(error):
+    async def test(begin):
+        engine = FakeEngine(held=True)
+        runner = make(engine)
+        running = begin(runner)
+        await until(lambda: engine.waiting >= 8)
+        engine.error = error
+        engine.gate.set()
+        with pytest.raises(type(error), match=str(error)):
+            await runner.take()
+        assert running.done()
+        assert engine.waiting == 0
+
+    drive(test)
+
+
+def test_a_resumed_run_draws_what_the_first_would_have_drawn():
+    async def first(begin):
+        engine = FakeEngine()
+        runner = make(engine, window=4, seed=3)
+        begin(runner)
+        await runner.take()
+        runner.published(1)
+        state = runner.state()
+        await until(lambda: runner.queue.unfinished == 0 and runner.queue.free == 0)
+        return state, [await runner.take(), await runner.take()]
+
+    async def second(begin):
+        runner = make(FakeEngine(), window=4, seed=3)
+        begin(runner, 1, state)
+        await until(lambda: runner.queue.unfinished == 0 and runner.queue.free == 0)
+        return [await runner.take(), await runner.take()], runner.state()
+
+    state, expected = drive(first)
+    resumed, later = drive(second)
+    assert state["pending"], "the first run had nothing in flight"
+    for a, b in zip([g for s in expected for g in s], [g for s in resumed for g in s], strict=True):
+        assert (a.ticket, a.task) == (b.ticket, b.task)
+        for x, y in zip(a.episodes, b.episodes, strict=True):
+            np.testing.assert_array_equal(x.trajectories[0].tokens, y.trajectories[0].tokens)
+    assert (
+        later["position"] == later["next_ticket"] == 6
+    )  # two steps that were taken, and the four slots of the unpublished next
+
+
+def test_several_trajectories_make_one_episode_with_their_mean_reward():
+    async def two(task, engine):
+        return [await trajectory(engine, 1.0), await trajectory(engine, 0.5)]
+
+    async def test(begin):
+        runner = make(FakeEngine(), Doing(two))
+        begin(runner)
+        return (await runner.take())[0].episodes[0]
+
+    episode = drive(test)
+    assert episode.outcome == Scored(0.75)
+    assert [t.reward for t in episode.trajectories] == [1.0, 0.5]
+
+
+@pytest.mark.parametrize("reward", [None, float("nan"), float("inf")])
+def test_a_trajectory_without_a_finite_reward_is_a_failure(reward):
+    async def test(begin):
+        async def unscored(task, engine):
+            return [await trajectory(engine, reward)]
+
+        runner = make(FakeEngine(), Doing(unscored), failed_groups=1)
+        begin(runner)
+        with pytest.raises(UserError, match="every trajectory needs a finite reward"):
+            await runner.take()
+
+    drive(test)
+
+
+def test_evaluation_gives_one_outcome_a_task_in_order_and_at_most_concurrency_at_once():
+    peak = 0
+
+    async def watched(task, engine):
+        nonlocal peak
+        peak = max(peak, engine.engine.waiting + 1)
+        if task.id == "task 3":
+            raise ValueError("no")
+        await trajectory(engine)
+        return Episode(Scored(float(task.id.split()[1]), {"length": 5.0}))
+
+    async def test(begin):
+        runner = make(FakeEngine(concurrency=4))
+        return await runner.evaluate(TASKS[:20], Doing(watched))
+
+    outcomes = drive(test)
+    assert outcomes[3] == Failed("ValueError: no")
+    assert [o for i, o in enumerate(outcomes) if i != 3] == [Scored(float(i), {"length": 5.0}) for i in range(20) if i != 3]
+    assert peak <= 4
+
+
+def test_evaluation_ends_with_the_engines_error():
+    async def test(begin):
+        engine = FakeEngine()
+        engine.error = EngineError("the server died")
+        with pytest.raises(EngineError, match="the server died"):
+            await make(engine).evaluate(TASKS, Plain())
+
+    drive(test)
+
+
+def test_timed_out_outcomes_of_the_workflow_are_counted_as_such():
+    async def test(begin):
+        async def slow_reward(task, engine):
+            await trajectory(engine)
+            return TimedOut(2.0)
+
+        runner = make(FakeEngine(), Doing(slow_reward), failed_groups=1)
+        begin(runner)
+        with pytest.raises(UserError, match="ended after 2 seconds"):
+            await runner.take()
+        assert runner.stats().timed_out >= 3
+
+    drive(test)
+
+
+@pytest.mark.parametrize("setting", ["group_size", "episode_seconds", "failed_groups"])
+def test_settings_that_cannot_work_are_refused_by_name(setting):
+    with pytest.raises(ConfigError, match=rf"train\.{setting} = 0"):
+        make(FakeEngine(), **{setting: 0})
