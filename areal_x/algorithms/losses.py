@@ -53,6 +53,14 @@ def kl_penalty(policy: Policy, batch: Batch, *, coefficient: float, estimator: s
     return masked(coefficient * kl, batch.mask), {"reference_kl": kl}
 
 
+def policy_gap(policy: Policy, batch: Batch) -> LossTerms:
+    """No loss, a metric: |θ - b|, how far the policy that learns is from the one that spoke. On-policy it is the numerical
+    disagreement of engine and trainer, later the effect of staleness and of earlier minibatches."""
+    gap = masked(policy.logp, batch.mask) - masked(batch.behavior_logp, batch.mask)
+    xp = array_namespace(gap)
+    return xp.zeros_like(gap), {"policy_gap": xp.abs(gap)}
+
+
 def combine(*losses: Loss) -> Loss:
     """The sum of losses whose hyperparameters are already bound. Raises ValueError when two report the same metric."""
 

@@ -1,0 +1,128 @@
+"""Sequences into rows of a fixed length, by first-fit decreasing; and values of sequences or tokens into the same places.
+
+Longest first, each into the first row with room for it; a sequence is never cut. At most 11/9 of the fewest possible rows plus
+6/9 are needed (G. Dósa, The tight bound of first fit decreasing bin-packing algorithm, 2007).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from jaxtyping import Float32, Int32, Int64
+
+from areal_x.errors import UserError, positive
+from areal_x.types import Batch, Trajectory
+
+
+@dataclass(frozen=True)
+class Packed:
+    """A batch of rows, and where in it each of the n trajectories lies.
+
+    Trajectory i holds the places `starts[i] : starts[i] + lengths[i]` of row `rows[i]`, under the segment id `segments[i]`.
+    In the batch tokens, segment_ids, positions, mask, behavior_logp and versions are filled, everything else is None.
+    """
+
+    batch: Batch
+    rows: Int32[np.ndarray, " n"]
+    starts: Int32[np.ndarray, " n"]
+    lengths: Int32[np.ndarray, " n"]
+    segments: Int32[np.ndarray, " n"]
+
+    def spread(self, values: Float32[np.ndarray, " n"]) -> Float32[np.ndarray, "rows length"]:
+        """Each trajectory's value at all its tokens, 0 in padding."""
+        return self._scatter(np.repeat(np.asarray(values, np.float32), self.lengths))
+
+    def spread_tokens(self, values: Sequence[Float32[np.ndarray, " T"]]) -> Float32[np.ndarray, "rows length"]:
+        """Each trajectory's array, one value a token, where its tokens lie; 0 in padding."""
+        if [len(v) for v in values] != self.lengths.tolist():
+            raise ValueError(f"expected one value for each token of {len(self.lengths)} trajectories")
+        return self._scatter(np.concatenate([np.zeros(0, np.float32), *values]).astype(np.float32))
+
+    def gather(self, x: np.ndarray) -> list[np.ndarray]:
+        """The inverse of `spread_tokens`: from `[rows, length]` one array a trajectory, in the order they were given."""
+        return np.split(x.reshape(-1)[self._places()], np.cumsum(self.lengths)[:-1]) if len(self.lengths) else []
+
+    def _scatter(self, values: Float32[np.ndarray, " tokens"]) -> Float32[np.ndarray, "rows length"]:
+        out = np.zeros(self.batch.shape, np.float32)
+        out.reshape(-1)[self._places()] = values
+        return out
+
+    def _places(self) -> Int64[np.ndarray, " tokens"]:
+        return _places(self.rows, self.starts, self.lengths, self.batch.shape[1])
+
+
+def pack(trajectories: Sequence[Trajectory], row_length: int, rows_multiple: int = 1) -> Packed:
+    """Packs whole trajectories into rows `[rows, row_length]`; empty rows fill up to a multiple of `rows_multiple`.
+
+    There is always a row. Which lengths share one depends on the lengths alone; equal lengths keep the order they came in.
+    Raises: UserError for a trajectory longer than a row, naming the setting to raise.
+    """
+    positive("train.row_length", row_length)
+    lengths = np.array([len(t) for t in trajectories], np.int32)
+    if len(lengths) and lengths.min() == 0:
+        raise ValueError(f"trajectory {lengths.argmin()} has no tokens")
+    if len(lengths) and lengths.max() > row_length:
+        raise UserError(
+            f"a sequence of {lengths.max()} tokens does not fit into a row of {row_length}, and sequences are never cut: "
+            f"raise train.row_length to at least {lengths.max()}, or lower sampling.max_tokens"
+        )
+    rows, starts, segments = first_fit_decreasing(lengths, row_length)
+    used = int(rows.max()) + 1 if len(rows) else 1
+    shape = (-(-used // rows_multiple) * rows_multiple, row_length)
+    places = _places(rows, starts, lengths, row_length)
+
+    def filled(values: Sequence[np.ndarray], dtype: Any, padding: float = 0) -> np.ndarray:
+        out = np.full(shape, padding, dtype)
+        if len(values):
+            out.reshape(-1)[places] = np.concatenate(values)
+        return out
+
+    batch = Batch(
+        tokens=filled([t.tokens for t in trajectories], np.int32),
+        segment_ids=filled([np.repeat(segments, lengths)], np.int32),
+        positions=filled([_within(lengths)], np.int32),
+        mask=filled([t.mask for t in trajectories], np.bool_),
+        behavior_logp=filled([t.logprobs for t in trajectories], np.float32),
+        versions=filled([t.versions for t in trajectories], np.int32, padding=-1),
+    )
+    return Packed(batch, rows, starts, lengths, segments)
+
+
+def first_fit_decreasing(
+    lengths: Int32[np.ndarray, " n"], row_length: int
+) -> tuple[Int32[np.ndarray, " n"], Int32[np.ndarray, " n"], Int32[np.ndarray, " n"]]:
+    """The row, the first place and the segment id (1.. within its row) of each length.
+
+    A binary tree over the rows holds the most room below each node: the first row with enough is found in log2(n) steps.
+    """
+    n = len(lengths)
+    rows, starts, segments = (np.zeros(n, np.int32) for _ in range(3))
+    leaves = 1 << max(n - 1, 0).bit_length()
+    room = [row_length] * (2 * leaves)  # node k has the children 2k and 2k + 1; row r is the leaf `leaves + r`
+    held = [0] * leaves  # sequences in each row
+    for i in np.argsort(-lengths, kind="stable").tolist():
+        length, node = int(lengths[i]), 1
+        while node < leaves:
+            node = 2 * node if room[2 * node] >= length else 2 * node + 1
+        row = node - leaves
+        held[row] += 1
+        rows[i], starts[i], segments[i] = row, row_length - room[node], held[row]
+        room[node] -= length
+        while node > 1:
+            node //= 2
+            room[node] = max(room[2 * node], room[2 * node + 1])
+    return rows, starts, segments
+
+
+def _within(lengths: Int32[np.ndarray, " n"]) -> Int64[np.ndarray, " tokens"]:
+    """0 .. T-1 for each sequence, one after the other."""
+    ends = np.cumsum(lengths, dtype=np.int64)
+    return np.arange(ends[-1] if len(ends) else 0) - np.repeat(ends - lengths, lengths)
+
+
+def _places(rows: np.ndarray, starts: np.ndarray, lengths: np.ndarray, row_length: int) -> Int64[np.ndarray, " tokens"]:
+    """Where each token lies in the flattened rows."""
+    return np.repeat(rows.astype(np.int64) * row_length + starts, lengths) + _within(lengths)

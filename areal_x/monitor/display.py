@@ -1,0 +1,206 @@
+"""What a run shows while it trains: a live panel in a terminal, a line a step elsewhere, one changing line in a notebook."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Mapping
+from itertools import pairwise
+from statistics import median
+from types import TracebackType
+from typing import Any, Protocol, TextIO
+
+from areal_x.monitor.metrics import Row
+
+BARS = "▁▂▃▄▅▆▇█"
+
+
+class Display:
+    """Shows each row of metrics and messages between them. Use it in a `with`: the terminal is given back at its end.
+
+    steps: how many the run takes. stream: where to, standard output by default.
+    """
+
+    def __init__(self, steps: int, stream: TextIO | None = None) -> None:
+        self.steps = steps
+        self.rows: list[Row] = []
+        stream = stream or sys.stdout
+        self._screen: _Screen = _Terminal(self, stream) if stream.isatty() else _Notebook() if in_notebook() else _Lines(stream)
+
+    def show(self, row: Row) -> None:
+        """The metrics of the step that just ended, or of step 0 before the first one."""
+        self.rows.append(row)
+        self._screen.show(line(row, self.steps, seconds_left(self.rows, self.steps)))
+
+    def message(self, text: str) -> None:
+        """Something that happened between steps: a server starts, a checkpoint is saved."""
+        self._screen.message(text)
+
+    def __enter__(self) -> Display:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._screen.close()
+
+
+def line(row: Row, steps: int, left: float | None) -> str:
+    """A step in one line; what the row does not have is left out."""
+    parts = [f"step {int(row['step']):>{len(str(steps))}}/{steps}"]
+    parts += [f"{label} {text}" for label, text in summary(row).items()]
+    if left is not None and row["step"] < steps:
+        parts.append(f"left {clock(left)}")
+    return "  ".join(parts)
+
+
+def summary(row: Row) -> dict[str, str]:
+    """What a reader wants to see of a row, as text by label."""
+    shown = {
+        "reward": _number(row, "reward", "{:.3f}"),
+        "accuracy": _number(row, "accuracy", "{:.1%}"),
+        "generated": _tokens(row, "generation_tokens_per_second"),
+        "trained": _tokens(row, "training_tokens_per_second"),
+        "staleness": _number(row, "staleness_mean", "{:.1f}") + _number(row, "staleness_max", " (at most {:.0f})"),
+        "queue": _number(row, "queue_depth", "{:.0f}"),
+        "failed": _count(row, "failed"),
+        "timed out": _count(row, "timed_out"),
+    }
+    return {label: text for label, text in shown.items() if text}
+
+
+def seconds_left(rows: list[Row], steps: int) -> float | None:
+    """From the median of recent steps, as the first ones compile and some evaluate."""
+    seconds = [row["seconds"] for row in rows[-20:] if row.get("seconds") and row["step"] > 0]
+    return median(seconds) * (steps - rows[-1]["step"]) if seconds else None
+
+
+def clock(seconds: float) -> str:
+    minutes, seconds = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"
+
+
+def sparkline(values: list[float], width: int = 48) -> str:
+    """The values' course from their lowest to their highest, newest at the right, each mark the mean of an equal share."""
+    if len(values) > width:
+        edges = [i * len(values) // width for i in range(width + 1)]
+        values = [sum(values[a:b]) / (b - a) for a, b in pairwise(edges)]
+    low, span = min(values, default=0.0), max(values, default=0.0) - min(values, default=0.0)
+    return "".join(BARS[round((value - low) / span * (len(BARS) - 1)) if span else 0] for value in values)
+
+
+def in_notebook() -> bool:
+    ipython: Any = sys.modules.get("IPython")
+    return "ipykernel" in sys.modules and ipython is not None and ipython.get_ipython() is not None
+
+
+class _Screen(Protocol):
+    def show(self, text: str) -> None: ...
+    def message(self, text: str) -> None: ...
+    def close(self) -> None: ...
+
+
+class _Lines:
+    """One line a step, kept."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self.stream = stream
+
+    def show(self, text: str) -> None:
+        print(text, file=self.stream, flush=True)
+
+    def message(self, text: str) -> None:
+        self.show(text)
+
+    def close(self) -> None:
+        pass
+
+
+class _Notebook:
+    """One line that each step replaces; messages stay."""
+
+    def __init__(self) -> None:
+        self.width = 0
+
+    def show(self, text: str) -> None:
+        print("\r" + text.ljust(self.width), end="", flush=True)
+        self.width = len(text)
+
+    def message(self, text: str) -> None:
+        print(("\n" if self.width else "") + text, flush=True)
+        self.width = 0
+
+    def close(self) -> None:
+        if self.width:
+            print(flush=True)
+
+
+class _Terminal:
+    """A panel that rich redraws in place, so that the time also moves between steps."""
+
+    def __init__(self, display: Display, stream: TextIO) -> None:
+        from rich.console import Console
+        from rich.live import Live
+
+        self.display = display
+        self.began = time.monotonic()
+        self.last = self.began
+        self.live = Live(console=Console(file=stream), get_renderable=self.draw, refresh_per_second=2)
+        self.live.start()
+
+    def show(self, text: str) -> None:
+        self.last = time.monotonic()
+        self.live.refresh()
+
+    def message(self, text: str) -> None:
+        self.live.console.print(text, highlight=False, markup=False, soft_wrap=True)
+
+    def close(self) -> None:
+        self.live.stop()
+
+    def draw(self) -> Any:
+        now = time.monotonic()
+        return panel(self.display.rows, self.display.steps, now - self.began, now - self.last)
+
+
+def panel(rows: list[Row], steps: int, elapsed: float, since_last: float) -> Any:
+    """The live view: how far, how long, what the newest step measured, and the course of reward and accuracy."""
+    from rich.columns import Columns
+    from rich.console import Group
+    from rich.progress_bar import ProgressBar
+    from rich.table import Table
+    from rich.text import Text
+
+    step = int(rows[-1]["step"]) if rows else 0
+    left = seconds_left(rows, steps) if rows else None
+    bar = Table.grid(padding=(0, 2))
+    times = f"{clock(elapsed)} gone" + (f", {clock(max(left - since_last, 0))} left" if left is not None else "")
+    bar.add_row(f"step {step}/{steps}", ProgressBar(total=steps, completed=step, width=40), times)
+    pairs = summary(_newest(rows)).items()
+    numbers = Columns([Text.assemble((f"{label} ", "dim"), text) for label, text in pairs], padding=(0, 3))
+    courses = Table.grid(padding=(0, 2))
+    for key in ("reward", "accuracy"):
+        values = [row[key] for row in rows if row.get(key) is not None]
+        if len(values) > 1:
+            courses.add_row(f"[dim]{key}[/dim]", f"[cyan]{sparkline(values)}[/cyan]", f"{min(values):.2f} to {max(values):.2f}")
+    return Group(bar, numbers, courses)
+
+
+def _newest(rows: list[Row]) -> dict[str, float]:
+    """The newest row, with the accuracy of the last evaluation."""
+    accuracies = [row["accuracy"] for row in rows if row.get("accuracy") is not None]
+    return {**(rows[-1] if rows else {}), **({"accuracy": accuracies[-1]} if accuracies else {})}
+
+
+def _number(row: Mapping[str, float], key: str, form: str) -> str:
+    return form.format(row[key]) if row.get(key) is not None else ""
+
+
+def _tokens(row: Mapping[str, float], key: str) -> str:
+    rate = row.get(key)
+    if rate is None:
+        return ""
+    return f"{rate / 1000:.1f}k tok/s" if rate >= 1000 else f"{rate:.0f} tok/s"
+
+
+def _count(row: Mapping[str, float], key: str) -> str:
+    return f"{row[key]:.0f}" if row.get(key) else ""

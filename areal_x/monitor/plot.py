@@ -1,0 +1,59 @@
+"""A run in one picture: reward, held-out accuracy and staleness over steps."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from areal_x.monitor.metrics import Row
+
+# Okabe and Ito's colours, which stay apart for colour-blind readers.
+BLUE, ORANGE, GREY = "#0072B2", "#D55E00", "#555555"
+
+
+def plot(rows: Sequence[Row], path: str | Path | None = None) -> Any:
+    """Draws the rows of a run and returns the matplotlib Figure; writes it as an image where a path is given.
+
+    Each quantity has its own panel, as a reward need not be a share and two scales on one panel suggest what is not there.
+    """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator, PercentFormatter
+
+    figure = Figure(figsize=(7, 6), layout="constrained")
+    FigureCanvasAgg(figure)
+    top, middle, bottom = figure.subplots(3, 1, sharex=True, height_ratios=(3, 3, 2))
+
+    top.plot(*_course(rows, "reward"), color=BLUE, linewidth=1.8)
+    top.set_ylabel("reward\n(mean of samples)")
+
+    middle.plot(*_course(rows, "accuracy"), color=ORANGE, linewidth=1.8, marker="o", markersize=5)
+    middle.set_ylabel("held-out accuracy\n(greedy)")
+    middle.set_ylim(-0.02, 1.04)
+    middle.yaxis.set_major_formatter(PercentFormatter(1.0))
+
+    steps, largest = _course(rows, "staleness_max")
+    bottom.step(steps, largest, color=GREY, linewidth=1.2, linestyle="--", where="mid", label="largest")
+    bottom.plot(*_course(rows, "staleness_mean"), color=GREY, linewidth=1.8, label="mean")
+    bottom.set_ylim(-0.05, max([*largest, 1]) * 1.15)
+    bottom.yaxis.set_major_locator(MaxNLocator(integer=True, nbins=4))
+    bottom.set_ylabel("staleness\n(versions)")
+    bottom.legend(loc="lower right", bbox_to_anchor=(1, 0.94), ncols=2, frameon=False)
+    bottom.set_xlabel("optimizer step")
+    bottom.xaxis.set_major_locator(MaxNLocator(integer=True))
+
+    figure.align_ylabels()
+    for axes in (top, middle, bottom):
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.grid(axis="y", color="#DDDDDD", linewidth=0.6)
+        axes.set_axisbelow(True)
+    if path is not None:
+        figure.savefig(path, dpi=150)
+    return figure
+
+
+def _course(rows: Sequence[Row], key: str) -> tuple[list[float], list[float]]:
+    """The steps at which this was measured, and what it was."""
+    found = [(row["step"], row[key]) for row in rows if row.get(key) is not None]
+    return [step for step, _ in found], [value for _, value in found]

@@ -1,0 +1,112 @@
+"""Trains what a gin file describes.
+
+    python -m areal_x.train examples/arithmetic/grpo.gin
+    python -m areal_x.train examples/arithmetic/grpo.gin -b "train.backend = 'torch'" -b "optimizer.learning_rate = 1e-4"
+    python -m areal_x.train examples/arithmetic/grpo.gin --dry-run
+    python -m areal_x.train examples/arithmetic/grpo.gin --resume
+
+-b binds one parameter and wins over the file; text needs quotes. --resume goes on with train.name, or with the newest run of
+this file. --dry-run builds everything, starts nothing and prints the operative config.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+import signal
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import gin
+
+from areal_x import checkpoint, run_dir
+from areal_x.config import Config, config_text, load, sentence
+from areal_x.config_check import check_early, check_experiment
+from areal_x.errors import UserError
+
+FAILED, INTERRUPTED = 1, 130
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The exit status: 0, 1 after one sentence about a mistake, 130 when stopped by Ctrl-C or SIGTERM."""
+    options = parse(arguments)
+    sys.path.insert(0, str(Path.cwd()))  # gin files import examples.arithmetic.task and the like
+    config: Config | None = None
+    try:
+        config = load(options.file, options.bindings)
+        check_early(config)
+        check_experiment(config)
+        if options.dry_run:
+            gin.get_configurable("train")().plan()
+            print(config_text())
+        else:
+            train(config, options)
+    except UserError as error:
+        return fail(config.locate(error) if config else error)
+    except KeyboardInterrupt as stopped:
+        print(f"stopped{stopped}", file=sys.stderr)
+        return INTERRUPTED
+    except Exception as error:
+        from areal_x.rollout.engine import EngineError
+
+        if not isinstance(error, EngineError):
+            raise
+        return fail(error)
+    return 0
+
+
+def train(config: Config, options: argparse.Namespace) -> None:
+    """Names the run, unless the config does, and runs it."""
+    runs, claimed = Path(config.value("train.runs")), False
+    name = config.value("train.name")
+    if not config.is_bound("train.name"):
+        stem = run_dir.stem_of(options.file)
+        claimed = not options.resume
+        name = run_dir.claim_name(runs, stem) if claimed else run_dir.newest_name(runs, stem)
+        gin.bind_parameter("train.name", name)
+    try:
+        gin.get_configurable("train")().run(resume=options.resume)
+    except KeyboardInterrupt:
+        raise KeyboardInterrupt(_how_to_go_on(runs / name, options)) from None
+    finally:
+        if claimed and not any((runs / name).iterdir()):  # it ended before it began
+            (runs / name).rmdir()
+
+
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m areal_x.train", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("file", metavar="FILE.gin", type=Path)
+    parser.add_argument(
+        "-b", "--binding", dest="bindings", metavar="'NAME = VALUE'", action="append", default=[], help="bind one parameter"
+    )
+    parser.add_argument("--resume", action="store_true", help="continue from the newest whole checkpoint")
+    parser.add_argument("--dry-run", action="store_true", help="build everything, start nothing, print the operative config")
+    return parser.parse_args(arguments)
+
+
+def fail(error: BaseException) -> int:
+    print(f"error: {sentence(error)}", file=sys.stderr)
+    return FAILED
+
+
+def _how_to_go_on(run: Path, options: argparse.Namespace) -> str:
+    if not (run / run_dir.CONFIG).is_file():
+        return ""  # it had not begun
+    if not checkpoint.steps(run):
+        return f": the run is in {run}; it has no checkpoint yet to resume from"
+    bindings = [f"-b {_quote(binding)}" for binding in options.bindings]
+    command = " ".join(["python -m areal_x.train", shlex.quote(str(options.file)), *bindings, "--resume"])
+    return f": the run is in {run}; go on from step {checkpoint.steps(run)[-1]} with: {command}"
+
+
+def _quote(text: str) -> str:
+    """For a shell, in double quotes where they will do, as bindings hold single ones."""
+    return shlex.quote(text) if set(text) & set('"$`\\!') else f'"{text}"'
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that a scheduler's stop closes servers as Ctrl-C does
+    sys.exit(main())
