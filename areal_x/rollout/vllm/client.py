@@ -1,0 +1,190 @@
+"""Every endpoint of a vLLM server that is used, in this one file: they changed in vLLM 0.18, 0.28 and 0.32.
+
+Written for vLLM 0.32, started with VLLM_SERVER_DEV_MODE=1 and --enable-scale-out.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from jaxtyping import Int32
+
+from areal_x.errors import UserError
+from areal_x.rollout.engine import Completion, EngineError, SamplingParams
+
+MODEL = "policy"  # the name that servers serve the model under
+NO_LOGPROB = -9999.0  # what vLLM sends for a log-probability it does not have
+KEEP_ALIVE_SECONDS = 2.0  # the server closes idle connections after 5 s: a client that keeps them longer meets dead ones
+CONNECT_SECONDS = 30.0
+CONTROL_SECONDS = 600.0  # loading the weights of a large model from a shared folder
+ATTEMPTS = 3
+NEEDED_FLAGS = (
+    "start it with VLLM_SERVER_DEV_MODE=1 and --enable-scale-out --logprobs-mode processed_logprobs "
+    f'--served-model-name {MODEL} --weight-transfer-config \'{{"backend":"areal_x"}}\', areal-x installed beside it'
+)
+
+
+class VLLMClient:
+    """One server. Made inside the event loop that uses it.
+
+    Errors: EngineError when the server is gone or answers with an error, UserError when it refuses the key or lacks an
+    endpoint.
+    """
+
+    def __init__(self, url: str, key: str | None) -> None:
+        import aiohttp
+
+        self.url = url.rstrip("/")
+        self._session = aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_SECONDS),
+            headers={"Authorization": f"Bearer {key}"} if key else {},
+        )
+
+    async def close(self) -> None:
+        await self._session.close()
+
+    async def is_healthy(self) -> bool:
+        """Whether the server answers and its engine lives."""
+        import aiohttp
+
+        try:
+            async with self._session.get(f"{self.url}/health", timeout=aiohttp.ClientTimeout(total=5)) as answer:
+                return bool(answer.status == 200)
+        except (aiohttp.ClientError, OSError, TimeoutError):
+            return False
+
+    async def context(self) -> int:
+        """Longest prompt and completion together. Raises UserError when the server serves no model named `policy`."""
+        served = (await self._call("GET", "/v1/models"))["data"]
+        for model in served:
+            if model["id"] == MODEL:
+                return int(model["max_model_len"])
+        names = ", ".join(repr(model["id"]) for model in served)
+        raise UserError(f"the vLLM server at {self.url} serves {names}, not {MODEL!r}: {NEEDED_FLAGS}")
+
+    async def generate(self, tokens: Int32[np.ndarray, " prompt"], sampling: SamplingParams) -> Completion:
+        """Tokens in, tokens out. Cancelling the coroutine aborts the request on the server."""
+        body = {
+            "model": MODEL,
+            "token_ids": [int(t) for t in tokens],
+            "sampling_params": {
+                "max_tokens": sampling.max_tokens,
+                "temperature": sampling.temperature,
+                "top_p": sampling.top_p,
+                "top_k": sampling.top_k,
+                "stop_token_ids": list(sampling.stop_token_ids),
+                # What ends a completion is said in `stop_token_ids` alone, as on every other engine.
+                "ignore_eos": True,
+                "logprobs": 0,
+                "detokenize": False,
+                # No "seed": a seeded request that meets a cache-clearing pause kills the engine on CPU.
+            },
+        }
+        answer = await self._call("POST", "/inference/v1/generate", body, retry=True, seconds=None)
+        return completion_from(answer)
+
+    async def pause(self) -> None:
+        """Freezes requests in flight and drops all caches: theirs, which are computed again after `resume` under the weights
+        held then, and the prefix cache, whose blocks were computed under the weights held now."""
+        await self._call("POST", "/pause?mode=keep&clear_cache=true", retry=True)
+
+    async def resume(self) -> None:
+        await self._call("POST", "/resume", retry=True)
+
+    async def init_weight_transfer(self, staging_root: Path) -> None:
+        """Once, before the first update: the only folder below which the server may read weights."""
+        await self._call("POST", "/init_weight_transfer_engine", {"init_info": {"staging_root": str(staging_root)}})
+
+    async def update_weights(self, folder: Path, version: int) -> None:
+        """Reads a staged folder. The server must be paused: an update under running requests kills its engine."""
+        await self._call("POST", "/start_weight_update")
+        await self._call("POST", "/update_weights", {"update_info": {"folder": str(folder)}})
+        await self._call("POST", "/finish_weight_update", {"weight_version": str(version)})
+
+    async def set_version(self, version: int) -> None:
+        """Names the weights that the server holds already."""
+        await self._call("POST", "/update_weight_version", {"new_version": str(version)}, retry=True)
+
+    async def version(self) -> str:
+        """What the server calls its weights; "default" when it was never told."""
+        return str((await self._call("GET", "/weight_info", retry=True))["weight_version"])
+
+    async def _call(
+        self, method: str, path: str, body: Any = None, *, retry: bool = False, seconds: float | None = CONTROL_SECONDS
+    ) -> Any:
+        """The answer's JSON. retry: safe to send again when the connection breaks before any answer, as it does when a pooled
+        one has been closed meanwhile, and after each internal error of the server."""
+        import aiohttp
+
+        timeout = aiohttp.ClientTimeout(total=seconds, sock_connect=CONNECT_SECONDS)
+        for attempt in itertools.count(1):
+            try:
+                async with self._session.request(method, self.url + path, json=body, timeout=timeout) as answer:
+                    text = await answer.text()
+                    break
+            except aiohttp.ClientConnectorError as error:
+                raise EngineError(f"no vLLM server answers at {self.url}: {error.os_error.strerror or error}") from error
+            except (aiohttp.ServerDisconnectedError, aiohttp.ClientOSError) as error:
+                if not retry or attempt == ATTEMPTS:
+                    raise EngineError(f"the vLLM server at {self.url} broke the connection during {path}") from error
+            except TimeoutError as error:
+                raise EngineError(f"the vLLM server at {self.url} did not answer {path} within {seconds} s") from error
+            except aiohttp.ClientError as error:
+                raise EngineError(f"the vLLM server at {self.url} failed during {path}: {error}") from error
+        if answer.status == 200:
+            return json.loads(text) if text else None
+        raise self._refusal(path, answer.status, words_of(text))
+
+    def _refusal(self, path: str, status: int, words: str) -> Exception:
+        server, endpoint = f"the vLLM server at {self.url}", path.partition("?")[0]
+        if status == 401:
+            return UserError(f"{server} refused the key: put its own into the variable that vllm.key_variable names")
+        if status in (403, 404):
+            return UserError(f"{server} does not offer {endpoint} ({status} {words}): {NEEDED_FLAGS}")
+        return EngineError(f"{server} answered {endpoint} with {status}: {words}")
+
+
+def completion_from(answer: Mapping[str, Any]) -> Completion:
+    """A generate endpoint's answer as a completion. Raises EngineError when a log-probability or a version is missing."""
+    (choice,) = answer["choices"]
+    tokens, reason = choice["token_ids"] or [], choice["finish_reason"]
+    if reason not in ("stop", "length", "abort"):
+        raise EngineError(f"vLLM ended a request with {reason!r}")
+    content = (choice["logprobs"] or {}).get("content") or []
+    logprobs = [entry["logprob"] for entry in content]
+    if len(logprobs) != len(tokens) or min(logprobs, default=0.0) <= NO_LOGPROB:
+        raise EngineError("vLLM left out the log-probability of a token: the weights may hold NaN")
+    return Completion(
+        tokens=np.asarray(tokens, np.int32),
+        logprobs=np.asarray(logprobs, np.float32),
+        versions=versions_from(choice["weight_versions"] or [], len(tokens)),
+        finish_reason=reason,
+    )
+
+
+def versions_from(spans: Sequence[Mapping[str, Any]], length: int) -> Int32[np.ndarray, " N"]:
+    """Half-open spans over the output tokens to one version a token. Raises EngineError unless they cover each token once."""
+    versions: list[int] = []
+    for span in spans:
+        if span["start"] != len(versions) or not str(span["version"]).isdigit():
+            break
+        versions += [int(span["version"])] * (span["end"] - span["start"])
+    if len(versions) != length:
+        cause = "it may have been restarted, or updated by someone else"
+        raise EngineError(f"vLLM gave the weight versions {list(spans)} for {length} tokens: {cause}")
+    return np.asarray(versions, np.int32)
+
+
+def words_of(text: str) -> str:
+    """What the server said, out of its error's JSON."""
+    try:
+        answer = json.loads(text)
+    except ValueError:
+        return text.strip()[:300]
+    error = answer.get("error", answer.get("detail", answer)) if isinstance(answer, dict) else answer
+    return str(error["message"] if isinstance(error, dict) and "message" in error else error)

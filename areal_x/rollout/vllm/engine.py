@@ -1,0 +1,221 @@
+"""The engine over vLLM servers: started here on loopback ports, or given by their URLs."""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import contextlib
+import os
+import time
+from collections.abc import Callable, Coroutine, Iterable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, TypeVar
+from urllib.parse import urlsplit
+
+import gin
+
+from areal_x.errors import ConfigError, UserError, at_least, positive
+from areal_x.model_dir import read_config
+from areal_x.rollout.engine import Completion, EngineError, Request, room
+from areal_x.rollout.publisher import Staged, Staging, default_parent
+from areal_x.rollout.vllm import server as servers
+from areal_x.rollout.vllm.client import VLLMClient
+
+T = TypeVar("T")
+LOCAL_HOSTS = ("127.0.0.1", "localhost", "::1")
+
+
+@gin.configurable("vllm")
+@dataclass(frozen=True)
+class VLLMConfig:
+    """The servers that generate.
+
+    servers: how many to start on this machine. urls: servers that run already (then none is started); the environment variable
+    that key_variable names holds their API key. context: longest prompt and completion together, in tokens; 0 takes the model's
+    own. concurrency: requests that one server works on at once. port: of the first server, the next ones count up; 0 takes free
+    ports. threads: compute threads of a server on a CPU; 0 shares half the cores. devices: CUDA_VISIBLE_DEVICES of each server,
+    none leaves them all. staging: the folder that weights pass through, which every server must see under the same path; ''
+    is shared memory. arguments: more words for the server's command line. start_timeout_seconds: how long a start may take.
+    """
+
+    servers: int = 1
+    urls: tuple[str, ...] = ()
+    key_variable: str = "VLLM_API_KEY"
+    context: int = 0
+    concurrency: int = 64
+    port: int = 0
+    threads: int = 0
+    devices: tuple[str, ...] = ()
+    staging: str = ""
+    arguments: tuple[str, ...] = ()
+    start_timeout_seconds: float = 600.0
+
+    def __post_init__(self) -> None:
+        positive("vllm.servers", self.servers)
+        at_least("vllm.context", self.context, 0)
+        positive("vllm.concurrency", self.concurrency)
+        at_least("vllm.port", self.port, 0)
+        at_least("vllm.threads", self.threads, 0)
+        positive("vllm.start_timeout_seconds", self.start_timeout_seconds)
+        if self.devices and len(self.devices) != self.servers:
+            raise ConfigError("vllm.devices", self.devices, f"empty, or one entry for each of the {self.servers} servers")
+        for url in self.urls:
+            if urlsplit(url).scheme not in ("http", "https"):
+                raise ConfigError("vllm.urls", self.urls, f"http:// or https:// addresses ({url!r} is none)")
+        if len(set(self.urls)) != len(self.urls):
+            raise ConfigError("vllm.urls", self.urls, "each server once: one that were updated twice at a time would break")
+        far = [url for url in self.urls if urlsplit(url).hostname not in LOCAL_HOSTS]
+        if far and not self.staging:
+            wanted = f"a folder that {far[0]} sees under the same path: shared memory ends at this machine"
+            raise ConfigError("vllm.staging", self.staging, wanted)
+
+
+class VLLMEngine:
+    """Engine over vLLM servers (areal_x.rollout.engine.Engine).
+
+    A completion's log-probabilities are of the distribution after temperature, top-k and top-p; a greedy one's (temperature 0)
+    are of the plain softmax. Request.seed is not honoured: see VLLMClient.generate.
+
+    model: the directory that servers load at their start; weights published later replace it. logs: where server logs go.
+    report: shown to the user while servers start.
+    """
+
+    def __init__(self, config: VLLMConfig, model: Path, logs: Path, report: Callable[[str], None] = print) -> None:
+        self.config = config
+        self.model = model
+        self.logs = logs
+        self.report = report
+        self.context = config.context or model_context(model)
+        self.concurrency = config.concurrency * (len(config.urls) or config.servers)
+        self.version = 0
+        self._servers: list[servers.Server] = []
+        self._clients: list[VLLMClient] = []
+        self._in_flight: list[int] = []
+        self._staging: Staging | None = None
+
+    async def start(self) -> None:
+        atexit.register(self._end_processes)
+        try:
+            self._staging = Staging(Path(self.config.staging).resolve() if self.config.staging else default_parent())
+            if self.config.urls:
+                key = os.environ.get(self.config.key_variable)
+                self._clients = [VLLMClient(url, key) for url in self.config.urls]
+            else:
+                await self._start_servers(self._staging)
+            self._in_flight = [0] * len(self._clients)
+            await together(self._prepare(client, self._staging) for client in self._clients)
+        except BaseException:
+            await self.close()
+            raise
+
+    async def _start_servers(self, staging: Staging) -> None:
+        config = self.config
+        for index in range(config.servers):
+            launch = servers.Launch(
+                model=self.model,
+                log=self.logs / f"vllm-{index}.log",
+                staging=staging.root,
+                context=self.context,
+                concurrency=config.concurrency,
+                seed=index,
+                port=config.port + index if config.port else 0,
+                threads=config.threads or servers.default_threads(config.servers),
+                device=config.devices[index] if config.devices else None,
+                arguments=config.arguments,
+            )
+            self._servers.append(servers.start(launch))
+        names = [f"vLLM server {index + 1} of {config.servers}" for index in range(config.servers)]
+        seconds, report = config.start_timeout_seconds, self.report
+        await together(servers.wait_until_ready(*pair, seconds, report) for pair in zip(self._servers, names, strict=True))
+        self._clients = [VLLMClient(server.url, server.key) for server in self._servers]
+
+    async def _prepare(self, client: VLLMClient, staging: Staging) -> None:
+        try:
+            self.context = min(self.context, await client.context())
+            await client.init_weight_transfer(staging.root)
+            await client.set_version(self.version)
+        except EngineError as error:
+            raise UserError(f"{error}") from error
+
+    async def generate(self, request: Request) -> Completion:
+        sampling = replace(request.sampling, max_tokens=room(request, self.context, "vllm.context"))
+        index = min(range(len(self._clients)), key=self._in_flight.__getitem__)
+        self._in_flight[index] += 1
+        try:
+            return await self._clients[index].generate(request.tokens, sampling)
+        except EngineError as error:
+            raise self._explained(index, error) from error
+        finally:
+            self._in_flight[index] -= 1
+
+    def stage(self, trainer: Any) -> Staged:
+        assert self._staging is not None, "stage() needs an engine that was started"
+        return self._staging.stage(trainer.weights(), trainer.version)
+
+    async def swap(self, staged: Staged) -> float:
+        assert self._staging is not None, "swap() needs an engine that was started"
+        pauses = await together(self._swap(index, staged) for index in range(len(self._clients)))
+        self.version = staged.version
+        self._staging.remove(staged)
+        return max(pauses)
+
+    async def _swap(self, index: int, staged: Staged) -> float:
+        client = self._clients[index]
+        try:
+            began = time.perf_counter()
+            try:
+                await client.pause()
+                await client.update_weights(staged.folder, staged.version)
+            except BaseException:
+                with contextlib.suppress(Exception):
+                    await client.resume()
+                raise
+            await client.resume()
+            return time.perf_counter() - began
+        except EngineError as error:
+            raise self._explained(index, error) from error
+
+    async def close(self) -> None:
+        clients, self._clients = self._clients, []
+        for client in clients:
+            await client.close()
+        await asyncio.to_thread(self._end_processes)
+        atexit.unregister(self._end_processes)
+
+    def _end_processes(self) -> None:
+        ended, self._servers = self._servers, []
+        for server in ended:
+            with contextlib.suppress(ProcessLookupError):
+                server.process.terminate()  # all at once, then each is waited for
+        for server in ended:
+            server.stop()
+        if self._staging is not None:
+            self._staging.close()
+            self._staging = None
+
+    def _explained(self, index: int, error: EngineError) -> EngineError:
+        """The error with the last one in the server's log, where the server is ours."""
+        if index >= len(self._servers):
+            return error
+        server = self._servers[index]
+        return EngineError(f"{error}; its log ends with: {server.last_words()} (log: {server.log})")
+
+
+def model_context(model: Path) -> int:
+    longest = read_config(model).get("max_position_embeddings")
+    if longest is None:
+        raise ConfigError("vllm.context", 0, f"set: {model / 'config.json'} does not say how long a sequence may be")
+    return int(longest)
+
+
+async def together(coroutines: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
+    """The results of all, run concurrently. When one raises, the others are cancelled and awaited before its error goes on."""
+    tasks = [asyncio.create_task(coroutine) for coroutine in coroutines]
+    try:
+        return await asyncio.gather(*tasks)
+    except BaseException:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        raise
