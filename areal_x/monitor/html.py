@@ -14,7 +14,7 @@ BELOW, ABOVE = (33, 102, 172), (230, 120, 20)
 def coloured_tokens(tokens: Sequence[str], values: Sequence[float], caption: str = "", limit: float | None = None) -> str:
     """HTML in which each token's background says its value, white at 0 and full colour at ±limit; the exact number on hover.
 
-    tokens and values have one length; a token whose value is NaN (a prompt's, say) is grey. limit: by default the largest value.
+    Both have one length; a token whose value is NaN (a prompt's, say) is grey. limit: by default the largest value.
     """
     numbers = np.asarray(values, np.float64)
     if len(tokens) != len(numbers):
@@ -22,7 +22,8 @@ def coloured_tokens(tokens: Sequence[str], values: Sequence[float], caption: str
     known = np.abs(numbers[np.isfinite(numbers)])
     limit = limit or float(known.max(initial=0.0)) or 1.0
     spans = "".join(_span(token, value, limit) for token, value in zip(tokens, numbers, strict=True))
-    scale = f"−{limit:.3g} <span style='{_style(-1.0)}'>&nbsp;&nbsp;</span> 0 <span style='{_style(1.0)}'>&nbsp;&nbsp;</span> {limit:.3g}"
+    below, above = (f"<span style='{_style(sign)}'>&nbsp;&nbsp;</span>" for sign in (-1.0, 1.0))
+    scale = f"−{limit:.3g} {below} 0 {above} {limit:.3g}"
     return (
         f"<div style='margin:4px 0'><small>{html.escape(caption)} &emsp; {scale}</small><br>"
         f"<code style='font-size:1.2em;line-height:1.8;white-space:pre-wrap'>{spans}</code></div>"

@@ -1,0 +1,1 @@
+"""Experiments, each a gin file and the task it trains on."""

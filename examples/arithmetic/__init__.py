@@ -1,0 +1,1 @@
+"""Worked addition: a small model learns by reinforcement to carry, which its demonstrations mostly forgot."""

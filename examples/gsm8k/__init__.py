@@ -1,0 +1,1 @@
+"""Grade-school mathematics: an instruction-tuned model learns to reason to the right final answer."""

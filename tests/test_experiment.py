@@ -1,0 +1,163 @@
+"""The ring as a whole, on a tiny model with the embedded engine: what it promises, not how well it learns."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from areal_x import model_dir
+from areal_x.algorithms.recipes import grpo
+from areal_x.errors import ConfigError, UserError
+from areal_x.experiment import Experiment
+from areal_x.rollout.embedded import EmbeddedConfig
+from areal_x.rollout.engine import SamplingParams
+from areal_x.rollout.workflows import SingleTurn
+from areal_x.trainer import ModelConfig, OptimizerConfig, TrainerConfig
+from areal_x.types import Task
+
+
+def counts_ones(task: Task, text: str) -> tuple[float, dict[str, float]]:
+    return text.count("1") / 8, {"length": len(text)}
+
+
+TASKS = [Task(str(i), f"{i}+{7 * i % 10}=") for i in range(10)]
+
+
+@pytest.fixture
+def experiment(tiny_model_dir: Path, tmp_path: Path) -> Experiment:
+    return Experiment(
+        dataset=TASKS,
+        held_out=TASKS[:5],
+        workflow=SingleTurn(reward=counts_ones, sampling=SamplingParams(max_tokens=8), reward_workers=1),
+        trainer=TrainerConfig(
+            model=ModelConfig(str(tiny_model_dir)), optimizer=OptimizerConfig(learning_rate=1e-3), micro_batch_rows=4
+        ),
+        embedded=EmbeddedConfig(slots=8),
+        steps=6,
+        groups_per_step=2,
+        group_size=4,
+        max_staleness=0,
+        row_length=32,
+        runs=str(tmp_path / "runs"),
+        name="ring",
+    )
+
+
+def final_weights(run: Path, step: int) -> dict[str, np.ndarray]:
+    return dict(model_dir.read_tensors(run / "checkpoints" / str(step) / "trainer"))
+
+
+def test_a_run_leaves_metrics_a_plot_and_a_model_that_transformers_loads(experiment):
+    result = experiment.run()
+    assert [row["step"] for row in result.metrics] == list(range(7))
+    assert "accuracy" in result.metrics[0]
+    assert "accuracy" in result.metrics[-1]
+    for row in result.metrics[1:]:
+        assert np.isfinite([row["loss"], row["grad_norm"], row["reward"], row["reward/length"]]).all()
+        assert row["seconds"] == pytest.approx(sum(row[f"{lap}_seconds"] for lap in ("wait", "logprob", "update", "publish")))
+    assert result.metrics[-1]["scored"] >= 6 * 8
+    assert (result.directory / "plot.png").stat().st_size > 0
+    transformers = pytest.importorskip("transformers")
+    pytest.importorskip("torch")
+    transformers.AutoModelForCausalLM.from_pretrained(result.directory / "checkpoints" / "6" / "trainer")
+
+
+def test_on_policy_engine_and_trainer_agree_on_every_token(experiment):
+    for turn in experiment.turns(experiment.open()):
+        if turn.groups:
+            assert turn.metrics["policy_gap"] <= 1e-4
+            assert turn.metrics["ratio"] == pytest.approx(1.0, abs=1e-4)
+            assert (turn.batch.versions[turn.batch.mask] == turn.metrics["step"] - 1).all()
+
+
+@pytest.mark.parametrize("window", [1, 2])
+def test_no_group_is_older_than_the_bound_when_it_is_trained_on(experiment, window):
+    stale = replace(experiment, max_staleness=2, window=window)
+    bound = (3 * stale.groups_per_step + window - 2) // stale.groups_per_step
+    ages = [
+        int(turn.metrics["step"]) - 1 - group.admitted_version for turn in stale.turns(stale.open()) for group in turn.groups
+    ]
+    assert max(ages) <= bound
+    assert max(ages) >= 1  # the rollout did run ahead
+
+
+def test_a_run_that_is_stopped_and_resumed_ends_with_the_same_bits(experiment):
+    whole = replace(experiment, name="whole").run()
+    first = replace(experiment, name="parts", checkpoint_every=2)
+    for turn in first.turns(first.open()):
+        if turn.metrics["step"] == 5:
+            break  # between checkpoints: step 5 is lost and taken again
+    resumed = first.run(resume=True)
+    rows = [json.loads(line) for line in (resumed.directory / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == list(range(7))
+    assert [row["loss"] for row in rows[1:]] == [row["loss"] for row in whole.metrics[1:]]
+    one, other = final_weights(whole.directory, 6), final_weights(resumed.directory, 6)
+    assert all(np.array_equal(one[name], other[name]) for name in one)
+
+
+def test_resuming_runs_again_what_was_in_flight_and_consumes_every_task_once(experiment):
+    stale = replace(experiment, max_staleness=2, steps=10, checkpoint_every=4, name="stale")
+    consumed: dict[int, list[str]] = {}
+    for turn in stale.turns(stale.open()):
+        consumed[int(turn.metrics["step"])] = [group.task.id for group in turn.groups]
+        if turn.metrics["step"] == 6:
+            break
+    for turn in stale.turns(stale.open(resume=True), resume=True):
+        consumed[int(turn.metrics["step"])] = [group.task.id for group in turn.groups]
+    tasks = [task for step in sorted(consumed) for task in consumed[step]]
+    for epoch in range(2):  # 10 tasks, 2 a step
+        assert sorted(tasks[10 * epoch : 10 * (epoch + 1)]) == sorted(task.id for task in TASKS)
+
+
+def test_a_penalty_to_the_reference_starts_at_zero_and_grows(experiment):
+    penalised = replace(experiment, algorithm=grpo(kl_coefficient=0.1))
+    kl = [turn.metrics["reference_kl"] for turn in penalised.turns(penalised.open()) if turn.groups]
+    assert kl[0] == pytest.approx(0.0, abs=1e-6)
+    assert kl[-1] > 1e-5
+
+
+def test_a_recomputed_proximal_policy_is_the_trainers_own(experiment):
+    recomputed = replace(experiment, algorithm=grpo(proximal="recompute"), max_staleness=2)
+    for turn in recomputed.turns(recomputed.open()):
+        if turn.groups:
+            assert turn.metrics["ratio"] == pytest.approx(1.0, abs=1e-5)  # before the step, the policy is the proximal one
+
+
+def test_groups_that_a_filter_refuses_are_replaced_and_counted(experiment):
+    def even(group):
+        return int(group.task.id) % 2 == 0
+
+    picky = replace(experiment, algorithm=replace(grpo(), filters=(even,)))
+    turns = [turn for turn in picky.turns(picky.open()) if turn.groups]
+    assert all(even(group) for turn in turns for group in turn.groups)
+    assert turns[-1].metrics["given_back"] > 0
+
+
+def test_a_prompt_longer_than_the_context_is_one_sentence_and_keeps_the_checkpoints(experiment):
+    experiment = replace(experiment, dataset=TASKS[:4], checkpoint_every=1)
+    experiment.dataset = [*TASKS[:3], Task("long", "1" * 40)]
+    run = experiment.open()
+    with pytest.raises(UserError, match=r"40 tokens leaves no room in a context of 32"):
+        for _ in experiment.turns(run):
+            pass
+    steps = [path.name for path in (run / "checkpoints").iterdir()]
+    assert all(step.isdecimal() for step in steps)
+
+
+@pytest.mark.parametrize(
+    "changes, sentence",
+    [
+        ({"backend": "jaks"}, r"train\.backend = 'jaks' .*jax"),
+        ({"engine": "vlm"}, "did you mean 'vllm'"),
+        ({"max_staleness": -1}, r"train\.max_staleness = -1 .* at least 0"),
+        ({"embedded": EmbeddedConfig(context=64)}, r"embedded\.context = 64 .* train\.row_length = 32"),
+        ({"loggers": ("wand",)}, "did you mean 'wandb'"),
+    ],
+)
+def test_a_setting_that_cannot_work_is_refused_when_it_is_built(experiment, changes, sentence):
+    with pytest.raises(ConfigError, match=sentence):
+        replace(experiment, **changes)
