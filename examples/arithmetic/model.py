@@ -59,8 +59,8 @@ def write_model(directory: Path, seed: int) -> None:
 def spread(name: str, shape: tuple[int, ...]) -> float:
     """Standard deviation of first values: 1/√inputs, less where a layer adds to the residual stream (as GPT-2 does).
 
-    transformers' 0.02 for all is meant for wide models: at this width, with a learning rate of 4e-3 and 3 carries of 4 forgotten,
-    supervision then left 59 to 76 % of the sums with a carry likelier right than wrong, and with these spreads 99 %.
+    transformers' 0.02 for all is meant for wide models: at this width, with a learning rate of 4e-3 and 3 carries of 4
+    forgotten, supervision then left 59 to 76 % of the sums with a carry likelier right than wrong, and with these spreads 99 %.
     """
     if name == "model.embed_tokens.weight":
         return 0.3

@@ -1,0 +1,138 @@
+"""A causal language model of transformers: loaded as fp32 master weights, read out under its Hugging Face names."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.utils import logging
+
+from areal_x.errors import UserError
+
+
+class Head(NamedTuple):
+    """What turns the last hidden states into logits."""
+
+    weight: Float[Tensor, "vocabulary features"]
+    bias: Float[Tensor, " vocabulary"] | None
+
+
+def load(directory: Path, device: torch.device) -> PreTrainedModel:
+    """The model of a directory in float32, without dropout, attending through torch's scaled_dot_product_attention.
+
+    Raises: UserError where the tensors do not fit the config, or the model is one that this backend does not train.
+    """
+    with quiet():
+        try:
+            model, found = AutoModelForCausalLM.from_pretrained(
+                directory,
+                dtype=torch.float32,
+                attn_implementation="sdpa",
+                local_files_only=True,
+                ignore_mismatched_sizes=True,  # they are listed below, by name
+                output_loading_info=True,
+            )
+        except (ValueError, KeyError, RuntimeError, OSError) as error:
+            reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+            raise UserError(f"transformers cannot load {directory} as a causal language model: {reason}") from error
+    complaints = _complaints(found["missing_keys"], found["unexpected_keys"], [name for name, *_ in found["mismatched_keys"]])
+    if complaints:
+        raise UserError(f"the tensors of {directory} do not fit its config ({complaints})")
+    model = model.to(device).eval()
+    # transformers gives the padding token's embedding no gradient. Here padding never counts: it is a token like any other.
+    model.get_input_embeddings().padding_idx = None
+    refuse_unusual(model, directory)
+    return model
+
+
+def refuse_unusual(model: PreTrainedModel, directory: Path) -> None:
+    """Raises UserError for what the trainer and the sampler would compute wrongly."""
+    kind = f"{directory} is a {type(model).__name__}"
+    if getattr(model, "_weight_conversions", None):
+        raise UserError(f"{kind}, whose files name other tensors than the model has: use a dense model")
+    if not model._supports_attention_backend:
+        raise UserError(f"{kind}, whose attention transformers does not let others replace: use a Qwen, Llama or Mistral model")
+    probe = torch.arange(4, device=model.device)[None] % len(head(model).weight)
+    with torch.inference_mode():
+        linear = nn.functional.linear(hidden_states(model, probe), *head(model))
+        if not torch.allclose(model(probe, use_cache=False).logits, linear, rtol=1e-3, atol=1e-3):
+            raise UserError(f"{kind}, which caps or scales its logits after the head: use a model with a plain linear head")
+
+
+def hidden_states(model: PreTrainedModel, tokens: Int[Tensor, "rows length"]) -> Float[Tensor, "rows length features"]:
+    """What the head reads, for rows that each hold one sequence from position 0 on and perhaps padding at the end.
+
+    No mask is needed: causal attention hides the padding from the tokens before it.
+    """
+    return model.base_model(input_ids=tokens, use_cache=False).last_hidden_state
+
+
+def head(model: PreTrainedModel) -> Head:
+    layer = model.get_output_embeddings()
+    return Head(layer.weight, layer.bias)
+
+
+def named_tensors(model: PreTrainedModel) -> dict[str, Tensor]:
+    """The tensors that `save_pretrained` would write, without copying: a tied head once, under the embedding's name."""
+    buffers = model.state_dict().keys() & {name for name, _ in model.named_buffers()}
+    return {name: x.detach() for name, x in [*model.named_parameters(), *((n, model.get_buffer(n)) for n in sorted(buffers))]}
+
+
+def to_numpy(x: Tensor) -> np.ndarray:
+    """The array of a tensor; bfloat16 becomes ml_dtypes' type of that name."""
+    x = x.detach().cpu().contiguous()
+    if x.dtype == torch.bfloat16:
+        import ml_dtypes
+
+        return x.view(torch.int16).numpy().view(ml_dtypes.bfloat16)
+    return x.numpy()
+
+
+@torch.no_grad()
+def copy_in(targets: Mapping[str, Tensor], tensors: Iterable[tuple[str, np.ndarray]], source: str) -> None:
+    """Copies arrays into the tensors of their names, one at a time.
+
+    Raises: UserError listing what is missing, left over or of another shape.
+    """
+    missing, left_over = set(targets), []
+    for name, x in tensors:
+        if name not in targets:
+            left_over.append(name)
+        elif x.shape != targets[name].shape:
+            raise UserError(f"{source}: {name} has shape {x.shape}, the model wants {tuple(targets[name].shape)}")
+        else:
+            targets[name].copy_(torch.from_numpy(np.array(x, np.float32)))
+            missing.discard(name)
+    complaints = _complaints(missing, left_over)
+    if complaints:
+        raise UserError(f"the tensors of {source} do not fit the model ({complaints})")
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Without the progress bars and reports that transformers prints while it loads."""
+    verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity(logging.CRITICAL)
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(verbosity)
+        if bars:
+            logging.enable_progress_bar()
+
+
+def _complaints(missing: Iterable[str], left_over: Iterable[str], misshapen: Iterable[str] = ()) -> str:
+    kinds = {"missing": missing, "left over": left_over, "of another shape": misshapen}
+    return "; ".join(f"{kind}: {_listed(sorted(names))}" for kind, names in kinds.items() if names)
+
+
+def _listed(names: Sequence[str], most: int = 5) -> str:
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")

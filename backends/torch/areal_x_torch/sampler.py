@@ -1,0 +1,197 @@
+"""The torch backend's batched sampler: any transformers model over a cache of its own, computing only what lives.
+
+Slots are the caller's names. The sequences themselves lie in the first rows of the cache, without gaps: when one finishes, the
+last moves into its place, so that a step's cost falls with the number that still run and with the columns in use.
+
+Prefill leaves out a sequence's last token: decoding always begins by feeding the newest one, so all drawing is in one place.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+
+import numpy as np
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from areal_x.rollout.sampler import Decoded, SlotRequest
+from areal_x_torch.cache import ATTENTION, Cache
+from areal_x_torch.draw import Drawing, draw, uniform
+from areal_x_torch.layout import by_length
+from areal_x_torch.model import head
+
+CHUNK = 512  # columns of a prefill: what a longer prompt costs in memory at once
+PREFILL = 8192  # tokens of all prompts in a prefill
+
+
+@dataclass
+class Rows:
+    """What decoding knows of each row of the cache, on the host.
+
+    token: the newest, not yet in the cache. position: its own. drawn: how many were generated. limit: generated at most.
+    """
+
+    slot: np.ndarray
+    token: np.ndarray
+    position: np.ndarray
+    drawn: np.ndarray
+    limit: np.ndarray
+    seed: np.ndarray
+    temperature: np.ndarray
+    top_p: np.ndarray
+    top_k: np.ndarray
+    stops: np.ndarray
+
+    @staticmethod
+    def none() -> Rows:
+        whole, real = np.zeros(0, np.int64), np.zeros(0, np.float32)
+        seeds, stops = np.zeros((0, 2), np.uint32), np.zeros((0, 0), np.int64)
+        return Rows(whole, whole, whole, whole, whole, seeds, real, real, whole, stops)
+
+    @staticmethod
+    def of(requests: Sequence[SlotRequest], context: int) -> Rows:
+        sampling = [r.sampling for r in requests]
+        lengths = [len(r.tokens) for r in requests]
+        limits = [min(s.max_tokens, r.generated + context - n) for r, s, n in zip(requests, sampling, lengths, strict=True)]
+        most = max(len(s.stop_token_ids) for s in sampling)
+        return Rows(
+            slot=np.array([r.slot for r in requests]),
+            token=np.array([r.tokens[-1] for r in requests], np.int64),
+            position=np.array(lengths) - 1,
+            drawn=np.array([r.generated for r in requests]),
+            limit=np.array(limits),
+            seed=np.array([(r.seed & 0xFFFFFFFF, r.seed >> 32 & 0xFFFFFFFF) for r in requests], np.uint32),
+            temperature=np.array([s.temperature for s in sampling], np.float32),
+            top_p=np.array([s.top_p for s in sampling], np.float32),
+            top_k=np.array([s.top_k for s in sampling]),
+            stops=np.array([(*s.stop_token_ids, *[-1] * (most - len(s.stop_token_ids))) for s in sampling], np.int64),
+        )
+
+    def __len__(self) -> int:
+        return len(self.slot)
+
+    def take(self, which: np.ndarray) -> Rows:
+        return Rows(*(getattr(self, f.name)[which] for f in fields(self)))
+
+    def join(self, more: Rows) -> Rows:
+        most = max(self.stops.shape[1], more.stops.shape[1])
+
+        def joined(name: str) -> np.ndarray:
+            both = [getattr(self, name), getattr(more, name)]
+            if name == "stops":
+                both = [np.pad(x, ((0, 0), (0, most - x.shape[1])), constant_values=-1) for x in both]
+            return np.concatenate(both)
+
+        return Rows(*(joined(f.name) for f in fields(self)))
+
+
+class Sampler:
+    """An `areal_x.rollout.sampler.Sampler` over a copy of a transformers model."""
+
+    def __init__(self, model: PreTrainedModel, slots: int, context: int, dtype: torch.dtype) -> None:
+        self.slots, self.context = slots, context
+        self.model = copy.deepcopy(model).requires_grad_(False)
+        self.model.set_attn_implementation(ATTENTION)
+        for p in self.model.parameters():
+            p.data = p.data.to(dtype)
+        self._loaded = False
+        self._cache = Cache(slots, context)
+        self._rows = Rows.none()
+
+    @torch.inference_mode()
+    def load(self, snapshot: Mapping[str, Tensor]) -> None:
+        for name, p in self.model.named_parameters():
+            p.copy_(snapshot[name])
+        self._rows = Rows.none()
+        self._loaded = True
+
+    def free(self, slots: Sequence[int]) -> None:
+        self._drop(np.isin(self._rows.slot, list(slots)))
+
+    @torch.inference_mode()
+    def fill(self, requests: Sequence[SlotRequest]) -> None:
+        if not self._loaded:
+            raise RuntimeError("the sampler has no weights: load a snapshot first")
+        for request in requests:
+            if len(request.tokens) >= self.context + (request.generated > 0):
+                raise ValueError(f"a sequence of {len(request.tokens)} tokens leaves no room in a context of {self.context}")
+        self.free([r.slot for r in requests])
+        for group in by_length(np.array([len(r.tokens) for r in requests], np.int64), PREFILL):
+            filled = [requests[i] for i in group]
+            self._prefill([r.tokens[:-1] for r in filled])
+            self._rows = self._rows.join(Rows.of(filled, self.context))
+
+    @torch.inference_mode()
+    def decode(self, steps: int, until_free: int) -> Decoded:
+        """See `areal_x.rollout.sampler.Sampler`. A sequence's n-th token is drawn with a number that (seed, n) alone give."""
+        decoded = Decoded(
+            tokens=np.zeros((self.slots, steps), np.int32),
+            logprobs=np.zeros((self.slots, steps), np.float32),
+            counts=np.zeros(self.slots, np.int32),
+            finished=np.zeros(self.slots, bool),
+        )
+        taken = 0
+        while taken < steps and len(self._rows) and decoded.finished.sum() < until_free:
+            taken += self._decode_until_one_stops(decoded, taken, steps)
+        return decoded
+
+    def _decode_until_one_stops(self, decoded: Decoded, taken: int, steps: int) -> int:
+        """Grows all rows until some finish, which then leave; how many steps that took."""
+        rows, device = self._rows, self.model.device
+        ahead = np.arange(steps - taken)
+        uniforms = torch.from_numpy(uniform(rows.seed, rows.drawn[:, None] + ahead)).to(device)
+        how = Drawing.of(rows.temperature, rows.top_p, rows.top_k, device)
+        token, position = torch.from_numpy(rows.token).to(device), torch.from_numpy(rows.position).to(device)
+        used = int(rows.position.max()) + 1
+        left = rows.limit - rows.drawn
+        for step in range(len(ahead)):
+            self._cache.grow(position, used + step)
+            token, logprob = draw(self._logits(token, position), uniforms[:, step, None], how)
+            position = position + 1
+            decoded.tokens[rows.slot, taken + step] = drawn = token.cpu().numpy()
+            decoded.logprobs[rows.slot, taken + step] = logprob.cpu().numpy()
+            done = (drawn[:, None] == rows.stops).any(-1) | (left == step + 1)
+            if done.any():
+                break
+        grown = step + 1
+        decoded.counts[rows.slot] += grown
+        decoded.finished[rows.slot[done]] = True
+        rows.token, rows.position, rows.drawn = drawn, rows.position + grown, rows.drawn + grown
+        self._drop(done)
+        return grown
+
+    def _logits(self, token: Int[Tensor, " rows"], position: Int[Tensor, " rows"]) -> Float[Tensor, "rows vocabulary"]:
+        out = self.model.base_model(
+            input_ids=token[:, None], position_ids=position[:, None], use_cache=False, cache=self._cache
+        )
+        return nn.functional.linear(out.last_hidden_state[:, 0], *head(self.model))
+
+    def _prefill(self, tokens: Sequence[Int[np.ndarray, " length"]]) -> None:
+        """Writes the keys and values of these sequences, longest first, into the rows behind those in use."""
+        rows, longest = len(tokens), len(tokens[0])
+        padded = np.zeros((rows, longest), np.int64)
+        for row, sequence in zip(padded, tokens, strict=True):
+            row[: len(sequence)] = sequence
+        for start in range(0, longest, CHUNK):
+            # What padding writes lies behind its row's end, where decoding overwrites it before it is seen.
+            rows = sum(len(sequence) > start for sequence in tokens)
+            chunk = torch.from_numpy(padded[:rows, start : start + CHUNK]).to(self.model.device)
+            positions = torch.arange(start, start + chunk.shape[1], device=chunk.device)[None].expand(rows, -1)
+            self._cache.prefill(len(self._rows), rows, start, chunk.shape[1])
+            self.model.base_model(input_ids=chunk, position_ids=positions, use_cache=False, cache=self._cache)
+
+    def _drop(self, done: np.ndarray) -> None:
+        """Forgets rows; the last ones move into the gaps."""
+        rows = self._rows
+        order = np.arange(len(rows))
+        for gap in np.flatnonzero(done)[::-1]:
+            last = len(order) - 1
+            if gap != last:
+                self._cache.move(last, int(gap), int(rows.position[order[last]]))
+                order[gap] = order[last]
+            order = order[:last]
+        self._rows = rows.take(order)

@@ -1,0 +1,335 @@
+"""The torch trainer against transformers, against a step written by hand, and against itself on other layouts."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from functools import partial
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from safetensors.numpy import load_file  # noqa: E402
+from transformers import AutoConfig, AutoModelForCausalLM  # noqa: E402
+
+import areal_x_torch  # noqa: E402
+from areal_x import model_dir  # noqa: E402
+from areal_x.algorithms import losses  # noqa: E402
+from areal_x.algorithms.weighting import token_mean  # noqa: E402
+from areal_x.data.packing import pack  # noqa: E402
+from areal_x.errors import ConfigError, UserError  # noqa: E402
+from areal_x.trainer import MeshConfig, ModelConfig, OptimizerConfig, TrainerConfig  # noqa: E402
+from areal_x.types import Trajectory  # noqa: E402
+
+LENGTHS = (9, 5, 12, 3, 7, 2)  # of the tests' sequences; the first two tokens are the prompt, of the shortest the first
+VOCABULARY = 40
+# A large eps keeps Adam's first steps proportional to the gradient, so that a wrong gradient shows and rounding does not.
+OPTIMIZER = OptimizerConfig(learning_rate=1e-2, eps=1e-2, weight_decay=0.1, clip_norm=0.05)
+SMALL = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": VOCABULARY,
+    "max_position_embeddings": 64,
+    "initializer_range": 0.2,
+}
+
+
+def save_model(directory, kind, **changes):
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **SMALL, **changes)).save_pretrained(directory)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    root = tmp_path_factory.mktemp("models")
+    return {
+        "qwen3": save_model(root / "qwen3", "qwen3", head_dim=16, tie_word_embeddings=False),
+        "qwen2": save_model(root / "qwen2", "qwen2", tie_word_embeddings=True),
+        "llama": save_model(root / "llama", "llama"),
+        "phi": save_model(root / "phi", "phi"),  # a bias in the head, LayerNorm, half-rotated heads
+        "mistral": save_model(root / "mistral", "mistral", sliding_window=4),
+    }
+
+
+def trainer_of(directory, optimizer=OPTIMIZER, **changes):
+    return areal_x_torch.create_trainer(TrainerConfig(model=ModelConfig(str(directory)), optimizer=optimizer, **changes))
+
+
+def sequences():
+    rng = np.random.default_rng(0)
+    return [
+        Trajectory.from_completion(
+            rng.integers(0, VOCABULARY, min(2, n - 1)).astype(np.int32),
+            rng.integers(0, VOCABULARY, n - min(2, n - 1)).astype(np.int32),
+            rng.normal(-3.5, 0.3, n - min(2, n - 1)).astype(np.float32),
+            np.zeros(n - min(2, n - 1), np.int32),
+        )
+        for n in LENGTHS
+    ]
+
+
+def batch_of(trajectories, row_length=16, order=None):
+    """The packed batch and, for each trajectory, its tokens' places."""
+    packed = pack(trajectories, row_length)
+    batch = packed.batch
+    advantages = packed.spread(np.array([1.0, -1.0, 0.5, 2.0, -0.3, 0.7][: len(trajectories)], np.float32))
+    weights = np.asarray(token_mean(batch.mask, batch.segment_ids), np.float32)
+    batch = batch.replace(proximal_logp=batch.behavior_logp, advantages=advantages, weights=weights)
+    return (batch if order is None else batch.map(lambda x: x[order])), packed
+
+
+def alone(directory, trajectory, temperature=1.0):
+    """Log-probabilities of one sequence by transformers' own logits."""
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
+    tokens = torch.from_numpy(trajectory.tokens.astype(np.int64))[None]
+    with torch.no_grad():
+        logp = (model(tokens).logits / temperature).log_softmax(-1)[0, :-1].gather(1, tokens[0, 1:, None])[:, 0]
+    return np.concatenate([[0.0], logp.numpy()])
+
+
+def all_weights(trainer):
+    return {name: x.copy() for name, x in trainer.weights()}
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "qwen2", "llama", "phi", "mistral"])
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+def test_a_packed_row_gives_what_transformers_gives_for_each_sequence_alone(models, kind, temperature):
+    batch, packed = batch_of(sequences())
+    trainer = trainer_of(models[kind], temperature=temperature, micro_batch_rows=1, head_chunk=5)
+    logp = trainer.logprobs(batch)
+    assert logp.dtype == np.float32
+    assert (logp[batch.segment_ids == 0] == 0).all()
+    for trajectory, ours in zip(sequences(), packed.gather(logp), strict=True):
+        np.testing.assert_allclose(ours, alone(models[kind], trajectory, temperature), atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "qwen2"])
+def test_an_update_is_the_step_that_plain_torch_takes_on_each_sequence_alone(models, kind):
+    batch, packed = batch_of(sequences())
+    trainer = trainer_of(models[kind], replace(OPTIMIZER, warmup_steps=2), temperature=0.8)
+    results = [trainer.update(batch, losses.ppo_clip) for _ in range(2)]
+
+    model = AutoModelForCausalLM.from_pretrained(models[kind], dtype=torch.float32).eval()
+    grouped = [[p for p in model.parameters() if (p.ndim >= 2) == matrix] for matrix in (True, False)]
+    adamw = torch.optim.AdamW(
+        [{"params": grouped[0], "weight_decay": 0.1}, {"params": grouped[1], "weight_decay": 0.0}], betas=(0.9, 0.98), eps=1e-2
+    )
+    for step, result in enumerate(results):
+        adamw.zero_grad()
+        total = 0.0
+        fields = (packed.gather(x) for x in (batch.behavior_logp, batch.advantages, batch.weights, batch.mask))
+        for trajectory, old, advantage, weight, mask in zip(sequences(), *fields, strict=True):
+            tokens = torch.from_numpy(trajectory.tokens.astype(np.int64))
+            logp = (model(tokens[None]).logits[0] / 0.8).log_softmax(-1)[:-1].gather(1, tokens[1:, None])[:, 0]
+            old, advantage, weight = (torch.from_numpy(x[1:]) for x in (old, advantage, weight * mask))
+            ratio = (logp - old).exp()
+            total = total + (weight * -torch.minimum(advantage * ratio, advantage * ratio.clip(0.8, 1.2))).sum()
+        total.backward()
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+        rate = 1e-2 * (step + 1) / 2
+        for group in adamw.param_groups:
+            group["lr"] = rate
+        adamw.step()
+        assert result["loss"] == pytest.approx(total.item(), abs=1e-6)
+        assert result["grad_norm"] == pytest.approx(float(norm), rel=1e-5)
+        assert result["grad_norm"] > OPTIMIZER.clip_norm  # else the clip is not tested
+        assert result["learning_rate"] == pytest.approx(rate, rel=1e-6)
+    assert trainer.version == 2
+    theirs = dict(model.named_parameters())
+    for name, x in trainer.weights():
+        np.testing.assert_allclose(x, theirs[name].detach().numpy(), atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("rows_at_once", "row_length", "order"), [(1, 16, None), (2, 16, [2, 0, 1]), (8, 12, None), (1, 64, None), (8, 64, None)]
+)
+def test_micro_batches_packing_and_row_order_do_not_change_a_step(models, rows_at_once, row_length, order):
+    def step(batch, rows_at_once):
+        trainer = trainer_of(models["qwen3"], micro_batch_rows=rows_at_once)
+        return trainer.update(batch, losses.combine(losses.ppo_clip, losses.policy_gap)), all_weights(trainer)
+
+    expected, expected_weights = step(batch_of(sequences())[0], 8)
+    found, found_weights = step(batch_of(sequences(), row_length, order)[0], rows_at_once)
+    assert found.keys() == expected.keys() == {"loss", "grad_norm", "learning_rate", "ratio", "clip_fraction", "policy_gap"}
+    for name in expected:
+        assert found[name] == pytest.approx(expected[name], rel=1e-5, abs=1e-6), name
+    for name, x in found_weights.items():
+        np.testing.assert_allclose(x, expected_weights[name], atol=1e-6)
+
+
+def test_a_metric_is_its_mean_over_the_masked_tokens_of_the_whole_batch(models):
+    batch, _ = batch_of(sequences())
+    trainer = trainer_of(models["qwen3"], micro_batch_rows=1)
+    gap = np.abs(trainer.logprobs(batch) - batch.behavior_logp)[batch.mask].mean()
+    assert trainer.update(batch, losses.policy_gap)["policy_gap"] == pytest.approx(gap, rel=1e-5)
+
+
+def test_what_stands_behind_the_mask_does_not_matter(models):
+    batch, _ = batch_of(sequences())
+    garbage = np.where(batch.mask, 0, np.nan).astype(np.float32)
+    spoilt = batch.replace(advantages=batch.advantages + garbage, proximal_logp=batch.proximal_logp + garbage)
+    clean, dirty = (trainer_of(models["qwen3"]) for _ in range(2))
+    assert clean.update(batch, losses.ppo_clip) == dirty.update(spoilt, losses.ppo_clip)
+
+
+def test_weight_decay_shrinks_matrices_and_leaves_norms_and_biases(models):
+    trainer = trainer_of(models["qwen2"])
+    before = all_weights(trainer)
+    batch, _ = batch_of(sequences())
+    trainer.update(batch.replace(weights=np.zeros_like(batch.weights)), losses.sft)
+    for name, x in trainer.weights():
+        np.testing.assert_allclose(x, before[name] * (1 - 1e-2 * 0.1 if x.ndim == 2 else 1), rtol=1e-6)
+
+
+def test_a_restored_trainer_continues_bit_by_bit(models, tmp_path):
+    batch, _ = batch_of(sequences())
+    first = trainer_of(models["qwen2"])
+    first.update(batch, losses.ppo_clip)
+    first.save(tmp_path / "saved")
+    second = trainer_of(models["qwen2"])
+    second.restore(tmp_path / "saved")
+    assert second.version == 1
+    assert [first.update(batch, losses.ppo_clip) for _ in range(2)] == [second.update(batch, losses.ppo_clip) for _ in range(2)]
+    theirs = all_weights(second)
+    for name, x in first.weights():
+        np.testing.assert_array_equal(x, theirs[name])
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "qwen2", "phi"])
+def test_what_is_saved_has_the_tensors_that_save_pretrained_writes(models, kind, tmp_path):
+    trainer = trainer_of(models[kind])
+    trainer.update(batch_of(sequences())[0], losses.ppo_clip)
+    trainer.save(tmp_path / "ours")
+    loaded, info = AutoModelForCausalLM.from_pretrained(tmp_path / "ours", output_loading_info=True)
+    assert not info["missing_keys"]
+    assert not info["unexpected_keys"]
+    loaded.save_pretrained(tmp_path / "theirs")
+    theirs = load_file(tmp_path / "theirs" / "model.safetensors")
+    ours = all_weights(trainer)
+    assert ours.keys() == theirs.keys()
+    for name, x in ours.items():
+        np.testing.assert_array_equal(x, theirs[name])
+
+
+def test_it_continues_what_the_jax_backend_saved(tiny_model_dir, tmp_path):
+    pytest.importorskip("jax")
+    jax_backend = pytest.importorskip("areal_x_jax")
+    batch, _ = batch_of(sequences())
+    config = TrainerConfig(model=ModelConfig(str(tiny_model_dir)), optimizer=OPTIMIZER)
+    theirs = jax_backend.create_trainer(config)
+    theirs.update(batch, losses.ppo_clip)
+    theirs.save(tmp_path / "jax")
+    ours = areal_x_torch.create_trainer(config)
+    ours.restore(tmp_path / "jax")
+    ours.save(tmp_path / "torch")
+    for file in (model_dir.WEIGHTS, model_dir.MOMENTS):
+        written, read = load_file(tmp_path / "jax" / file), load_file(tmp_path / "torch" / file)
+        assert written.keys() == read.keys()
+        for name, x in written.items():
+            np.testing.assert_array_equal(x, read[name])
+    mine, its = ours.update(batch, losses.ppo_clip), theirs.update(batch, losses.ppo_clip)
+    assert mine["loss"] == pytest.approx(its["loss"], rel=1e-5, abs=1e-6)
+    expected = dict(theirs.weights())
+    for name, x in ours.weights():
+        np.testing.assert_allclose(x, expected[name], atol=1e-5)
+
+
+def test_a_snapshot_stays_what_it_was_while_the_trainer_goes_on(models):
+    trainer = trainer_of(models["qwen3"])
+    before, snapshot = all_weights(trainer), trainer.snapshot()
+    trainer.update(batch_of(sequences())[0], losses.ppo_clip)
+    for name, x in snapshot.items():
+        np.testing.assert_array_equal(x.numpy(), before[name])
+
+
+def test_a_loss_that_raises_leaves_no_trace_in_the_next_step(models):
+    batch, _ = batch_of(sequences())
+    calls = []
+
+    def fails_late(policy, batch):
+        calls.append(1)
+        if len(calls) == 2:
+            raise ZeroDivisionError
+        return losses.ppo_clip(policy, batch)
+
+    trainer, untouched = (trainer_of(models["qwen3"], micro_batch_rows=1) for _ in range(2))
+    with pytest.raises(ZeroDivisionError):
+        trainer.update(batch, fails_late)
+    assert trainer.version == 0
+    assert trainer.update(batch, losses.ppo_clip) == untouched.update(batch, losses.ppo_clip)
+
+
+def test_bf16_computes_in_bf16_over_fp32_masters(models):
+    batch, _ = batch_of(sequences())
+    exact, rough = trainer_of(models["qwen3"]), trainer_of(models["qwen3"], precision="bf16")
+    difference = np.abs(exact.logprobs(batch) - rough.logprobs(batch))
+    assert 1e-5 < difference.max() < 0.2
+    assert {x.dtype for x in rough.snapshot().values()} == {torch.bfloat16}
+    assert {x.dtype.name for _, x in rough.weights()} == {"bfloat16"}
+    rough.update(batch, losses.ppo_clip)
+    assert {p.dtype for p in rough.model.parameters()} == {torch.float32}
+
+
+def test_more_than_one_copy_of_the_model_is_refused_by_name(models):
+    with pytest.raises(ConfigError, match=r"mesh\.data = 2"):
+        trainer_of(models["qwen3"], mesh=MeshConfig(data=2))
+
+
+def test_tensors_that_do_not_fit_the_config_are_listed(models, tmp_path):
+    tensors = dict(model_dir.read_tensors(models["llama"]))
+    del tensors["model.norm.weight"]
+    model_dir.write_model(tmp_path / "cut", models["llama"], tensors.items())
+    with pytest.raises(UserError, match=r"missing: model\.norm\.weight"):
+        trainer_of(tmp_path / "cut")
+    tensors["model.norm.weight"] = np.ones(5, np.float32)
+    model_dir.write_model(tmp_path / "bent", models["llama"], tensors.items())
+    with pytest.raises(UserError, match=r"of another shape: model\.norm\.weight"):
+        trainer_of(tmp_path / "bent")
+
+
+def test_a_kind_of_model_that_transformers_does_not_know_is_said_so(models, tmp_path):
+    model_dir.write_model(tmp_path / "other", models["llama"], {"x": np.ones(1, np.float32)}.items())
+    config = json.loads((tmp_path / "other" / "config.json").read_text())
+    (tmp_path / "other" / "config.json").write_text(json.dumps({**config, "model_type": "no_such_model"}))
+    with pytest.raises(UserError, match="cannot load"):
+        trainer_of(tmp_path / "other")
+
+
+def test_a_tied_head_that_was_saved_twice_is_read_once(models, tmp_path):
+    tensors = dict(model_dir.read_tensors(models["qwen2"]))
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"]
+    model_dir.write_model(tmp_path, models["qwen2"], tensors.items())
+    assert "lm_head.weight" not in all_weights(trainer_of(tmp_path))
+
+
+def test_a_checkpoint_of_another_model_is_refused(models, tmp_path):
+    trainer_of(models["qwen2"]).save(tmp_path / "other")
+    with pytest.raises(UserError, match=r"do not fit|has shape"):
+        trainer_of(models["llama"]).restore(tmp_path / "other")
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "reason"),
+    [
+        ("gemma2", {"head_dim": 16, "final_logit_softcapping": 1.0}, "caps or scales its logits"),
+        ("qwen3_moe", {"num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 16}, "dense model"),
+    ],
+)
+def test_a_model_that_would_be_computed_wrongly_is_refused(tmp_path, kind, changes, reason):
+    with pytest.raises(UserError, match=reason):
+        trainer_of(save_model(tmp_path, kind, **changes))
+
+
+def test_a_loss_with_bound_hyperparameters_is_a_loss(models):
+    batch, _ = batch_of(sequences())
+    tight, loose = (
+        trainer_of(models["qwen3"]).update(batch, partial(losses.ppo_clip, clip_low=c, clip_high=c))["clip_fraction"]
+        for c in (0.01, 10.0)
+    )
+    assert tight > loose
