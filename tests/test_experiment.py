@@ -85,7 +85,7 @@ def test_no_group_is_older_than_the_bound_when_it_is_trained_on(experiment, wind
     assert max(ages) >= 1  # the rollout did run ahead
 
 
-def test_a_run_that_is_stopped_and_resumed_ends_with_the_same_bits(experiment):
+def test_a_run_that_is_stopped_and_resumed_ends_where_an_unbroken_one_does(experiment):
     whole = replace(experiment, name="whole").run()
     first = replace(experiment, name="parts", checkpoint_every=2)
     for turn in first.turns(first.open()):
@@ -94,9 +94,12 @@ def test_a_run_that_is_stopped_and_resumed_ends_with_the_same_bits(experiment):
     resumed = first.run(resume=True)
     rows = [json.loads(line) for line in (resumed.directory / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == list(range(7))
-    assert [row["loss"] for row in rows[1:]] == [row["loss"] for row in whole.metrics[1:]]
+    for key in ("reward", "response_length", "trained_tokens"):  # the same tasks, drawn the same way
+        assert [row[key] for row in rows[1:]] == [row[key] for row in whole.metrics[1:]]
     one, other = final_weights(whole.directory, 6), final_weights(resumed.directory, 6)
-    assert all(np.array_equal(one[name], other[name]) for name in one)
+    # Not to the bit: which requests share a decoding step depends on when each arrives, and that moves the last bits of their
+    # log-probabilities. AdamW divides by the size of a gradient, so where that is nearly 0 its steps of 1e-3 keep those bits.
+    assert np.mean([np.abs(one[name] - other[name]).mean() for name in one]) < 1e-5
 
 
 def test_resuming_runs_again_what_was_in_flight_and_consumes_every_task_once(experiment):
