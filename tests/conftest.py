@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
+
+os.environ.setdefault("QUICKSTART_STEPS", "8")  # of the notebook, which is run like a test
 
 CHARACTERS = "0123456789+=,>.abcdefghijklmnopqrstuvwxyz "
 

@@ -1,0 +1,24 @@
+"""The JAX backend of AReaL-X: `create_trainer` is what its entry point offers."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from areal_x.trainer import TrainerConfig
+from areal_x_jax.trainer import Trainer
+
+
+def create_trainer(config: TrainerConfig) -> Trainer:
+    keep_compiled_programs()
+    return Trainer(config)
+
+
+def keep_compiled_programs() -> None:
+    """Lets a second start take its programs from the user's cache directory, unless the user has chosen another place."""
+    import jax
+
+    if jax.config.jax_compilation_cache_dir is None:
+        cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "areal_x" / "jax"
+        jax.config.update("jax_compilation_cache_dir", str(cache))
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)

@@ -1,0 +1,199 @@
+"""The sampler's key-value cache: one ring of columns that all slots write together.
+
+All slots' newest token lies in one column, t modulo the capacity, and a slot's earlier ones in the columns before it. So a
+decode step writes every slot with one dynamic_update_slice instead of a scatter, and "the newest `length` columns" says what a
+slot may attend to. Keys are stored rotated by their own position, so where in the ring a token lies does not matter.
+
+The ring is cut into parts, each its own array, and a step reads only the parts that some live slot reaches into: a slice of one
+array would be copied before each matmul. Keys are laid out [slots, kv_heads, head_dim, columns] and values [slots, kv_heads,
+columns, head_dim]: on CPU their products with one query a slot run twice as fast as with keys laid out like values (measured).
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+Parts = tuple[Array, ...]
+Layer = tuple[Parts, Parts]  # keys and values
+Ring = tuple[Layer, ...]
+Partial = tuple[Array, Array, Array]  # softmax so far: the largest score, the sum of exponentials, the weighted sum of values
+
+HIDDEN = -1e30
+PART = 64  # columns in a part, about: smaller parts read less beyond the longest sequence, but take longer to compile
+MOST_PARTS = 6
+
+
+def columns(context: int) -> tuple[int, int]:
+    """How many parts the ring has and how many columns each, for sequences of up to `context` tokens."""
+    parts = min(MOST_PARTS, max(1, round(context / PART)))
+    return parts, -(-context // (parts * 16)) * 16
+
+
+def empty(layers: int, slots: int, kv_heads: int, head_dim: int, context: int, dtype) -> Ring:
+    parts, width = columns(context)
+
+    def layer() -> Layer:
+        keys = tuple(jnp.zeros((slots, kv_heads, head_dim, width), dtype) for _ in range(parts))
+        values = tuple(jnp.zeros((slots, kv_heads, width, head_dim), dtype) for _ in range(parts))
+        return keys, values
+
+    return tuple(layer() for _ in range(layers))
+
+
+def capacity(ring: Ring) -> int:
+    keys, _ = ring[0]
+    return len(keys) * keys[0].shape[-1]
+
+
+def visible(ring: Ring, newest: Int[Array, ""], lengths: Int[Array, " rows"]) -> list[tuple[Array, Array]]:
+    """For each part: whether any row's newest `lengths` columns reach into it, and what to add to a score in each column."""
+    parts, width = len(ring[0][0]), ring[0][0][0].shape[-1]
+    total = parts * width
+    age = (newest - jnp.arange(total)) % total
+    bias = jnp.where(age < lengths[:, None], 0.0, HIDDEN)
+    longest = lengths.max()
+    youngest = [age[p * width : (p + 1) * width].min() for p in range(parts)]
+    return [(youngest[p] < longest, bias[:, p * width : (p + 1) * width]) for p in range(parts)]
+
+
+def write_newest(layer: Layer, key: Array, value: Array, newest: Int[Array, ""]) -> Layer:
+    """Writes one token a slot, key and value [slots, kv_heads, head_dim], into column `newest`.
+
+    The parts that do not hold the column rewrite one of their own: cheaper than a branch, and it stays in place.
+    """
+    keys, values = layer
+    width = keys[0].shape[-1]
+
+    def write(part: Array, new: Array, p: int, axis: int) -> Array:
+        column = jnp.clip(newest - p * width, 0, width - 1)
+        new = jnp.expand_dims(new, axis).astype(part.dtype)
+        if len(keys) > 1:
+            old = jax.lax.dynamic_slice_in_dim(part, column, 1, axis)
+            new = jnp.where(newest // width == p, new, old)
+        return jax.lax.dynamic_update_slice_in_dim(part, new, column, axis)
+
+    return (
+        tuple(write(part, key, p, 3) for p, part in enumerate(keys)),
+        tuple(write(part, value, p, 2) for p, part in enumerate(values)),
+    )
+
+
+def attend(query: Float[Array, "rows kv group head_dim"], layer: Layer, seen: list[tuple[Array, Array]]) -> Array:
+    """Attention of one scaled query a slot over the columns it sees, in fp32: [rows, kv, group, head_dim]."""
+    keys, values = layer
+    if len(keys) == 1:
+        scores = product("sgrd,sgdc->sgrc", query, keys[0]) + seen[0][1][:, None, None]
+        weights = jnp.exp(scores - scores.max(-1, keepdims=True))
+        return product("sgrc,sgcd->sgrd", weights, values[0]) / weights.sum(-1, keepdims=True)
+
+    def part(so_far: Partial, query: Array, keys: Array, values: Array, bias: Array) -> Partial:
+        return merge(
+            so_far,
+            product("sgrd,sgdc->sgrc", query, keys) + bias[:, None, None],
+            lambda w: product("sgrc,sgcd->sgrd", w, values),
+        )
+
+    so_far = nothing_yet(query)
+    for (used, bias), key, value in zip(seen, keys, values, strict=True):
+        so_far = jax.lax.cond(used, part, lambda so_far, *_: so_far, so_far, query, key, value, bias)
+    return finished(so_far)
+
+
+def product(spelling: str, left: Array, right: Array) -> Array:
+    """An einsum accumulated in fp32. XLA has no bf16 × bf16 = fp32 matmul on CPU: there the operands are lifted first."""
+    dtype = jnp.float32 if jax.default_backend() == "cpu" else right.dtype
+    return jnp.einsum(spelling, left.astype(dtype), right.astype(dtype), preferred_element_type=jnp.float32)
+
+
+def nothing_yet(query: Array) -> Partial:
+    *rows, head_dim = query.shape
+    return jnp.full(rows, HIDDEN), jnp.zeros(rows), jnp.zeros((*rows, head_dim))
+
+
+def merge(so_far: Partial, scores: Array, weighted) -> Partial:
+    """Adds columns to a softmax in progress (Milakov and Gimelshein, arXiv 1805.02867)."""
+    largest, total, sum_ = so_far
+    new = jnp.maximum(largest, scores.max(-1))
+    rescale, weights = jnp.exp(largest - new), jnp.exp(scores - new[..., None])
+    return new, total * rescale + weights.sum(-1), sum_ * rescale[..., None] + weighted(weights)
+
+
+def finished(so_far: Partial) -> Array:
+    return so_far[2] / so_far[1][..., None]
+
+
+def write_pieces(
+    ring: Ring,
+    fresh: list[tuple[Array, Array]],
+    slots: Int[Array, " pieces"],
+    starts: Int[Array, " pieces"],
+    firsts: Int[Array, " pieces"],
+    lengths: Int[Array, " pieces"],
+    count: Int[Array, ""],
+) -> Ring:
+    """Writes the first `count` pieces: piece i is tokens firsts[i] … of the chunk, for columns starts[i] … of slot slots[i].
+
+    fresh: each layer's keys and values of the chunk, [tokens, kv_heads, head_dim]. A column is read, and kept where the piece
+    does not cover it, so the whole row of a part is one update whatever the length.
+    """
+    width, total = ring[0][0][0].shape[-1], capacity(ring)
+    margin = ((0, 0), (width, width), (0, 0))
+    padded = [(jnp.pad(k.swapaxes(0, 1), margin).swapaxes(1, 2), jnp.pad(v.swapaxes(0, 1), margin)) for k, v in fresh]
+
+    def piece(i: Array, ring: Ring) -> Ring:
+        slot, start, first, length = slots[i], starts[i], firsts[i], lengths[i]
+
+        def write(part: Array, chunk: Array, p: int, axis: int) -> Array:
+            """axis: where the columns are in a row of the part, and in the padded chunk."""
+            row = jax.lax.dynamic_index_in_dim(part, slot, 0, keepdims=False)
+            for turn in (0, total):  # a piece may go round the end of the ring
+                offset = p * width - start + turn  # of the part's first column, in the piece
+                covered = (jnp.arange(width) + offset >= 0) & (jnp.arange(width) + offset < length)
+                new = jax.lax.dynamic_slice_in_dim(chunk, width + first + offset, width, axis)
+                row = jnp.where(covered[:, None] if axis == 1 else covered, new.astype(part.dtype), row)
+            return jax.lax.dynamic_update_index_in_dim(part, row, slot, 0)
+
+        return tuple(
+            (
+                tuple(write(part, chunk[0], p, 2) for p, part in enumerate(keys)),
+                tuple(write(part, chunk[1], p, 1) for p, part in enumerate(values)),
+            )
+            for (keys, values), chunk in zip(ring, padded, strict=True)
+        )
+
+    return jax.lax.fori_loop(0, count, piece, ring)
+
+
+def attend_chunk(
+    query: Float[Array, "tokens kv group head_dim"],
+    fresh: tuple[Array, Array],
+    together: Bool[Array, "tokens tokens"],
+    layer: Layer,
+    slot: Int[Array, ""],
+    start: Int[Array, ""],
+    past: Int[Array, ""],
+    continues: Bool[Array, " tokens"],
+) -> Array:
+    """Attention of a prefill's scaled queries, in fp32: [tokens, kv, group, head_dim].
+
+    Over the chunk itself and, for the piece that continues a sequence begun in an earlier chunk, over the `past` columns before
+    `start` in its slot. together[i, j]: token j is of token i's sequence and not after it. continues: the tokens of that piece.
+    """
+    keys, values = fresh
+    scores = product("tgrd,ugd->tgru", query, keys)
+    scores = jnp.where(together[:, None, None], scores, HIDDEN)
+    so_far = merge(nothing_yet(query), scores, lambda w: product("tgru,ugd->tgrd", w, values))
+
+    def earlier(so_far: Partial) -> Partial:
+        # One slot's row is small enough to be put together from its parts.
+        keys = jnp.concatenate([part[slot] for part in layer[0]], axis=-1)
+        values = jnp.concatenate([part[slot] for part in layer[1]], axis=-2)
+        total = keys.shape[-1]
+        seen = continues[:, None] & ((start - 1 - jnp.arange(total)) % total < past)
+        scores = product("tgrd,gdc->tgrc", query, keys)
+        scores = jnp.where(seen[:, None, None], scores, HIDDEN)
+        return merge(so_far, scores, lambda w: product("tgrc,gcd->tgrd", w, values))
+
+    return finished(jax.lax.cond(past > 0, earlier, lambda so_far: so_far, so_far))

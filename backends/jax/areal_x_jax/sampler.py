@@ -1,0 +1,263 @@
+"""The JAX backend's batched sampler: slots over a ring of cached columns, in four compiled programs whatever the lengths.
+
+    load     a trainer's snapshot, its stacked layers taken apart (a slice of a stack would be copied at every step)
+    prefill  a chunk of packed tokens of any number of prompts: writes their keys and values, computes nothing else
+    decode   a loop on the device that writes, attends and draws, until it is worth looking again
+    compact  the same on the few slots that live, when at most 3/8 of them do
+
+Prefill leaves out a sequence's last token: decoding always begins by feeding the newest token, so all drawing is in one place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float, Int
+
+from areal_x.errors import UserError
+from areal_x.rollout.sampler import Decoded, SlotRequest
+from areal_x_jax import ring as rings
+from areal_x_jax.chunks import Chunk, packed
+from areal_x_jax.draw import draw, uniform
+from areal_x_jax.model import Params, Shape, finish_layer, head_kernel, project_qkv, rms_norm
+from areal_x_jax.ring import Ring
+
+STEPS = 128  # most tokens a slot may grow in one call: the height of the outputs' buffers
+CPU_CHUNK = 64  # tokens in a prefill: on CPU more at once are no faster each and leave more of the last chunk empty (measured)
+ACCELERATOR_CHUNK = 512
+STOP_IDS = 16  # stop tokens a request may have
+COMPACT = (
+    3 / 8
+)  # the share of slots a compact decode has: near the best as uniform lengths run out (1/2), cheaper for a long tail
+LEAST_COMPACT = 4  # slots that it has at least: fewer save nothing
+
+
+class Rows(NamedTuple):
+    """What decoding knows of each sequence.
+
+    token: the newest, not yet in the cache. length: tokens including it. drawn: how many were generated. limit: its most.
+    """
+
+    token: Int[Array, " rows"]
+    length: Int[Array, " rows"]
+    drawn: Int[Array, " rows"]
+    limit: Int[Array, " rows"]
+    live: Bool[Array, " rows"]
+    seed: Int[Array, "rows 2"]
+    temperature: Float[Array, " rows"]
+    top_p: Float[Array, " rows"]
+    top_k: Int[Array, " rows"]
+    stops: Int[Array, "rows stops"]
+
+
+def take_apart(params: Params, layers: int) -> Params:
+    """The same parameters with a list of layers in place of the stack."""
+    stacked = params["layers"]
+    return {**params, "layers": [{name: x[i] for name, x in stacked.items()} for i in range(layers)]}
+
+
+def prefill(shape: Shape, params: Params, ring: Ring, chunk: Chunk) -> Ring:
+    """Writes the keys and values of the chunk's tokens."""
+    x = params["embed"][chunk.tokens]
+    same = chunk.piece[:, None] == chunk.piece
+    together = same & jnp.tri(len(chunk.tokens), dtype=bool)
+    fresh = []
+    for i, (layer, cached) in enumerate(zip(params["layers"], ring, strict=True)):
+        query, key, value = project_qkv(shape, layer, x, chunk.positions)
+        fresh.append((key, value))
+        if i == shape.layers - 1:
+            break  # nothing needs what the last layer says of a prompt
+        place = (chunk.slot[0], chunk.start[0], chunk.past, chunk.piece == 0)
+        attended = rings.attend_chunk(scaled(shape, query), (key, value), together, cached, *place)
+        x = finish_layer(shape, layer, x, attended.reshape(*x.shape[:-1], -1))
+    return rings.write_pieces(ring, fresh, chunk.slot, chunk.start, chunk.first, chunk.length, chunk.count)
+
+
+def decode(
+    shape: Shape,
+    params: Params,
+    ring: Ring,
+    rows: Rows,
+    column: Int[Array, ""],
+    steps: Int[Array, ""],
+    until_free: Int[Array, ""],
+    slots: Int[Array, " rows"] | None = None,
+) -> tuple[Ring, Rows, Array, Array]:
+    """Grows every live row by up to `steps` tokens, beginning at ring column `column`.
+
+    slots: the slots that the rows are, where they are not all. Returns the ring, the rows, and tokens and log-probabilities
+    `[STEPS, rows]`, of which a row's first (drawn afterwards - drawn before) are its own.
+    """
+    whole = ring
+    if slots is not None:
+        ring = jax.tree.map(lambda x: x[slots], whole)
+    truncates = (rows.live & ((rows.top_k > 0) | (rows.top_p < 1))).any()
+    alive = rows.live.sum()
+
+    def going(state) -> Array:
+        step, _, rows, _, _ = state
+        return (step < steps) & rows.live.any() & (alive - rows.live.sum() < until_free)
+
+    def grow(state):
+        step, ring, rows, tokens, logprobs = state
+        ring, logits = forward(shape, params, ring, rows, (column + step) % rings.capacity(ring))
+        drawn = uniform(rows.seed, rows.drawn)
+        token, logprob = draw(logits, drawn, rows.temperature, rows.top_p, rows.top_k, truncates)
+        tokens, logprobs = tokens.at[step].set(token), logprobs.at[step].set(logprob)
+        drawn = rows.drawn + rows.live
+        stopped = (token[:, None] == rows.stops).any(-1) | (drawn >= rows.limit)
+        rows = rows._replace(
+            token=jnp.where(rows.live, token, rows.token),
+            length=rows.length + rows.live,
+            drawn=drawn,
+            live=rows.live & ~stopped,
+        )
+        return step + 1, ring, rows, tokens, logprobs
+
+    buffer = jnp.zeros((STEPS, len(rows.token)))
+    state = (jnp.int32(0), ring, rows, buffer.astype(jnp.int32), buffer)
+    _, ring, rows, tokens, logprobs = jax.lax.while_loop(going, grow, state)
+    if slots is not None:
+        ring = jax.tree.map(lambda whole, part: whole.at[slots].set(part, unique_indices=True), whole, ring)
+    return ring, rows, tokens, logprobs
+
+
+def forward(shape: Shape, params: Params, ring: Ring, rows: Rows, column: Array) -> tuple[Ring, Float[Array, "rows vocab"]]:
+    """Feeds each row's newest token, written into ring column `column`: the logits of its next one."""
+    x = params["embed"][rows.token]
+    seen = rings.visible(ring, column, jnp.where(rows.live, rows.length, 1))
+    written = []
+    for layer, cached in zip(params["layers"], ring, strict=True):
+        query, key, value = project_qkv(shape, layer, x, rows.length - 1)
+        cached = rings.write_newest(cached, key, value, column)
+        written.append(cached)
+        attended = rings.attend(scaled(shape, query), cached, seen)
+        x = finish_layer(shape, layer, x, attended.reshape(*x.shape[:-1], -1))
+    x = rms_norm(x, params["norm"], shape.eps)
+    return tuple(written), rings.product("rh,hv->rv", x, head_kernel(params))
+
+
+def scaled(shape: Shape, query: Array) -> Array:
+    """Queries [..., heads, head_dim], grouped by the key-value head they share and scaled."""
+    grouped = query.reshape(*query.shape[:-2], shape.kv_heads, shape.heads // shape.kv_heads, shape.head_dim)
+    return grouped * shape.head_dim**-0.5
+
+
+class Sampler:
+    """An `areal_x.rollout.sampler.Sampler` over JAX arrays: the slots' small state on the host, the ring on the device."""
+
+    def __init__(self, shape: Shape, slots: int, context: int) -> None:
+        self.slots = slots
+        self.context = context
+        self.shape = shape
+        self._device = jax.local_devices()[0]
+        self._chunk = CPU_CHUNK if self._device.platform == "cpu" else ACCELERATOR_CHUNK
+        self._params: Any = None
+        self._ring: Ring | None = None
+        self._column = 0  # of the ring, that the next step writes
+        self._rows = Rows(
+            token=np.zeros(slots, np.int32),
+            length=np.ones(slots, np.int32),
+            drawn=np.zeros(slots, np.int32),
+            limit=np.zeros(slots, np.int32),
+            live=np.zeros(slots, bool),
+            seed=np.zeros((slots, 2), np.uint32),
+            temperature=np.ones(slots, np.float32),
+            top_p=np.ones(slots, np.float32),
+            top_k=np.zeros(slots, np.int32),
+            stops=np.full((slots, STOP_IDS), -1, np.int32),
+        )
+        self._take_apart = jax.jit(take_apart, static_argnums=1)
+        self._prefill = jax.jit(prefill, static_argnums=0, donate_argnums=2)
+        self._decode = jax.jit(decode, static_argnums=0, donate_argnums=2)
+
+    @property
+    def programs(self) -> int:
+        """How many programs have been compiled."""
+        return sum(f._cache_size() for f in (self._take_apart, self._prefill, self._decode))
+
+    def load(self, snapshot: Any) -> None:
+        self._params = self._take_apart(jax.device_put(snapshot, self._device), self.shape.layers)
+        self._rows.live[:] = False
+        if self._ring is None:
+            dtype = self._params["embed"].dtype
+            shape = self.shape
+            empty = rings.empty(shape.layers, self.slots, shape.kv_heads, shape.head_dim, self.context, dtype)
+            self._ring = jax.device_put(empty, self._device)
+
+    def fill(self, requests: Sequence[SlotRequest]) -> None:
+        if self._ring is None:
+            raise RuntimeError("the sampler has no weights: load a snapshot first")
+        for request in requests:
+            self._place(request)
+        capacity = rings.capacity(self._ring)
+        prompts = [(r.slot, (self._column - len(r.tokens) + 1) % capacity, r.tokens[:-1]) for r in requests]
+        for chunk in packed(prompts, self._chunk, capacity):
+            self._ring = self._prefill(self.shape, self._params, self._ring, chunk)
+        jax.block_until_ready(self._ring)  # so that who measures a swap sees all of it
+
+    def _place(self, request: SlotRequest) -> None:
+        sampling, length, slot = request.sampling, len(request.tokens), request.slot
+        if length >= self.context + (request.generated > 0):
+            raise ValueError(f"a sequence of {length} tokens leaves no room in a context of {self.context}")
+        if len(sampling.stop_token_ids) > STOP_IDS:
+            raise UserError(
+                f"{len(sampling.stop_token_ids)} stop tokens are more than the {STOP_IDS} that the JAX sampler takes"
+            )
+        rows, greedy = self._rows, sampling.temperature == 0
+        rows.token[slot] = request.tokens[-1]
+        rows.length[slot] = length
+        rows.drawn[slot] = request.generated
+        rows.limit[slot] = min(sampling.max_tokens, request.generated + self.context - length)
+        rows.live[slot] = True
+        rows.seed[slot] = request.seed & 0xFFFFFFFF, request.seed >> 32 & 0xFFFFFFFF
+        rows.temperature[slot] = sampling.temperature
+        rows.top_p[slot] = 1.0 if greedy else sampling.top_p
+        rows.top_k[slot] = 0 if greedy else sampling.top_k
+        rows.stops[slot] = -1
+        rows.stops[slot, : len(sampling.stop_token_ids)] = sampling.stop_token_ids
+
+    def decode(self, steps: int, until_free: int) -> Decoded:
+        before = self._rows
+        live = np.flatnonzero(before.live)
+        if len(live) == 0:
+            none = np.zeros((self.slots, 0))
+            counts = np.zeros(self.slots, np.int32)
+            return Decoded(none.astype(np.int32), none.astype(np.float32), counts, counts > 0)
+        steps = min(steps, STEPS)
+        few = int(self.slots * COMPACT)
+        compact = len(live) <= few and few >= LEAST_COMPACT
+        # Dead slots make up the number; what they compute is never read.
+        slots = np.concatenate([live, np.flatnonzero(~before.live)])[:few].astype(np.int32) if compact else None
+        rows = Rows(*(x[slots] for x in before)) if compact else before
+        limits = np.int32(self._column), np.int32(steps), np.int32(until_free)
+        self._ring, *outputs = self._decode(self.shape, self._params, self._ring, rows, *limits, slots)
+        after, tokens, logprobs = jax.device_get(outputs)
+        grown = after.drawn - rows.drawn
+        finished = rows.live & ~after.live
+        taken = int(grown.max())
+        self._column = (self._column + taken) % rings.capacity(self._ring)
+        self._rows = Rows(*(_put_back(x, new, slots) for x, new in zip(before, after, strict=True)))
+        every = np.arange(self.slots) if slots is None else slots
+        decoded = Decoded(
+            tokens=np.zeros((self.slots, taken), np.int32),
+            logprobs=np.zeros((self.slots, taken), np.float32),
+            counts=np.zeros(self.slots, np.int32),
+            finished=np.zeros(self.slots, bool),
+        )
+        decoded.tokens[every], decoded.logprobs[every] = tokens[:taken].T, logprobs[:taken].T
+        decoded.counts[every], decoded.finished[every] = grown, finished
+        return decoded
+
+    def free(self, slots: Sequence[int]) -> None:
+        self._rows.live[list(slots)] = False
+
+
+def _put_back(whole: np.ndarray, rows: np.ndarray, slots: np.ndarray | None) -> np.ndarray:
+    whole = whole.copy()
+    whole[slice(None) if slots is None else slots] = rows
+    return whole

@@ -1,0 +1,205 @@
+"""The JAX trainer: one compiled, donated step with the micro-batches inside.
+
+The host lays a batch out as [micro-batches, rows, length], in one of few capacities (powers of two); the step loops over those
+that are filled, so batches of different sizes share a program and what pads the capacity costs no compute.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jaxtyping import Array, Float32
+
+from areal_x import model_dir
+from areal_x.errors import ConfigError, UserError
+from areal_x.trainer import Loss, OptimizerConfig, TrainerConfig
+from areal_x.types import Batch, Policy
+from areal_x_jax import head
+from areal_x_jax.model import Params, Shape, head_kernel, hidden_states, shape_of
+from areal_x_jax.weights import from_tensors, to_tensors
+
+jax.tree_util.register_dataclass(Batch)
+jax.tree_util.register_dataclass(Policy)
+
+KEPT_BYTES = 4 * 2**30  # for one device's backward pass, beyond which it computes whole layers again
+
+
+class Trainer:
+    """See `areal_x.trainer.Trainer`. fp32 master weights and moments, replicated; rows are sharded over the local devices."""
+
+    def __init__(self, config: TrainerConfig) -> None:
+        self.config = config
+        self.mesh = make_mesh(config.mesh.data)
+        self.replicated = NamedSharding(self.mesh, PartitionSpec())
+        self.by_row = NamedSharding(self.mesh, PartitionSpec(None, "data"))
+        on_cpu = jax.local_devices()[0].platform == "cpu"
+        precision = {"auto": "fp32" if on_cpu else "bf16"}.get(config.precision, config.precision)
+        self.dtype = {"fp32": jnp.float32, "bf16": jnp.bfloat16}[precision]
+        self.directory = model_dir.resolve(config.model.path)
+        self.shape = shape_of(model_dir.read_config(self.directory))
+        self.optimizer = make_optimizer(config.optimizer)
+        self.params = self._read_params(self.directory)
+        self.moments = jax.jit(self.optimizer.init, out_shardings=self.replicated)(self.params)
+        self.version = 0
+        self._steps: dict[Loss, Any] = {}
+        self._logprobs = jax.jit(self._all_logprobs, out_shardings=self.by_row)
+
+    @property
+    def programs(self) -> int:
+        """How many programs have been compiled for steps: one for each loss, length and power of two of micro-batches."""
+        return sum(step._cache_size() for step in self._steps.values())
+
+    def logprobs(self, batch: Batch) -> Float32[np.ndarray, "rows length"]:
+        rows, length = batch.shape
+        micro, count = self._lay_out(Batch(batch.tokens, batch.segment_ids, batch.positions, batch.mask))
+        logp = jax.device_get(self._logprobs(self.params, micro, count))
+        return np.asarray(logp).reshape(-1, length)[:rows]
+
+    def update(self, batch: Batch, loss: Loss) -> dict[str, float]:
+        if batch.weights is None:
+            raise ValueError("the batch has no weights: an algorithm's weighting gives them")
+        micro, count = self._lay_out(batch)
+        if loss not in self._steps:
+            # Pinned shardings: left to the compiler, those of the second step's state could differ and compile it again.
+            self._steps[loss] = jax.jit(partial(self._step, loss), donate_argnums=(0, 1), out_shardings=self.replicated)
+        trained = np.float32(max(np.count_nonzero(batch.mask), 1))
+        self.params, self.moments, results = self._steps[loss](self.params, self.moments, micro, count, trained)
+        rate = float(self.config.optimizer.learning_rate_at(np.float32(self.version)))
+        self.version += 1
+        return {**{name: float(x) for name, x in jax.device_get(results).items()}, "learning_rate": rate}
+
+    def weights(self) -> Iterator[tuple[str, np.ndarray]]:
+        for name, tensor in to_tensors(self.shape, self.params):
+            yield name, tensor.astype(self.dtype)
+
+    def save(self, directory: Path) -> None:
+        model_dir.write_model(directory, self.directory, to_tensors(self.shape, self.params))
+        first, second = (to_tensors(self.shape, optax.tree.get(self.moments, which)) for which in ("mu", "nu"))
+        moments = ((name, m, v) for (name, m), (_, v) in zip(first, second, strict=True))
+        model_dir.write_state(directory, moments, {"version": self.version})
+
+    def restore(self, directory: Path) -> None:
+        version = int(model_dir.read_state(directory)["version"])
+        params = self._read_params(directory)
+        mu, nu = (self._read_moments(directory, prefix) for prefix in (model_dir.FIRST, model_dir.SECOND))
+        # From host values, so that each of the optimizer's counts gets a buffer of its own to donate.
+        moments = optax.tree.set(self.moments, count=np.int32(version), mu=mu, nu=nu)
+        self.moments = jax.device_put(moments, self.replicated)
+        self.params, self.version = params, version
+
+    def snapshot(self) -> Params:
+        return jax.tree.map(lambda x: jnp.array(x, self.dtype, copy=True), self.params)
+
+    def sampler(self, slots: int, context: int) -> Any:
+        from areal_x_jax.sampler import Sampler
+
+        return Sampler(self.shape, slots, context)
+
+    # ---- on the host
+
+    def _read_params(self, directory: Path) -> Params:
+        params = from_tensors(self.shape, model_dir.read_tensors(directory), str(directory))
+        return jax.device_put(params, self.replicated)
+
+    def _read_moments(self, directory: Path, prefix: str) -> Params:
+        moments = ((n.removeprefix(prefix), x) for n, x in model_dir.read_moments(directory) if n.startswith(prefix))
+        return from_tensors(self.shape, moments, f"{directory} ({prefix}*)")
+
+    def _lay_out(self, batch: Batch) -> tuple[Batch, np.int32]:
+        """The batch as [capacity, rows at once, length] on the devices, and how many micro-batches are filled."""
+        rows, _ = batch.shape
+        largest = int(np.max(batch.tokens))
+        if largest >= self.shape.vocab:
+            raise UserError(
+                f"token {largest} is outside the vocabulary of {self.shape.vocab} of the model in {self.directory}: "
+                "its tokenizer must be the one that the model was made for"
+            )
+        at_once = self.config.micro_batch_rows * self.mesh.size
+        count = -(-rows // at_once)
+        capacity = 1 << (count - 1).bit_length()
+
+        def lay_out(x: np.ndarray) -> jax.Array:
+            padded = np.zeros((capacity * at_once, *x.shape[1:]), np.float32 if x.dtype == np.float64 else x.dtype)
+            padded[:rows] = x
+            return jax.device_put(padded.reshape(capacity, at_once, *x.shape[1:]), self.by_row)
+
+        return batch.map(lay_out), np.int32(count)
+
+    # ---- what is compiled
+
+    def _step(
+        self, loss: Loss, params: Params, moments: Any, batch: Batch, count: Array, trained: Array
+    ) -> tuple[Params, Any, dict[str, Array]]:
+        """One optimizer step over the first `count` micro-batches. trained: masked tokens of the whole batch."""
+
+        def objective(params: Params, micro: Batch) -> tuple[Array, dict[str, Array]]:
+            terms, metrics = loss(self._policy(params, micro), micro)
+            means = {name: jnp.sum(jnp.where(micro.mask, x, 0)) / trained for name, x in metrics.items()}
+            return jnp.sum(micro.weights * terms), means
+
+        differentiate = jax.value_and_grad(objective, has_aux=True)
+
+        def add(index: Array, sums: Any) -> Any:
+            return jax.tree.map(jnp.add, sums, differentiate(params, _micro(batch, index)))
+
+        kinds = jax.eval_shape(differentiate, params, _micro(batch, 0))
+        sums = jax.lax.fori_loop(0, count, add, jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), kinds))
+        (value, metrics), gradient = sums
+        updates, moments = self.optimizer.update(gradient, moments, params)
+        results = {"loss": value, "grad_norm": optax.tree.norm(gradient), **metrics}
+        return optax.apply_updates(params, updates), moments, results
+
+    def _all_logprobs(self, params: Params, batch: Batch, count: Array) -> Float32[Array, "capacity rows length"]:
+        def fill(index: Array, logp: Array) -> Array:
+            return logp.at[index].set(self._policy(params, _micro(batch, index)).logp)
+
+        return jax.lax.fori_loop(0, count, fill, jnp.zeros(batch.tokens.shape, jnp.float32))
+
+    def _policy(self, params: Params, batch: Batch) -> Policy:
+        cast = jax.tree.map(lambda x: x.astype(self.dtype), params)
+        on_one_device = batch.tokens.size // self.mesh.size
+        remat = on_one_device * kept_numbers(self.shape) * jnp.dtype(self.dtype).itemsize > KEPT_BYTES
+        hidden = hidden_states(self.shape, cast, batch.tokens, batch.positions, batch.segment_ids, remat)
+        chunk = self.config.head_chunk * self.mesh.size
+        kernel, temperature = head_kernel(params), self.config.temperature
+        return Policy(head.logprobs(hidden, kernel, batch.tokens, batch.segment_ids, temperature, chunk))
+
+
+def _micro(batch: Batch, index: Array | int) -> Batch:
+    return jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, index, keepdims=False), batch)
+
+
+def kept_numbers(shape: Shape) -> int:
+    """What the backward pass keeps of each token without remat: the layers' inputs and all products with kernels."""
+    attention = (shape.heads + 2 * shape.kv_heads) * shape.head_dim
+    return shape.layers * (3 * shape.hidden + attention + 2 * shape.intermediate)
+
+
+def make_mesh(data: int) -> jax.sharding.Mesh:
+    """All local devices along the axis "data". Raises: ConfigError where `data` asks for another number."""
+    devices = jax.local_devices()
+    if data not in (-1, len(devices)):
+        raise ConfigError("mesh.data", data, f"-1 (all local devices) or {len(devices)}, as many as there are here")
+    return jax.make_mesh((len(devices),), ("data",), axis_types=(AxisType.Auto,), devices=devices)
+
+
+def make_optimizer(config: OptimizerConfig) -> optax.GradientTransformation:
+    """Clipping by global norm, then AdamW as torch computes it, with decay on matrices only (not on norms and biases)."""
+
+    def matrices(params: Params) -> Params:
+        in_layers = {name: leaf.ndim == 3 for name, leaf in params["layers"].items()}  # the first axis is that of layers
+        return {**{name: leaf.ndim == 2 for name, leaf in params.items() if name != "layers"}, "layers": in_layers}
+
+    clip = optax.clip_by_global_norm(config.clip_norm) if config.clip_norm > 0 else optax.identity()
+    adamw = optax.adamw(
+        config.learning_rate_at, config.beta1, config.beta2, config.eps, weight_decay=config.weight_decay, mask=matrices
+    )
+    return optax.chain(clip, adamw)

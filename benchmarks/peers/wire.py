@@ -1,0 +1,146 @@
+"""How a benchmark speaks to the programs it compares: one process each, alive for the whole run, that works on command.
+
+Long-lived processes take turns, so that whatever else the machine does meets all of them alike, and compilation is paid once.
+A process that is not at work is stopped (SIGSTOP): it can neither spin on a core nor, being asynchronous, work ahead.
+
+The standard library alone: the programs run in environments that share nothing else.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+PR_SET_PDEATHSIG = 1
+
+
+class Channel:
+    """The worker's end. Make it before any heavy import: what a library prints goes to the log and not among the answers."""
+
+    def __init__(self) -> None:
+        self._answers = os.fdopen(os.dup(sys.stdout.fileno()), "w")
+        os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
+        # A stopped process would not notice that the benchmark is gone.
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+    def send(self, **answer: Any) -> None:
+        self._answers.write(json.dumps(answer) + "\n")
+        self._answers.flush()
+
+    def commands(self) -> Iterator[dict[str, Any]]:
+        """Each command in turn; ends when the benchmark closes the pipe."""
+        for line in iter(sys.stdin.readline, ""):
+            yield json.loads(line)
+
+
+class Steps:
+    """Training steps in blocks of as many as each command asks for.
+
+    settle: waits until the last step's computation is over (JAX returns before it is). details: what to answer beside the
+    seconds.
+    """
+
+    def __init__(
+        self, channel: Channel, settle: Callable[[], None] = lambda: None, details: Callable[[], dict[str, Any]] = dict
+    ) -> None:
+        self._channel, self._settle, self._details = channel, settle, details
+        self._commands = channel.commands()
+        self._left = 0
+        self._times: list[float] = []
+
+    def begin(self) -> bool:
+        """Called at the start of every step. Waits for a command at the end of a block; False when there are no more."""
+        if self._left == 0:
+            self._answer()
+            command = next(self._commands, None)
+            if command is None:
+                return False
+            self._left = command["steps"]
+        self._left -= 1
+        self._times.append(time.perf_counter())
+        return True
+
+    def _answer(self) -> None:
+        self._settle()
+        times = [*self._times, time.perf_counter()]
+        self._times = []
+        seconds = [after - before for before, after in pairwise(times)]
+        self._channel.send(seconds=seconds, **self._details())
+
+
+class Worker:
+    """The benchmark's end: a program under `command` whose first answer says that it is ready.
+
+    frozen: stopped while it is not at work. Its standard error is written to `log`.
+    """
+
+    def __init__(self, name: str, command: list[str], log: Path, frozen: bool = True) -> None:
+        self.name, self._log, self._frozen = name, log, frozen
+        self._unread = b""
+        pipe = subprocess.PIPE
+        try:
+            with log.open("wb") as errors:
+                self._process = subprocess.Popen(
+                    command, stdin=pipe, stdout=pipe, stderr=errors, bufsize=0, start_new_session=True
+                )
+        except OSError as error:
+            raise SystemExit(f"{name} cannot be started: {error}") from error
+
+    def ready(self, timeout_seconds: float = 300) -> dict[str, Any]:
+        """The first answer."""
+        answer = self._read(timeout_seconds)
+        self._signal(signal.SIGSTOP)
+        return answer
+
+    def ask(self, timeout_seconds: float = 600, **command: Any) -> dict[str, Any]:
+        self._signal(signal.SIGCONT)
+        self._process.stdin.write(json.dumps(command).encode() + b"\n")
+        answer = self._read(timeout_seconds)
+        self._signal(signal.SIGSTOP)
+        return answer
+
+    def close(self, timeout_seconds: float = 30) -> None:
+        """Closes the pipe, gives the program time to end by itself, then ends it and what it started."""
+        self._signal(signal.SIGCONT)
+        self._process.stdin.close()
+        try:
+            with suppress(subprocess.TimeoutExpired):
+                self._process.wait(timeout_seconds)
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.wait()
+            self._process.stdout.close()
+
+    def _signal(self, number: int) -> None:
+        if self._frozen and self._process.poll() is None:
+            os.killpg(self._process.pid, number)
+
+    def _read(self, timeout_seconds: float) -> dict[str, Any]:
+        deadline = time.monotonic() + timeout_seconds
+        while b"\n" not in self._unread:
+            left = deadline - time.monotonic()
+            if left <= 0:
+                raise SystemExit(f"{self.name} gave no answer in {timeout_seconds:.0f} s{self._last_words()}")
+            if select.select([self._process.stdout], [], [], left)[0]:
+                read = os.read(self._process.stdout.fileno(), 1 << 16)
+                if not read:
+                    raise SystemExit(f"{self.name} ended{self._last_words()}")
+                self._unread += read
+        line, self._unread = self._unread.split(b"\n", 1)
+        return json.loads(line)
+
+    def _last_words(self) -> str:
+        lines = self._log.read_text(errors="replace").splitlines()[-15:]
+        return ", its log's last lines:\n  " + "\n  ".join(lines)

@@ -1,0 +1,129 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from areal_x.errors import UserError
+from areal_x.model_dir import read_config, read_tensors
+from areal_x_jax.model import Params, Shape, head_kernel, hidden_states, parameter_shapes, shape_of
+from areal_x_jax.weights import from_tensors, places, to_tensors
+
+from .conftest import MODELS, QWEN3, sequences, torch_logits
+
+MadeModel = Callable[[str], Path]
+BASE = {**QWEN3, "architectures": ["Qwen3ForCausalLM"], "rms_norm_eps": 1e-6}
+
+
+def load(directory: Path) -> tuple[Shape, Params]:
+    shape = shape_of(read_config(directory))
+    return shape, from_tensors(shape, read_tensors(directory), str(directory))
+
+
+def logits_of(shape: Shape, params: Params, tokens: Any, segment_ids: Any, positions: Any) -> np.ndarray:
+    hidden = hidden_states(shape, params, jnp.asarray(tokens), jnp.asarray(positions), jnp.asarray(segment_ids), False)
+    return np.asarray(hidden @ head_kernel(params))
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_logits_are_those_of_transformers(name: str, model_dir_of: MadeModel) -> None:
+    shape, params = load(model_dir_of(name))
+    (tokens,) = sequences(40)
+    ours = logits_of(shape, params, tokens[None], np.ones((1, 40), np.int32), np.arange(40)[None])[0]
+    (theirs,) = torch_logits(model_dir_of(name), [tokens])
+    np.testing.assert_allclose(ours, theirs, atol=1e-4, rtol=1e-4)
+
+
+def test_a_packed_row_gives_what_each_sequence_alone_gives(model_dir_of: MadeModel) -> None:
+    shape, params = load(model_dir_of("qwen3"))
+    alone = sequences(9, 1, 14)
+    row = np.concatenate([*alone, np.full(6, 7, np.int32)])[None]
+    ids = np.repeat([1, 2, 3, 0], [9, 1, 14, 6])[None]
+    positions = np.concatenate([np.arange(len(s)) for s in alone] + [np.zeros(6, int)])[None]
+    packed = logits_of(shape, params, row, ids, positions)[0]
+    start = 0
+    for s in alone:
+        own = logits_of(shape, params, s[None], np.ones((1, len(s)), np.int32), np.arange(len(s))[None])[0]
+        np.testing.assert_allclose(packed[start : start + len(s)], own, atol=1e-5)
+        start += len(s)
+
+
+def test_recomputing_layers_gives_the_same_gradients(model_dir_of: MadeModel) -> None:
+    shape, params = load(model_dir_of("qwen2"))
+    tokens = jnp.asarray(np.stack(sequences(16, 16)))
+    ids, positions = jnp.ones((2, 16), jnp.int32), jnp.tile(jnp.arange(16), (2, 1))
+
+    @jax.jit
+    def both(params: Params) -> Any:
+        return [
+            jax.grad(lambda p, remat=remat: jnp.sum(hidden_states(shape, p, tokens, positions, ids, remat) ** 2))(params)
+            for remat in (False, True)
+        ]
+
+    kept, recomputed = both(params)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-4, atol=1e-4), kept, recomputed)
+
+
+def test_the_program_does_not_grow_with_depth() -> None:
+    def program(layers: int) -> int:
+        shape = shape_of({**BASE, "num_hidden_layers": layers})
+        ids = jax.ShapeDtypeStruct((2, 8), jnp.int32)
+        gradient = jax.grad(lambda p, ids: jnp.sum(hidden_states(shape, p, ids, ids, ids, False)))
+        return len(jax.jit(gradient).lower(parameter_shapes(shape), ids).as_text().splitlines())
+
+    assert program(2) == program(12)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_tensors_go_in_and_come_out_under_the_same_names_with_the_same_bits(name: str, model_dir_of: MadeModel) -> None:
+    shape, params = load(model_dir_of(name))
+    read = dict(read_tensors(model_dir_of(name)))
+    written = dict(to_tensors(shape, params))
+    assert written.keys() == read.keys() == places(shape).keys()
+    for tensor in read:
+        np.testing.assert_array_equal(written[tensor], read[tensor])
+
+
+def test_tensors_that_do_not_fit_the_config_are_listed(model_dir_of: MadeModel) -> None:
+    shape = shape_of(read_config(model_dir_of("qwen3")))
+    tensors = dict(read_tensors(model_dir_of("qwen3")))
+    without = {name: x for name, x in tensors.items() if name != "model.norm.weight"}
+    with pytest.raises(UserError, match=r"here .*: missing model\.norm\.weight; left over extra\.weight"):
+        from_tensors(shape, [*without.items(), ("extra.weight", np.zeros(3))], "here")
+    with pytest.raises(UserError, match=r"model\.norm\.weight has the shape \(3,\), but its config\.json asks for \(32,\)"):
+        from_tensors(shape, [*without.items(), ("model.norm.weight", np.zeros(3))], "here")
+
+
+def test_many_missing_tensors_are_counted_and_not_all_named(model_dir_of: MadeModel) -> None:
+    shape = shape_of(read_config(model_dir_of("qwen3")))
+    with pytest.raises(UserError, match=r"missing lm_head\.weight, .* and \d\d more"):
+        from_tensors(shape, [], "here")
+
+
+@pytest.mark.parametrize(
+    "change, complaint",
+    [
+        ({"architectures": ["MambaForCausalLM"]}, "MambaForCausalLM; it knows Qwen3ForCausalLM, Qwen2.*, LlamaForCausalLM"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rope scaling 'yarn'"),
+        ({"rope_parameters": {"rope_type": "llama3", "rope_theta": 5e5}}, "rope scaling 'llama3'"),
+        ({"use_sliding_window": True}, "sliding windows"),
+        ({"hidden_act": "gelu"}, "the activation 'gelu'"),
+        ({"attention_bias": True}, "a bias of the attention"),
+        ({"mlp_bias": True}, "biases in the MLP"),
+    ],
+)
+def test_what_the_decoder_does_not_do_is_refused_by_name(change: dict[str, Any], complaint: str) -> None:
+    with pytest.raises(UserError, match=complaint):
+        shape_of(BASE | change)
+
+
+def test_the_rotary_base_is_read_from_old_and_new_configs() -> None:
+    old = shape_of(BASE | {"rope_theta": 12345.0})
+    new = shape_of(BASE | {"rope_parameters": {"rope_type": "default", "rope_theta": 12345.0}})
+    assert old == new == replace(shape_of(BASE), rope_theta=12345.0)
