@@ -10,7 +10,7 @@ demo: $(VENV)/demo.stamp  ## watch a language model learn to add: core and JAX o
 	$(BIN)/python -m areal_x.train examples/arithmetic/grpo.gin
 
 test: $(VENV)/test.stamp check  ## everything, against a real vLLM server for CPU
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 --dist loadgroup
 
 check: $(VENV)/test.stamp
 	$(BIN)/ruff check

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import string
+import subprocess
+import sys
 from itertools import pairwise
 from pathlib import Path
 
@@ -10,6 +13,7 @@ import pytest
 
 from areal_x.errors import UserError
 from examples.gsm8k.task import INSTRUCTION, gsm8k
+from tests.conftest import write_model, write_tokenizer
 
 REAL = Path(__file__).parents[3] / "shared" / "data" / "gsm8k"
 
@@ -51,3 +55,37 @@ def test_the_real_files_are_read_whole_and_every_solution_judges_itself_right() 
         assert math_answer(task, rf"So the answer is \boxed{{{final}}}.") == 1.0
         same = float(final.replace(",", "")) == float(other.answer.rpartition("#### ")[2].replace(",", ""))
         assert math_answer(other, f"The answer is {final}.") == float(same)
+
+
+def test_the_experiment_starts_rolls_out_scores_and_steps_with_a_tiny_model(files: str, tmp_path: Path) -> None:
+    """The command of the README with another model, other files and smaller sizes; the reward is its own."""
+    pytest.importorskip("math_verify")
+    model = write_model(tmp_path / "model", vocab_size=len(string.printable) + 2)
+    write_tokenizer(model, string.printable)
+    (model / "chat_template.jinja").write_text("{% for m in messages %}{{ m.role }}: {{ m.content }}\nassistant: {% endfor %}")
+    bindings = {
+        "model.path": str(model),
+        "gsm8k.path": files,
+        "train.backend": "jax",
+        "train.engine": "embedded",
+        "train.steps": 2,
+        "train.groups_per_step": 2,
+        "train.group_size": 2,
+        "train.window": 1,
+        "train.row_length": 256,
+        "train.runs": str(tmp_path / "runs"),
+        "train.name": "gsm8k",
+        "sampling.max_tokens": 16,
+        "embedded.slots": 8,
+        "vllm.context": 0,
+    }
+    arguments = [part for name, value in bindings.items() for part in ("-b", f"{name} = {value!r}")]
+    command = [sys.executable, "-m", "areal_x.train", "examples/gsm8k/grpo.gin", *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parents[2], check=False)
+    assert done.returncode == 0, done.stderr
+    rows = [json.loads(line) for line in (tmp_path / "runs" / "gsm8k" / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == [0, 1, 2]
+    assert rows[0]["accuracy"] == 0.0  # a random model solves nothing, and is judged so
+    assert rows[2]["scored"] >= 8
+    assert rows[2]["failed"] == rows[2]["timed_out"] == 0
+    assert 0 < rows[2]["response_length"] <= 16

@@ -20,7 +20,8 @@ from areal_x.trainer import ModelConfig, Trainer, TrainerConfig, create_trainer
 from areal_x_jax import ring as rings
 from areal_x_jax.chunks import packed
 from areal_x_jax.draw import draw, uniform
-from areal_x_jax.sampler import CPU_CHUNK, Sampler
+from areal_x_jax.lanes import Sampler
+from areal_x_jax.sampler import CPU_CHUNK
 from tests.conftest import write_model
 from tests.rollout import conformance
 
@@ -166,7 +167,8 @@ def test_at_most_four_programs_whatever_the_lengths(trainer: Trainer) -> None:
     assert sampler.programs - before <= 4
 
 
-def test_decode_returns_when_enough_slots_are_free(sampler: Sampler, trainer: Trainer) -> None:
+def test_a_lane_returns_when_enough_of_its_slots_are_free(trainer: Trainer) -> None:
+    sampler = Sampler(trainer.shape, SLOTS, CONTEXT, lanes=1)
     sampler.load(trainer.snapshot())
     sampler.fill([slot_request(slot, 5, 2 + slot) for slot in range(SLOTS)])
     decoded = sampler.decode(100, 3)
@@ -174,6 +176,19 @@ def test_decode_returns_when_enough_slots_are_free(sampler: Sampler, trainer: Tr
     assert decoded.counts.tolist() == [2, 3] + [4] * (SLOTS - 2)
     sampler.free(list(range(3, SLOTS)))
     assert sampler.decode(10, 1).counts.sum() == 0
+
+
+@pytest.mark.parametrize("lanes", [2, 4])
+def test_any_number_of_lanes_draws_what_one_draws(trainer: Trainer, lanes: int) -> None:
+    requests = [slot_request(slot, 3 + slot, 5 + 2 * slot, seed=slot) for slot in range(0, SLOTS, 2)]
+    drawn = []
+    for count in (1, lanes):
+        sampler = Sampler(trainer.shape, SLOTS, CONTEXT, lanes=count)
+        sampler.load(trainer.snapshot())
+        drawn.append(to_the_end(sampler, requests))
+    for slot, (tokens, logprobs) in drawn[0].items():
+        assert drawn[1][slot][0] == tokens
+        np.testing.assert_allclose(drawn[1][slot][1], logprobs, atol=1e-5)
 
 
 def test_more_stop_tokens_than_it_holds_are_refused(sampler: Sampler, trainer: Trainer) -> None:

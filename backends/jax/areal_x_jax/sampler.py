@@ -1,4 +1,4 @@
-"""The JAX backend's batched sampler: slots over a ring of cached columns, in four compiled programs whatever the lengths.
+"""One lane of the JAX backend's sampler: slots over a ring of cached columns, in four compiled programs whatever the lengths.
 
     load     a trainer's snapshot, its stacked layers taken apart (a slice of a stack would be copied at every step)
     prefill  a chunk of packed tokens of any number of prompts: writes their keys and values, computes nothing else
@@ -10,7 +10,7 @@ Prefill leaves out a sequence's last token: decoding always begins by feeding th
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -30,9 +30,8 @@ STEPS = 128  # most tokens a slot may grow in one call: the height of the output
 CPU_CHUNK = 64  # tokens in a prefill: on CPU more at once are no faster each and leave more of the last chunk empty (measured)
 ACCELERATOR_CHUNK = 512
 STOP_IDS = 16  # stop tokens a request may have
-COMPACT = (
-    3 / 8
-)  # the share of slots a compact decode has: near the best as uniform lengths run out (1/2), cheaper for a long tail
+# The share of slots a compact decode has: near the best as uniform lengths run out (1/2), and cheaper for a long tail.
+COMPACT = 3 / 8
 LEAST_COMPACT = 4  # slots that it has at least: fewer save nothing
 
 
@@ -147,10 +146,14 @@ def scaled(shape: Shape, query: Array) -> Array:
     return grouped * shape.head_dim**-0.5
 
 
-class Sampler:
-    """An `areal_x.rollout.sampler.Sampler` over JAX arrays: the slots' small state on the host, the ring on the device."""
+class Lane:
+    """Some slots that decode together: their small state on the host, the ring on the device.
 
-    def __init__(self, shape: Shape, slots: int, context: int) -> None:
+    call: calls a compiled program by a name, `call(name, program, *arguments)` (see areal_x_jax.lanes).
+    """
+
+    def __init__(self, shape: Shape, slots: int, context: int, call: Callable[..., Any]) -> None:
+        self._call = call
         self.slots = slots
         self.context = context
         self.shape = shape
@@ -197,7 +200,7 @@ class Sampler:
         capacity = rings.capacity(self._ring)
         prompts = [(r.slot, (self._column - len(r.tokens) + 1) % capacity, r.tokens[:-1]) for r in requests]
         for chunk in packed(prompts, self._chunk, capacity):
-            self._ring = self._prefill(self.shape, self._params, self._ring, chunk)
+            self._ring = self._call("prefill", self._prefill, self.shape, self._params, self._ring, chunk)
         jax.block_until_ready(self._ring)  # so that who measures a swap sees all of it
 
     def _place(self, request: SlotRequest) -> None:
@@ -235,7 +238,9 @@ class Sampler:
         slots = np.concatenate([live, np.flatnonzero(~before.live)])[:few].astype(np.int32) if compact else None
         rows = Rows(*(x[slots] for x in before)) if compact else before
         limits = np.int32(self._column), np.int32(steps), np.int32(until_free)
-        self._ring, *outputs = self._decode(self.shape, self._params, self._ring, rows, *limits, slots)
+        program = "compact" if compact else "decode"
+        arguments = self.shape, self._params, self._ring, rows, *limits, slots
+        self._ring, *outputs = self._call(program, self._decode, *arguments)
         after, tokens, logprobs = jax.device_get(outputs)
         grown = after.drawn - rows.drawn
         finished = rows.live & ~after.live

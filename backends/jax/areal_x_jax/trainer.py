@@ -99,7 +99,7 @@ class Trainer:
         return jax.tree.map(lambda x: jnp.array(x, self.dtype, copy=True), self.params)
 
     def sampler(self, slots: int, context: int) -> Any:
-        from areal_x_jax.sampler import Sampler
+        from areal_x_jax.lanes import Sampler
 
         return Sampler(self.shape, slots, context)
 
