@@ -164,7 +164,7 @@ class EmbeddedEngine:
             self._worker.start()
 
     async def generate(self, request: Request) -> Completion:
-        limit = room(request, self.context, "embedded.context")
+        limit = room(request, self.context, "train.row_length (and embedded.context, where it is set)")
         request = replace(request, sampling=replace(request.sampling, max_tokens=limit))
         future: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
         with self._changed:

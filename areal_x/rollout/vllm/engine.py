@@ -31,12 +31,13 @@ LOCAL_HOSTS = ("127.0.0.1", "localhost", "::1")
 class VLLMConfig:
     """The servers that generate.
 
-    servers: how many to start on this machine. urls: servers that run already (then none is started); the environment variable
-    that key_variable names holds their API key. context: longest prompt and completion together, in tokens; 0 takes the model's
-    own. concurrency: requests that one server works on at once. port: of the first server, the next ones count up; 0 takes free
-    ports. threads: compute threads of a server on a CPU; 0 shares half the cores. devices: CUDA_VISIBLE_DEVICES of each server,
-    none leaves them all. staging: the folder that weights pass through, which every server must see under the same path; ''
-    is shared memory. arguments: more words for the server's command line. start_timeout_seconds: how long a start may take.
+    servers: how many to start on this machine. urls: servers that run already (then none is started); the environment
+    variable that key_variable names holds their API key. context: longest prompt and completion together, in tokens; 0 takes
+    train.row_length. concurrency: requests that one server works on at once. port: of the first server, the next ones count
+    up; 0 takes free ports. threads: compute threads of a server on a CPU; 0 shares half the cores. devices:
+    CUDA_VISIBLE_DEVICES of each server, none leaves them all. staging: the folder that weights pass through, which every
+    server must see under the same path; '' is shared memory. arguments: more words for the server's command line.
+    start_timeout_seconds: how long a start may take.
     """
 
     servers: int = 1
@@ -139,7 +140,9 @@ class VLLMEngine:
             raise UserError(f"{error}") from error
 
     async def generate(self, request: Request) -> Completion:
-        sampling = replace(request.sampling, max_tokens=room(request, self.context, "vllm.context"))
+        sampling = replace(
+            request.sampling, max_tokens=room(request, self.context, "train.row_length (and vllm.context, where it is set)")
+        )
         index = min(range(len(self._clients)), key=self._in_flight.__getitem__)
         self._in_flight[index] += 1
         try:
