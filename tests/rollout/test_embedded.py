@@ -259,7 +259,9 @@ def test_a_cancelled_request_frees_its_slot() -> None:
 def test_a_prompt_that_leaves_no_room_is_refused_with_the_lengths_and_the_binding() -> None:
     async def body(engine: EmbeddedEngine) -> None:
         for length in (16, 20):
-            with pytest.raises(PromptTooLong, match=f"prompt of {length} tokens .* context of 16: raise embedded.context"):
+            with pytest.raises(
+                PromptTooLong, match=f"prompt of {length} tokens .* context of 16: raise train.row_length .and embedded.context"
+            ):
                 await engine.generate(request(length, 4))
         with pytest.raises(UserError, match="no tokens"):
             await engine.generate(request(0, 4))
