@@ -22,7 +22,7 @@ from areal_x.errors import at_least, positive
 from areal_x.rollout.engine import Completion, EngineError, Request, room
 from areal_x.rollout.sampler import Decoded, Sampler, SlotRequest
 
-STEPS = 32  # tokens a slot may grow between two looks at who waits, was cancelled, or wants the weights swapped
+STEPS = 64  # tokens a slot may grow between two looks at who waits, was cancelled, or wants the weights swapped
 REFILL_SHARE = 8  # decode returns early once 1/8 of the slots are free for those who wait: a refill costs about a step
 
 
