@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from array_api_compat import array_namespace, is_jax_array, is_numpy_array, is_torch_array
+from array_api_compat import array_namespace, is_numpy_array, is_torch_array
 
 from areal_x.types import Array
 
@@ -27,17 +27,6 @@ def masked(x: Array, mask: Array) -> Array:
     xp = array_namespace(x)
     x = lift(x)
     return xp.where(mask, x, xp.zeros_like(x))
-
-
-def stop_gradient(x: Array) -> Array:
-    """x as a constant."""
-    if is_torch_array(x):
-        return x.detach()
-    if is_jax_array(x):
-        from jax.lax import stop_gradient as jax_stop_gradient
-
-        return jax_stop_gradient(x)
-    return x
 
 
 def importance_ratio(logp: Array, anchor: Array, mask: Array) -> Array:
