@@ -94,3 +94,21 @@ def tiny_model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def tied_model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_model(tmp_path_factory.mktemp("tied"), tie_word_embeddings=True, seed=1)
+
+
+@pytest.fixture(scope="session")
+def quick_compilation(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """JAX compiles with little optimisation, and each program once: most of the time of tests that compile goes there."""
+    import jax
+
+    settings = {
+        "jax_compilation_cache_dir": str(tmp_path_factory.mktemp("programs")),
+        "jax_persistent_cache_min_compile_time_secs": 0.1,
+        "jax_disable_most_optimizations": True,
+    }
+    before = {name: jax.config.values[name] for name in settings}
+    for name, value in settings.items():
+        jax.config.update(name, value)
+    yield
+    for name, value in before.items():
+        jax.config.update(name, value)

@@ -1,12 +1,11 @@
-"""Random models of each architecture, and one place for compiled programs: tests that need the same one compile it once."""
+"""Random models of each architecture that the JAX backend knows."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import jax
 import numpy as np
 import pytest
 
@@ -31,19 +30,8 @@ MODELS = {
 
 
 @pytest.fixture(scope="session", autouse=True)
-def quick_compilation(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Compiling is most of these tests' time: half of it is the optimisation of programs that run for milliseconds."""
-    settings = {
-        "jax_compilation_cache_dir": str(tmp_path_factory.mktemp("programs")),
-        "jax_persistent_cache_min_compile_time_secs": 0.1,
-        "jax_disable_most_optimizations": True,
-    }
-    before = {name: jax.config.values[name] for name in settings}
-    for name, value in settings.items():
-        jax.config.update(name, value)
-    yield
-    for name, value in before.items():
-        jax.config.update(name, value)
+def compile_quickly(quick_compilation: None) -> None:
+    """For every test of this folder."""
 
 
 @pytest.fixture(scope="session")

@@ -1,76 +1,36 @@
-"""The JAX backend's batched sampler: its slots shared out over lanes, each of which decodes on a thread of its own.
-
-XLA for CPU runs programs as small as a decoding step on one core, so on a CPU there is a lane for each core; two lanes on two
-cores draw twice as many tokens a second. An accelerator has one lane.
-"""
+"""The JAX backend's batched sampler: lanes that share their weights and their compiled programs."""
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from collections.abc import Callable
 from threading import Lock
 from typing import Any
 
 import jax
-import numpy as np
 
-from areal_x.rollout.sampler import Decoded, SlotRequest
+from areal_x.rollout.lanes import Lanes, lanes_on_cpu
 from areal_x_jax.model import Shape
-from areal_x_jax.sampler import Lane
-
-LEAST_SLOTS = 8  # in a lane: a step of fewer costs nearly as much
+from areal_x_jax.sampler import Lane, take_apart
 
 
-class Sampler:
-    """An `areal_x.rollout.sampler.Sampler`. Slot s is slot s // lanes of lane s % lanes, so that few requests spread too."""
+class Sampler(Lanes):
+    """An `areal_x.rollout.sampler.Sampler`. XLA for CPU runs programs as small as a decoding step on one core: two lanes on two
+    cores draw twice as many tokens a second."""
 
     def __init__(self, shape: Shape, slots: int, context: int, lanes: int | None = None) -> None:
-        count = lanes or lanes_for(slots)
-        self.slots = slots
-        self.context = context
+        self._device = jax.local_devices()[0]
+        count = lanes or (lanes_on_cpu(slots) if self._device.platform == "cpu" else 1)
         call = FirstAlone()
-        self.lanes = [Lane(shape, slots // count, context, call) for _ in range(count)]
-        self._threads = ThreadPoolExecutor(count, thread_name_prefix="lane")
+        self._take_apart = jax.jit(lambda params: take_apart(params, shape.layers))
+        super().__init__([Lane(shape, slots // count, context, call) for _ in range(count)], self._to_device)
 
     @property
     def programs(self) -> int:
         """How many programs have been compiled; lanes share them, as they are of one size."""
-        return self.lanes[0].programs
+        return self.lanes[0].programs + self._take_apart._cache_size()
 
-    def load(self, snapshot: Any) -> None:
-        for lane in self.lanes:
-            lane.load(snapshot)
-
-    def fill(self, requests: Sequence[SlotRequest]) -> None:
-        count = len(self.lanes)
-        shares = [[replace(r, slot=r.slot // count) for r in requests if r.slot % count == lane] for lane in range(count)]
-        self._run([(lane.fill, (share,)) for lane, share in zip(self.lanes, shares, strict=True) if share])
-
-    def decode(self, steps: int, until_free: int) -> Decoded:
-        """Each lane returns when its share of `until_free` slots has finished; the call when every lane has."""
-        share = -(-until_free // len(self.lanes))
-        parts = self._run([(lane.decode, (steps, share)) for lane in self.lanes])
-        longest = max(part.tokens.shape[1] for part in parts)
-
-        def joined(arrays: list[np.ndarray]) -> np.ndarray:
-            return np.stack(arrays, axis=1).reshape(self.slots, *arrays[0].shape[1:])
-
-        return Decoded(
-            tokens=joined([_widened(part.tokens, longest) for part in parts]),
-            logprobs=joined([_widened(part.logprobs, longest) for part in parts]),
-            counts=joined([part.counts for part in parts]),
-            finished=joined([part.finished for part in parts]),
-        )
-
-    def free(self, slots: Sequence[int]) -> None:
-        for lane, own in enumerate(self.lanes):
-            own.free([slot // len(self.lanes) for slot in slots if slot % len(self.lanes) == lane])
-
-    def _run(self, calls: Sequence[tuple[Callable[..., Any], tuple[Any, ...]]]) -> list[Any]:
-        """The results of all calls, each on its own thread."""
-        return list(self._threads.map(lambda work: work[0](*work[1]), calls))
+    def _to_device(self, snapshot: Any) -> Any:
+        return self._take_apart(jax.device_put(snapshot, self._device))
 
 
 class FirstAlone:
@@ -87,15 +47,3 @@ class FirstAlone:
             result = function(*arguments)
             self._called.add(name)
             return result
-
-
-def lanes_for(slots: int) -> int:
-    """The most lanes of equal size, up to the cores that this process may use."""
-    if jax.local_devices()[0].platform != "cpu":
-        return 1
-    most = min(len(os.sched_getaffinity(0)), slots // LEAST_SLOTS)
-    return max((n for n in range(1, most + 1) if slots % n == 0), default=1)
-
-
-def _widened(x: np.ndarray, steps: int) -> np.ndarray:
-    return np.pad(x, ((0, 0), (0, steps - x.shape[1])))

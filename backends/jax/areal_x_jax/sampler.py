@@ -1,6 +1,6 @@
 """One lane of the JAX backend's sampler: slots over a ring of cached columns, in four compiled programs whatever the lengths.
 
-    load     a trainer's snapshot, its stacked layers taken apart (a slice of a stack would be copied at every step)
+    load     a trainer's snapshot for all lanes, its layers taken apart (a slice of a stack would be copied at every step)
     prefill  a chunk of packed tokens of any number of prompts: writes their keys and values, computes nothing else
     decode   a loop on the device that writes, attends and draws, until it is worth looking again
     compact  the same on the few slots that live, when at most 3/8 of them do
@@ -174,17 +174,17 @@ class Lane:
             top_k=np.zeros(slots, np.int32),
             stops=np.full((slots, STOP_IDS), -1, np.int32),
         )
-        self._take_apart = jax.jit(take_apart, static_argnums=1)
         self._prefill = jax.jit(prefill, static_argnums=0, donate_argnums=2)
         self._decode = jax.jit(decode, static_argnums=0, donate_argnums=2)
 
     @property
     def programs(self) -> int:
         """How many programs have been compiled."""
-        return sum(f._cache_size() for f in (self._take_apart, self._prefill, self._decode))
+        return sum(f._cache_size() for f in (self._prefill, self._decode))
 
-    def load(self, snapshot: Any) -> None:
-        self._params = self._take_apart(jax.device_put(snapshot, self._device), self.shape.layers)
+    def load(self, params: Params) -> None:
+        """params: on the device, taken apart."""
+        self._params = params
         self._rows.live[:] = False
         if self._ring is None:
             dtype = self._params["embed"].dtype

@@ -1,101 +1,146 @@
 """Keys and values of the sampler's sequences, and the attention that reads and writes them.
 
 transformers lets an attention function be named in a model's config; every layer then calls it with its own queries, keys and
-values, already rotated. `attend` is that function: the only place where the sampler reaches into a model. It takes the place of
-a transformers cache.
+values, already rotated. `attend` is that function: the only place where the sampler reaches into a model. What it is given in
+place of a transformers cache is one of three: `Probe`, `Prefill` or `Newest`.
 """
 
 from __future__ import annotations
 
 import math
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
-from transformers import AttentionInterface
+from transformers import AttentionInterface, PreTrainedModel
 
 ATTENTION = "areal_x_cache"
 
 
+class Layer(NamedTuple):
+    """What a layer keeps of a token, and how many tokens back it sees (None: all)."""
+
+    number: int
+    kv_heads: int
+    key_dim: int
+    value_dim: int
+    window: int | None
+
+
+class Probe:
+    """Attends to nothing: learns what each layer would keep."""
+
+    def __init__(self) -> None:
+        self.layers: dict[int, Layer] = {}
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float | None, window: int | None) -> Tensor:
+        self.layers[layer] = Layer(layer, key.shape[1], key.shape[3], value.shape[3], window)
+        return query.new_zeros(*query.shape[:3], value.shape[3])
+
+
+@torch.inference_mode()
+def layers_of(model: PreTrainedModel) -> list[Layer]:
+    probe = Probe()
+    model.base_model(input_ids=torch.zeros(1, 1, dtype=torch.int64, device=model.device), use_cache=False, cache=probe)
+    return [probe.layers[number] for number in sorted(probe.layers)]
+
+
 class Cache:
-    """For each layer keys and values `[rows, columns, heads, head_dim]`; column c of a row is its position c.
+    """For each layer keys and values `[rows, columns, heads, head_dim]`; column c of a row is its position c."""
 
-    One of two things happens at a time: `prefill` chooses rows and a run of columns that all of them get, `grow` chooses the
-    first rows and one column for each. The layers' memory is made when they first write.
-    """
-
-    def __init__(self, rows: int, columns: int) -> None:
-        self.rows, self.columns = rows, columns
-        self.layers: dict[int, tuple[Tensor, Tensor]] = {}
-
-    def prefill(self, first: int, rows: int, start: int, length: int) -> None:
-        """The next forward pass writes columns start … start + length of rows first … first + rows."""
-        self._chosen, self._run = slice(first, first + rows), slice(start, start + length)
-        self._grows, self._masks = False, {}
-
-    def grow(self, positions: Int[Tensor, " rows"], used: int) -> None:
-        """The next forward pass writes one column of each of the first rows, and sees those up to it. used: most of any row."""
-        self._at = torch.arange(0, len(positions) * self.columns, self.columns, device=positions.device) + positions
-        self._positions, self._used = positions, used
-        self._grows, self._masks = True, {}
+    def __init__(self, layers: Sequence[Layer], rows: int, columns: int, dtype: torch.dtype, device: torch.device) -> None:
+        self.layers = list(layers)
+        self.columns = columns
+        self.windows = list(dict.fromkeys(layer.window for layer in layers))
+        make = {"dtype": dtype, "device": device}
+        self.keys = [torch.zeros(rows, columns, layer.kv_heads, layer.key_dim, **make) for layer in layers]
+        self.values = [torch.zeros(rows, columns, layer.kv_heads, layer.value_dim, **make) for layer in layers]
 
     def move(self, source: int, target: int, used: int) -> None:
         """Copies the first `used` columns of a row into another."""
-        for pair in self.layers.values():
-            for x in pair:
-                x[target, :used] = x[source, :used]
+        for x in (*self.keys, *self.values):
+            x[target, :used] = x[source, :used]
+
+    def newest(self, positions: Int[Tensor, " rows"], used: int) -> tuple[Tensor, list[Tensor], list[Tensor], list[Tensor]]:
+        """What `Newest` needs for the first rows at these positions, tensors all. used: columns of the row with most."""
+        device = positions.device
+        places = torch.arange(0, len(positions) * self.columns, self.columns, device=device) + positions
+        columns, own = torch.arange(used, device=device), positions[:, None]
+        masks = []
+        for window in self.windows:
+            hidden = columns > own
+            if window is not None:
+                hidden |= columns <= own - window
+            mask = torch.zeros(hidden.shape, dtype=self.keys[0].dtype, device=device).masked_fill_(hidden, -math.inf)
+            masks.append(mask[:, None, None])
+        return places, masks, self.keys, self.values
+
+
+@dataclass
+class Prefill:
+    """A forward pass that writes columns start … start + length of rows first … first + rows."""
+
+    cache: Cache
+    first: int
+    rows: int
+    start: int
+    length: int
+    masks: dict[int | None, Tensor] = field(default_factory=dict)
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float | None, window: int | None) -> Tensor:
         """[rows, heads, length, head_dim] of the queries, after their keys and values are written."""
-        if layer not in self.layers:
-            shapes = ((self.rows, self.columns, x.shape[1], x.shape[3]) for x in (key, value))
-            keys, values = (key.new_zeros(shape) for shape in shapes)
-            self.layers[layer] = keys, values
-        keys, values = self.layers[layer]
-        if self._grows:
-            return self._attend_newest(query, key, value, keys, values, scale, window)
-        keys[self._chosen, self._run] = key.transpose(1, 2)
-        values[self._chosen, self._run] = value.transpose(1, 2)
+        index = next(i for i, kept in enumerate(self.cache.layers) if kept.number == layer)
+        rows, stop = slice(self.first, self.first + self.rows), self.start + self.length
+        both = self.cache.keys[index], self.cache.values[index]
+        for x, new in zip(both, (key, value), strict=True):
+            x[rows, self.start : stop] = new.transpose(1, 2)
         grouped = query.shape[1] != key.shape[1]
-        if self._run.start == 0 and (window is None or window >= self._run.stop):
+        if self.start == 0 and (window is None or window >= stop):
             return scaled_dot_product_attention(query, key, value, is_causal=True, scale=scale, enable_gqa=grouped)
-        seen = (x[self._chosen, : self._run.stop].transpose(1, 2) for x in (keys, values))
-        mask = self._chunk_mask(window, query.device)
+        seen = (x[rows, :stop].transpose(1, 2) for x in both)
+        mask = self._mask(window, query.device)
         return scaled_dot_product_attention(query, *seen, attn_mask=mask, scale=scale, enable_gqa=grouped)
 
-    def _attend_newest(
-        self, query: Tensor, key: Tensor, value: Tensor, keys: Tensor, values: Tensor, scale: float | None, window: int | None
-    ) -> Tensor:
-        rows, heads, _, head_dim = query.shape
+    def _mask(self, window: int | None, device: torch.device) -> Tensor:
+        if window not in self.masks:
+            stop = self.start + self.length
+            columns = torch.arange(stop, device=device)
+            own = columns[self.start :, None]
+            self.masks[window] = (columns <= own) & (columns > own - (window or stop))
+        return self.masks[window]
+
+
+@dataclass(frozen=True)
+class Newest:
+    """A forward pass of one token of each of the first rows, which sees all before it.
+
+    places: its column in the flattened rows. masks: 0 at the columns that a row sees, else minus infinity, for each window.
+    """
+
+    layers: Sequence[Layer]
+    windows: Sequence[int | None]
+    places: Int[Tensor, " rows"]
+    masks: Sequence[Float[Tensor, "rows 1 1 used"]]
+    keys: Sequence[Tensor]
+    values: Sequence[Tensor]
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float | None, window: int | None) -> Tensor:
+        index = next(i for i, kept in enumerate(self.layers) if kept.number == layer)
+        mask = self.masks[self.windows.index(window)]
+        rows, heads = query.shape[:2]
         kv_heads = key.shape[1]
-        for x, new in ((keys, key), (values, value)):
-            x.view(-1, kv_heads, x.shape[-1]).index_copy_(0, self._at, new[:, :, 0])
+        seen = []
+        for x, new in ((self.keys[index], key), (self.values[index], value)):
+            x.view(-1, kv_heads, x.shape[-1]).index_copy_(0, self.places, new[:, :, 0])
+            seen.append(x[:rows, : mask.shape[-1]].transpose(1, 2))
         # The heads that share keys become the queries' length: nothing is repeated.
-        grouped = query.reshape(rows, kv_heads, heads // kv_heads, head_dim)
-        seen = (x[:rows, : self._used].transpose(1, 2) for x in (keys, values))
-        mask = self._newest_mask(window, query.dtype)
+        grouped = query.reshape(rows, kv_heads, heads // kv_heads, query.shape[-1])
         attended = scaled_dot_product_attention(grouped, *seen, attn_mask=mask, scale=scale)
         return attended.reshape(rows, heads, 1, -1)
-
-    def _newest_mask(self, window: int | None, dtype: torch.dtype) -> Float[Tensor, "rows 1 1 used"]:
-        """0 at the columns a row sees, else minus infinity: made once a step for all layers of one window."""
-        if window not in self._masks:
-            columns, positions = torch.arange(self._used, device=self._positions.device), self._positions[:, None]
-            hidden = columns > positions
-            if window is not None:
-                hidden |= columns <= positions - window
-            mask = torch.zeros(hidden.shape, dtype=dtype, device=hidden.device).masked_fill_(hidden, -math.inf)
-            self._masks[window] = mask[:, None, None]
-        return self._masks[window]
-
-    def _chunk_mask(self, window: int | None, device: torch.device) -> Tensor:
-        if window not in self._masks:
-            columns = torch.arange(self._run.stop, device=device)
-            own = columns[self._run.start :, None]
-            self._masks[window] = (columns <= own) & (columns > own - (window or self._run.stop))
-        return self._masks[window]
 
 
 def attend(
@@ -105,7 +150,7 @@ def attend(
     value: Tensor,
     attention_mask: None,
     *,
-    cache: Cache,
+    cache: Probe | Prefill | Newest,
     scaling: float | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,

@@ -1,7 +1,8 @@
 """The torch backend's batched sampler: any transformers model over a cache of its own, computing only what lives.
 
-Slots are the caller's names. The sequences themselves lie in the first rows of the cache, without gaps: when one finishes, the
-last moves into its place, so that a step's cost falls with the number that still run and with the columns in use.
+A `Sampler` shares its slots out over lanes (areal_x.rollout.lanes), which share one copy of the model. In a lane, slots are
+the caller's names; the sequences themselves lie in the first rows of the cache, without gaps: when one finishes, the last moves
+into its place, so that a step's cost falls with the number that still run and with the columns in use.
 
 Prefill leaves out a sequence's last token: decoding always begins by feeding the newest one, so all drawing is in one place.
 """
@@ -11,18 +12,20 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
+from functools import partial
 
 import numpy as np
 import torch
-from jaxtyping import Float, Int
-from torch import Tensor, nn
+from jaxtyping import Int
+from torch import Tensor
 from transformers import PreTrainedModel
 
+from areal_x.rollout.lanes import Lanes, cores, lanes_on_cpu
 from areal_x.rollout.sampler import Decoded, SlotRequest
-from areal_x_torch.cache import ATTENTION, Cache
+from areal_x_torch.cache import ATTENTION, Cache, Prefill, layers_of
 from areal_x_torch.draw import Drawing, draw, uniform
 from areal_x_torch.layout import by_length
-from areal_x_torch.model import head
+from areal_x_torch.step import Step, traced
 
 CHUNK = 512  # columns of a prefill: what a longer prompt costs in memory at once
 PREFILL = 8192  # tokens of all prompts in a prefill
@@ -89,23 +92,41 @@ class Rows:
         return Rows(*(joined(f.name) for f in fields(self)))
 
 
-class Sampler:
+class Sampler(Lanes):
     """An `areal_x.rollout.sampler.Sampler` over a copy of a transformers model."""
 
-    def __init__(self, model: PreTrainedModel, slots: int, context: int, dtype: torch.dtype) -> None:
-        self.slots, self.context = slots, context
+    def __init__(self, model: PreTrainedModel, slots: int, context: int, dtype: torch.dtype, lanes: int | None = None) -> None:
         self.model = copy.deepcopy(model).requires_grad_(False)
         self.model.set_attn_implementation(ATTENTION)
         for p in self.model.parameters():
             p.data = p.data.to(dtype)
-        self._loaded = False
-        self._cache = Cache(slots, context)
-        self._rows = Rows.none()
+        on_cpu = model.device.type == "cpu"
+        count = lanes or (lanes_on_cpu(slots) if on_cpu else 1)
+        layers = layers_of(self.model)
+        step = traced(self.model, layers)
+        caches = [Cache(layers, slots // count, context, dtype, model.device) for _ in range(count)]
+        begin = partial(torch.set_num_threads, max(1, cores() // count)) if on_cpu else None
+        super().__init__([Lane(self.model, step, cache) for cache in caches], self._copy_in, begin)
 
     @torch.inference_mode()
-    def load(self, snapshot: Mapping[str, Tensor]) -> None:
+    def _copy_in(self, snapshot: Mapping[str, Tensor]) -> None:
         for name, p in self.model.named_parameters():
             p.copy_(snapshot[name])
+
+
+class Lane:
+    """Some slots that decode together. step: the logits after the newest tokens (areal_x_torch.step)."""
+
+    def __init__(self, model: PreTrainedModel, step: Step, cache: Cache) -> None:
+        self.model = model
+        self.slots, self.context = len(cache.keys[0]), cache.columns
+        self._step = step
+        self._loaded = False
+        self._cache = cache
+        self._rows = Rows.none()
+
+    def load(self, weights: None) -> None:
+        """The model has new ones: what was computed with others is forgotten."""
         self._rows = Rows.none()
         self._loaded = True
 
@@ -149,8 +170,8 @@ class Sampler:
         used = int(rows.position.max()) + 1
         left = rows.limit - rows.drawn
         for step in range(len(ahead)):
-            self._cache.grow(position, used + step)
-            token, logprob = draw(self._logits(token, position), uniforms[:, step, None], how)
+            logits = self._step(token, position, *self._cache.newest(position, used + step))
+            token, logprob = draw(logits, uniforms[:, step, None], how)
             position = position + 1
             decoded.tokens[rows.slot, taken + step] = drawn = token.cpu().numpy()
             decoded.logprobs[rows.slot, taken + step] = logprob.cpu().numpy()
@@ -164,12 +185,6 @@ class Sampler:
         self._drop(done)
         return grown
 
-    def _logits(self, token: Int[Tensor, " rows"], position: Int[Tensor, " rows"]) -> Float[Tensor, "rows vocabulary"]:
-        out = self.model.base_model(
-            input_ids=token[:, None], position_ids=position[:, None], use_cache=False, cache=self._cache
-        )
-        return nn.functional.linear(out.last_hidden_state[:, 0], *head(self.model))
-
     def _prefill(self, tokens: Sequence[Int[np.ndarray, " length"]]) -> None:
         """Writes the keys and values of these sequences, longest first, into the rows behind those in use."""
         rows, longest = len(tokens), len(tokens[0])
@@ -181,8 +196,8 @@ class Sampler:
             rows = sum(len(sequence) > start for sequence in tokens)
             chunk = torch.from_numpy(padded[:rows, start : start + CHUNK]).to(self.model.device)
             positions = torch.arange(start, start + chunk.shape[1], device=chunk.device)[None].expand(rows, -1)
-            self._cache.prefill(len(self._rows), rows, start, chunk.shape[1])
-            self.model.base_model(input_ids=chunk, position_ids=positions, use_cache=False, cache=self._cache)
+            cache = Prefill(self._cache, len(self._rows), rows, start, chunk.shape[1])
+            self.model.base_model(input_ids=chunk, position_ids=positions, use_cache=False, cache=cache)
 
     def _drop(self, done: np.ndarray) -> None:
         """Forgets rows; the last ones move into the gaps."""

@@ -1,0 +1,79 @@
+"""One decoding step of a transformers model, traced: run as a graph, without Python.
+
+At the sizes of decoding Python takes as long as the arithmetic and holds its lock, so that lanes would wait for each other; a
+graph halves the time of a step and lets them run side by side (measured: 2.1 times the tokens a second on two cores).
+torch.jit is deprecated in favour of torch.export, whose programs are Python again, and torch.compile, which needs a C++
+compiler and most of a minute; nothing else in torch runs a graph as it is.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from areal_x_torch.cache import Cache, Layer, Newest
+from areal_x_torch.model import head
+
+# (token, position, *Cache.newest(position, used)) → the logits of what comes next
+Step = Callable[..., Float[Tensor, "rows vocabulary"]]
+
+
+class NextLogits(nn.Module):
+    """Feeds the newest token of each row."""
+
+    def __init__(self, model: PreTrainedModel, layers: Sequence[Layer]) -> None:
+        super().__init__()
+        self.model = model
+        self.layers = layers
+        self.windows = list(dict.fromkeys(layer.window for layer in layers))
+
+    def forward(
+        self,
+        token: Int[Tensor, " rows"],
+        position: Int[Tensor, " rows"],
+        places: Int[Tensor, " rows"],
+        masks: list[Tensor],
+        keys: list[Tensor],
+        values: list[Tensor],
+    ) -> Float[Tensor, "rows vocabulary"]:
+        cache = Newest(self.layers, self.windows, places, masks, keys, values)
+        out = self.model.base_model(input_ids=token[:, None], position_ids=position[:, None], use_cache=False, cache=cache)
+        return nn.functional.linear(out.last_hidden_state[:, 0], *head(self.model))
+
+
+@torch.inference_mode()
+def traced(model: PreTrainedModel, layers: Sequence[Layer]) -> Step:
+    """The step as a graph, for any number of rows and columns; without one, with a warning, where it would say other things."""
+    step = NextLogits(model, layers)
+    reason = "it gives other logits than the model"
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            graph = torch.jit.trace(step, _example(step, rows=3, used=5), check_trace=False)
+        for rows, used in ((1, 2), (5, 9), (3, 5)):
+            example = _example(step, rows, used)
+            if not torch.allclose(graph(*example), step(*example), rtol=1e-2, atol=1e-3):
+                break
+        else:
+            return graph
+    except (RuntimeError, TypeError, ValueError) as error:
+        reason = str(error).strip().splitlines()[0]
+    warnings.warn(f"the sampler decodes {type(model).__name__} without a graph, so more slowly: {reason}", stacklevel=2)
+    return step
+
+
+def _example(step: NextLogits, rows: int, used: int) -> tuple[object, ...]:
+    """Inputs for rows of unequal lengths, none longer than `used`, with random keys and values before the newest token."""
+    weight = head(step.model).weight
+    random = torch.Generator().manual_seed(rows)
+    cache = Cache(step.layers, rows, used, weight.dtype, weight.device)
+    for x in (*cache.keys, *cache.values):
+        x.copy_(torch.randn(x.shape, generator=random))
+    token = torch.randint(len(weight), (rows,), generator=random).to(weight.device)
+    position = torch.arange(used - 1, used - 1 - rows, -1, device=weight.device).clamp(min=0)
+    return token, position, *cache.newest(position, used)
