@@ -173,8 +173,12 @@ class Batch:
 
 @dataclass(frozen=True)
 class Policy:
-    """What the trainer's forward pass gives a loss, each `[rows, length]`, position t about token t."""
+    """What the trainer's forward pass gives a loss, each `[rows, length]`, position t about token t.
 
-    logp: Array
+    logp: log-probability of the token. entropy: of the distribution it was drawn from, in nats, where the algorithm needs it.
+    values: of a critic or a reward model, which gives nothing else.
+    """
+
+    logp: Array = None
     entropy: Array | None = None
     values: Array | None = None

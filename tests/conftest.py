@@ -7,6 +7,11 @@ import os
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
+
+# How long an example takes says how busy the machine is.
+settings.register_profile("any_speed", deadline=None)
+settings.load_profile("any_speed")
 
 os.environ.setdefault("QUICKSTART_STEPS", "8")  # of the notebook, which is run like a test
 

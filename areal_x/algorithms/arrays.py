@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from array_api_compat import array_namespace, is_numpy_array, is_torch_array
+from array_api_compat import array_namespace, is_jax_array, is_numpy_array, is_torch_array
 
 from areal_x.types import Array
 
@@ -14,8 +14,8 @@ LOG_RATIO_LIMIT = 20.0  # exp(20) is 5e8: beyond it a ratio carries no informati
 
 def lift(x: Array) -> Array:
     """At least float32: bfloat16 is raised, float64 kept."""
-    xp = array_namespace(x)
-    return xp.astype(x, xp.result_type(x, xp.float32))
+    xp = array_namespace(x)  # result_type would say it in one word, but torch.compile breaks the graph at it
+    return x if x.dtype == xp.float64 else xp.astype(x, xp.float32)
 
 
 def masked(x: Array, mask: Array) -> Array:
@@ -29,11 +29,44 @@ def masked(x: Array, mask: Array) -> Array:
     return xp.where(mask, x, xp.zeros_like(x))
 
 
+def clamp(log_ratio: Array) -> Array:
+    """A log-ratio, also a summed or averaged one, within ±20: what every one passes through before exp."""
+    xp = array_namespace(log_ratio)
+    return xp.clip(log_ratio, -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+
+
+def log_ratio(logp: Array, anchor: Array, mask: Array) -> Array:
+    """logp - anchor where masked, 0 elsewhere, clamped to ±20."""
+    return clamp(masked(logp, mask) - masked(anchor, mask))
+
+
 def importance_ratio(logp: Array, anchor: Array, mask: Array) -> Array:
     """exp(logp - anchor) where masked, 1 elsewhere; the log-ratio is clamped to ±20 before exp."""
     xp = array_namespace(logp)
-    log_ratio = masked(logp, mask) - masked(anchor, mask)
-    return xp.exp(xp.clip(log_ratio, -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT))
+    return xp.exp(log_ratio(logp, anchor, mask))
+
+
+def stop_gradient(x: Array) -> Array:
+    """x, as a constant to the gradient."""
+    if is_torch_array(x):
+        return x.detach()
+    if is_jax_array(x):
+        from jax.lax import stop_gradient as of_jax
+
+        return of_jax(x)
+    return x
+
+
+def sigmoid(x: Array) -> Array:
+    """1 / (1 + exp(-x)), written with tanh so that no x overflows."""
+    xp = array_namespace(x)
+    return (1 + xp.tanh(x / 2)) / 2
+
+
+def softplus(x: Array) -> Array:
+    """log(1 + exp(x)), exact for large x of either sign."""
+    xp = array_namespace(x)
+    return xp.logaddexp(x, xp.zeros_like(x))
 
 
 def segment_sum(values: Array, segment_ids: Array) -> Array:
@@ -50,6 +83,14 @@ def segment_sum(values: Array, segment_ids: Array) -> Array:
     else:
         sums = xp.zeros(size, dtype=values.dtype).at[keys].add(flat)
     return xp.reshape(xp.take(sums, keys), (rows, length))
+
+
+def segment_mean(values: Array, mask: Array, segment_ids: Array) -> Array:
+    """[R, L] → [R, L]: each token gets the mean of `values` over the masked tokens of its own segment, 0 where it has none."""
+    xp = array_namespace(values)
+    values = masked(values, mask)
+    count = segment_sum(xp.astype(mask, values.dtype), segment_ids)
+    return segment_sum(values, segment_ids) / xp.where(count > 0, count, xp.ones_like(count))
 
 
 def _segment_keys(segment_ids: Array) -> Array:

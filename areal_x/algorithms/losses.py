@@ -2,22 +2,33 @@
 
 `terms` is `[rows, length]` and exactly 0 where the mask is False; the trainer minimises `sum(batch.weights * terms)`. `metrics`
 maps names to per-token arrays, which the trainer averages over the masked tokens of the whole optimizer batch.
-Below: θ = policy.logp, p = batch.proximal_logp, A = batch.advantages, r = exp(θ - p).
+Below: θ = policy.logp, p = batch.proximal_logp, b = batch.behavior_logp, A = batch.advantages, V = policy.values,
+R = batch.returns, r = exp(θ - p) with the log-ratio clamped to ±20, sg = stop-gradient.
+
+In every loss whatever is read is masked before any arithmetic: 0 · NaN is NaN, also in a gradient. In gin a loss whose name is
+also a recipe's is called NAME_loss.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import gin
 from array_api_compat import array_namespace
 
-from areal_x.algorithms.arrays import importance_ratio, masked
+from areal_x.algorithms.arrays import clamp, importance_ratio, masked, segment_mean, sigmoid, stop_gradient
 from areal_x.algorithms.kl import ESTIMATORS
 from areal_x.types import Array, Batch, Policy
 
 LossTerms = tuple[Array, dict[str, Array]]
 Loss = Callable[[Policy, Batch], LossTerms]
+
+
+@gin.configurable(module="losses")
+def reinforce(policy: Policy, batch: Batch) -> LossTerms:
+    """The policy gradient itself: term = -A θ. Source: Williams 1992; for language models RLOO, arXiv 2402.14740."""
+    return -masked(batch.advantages, batch.mask) * masked(policy.logp, batch.mask), {}
 
 
 @gin.configurable(module="losses")
@@ -30,17 +41,127 @@ def ppo_clip(
     Source: arXiv 1707.06347; asymmetric clip arXiv 2503.14476; dual clip arXiv 1912.09729.
     """
     xp = array_namespace(policy.logp)
-    advantages = masked(batch.advantages, batch.mask)
     ratio = importance_ratio(policy.logp, batch.proximal_logp, batch.mask)
+    terms, metrics = _clipped(ratio, batch, clip_low, clip_high)
+    if dual_clip is not None:
+        advantages = masked(batch.advantages, batch.mask)
+        terms = xp.where(advantages < 0, xp.minimum(terms, -advantages * dual_clip), terms)
+    return terms, metrics
+
+
+@gin.configurable("gspo_loss", module="losses")
+def gspo(policy: Policy, batch: Batch, *, clip_low: float = 3e-4, clip_high: float = 4e-4) -> LossTerms:
+    """Group sequence policy optimisation: one ratio for a sequence, s = exp(mean of θ - p over its masked tokens).
+
+    term = max(-A s_t, -A clip(s_t, 1 - clip_low, 1 + clip_high)) with s_t = sg(s) exp(θ - sg(θ)): the value of s, and a
+    gradient for each token. Source: arXiv 2507.18071, GSPO-token (eq. 13 and 14), which allows one advantage a token.
+    """
+    xp = array_namespace(policy.logp)
+    logp = masked(policy.logp, batch.mask)
+    log_ratio = logp - masked(batch.proximal_logp, batch.mask)
+    of_sequence = xp.exp(clamp(segment_mean(log_ratio, batch.mask, batch.segment_ids)))
+    ratio = stop_gradient(of_sequence) * xp.exp(logp - stop_gradient(logp))
+    return _clipped(ratio, batch, clip_low, clip_high)
+
+
+def _clipped(ratio: Array, batch: Batch, clip_low: float, clip_high: float) -> LossTerms:
+    """max(-A ratio, -A clip(ratio, 1 - clip_low, 1 + clip_high)), and how often the clip took the gradient."""
+    xp = array_namespace(ratio)
+    advantages = masked(batch.advantages, batch.mask)
     plain = -advantages * ratio
     clipped = -advantages * xp.clip(ratio, 1 - clip_low, 1 + clip_high)
-    terms = xp.maximum(plain, clipped)
-    if dual_clip is not None:
-        terms = xp.where(advantages < 0, xp.minimum(terms, -advantages * dual_clip), terms)
-    return masked(terms, batch.mask), {"ratio": ratio, "clip_fraction": masked(clipped > plain, batch.mask)}
+    terms = masked(xp.maximum(plain, clipped), batch.mask)
+    return terms, {"ratio": masked(ratio, batch.mask), "clip_fraction": masked(clipped > plain, batch.mask)}
+
+
+@gin.configurable("gmpo_loss", module="losses")
+def gmpo(policy: Policy, batch: Batch, *, clip_low: float = 0.4, clip_high: float = 0.4) -> LossTerms:
+    """Geometric-mean policy optimisation: tokens are clipped one by one, then the sequence has one ratio, their geometric mean.
+
+    c = min(θ - p, clip_high) where A ≥ 0, else max(θ - p, -clip_low); s = exp(mean of c over the sequence's masked tokens);
+    term = -A sg(s) exp(c - sg(c)): the value of s, and no gradient for a token that is clipped. Bounds are of the log-ratio.
+    Source: arXiv 2507.20673.
+    """
+    xp = array_namespace(policy.logp)
+    advantages = masked(batch.advantages, batch.mask)
+    log_ratio = masked(policy.logp, batch.mask) - masked(batch.proximal_logp, batch.mask)
+    gains = advantages >= 0
+    kept = xp.where(gains, log_ratio <= clip_high, log_ratio >= -clip_low)
+    bound = xp.where(gains, xp.full_like(log_ratio, clip_high), xp.full_like(log_ratio, -clip_low))
+    clipped = xp.where(kept, log_ratio, bound)
+    ratio = stop_gradient(xp.exp(clamp(segment_mean(clipped, batch.mask, batch.segment_ids))))
+    terms = -advantages * ratio * xp.exp(clipped - stop_gradient(clipped))
+    return masked(terms, batch.mask), {"ratio": masked(ratio, batch.mask), "clip_fraction": masked(~kept, batch.mask)}
+
+
+@gin.configurable("sapo_loss", module="losses")
+def sapo(policy: Policy, batch: Batch, *, tau_positive: float = 1.0, tau_negative: float = 1.05) -> LossTerms:
+    """Soft adaptive policy optimisation: a smooth gate in place of the clip.
+
+    term = -A σ(τ (r - 1)) 4 / τ, with τ = tau_positive where A > 0 and tau_negative elsewhere. At r = 1 the gradient is that of
+    REINFORCE. Source: arXiv 2511.20347.
+    """
+    xp = array_namespace(policy.logp)
+    advantages = masked(batch.advantages, batch.mask)
+    ratio = importance_ratio(policy.logp, batch.proximal_logp, batch.mask)
+    tau = xp.where(advantages > 0, xp.full_like(ratio, tau_positive), xp.full_like(ratio, tau_negative))
+    gate = sigmoid(tau * (ratio - 1)) * 4 / tau
+    return -advantages * gate, {"ratio": masked(ratio, batch.mask)}
+
+
+@gin.configurable("cispo_loss", module="losses")
+def cispo(policy: Policy, batch: Batch, *, clip_high: float = 0.28, clip_low: float | None = None) -> LossTerms:
+    """Clipped importance-sampled policy optimisation: the ratio is a bounded weight, and every token keeps its gradient.
+
+    term = -sg(min(r, 1 + clip_high)) A θ; with clip_low, the weight is at least 1 - clip_low. Source: arXiv 2506.13585.
+    """
+    xp = array_namespace(policy.logp)
+    ratio = importance_ratio(policy.logp, batch.proximal_logp, batch.mask)
+    weight = xp.clip(ratio, None if clip_low is None else 1 - clip_low, 1 + clip_high)
+    terms = -stop_gradient(weight) * masked(batch.advantages, batch.mask) * masked(policy.logp, batch.mask)
+    return terms, {"ratio": masked(ratio, batch.mask), "clip_fraction": masked(weight != ratio, batch.mask)}
 
 
 @gin.configurable(module="losses")
+def dppo_tv(policy: Policy, batch: Batch, *, threshold_low: float = 0.15, threshold_high: float = 0.15) -> LossTerms:
+    """Divergence proximal policy optimisation: a token is left out by how far its probability moved, not by its ratio.
+
+    term = -A exp(θ - b), but 0 where A > 0 and e^θ - e^b > threshold_high, or A < 0 and e^θ - e^b < -threshold_low (the binary
+    estimate of the total variation from the policy that sampled). Source: arXiv 2602.04879.
+    """
+    xp = array_namespace(policy.logp)
+    advantages = masked(batch.advantages, batch.mask)
+    ratio = importance_ratio(policy.logp, batch.behavior_logp, batch.mask)
+    moved = xp.exp(masked(policy.logp, batch.mask)) - xp.exp(masked(batch.behavior_logp, batch.mask))
+    left = xp.where(advantages > 0, moved > threshold_high, (advantages < 0) & (moved < -threshold_low))
+    terms = masked(-advantages * ratio, batch.mask & ~left)
+    return terms, {"ratio": masked(ratio, batch.mask), "clip_fraction": masked(left, batch.mask)}
+
+
+@gin.configurable(module="losses")
+def value_clip(policy: Policy, batch: Batch, *, clip: float = 0.2) -> LossTerms:
+    """The critic's squared error, pessimistic about moves of more than `clip` from the values before the step.
+
+    term = ½ max((V - R)², (V_old + clip(V - V_old, ±clip) - R)²), V_old = batch.old_values.
+    Source: the PPO authors' code; arXiv 2005.12729.
+    """
+    xp = array_namespace(policy.values)
+    values, returns, old = (masked(x, batch.mask) for x in (policy.values, batch.returns, batch.old_values))
+    plain = (values - returns) ** 2
+    moved = values - old
+    clipped = (old + xp.clip(moved, -clip, clip) - returns) ** 2
+    took = (xp.abs(moved) > clip) & (clipped > plain)  # old + (V - old) is not quite V: the second alone would count rounding
+    return xp.maximum(plain, clipped) / 2, {"value_error": plain, "value_clip_fraction": masked(took, batch.mask)}
+
+
+@gin.configurable(module="losses")
+def entropy_bonus(policy: Policy, batch: Batch, *, coefficient: float) -> LossTerms:
+    """term = -coefficient · H, H the entropy of the full distribution at each token, in nats."""
+    entropy = masked(policy.entropy, batch.mask)
+    return -coefficient * entropy, {"entropy": entropy}
+
+
+@gin.configurable("sft_loss", module="losses")
 def sft(policy: Policy, batch: Batch) -> LossTerms:
     """Supervised fine-tuning: term = -θ, the negative log-likelihood of the demonstrated token."""
     return -masked(policy.logp, batch.mask), {}
@@ -53,6 +174,18 @@ def kl_penalty(policy: Policy, batch: Batch, *, coefficient: float, estimator: s
     return masked(coefficient * kl, batch.mask), {"reference_kl": kl}
 
 
+@gin.configurable(module="losses")
+def sampled_reverse_kl(policy: Policy, batch: Batch) -> LossTerms:
+    """On-policy distillation: term = -sg(ref - θ) θ, ref = batch.reference_logp being the teacher's view of the same token.
+
+    Over tokens that the policy sampled its gradient is that of KL(student ‖ teacher): a policy gradient whose advantage is how
+    much likelier the teacher finds the token. Source: arXiv 2306.13649; MiniLLM, arXiv 2306.08543.
+    """
+    logp = masked(policy.logp, batch.mask)
+    advantage = stop_gradient(masked(batch.reference_logp, batch.mask) - logp)
+    return -advantage * logp, {"teacher_kl": -advantage}
+
+
 def policy_gap(policy: Policy, batch: Batch) -> LossTerms:
     """No loss, a metric: |θ - b|, how far the policy that learns is from the one that spoke. On-policy it is the numerical
     disagreement of engine and trainer, later the effect of staleness and of earlier minibatches."""
@@ -61,16 +194,22 @@ def policy_gap(policy: Policy, batch: Batch) -> LossTerms:
     return xp.zeros_like(gap), {"policy_gap": xp.abs(gap)}
 
 
-def combine(*losses: Loss) -> Loss:
+@dataclass(frozen=True)
+class Combined:
     """The sum of losses whose hyperparameters are already bound. Raises ValueError when two report the same metric."""
 
-    def combined(policy: Policy, batch: Batch) -> LossTerms:
-        terms, metrics = losses[0](policy, batch)
-        for loss in losses[1:]:
+    losses: tuple[Loss, ...]
+
+    def __call__(self, policy: Policy, batch: Batch) -> LossTerms:
+        terms, metrics = self.losses[0](policy, batch)
+        for loss in self.losses[1:]:
             more, named = loss(policy, batch)
             if twice := metrics.keys() & named.keys():
                 raise ValueError(f"two of the combined losses report the metric {sorted(twice)[0]!r}: rename one")
             terms, metrics = terms + more, metrics | named
         return terms, metrics
 
-    return combined
+
+def combine(*losses: Loss) -> Loss:
+    """The sum of losses, each with its hyperparameters already bound (functools.partial or gin)."""
+    return Combined(losses)

@@ -1,14 +1,27 @@
-"""Group-relative advantages against loops over the groups."""
+"""Advantages against loops over the groups and over the tokens."""
 
 from __future__ import annotations
+
+from functools import partial
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from areal_x.algorithms.advantages import group_relative
+from areal_x.algorithms.advantages import (
+    discount_turns,
+    gae,
+    greedy_baseline,
+    group_relative,
+    leave_one_out,
+    length_weighted_baseline,
+    returns_to_go,
+    whiten,
+)
 from areal_x.errors import ConfigError
+from tests.algorithms.agreement import agree
+from tests.algorithms.frameworks import apply, bare
 
 judged = st.lists(st.tuples(st.integers(-3, 3).map(float), st.integers(0, 3)), min_size=1, max_size=16)
 
@@ -36,22 +49,216 @@ def test_group_relative_is_the_distance_from_the_groups_mean(judged, scale):
     np.testing.assert_allclose(group_relative(rewards, groups, scale), by_hand(rewards, groups, scale), rtol=1e-9, atol=1e-12)
 
 
-@given(judged, st.integers(-5, 5), st.randoms(use_true_random=False))
-def test_a_constant_added_to_all_rewards_changes_nothing_and_order_does_not_matter(judged, shift, random):
+@given(judged)
+def test_leave_one_out_is_the_distance_from_the_mean_of_the_others(judged):
     rewards, groups = map(np.array, zip(*judged, strict=True))
-    plain = group_relative(rewards, groups)
-    np.testing.assert_allclose(group_relative(rewards + shift, groups), plain, atol=1e-9)
+    expected = []
+    for i, group in enumerate(groups):
+        others = [r for j, r in enumerate(rewards) if j != i and groups[j] == group]
+        expected.append(rewards[i] - sum(others) / len(others) if others else 0.0)
+    np.testing.assert_allclose(leave_one_out(rewards, groups), expected, rtol=1e-12, atol=1e-12)
+
+
+@given(judged, st.data())
+def test_the_length_weighted_baseline_is_the_mean_reward_of_a_groups_tokens(judged, data):
+    rewards, groups = map(np.array, zip(*judged, strict=True))
+    lengths = np.array(data.draw(st.lists(st.integers(1, 900), min_size=len(rewards), max_size=len(rewards))))
+    expected = []
+    for reward, group in zip(rewards, groups, strict=True):
+        tokens = [r for r, n, g in zip(rewards, lengths, groups, strict=True) if g == group for _ in range(n)]
+        expected.append(reward - sum(tokens) / len(tokens))
+    np.testing.assert_allclose(length_weighted_baseline(rewards, lengths, groups), expected, rtol=1e-9, atol=1e-9)
+
+
+def test_a_group_that_has_no_tokens_leaves_the_others_as_they_are():
+    rewards, groups = np.array([1.0, 0.0, 1.0, 0.0]), np.array([4, 4, 2, 2])
+    found = length_weighted_baseline(rewards, np.array([3, 1, 0, 0]), groups)
+    np.testing.assert_allclose(found[:2], [0.25, -0.75])
+    assert np.isfinite(found).all()
+
+
+def test_the_greedy_baseline_is_the_distance_from_the_greedy_answer():
+    found = greedy_baseline(np.array([1.0, 0.0, 0.5]), np.array([0.0, 1.0, 0.5]))
+    np.testing.assert_array_equal(found, [1.0, -1.0, 0.0])
+
+
+of_lengths = bare(length_weighted_baseline)
+BY_GROUP = {
+    "group_relative": group_relative,
+    "group_relative_batch": partial(group_relative, scale="batch"),
+    "group_relative_none": partial(group_relative, scale="none"),
+    "leave_one_out": leave_one_out,
+    # A length that belongs to the reward, so that it goes with it through a permutation.
+    "length_weighted_baseline": lambda r, g: of_lengths(r, (r - r.min()) + 1, g),
+}
+on_every_group_baseline = pytest.mark.parametrize("name", BY_GROUP)
+
+
+@on_every_group_baseline
+@given(judged=judged, shift=st.integers(-5, 5), random=st.randoms(use_true_random=False))
+def test_a_constant_added_to_all_rewards_changes_nothing_and_order_does_not_matter(name, judged, shift, random):
+    rewards, groups = map(np.array, zip(*judged, strict=True))
+    plain = BY_GROUP[name](rewards, groups)
+    np.testing.assert_allclose(BY_GROUP[name](rewards + shift, groups), plain, atol=1e-9)
     order = list(range(len(judged)))
     random.shuffle(order)
-    np.testing.assert_allclose(group_relative(rewards[order], groups[order]), plain[order], atol=1e-12)
+    np.testing.assert_allclose(BY_GROUP[name](rewards[order], groups[order]), plain[order], atol=1e-12)
 
 
-def test_a_group_without_variance_gives_zero_advantage_also_in_float32():
-    rewards = np.full(7, 0.1, np.float32)  # the float32 mean of seven 0.1 is not 0.1
-    assert (group_relative(rewards, np.zeros(7, int)) == 0).all()
-    assert (group_relative(np.array([0.3]), np.array([5])) == 0).all()
+@on_every_group_baseline
+@pytest.mark.parametrize("framework", ["numpy", "jax", "torch"])
+def test_a_group_without_variance_gives_zero_advantage_also_in_float32(name, framework):
+    rewards = np.full(7, 0.1)  # the float32 mean of seven 0.1 is not 0.1
+    of_group = partial(apply, BY_GROUP[name], framework=framework, dtype=np.float32)
+    assert (of_group(rewards, np.zeros(7, int)) == 0).all()
+    assert (of_group(np.array([0.3]), np.array([5])) == 0).all()
+    of_both = of_group(np.append(rewards, [0.7, 0.2, 0.3]), np.array([4] * 7 + [-2, -2, 9]))
+    assert (of_both[:7] == 0).all()
+    assert (of_both[7:9] != 0).all()
+    assert of_both[9] == 0
+
+
+@on_every_group_baseline
+@pytest.mark.parametrize("dtype", [np.float64, np.float32])
+def test_numpy_jax_and_torch_agree_on_baselines_of_groups(name, dtype):
+    rng = np.random.default_rng(0)
+    agree(BY_GROUP[name], rng.normal(size=13), rng.integers(-3, 2, 13).astype(np.int32), dtype=dtype)
+
+
+def test_groups_may_be_numpy_beside_the_rewards_of_a_framework():
+    rewards, groups = np.array([1.0, 0.0, 0.5, 0.25]), np.array([2, 2, -1, -1])
+    expected = leave_one_out(rewards, groups)
+    for framework in ("jax", "torch"):
+        found = apply(lambda r: leave_one_out(r, groups), rewards, framework=framework, compiled=framework == "jax")
+        np.testing.assert_allclose(found, expected)
 
 
 def test_an_unknown_scale_is_refused_by_name():
     with pytest.raises(ConfigError, match="'group', 'batch', 'none'"):
         group_relative(np.array([1.0, 0.0]), np.array([0, 0]), "batches")
+
+
+def written_by_the_policy(seed: int, garbage: float | None = None, shape: tuple[int, int] = (5, 13)):
+    """rewards, values and mask [S, T]: a tool's output anywhere, at the end of row 0; row 1 is not masked at all."""
+    rng = np.random.default_rng(seed)
+    rewards, values, mask = rng.normal(size=shape), rng.normal(size=shape), rng.random(shape) < 0.6
+    mask[0, -3:], mask[1], mask[2] = False, False, True
+    if garbage is not None:
+        rewards[~mask], values[~mask] = garbage, garbage
+    return rewards, values, mask
+
+
+def sums_over_what_is_to_come(rewards, values, mask, gamma, lam):
+    """A_t = Σ_k (γλ)^k δ_{t+k} over a row's masked tokens taken out of it: no recurrence."""
+    result = np.zeros_like(rewards)
+    for row in range(len(mask)):
+        live = np.flatnonzero(mask[row])
+        r, v = rewards[row, live], np.append(values[row, live], 0.0)
+        for i, t in enumerate(live):
+            result[row, t] = sum((gamma * lam) ** (k - i) * (r[k] + gamma * v[k + 1] - v[k]) for k in range(i, len(live)))
+    return result
+
+
+@pytest.mark.parametrize("gamma, lam", [(1.0, 1.0), (0.9, 0.95), (0.5, 0.0), (0.0, 1.0)])
+def test_gae_is_the_discounted_sum_of_what_the_masked_tokens_exceed_their_value_by(gamma, lam):
+    rewards, values, mask = written_by_the_policy(0)
+    advantages, returns = gae(rewards, values, mask, gamma, lam)
+    np.testing.assert_allclose(advantages, sums_over_what_is_to_come(rewards, values, mask, gamma, lam), atol=1e-12)
+    np.testing.assert_allclose(returns, np.where(mask, advantages + values, 0), atol=1e-12)
+    assert (advantages[~mask] == 0).all()
+
+
+@pytest.mark.parametrize("gamma", [1.0, 0.9, 0.0])
+def test_returns_to_go_is_the_discounted_sum_of_the_rewards_of_the_masked_tokens_to_come(gamma):
+    rewards, _, mask = written_by_the_policy(1)
+    expected = sums_over_what_is_to_come(rewards, np.zeros_like(rewards), mask, gamma, 1.0)
+    np.testing.assert_allclose(returns_to_go(rewards, mask, gamma), expected, atol=1e-12)
+
+
+def test_a_tools_output_is_stepped_over_without_discount_also_at_the_end():
+    rewards, mask = np.array([[0.0, 7.0, 7.0, 0.0, 1.0, 7.0]]), np.array([[True, False, False, True, True, False]])
+    expected = [[0.25, 0, 0, 0.5, 1, 0]]
+    np.testing.assert_array_equal(returns_to_go(rewards, mask, 0.5), expected)
+    advantages, returns = gae(rewards, np.zeros_like(rewards), mask, 0.5)
+    np.testing.assert_array_equal(advantages, expected)
+    np.testing.assert_array_equal(returns, expected)
+
+
+def test_whitened_advantages_are_those_less_their_mean_over_their_deviation():
+    advantages, _, mask = written_by_the_policy(2)
+    live = [a for a, m in zip(advantages.flat, mask.flat, strict=True) if m]
+    mean = sum(live) / len(live)
+    variance = sum((a - mean) ** 2 for a in live) / (len(live) - 1)
+    expected = np.where(mask, (advantages - mean) / (variance + 1e-8) ** 0.5, 0)
+    np.testing.assert_allclose(whiten(advantages, mask), expected, rtol=1e-10, atol=1e-12)
+    np.testing.assert_allclose(whiten(advantages + 3, mask), expected, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("framework", ["numpy", "jax", "torch"])
+def test_what_cannot_be_whitened_is_zero(framework):
+    of = partial(apply, whiten, framework=framework, dtype=np.float32)
+    assert (of(np.full((1, 7), 0.1), np.ones((1, 7), bool)) == 0).all()
+    assert (of(np.full((1, 8), -0.1), np.arange(8)[None] < 7) == 0).all()
+    assert (of(np.full((1, 7), 0.1), np.arange(7)[None] == 3) == 0).all()
+    assert (of(np.full((1, 7), np.nan), np.zeros((1, 7), bool)) == 0).all()
+
+
+@given(st.lists(st.integers(-4, 4).map(float), min_size=1, max_size=9), st.floats(0, 1))
+def test_a_turn_is_credited_with_the_discounted_rewards_of_the_turns_that_follow(turns, gamma):
+    expected = [sum(gamma ** (j - k) * turns[j] for j in range(k, len(turns))) for k in range(len(turns))]
+    np.testing.assert_allclose(discount_turns(np.array(turns), gamma), expected, atol=1e-9)
+    np.testing.assert_allclose(discount_turns(np.array([[turns, turns]]), gamma), [[expected, expected]], atol=1e-9)
+
+
+def test_the_rewards_that_come_in_are_left_as_they_were():
+    rewards, values, mask = written_by_the_policy(3)
+    before = rewards.copy(), values.copy()
+    gae(rewards, values, mask), returns_to_go(rewards, mask), whiten(rewards, mask), discount_turns(rewards, 0.5)
+    np.testing.assert_array_equal((rewards, values), before)
+
+
+of_values, of_rewards, of_turns = bare(gae), bare(returns_to_go), bare(discount_turns)
+BY_TOKEN = {
+    "gae": lambda r, v, m: of_values(r, v, m, 0.9, 0.8),
+    "returns_to_go": lambda r, v, m: of_rewards(r, m, 0.9),
+    "whiten": lambda r, v, m: whiten(r, m),
+    "discount_turns": lambda r, v, m: of_turns(r, 0.9),
+    "greedy_baseline": lambda r, v, m: greedy_baseline(r, v),
+}
+
+
+@pytest.mark.parametrize("name", BY_TOKEN)
+@pytest.mark.parametrize("dtype", [np.float64, np.float32])
+def test_numpy_jax_and_torch_agree_on_tokens(name, dtype):
+    agree(BY_TOKEN[name], *written_by_the_policy(4), dtype=dtype)
+
+
+@pytest.mark.parametrize("length", [1, 2, 8, 9])
+def test_frameworks_that_double_their_steps_agree_with_the_loop_at_every_length(length):
+    for framework in ("jax", "torch"):
+        inputs = written_by_the_policy(5, shape=(5, length))
+        expected = gae(*inputs, 0.9, 0.8)
+        np.testing.assert_allclose(apply(BY_TOKEN["gae"], *inputs, framework=framework), expected, rtol=1e-12, atol=1e-13)
+
+
+@pytest.mark.parametrize("name", ["gae", "returns_to_go", "whiten"])
+@pytest.mark.parametrize("framework", ["numpy", "jax", "torch"])
+@pytest.mark.parametrize("garbage", [np.nan, np.inf, -np.inf, 1e30, -1e30])
+def test_garbage_behind_the_mask_changes_nothing(name, framework, garbage):
+    clean, dirty = written_by_the_policy(6), written_by_the_policy(6, garbage)
+    expected = apply(BY_TOKEN[name], *clean, framework=framework)
+    np.testing.assert_array_equal(apply(BY_TOKEN[name], *dirty, framework=framework), expected)
+
+
+@pytest.mark.parametrize(
+    "function, names",
+    [
+        (lambda r, v, m: gae(r, v, m, gamma=1.5), r"gae\.gamma"),
+        (lambda r, v, m: gae(r, v, m, lam=-0.1), r"gae\.lam"),
+        (lambda r, v, m: returns_to_go(r, m, gamma=99), r"returns_to_go\.gamma"),
+        (lambda r, v, m: discount_turns(r, float("nan")), r"discount_turns\.gamma"),
+    ],
+)
+def test_a_discount_that_is_none_is_refused_by_name(function, names):
+    with pytest.raises(ConfigError, match=names):
+        function(*written_by_the_policy(7))

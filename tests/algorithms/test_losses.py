@@ -1,8 +1,10 @@
-"""Every loss: against a loop in plain numpy, equal on three frameworks, blind to what stands behind the mask."""
+"""Each loss term by term in plain Python, and what sets one loss apart from another."""
 
 from __future__ import annotations
 
 from functools import partial
+from math import exp
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -10,150 +12,178 @@ import pytest
 from areal_x.algorithms import losses
 from areal_x.algorithms.kl import k1, k2, k3
 from areal_x.types import Batch, Policy
+from tests.algorithms.frameworks import bare, example, loss_and_gradient
 
 LOSSES = {
+    "reinforce": losses.reinforce,
     "ppo_clip": partial(losses.ppo_clip, clip_low=0.2, clip_high=0.28),
-    "ppo_clip_dual": partial(losses.ppo_clip, dual_clip=3.0),
+    "ppo_clip_dual": partial(losses.ppo_clip, dual_clip=1.5),
+    "gspo": partial(losses.gspo, clip_low=0.1, clip_high=0.2),
+    "gmpo": losses.gmpo,
+    "sapo": losses.sapo,
+    "cispo": losses.cispo,
+    "cispo_low": partial(losses.cispo, clip_low=0.3),
+    "dppo_tv": losses.dppo_tv,
+    "value_clip": losses.value_clip,
+    "entropy_bonus": partial(losses.entropy_bonus, coefficient=0.01),
     "sft": losses.sft,
     "kl_penalty": partial(losses.kl_penalty, coefficient=0.04),
-    "combined": losses.combine(losses.ppo_clip, partial(losses.kl_penalty, coefficient=0.04, estimator="k2")),
+    "kl_penalty_k1": partial(losses.kl_penalty, coefficient=0.04, estimator="k1"),
+    "sampled_reverse_kl": losses.sampled_reverse_kl,
+    "combined": losses.combine(bare(losses.ppo_clip), partial(bare(losses.kl_penalty), coefficient=0.04, estimator="k2")),
 }
+CLIPPED = ("ppo_clip", "ppo_clip_dual", "gspo", "gmpo", "sapo", "cispo", "cispo_low", "dppo_tv")
 on_every_loss = pytest.mark.parametrize("name", LOSSES)
 
 
-def make(seed: int = 0, dtype: type = np.float64, garbage: float | None = None) -> tuple[np.ndarray, Batch]:
-    rng = np.random.default_rng(seed)
-    shape = (3, 11)
-    ids = np.sort(rng.integers(0, 4, shape), axis=1)[:, ::-1].astype(np.int32).copy()
-    mask = (rng.random(shape) < 0.7) & (ids > 0)
-    draw = lambda scale=1.0: (rng.normal(size=shape) * scale).astype(dtype)  # noqa: E731
-    behavior = -np.abs(draw())
-    theta, reference, advantages, weights = behavior + draw(0.4), behavior + draw(0.3), draw(), np.abs(draw())
-    if garbage is not None:
-        for array in (theta, behavior, reference, advantages):
-            array[~mask] = garbage
-    batch = Batch(
-        tokens=ids, segment_ids=ids, positions=ids, mask=mask, behavior_logp=behavior, proximal_logp=behavior,
-        reference_logp=reference, advantages=advantages, weights=np.where(mask, weights, 0),
-    )  # fmt: skip
-    return theta, batch
+def own_tokens(batch: Batch, at: tuple[int, int]) -> list[tuple[int, int]]:
+    """Where the masked tokens of the same sequence stand."""
+    row, _ = at
+    same = (batch.segment_ids[row] == batch.segment_ids[at]) & batch.mask[row]
+    return [(row, int(t)) for t in np.flatnonzero(same)]
 
 
-def by_hand(name: str, theta: float, batch: Batch, at: tuple[int, int]) -> float:
-    p, a, ref = batch.proximal_logp[at], batch.advantages[at], batch.reference_logp[at]
-    r = float(np.exp(theta - p))
+def by_hand(name: str, policy: Policy, batch: Batch, at: tuple[int, int], frozen: Policy | None = None) -> float:
+    """The term of one token. What stands under a stop-gradient is taken of `frozen`, for finite differences of the rest."""
+    frozen = frozen or policy
+    now, then = (SimpleNamespace(**{n: float(x[at]) for n, x in vars(p).items()}) for p in (policy, frozen))
+    p, b, ref = (float(x[at]) for x in (batch.proximal_logp, batch.behavior_logp, batch.reference_logp))
+    a, target, old = (float(x[at]) for x in (batch.advantages, batch.returns, batch.old_values))
+    own = own_tokens(batch, at)
+    r, fixed_r = exp(now.logp - p), exp(then.logp - p)
 
-    def clipped(low: float, high: float) -> float:
-        return max(-a * r, -a * min(max(r, 1 - low), 1 + high))
+    def clipped(ratio: float, low: float, high: float) -> float:
+        return max(-a * ratio, -a * min(max(ratio, 1 - low), 1 + high))
 
-    dual = clipped(0.2, 0.2)
+    def dual() -> float:
+        return min(clipped(r, 0.2, 0.2), -1.5 * a) if a < 0 else clipped(r, 0.2, 0.2)
+
+    def gspo() -> float:
+        mean = sum(float(frozen.logp[i] - batch.proximal_logp[i]) for i in own) / len(own)
+        return clipped(exp(mean) * exp(now.logp - then.logp), 0.1, 0.2)
+
+    def gmpo() -> float:
+        def c(logp: np.ndarray, i: tuple[int, int]) -> float:
+            d = float(logp[i] - batch.proximal_logp[i])
+            return min(d, 0.4) if batch.advantages[i] >= 0 else max(d, -0.4)
+
+        mean = sum(c(frozen.logp, i) for i in own) / len(own)
+        return -a * exp(mean) * exp(c(policy.logp, at) - c(frozen.logp, at))
+
+    def sapo() -> float:
+        tau = 1.0 if a > 0 else 1.05
+        return -a / (1 + exp(-tau * (r - 1))) * 4 / tau
+
+    def dppo() -> float:
+        moved = exp(then.logp) - exp(b)
+        return 0.0 if (a > 0 and moved > 0.15) or (a < 0 and moved < -0.15) else -a * exp(now.logp - b)
+
+    def value() -> float:
+        near = old + min(max(now.values - old, -0.2), 0.2)
+        return max((now.values - target) ** 2, (near - target) ** 2) / 2
+
     return {
-        "ppo_clip": clipped(0.2, 0.28),
-        "ppo_clip_dual": min(dual, -3 * a) if a < 0 else dual,
-        "sft": -theta,
-        "kl_penalty": 0.04 * (float(np.exp(ref - theta)) - 1 - (ref - theta)),
-        "combined": clipped(0.2, 0.2) + 0.04 * (theta - ref) ** 2 / 2,
-    }[name]
+        "reinforce": lambda: -a * now.logp,
+        "ppo_clip": lambda: clipped(r, 0.2, 0.28),
+        "ppo_clip_dual": dual,
+        "gspo": gspo,
+        "gmpo": gmpo,
+        "sapo": sapo,
+        "cispo": lambda: -min(fixed_r, 1.28) * a * now.logp,
+        "cispo_low": lambda: -max(min(fixed_r, 1.28), 0.7) * a * now.logp,
+        "dppo_tv": dppo,
+        "value_clip": value,
+        "entropy_bonus": lambda: -0.01 * now.entropy,
+        "sft": lambda: -now.logp,
+        "kl_penalty": lambda: 0.04 * (exp(ref - now.logp) - 1 - (ref - now.logp)),
+        "kl_penalty_k1": lambda: 0.04 * (now.logp - ref),
+        "sampled_reverse_kl": lambda: -(ref - then.logp) * now.logp,
+        "combined": lambda: clipped(r, 0.2, 0.2) + 0.04 * (now.logp - ref) ** 2 / 2,
+    }[name]()
 
 
-def total(loss, theta, batch):
-    return (loss(Policy(logp=theta), batch)[0] * batch.weights).sum()
-
-
-def jax_value_and_gradient(loss, theta, batch, jit=False):
-    import jax
-
-    with jax.enable_x64():
-        function = jax.value_and_grad(lambda t, b: total(loss, t, b))
-        from areal_x_jax.trainer import Trainer  # noqa: F401 - importing it makes Batch a pytree
-
-        value, gradient = (jax.jit(function) if jit else function)(jax.numpy.asarray(theta), batch.map(jax.numpy.asarray))
-        return np.asarray(value), np.asarray(gradient)
-
-
-def torch_value_and_gradient(loss, theta, batch):
-    import torch
-
-    leaf = torch.tensor(theta, requires_grad=True)
-    value = total(loss, leaf, batch.map(torch.tensor))
-    value.backward()
-    return value.detach().numpy(), leaf.grad.numpy()
+def gradient_of(name: str, policy: Policy, batch: Batch) -> np.ndarray:
+    return loss_and_gradient(LOSSES[name], policy, batch, framework="torch")[1]["logp"]
 
 
 @on_every_loss
 def test_terms_are_the_formula_token_by_token(name):
-    theta, batch = make()
-    terms, _ = LOSSES[name](Policy(logp=theta), batch)
-    for at in np.ndindex(theta.shape):
-        expected = by_hand(name, theta[at], batch, at) if batch.mask[at] else 0.0
-        assert terms[at] == pytest.approx(expected, rel=1e-12)
+    policy, batch = example()
+    terms, metrics = LOSSES[name](policy, batch)
+    for at in np.ndindex(terms.shape):
+        assert terms[at] == pytest.approx(by_hand(name, policy, batch, at) if batch.mask[at] else 0.0, rel=1e-12)
+    for metric in metrics.values():
+        assert metric.shape == terms.shape
+        assert (metric[~batch.mask] == 0).all()
 
 
-@on_every_loss
-def test_the_gradient_is_that_of_finite_differences(name):
-    theta, batch = make(1)
-    _, gradient = torch_value_and_gradient(LOSSES[name], theta, batch)
-    for at in np.ndindex(theta.shape):
-        step = np.zeros_like(theta)
-        step[at] = 1e-6
-        slope = (total(LOSSES[name], theta + step, batch) - total(LOSSES[name], theta - step, batch)) / 2e-6
-        assert gradient[at] == pytest.approx(slope, rel=1e-5, abs=1e-8)
+@pytest.mark.parametrize("name", ["ppo_clip", "gspo", "gmpo", "dppo_tv"])
+def test_the_clip_fraction_counts_the_tokens_whose_gradient_the_clip_took(name):
+    policy, batch = example(6)
+    _, metrics = LOSSES[name](policy, batch)
+    took = batch.mask & (gradient_of(name, policy, batch) == 0)
+    assert took.any()
+    np.testing.assert_array_equal(metrics["clip_fraction"] == 1, took)
 
 
-@on_every_loss
-@pytest.mark.parametrize("dtype, tolerance", [(np.float64, 1e-6), (np.float32, 1e-5)])
-def test_numpy_jax_and_torch_agree(name, dtype, tolerance):
-    theta, batch = make(2, dtype)
-    value = total(LOSSES[name], theta, batch)
-    results = [
-        jax_value_and_gradient(LOSSES[name], theta, batch),
-        jax_value_and_gradient(LOSSES[name], theta, batch, jit=True),
-        torch_value_and_gradient(LOSSES[name], theta, batch),
-    ]
-    for other, gradient in results:
-        np.testing.assert_allclose(other, value, rtol=tolerance)
-        np.testing.assert_allclose(gradient, results[0][1], rtol=tolerance, atol=tolerance * 1e-2)
+def test_the_value_clip_fraction_counts_no_rounding():
+    policy, batch = example(6)
+    policy, batch = Policy(values=policy.values.astype(np.float32)), batch.map(lambda x: x.astype(np.float32))
+    batch = batch.replace(mask=batch.mask > 0)
+    _, metrics = losses.value_clip(policy, batch)
+    _, gradient = loss_and_gradient(losses.value_clip, policy, batch, framework="torch", dtype=np.float32)
+    took = batch.mask & (gradient["values"] == 0)
+    assert took.any()
+    np.testing.assert_array_equal(metrics["value_clip_fraction"] == 1, took)
 
 
-@on_every_loss
-@pytest.mark.parametrize("garbage", [np.nan, np.inf, -np.inf, 1e30, -1e30])
-def test_garbage_behind_the_mask_changes_neither_value_nor_gradient(name, garbage):
-    clean, dirty = make(3), make(3, garbage=garbage)
-    for compute in (jax_value_and_gradient, torch_value_and_gradient):
-        value, gradient = compute(LOSSES[name], *dirty)
-        expected, expected_gradient = compute(LOSSES[name], *clean)
-        assert value == expected
-        np.testing.assert_array_equal(gradient, expected_gradient)
-        assert (gradient[~dirty[1].mask] == 0).all()
+def test_cispo_bounds_the_weight_of_a_token_but_keeps_its_gradient():
+    policy, batch = example(6)
+    _, metrics = LOSSES["cispo"](policy, batch)
+    bounded = metrics["clip_fraction"] == 1
+    np.testing.assert_array_equal(bounded, batch.mask & (metrics["ratio"] > 1.28))
+    expected = -1.28 * (batch.advantages * batch.weights)[bounded]
+    np.testing.assert_allclose(gradient_of("cispo", policy, batch)[bounded], expected)
 
 
-@on_every_loss
-def test_log_ratios_of_two_hundred_stay_finite(name):
-    theta, batch = make(4)
-    for shift in (200.0, -200.0):
-        value, gradient = torch_value_and_gradient(LOSSES[name], theta + shift, batch)
-        assert np.isfinite(value)
-        assert np.isfinite(gradient).all()
+def test_gspo_gives_every_token_of_a_sequence_the_same_ratio():
+    policy, batch = example(3)
+    _, metrics = LOSSES["gspo"](policy, batch)
+    for at in zip(*np.nonzero(batch.mask), strict=True):
+        own = own_tokens(batch, at)
+        mean = np.mean([policy.logp[i] - batch.proximal_logp[i] for i in own])
+        assert [metrics["ratio"][i] for i in own] == pytest.approx([exp(mean)] * len(own))
 
 
-def test_on_policy_the_clipped_loss_has_the_gradient_of_reinforce():
-    theta, batch = make(5)
-    batch = batch.replace(proximal_logp=theta)
-    _, gradient = torch_value_and_gradient(LOSSES["ppo_clip"], theta, batch)
-    np.testing.assert_allclose(gradient, np.where(batch.mask, -batch.advantages * batch.weights, 0), rtol=1e-12)
+def test_dppo_leaves_a_token_out_by_its_probability_and_not_by_its_ratio():
+    rare, frequent = -9.0, -0.7  # the rare one's ratio of 7 moves its probability by 8e-4, the other's of 1.5 by 0.25
+    policy = Policy(logp=np.array([[rare + 2.0, frequent + 0.4]]))
+    ids = np.ones((1, 2), np.int32)
+    behavior = np.array([[rare, frequent]])
+    batch = Batch(tokens=ids, segment_ids=ids, positions=ids, mask=ids > 0, behavior_logp=behavior, advantages=ids * 1.0)
+    _, metrics = losses.dppo_tv(policy, batch)
+    assert metrics["clip_fraction"].tolist() == [[0, 1]]
 
 
-def test_the_clip_fraction_counts_the_tokens_whose_gradient_the_clip_took():
-    theta, batch = make(6)
-    _, metrics = LOSSES["ppo_clip"](Policy(logp=theta), batch)
-    _, gradient = torch_value_and_gradient(LOSSES["ppo_clip"], theta, batch)
-    np.testing.assert_array_equal(metrics["clip_fraction"] == 1, batch.mask & (gradient == 0))
+def test_the_losses_that_are_meant_to_be_combined_share_no_metric():
+    policy, batch = example()
+    parts = (
+        losses.ppo_clip, losses.policy_gap, LOSSES["kl_penalty"], losses.value_clip, LOSSES["entropy_bonus"],
+        losses.sampled_reverse_kl,
+    )  # fmt: skip
+    terms, metrics = losses.combine(*parts)(policy, batch)
+    np.testing.assert_allclose(terms, sum(part(policy, batch)[0] for part in parts))
+    assert metrics.keys() == set().union(*(part(policy, batch)[1] for part in parts))
 
 
 def test_a_metric_named_twice_is_an_error():
-    theta, batch = make()
     with pytest.raises(ValueError, match=r"'(ratio|clip_fraction)'"):
-        losses.combine(losses.ppo_clip, losses.ppo_clip)(Policy(logp=theta), batch)
+        losses.combine(losses.ppo_clip, losses.gspo)(*example())
+
+
+def test_k3_keeps_its_digits_near_the_reference_in_float32():
+    d = np.float32(2**-10)
+    assert k3(d, np.zeros_like(d)) == pytest.approx(exp(-d) - 1 + float(d), rel=1e-3)
 
 
 def test_the_estimators_of_the_kl_divergence_have_its_mean():
@@ -164,3 +194,8 @@ def test_the_estimators_of_the_kl_divergence_have_its_mean():
     assert (p * k1(logp, ref)).sum() == pytest.approx(exact)
     assert (p * k3(logp, ref)).sum() == pytest.approx(exact)
     np.testing.assert_allclose(k2(logp, ref), (logp - ref) ** 2 / 2)
+
+
+def make(seed: int = 0) -> tuple[np.ndarray, Batch]:
+    policy, batch = example(seed)
+    return policy.logp, batch
