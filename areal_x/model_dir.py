@@ -1,7 +1,8 @@
 """Model directories in Hugging Face form, and the trainer state that every backend reads and writes beside them.
 
 A directory that a trainer saves holds config.json, the tokenizer's files and model.safetensors as Hugging Face names them, so
-it loads in transformers and vLLM as it is; optimizer.safetensors (AdamW's moments as `exp_avg.NAME` and `exp_avg_sq.NAME`) and
+it loads in transformers and vLLM as it is (a critic or a reward model as a sequence classifier with one label, whose matrix is
+`score.weight` [1, hidden]); optimizer.safetensors (AdamW's moments as `exp_avg.NAME` and `exp_avg_sq.NAME`) and
 trainer.json (version and optimizer step) make it a checkpoint that any backend can continue.
 """
 
@@ -15,13 +16,14 @@ from typing import Any
 
 import numpy as np
 
-from areal_x.errors import UserError
+from areal_x.errors import ConfigError, UserError
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 MOMENTS = "optimizer.safetensors"
 STATE = "trainer.json"
 FIRST, SECOND = "exp_avg.", "exp_avg_sq."  # AdamW's two moments of the tensor whose name follows
+CAUSAL, CLASSIFIER = "ForCausalLM", "ForSequenceClassification"  # how the names of architectures end
 NOT_COPIED = (".safetensors", ".bin", ".pt", ".gguf", ".index.json")
 
 
@@ -64,6 +66,34 @@ def read_config(directory: Path) -> dict[str, Any]:
     return config
 
 
+def is_classifier(config: Mapping[str, Any]) -> bool:
+    """Whether a model of this config has a `score` in place of a language model's head."""
+    return any(name.endswith(CLASSIFIER) for name in config.get("architectures") or ())
+
+
+def check_head(directory: Path, head: str) -> None:
+    """Raises: UserError where the model of `directory` cannot be trained with this head ("policy", "value" or "reward").
+
+    A causal language model can have any; a sequence classifier has one label and is no policy.
+    """
+    config = read_config(directory)
+    if not is_classifier(config):
+        return
+    kind = f"{directory} is a {config['architectures'][0]}"
+    if head == "policy":
+        raise UserError(f"{kind}, which judges text and cannot write it: a policy needs a causal language model")
+    labels = len(config["id2label"]) if config.get("id2label") else config.get("num_labels", 2)
+    if labels != 1:
+        raise UserError(f"{kind} of {labels} labels: the head {head!r} needs a classifier with one, or a causal language model")
+
+
+def check_vocabulary(binding: str, other: Path, directory: Path) -> None:
+    """Raises: ConfigError for a model whose tokens are not those of the one that learns."""
+    theirs, ours = (read_config(path).get("vocab_size") for path in (other, directory))
+    if theirs != ours:
+        raise ConfigError(binding, str(other), f"a model with the same {ours} tokens as {directory} (it has {theirs})")
+
+
 def tensor_files(directory: Path) -> list[Path]:
     """The safetensors files that hold the weights: those that the index names, or the single one."""
     index = directory / INDEX
@@ -82,13 +112,24 @@ def read_tensors(directory: Path) -> Iterator[tuple[str, np.ndarray]]:
         yield from _read_file(file)
 
 
-def write_model(directory: Path, source: Path, tensors: Iterable[tuple[str, np.ndarray]]) -> None:
-    """A model directory with these tensors and the config and tokenizer files of `source`."""
+def write_model(directory: Path, source: Path, tensors: Iterable[tuple[str, np.ndarray]], *, head: str = "policy") -> None:
+    """A model directory with these tensors and the config and tokenizer files of `source`.
+
+    head: with "value" or "reward" the config becomes that of a sequence classifier with one label.
+    """
     directory.mkdir(parents=True, exist_ok=True)
     for file in source.iterdir():
         if file.is_file() and not file.name.endswith(NOT_COPIED) and file.name != STATE and source != directory:
             shutil.copy2(file, directory / file.name)
+    if head != "policy":
+        (directory / "config.json").write_text(json.dumps(_as_classifier(read_config(directory)), indent=2))
     _write_file(directory / WEIGHTS, tensors, {"format": "pt"})
+
+
+def _as_classifier(config: Mapping[str, Any]) -> dict[str, Any]:
+    names = [name.removesuffix(CAUSAL).removesuffix(CLASSIFIER) + CLASSIFIER for name in config.get("architectures") or ()]
+    one_label = {"num_labels": 1, "id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
+    return {**config, "architectures": names, **one_label}
 
 
 def write_state(directory: Path, moments: Iterable[tuple[str, np.ndarray, np.ndarray]], state: Mapping[str, Any]) -> None:

@@ -18,7 +18,7 @@ from jaxtyping import Float32
 
 from areal_x.errors import ConfigError, one_of, positive, within
 from areal_x.rollout.sampler import Sampler
-from areal_x.types import Array, Batch, Policy
+from areal_x.types import Array, Batch, Divergence, Policy
 
 Loss = Callable[[Policy, Batch], tuple[Array, dict[str, Array]]]
 
@@ -88,7 +88,10 @@ class ModelConfig:
     path: str | Callable[[], str] = "Qwen/Qwen2-1.5B-Instruct"
 
 
-@gin.configurable("trainer")
+HEADS = ("policy", "value", "reward")
+
+
+@gin.configurable("trainer", denylist=["head", "entropy", "teacher", "divergence", "frozen"])
 @dataclass(frozen=True)
 class TrainerConfig:
     """Everything a backend needs to build a trainer.
@@ -97,6 +100,12 @@ class TrainerConfig:
     micro_batch_rows: rows computed at once on one device; the rest of a batch is accumulated.
     head_chunk: positions whose logits over the vocabulary exist at once.
     temperature: what the policy is sampled at; log-probabilities are of softmax(logits / temperature).
+    head: what the model says of each token: "policy" a distribution over the vocabulary, "value" (a critic) what reward is to
+    be expected before it, "reward" (a reward model) how good the sequence is up to it. The run chooses it.
+    entropy: whether the loss is given the entropy of the full distribution, which costs another look at all logits.
+    teacher: the directory of a frozen model with the same vocabulary. divergence: of the student's and the teacher's logits,
+    both divided by the temperature, which the loss is given at each token. The two come together; the run chooses them.
+    frozen: a model that is only asked, as a reference is: weights in the compute precision, no moments, no `update` or `save`.
     """
 
     model: ModelConfig = field(default_factory=ModelConfig)
@@ -107,28 +116,74 @@ class TrainerConfig:
     head_chunk: int = 1024
     temperature: float = 1.0
     seed: int = 0
+    head: str = "policy"
+    entropy: bool = False
+    teacher: str | None = None
+    divergence: Divergence | None = None
+    frozen: bool = False
 
     def __post_init__(self) -> None:
         one_of("trainer.precision", self.precision, ("auto", "fp32", "bf16"))
+        one_of("trainer.head", self.head, HEADS)
         positive("trainer.micro_batch_rows", self.micro_batch_rows)
         positive("trainer.head_chunk", self.head_chunk)
         positive("trainer.temperature", self.temperature)
+        if self.entropy and self.head != "policy":
+            raise ConfigError("trainer.entropy", True, f"False with the head {self.head!r}, which says no distribution")
+        if (self.teacher is None) != (self.divergence is None):
+            raise ConfigError(
+                "trainer.divergence", self.divergence, f"given exactly with a teacher (which is {self.teacher!r})"
+            )
+        if self.teacher is not None and self.head != "policy":
+            raise ConfigError("trainer.teacher", self.teacher, f"None with the head {self.head!r}, which says no distribution")
 
 
-class Trainer(Protocol):
+@gin.configurable("critic")
+@dataclass(frozen=True)
+class CriticConfig:
+    """The critic of algorithms that need one: a second trainer, with everything else as `trainer` says.
+
+    learning_rate: of the critic. path: the model that it starts as, by default the policy's.
+    """
+
+    learning_rate: float = 1e-5
+    path: str | Callable[[], str] | None = None
+
+    def __post_init__(self) -> None:
+        positive("critic.learning_rate", self.learning_rate)
+
+
+class Scorer(Protocol):
+    """What says how likely given tokens are: all that a reference or a teacher does. A trainer, or a server."""
+
+    def logprobs(self, batch: Batch) -> Float32[np.ndarray, "rows length"]:
+        """Log-probability of each token given those before it in its segment; 0 for a segment's first token and for padding.
+        Of a trainer: under the current policy, and only with the head "policy"."""
+        ...
+
+
+class Trainer(Scorer, Protocol):
     """What every backend's trainer does. `version` counts its optimizer steps."""
 
     version: int
 
-    def logprobs(self, batch: Batch) -> Float32[np.ndarray, "rows length"]:
-        """Log-probability of each token given those before it in its segment, under the current policy; 0 for a segment's
-        first token and for padding."""
+    def values(self, batch: Batch) -> Float32[np.ndarray, "rows length"]:
+        """With the head "value": of each token, the reward expected once those before it in its segment are there, and 0 for a
+        segment's first token. With "reward": how good its segment is up to and with it. 0 for padding.
+
+        One number from the last hidden state by a linear layer without bias, Hugging Face's `score` of a sequence classifier
+        with one label; 0 where the model's directory has none.
+        """
         ...
 
     def update(self, batch: Batch, loss: Loss) -> dict[str, float]:
         """Exactly one optimizer step on `sum(batch.weights * terms)`, in any number of micro-batches; version += 1.
 
-        Returns loss, grad_norm (before clipping), learning_rate, and each of the loss's metrics as its mean over masked tokens.
+        A step whose loss or gradient norm is not finite changes neither weights nor moments, and says skipped = 1.
+
+        The loss is given what the head says: logp (and entropy, and the divergence from a teacher, if asked for), or values
+        alone. Returns loss, grad_norm (before clipping), learning_rate, skipped, and each of the loss's metrics as its mean
+        over masked tokens.
         """
         ...
 

@@ -6,7 +6,7 @@ version that produced it, whether it is trained on. Nothing is rolled or shifted
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
@@ -14,6 +14,7 @@ import numpy as np
 from jaxtyping import Bool, Float32, Int32
 
 Array = Any  # a numpy, jax or torch array: the algorithms are written for all three
+Divergence = Callable[[Array, Array], Array]  # of a student's and a teacher's logits [..., vocabulary], giving [...]
 
 NOT_THE_POLICY = -1  # the version of a token that no policy produced: a prompt, a tool's output
 
@@ -118,12 +119,14 @@ class Group:
     """The episodes of one task that are compared with each other.
 
     ticket: the order of admission, unique in a run. admitted_version: the version that engines held at admission.
+    greedy_reward: of a greedy answer to the same task, where the algorithm compares with it.
     """
 
     task: Task
     ticket: int
     admitted_version: int
     episodes: tuple[Episode, ...] = ()
+    greedy_reward: float | None = None
 
     @property
     def scored(self) -> tuple[Episode, ...]:
@@ -140,7 +143,8 @@ class Batch:
 
     segment_ids: 0 is padding, 1.. the sequences of that row. positions: within the sequence. mask: trained on.
     behavior_logp, proximal_logp, reference_logp: log-probability of each token under the policy that sampled it, the policy
-    the update is anchored to, and the frozen reference. weights: what each term counts in `sum(weights * terms)`.
+    the update is anchored to, and the frozen reference. ages: how many versions older than the trained one the token's is.
+    weights: what each term counts in `sum(weights * terms)`.
     The same dataclass holds numpy, jax or torch arrays.
     """
 
@@ -152,6 +156,7 @@ class Batch:
     proximal_logp: Array | None = None
     reference_logp: Array | None = None
     versions: Array | None = None
+    ages: Array | None = None
     advantages: Array | None = None
     returns: Array | None = None
     old_values: Array | None = None
@@ -176,9 +181,11 @@ class Policy:
     """What the trainer's forward pass gives a loss, each `[rows, length]`, position t about token t.
 
     logp: log-probability of the token. entropy: of the distribution it was drawn from, in nats, where the algorithm needs it.
-    values: of a critic or a reward model, which gives nothing else.
+    values: of a critic or a reward model, which gives nothing else. divergence: between this policy's distribution and the
+    teacher's over the whole vocabulary where the token was drawn, 0 at a segment's first token and at padding.
     """
 
     logp: Array = None
     entropy: Array | None = None
     values: Array | None = None
+    divergence: Array | None = None

@@ -11,6 +11,7 @@ from safetensors.numpy import save_file
 
 from areal_x import model_dir
 from areal_x.errors import UserError
+from areal_x.trainer import HEADS
 
 
 def test_a_path_that_is_no_directory_says_what_is_wanted(tmp_path):
@@ -58,6 +59,49 @@ def test_a_written_model_loads_in_transformers_with_its_tokenizer(tmp_path, tiny
     for name, x in model.state_dict().items():
         np.testing.assert_array_equal(x.numpy(), doubled[name])
     assert transformers.AutoTokenizer.from_pretrained(tmp_path / "out").decode([3, 4]) == "12"
+
+
+@pytest.mark.parametrize("head", ["value", "reward"])
+def test_a_model_that_judges_is_written_as_a_classifier_with_one_label(tmp_path, tied_model_dir, head):
+    transformers = pytest.importorskip("transformers")
+    pytest.importorskip("torch")
+    tensors = {**dict(model_dir.read_tensors(tied_model_dir)), "score.weight": np.arange(64, dtype=np.float32)[None]}
+    model_dir.write_model(tmp_path / "out", tied_model_dir, tensors.items(), head=head)
+    before, after = model_dir.read_config(tied_model_dir), model_dir.read_config(tmp_path / "out")
+    assert after["architectures"] == ["Qwen3ForSequenceClassification"]
+    assert after["num_labels"] == len(after["id2label"]) == len(after["label2id"]) == 1
+    assert {name: after[name] for name in before if name != "architectures"} == {
+        name: x for name, x in before.items() if name != "architectures"
+    }
+    model, found = transformers.AutoModelForSequenceClassification.from_pretrained(tmp_path / "out", output_loading_info=True)
+    assert not any(found.values())
+    for name, x in model.state_dict().items():
+        np.testing.assert_array_equal(x.numpy(), tensors[name])
+
+
+def test_a_classifier_written_again_in_its_place_stays_one(tmp_path, tiny_model_dir):
+    tensors = dict(model_dir.read_tensors(tiny_model_dir))
+    model_dir.write_model(tmp_path, tiny_model_dir, tensors.items(), head="value")
+    once = model_dir.read_config(tmp_path)
+    model_dir.write_model(tmp_path, tmp_path, tensors.items(), head="reward")
+    assert model_dir.read_config(tmp_path) == once
+
+
+def test_a_classifier_is_a_critic_or_a_reward_model_and_no_policy(tmp_path, tiny_model_dir):
+    model_dir.write_model(tmp_path, tiny_model_dir, [("a", np.ones(1))], head="value")
+    model_dir.check_head(tmp_path, "value")
+    model_dir.check_head(tmp_path, "reward")
+    with pytest.raises(UserError, match=r"is a Qwen3ForSequenceClassification, .* a policy needs a causal language model"):
+        model_dir.check_head(tmp_path, "policy")
+    for head in HEADS:
+        model_dir.check_head(tiny_model_dir, head)
+
+
+@pytest.mark.parametrize("labels, count", [({}, 2), ({"num_labels": 5}, 5), ({"id2label": {"0": "a", "1": "b", "2": "c"}}, 3)])
+def test_a_classifier_of_several_labels_is_refused(tmp_path, labels, count):
+    (tmp_path / "config.json").write_text(json.dumps({"architectures": ["LlamaForSequenceClassification"], **labels}))
+    with pytest.raises(UserError, match=rf"of {count} labels: the head 'reward' needs a classifier with one"):
+        model_dir.check_head(tmp_path, "reward")
 
 
 def test_moments_and_numbers_come_back_as_they_were(tmp_path):

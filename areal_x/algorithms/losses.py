@@ -6,7 +6,7 @@ Below: θ = policy.logp, p = batch.proximal_logp, b = batch.behavior_logp, A = b
 R = batch.returns, r = exp(θ - p) with the log-ratio clamped to ±20, sg = stop-gradient.
 
 In every loss whatever is read is masked before any arithmetic: 0 · NaN is NaN, also in a gradient. In gin a loss whose name is
-also a recipe's is called NAME_loss.
+also a recipe's is called NAME_loss. A hyperparameter that cannot work is a ConfigError that names it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from array_api_compat import array_namespace
 
 from areal_x.algorithms.arrays import clamp, importance_ratio, masked, segment_mean, sigmoid, stop_gradient
 from areal_x.algorithms.kl import ESTIMATORS
-from areal_x.types import Array, Batch, Policy
+from areal_x.errors import ConfigError, at_least, one_of, positive
+from areal_x.types import NOT_THE_POLICY, Array, Batch, Policy
 
 LossTerms = tuple[Array, dict[str, Array]]
 Loss = Callable[[Policy, Batch], LossTerms]
@@ -40,6 +41,9 @@ def ppo_clip(
     term = max(-A r, -A clip(r, 1 - clip_low, 1 + clip_high)); with dual_clip = c, where A < 0: min(that, -A c).
     Source: arXiv 1707.06347; asymmetric clip arXiv 2503.14476; dual clip arXiv 1912.09729.
     """
+    _both_at_least_zero("ppo_clip", clip_low=clip_low, clip_high=clip_high)
+    if dual_clip is not None and not dual_clip > 1:
+        raise ConfigError("ppo_clip.dual_clip", dual_clip, "greater than 1, as it bounds ratios that exceed 1")
     xp = array_namespace(policy.logp)
     ratio = importance_ratio(policy.logp, batch.proximal_logp, batch.mask)
     terms, metrics = _clipped(ratio, batch, clip_low, clip_high)
@@ -56,12 +60,19 @@ def gspo(policy: Policy, batch: Batch, *, clip_low: float = 3e-4, clip_high: flo
     term = max(-A s_t, -A clip(s_t, 1 - clip_low, 1 + clip_high)) with s_t = sg(s) exp(θ - sg(θ)): the value of s, and a
     gradient for each token. Source: arXiv 2507.18071, GSPO-token (eq. 13 and 14), which allows one advantage a token.
     """
+    _both_at_least_zero("gspo_loss", clip_low=clip_low, clip_high=clip_high)
     xp = array_namespace(policy.logp)
     logp = masked(policy.logp, batch.mask)
     log_ratio = logp - masked(batch.proximal_logp, batch.mask)
     of_sequence = xp.exp(clamp(segment_mean(log_ratio, batch.mask, batch.segment_ids)))
     ratio = stop_gradient(of_sequence) * xp.exp(logp - stop_gradient(logp))
     return _clipped(ratio, batch, clip_low, clip_high)
+
+
+def _both_at_least_zero(loss: str, **bounds: float) -> None:
+    """A ratio of 1 lies between the bounds, else they would be out of order."""
+    for name, bound in bounds.items():
+        at_least(f"{loss}.{name}", bound, 0)
 
 
 def _clipped(ratio: Array, batch: Batch, clip_low: float, clip_high: float) -> LossTerms:
@@ -82,6 +93,7 @@ def gmpo(policy: Policy, batch: Batch, *, clip_low: float = 0.4, clip_high: floa
     term = -A sg(s) exp(c - sg(c)): the value of s, and no gradient for a token that is clipped. Bounds are of the log-ratio.
     Source: arXiv 2507.20673.
     """
+    _both_at_least_zero("gmpo_loss", clip_low=clip_low, clip_high=clip_high)
     xp = array_namespace(policy.logp)
     advantages = masked(batch.advantages, batch.mask)
     log_ratio = masked(policy.logp, batch.mask) - masked(batch.proximal_logp, batch.mask)
@@ -101,6 +113,8 @@ def sapo(policy: Policy, batch: Batch, *, tau_positive: float = 1.0, tau_negativ
     term = -A σ(τ (r - 1)) 4 / τ, with τ = tau_positive where A > 0 and tau_negative elsewhere. At r = 1 the gradient is that of
     REINFORCE. Source: arXiv 2511.20347.
     """
+    positive("sapo_loss.tau_positive", tau_positive)
+    positive("sapo_loss.tau_negative", tau_negative)
     xp = array_namespace(policy.logp)
     advantages = masked(batch.advantages, batch.mask)
     ratio = importance_ratio(policy.logp, batch.proximal_logp, batch.mask)
@@ -115,6 +129,7 @@ def cispo(policy: Policy, batch: Batch, *, clip_high: float = 0.28, clip_low: fl
 
     term = -sg(min(r, 1 + clip_high)) A θ; with clip_low, the weight is at least 1 - clip_low. Source: arXiv 2506.13585.
     """
+    _both_at_least_zero("cispo_loss", clip_low=clip_low or 0.0, clip_high=clip_high)
     xp = array_namespace(policy.logp)
     ratio = importance_ratio(policy.logp, batch.proximal_logp, batch.mask)
     weight = xp.clip(ratio, None if clip_low is None else 1 - clip_low, 1 + clip_high)
@@ -129,6 +144,7 @@ def dppo_tv(policy: Policy, batch: Batch, *, threshold_low: float = 0.15, thresh
     term = -A exp(θ - b), but 0 where A > 0 and e^θ - e^b > threshold_high, or A < 0 and e^θ - e^b < -threshold_low (the binary
     estimate of the total variation from the policy that sampled). Source: arXiv 2602.04879.
     """
+    _both_at_least_zero("dppo_tv", threshold_low=threshold_low, threshold_high=threshold_high)
     xp = array_namespace(policy.logp)
     advantages = masked(batch.advantages, batch.mask)
     ratio = importance_ratio(policy.logp, batch.behavior_logp, batch.mask)
@@ -145,6 +161,7 @@ def value_clip(policy: Policy, batch: Batch, *, clip: float = 0.2) -> LossTerms:
     term = ½ max((V - R)², (V_old + clip(V - V_old, ±clip) - R)²), V_old = batch.old_values.
     Source: the PPO authors' code; arXiv 2005.12729.
     """
+    positive("value_clip.clip", clip)
     xp = array_namespace(policy.values)
     values, returns, old = (masked(x, batch.mask) for x in (policy.values, batch.returns, batch.old_values))
     plain = (values - returns) ** 2
@@ -170,6 +187,7 @@ def sft(policy: Policy, batch: Batch) -> LossTerms:
 @gin.configurable(module="losses")
 def kl_penalty(policy: Policy, batch: Batch, *, coefficient: float, estimator: str = "k3") -> LossTerms:
     """coefficient · kl(θ, reference). Source: GRPO, arXiv 2402.03300 (k3 in the loss)."""
+    one_of("kl_penalty.estimator", estimator, tuple(ESTIMATORS))
     kl = ESTIMATORS[estimator](masked(policy.logp, batch.mask), masked(batch.reference_logp, batch.mask))
     return masked(coefficient * kl, batch.mask), {"reference_kl": kl}
 
@@ -186,10 +204,21 @@ def sampled_reverse_kl(policy: Policy, batch: Batch) -> LossTerms:
     return -advantage * logp, {"teacher_kl": -advantage}
 
 
+@gin.configurable(module="losses")
+def divergence(policy: Policy, batch: Batch) -> LossTerms:
+    """On-policy distillation with the teacher's whole distribution: term = policy.divergence, which the trainer computes.
+
+    Source: generalised knowledge distillation, arXiv 2306.13649.
+    """
+    divergence = masked(policy.divergence, batch.mask)
+    return divergence, {"teacher_divergence": divergence}
+
+
 def policy_gap(policy: Policy, batch: Batch) -> LossTerms:
     """No loss, a metric: |θ - b|, how far the policy that learns is from the one that spoke. On-policy it is the numerical
-    disagreement of engine and trainer, later the effect of staleness and of earlier minibatches."""
-    gap = masked(policy.logp, batch.mask) - masked(batch.behavior_logp, batch.mask)
+    disagreement of engine and trainer, later the effect of staleness and of earlier minibatches. 0 for what no policy drew."""
+    spoken = batch.mask if batch.versions is None else batch.mask & (batch.versions != NOT_THE_POLICY)
+    gap = masked(policy.logp, spoken) - masked(batch.behavior_logp, spoken)
     xp = array_namespace(gap)
     return xp.zeros_like(gap), {"policy_gap": xp.abs(gap)}
 
@@ -210,6 +239,25 @@ class Combined:
         return terms, metrics
 
 
+@dataclass(frozen=True)
+class Scaled:
+    """A loss times a factor, its metrics as they are."""
+
+    loss: Loss
+    factor: float
+
+    def __call__(self, policy: Policy, batch: Batch) -> LossTerms:
+        terms, metrics = self.loss(policy, batch)
+        return self.factor * terms, metrics
+
+
 def combine(*losses: Loss) -> Loss:
     """The sum of losses, each with its hyperparameters already bound (functools.partial or gin)."""
     return Combined(losses)
+
+
+def each(loss: Loss, factor: float = 1.0) -> list[tuple[float, Loss]]:
+    """The losses that it combines, each with what it is multiplied by; or itself."""
+    if isinstance(loss, Combined):
+        return [one for part in loss.losses for one in each(part, factor)]
+    return each(loss.loss, factor * loss.factor) if isinstance(loss, Scaled) else [(factor, loss)]

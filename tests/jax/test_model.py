@@ -100,6 +100,20 @@ def test_tensors_that_do_not_fit_the_config_are_listed(model_dir_of: MadeModel) 
         from_tensors(shape, [*without.items(), ("model.norm.weight", np.zeros(3))], "here")
 
 
+def test_what_scores_has_a_matrix_of_one_row_in_place_of_the_head(model_dir_of: MadeModel) -> None:
+    for name in ("qwen3", "qwen3-tied"):
+        config, tensors = read_config(model_dir_of(name)), dict(read_tensors(model_dir_of(name)))
+        shape = shape_of(config, "value")
+        assert shape == shape_of({**config, "architectures": ["Qwen3ForSequenceClassification"]}, "reward")
+        params = from_tensors(shape, [*tensors.items(), ("score.weight", np.arange(32.0)[None])], "here")
+        assert "head" not in params
+        written = dict(to_tensors(shape, params))
+        assert written.keys() == (tensors.keys() - {"lm_head.weight"}) | {"score.weight"}
+        np.testing.assert_array_equal(written["score.weight"], np.arange(32.0)[None])
+        with pytest.raises(UserError, match=r"missing score\.weight"):
+            from_tensors(shape, tensors.items(), "here")
+
+
 def test_many_missing_tensors_are_counted_and_not_all_named(model_dir_of: MadeModel) -> None:
     shape = shape_of(read_config(model_dir_of("qwen3")))
     with pytest.raises(UserError, match=r"missing lm_head\.weight, .* and \d\d more"):

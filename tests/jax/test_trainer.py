@@ -147,7 +147,7 @@ def test_micro_batches_and_the_order_of_rows_change_nothing(
     rows: int, batch: Batch, still: Trainer, model_dir_of: MadeModel
 ) -> None:
     expected = still.update(batch, losses.ppo_clip)
-    assert expected.keys() == {"loss", "grad_norm", "learning_rate", "ratio", "clip_fraction"}
+    assert expected.keys() == {"loss", "grad_norm", "learning_rate", "skipped", "ratio", "clip_fraction"}
     trainer = make_trainer(model_dir_of("qwen3"), optimizer=STILL, micro_batch_rows=rows)
     for seed in range(3):
         order = np.random.default_rng(seed).permutation(batch.shape[0])

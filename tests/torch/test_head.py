@@ -1,68 +1,92 @@
-"""The head: log-probabilities and their gradient, chunk by chunk."""
+"""The head: log-probabilities, entropies and their gradients, chunk by chunk; values."""
 
 from __future__ import annotations
 
+import math
+from functools import partial
+
+import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
 
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 
+from areal_x.algorithms.distillation import generalized_jsd  # noqa: E402
 from areal_x_torch import head  # noqa: E402
 from areal_x_torch.model import Head  # noqa: E402
 
-ROWS, LENGTH, FEATURES, VOCABULARY = 3, 7, 5, 11
+POSITIONS, FEATURES, VOCABULARY = 7, 5, 11
 
 
 @pytest.fixture
 def inputs():
     torch.manual_seed(0)
-    hidden = torch.randn(ROWS, LENGTH, FEATURES, requires_grad=True)
+    hidden = torch.randn(POSITIONS, FEATURES, requires_grad=True)
     weight, bias = torch.randn(VOCABULARY, FEATURES, requires_grad=True), torch.randn(VOCABULARY, requires_grad=True)
-    tokens = torch.randint(VOCABULARY, (ROWS, LENGTH))
-    wanted = torch.tensor([1, 2, 5, 6, LENGTH + 3, 2 * LENGTH + 1, 2 * LENGTH + 6])
-    return hidden, weight, bias, tokens, wanted
+    return hidden, weight, bias, torch.randint(VOCABULARY, (POSITIONS,))
 
 
-def whole(hidden, weight, bias, tokens, wanted, temperature):
-    """The formula on the full array of logits."""
-    logits = (hidden @ weight.T + (0 if bias is None else bias)) / temperature
-    logp = logits[:, :-1].log_softmax(-1).gather(-1, tokens[:, 1:, None])[..., 0]
-    logp = torch.nn.functional.pad(logp, (1, 0))
-    chosen = torch.zeros(tokens.numel(), dtype=torch.bool)
-    chosen[wanted] = True
-    return torch.where(chosen.reshape(tokens.shape), logp, 0)
+def whole(hidden, weight, bias, targets, temperature, teacher):
+    """Log-probabilities, entropies and KL(student ‖ teacher) on the full array of logits."""
+    logp = ((hidden @ weight.T + (0 if bias is None else bias)) / temperature).log_softmax(-1)
+    of_teacher = ((teacher.hidden @ teacher.head.weight.T + teacher.head.bias) / temperature).log_softmax(-1)
+    kl = (logp.exp() * (logp - of_teacher)).sum(-1)
+    return logp.gather(1, targets[:, None])[:, 0], -(logp.exp() * logp).sum(-1), kl
+
+
+@pytest.fixture
+def teacher():
+    torch.manual_seed(1)
+    layer = Head(torch.randn(VOCABULARY, 3), torch.randn(VOCABULARY))
+    return head.Teacher(torch.randn(POSITIONS, 3), layer, partial(generalized_jsd, beta=1))
 
 
 @pytest.mark.parametrize("chunk", [1, 3, 7, 100])
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 @pytest.mark.parametrize("has_bias", [False, True])
-def test_values_and_gradients_are_those_of_the_whole_softmax(inputs, chunk, temperature, has_bias):
-    hidden, weight, bias, tokens, wanted = inputs
+@pytest.mark.parametrize("of", [[0], [1], [0, 1], [2], [0, 1, 2]])
+def test_numbers_and_gradients_are_those_of_the_whole_softmax(inputs, teacher, chunk, temperature, has_bias, of):
+    hidden, weight, bias, targets = inputs
     bias = bias if has_bias else None
     leaves = [hidden, weight] + ([bias] if has_bias else [])
-    ours = head.logprobs(hidden, Head(weight, bias), tokens, wanted, temperature, chunk)
-    theirs = whole(hidden, weight, bias, tokens, wanted, temperature)
-    torch.testing.assert_close(ours, theirs, atol=1e-6, rtol=1e-5)
-    upstream = torch.randn(ROWS, LENGTH)
-    pairs = zip(torch.autograd.grad(ours, leaves, upstream), torch.autograd.grad(theirs, leaves, upstream), strict=True)
-    for mine, its in pairs:
-        torch.testing.assert_close(mine, its, atol=1e-6, rtol=1e-5)
+    beside = teacher if 2 in of else None
+    ours = head.logprobs(hidden, Head(weight, bias), targets, temperature, chunk, 1 in of, beside)
+    theirs = whole(hidden, weight, bias, targets, temperature, teacher)
+    for i in of:
+        torch.testing.assert_close(ours[i], theirs[i], atol=1e-6, rtol=1e-5)
+    upstream = torch.randn(3, POSITIONS)
+    mine, its = (torch.autograd.grad(sum((x[i] * upstream[i]).sum() for i in of), leaves) for x in (ours, theirs))
+    rounding = 1e-5 if 2 in of else 2e-6  # autograd's way through a divergence sums more over the vocabulary
+    torch.testing.assert_close(mine, its, atol=rounding, rtol=1e-5)
 
 
-def test_tokens_that_nobody_wants_get_zero_and_cost_nothing(inputs):
-    hidden, weight, _, tokens, wanted = inputs
+def test_what_nobody_wants_is_not_there(inputs):
+    hidden, weight, _, targets = inputs
+    assert head.logprobs(hidden, Head(weight, None), targets, 1.0, 3)[1:] == (None, None)
+
+
+def test_the_entropy_of_an_even_and_of_a_certain_distribution():
+    hidden = torch.tensor([[0.0], [1000.0]], requires_grad=True)
+    weight = torch.linspace(0, 1, VOCABULARY)[:, None]
+    entropy = head.logprobs(hidden, Head(weight, None), torch.zeros(2, dtype=torch.int64), 1.0, 10, True)[1]
+    torch.testing.assert_close(entropy, torch.tensor([math.log(VOCABULARY), 0.0]))
+    assert torch.isfinite(torch.autograd.grad(entropy.sum(), hidden)[0]).all()
+
+
+@pytest.mark.parametrize("entropy, has_teacher", [(False, False), (True, False), (True, True)])
+def test_no_chunk_of_logits_is_larger_than_asked_for_in_either_direction(inputs, teacher, entropy, has_teacher):
+    hidden, weight, _, targets = inputs
     with Largest(VOCABULARY) as seen:
-        logp = head.logprobs(hidden, Head(weight, None), tokens, wanted, 1.0, 100)
-    assert (logp != 0).sum() == len(wanted)
-    assert seen.rows == len(wanted)
+        said = head.logprobs(hidden, Head(weight, None), targets, 1.0, 6, entropy, teacher if has_teacher else None)
+        sum(x.sum() for x in said if x is not None).backward()
+    assert seen.rows == 6  # of 7; the transposed weight has 5
 
 
-def test_no_chunk_of_logits_is_larger_than_asked_for_in_either_direction(inputs):
-    hidden, weight, _, tokens, wanted = inputs
-    with Largest(VOCABULARY) as seen:
-        head.logprobs(hidden, Head(weight, None), tokens, wanted, 1.0, 6).sum().backward()
-    assert seen.rows == 6  # of 7 wanted; the transposed weight has 5
+def test_a_value_is_computed_in_fp32_from_what_bf16_left(inputs):
+    hidden, weight = inputs[0].detach().bfloat16(), inputs[1][:1].detach()
+    expected = hidden.double().numpy() @ weight[0].double().numpy()
+    np.testing.assert_allclose(head.values(hidden, weight).numpy(), expected, rtol=1e-6, atol=1e-6)
 
 
 class Largest(TorchDispatchMode):

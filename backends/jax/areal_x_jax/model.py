@@ -20,6 +20,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from areal_x.errors import UserError
+from areal_x.model_dir import CAUSAL, CLASSIFIER
 
 FAMILIES = {"Qwen3ForCausalLM": "qwen3", "Qwen2ForCausalLM": "qwen2", "LlamaForCausalLM": "llama"}
 Params = dict[str, Any]
@@ -28,7 +29,10 @@ Rotation = tuple[Array, Array]
 
 @dataclass(frozen=True)
 class Shape:
-    """Sizes and features of a decoder. heads share kv_heads in equal groups; head_dim need not be hidden / heads."""
+    """Sizes and features of a decoder. heads share kv_heads in equal groups; head_dim need not be hidden / heads.
+
+    scores: whether it says one number of each token, and no logits.
+    """
 
     vocab: int
     hidden: int
@@ -42,11 +46,12 @@ class Shape:
     qkv_bias: bool
     qk_norm: bool
     tied: bool
+    scores: bool
 
 
-def shape_of(config: Mapping[str, Any]) -> Shape:
+def shape_of(config: Mapping[str, Any], head: str = "policy") -> Shape:
     """Reads a Hugging Face config. Raises: UserError naming what this decoder does not do and what would."""
-    architecture = (config.get("architectures") or ["none"])[0]
+    architecture = (config.get("architectures") or ["none"])[0].replace(CLASSIFIER, CAUSAL)
     if architecture not in FAMILIES:
         raise UserError(
             f"the JAX backend does not know the architecture {architecture}; it knows {', '.join(FAMILIES)} "
@@ -81,6 +86,7 @@ def shape_of(config: Mapping[str, Any]) -> Shape:
         qkv_bias=family == "qwen2",
         qk_norm=family == "qwen3",
         tied=bool(config.get("tie_word_embeddings", False)),
+        scores=head != "policy",
     )
 
 
@@ -104,13 +110,16 @@ class Layers(nnx.Module):
 
 
 class Decoder(nnx.Module):
-    """The parameters of a decoder: embed [vocab, hidden], layers, norm [hidden], and head [hidden, vocab] unless tied."""
+    """The parameters of a decoder: embed [vocab, hidden], layers, norm [hidden], and score [hidden, 1] or, unless it is tied,
+    head [hidden, vocab]."""
 
     def __init__(self, shape: Shape) -> None:
         self.embed = nnx.Param(jnp.zeros((shape.vocab, shape.hidden), jnp.float32))
         self.layers = Layers(shape)
         self.norm = nnx.Param(jnp.zeros(shape.hidden, jnp.float32))
-        if not shape.tied:
+        if shape.scores:
+            self.score = nnx.Param(jnp.zeros((shape.hidden, 1), jnp.float32))
+        elif not shape.tied:
             self.head = nnx.Param(jnp.zeros((shape.hidden, shape.vocab), jnp.float32))
 
 

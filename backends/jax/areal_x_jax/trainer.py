@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -44,13 +45,19 @@ class Trainer:
         precision = {"auto": "fp32" if on_cpu else "bf16"}.get(config.precision, config.precision)
         self.dtype = {"fp32": jnp.float32, "bf16": jnp.bfloat16}[precision]
         self.directory = model_dir.resolve(config.model.path)
-        self.shape = shape_of(model_dir.read_config(self.directory))
+        model_dir.check_head(self.directory, config.head)
+        self.shape = shape_of(model_dir.read_config(self.directory), config.head)
+        self.teacher: Params | None = None
+        if config.teacher is not None:
+            self.teacher_shape, self.teacher = self._read_teacher(Path(config.teacher))
         self.optimizer = make_optimizer(config.optimizer)
         self.params = self._read_params(self.directory)
-        self.moments = jax.jit(self.optimizer.init, out_shardings=self.replicated)(self.params)
+        self.moments: Any = None
+        if not config.frozen:
+            self.moments = jax.jit(self.optimizer.init, out_shardings=self.replicated)(self.params)
         self.version = 0
         self._steps: dict[Loss, Any] = {}
-        self._logprobs = jax.jit(self._all_logprobs, out_shardings=self.by_row)
+        self._said = jax.jit(self._all_said, out_shardings=self.by_row)
 
     @property
     def programs(self) -> int:
@@ -58,20 +65,24 @@ class Trainer:
         return sum(step._cache_size() for step in self._steps.values())
 
     def logprobs(self, batch: Batch) -> Float32[np.ndarray, "rows length"]:
-        rows, length = batch.shape
-        micro, count = self._lay_out(Batch(batch.tokens, batch.segment_ids, batch.positions, batch.mask))
-        logp = jax.device_get(self._logprobs(self.params, micro, count))
-        return np.asarray(logp).reshape(-1, length)[:rows]
+        self._need_policy("log-probabilities")
+        return self._say(batch)
+
+    def values(self, batch: Batch) -> Float32[np.ndarray, "rows length"]:
+        if self.config.head == "policy":
+            raise ValueError("a trainer with the head 'policy' has no values: a critic or a reward model has them")
+        return self._say(batch)
 
     def update(self, batch: Batch, loss: Loss) -> dict[str, float]:
         if batch.weights is None:
             raise ValueError("the batch has no weights: an algorithm's weighting gives them")
+        self._need_moments("update")
         micro, count = self._lay_out(batch)
         if loss not in self._steps:
             # Pinned shardings: left to the compiler, those of the second step's state could differ and compile it again.
             self._steps[loss] = jax.jit(partial(self._step, loss), donate_argnums=(0, 1), out_shardings=self.replicated)
         trained = np.float32(max(np.count_nonzero(batch.mask), 1))
-        self.params, self.moments, results = self._steps[loss](self.params, self.moments, micro, count, trained)
+        self.params, self.moments, results = self._steps[loss](self.params, self.moments, self.teacher, micro, count, trained)
         rate = float(self.config.optimizer.learning_rate_at(np.float32(self.version)))
         self.version += 1
         return {**{name: float(x) for name, x in jax.device_get(results).items()}, "learning_rate": rate}
@@ -81,7 +92,8 @@ class Trainer:
             yield name, tensor.astype(self.dtype)
 
     def save(self, directory: Path) -> None:
-        model_dir.write_model(directory, self.directory, to_tensors(self.shape, self.params))
+        self._need_moments("state to save")
+        model_dir.write_model(directory, self.directory, to_tensors(self.shape, self.params), head=self.config.head)
         first, second = (to_tensors(self.shape, optax.tree.get(self.moments, which)) for which in ("mu", "nu"))
         moments = ((name, m, v) for (name, m), (_, v) in zip(first, second, strict=True))
         model_dir.write_state(directory, moments, {"version": self.version})
@@ -96,18 +108,49 @@ class Trainer:
         self.params, self.version = params, version
 
     def snapshot(self) -> Params:
+        self._need_policy("snapshot to sample from")
         return jax.tree.map(lambda x: jnp.array(x, self.dtype, copy=True), self.params)
 
     def sampler(self, slots: int, context: int) -> Any:
         from areal_x_jax.lanes import Sampler
 
+        self._need_policy("sampler")
         return Sampler(self.shape, slots, context)
 
     # ---- on the host
 
+    def _need_policy(self, what: str) -> None:
+        if self.config.head != "policy":
+            raise ValueError(f"a trainer with the head {self.config.head!r} has no {what}: it judges tokens and draws none")
+
+    def _need_moments(self, what: str) -> None:
+        if self.config.frozen:
+            raise ValueError(f"a frozen model has no {what}: it is only asked")
+
+    def _say(self, batch: Batch) -> Float32[np.ndarray, "rows length"]:
+        rows, length = batch.shape
+        micro, count = self._lay_out(Batch(batch.tokens, batch.segment_ids, batch.positions, batch.mask))
+        said = jax.device_get(self._said(self.params, micro, count))
+        return np.asarray(said).reshape(-1, length)[:rows]
+
     def _read_params(self, directory: Path) -> Params:
-        params = from_tensors(self.shape, model_dir.read_tensors(directory), str(directory))
-        return jax.device_put(params, self.replicated)
+        tensors = model_dir.read_tensors(directory)
+        if self.shape.scores and not model_dir.is_classifier(model_dir.read_config(directory)):
+            tensors = chain(tensors, [("score.weight", np.zeros((1, self.shape.hidden)))])
+        params = from_tensors(self.shape, tensors, str(directory))
+        return jax.device_put(self._cast(params) if self.config.frozen else params, self.replicated)
+
+    def _read_teacher(self, directory: Path) -> tuple[Shape, Params]:
+        model_dir.check_vocabulary("train.teacher", directory, self.directory)
+        model_dir.check_head(directory, "policy")
+        shape = shape_of(model_dir.read_config(directory))
+        params = from_tensors(shape, model_dir.read_tensors(directory), str(directory))
+        return shape, jax.device_put(self._cast(params), self.replicated)
+
+    def _cast(self, params: Params) -> Params:
+        """In the compute precision, but for a score, which is computed in fp32."""
+        score = {"score": params["score"]} if "score" in params else {}
+        return {**jax.tree.map(lambda x: x.astype(self.dtype), params), **score}
 
     def _read_moments(self, directory: Path, prefix: str) -> Params:
         moments = ((n.removeprefix(prefix), x) for n, x in model_dir.read_moments(directory) if n.startswith(prefix))
@@ -136,12 +179,12 @@ class Trainer:
     # ---- what is compiled
 
     def _step(
-        self, loss: Loss, params: Params, moments: Any, batch: Batch, count: Array, trained: Array
+        self, loss: Loss, params: Params, moments: Any, teacher: Params | None, batch: Batch, count: Array, trained: Array
     ) -> tuple[Params, Any, dict[str, Array]]:
         """One optimizer step over the first `count` micro-batches. trained: masked tokens of the whole batch."""
 
         def objective(params: Params, micro: Batch) -> tuple[Array, dict[str, Array]]:
-            terms, metrics = loss(self._policy(params, micro), micro)
+            terms, metrics = loss(self._policy(params, micro, self.config.entropy, teacher), micro)
             means = {name: jnp.sum(jnp.where(micro.mask, x, 0)) / trained for name, x in metrics.items()}
             return jnp.sum(micro.weights * terms), means
 
@@ -153,24 +196,43 @@ class Trainer:
         kinds = jax.eval_shape(differentiate, params, _micro(batch, 0))
         sums = jax.lax.fori_loop(0, count, add, jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), kinds))
         (value, metrics), gradient = sums
-        updates, moments = self.optimizer.update(gradient, moments, params)
-        results = {"loss": value, "grad_norm": optax.tree.norm(gradient), **metrics}
-        return optax.apply_updates(params, updates), moments, results
+        norm = optax.tree.norm(gradient)
+        finite = jnp.isfinite(value) & jnp.isfinite(norm)
+        updates, new_moments = self.optimizer.update(gradient, moments, params)
 
-    def _all_logprobs(self, params: Params, batch: Batch, count: Array) -> Float32[Array, "capacity rows length"]:
-        def fill(index: Array, logp: Array) -> Array:
-            return logp.at[index].set(self._policy(params, _micro(batch, index)).logp)
+        def keep(new: Array, old: Array) -> Array:
+            """The optimizer's counts, the only integers, go on: they are the version, and a skipped step is one too."""
+            return new if jnp.issubdtype(new.dtype, jnp.integer) else jnp.where(finite, new, old)
+
+        params, moments = jax.tree.map(keep, (optax.apply_updates(params, updates), new_moments), (params, moments))
+        return params, moments, {"loss": value, "grad_norm": norm, "skipped": 1.0 - finite, **metrics}
+
+    def _all_said(self, params: Params, batch: Batch, count: Array) -> Float32[Array, "capacity rows length"]:
+        """Log-probabilities, or values of what scores."""
+
+        def fill(index: Array, said: Array) -> Array:
+            policy = self._policy(params, _micro(batch, index))
+            return said.at[index].set(policy.values if self.shape.scores else policy.logp)
 
         return jax.lax.fori_loop(0, count, fill, jnp.zeros(batch.tokens.shape, jnp.float32))
 
-    def _policy(self, params: Params, batch: Batch) -> Policy:
-        cast = jax.tree.map(lambda x: x.astype(self.dtype), params)
+    def _policy(self, params: Params, batch: Batch, entropy: bool = False, teacher: Params | None = None) -> Policy:
+        cast = self._cast(params)
         on_one_device = batch.tokens.size // self.mesh.size
         remat = on_one_device * kept_numbers(self.shape) * jnp.dtype(self.dtype).itemsize > KEPT_BYTES
-        hidden = hidden_states(self.shape, cast, batch.tokens, batch.positions, batch.segment_ids, remat)
+        packed = batch.tokens, batch.positions, batch.segment_ids
+        hidden = hidden_states(self.shape, cast, *packed, remat)
+        if self.shape.scores:
+            before = self.config.head == "value"
+            return Policy(values=head.values(hidden, params["score"], batch.segment_ids, before))
         chunk = self.config.head_chunk * self.mesh.size
         kernel, temperature = head_kernel(params), self.config.temperature
-        return Policy(head.logprobs(hidden, kernel, batch.tokens, batch.segment_ids, temperature, chunk))
+        beside = None
+        if teacher is not None:
+            of_teacher = hidden_states(self.teacher_shape, teacher, *packed, remat=False)  # it keeps nothing: no gradient
+            beside = head.Teacher(of_teacher, head_kernel(teacher), self.config.divergence)
+        said = head.logprobs(hidden, kernel, batch.tokens, batch.segment_ids, temperature, chunk, entropy, beside)
+        return Policy(**dict(zip(("logp", "entropy", "divergence"), said, strict=True)))
 
 
 def _micro(batch: Batch, index: Array | int) -> Batch:

@@ -20,7 +20,7 @@ IN_LAYER = {
     "k_norm": "self_attn.k_norm.weight",
     **{name: f"mlp.{name}_proj.weight" for name in ("gate", "up", "down")},
 }
-OUTSIDE = {"embed": "model.embed_tokens.weight", "norm": "model.norm.weight", "head": "lm_head.weight"}
+OUTSIDE = {"embed": "model.embed_tokens.weight", "norm": "model.norm.weight", "head": "lm_head.weight", "score": "score.weight"}
 
 
 @dataclass(frozen=True)
@@ -41,8 +41,9 @@ def places(shape: Shape) -> dict[str, Place]:
             if leaf in tree["layers"]:
                 found[f"model.layers.{layer}.{name}"] = Place(leaf, layer, tree["layers"][leaf].ndim == 3)
     found[OUTSIDE["norm"]] = Place("norm", None, False)
-    if not shape.tied:
-        found[OUTSIDE["head"]] = Place("head", None, True)
+    for leaf in ("head", "score"):
+        if leaf in tree:
+            found[OUTSIDE[leaf]] = Place(leaf, None, True)
     return found
 
 
@@ -56,7 +57,8 @@ def from_tensors(shape: Shape, tensors: Iterable[tuple[str, np.ndarray]], source
     missing, left_over = set(where), []
     for name, tensor in tensors:
         if name not in where:
-            if not (shape.tied and name == OUTSIDE["head"]):  # some save the tied head a second time
+            # Some save the tied head a second time, and what scores has no use for a language model's head.
+            if name != OUTSIDE["head"] or not (shape.tied or shape.scores):
                 left_over.append(name)
             continue
         place = where[name]

@@ -1,14 +1,13 @@
 """From packed rows to rows that torch likes: one sequence a row, rows of like lengths together.
 
-Packing serves programs of fixed shapes. torch takes any shape, so a packed batch is taken apart: no mask over other sequences,
-no attention across them, no padding but the difference to the longest of the same micro-batch, and any model's own causal
-attention gives what each sequence alone gives.
+Packing serves programs of fixed shapes. torch takes any shape, so for the model packed rows are taken apart: no mask over other
+sequences, no attention across them, no padding but the difference to the longest beside it, and any model's own causal
+attention gives what each sequence alone gives. A loss sees the packed rows themselves: their segments may belong together.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
@@ -18,37 +17,48 @@ from areal_x.types import Batch
 
 
 @dataclass(frozen=True)
-class Micro:
-    """Some sequences of a packed batch, one a row.
+class Sequences:
+    """Some sequences of packed rows, one a row.
 
-    places: where in the flattened batch each token lies. real: False at the padding behind a row's end.
+    places: where in the flattened packed rows each token lies. real: False at the padding behind a row's end.
     """
 
     places: Int64[np.ndarray, "sequences longest"]
     real: Bool[np.ndarray, "sequences longest"]
 
-    def take(self, batch: Batch, device: torch.device) -> Batch:
-        """The batch of these rows as tensors, 0 in padding; each row is one segment."""
-        return batch.map(lambda x: self._take(x).to(device)).replace(
-            segment_ids=torch.from_numpy(self.real.astype(np.int64)).to(device)
-        )
+    def take(self, x: np.ndarray) -> np.ndarray:
+        """These sequences of packed rows, 0 in padding."""
+        return np.where(self.real, x.reshape(-1)[self.places], x.dtype.type(0))
 
-    def _take(self, x: np.ndarray) -> torch.Tensor:
-        x = np.asarray(x)
-        taken = np.where(self.real, x.reshape(-1)[self.places], x.dtype.type(0))
-        wide = {"f": np.float32, "i": np.int64, "u": np.int64}.get(x.dtype.kind, x.dtype)
-        return torch.from_numpy(taken.astype(wide, copy=False))
+    def read(
+        self, wanted: Bool[np.ndarray, "rows length"], before: bool
+    ) -> tuple[Int64[np.ndarray, " n"], Int64[np.ndarray, " n"]]:
+        """The flat places in these rows whose hidden states tell of the wanted tokens, and those tokens' in the packed rows.
 
-    def flat(self, chosen: Bool[np.ndarray, "sequences longest"]) -> torch.Tensor:
-        """The flat places of these rows where `chosen` holds for a token that another one precedes."""
-        chosen = chosen & self.real
-        chosen[:, 0] = False
-        return torch.from_numpy(np.flatnonzero(chosen))
+        before: of a token tells the one before it, and of a sequence's first none; else itself. The shift by one happens here
+        and nowhere else.
+        """
+        chosen = self.take(wanted)
+        chosen[:, 0] &= not before
+        found = np.flatnonzero(chosen)
+        return found - before, self.places.reshape(-1)[found]
 
 
-def take_apart(segment_ids: Any, budget: int) -> list[Micro]:
-    """The sequences of packed rows, in micro-batches of at most `budget` places (or one sequence), longest first."""
-    segment_ids = np.asarray(segment_ids)
+def micro_batches(batch: Batch, most: int) -> list[Batch]:
+    """The packed rows that hold a sequence, shared evenly by the fewest batches of at most `most`."""
+    rows = np.flatnonzero(batch.segment_ids.any(axis=1))
+    groups = np.array_split(rows, -(-len(rows) // most)) if len(rows) else []
+    return [batch.map(lambda x, rows=group: x[rows]) for group in groups]
+
+
+def to_tensor(x: np.ndarray, device: torch.device) -> torch.Tensor:
+    """Numbers in the widths that torch computes and indexes with."""
+    wide = {"f": np.float32, "i": np.int64, "u": np.int64}.get(x.dtype.kind, x.dtype)
+    return torch.from_numpy(x.astype(wide, copy=False)).to(device)
+
+
+def take_apart(segment_ids: Int64[np.ndarray, "rows length"], budget: int) -> list[Sequences]:
+    """The sequences of packed rows, in groups of at most `budget` places (or one sequence), longest first."""
     rows, length = segment_ids.shape
     filled = np.flatnonzero(segment_ids)
     keys = (np.arange(rows)[:, None] * (length + 1) + segment_ids).reshape(-1)[filled]
@@ -74,7 +84,7 @@ def by_length(lengths: Int64[np.ndarray, " n"], budget: int) -> list[Int64[np.nd
     return groups
 
 
-def _rows(starts: np.ndarray, lengths: np.ndarray) -> Micro:
+def _rows(starts: np.ndarray, lengths: np.ndarray) -> Sequences:
     steps = np.arange(lengths.max())
     real = steps < lengths[:, None]
-    return Micro(np.where(real, starts[:, None] + steps, 0), real)
+    return Sequences(np.where(real, starts[:, None] + steps, 0), real)

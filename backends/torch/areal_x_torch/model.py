@@ -1,4 +1,6 @@
-"""A causal language model of transformers: loaded as fp32 master weights, read out under its Hugging Face names."""
+"""A causal language model of transformers, or a sequence classifier: loaded as fp32 master weights, read out under its Hugging
+Face names.
+"""
 
 from __future__ import annotations
 
@@ -11,45 +13,72 @@ import numpy as np
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedModel
 from transformers.utils import logging
 
+from areal_x import model_dir
 from areal_x.errors import UserError
+
+SCORE = "score.weight"  # what a sequence classifier has in place of a language model's head
 
 
 class Head(NamedTuple):
-    """What turns the last hidden states into logits."""
+    """What turns the last hidden states into logits, or into one score."""
 
     weight: Float[Tensor, "vocabulary features"]
     bias: Float[Tensor, " vocabulary"] | None
 
 
-def load(directory: Path, device: torch.device) -> PreTrainedModel:
+def load(directory: Path, device: torch.device, head: str) -> PreTrainedModel:
     """The model of a directory in float32, without dropout, attending through torch's scaled_dot_product_attention.
 
-    Raises: UserError where the tensors do not fit the config, or the model is one that this backend does not train.
+    head: "policy" for a causal language model, else a sequence classifier with one label, whose score is 0 where the directory
+    has none. Raises: UserError where the tensors do not fit the config, or the model is one that this backend does not train.
     """
+    model_dir.check_head(directory, head)
+    kind, name, changes = AutoModelForCausalLM, "a causal language model", {}
+    if head != "policy":
+        kind, name, changes = AutoModelForSequenceClassification, "a sequence classifier", {"num_labels": 1}
     with quiet():
         try:
-            model, found = AutoModelForCausalLM.from_pretrained(
+            model, found = kind.from_pretrained(
                 directory,
                 dtype=torch.float32,
                 attn_implementation="sdpa",
                 local_files_only=True,
                 ignore_mismatched_sizes=True,  # they are listed below, by name
                 output_loading_info=True,
+                **changes,
             )
         except (ValueError, KeyError, RuntimeError, OSError) as error:
             reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-            raise UserError(f"transformers cannot load {directory} as a causal language model: {reason}") from error
-    complaints = _complaints(found["missing_keys"], found["unexpected_keys"], [name for name, *_ in found["mismatched_keys"]])
+            raise UserError(f"transformers cannot load {directory} as {name}: {reason}") from error
+    missing, left_over = set(found["missing_keys"]), set(found["unexpected_keys"])
+    if head != "policy":  # of a language model
+        left_over = {name for name in left_over if not name.startswith("lm_head.")}
+    complaints = _complaints(missing - {SCORE}, left_over, [name for name, *_ in found["mismatched_keys"]])
     if complaints:
         raise UserError(f"the tensors of {directory} do not fit its config ({complaints})")
     model = model.to(device).eval()
     # transformers gives the padding token's embedding no gradient. Here padding never counts: it is a token like any other.
     model.get_input_embeddings().padding_idx = None
     refuse_unusual(model, directory)
+    if SCORE in missing:
+        nn.init.zeros_(model.score.weight)
     return model
+
+
+def load_frozen(directory: Path, device: torch.device, dtype: torch.dtype, head: str = "policy") -> PreTrainedModel:
+    """A model that is only looked at. What autocast would cast at each use, the weights of products, is of `dtype` for good; so
+    it says to the last bit what the same model says in training."""
+    model = load(directory, torch.device("cpu"), head).requires_grad_(False)
+    kept = {id(model.get_input_embeddings().weight), *(id(p) for name, p in model.named_parameters() if name == "score.weight")}
+    for layer in model.modules():
+        if isinstance(layer, torch.nn.Linear):
+            for parameter in layer.parameters():
+                if id(parameter) not in kept:
+                    parameter.data = parameter.data.to(dtype)
+    return model.to(device)
 
 
 def refuse_unusual(model: PreTrainedModel, directory: Path) -> None:
@@ -59,10 +88,11 @@ def refuse_unusual(model: PreTrainedModel, directory: Path) -> None:
         raise UserError(f"{kind}, whose files name other tensors than the model has: use a dense model")
     if not model._supports_attention_backend:
         raise UserError(f"{kind}, whose attention transformers does not let others replace: use a Qwen, Llama or Mistral model")
-    probe = torch.arange(4, device=model.device)[None] % len(head(model).weight)
+    # A classifier's logits are those of the last token that is not padding: of one token in any case.
+    probe = torch.arange(1 if is_classifier(model) else 4, device=model.device)[None]
     with torch.inference_mode():
         linear = nn.functional.linear(hidden_states(model, probe), *head(model))
-        if not torch.allclose(model(probe, use_cache=False).logits, linear, rtol=1e-3, atol=1e-3):
+        if not torch.allclose(model(probe, use_cache=False).logits.reshape(linear.shape), linear, rtol=1e-3, atol=1e-3):
             raise UserError(f"{kind}, which caps or scales its logits after the head: use a model with a plain linear head")
 
 
@@ -75,8 +105,12 @@ def hidden_states(model: PreTrainedModel, tokens: Int[Tensor, "rows length"]) ->
 
 
 def head(model: PreTrainedModel) -> Head:
-    layer = model.get_output_embeddings()
+    layer = model.score if is_classifier(model) else model.get_output_embeddings()
     return Head(layer.weight, layer.bias)
+
+
+def is_classifier(model: PreTrainedModel) -> bool:
+    return hasattr(model, "score")
 
 
 def named_tensors(model: PreTrainedModel) -> dict[str, Tensor]:

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from jaxtyping import Float32
+from jaxtyping import Bool, Float32
 from torch import Tensor
 from torch.nn import Parameter
+from transformers import PreTrainedModel
 
 from areal_x import model_dir
 from areal_x.rollout.lanes import Lanes
@@ -19,7 +21,7 @@ from areal_x.trainer import Loss, OptimizerConfig, TrainerConfig
 from areal_x.types import Batch, Policy
 from areal_x_torch import head, model
 from areal_x_torch.device import check_mesh, compute_dtype, find_device, places_at_once
-from areal_x_torch.layout import Micro, take_apart
+from areal_x_torch.layout import micro_batches, take_apart, to_tensor
 
 
 class Trainer:
@@ -31,8 +33,12 @@ class Trainer:
         self.directory = model_dir.resolve(config.model.path)
         self.device = find_device()
         self.dtype = compute_dtype(config.precision, self.device)
-        self.model = model.load(self.directory, self.device)
-        self.optimizer = make_optimizer(list(self.model.parameters()), config.optimizer)
+        self.teacher = self._load_teacher(Path(config.teacher)) if config.teacher is not None else None
+        if config.frozen:
+            self.model = model.load_frozen(self.directory, self.device, self.dtype, config.head)
+        else:
+            self.model = model.load(self.directory, self.device, config.head)
+            self.optimizer = make_optimizer(list(self.model.parameters()), config.optimizer)
         self.version = 0
         self._threads = torch.get_num_threads()
         self._beside: Lanes | None = None  # the sampler that shares the CPU with this trainer
@@ -40,15 +46,16 @@ class Trainer:
     def update(self, batch: Batch, loss: Loss) -> dict[str, float]:
         if batch.weights is None:
             raise ValueError("the batch has no weights: an algorithm's weighting gives them")
+        self._need_moments("update")
         self._leave_cores()
         self.optimizer.zero_grad()  # what a loss that raised has left behind
         tokens = max(int(np.sum(batch.mask)), 1)
-        sums: dict[str, Tensor] = defaultdict(lambda: torch.zeros((), device=self.device))
-        for micro in self._take_apart(batch):
-            rows = micro.take(batch, self.device)
+        zero = partial(torch.zeros, (), device=self.device)
+        sums: dict[str, Tensor] = defaultdict(zero, loss=zero())
+        for packed in micro_batches(batch.map(np.asarray), self.config.micro_batch_rows):
+            rows = packed.map(lambda x: to_tensor(x, self.device))
             # Only what is trained on goes through the head: a loss masks everything else before it computes.
-            policy = self._policy(rows, micro.flat(np.asarray(batch.mask).reshape(-1)[micro.places]))
-            terms, metrics = loss(policy, rows)
+            terms, metrics = loss(self._policy(packed, packed.mask, self.config.entropy, self.teacher), rows)
             total = (rows.weights * terms).sum()
             if total.requires_grad:
                 total.backward()
@@ -59,36 +66,44 @@ class Trainer:
         rate = float(self.config.optimizer.learning_rate_at(np.float32(self.version)))
         for group in self.optimizer.param_groups:
             group["lr"] = rate
-        self.optimizer.step()
+        results = {name: float(x) for name, x in sums.items()} | {"grad_norm": norm, "learning_rate": rate}
+        finite = np.isfinite([results["loss"], norm]).all()
+        if finite:
+            self.optimizer.step()
+        else:  # the optimizer's counts are the version, and a skipped step is one too
+            for state in self.optimizer.state.values():
+                state["step"] += 1
         self.optimizer.zero_grad()
         self.version += 1
-        return {name: float(x) for name, x in sums.items()} | {"grad_norm": norm, "learning_rate": rate}
+        return results | {"skipped": 1.0 - finite}
 
-    @torch.inference_mode()
     def logprobs(self, batch: Batch) -> Float32[np.ndarray, "rows length"]:
-        out = np.zeros(batch.shape, np.float32)
-        given = Batch(batch.tokens, batch.segment_ids, batch.positions, batch.mask)
-        for micro in self._take_apart(batch):
-            logp = self._policy(micro.take(given, self.device), micro.flat(micro.real)).logp
-            out.reshape(-1)[micro.places[micro.real]] = logp.cpu().numpy()[micro.real]
-        return out
+        self._only_with("logprobs", "policy")
+        return self._everywhere(batch, "logp")
+
+    def values(self, batch: Batch) -> Float32[np.ndarray, "rows length"]:
+        self._only_with("values", "value", "reward")
+        return self._everywhere(batch, "values")
 
     def weights(self) -> Iterator[tuple[str, np.ndarray]]:
         for name, x in model.named_tensors(self.model).items():
             yield name, model.to_numpy(x.to(self.dtype) if x.is_floating_point() else x)
 
     def snapshot(self) -> dict[str, Tensor]:
+        self._only_with("snapshot", "policy")
         return {name: x.detach().to(self.dtype, copy=True) for name, x in self.model.named_parameters()}
 
     def sampler(self, slots: int, context: int) -> Any:
         from areal_x_torch.sampler import Sampler
 
+        self._only_with("sampler", "policy")
         self._beside = Sampler(self.model, slots, context, self.dtype)
         return self._beside
 
     def save(self, directory: Path) -> None:
+        self._need_moments("state to save")
         tensors = ((name, model.to_numpy(x)) for name, x in model.named_tensors(self.model).items())
-        model_dir.write_model(directory, self.directory, tensors)
+        model_dir.write_model(directory, self.directory, tensors, head=self.config.head)
         states = ((name, self.optimizer.state[p]) for name, p in self.model.named_parameters())
         moments = ((name, model.to_numpy(s["exp_avg"]), model.to_numpy(s["exp_avg_sq"])) for name, s in states)
         model_dir.write_state(directory, moments, {"version": self.version})
@@ -103,22 +118,68 @@ class Trainer:
             state["step"].fill_(self.version)
         model.copy_in(targets, model_dir.read_moments(directory), str(directory))
 
+    def _load_teacher(self, directory: Path) -> PreTrainedModel:
+        model_dir.check_vocabulary("train.teacher", directory, self.directory)
+        return model.load_frozen(directory, self.device, self.dtype)
+
     def _leave_cores(self) -> None:
         """On a CPU, half of the cores while the sampler decodes. On all of them each operation would wait for the threads whose
         core a lane has: an asynchronous step on two cores takes 0.7 of the time this way."""
         if self.device.type == "cpu" and self._beside is not None:
             torch.set_num_threads(max(1, self._threads // 2) if self._beside.busy else self._threads)
 
-    def _take_apart(self, batch: Batch) -> list[Micro]:
-        return take_apart(batch.segment_ids, places_at_once(self.config.micro_batch_rows * batch.shape[1], self.device))
+    def _policy(
+        self,
+        packed: Batch,
+        wanted: Bool[np.ndarray, "rows length"],
+        entropy: bool = False,
+        teacher: PreTrainedModel | None = None,
+    ) -> Policy:
+        """What the head says of the wanted tokens of packed rows, 0 elsewhere."""
+        said: dict[str, Tensor] = {}
+        # A quarter more than so many rows have: else a little padding would split the sequences of full rows in two.
+        places = self.config.micro_batch_rows * packed.shape[1] * 5 // 4
+        for some in take_apart(packed.segment_ids, places_at_once(places, self.device)):
+            telling, told = some.read(wanted, before=self.config.head != "reward")
+            rows, telling = (to_tensor(x, self.device) for x in (some.take(packed.tokens), telling))
+            targets, told = (to_tensor(x, self.device) for x in (packed.tokens.reshape(-1)[told], told))
+            hidden, beside = self._hidden(self.model, rows, telling), None
+            if teacher is not None:
+                with torch.no_grad():
+                    of_teacher = self._hidden(teacher, rows, telling)
+                beside = head.Teacher(of_teacher, model.head(teacher), self.config.divergence)
+            for name, x in self._say(hidden, targets, entropy, beside).items():
+                flat = said.get(name, x.new_zeros(packed.tokens.size))
+                said[name] = flat.index_copy(0, told, x)
+        return Policy(**{name: x.reshape(packed.shape) for name, x in said.items()})
 
-    def _policy(self, rows: Batch, wanted: Tensor) -> Policy:
+    def _hidden(self, of: PreTrainedModel, rows: Tensor, telling: Tensor) -> Tensor:
+        """What a model's head reads at the flat places `telling` of rows of tokens."""
         with torch.autocast(self.device.type, self.dtype, enabled=self.dtype != torch.float32):
-            hidden = model.hidden_states(self.model, rows.tokens)
-        c = self.config
-        wanted = wanted.to(self.device)
-        chosen = head.logprobs(hidden.to(self.dtype), model.head(self.model), rows.tokens, wanted, c.temperature, c.head_chunk)
-        return Policy(chosen)
+            states = model.hidden_states(of, rows)
+        return states.to(self.dtype).flatten(0, 1).index_select(0, telling)
+
+    def _say(self, hidden: Tensor, targets: Tensor, entropy: bool, teacher: head.Teacher | None) -> dict[str, Tensor]:
+        c, layer = self.config, model.head(self.model)
+        if c.head != "policy":
+            return {"values": head.values(hidden, layer.weight)}
+        said = head.logprobs(hidden, layer, targets, c.temperature, c.head_chunk, entropy, teacher)
+        return {name: x for name, x in zip(("logp", "entropy", "divergence"), said, strict=True) if x is not None}
+
+    @torch.inference_mode()
+    def _everywhere(self, batch: Batch, name: str) -> Float32[np.ndarray, "rows length"]:
+        """What the head says of all tokens."""
+        packed = Batch(batch.tokens, batch.segment_ids, batch.positions, batch.mask).map(np.asarray)
+        said = getattr(self._policy(packed, packed.segment_ids != 0), name)
+        return np.zeros(batch.shape, np.float32) if said is None else said.cpu().numpy()
+
+    def _only_with(self, what: str, *heads: str) -> None:
+        if self.config.head not in heads:
+            raise ValueError(f"{what} needs a trainer with the head {' or '.join(map(repr, heads))}, not {self.config.head!r}")
+
+    def _need_moments(self, what: str) -> None:
+        if self.config.frozen:
+            raise ValueError(f"a frozen model has no {what}: it is only asked")
 
     def _clip(self) -> float:
         """Scales the gradient down to `optimizer.clip_norm`; its global norm before."""

@@ -1,0 +1,96 @@
+"""Whether the parts of an algorithm go together, found out before a run by calling them on one token."""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import fields
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from areal_x.algorithms.losses import Loss, each
+from areal_x.errors import ConfigError
+from areal_x.types import Batch, Policy
+
+if TYPE_CHECKING:
+    from areal_x.algorithms.algorithm import Algorithm
+
+
+def rehearse(algorithm: Algorithm) -> None:
+    """Calls the parts on one token, so that a setting which cannot work, or a loss that reads what nothing gives it, is refused
+    when the algorithm is made and not at the first batch. Only this project's own: a user's may count its calls, or know one
+    framework alone. Raises: ConfigError."""
+    floats, ids, mask = np.ones((1, 1)), np.ones((1, 1), np.int32), np.ones((1, 1), np.bool_)
+    integers = ("tokens", "segment_ids", "positions", "versions", "ages")
+    inputs = {f.name: ids if f.name in integers else floats for f in (*fields(Policy), *fields(Batch))} | {"mask": mask}
+
+    def call(loss: Loss, inputs: dict[str, Any]) -> None:
+        policy, batch = ({f.name: inputs[f.name] for f in fields(noun)} for noun in (Policy, Batch))
+        loss(Policy(**policy), Batch(**batch))
+
+    for loss in (loss for _, loss in each(algorithm.loss) if is_own(loss)):
+        call(loss, inputs)
+        for name in lacking(algorithm):
+            try:
+                call(loss, inputs | {name: None})
+            except Exception:
+                wanted = f"one that does without {name}, which {algorithm.name} does not give it: set its {GIVEN_BY[name]} too"
+                raise ConfigError(f"{algorithm.name}.loss", name_of(plain(loss)), wanted) from None
+    if algorithm.value_loss is not None and is_own(algorithm.value_loss):
+        call(algorithm.value_loss, inputs)
+    if algorithm.advantages is not None and is_own(algorithm.advantages):
+        asked = inspect.signature(algorithm.advantages).parameters
+        one = floats if "mask" in asked else floats[0]
+        given = {"rewards": one, "values": one, "greedy_rewards": one, "mask": mask, "groups": ids[0], "lengths": ids[0]}
+        algorithm.advantages(**{name: x for name, x in given.items() if name in asked})
+    if is_own(algorithm.weighting):
+        given = {"mask": mask, "segment_ids": ids, "groups_of_segments": np.zeros((1, 2), np.int32)}
+        asked = inspect.signature(algorithm.weighting).parameters
+        algorithm.weighting(**{name: x for name, x in given.items() if name in asked})
+    if algorithm.corrections is not None and is_own(algorithm.corrections):
+        algorithm.corrections(floats - 1, mask, ids)
+    if algorithm.shaping is not None and is_own(algorithm.shaping):
+        algorithm.shaping(ids[0])
+
+
+GIVEN_BY = {
+    "reference_logp": "needs (by 'reference' or 'teacher')",
+    "entropy": "needs (by 'entropy')",
+    "divergence": "divergence and needs (by 'teacher_logits')",
+    "returns": "needs (by 'values')",
+    "old_values": "needs (by 'values')",
+    "advantages": "advantages",
+    "values": "head (by 'reward')",
+    "logp": "head (by 'policy')",
+}
+
+
+def lacking(algorithm: Algorithm) -> list[str]:
+    """The arrays of GIVEN_BY that the algorithm's loss does not get."""
+    needs = algorithm.needs
+    given = {
+        "reference_logp": needs & {"reference", "teacher"} or algorithm.reward_kl > 0,
+        "entropy": "entropy" in needs,
+        "divergence": "teacher_logits" in needs,
+        "returns": "values" in needs,
+        "old_values": "values" in needs,
+        "advantages": algorithm.advantages is not None,
+        "values": algorithm.head != "policy",
+        "logp": algorithm.head == "policy",
+    }
+    return [name for name, is_there in given.items() if not is_there]
+
+
+def is_own(function: Any) -> bool:
+    """Whether a function is this project's."""
+    return str(getattr(plain(function), "__module__", "")).startswith("areal_x.")
+
+
+def plain(function: Any) -> Any:
+    """The function itself, without what is bound to it and without gin's wrapper."""
+    return inspect.unwrap(function.func if isinstance(function, partial) else function)
+
+
+def name_of(function: Any) -> str:
+    return str(getattr(function, "__name__", type(function).__name__))
