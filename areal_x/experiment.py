@@ -11,8 +11,8 @@ below runs on the caller's thread, one line after the other.
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import os
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -22,40 +22,50 @@ import numpy as np
 
 from areal_x import checkpoint
 from areal_x.algorithms import losses
-from areal_x.algorithms.recipes import Algorithm, grpo
+from areal_x.algorithms.algorithm import Algorithm
+from areal_x.algorithms.recipes import grpo
 from areal_x.config import config_text
-from areal_x.data.batch import make_batch, staleness
+from areal_x.data.batch import Models, make_batches, staleness
 from areal_x.data.stream import TaskStream
 from areal_x.data.tokenizer import load_tokenizer
-from areal_x.errors import ConfigError, at_least, one_of, positive
-from areal_x.model_dir import resolve
+from areal_x.errors import ConfigError, UserError, at_least, one_of, positive, within
+from areal_x.model_dir import check_vocabulary, resolve
 from areal_x.monitor.display import Display
+from areal_x.monitor.measures import Stopwatch, describe, explained, judge, rates, save_groups
 from areal_x.monitor.metrics import MetricsWriter, check_loggers, read
 from areal_x.monitor.plot import plot
 from areal_x.rollout.embedded import EmbeddedConfig, EmbeddedEngine
 from areal_x.rollout.engine import Engine
+from areal_x.rollout.offline import NoEngine
 from areal_x.rollout.queue import TrajectoryQueue
 from areal_x.rollout.rollout import Rollout
-from areal_x.rollout.runner import RolloutStats
+from areal_x.rollout.runner import Runner
 from areal_x.rollout.vllm.engine import VLLMConfig, VLLMEngine
+from areal_x.rollout.vllm.scorer import ServerScorer, server_urls
 from areal_x.rollout.workflows import Workflow
 from areal_x.run_dir import open_run
-from areal_x.trainer import Trainer, TrainerConfig, create_trainer, find_backend
-from areal_x.types import Batch, Group, Scored, Task
+from areal_x.trainer import CriticConfig, Loss, Scorer, Trainer, TrainerConfig, create_trainer, find_backend
+from areal_x.types import Batch, Group, Task
 
-ENGINES = ("embedded", "vllm")
+ENGINES = ("embedded", "vllm", "none")
+PATIENCE = 3  # steps in a row that may be skipped as their loss or gradient is not finite
 
 
 @dataclass(frozen=True)
 class Turn:
-    """One turn of the ring: the metrics it wrote, the groups it consumed and the batch it trained on.
+    """One turn of the ring: the metrics it wrote, the groups it consumed and the batches it trained on, one an optimizer step.
 
-    The turn before the first step (the evaluation of the initial model) has neither groups nor batch.
+    The turn before the first step (the evaluation of the initial model) has neither groups nor batches.
     """
 
     metrics: dict[str, float]
     groups: Sequence[Group] = ()
-    batch: Batch | None = None
+    batches: Sequence[Batch] = ()
+
+    @property
+    def batch(self) -> Batch | None:
+        """The first batch."""
+        return self.batches[0] if self.batches else None
 
 
 @dataclass(frozen=True)
@@ -69,13 +79,20 @@ class Result:
 @gin.configurable("train")
 @dataclass(kw_only=True)
 class Experiment:
-    """One reinforcement-learning run.
+    """One run.
 
     dataset: the tasks, in an order that `seed` shuffles anew each epoch. held_out: judged greedily, never trained on.
-    workflow: turns a task into scored trajectories. algorithm: a recipe (areal_x.algorithms.recipes).
-    trainer, embedded, vllm: settings of the parts, each configurable under its own name.
-    backend: "jax" or "torch". engine: "embedded" (the backend's sampler, in this process) or "vllm" (servers).
-    steps: optimizer steps. groups_per_step: tasks in a step's batch. group_size: attempts at each task.
+    workflow: turns a task into scored trajectories. evaluation: how held-out tasks are judged, where the workflow cannot.
+    algorithm: a recipe (areal_x.algorithms.recipes). trainer, critic, embedded, vllm: settings of the parts, each configurable
+    under its own name.
+    reference: the model that a KL penalty or DPO holds on to, by default the initial one. teacher: whom distillation learns
+    from. Both are a directory, a hub name, a function that makes one, or the address of a vLLM server that has the model (or a
+    list of several), as "http://127.0.0.1:8000"; its key is in the variable that vllm.key_variable names, and it scores what is
+    sampled at temperature 1 alone.
+    backend: "jax" or "torch". engine: "embedded" (the backend's sampler, in this process), "vllm" (servers) or "none" (for
+    workflows that learn from what is written).
+    steps: turns of the ring, after each of which the weights are published. groups_per_step: tasks in one. group_size: attempts
+    at each task. minibatches: optimizer steps that share them, each with a part of the groups.
     max_staleness: how many versions old a group may be when it is trained on; 0 is synchronous, on-policy training.
     window: how many groups ahead of the oldest a finished one may be consumed; 1 is strict order (see TrajectoryQueue).
     row_length: tokens in a packed row, and the longest prompt and completion together.
@@ -87,8 +104,12 @@ class Experiment:
     dataset: Sequence[Task]
     workflow: Workflow
     held_out: Sequence[Task] = ()
+    evaluation: Workflow | None = None
     algorithm: Algorithm = field(default_factory=grpo)
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
+    critic: CriticConfig = field(default_factory=CriticConfig)
+    reference: str | Sequence[str] | Callable[[], str] | None = None
+    teacher: str | Sequence[str] | Callable[[], str] | None = None
     embedded: EmbeddedConfig = field(default_factory=EmbeddedConfig)
     vllm: VLLMConfig = field(default_factory=VLLMConfig)
     backend: str = "jax"
@@ -96,6 +117,7 @@ class Experiment:
     steps: int = 100
     groups_per_step: int = 16
     group_size: int = 8
+    minibatches: int = 1
     max_staleness: int = 2
     window: int = 1
     row_length: int = 1024
@@ -112,10 +134,23 @@ class Experiment:
         find_backend(self.backend)
         one_of("train.engine", self.engine, ENGINES)
         check_loggers(self.loggers)
-        for name in ("steps", "groups_per_step", "group_size", "window", "row_length", "episode_seconds", "keep_checkpoints"):
+        sizes = ("steps", "groups_per_step", "group_size", "minibatches", "window", "row_length", "episode_seconds")
+        for name in (*sizes, "keep_checkpoints"):
             positive(f"train.{name}", getattr(self, name))
         for name in ("max_staleness", "evaluate_every", "checkpoint_every"):
             at_least(f"train.{name}", getattr(self, name), 0)
+        within("train.minibatches", self.minibatches, 1, self.groups_per_step)
+        for name in ("reference", "teacher"):
+            server_urls(f"train.{name}", getattr(self, name))
+        if "teacher_logits" in self.algorithm.needs and server_urls("train.teacher", self.teacher):
+            wanted = (
+                f"a directory or a hub name: no server gives the whole distribution, from which {self.algorithm.name} learns"
+            )
+            raise ConfigError("train.teacher", self.teacher, wanted)
+        if self.algorithm.needs & {"teacher", "teacher_logits"} and self.teacher is None:
+            raise ConfigError("train.teacher", None, f"the model that {self.algorithm.name} learns from")
+        if self.algorithm.head != "policy" and self.engine != "none":
+            raise ConfigError("train.engine", self.engine, f"'none', as {self.algorithm.name} trains a model that says nothing")
         for binding, context in (("embedded.context", self.embedded.context), ("vllm.context", self.vllm.context)):
             if context > self.row_length:
                 wanted = f"at most train.row_length = {self.row_length}, as a sequence is never cut to fit its row"
@@ -148,15 +183,20 @@ class Experiment:
         # ---- what the ring consists of
         directory = resolve(self.trainer.model.path)
         workflow = self.workflow.setup(load_tokenizer(directory))
-        trainer = self.create_trainer(directory, workflow)
-        reference = self.create_trainer(directory, workflow) if "reference" in self.algorithm.needs else None
-        loss = losses.combine(self.algorithm.loss, losses.policy_gap)
+        evaluation = self.evaluation and self.evaluation.setup(load_tokenizer(directory)).greedy()  # None: the workflow's own
+        models = self.create_models(directory, workflow)
+        trainer = models.policy
+        # What is only written was drawn by no policy that there could be a gap to.
+        watched = (losses.policy_gap,) if self.engine != "none" else ()
+        loss = losses.combine(self.algorithm.step_loss(), *watched)
         progress: dict[str, Any] = {}
         if resume:
             step, path, progress = checkpoint.newest(run, message)
             trainer.restore(path / "trainer")
+            if models.critic is not None:
+                models.critic.restore(path / "critic")
             message(f"resumed from step {step}")
-        rollout = Rollout(
+        runner = Runner(
             self.create_engine(directory, trainer, run, message),
             workflow,
             TaskStream(self.dataset, self.seed),
@@ -165,125 +205,134 @@ class Experiment:
             seed=self.seed,
             episode_seconds=self.episode_seconds,
             filters=self.algorithm.filters,
+            greedy="greedy" in self.algorithm.needs,
         )
+        step, skipped = trainer.version // self.minibatches, 0
 
-        with rollout, MetricsWriter(run, self.loggers, resumed_at=trainer.version if resume else None) as metrics:
+        with (
+            Rollout(runner, evaluation) as rollout,
+            MetricsWriter(run, self.loggers, resumed_at=step if resume else None) as metrics,
+        ):
             rollout.start(progress.get("rollout"))
-            rollout.publish(trainer)
+            rollout.publish(trainer, step)
             if not resume:
-                row = {"step": 0, **self.evaluate(rollout)}
+                row = {"step": 0, **self.evaluate(rollout, models)}
                 metrics.write(row)
                 yield Turn(row)
 
             # ---- the ring
-            while trainer.version < self.steps:
+            while step < self.steps:
                 watch, before = Stopwatch(), rollout.stats()
                 groups = rollout.take()
                 watch.lap("wait_seconds")
-                ages = staleness(groups, trainer.version)
-                batch = self.prepare(groups, trainer, reference)
+                ages = staleness(groups, step)
+                batches = make_batches(groups, self.algorithm, self.row_length, models, step, self.minibatches)
                 watch.lap("logprob_seconds")
-                learned = trainer.update(batch, loss)
+                learned = self.learn(batches, models, loss)
+                lost = max(learned["skipped"], learned.get("critic/skipped", 0)) == self.minibatches
+                skipped = skipped + 1 if lost else 0
+                if skipped == PATIENCE:
+                    file = save_groups(run / "not_finite.jsonl", groups)
+                    raise UserError(
+                        f"{PATIENCE} steps in a row had a loss or gradient that is not finite: see the last in {file}"
+                    )
                 watch.lap("update_seconds")
-                published = rollout.publish(trainer)
+                step += 1
+                published = rollout.publish(trainer, step)
                 watch.lap("publish_seconds")
 
                 # ---- what it did
-                row = {"step": trainer.version, **describe(groups, ages), **learned, **watch.laps, "seconds": watch.total}
+                row = {"step": step, **describe(groups, ages), **learned, **watch.laps, "seconds": watch.total}
                 row |= {"pause_seconds": published.paused_seconds, **rates(row, before, rollout.stats())}
-                if self.is_due(self.evaluate_every, trainer.version):
-                    row |= self.evaluate(rollout)
+                if self.is_due(self.evaluate_every, step):
+                    row |= self.evaluate(rollout, models)
                 metrics.write(row)
-                if self.is_due(self.checkpoint_every, trainer.version):
-                    self.save(run, trainer, rollout)
-                    message(f"checkpoint of step {trainer.version} saved")
-                yield Turn(row, groups, batch)
+                if self.is_due(self.checkpoint_every, step):
+                    self.save(run, step, models, rollout)
+                    message(f"checkpoint of step {step} saved")
+                yield Turn(row, groups, batches)
 
-    def prepare(self, groups: Sequence[Group], trainer: Trainer, reference: Trainer | None) -> Batch:
-        """The packed rows of a step, with every log-probability that the algorithm asks for."""
-        batch = make_batch(groups, self.algorithm, self.row_length)
-        if self.algorithm.proximal == "recompute":
-            batch = batch.replace(proximal_logp=trainer.logprobs(batch))
-        if reference is not None:
-            batch = batch.replace(reference_logp=reference.logprobs(batch))
-        return batch
+    def learn(self, batches: Sequence[Batch], models: Models, loss: Loss) -> dict[str, float]:
+        """An optimizer step on each batch, of the policy and of the critic, and the means of what they said; skipped and
+        critic/skipped are how many of them changed nothing, as their loss or gradient was not finite."""
+        said = []
+        for batch in batches:
+            row = models.policy.update(batch, loss)
+            if models.critic is not None and self.algorithm.value_loss is not None:
+                learned = models.critic.update(batch, self.algorithm.value_loss)
+                row |= {f"critic/{name}": x for name, x in learned.items()} | explained(batch)
+            said.append(row)
+        means = {name: float(np.mean([row[name] for row in said if name in row])) for name in said[0] | said[-1]}
+        return means | {name: sum(row[name] for row in said) for name in ("skipped", "critic/skipped") if name in means}
 
-    def evaluate(self, rollout: Rollout) -> dict[str, float]:
-        """The mean reward of greedy answers to the held-out tasks, under the weights that were published last."""
+    def evaluate(self, rollout: Rollout, models: Models) -> dict[str, float]:
+        """The mean reward of greedy answers to the held-out tasks, under the weights that were published last; without an
+        engine, what the loss says of what is written there."""
         if not self.held_out:
             return {}
-        outcomes = rollout.evaluate(self.held_out)
-        rewards = [outcome.reward for outcome in outcomes if isinstance(outcome, Scored)]
-        row = {"accuracy": float(np.mean(rewards))} if rewards else {}
-        failed = len(outcomes) - len(rewards)
-        return row | ({"evaluation_failed": failed} if failed else {})
+        episodes = rollout.evaluate(self.held_out)
+        groups = [Group(task, i, 0, (episode,)) for i, (task, episode) in enumerate(zip(self.held_out, episodes, strict=True))]
+        rewards = [reward for group in groups for reward in group.rewards]
+        failed = {"evaluation_failed": float(len(groups) - len(rewards))} if len(rewards) < len(groups) else {}
+        if not rewards:
+            return failed
+        if self.engine != "none":
+            return failed | {"accuracy": float(np.mean(rewards))}
+        (batch,) = make_batches(groups, self.algorithm, self.row_length, models)
+        return failed | judge(batch, self.algorithm, models.policy)
 
-    def save(self, run: Path, trainer: Trainer, rollout: Rollout) -> None:
-        """Everything that `--resume` needs: the trainer's state and where the rollout was. `trainer/` is a model directory."""
-        state = {"rollout": rollout.state()}
-        checkpoint.save(run, trainer.version, lambda path: trainer.save(path / "trainer"), state, self.keep_checkpoints)
+    def save(self, run: Path, step: int, models: Models, rollout: Rollout) -> None:
+        """Everything that `--resume` needs: the trainers' state and where the rollout was. `trainer/` is a model directory."""
+
+        def write(path: Path) -> None:
+            models.policy.save(path / "trainer")
+            if models.critic is not None:
+                models.critic.save(path / "critic")
+
+        checkpoint.save(run, step, write, {"rollout": rollout.state()}, self.keep_checkpoints)
 
     def is_due(self, every: int, step: int) -> bool:
         return step == self.steps or (every > 0 and step % every == 0)
 
-    def create_trainer(self, directory: Path, workflow: Workflow) -> Trainer:
-        """The policy is the model at the temperature it is sampled at, so that both sides speak of one distribution."""
+    def create_models(self, directory: Path, workflow: Workflow) -> Models:
+        """The trainer, and what else the algorithm needs.
+
+        The policy is the model at the temperature it is sampled at, so that both sides speak of one distribution.
+        """
         sampling = getattr(workflow, "sampling", None)
         temperature = sampling.temperature if sampling is not None else self.trainer.temperature
-        model = replace(self.trainer.model, path=str(directory))
-        return create_trainer(self.backend, replace(self.trainer, model=model, temperature=temperature))
+        config = replace(self.trainer, temperature=temperature)
+        needs = self.algorithm.needs
+
+        def trainer(path: Path, **changes: Any) -> Trainer:
+            model = replace(config.model, path=str(path))
+            return create_trainer(self.backend, replace(config, model=model, **changes))
+
+        reference: Scorer | None = None
+        critic = None
+        if needs & {"reference", "teacher"}:
+            name = "teacher" if "teacher" in needs else "reference"
+            given = getattr(self, name)
+            if urls := server_urls(f"train.{name}", given):
+                key = os.environ.get(self.vllm.key_variable)
+                reference = ServerScorer(urls, key, load_tokenizer(directory), temperature)
+            else:
+                other = directory if given is None else resolve(given)
+                check_vocabulary(f"train.{name}", other, directory)
+                reference = trainer(other, frozen=True)
+        if "values" in needs:
+            start = directory if self.critic.path is None else resolve(self.critic.path)
+            optimizer = replace(config.optimizer, learning_rate=self.critic.learning_rate)
+            critic = trainer(start, head="value", optimizer=optimizer)
+        asked: dict[str, Any] = {"head": self.algorithm.head, "entropy": "entropy" in needs}
+        if "teacher_logits" in needs:
+            teacher: Any = self.teacher  # there, and no server: else refused at construction
+            asked |= {"teacher": str(resolve(teacher)), "divergence": self.algorithm.divergence}
+        return Models(trainer(directory, **asked), reference, critic)
 
     def create_engine(self, directory: Path, trainer: Trainer, run: Path, message: Callable[[str], None]) -> Engine:
+        if self.engine == "none":
+            return NoEngine()
         if self.engine == "embedded":
             return EmbeddedEngine(trainer.sampler(self.embedded.slots, self.embedded.context or self.row_length))
         return VLLMEngine(replace(self.vllm, context=self.vllm.context or self.row_length), directory, run / "logs", message)
-
-
-class Stopwatch:
-    """Seconds of each lap since the one before, by name."""
-
-    def __init__(self) -> None:
-        self.began = self.last = time.perf_counter()
-        self.laps: dict[str, float] = {}
-
-    def lap(self, name: str) -> None:
-        now = time.perf_counter()
-        self.laps[name], self.last = now - self.last, now
-
-    @property
-    def total(self) -> float:
-        return self.last - self.began
-
-
-def describe(groups: Sequence[Group], ages: Sequence[int]) -> dict[str, float]:
-    """What a step consumed: rewards with the verifier's own numbers, lengths, ages."""
-    outcomes = [episode.outcome for group in groups for episode in group.scored]
-    trajectories = [trajectory for group in groups for episode in group.scored for trajectory in episode.trajectories]
-    scored = [outcome for outcome in outcomes if isinstance(outcome, Scored)]
-    details = {name for outcome in scored for name in outcome.details}
-    return {
-        "reward": float(np.mean([outcome.reward for outcome in scored])),
-        **{
-            f"reward/{name}": float(np.mean([o.details[name] for o in scored if name in o.details])) for name in sorted(details)
-        },
-        "response_length": float(np.mean([trajectory.mask.sum() for trajectory in trajectories])),
-        "trained_tokens": int(sum(trajectory.mask.sum() for trajectory in trajectories)),
-        "packed_tokens": int(sum(len(trajectory) for trajectory in trajectories)),
-        "staleness_mean": float(np.mean(ages)),
-        "staleness_max": max(ages),
-    }
-
-
-def rates(row: Mapping[str, float], before: RolloutStats, after: RolloutStats) -> dict[str, float]:
-    """Tokens a second of generation (over the whole turn) and of training (while it trained); the rollout's counts so far."""
-    generated = after.generated_tokens - before.generated_tokens
-    return {
-        "generated_tokens": generated,
-        "generation_tokens_per_second": generated / row["seconds"],
-        "training_tokens_per_second": row["packed_tokens"] / (row["logprob_seconds"] + row["update_seconds"]),
-        "queue_depth": after.depth,
-        "scored": after.scored,
-        "failed": after.failed,
-        "timed_out": after.timed_out,
-        "given_back": after.given_back,
-    }

@@ -1,7 +1,7 @@
-"""Writes docs/configuration.md from the code: every configurable of the core, its docstring, parameters and defaults.
+"""Writes docs/configuration.md (every configurable) and docs/algorithms.md (every recipe) from docstrings and defaults.
 
-python docs/generate.py           # writes it
-python docs/generate.py --check   # fails where the file is not what the code says (the tests run this)
+python docs/generate.py           # writes them
+python docs/generate.py --check   # fails where a file is not what the code says (the tests run this)
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from areal_x.algorithms import recipes
 from areal_x.config import CONFIGURABLES, parameters, registered, short_name
 
 PAGE = Path(__file__).with_name("configuration.md")
@@ -24,7 +25,33 @@ A run is described by a gin file: `NAME.PARAMETER = VALUE`, one a line.
 `-b "NAME.PARAMETER = VALUE"` on the command line wins over
 the file. `@name` refers to a function or class, `@name()` to what it returns. What is not bound keeps the default below.
 """
-NOT_BOUND = {"policy", "batch", "mask", "segment_ids", "rewards", "groups", "task", "text"}  # given by the trainer or the ring
+# Given by the trainer or the ring, never bound.
+NOT_BOUND = {"policy", "batch", "mask", "segment_ids", "rewards", "groups", "task", "text", "log_ratio", "values", "lengths"}
+NOT_BOUND |= {"groups_of_segments", "turn_rewards", "group"}
+ALGORITHMS = Path(__file__).with_name("algorithms.md")
+ALGORITHMS_HEAD = """# Algorithms
+
+Written by `python docs/generate.py` from the code's own docstrings and defaults; do not edit.
+
+An algorithm is data: `train.algorithm = @NAME()`. Below is what `NAME().explain()` prints, with the numbers of the cited paper:
+for each part its formula, its source and the values it is bound to.
+
+Beside its own numbers every recipe takes, in gin as `NAME.PART` or in Python by keyword:
+
+| | |
+|---|---|
+| `loss`, `advantages`, `weighting`, `corrections`, `shaping`, `filters` | another function, also your own |
+| `value_loss`, `divergence` | the same, of recipes with a critic and of `distill` with a `beta` |
+| `proximal` | `"behavior"`, `"recompute"` or `"interpolate"`: what ratios are taken against |
+| `reward_kl` | KL to the reference as a cost in every token's reward |
+| `kl_coefficient`, `kl_estimator`, `entropy_coefficient` | a KL penalty or an entropy bonus in the loss |
+
+θ is the log-probability of the policy that learns, p of the proximal one, b of the one that sampled, r = exp(θ - p), A the
+advantage.
+All recipes run synchronously (`train.max_staleness = 0`) and asynchronously, with `train.minibatches` optimizer steps a batch.
+`sft`, `dpo`, `ipo` and `reward_model` learn from a dataset: `train.workflow = @demonstrations()` or `@preference_pairs()`, and
+`train.engine = "none"` unless something is evaluated on the way.
+"""
 
 
 def page() -> str:
@@ -54,9 +81,24 @@ def default(parameter: inspect.Parameter, wrapped: Any) -> str:
     return f"`@{value.__name__}`" if callable(value) else f"`{value!r}`"
 
 
+def algorithms() -> str:
+    """Every recipe as it explains itself with the numbers of its paper."""
+    text = ALGORITHMS_HEAD
+    for recipe in [r for r in vars(recipes).values() if inspect.isfunction(inspect.unwrap(r)) and is_recipe(r)]:
+        required = {"max_tokens": 1024} if "max_tokens" in inspect.signature(recipe).parameters else {}
+        algorithm = recipe(**required)
+        text += f"\n## `{algorithm.name}`\n\n{inspect.getdoc(recipe)}\n\n```text\n{algorithm.explain()}\n```\n"
+    return text
+
+
+def is_recipe(function: Any) -> bool:
+    plain = inspect.unwrap(function)
+    return bool(plain.__module__ == recipes.__name__ and "parts" in plain.__code__.co_varnames and plain.__name__ != "recipe")
+
+
 if __name__ == "__main__":
-    text = page()
-    if "--check" in sys.argv:
-        same = PAGE.is_file() and PAGE.read_text(encoding="utf-8") == text
-        sys.exit(None if same else "docs/configuration.md is not what the code says: run python docs/generate.py")
-    PAGE.write_text(text, encoding="utf-8")
+    for file, text in ((PAGE, page()), (ALGORITHMS, algorithms())):
+        if "--check" not in sys.argv:
+            file.write_text(text, encoding="utf-8")
+        elif not file.is_file() or file.read_text(encoding="utf-8") != text:
+            sys.exit(f"{file.name} is not what the code says: run python docs/generate.py")

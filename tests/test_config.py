@@ -121,7 +121,7 @@ def check(*bindings: str) -> None:
         ("train.backend = 'jaxx'", "train.backend = 'jaxx' cannot work: it must be one of the installed backends: jax, torch"),
         (
             "train.engine = 'vlm'",
-            "train.engine = 'vlm' cannot work: it must be one of 'embedded', 'vllm'; did you mean 'vllm'?",
+            "train.engine = 'vlm' cannot work: it must be one of 'embedded', 'vllm', 'none'; did you mean 'vllm'?",
         ),
         ("train.steps = '48'", "train.steps = '48' cannot work: it must be a whole number"),
         ("train.steps = 1e3", "train.steps = 1000.0 cannot work: it must be a whole number"),

@@ -1,37 +1,207 @@
-"""From scored groups to the packed rows of one optimizer step: advantages and weights, on the host, in numpy."""
+"""From scored groups to the packed rows of optimizer steps: rewards, advantages and weights, on the host, in numpy.
+
+groups ──split──▶ minibatches ──pack──▶ rows ──trainers──▶ log-probabilities, values
+                                                                  │
+batches ◀── weights × corrections ◀── advantages, returns ◀── rewards a token
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
-from areal_x.algorithms.recipes import Algorithm
-from areal_x.data.packing import pack
-from areal_x.types import Batch, Group
+from areal_x.algorithms.algorithm import Algorithm
+from areal_x.algorithms.kl import k1
+from areal_x.data.packing import Packed, pack
+from areal_x.errors import UserError
+from areal_x.trainer import Scorer, Trainer
+from areal_x.types import NOT_THE_POLICY, Array, Batch, Episode, Group, Trajectory
 
 
-def make_batch(groups: Sequence[Group], algorithm: Algorithm, row_length: int, rows_multiple: int = 1) -> Batch:
-    """The rows `[rows, row_length]` of all scored episodes, with each token's advantage and weight.
+@dataclass(frozen=True)
+class Models:
+    """What gives a batch its log-probabilities and values; None where the algorithm does without."""
 
-    An episode's advantage, from its reward among its group's, is that of all its trajectories' tokens. An algorithm that judges
-    nothing (advantages None) gets rows without advantages. proximal_logp is behavior_logp until the trainer recomputes it.
-    Raises: UserError for a trajectory longer than a row.
+    policy: Trainer
+    reference: Scorer | None = None
+    critic: Trainer | None = None
+
+
+@dataclass(frozen=True)
+class Part:
+    """The episodes of one optimizer step and where their trajectories lie in its rows."""
+
+    episodes: Sequence[Episode]
+    tickets: Sequence[int]  # of the group of each episode
+    greedy: Sequence[float]  # reward of the greedy answer to each episode's task, NaN where there is none
+    owner: Sequence[int]  # of each trajectory, its episode
+    trajectories: Sequence[Trajectory]
+    packed: Packed
+
+
+def make_batches(
+    groups: Sequence[Group], algorithm: Algorithm, row_length: int, models: Models, version: int = 0, minibatches: int = 1
+) -> list[Batch]:
+    """The rows `[rows, row_length]` of each of the `minibatches` optimizer steps over these groups, a group in one of them.
+
+    Advantages are of all groups together; weights and corrections of one optimizer step each. version: of the policy now.
+    Raises: UserError for a trajectory longer than a row, or an episode that is no pair where the algorithm compares pairs.
     """
-    episodes = [(episode, group.ticket) for group in groups for episode in group.scored]
-    trajectories = [(trajectory, e) for e, (episode, _) in enumerate(episodes) for trajectory in episode.trajectories]
-    packed = pack([trajectory for trajectory, _ in trajectories], row_length, rows_multiple)
-    batch = packed.batch
-    advantages = None
+    together = 2 if algorithm.pairs else 1
+    parts = [lay_out(groups[i::minibatches], row_length, together) for i in range(minibatches)]
+    batches = [with_models(part.packed.batch, algorithm, models, version) for part in parts]
     if algorithm.advantages is not None:
-        rewards = np.array([reward for group in groups for reward in group.rewards], np.float64)
-        tickets = np.array([ticket for _, ticket in episodes], np.int64)
-        of_episode = algorithm.advantages(rewards, tickets)
-        advantages = packed.spread(of_episode[[e for _, e in trajectories]])
-    weights = algorithm.weighting(batch.mask, batch.segment_ids)
-    return batch.replace(proximal_logp=batch.behavior_logp, advantages=advantages, weights=np.asarray(weights, np.float32))
+        batches = with_advantages(batches, parts, algorithm)
+    return [weighted(batch, part, algorithm) for batch, part in zip(batches, parts, strict=True)]
+
+
+def lay_out(groups: Sequence[Group], row_length: int, together: int = 1) -> Part:
+    """All scored episodes of the groups, packed; the `together` trajectories of an episode side by side."""
+    episodes = [(episode, group) for group in groups for episode in group.scored]
+    for episode, group in episodes:
+        if together > 1 and len(episode.trajectories) != together:
+            raise UserError(
+                f"task {group.task.id!r} gave {len(episode.trajectories)} trajectories where the algorithm compares {together}"
+                ": it needs a workflow whose episodes are pairs, such as @preference_pairs()"
+            )
+    owned = [(trajectory, e) for e, (episode, _) in enumerate(episodes) for trajectory in episode.trajectories]
+    return Part(
+        episodes=[episode for episode, _ in episodes],
+        tickets=[group.ticket for _, group in episodes],
+        greedy=[np.nan if group.greedy_reward is None else group.greedy_reward for _, group in episodes],
+        owner=[e for _, e in owned],
+        trajectories=[trajectory for trajectory, _ in owned],
+        packed=pack([trajectory for trajectory, _ in owned], row_length, together=together),
+    )
+
+
+def with_models(batch: Batch, algorithm: Algorithm, models: Models, version: int) -> Batch:
+    """The batch with every log-probability and value that the algorithm asks for."""
+    versions = np.asarray(batch.versions)
+    ages = np.where(versions == NOT_THE_POLICY, 0, version - versions).astype(np.int32)
+    batch = batch.replace(ages=ages if algorithm.proximal == "interpolate" else None)
+    recomputed = models.policy.logprobs(batch) if algorithm.proximal == "recompute" else None
+    return batch.replace(
+        proximal_logp=batch.behavior_logp if recomputed is None else recomputed,
+        reference_logp=None if models.reference is None else models.reference.logprobs(batch),
+        old_values=None if models.critic is None else models.critic.values(batch),
+    )
+
+
+def with_advantages(batches: Sequence[Batch], parts: Sequence[Part], algorithm: Algorithm) -> list[Batch]:
+    """Advantages of all parts together, spread over the tokens; returns too, where the algorithm gives them."""
+    function = algorithm.advantages
+    assert function is not None
+    rewards = [token_rewards(batch, part, algorithm) for batch, part in zip(batches, parts, strict=True)]
+    if "mask" in asked_for(function):
+        return per_token(function, batches, parts, rewards)
+    owners = [np.asarray(part.owner, np.int64) for part in parts]
+    count = [len(part.episodes) for part in parts]
+    # A trajectory's reward is its episode's: several share it.
+    totals = [_mean_of_owner([r.sum() for r in own], owner, n) for own, owner, n in zip(rewards, owners, count, strict=True)]
+    lengths = [
+        np.bincount(owner, [t.mask.sum() for t in part.trajectories], n)
+        for part, owner, n in zip(parts, owners, count, strict=True)
+    ]
+    given = {
+        "rewards": np.concatenate(totals),
+        "groups": np.concatenate([np.asarray(part.tickets, np.int64) for part in parts]),
+        "lengths": np.concatenate(lengths),
+        "greedy_rewards": np.concatenate([np.asarray(part.greedy, np.float64) for part in parts]),
+    }
+    advantages = np.split(np.asarray(call_by_name(function, given)), np.cumsum(count)[:-1])
+    return [
+        batch.replace(advantages=part.packed.spread(own[owner]))
+        for batch, part, own, owner in zip(batches, parts, advantages, owners, strict=True)
+    ]
+
+
+def per_token(
+    function: Callable[..., Any], batches: Sequence[Batch], parts: Sequence[Part], rewards: Sequence[Sequence[np.ndarray]]
+) -> list[Batch]:
+    trajectories = [trajectory for part in parts for trajectory in part.trajectories]
+    tickets = [part.tickets[owner] for part in parts for owner in part.owner]
+    given = {
+        "rewards": _rectangle([r for own in rewards for r in own], np.float64),
+        "mask": _rectangle([t.mask for t in trajectories], np.bool_),
+        "groups": np.asarray(tickets, np.int64),
+    }
+    if batches[0].old_values is not None:
+        values = [
+            v for batch, part in zip(batches, parts, strict=True) for v in part.packed.gather(np.asarray(batch.old_values))
+        ]
+        given["values"] = _rectangle(values, np.float64)
+    result = call_by_name(function, given)
+    named = dict(zip(("advantages", "returns"), result if isinstance(result, tuple) else (result,), strict=False))
+    made, first = [], 0
+    for batch, part in zip(batches, parts, strict=True):
+        rows = range(first, first + len(part.trajectories))
+        first = rows.stop
+        arrays = {
+            name: part.packed.spread_tokens([np.asarray(x)[r, : len(trajectories[r])] for r in rows])
+            for name, x in named.items()
+        }
+        made.append(batch.replace(**arrays))
+    return made
+
+
+def token_rewards(batch: Batch, part: Part, algorithm: Algorithm) -> list[np.ndarray]:
+    """What each token of each trajectory earned: the sequence's reward on its last trained token (so that an episode which ends
+    in a tool's output does not lose it), token rewards of its own, what its length is worth, less β · k1 to the reference."""
+    lengths = np.array([trajectory.mask.sum() for trajectory in part.trajectories])
+    shaped = np.zeros(len(lengths)) if algorithm.shaping is None else np.asarray(algorithm.shaping(lengths), np.float64)
+    made = []
+    for trajectory, owner, extra in zip(part.trajectories, part.owner, shaped, strict=True):
+        earned = np.zeros(len(trajectory)) if trajectory.token_rewards is None else trajectory.token_rewards.astype(np.float64)
+        if trajectory.mask.any():
+            reward = part.episodes[owner].outcome.reward  # type: ignore[union-attr]  # only scored episodes are laid out
+            earned[np.flatnonzero(trajectory.mask)[-1]] += reward + extra
+        made.append(earned)
+    if algorithm.reward_kl:
+        kl = part.packed.gather(np.asarray(k1(batch.behavior_logp, batch.reference_logp)))
+        made = [r - algorithm.reward_kl * np.where(t.mask, d, 0) for r, t, d in zip(made, part.trajectories, kl, strict=True)]
+    return made
+
+
+def weighted(batch: Batch, part: Part, algorithm: Algorithm) -> Batch:
+    """What each term counts. Denominators are those before any correction."""
+    groups_of_segments = np.zeros((batch.shape[0], batch.shape[1] + 1), np.int64)
+    groups_of_segments[part.packed.rows, part.packed.segments] = [part.tickets[owner] for owner in part.owner]
+    given = {"mask": batch.mask, "segment_ids": batch.segment_ids, "groups_of_segments": groups_of_segments}
+    weights = np.asarray(call_by_name(algorithm.weighting, given))
+    if algorithm.corrections is not None and algorithm.proximal != "interpolate":
+        log_ratio = np.where(batch.mask, np.asarray(batch.proximal_logp) - np.asarray(batch.behavior_logp), 0)
+        weights = weights * np.asarray(algorithm.corrections(log_ratio, batch.mask, batch.segment_ids))
+    return batch.replace(weights=weights.astype(np.float32))
+
+
+def asked_for(function: Callable[..., Any]) -> set[str]:
+    """The parameters of a function that has to be given by name what is known."""
+    return set(inspect.signature(function).parameters)
+
+
+def call_by_name(function: Callable[..., Any], given: Mapping[str, Array]) -> Any:
+    """Calls it with what its parameters ask for."""
+    return function(**{name: x for name, x in given.items() if name in asked_for(function)})
 
 
 def staleness(groups: Sequence[Group], version: int) -> list[int]:
     """How many versions old each group is when version `version` is about to be trained: at most the queue's bound."""
     return [version - group.admitted_version for group in groups]
+
+
+def _mean_of_owner(values: Sequence[float], owner: np.ndarray, count: int) -> np.ndarray:
+    means: np.ndarray = np.bincount(owner, values, count) / np.maximum(np.bincount(owner, minlength=count), 1)
+    return means
+
+
+def _rectangle(rows: Sequence[np.ndarray], dtype: Any) -> np.ndarray:
+    """`[S, T]`, T the longest, zeros behind the others' ends."""
+    out = np.zeros((len(rows), max(map(len, rows), default=0)), dtype)
+    for row, x in zip(out, rows, strict=True):
+        row[: len(x)] = x
+    return out

@@ -54,22 +54,31 @@ class Packed:
         return _places(self.rows, self.starts, self.lengths, self.batch.shape[1])
 
 
-def pack(trajectories: Sequence[Trajectory], row_length: int, rows_multiple: int = 1) -> Packed:
+def pack(trajectories: Sequence[Trajectory], row_length: int, rows_multiple: int = 1, together: int = 1) -> Packed:
     """Packs whole trajectories into rows `[rows, row_length]`; empty rows fill up to a multiple of `rows_multiple`.
 
     There is always a row. Which lengths share one depends on the lengths alone; equal lengths keep the order they came in.
-    Raises: UserError for a trajectory longer than a row, naming the setting to raise.
+    together: so many that follow each other stay neighbours in one row (2: pairs, with the segment ids 2k - 1 and 2k).
+    Raises: UserError for trajectories longer than a row, naming the setting to raise.
     """
     positive("train.row_length", row_length)
     lengths = np.array([len(t) for t in trajectories], np.int32)
     if len(lengths) and lengths.min() == 0:
         raise ValueError(f"trajectory {lengths.argmin()} has no tokens")
-    if len(lengths) and lengths.max() > row_length:
+    if len(lengths) % together:
+        raise ValueError(f"{len(lengths)} trajectories do not make whole sets of {together}")
+    sets = lengths.reshape(-1, together)
+    totals = sets.sum(1, dtype=np.int32)
+    if len(totals) and totals.max() > row_length:
+        what = "a sequence" if together == 1 else f"a set of {together} sequences"
         raise UserError(
-            f"a sequence of {lengths.max()} tokens does not fit into a row of {row_length}, and sequences are never cut: "
-            f"raise train.row_length to at least {lengths.max()}, or lower sampling.max_tokens"
+            f"{what} of {totals.max()} tokens does not fit into a row of {row_length}, and sequences are never cut: "
+            f"raise train.row_length to at least {totals.max()}, or lower sampling.max_tokens"
         )
-    rows, starts, segments = first_fit_decreasing(lengths, row_length)
+    of_sets = first_fit_decreasing(totals, row_length)
+    rows, starts, segments = (np.repeat(x, together) for x in of_sets)
+    starts += (np.cumsum(sets, axis=1, dtype=np.int32) - sets).reshape(-1)
+    segments = (segments - 1) * together + np.tile(np.arange(1, together + 1, dtype=np.int32), len(sets))
     used = int(rows.max()) + 1 if len(rows) else 1
     shape = (-(-used // rows_multiple) * rows_multiple, row_length)
     places = _places(rows, starts, lengths, row_length)

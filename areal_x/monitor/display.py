@@ -63,6 +63,7 @@ def summary(row: Row) -> dict[str, str]:
         "queue": _number(row, "queue_depth", "{:.0f}"),
         "failed": _count(row, "failed"),
         "timed out": _count(row, "timed_out"),
+        "skipped": _count(row, "skipped"),
     }
     return {label: text for label, text in shown.items() if text}
 
@@ -186,9 +187,10 @@ def panel(rows: list[Row], steps: int, elapsed: float, since_last: float) -> Any
 
 
 def _newest(rows: list[Row]) -> dict[str, float]:
-    """The newest row, with the accuracy of the last evaluation."""
+    """The newest row, with the accuracy of the last evaluation and all the optimizer steps that were skipped so far."""
     accuracies = [row["accuracy"] for row in rows if row.get("accuracy") is not None]
-    return {**(rows[-1] if rows else {}), **({"accuracy": accuracies[-1]} if accuracies else {})}
+    skipped = {"skipped": sum(row.get("skipped") or 0 for row in rows)}
+    return {**(rows[-1] if rows else {}), **skipped, **({"accuracy": accuracies[-1]} if accuracies else {})}
 
 
 def _number(row: Mapping[str, float], key: str, form: str) -> str:

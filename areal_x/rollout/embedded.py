@@ -192,8 +192,8 @@ class EmbeddedEngine:
         with self._changed:
             self._changed.notify()
 
-    def stage(self, trainer: Any) -> Staged:
-        return Staged(trainer.snapshot(), trainer.version)
+    def stage(self, trainer: Any, version: int | None = None) -> Staged:
+        return Staged(trainer.snapshot(), trainer.version if version is None else version)
 
     async def swap(self, staged: Staged) -> float:
         future: asyncio.Future[float] = asyncio.get_running_loop().create_future()

@@ -101,8 +101,9 @@ class Engine(Protocol):
         """Raises ValueError for a prompt that leaves no room in the context, EngineError when the engine is lost."""
         ...
 
-    def stage(self, trainer: Any) -> Any:
-        """Copies the trainer's weights to where the swap will find them, while generation goes on."""
+    def stage(self, trainer: Any, version: int | None = None) -> Any:
+        """Copies the trainer's weights to where the swap will find them, while generation goes on.
+        version: of these weights, by default the trainer's."""
         ...
 
     async def swap(self, staged: Any) -> float:

@@ -15,13 +15,11 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from areal_x.data.stream import TaskStream
-from areal_x.rollout.engine import Engine
-from areal_x.rollout.queue import TrajectoryQueue
-from areal_x.rollout.runner import Filter, RolloutStats, Runner
+from areal_x.rollout.loop import result, serve
+from areal_x.rollout.runner import RolloutStats, Runner
 from areal_x.rollout.workflows import Workflow
 from areal_x.trainer import Trainer
-from areal_x.types import Group, Outcome, Task
+from areal_x.types import Episode, Group, Task
 
 T = TypeVar("T")
 
@@ -37,7 +35,7 @@ class Published:
 class Rollout:
     """Groups for the trainer, made while it trains. A context manager that leaves nothing behind.
 
-        with Rollout(engine, workflow, TaskStream(tasks), TrajectoryQueue(16, 2), group_size=8) as rollout:
+        with Rollout(Runner(engine, workflow, TaskStream(tasks), TrajectoryQueue(16, 2), group_size=8)) as rollout:
             rollout.start()
             rollout.publish(trainer)          # nothing is admitted before the engine has the trainer's weights
             for _ in range(steps):
@@ -45,35 +43,14 @@ class Rollout:
                 ...                           # one step of the trainer
                 rollout.publish(trainer)
 
-    workflow: already set up for the tokenizer. For the settings see Runner.
+    runner: with a workflow that is already set up for the tokenizer. evaluation: what `evaluate` runs, by default the runner's
+    workflow, greedily.
     """
 
-    def __init__(
-        self,
-        engine: Engine,
-        workflow: Workflow,
-        stream: TaskStream,
-        queue: TrajectoryQueue,
-        *,
-        group_size: int,
-        seed: int = 0,
-        episode_seconds: float = 600.0,
-        filters: Sequence[Filter] = (),
-        failed_groups: int = 3,
-    ) -> None:
-        self.engine = engine
-        self.workflow = workflow
-        self.runner = Runner(
-            engine,
-            workflow,
-            stream,
-            queue,
-            group_size=group_size,
-            seed=seed,
-            episode_seconds=episode_seconds,
-            filters=filters,
-            failed_groups=failed_groups,
-        )
+    def __init__(self, runner: Runner, evaluation: Workflow | None = None) -> None:
+        self.runner, self.engine = runner, runner.engine
+        self.evaluation = evaluation or runner.workflow.greedy()
+        self._workflows = [runner.workflow, *([evaluation] if evaluation else [])]  # to be closed
         self._resume: Mapping[str, Any] | None = None
         self._running: asyncio.Task[None] | None = None
         self._taking: Future[list[Group]] | None = None
@@ -95,7 +72,7 @@ class Rollout:
             raise RuntimeError("this rollout was started before: make a new one")
         self._resume = state
         loop = self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=_serve, args=(loop,), name="rollout", daemon=True)
+        self._thread = threading.Thread(target=serve, args=(loop,), name="rollout", daemon=True)
         self._thread.start()
         try:
             self._call(self.engine.start())
@@ -103,13 +80,14 @@ class Rollout:
             self.close()
             raise
 
-    def publish(self, trainer: Trainer) -> Published:
+    def publish(self, trainer: Trainer, version: int | None = None) -> Published:
         """Gives the engine the trainer's weights, while it generates but for the swap itself, and frees the slots of the groups
-        that made them. The first call begins the rollout."""
+        that made them. The first call begins the rollout. version: of these weights, by default the trainer's."""
+        version = trainer.version if version is None else version
         began = time.perf_counter()
-        staged = self.engine.stage(trainer)
+        staged = self.engine.stage(trainer, version)
         seconds = time.perf_counter() - began
-        return Published(seconds, self._call(self._swap(staged, trainer.version)))
+        return Published(seconds, self._call(self._swap(staged, version)))
 
     def take(self) -> list[Group]:
         """The groups of the next step, in the order of consumption. Blocks until there are enough.
@@ -119,14 +97,13 @@ class Rollout:
         """
         if self._taking is None:
             self._taking = self._submit(self.runner.take())
-        groups = self._taking.result()
+        groups = result(self._taking)
         self._taking = None
         return groups
 
-    def evaluate(self, tasks: Sequence[Task], workflow: Workflow | None = None) -> list[Outcome]:
-        """What becomes of one episode a task under the weights that were published last, beside the rollout. By default of the
-        rollout's own workflow, greedily."""
-        return self._call(self.runner.evaluate(tasks, workflow or self.workflow.greedy()))
+    def evaluate(self, tasks: Sequence[Task]) -> list[Episode]:
+        """One episode a task under the weights that were published last, beside the rollout."""
+        return self._call(self.runner.evaluate(tasks, self.evaluation))
 
     def state(self) -> dict[str, Any]:
         """{"position", "next_ticket", "pending": [[ticket, position], …]}: with it `start` goes on exactly here and runs again
@@ -160,7 +137,8 @@ class Rollout:
     async def _end(self) -> None:
         async with AsyncExitStack() as closing:  # each is closed whatever becomes of the one before it
             closing.push_async_callback(self.engine.close)
-            closing.push_async_callback(self.workflow.close)
+            for workflow in self._workflows:
+                closing.push_async_callback(workflow.close)
             if self._running is not None:
                 self._running.cancel()
                 await asyncio.wait([self._running])
@@ -177,24 +155,10 @@ class Rollout:
         """Runs a coroutine on the rollout's loop and waits for it; an interrupt cancels it."""
         future = self._submit(work)
         try:
-            return future.result()
+            return result(future)
         except BaseException:
             future.cancel()
             raise
-
-
-def _serve(loop: asyncio.AbstractEventLoop) -> None:
-    asyncio.set_event_loop(loop)
-    try:
-        loop.run_forever()
-    finally:
-        left = asyncio.all_tasks(loop)
-        for task in left:
-            task.cancel()
-        loop.run_until_complete(asyncio.gather(*left, return_exceptions=True))
-        loop.run_until_complete(loop.shutdown_asyncgens())
-        loop.run_until_complete(loop.shutdown_default_executor())
-        loop.close()
 
 
 async def _now(function: Any) -> Any:

@@ -93,7 +93,7 @@ class Runner:
 
     group_size: episodes a task. episode_seconds: longest time of one. filters: a group is kept when all say so.
     failed_groups: after this many groups in a row without one scored episode the run ends with the first error, if nothing was
-    ever scored; after 10 times as many otherwise.
+    ever scored; after 10 times as many otherwise. greedy: also answer each task once greedily, for the group's greedy_reward.
     """
 
     def __init__(
@@ -108,6 +108,7 @@ class Runner:
         episode_seconds: float = 600.0,
         filters: Sequence[Filter] = (),
         failed_groups: int = 3,
+        greedy: bool = False,
     ) -> None:
         at_least("train.group_size", group_size, 1)
         at_least("train.failed_groups", failed_groups, 1)
@@ -115,6 +116,7 @@ class Runner:
         self.engine, self.workflow, self.stream, self.queue = engine, workflow, stream, queue
         self.group_size, self.seed, self.episode_seconds = group_size, seed, episode_seconds
         self.filters, self.failed_groups = tuple(filters), failed_groups
+        self.greedy = workflow.greedy() if greedy else None
         self._positions: dict[int, int] = {}  # of the tickets that are pending
         self._changed = asyncio.Event()
         self._wanted = 0  # places in the engine, by episodes in flight
@@ -149,7 +151,7 @@ class Runner:
                         self._positions[ticket], task = self.stream.next()
                     else:
                         task = self.stream.task_at(self._positions[ticket])
-                    self._want(self.group_size)
+                    self._want(self.group_size + (self.greedy is not None))
                     groups.create_task(self._group(Group(task, ticket, self.queue.version)))
         except BaseException as error:
             self._ended = first_of(error)
@@ -171,14 +173,14 @@ class Runner:
         self.queue.published(version)
         self._notify()
 
-    async def evaluate(self, tasks: Sequence[Task], workflow: Workflow) -> list[Outcome]:
+    async def evaluate(self, tasks: Sequence[Task], workflow: Workflow) -> list[Episode]:
         """One episode a task, beside the training ones; as many at once as the engine likes to have."""
         places = asyncio.Semaphore(self.engine.concurrency)
 
-        async def one(index: int, task: Task) -> Outcome:
+        async def one(index: int, task: Task) -> Episode:
             async with places:
                 view = EpisodeEngine(self.engine, (self.seed, EVALUATION, index), _nothing, _nothing)
-                return (await run_episode(workflow, task, view, self.episode_seconds)).outcome
+                return await run_episode(workflow, task, view, self.episode_seconds)
 
         try:
             async with asyncio.TaskGroup() as episodes:
@@ -201,20 +203,25 @@ class Runner:
 
     async def _group(self, group: Group) -> None:
         async with asyncio.TaskGroup() as episodes:
-            running = [episodes.create_task(self._episode(group, index)) for index in range(self.group_size)]
+            running = [episodes.create_task(self._episode(group, index, self.workflow)) for index in range(self.group_size)]
+            if self.greedy is not None:
+                greedy = episodes.create_task(self._episode(group, self.group_size, self.greedy))
         group = replace(group, episodes=tuple(episode.result() for episode in running))
+        if self.greedy is not None and isinstance(outcome := greedy.result().outcome, Scored):
+            group = replace(group, greedy_reward=outcome.reward)
         self._keep_patience(group)
-        if group.scored and all(keep(group) for keep in self.filters):
+        complete = group.scored and (self.greedy is None or group.greedy_reward is not None)
+        if complete and all(keep(group) for keep in self.filters):
             self.queue.finish(group.ticket, group)
         else:
             self.queue.give_back(group.ticket)
             del self._positions[group.ticket]
         self._notify()
 
-    async def _episode(self, group: Group, index: int) -> Episode:
+    async def _episode(self, group: Group, index: int, workflow: Workflow) -> Episode:
         view = EpisodeEngine(self.engine, (self.seed, TRAINING, group.ticket, index), self._want, self._generated)
         try:
-            episode = await run_episode(self.workflow, group.task, view, self.episode_seconds)
+            episode = await run_episode(workflow, group.task, view, self.episode_seconds)
         finally:
             view.want(-view.wanting)
         self._counts[type(episode.outcome)] += 1
@@ -279,14 +286,21 @@ def episode_of(result: Result) -> Episode:
     if isinstance(result, Failed | TimedOut):
         return Episode(result)
     if isinstance(result, Episode):
-        return result
-    trajectories = tuple(result)
-    if not trajectories:
-        raise ValueError("the workflow returned no trajectory")
-    rewards = [trajectory.reward for trajectory in trajectories]
-    if not all(reward is not None and math.isfinite(reward) for reward in rewards):
-        raise ValueError(f"every trajectory needs a finite reward, the workflow's have {rewards}")
-    return Episode(Scored(float(np.mean(np.asarray(rewards, np.float64)))), trajectories)
+        if isinstance(result.outcome, Scored) and not math.isfinite(result.outcome.reward):
+            raise ValueError(f"an episode needs a finite reward, the workflow's has {result.outcome.reward}")
+        episode = result
+    else:
+        trajectories = tuple(result)
+        if not trajectories:
+            raise ValueError("the workflow returned no trajectory")
+        rewards = [trajectory.reward for trajectory in trajectories]
+        if not all(reward is not None and math.isfinite(reward) for reward in rewards):
+            raise ValueError(f"every trajectory needs a finite reward, the workflow's have {rewards}")
+        episode = Episode(Scored(float(np.mean(np.asarray(rewards, np.float64)))), trajectories)
+    for trajectory in episode.trajectories:
+        if trajectory.token_rewards is not None and not np.isfinite(trajectory.token_rewards).all():
+            raise ValueError("every token reward must be finite, the workflow's are not")
+    return episode
 
 
 def error_of(outcome: Outcome) -> str | None:

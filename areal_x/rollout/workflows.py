@@ -82,13 +82,7 @@ class SingleTurn(Workflow):
 
     def setup(self, tokenizer: Any) -> SingleTurn:
         """Raises UserError for a tokenizer without an end token, or a reward that no other process could run."""
-        end = tokenizer.eos_token_id
-        if end is None:
-            raise UserError(
-                f"the tokenizer of {getattr(tokenizer, 'name_or_path', '') or 'the model'} has no end token, "
-                "so no completion could end: set eos_token in its tokenizer_config.json"
-            )
-        stops = tuple(dict.fromkeys((*self.sampling.stop_token_ids, int(end))))
+        stops = tuple(dict.fromkeys((*self.sampling.stop_token_ids, end_token(tokenizer))))
         pool = RewardPool(self.reward, self.reward_workers, self.reward_timeout_seconds)
         return replace(self, sampling=replace(self.sampling, stop_token_ids=stops), tokenizer=tokenizer, pool=pool)
 
@@ -112,6 +106,16 @@ class SingleTurn(Workflow):
     async def close(self) -> None:
         if self.pool is not None:
             await self.pool.close()
+
+
+def end_token(tokenizer: Any) -> int:
+    """Raises UserError where there is none."""
+    if tokenizer.eos_token_id is None:
+        raise UserError(
+            f"the tokenizer of {getattr(tokenizer, 'name_or_path', '') or 'the model'} has no end token, "
+            "so no completion could end: set eos_token in its tokenizer_config.json"
+        )
+    return int(tokenizer.eos_token_id)
 
 
 def encode(tokenizer: Any, prompt: str | Sequence[Message]) -> Int32[np.ndarray, " prompt"]:

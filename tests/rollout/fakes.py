@@ -55,9 +55,9 @@ class FakeEngine:
         tokens = np.random.default_rng(request.seed).integers(2, 40, 5).astype(np.int32)
         return Completion(tokens, np.full(5, -0.5, np.float32), np.full(5, self.version, np.int32), "stop")
 
-    def stage(self, trainer):
+    def stage(self, trainer, version=None):
         self.calls.append("stage")
-        return trainer.version
+        return trainer.version if version is None else version
 
     async def swap(self, staged):
         self.calls.append("swap")

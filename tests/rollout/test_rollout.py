@@ -15,6 +15,7 @@ from areal_x.errors import UserError
 from areal_x.rollout.engine import EngineError
 from areal_x.rollout.queue import TrajectoryQueue
 from areal_x.rollout.rollout import Published, Rollout
+from areal_x.rollout.runner import Runner
 from areal_x.types import Failed, Scored
 from tests.rollout.fakes import TASKS, Doing, FakeEngine, FakeTrainer, Plain
 
@@ -22,7 +23,8 @@ from tests.rollout.fakes import TASKS, Doing, FakeEngine, FakeTrainer, Plain
 @contextmanager
 def rollout(engine=None, workflow=None, *, groups_per_step=2, max_staleness=1, window=2, seed=0, **settings):
     stream, queue = TaskStream(TASKS, seed), TrajectoryQueue(groups_per_step, max_staleness, window)
-    with Rollout(engine or FakeEngine(), workflow or Plain(), stream, queue, group_size=2, seed=seed, **settings) as made:
+    runner = Runner(engine or FakeEngine(), workflow or Plain(), stream, queue, group_size=2, seed=seed, **settings)
+    with Rollout(runner) as made:
         yield made
     assert "rollout" not in [thread.name for thread in threading.enumerate()]
 
@@ -77,9 +79,9 @@ def test_weights_are_staged_on_the_callers_thread_and_swapped_on_the_rollouts():
     threads = {}
 
     class Watched(FakeEngine):
-        def stage(self, trainer):
+        def stage(self, trainer, version=None):
             threads["stage"] = threading.current_thread().name
-            return super().stage(trainer)
+            return super().stage(trainer, version)
 
         async def swap(self, staged):
             threads["swap"] = threading.current_thread().name
@@ -96,9 +98,9 @@ def test_evaluation_runs_beside_the_rollout_greedily_and_in_order():
     with rollout(engine) as made:
         made.start()
         made.publish(FakeTrainer())
-        outcomes = made.evaluate(TASKS[:5])
+        episodes = made.evaluate(TASKS[:5])
         assert len(made.take()) == 2
-    assert all(isinstance(outcome, Scored) for outcome in outcomes)
+    assert all(isinstance(episode.outcome, Scored) for episode in episodes)
     assert sum(request.sampling.temperature == 0 for request in engine.requests) == 5
 
 
@@ -144,7 +146,7 @@ def test_an_engine_that_does_not_start_is_closed_and_says_why():
             raise EngineError("port in use")
 
     engine = Broken()
-    made = Rollout(engine, Plain(), TaskStream(TASKS), TrajectoryQueue(1, 0), group_size=1)
+    made = Rollout(Runner(engine, Plain(), TaskStream(TASKS), TrajectoryQueue(1, 0), group_size=1))
     with pytest.raises(EngineError, match="port in use"):
         made.start()
     assert engine.calls == ["close"]
@@ -215,9 +217,9 @@ def test_it_works_where_a_loop_already_runs_as_in_a_notebook():
             made.publish(trainer)
             return [len(groups) for groups in steps(made, trainer, 2)], made.evaluate(TASKS[:2])
 
-    sizes, outcomes = asyncio.run(cell())
+    sizes, episodes = asyncio.run(cell())
     assert sizes == [2, 2]
-    assert not any(isinstance(outcome, Failed) for outcome in outcomes)
+    assert not any(isinstance(episode.outcome, Failed) for episode in episodes)
 
 
 def test_it_is_started_once():

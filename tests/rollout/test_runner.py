@@ -344,7 +344,7 @@ def test_evaluation_gives_one_outcome_a_task_in_order_and_at_most_concurrency_at
         runner = make(FakeEngine(concurrency=4))
         return await runner.evaluate(TASKS[:20], Doing(watched))
 
-    outcomes = drive(test)
+    outcomes = [episode.outcome for episode in drive(test)]
     assert outcomes[3] == Failed("ValueError: no")
     assert [o for i, o in enumerate(outcomes) if i != 3] == [Scored(float(i), {"length": 5.0}) for i in range(20) if i != 3]
     assert peak <= 4

@@ -1,6 +1,7 @@
 """Every endpoint of a vLLM server that is used, in this one file: they changed in vLLM 0.18, 0.28 and 0.32.
 
-Written for vLLM 0.32, started with VLLM_SERVER_DEV_MODE=1 and --enable-scale-out.
+Written for vLLM 0.32, started with VLLM_SERVER_DEV_MODE=1 and --enable-scale-out. A server that only scores given tokens needs
+neither: what `served`, `tokenize` and `score` ask for is offered by every vLLM server.
 """
 
 from __future__ import annotations
@@ -8,17 +9,19 @@ from __future__ import annotations
 import itertools
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from jaxtyping import Int32
+from jaxtyping import Float32, Int32
 
 from areal_x.errors import UserError
 from areal_x.rollout.engine import Completion, EngineError, SamplingParams
 
 MODEL = "policy"  # the name that servers serve the model under
 NO_LOGPROB = -9999.0  # what vLLM sends for a log-probability it does not have
+ROUNDING = 1e-3  # how far above 0 a log-probability may come out
 KEEP_ALIVE_SECONDS = 2.0  # the server closes idle connections after 5 s: a client that keeps them longer meets dead ones
 CONNECT_SECONDS = 30.0
 CONTROL_SECONDS = 600.0  # loading the weights of a large model from a shared folder
@@ -27,6 +30,14 @@ NEEDED_FLAGS = (
     "start it with VLLM_SERVER_DEV_MODE=1 and --enable-scale-out --logprobs-mode processed_logprobs "
     f'--served-model-name {MODEL} --weight-transfer-config \'{{"backend":"areal_x"}}\', areal-x installed beside it'
 )
+
+
+@dataclass(frozen=True)
+class Served:
+    """A model that a server serves. context: the longest prompt and completion together."""
+
+    name: str
+    context: int
 
 
 class VLLMClient:
@@ -60,12 +71,23 @@ class VLLMClient:
 
     async def context(self) -> int:
         """Longest prompt and completion together. Raises UserError when the server serves no model named `policy`."""
-        served = (await self._call("GET", "/v1/models"))["data"]
-        for model in served:
-            if model["id"] == MODEL:
-                return int(model["max_model_len"])
-        names = ", ".join(repr(model["id"]) for model in served)
+        models = await self._models()
+        for model in models:
+            if model.name == MODEL:
+                return model.context
+        names = ", ".join(repr(model.name) for model in models)
         raise UserError(f"the vLLM server at {self.url} serves {names}, not {MODEL!r}: {NEEDED_FLAGS}")
+
+    async def served(self) -> Served:
+        """The model that the server was started with; adapters come after it."""
+        models = await self._models()
+        if not models:
+            raise UserError(f"{self.url} serves no language model: give the address of a vLLM server that does")
+        return models[0]
+
+    async def _models(self) -> list[Served]:
+        models = (await self._call("GET", "/v1/models"))["data"]
+        return [Served(model["id"], int(model["max_model_len"])) for model in models if model.get("max_model_len")]
 
     async def generate(self, tokens: Int32[np.ndarray, " prompt"], sampling: SamplingParams) -> Completion:
         """Tokens in, tokens out. Cancelling the coroutine aborts the request on the server."""
@@ -87,6 +109,18 @@ class VLLMClient:
         }
         answer = await self._call("POST", "/inference/v1/generate", body, retry=True, seconds=None)
         return completion_from(answer)
+
+    async def tokenize(self, model: str, text: str) -> list[int]:
+        """The text's tokens, without any that the model would put before or after it."""
+        body = {"model": model, "prompt": text, "add_special_tokens": False}
+        tokens: list[int] = (await self._call("POST", "/tokenize", body, retry=True))["tokens"]
+        return tokens
+
+    async def score(self, model: str, tokens: Sequence[int]) -> Float32[np.ndarray, " T"]:
+        """Log-probability of each token given those before it, at temperature 1; 0 for the first. At most context - 1 tokens
+        can be scored, as the server generates one more."""
+        body = {"model": model, "prompt": list(tokens), "max_tokens": 1, "prompt_logprobs": 0}
+        return scores_from(await self._call("POST", "/v1/completions", body, retry=True, seconds=None), tokens)
 
     async def pause(self) -> None:
         """Freezes requests in flight and drops all caches: theirs, which are computed again after `resume` under the weights
@@ -144,6 +178,9 @@ class VLLMClient:
         server, endpoint = f"the vLLM server at {self.url}", path.partition("?")[0]
         if status == 401:
             return UserError(f"{server} refused the key: put its own into the variable that vllm.key_variable names")
+        if status == 404 and endpoint in ("/v1/models", "/tokenize", "/v1/completions"):
+            wanted = "give a vLLM server's address without a path, like http://127.0.0.1:8000"
+            return UserError(f"{server} does not offer {endpoint} ({status} {words}): {wanted}")
         if status in (403, 404):
             return UserError(f"{server} does not offer {endpoint} ({status} {words}): {NEEDED_FLAGS}")
         return EngineError(f"{server} answered {endpoint} with {status}: {words}")
@@ -165,6 +202,22 @@ def completion_from(answer: Mapping[str, Any]) -> Completion:
         versions=versions_from(choice["weight_versions"] or [], len(tokens)),
         finish_reason=reason,
     )
+
+
+def scores_from(answer: Mapping[str, Any], tokens: Sequence[int]) -> Float32[np.ndarray, " T"]:
+    """The log-probabilities of a prompt's tokens, 0 for the first. Raises EngineError when one is missing or is a logit."""
+    entries = answer["choices"][0].get("prompt_logprobs")
+    if not entries or len(entries) != len(tokens):
+        raise EngineError("the server scores no prompts (prompt_logprobs of /v1/completions): it must be a vLLM server")
+    scores = [0.0]
+    for entry, token in zip(entries[1:], tokens[1:], strict=True):
+        score = (entry.get(str(token)) or {}).get("logprob")
+        if score is None or not score > NO_LOGPROB:
+            raise EngineError("vLLM left out the log-probability of a token of a prompt: the weights may hold NaN")
+        scores.append(float(score))
+    if max(scores) > ROUNDING:
+        raise EngineError("vLLM gave logits in place of log-probabilities: start it without --logprobs-mode")
+    return np.asarray(scores, np.float32)
 
 
 def versions_from(spans: Sequence[Mapping[str, Any]], length: int) -> Int32[np.ndarray, " N"]:

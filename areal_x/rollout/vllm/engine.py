@@ -152,9 +152,9 @@ class VLLMEngine:
         finally:
             self._in_flight[index] -= 1
 
-    def stage(self, trainer: Any) -> Staged:
+    def stage(self, trainer: Any, version: int | None = None) -> Staged:
         assert self._staging is not None, "stage() needs an engine that was started"
-        return self._staging.stage(trainer.weights(), trainer.version)
+        return self._staging.stage(trainer.weights(), trainer.version if version is None else version)
 
     async def swap(self, staged: Staged) -> float:
         assert self._staging is not None, "swap() needs an engine that was started"

@@ -1,0 +1,115 @@
+"""A reward model as the judge, against transformers' own classifier."""
+
+import asyncio
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from areal_x.errors import ConfigError, UserError
+from areal_x.rollout.learned_reward import LearnedReward
+from areal_x.types import Failed, Task
+from tests.rollout.fakes import Doing, FakeEngine, Plain
+
+SIZES = {
+    "model_type": "qwen3",
+    "vocab_size": 44,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "num_labels": 1,
+    "pad_token_id": 0,
+}
+
+
+@pytest.fixture(scope="module")
+def classifier():
+    import torch
+    from transformers import AutoConfig, AutoModelForSequenceClassification
+
+    torch.manual_seed(0)
+    model = AutoModelForSequenceClassification.from_config(AutoConfig.for_model(**SIZES))
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, 1.0 if parameter.ndim == 1 else 0.0, 0.2)
+    return model
+
+
+@pytest.fixture(scope="module")
+def classifier_dir(classifier, tmp_path_factory):
+    directory = tmp_path_factory.mktemp("classifier")
+    classifier.save_pretrained(directory)
+    return str(directory)
+
+
+@pytest.fixture(params=["jax", "torch"])
+def backend(request):
+    pytest.importorskip(f"areal_x_{request.param}")
+    if request.param == "jax":
+        request.getfixturevalue("quick_compilation")
+    return request.param
+
+
+def episodes(workflow, count):
+    """What becomes of as many attempts at once, each with another seed."""
+
+    async def all_of_them():
+        ready = workflow.setup(None)
+        try:
+            return await asyncio.gather(*(ready.run(Task(str(i), ""), Seeded(i)) for i in range(count)))
+        finally:
+            await ready.close()
+
+    return asyncio.run(all_of_them())
+
+
+class Seeded(FakeEngine):
+    def __init__(self, seed):
+        super().__init__()
+        self.seed = seed
+
+    async def generate(self, request):
+        return await super().generate(replace(request, seed=self.seed))
+
+
+def test_an_answer_is_worth_what_transformers_says_of_the_whole_sequence(classifier, classifier_dir, backend):
+    import torch
+
+    made = episodes(LearnedReward(Plain(), classifier_dir, backend, row_length=32), 20)
+    for episode in made:
+        (trajectory,) = episode.trajectories
+        with torch.no_grad():
+            score = classifier(torch.tensor(trajectory.tokens[None]).long()).logits.item()
+        assert trajectory.reward == episode.outcome.reward == pytest.approx(score, abs=1e-4)
+        assert episode.outcome.details == {"verified": float(trajectory.tokens[3])}
+    assert np.std([episode.outcome.reward for episode in made]) > 0.1
+
+
+def test_what_failed_is_not_judged(classifier_dir, quick_compilation):
+    async def fails(task, engine):
+        return Failed("no answer")
+
+    assert [e.outcome for e in episodes(LearnedReward(Doing(fails), classifier_dir, "jax"), 2)] == [Failed("no answer")] * 2
+
+
+def test_an_answer_that_does_not_fit_is_told_to_whoever_asked(classifier_dir, quick_compilation):
+    with pytest.raises(UserError, match=r"a sequence of 8 tokens does not fit"):
+        episodes(LearnedReward(Plain(), classifier_dir, "jax", row_length=7), 2)
+
+
+def test_held_out_tasks_are_judged_by_the_workflow_itself():
+    workflow = Plain()
+    greedy = LearnedReward(workflow, "nowhere").greedy()
+    assert isinstance(greedy, Plain)
+    assert greedy.sampling.temperature == 0
+
+
+def test_a_language_model_gives_no_rewards(tiny_model_dir):
+    with pytest.raises(ConfigError, match=r"learned_reward\.path .* a model with a score head"):
+        LearnedReward(Plain(), str(tiny_model_dir)).setup(None)
+
+
+def test_the_run_samples_as_the_workflow_says():
+    assert LearnedReward(Plain(), "nowhere").sampling == Plain().sampling
