@@ -79,7 +79,7 @@ def main() -> None:
 
     shape = Shape(
         vocab=VOCABULARY, hidden=128, layers=4, heads=4, kv_heads=2, head_dim=32, intermediate=256,
-        eps=1e-6, rope_theta=10000.0, qkv_bias=False, qk_norm=True, tied=False,
+        eps=1e-6, rope_theta=10000.0, qkv_bias=False, qk_norm=True, tied=False, scores=False,
     )  # fmt: skip
     rng = np.random.default_rng(0)
     weights = Weights(jax.tree.map(lambda leaf: rng.normal(0, 0.05, leaf.shape).astype(np.float32), parameter_shapes(shape)))

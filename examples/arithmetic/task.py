@@ -10,6 +10,7 @@ that the model starts from are of a sloppy tutor who forgets most carries, so th
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 
 import gin
 import numpy as np
@@ -39,6 +40,14 @@ def held_out(count: int = HELD_OUT) -> list[Task]:
     """
     within("arithmetic.held_out.count", count, 1, HELD_OUT)
     return [_task(*pair) for pair in _held_out_pairs()[:count]]
+
+
+@gin.configurable(module="arithmetic")
+def demonstrated(count: int = 20_000, seed: int = 0, forgetting: float = 0.0) -> list[Task]:
+    """Problems whose answer is a worked one, to learn by imitation, each carry forgotten with probability `forgetting`."""
+    tasks = problems(count, seed)
+    answers = demonstrations(tasks, forgetting, seed)
+    return [replace(task, answer=answer) for task, answer in zip(tasks, answers, strict=True)]
 
 
 @gin.configurable(module="arithmetic")

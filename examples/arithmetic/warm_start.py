@@ -54,13 +54,12 @@ def warm_start(
     at_least("arithmetic.warm_start.steps", steps, 2)
     within("arithmetic.warm_start.forgetting", forgetting, 0, 1)
     settings = {"seed": seed, "steps": steps, "learning_rate": learning_rate, "forgetting": forgetting}
-    home = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "areal_x" / "arithmetic"
+    home = cache()
     made = home / _digest(settings)
     if not made.is_dir():
-        home.mkdir(parents=True, exist_ok=True)
         unfinished = Path(tempfile.mkdtemp(dir=home, prefix=f".{made.name}."))
         try:
-            supervise(unfinished, backend=_installed(backend), **settings)
+            supervise(unfinished, backend=installed(backend), **settings)
             unfinished.rename(made)
         except OSError:
             if not made.is_dir():  # then it is not that another run was quicker
@@ -129,12 +128,20 @@ def _trajectory(prompt: str, answer: str) -> Trajectory:
     return Trajectory.from_completion(context, taught, nothing, nothing)
 
 
+def cache() -> Path:
+    """Where what takes half a minute to make is kept."""
+    home = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "areal_x" / "arithmetic"
+    home.mkdir(parents=True, exist_ok=True)
+    return home
+
+
 def _digest(settings: dict[str, Any]) -> str:
-    """Names the settings and this package's code: a model made by other code is another model."""
-    code = [file.read_text() for file in sorted(Path(__file__).parent.glob("*.py"))]
+    """Names the settings and the code: a model made by other code is another model."""
+    code = [(Path(__file__).parent / f"{name}.py").read_text() for name in ("model", "task", "warm_start")]
     return hashlib.sha256(json.dumps([settings, code]).encode()).hexdigest()[:16]
 
 
-def _installed(backend: str) -> str:
+def installed(backend: str) -> str:
+    """The backend, or where it is not installed one that is."""
     installed = entry_points(group="areal_x.backends").names
     return backend if backend in installed or not installed else min(installed)

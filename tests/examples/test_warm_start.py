@@ -90,8 +90,8 @@ def test_settings_that_cannot_work_are_refused() -> None:
 
 
 def test_a_backend_that_is_not_installed_gives_way_to_one_that_is() -> None:
-    assert module._installed("jax") == "jax"
-    assert module._installed("abacus") in ("jax", "torch")
+    assert module.installed("jax") == "jax"
+    assert module.installed("abacus") in ("jax", "torch")
 
 
 @pytest.mark.slow

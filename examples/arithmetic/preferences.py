@@ -1,0 +1,79 @@
+"""Pairs of answers to learn preferences from: a right one and a wrong one of the warm-started model to the same problem."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import gin
+
+from areal_x.data.stream import TaskStream
+from areal_x.data.tokenizer import load_tokenizer
+from areal_x.rollout.embedded import EmbeddedEngine
+from areal_x.rollout.engine import SamplingParams
+from areal_x.rollout.queue import TrajectoryQueue
+from areal_x.rollout.rollout import Rollout
+from areal_x.rollout.runner import Runner
+from areal_x.rollout.workflows import SingleTurn
+from areal_x.trainer import ModelConfig, TrainerConfig, create_trainer
+from areal_x.types import Group, Task
+from examples.arithmetic.task import LONGEST, verify
+from examples.arithmetic.warm_start import cache, installed, warm_start
+
+SLOTS = 64
+LONGEST_ANSWER = LONGEST - len("9999+9999=")
+
+
+@gin.configurable(module="arithmetic")
+def preferences(problems: Sequence[Task], attempts: int = 4, seed: int = 0, backend: str = "jax") -> list[Task]:
+    """One pair, {"chosen": a right answer, "rejected": a wrong one}, of each problem that the model solves now and then.
+
+    attempts: answers sampled to a problem. They are kept, like the model itself, in the user's cache.
+    """
+    model = warm_start()
+    settings = [Path(model).name, [task.prompt for task in problems], attempts, seed]
+    file = cache() / f"preferences-{hashlib.sha256(json.dumps(settings).encode()).hexdigest()[:16]}.json"
+    if not file.exists():
+        began = time.perf_counter()
+        print(f"sampling {attempts} answers to each of {len(problems)} problems, once for these settings:", end="", flush=True)
+        tokenizer = load_tokenizer(Path(model))
+        groups = sample(model, problems, attempts, seed, installed(backend))
+        pairs = [pair_of(group, tokenizer) for group in groups if len(set(group.rewards)) == 2]
+        print(f" {len(pairs)} pairs in {time.perf_counter() - began:.0f} s", flush=True)
+        with tempfile.NamedTemporaryFile("w", dir=file.parent, delete=False) as unfinished:
+            json.dump(pairs, unfinished)
+        Path(unfinished.name).replace(file)
+    return [Task(prompt, prompt, answer) for prompt, answer in json.loads(file.read_text())]
+
+
+def sample(model: str, problems: Sequence[Task], attempts: int, seed: int, backend: str) -> list[Group]:
+    """All answers of the model, in groups of one problem."""
+    trainer = create_trainer(backend, TrainerConfig(model=ModelConfig(path=model), temperature=1.0))
+    workflow = SingleTurn(reward=verify, sampling=SamplingParams(max_tokens=LONGEST_ANSWER, temperature=1.0), reward_workers=1)
+    runner = Runner(
+        EmbeddedEngine(trainer.sampler(SLOTS, LONGEST)),
+        workflow.setup(load_tokenizer(Path(model))),
+        TaskStream(problems, seed),
+        TrajectoryQueue(len(problems), max_staleness=0),
+        group_size=attempts,
+        seed=seed,
+    )
+    with Rollout(runner) as rollout:
+        rollout.start()
+        rollout.publish(trainer)
+        return rollout.take()
+
+
+def pair_of(group: Group, tokenizer: Any) -> tuple[str, dict[str, str]]:
+    """The problem with the first right and the first wrong answer to it, as they were sampled."""
+    answers = {}
+    for episode in reversed(group.scored):
+        (trajectory,) = episode.trajectories
+        which = "chosen" if trajectory.reward else "rejected"
+        answers[which] = tokenizer.decode(trajectory.tokens[trajectory.mask].tolist(), skip_special_tokens=True)
+    return group.task.prompt, answers
