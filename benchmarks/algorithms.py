@@ -59,6 +59,7 @@ IDS = packed_ids()
 MASK = (RNG.random(IDS.shape) < 0.8) & (IDS > 0)
 BEHAVIOR = -np.abs(draw(*IDS.shape))
 POLICY = {"logp": BEHAVIOR + draw(*IDS.shape, scale=0.3), "entropy": draw(*IDS.shape), "values": draw(*IDS.shape)}
+POLICY["divergence"] = -BEHAVIOR
 BATCH = {
     "segment_ids": IDS,
     "mask": MASK,
@@ -131,9 +132,9 @@ def cases() -> dict[str, Case]:
 
 
 def public(module: Any) -> dict[str, Callable[..., Any]]:
-    """The functions that a module defines itself."""
+    """The functions that a module defines itself, but `losses.each`, which is of no arrays."""
     functions = inspect.getmembers(module, inspect.isfunction)
-    return {n: f for n, f in functions if not n.startswith("_") and inspect.unwrap(f).__module__ == module.__name__}
+    return {n: f for n, f in functions if n[0] != "_" and n != "each" and inspect.unwrap(f).__module__ == module.__name__}
 
 
 def evaluate(case: Case, framework: str, dtype: type, compiled: bool = False) -> tuple[list[np.ndarray], list[np.ndarray]]:

@@ -109,7 +109,6 @@ def test_minibatches_share_the_groups_and_the_policy_before_the_step(experiment)
             assert gap.size == 0 or gap.max() < 1e-4
 
 
-@on_both
 def test_the_critic_learns_is_saved_and_goes_on(experiment):
     critic = CriticConfig(learning_rate=3e-3)
     still = replace(experiment.trainer, optimizer=OptimizerConfig(learning_rate=1e-9))  # so that returns stay what they are

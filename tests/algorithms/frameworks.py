@@ -36,7 +36,7 @@ def example(seed: int = 0, garbage: float | None = None) -> tuple[Policy, Batch]
 
     behavior = -np.abs(draw())
     values, entropy = draw(), np.abs(draw())
-    policy = Policy(logp=behavior + draw(0.4), entropy=entropy, values=values)
+    policy = Policy(logp=behavior + draw(0.4), entropy=entropy, values=values, divergence=entropy[::-1].copy())
     batch = Batch(
         tokens=ids, segment_ids=ids, positions=ids, mask=mask, behavior_logp=behavior, proximal_logp=behavior + draw(0.1),
         reference_logp=behavior + draw(0.3), advantages=draw(), returns=draw(), old_values=values + draw(0.3),

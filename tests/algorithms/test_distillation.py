@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from areal_x.algorithms.distillation import generalized_jsd
 from areal_x.errors import ConfigError
-from tests.algorithms.frameworks import apply, value_and_gradient
+from tests.algorithms.agreement import TOLERANCES, WAYS, agree
+from tests.algorithms.frameworks import value_and_gradient
 
 BETAS = [0.0, 0.1, 0.5, 0.9, 1.0]
 on_every_beta = pytest.mark.parametrize("beta", BETAS)
@@ -67,25 +68,25 @@ def test_it_is_never_negative_nought_for_equals_and_blind_to_a_shift(pairs, beta
 
 
 @pytest.mark.parametrize("beta", [0.0, 0.3, 1.0])
-@pytest.mark.parametrize("dtype, tolerance", [(np.float64, 1e-6), (np.float32, 1e-5)])
-def test_numpy_jax_and_torch_agree(beta, dtype, tolerance):
+def test_numpy_jax_and_torch_agree(beta):
     student, teacher = logits(4, 7, seed=1)
-    expected = generalized_jsd(student, teacher, beta)
+    agree(partial(generalized_jsd, beta=beta), student, teacher, torch_compiled=False)  # it is below, with its gradient
     slope = np.zeros_like(student)
     for at in np.ndindex(student.shape):
         step = np.zeros_like(student)
         step[at] = 1e-6
         up, down = (generalized_jsd(student + s, teacher, beta).sum() for s in (step, -step))
         slope[at] = (up - down) / 2e-6
-    for framework, compiled in (("jax", False), ("jax", True), ("torch", False), ("torch", True)):
-        value, gradient = value_and_gradient(
-            lambda leaves, constants: generalized_jsd(leaves["student"], constants["teacher"], beta).sum(),
-            {"student": student}, {"teacher": teacher}, framework=framework, dtype=dtype, compiled=compiled,
-        )  # fmt: skip
-        np.testing.assert_allclose(value, expected.sum(), rtol=tolerance)
-        np.testing.assert_allclose(gradient["student"], slope, rtol=tolerance * 10, atol=tolerance)
-    single = apply(partial(generalized_jsd, beta=beta), student, teacher, framework="numpy", dtype=dtype)
-    np.testing.assert_allclose(single, expected, rtol=tolerance)
+    for dtype, ways in WAYS.items():
+        for framework, compiled in ways:
+            if framework == "numpy":
+                continue
+            value, gradient = value_and_gradient(
+                lambda leaves, constants: generalized_jsd(leaves["student"], constants["teacher"], beta).sum(),
+                {"student": student}, {"teacher": teacher}, framework=framework, dtype=dtype, compiled=compiled,
+            )  # fmt: skip
+            np.testing.assert_allclose(value, generalized_jsd(student, teacher, beta).sum(), rtol=TOLERANCES[dtype])
+            np.testing.assert_allclose(gradient["student"], slope, rtol=10 * TOLERANCES[dtype], atol=TOLERANCES[dtype])
 
 
 @on_every_beta

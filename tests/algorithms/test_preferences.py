@@ -12,7 +12,8 @@ from areal_x.algorithms import preferences
 from areal_x.algorithms.preferences import bradley_terry, dpo, ipo
 from areal_x.algorithms.weighting import pair_mean
 from areal_x.types import Batch, Policy
-from tests.algorithms.frameworks import apply, example, loss_and_gradient, value_and_gradient
+from tests.algorithms.agreement import TOLERANCES, WAYS, agree
+from tests.algorithms.frameworks import example, loss_and_gradient, value_and_gradient
 
 LOSSES = {
     "dpo_loss": partial(preferences.dpo_loss, beta=0.5),
@@ -67,20 +68,21 @@ def test_each_formula_is_that_of_its_paper():
 
 
 @on_every_formula
-@pytest.mark.parametrize("dtype, tolerance", [(np.float64, 1e-6), (np.float32, 1e-5)])
-def test_numpy_jax_and_torch_agree(name, dtype, tolerance):
+def test_numpy_jax_and_torch_agree(name):
     function, inputs = ELEMENTWISE[name][0], arguments(name)
-    expected = function(*inputs.values())
     slopes = {n: slope(function, inputs, n) for n in inputs}
-    for framework, compiled in (("jax", False), ("jax", True), ("torch", False), ("torch", True)):
-        value, gradient = value_and_gradient(
-            lambda leaves, _: function(*leaves.values()).sum(), inputs, {}, framework=framework, dtype=dtype, compiled=compiled
-        )
-        np.testing.assert_allclose(value, expected.sum(), rtol=tolerance)
-        got = apply(function, *inputs.values(), framework=framework, dtype=dtype, compiled=compiled)
-        np.testing.assert_allclose(got, expected, rtol=tolerance)
-        for n in inputs:
-            np.testing.assert_allclose(gradient[n], slopes[n], rtol=tolerance * 10, atol=tolerance)
+    agree(function, *inputs.values(), torch_compiled=False)  # it is below, with its gradient
+    for dtype, ways in WAYS.items():
+        for framework, compiled in ways:
+            if framework == "numpy":
+                continue
+            value, gradient = value_and_gradient(
+                lambda leaves, _: function(*leaves.values()).sum(), inputs, {},
+                framework=framework, dtype=dtype, compiled=compiled,
+            )  # fmt: skip
+            np.testing.assert_allclose(value, function(*inputs.values()).sum(), rtol=TOLERANCES[dtype])
+            for n in inputs:
+                np.testing.assert_allclose(gradient[n], slopes[n], rtol=10 * TOLERANCES[dtype], atol=TOLERANCES[dtype])
 
 
 def slope(function, inputs, name, step=1e-6):

@@ -14,7 +14,7 @@ from tests.algorithms.frameworks import value_and_gradient
 
 def make():
     rng = np.random.default_rng(0)
-    versions = rng.integers(-1, 9, (3, 11)).astype(np.int32)  # -1 is no policy; 8 is newer than the version below
+    versions = rng.integers(-1, 9, (3, 14)).astype(np.int32)  # -1 is no policy; 8 is newer than the version below
     return -np.abs(rng.normal(size=versions.shape)), -np.abs(rng.normal(size=versions.shape)), versions
 
 
@@ -27,10 +27,9 @@ def test_the_older_a_token_the_nearer_its_anchor_is_to_the_policy_that_learns():
         assert found[at] == pytest.approx(behavior[at] + share * (logp[at] - behavior[at]), rel=1e-12)
 
 
-@pytest.mark.parametrize("dtype", [np.float64, np.float32])
-def test_numpy_jax_and_torch_agree(dtype):
-    agree(partial(interpolate, version=7), *make(), dtype=dtype)
-    agree(interpolate, *make(), np.int32(7), dtype=dtype)  # a version that is traced
+def test_numpy_jax_and_torch_agree():
+    agree(partial(interpolate, version=7), *make())
+    agree(interpolate, *make(), np.int32(7))  # a version that is traced
 
 
 @pytest.mark.parametrize("framework", ["jax", "torch"])

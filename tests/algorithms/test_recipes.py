@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from areal_x.algorithms import losses
-from areal_x.algorithms.recipes import grpo, sft
+from areal_x.algorithms.recipes import decoupled_ppo, distill, grpo, sft
 from areal_x.algorithms.weighting import token_mean
 from areal_x.errors import ConfigError
 from areal_x.types import Policy
@@ -32,6 +32,21 @@ def test_any_part_can_be_replaced():
     assert grpo(loss=my_loss).loss is my_loss
     assert dataclasses.replace(grpo(), weighting=token_mean).weighting is token_mean
     assert sft().advantages is None
+
+
+def test_distillation_asks_for_the_teachers_logits_only_with_a_beta_and_brings_the_parts_of_its_rl():
+    assert distill().needs == {"teacher"}
+    assert distill(beta=0.0).needs == {"teacher_logits"}
+    rl = decoupled_ppo(kl_coefficient=0.1, entropy_coefficient=0.01)
+    both = distill(beta=0.3, rl=rl, rl_weight=0.5)
+    assert both.needs == {"teacher_logits", "reference", "entropy"}
+    assert (both.advantages, both.proximal, both.corrections) == (rl.advantages, "recompute", rl.corrections)
+    assert both.weighting is token_mean
+    assert "divergence: generalized_jsd with beta = 0.3" in both.explain()
+    with pytest.raises(ConfigError, match=r"distill\.beta = 1\.5 .* between 0 and 1"):
+        distill(beta=1.5)
+    with pytest.raises(ConfigError, match=r"distill\.needs = \['entropy', 'reference', 'teacher'\]"):
+        distill(rl=rl)  # one model cannot be both
 
 
 @pytest.mark.parametrize(

@@ -121,7 +121,7 @@ def test_a_term_that_is_one_number_on_all_of_a_pair_is_averaged_over_the_pairs_b
             assert len(set(weights[row, (own == k) & mask[row]])) <= 1
 
 
-@settings(deadline=None)
+@settings(max_examples=25)
 @given(sequences, st.randoms(use_true_random=False))
 @pytest.mark.parametrize("weighting", [token_mean, sequence_mean, sequence_sum, partial(constant, length=9)])
 def test_a_weight_does_not_depend_on_packing_or_order(weighting, sequences, random):
@@ -173,4 +173,6 @@ def test_a_batch_without_a_masked_token_has_weights_of_zero(name):
 @on_every_weighting
 def test_numpy_jax_and_torch_agree(name):
     mask, ids, groups = with_groups([[0, 1, 1], [1], [0, 0], [1, 1, 1, 1], [0, 1], [1, 0, 1, 1, 0]], [5, -3, 8, 5, 9, -3], 8)
-    agree(WEIGHTINGS[name], mask, ids, *([groups.astype(np.int32)] if name == "group_mean" else []))
+    inputs = [groups.astype(np.int32)] if name == "group_mean" else []
+    # group_mean and pair_mean hold sequence_mean, and constant sequence_sum.
+    agree(WEIGHTINGS[name], mask, ids, *inputs, torch_compiled=not name.startswith("sequence"))

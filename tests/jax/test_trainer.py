@@ -142,28 +142,6 @@ def still(model_dir_of: MadeModel) -> Trainer:
     return make_trainer(model_dir_of("qwen3"), optimizer=STILL, micro_batch_rows=8)
 
 
-@pytest.mark.parametrize("rows", [1, 2, 4])
-def test_micro_batches_and_the_order_of_rows_change_nothing(
-    rows: int, batch: Batch, still: Trainer, model_dir_of: MadeModel
-) -> None:
-    expected = still.update(batch, losses.ppo_clip)
-    assert expected.keys() == {"loss", "grad_norm", "learning_rate", "skipped", "ratio", "clip_fraction"}
-    trainer = make_trainer(model_dir_of("qwen3"), optimizer=STILL, micro_batch_rows=rows)
-    for seed in range(3):
-        order = np.random.default_rng(seed).permutation(batch.shape[0])
-        learned = trainer.update(batch.map(lambda x, order=order: x[order]), losses.ppo_clip)
-        assert learned["loss"] == pytest.approx(expected["loss"], rel=1e-6)
-        assert learned["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-5)
-        assert learned["ratio"] == pytest.approx(expected["ratio"], rel=1e-5)
-
-
-def test_a_packing_into_longer_rows_changes_nothing(batch: Batch, still: Trainer) -> None:
-    expected = still.update(batch, losses.ppo_clip)
-    learned = still.update(learnable(pack(trajectories(*LENGTHS), 64)), losses.ppo_clip)
-    assert learned["loss"] == pytest.approx(expected["loss"], rel=1e-6)
-    assert learned["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-5)
-
-
 def count_and_garbage(policy: Policy, batch: Batch) -> losses.LossTerms:
     terms, _ = losses.sft(policy, batch)
     garbage = batch.advantages / batch.mask  # infinite or NaN wherever the mask is False

@@ -160,19 +160,6 @@ def test_updates_lower_the_loss(head: str, model_dir_of: MadeModel) -> None:
         assert learned[0] == pytest.approx(np.log(2))  # of two answers about which the model says nothing
 
 
-@pytest.mark.parametrize("head", ["value", "reward"])
-def test_micro_batches_change_nothing(head: str, judge_dir_of: MadeModel) -> None:
-    make_batch, loss = LEARNING[head]
-    batch = make_batch()
-    expected, *others = (
-        make_trainer(judge_dir_of("qwen3"), head=head, optimizer=STILL, micro_batch_rows=rows).update(batch, loss)
-        for rows in (16, 3)
-    )
-    for learned in others:
-        assert learned == pytest.approx(expected, rel=1e-5)
-        assert learned["loss"] == pytest.approx(expected["loss"], rel=1e-6)
-
-
 class TorchCritic:
     """The same training in torch: the critic's error of sequences one by one, clipping, AdamW with decay on matrices."""
 

@@ -44,7 +44,7 @@ def test_the_corners_are_those_of_the_paper():
 def test_numpy_jax_and_torch_agree(buffer):
     lengths = np.arange(14, dtype=np.int32).reshape(2, 7)
     agree(partial(overlong_penalty, max_length=10, buffer=buffer, scale=0.5), lengths)
-    agree(partial(overlong_penalty, max_length=10, buffer=buffer), lengths.astype(float), dtype=np.float32)
+    agree(partial(overlong_penalty, max_length=10, buffer=buffer), lengths.astype(float))
 
 
 @pytest.mark.parametrize("buffer", [-1, 11])

@@ -1,0 +1,183 @@
+"""Every loss through a whole trainer, however its batch is packed: what the tests assert and the benchmark prints.
+
+`python -m tests.invariance POLICY JUDGE TEACHER PACKINGS` prints what `measure` gives with JAX on all its devices.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from array_api_compat import array_namespace
+
+from areal_x import model_dir
+from areal_x.algorithms import losses, preferences
+from areal_x.algorithms.distillation import generalized_jsd
+from areal_x.algorithms.weighting import pair_mean, sequence_mean
+from areal_x.data.packing import pack
+from areal_x.trainer import ModelConfig, OptimizerConfig, Trainer, TrainerConfig, create_trainer
+from areal_x.types import Batch, Policy, Trajectory
+from tests.conftest import write_model
+
+POLICY = {
+    "reinforce": losses.reinforce,
+    "ppo_clip": partial(losses.ppo_clip, dual_clip=3.0),
+    "gspo": losses.gspo,
+    "gmpo": losses.gmpo,
+    "sapo": losses.sapo,
+    "cispo": losses.cispo,
+    "dppo_tv": losses.dppo_tv,
+    "kl_penalty": partial(losses.kl_penalty, coefficient=0.1),
+    "entropy_bonus": partial(losses.entropy_bonus, coefficient=0.1),
+    "sft": losses.sft,
+    "sampled_reverse_kl": losses.sampled_reverse_kl,
+    "divergence": losses.divergence,
+    "dpo": preferences.dpo_loss,
+    "ipo": preferences.ipo_loss,
+}
+LOSSES: dict[str, dict[str, Any]] = {
+    "policy": POLICY,
+    "value": {"value_clip": losses.value_clip},
+    "reward": {"reward_model": preferences.reward_model_loss},
+}
+PAIRS = ("dpo", "ipo", "reward_model")
+ALL = tuple(name for names in LOSSES.values() for name in names)
+STILL = OptimizerConfig(learning_rate=1e-30)
+DIVERGENCE = partial(generalized_jsd, beta=0.5)
+
+SEQUENCES, TOKENS = 64, 512  # which leaves a few rows empty
+PACKINGS = ((1, 16), (2, 16), (4, 32), (8, 16))  # in so many micro-batches, in rows of this length
+
+
+@cache
+def chosen(head: str) -> Callable[[Policy, Batch], Any]:
+    """All losses of a head in one, so that a trainer compiles a step once: of a batch's `ages`, which none of them reads, the
+    number says whose terms count; those of the others are 0, and so is their gradient. Metrics are those of all."""
+
+    def loss(policy: Policy, batch: Batch) -> Any:
+        xp = array_namespace(batch.ages)
+        terms, metrics = 0, {}
+        for number, (name, one) in enumerate(LOSSES[head].items()):
+            own, said = one(policy, batch)
+            terms = terms + xp.where(batch.ages == number, own, xp.zeros_like(own))
+            metrics |= {f"{name}/{metric}": x for metric, x in said.items()}
+        return terms, metrics
+
+    return loss
+
+
+def sequences() -> list[Trajectory]:
+    """Drawn at about the probability that a random model of 44 tokens gives them."""
+    rng = np.random.default_rng(0)
+    made = []
+    for _ in range(SEQUENCES):
+        prompt, answer = rng.integers(2, 40, rng.integers(1, 4)), rng.integers(2, 40, rng.integers(1, 6))
+        made.append(Trajectory.from_completion(prompt, answer, rng.normal(-4, 0.5, len(answer)), np.zeros(len(answer))))
+    return made
+
+
+def batch_of(head: str, name: str, shuffle: int = 0, row_length: int = 16) -> Batch:
+    """The same sequences with what belongs to each, and `name` chosen. shuffle: 0 leaves them and their rows as they are."""
+    trajectories, rng, order = sequences(), np.random.default_rng(1), np.random.default_rng(shuffle)
+    advantages = rng.normal(1.0, 0.8, SEQUENCES)
+    noise = [rng.normal(0, 0.3, len(t)).astype(np.float32) for t in trajectories]
+    together = 2 if name in PAIRS else 1
+    sets = np.arange(SEQUENCES).reshape(-1, together)
+    places = (order.permutation(sets) if shuffle else sets).reshape(-1)
+    packed = pack([trajectories[i] for i in places], row_length, TOKENS // row_length, together)
+    batch, jitter = packed.batch, packed.spread_tokens([noise[i] for i in places])
+    weigh = pair_mean if name in PAIRS else sequence_mean
+    batch = batch.replace(
+        proximal_logp=batch.behavior_logp + jitter * batch.mask,
+        reference_logp=batch.behavior_logp - jitter * batch.mask,
+        ages=np.full(batch.shape, list(LOSSES[head]).index(name), np.int32),
+        advantages=packed.spread(advantages[places]),
+        returns=jitter,
+        old_values=-jitter,
+        weights=weigh(batch.mask, batch.segment_ids).astype(np.float32),
+    )
+    rows = order.permutation(len(batch.tokens)) if shuffle else slice(None)
+    return batch.map(lambda x: x[rows])
+
+
+def make_trainer(backend: str, directories: Sequence[Path], head: str, **settings: Any) -> Trainer:
+    """directories: of the policy, of a model with a `score`, and of the policy's teacher (see `model_directories`)."""
+    policy, judge, teacher = map(str, directories)
+    if head == "policy":
+        settings |= {"model": ModelConfig(policy), "entropy": True, "teacher": teacher, "divergence": DIVERGENCE}
+    else:
+        settings |= {"model": ModelConfig(judge), "head": head}
+    return create_trainer(backend, TrainerConfig(**settings))
+
+
+def model_directories(directory: Path) -> tuple[Path, Path, Path]:
+    """A policy, a critic or reward model (the policy with a random `score` in place of its last matrix), and a teacher."""
+    policy, judge, teacher = (directory / name for name in ("policy", "judge", "teacher"))
+    write_model(policy)
+    write_model(teacher, seed=1)
+    tensors = dict(model_dir.read_tensors(policy))
+    width = tensors.pop("lm_head.weight").shape[1]
+    tensors["score.weight"] = np.random.default_rng(0).normal(0, 0.1, (1, width)).astype(np.float32)
+    model_dir.write_model(judge, policy, tensors.items(), head="value")
+    return policy, judge, teacher
+
+
+def measure(
+    backend: str, directories: Sequence[Path], packings: Sequence[tuple[int, int]] = PACKINGS, devices: int = 1
+) -> dict[str, list[tuple[float, float]]]:
+    """For each loss its value and gradient norm in each packing, of which each has another order of sequences and rows."""
+    found: dict[str, list[tuple[float, float]]] = {name: [] for name in ALL}
+    for head, names in LOSSES.items():
+        for count, length in packings:
+            at_once = TOKENS // length // count // devices
+            trainer = make_trainer(backend, directories, head, micro_batch_rows=at_once, optimizer=STILL)
+            for name in names:
+                row = trainer.update(batch_of(head, name, count - 1, length), chosen(head))
+                found[name].append((row["loss"], row["grad_norm"]))
+    return found
+
+
+def measure_on_four_devices(
+    directories: Sequence[Path], packings: Sequence[tuple[int, int]] = PACKINGS
+) -> dict[str, list[tuple[float, float]]]:
+    """What `measure` gives in a process whose JAX has four devices, and compiles as this one's does."""
+    import jax
+
+    environment = {
+        **os.environ,
+        "JAX_PLATFORMS": "cpu",
+        "XLA_FLAGS": "--xla_force_host_platform_device_count=4",
+        "JAX_DISABLE_MOST_OPTIMIZATIONS": str(int(jax.config.values["jax_disable_most_optimizations"])),
+        "PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[1]), *sys.path]),
+    }
+    command = [sys.executable, "-m", "tests.invariance", *map(str, directories), json.dumps(packings)]
+    answer = subprocess.run(command, env=environment, capture_output=True, text=True)
+    if answer.returncode:
+        raise RuntimeError(answer.stderr)
+    devices, found = json.loads(answer.stdout.splitlines()[-1])
+    assert devices == 4
+    return {name: [(loss, norm) for loss, norm in pairs] for name, pairs in found.items()}
+
+
+def deviations(found: Sequence[tuple[float, float]], expected: tuple[float, float]) -> tuple[float, float]:
+    """The largest relative deviations of the loss and of the gradient norm."""
+    numbers = np.array(found)
+    assert np.isfinite(numbers).all()
+    assert expected[1] > 0
+    loss, norm = np.abs(numbers / np.array(expected) - 1).max(0)
+    return float(loss), float(norm)
+
+
+if __name__ == "__main__":
+    import jax
+
+    *directories, packings = sys.argv[1:]
+    devices = jax.device_count()
+    print(json.dumps([devices, measure("jax", [*map(Path, directories)], json.loads(packings), devices)]))
