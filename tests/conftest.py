@@ -104,11 +104,14 @@ def tied_model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def quick_compilation(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """JAX compiles with little optimisation, and each program once: most of the time of tests that compile goes there."""
+    """From now on JAX compiles with little optimisation, and each program once: most of the time of tests that compile goes
+    there. The programs lie where the other workers of pytest-xdist find them too."""
     import jax
 
+    base = tmp_path_factory.getbasetemp()
+    programs = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "programs"
     settings = {
-        "jax_compilation_cache_dir": str(tmp_path_factory.mktemp("programs")),
+        "jax_compilation_cache_dir": str(programs),
         "jax_persistent_cache_min_compile_time_secs": 0.1,
         "jax_disable_most_optimizations": True,
     }
