@@ -121,3 +121,12 @@ def quick_compilation(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None
     yield
     for name, value in before.items():
         jax.config.update(name, value)
+
+
+@pytest.fixture(scope="module", params=["jax", "torch"])
+def backend(request: pytest.FixtureRequest) -> str:
+    """Each backend that is installed; JAX compiling quickly."""
+    pytest.importorskip(f"areal_x_{request.param}")
+    if request.param == "jax":
+        request.getfixturevalue("quick_compilation")
+    return str(request.param)

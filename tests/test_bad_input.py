@@ -18,13 +18,10 @@ from areal_x.data.batch import Models, make_batches
 from areal_x.errors import ConfigError, UserError
 from areal_x.experiment import Experiment
 from areal_x.monitor.display import panel
-from areal_x.rollout.embedded import EmbeddedConfig
-from areal_x.rollout.engine import SamplingParams
 from areal_x.rollout.offline import Demonstrations
 from areal_x.rollout.runner import run_episode
-from areal_x.rollout.workflows import SingleTurn
-from areal_x.trainer import ModelConfig, OptimizerConfig, TrainerConfig
 from areal_x.types import Batch, Episode, Failed, Group, Policy, Scored, Task, Trajectory
+from tests.experiments import TASKS, tiny_experiment
 from tests.rollout.fakes import Doing
 
 RECIPES = {
@@ -209,31 +206,10 @@ def test_a_loss_of_the_users_own_is_not_called_before_the_run():
 # ---- a real run
 
 
-def counts_ones(task: Task, text: str) -> float:
-    return text.count("1") / 8
-
-
-TASKS = [Task(str(i), f"{i}+{7 * i % 10}=") for i in range(10)]
-
-
 @pytest.fixture
 def experiment(tiny_model_dir: Path, tmp_path: Path) -> Experiment:
     pytest.importorskip("areal_x_torch")
-    optimizer = OptimizerConfig(learning_rate=1e-3)
-    return Experiment(
-        dataset=TASKS,
-        workflow=SingleTurn(reward=counts_ones, sampling=SamplingParams(max_tokens=8), reward_workers=1),
-        trainer=TrainerConfig(model=ModelConfig(str(tiny_model_dir)), optimizer=optimizer, micro_batch_rows=4),
-        embedded=EmbeddedConfig(slots=8),
-        backend="torch",
-        steps=6,
-        groups_per_step=2,
-        group_size=4,
-        max_staleness=0,
-        row_length=32,
-        runs=str(tmp_path / "runs"),
-        name="run",
-    )
+    return tiny_experiment(tiny_model_dir, tmp_path / "runs", backend="torch")
 
 
 def poisoned(bad: set[int]) -> Any:

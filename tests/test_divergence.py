@@ -27,14 +27,6 @@ PLACES = 48  # in the rows of the batch
 STILL = OptimizerConfig(learning_rate=1e-30, weight_decay=0.0)
 
 
-@pytest.fixture(params=["jax", "torch"])
-def backend(request: pytest.FixtureRequest) -> str:
-    pytest.importorskip(f"areal_x_{request.param}")
-    if request.param == "jax":
-        request.getfixturevalue("quick_compilation")
-    return request.param
-
-
 @pytest.fixture(scope="module")
 def teacher_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Another architecture than the student's, narrower and of one layer."""

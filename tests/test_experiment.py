@@ -14,37 +14,13 @@ from areal_x.algorithms.recipes import grpo
 from areal_x.errors import ConfigError, UserError
 from areal_x.experiment import Experiment
 from areal_x.rollout.embedded import EmbeddedConfig
-from areal_x.rollout.engine import SamplingParams
-from areal_x.rollout.workflows import SingleTurn
-from areal_x.trainer import ModelConfig, OptimizerConfig, TrainerConfig
 from areal_x.types import Task
-
-
-def counts_ones(task: Task, text: str) -> tuple[float, dict[str, float]]:
-    return text.count("1") / 8, {"length": len(text)}
-
-
-TASKS = [Task(str(i), f"{i}+{7 * i % 10}=") for i in range(10)]
+from tests.experiments import TASKS, tiny_experiment
 
 
 @pytest.fixture
 def experiment(tiny_model_dir: Path, tmp_path: Path) -> Experiment:
-    return Experiment(
-        dataset=TASKS,
-        held_out=TASKS[:5],
-        workflow=SingleTurn(reward=counts_ones, sampling=SamplingParams(max_tokens=8), reward_workers=1),
-        trainer=TrainerConfig(
-            model=ModelConfig(str(tiny_model_dir)), optimizer=OptimizerConfig(learning_rate=1e-3), micro_batch_rows=4
-        ),
-        embedded=EmbeddedConfig(slots=8),
-        steps=6,
-        groups_per_step=2,
-        group_size=4,
-        max_staleness=0,
-        row_length=32,
-        runs=str(tmp_path / "runs"),
-        name="ring",
-    )
+    return tiny_experiment(tiny_model_dir, tmp_path / "runs", held_out=TASKS[:5], name="ring")
 
 
 def final_weights(run: Path, step: int) -> dict[str, np.ndarray]:

@@ -14,14 +14,6 @@ from areal_x.trainer import ModelConfig, Trainer, TrainerConfig, create_trainer
 from areal_x.types import Batch, Trajectory
 
 
-@pytest.fixture(params=["jax", "torch"])
-def backend(request: pytest.FixtureRequest) -> str:
-    pytest.importorskip(f"areal_x_{request.param}")
-    if request.param == "jax":
-        request.getfixturevalue("quick_compilation")
-    return request.param
-
-
 @pytest.fixture(scope="module")
 def batch() -> Batch:
     rng = np.random.default_rng(0)

@@ -25,14 +25,6 @@ from tests.invariance import (
 )
 
 
-@pytest.fixture(params=["jax", "torch"])
-def backend(request: pytest.FixtureRequest) -> str:
-    pytest.importorskip(f"areal_x_{request.param}")
-    if request.param == "jax":
-        request.getfixturevalue("quick_compilation")
-    return request.param
-
-
 @pytest.fixture(scope="session")
 def directories(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, Path]:
     return model_directories(tmp_path_factory.mktemp("models"))

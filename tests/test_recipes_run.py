@@ -13,14 +13,10 @@ from areal_x import model_dir
 from areal_x.algorithms import corrections, recipes
 from areal_x.errors import ConfigError, UserError
 from areal_x.experiment import Experiment
-from areal_x.rollout.embedded import EmbeddedConfig
-from areal_x.rollout.engine import SamplingParams
 from areal_x.rollout.offline import Demonstrations, PreferencePairs
-from areal_x.rollout.workflows import SingleTurn
-from areal_x.trainer import CriticConfig, ModelConfig, OptimizerConfig, TrainerConfig
-from areal_x.types import Task
+from areal_x.trainer import CriticConfig, OptimizerConfig
+from tests.experiments import TASKS, tiny_experiment
 
-TASKS = [Task(str(i), f"{i}+{7 * i % 10}=") for i in range(10)]
 WRITTEN = [replace(task, answer="1" * (1 + i % 4)) for i, task in enumerate(TASKS)]
 PAIRS = [replace(task, answer={"chosen": "11" * (1 + i % 2), "rejected": "2" * (1 + i % 3)}) for i, task in enumerate(TASKS)]
 
@@ -44,10 +40,6 @@ ONLINE = {
 }
 
 
-def counts_ones(task: Task, text: str) -> float:
-    return text.count("1") / 8
-
-
 @pytest.fixture
 def backend(request: pytest.FixtureRequest) -> str:
     """torch, which compiles nothing, unless a test says otherwise: that both give the same step is tested elsewhere."""
@@ -63,21 +55,7 @@ on_both = pytest.mark.parametrize("backend", ["jax", "torch"], indirect=True)
 
 @pytest.fixture
 def experiment(backend: str, tiny_model_dir: Path, tmp_path: Path) -> Experiment:
-    optimizer = OptimizerConfig(learning_rate=1e-3)
-    return Experiment(
-        dataset=TASKS,
-        workflow=SingleTurn(reward=counts_ones, sampling=SamplingParams(max_tokens=8), reward_workers=1),
-        trainer=TrainerConfig(model=ModelConfig(str(tiny_model_dir)), optimizer=optimizer, micro_batch_rows=4),
-        embedded=EmbeddedConfig(slots=8),
-        backend=backend,
-        steps=2,
-        groups_per_step=2,
-        group_size=4,
-        max_staleness=1,
-        row_length=32,
-        runs=str(tmp_path / "runs"),
-        name="run",
-    )
+    return tiny_experiment(tiny_model_dir, tmp_path / "runs", backend=backend, steps=2, max_staleness=1)
 
 
 def offline(experiment: Experiment, **changes: Any) -> Experiment:

@@ -11,8 +11,9 @@ from typing import Any
 import numpy as np
 
 from areal_x.algorithms import proximal
-from areal_x.algorithms.check import name_of, plain, rehearse
+from areal_x.algorithms.check import rehearse
 from areal_x.algorithms.losses import Loss, LossTerms, each
+from areal_x.algorithms.parts import name_of, plain
 from areal_x.errors import ConfigError, at_least, one_of
 from areal_x.types import Array, Batch, Divergence, Group, Policy
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import inspect
 from dataclasses import fields
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from areal_x.algorithms.losses import Loss, each
+from areal_x.algorithms.parts import asked_for, call_by_name, is_own, name_of, plain
 from areal_x.errors import ConfigError
 from areal_x.types import Batch, Policy
 
@@ -40,14 +39,11 @@ def rehearse(algorithm: Algorithm) -> None:
     if algorithm.value_loss is not None and is_own(algorithm.value_loss):
         call(algorithm.value_loss, inputs)
     if algorithm.advantages is not None and is_own(algorithm.advantages):
-        asked = inspect.signature(algorithm.advantages).parameters
-        one = floats if "mask" in asked else floats[0]
+        one = floats if "mask" in asked_for(algorithm.advantages) else floats[0]
         given = {"rewards": one, "values": one, "greedy_rewards": one, "mask": mask, "groups": ids[0], "lengths": ids[0]}
-        algorithm.advantages(**{name: x for name, x in given.items() if name in asked})
+        call_by_name(algorithm.advantages, given)
     if is_own(algorithm.weighting):
-        given = {"mask": mask, "segment_ids": ids, "groups_of_segments": np.zeros((1, 2), np.int32)}
-        asked = inspect.signature(algorithm.weighting).parameters
-        algorithm.weighting(**{name: x for name, x in given.items() if name in asked})
+        call_by_name(algorithm.weighting, {"mask": mask, "segment_ids": ids, "groups_of_segments": np.zeros((1, 2), np.int32)})
     if algorithm.corrections is not None and is_own(algorithm.corrections):
         algorithm.corrections(floats - 1, mask, ids)
     if algorithm.shaping is not None and is_own(algorithm.shaping):
@@ -80,17 +76,3 @@ def lacking(algorithm: Algorithm) -> list[str]:
         "logp": algorithm.head == "policy",
     }
     return [name for name, is_there in given.items() if not is_there]
-
-
-def is_own(function: Any) -> bool:
-    """Whether a function is this project's."""
-    return str(getattr(plain(function), "__module__", "")).startswith("areal_x.")
-
-
-def plain(function: Any) -> Any:
-    """The function itself, without what is bound to it and without gin's wrapper."""
-    return inspect.unwrap(function.func if isinstance(function, partial) else function)
-
-
-def name_of(function: Any) -> str:
-    return str(getattr(function, "__name__", type(function).__name__))

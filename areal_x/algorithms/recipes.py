@@ -13,7 +13,7 @@ Every recipe takes, beside its own numbers, `**parts`: any field of `Algorithm` 
 from __future__ import annotations
 
 import inspect
-from dataclasses import fields, replace
+from dataclasses import fields
 from functools import partial
 from typing import Any
 
@@ -270,31 +270,34 @@ def recipe(name: str, parts: dict[str, Any], loss: Loss, weigh: Any, advantages:
         if part not in (*PARTS, *PENALTIES):
             known = [*inspect.signature(globals()[name]).parameters, *PARTS, *PENALTIES]
             raise ConfigError(f"{name}.{part}", parts[part], f"left out: there is no such part{nearest(part, known)}")
-    penalties = {key: parts[key] for key in PENALTIES if key in parts}
-    algorithm = Algorithm(name, loss, weigh, advantages, **own)
-    algorithm = replace(algorithm, **{key: x for key, x in parts.items() if key not in PENALTIES})
-    if isinstance(algorithm.filters, list):
-        algorithm = replace(algorithm, filters=tuple(algorithm.filters))
-    algorithm = penalised(algorithm, **penalties)
-    if algorithm.reward_kl and "teacher" not in algorithm.needs:
-        algorithm = replace(algorithm, needs=algorithm.needs | {"reference"})
-    return algorithm
+    given = {"loss": loss, "weighting": weigh, "advantages": advantages, **own}
+    given |= {part: x for part, x in parts.items() if part in PARTS}
+    needs = given.get("needs", frozenset())
+    if given.get("reward_kl") and "teacher" not in needs:
+        needs |= {"reference"}
+    penalties = {key: x for key, x in parts.items() if key in PENALTIES}
+    given["loss"], given["needs"] = penalised(name, given["loss"], needs, **penalties)
+    return Algorithm(name, **{**given, "filters": tuple(given.get("filters", ()))})
 
 
 def penalised(
-    algorithm: Algorithm, kl_coefficient: float = 0.0, kl_estimator: str = "k3", entropy_coefficient: float = 0.0
-) -> Algorithm:
-    """The algorithm with a KL penalty to the initial policy and an entropy bonus in its loss, and what these need."""
-    at_least(f"{algorithm.name}.kl_coefficient", kl_coefficient, 0)
-    one_of(f"{algorithm.name}.kl_estimator", kl_estimator, tuple(ESTIMATORS))
-    loss, needs = algorithm.loss, algorithm.needs
+    name: str,
+    loss: Loss,
+    needs: frozenset[str],
+    kl_coefficient: float = 0.0,
+    kl_estimator: str = "k3",
+    entropy_coefficient: float = 0.0,
+) -> tuple[Loss, frozenset[str]]:
+    """The loss with a KL penalty to the initial policy and an entropy bonus, and what it then needs."""
+    at_least(f"{name}.kl_coefficient", kl_coefficient, 0)
+    one_of(f"{name}.kl_estimator", kl_estimator, tuple(ESTIMATORS))
     if kl_coefficient > 0:
         loss = losses.combine(loss, partial(losses.kl_penalty, coefficient=kl_coefficient, estimator=kl_estimator))
-        needs = needs | {"reference"}
+        needs |= {"reference"}
     if entropy_coefficient != 0:
         loss = losses.combine(loss, partial(losses.entropy_bonus, coefficient=entropy_coefficient))
-        needs = needs | {"entropy"}
-    return replace(algorithm, loss=loss, needs=needs)
+        needs |= {"entropy"}
+    return loss, needs
 
 
 def clipped(name: str, low: float, high: float) -> Loss:

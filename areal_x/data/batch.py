@@ -7,8 +7,7 @@ batches ◀── weights × corrections ◀── advantages, returns ◀──
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,10 +15,11 @@ import numpy as np
 
 from areal_x.algorithms.algorithm import Algorithm
 from areal_x.algorithms.kl import k1
+from areal_x.algorithms.parts import asked_for, call_by_name
 from areal_x.data.packing import Packed, pack
 from areal_x.errors import UserError
 from areal_x.trainer import Scorer, Trainer
-from areal_x.types import NOT_THE_POLICY, Array, Batch, Episode, Group, Trajectory
+from areal_x.types import NOT_THE_POLICY, Batch, Episode, Group, Trajectory
 
 
 @dataclass(frozen=True)
@@ -177,16 +177,6 @@ def weighted(batch: Batch, part: Part, algorithm: Algorithm) -> Batch:
         log_ratio = np.where(batch.mask, np.asarray(batch.proximal_logp) - np.asarray(batch.behavior_logp), 0)
         weights = weights * np.asarray(algorithm.corrections(log_ratio, batch.mask, batch.segment_ids))
     return batch.replace(weights=weights.astype(np.float32))
-
-
-def asked_for(function: Callable[..., Any]) -> set[str]:
-    """The parameters of a function that has to be given by name what is known."""
-    return set(inspect.signature(function).parameters)
-
-
-def call_by_name(function: Callable[..., Any], given: Mapping[str, Array]) -> Any:
-    """Calls it with what its parameters ask for."""
-    return function(**{name: x for name, x in given.items() if name in asked_for(function)})
 
 
 def staleness(groups: Sequence[Group], version: int) -> list[int]:

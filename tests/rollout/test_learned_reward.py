@@ -44,14 +44,6 @@ def classifier_dir(classifier, tmp_path_factory):
     return str(directory)
 
 
-@pytest.fixture(params=["jax", "torch"])
-def backend(request):
-    pytest.importorskip(f"areal_x_{request.param}")
-    if request.param == "jax":
-        request.getfixturevalue("quick_compilation")
-    return request.param
-
-
 def episodes(workflow, count):
     """What becomes of as many attempts at once, each with another seed."""
 

@@ -25,14 +25,6 @@ def trainer_of(backend: str, directory: Path) -> Trainer:
     return create_trainer(backend, TrainerConfig(model=ModelConfig(path=str(directory))))
 
 
-@pytest.fixture(scope="module", params=["jax", "torch"])
-def backend(request: pytest.FixtureRequest) -> str:
-    pytest.importorskip(f"areal_x_{request.param}")
-    if request.param == "jax":
-        request.getfixturevalue("quick_compilation")
-    return request.param
-
-
 @pytest.fixture(scope="module")
 def trainer(backend: str, tiny_model_dir: Path) -> Trainer:
     return trainer_of(backend, tiny_model_dir)

@@ -1,0 +1,34 @@
+"""The functions that an algorithm consists of, seen from outside: what they are called, and what they ask to be given."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+from areal_x.types import Array
+
+
+def is_own(function: Any) -> bool:
+    """Whether a function is this project's."""
+    return str(getattr(plain(function), "__module__", "")).startswith("areal_x.")
+
+
+def plain(function: Any) -> Any:
+    """The function itself, without what is bound to it and without gin's wrapper."""
+    return inspect.unwrap(function.func if isinstance(function, partial) else function)
+
+
+def name_of(function: Any) -> str:
+    return str(getattr(function, "__name__", type(function).__name__))
+
+
+def asked_for(function: Callable[..., Any]) -> set[str]:
+    """The parameters of a function that has to be given by name what is known."""
+    return set(inspect.signature(function).parameters)
+
+
+def call_by_name(function: Callable[..., Any], given: Mapping[str, Array]) -> Any:
+    """Calls it with what its parameters ask for."""
+    return function(**{name: x for name, x in given.items() if name in asked_for(function)})

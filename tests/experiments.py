@@ -1,0 +1,38 @@
+"""The experiment that tests of the ring vary: a tiny model, short answers, a reward that there is always some of."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from areal_x.experiment import Experiment
+from areal_x.rollout.embedded import EmbeddedConfig
+from areal_x.rollout.engine import SamplingParams
+from areal_x.rollout.workflows import SingleTurn
+from areal_x.trainer import ModelConfig, OptimizerConfig, TrainerConfig
+from areal_x.types import Task
+
+TASKS = [Task(str(i), f"{i}+{7 * i % 10}=") for i in range(10)]
+
+
+def counts_ones(task: Task, text: str) -> tuple[float, dict[str, float]]:
+    return text.count("1") / 8, {"length": len(text)}
+
+
+def tiny_experiment(model: Path, runs: Path, **changes: Any) -> Experiment:
+    settings: dict[str, Any] = {
+        "dataset": TASKS,
+        "workflow": SingleTurn(reward=counts_ones, sampling=SamplingParams(max_tokens=8), reward_workers=1),
+        "trainer": TrainerConfig(
+            model=ModelConfig(str(model)), optimizer=OptimizerConfig(learning_rate=1e-3), micro_batch_rows=4
+        ),
+        "embedded": EmbeddedConfig(slots=8),
+        "steps": 6,
+        "groups_per_step": 2,
+        "group_size": 4,
+        "max_staleness": 0,
+        "row_length": 32,
+        "runs": str(runs),
+        "name": "run",
+    }
+    return Experiment(**settings | changes)
