@@ -151,6 +151,9 @@ class Experiment:
             raise ConfigError("train.teacher", None, f"the model that {self.algorithm.name} learns from")
         if self.algorithm.head != "policy" and self.engine != "none":
             raise ConfigError("train.engine", self.engine, f"'none', as {self.algorithm.name} trains a model that says nothing")
+        if self.engine == "none" and self.held_out and self.algorithm.needs & {"entropy", "teacher_logits"}:
+            wanted = f"left out with the engine 'none', as only a step gives {self.algorithm.name} what its loss reads"
+            raise ConfigError("train.held_out", f"{len(self.held_out)} tasks", wanted)
         for binding, context in (("embedded.context", self.embedded.context), ("vllm.context", self.vllm.context)):
             if context > self.row_length:
                 wanted = f"at most train.row_length = {self.row_length}, as a sequence is never cut to fit its row"
@@ -322,6 +325,7 @@ class Experiment:
                 reference = trainer(other, frozen=True)
         if "values" in needs:
             start = directory if self.critic.path is None else resolve(self.critic.path)
+            check_vocabulary("critic.path", start, directory)
             optimizer = replace(config.optimizer, learning_rate=self.critic.learning_rate)
             critic = trainer(start, head="value", optimizer=optimizer)
         asked: dict[str, Any] = {"head": self.algorithm.head, "entropy": "entropy" in needs}

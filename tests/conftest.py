@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
+from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,14 @@ from hypothesis import settings
 settings.register_profile("any_speed", deadline=None)
 settings.load_profile("any_speed")
 
-os.environ.setdefault("QUICKSTART_STEPS", "8")  # of the notebook, which is run like a test
+os.environ.setdefault("QUICKSTART_STEPS", "6")  # of the notebook, which is run like a test
+
+
+def pytest_configure() -> None:
+    """Most of the suite's time is the compiler's, which needs half as long without these; other releases may lack the flag."""
+    if find_spec("jaxlib") and version("jaxlib").startswith("0.10."):
+        os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_cpu_use_fusion_emitters=false".strip()
+
 
 CHARACTERS = "0123456789+=,>.abcdefghijklmnopqrstuvwxyz "
 
@@ -102,10 +110,12 @@ def tied_model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_model(tmp_path_factory.mktemp("tied"), tie_word_embeddings=True, seed=1)
 
 
-@pytest.fixture(scope="session")
-def quick_compilation(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """From now on JAX compiles with little optimisation, and each program once: most of the time of tests that compile goes
-    there. The programs lie where the other workers of pytest-xdist find them too."""
+@pytest.fixture(scope="session", autouse=True)
+def quick_compilation(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """JAX compiles with little optimisation, and each program once: most of the time of tests that compile goes there. The
+    programs lie where the other workers of pytest-xdist find them too."""
+    if not find_spec("jax"):
+        return
     import jax
 
     base = tmp_path_factory.getbasetemp()
@@ -115,18 +125,17 @@ def quick_compilation(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None
         "jax_persistent_cache_min_compile_time_secs": 0.1,
         "jax_disable_most_optimizations": True,
     }
-    before = {name: jax.config.values[name] for name in settings}
     for name, value in settings.items():
         jax.config.update(name, value)
-    yield
-    for name, value in before.items():
-        jax.config.update(name, value)
+
+
+def quick_environment(**more: str) -> dict[str, str]:
+    """For a process whose JAX shall compile with as little optimisation; what computes a lot is better off without."""
+    return {**os.environ, "JAX_DISABLE_MOST_OPTIMIZATIONS": "1", **more}
 
 
 @pytest.fixture(scope="module", params=["jax", "torch"])
 def backend(request: pytest.FixtureRequest) -> str:
-    """Each backend that is installed; JAX compiling quickly."""
+    """Each backend that is installed."""
     pytest.importorskip(f"areal_x_{request.param}")
-    if request.param == "jax":
-        request.getfixturevalue("quick_compilation")
     return str(request.param)

@@ -20,7 +20,9 @@ from areal_x.experiment import Experiment
 from areal_x.monitor.display import panel
 from areal_x.rollout.offline import Demonstrations
 from areal_x.rollout.runner import run_episode
+from areal_x.trainer import CriticConfig
 from areal_x.types import Batch, Episode, Failed, Group, Policy, Scored, Task, Trajectory
+from tests.conftest import write_model
 from tests.experiments import TASKS, tiny_experiment
 from tests.rollout.fakes import Doing
 
@@ -79,6 +81,7 @@ ODD = {
     "an empty mask": group(1, (1.0, trajectory(0, 0, 0)), (0.0, trajectory(0, 0))),
     "a sequence without a trained token": group(1, (1.0, trajectory(0, 0, 0)), (0.0, trajectory(0, 1))),
     "a sequence of one token": group(1, (1.0, trajectory(1)), (0.0, trajectory(0, 1))),
+    "no trajectory": Group(Task("1", ""), 1, 0, (Episode(Scored(1.0), ()), Episode(Scored(0.0), ())), greedy_reward=0.5),
     "nothing scored": Group(Task("1", ""), 1, 0, (Episode(Failed("no")),), greedy_reward=0.5),
 }
 
@@ -276,6 +279,20 @@ def test_the_panel_shows_all_steps_that_were_skipped_so_far():
     console = Console(file=io.StringIO(), width=200)
     console.print(panel([{"step": 1, "skipped": 1.0}, {"step": 2, "skipped": 0.0}, {"step": 3, "skipped": 2.0}], 9, 1.0, 0.0))
     assert "skipped 3" in console.file.getvalue()  # type: ignore[attr-defined]
+
+
+def test_a_critic_of_other_tokens_is_refused_at_the_start(experiment, tmp_path):
+    other = write_model(tmp_path / "other", vocab_size=50)
+    run = replace(experiment, algorithm=recipes.ppo(), critic=CriticConfig(path=str(other)))
+    with pytest.raises(ConfigError, match=r"critic\.path = .*same 44 tokens"):
+        next(run.turns(run.open()))
+
+
+def test_what_a_step_alone_gives_is_not_asked_of_held_out_data(experiment):
+    written = {"workflow": Demonstrations(), "engine": "none", "group_size": 1, "held_out": TASKS}
+    replace(experiment, algorithm=recipes.sft(), **written)
+    with pytest.raises(ConfigError, match=r"train\.held_out = '10 tasks' .*only a step gives sft"):
+        replace(experiment, algorithm=recipes.sft(entropy_coefficient=0.1), **written)
 
 
 def test_pairs_that_the_workflow_does_not_give_end_the_run_naming_a_task(experiment):

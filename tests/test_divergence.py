@@ -118,7 +118,7 @@ def test_a_step_is_that_of_the_full_logits_whatever_the_chunk_and_the_packing(ba
         assert learned["grad_norm"] == pytest.approx(norm, rel=1e-4)
 
 
-def test_both_backends_learn_the_same_from_a_teacher_beside_other_losses(tiny_model_dir, teacher_dir, quick_compilation):
+def test_both_backends_learn_the_same_from_a_teacher_beside_other_losses(tiny_model_dir, teacher_dir):
     loss = losses.combine(losses.divergence, losses.sft, partial(losses.entropy_bonus, coefficient=0.1))
     changes = {"optimizer": OptimizerConfig(learning_rate=1e-3), "entropy": True}
     both = [trainer_of(backend, tiny_model_dir, teacher_dir, **changes) for backend in ("jax", "torch")]
@@ -164,7 +164,7 @@ def test_the_teacher_is_held_in_the_compute_precision_stays_as_it_is_and_only_up
     assert (trainer.logprobs(batch)[batch.mask] < 0).all()
 
 
-def test_another_teacher_of_the_same_shape_needs_no_other_program(tiny_model_dir, tmp_path, quick_compilation):
+def test_another_teacher_of_the_same_shape_needs_no_other_program(tiny_model_dir, tmp_path):
     pytest.importorskip("areal_x_jax")
     batch, others = packed_batch()[1], write_model(tmp_path / "other", seed=5)
     trainer: Any = trainer_of("jax", tiny_model_dir, tiny_model_dir)

@@ -50,14 +50,14 @@ def test_packing_order_and_micro_batches_change_nothing(backend, directories):
     assert too_far(found, found) == {}
 
 
-def test_four_devices_change_nothing(directories, quick_compilation):
+def test_four_devices_change_nothing(directories):
     pytest.importorskip("areal_x_jax")
     alone = measure("jax", directories, PACKINGS[:1])
     assert too_far(measure_on_four_devices(directories, PACKINGS[-1:]), alone) == {}
 
 
 @pytest.mark.parametrize("head", LOSSES)
-def test_both_backends_give_the_same_steps(directories, quick_compilation, tmp_path, head):
+def test_both_backends_give_the_same_steps(directories, tmp_path, head):
     for each in ("areal_x_jax", "areal_x_torch"):
         pytest.importorskip(each)
     optimizer = OptimizerConfig(learning_rate=1e-5)

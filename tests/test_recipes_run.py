@@ -45,8 +45,6 @@ def backend(request: pytest.FixtureRequest) -> str:
     """torch, which compiles nothing, unless a test says otherwise: that both give the same step is tested elsewhere."""
     backend = getattr(request, "param", "torch")
     pytest.importorskip(f"areal_x_{backend}")
-    if backend == "jax":
-        request.getfixturevalue("quick_compilation")
     return backend
 
 

@@ -124,6 +124,9 @@ def per_token(
     function: Callable[..., Any], batches: Sequence[Batch], parts: Sequence[Part], rewards: Sequence[Sequence[np.ndarray]]
 ) -> list[Batch]:
     trajectories = [trajectory for part in parts for trajectory in part.trajectories]
+    if not trajectories:  # episodes that were scored without a token: no function of tokens has anything to say
+        nothing = [np.zeros(batch.shape, np.float32) for batch in batches]
+        return [batch.replace(advantages=x, returns=x) for batch, x in zip(batches, nothing, strict=True)]
     tickets = [part.tickets[owner] for part in parts for owner in part.owner]
     given = {
         "rewards": _rectangle([r for own in rewards for r in own], np.float64),

@@ -86,7 +86,7 @@ def test_pairs_are_sampled_once_and_kept(tmp_path: Path, monkeypatch: pytest.Mon
     assert len(calls) == 2
 
 
-def test_all_answers_to_all_problems_are_sampled(tmp_path: Path, quick_compilation: None) -> None:
+def test_all_answers_to_all_problems_are_sampled(tmp_path: Path) -> None:
     pytest.importorskip("areal_x_jax")
     write_model(tmp_path, seed=0)
     tasks = problems(5)

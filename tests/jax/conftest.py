@@ -29,11 +29,6 @@ MODELS = {
 }
 
 
-@pytest.fixture(scope="session", autouse=True)
-def compile_quickly(quick_compilation: None) -> None:
-    """For every test of this folder."""
-
-
 @pytest.fixture(scope="session")
 def model_dir_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     """The directory of a random model of MODELS as transformers saves it, biases and norms drawn too."""

@@ -20,6 +20,7 @@ from areal_x.errors import ConfigError, UserError
 from areal_x.trainer import MeshConfig, ModelConfig, OptimizerConfig, TrainerConfig
 from areal_x.types import Batch, Policy
 from areal_x_jax.trainer import Trainer
+from tests.conftest import quick_environment
 
 from .conftest import log_softmax, reference_model, torch_logits, trajectories
 
@@ -241,12 +242,8 @@ print(json.dumps({"devices": trainer.mesh.size, "programs": trainer.programs, "l
 def test_four_devices_give_what_one_gives(batch: Batch, model_dir_of: MadeModel, tmp_path: Path) -> None:
     present = {name: x for name in Batch.__dataclass_fields__ if (x := getattr(batch, name)) is not None}
     np.savez(tmp_path / "batch.npz", **present)
-    environment = {
-        **os.environ,
-        "JAX_PLATFORMS": "cpu",
-        "XLA_FLAGS": "--xla_force_host_platform_device_count=4",
-        "PYTHONPATH": os.pathsep.join(sys.path),
-    }
+    flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=4"
+    environment = quick_environment(JAX_PLATFORMS="cpu", XLA_FLAGS=flags, PYTHONPATH=os.pathsep.join(sys.path))
     command = [sys.executable, "-c", ON_DEVICES, str(model_dir_of("qwen3")), str(tmp_path / "batch.npz")]
     answer = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200)
     assert answer.returncode == 0, answer.stderr

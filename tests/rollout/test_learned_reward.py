@@ -79,14 +79,14 @@ def test_an_answer_is_worth_what_transformers_says_of_the_whole_sequence(classif
     assert np.std([episode.outcome.reward for episode in made]) > 0.1
 
 
-def test_what_failed_is_not_judged(classifier_dir, quick_compilation):
+def test_what_failed_is_not_judged(classifier_dir):
     async def fails(task, engine):
         return Failed("no answer")
 
     assert [e.outcome for e in episodes(LearnedReward(Doing(fails), classifier_dir, "jax"), 2)] == [Failed("no answer")] * 2
 
 
-def test_an_answer_that_does_not_fit_is_told_to_whoever_asked(classifier_dir, quick_compilation):
+def test_an_answer_that_does_not_fit_is_told_to_whoever_asked(classifier_dir):
     with pytest.raises(UserError, match=r"a sequence of 8 tokens does not fit"):
         episodes(LearnedReward(Plain(), classifier_dir, "jax", row_length=7), 2)
 

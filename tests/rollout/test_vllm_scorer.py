@@ -43,7 +43,7 @@ def packed(sequences: Sequence[Sequence[int]], row_length: int, rows_multiple: i
 
 
 @pytest.fixture(scope="module")
-def trainer(tiny_model_dir: Path, quick_compilation: None) -> Trainer:
+def trainer(tiny_model_dir: Path) -> Trainer:
     pytest.importorskip("areal_x_jax")
     return create_trainer("jax", TrainerConfig(model=ModelConfig(str(tiny_model_dir)), micro_batch_rows=4))
 
