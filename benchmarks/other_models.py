@@ -69,12 +69,8 @@ def mean(values: Sequence[float]) -> float:
 
 def tokens_until(rows: Sequence[Row], percent: float) -> float:
     """Thousands of tokens generated for training before the first evaluation at `percent` or more; infinite without one."""
-    generated = 0.0
-    for row in rows:
-        generated += row.get("generated_tokens", 0)
-        if 100 * row.get("accuracy", 0) >= percent:
-            return generated / 1000
-    return float("inf")
+    reached = (row["generated_tokens"] / 1000 for row in rows if 100 * row.get("accuracy", 0) >= percent)
+    return next(reached, float("inf"))
 
 
 def say(claim: str, *figures: float) -> None:

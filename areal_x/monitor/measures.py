@@ -78,10 +78,9 @@ def explained(batch: Batch) -> dict[str, float]:
 
 def rates(row: Mapping[str, float], before: RolloutStats, after: RolloutStats) -> dict[str, float]:
     """Tokens a second of generation (over the whole turn) and of training (while it trained); the rollout's counts so far."""
-    generated = after.generated_tokens - before.generated_tokens
     return {
-        "generated_tokens": generated,
-        "generation_tokens_per_second": generated / row["seconds"],
+        "generated_tokens": after.generated_tokens,
+        "generation_tokens_per_second": (after.generated_tokens - before.generated_tokens) / row["seconds"],
         "training_tokens_per_second": row["packed_tokens"] / (row["logprob_seconds"] + row["update_seconds"]),
         "queue_depth": after.depth,
         "scored": after.scored,
