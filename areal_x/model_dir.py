@@ -19,9 +19,9 @@ import numpy as np
 from areal_x.errors import ConfigError, UserError
 
 WEIGHTS = "model.safetensors"
-INDEX = "model.safetensors.index.json"
 MOMENTS = "optimizer.safetensors"
 STATE = "trainer.json"
+FILE_BYTES = 4 * 2**30  # of one file: as much as is held in memory to be written
 FIRST, SECOND = "exp_avg.", "exp_avg_sq."  # AdamW's two moments of the tensor whose name follows
 CAUSAL, CLASSIFIER = "ForCausalLM", "ForSequenceClassification"  # how the names of architectures end
 NOT_COPIED = (".safetensors", ".bin", ".pt", ".gguf", ".index.json")
@@ -94,15 +94,15 @@ def check_vocabulary(binding: str, other: Path, directory: Path) -> None:
         raise ConfigError(binding, str(other), f"a model with the same {ours} tokens as {directory} (it has {theirs})")
 
 
-def tensor_files(directory: Path) -> list[Path]:
-    """The safetensors files that hold the weights: those that the index names, or the single one."""
-    index = directory / INDEX
+def tensor_files(directory: Path, single: str = WEIGHTS) -> list[Path]:
+    """The safetensors files that hold the weights, or what else is in `single`: those that its index names, or it alone."""
+    index = directory / f"{single}.index.json"
     if not index.is_file():
-        return [directory / WEIGHTS] if (directory / WEIGHTS).is_file() else sorted(directory.glob("*.safetensors"))
+        return [directory / single] if (directory / single).is_file() else sorted(directory.glob("*.safetensors"))
     files = sorted({directory / name for name in json.loads(index.read_text())["weight_map"].values()})
     missing = [f.name for f in files if not f.is_file()]
     if missing:
-        raise UserError(f"{directory} lacks the weight files {', '.join(missing)} that {INDEX} names: copy the model again")
+        raise UserError(f"{directory} lacks the files {', '.join(missing)} that {index.name} names: copy the model again")
     return files
 
 
@@ -123,7 +123,7 @@ def write_model(directory: Path, source: Path, tensors: Iterable[tuple[str, np.n
             shutil.copy2(file, directory / file.name)
     if head != "policy":
         (directory / "config.json").write_text(json.dumps(_as_classifier(read_config(directory)), indent=2))
-    _write_file(directory / WEIGHTS, tensors, {"format": "pt"})
+    _write_files(directory, WEIGHTS, tensors, {"format": "pt"})
 
 
 def _as_classifier(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -133,15 +133,21 @@ def _as_classifier(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def write_state(directory: Path, moments: Iterable[tuple[str, np.ndarray, np.ndarray]], state: Mapping[str, Any]) -> None:
-    """The optimizer's moments (name, first, second) and small numbers (version, step), beside the weights."""
+    """AdamW's moments (name, first, second), which any backend continues, and small numbers (version), beside the weights."""
     named = (pair for name, first, second in moments for pair in ((FIRST + name, first), (SECOND + name, second)))
-    _write_file(directory / MOMENTS, named, {})
+    write_own_state(directory, named, state)
+
+
+def write_own_state(directory: Path, tensors: Iterable[tuple[str, np.ndarray]], state: Mapping[str, Any]) -> None:
+    """An optimizer's tensors under the names of one backend, and small numbers, beside the weights."""
+    _write_files(directory, MOMENTS, tensors, {})
     (directory / STATE).write_text(json.dumps(dict(state)))
 
 
 def read_moments(directory: Path) -> Iterator[tuple[str, np.ndarray]]:
-    """Moments under `exp_avg.NAME` and `exp_avg_sq.NAME`, one at a time."""
-    yield from _read_file(directory / MOMENTS)
+    """Moments, AdamW's under `exp_avg.NAME` and `exp_avg_sq.NAME`, one at a time."""
+    for file in tensor_files(directory, MOMENTS):
+        yield from _read_file(file)
 
 
 def read_state(directory: Path) -> dict[str, Any]:
@@ -157,7 +163,33 @@ def _read_file(file: Path) -> Iterator[tuple[str, np.ndarray]]:
             yield name, opened.get_tensor(name)
 
 
-def _write_file(file: Path, tensors: Iterable[tuple[str, np.ndarray]], metadata: dict[str, str]) -> None:
+def _write_files(directory: Path, single: str, tensors: Iterable[tuple[str, np.ndarray]], metadata: dict[str, str]) -> None:
+    """One file under this name, or, of more than FILE_BYTES, several with an index, of which one at a time is in memory."""
     from safetensors.numpy import save_file
 
-    save_file({name: np.ascontiguousarray(x) for name, x in tensors}, file, metadata=metadata or None)
+    stem = single.removesuffix(".safetensors")
+    held: dict[str, np.ndarray] = {}
+    parts: list[tuple[Path, list[str]]] = []
+    total = 0
+
+    def write() -> None:
+        parts.append((directory / f"{stem}-{len(parts) + 1:05d}.safetensors", list(held)))
+        save_file(held, parts[-1][0], metadata=metadata or None)
+        held.clear()
+
+    for name, tensor in tensors:
+        if held and sum(x.nbytes for x in held.values()) + tensor.nbytes > FILE_BYTES:
+            write()
+        held[name] = np.ascontiguousarray(tensor)
+        total += tensor.nbytes
+    write()
+    index = directory / f"{single}.index.json"
+    if len(parts) == 1:
+        parts[0][0].replace(directory / single)
+        index.unlink(missing_ok=True)
+        return
+    weight_map: dict[str, str] = {}
+    for number, (part, names) in enumerate(parts, 1):
+        named = part.rename(directory / f"{stem}-{number:05d}-of-{len(parts):05d}.safetensors").name
+        weight_map |= dict.fromkeys(names, named)
+    index.write_text(json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=1))

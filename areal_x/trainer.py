@@ -6,7 +6,7 @@ plain frozen dataclasses, read the same way by every backend. What a backend can
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from importlib.metadata import entry_points
 from pathlib import Path
@@ -16,7 +16,7 @@ import gin
 import numpy as np
 from jaxtyping import Float32
 
-from areal_x.errors import ConfigError, one_of, positive, within
+from areal_x.errors import ConfigError, UserError, at_least, one_of, positive, within
 from areal_x.rollout.sampler import Sampler
 from areal_x.types import Array, Batch, Divergence, Policy
 
@@ -26,12 +26,18 @@ Loss = Callable[[Policy, Batch], tuple[Array, dict[str, Array]]]
 @gin.configurable("optimizer")
 @dataclass(frozen=True)
 class OptimizerConfig:
-    """AdamW with decoupled weight decay on matrices only, global-norm clipping, linear warm-up, then constant or cosine.
+    """Global-norm clipping, the optimizer, decoupled weight decay on matrices only; linear warm-up, then constant or cosine.
 
+    name: "adamw"; "adafactor" (factored second moments with the decay 1 - t^-0.8, no momentum, no scaling by the parameter;
+    each matrix's update clipped to a root mean square of 1; beta1, beta2 and eps unused); or "muon" (momentum of 0.95,
+    orthogonalised, for each matrix of a layer, and AdamW for all else). Updates of all three are of about one size, so they
+    take the same learning rates.
+    moments: the type, "fp32" or "bf16", in which moments are kept between steps; what is computed from them is in fp32.
     schedule_steps: length of the cosine in optimizer steps, warm-up included (unused when constant).
     final_ratio: the share of `learning_rate` that the cosine ends at. clip_norm: 0 turns clipping off.
     """
 
+    name: str = "adamw"
     learning_rate: float = 1e-6
     beta1: float = 0.9
     beta2: float = 0.98
@@ -42,8 +48,10 @@ class OptimizerConfig:
     schedule_steps: int = 0
     final_ratio: float = 0.1
     clip_norm: float = 1.0
+    moments: str = "fp32"
 
     def __post_init__(self) -> None:
+        one_of("optimizer.name", self.name, ("adamw", "adafactor", "muon"))
         positive("optimizer.learning_rate", self.learning_rate)
         within("optimizer.beta1", self.beta1, 0, 1)
         within("optimizer.beta2", self.beta2, 0, 1)
@@ -52,6 +60,23 @@ class OptimizerConfig:
         if self.schedule == "cosine" and self.schedule_steps <= self.warmup_steps:
             raise ConfigError(
                 "optimizer.schedule_steps", self.schedule_steps, f"more than the {self.warmup_steps} warm-up steps"
+            )
+        one_of("optimizer.moments", self.moments, ("fp32", "bf16"))
+        if self.moments == "bf16" and self.name == "adafactor":
+            wanted = "'fp32' with optimizer.name = 'adafactor', whose factored moments are small and change too little for bf16"
+            raise ConfigError("optimizer.moments", self.moments, wanted)
+        for beta in ("beta1", "beta2"):
+            # A bf16 number has 8 bits: what would fall by less than a 256th of itself is rounded back and never falls.
+            if self.moments == "bf16" and 1 - getattr(self, beta) <= 2**-8:
+                raise ConfigError(f"optimizer.{beta}", getattr(self, beta), "at most 0.996 with optimizer.moments = 'bf16'")
+
+    def check_state(self, directory: Path, state: Mapping[str, Any]) -> None:
+        """Raises: UserError for a saved trainer's state (its trainer.json) that another optimizer left."""
+        saved = state.get("optimizer", "adamw")
+        if saved != self.name:
+            raise UserError(
+                f"{directory} holds the state of {saved}, with which optimizer.name = {self.name!r} cannot go on: set "
+                f"optimizer.name = {saved!r}, or begin anew from its weights with model.path = {str(directory)!r}"
             )
 
     def learning_rate_at(self, step: Array) -> Array:
@@ -71,9 +96,24 @@ class OptimizerConfig:
 @gin.configurable("mesh")
 @dataclass(frozen=True)
 class MeshConfig:
-    """How local devices are divided. data: copies of the model, -1 takes every device that is left."""
+    """How the devices are divided, each number a factor of how many there are.
+
+    data: copies of the model, each with rows of its own; -1 takes every device that is left. fsdp: rows too, with parameters
+    and moments split, and gathered layer by layer. expert: rows too, with the experts of a mixture split. context: parts of
+    every row. tensor: heads, the width of the MLP and the vocabulary.
+    """
 
     data: int = -1
+    fsdp: int = 1
+    expert: int = 1
+    context: int = 1
+    tensor: int = 1
+
+    def __post_init__(self) -> None:
+        if self.data != -1:
+            positive("mesh.data", self.data)
+        for axis in ("fsdp", "expert", "context", "tensor"):
+            positive(f"mesh.{axis}", getattr(self, axis))
 
 
 @gin.configurable("model")
@@ -83,9 +123,11 @@ class ModelConfig:
 
     path: a Hugging Face directory (config.json, safetensors, tokenizer), a hub name, or a function that makes a directory when
     the run starts and returns its name (in gin `@name`, without parentheses).
+    attention: how it is computed: "auto" is what is best for the device and the length; other names are a backend's own.
     """
 
     path: str | Callable[[], str] = "Qwen/Qwen2-1.5B-Instruct"
+    attention: str = "auto"
 
 
 HEADS = ("policy", "value", "reward")
@@ -98,7 +140,7 @@ class TrainerConfig:
 
     precision: "fp32", "bf16" (bf16 compute over fp32 master weights) or "auto" (fp32 on CPU, else bf16).
     micro_batch_rows: rows computed at once on one device; the rest of a batch is accumulated.
-    head_chunk: positions whose logits over the vocabulary exist at once.
+    head_chunk: as many logits exist at once on a device as this many positions have; 0 chooses by the size of the vocabulary.
     temperature: what the policy is sampled at; log-probabilities are of softmax(logits / temperature).
     head: what the model says of each token: "policy" a distribution over the vocabulary, "value" (a critic) what reward is to
     be expected before it, "reward" (a reward model) how good the sequence is up to it. The run chooses it.
@@ -106,6 +148,10 @@ class TrainerConfig:
     teacher: the directory of a frozen model with the same vocabulary. divergence: of the student's and the teacher's logits,
     both divided by the temperature, which the loss is given at each token. The two come together; the run chooses them.
     frozen: a model that is only asked, as a reference is: weights in the compute precision, no moments, no `update` or `save`.
+    remat: what the backward pass computes again instead of keeping it: "layers" all of a layer; "products" all but products
+    with kernels, which is faster and takes more memory; "auto" the one that fits.
+    balance: how strongly the experts of a mixture are pushed to be chosen alike: times the metric expert_imbalance, experts ·
+    Σ share · probability (arXiv 2101.03961, eq. 4, the mean over layers), added to the loss.
     """
 
     model: ModelConfig = field(default_factory=ModelConfig)
@@ -113,7 +159,7 @@ class TrainerConfig:
     mesh: MeshConfig = field(default_factory=MeshConfig)
     precision: str = "auto"
     micro_batch_rows: int = 8
-    head_chunk: int = 1024
+    head_chunk: int = 0
     temperature: float = 1.0
     seed: int = 0
     head: str = "policy"
@@ -121,12 +167,16 @@ class TrainerConfig:
     teacher: str | None = None
     divergence: Divergence | None = None
     frozen: bool = False
+    remat: str = "auto"
+    balance: float = 0.0
 
     def __post_init__(self) -> None:
+        one_of("trainer.remat", self.remat, ("auto", "layers", "products"))
+        at_least("trainer.balance", self.balance, 0)
         one_of("trainer.precision", self.precision, ("auto", "fp32", "bf16"))
         one_of("trainer.head", self.head, HEADS)
         positive("trainer.micro_batch_rows", self.micro_batch_rows)
-        positive("trainer.head_chunk", self.head_chunk)
+        at_least("trainer.head_chunk", self.head_chunk, 0)
         positive("trainer.temperature", self.temperature)
         if self.entropy and self.head != "policy":
             raise ConfigError("trainer.entropy", True, f"False with the head {self.head!r}, which says no distribution")

@@ -13,6 +13,8 @@ from areal_x import model_dir
 from areal_x.errors import UserError
 from areal_x.trainer import HEADS
 
+INDEX = "model.safetensors.index.json"
+
 
 def test_a_path_that_is_no_directory_says_what_is_wanted(tmp_path):
     with pytest.raises(UserError, match=r"is not a directory.*hub name"):
@@ -34,7 +36,7 @@ def test_a_function_makes_the_directory(tiny_model_dir):
 def test_a_shard_that_the_index_names_and_is_not_there_is_listed(tmp_path):
     save_file({"a": np.ones(2, np.float32)}, tmp_path / "model-1.safetensors")
     index = {"weight_map": {"a": "model-1.safetensors", "b": "model-2.safetensors"}}
-    (tmp_path / model_dir.INDEX).write_text(json.dumps(index))
+    (tmp_path / INDEX).write_text(json.dumps(index))
     with pytest.raises(UserError, match=r"model-2\.safetensors"):
         list(model_dir.read_tensors(tmp_path))
 
@@ -44,7 +46,7 @@ def test_shards_are_read_as_one_model(tmp_path):
     for i, (name, x) in enumerate(tensors.items()):
         save_file({name: x}, tmp_path / f"model-{i}.safetensors")
     index = {"weight_map": {name: f"model-{i}.safetensors" for i, name in enumerate(tensors)}}
-    (tmp_path / model_dir.INDEX).write_text(json.dumps(index))
+    (tmp_path / INDEX).write_text(json.dumps(index))
     for name, x in model_dir.read_tensors(tmp_path):
         np.testing.assert_array_equal(x, tensors.pop(name))
     assert not tensors
@@ -111,3 +113,27 @@ def test_moments_and_numbers_come_back_as_they_were(tmp_path):
     np.testing.assert_array_equal(back["exp_avg.w"], first)
     np.testing.assert_array_equal(back["exp_avg_sq.w"], second)
     assert model_dir.read_state(tmp_path) == {"version": 7}
+
+
+def test_what_is_larger_than_a_file_may_be_is_written_in_several_and_read_as_one(tmp_path, tiny_model_dir, monkeypatch):
+    transformers = pytest.importorskip("transformers")
+    pytest.importorskip("torch")
+    tensors = dict(model_dir.read_tensors(tiny_model_dir))
+    monkeypatch.setattr(model_dir, "FILE_BYTES", 64 * 2**10)
+    model_dir.write_model(tmp_path, tiny_model_dir, tensors.items())
+    model_dir.write_state(tmp_path, [(name, x, 2 * x) for name, x in tensors.items()], {"version": 1})
+    files = [f.name for f in model_dir.tensor_files(tmp_path)]
+    assert len(files) > 2
+    assert files[0] == f"model-00001-of-{len(files):05d}.safetensors"
+    assert max((tmp_path / name).stat().st_size for name in files) < 70 * 2**10
+    assert list(dict(model_dir.read_tensors(tmp_path))) == list(tensors)
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+    for name, x in model.state_dict().items():
+        np.testing.assert_array_equal(x.numpy(), tensors[name])
+    moments = dict(model_dir.read_moments(tmp_path))
+    for name, x in tensors.items():
+        np.testing.assert_array_equal(moments[model_dir.FIRST + name], x)
+        np.testing.assert_array_equal(moments[model_dir.SECOND + name], 2 * x)
+    monkeypatch.undo()
+    model_dir.write_model(tmp_path, tiny_model_dir, tensors.items())
+    assert [f.name for f in model_dir.tensor_files(tmp_path)] == [model_dir.WEIGHTS]

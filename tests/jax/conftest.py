@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -21,33 +22,76 @@ SIZES = {
     "max_position_embeddings": 256,
 }
 QWEN3 = {**SIZES, "model_type": "qwen3", "head_dim": 16}
+EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 24}
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+GEMMA3 = {**SIZES, "model_type": "gemma3_text", "head_dim": 16, "num_hidden_layers": 4}
+LINEAR = {"rope_type": "linear", "factor": 2.0}
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
 MODELS = {
     "qwen3": QWEN3,
     "qwen3-tied": {**QWEN3, "tie_word_embeddings": True, "num_key_value_heads": 1},
     "qwen2": {**SIZES, "model_type": "qwen2", "rope_theta": 1e6},
     "llama": {**SIZES, "model_type": "llama", "rope_theta": 5e5},
 }
+# The features that the first four lack, for what is cheap enough to be tested with all.
+MORE = {
+    "qwen2-window": {**SIZES, "model_type": "qwen2", "use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1},
+    "qwen2-tied-yarn": {**SIZES, "model_type": "qwen2", "tie_word_embeddings": True, "rope_scaling": YARN},
+    "qwen2-moe": {
+        **SIZES,
+        **EXPERTS,
+        "model_type": "qwen2_moe",
+        "num_experts": 4,
+        "shared_expert_intermediate_size": 40,
+        "num_key_value_heads": 4,
+    },
+    "qwen3-biased": {**QWEN3, "attention_bias": True, "num_key_value_heads": 4},
+    "qwen3-moe": {**QWEN3, **EXPERTS, "model_type": "qwen3_moe", "num_experts": 4, "norm_topk_prob": True},
+    "qwen3-moe-tied": {**QWEN3, **EXPERTS, "model_type": "qwen3_moe", "num_experts": 8, "tie_word_embeddings": True},
+    "llama3": {
+        **SIZES,
+        "model_type": "llama",
+        "rope_scaling": {**LLAMA3, "original_max_position_embeddings": 16},
+        "attention_bias": True,
+        "mlp_bias": True,
+    },
+    "llama-tied": {
+        **SIZES,
+        "model_type": "llama",
+        "tie_word_embeddings": True,
+        "rope_scaling": {"type": "linear", "factor": 2.0},
+    },
+    "mistral": {**SIZES, "model_type": "mistral", "sliding_window": None},
+    "mistral-window": {**SIZES, "model_type": "mistral", "sliding_window": 6, "head_dim": 16, "num_key_value_heads": 1},
+    "gemma3": {**GEMMA3, "sliding_window": 5, "query_pre_attn_scalar": 20, "final_logit_softcapping": 3.0},
+    "gemma3-biased": {**GEMMA3, "sliding_window": 7, "attention_bias": True, "num_hidden_layers": 7, "num_key_value_heads": 4},
+}
+# Sizes that 4 devices divide, and 8 the widths.
+EVEN = {"vocab_size": 64, "num_attention_heads": 8, "num_key_value_heads": 4}
+DIVISIBLE = {
+    "even": QWEN3 | EVEN,
+    "even-moe": QWEN3 | EVEN | EXPERTS | {"model_type": "qwen3_moe", "num_experts": 8, "norm_topk_prob": True},
+    "even-gemma3": GEMMA3 | EVEN | {"sliding_window": 5, "final_logit_softcapping": 3.0},
+}
+
+
+def write_random(name: str, directory: Path) -> Path:
+    """A random model of these names as transformers saves it, biases and norms drawn too."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    torch.manual_seed(len(name))
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**(MODELS | MORE | DIVISIBLE)[name]))
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, 1.0 if parameter.ndim == 1 else 0.0, 0.2)
+    model.save_pretrained(directory)
+    return directory
 
 
 @pytest.fixture(scope="session")
 def model_dir_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """The directory of a random model of MODELS as transformers saves it, biases and norms drawn too."""
-    made: dict[str, Path] = {}
-
-    def make(name: str) -> Path:
-        import torch
-        from transformers import AutoConfig, AutoModelForCausalLM
-
-        if name not in made:
-            torch.manual_seed(len(name))
-            model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**MODELS[name]))
-            for parameter in model.parameters():
-                torch.nn.init.normal_(parameter, 1.0 if parameter.ndim == 1 else 0.0, 0.2)
-            made[name] = tmp_path_factory.mktemp(name)
-            model.save_pretrained(made[name])
-        return made[name]
-
-    return make
+    """The directory of a random model, written once."""
+    return cache(lambda name: write_random(name, tmp_path_factory.mktemp(name)))
 
 
 def reference_model(directory: Path) -> Any:

@@ -1,7 +1,11 @@
 from __future__ import annotations
 
-from collections.abc import Iterator
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -12,6 +16,7 @@ from jax.extend.core import jaxprs_in_params
 
 from areal_x.algorithms.distillation import generalized_jsd
 from areal_x_jax import head
+from areal_x_jax.layout import ALONE, Layout
 
 from .conftest import log_softmax
 
@@ -174,3 +179,124 @@ def test_no_array_of_tokens_by_vocabulary_exists_forward_or_backward(
     largest = max(arrays_in(program.jaxpr))
     assert (largest >= 4 * 32 * 999) == exists
     assert exists or largest <= 8 * 999
+
+
+Total = Callable[[Any, Any], Any]
+
+
+def total_of(chunk: int, tied: bool = False, entropy: bool = True, softcap: float = 0.0, layout: Layout = ALONE) -> Total:
+    """A weighted sum of all that is said of drawn(7)'s tokens, by hidden and kernel, the latter transposed if tied."""
+    tokens = drawn(7)[2]
+    weights = np.random.default_rng(8).normal(size=(2, ROWS, LENGTH)).astype(np.float32)
+
+    def total(hidden: Any, kernel: Any) -> Any:
+        kernel = kernel.T if tied else kernel
+        said = head.logprobs(hidden, kernel, tokens, SEGMENTS, 0.7, chunk, entropy, None, softcap, layout, tied)
+        return sum(jnp.sum(weight * x) for weight, x in zip(weights, said, strict=False) if x is not None)
+
+    return total
+
+
+def value_and_gradients(total: Total, hidden: Any, kernel: Any) -> list[Any]:
+    return jax.tree.leaves(jax.jit(jax.value_and_grad(total, argnums=(0, 1)))(hidden, kernel))
+
+
+@pytest.mark.parametrize("entropy", [False, True])
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("softcap", [0.0, 2.0])
+def test_blocks_of_the_vocabulary_say_what_all_of_it_says(softcap: float, tied: bool, entropy: bool) -> None:
+    hidden, kernel, _ = drawn(7)
+    kernel = kernel.T if tied else kernel
+    expected = value_and_gradients(total_of(1000, tied, entropy, softcap), hidden, kernel)
+    for chunk in (1, 7, 30):  # blocks of 1, 3 and 15 of 29 entries
+        found = value_and_gradients(total_of(chunk, tied, entropy, softcap), hidden, kernel)
+        for x, y in zip(found, expected, strict=True):
+            np.testing.assert_allclose(x, y, atol=1e-5, err_msg=f"chunk {chunk}")
+
+
+@pytest.mark.parametrize("slope", [-20, 20])
+def test_each_block_may_lie_far_above_or_below_the_one_before_it(slope: int) -> None:
+    """Its sum of exponentials alone would be infinite, or nothing, relative to the other's."""
+    hidden, kernel, tokens = drawn(7)
+    hidden, kernel = abs(hidden), kernel + np.float32(slope) * np.arange(VOCAB, dtype=np.float32)
+    expected = by_hand(hidden, kernel, tokens, 0.7)
+    assert np.min(expected[0]) < -1000
+    found = head.logprobs(hidden, kernel, tokens, SEGMENTS, 0.7, 7, entropy=True)
+    np.testing.assert_allclose(found[:2], expected, rtol=1e-5, atol=1e-3)
+
+
+def test_in_bf16_the_kernels_gradient_is_rounded_once() -> None:
+    hidden, kernel, _ = drawn(7)
+    exact = value_and_gradients(total_of(1000), hidden.astype(jnp.bfloat16).astype(np.float32), kernel)
+    found = value_and_gradients(total_of(7), hidden.astype(jnp.bfloat16), kernel)
+    assert found[2].dtype == np.float32
+    for x, y in zip(found[1:], exact[1:], strict=True):
+        assert np.max(abs(x.astype(np.float32) - y)) < 0.02 * np.max(abs(y))
+
+
+def test_unless_a_chunk_is_given_the_size_of_the_vocabulary_chooses(monkeypatch: pytest.MonkeyPatch) -> None:
+    hidden, kernel = np.zeros((4, 33, 8), np.float32), np.zeros((8, 999), np.float32)
+    ids = np.ones((4, 33), np.int32)
+
+    def largest(logits: int, narrowest: int) -> int:
+        monkeypatch.setattr(head, "LOGITS", logits)
+        monkeypatch.setattr(head, "NARROWEST", narrowest)
+        program = jax.make_jaxpr(jax.grad(lambda h, k: jnp.sum(head.logprobs(h, k, ids, ids, 1.0)[0]), argnums=(0, 1)))
+        return max(arrays_in(program(hidden, kernel).jaxpr))
+
+    assert largest(8 * 999, 1) == 8 * 999
+    assert largest(8 * 999, 256) == 4 * 33 * 256
+    assert largest(2 * 33 * 999, 1) == 4 * 32 * 999  # two blocks would do
+    assert largest(2 * 33 * 999 - 999, 1) < 2 * 33 * 999
+
+
+ON_A_MESH = """
+import numpy as np
+from areal_x.trainer import MeshConfig
+from areal_x_jax.layout import ALONE, make_layout
+from tests.jax import test_head
+
+rng = np.random.default_rng(0)
+test_head.ROWS, test_head.VOCAB, test_head.SEGMENTS = 4, 24, np.ones((4, test_head.LENGTH), np.int32)
+hidden, kernel, _ = test_head.drawn(7)
+layout = make_layout(MeshConfig(data=2, fsdp=2, tensor=2))
+for tied in (False, True):
+    given = hidden, kernel.T if tied else kernel
+    wanted = test_head.value_and_gradients(test_head.total_of(1000, tied, True, 2.0), *given)
+    found = test_head.value_and_gradients(test_head.total_of(20, tied, True, 2.0, layout), *given)
+    for x, y in zip(found, wanted, strict=True):
+        np.testing.assert_allclose(x, y, atol=1e-5)
+print("the same")
+"""
+
+
+def test_a_mesh_that_splits_rows_and_the_vocabulary_changes_nothing() -> None:
+    flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8".strip()
+    paths = os.pathsep.join([str(Path(__file__).parents[2]), *sys.path])
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags, "PYTHONPATH": paths}
+    answer = subprocess.run([sys.executable, "-c", ON_A_MESH], env=environment, capture_output=True, text=True)
+    assert answer.stdout == "the same\n", answer.stderr
+
+
+@pytest.mark.parametrize(
+    "tied, dtype, entropy", [(False, np.float32, False), (True, np.float32, True), (True, jnp.bfloat16, True)]
+)
+def test_the_compiled_head_allocates_a_few_blocks_of_logits(tied: bool, dtype: Any, entropy: bool) -> None:
+    """Beside its inputs and gradients. A copy of the kernel would be 4 blocks, all logits 16."""
+    features, vocab, chunk = 256, 16000, 64
+    ids = jax.ShapeDtypeStruct((4, 256), np.int32)
+    hidden = jax.ShapeDtypeStruct((4, 256, features), dtype)
+    kernel = jax.ShapeDtypeStruct((vocab, features) if tied else (features, vocab), np.float32)
+
+    def allocated(chunk: int) -> int:
+        def total(hidden: Any, kernel: Any, tokens: Any, ids: Any) -> Any:
+            kernel = kernel.T if tied else kernel
+            said = head.logprobs(hidden, kernel, tokens, ids, 1.0, chunk, entropy, tied=tied)
+            return sum(jnp.sum(x) for x in jax.tree.leaves(said))
+
+        program = jax.jit(jax.value_and_grad(total, argnums=(0, 1))).lower(hidden, kernel, ids, ids).compile()
+        return program.memory_analysis().temp_size_in_bytes
+
+    block, inputs = 4 * chunk * vocab, 4 * 4 * 256 * features
+    assert allocated(chunk) < 3 * block + 2 * inputs
+    assert allocated(4 * 256) > 16 * block

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import jax
@@ -9,8 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from areal_x.data.packing import pack
 from areal_x.errors import UserError
 from areal_x.trainer import ModelConfig, Trainer, TrainerConfig, create_trainer
+from areal_x.types import Trajectory
 from areal_x_jax import ring as rings
 from areal_x_jax.chunks import packed
 from areal_x_jax.draw import draw, uniform
@@ -134,3 +137,20 @@ def test_an_extreme_uniform_still_draws_a_token_that_has_mass() -> None:
     for uniforms in (jnp.full(16, 2.0**-24), jnp.full(16, 1 - 2.0**-24)):
         _, logprobs = jax.jit(draw)(logits, uniforms, jnp.ones(16), jnp.full(16, 0.5), jnp.full(16, 9), jnp.array(True))
         assert np.isfinite(logprobs).all()
+
+
+@pytest.mark.parametrize("name", ["qwen2-tied-yarn", "qwen2-moe", "llama3", "mistral-window", "gemma3"])
+def test_what_every_family_draws_has_the_probability_that_its_trainer_gives(
+    name: str, model_dir_of: Callable[[str], Path]
+) -> None:
+    """Prompts that begin in one chunk and end in another, and answers that leave a window's first tokens behind."""
+    trainer = create_trainer("jax", TrainerConfig(model=ModelConfig(path=str(model_dir_of(name)))))
+    sampler = trainer.sampler(4, 2 * CPU_CHUNK)
+    sampler.load(trainer.snapshot())
+    requests = [slot_request(slot, length, 12) for slot, length in enumerate((CPU_CHUNK + 9, 3, 40, 1))]
+    said = to_the_end(sampler, requests)
+    for request in requests:
+        tokens, logprobs = said[request.slot]
+        answer, drawn_at = np.asarray(tokens, np.int32), np.asarray(logprobs, np.float32)
+        drawn = pack([Trajectory.from_completion(np.asarray(request.tokens), answer, drawn_at, np.zeros(len(answer)))], 128)
+        np.testing.assert_allclose(drawn.gather(trainer.logprobs(drawn.batch))[0][len(request.tokens) :], logprobs, atol=1e-4)

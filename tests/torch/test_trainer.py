@@ -277,9 +277,10 @@ def test_bf16_computes_in_bf16_over_fp32_masters(models):
     assert {p.dtype for p in rough.model.parameters()} == {torch.float32}
 
 
-def test_more_than_one_copy_of_the_model_is_refused_by_name(models):
-    with pytest.raises(ConfigError, match=r"mesh\.data = 2"):
-        trainer_of(models["qwen3"], mesh=MeshConfig(data=2))
+@pytest.mark.parametrize("axis", ["data", "fsdp", "tensor"])
+def test_more_than_one_device_is_refused_by_name(models, axis):
+    with pytest.raises(ConfigError, match=rf"mesh\.{axis} = 2"):
+        trainer_of(models["qwen3"], mesh=MeshConfig(**{axis: 2}))
 
 
 def test_tensors_that_do_not_fit_the_config_are_listed(models, tmp_path):

@@ -2,18 +2,30 @@
 
 The shift by one, from what a position says to the token it speaks of, happens here and nowhere else.
 
-Chunks of positions are computed one after the other, and again in the backward pass: the logits of one chunk exist at a time.
+Logits are computed for one block of the vocabulary after the other, and again in the backward pass, so that those of one block
+exist at a time and the kernel's gradient is written once, block by block. A divergence is a function of all logits of a
+position: where one is asked for, chunks of positions take the place of blocks.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+import numpy as np
+from jax.sharding import PartitionSpec
+from jaxtyping import Array, Bool, Float, Int
 
 from areal_x.types import Divergence
+from areal_x_jax.layout import ALONE, AXES, BY_ROW, Layout
+from areal_x_jax.model import softcapped
+
+LOGITS = 2**24  # at once on one device where the caller names no number: 64 MiB, and the backward pass has two such arrays
+NARROWEST = 512  # columns or positions even if their logits are more: narrower products are slow
+LEFT_OUT = -1e30  # the logit of what is left out: finite, as the difference of two infinities is NaN
 
 
 class Teacher(NamedTuple):
@@ -30,33 +42,54 @@ def logprobs(
     tokens: Int[Array, "rows length"],
     segment_ids: Int[Array, "rows length"],
     temperature: float,
-    chunk: int,
+    chunk: int = 0,
     entropy: bool = False,
     teacher: Teacher | None = None,
+    softcap: float = 0.0,
+    layout: Layout = ALONE,
+    tied: bool = False,
 ) -> tuple[Float[Array, "rows length"], Float[Array, "rows length"] | None, Float[Array, "rows length"] | None]:
     """log softmax(logits / temperature) of each token, predicted from the one before it in its segment; else 0. In fp32.
 
     entropy: whether to give as well that of softmax(logits / temperature), in nats, at the same tokens. teacher: whose
     divergence to give as well, there too, of both logits / temperature.
-    kernel: in fp32, so that its gradient is summed over chunks in fp32; the products are of hidden's type. chunk: positions
-    whose logits exist at once, but at least one of each row: a chunk is some columns of all rows, so that rows stay on their
-    devices.
+    kernel: in fp32, so that its gradient is; the products are of hidden's type. chunk: as many logits exist at once as this
+    many positions have, but at least one of each row; 0 chooses by the size of the vocabulary. softcap: of the logits, before
+    the temperature. layout: with its axis "tensor" each device has the logits of a part of the vocabulary, and only sums cross
+    over. tied: whether the kernel is a transposed array, which is then read as it lies and not copied.
     """
     rows, length = tokens.shape
+    apart, least = layout.size(*BY_ROW), 1 if chunk else NARROWEST
+    vocab, positions = kernel.shape[1] // layout.size("tensor"), rows * length // apart  # of one device
+    at_once = max(chunk // apart if chunk else LOGITS // vocab, 1)
+    # All at once nothing is computed twice, a fourth of the work: that is worth as much memory as two blocks.
+    if teacher is None and positions > (at_once if chunk else 2 * at_once):
+        width = _width(vocab, max(at_once * vocab // positions, least))
+        blocks = Blocks(width, temperature, softcap, entropy, tied, layout)
+        flat = hidden.reshape(-1, hidden.shape[-1]), kernel.T if tied else kernel, jnp.roll(tokens, -1, axis=1).reshape(-1)
+        said = jax.tree.map(lambda x: x.reshape(rows, length)[:, :-1], (*_by_blocks(blocks, *flat), None))
+        return jax.tree.map(lambda x: _of_the_next(x, segment_ids), said)
+    kernel = layout.pin(kernel, None, "vocab")
 
     def logits_of(hidden: Array, kernel: Array) -> Float[Array, "rows columns vocab"]:
-        return jnp.dot(hidden, kernel.astype(hidden.dtype), preferred_element_type=jnp.float32) / temperature
+        logits = jnp.dot(hidden, kernel.astype(hidden.dtype), preferred_element_type=jnp.float32)
+        return layout.pin(softcapped(logits, softcap) / temperature, "rows", None, "vocab")
+
+    def chosen_of(logits: Array, targets: Array) -> Float[Array, "rows columns"]:
+        if layout.size("tensor") == 1:
+            return jnp.take_along_axis(logits, targets[..., None], axis=-1)[..., 0]
+        return jnp.sum(jnp.where(jnp.arange(logits.shape[-1]) == targets[..., None], logits, 0), axis=-1)
 
     def one(part: tuple[Array, Array, Array | None]) -> tuple[Array, Array | None, Array | None]:
         hidden, targets, of_teacher = part
         logits = logits_of(hidden, kernel)
-        chosen = jnp.take_along_axis(logits, targets[..., None], axis=-1)[..., 0]
+        chosen = chosen_of(logits, targets)
         total = jax.nn.logsumexp(logits, axis=-1)
         divergence = None if teacher is None else teacher.divergence(logits, logits_of(of_teacher, teacher.kernel))
         return chosen - total, _entropy(logits - total[..., None]) if entropy else None, divergence
 
     whole = hidden[:, :-1], tokens[:, 1:], None if teacher is None else teacher.hidden[:, :-1]
-    chunks = -(-rows * (length - 1) // chunk)
+    chunks = 1 if teacher is None else -(-rows * (length - 1) // (max(at_once, least) * apart))
     if chunks <= 1:
         said = one(whole)
     else:
@@ -97,3 +130,173 @@ def _split(x: Array, columns: int) -> Array:
     chunks = -(-length // columns)
     x = jnp.pad(x, ((0, 0), (0, chunks * columns - length), *((0, 0) for _ in rest)))
     return jnp.moveaxis(x.reshape(rows, chunks, columns, *rest), 1, 0)
+
+
+# ---- by blocks of the vocabulary
+
+
+class Blocks(NamedTuple):
+    """How logits are computed. width: of a block. tied: whether the kernel is given as [vocab, features]."""
+
+    width: int
+    temperature: float
+    softcap: float
+    entropy: bool
+    tied: bool
+    layout: Layout
+
+    @property
+    def axis(self) -> int:
+        """The kernel's, of the vocabulary."""
+        return 0 if self.tied else 1
+
+    def of_kernel(self, kernel: Array, start: Array) -> Array:
+        return jax.lax.dynamic_slice_in_dim(kernel, start, self.width, self.axis)
+
+    def logits(self, products: Float[Array, "positions width"]) -> Float[Array, "positions width"]:
+        return softcapped(products, self.softcap) / self.temperature
+
+
+Each = Float[Array, " positions"]
+Said = tuple[Each, Each | None]  # log-probabilities and entropies
+
+
+def _width(vocab: int, most: int) -> int:
+    """Of as few blocks as there can be, all equally wide and none wider than `most`."""
+    most = min(most, vocab)
+    step = 128 if most >= 128 else 1  # what hardware multiplies at once
+    count = -(-vocab // (most - most % step))
+    return min(-(-vocab // (count * step)) * step, vocab)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _by_blocks(blocks: Blocks, hidden: Array, kernel: Array, targets: Int[Array, " positions"]) -> Said:
+    return _forward(blocks, hidden, kernel, targets)[0]
+
+
+def _forward(blocks: Blocks, hidden: Array, kernel: Array, targets: Array) -> tuple[Said, tuple[Array | None, ...]]:
+    of_hidden, of_kernel, each = _specs(blocks)
+    chosen, total, entropy = _on_each_device(blocks, _say, (of_hidden, of_kernel, each), each)(hidden, kernel, targets)
+    return (chosen - total, entropy), (hidden, kernel, targets, total, entropy)
+
+
+def _backward(blocks: Blocks, saved: tuple[Array | None, ...], gradients: Said) -> tuple[Array, Array, None]:
+    of_hidden, of_kernel, each = _specs(blocks)
+    inputs, outputs = (of_hidden, of_kernel, each, each, each, each), (of_hidden, of_kernel)
+    return *_on_each_device(blocks, _differentiate, inputs, outputs)(*saved, gradients), None
+
+
+_by_blocks.defvjp(_forward, _backward)
+
+
+def _specs(blocks: Blocks) -> tuple[PartitionSpec, PartitionSpec, PartitionSpec]:
+    """Of hidden, of the kernel and of one number a position."""
+    spec = blocks.layout.spec
+    return spec("rows", None), spec("vocab", None) if blocks.tied else spec(None, "vocab"), spec("rows")
+
+
+def _on_each_device(blocks: Blocks, function: Callable[..., Any], inputs: Any, outputs: Any) -> Callable[..., Any]:
+    """The function of each device's rows and part of the vocabulary."""
+    function = partial(function, blocks)
+    return function if blocks.layout.size(*AXES) == 1 else blocks.layout.alone(function, inputs, outputs)
+
+
+def _say(
+    blocks: Blocks,
+    hidden: Float[Array, "positions features"],
+    kernel: Float[Array, "vocab features"] | Float[Array, "features vocab"],
+    targets: Int[Array, " positions"],
+) -> tuple[Each, Each, Each | None]:
+    """The logit of each target, the logarithm of the sum of all logits' exponentials, and the entropy.
+
+    A running softmax: relative to the largest logit so far, the sum of exponentials and that of logit times exponential.
+    """
+
+    def add(sums: tuple[Array, ...], starts: Array) -> tuple[tuple[Array, ...], None]:
+        chosen, largest, total, weighted = sums
+        logits = blocks.logits(_products(blocks, hidden, blocks.of_kernel(kernel, starts[0])))
+        new, hits = _columns(blocks, kernel, targets, starts)
+        logits = jnp.where(new, logits, LEFT_OUT)
+        chosen += jnp.sum(jnp.where(hits, logits, 0), axis=-1)
+        above = jnp.maximum(largest, jnp.max(logits, axis=-1))
+        exponentials = jnp.exp(logits - above[:, None])
+        if blocks.entropy:
+            of_block = jnp.sum(exponentials * (logits - above[:, None]), axis=-1)
+            weighted = _moved(weighted, total, largest, above) + of_block
+        total = jnp.exp(largest - above) * total + jnp.sum(exponentials, axis=-1)
+        return (chosen, above, total, weighted), None
+
+    zeros = jnp.zeros(targets.shape, jnp.float32)
+    (chosen, largest, total, weighted), _ = jax.lax.scan(add, (zeros, zeros + LEFT_OUT, zeros, zeros), _starts(blocks, kernel))
+    if blocks.layout.size("tensor") > 1:
+        above = jax.lax.pmax(largest, "tensor")
+        parts = chosen, jnp.exp(largest - above) * total, _moved(weighted, total, largest, above)
+        (chosen, total, weighted), largest = jax.lax.psum(parts, "tensor"), above
+    return chosen, largest + jnp.log(total), jnp.log(total) - weighted / total if blocks.entropy else None
+
+
+def _moved(weighted: Each, total: Each, origin: Each, to: Each) -> Each:
+    """A sum of (logit - origin) · exp(logit - origin), of which `total` is that of exponentials, for another origin."""
+    return jnp.exp(origin - to) * (weighted + (origin - to) * total)
+
+
+def _differentiate(
+    blocks: Blocks,
+    hidden: Float[Array, "positions features"],
+    kernel: Float[Array, "vocab features"] | Float[Array, "features vocab"],
+    targets: Int[Array, " positions"],
+    total: Each,
+    entropy: Each | None,
+    gradients: Said,
+) -> tuple[Array, Array]:
+    """The gradients of hidden and kernel.
+
+    By the logit j, with p = softmax(logits) and H its entropy: log p_t has the derivative 1[j = t] - p_j, and H has
+    -p_j (log p_j + H).
+    """
+    d_logp, d_entropy = (None if x is None else x[:, None] for x in gradients)
+
+    def add(sums: tuple[Array, Array], starts: Array) -> tuple[tuple[Array, Array], None]:
+        d_hidden, d_kernel = sums
+        block = blocks.of_kernel(kernel, starts[0])
+        logits, of_products = jax.vjp(blocks.logits, _products(blocks, hidden, block))
+        new, hits = _columns(blocks, kernel, targets, starts)
+        logp = jnp.where(new, logits - total[:, None], LEFT_OUT)
+        of_softmax = d_logp if d_entropy is None else d_logp + d_entropy * (logp + entropy[:, None])
+        (d_products,) = of_products(jnp.where(hits, d_logp, 0) - jnp.exp(logp) * of_softmax)
+        d_products = d_products.astype(hidden.dtype)
+        d_hidden += _product(d_products, block.astype(hidden.dtype), 1, blocks.axis)
+        both = (d_products, hidden) if blocks.tied else (hidden, d_products)
+        d_block = blocks.of_kernel(d_kernel, starts[0]) + _product(*both, 0, 0)
+        return (d_hidden, jax.lax.dynamic_update_slice_in_dim(d_kernel, d_block, starts[0], blocks.axis)), None
+
+    zeros = jnp.zeros(hidden.shape, jnp.float32), jnp.zeros(kernel.shape, jnp.float32)
+    (d_hidden, d_kernel), _ = jax.lax.scan(add, zeros, _starts(blocks, kernel))
+    if blocks.layout.size(*AXES) > 1:
+        d_hidden, d_kernel = jax.lax.psum(d_hidden, "tensor"), jax.lax.psum(d_kernel, BY_ROW)
+    return d_hidden.astype(hidden.dtype), d_kernel
+
+
+def _starts(blocks: Blocks, kernel: Array) -> Int[np.ndarray, "blocks 2"]:
+    """Where each block starts, and its first column that is not in the block before: the last block ends with the kernel."""
+    vocab = kernel.shape[blocks.axis]
+    first = np.arange(0, vocab, blocks.width, dtype=np.int32)
+    return np.stack([np.minimum(first, vocab - blocks.width), first], axis=1)
+
+
+def _columns(blocks: Blocks, kernel: Array, targets: Array, starts: Array) -> tuple[Bool[Array, "1 width"], Array]:
+    """Which of a block's columns are not in the block before, and [positions, width] which of those each target is."""
+    columns = starts[0] + jnp.arange(blocks.width)
+    new = columns >= starts[1]
+    if blocks.layout.size("tensor") > 1:
+        columns += jax.lax.axis_index("tensor") * kernel.shape[blocks.axis]
+    return new[None], new & (columns == targets[:, None])
+
+
+def _products(blocks: Blocks, hidden: Array, block: Array) -> Float[Array, "positions width"]:
+    return _product(hidden, block.astype(hidden.dtype), 1, 1 - blocks.axis)
+
+
+def _product(x: Array, y: Array, x_axis: int, y_axis: int) -> Float[Array, "_ _"]:
+    """Of two matrices over these axes, in fp32."""
+    return jax.lax.dot_general(x, y, (((x_axis,), (y_axis,)), ((), ())), preferred_element_type=jnp.float32)

@@ -9,8 +9,8 @@ from typing import Any
 import jax
 
 from areal_x.rollout.lanes import Lanes, lanes_on_cpu
-from areal_x_jax.model import Shape
 from areal_x_jax.sampler import Lane, take_apart
+from areal_x_jax.shape import Shape
 
 
 class Sampler(Lanes):

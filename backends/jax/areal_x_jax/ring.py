@@ -15,6 +15,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from areal_x_jax.model import softcapped
+
 Parts = tuple[Array, ...]
 Layer = tuple[Parts, Parts]  # keys and values
 Ring = tuple[Layer, ...]
@@ -80,18 +82,20 @@ def write_newest(layer: Layer, key: Array, value: Array, newest: Int[Array, ""])
     )
 
 
-def attend(query: Float[Array, "rows kv group head_dim"], layer: Layer, seen: list[tuple[Array, Array]]) -> Array:
+def attend(
+    query: Float[Array, "rows kv group head_dim"], layer: Layer, seen: list[tuple[Array, Array]], softcap: float = 0.0
+) -> Array:
     """Attention of one scaled query a slot over the columns it sees, in fp32: [rows, kv, group, head_dim]."""
     keys, values = layer
     if len(keys) == 1:
-        scores = product("sgrd,sgdc->sgrc", query, keys[0]) + seen[0][1][:, None, None]
+        scores = softcapped(product("sgrd,sgdc->sgrc", query, keys[0]), softcap) + seen[0][1][:, None, None]
         weights = jnp.exp(scores - scores.max(-1, keepdims=True))
         return product("sgrc,sgcd->sgrd", weights, values[0]) / weights.sum(-1, keepdims=True)
 
     def part(so_far: Partial, query: Array, keys: Array, values: Array, bias: Array) -> Partial:
         return merge(
             so_far,
-            product("sgrd,sgdc->sgrc", query, keys) + bias[:, None, None],
+            softcapped(product("sgrd,sgdc->sgrc", query, keys), softcap) + bias[:, None, None],
             lambda w: product("sgrc,sgcd->sgrd", w, values),
         )
 
@@ -169,20 +173,24 @@ def write_pieces(
 def attend_chunk(
     query: Float[Array, "tokens kv group head_dim"],
     fresh: tuple[Array, Array],
-    together: Bool[Array, "tokens tokens"],
+    before: Int[Array, "tokens tokens"],
     layer: Layer,
     slot: Int[Array, ""],
     start: Int[Array, ""],
     past: Int[Array, ""],
     continues: Bool[Array, " tokens"],
+    window: int = 0,
+    softcap: float = 0.0,
 ) -> Array:
     """Attention of a prefill's scaled queries, in fp32: [tokens, kv, group, head_dim].
 
     Over the chunk itself and, for the piece that continues a sequence begun in an earlier chunk, over the `past` columns before
-    `start` in its slot. together[i, j]: token j is of token i's sequence and not after it. continues: the tokens of that piece.
+    `start` in its slot. before[i, j]: how many tokens token j is before token i, negative where it is after it or of another
+    sequence. continues: the tokens of that piece. window: how many tokens a token sees, itself included; 0 is all.
     """
     keys, values = fresh
-    scores = product("tgrd,ugd->tgru", query, keys)
+    together = (before >= 0) & (before < window) if window else before >= 0
+    scores = softcapped(product("tgrd,ugd->tgru", query, keys), softcap)
     scores = jnp.where(together[:, None, None], scores, HIDDEN)
     so_far = merge(nothing_yet(query), scores, lambda w: product("tgru,ugd->tgrd", w, values))
 
@@ -191,8 +199,11 @@ def attend_chunk(
         keys = jnp.concatenate([part[slot] for part in layer[0]], axis=-1)
         values = jnp.concatenate([part[slot] for part in layer[1]], axis=-2)
         total = keys.shape[-1]
-        seen = continues[:, None] & ((start - 1 - jnp.arange(total)) % total < past)
-        scores = product("tgrd,gdc->tgrc", query, keys)
+        age = (start - 1 - jnp.arange(total)) % total
+        seen = continues[:, None] & (age < past)
+        if window:
+            seen &= before[:, :1] + 1 + age < window  # the piece's first token is the chunk's
+        scores = softcapped(product("tgrd,gdc->tgrc", query, keys), softcap)
         scores = jnp.where(seen[:, None, None], scores, HIDDEN)
         return merge(so_far, scores, lambda w: product("tgrc,gcd->tgrd", w, values))
 

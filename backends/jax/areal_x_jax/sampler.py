@@ -23,8 +23,10 @@ from areal_x.rollout.sampler import Decoded, SlotRequest
 from areal_x_jax import ring as rings
 from areal_x_jax.chunks import Chunk, packed
 from areal_x_jax.draw import draw, uniform
-from areal_x_jax.model import Params, Shape, finish_layer, head_kernel, project_qkv, rms_norm
+from areal_x_jax.model import embedded, finish_layer, head_kernel, project_qkv, rms_norm, rotations_of, softcapped
+from areal_x_jax.parameters import Params
 from areal_x_jax.ring import Ring
+from areal_x_jax.shape import Shape
 
 STEPS = 128  # most tokens a slot may grow in one call: the height of the outputs' buffers
 CPU_CHUNK = 64  # tokens in a prefill: on CPU more at once are no faster each and leave more of the last chunk empty (measured)
@@ -61,18 +63,19 @@ def take_apart(params: Params, layers: int) -> Params:
 
 def prefill(shape: Shape, params: Params, ring: Ring, chunk: Chunk) -> Ring:
     """Writes the keys and values of the chunk's tokens."""
-    x = params["embed"][chunk.tokens]
+    x, rotations = embedded(shape, params, chunk.tokens), rotations_of(shape, chunk.positions)
     same = chunk.piece[:, None] == chunk.piece
-    together = same & jnp.tri(len(chunk.tokens), dtype=bool)
+    before = jnp.where(same, chunk.positions[:, None] - chunk.positions, -1)  # how far; negative: not at all
     fresh = []
     for i, (layer, cached) in enumerate(zip(params["layers"], ring, strict=True)):
-        query, key, value = project_qkv(shape, layer, x, chunk.positions)
+        query, key, value = project_qkv(shape, layer, x, rotations[shape.rope_of(i)])
         fresh.append((key, value))
         if i == shape.layers - 1:
             break  # nothing needs what the last layer says of a prompt
         place = (chunk.slot[0], chunk.start[0], chunk.past, chunk.piece == 0)
-        attended = rings.attend_chunk(scaled(shape, query), (key, value), together, cached, *place)
-        x = finish_layer(shape, layer, x, attended.reshape(*x.shape[:-1], -1))
+        near = shape.windows[i], shape.attention_softcap
+        attended = rings.attend_chunk(scaled(shape, query), (key, value), before, cached, *place, *near)
+        x, _ = finish_layer(shape, layer, x, attended.reshape(*x.shape[:-1], -1))
     return rings.write_pieces(ring, fresh, chunk.slot, chunk.start, chunk.first, chunk.length, chunk.count)
 
 
@@ -127,23 +130,25 @@ def decode(
 
 def forward(shape: Shape, params: Params, ring: Ring, rows: Rows, column: Array) -> tuple[Ring, Float[Array, "rows vocab"]]:
     """Feeds each row's newest token, written into ring column `column`: the logits of its next one."""
-    x = params["embed"][rows.token]
-    seen = rings.visible(ring, column, jnp.where(rows.live, rows.length, 1))
+    x, rotations = embedded(shape, params, rows.token), rotations_of(shape, rows.length - 1)
+    lengths = jnp.where(rows.live, rows.length, 1)
+    reach = {window: jnp.minimum(lengths, window) if window else lengths for window in set(shape.windows)}
+    seen = {window: rings.visible(ring, column, columns) for window, columns in reach.items()}
     written = []
-    for layer, cached in zip(params["layers"], ring, strict=True):
-        query, key, value = project_qkv(shape, layer, x, rows.length - 1)
+    for i, (layer, cached) in enumerate(zip(params["layers"], ring, strict=True)):
+        query, key, value = project_qkv(shape, layer, x, rotations[shape.rope_of(i)])
         cached = rings.write_newest(cached, key, value, column)
         written.append(cached)
-        attended = rings.attend(scaled(shape, query), cached, seen)
-        x = finish_layer(shape, layer, x, attended.reshape(*x.shape[:-1], -1))
-    x = rms_norm(x, params["norm"], shape.eps)
-    return tuple(written), rings.product("rh,hv->rv", x, head_kernel(params))
+        attended = rings.attend(scaled(shape, query), cached, seen[shape.windows[i]], shape.attention_softcap)
+        x, _ = finish_layer(shape, layer, x, attended.reshape(*x.shape[:-1], -1))
+    x = rms_norm(x, params["norm"], shape)
+    return tuple(written), softcapped(rings.product("rh,hv->rv", x, head_kernel(params)), shape.logit_softcap)
 
 
 def scaled(shape: Shape, query: Array) -> Array:
     """Queries [..., heads, head_dim], grouped by the key-value head they share and scaled."""
     grouped = query.reshape(*query.shape[:-2], shape.kv_heads, shape.heads // shape.kv_heads, shape.head_dim)
-    return grouped * shape.head_dim**-0.5
+    return grouped * shape.scale
 
 
 class Lane:

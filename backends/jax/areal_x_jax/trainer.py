@@ -16,15 +16,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Float32
 
 from areal_x import model_dir
-from areal_x.errors import ConfigError, UserError
-from areal_x.trainer import Loss, OptimizerConfig, TrainerConfig
+from areal_x.errors import UserError
+from areal_x.trainer import Loss, TrainerConfig
 from areal_x.types import Batch, Policy
-from areal_x_jax import head
-from areal_x_jax.model import Params, Shape, head_kernel, hidden_states, shape_of
+from areal_x_jax import head, optimizers
+from areal_x_jax.layout import BY_ROW, RULES, check_fit, make_layout, shardings
+from areal_x_jax.model import head_kernel, hidden_states
+from areal_x_jax.parameters import Params
+from areal_x_jax.shape import Shape, shape_of
 from areal_x_jax.weights import from_tensors, to_tensors
 
 jax.tree_util.register_dataclass(Batch)
@@ -34,27 +37,33 @@ KEPT_BYTES = 4 * 2**30  # for one device's backward pass, beyond which it comput
 
 
 class Trainer:
-    """See `areal_x.trainer.Trainer`. fp32 master weights and moments, replicated; rows are sharded over the local devices."""
+    """See `areal_x.trainer.Trainer`. fp32 master weights and moments; what lies where says areal_x_jax.layout."""
 
     def __init__(self, config: TrainerConfig) -> None:
         self.config = config
-        self.mesh = make_mesh(config.mesh.data)
+        self.layout = make_layout(config.mesh)
+        assert self.layout.mesh is not None
+        self.mesh = self.layout.mesh
         self.replicated = NamedSharding(self.mesh, PartitionSpec())
-        self.by_row = NamedSharding(self.mesh, PartitionSpec(None, "data"))
+        self.by_row = NamedSharding(self.mesh, PartitionSpec(None, RULES["rows"], RULES["length"]))
         on_cpu = jax.local_devices()[0].platform == "cpu"
         precision = {"auto": "fp32" if on_cpu else "bf16"}.get(config.precision, config.precision)
         self.dtype = {"fp32": jnp.float32, "bf16": jnp.bfloat16}[precision]
         self.directory = model_dir.resolve(config.model.path)
         model_dir.check_head(self.directory, config.head)
         self.shape = shape_of(model_dir.read_config(self.directory), config.head)
+        check_fit(self.layout, self.shape)
+        self.lies = shardings(self.layout, self.shape)
         self.teacher: Params | None = None
         if config.teacher is not None:
             self.teacher_shape, self.teacher = self._read_teacher(Path(config.teacher))
-        self.optimizer = make_optimizer(config.optimizer)
+        self.optimizer = optimizers.make_optimizer(config.optimizer)
         self.params = self._read_params(self.directory)
         self.moments: Any = None
         if not config.frozen:
-            self.moments = jax.jit(self.optimizer.init, out_shardings=self.replicated)(self.params)
+            state = jax.eval_shape(self.optimizer.init, self.params)
+            self.moments_lie = optimizers.shardings_of(state, self.params, self.lies, self.replicated)
+            self.moments = jax.jit(self.optimizer.init, out_shardings=self.moments_lie)(self.params)
         self.version = 0
         self._steps: dict[Loss, Any] = {}
         self._said = jax.jit(self._all_said, out_shardings=self.by_row)
@@ -80,7 +89,8 @@ class Trainer:
         micro, count = self._lay_out(batch)
         if loss not in self._steps:
             # Pinned shardings: left to the compiler, those of the second step's state could differ and compile it again.
-            self._steps[loss] = jax.jit(partial(self._step, loss), donate_argnums=(0, 1), out_shardings=self.replicated)
+            lies = self.lies, self.moments_lie, self.replicated
+            self._steps[loss] = jax.jit(partial(self._step, loss), donate_argnums=(0, 1), out_shardings=lies)
         trained = np.float32(max(np.count_nonzero(batch.mask), 1))
         self.params, self.moments, results = self._steps[loss](self.params, self.moments, self.teacher, micro, count, trained)
         rate = float(self.config.optimizer.learning_rate_at(np.float32(self.version)))
@@ -94,18 +104,13 @@ class Trainer:
     def save(self, directory: Path) -> None:
         self._need_moments("state to save")
         model_dir.write_model(directory, self.directory, to_tensors(self.shape, self.params), head=self.config.head)
-        first, second = (to_tensors(self.shape, optax.tree.get(self.moments, which)) for which in ("mu", "nu"))
-        moments = ((name, m, v) for (name, m), (_, v) in zip(first, second, strict=True))
-        model_dir.write_state(directory, moments, {"version": self.version})
+        optimizers.save(directory, self.config.optimizer, self.shape, self.moments, self.version)
 
     def restore(self, directory: Path) -> None:
-        version = int(model_dir.read_state(directory)["version"])
-        params = self._read_params(directory)
-        mu, nu = (self._read_moments(directory, prefix) for prefix in (model_dir.FIRST, model_dir.SECOND))
-        # From host values, so that each of the optimizer's counts gets a buffer of its own to donate.
-        moments = optax.tree.set(self.moments, count=np.int32(version), mu=mu, nu=nu)
-        self.moments = jax.device_put(moments, self.replicated)
-        self.params, self.version = params, version
+        how = self.config.optimizer, self.shape, self.moments, self.moments_lie, self.layout
+        moments = optimizers.restored(directory, *how)
+        self.params, self.moments = self._read_params(directory), moments
+        self.version = int(model_dir.read_state(directory)["version"])
 
     def snapshot(self) -> Params:
         self._need_policy("snapshot to sample from")
@@ -137,35 +142,35 @@ class Trainer:
         tensors = model_dir.read_tensors(directory)
         if self.shape.scores and not model_dir.is_classifier(model_dir.read_config(directory)):
             tensors = chain(tensors, [("score.weight", np.zeros((1, self.shape.hidden)))])
-        params = from_tensors(self.shape, tensors, str(directory))
-        return jax.device_put(self._cast(params) if self.config.frozen else params, self.replicated)
+        params = from_tensors(self.shape, tensors, str(directory), self.layout)
+        return self._cast(params) if self.config.frozen else params
 
     def _read_teacher(self, directory: Path) -> tuple[Shape, Params]:
         model_dir.check_vocabulary("train.teacher", directory, self.directory)
         model_dir.check_head(directory, "policy")
         shape = shape_of(model_dir.read_config(directory))
-        params = from_tensors(shape, model_dir.read_tensors(directory), str(directory))
-        return shape, jax.device_put(self._cast(params), self.replicated)
+        check_fit(self.layout, shape)
+        return shape, self._cast(from_tensors(shape, model_dir.read_tensors(directory), str(directory), self.layout))
 
     def _cast(self, params: Params) -> Params:
         """In the compute precision, but for a score, which is computed in fp32."""
         score = {"score": params["score"]} if "score" in params else {}
         return {**jax.tree.map(lambda x: x.astype(self.dtype), params), **score}
 
-    def _read_moments(self, directory: Path, prefix: str) -> Params:
-        moments = ((n.removeprefix(prefix), x) for n, x in model_dir.read_moments(directory) if n.startswith(prefix))
-        return from_tensors(self.shape, moments, f"{directory} ({prefix}*)")
-
     def _lay_out(self, batch: Batch) -> tuple[Batch, np.int32]:
         """The batch as [capacity, rows at once, length] on the devices, and how many micro-batches are filled."""
-        rows, _ = batch.shape
+        rows, length = batch.shape
+        parts = self.layout.size("context")
+        if length % parts:
+            wanted = f"set train.row_length to a multiple of {parts}"
+            raise UserError(f"mesh.context = {parts} does not divide rows of {length} tokens: {wanted}")
         largest = int(np.max(batch.tokens))
         if largest >= self.shape.vocab:
             raise UserError(
                 f"token {largest} is outside the vocabulary of {self.shape.vocab} of the model in {self.directory}: "
                 "its tokenizer must be the one that the model was made for"
             )
-        at_once = self.config.micro_batch_rows * self.mesh.size
+        at_once = self.config.micro_batch_rows * self.layout.size(*BY_ROW)
         count = -(-rows // at_once)
         capacity = 1 << (count - 1).bit_length()
 
@@ -184,9 +189,13 @@ class Trainer:
         """One optimizer step over the first `count` micro-batches. trained: masked tokens of the whole batch."""
 
         def objective(params: Params, micro: Batch) -> tuple[Array, dict[str, Array]]:
-            terms, metrics = loss(self._policy(params, micro, self.config.entropy, teacher), micro)
+            policy, uneven = self._policy(params, micro, self.config.entropy, teacher)
+            terms, metrics = loss(policy, micro)
             means = {name: jnp.sum(jnp.where(micro.mask, x, 0)) / trained for name, x in metrics.items()}
-            return jnp.sum(micro.weights * terms), means
+            if uneven is None:
+                return jnp.sum(micro.weights * terms), means
+            uneven = uneven * jnp.sum(micro.mask) / trained
+            return jnp.sum(micro.weights * terms) + self.config.balance * uneven, means | {"expert_imbalance": uneven}
 
         differentiate = jax.value_and_grad(objective, has_aux=True)
 
@@ -211,28 +220,35 @@ class Trainer:
         """Log-probabilities, or values of what scores."""
 
         def fill(index: Array, said: Array) -> Array:
-            policy = self._policy(params, _micro(batch, index))
+            policy, _ = self._policy(params, _micro(batch, index))
             return said.at[index].set(policy.values if self.shape.scores else policy.logp)
 
         return jax.lax.fori_loop(0, count, fill, jnp.zeros(batch.tokens.shape, jnp.float32))
 
-    def _policy(self, params: Params, batch: Batch, entropy: bool = False, teacher: Params | None = None) -> Policy:
+    def _policy(
+        self, params: Params, batch: Batch, entropy: bool = False, teacher: Params | None = None
+    ) -> tuple[Policy, Array | None]:
+        """What the model says of a micro-batch, and how unevenly its experts were chosen, where it has any."""
         cast = self._cast(params)
-        on_one_device = batch.tokens.size // self.mesh.size
-        remat = on_one_device * kept_numbers(self.shape) * jnp.dtype(self.dtype).itemsize > KEPT_BYTES
-        packed = batch.tokens, batch.positions, batch.segment_ids
-        hidden = hidden_states(self.shape, cast, *packed, remat)
+        on_one_device = batch.tokens.size // self.layout.size(*BY_ROW, "context")
+        kept = on_one_device * kept_numbers(self.shape) * jnp.dtype(self.dtype).itemsize
+        remat = self.config.remat == "layers" or (self.config.remat == "auto" and kept > KEPT_BYTES)
+        packed, how = (batch.tokens, batch.positions, batch.segment_ids), self.config.model.attention
+        hidden, uneven = hidden_states(self.shape, cast, *packed, remat, self.layout, how)
         if self.shape.scores:
             before = self.config.head == "value"
-            return Policy(values=head.values(hidden, params["score"], batch.segment_ids, before))
-        chunk = self.config.head_chunk * self.mesh.size
+            return Policy(values=head.values(hidden, params["score"], batch.segment_ids, before)), uneven
+        chunk = self.config.head_chunk * self.layout.size(*BY_ROW)
         kernel, temperature = head_kernel(params), self.config.temperature
         beside = None
         if teacher is not None:
-            of_teacher = hidden_states(self.teacher_shape, teacher, *packed, remat=False)  # it keeps nothing: no gradient
+            # No gradient goes there, so nothing of it is kept.
+            of_teacher, _ = hidden_states(self.teacher_shape, teacher, *packed, False, self.layout, how)
             beside = head.Teacher(of_teacher, head_kernel(teacher), self.config.divergence)
-        said = head.logprobs(hidden, kernel, batch.tokens, batch.segment_ids, temperature, chunk, entropy, beside)
-        return Policy(**dict(zip(("logp", "entropy", "divergence"), said, strict=True)))
+        hidden = self.layout.pin(hidden, "rows", None, None)  # the head looks at neighbours
+        of_head = temperature, chunk, entropy, beside, self.shape.logit_softcap, self.layout, self.shape.tied
+        said = head.logprobs(hidden, kernel, batch.tokens, batch.segment_ids, *of_head)
+        return Policy(**dict(zip(("logp", "entropy", "divergence"), said, strict=True))), uneven
 
 
 def _micro(batch: Batch, index: Array | int) -> Batch:
@@ -242,26 +258,6 @@ def _micro(batch: Batch, index: Array | int) -> Batch:
 def kept_numbers(shape: Shape) -> int:
     """What the backward pass keeps of each token without remat: the layers' inputs and all products with kernels."""
     attention = (shape.heads + 2 * shape.kv_heads) * shape.head_dim
-    return shape.layers * (3 * shape.hidden + attention + 2 * shape.intermediate)
-
-
-def make_mesh(data: int) -> jax.sharding.Mesh:
-    """All local devices along the axis "data". Raises: ConfigError where `data` asks for another number."""
-    devices = jax.local_devices()
-    if data not in (-1, len(devices)):
-        raise ConfigError("mesh.data", data, f"-1 (all local devices) or {len(devices)}, as many as there are here")
-    return jax.make_mesh((len(devices),), ("data",), axis_types=(AxisType.Auto,), devices=devices)
-
-
-def make_optimizer(config: OptimizerConfig) -> optax.GradientTransformation:
-    """Clipping by global norm, then AdamW as torch computes it, with decay on matrices only (not on norms and biases)."""
-
-    def matrices(params: Params) -> Params:
-        in_layers = {name: leaf.ndim == 3 for name, leaf in params["layers"].items()}  # the first axis is that of layers
-        return {**{name: leaf.ndim == 2 for name, leaf in params.items() if name != "layers"}, "layers": in_layers}
-
-    clip = optax.clip_by_global_norm(config.clip_norm) if config.clip_norm > 0 else optax.identity()
-    adamw = optax.adamw(
-        config.learning_rate_at, config.beta1, config.beta2, config.eps, weight_decay=config.weight_decay, mask=matrices
-    )
-    return optax.chain(clip, adamw)
+    experts = shape.experts
+    inner = shape.intermediate if experts is None else experts.per_token * experts.intermediate + experts.shared
+    return shape.layers * (3 * shape.hidden + attention + 2 * inner)

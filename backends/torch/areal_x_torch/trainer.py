@@ -16,6 +16,7 @@ from torch.nn import Parameter
 from transformers import PreTrainedModel
 
 from areal_x import model_dir
+from areal_x.errors import ConfigError, one_of
 from areal_x.rollout.lanes import Lanes
 from areal_x.trainer import Loss, OptimizerConfig, TrainerConfig
 from areal_x.types import Batch, Policy
@@ -28,7 +29,13 @@ class Trainer:
     """See `areal_x.trainer.Trainer`. One device; fp32 master weights and moments, activations in the compute precision."""
 
     def __init__(self, config: TrainerConfig) -> None:
-        check_mesh(config.mesh.data)
+        check_mesh(config.mesh)
+        one_of("model.attention", config.model.attention, ("auto",))
+        one_of("trainer.remat", config.remat, ("auto",))
+        if config.balance:
+            raise ConfigError("trainer.balance", config.balance, "0, as the torch backend does not push experts yet")
+        one_of("optimizer.name", config.optimizer.name, ("adamw",))
+        one_of("optimizer.moments", config.optimizer.moments, ("fp32",))
         self.config = config
         self.directory = model_dir.resolve(config.model.path)
         self.device = find_device()
@@ -109,7 +116,9 @@ class Trainer:
         model_dir.write_state(directory, moments, {"version": self.version})
 
     def restore(self, directory: Path) -> None:
-        self.version = int(model_dir.read_state(directory)["version"])
+        state = model_dir.read_state(directory)
+        self.config.optimizer.check_state(directory, state)
+        self.version = int(state["version"])
         model.copy_in(model.named_tensors(self.model), model_dir.read_tensors(directory), str(directory))
         targets = {}
         for name, p in self.model.named_parameters():
@@ -163,7 +172,7 @@ class Trainer:
         c, layer = self.config, model.head(self.model)
         if c.head != "policy":
             return {"values": head.values(hidden, layer.weight)}
-        said = head.logprobs(hidden, layer, targets, c.temperature, c.head_chunk, entropy, teacher)
+        said = head.logprobs(hidden, layer, targets, c.temperature, c.head_chunk or 1024, entropy, teacher)
         return {name: x for name, x in zip(("logp", "entropy", "divergence"), said, strict=True) if x is not None}
 
     @torch.inference_mode()

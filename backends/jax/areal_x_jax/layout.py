@@ -1,0 +1,122 @@
+"""Where arrays lie: the mesh of devices, and the one table that says over which of its axes each kind of array axis is split.
+
+data      copies of the model, each with rows of its own
+fsdp      rows too; parameters are split, and gathered layer by layer as they are needed
+expert    rows too; each device has some of the experts, and sees the tokens of its group for them
+context   parts of every row: keys and values are gathered for the attention
+tensor    heads, the width of the MLP, the vocabulary
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from math import prod
+from typing import Any
+
+import jax
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jaxtyping import Array
+
+from areal_x.errors import ConfigError, UserError
+from areal_x.trainer import MeshConfig
+from areal_x_jax.parameters import Params, axes_of
+from areal_x_jax.shape import Shape
+
+AXES = ("data", "fsdp", "expert", "context", "tensor")
+BY_ROW = ("data", "fsdp", "expert")
+RULES: dict[str, str | tuple[str, ...] | None] = {
+    # of parameters
+    "vocab": "tensor",
+    "hidden": "fsdp",
+    "query": "tensor",
+    "key": "tensor",
+    "intermediate": "tensor",
+    "shared_intermediate": "tensor",
+    "experts": "expert",
+    "expert_intermediate": "tensor",
+    # of what is computed
+    "rows": BY_ROW,
+    "length": "context",
+    "heads": "tensor",
+}
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A mesh, or None for one device: then nothing is split and nothing said to the compiler."""
+
+    mesh: Mesh | None = None
+
+    def size(self, *axes: str) -> int:
+        return 1 if self.mesh is None else prod(self.mesh.shape[axis] for axis in axes)
+
+    def spec(self, *axes: str | None) -> PartitionSpec:
+        """axes: what each axis of an array is; those that RULES does not name stay whole."""
+        return PartitionSpec(*(RULES.get(axis) if axis else None for axis in axes))
+
+    def sharding(self, *axes: str | None) -> NamedSharding:
+        assert self.mesh is not None
+        return NamedSharding(self.mesh, self.spec(*axes))
+
+    def pin(self, x: Array, *axes: str | None) -> Array:
+        """x, split as its axes say from here on."""
+        return x if self.mesh is None or self.mesh.size == 1 else jax.lax.with_sharding_constraint(x, self.sharding(*axes))
+
+    def gathered(self, params: Params, axes: Mapping[str, tuple[str, ...]]) -> Params:
+        """A layer's parameters as they are needed to compute: whole but for tensor and expert."""
+        if self.size("fsdp") == 1:
+            return params
+        return {name: self.pin(x, *(None if axis == "hidden" else axis for axis in axes[name])) for name, x in params.items()}
+
+    def alone(
+        self, function: Callable[..., Any], inputs: Any, outputs: Any, axes: tuple[str, ...] = AXES
+    ) -> Callable[..., Any]:
+        """A function that each device calls with its own parts. inputs, outputs: partition specs; axes: of the mesh, over which
+        it is called apart."""
+        return partial(jax.shard_map, mesh=self.mesh, axis_names=set(axes), check_vma=False)(
+            function, in_specs=inputs, out_specs=outputs
+        )
+
+
+ALONE = Layout()
+
+
+def make_layout(config: MeshConfig) -> Layout:
+    """All devices, divided as the config says. Raises: ConfigError where they cannot be."""
+    sizes = {axis: getattr(config, axis) for axis in AXES}
+    devices = jax.devices()
+    others = prod(size for axis, size in sizes.items() if axis != "data")
+    if sizes["data"] == -1:
+        sizes["data"] = max(len(devices) // others, 1)
+    needed = prod(sizes.values())
+    if needed != len(devices):
+        wrong = next((axis for axis in AXES[1:] if sizes[axis] != 1), "data")
+        asked = " × ".join(f"{axis} {size}" for axis, size in sizes.items() if size != 1) or "data 1"
+        wanted = f"a size with which the mesh, {asked}, has the {len(devices)} devices that are here and not {needed}"
+        raise ConfigError(f"mesh.{wrong}", getattr(config, wrong), f"{wanted} (mesh.data = -1 takes all that are left)")
+    mesh = jax.make_mesh(tuple(sizes.values()), AXES, axis_types=(AxisType.Auto,) * len(AXES), devices=devices)
+    return Layout(mesh)
+
+
+def check_fit(layout: Layout, shape: Shape) -> None:
+    """Raises: UserError for a mesh that does not divide the model, before anything is allocated."""
+    counts = {
+        "heads": ("tensor", shape.heads),
+        "key-value heads": ("tensor", shape.kv_heads),
+        "entries of the vocabulary": ("tensor", shape.vocab),
+        "features of the MLP": ("tensor", shape.intermediate if shape.experts is None else shape.experts.intermediate),
+        "features of the model": ("fsdp", shape.hidden),
+        "experts": ("expert", shape.experts.count if shape.experts else layout.size("expert")),
+    }
+    for what, (axis, count) in counts.items():
+        if count % layout.size(axis):
+            raise UserError(f"mesh.{axis} = {layout.size(axis)} does not divide the {count} {what}: give it a size that does")
+    if shape.experts is None and layout.size("expert") > 1:
+        raise UserError(f"mesh.expert = {layout.size('expert')} needs a model with experts: use mesh.data or mesh.fsdp")
+
+
+def shardings(layout: Layout, shape: Shape) -> Params:
+    """Of each parameter."""
+    return jax.tree.map(lambda axes: layout.sharding(*axes), axes_of(shape), is_leaf=lambda x: isinstance(x, tuple))

@@ -1,0 +1,228 @@
+"""The optimizers: which way a gradient points, where their states lie, and how they are saved.
+
+Every one is clipping by global norm, a direction, decay of matrices and the learning rate; they differ in the direction, whose
+size is about AdamW's, so that one learning rate serves them all. A leaf under "layers" is a stack, of layers and maybe of
+experts within each: what is done to a matrix is done to each of them alone.
+"""
+
+from __future__ import annotations
+
+from itertools import takewhile
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import NamedSharding, PartitionSpec
+from jax.tree_util import DictKey, KeyPath, tree_leaves_with_path, tree_map_with_path
+from jaxtyping import Array, Float, Int32
+
+from areal_x import model_dir
+from areal_x.errors import UserError
+from areal_x.trainer import OptimizerConfig
+from areal_x_jax.layout import Layout
+from areal_x_jax.parameters import Params
+from areal_x_jax.shape import Shape
+from areal_x_jax.weights import from_tensors, to_tensors
+
+# Muon's, of its reference and of torch.optim.Muon: the quintic's coefficients, its steps, the least norm, the momentum.
+QUINTIC, STEPS, LEAST, MOMENTUM = (3.4445, -4.7750, 2.0315), 5, 1e-7, 0.95
+
+
+def make_optimizer(config: OptimizerConfig) -> optax.GradientTransformation:
+    """Clipping, a direction whose moments are kept as `config.moments` says, decay of matrices, the learning rate."""
+    adam = optax.scale_by_adam(config.beta1, config.beta2, config.eps)
+    direction = {
+        "adamw": adam,
+        "adafactor": factored(),
+        "muon": optax.partition({"muon": muon(), "adamw": adam}, _which_of_muon),
+    }[config.name]
+    return optax.chain(
+        optax.clip_by_global_norm(config.clip_norm) if config.clip_norm > 0 else optax.identity(),
+        kept_as({"fp32": jnp.float32, "bf16": jnp.bfloat16}[config.moments], direction),
+        optax.add_decayed_weights(config.weight_decay, matrices),
+        optax.scale_by_learning_rate(config.learning_rate_at),
+    )
+
+
+def matrices(params: Params) -> Params:
+    """Of each leaf, whether it is a matrix, or a stack of them."""
+    found: Params = tree_map_with_path(lambda path, x: x.ndim > (2 if DictKey("layers") in path else 1), params)
+    return found
+
+
+def _which_of_muon(params: Params) -> Params:
+    """A layer's matrices are Muon's, but for those that say one number of a token; embeddings, heads and vectors AdamW's."""
+
+    def label(path: KeyPath, x: Array) -> str:
+        return "muon" if DictKey("layers") in path and x.ndim > 2 and min(x.shape[-2:]) > 1 else "adamw"
+
+    labels: Params = tree_map_with_path(label, params)
+    return labels
+
+
+def kept_as(dtype: Any, transform: optax.GradientTransformation) -> optax.GradientTransformation:
+    """The same in fp32, from a state whose numbers (but for counts) are of this type between steps."""
+
+    def cast(state: Any, to: Any) -> Any:
+        return jax.tree.map(lambda x: x.astype(to) if jnp.issubdtype(x.dtype, jnp.floating) else x, state)
+
+    def update(updates: Params, state: Any, params: Params | None = None) -> tuple[Params, Any]:
+        updates, state = transform.update(updates, cast(state, jnp.float32), params)
+        return updates, cast(state, dtype)
+
+    return optax.GradientTransformation(lambda params: cast(transform.init(params), dtype), update)
+
+
+class Factored(NamedTuple):
+    """Means of squared gradients over columns, [..., rows, 1], and over rows, [..., 1, columns]; see `factored`."""
+
+    count: Int32[Array, ""]
+    row: Params
+    column: Params
+
+
+def factored(least: float = 1e-30) -> optax.GradientTransformation:
+    """Adafactor without momentum and without scaling by the parameter: gradient / sqrt(v), divided by its root mean square
+    where that is above 1.
+
+    v = row · column / mean(row), two moving averages with the decay 1 - t^-0.8. A vector is a matrix of one column, whose v is
+    exact. Source: arXiv 1804.04235, algorithm 4, with section 7.2's decay. (optax's factors the two longest axes, which may be
+    that of layers, and takes the root mean square of all layers together.)
+    """
+
+    def in_columns(tree: Params) -> Params:
+        shaped: Params = jax.tree.map(lambda x, matrix: x if matrix else x[..., None], tree, matrices(tree))
+        return shaped
+
+    def init(params: Params) -> Factored:
+        shaped = in_columns(params)
+        row = jax.tree.map(lambda x: jnp.zeros((*x.shape[:-1], 1), jnp.float32), shaped)
+        column = jax.tree.map(lambda x: jnp.zeros((*x.shape[:-2], 1, x.shape[-1]), jnp.float32), shaped)
+        return Factored(jnp.zeros((), jnp.int32), row, column)
+
+    def update(updates: Params, state: Factored, params: Params | None = None) -> tuple[Params, Factored]:
+        count = optax.safe_increment(state.count)
+        fresh = count.astype(jnp.float32) ** -0.8
+
+        def average(old: Array, gradient: Array, axis: int) -> Array:
+            return old + fresh * (jnp.mean(gradient**2 + least, axis, keepdims=True) - old)
+
+        def direction(gradient: Array, row: Array, column: Array, like: Array) -> Array:
+            # One root after the other: the product of two small means is 0 in fp32.
+            x = gradient * jax.lax.rsqrt(row / jnp.mean(row, -2, keepdims=True)) * jax.lax.rsqrt(column)
+            return (x / jnp.maximum(1, jnp.sqrt(jnp.mean(x**2, (-2, -1), keepdims=True)))).reshape(like.shape)
+
+        shaped = in_columns(updates)
+        row = jax.tree.map(lambda old, x: average(old, x, -1), state.row, shaped)
+        column = jax.tree.map(lambda old, x: average(old, x, -2), state.column, shaped)
+        return jax.tree.map(direction, shaped, row, column, updates), Factored(count, row, column)
+
+    return optax.GradientTransformation(init, update)
+
+
+def muon() -> optax.GradientTransformation:
+    """Nesterov's momentum, orthogonalised, times 0.2 · sqrt(the longer side): the root mean square of AdamW's updates.
+
+    Sources: kellerjordan.github.io/posts/muon; the size, arXiv 2502.16982, eq. 4. (optax's makes one axis of those of layers
+    and experts, for which devices that share the experts all gather them.)
+    """
+
+    def direction(momentum: Array) -> Array:
+        # Layer by layer: the iteration holds three copies of what it works on.
+        return 0.2 * max(momentum.shape[-2:]) ** 0.5 * jax.lax.map(orthogonal, momentum)
+
+    return optax.chain(
+        optax.trace(MOMENTUM, nesterov=True), optax.stateless(lambda updates, _: jax.tree.map(direction, updates))
+    )
+
+
+def orthogonal(x: Float[Array, "*stack rows columns"]) -> Float[Array, "*stack rows columns"]:
+    """The nearest matrix whose singular values are all the same, about: five steps of a quintic bring them to 0.7 … 1.2."""
+    if x.shape[-2] > x.shape[-1]:
+        return orthogonal(x.mT).mT
+    a, b, c = QUINTIC
+    x = x / jnp.maximum(jnp.linalg.norm(x, axis=(-2, -1), keepdims=True), LEAST)
+
+    def step(_: Array, x: Array) -> Array:
+        gram = x @ x.mT
+        return a * x + (b * gram + c * gram @ gram) @ x
+
+    return jax.lax.fori_loop(0, STEPS, step, x)
+
+
+# ---- states: trees in which copies of the tree of parameters lie, whole or in part
+
+
+def _own(path: KeyPath) -> tuple[str, ...]:
+    """The path of the parameter that a number of a state belongs to, () for a count."""
+    return tuple(key.key for key in takewhile(lambda key: isinstance(key, DictKey), reversed(path)))[::-1]
+
+
+def name_of(path: KeyPath) -> str:
+    """What a moment is called in a file: which it is and of which parameter, "trace.layers.q"."""
+    own = _own(path)
+    return ".".join((path[-len(own) - 1].name, *own))
+
+
+def shardings_of(state: Any, params: Params, lies: Params, replicated: NamedSharding) -> Any:
+    """Where a state lies: each moment split as its parameter is, but for axes that it has not; counts on every device."""
+    of = {_own(path): (x.shape, at) for (path, x), at in zip(tree_leaves_with_path(params), jax.tree.leaves(lies), strict=True)}
+
+    def lie(path: KeyPath, x: Array) -> NamedSharding:
+        if not _own(path):
+            return replicated
+        whole, at = of[_own(path)]
+        kept = (axis if mine == its else None for mine, its, axis in zip(x.shape, whole, at.spec, strict=False))
+        return NamedSharding(at.mesh, PartitionSpec(*kept))
+
+    return tree_map_with_path(lie, state)
+
+
+def save(directory: Path, config: OptimizerConfig, shape: Shape, state: Any, version: int) -> None:
+    """AdamW's moments under the names of tensors, for any backend; another optimizer's under those of this one's parameters."""
+    described = {"version": version, "optimizer": config.name}
+    if config.name == "adamw":
+        first, second = (to_tensors(shape, optax.tree.get(state, which)) for which in ("mu", "nu"))
+        moments = ((name, m, v) for (name, m), (_, v) in zip(first, second, strict=True))
+        model_dir.write_state(directory, moments, described)
+    else:
+        tensors = ((name_of(path), np.asarray(jax.device_get(x))) for path, x in tree_leaves_with_path(state) if _own(path))
+        model_dir.write_own_state(directory, tensors, described)
+
+
+def restored(directory: Path, config: OptimizerConfig, shape: Shape, state: Any, lies: Any, layout: Layout) -> Any:
+    """The state that `save` wrote, in the types of `state`. Raises: UserError for what is not this optimizer's."""
+    described = model_dir.read_state(directory)
+    config.check_state(directory, described)
+    if config.name == "adamw":
+        both = [_adamw_moment(directory, prefix, shape, layout) for prefix in (model_dir.FIRST, model_dir.SECOND)]
+        kept = optax.tree.get(state, "mu")
+        mu, nu = (jax.tree.map(lambda x, old: x.astype(old.dtype), moment, kept) for moment in both)
+        state = optax.tree.set(state, mu=mu, nu=nu)
+    else:
+        state = _read_into(state, lies, directory)
+    # From a host value, so that each of the optimizer's counts gets a buffer of its own to donate.
+    return jax.device_put(optax.tree.set(state, count=np.int32(described["version"])), lies)
+
+
+def _adamw_moment(directory: Path, prefix: str, shape: Shape, layout: Layout) -> Params:
+    moment = ((n.removeprefix(prefix), x) for n, x in model_dir.read_moments(directory) if n.startswith(prefix))
+    return from_tensors(shape, moment, f"{directory} ({prefix}*)", layout)
+
+
+def _read_into(state: Any, lies: Any, directory: Path) -> Any:
+    """The state with the moments of a file, fetched to where they lie one at a time."""
+    wanted = {name_of(path): (x, at) for (path, x), at in zip(tree_leaves_with_path(state), jax.tree.leaves(lies), strict=True)}
+    found = {}
+    for name, x in model_dir.read_moments(directory):
+        old, at = wanted.get(name, (None, None))
+        if old is None or old.shape != x.shape:
+            raise UserError(f"{directory / model_dir.MOMENTS} is of another model: its {name} has no place in this one")
+        found[name] = jax.device_put(x.astype(old.dtype), at)
+    missing = [name for path, _ in tree_leaves_with_path(state) if _own(path) and (name := name_of(path)) not in found]
+    if missing:
+        raise UserError(f"{directory / model_dir.MOMENTS} lacks {missing[0]}: copy the checkpoint again")
+    return tree_map_with_path(lambda path, x: found[name_of(path)] if _own(path) else x, state)

@@ -1,0 +1,85 @@
+"""The same updates on several meshes of eight devices: what a test asserts and a benchmark prints.
+
+`python -m tests.jax.meshes MODEL MESH …` prints what `learn` gives on each, a mesh being JSON of MeshConfig's fields.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from areal_x.algorithms import losses
+from areal_x.algorithms.weighting import sequence_mean
+from areal_x.data.packing import pack
+from areal_x.trainer import MeshConfig, ModelConfig, OptimizerConfig, TrainerConfig
+from areal_x.types import Batch, Trajectory
+from areal_x_jax.trainer import Trainer
+
+ROWS, LENGTH, UPDATES = 16, 32, 10
+
+
+def batch_of(vocab: int, seed: int) -> Batch:
+    """Sequences of 3 to 20 tokens, packed, with advantages."""
+    rng = np.random.default_rng(seed)
+    made = []
+    for length in rng.integers(3, 20, 30):
+        prompt = int(length) // 3
+        tokens = rng.integers(0, vocab, length).astype(np.int32)
+        logprobs = -rng.exponential(2.0, length - prompt)
+        made.append(Trajectory.from_completion(tokens[:prompt], tokens[prompt:], logprobs, np.zeros(length - prompt), 1.0))
+    packed = pack(made, LENGTH, ROWS)
+    batch, advantages = packed.batch, packed.spread(rng.normal(size=len(made)))
+    weights = np.asarray(sequence_mean(batch.mask, batch.segment_ids), np.float32)
+    return batch.replace(advantages=advantages, weights=weights, proximal_logp=batch.behavior_logp)
+
+
+def learn(directory: Path, mesh: dict[str, int]) -> dict[str, Any]:
+    """Losses and gradient norms of UPDATES steps, then log-probabilities, how many programs the steps took, and how much of the
+    parameters lies on the first device."""
+    at_once = ROWS // 2 // np.prod([mesh.get(axis, 1) for axis in ("data", "fsdp", "expert")], dtype=int)
+    trainer = Trainer(
+        TrainerConfig(
+            model=ModelConfig(path=str(directory)),
+            optimizer=OptimizerConfig(learning_rate=1e-3, warmup_steps=4),
+            mesh=MeshConfig(**mesh),
+            micro_batch_rows=max(int(at_once), 1),
+            head_chunk=32,
+        )
+    )
+    learned = [trainer.update(batch_of(trainer.shape.vocab, step), losses.ppo_clip) for step in range(UPDATES)]
+    leaves = jax.tree.leaves(trainer.params)
+    here = sum(leaf.addressable_shards[0].data.size for leaf in leaves) / sum(leaf.size for leaf in leaves)
+    logp = trainer.logprobs(batch_of(trainer.shape.vocab, 0))
+    return {
+        "loss": [row["loss"] for row in learned],
+        "grad_norm": [row["grad_norm"] for row in learned],
+        "logp": logp.tolist(),
+        "programs": trainer.programs,
+        "share": here,
+    }
+
+
+def learn_on(directory: Path, meshes: Sequence[dict[str, int]], **environment: str) -> list[dict[str, Any]]:
+    """What `learn` gives on each mesh, in a process that has eight devices."""
+    flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8".strip()
+    paths = os.pathsep.join([str(Path(__file__).parents[2]), *sys.path])
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags, "PYTHONPATH": paths, **environment}
+    command = [sys.executable, "-m", "tests.jax.meshes", str(directory), *map(json.dumps, meshes)]
+    answer = subprocess.run(command, env=environment, capture_output=True, text=True)
+    if answer.returncode:
+        raise RuntimeError(answer.stderr)
+    return [json.loads(line) for line in answer.stdout.splitlines() if line.startswith("{")]
+
+
+if __name__ == "__main__":
+    directory, *meshes = sys.argv[1:]
+    for mesh in meshes:
+        print(json.dumps(learn(Path(directory), json.loads(mesh))), flush=True)

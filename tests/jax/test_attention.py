@@ -1,0 +1,400 @@
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, PartitionSpec
+
+from areal_x.errors import ConfigError
+from areal_x_jax import attention
+from areal_x_jax.attention import Candidate, Seen, attend, blocked, dense, prepare, reach, splash
+
+HEAD_DIM = 8
+SCALE = HEAD_DIM**-0.5
+WAYS: dict[str, Callable[..., jax.Array]] = {"dense": dense, "blocked": partial(blocked, block=16)}
+
+
+def packed(*rows: tuple[int, ...], length: int) -> np.ndarray:
+    """Segment ids of rows of sequences of these lengths, padded."""
+    ids = np.zeros((len(rows), length), np.int32)
+    for row, lengths in zip(ids, rows, strict=True):
+        filled = np.repeat(np.arange(1, len(lengths) + 1), lengths)
+        row[: len(filled)] = filled
+    return ids
+
+
+IDS = packed((17, 1, 22, 7), (37, 13), (5,), length=53)  # no multiple of the block, no end of a segment at its ends
+
+
+def draw(ids: np.ndarray, group: int = 2, kv_heads: int = 2) -> list[np.ndarray]:
+    """Query, key, value and a gradient of what is attended, which is 0 at padding as a loss's is."""
+    rng = np.random.default_rng(0)
+    heads = (group * kv_heads, kv_heads, kv_heads, group * kv_heads)
+    query, key, value, gradient = (rng.normal(size=(*ids.shape, n, HEAD_DIM)).astype(np.float32) for n in heads)
+    return [query, key, value, gradient * (ids > 0)[..., None, None]]
+
+
+def formula(inputs: list[np.ndarray], ids: np.ndarray, window: int = 0, softcap: float = 0.0) -> list[np.ndarray]:
+    """What is attended and the gradients of query, key and value, in fp64, one query of one head at a time."""
+    query, key, value, gradient = (x.astype(np.float64) for x in inputs)
+    group = query.shape[2] // key.shape[2]
+    attended, d_query, d_key, d_value = (np.zeros_like(x) for x in (query, query, key, value))
+    for row, i, head in np.ndindex(query.shape[:3]):
+        first = max(0, i - window + 1) if window else 0
+        at = [j for j in range(first, i + 1) if ids[row, j] == ids[row, i] > 0]
+        if not at:
+            continue
+        keys, values = key[row, at, head // group], value[row, at, head // group]
+        scores = keys @ query[row, i, head] * SCALE
+        slope = 1 / np.cosh(scores / softcap) ** 2 if softcap else 1.0
+        scores = softcap * np.tanh(scores / softcap) if softcap else scores
+        weights = np.exp(scores - scores.max())
+        weights /= weights.sum()
+        attended[row, i, head] = weights @ values
+        d_weights = values @ gradient[row, i, head]
+        d_scores = weights * (d_weights - weights @ d_weights) * slope * SCALE
+        d_query[row, i, head] = d_scores @ keys
+        d_key[row, at, head // group] += np.outer(d_scores, query[row, i, head])
+        d_value[row, at, head // group] += np.outer(weights, gradient[row, i, head])
+    return [attended, d_query, d_key, d_value]
+
+
+def computed(way: Callable[..., jax.Array], inputs: list[Any], seen: Seen, softcap: float = 0.0) -> list[np.ndarray]:
+    """What `formula` gives, of a way to attend; seen's window and start are traced unless they are integers."""
+    *qkv, gradient = inputs
+
+    @jax.jit
+    def run(seen_arrays: tuple[Any, ...], *qkv: jax.Array) -> tuple[jax.Array, ...]:
+        static = {name: x for name, x in seen._asdict().items() if isinstance(x, int)}
+        known = Seen(*seen_arrays)._replace(**static)
+        attended, back = jax.vjp(lambda *qkv: way(*qkv, known, SCALE, softcap), *qkv)
+        return attended, *back(jnp.asarray(gradient, attended.dtype))
+
+    attended, *gradients = (np.asarray(x, np.float32) for x in run(tuple(seen), *qkv))
+    return [attended * (np.asarray(seen.queries) > 0)[..., None, None], *gradients]
+
+
+def assert_close(found: list[np.ndarray], wanted: list[np.ndarray], most: float = 1e-5) -> None:
+    for name, x, y in zip(("attended", "query", "key", "value"), found, wanted, strict=True):
+        assert np.max(np.abs(x - y)) <= most, name
+
+
+@pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
+@pytest.mark.parametrize("group", [1, 2, 4])
+def test_packed_rows_attend_as_the_formula_says(way: Callable[..., jax.Array], group: int) -> None:
+    inputs = draw(IDS, group)
+    assert_close(computed(way, inputs, Seen(IDS, IDS)), formula(inputs, IDS))
+
+
+@pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
+@pytest.mark.parametrize("window, traced", [(1, False), (3, False), (99, False), (1, True), (20, True), (99, True)])
+def test_a_window_hides_what_is_further_back(way: Callable[..., jax.Array], window: int, traced: bool) -> None:
+    inputs = draw(IDS)
+    seen = Seen(IDS, IDS, window=jnp.int32(window) if traced else window)
+    assert_close(computed(way, inputs, seen), formula(inputs, IDS, window))
+
+
+@pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
+def test_a_traced_window_of_zero_hides_nothing(way: Callable[..., jax.Array]) -> None:
+    inputs = draw(IDS)
+    assert_close(computed(way, inputs, Seen(IDS, IDS, window=jnp.int32(0))), formula(inputs, IDS))
+
+
+@pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
+@pytest.mark.parametrize("window", [0, 5])
+def test_a_soft_cap_bends_the_scores(way: Callable[..., jax.Array], window: int) -> None:
+    inputs = draw(IDS)
+    assert_close(computed(way, inputs, Seen(IDS, IDS, window=window), 0.7), formula(inputs, IDS, window, 0.7))
+
+
+@pytest.mark.parametrize("block", [7, 53, 512])
+def test_blocks_of_any_size_give_the_same(block: int) -> None:
+    inputs = draw(IDS)
+    assert_close(computed(partial(blocked, block=block), inputs, Seen(IDS, IDS)), formula(inputs, IDS))
+
+
+def test_segments_may_come_in_any_order() -> None:
+    ids = np.random.default_rng(1).integers(0, 4, IDS.shape).astype(np.int32)
+    inputs = draw(ids)
+    assert_close(computed(WAYS["blocked"], inputs, Seen(ids, ids, window=30)), formula(inputs, ids, 30))
+
+
+@pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
+@pytest.mark.parametrize("window", [0, 9])
+def test_the_parts_of_a_row_attend_as_the_whole(way: Callable[..., jax.Array], window: int) -> None:
+    inputs = draw(IDS)
+    query, key, value, gradient = inputs
+    parts = [
+        computed(way, [query[:, at], key, value, gradient[:, at]], Seen(IDS[:, at], IDS, jnp.int32(at.start), window))
+        for at in (slice(0, 21), slice(21, 53))
+    ]
+    attended, d_query = (np.concatenate([part[i] for part in parts], axis=1) for i in (0, 1))
+    d_key, d_value = (sum(part[i] for part in parts) for i in (2, 3))
+    assert_close([attended, d_query, d_key, d_value], formula(inputs, IDS, window))
+
+
+@pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
+def test_the_parts_of_a_row_may_be_on_their_devices(way: Callable[..., jax.Array]) -> None:
+    """Under shard_map, which checks that what a loop carries varies over devices as it did before."""
+    mesh = jax.make_mesh((1,), ("context",), axis_types=(AxisType.Auto,))
+    part = PartitionSpec(None, "context")
+
+    def split(ids: jax.Array, *qkv: jax.Array) -> jax.Array:
+        whole, key, value = (jax.lax.all_gather(x, "context", axis=1, tiled=True) for x in (ids, *qkv[1:]))
+        return way(qkv[0], key, value, Seen(ids, whole, jax.lax.axis_index("context") * ids.shape[1]), SCALE)
+
+    def on_mesh(query: jax.Array, key: jax.Array, value: jax.Array, seen: Seen, *_: float) -> jax.Array:
+        return jax.shard_map(split, mesh=mesh, in_specs=part, out_specs=part)(seen.queries, query, key, value)
+
+    inputs = draw(IDS)
+    assert_close(computed(on_mesh, inputs, Seen(IDS, IDS)), formula(inputs, IDS))
+
+
+@pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
+def test_a_sequence_alone_attends_as_it_does_packed(way: Callable[..., jax.Array]) -> None:
+    inputs, at = draw(IDS), slice(18, 40)
+    whole = computed(way, inputs, Seen(IDS, IDS))
+    alone = computed(way, [x[:1, at] for x in inputs], Seen(IDS[:1, at], IDS[:1, at]))
+    assert_close(alone, [x[:1, at] for x in whole], 2e-6)
+
+
+@pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
+def test_bf16_rounds_and_no_more(way: Callable[..., jax.Array]) -> None:
+    inputs = [jnp.asarray(x, jnp.bfloat16) for x in draw(IDS)]
+    wanted = formula([np.asarray(x) for x in inputs], IDS)
+    assert_close(computed(way, inputs, Seen(IDS, IDS)), wanted, 0.05)
+    assert way(*inputs[:3], Seen(IDS, IDS), SCALE).dtype == jnp.bfloat16
+
+
+@pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
+def test_scores_and_softmax_are_in_fp32_whatever_the_input(way: Callable[..., jax.Array]) -> None:
+    """Scores of 512, 513, 514 and 515, ten times each: the next number to 512 in bf16 is 516."""
+    more, ids = np.arange(40) % 4, np.ones((1, 40), np.int32)
+    key = jnp.asarray(np.stack([np.full(40, 8), more], axis=-1)[None, :, None], jnp.bfloat16)
+    query = jnp.broadcast_to(jnp.asarray([64, 1], jnp.bfloat16), key.shape)
+    attended = np.asarray(way(query, key, key, Seen(ids, ids), 1.0), np.float32)
+    assert abs(attended[0, -1, 0, 1] - np.average(more, weights=np.exp(more))) < 0.02
+
+
+@pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
+@pytest.mark.parametrize("softcap", [0.0, 1.0])
+def test_nothing_is_nan_whatever_is_padding(way: Callable[..., jax.Array], softcap: float) -> None:
+    """Large scores and gradients at padding included."""
+    ids = packed((), (3,), (20,), length=53)
+    inputs = [1e3 * x for x in draw(ids)]
+    inputs[3] = inputs[0]
+    assert all(np.isfinite(x).all() for x in computed(way, inputs, Seen(ids, ids, window=jnp.int32(2)), softcap))
+
+
+def test_padding_gets_nothing_from_blocks() -> None:
+    attended = np.asarray(WAYS["blocked"](*draw(IDS)[:3], Seen(IDS, IDS), SCALE))
+    np.testing.assert_array_equal((attended == 0).all(axis=(2, 3)), IDS == 0)
+
+
+def test_what_is_prepared_is_what_dense_adds() -> None:
+    inputs, windows = draw(IDS), (0, 3, jnp.int32(3))
+    for window in windows:
+        seen = Seen(IDS, IDS, window=window)
+        ready = prepare(seen, "dense")
+        assert ready.bias is not None
+        np.testing.assert_array_equal(dense(*inputs[:3], ready, SCALE), dense(*inputs[:3], seen, SCALE))
+    assert prepare(Seen(IDS, IDS), "blocked").bias is None
+    assert prepare(Seen(IDS, IDS)).bias is not None
+    long = np.ones((1, attention.DENSE_KEYS + 1), np.int32)
+    assert prepare(Seen(long, long)).bias is None
+
+
+# ---- what blocked costs
+
+
+def pairs(ids: np.ndarray, block: int, window: int = 0) -> int:
+    split = partial(attention._split, block=block)
+    first, end = reach(attention._Ids(split(jnp.asarray(ids)), split(jnp.asarray(ids)), 0, window))
+    return int(np.sum(end - first))
+
+
+def test_pairs_of_blocks_in_which_nothing_is_seen_are_passed_over() -> None:
+    one = packed((1024,), length=1024)
+    assert pairs(one, 64) == 16 * 17 // 2
+    assert pairs(one, 64, window=64) == 16 + 15
+    assert pairs(one, 64, window=1) == 16
+    assert pairs(packed((128,) * 8, length=1024), 64) == 8 * 3
+    assert pairs(packed((100,) * 10, length=1024), 64) <= 16 * 3
+    assert pairs(packed((64,), length=1024), 64) == 1  # padding costs nothing
+    assert pairs(packed((100,), (), length=1024), 64) == 3
+
+
+def arrays_of(jaxpr: Any) -> Iterator[tuple[int, ...]]:
+    """The shapes of all results in a jaxpr and those in it."""
+    for equation in jaxpr.eqns:
+        yield from (x.aval.shape for x in equation.outvars if hasattr(x.aval, "shape"))
+        for parameter in jax.tree.leaves(equation.params, is_leaf=lambda x: hasattr(x, "eqns") or hasattr(x, "jaxpr")):
+            inner = getattr(parameter, "jaxpr", parameter)
+            if hasattr(inner, "eqns"):
+                yield from arrays_of(inner)
+
+
+@pytest.mark.parametrize("way, squares", [("dense", True), ("blocked", False)])
+def test_blocked_never_builds_an_array_of_queries_by_keys(way: str, squares: bool) -> None:
+    length = 16384
+    query, key = (jax.ShapeDtypeStruct((1, length, heads, 64), jnp.float32) for heads in (4, 2))
+    ids = jax.ShapeDtypeStruct((1, length), jnp.int32)
+
+    def loss(query: jax.Array, key: jax.Array, value: jax.Array, ids: jax.Array) -> jax.Array:
+        return jnp.sum(attend(query, key, value, Seen(ids, ids), scale=0.125, how=way))
+
+    for function in (loss, jax.grad(loss, argnums=(0, 1, 2))):
+        shapes = list(arrays_of(jax.make_jaxpr(function)(query, key, key, ids).jaxpr))
+        assert any(sum(n >= length for n in shape) >= 2 for shape in shapes) is squares
+        largest = length * 4 * 64
+        assert any(np.prod(shape) > largest for shape in shapes) is squares
+
+
+def test_its_backward_pass_runs_no_forward_pass_where_a_policy_keeps_its_names() -> None:
+    inputs = draw(IDS)
+    seen = Seen(IDS, IDS)
+
+    def loops(policy: Any) -> int:
+        layer = jax.checkpoint(lambda *qkv: jnp.sum(blocked(*qkv, seen, SCALE) ** 2), policy=policy)
+        return str(jax.make_jaxpr(jax.grad(layer))(*inputs[:3])).count("while[")
+
+    kept = jax.checkpoint_policies.save_only_these_names(attention.KEPT)
+    assert loops(kept) == loops(jax.checkpoint_policies.nothing_saveable) - 1
+
+
+# ---- which way is taken
+
+
+def call(how: str = "auto", **change: Any) -> np.ndarray:
+    return np.asarray(attend(*draw(IDS)[:3], Seen(IDS, IDS, **change), scale=SCALE, how=how))
+
+
+def test_names_force_a_way_and_all_agree() -> None:
+    rows, length = IDS.shape
+    wanted = formula(draw(IDS), IDS)[0].reshape(rows, length, -1)
+    for how in ("auto", "dense", "blocked"):
+        np.testing.assert_allclose(call(how) * (IDS > 0)[..., None], wanted, atol=1e-5)
+    arguments = [*(jnp.asarray(x) for x in draw(IDS)[:2]), Seen(IDS, IDS), 0.0]
+    assert attention.choose(*arguments, "blocked") is blocked
+    assert attention.choose(*arguments, "dense") is dense
+    assert attention.choose(*arguments, "auto") is dense
+    long = jnp.zeros((1, attention.DENSE_KEYS + 1, 1, 8))
+    assert attention.choose(long, long, Seen(long[..., 0, 0], long[..., 0, 0]), 0.0, "auto") is blocked
+
+
+def test_an_unknown_name_and_another_platforms_kernel_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"model\.attention = 'dens' .* did you mean 'dense'"):
+        call("dens")
+    with pytest.raises(ConfigError, match=r"model\.attention = 'splash' .* splash needs one TPU"):
+        call("splash")
+    with pytest.raises(ConfigError, match=r"cudnn needs an NVIDIA GPU, bf16"):
+        call("cudnn")
+
+
+def with_candidate(monkeypatch: pytest.MonkeyPatch, kernel: Callable[..., jax.Array]) -> list[str]:
+    """Makes it the CPU's candidate for calls without a soft cap, and gives what is traced of it by name."""
+    traced: list[str] = []
+
+    def attend_and_tell(*arguments: Any) -> jax.Array:
+        traced.append("kernel")
+        return kernel(*arguments)
+
+    candidate = Candidate("cpu", attend_and_tell, lambda query, key, seen, softcap: not softcap, "no soft cap")
+    monkeypatch.setattr(attention, "CANDIDATES", {"fake": candidate})
+    return traced
+
+
+def in_a_program(softcap: float = 0.0) -> np.ndarray:
+    """Asked for within a scan that is being traced and differentiated, as a model does."""
+    query, key, value, _ = (jnp.asarray(x) for x in draw(IDS))
+    seen = Seen(jnp.asarray(IDS), jnp.asarray(IDS))
+
+    @jax.jit
+    @jax.grad
+    def program(query: jax.Array) -> jax.Array:
+        def layer(x: jax.Array, _: None) -> tuple[jax.Array, None]:
+            return x + attend(x, key, value, seen, scale=SCALE, softcap=softcap).reshape(x.shape), None
+
+        return jnp.sum(jnp.where(seen.queries[..., None, None] > 0, jax.lax.scan(layer, query, None, 2)[0], 0.0) ** 2)
+
+    return np.asarray(program(query))
+
+
+def test_a_kernel_that_agrees_is_used_and_checked_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    wanted = in_a_program()
+    traced = with_candidate(monkeypatch, blocked)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        np.testing.assert_allclose(in_a_program(), wanted, atol=1e-4)
+        first = len(traced)
+        in_a_program()
+    assert 0 < len(traced) - first < first
+    traced.clear()
+    in_a_program(softcap=1.0)  # which it does not take
+    assert not traced
+    with pytest.raises(ConfigError, match=r"model\.attention = 'fake' .* fake needs no soft cap"):
+        attend(*draw(IDS)[:3], Seen(IDS, IDS), scale=SCALE, softcap=1.0, how="fake")
+
+
+def swapped_heads(query: jax.Array, key: jax.Array, value: jax.Array, *rest: Any) -> jax.Array:
+    """Right for one query a key; for grouped queries each head reads another's keys."""
+    order = jnp.arange(query.shape[2]) % key.shape[2]
+    return dense(query, key[:, :, order], value[:, :, order], *rest)
+
+
+def no_segments(query: jax.Array, key: jax.Array, value: jax.Array, seen: Seen, *rest: Any) -> jax.Array:
+    return dense(query, key, value, Seen(jnp.ones_like(seen.queries), jnp.ones_like(seen.keys), window=seen.window), *rest)
+
+
+def no_window(query: jax.Array, key: jax.Array, value: jax.Array, seen: Seen, *rest: Any) -> jax.Array:
+    return dense(query, key, value, seen._replace(window=0), *rest)
+
+
+def no_gradient(query: jax.Array, key: jax.Array, *rest: Any) -> jax.Array:
+    return dense(query, jax.lax.stop_gradient(key), *rest)
+
+
+def not_a_number(*arguments: Any) -> jax.Array:
+    return dense(*arguments) * jnp.nan
+
+
+def broken(*arguments: Any) -> jax.Array:
+    raise NotImplementedError("this GPU is too old")
+
+
+@pytest.mark.parametrize(
+    "kernel, problem",
+    [
+        (swapped_heads, r"'fake' deviates by \d+\.\d%"),
+        (no_segments, "deviates by"),
+        (no_window, "deviates by"),
+        (no_gradient, "deviates by"),
+        (not_a_number, "deviates by nan"),
+        (broken, "raises NotImplementedError: this GPU is too old"),
+    ],
+)
+def test_a_kernel_that_deviates_or_raises_is_not_used(
+    monkeypatch: pytest.MonkeyPatch, kernel: Callable[..., jax.Array], problem: str
+) -> None:
+    wanted = in_a_program()
+    with_candidate(monkeypatch, kernel)
+    with pytest.warns(UserWarning, match=problem):
+        found = in_a_program()
+    np.testing.assert_array_equal(found, wanted)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # once is enough
+        in_a_program()
+
+
+@pytest.mark.parametrize("window, softcap", [(0, 0.0), (50, 2.0)])
+def test_the_kernel_for_tpu_agrees_where_it_is_emulated(window: int, softcap: float) -> None:
+    ids = packed((50, 71, 7), (100,), length=128)
+    inputs = draw(ids)
+    seen = Seen(ids, ids, window=window)
+    assert_close(computed(partial(splash, interpret=True), inputs, seen, softcap), formula(inputs, ids, window, softcap))

@@ -1,0 +1,92 @@
+"""A mixture of experts against a loop over tokens, and how unevenly it chooses against transformers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from areal_x.algorithms import losses
+from areal_x.algorithms.weighting import sequence_mean
+from areal_x.data.packing import pack
+from areal_x.trainer import ModelConfig, OptimizerConfig, TrainerConfig
+from areal_x_jax.experts import Routing, imbalance, mixture, route
+from areal_x_jax.layout import ALONE
+from areal_x_jax.shape import Experts
+from areal_x_jax.trainer import Trainer
+
+from .conftest import trajectories
+
+EXPERTS = Experts(count=6, per_token=2, intermediate=5, normalised=True)
+HIDDEN = 8
+RNG = np.random.default_rng(0)
+X = RNG.normal(size=(2, 7, HIDDEN)).astype(np.float32)
+ROUTER = RNG.normal(size=(HIDDEN, EXPERTS.count)).astype(np.float32)
+SHAPES = {"gate": (HIDDEN, EXPERTS.intermediate), "up": (HIDDEN, EXPERTS.intermediate), "down": (EXPERTS.intermediate, HIDDEN)}
+LAYER = {f"experts_{name}": RNG.normal(size=(EXPERTS.count, *size)).astype(np.float32) for name, size in SHAPES.items()}
+
+
+def by_hand(chosen: np.ndarray, weights: np.ndarray) -> np.ndarray:
+    """The weighed sum of what each chosen expert says, token by token, without the activation's formula."""
+    out = np.zeros_like(X, np.float64)
+    for at in np.ndindex(*X.shape[:2]):
+        for expert, weight in zip(chosen[at], weights[at], strict=True):
+            gate, up, down = (LAYER[f"experts_{name}"][expert].astype(np.float64) for name in SHAPES)
+            out[at] += weight * (((X[at] @ gate) ** 2 * (X[at] @ up)) @ down)
+    return out
+
+
+@pytest.mark.parametrize("normalised", [True, False])
+def test_each_token_is_computed_by_the_experts_of_the_largest_probability(normalised: bool) -> None:
+    routing = route(Experts(6, 2, 5, normalised), jnp.asarray(ROUTER), jnp.asarray(X))
+    logits = X @ ROUTER
+    probabilities = np.exp(logits) / np.exp(logits).sum(-1, keepdims=True)
+    np.testing.assert_allclose(routing.probabilities, probabilities, rtol=1e-5)
+    best = np.argsort(-probabilities, -1)[..., :2]
+    np.testing.assert_array_equal(routing.chosen, best)
+    weights = np.take_along_axis(probabilities, best, -1)
+    weights = weights / weights.sum(-1, keepdims=True) if normalised else weights
+    np.testing.assert_allclose(routing.weights, weights, rtol=1e-5)
+    said = mixture(jax.tree.map(jnp.asarray, LAYER), jnp.asarray(X), routing, jnp.square, ALONE)
+    np.testing.assert_allclose(said, by_hand(best, weights), rtol=1e-4, atol=1e-4)
+
+
+def test_recorded_experts_take_the_place_of_the_routers_where_there_are_any() -> None:
+    recorded = np.full((2, 7, 2), -1)
+    recorded[0, 3] = 5, 0
+    free, replayed = (route(EXPERTS, jnp.asarray(ROUTER), jnp.asarray(X), r) for r in (None, jnp.asarray(recorded)))
+    assert replayed.chosen[0, 3].tolist() == [5, 0]
+    own = np.asarray(free.probabilities)[0, 3, [5, 0]]
+    np.testing.assert_allclose(replayed.weights[0, 3], own / own.sum(), rtol=1e-6)
+    others = (recorded < 0).all(-1)
+    np.testing.assert_array_equal(np.asarray(replayed.chosen)[others], np.asarray(free.chosen)[others])
+
+
+def test_imbalance_is_that_of_transformers_and_least_where_all_are_used_alike() -> None:
+    torch = pytest.importorskip("torch")
+    from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
+
+    counted = np.arange(14).reshape(2, 7) % 5 > 0
+    routing = route(EXPERTS, jnp.asarray(ROUTER), jnp.asarray(X))
+    logits = torch.tensor((X @ ROUTER).reshape(-1, EXPERTS.count))
+    theirs = load_balancing_loss_func((logits,), EXPERTS.count, 2, torch.tensor(counted))
+    assert float(imbalance(routing, jnp.asarray(counted))) == pytest.approx(float(theirs), rel=1e-5)
+    even = Routing(jnp.arange(6).reshape(3, 2), jnp.ones((3, 2)), jnp.full((3, 6), 1 / 6))
+    assert float(imbalance(even, jnp.ones(3, bool))) == pytest.approx(2)
+
+
+def test_a_balance_is_added_to_the_loss_and_shown(model_dir_of: Callable[[str], Path]) -> None:
+    batch = pack(trajectories(12, 7, 9, 5), 32).batch
+    batch = batch.replace(weights=np.asarray(sequence_mean(batch.mask, batch.segment_ids), np.float32))
+    still = OptimizerConfig(learning_rate=1e-30)
+    plain, pushed = (
+        Trainer(TrainerConfig(ModelConfig(str(model_dir_of("qwen3-moe"))), still, balance=balance)).update(batch, losses.sft)
+        for balance in (0.0, 0.5)
+    )
+    assert plain["expert_imbalance"] > 2
+    assert pushed["expert_imbalance"] == pytest.approx(plain["expert_imbalance"])
+    assert pushed["loss"] == pytest.approx(plain["loss"] + 0.5 * plain["expert_imbalance"], rel=1e-5)

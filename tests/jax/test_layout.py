@@ -1,0 +1,74 @@
+"""Whatever the mesh, the same numbers; and what does not fit a mesh is refused before anything is allocated."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from areal_x.errors import ConfigError, UserError
+from areal_x.trainer import MeshConfig
+from areal_x_jax.layout import ALONE, AXES, Layout, check_fit, make_layout
+from areal_x_jax.shape import shape_of
+
+from .conftest import MODELS, MORE
+from .meshes import learn, learn_on
+
+MadeModel = Callable[[str], Path]
+MESHES = {
+    "even": ({"fsdp": 8}, {"fsdp": 2, "tensor": 4}, {"fsdp": 2, "tensor": 2, "context": 2}),
+    "even-moe": ({"data": 2, "expert": 4}, {"data": 2, "expert": 2, "tensor": 2}),
+    "even-gemma3": ({"fsdp": 2, "context": 2, "tensor": 2},),
+}
+# Of the parameters, how much the first device has at most: norms are whole, and "expert" splits experts alone.
+SHARE = {"even": 0.3, "even-moe": 0.6, "even-gemma3": 0.3}
+
+
+@pytest.mark.parametrize("name", MESHES)
+def test_ten_updates_are_the_same_on_every_mesh(name: str, model_dir_of: MadeModel) -> None:
+    alone = learn(model_dir_of(name), {})
+    assert alone["share"] == alone["programs"] == 1
+    others = learn_on(model_dir_of(name), MESHES[name], JAX_DISABLE_MOST_OPTIMIZATIONS="1")
+    for mesh, found in zip(MESHES[name], others, strict=True):
+        np.testing.assert_allclose(found["loss"], alone["loss"], rtol=1e-5, atol=1e-6, err_msg=str(mesh))
+        np.testing.assert_allclose(found["grad_norm"], alone["grad_norm"], rtol=1e-4, err_msg=str(mesh))
+        np.testing.assert_allclose(found["logp"], alone["logp"], atol=1e-4, err_msg=str(mesh))
+        assert found["programs"] == 1
+        assert found["share"] < SHARE[name]
+
+
+@pytest.mark.parametrize(
+    "name, axis, size, says",
+    [
+        ("qwen3", "tensor", 4, "mesh.tensor = 4 does not divide the 2 key-value heads"),
+        ("qwen3", "tensor", 3, "mesh.tensor = 3 does not divide the 4 heads"),
+        ("qwen3-biased", "tensor", 4, "mesh.tensor = 4 does not divide the 50 entries of the vocabulary"),
+        ("qwen3", "fsdp", 5, "mesh.fsdp = 5 does not divide the 32 features"),
+        ("qwen3-moe", "expert", 3, "mesh.expert = 3 does not divide the 4 experts"),
+        ("qwen3", "expert", 2, "mesh.expert = 2 needs a model with experts"),
+    ],
+)
+def test_a_mesh_that_does_not_divide_the_model_is_refused(name: str, axis: str, size: int, says: str) -> None:
+    class Sized(Layout):
+        def size(self, *axes: str) -> int:
+            return size if axis in axes else 1
+
+    architectures = {"qwen3": "Qwen3ForCausalLM", "qwen3_moe": "Qwen3MoeForCausalLM"}
+    config = (MODELS | MORE)[name]
+    with pytest.raises(UserError, match=says.replace(".", r"\.")):
+        check_fit(Sized(), shape_of({**config, "architectures": [architectures[str(config["model_type"])]]}))
+
+
+@pytest.mark.parametrize("axis", AXES)
+def test_a_mesh_of_other_than_the_devices_is_refused(axis: str) -> None:
+    with pytest.raises(ConfigError, match=rf"mesh\.{axis} = 64 .*mesh\.data = -1"):
+        make_layout(MeshConfig(**{axis: 64}))
+    with pytest.raises(ConfigError, match=rf"mesh\.{axis} = 0"):
+        MeshConfig(**{axis: 0})
+
+
+def test_one_device_alone_says_nothing_to_the_compiler() -> None:
+    x = np.ones(3)
+    assert ALONE.pin(x, "hidden") is x
