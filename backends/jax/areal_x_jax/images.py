@@ -1,0 +1,129 @@
+"""What a model that sees needs from the host: where the patches of its images lie, and where the images lie in its text.
+
+An image is given by its grid: (frames, height, width) in patches, as Hugging Face's processors say it (image_grid_thw).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from jaxtyping import Bool, Float, Int
+
+from areal_x.errors import UserError
+from areal_x_jax.vision import PatchLayout, VisionShape
+
+Grid = tuple[int, int, int]
+
+
+def patch_layout(grids: Sequence[Grid], shape: VisionShape, capacity: int | None = None) -> PatchLayout:
+    """Where all patches of these images lie, padded to the capacity.
+
+    The capacity is that of merge² · 2^n patches that holds them, so that few programs are compiled, or the given one.
+    Raises: UserError for grids that do not divide into the merger's squares, or do not fit.
+    """
+    merge = shape.merge
+    for grid in grids:
+        if grid[1] % merge or grid[2] % merge:
+            raise UserError(f"an image of {grid[1]}×{grid[2]} patches: its height and width must be multiples of {merge}")
+    patches = sum(frames * height * width for frames, height, width in grids)
+    if capacity is None:
+        capacity = merge**2 << max(patches // merge**2 - 1, 0).bit_length()
+    if patches > capacity or capacity % merge**2:
+        raise UserError(f"{patches} patches need a capacity of as many, and a multiple of {merge**2}, not {capacity}")
+    frames, windows, rows, columns = np.zeros((4, capacity), np.int32)
+    corners, weights = np.zeros((capacity, 4), np.int32), np.zeros((capacity, 4), np.float32)
+    start = 0
+    for count, height, width in grids:
+        here = slice(start, start + count * height * width)
+        row, column = (np.tile(axis, count) for axis in in_squares(height, width, merge))
+        frame = np.repeat(np.arange(count), height * width)
+        rows[here], columns[here] = row, column
+        frames[here] = frames.max() + 1 + frame
+        if shape.window:
+            down, across = -(-height // shape.window), -(-width // shape.window)
+            windows[here] = windows.max() + 1 + (frame * down + row // shape.window) * across + column // shape.window
+        if shape.table:
+            corners[here], weights[here] = between(row, height, column, width, shape.table)
+        start = here.stop
+    of_table = (corners, weights) if shape.table else (None, None)
+    return PatchLayout(frames, windows if shape.window else None, rows, columns, *of_table)
+
+
+def in_squares(height: int, width: int, merge: int) -> Int[np.ndarray, "2 patches"]:
+    """Row and column of each patch of a frame, square after square of merge² patches."""
+    squares = np.indices((height, width)).reshape(2, height // merge, merge, width // merge, merge)
+    return squares.swapaxes(2, 3).reshape(2, -1)
+
+
+def between(
+    row: Int[np.ndarray, " patches"], height: int, column: Int[np.ndarray, " patches"], width: int, side: int
+) -> tuple[Int[np.ndarray, "patches 4"], Float[np.ndarray, "patches 4"]]:
+    """Indices and weights by which a table [side², …] is interpolated linearly in both directions, its corners upon the
+    frame's. In fp32, as Hugging Face does it."""
+
+    def along(index: np.ndarray, size: int) -> tuple[np.ndarray, np.ndarray]:
+        at = index.astype(np.float32) * np.float32(side - 1) / np.float32(max(size - 1, 1))
+        low = np.floor(at).astype(np.int32)
+        return np.stack([low, np.minimum(low + 1, side - 1)], axis=-1), np.stack([1 - (at - low), at - low], axis=-1)
+
+    (rows, of_rows), (columns, of_columns) = along(row, height), along(column, width)
+    indices = rows[:, :, None] * side + columns[:, None, :]
+    return indices.reshape(-1, 4), (of_rows[:, :, None] * of_columns[:, None, :]).reshape(-1, 4)
+
+
+def mrope_positions(
+    tokens: Int[np.ndarray, " length"],
+    grids: Sequence[Grid],
+    image_token_id: int,
+    merge: int,
+    sampled: Bool[np.ndarray, " length"] | None = None,
+) -> Int[np.ndarray, "3 length"]:
+    """Positions in time, height and width of one sequence whose images, in order, have these grids.
+
+    Text counts up in all three. An image begins where the text before it ends, and the text after it goes on after the larger
+    of its two sides; so a token that follows text has the position of the one before it plus 1.
+    sampled: the tokens that the policy wrote. They are text even if one has the image's id: no image stands behind it.
+
+    Not covered: Qwen2.5-VL's videos, whose frames are spaced by their seconds. Qwen3-VL has text between the frames of a video,
+    so each is one more grid of a single frame, but under the id of video tokens.
+    Raises: UserError where the tokens are not those of these images.
+    """
+    tokens = np.asarray(tokens)
+    of_image = image_tokens(tokens, image_token_id, sampled)
+    wanted = sum(frames * height * width for frames, height, width in grids) // merge**2
+    if of_image.sum() != wanted:
+        raise UserError(f"a sequence has {of_image.sum()} image tokens, but its {len(grids)} images are {wanted} of them")
+    positions = np.empty((3, len(tokens)), np.int32)
+    start = position = 0
+    for frames, height, width in grids:
+        first = start + int(of_image[start:].argmax())
+        positions[:, start:first] = position + np.arange(first - start)
+        position += first - start
+        inside = np.indices((frames, height // merge, width // merge)).reshape(3, -1)
+        start = first + inside.shape[1]
+        if not of_image[first:start].all():
+            raise UserError(f"the image at token {first} is interrupted: it needs {inside.shape[1]} image tokens in a row")
+        positions[:, first:start] = position + inside
+        position += max(height, width) // merge
+    positions[:, start:] = position + np.arange(len(tokens) - start)
+    return positions
+
+
+def image_places(
+    tokens: Int[np.ndarray, "rows length"], image_token_id: int, sampled: Bool[np.ndarray, "rows length"] | None = None
+) -> Int[np.ndarray, "rows length"]:
+    """Which embedding of `vision.encode` stands at each token, or −1 at text, for images given in the order of the rows.
+
+    sampled: as in `mrope_positions`.
+    """
+    of_image = image_tokens(np.asarray(tokens), image_token_id, sampled)
+    count = np.cumsum(of_image, dtype=np.int32).reshape(of_image.shape)
+    return np.where(of_image, count - 1, np.int32(-1))
+
+
+def image_tokens(
+    tokens: Int[np.ndarray, ...], image_token_id: int, sampled: Bool[np.ndarray, ...] | None
+) -> Bool[np.ndarray, ...]:
+    found = tokens == image_token_id
+    return found if sampled is None else found & ~np.asarray(sampled, bool)
