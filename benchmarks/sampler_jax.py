@@ -75,7 +75,8 @@ def main() -> None:
     import jax
 
     from areal_x_jax.lanes import Sampler
-    from areal_x_jax.model import Shape, parameter_shapes
+    from areal_x_jax.parameters import parameter_shapes
+    from areal_x_jax.shape import Shape
 
     shape = Shape(
         vocab=VOCABULARY, hidden=128, layers=4, heads=4, kv_heads=2, head_dim=32, intermediate=256,

@@ -1,0 +1,199 @@
+"""Throughput of the JAX trainer's update on a CPU beside transformers' and Tunix's, and its share of what the machine can do.
+
+    python -m venv /tmp/tunix && /tmp/tunix/bin/pip install google-tunix==0.1.7
+    python benchmarks/jax_step.py --tunix-python /tmp/tunix/bin/python
+
+Claim: ours trains on more real tokens a second than either.
+
+The work: supervised steps of a random Qwen3 of 26M parameters (hidden 384, 8 layers, 6 heads of 64 that share 2 key-value
+heads, intermediate 1,152, vocabulary 32,000, tied) in fp32, each with forward and backward pass, clipping of the gradient's
+norm and AdamW, on the same 16 sequences of long-tailed lengths: 250 tokens on average and at most 1,024, about 4,000 in all.
+The loss is the mean over all tokens but each sequence's first; what everyone says of it before the first step is compared.
+
+Ours packs the sequences into rows of 1,024 (`--rows`: so many at once, each a process). transformers computes them one by one,
+without padding, with its own (SDPA) attention, and adds up gradients. Tunix trains on our rows, given a mask within segments.
+
+How it is measured: one process each (benchmarks/peers), compiled and warmed up, then in turns, `--rounds` times `--steps`
+steps; while one works the others are stopped. A figure is the mean of a round's steps; the table shows median, least and
+largest of the rounds. The machine's peak is the fastest of several products of two fp32 matrices by JAX, likewise in turns.
+FLOPs are counted, not measured: 6 a token for each parameter in a product (the tied embedding is in the head's), and
+attention's causal half within sequences; what a backward pass computes again counts nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import tempfile
+import time
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from peers.wire import Worker
+from safetensors.numpy import save_file
+
+from areal_x.algorithms.weighting import token_mean
+from areal_x.data.packing import pack
+from areal_x.types import Batch, Trajectory
+from areal_x_jax.parameters import parameter_shapes
+from areal_x_jax.shape import Shape, shape_of
+from areal_x_jax.weights import to_tensors
+
+PEERS = Path(__file__).parent / "peers"
+ROW_LENGTH = 1024
+CONFIG = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "hidden_size": 384,
+    "intermediate_size": 1152,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "vocab_size": 32000,
+    "max_position_embeddings": ROW_LENGTH,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1e6,  # the only one that Tunix 0.1.7 computes with, whatever its config says
+    "tie_word_embeddings": True,
+    "hidden_act": "silu",
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "use_sliding_window": False,
+    "dtype": "float32",
+}
+
+
+def write_qwen3(directory: Path, **sizes: int) -> Path:
+    """The Hugging Face directory of a random model, CONFIG's sizes but for those given; without a tokenizer."""
+    directory.mkdir(parents=True)
+    config = CONFIG | sizes
+    (directory / "config.json").write_text(json.dumps(config))
+    shape, rng = shape_of(config), np.random.default_rng(0)
+    sizes_of = parameter_shapes(shape)
+    params = jax.tree.map(lambda x: rng.normal(0, 0.02, x.shape).astype(np.float32), sizes_of)
+    named = {name: np.ones_like(x) if x.ndim == 1 else x for name, x in to_tensors(shape, params)}
+    save_file(named, directory / "model.safetensors", metadata={"format": "pt"})
+    return directory
+
+
+def packed(sequences: list[np.ndarray], row_length: int = ROW_LENGTH) -> Batch:
+    """A batch whose loss is the mean over all tokens but each sequence's first."""
+    made = []
+    for sequence in sequences:
+        tokens, zeros = np.asarray(sequence, np.int32), np.zeros(len(sequence) - 1)
+        made.append(Trajectory.from_completion(tokens[:1], tokens[1:], zeros, zeros, 0.0))
+    batch = pack(made, row_length).batch
+    return batch.replace(weights=np.asarray(token_mean(batch.mask, batch.segment_ids), np.float32))
+
+
+def draw_sequences(vocabulary: int, count: int, mean: int) -> list[list[int]]:
+    """Random tokens. The lengths are the quantiles of a log-normal distribution (σ = 1), scaled to this mean."""
+    normal, rng = statistics.NormalDist(), np.random.default_rng(0)
+    lengths = np.exp([normal.inv_cdf((i + 0.5) / count) for i in range(count)])
+    lengths = np.minimum(np.round(lengths * mean / lengths.mean()), ROW_LENGTH).astype(int)
+    return [rng.integers(0, vocabulary, length).tolist() for length in rng.permutation(lengths)]
+
+
+def flops_of(shape: Shape, lengths: np.ndarray) -> float:
+    """Of one step."""
+    leaves = jax.tree.leaves(parameter_shapes(shape)["layers"])
+    in_products = sum(int(np.prod(leaf.shape)) for leaf in leaves if len(leaf.shape) > 2) + shape.hidden * shape.vocab
+    attention = 6 * shape.layers * shape.heads * shape.head_dim * float(np.sum(lengths.astype(float) ** 2))
+    return 6 * in_products * float(lengths.sum()) + attention
+
+
+def peak_flops(size: int = 3072, tries: int = 5) -> float:
+    """FLOPs a second of the fastest product of two matrices."""
+    x = jnp.ones((size, size), jnp.float32)
+    product = jax.jit(jnp.matmul)
+    jax.block_until_ready(product(x, x))
+    least = np.inf
+    for _ in range(tries):
+        begun = time.perf_counter()
+        jax.block_until_ready(product(x, x))
+        least = min(least, time.perf_counter() - begun)
+    return 2 * size**3 / least
+
+
+def main() -> None:
+    args = parse_arguments()
+    shape = shape_of(CONFIG | {"num_hidden_layers": args.layers, "vocab_size": args.vocabulary})
+    sequences = draw_sequences(args.vocabulary, args.sequences, args.mean_length)
+    lengths = np.array([len(tokens) for tokens in sequences])
+    print(f"{len(lengths)} sequences of {lengths.min()} to {lengths.max()} tokens, {lengths.sum():,} in all", file=sys.stderr)
+    with tempfile.TemporaryDirectory() as directory, ExitStack() as running:
+        workers = start(args, Path(directory), sequences, running)
+        first = {worker.name: worker.ask(steps=1)["loss"] for worker in workers}
+        print(f"losses before the first step: {first}", file=sys.stderr)
+        np.testing.assert_allclose(list(first.values()), next(iter(first.values())), rtol=1e-4)
+        for worker in workers:
+            worker.ask(steps=args.warmup)
+        rounds: dict[str, list[dict[str, Any]]] = {worker.name: [] for worker in workers}
+        peak = 0.0
+        for number in range(args.rounds):
+            for worker in workers:
+                rounds[worker.name].append(worker.ask(steps=args.steps))
+            peak = max(peak, peak_flops())
+            print(f"round {number + 1} of {args.rounds} is over", file=sys.stderr)
+    show(rounds, int(lengths.sum()), flops_of(shape, lengths), peak)
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tunix-python", help="the python of an environment with Tunix; without it Tunix is left out")
+    parser.add_argument("--rows", type=int, nargs="*", default=[1, 2], help="micro_batch_rows of ours, each a process")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--steps", type=int, default=3, help="steps a round")
+    parser.add_argument("--warmup", type=int, default=2, help="steps before the first round")
+    parser.add_argument("--layers", type=int, default=CONFIG["num_hidden_layers"])
+    parser.add_argument("--vocabulary", type=int, default=CONFIG["vocab_size"])
+    parser.add_argument("--sequences", type=int, default=16)
+    parser.add_argument("--mean-length", type=int, default=250)
+    return parser.parse_args()
+
+
+def start(args: argparse.Namespace, directory: Path, sequences: list[list[int]], running: ExitStack) -> list[Worker]:
+    """A process each, one after the other, as loading is work too."""
+    model = str(write_qwen3(directory / "model", num_hidden_layers=args.layers, vocab_size=args.vocabulary))
+    data = directory / "sequences.json"
+    data.write_text(json.dumps(sequences))
+    rows = directory / "rows.npz"
+    batch = packed([np.asarray(tokens) for tokens in sequences])
+    np.savez(rows, tokens=batch.tokens, segment_ids=batch.segment_ids, positions=batch.positions, mask=batch.mask)
+    commands = {
+        f"ours, {count} at once": [sys.executable, str(PEERS / "areal_x_sft.py"), model, str(data), str(count)]
+        for count in args.rows
+    }
+    commands["transformers"] = [sys.executable, str(PEERS / "hf_sft.py"), model, str(data)]
+    if args.tunix_python:
+        commands["tunix"] = [args.tunix_python, str(PEERS / "tunix_sft.py"), model, str(rows)]
+    workers = []
+    for name, command in commands.items():
+        workers.append(Worker(name, command, directory / f"{name.replace(' ', '-')}.log"))
+        running.callback(workers[-1].close)
+        workers[-1].ready()
+        print(f"{name} is ready", file=sys.stderr)
+    return workers
+
+
+def show(rounds: dict[str, list[dict[str, Any]]], tokens: int, flops: float, peak: float) -> None:
+    print(f"| {tokens:,} tokens, {flops / 1e9:,.0f} GFLOP | s a step | least | largest | real tokens/s | share of the peak |")
+    print("|---|---|---|---|---|---|")
+    for name, answers in rounds.items():
+        means = [statistics.fmean(answer["seconds"]) for answer in answers]
+        median = statistics.median(means)
+        figures = f"{median:.3f} | {min(means):.3f} | {max(means):.3f} | {tokens / median:,.0f} | {flops / median / peak:.0%}"
+        print(f"| {name} | {figures} |")
+    print(f"\nThe machine's peak: {peak / 1e9:,.0f} GFLOP/s")
+    for name, answers in rounds.items():
+        print(f"{name}: " + ", ".join(f"{package} {version}" for package, version in answers[0]["versions"].items()))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,48 @@
+"""The JAX trainer's update on the work of benchmarks/jax_step.py.
+
+python areal_x_sft.py MODEL_DIRECTORY SEQUENCES.json MICRO_BATCH_ROWS
+"""
+
+from wire import Channel, Steps
+
+channel = Channel()
+
+import importlib.metadata  # noqa: E402
+import json  # noqa: E402
+import sys  # noqa: E402
+from pathlib import Path  # noqa: E402
+
+import jax  # noqa: E402
+import numpy as np  # noqa: E402
+
+sys.path.append(str(Path(__file__).parents[1]))
+
+from jax_step import packed  # noqa: E402
+
+from areal_x.algorithms import losses  # noqa: E402
+from areal_x.trainer import ModelConfig, OptimizerConfig, TrainerConfig  # noqa: E402
+from areal_x_jax.trainer import Trainer  # noqa: E402
+
+
+def main(directory: str, sequences: str, rows: str) -> None:
+    batch = packed([np.asarray(tokens) for tokens in json.loads(Path(sequences).read_text())])
+    config = TrainerConfig(
+        model=ModelConfig(directory),
+        optimizer=OptimizerConfig(learning_rate=1e-5, weight_decay=0.0),
+        precision="fp32",
+        micro_batch_rows=int(rows),
+    )
+    trainer = Trainer(config)
+    versions = {name: importlib.metadata.version(name) for name in ("areal-x", "jax")}
+    last: dict[str, float] = {"loss": 0.0}
+    steps = Steps(
+        channel,
+        settle=lambda: jax.block_until_ready(trainer.params),
+        details=lambda: {"loss": last["loss"], "versions": versions},
+    )
+    while steps.begin():
+        last.update(trainer.update(batch, losses.sft))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
