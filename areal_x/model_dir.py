@@ -94,11 +94,17 @@ def check_vocabulary(binding: str, other: Path, directory: Path) -> None:
         raise ConfigError(binding, str(other), f"a model with the same {ours} tokens as {directory} (it has {theirs})")
 
 
-def tensor_files(directory: Path, single: str = WEIGHTS) -> list[Path]:
-    """The safetensors files that hold the weights, or what else is in `single`: those that its index names, or it alone."""
+def tensor_files(directory: Path) -> list[Path]:
+    """The safetensors files that hold the weights: those that the index names, or the single one, whatever its name."""
+    files = _files(directory, WEIGHTS)
+    return files if files[0].is_file() else sorted(directory.glob("*.safetensors"))
+
+
+def _files(directory: Path, single: str) -> list[Path]:
+    """What `_write_files` wrote under this name: the files that its index names, or it alone."""
     index = directory / f"{single}.index.json"
     if not index.is_file():
-        return [directory / single] if (directory / single).is_file() else sorted(directory.glob("*.safetensors"))
+        return [directory / single]
     files = sorted({directory / name for name in json.loads(index.read_text())["weight_map"].values()})
     missing = [f.name for f in files if not f.is_file()]
     if missing:
@@ -146,7 +152,7 @@ def write_own_state(directory: Path, tensors: Iterable[tuple[str, np.ndarray]], 
 
 def read_moments(directory: Path) -> Iterator[tuple[str, np.ndarray]]:
     """Moments, AdamW's under `exp_avg.NAME` and `exp_avg_sq.NAME`, one at a time."""
-    for file in tensor_files(directory, MOMENTS):
+    for file in _files(directory, MOMENTS):
         yield from _read_file(file)
 
 

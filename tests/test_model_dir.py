@@ -137,3 +137,8 @@ def test_what_is_larger_than_a_file_may_be_is_written_in_several_and_read_as_one
     monkeypatch.undo()
     model_dir.write_model(tmp_path, tiny_model_dir, tensors.items())
     assert [f.name for f in model_dir.tensor_files(tmp_path)] == [model_dir.WEIGHTS]
+
+
+def test_moments_that_are_missing_are_not_looked_for_among_the_weights(tiny_model_dir):
+    with pytest.raises(FileNotFoundError, match=r"optimizer\.safetensors"):
+        list(model_dir.read_moments(tiny_model_dir))

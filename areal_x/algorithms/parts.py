@@ -31,4 +31,5 @@ def asked_for(function: Callable[..., Any]) -> set[str]:
 
 def call_by_name(function: Callable[..., Any], given: Mapping[str, Array]) -> Any:
     """Calls it with what its parameters ask for."""
-    return function(**{name: x for name, x in given.items() if name in asked_for(function)})
+    asked = asked_for(function)
+    return function(**{name: x for name, x in given.items() if name in asked})

@@ -47,6 +47,7 @@ def test_ten_updates_are_the_same_on_every_mesh(name: str, model_dir_of: MadeMod
         ("qwen3-biased", "tensor", 4, "mesh.tensor = 4 does not divide the 50 entries of the vocabulary"),
         ("qwen3", "fsdp", 5, "mesh.fsdp = 5 does not divide the 32 features"),
         ("qwen3-moe", "expert", 3, "mesh.expert = 3 does not divide the 4 experts"),
+        ("qwen2-moe-odd", "tensor", 2, "mesh.tensor = 2 does not divide the 41 features of the shared expert"),
         ("qwen3", "expert", 2, "mesh.expert = 2 needs a model with experts"),
     ],
 )
@@ -55,8 +56,9 @@ def test_a_mesh_that_does_not_divide_the_model_is_refused(name: str, axis: str, 
         def size(self, *axes: str) -> int:
             return size if axis in axes else 1
 
-    architectures = {"qwen3": "Qwen3ForCausalLM", "qwen3_moe": "Qwen3MoeForCausalLM"}
-    config = (MODELS | MORE)[name]
+    architectures = {"qwen3": "Qwen3ForCausalLM", "qwen3_moe": "Qwen3MoeForCausalLM", "qwen2_moe": "Qwen2MoeForCausalLM"}
+    odd = {"qwen2-moe-odd": MORE["qwen2-moe"] | {"shared_expert_intermediate_size": 41}}
+    config = (MODELS | MORE | odd)[name]
     with pytest.raises(UserError, match=says.replace(".", r"\.")):
         check_fit(Sized(), shape_of({**config, "architectures": [architectures[str(config["model_type"])]]}))
 

@@ -151,7 +151,7 @@ def dense(
     """
     grouped = _grouped(query * scale, key.shape[2])
     scores = jnp.einsum("blgrd,bmgd->bglrm", grouped, key, preferred_element_type=jnp.float32)
-    weights = jax.nn.softmax(_cap(scores, softcap) + _bias(seen), axis=-1).astype(value.dtype)
+    weights = jax.nn.softmax(softcapped(scores, softcap) + _bias(seen), axis=-1).astype(value.dtype)
     attended = jnp.einsum("bglrm,bmgd->bglrd", weights, value)
     return jnp.moveaxis(attended, 1, 2).reshape(query.shape)
 
@@ -163,8 +163,8 @@ def _grouped(
     return query.reshape(rows, queries, kv_heads, heads // kv_heads, head_dim)
 
 
-def _cap(scores: Float[Array, ...], softcap: float) -> Float[Array, ...]:
-    return softcap * jnp.tanh(scores / softcap) if softcap else scores
+def softcapped(x: Float[Array, ...], cap: float) -> Float[Array, ...]:
+    return cap * jnp.tanh(x / cap) if cap else x
 
 
 # ---- blocked
@@ -306,7 +306,7 @@ def _scores(
     query_at, key_at = ids.start + i * queries + jnp.arange(queries), j * keys + jnp.arange(keys)
     of_queries, of_keys = ids.queries[i], ids.keys[j]
     visible = _visible(of_queries, of_keys, query_at, key_at, ids.window) & (of_queries > 0)[..., None]
-    return _cap(scores, softcap), visible[:, None, :, None]
+    return softcapped(scores, softcap), visible[:, None, :, None]
 
 
 def _add_at(sums: Array, j: Array, of_scores: Array, of_queries: Array) -> Array:

@@ -20,12 +20,11 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float, Int
 
 from areal_x.types import Divergence
+from areal_x_jax.attention import HIDDEN, softcapped
 from areal_x_jax.layout import ALONE, AXES, BY_ROW, Layout
-from areal_x_jax.model import softcapped
 
 LOGITS = 2**24  # at once on one device where the caller names no number: 64 MiB, and the backward pass has two such arrays
 NARROWEST = 512  # columns or positions even if their logits are more: narrower products are slow
-LEFT_OUT = -1e30  # the logit of what is left out: finite, as the difference of two infinities is NaN
 
 
 class Teacher(NamedTuple):
@@ -216,7 +215,7 @@ def _say(
         chosen, largest, total, weighted = sums
         logits = blocks.logits(_products(blocks, hidden, blocks.of_kernel(kernel, starts[0])))
         new, hits = _columns(blocks, kernel, targets, starts)
-        logits = jnp.where(new, logits, LEFT_OUT)
+        logits = jnp.where(new, logits, HIDDEN)
         chosen += jnp.sum(jnp.where(hits, logits, 0), axis=-1)
         above = jnp.maximum(largest, jnp.max(logits, axis=-1))
         exponentials = jnp.exp(logits - above[:, None])
@@ -227,7 +226,7 @@ def _say(
         return (chosen, above, total, weighted), None
 
     zeros = jnp.zeros(targets.shape, jnp.float32)
-    (chosen, largest, total, weighted), _ = jax.lax.scan(add, (zeros, zeros + LEFT_OUT, zeros, zeros), _starts(blocks, kernel))
+    (chosen, largest, total, weighted), _ = jax.lax.scan(add, (zeros, zeros + HIDDEN, zeros, zeros), _starts(blocks, kernel))
     if blocks.layout.size("tensor") > 1:
         above = jax.lax.pmax(largest, "tensor")
         parts = chosen, jnp.exp(largest - above) * total, _moved(weighted, total, largest, above)
@@ -261,7 +260,7 @@ def _differentiate(
         block = blocks.of_kernel(kernel, starts[0])
         logits, of_products = jax.vjp(blocks.logits, _products(blocks, hidden, block))
         new, hits = _columns(blocks, kernel, targets, starts)
-        logp = jnp.where(new, logits - total[:, None], LEFT_OUT)
+        logp = jnp.where(new, logits - total[:, None], HIDDEN)
         of_softmax = d_logp if d_entropy is None else d_logp + d_entropy * (logp + entropy[:, None])
         (d_products,) = of_products(jnp.where(hits, d_logp, 0) - jnp.exp(logp) * of_softmax)
         d_products = d_products.astype(hidden.dtype)

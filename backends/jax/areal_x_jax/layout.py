@@ -107,6 +107,7 @@ def check_fit(layout: Layout, shape: Shape) -> None:
         "key-value heads": ("tensor", shape.kv_heads),
         "entries of the vocabulary": ("tensor", shape.vocab),
         "features of the MLP": ("tensor", shape.intermediate if shape.experts is None else shape.experts.intermediate),
+        "features of the shared expert": ("tensor", shape.experts.shared if shape.experts else 0),
         "features of the model": ("fsdp", shape.hidden),
         "experts": ("expert", shape.experts.count if shape.experts else layout.size("expert")),
     }

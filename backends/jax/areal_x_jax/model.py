@@ -180,10 +180,6 @@ def rms_norm(x: Float[Array, "... features"], scale: Float[Array, " features"], 
     return y.astype(x.dtype) * scale
 
 
-def softcapped(x: Array, cap: float) -> Array:
-    return cap * jnp.tanh(x / cap) if cap else x
-
-
 def rotations_of(shape: Shape, positions: Int[Array, ...]) -> tuple[Rotation, ...]:
     """For each of the shape's ropes cosine and sine [..., 1, head_dim / 2] of the angles by which `rope` turns a head at each
     position."""

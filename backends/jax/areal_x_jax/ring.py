@@ -15,14 +15,13 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from areal_x_jax.model import softcapped
+from areal_x_jax.attention import HIDDEN, softcapped
 
 Parts = tuple[Array, ...]
 Layer = tuple[Parts, Parts]  # keys and values
 Ring = tuple[Layer, ...]
 Partial = tuple[Array, Array, Array]  # softmax so far: the largest score, the sum of exponentials, the weighted sum of values
 
-HIDDEN = -1e30
 PART = 64  # columns in a part, about: smaller parts read less beyond the longest sequence, but take longer to compile
 MOST_PARTS = 6
 

@@ -19,6 +19,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from areal_x.errors import UserError
+from areal_x_jax.attention import HIDDEN
 from areal_x_jax.model import Rotation, affine, gated, rope
 from areal_x_jax.parameters import Params
 from areal_x_jax.shape import Rope
@@ -227,7 +228,7 @@ def attend_patches(
     query, key, value = jnp.moveaxis(qkv.reshape(len(qkv), 3, shape.heads, -1), 1, 0)
     query, key = (rope(x.astype(jnp.float32), rotation).astype(x.dtype) for x in (query, key))
     scores = jnp.einsum("qhd,khd->hqk", query, key, preferred_element_type=jnp.float32) * query.shape[-1] ** -0.5
-    scores = jnp.where(segments[:, None] == segments, scores, -1e30)
+    scores = jnp.where(segments[:, None] == segments, scores, HIDDEN)
     weights = jax.nn.softmax(scores, axis=-1).astype(value.dtype)
     return jnp.einsum("hqk,khd->qhd", weights, value).reshape(len(qkv), -1)
 

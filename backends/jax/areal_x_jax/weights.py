@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache
 from typing import Any
 
 import jax
@@ -84,14 +84,10 @@ def put(whole: Any, value: np.ndarray, index: tuple[int, ...], sharding: Any) ->
     if not index:
         return jax.device_put(np.ascontiguousarray(value), sharding)
     if not isinstance(whole, jax.Array):
-        whole = zeros(whole.shape, sharding)
+        whole = jnp.zeros(whole.shape, jnp.float32, device=sharding)
     part = value[(None,) * len(index)]
     start = np.array([*index, *(0 for _ in value.shape)], np.int32)
     return writer(sharding)(whole, part, start)
-
-
-def zeros(shape: tuple[int, ...], sharding: Any) -> jax.Array:
-    return jax.jit(partial(jnp.zeros, shape, jnp.float32), out_shardings=sharding)()
 
 
 @cache
