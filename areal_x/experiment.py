@@ -154,6 +154,9 @@ class Experiment:
         if self.engine == "none" and self.held_out and self.algorithm.needs & {"entropy", "teacher_logits"}:
             wanted = f"left out with the engine 'none', as only a step gives {self.algorithm.name} what its loss reads"
             raise ConfigError("train.held_out", f"{len(self.held_out)} tasks", wanted)
+        if self.trainer.replay_experts and self.engine != "vllm":
+            wanted = f"False with the engine {self.engine!r}, which records no experts"
+            raise ConfigError("trainer.replay_experts", True, wanted)
         for binding, context in (("embedded.context", self.embedded.context), ("vllm.context", self.vllm.context)):
             if context > self.row_length:
                 wanted = f"at most train.row_length = {self.row_length}, as a sequence is never cut to fit its row"
@@ -311,6 +314,7 @@ class Experiment:
             model = replace(config.model, path=str(path))
             return create_trainer(self.backend, replace(config, model=model, **changes))
 
+        others: dict[str, Any] = {"replay_experts": False}  # another model would have chosen other experts
         reference: Scorer | None = None
         critic = None
         if needs & {"reference", "teacher"}:
@@ -322,12 +326,12 @@ class Experiment:
             else:
                 other = directory if given is None else resolve(given)
                 check_vocabulary(f"train.{name}", other, directory)
-                reference = trainer(other, frozen=True)
+                reference = trainer(other, frozen=True, **others)
         if "values" in needs:
             start = directory if self.critic.path is None else resolve(self.critic.path)
             check_vocabulary("critic.path", start, directory)
             optimizer = replace(config.optimizer, learning_rate=self.critic.learning_rate)
-            critic = trainer(start, head="value", optimizer=optimizer)
+            critic = trainer(start, head="value", optimizer=optimizer, **others)
         asked: dict[str, Any] = {"head": self.algorithm.head, "entropy": "entropy" in needs}
         if "teacher_logits" in needs:
             teacher: Any = self.teacher  # there, and no server: else refused at construction
@@ -339,4 +343,5 @@ class Experiment:
             return NoEngine()
         if self.engine == "embedded":
             return EmbeddedEngine(trainer.sampler(self.embedded.slots, self.embedded.context or self.row_length))
-        return VLLMEngine(replace(self.vllm, context=self.vllm.context or self.row_length), directory, run / "logs", message)
+        config = replace(self.vllm, context=self.vllm.context or self.row_length)
+        return VLLMEngine(config, directory, run / "logs", message, self.trainer.replay_experts)

@@ -152,6 +152,8 @@ class TrainerConfig:
     with kernels, which is faster and takes more memory; "auto" the one that fits.
     balance: how strongly the experts of a mixture are pushed to be chosen alike: times the metric expert_imbalance, experts ·
     Σ share · probability (arXiv 2101.03961, eq. 4, the mean over layers), added to the loss.
+    replay_experts: compute each token of a mixture by those experts that the engine chose when it drew it, so that both are
+    the same function (arXiv 2510.11370); the vLLM servers then record them.
     """
 
     model: ModelConfig = field(default_factory=ModelConfig)
@@ -169,6 +171,7 @@ class TrainerConfig:
     frozen: bool = False
     remat: str = "auto"
     balance: float = 0.0
+    replay_experts: bool = False
 
     def __post_init__(self) -> None:
         one_of("trainer.remat", self.remat, ("auto", "layers", "products"))

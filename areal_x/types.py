@@ -11,12 +11,13 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import numpy as np
-from jaxtyping import Bool, Float32, Int32
+from jaxtyping import Bool, Float32, Int16, Int32
 
 Array = Any  # a numpy, jax or torch array: the algorithms are written for all three
 Divergence = Callable[[Array, Array], Array]  # of a student's and a teacher's logits [..., vocabulary], giving [...]
 
 NOT_THE_POLICY = -1  # the version of a token that no policy produced: a prompt, a tool's output
+NOT_RECORDED = -1  # in place of an expert that no engine said
 
 Message = Mapping[str, Any]
 
@@ -42,6 +43,7 @@ class Trajectory:
     tokens: ids. mask: produced by the policy and to be trained on. logprobs: log-probability of this very token under the
     distribution it was sampled from (0 where the policy did not produce it). versions: the policy version that produced it
     (-1 where none did). reward: of the whole sequence. token_rewards: added to it where the algorithm uses per-token rewards.
+    experts: of a mixture, those that the engine sent each token through in each layer (-1 where it recorded none).
     """
 
     tokens: Int32[np.ndarray, " T"]
@@ -51,9 +53,11 @@ class Trajectory:
     reward: float | None = None
     token_rewards: Float32[np.ndarray, " T"] | None = None
     finish_reason: str = "stop"
+    experts: Int16[np.ndarray, "T layers per_token"] | None = None
 
     def __post_init__(self) -> None:
-        lengths = {name: len(getattr(self, name)) for name in ("tokens", "mask", "logprobs", "versions")}
+        arrays = ("tokens", "mask", "logprobs", "versions", *(("experts",) if self.experts is not None else ()))
+        lengths = {name: len(getattr(self, name)) for name in arrays}
         if len(set(lengths.values())) != 1:
             raise ValueError(f"a trajectory's arrays must have one length, got {lengths}")
 
@@ -68,6 +72,7 @@ class Trajectory:
         versions: Int32[np.ndarray, " N"],
         reward: float | None = None,
         finish_reason: str = "stop",
+        experts: Int16[np.ndarray, "P+N layers per_token"] | None = None,
     ) -> Trajectory:
         """A prompt of P tokens that is context, then N generated tokens that are trained on."""
         context = len(prompt)
@@ -78,6 +83,7 @@ class Trajectory:
             versions=np.concatenate([np.full(context, NOT_THE_POLICY), versions]).astype(np.int32),
             reward=reward,
             finish_reason=finish_reason,
+            experts=experts,
         )
 
 
@@ -144,7 +150,7 @@ class Batch:
     segment_ids: 0 is padding, 1.. the sequences of that row. positions: within the sequence. mask: trained on.
     behavior_logp, proximal_logp, reference_logp: log-probability of each token under the policy that sampled it, the policy
     the update is anchored to, and the frozen reference. ages: how many versions older than the trained one the token's is.
-    weights: what each term counts in `sum(weights * terms)`.
+    weights: what each term counts in `sum(weights * terms)`. experts: `[rows, length, layers, per_token]`, see Trajectory.
     The same dataclass holds numpy, jax or torch arrays.
     """
 
@@ -161,6 +167,7 @@ class Batch:
     returns: Array | None = None
     old_values: Array | None = None
     weights: Array | None = None
+    experts: Array | None = None
 
     @property
     def shape(self) -> tuple[int, int]:

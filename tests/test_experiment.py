@@ -14,6 +14,7 @@ from areal_x.algorithms.recipes import grpo
 from areal_x.errors import ConfigError, UserError
 from areal_x.experiment import Experiment
 from areal_x.rollout.embedded import EmbeddedConfig
+from areal_x.trainer import TrainerConfig
 from areal_x.types import Task
 from tests.experiments import TASKS, tiny_experiment
 
@@ -135,6 +136,7 @@ def test_a_prompt_longer_than_the_context_is_one_sentence_and_keeps_the_checkpoi
         ({"max_staleness": -1}, r"train\.max_staleness = -1 .* at least 0"),
         ({"embedded": EmbeddedConfig(context=64)}, r"embedded\.context = 64 .* train\.row_length = 32"),
         ({"loggers": ("wand",)}, "did you mean 'wandb'"),
+        ({"trainer": TrainerConfig(replay_experts=True)}, r"trainer\.replay_experts = True .*'embedded', which records no"),
     ],
 )
 def test_a_setting_that_cannot_work_is_refused_when_it_is_built(experiment, changes, sentence):

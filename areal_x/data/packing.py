@@ -14,7 +14,7 @@ import numpy as np
 from jaxtyping import Float32, Int32, Int64
 
 from areal_x.errors import UserError, positive
-from areal_x.types import Batch, Trajectory
+from areal_x.types import NOT_RECORDED, NOT_THE_POLICY, Batch, Trajectory
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,8 @@ class Packed:
     """A batch of rows, and where in it each of the n trajectories lies.
 
     Trajectory i holds the places `starts[i] : starts[i] + lengths[i]` of row `rows[i]`, under the segment id `segments[i]`.
-    In the batch tokens, segment_ids, positions, mask, behavior_logp and versions are filled, everything else is None.
+    In the batch tokens, segment_ids, positions, mask, behavior_logp and versions are filled, and experts where any trajectory
+    has them; everything else is None.
     """
 
     batch: Batch
@@ -84,20 +85,34 @@ def pack(trajectories: Sequence[Trajectory], row_length: int, rows_multiple: int
     places = _places(rows, starts, lengths, row_length)
 
     def filled(values: Sequence[np.ndarray], dtype: Any, padding: float = 0) -> np.ndarray:
-        out = np.full(shape, padding, dtype)
+        each = values[0].shape[1:] if len(values) else ()
+        out = np.full((*shape, *each), padding, dtype)
         if len(values):
-            out.reshape(-1)[places] = np.concatenate(values)
+            out.reshape(-1, *each)[places] = np.concatenate(values)
         return out
 
+    experts = experts_of(trajectories)
     batch = Batch(
         tokens=filled([t.tokens for t in trajectories], np.int32),
         segment_ids=filled([np.repeat(segments, lengths)], np.int32),
         positions=filled([_within(lengths)], np.int32),
         mask=filled([t.mask for t in trajectories], np.bool_),
         behavior_logp=filled([t.logprobs for t in trajectories], np.float32),
-        versions=filled([t.versions for t in trajectories], np.int32, padding=-1),
+        versions=filled([t.versions for t in trajectories], np.int32, padding=NOT_THE_POLICY),
+        experts=filled(experts, np.int16, padding=NOT_RECORDED) if experts else None,
     )
     return Packed(batch, rows, starts, lengths, segments)
+
+
+def experts_of(trajectories: Sequence[Trajectory]) -> list[np.ndarray]:
+    """The recorded experts of each, -1 of those without; empty where none has any."""
+    recorded = [t.experts for t in trajectories if t.experts is not None]
+    if len({x.shape[1:] for x in recorded}) > 1:
+        raise ValueError("trajectories with experts of different models cannot share a batch")
+    if not recorded:
+        return []
+    nothing = np.full((1, *recorded[0].shape[1:]), NOT_RECORDED, np.int16)
+    return [np.repeat(nothing, len(t), axis=0) if t.experts is None else t.experts for t in trajectories]
 
 
 def first_fit_decreasing(

@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 import gin
 import numpy as np
-from jaxtyping import Float32, Int32
+from jaxtyping import Float32, Int16, Int32
 
 from areal_x.errors import UserError, at_least, positive, within
 
@@ -53,13 +53,15 @@ class Completion:
     """What the policy said, token by token.
 
     logprobs: under the distribution actually sampled from (after temperature, top-p and top-k). versions: the policy version
-    of each token. finish_reason: "stop" (a stop token, which is included), "length" or "abort".
+    of each token. finish_reason: "stop" (a stop token, which is included), "length" or "abort". experts: of a mixture, where
+    the engine records them: those that each token of prompt and completion went through (-1 for the last, which none has yet).
     """
 
     tokens: Int32[np.ndarray, " N"]
     logprobs: Float32[np.ndarray, " N"]
     versions: Int32[np.ndarray, " N"]
     finish_reason: str
+    experts: Int16[np.ndarray, "P+N layers per_token"] | None = None
 
 
 class EngineError(RuntimeError):

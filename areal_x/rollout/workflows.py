@@ -99,7 +99,13 @@ class SingleTurn(Workflow):
         if not isinstance(outcome, Scored):
             return outcome
         trajectory = Trajectory.from_completion(
-            prompt, completion.tokens, completion.logprobs, completion.versions, outcome.reward, completion.finish_reason
+            prompt,
+            completion.tokens,
+            completion.logprobs,
+            completion.versions,
+            outcome.reward,
+            completion.finish_reason,
+            completion.experts,
         )
         return Episode(outcome, (trajectory,))
 

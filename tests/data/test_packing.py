@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -149,3 +150,19 @@ def test_values_that_do_not_match_the_tokens_are_refused() -> None:
     packed = pack(trajectories([3, 2]), ROW)
     with pytest.raises(ValueError, match="one value for each token"):
         packed.spread_tokens([np.zeros(2, np.float32), np.zeros(3, np.float32)])
+
+
+def test_recorded_experts_lie_where_their_tokens_do_and_those_of_others_are_not_recorded() -> None:
+    made = trajectories([5, 3, 4])
+    experts = np.arange(5 * 2 * 2, dtype=np.int16).reshape(5, 2, 2)
+    packed = pack([replace(made[0], experts=experts), *made[1:]], 8)
+    assert packed.batch.experts.shape == (*packed.batch.shape, 2, 2)
+    row, start = packed.rows[0], packed.starts[0]
+    np.testing.assert_array_equal(packed.batch.experts[row, start : start + 5], experts)
+    elsewhere = np.ones(packed.batch.shape, bool)
+    elsewhere[row, start : start + 5] = False
+    assert (packed.batch.experts[elsewhere] == -1).all()
+    assert pack(made, 8).batch.experts is None
+    other = replace(made[1], experts=np.zeros((3, 1, 2), np.int16))
+    with pytest.raises(ValueError, match="different models"):
+        pack([replace(made[0], experts=experts), other], 8)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,13 +15,14 @@ import pytest
 from areal_x.algorithms import losses
 from areal_x.algorithms.weighting import sequence_mean
 from areal_x.data.packing import pack
+from areal_x.errors import ConfigError, UserError
 from areal_x.trainer import ModelConfig, OptimizerConfig, TrainerConfig
 from areal_x_jax.experts import Routing, imbalance, mixture, route
 from areal_x_jax.layout import ALONE
 from areal_x_jax.shape import Experts
 from areal_x_jax.trainer import Trainer
 
-from .conftest import trajectories
+from .conftest import log_softmax, reference_model, trajectories
 
 EXPERTS = Experts(count=6, per_token=2, intermediate=5, normalised=True)
 HIDDEN = 8
@@ -90,3 +93,73 @@ def test_a_balance_is_added_to_the_loss_and_shown(model_dir_of: Callable[[str], 
     assert plain["expert_imbalance"] > 2
     assert pushed["expert_imbalance"] == pytest.approx(plain["expert_imbalance"])
     assert pushed["loss"] == pytest.approx(plain["loss"] + 0.5 * plain["expert_imbalance"], rel=1e-5)
+
+
+def replayed_logprobs(directory: Path, tokens: np.ndarray, experts: np.ndarray) -> np.ndarray:
+    """What transformers says of each token, 0 for the first, with its routers made to choose these experts."""
+    import torch
+
+    model = reference_model(directory)
+
+    def choose(layer: int) -> Any:
+        def hook(router: Any, _: Any, routed: tuple[Any, ...]) -> tuple[Any, ...]:
+            logits, _, chosen = routed
+            given = torch.tensor(experts[:, layer]).long()
+            chosen = torch.where(given >= 0, given, chosen)
+            weights = torch.softmax(logits, -1).gather(-1, chosen)
+            return logits, weights / weights.sum(-1, keepdim=True), chosen
+
+        return hook
+
+    for number, layer in enumerate(model.model.layers):
+        layer.mlp.gate.register_forward_hook(choose(number))
+    with torch.no_grad():
+        logits = model(torch.tensor(tokens[None]).long()).logits[0].numpy()
+    return np.append(0, log_softmax(logits)[np.arange(len(tokens) - 1), tokens[1:]])
+
+
+def recorded(length: int, seed: int) -> np.ndarray:
+    """Two of four experts in each of two layers, but for the last token's."""
+    rng = np.random.default_rng(seed)
+    drawn = rng.permuted(np.broadcast_to(np.arange(4), (length, 2, 4)), axis=-1)[..., :2].astype(np.int16)
+    drawn[-1] = -1
+    return drawn
+
+
+def make_trainer(directory: Path, **changes: Any) -> Trainer:
+    return Trainer(TrainerConfig(ModelConfig(str(directory)), OptimizerConfig(), micro_batch_rows=1, **changes))
+
+
+def test_a_trainer_replays_the_experts_that_the_engine_recorded(model_dir_of: Callable[[str], Path]) -> None:
+    directory = model_dir_of("qwen3-moe")
+    made = [replace(t, experts=recorded(len(t), i)) for i, t in enumerate(trajectories(12, 7, 20, 9))]
+    made[1] = replace(made[1], experts=None)  # an engine's that recorded none: the router chooses
+    packed = pack(made, 32)
+    trainer = make_trainer(directory, replay_experts=True)
+    for one, said in zip(made, packed.gather(trainer.logprobs(packed.batch)), strict=True):
+        of_one = np.full((len(one), 2, 2), -1) if one.experts is None else one.experts
+        np.testing.assert_allclose(said, replayed_logprobs(directory, one.tokens, of_one), atol=1e-4)
+    free = make_trainer(directory).logprobs(packed.batch)
+    assert np.abs(free - trainer.logprobs(packed.batch)).max() > 0.1
+    batch = packed.batch.replace(weights=np.asarray(sequence_mean(packed.batch.mask, packed.batch.segment_ids), np.float32))
+    expected = -float((batch.weights * trainer.logprobs(batch)).sum())
+    assert trainer.update(batch, losses.sft)["loss"] == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    "shape, largest, says",
+    [((3, 2), 3, "another model"), ((2, 1), 3, "another model"), ((2, 2), 4, "has 4 experts"), (None, 0, "these have none")],
+)
+def test_experts_of_another_model_are_refused(
+    shape: tuple[int, int] | None, largest: int, says: str, model_dir_of: Callable[[str], Path]
+) -> None:
+    (one,) = trajectories(8)
+    if shape is not None:
+        one = replace(one, experts=np.full((8, *shape), largest, np.int16))
+    with pytest.raises(UserError, match=says):
+        make_trainer(model_dir_of("qwen3-moe"), replay_experts=True).logprobs(pack([one], 8).batch)
+
+
+def test_a_model_without_experts_cannot_replay_any(model_dir_of: Callable[[str], Path]) -> None:
+    with pytest.raises(ConfigError, match=r"trainer\.replay_experts = True .*no experts"):
+        make_trainer(model_dir_of("qwen3"), replay_experts=True)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import base64
+import io
 import json
 from typing import Any
 
@@ -13,7 +15,7 @@ from hypothesis import strategies as st
 
 from areal_x.errors import UserError
 from areal_x.rollout.engine import EngineError, SamplingParams
-from areal_x.rollout.vllm.client import VLLMClient, completion_from, versions_from, words_of
+from areal_x.rollout.vllm.client import VLLMClient, completion_from, experts_from, versions_from, words_of
 
 
 def answer(**changes: Any) -> dict[str, Any]:
@@ -53,6 +55,27 @@ def test_a_missing_logprob_is_an_error(logprobs: Any) -> None:
 def test_a_request_that_the_server_failed_is_an_error() -> None:
     with pytest.raises(EngineError, match="'error'"):
         completion_from(answer(finish_reason="error"))
+
+
+def encoded(array: np.ndarray) -> str:
+    """As vLLM sends arrays."""
+    with io.BytesIO() as file:
+        np.save(file, array, allow_pickle=False)
+        return base64.b64encode(file.getvalue()).decode("ascii")
+
+
+def test_recorded_experts_are_those_of_each_token_but_the_last() -> None:
+    recorded = np.arange(4 * 3 * 2, dtype=np.uint8).reshape(4, 3, 2)  # of 3 tokens of a prompt and the first of 2 drawn
+    experts = experts_from(answer(routed_experts=encoded(recorded)), 5)
+    assert experts.dtype == np.int16
+    np.testing.assert_array_equal(experts[:4], recorded)
+    assert (experts[4] == -1).all()
+
+
+@pytest.mark.parametrize("sent", [None, np.zeros((3, 3, 2), np.uint8), np.zeros((4, 6), np.uint8)])
+def test_experts_that_are_missing_or_of_other_tokens_are_an_error(sent: np.ndarray | None) -> None:
+    with pytest.raises(EngineError, match="experts"):
+        experts_from(answer(routed_experts=None if sent is None else encoded(sent)), 5)
 
 
 @given(st.lists(st.tuples(st.integers(0, 99), st.integers(0, 5))))

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
@@ -17,7 +18,7 @@ import pytest
 from areal_x.errors import ConfigError
 from areal_x.rollout.vllm import guard
 from areal_x.rollout.vllm.engine import VLLMConfig
-from areal_x.rollout.vllm.server import Launch, command, default_threads, environment, reason_in, reserve
+from areal_x.rollout.vllm.server import Launch, command, default_threads, environment, reason_in, reserve, start
 
 LAUNCH = Launch(Path("model"), Path("log"), Path("staging"), context=128, concurrency=8, seed=3, threads=2)
 
@@ -45,6 +46,16 @@ def test_only_a_cpu_server_is_told_what_to_do_with_threads_and_precision() -> No
     assert "--enforce-eager" in command(LAUNCH, 1, cpu=True)
     assert environment(LAUNCH, "", cpu=False).get("OMP_NUM_THREADS") == os.environ.get("OMP_NUM_THREADS")
     assert not {"--enforce-eager", "--dtype"} & set(command(LAUNCH, 1, cpu=False))
+
+
+def test_a_server_that_records_experts_runs_what_can_and_one_on_a_cpu_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    launch = replace(LAUNCH, experts=True)
+    assert "--enable-return-routed-experts" in command(launch, 1, cpu=False)
+    assert environment(launch, "", cpu=False)["VLLM_USE_V2_MODEL_RUNNER"] == "1"
+    assert "--enable-return-routed-experts" not in command(LAUNCH, 1, cpu=False)
+    monkeypatch.setattr("areal_x.rollout.vllm.server.is_cpu_build", lambda: True)
+    with pytest.raises(ConfigError, match=r"trainer\.replay_experts = True .* needs a GPU"):
+        start(launch)
 
 
 def test_servers_together_get_at_most_half_the_cores_unless_they_are_more_than_that() -> None:

@@ -6,18 +6,21 @@ neither: what `served`, `tokenize` and `score` ask for is offered by every vLLM 
 
 from __future__ import annotations
 
+import base64
+import io
 import itertools
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from jaxtyping import Float32, Int32
+from jaxtyping import Float32, Int16, Int32
 
 from areal_x.errors import UserError
 from areal_x.rollout.engine import Completion, EngineError, SamplingParams
+from areal_x.types import NOT_RECORDED
 
 MODEL = "policy"  # the name that servers serve the model under
 NO_LOGPROB = -9999.0  # what vLLM sends for a log-probability it does not have
@@ -26,6 +29,7 @@ KEEP_ALIVE_SECONDS = 2.0  # the server closes idle connections after 5 s: a clie
 CONNECT_SECONDS = 30.0
 CONTROL_SECONDS = 600.0  # loading the weights of a large model from a shared folder
 ATTEMPTS = 3
+RECORD_EXPERTS = "--enable-return-routed-experts"
 NEEDED_FLAGS = (
     "start it with VLLM_SERVER_DEV_MODE=1 and --enable-scale-out --logprobs-mode processed_logprobs "
     f'--served-model-name {MODEL} --weight-transfer-config \'{{"backend":"areal_x"}}\', areal-x installed beside it'
@@ -89,8 +93,10 @@ class VLLMClient:
         models = (await self._call("GET", "/v1/models"))["data"]
         return [Served(model["id"], int(model["max_model_len"])) for model in models if model.get("max_model_len")]
 
-    async def generate(self, tokens: Int32[np.ndarray, " prompt"], sampling: SamplingParams) -> Completion:
-        """Tokens in, tokens out. Cancelling the coroutine aborts the request on the server."""
+    async def generate(
+        self, tokens: Int32[np.ndarray, " prompt"], sampling: SamplingParams, experts: bool = False
+    ) -> Completion:
+        """Tokens in, tokens out. Cancelling the coroutine aborts the request on the server. experts: see `experts_from`."""
         body = {
             "model": MODEL,
             "token_ids": [int(t) for t in tokens],
@@ -108,7 +114,10 @@ class VLLMClient:
             },
         }
         answer = await self._call("POST", "/inference/v1/generate", body, retry=True, seconds=None)
-        return completion_from(answer)
+        completion = completion_from(answer)
+        if not experts:
+            return completion
+        return replace(completion, experts=experts_from(answer, len(tokens) + len(completion.tokens)))
 
     async def tokenize(self, model: str, text: str) -> list[int]:
         """The text's tokens, without any that the model would put before or after it."""
@@ -202,6 +211,21 @@ def completion_from(answer: Mapping[str, Any]) -> Completion:
         versions=versions_from(choice["weight_versions"] or [], len(tokens)),
         finish_reason=reason,
     )
+
+
+def experts_from(answer: Mapping[str, Any], length: int) -> Int16[np.ndarray, "length layers per_token"]:
+    """The experts of each token of a prompt and its completion; -1 for the last, which the server has drawn but not computed.
+    Raises EngineError where the server recorded none, or not those of each token."""
+    (choice,) = answer["choices"]
+    encoded = choice.get("routed_experts")
+    if encoded is None:
+        raise EngineError(f"vLLM recorded no experts: start it with {RECORD_EXPERTS} and VLLM_USE_V2_MODEL_RUNNER=1")
+    recorded = np.load(io.BytesIO(base64.b64decode(encoded)), allow_pickle=False)
+    if recorded.ndim != 3 or len(recorded) not in (length - 1, length):
+        raise EngineError(f"vLLM recorded experts of the shape {recorded.shape} for a sequence of {length} tokens")
+    experts = np.full((length, *recorded.shape[1:]), NOT_RECORDED, np.int16)
+    experts[: length - 1] = recorded[: length - 1]
+    return experts
 
 
 def scores_from(answer: Mapping[str, Any], tokens: Sequence[int]) -> Float32[np.ndarray, " T"]:

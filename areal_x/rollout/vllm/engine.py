@@ -79,11 +79,15 @@ class VLLMEngine:
     are of the plain softmax. Request.seed is not honoured: see VLLMClient.generate.
 
     model: the directory that servers load at their start; weights published later replace it. logs: where server logs go.
-    report: shown to the user while servers start.
+    report: shown to the user while servers start. experts: whether completions say which experts of a mixture each token went
+    through.
     """
 
-    def __init__(self, config: VLLMConfig, model: Path, logs: Path, report: Callable[[str], None] = print) -> None:
+    def __init__(
+        self, config: VLLMConfig, model: Path, logs: Path, report: Callable[[str], None] = print, experts: bool = False
+    ) -> None:
         self.config = config
+        self.experts = experts
         self.model = model
         self.logs = logs
         self.report = report
@@ -123,6 +127,7 @@ class VLLMEngine:
                 port=config.port + index if config.port else 0,
                 threads=config.threads or servers.default_threads(config.servers),
                 device=config.devices[index] if config.devices else None,
+                experts=self.experts,
                 arguments=config.arguments,
             )
             self._servers.append(servers.start(launch))
@@ -146,7 +151,7 @@ class VLLMEngine:
         index = min(range(len(self._clients)), key=self._in_flight.__getitem__)
         self._in_flight[index] += 1
         try:
-            return await self._clients[index].generate(request.tokens, sampling)
+            return await self._clients[index].generate(request.tokens, sampling, self.experts)
         except EngineError as error:
             raise self._explained(index, error) from error
         finally:

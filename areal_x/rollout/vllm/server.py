@@ -19,7 +19,7 @@ from pathlib import Path
 
 from areal_x.errors import ConfigError, UserError
 from areal_x.rollout.vllm import guard
-from areal_x.rollout.vllm.client import MODEL, VLLMClient
+from areal_x.rollout.vllm.client import MODEL, RECORD_EXPERTS, VLLMClient
 from areal_x.rollout.vllm.plugin import BACKEND
 
 LOOPBACK = "127.0.0.1"
@@ -35,6 +35,7 @@ class Launch:
 
     port: 0 takes a free one. threads: compute threads on a CPU. device: CUDA_VISIBLE_DEVICES, None leaves it as it is.
     seed: of the server's random numbers; servers of one run need different ones, or they draw the same samples.
+    experts: whether it records which experts of a mixture each token goes through.
     """
 
     model: Path
@@ -46,6 +47,7 @@ class Launch:
     port: int = 0
     threads: int = 1
     device: str | None = None
+    experts: bool = False
     arguments: Sequence[str] = ()
 
 
@@ -99,8 +101,11 @@ def default_threads(servers: int) -> int:
 
 
 def start(launch: Launch) -> Server:
-    """The process, not yet ready. Raises ConfigError when the port is taken."""
+    """The process, not yet ready. Raises ConfigError when the port is taken, or for what vLLM on a CPU cannot do."""
     cpu = is_cpu_build()
+    if cpu and launch.experts:
+        wanted = "False with vLLM on a CPU: what records experts there (its second model runner) needs a GPU"
+        raise ConfigError("trainer.replay_experts", True, wanted)
     key = secrets.token_urlsafe(32)
     launch.log.parent.mkdir(parents=True, exist_ok=True)
     with reserve(launch.port) as reserved, launch.log.open("ab") as log:
@@ -147,6 +152,8 @@ def command(launch: Launch, port: int, cpu: bool) -> list[str]:
     if cpu:
         arguments["--dtype"] = "float32"  # as the trainers compute on a CPU
         flags.append("--enforce-eager")  # compiling was seen to double the start (16 s to 37 s) for a quarter more tokens/s
+    if launch.experts:
+        flags.append(RECORD_EXPERTS)
     pairs = [word for pair in arguments.items() for word in pair]
     return [sys.executable, "-P", "-m", "vllm.entrypoints.openai.api_server", *pairs, *flags, *launch.arguments]
 
@@ -159,6 +166,8 @@ def environment(launch: Launch, key: str, cpu: bool) -> dict[str, str]:
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_HOST_IP": LOOPBACK,
     }
+    if launch.experts:
+        env["VLLM_USE_V2_MODEL_RUNNER"] = "1"  # the only one that records them
     if launch.device is not None:
         env["CUDA_VISIBLE_DEVICES"] = launch.device
     if cpu:

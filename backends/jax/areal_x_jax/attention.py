@@ -25,7 +25,7 @@ from jaxtyping import Array, Bool, Float, Int
 from areal_x.errors import ConfigError, one_of
 
 HIDDEN = -1e30  # the score of a key that is not seen: finite, as the difference of two infinities is NaN
-CPU_BLOCK, BLOCK = 128, 512  # queries and keys of a block: what its cache holds; on others, few enough steps of the loop
+CPU_BLOCK, BLOCK = 64, 512  # queries and keys of a block: what its cache holds; on others, few enough steps of the loop
 # Up to this length dense is as fast as blocked on a CPU (forward and backward in fp32, one sequence a row); at 512 it takes 1.4
 # times as long, at 2,048 nearly three times, and more where a row holds several sequences.
 DENSE_KEYS = 256

@@ -37,6 +37,7 @@ def hidden_states(
     remat: bool,
     layout: Layout = ALONE,
     how: str = "auto",
+    recorded: Int[Array, "rows length layers per_token"] | None = None,
 ) -> tuple[Float[Array, "rows length hidden"], Float[Array, ""] | None]:
     """What the head reads, for packed rows: a token attends to those before it in its own segment. And, of a mixture of
     experts, how unevenly they were chosen (`experts.imbalance`), the mean over layers.
@@ -44,17 +45,18 @@ def hidden_states(
     remat: the backward pass computes whole layers again from their inputs. Without it, it keeps the results of products with
     kernels and computes the rest again (scores, all that is elementwise): a fifth faster on a CPU than keeping everything,
     and what is kept grows with the length, not with its square. how: attention is computed (see areal_x_jax.attention).
+    recorded: the experts that each token goes through (see `experts.route`).
     """
     # The barrier keeps the compiler from computing sines again for each head and layer.
     rotations = jax.lax.optimization_barrier(rotations_of(shape, positions))
     attend = attention_of(shape, segment_ids, how, layout)
     axes = {name: own[1:] for name, own in axes_of(shape)["layers"].items()}
 
-    def layer(x: Array, of_layer: tuple[Params, Array, Array]) -> tuple[Array, Array | None]:
-        weights, window, rope_index = of_layer
+    def layer(x: Array, of_layer: tuple[Params, Array, Array, Array | None]) -> tuple[Array, Array | None]:
+        weights, window, rope_index, chosen = of_layer
         weights = layout.gathered(weights, axes)
         query, key, value = project_qkv(shape, weights, x, _pick(rotations, rope_index))
-        x, routing = finish_layer(shape, weights, x, attend(query, key, value, window), layout)
+        x, routing = finish_layer(shape, weights, x, attend(query, key, value, window), layout, chosen)
         uneven = None if routing is None else experts.imbalance(routing, segment_ids > 0)
         return layout.pin(x, "rows", "length", None), uneven
 
@@ -63,7 +65,8 @@ def hidden_states(
         policies.dots_with_no_batch_dims_saveable, policies.save_only_these_names(attention.KEPT)
     )
     x = layout.pin(embedded(shape, params, tokens), "rows", "length", None)
-    each = params["layers"], np.array(shape.windows), np.array([shape.rope_of(i) for i in range(shape.layers)])
+    ropes = np.array([shape.rope_of(i) for i in range(shape.layers)])
+    each = params["layers"], np.array(shape.windows), ropes, None if recorded is None else jnp.moveaxis(recorded, 2, 0)
     x, uneven = jax.lax.scan(jax.checkpoint(layer, policy=policies.nothing_saveable if remat else products), x, each)
     return rms_norm(x, params["norm"], shape), None if uneven is None else uneven.mean()
 
@@ -119,7 +122,12 @@ def project_qkv(shape: Shape, layer: Params, x: Float[Array, "... hidden"], rota
 
 
 def finish_layer(
-    shape: Shape, layer: Params, x: Array, attended: Float[Array, "... features"], layout: Layout = ALONE
+    shape: Shape,
+    layer: Params,
+    x: Array,
+    attended: Float[Array, "... features"],
+    layout: Layout = ALONE,
+    recorded: Int[Array, "... per_token"] | None = None,
 ) -> tuple[Float[Array, "... hidden"], experts.Routing | None]:
     """A layer after its attention: output projection, residual, gated MLP or experts, residual; how the experts were chosen."""
     y = affine(layer, "o", attended.astype(x.dtype))
@@ -129,7 +137,7 @@ def finish_layer(
     if shape.experts is None:
         y = gated(layer, "", y, activation)
     else:
-        routing = experts.route(shape.experts, layer["router"], y)
+        routing = experts.route(shape.experts, layer["router"], y, recorded)
         shared = 0
         if shape.experts.shared:
             shared = jax.nn.sigmoid(y @ layer["shared_router"]) * gated(layer, "shared_", y, activation)

@@ -20,7 +20,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Float32
 
 from areal_x import model_dir
-from areal_x.errors import UserError
+from areal_x.errors import ConfigError, UserError
 from areal_x.trainer import Loss, TrainerConfig
 from areal_x.types import Batch, Policy
 from areal_x_jax import head, optimizers
@@ -52,6 +52,8 @@ class Trainer:
         self.directory = model_dir.resolve(config.model.path)
         model_dir.check_head(self.directory, config.head)
         self.shape = shape_of(model_dir.read_config(self.directory), config.head)
+        if config.replay_experts and self.shape.experts is None:
+            raise ConfigError("trainer.replay_experts", True, f"False with {self.directory}, which has no experts")
         check_fit(self.layout, self.shape)
         self.lies = shardings(self.layout, self.shape)
         self.teacher: Params | None = None
@@ -134,7 +136,8 @@ class Trainer:
 
     def _say(self, batch: Batch) -> Float32[np.ndarray, "rows length"]:
         rows, length = batch.shape
-        micro, count = self._lay_out(Batch(batch.tokens, batch.segment_ids, batch.positions, batch.mask))
+        asked = Batch(batch.tokens, batch.segment_ids, batch.positions, batch.mask, experts=batch.experts)
+        micro, count = self._lay_out(asked)
         said = jax.device_get(self._said(self.params, micro, count))
         return np.asarray(said).reshape(-1, length)[:rows]
 
@@ -170,6 +173,7 @@ class Trainer:
                 f"token {largest} is outside the vocabulary of {self.shape.vocab} of the model in {self.directory}: "
                 "its tokenizer must be the one that the model was made for"
             )
+        batch = batch.replace(experts=self._replayed(batch))
         at_once = self.config.micro_batch_rows * self.layout.size(*BY_ROW)
         count = -(-rows // at_once)
         capacity = 1 << (count - 1).bit_length()
@@ -180,6 +184,22 @@ class Trainer:
             return jax.device_put(padded.reshape(capacity, at_once, *x.shape[1:]), self.by_row)
 
         return batch.map(lay_out), np.int32(count)
+
+    def _replayed(self, batch: Batch) -> np.ndarray | None:
+        """The recorded experts, where they are to be used."""
+        if not self.config.replay_experts:
+            return None
+        experts, of_model = batch.experts, self.shape.experts
+        assert of_model is not None
+        if experts is None:
+            raise UserError("trainer.replay_experts needs trajectories whose experts the engine recorded: these have none")
+        wanted = self.shape.layers, of_model.per_token
+        if experts.shape[2:] != wanted or experts.max() >= of_model.count:
+            raise UserError(
+                f"the recorded experts are {experts.shape[2:]} numbers a token up to {experts.max()}, but {self.directory} has "
+                f"{of_model.count} experts and chooses {wanted[1]} in each of {wanted[0]} layers: the engine runs another model"
+            )
+        return np.asarray(experts)
 
     # ---- what is compiled
 
@@ -234,7 +254,7 @@ class Trainer:
         kept = on_one_device * kept_numbers(self.shape) * jnp.dtype(self.dtype).itemsize
         remat = self.config.remat == "layers" or (self.config.remat == "auto" and kept > KEPT_BYTES)
         packed, how = (batch.tokens, batch.positions, batch.segment_ids), self.config.model.attention
-        hidden, uneven = hidden_states(self.shape, cast, *packed, remat, self.layout, how)
+        hidden, uneven = hidden_states(self.shape, cast, *packed, remat, self.layout, how, batch.experts)
         if self.shape.scores:
             before = self.config.head == "value"
             return Policy(values=head.values(hidden, params["score"], batch.segment_ids, before)), uneven

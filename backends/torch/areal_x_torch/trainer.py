@@ -34,6 +34,8 @@ class Trainer:
         one_of("trainer.remat", config.remat, ("auto",))
         if config.balance:
             raise ConfigError("trainer.balance", config.balance, "0, as the torch backend does not push experts yet")
+        if config.replay_experts:
+            raise ConfigError("trainer.replay_experts", True, "False, as the torch backend does not choose experts yet")
         one_of("optimizer.name", config.optimizer.name, ("adamw",))
         one_of("optimizer.moments", config.optimizer.moments, ("fp32",))
         self.config = config
