@@ -21,7 +21,7 @@ from pathlib import Path
 
 import jax
 import numpy as np
-from jax_step import packed, write_qwen3
+from jax_step import CONFIG, packed, write_random
 
 from areal_x.algorithms import losses
 from areal_x.trainer import ModelConfig, TrainerConfig
@@ -53,7 +53,9 @@ def main() -> None:
     rounds = parser.parse_args().rounds
     jax.config.update("jax_enable_compilation_cache", False)
     with tempfile.TemporaryDirectory() as root:
-        models = {depth: write_qwen3(Path(root) / str(depth), **SMALL, num_hidden_layers=depth) for depth in DEPTHS}
+        models = {
+            depth: write_random(Path(root) / str(depth), CONFIG | SMALL | {"num_hidden_layers": depth}) for depth in DEPTHS
+        }
         seconds: dict[int, list[float]] = {depth: [] for depth in DEPTHS}
         for _ in range(rounds):
             for depth, directory in models.items():

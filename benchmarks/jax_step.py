@@ -69,15 +69,15 @@ CONFIG = {
 }
 
 
-def write_qwen3(directory: Path, **sizes: int) -> Path:
-    """The Hugging Face directory of a random model, CONFIG's sizes but for those given; without a tokenizer."""
+def write_random(directory: Path, config: dict[str, Any]) -> Path:
+    """The Hugging Face directory of a random model of this config; without a tokenizer."""
     directory.mkdir(parents=True)
-    config = CONFIG | sizes
     (directory / "config.json").write_text(json.dumps(config))
     shape, rng = shape_of(config), np.random.default_rng(0)
     sizes_of = parameter_shapes(shape)
-    params = jax.tree.map(lambda x: rng.normal(0, 0.02, x.shape).astype(np.float32), sizes_of)
-    named = {name: np.ones_like(x) if x.ndim == 1 else x for name, x in to_tensors(shape, params)}
+    params = jax.tree.map(lambda x: 0.02 * rng.standard_normal(x.shape, np.float32), sizes_of)
+    norms = {name: np.ones_like(x) for name, x in to_tensors(shape, params) if name.endswith("norm.weight")}
+    named = dict(to_tensors(shape, params)) | norms
     save_file(named, directory / "model.safetensors", metadata={"format": "pt"})
     return directory
 
@@ -160,7 +160,7 @@ def parse_arguments() -> argparse.Namespace:
 
 def start(args: argparse.Namespace, directory: Path, sequences: list[list[int]], running: ExitStack) -> list[Worker]:
     """A process each, one after the other, as loading is work too."""
-    model = str(write_qwen3(directory / "model", num_hidden_layers=args.layers, vocab_size=args.vocabulary))
+    model = str(write_random(directory / "model", CONFIG | {"num_hidden_layers": args.layers, "vocab_size": args.vocabulary}))
     data = directory / "sequences.json"
     data.write_text(json.dumps(sequences))
     rows = directory / "rows.npz"

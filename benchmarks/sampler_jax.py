@@ -24,6 +24,16 @@ from areal_x.rollout.embedded import EmbeddedEngine
 from areal_x.rollout.engine import Request, SamplingParams
 
 VOCABULARY = 99
+CONFIG = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "vocab_size": VOCABULARY,
+    "hidden_size": 128,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "intermediate_size": 256,
+}
 
 
 @dataclass(frozen=True)
@@ -76,12 +86,9 @@ def main() -> None:
 
     from areal_x_jax.lanes import Sampler
     from areal_x_jax.parameters import parameter_shapes
-    from areal_x_jax.shape import Shape
+    from areal_x_jax.shape import shape_of
 
-    shape = Shape(
-        vocab=VOCABULARY, hidden=128, layers=4, heads=4, kv_heads=2, head_dim=32, intermediate=256,
-        eps=1e-6, rope_theta=10000.0, qkv_bias=False, qk_norm=True, tied=False, scores=False,
-    )  # fmt: skip
+    shape = shape_of(CONFIG)
     rng = np.random.default_rng(0)
     weights = Weights(jax.tree.map(lambda leaf: rng.normal(0, 0.05, leaf.shape).astype(np.float32), parameter_shapes(shape)))
     clock = time.process_time if arguments.cpu_seconds else time.perf_counter

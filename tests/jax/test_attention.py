@@ -13,7 +13,10 @@ from jax.sharding import AxisType, PartitionSpec
 
 from areal_x.errors import ConfigError
 from areal_x_jax import attention
-from areal_x_jax.attention import Candidate, Seen, attend, blocked, dense, prepare, reach, splash
+from areal_x_jax.attention import attend, prepare
+from areal_x_jax.blocked import KEPT, _Ids, _split, blocked, reach
+from areal_x_jax.dense import Seen, dense
+from areal_x_jax.kernels import Candidate, splash
 
 HEAD_DIM = 8
 SCALE = HEAD_DIM**-0.5
@@ -214,8 +217,8 @@ def test_what_is_prepared_is_what_dense_adds() -> None:
 
 
 def pairs(ids: np.ndarray, block: int, window: int = 0) -> int:
-    split = partial(attention._split, block=block)
-    first, end = reach(attention._Ids(split(jnp.asarray(ids)), split(jnp.asarray(ids)), 0, window))
+    split = partial(_split, block=block)
+    first, end = reach(_Ids(split(jnp.asarray(ids)), split(jnp.asarray(ids)), 0, window))
     return int(np.sum(end - first))
 
 
@@ -264,7 +267,7 @@ def test_its_backward_pass_runs_no_forward_pass_where_a_policy_keeps_its_names()
         layer = jax.checkpoint(lambda *qkv: jnp.sum(blocked(*qkv, seen, SCALE) ** 2), policy=policy)
         return str(jax.make_jaxpr(jax.grad(layer))(*inputs[:3])).count("while[")
 
-    kept = jax.checkpoint_policies.save_only_these_names(attention.KEPT)
+    kept = jax.checkpoint_policies.save_only_these_names(KEPT)
     assert loops(kept) == loops(jax.checkpoint_policies.nothing_saveable) - 1
 
 

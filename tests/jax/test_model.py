@@ -13,7 +13,7 @@ import pytest
 from areal_x.errors import UserError
 from areal_x.model_dir import read_config, read_tensors
 from areal_x_jax import head
-from areal_x_jax.attention import softcapped
+from areal_x_jax.dense import softcapped
 from areal_x_jax.model import head_kernel, hidden_states
 from areal_x_jax.parameters import Params, parameter_shapes
 from areal_x_jax.shape import Rope, Shape, shape_of

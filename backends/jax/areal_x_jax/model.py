@@ -20,6 +20,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from areal_x_jax import attention, experts
+from areal_x_jax.blocked import KEPT
 from areal_x_jax.layout import ALONE, AXES, Layout
 from areal_x_jax.parameters import Params, axes_of
 from areal_x_jax.shape import Shape
@@ -61,9 +62,7 @@ def hidden_states(
         return layout.pin(x, "rows", "length", None), uneven
 
     policies = jax.checkpoint_policies
-    products = policies.save_from_both_policies(
-        policies.dots_with_no_batch_dims_saveable, policies.save_only_these_names(attention.KEPT)
-    )
+    products = policies.save_from_both_policies(policies.dots_with_no_batch_dims_saveable, policies.save_only_these_names(KEPT))
     x = layout.pin(embedded(shape, params, tokens), "rows", "length", None)
     ropes = np.array([shape.rope_of(i) for i in range(shape.layers)])
     each = params["layers"], np.array(shape.windows), ropes, None if recorded is None else jnp.moveaxis(recorded, 2, 0)

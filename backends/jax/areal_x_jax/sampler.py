@@ -21,8 +21,8 @@ from jaxtyping import Array, Bool, Float, Int
 from areal_x.errors import UserError
 from areal_x.rollout.sampler import Decoded, SlotRequest
 from areal_x_jax import ring as rings
-from areal_x_jax.attention import softcapped
 from areal_x_jax.chunks import Chunk, packed
+from areal_x_jax.dense import softcapped
 from areal_x_jax.draw import draw, uniform
 from areal_x_jax.model import embedded, finish_layer, head_kernel, project_qkv, rms_norm, rotations_of
 from areal_x_jax.parameters import Params

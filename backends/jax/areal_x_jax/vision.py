@@ -19,7 +19,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from areal_x.errors import UserError
-from areal_x_jax.attention import HIDDEN
+from areal_x_jax.dense import HIDDEN
 from areal_x_jax.model import Rotation, affine, gated, rope
 from areal_x_jax.parameters import Params
 from areal_x_jax.shape import Rope

@@ -1,0 +1,173 @@
+"""Attention block by block: one block of queries and one of keys at a time, with a running softmax.
+
+Blocks in which nothing is seen are passed over, and the others computed again in the backward pass, so that memory grows with
+the length and not with its square, and sequences packed into a row cost their own squares and not the row's.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+from jaxtyping import Array, Bool, Float, Int
+
+from areal_x_jax.dense import HIDDEN, Seen, in_groups, is_zero, sees, softcapped
+
+CPU_BLOCK, BLOCK = 64, 512  # queries and keys of a block: what its cache holds; on others, few enough steps of the loop
+KEPT = "attention"  # names for jax.checkpoint_policies.save_only_these_names what the backward pass needs of the forward one
+
+
+def blocked(
+    query: Float[Array, "rows queries heads head_dim"],
+    key: Float[Array, "rows keys kv_heads head_dim"],
+    value: Float[Array, "rows keys kv_heads head_dim"],
+    seen: Seen,
+    scale: float,
+    softcap: float = 0.0,
+    block: int | None = None,
+) -> Float[Array, "rows queries heads head_dim"]:
+    """One block of queries and one of keys at a time, with a running softmax. Padding attends to nothing and gets 0.
+
+    Saves of the forward pass the output and the logarithm of each softmax's denominator. Rows of a batch go through the blocks
+    together, so a pair of blocks is computed if any row sees something in it. Source: arXiv 2205.14135 and 2307.08691.
+    """
+    block = block or (CPU_BLOCK if jax.default_backend() == "cpu" else BLOCK)
+    queries, keys = (min(block, x.shape[1]) for x in (query, key))
+    window = None if is_zero(seen.window) else seen.window
+    ids = _Ids(_split(seen.queries, queries), _split(seen.keys, keys), seen.start, window)
+    # [blocks, rows, kv_heads, queries, group, head_dim] and [blocks, rows, kv_heads, keys, head_dim]
+    grouped = jnp.moveaxis(_split(in_groups(query * scale, key.shape[2]), queries), 3, 2)
+    key, value = (jnp.moveaxis(_split(x, keys), 3, 2) for x in (key, value))
+    attended = _attend_blocks(softcap, grouped, key, value, ids)
+    attended = jnp.moveaxis(attended, 0, 1)  # [rows, blocks, kv_heads, queries, group, head_dim]
+    attended = jnp.moveaxis(attended, 2, 3).reshape(query.shape[0], -1, *query.shape[2:])
+    return attended[:, : query.shape[1]]
+
+
+class _Ids(NamedTuple):
+    """`Seen` in blocks, padded with padding. Without a window that could hide something, window is None."""
+
+    queries: Int[Array, "query_blocks rows block"]
+    keys: Int[Array, "key_blocks rows block"]
+    start: int | Int[Array, ""]
+    window: int | Int[Array, ""] | None
+
+
+def reach(ids: _Ids) -> tuple[Int[Array, " query_blocks"], Int[Array, " query_blocks"]]:
+    """The first block of keys in which any row's block of queries may see something, and the one after the last.
+
+    Segments meet where the ranges of their ids do: for any order of ids nothing that is seen is left out, and for rows packed
+    one segment after the other little else is kept.
+    """
+    largest = jnp.iinfo(ids.queries.dtype).max
+
+    def least_and_largest(x: Array) -> tuple[Array, Array]:
+        return jnp.min(jnp.where(x > 0, x, largest), axis=-1), jnp.max(x, axis=-1)
+
+    least, most = (x[:, None] for x in least_and_largest(ids.queries))
+    key_least, key_most = least_and_largest(ids.keys)
+    meet = jnp.any((least <= key_most) & (key_least <= most), axis=-1)  # [query_blocks, key_blocks]
+    (count, _, queries), (key_count, _, keys) = ids.queries.shape, ids.keys.shape
+    first_query, first_key = (ids.start + jnp.arange(count) * queries)[:, None], jnp.arange(key_count) * keys
+    meet &= first_key < first_query + queries
+    if not is_zero(ids.window):
+        meet &= (first_key + keys > first_query - ids.window + 1) | (ids.window == 0)
+    end = key_count - jnp.argmax(meet[:, ::-1], axis=1)
+    return jnp.argmax(meet, axis=1), jnp.where(jnp.any(meet, axis=1), end, 0)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _attend_blocks(softcap: float, query: Array, key: Array, value: Array, ids: _Ids) -> Array:
+    return _forward(softcap, query, key, value, ids)[0]
+
+
+def _forward(softcap: float, query: Array, key: Array, value: Array, ids: _Ids) -> tuple[Array, tuple[Any, ...]]:
+    def one(at: tuple[Array, ...]) -> tuple[Array, Array]:
+        index, first, end, query = at
+
+        def add(j: Array, sums: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+            top, total, attended = sums
+            scores, visible = _scores(softcap, query, key[j], ids, index, j)
+            scores = jnp.where(visible, scores, HIDDEN)
+            new_top = jnp.maximum(top, jnp.max(scores, axis=-1))
+            weights, fade = jnp.exp(scores - new_top[..., None]), jnp.exp(top - new_top)
+            product = jnp.einsum("bgqrk,bgkd->bgqrd", weights.astype(value.dtype), value[j], preferred_element_type=jnp.float32)
+            return new_top, total * fade + jnp.sum(weights, axis=-1), attended * fade[..., None] + product
+
+        nothing = jnp.zeros_like(query, jnp.float32)
+        of_each = nothing[..., 0]
+        top, total, attended = jax.lax.fori_loop(first, end, add, (of_each + HIDDEN, of_each, nothing))
+        # The weights of a query that has seen nothing are those of hidden keys, which it met before any other or alone.
+        sees = top > HIDDEN / 2
+        top, total = jnp.where(sees, top, 0.0), jnp.where(sees, total, 1.0)
+        attended = jnp.where(sees[..., None], attended, 0.0) / total[..., None]
+        return attended.astype(query.dtype), top + jnp.log(total)
+
+    attended, log_total = jax.lax.map(one, (jnp.arange(len(query)), *reach(ids), query))
+    attended, log_total = checkpoint_name(attended, KEPT), checkpoint_name(log_total, KEPT)
+    return attended, (query, key, value, ids, attended, log_total)
+
+
+def _backward(softcap: float, saved: tuple[Any, ...], gradient: Array) -> tuple[Array, Array, Array, None]:
+    query, key, value, ids, attended, log_total = saved
+
+    def one(sums: tuple[Array, Array], at: tuple[Array, ...]) -> tuple[tuple[Array, Array], Array]:
+        index, first, end, query, gradient, attended, log_total = at
+        shift = jnp.sum(gradient.astype(jnp.float32) * attended, axis=-1, keepdims=True)
+
+        def add(j: Array, sums: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+            d_query, d_key, d_value = sums
+            scores, visible = _scores(softcap, query, key[j], ids, index, j)
+            weights = jnp.where(visible, jnp.exp(scores - log_total[..., None]), 0.0)
+            d_weights = jnp.einsum("bgqrd,bgkd->bgqrk", gradient, value[j], preferred_element_type=jnp.float32)
+            d_scores = weights * (d_weights - shift)
+            if softcap:
+                d_scores *= 1 - jnp.square(scores / softcap)
+            weights, d_scores = weights.astype(value.dtype), d_scores.astype(key.dtype)
+            d_query += jnp.einsum("bgqrk,bgkd->bgqrd", d_scores, key[j], preferred_element_type=jnp.float32)
+            return d_query, _add_at(d_key, j, d_scores, query), _add_at(d_value, j, weights, gradient)
+
+        d_query, *sums = jax.lax.fori_loop(first, end, add, (jnp.zeros_like(query, jnp.float32), *sums))
+        return tuple(sums), d_query.astype(query.dtype)
+
+    nothing = jnp.zeros_like(key, jnp.float32), jnp.zeros_like(value, jnp.float32)
+    blocks = jnp.arange(len(query)), *reach(ids), query, gradient, attended, log_total
+    (d_key, d_value), d_query = jax.lax.scan(one, nothing, blocks)
+    return d_query, d_key.astype(key.dtype), d_value.astype(value.dtype), None
+
+
+_attend_blocks.defvjp(_forward, _backward)
+
+
+def _scores(
+    softcap: float,
+    query: Float[Array, "rows kv_heads queries group head_dim"],
+    key: Float[Array, "rows kv_heads keys head_dim"],
+    ids: _Ids,
+    i: Array,
+    j: Array,
+) -> tuple[Float[Array, "rows kv_heads queries group keys"], Bool[Array, "rows 1 queries 1 keys"]]:
+    """Those of blocks i and j, and which are seen. Padding sees nothing."""
+    scores = jnp.einsum("bgqrd,bgkd->bgqrk", query, key, preferred_element_type=jnp.float32)
+    queries, keys = ids.queries.shape[2], ids.keys.shape[2]
+    query_at, key_at = ids.start + i * queries + jnp.arange(queries), j * keys + jnp.arange(keys)
+    of_queries, of_keys = ids.queries[i], ids.keys[j]
+    visible = sees(of_queries, of_keys, query_at, key_at, ids.window) & (of_queries > 0)[..., None]
+    return softcapped(scores, softcap), visible[:, None, :, None]
+
+
+def _add_at(sums: Array, j: Array, of_scores: Array, of_queries: Array) -> Array:
+    """sums[j] + of_scores.T @ of_queries, in place within a loop."""
+    product = jnp.einsum("bgqrk,bgqrd->bgkd", of_scores, of_queries, preferred_element_type=jnp.float32)
+    return jax.lax.dynamic_update_index_in_dim(sums, sums[j] + product, j, 0)
+
+
+def _split(x: Array, block: int) -> Array:
+    """[rows, length, …] → [blocks, rows, block, …], padded with zeros to whole blocks."""
+    rows, length, *rest = x.shape
+    blocks = -(-length // block)
+    x = jnp.pad(x, ((0, 0), (0, blocks * block - length), *((0, 0) for _ in rest)))
+    return jnp.moveaxis(x.reshape(rows, blocks, block, *rest), 1, 0)
