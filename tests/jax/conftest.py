@@ -173,17 +173,20 @@ def image_prompt(*parts: int | tuple[int, int, int]) -> tuple[np.ndarray, list[t
     return np.array(tokens, np.int32), [part for part in parts if not isinstance(part, int)]
 
 
-def with_images(*prompts: Sequence[int | tuple[int, int, int]], answer: int = 9, seed: int = 0) -> list[Trajectory]:
-    """A trajectory for each prompt of `image_prompt`, text and patches drawn, with an answer of which one token looks like an
-    image's. Patches are those of models that see in SEEING."""
+def with_images(
+    *prompts: Sequence[int | tuple[int, int, int]], answer: int = 9, image_like: bool = True, seed: int = 0
+) -> list[Trajectory]:
+    """A trajectory for each prompt of `image_prompt`, text, patches and answer drawn; patches are as those of SEEING.
+    image_like: one token of the answer has the id of an image's."""
     rng = np.random.default_rng(seed)
     made = []
     for parts in prompts:
         prompt, grids = image_prompt(*parts)
-        prompt = np.where(prompt == 20, rng.integers(9, 50, len(prompt)), prompt).astype(np.int32)
-        drawn = rng.integers(9, 50, answer).astype(np.int32)
-        drawn[answer // 2] = IMAGE
-        patches = rng.normal(size=(sum(map(np.prod, grids)), 3 * 2 * 4 * 4)).astype(np.float32)
+        prompt = np.where(prompt == 20, rng.integers(9, 49, len(prompt)), prompt).astype(np.int32)
+        drawn = rng.integers(9, 49, answer).astype(np.int32)
+        if image_like:
+            drawn[answer // 2] = IMAGE
+        patches = rng.normal(size=(sum(int(np.prod(grid)) for grid in grids), 3 * 2 * 4 * 4)).astype(np.float32)
         images = Images(patches, np.array(grids, np.int32)) if grids else None
         logprobs: Any = -rng.exponential(2.0, answer)
         made.append(Trajectory.from_completion(prompt, drawn, logprobs, np.zeros(answer), 1.0, images=images))
