@@ -180,6 +180,8 @@ class Trainer:
                 "its tokenizer must be the one that the model was made for"
             )
         images = image_arrays(batch.map(np.asarray), self.shape.vision)
+        if images is not None:  # patches are what is large, and nothing computes with them in more than its precision
+            images = images._replace(patches=images.patches.astype(self.dtype))
         at_once = self.config.micro_batch_rows * self.layout.size(*BY_ROW)
         count = -(-rows // at_once)
         capacity = 1 << (count - 1).bit_length()

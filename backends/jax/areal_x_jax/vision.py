@@ -85,7 +85,7 @@ def encode(
         corners = outside["positions"][lies.corners] * lies.corner_weights[..., None]
         x = x + jnp.sum(corners, axis=-2).astype(x.dtype)
     rotation = jax.lax.optimization_barrier(patch_rotation(tower, lies))
-    attend = attention_of(tower, how, layout)
+    attend = attention_of(how, layout)
 
     def layer(x: Array, weights: Params, full: Array) -> Array:
         weights = layout.gathered(weights, own)
@@ -97,8 +97,7 @@ def encode(
         x = x + mlp(tower, weights, norm(tower, weights, "mlp_norm", x))
         return layout.pin(x, "rows", None, None)
 
-    saved = jax.checkpoint_policies.nothing_saveable if remat else PRODUCTS
-    layer = jax.checkpoint(layer, policy=saved)
+    layer = jax.checkpoint(layer, policy=jax.checkpoint_policies.nothing_saveable if remat else PRODUCTS)
 
     def step(carry: tuple[Array, Array], scanned: tuple[Params, Array, Array]) -> tuple[tuple[Array, Array], None]:
         (x, kept), (weights, full, slot) = carry, scanned
@@ -122,8 +121,8 @@ def encode(
 Attend = Callable[[Array, Array, Array, Array], Float[Array, "rows capacity hidden"]]  # query, key, value, segments
 
 
-def attention_of(shape: VisionShape, how: str, layout: Layout) -> Attend:
-    """Attention in both directions within segments."""
+def attention_of(how: str, layout: Layout) -> Attend:
+    """Attention in both directions within segments; on a mesh each device computes that of its rows."""
     how = how if how in ("dense", "blocked") else "auto"  # another name may be of a kernel that is causal
 
     def attend(query: Array, key: Array, value: Array, segments: Array) -> Array:

@@ -17,7 +17,7 @@ from areal_x.model_dir import stem, text_config
 
 FAMILIES = {"Qwen2_5_VL": "qwen2_5_vl", "Qwen3VL": "qwen3_vl"}  # by the stem of the architecture
 # Where the decoder's tensors and the tower's lie in what transformers saves. On the hub there are also models of each family
-# under the other's names.
+# under the names of the other.
 MODULES = {"qwen2_5_vl": ("model", "visual"), "qwen3_vl": ("model.language_model", "model.visual")}
 
 
