@@ -23,7 +23,8 @@ MOMENTS = "optimizer.safetensors"
 STATE = "trainer.json"
 FILE_BYTES = 4 * 2**30  # of one file: as much as is held in memory to be written
 FIRST, SECOND = "exp_avg.", "exp_avg_sq."  # AdamW's two moments of the tensor whose name follows
-CAUSAL, CLASSIFIER = "ForCausalLM", "ForSequenceClassification"  # how the names of architectures end
+# How the names of architectures end: of a language model, of one that sees, of one that judges.
+CAUSAL, CONDITIONAL, CLASSIFIER = "ForCausalLM", "ForConditionalGeneration", "ForSequenceClassification"
 NOT_COPIED = (".safetensors", ".bin", ".pt", ".gguf", ".index.json")
 
 
@@ -66,6 +67,17 @@ def read_config(directory: Path) -> dict[str, Any]:
     return config
 
 
+def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """What a config says of the language model: all of it, or, of most models that see, a part."""
+    of_text: Mapping[str, Any] = config.get("text_config") or config
+    return of_text
+
+
+def stem(architecture: str) -> str:
+    """An architecture's name without what it is for."""
+    return architecture.removesuffix(CAUSAL).removesuffix(CONDITIONAL).removesuffix(CLASSIFIER)
+
+
 def is_classifier(config: Mapping[str, Any]) -> bool:
     """Whether a model of this config has a `score` in place of a language model's head."""
     return any(name.endswith(CLASSIFIER) for name in config.get("architectures") or ())
@@ -89,7 +101,7 @@ def check_head(directory: Path, head: str) -> None:
 
 def check_vocabulary(binding: str, other: Path, directory: Path) -> None:
     """Raises: ConfigError for a model whose tokens are not those of the one that learns."""
-    theirs, ours = (read_config(path).get("vocab_size") for path in (other, directory))
+    theirs, ours = (text_config(read_config(path)).get("vocab_size") for path in (other, directory))
     if theirs != ours:
         raise ConfigError(binding, str(other), f"a model with the same {ours} tokens as {directory} (it has {theirs})")
 
@@ -133,7 +145,7 @@ def write_model(directory: Path, source: Path, tensors: Iterable[tuple[str, np.n
 
 
 def _as_classifier(config: Mapping[str, Any]) -> dict[str, Any]:
-    names = [name.removesuffix(CAUSAL).removesuffix(CLASSIFIER) + CLASSIFIER for name in config.get("architectures") or ()]
+    names = [stem(name) + CLASSIFIER for name in config.get("architectures") or ()]
     one_label = {"num_labels": 1, "id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
     return {**config, "architectures": names, **one_label}
 

@@ -16,6 +16,7 @@ from jaxtyping import Bool, Float32, Int16, Int32
 Array = Any  # a numpy, jax or torch array: the algorithms are written for all three
 Divergence = Callable[[Array, Array], Array]  # of a student's and a teacher's logits [..., vocabulary], giving [...]
 
+IMAGES = ("patches", "grids", "image_segments")  # what a batch says of them
 NOT_THE_POLICY = -1  # the version of a token that no policy produced: a prompt, a tool's output
 NOT_RECORDED = -1  # in place of an expert that no engine said
 
@@ -37,6 +38,23 @@ class Task:
 
 
 @dataclass(frozen=True)
+class Images:
+    """The images of one sequence, in the order in which its tokens speak of them, as Hugging Face's processors give them.
+
+    patches: the pixels of all of them, patch after patch (a processor's `pixel_values`). grids: how many frames, rows and
+    columns of patches each has (its `image_grid_thw`).
+    """
+
+    patches: Float32[np.ndarray, "patches features"]
+    grids: Int32[np.ndarray, "images 3"]
+
+    def __post_init__(self) -> None:
+        wanted = int(np.prod(self.grids, axis=1).sum())
+        if len(self.patches) != wanted:
+            raise ValueError(f"{len(self.grids)} images whose grids have {wanted} patches came with {len(self.patches)}")
+
+
+@dataclass(frozen=True)
 class Trajectory:
     """One token sequence to learn from, all arrays of one length T.
 
@@ -44,6 +62,7 @@ class Trajectory:
     distribution it was sampled from (0 where the policy did not produce it). versions: the policy version that produced it
     (-1 where none did). reward: of the whole sequence. token_rewards: added to it where the algorithm uses per-token rewards.
     experts: of a mixture, those that the engine sent each token through in each layer (-1 where it recorded none).
+    images: those that tokens outside the mask stand for, of a model that sees.
     """
 
     tokens: Int32[np.ndarray, " T"]
@@ -54,6 +73,7 @@ class Trajectory:
     token_rewards: Float32[np.ndarray, " T"] | None = None
     finish_reason: str = "stop"
     experts: Int16[np.ndarray, "T layers per_token"] | None = None
+    images: Images | None = None
 
     def __post_init__(self) -> None:
         arrays = ("tokens", "mask", "logprobs", "versions", *(("experts",) if self.experts is not None else ()))
@@ -73,8 +93,9 @@ class Trajectory:
         reward: float | None = None,
         finish_reason: str = "stop",
         experts: Int16[np.ndarray, "P+N layers per_token"] | None = None,
+        images: Images | None = None,
     ) -> Trajectory:
-        """A prompt of P tokens that is context, then N generated tokens that are trained on."""
+        """A prompt of P tokens that is context, then N generated tokens that are trained on. images: of the prompt."""
         context = len(prompt)
         return Trajectory(
             tokens=np.concatenate([prompt, tokens]).astype(np.int32),
@@ -84,6 +105,7 @@ class Trajectory:
             reward=reward,
             finish_reason=finish_reason,
             experts=experts,
+            images=images,
         )
 
 
@@ -151,6 +173,8 @@ class Batch:
     behavior_logp, proximal_logp, reference_logp: log-probability of each token under the policy that sampled it, the policy
     the update is anchored to, and the frozen reference. ages: how many versions older than the trained one the token's is.
     weights: what each term counts in `sum(weights * terms)`. experts: `[rows, length, layers, per_token]`, see Trajectory.
+    patches `[rows, patches, features]`, grids `[rows, images, 3]`, image_segments `[rows, images]`: the images of each row, one
+    after the other as their tokens stand in it (see `Images`), and whose each is; 0 is padding. None where no row has an image.
     The same dataclass holds numpy, jax or torch arrays.
     """
 
@@ -168,6 +192,13 @@ class Batch:
     old_values: Array | None = None
     weights: Array | None = None
     experts: Array | None = None
+    patches: Array | None = None
+    grids: Array | None = None
+    image_segments: Array | None = None
+
+    @property
+    def has_images(self) -> bool:
+        return self.patches is not None
 
     @property
     def shape(self) -> tuple[int, int]:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from jaxtyping import Float32, Int32, Int64
+from jaxtyping import Float32, Int, Int32, Int64
 
 from areal_x.errors import UserError, positive
 from areal_x.types import NOT_RECORDED, NOT_THE_POLICY, Batch, Trajectory
@@ -22,8 +22,8 @@ class Packed:
     """A batch of rows, and where in it each of the n trajectories lies.
 
     Trajectory i holds the places `starts[i] : starts[i] + lengths[i]` of row `rows[i]`, under the segment id `segments[i]`.
-    In the batch tokens, segment_ids, positions, mask, behavior_logp and versions are filled, and experts where any trajectory
-    has them; everything else is None.
+    In the batch tokens, segment_ids, positions, mask, behavior_logp and versions are filled, and, if a trajectory has any,
+    experts and what speaks of images; everything else is None.
     """
 
     batch: Batch
@@ -100,6 +100,7 @@ def pack(trajectories: Sequence[Trajectory], row_length: int, rows_multiple: int
         behavior_logp=filled([t.logprobs for t in trajectories], np.float32),
         versions=filled([t.versions for t in trajectories], np.int32, padding=NOT_THE_POLICY),
         experts=filled(experts, np.int16, padding=NOT_RECORDED) if experts else None,
+        **images_of_rows(trajectories, rows, starts, segments, shape[0]),
     )
     return Packed(batch, rows, starts, lengths, segments)
 
@@ -113,6 +114,34 @@ def experts_of(trajectories: Sequence[Trajectory]) -> list[np.ndarray]:
         return []
     nothing = np.full((1, *recorded[0].shape[1:]), NOT_RECORDED, np.int16)
     return [np.repeat(nothing, len(t), axis=0) if t.experts is None else t.experts for t in trajectories]
+
+
+def images_of_rows(
+    trajectories: Sequence[Trajectory],
+    rows: Int32[np.ndarray, " n"],
+    starts: Int32[np.ndarray, " n"],
+    segments: Int32[np.ndarray, " n"],
+    count: int,
+) -> dict[str, np.ndarray]:
+    """What a batch of `count` rows says of images, those of a row in the order of its tokens; nothing where there are none."""
+    in_order = ((i, trajectories[i].images) for i in np.lexsort((starts, rows)).tolist())
+    seen = {i: images for i, images in in_order if images is not None and len(images.grids)}
+    if not seen:
+        return {}
+    if len(widths := {images.patches.shape[1] for images in seen.values()}) > 1:
+        raise UserError(f"patches of {sorted(widths)} features cannot share a batch: they are of different models' processors")
+
+    def filled(values: Sequence[np.ndarray], dtype: Any) -> np.ndarray:
+        lengths = np.bincount(rows[list(seen)], [len(x) for x in values], count).astype(np.int64)
+        out = np.zeros((count, lengths.max(), *values[0].shape[1:]), dtype)
+        out[np.repeat(np.arange(count), lengths), _within(lengths)] = np.concatenate(values)
+        return out
+
+    return {
+        "patches": filled([images.patches for images in seen.values()], np.float32),
+        "grids": filled([images.grids for images in seen.values()], np.int32),
+        "image_segments": filled([np.full(len(images.grids), segments[i]) for i, images in seen.items()], np.int32),
+    }
 
 
 def first_fit_decreasing(
@@ -141,7 +170,7 @@ def first_fit_decreasing(
     return rows, starts, segments
 
 
-def _within(lengths: Int32[np.ndarray, " n"]) -> Int64[np.ndarray, " tokens"]:
+def _within(lengths: Int[np.ndarray, " n"]) -> Int64[np.ndarray, " tokens"]:
     """0 .. T-1 for each sequence, one after the other."""
     ends = np.cumsum(lengths, dtype=np.int64)
     return np.arange(ends[-1] if len(ends) else 0) - np.repeat(ends - lengths, lengths)

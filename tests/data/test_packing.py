@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from areal_x.data.packing import first_fit_decreasing, pack
 from areal_x.errors import UserError
-from areal_x.types import Trajectory
+from areal_x.types import Images, Trajectory
 
 ROW = 24
 lengths_in_rows = st.lists(st.integers(1, ROW), min_size=1, max_size=60)
@@ -166,3 +166,41 @@ def test_recorded_experts_lie_where_their_tokens_do_and_those_of_others_are_not_
     other = replace(made[1], experts=np.zeros((3, 1, 2), np.int16))
     with pytest.raises(ValueError, match="different models"):
         pack([replace(made[0], experts=experts), other], 8)
+
+
+def seeing(length: int, number: int, *grids: tuple[int, int, int]) -> Trajectory:
+    """Its patches are numbered through, so that none can be mistaken for another."""
+    count = sum(int(np.prod(grid)) for grid in grids)
+    patches = np.arange(count * 2, dtype=np.float32).reshape(count, 2) + 1000 * (number + 1)
+    return replace(trajectory(length, number), images=Images(patches, np.array(grids, np.int32).reshape(-1, 3)))
+
+
+def test_images_lie_in_the_order_of_their_tokens_and_say_whose_they_are() -> None:
+    made = [
+        seeing(8, 0, (1, 2, 2)),
+        trajectory(5, 1),
+        seeing(10, 2, (1, 2, 4), (2, 2, 2)),
+        seeing(20, 3, (1, 4, 2)),
+        seeing(3, 4),
+    ]
+    packed = pack(made, ROW)
+    batch = packed.batch
+    assert list(zip(packed.rows, packed.segments, strict=True)) == [(1, 2), (1, 3), (1, 1), (0, 1), (0, 2)]
+    assert batch.grids.tolist() == [[[1, 4, 2], [0] * 3, [0] * 3], [[1, 2, 4], [2, 2, 2], [1, 2, 2]]]
+    assert batch.image_segments.tolist() == [[1, 0, 0], [1, 1, 2]]
+    assert (batch.patches.shape, batch.patches.dtype) == ((2, 20, 2), np.float32)
+    np.testing.assert_array_equal(batch.patches[1], np.concatenate([made[2].images.patches, made[0].images.patches]))
+    np.testing.assert_array_equal(batch.patches[0, :8], made[3].images.patches)
+    assert not batch.patches[0, 8:].any()
+
+
+def test_rows_without_images_say_nothing_of_them() -> None:
+    batch = pack([trajectory(5), seeing(3, 1)], ROW).batch
+    assert not batch.has_images
+    assert batch.patches is batch.grids is batch.image_segments is None
+
+
+def test_patches_of_two_processors_do_not_share_a_batch() -> None:
+    other = replace(trajectory(4), images=Images(np.zeros((4, 3), np.float32), np.array([[1, 2, 2]], np.int32)))
+    with pytest.raises(UserError, match=r"patches of \[2, 3\] features"):
+        pack([seeing(4, 1, (1, 2, 2)), other], ROW)

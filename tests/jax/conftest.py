@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from areal_x.types import Trajectory
+from areal_x.model_dir import read_config
+from areal_x.types import Images, Trajectory
 
 SIZES = {
     "vocab_size": 50,
@@ -66,6 +67,34 @@ MORE = {
     "gemma3": {**GEMMA3, "sliding_window": 5, "query_pre_attn_scalar": 20, "final_logit_softcapping": 3.0},
     "gemma3-biased": {**GEMMA3, "sliding_window": 7, "attention_bias": True, "num_hidden_layers": 7, "num_key_value_heads": 4},
 }
+# Models that see. Windows are of 4×4 patches.
+IMAGE, VISION_START, VISION_END = 5, 7, 8
+TEXT = {**SIZES, "num_attention_heads": 2, "bos_token_id": 1, "eos_token_id": 2}
+TOWER = {"depth": 4, "hidden_size": 32, "intermediate_size": 48, "num_heads": 4, "patch_size": 4, "out_hidden_size": 32}
+TOWER2_5 = {**TOWER, "window_size": 16, "fullatt_block_indexes": [1]}
+TOWER3 = {**TOWER, "num_position_embeddings": 49, "deepstack_visual_indexes": [0, 2]}
+IDS = {"image_token_id": IMAGE, "video_token_id": 6, "vision_start_token_id": VISION_START, "vision_end_token_id": VISION_END}
+
+
+def seeing(family: str, tower: dict[str, Any], sections: list[int], tied: bool = False, **text: Any) -> dict[str, Any]:
+    rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": sections} | text.pop("rope", {})
+    text = TEXT | {"rope_parameters": rope, "tie_word_embeddings": tied} | text
+    return {"model_type": family, "text_config": text, "vision_config": tower, "tie_word_embeddings": tied, **IDS}
+
+
+SEEING = {
+    "qwen2_5_vl": seeing("qwen2_5_vl", TOWER2_5, [2, 3, 3]),
+    "qwen2_5_vl-tied": seeing("qwen2_5_vl", {**TOWER2_5, "fullatt_block_indexes": [0, 3]}, [2, 3, 3], True),
+    "qwen2_5_vl-yarn": seeing("qwen2_5_vl", TOWER2_5, [4, 2, 2], rope=YARN, num_key_value_heads=1),
+    "qwen2_5_vl-wide": seeing("qwen2_5_vl", {**TOWER2_5, "hidden_size": 48, "num_heads": 2}, [2, 3, 3], num_hidden_layers=3),
+    "qwen3_vl": seeing("qwen3_vl", TOWER3, [4, 2, 2], head_dim=16),
+    "qwen3_vl-tied": seeing("qwen3_vl", {**TOWER3, "num_position_embeddings": 16}, [4, 2, 2], True, head_dim=16),
+    "qwen3_vl-biased": seeing("qwen3_vl", TOWER3, [6, 5, 5], head_dim=32, attention_bias=True, num_key_value_heads=1),
+    "qwen3_vl-deep": seeing(
+        "qwen3_vl", {**TOWER3, "deepstack_visual_indexes": [1]}, [4, 2, 2], head_dim=16, num_hidden_layers=3
+    ),
+}
+
 # Sizes that 4 devices divide, and 8 the widths.
 EVEN = {"vocab_size": 64, "num_attention_heads": 8, "num_key_value_heads": 4}
 DIVISIBLE = {
@@ -78,10 +107,11 @@ DIVISIBLE = {
 def write_random(name: str, directory: Path) -> Path:
     """A random model of these names as transformers saves it, biases and norms drawn too."""
     import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
     torch.manual_seed(len(name))
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**(MODELS | MORE | DIVISIBLE)[name]))
+    kind = AutoModelForImageTextToText if name in SEEING else AutoModelForCausalLM
+    model = kind.from_config(AutoConfig.for_model(**(MODELS | MORE | DIVISIBLE | SEEING)[name]))
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, 1.0 if parameter.ndim == 1 else 0.0, 0.2)
     model.save_pretrained(directory)
@@ -97,10 +127,11 @@ def model_dir_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Pa
 def reference_model(directory: Path) -> Any:
     """transformers' own model. On one thread: torch's idle threads would take the other tests' cores."""
     import torch
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
     torch.set_num_threads(1)
-    return AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+    sees = "vision_config" in read_config(directory)
+    return (AutoModelForImageTextToText if sees else AutoModelForCausalLM).from_pretrained(directory, dtype=torch.float32)
 
 
 def torch_logits(directory: Path, sequences: list[np.ndarray]) -> list[np.ndarray]:
@@ -130,4 +161,33 @@ def trajectories(*lengths: int, vocab: int = 50, seed: int = 0) -> list[Trajecto
         tokens, prompt = rng.integers(0, vocab, n).astype(np.int32), n // 3
         logprobs: Any = -rng.exponential(2.0, n - prompt)
         made.append(Trajectory.from_completion(tokens[:prompt], tokens[prompt:], logprobs, np.zeros(n - prompt), 1.0))
+    return made
+
+
+def image_prompt(*parts: int | tuple[int, int, int]) -> tuple[np.ndarray, list[tuple[int, int, int]]]:
+    """Tokens of text (so many) and of images (of these grids), each image between its marks; the grids."""
+    tokens: list[int] = []
+    for part in parts:
+        marked = [VISION_START, *[IMAGE] * (int(np.prod(part)) // 4), VISION_END]
+        tokens += [20] * part if isinstance(part, int) else marked
+    return np.array(tokens, np.int32), [part for part in parts if not isinstance(part, int)]
+
+
+def with_images(
+    *prompts: Sequence[int | tuple[int, int, int]], answer: int = 9, image_like: bool = True, seed: int = 0
+) -> list[Trajectory]:
+    """A trajectory for each prompt of `image_prompt`, text, patches and answer drawn; patches are as those of SEEING.
+    image_like: one token of the answer has the id of an image's."""
+    rng = np.random.default_rng(seed)
+    made = []
+    for parts in prompts:
+        prompt, grids = image_prompt(*parts)
+        prompt = np.where(prompt == 20, rng.integers(9, 49, len(prompt)), prompt).astype(np.int32)
+        drawn = rng.integers(9, 49, answer).astype(np.int32)
+        if image_like:
+            drawn[answer // 2] = IMAGE
+        patches = rng.normal(size=(sum(int(np.prod(grid)) for grid in grids), 3 * 2 * 4 * 4)).astype(np.float32)
+        images = Images(patches, np.array(grids, np.int32)) if grids else None
+        logprobs: Any = -rng.exponential(2.0, answer)
+        made.append(Trajectory.from_completion(prompt, drawn, logprobs, np.zeros(answer), 1.0, images=images))
     return made

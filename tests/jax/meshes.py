@@ -10,6 +10,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,18 +24,22 @@ from areal_x.trainer import MeshConfig, ModelConfig, OptimizerConfig, TrainerCon
 from areal_x.types import Batch, Trajectory
 from areal_x_jax.trainer import Trainer
 
+from .conftest import IMAGE, with_images
+
 ROWS, LENGTH, UPDATES = 16, 32, 10
 
 
-def batch_of(vocab: int, seed: int) -> Batch:
-    """Sequences of 3 to 20 tokens, packed, with advantages."""
+def batch_of(vocab: int, seed: int, images: bool = False) -> Batch:
+    """Sequences of 3 to 20 tokens, packed, with advantages; three more with images."""
     rng = np.random.default_rng(seed)
     made = []
     for length in rng.integers(3, 20, 30):
         prompt = int(length) // 3
-        tokens = rng.integers(0, vocab, length).astype(np.int32)
+        tokens = rng.integers(IMAGE + 1 if images else 0, vocab, length).astype(np.int32)
         logprobs = -rng.exponential(2.0, length - prompt)
         made.append(Trajectory.from_completion(tokens[:prompt], tokens[prompt:], logprobs, np.zeros(length - prompt), 1.0))
+    if images:
+        made += with_images((3, (1, 4, 6)), ((1, 2, 2), 2, (2, 2, 2)), ((1, 6, 4),), answer=5, seed=seed)
     packed = pack(made, LENGTH, ROWS)
     batch, advantages = packed.batch, packed.spread(rng.normal(size=len(made)))
     weights = np.asarray(sequence_mean(batch.mask, batch.segment_ids), np.float32)
@@ -54,10 +59,11 @@ def learn(directory: Path, mesh: dict[str, int]) -> dict[str, Any]:
             head_chunk=32,
         )
     )
-    learned = [trainer.update(batch_of(trainer.shape.vocab, step), losses.ppo_clip) for step in range(UPDATES)]
+    of_model = partial(batch_of, trainer.shape.vocab, images=trainer.shape.vision is not None)
+    learned = [trainer.update(of_model(step), losses.ppo_clip) for step in range(UPDATES)]
     leaves = jax.tree.leaves(trainer.params)
     here = sum(leaf.addressable_shards[0].data.size for leaf in leaves) / sum(leaf.size for leaf in leaves)
-    logp = trainer.logprobs(batch_of(trainer.shape.vocab, 0))
+    logp = trainer.logprobs(of_model(0))
     return {
         "loss": [row["loss"] for row in learned],
         "grad_norm": [row["grad_norm"] for row in learned],

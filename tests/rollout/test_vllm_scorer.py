@@ -221,6 +221,12 @@ def test_each_different_sequence_is_asked_for_once_and_one_of_one_token_never(se
     np.testing.assert_allclose(scores[batch.positions == 1], -0.6, atol=1e-6)
 
 
+def test_images_are_refused(serve: Callable[..., Serving]) -> None:
+    batch = packed([[5, 6]], 4).replace(patches=np.zeros((1, 4, 6), np.float32))
+    with pytest.raises(UserError, match="a server is asked about text alone"):
+        score([serve()], batch)
+
+
 def test_rows_of_padding_alone_ask_for_nothing(serve: Callable[..., Serving]) -> None:
     server = serve()
     assert (score([server], packed([], 8)) == 0).all()

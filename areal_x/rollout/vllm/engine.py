@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 import gin
 
 from areal_x.errors import ConfigError, UserError, at_least, positive
-from areal_x.model_dir import read_config
+from areal_x.model_dir import read_config, text_config
 from areal_x.rollout.engine import Completion, EngineError, Request, room
 from areal_x.rollout.publisher import Staged, Staging, default_parent
 from areal_x.rollout.vllm import server as servers
@@ -211,7 +211,7 @@ class VLLMEngine:
 
 
 def model_context(model: Path) -> int:
-    longest = read_config(model).get("max_position_embeddings")
+    longest = text_config(read_config(model)).get("max_position_embeddings")
     if longest is None:
         raise ConfigError("vllm.context", 0, f"set: {model / 'config.json'} does not say how long a sequence may be")
     return int(longest)

@@ -67,8 +67,13 @@ class ServerScorer:
     def logprobs(self, batch: Batch) -> Float32[np.ndarray, "rows length"]:
         """Log-probability of each token given those before it in its segment; 0 for a segment's first token and for padding.
 
-        Raises: EngineError when a server is lost or answers with an error, UserError for a sequence longer than its context.
+        Raises: EngineError when a server is lost or answers with an error, UserError for a sequence longer than its context and
+        for a batch with images.
         """
+        if batch.has_images:
+            raise UserError(
+                "the batch has images, and a server is asked about text alone: name a directory, which is loaded here"
+            )
         tokens, scored = np.asarray(batch.tokens), np.zeros(batch.shape, np.float32)
         places: dict[tuple[int, ...], list[tuple[int, slice]]] = {}
         for row, place in segments(np.asarray(batch.segment_ids)):

@@ -11,9 +11,56 @@ import numpy as np
 from jaxtyping import Bool, Float, Int
 
 from areal_x.errors import UserError
-from areal_x_jax.vision import PatchLayout, VisionShape
+from areal_x.types import Batch
+from areal_x_jax.vision import ImageArrays, PatchLayout
+from areal_x_jax.vision_shape import VisionShape
 
 Grid = tuple[int, int, int]
+
+
+def image_arrays(batch: Batch, shape: VisionShape | None) -> ImageArrays | None:
+    """What the step reads of a batch's images; None without any. shape: of the model's tower, None where it reads text alone.
+
+    Every row has room for as many patches as the fullest needs, rounded up to merge² · 2^n, so that few programs are compiled.
+    Raises: UserError for a model that reads text alone, for patches that are not this tower's, and where the image tokens of a
+    sequence are not those of its images.
+    """
+    if shape is None:
+        if not batch.has_images:
+            return None
+        raise UserError("the batch has images and the model reads text alone: train one that sees, Qwen2.5-VL or Qwen3-VL")
+    of_image = image_tokens(batch.tokens, shape.image_token, batch.mask) & (batch.segment_ids > 0)
+    if not batch.has_images:
+        if of_image.any():
+            raise UserError(f"a sequence has {of_image.sum()} image tokens and no image: give its trajectory `images`")
+        return None
+    if batch.patches.shape[2] != shape.in_features:
+        wanted = f"the model's tower takes {shape.in_features}: use the processor that it came with"
+        raise UserError(f"the images of the batch have patches of {batch.patches.shape[2]} numbers, but {wanted}")
+    grids = [
+        [(t, h, w) for t, h, w in own[there].tolist()] for own, there in zip(batch.grids, batch.image_segments > 0, strict=True)
+    ]
+    capacity = capacity_of(max(map(patches_of, grids)), shape.merge)
+    layouts = [patch_layout(own, shape, capacity) for own in grids]
+    patches = np.zeros((len(grids), capacity, shape.in_features), np.float32)
+    width = min(capacity, batch.patches.shape[1])
+    patches[:, :width] = batch.patches[:, :width]
+    layout = PatchLayout(*(None if of_rows[0] is None else np.stack(of_rows) for of_rows in zip(*layouts, strict=True)))
+    return ImageArrays(patches, layout, image_places(of_image), positions_of(batch, of_image, grids, shape))
+
+
+def positions_of(
+    batch: Batch, of_image: Bool[np.ndarray, "rows length"], grids: Sequence[Sequence[Grid]], shape: VisionShape
+) -> Int[np.ndarray, "rows 3 length"]:
+    """Those of `mrope_positions` for each sequence of packed rows, whose images have these grids, row by row."""
+    positions = np.repeat(np.asarray(batch.positions, np.int32)[:, None], 3, axis=1)
+    for row, (segment_ids, own) in enumerate(zip(batch.segment_ids, grids, strict=True)):
+        owners = batch.image_segments[row][batch.image_segments[row] > 0]
+        for segment in np.union1d(owners, segment_ids[of_image[row]]):
+            here, theirs = segment_ids == segment, [grid for grid, owner in zip(own, owners, strict=True) if owner == segment]
+            of_segment = mrope_positions(batch.tokens[row, here], theirs, shape.image_token, shape.merge, batch.mask[row, here])
+            positions[row][:, here] = of_segment
+    return positions
 
 
 def patch_layout(grids: Sequence[Grid], shape: VisionShape, capacity: int | None = None) -> PatchLayout:
@@ -26,9 +73,9 @@ def patch_layout(grids: Sequence[Grid], shape: VisionShape, capacity: int | None
     for grid in grids:
         if grid[1] % merge or grid[2] % merge:
             raise UserError(f"an image of {grid[1]}×{grid[2]} patches: its height and width must be multiples of {merge}")
-    patches = sum(frames * height * width for frames, height, width in grids)
+    patches = patches_of(grids)
     if capacity is None:
-        capacity = merge**2 << max(patches // merge**2 - 1, 0).bit_length()
+        capacity = capacity_of(patches, merge)
     if patches > capacity or capacity % merge**2:
         raise UserError(f"{patches} patches need a capacity of as many, and a multiple of {merge**2}, not {capacity}")
     frames, windows, rows, columns = np.zeros((4, capacity), np.int32)
@@ -48,6 +95,15 @@ def patch_layout(grids: Sequence[Grid], shape: VisionShape, capacity: int | None
         start = here.stop
     of_table = (corners, weights) if shape.table else (None, None)
     return PatchLayout(frames, windows if shape.window else None, rows, columns, *of_table)
+
+
+def patches_of(grids: Sequence[Grid]) -> int:
+    return sum(frames * height * width for frames, height, width in grids)
+
+
+def capacity_of(patches: int, merge: int) -> int:
+    """The least merge² · 2^n that is as many."""
+    return merge**2 << max(-(-patches // merge**2) - 1, 0).bit_length()
 
 
 def in_squares(height: int, width: int, merge: int) -> Int[np.ndarray, "2 patches"]:
@@ -91,7 +147,7 @@ def mrope_positions(
     """
     tokens = np.asarray(tokens)
     of_image = image_tokens(tokens, image_token_id, sampled)
-    wanted = sum(frames * height * width for frames, height, width in grids) // merge**2
+    wanted = patches_of(grids) // merge**2
     if of_image.sum() != wanted:
         raise UserError(f"a sequence has {of_image.sum()} image tokens, but its {len(grids)} images are {wanted} of them")
     positions = np.empty((3, len(tokens)), np.int32)
@@ -110,16 +166,9 @@ def mrope_positions(
     return positions
 
 
-def image_places(
-    tokens: Int[np.ndarray, "rows length"], image_token_id: int, sampled: Bool[np.ndarray, "rows length"] | None = None
-) -> Int[np.ndarray, "rows length"]:
-    """Which embedding of `vision.encode` stands at each token, or −1 at text, for images given in the order of the rows.
-
-    sampled: as in `mrope_positions`.
-    """
-    of_image = image_tokens(np.asarray(tokens), image_token_id, sampled)
-    count = np.cumsum(of_image, dtype=np.int32).reshape(of_image.shape)
-    return np.where(of_image, count - 1, np.int32(-1))
+def image_places(of_image: Bool[np.ndarray, "rows length"]) -> Int[np.ndarray, "rows length"]:
+    """Which embedding of its row's images stands at each token, or −1 at text, where these tokens are of images."""
+    return np.where(of_image, np.cumsum(of_image, axis=-1, dtype=np.int32) - 1, np.int32(-1))
 
 
 def image_tokens(

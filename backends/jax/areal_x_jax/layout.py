@@ -36,6 +36,8 @@ RULES: dict[str, str | tuple[str, ...] | None] = {
     "shared_intermediate": "tensor",
     "experts": "expert",
     "expert_intermediate": "tensor",
+    "vision_hidden": "fsdp",  # a tower is small beside its decoder: each device of a tensor group computes all of it
+    "vision_wide": "fsdp",
     # of what is computed
     "rows": BY_ROW,
     "length": "context",
@@ -68,7 +70,8 @@ class Layout:
         """A layer's parameters as they are needed to compute: whole but for tensor and expert."""
         if self.size("fsdp") == 1:
             return params
-        return {name: self.pin(x, *(None if axis == "hidden" else axis for axis in axes[name])) for name, x in params.items()}
+        whole = {name: [None if RULES.get(axis) == "fsdp" else axis for axis in own] for name, own in axes.items()}
+        return {name: self.pin(x, *whole[name]) for name, x in params.items()}
 
     def alone(
         self, function: Callable[..., Any], inputs: Any, outputs: Any, axes: tuple[str, ...] = AXES
@@ -109,6 +112,7 @@ def check_fit(layout: Layout, shape: Shape) -> None:
         "features of the MLP": ("tensor", shape.intermediate if shape.experts is None else shape.experts.intermediate),
         "features of the shared expert": ("tensor", shape.experts.shared if shape.experts else 0),
         "features of the model": ("fsdp", shape.hidden),
+        "features of the vision tower": ("fsdp", shape.vision.hidden if shape.vision else layout.size("fsdp")),
         "experts": ("expert", shape.experts.count if shape.experts else layout.size("expert")),
     }
     for what, (axis, count) in counts.items():

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -28,6 +28,25 @@ from areal_x_jax.shape import Shape
 Rotation = tuple[Array, Array]
 ACTIVATIONS: dict[str, Callable[[Array], Array]] = {"silu": jax.nn.silu, "gelu_tanh": partial(jax.nn.gelu, approximate=True)}
 
+# What the backward pass keeps without remat: see `hidden_states`.
+PRODUCTS = jax.checkpoint_policies.save_from_both_policies(
+    jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+    jax.checkpoint_policies.save_only_these_names(KEPT),
+)
+
+
+class ImageFeatures(NamedTuple):
+    """What a vision tower says of the images of packed rows (see areal_x_jax.vision).
+
+    places: which embedding of its row's stands at a token, −1 at text. deepstack: of each of the first layers what is added to
+    its output there. rotation: in place of that by plain positions.
+    """
+
+    places: Int[Array, "rows length"]
+    embeddings: Float[Array, "rows tokens hidden"]
+    deepstack: Float[Array, "layers rows tokens hidden"] | None
+    rotation: Rotation
+
 
 def hidden_states(
     shape: Shape,
@@ -39,9 +58,10 @@ def hidden_states(
     layout: Layout = ALONE,
     how: str = "auto",
     recorded: Int[Array, "rows length layers per_token"] | None = None,
+    images: ImageFeatures | None = None,
 ) -> tuple[Float[Array, "rows length hidden"], Float[Array, ""] | None]:
     """What the head reads, for packed rows: a token attends to those before it in its own segment. And, of a mixture of
-    experts, how unevenly they were chosen (`experts.imbalance`), the mean over layers.
+    experts, how unevenly they were chosen (`experts.imbalance`), the mean over layers. images: where rows have any.
 
     remat: the backward pass computes whole layers again from their inputs. Without it, it keeps the results of products with
     kernels and computes the rest again (scores, all that is elementwise): a fifth faster on a CPU than keeping everything,
@@ -49,24 +69,29 @@ def hidden_states(
     recorded: the experts that each token goes through (see `experts.route`).
     """
     # The barrier keeps the compiler from computing sines again for each head and layer.
-    rotations = jax.lax.optimization_barrier(rotations_of(shape, positions))
+    rotations = jax.lax.optimization_barrier(rotations_of(shape, positions) if images is None else (images.rotation,))
     attend = attention_of(shape, segment_ids, how, layout)
     axes = {name: own[1:] for name, own in axes_of(shape)["layers"].items()}
 
-    def layer(x: Array, of_layer: tuple[Params, Array, Array, Array | None]) -> tuple[Array, Array | None]:
-        weights, window, rope_index, chosen = of_layer
+    def layer(x: Array, of_layer: tuple[Any, ...]) -> tuple[Array, Array | None]:
+        weights, window, rope_index, chosen, depth = of_layer
         weights = layout.gathered(weights, axes)
         query, key, value = project_qkv(shape, weights, x, _pick(rotations, rope_index))
         x, routing = finish_layer(shape, weights, x, attend(query, key, value, window), layout, chosen)
+        if images is not None and depth is not None:
+            x = deepened(x, images, depth)
         uneven = None if routing is None else experts.imbalance(routing, segment_ids > 0)
         return layout.pin(x, "rows", "length", None), uneven
 
-    policies = jax.checkpoint_policies
-    products = policies.save_from_both_policies(policies.dots_with_no_batch_dims_saveable, policies.save_only_these_names(KEPT))
-    x = layout.pin(embedded(shape, params, tokens), "rows", "length", None)
+    x = embedded(shape, params, tokens)
+    if images is not None:
+        x = jnp.where(images.places[..., None] < 0, x, at_places(images.embeddings, images.places))
     ropes = np.array([shape.rope_of(i) for i in range(shape.layers)])
-    each = params["layers"], np.array(shape.windows), ropes, None if recorded is None else jnp.moveaxis(recorded, 2, 0)
-    x, uneven = jax.lax.scan(jax.checkpoint(layer, policy=policies.nothing_saveable if remat else products), x, each)
+    chosen = None if recorded is None else jnp.moveaxis(recorded, 2, 0)
+    depth = None if images is None or images.deepstack is None else np.arange(shape.layers)
+    each = params["layers"], np.array(shape.windows), ropes, chosen, depth
+    layer = jax.checkpoint(layer, policy=jax.checkpoint_policies.nothing_saveable if remat else PRODUCTS)
+    x, uneven = jax.lax.scan(layer, layout.pin(x, "rows", "length", None), each)
     return rms_norm(x, params["norm"], shape), None if uneven is None else uneven.mean()
 
 
@@ -101,6 +126,22 @@ def attention_of(shape: Shape, segment_ids: Int[Array, "rows length"], how: str,
 def embedded(shape: Shape, params: Params, tokens: Int[Array, ...]) -> Float[Array, "... hidden"]:
     x = params["embed"][tokens]
     return x if shape.embed_scale == 1 else x * jnp.asarray(shape.embed_scale, x.dtype)
+
+
+def at_places(
+    features: Float[Array, "rows tokens hidden"], places: Int[Array, "rows length"]
+) -> Float[Array, "rows length hidden"]:
+    """The features of each token's place, and of text any."""
+    return jnp.take_along_axis(features, jnp.maximum(places, 0)[..., None], axis=1)
+
+
+def deepened(x: Float[Array, "rows length hidden"], images: ImageFeatures, depth: Int[Array, ""]) -> Array:
+    """What layer `depth` says, with that layer's features added at images where it has any."""
+    assert images.deepstack is not None
+    layers = len(images.deepstack)
+    features = images.deepstack[jnp.minimum(depth, layers - 1)]
+    here = (images.places >= 0) & (depth < layers)
+    return x + jnp.where(here[..., None], at_places(features, images.places), 0)
 
 
 def head_kernel(params: Params) -> Float[Array, "hidden vocab"]:

@@ -1,7 +1,7 @@
 """The optimizers: which way a gradient points, where their states lie, and how they are saved.
 
 Every one is clipping by global norm, a direction, decay of matrices and the learning rate; they differ in the direction, whose
-size is about AdamW's, so that one learning rate serves them all. A leaf under "layers" is a stack, of layers and maybe of
+size is about AdamW's, so that one learning rate serves them all. A leaf under one of STACKS is a stack, of layers and maybe of
 experts within each: what is done to a matrix is done to each of them alone.
 """
 
@@ -27,6 +27,7 @@ from areal_x_jax.parameters import Params
 from areal_x_jax.shape import Shape
 from areal_x_jax.weights import from_tensors, to_tensors
 
+STACKS = DictKey("layers"), DictKey("deepstack")
 # Muon's, of its reference and of torch.optim.Muon: the quintic's coefficients, its steps, the least norm, the momentum.
 QUINTIC, STEPS, LEAST, MOMENTUM = (3.4445, -4.7750, 2.0315), 5, 1e-7, 0.95
 
@@ -49,7 +50,7 @@ def make_optimizer(config: OptimizerConfig) -> optax.GradientTransformation:
 
 def matrices(params: Params) -> Params:
     """Of each leaf, whether it is a matrix, or a stack of them."""
-    found: Params = tree_map_with_path(lambda path, x: x.ndim > (2 if DictKey("layers") in path else 1), params)
+    found: Params = tree_map_with_path(lambda path, x: x.ndim > (2 if any(key in path for key in STACKS) else 1), params)
     return found
 
 

@@ -13,20 +13,72 @@ import jax.numpy as jnp
 from flax import nnx
 
 from areal_x_jax.shape import MLP, OUT, QKV, Shape
+from areal_x_jax.vision_shape import MODULES, VisionShape
 
 Params = dict[str, Any]
+
+# Of a vision tower: path below params["vision"] → axes. What lies under "layers" and "deepstack" is a stack.
+VISION = {
+    "patch": ("patch_features", "vision_hidden"),
+    "positions": ("vision_positions", "vision_hidden"),
+    "layers.attention_norm": ("vision_hidden",),
+    "layers.qkv": ("vision_hidden", "vision_qkv"),
+    "layers.o": ("vision_attended", "vision_hidden"),
+    "layers.mlp_norm": ("vision_hidden",),
+    "layers.gate": ("vision_hidden", "vision_intermediate"),
+    "layers.up": ("vision_hidden", "vision_intermediate"),
+    "layers.down": ("vision_intermediate", "vision_hidden"),
+    "merger.norm": ("vision_hidden",),
+    "merger.up": ("vision_joined", "vision_wide"),
+    "merger.down": ("vision_wide", "vision_out"),
+    "deepstack.norm": ("vision_wide",),
+    "deepstack.up": ("vision_joined", "vision_wide"),
+    "deepstack.down": ("vision_wide", "vision_out"),
+}
+# The same → Hugging Face's module in the tower; {} is the index in a stack.
+VISION_NAMES = {
+    "qwen2_5_vl": {
+        "patch": "patch_embed.proj",
+        "layers.attention_norm": "blocks.{}.norm1",
+        "layers.qkv": "blocks.{}.attn.qkv",
+        "layers.o": "blocks.{}.attn.proj",
+        "layers.mlp_norm": "blocks.{}.norm2",
+        "layers.gate": "blocks.{}.mlp.gate_proj",
+        "layers.up": "blocks.{}.mlp.up_proj",
+        "layers.down": "blocks.{}.mlp.down_proj",
+        "merger.norm": "merger.ln_q",
+        "merger.up": "merger.mlp.0",
+        "merger.down": "merger.mlp.2",
+    },
+    "qwen3_vl": {
+        "patch": "patch_embed.proj",
+        "positions": "pos_embed",
+        "layers.attention_norm": "blocks.{}.norm1",
+        "layers.qkv": "blocks.{}.attn.qkv",
+        "layers.o": "blocks.{}.attn.proj",
+        "layers.mlp_norm": "blocks.{}.norm2",
+        "layers.up": "blocks.{}.mlp.linear_fc1",
+        "layers.down": "blocks.{}.mlp.linear_fc2",
+        "merger.norm": "merger.norm",
+        "merger.up": "merger.linear_fc1",
+        "merger.down": "merger.linear_fc2",
+        "deepstack.norm": "deepstack_merger_list.{}.norm",
+        "deepstack.up": "deepstack_merger_list.{}.linear_fc1",
+        "deepstack.down": "deepstack_merger_list.{}.linear_fc2",
+    },
+}
 
 
 @dataclass(frozen=True)
 class Leaf:
-    """name: Hugging Face's, {expert} standing for a number. axes: what each is, as stored, without that of layers."""
+    """name: Hugging Face's, {expert} standing for a number. axes: what each is, as stored, without that of a stack."""
 
     name: str
     axes: tuple[str, ...]
 
     @property
     def transposed(self) -> bool:
-        return len(self.axes) > 1 and self.axes[0] != "vocab"
+        return len(self.axes) > 1 and self.axes[0] not in ("vocab", "vision_positions")
 
 
 def in_layers(shape: Shape) -> dict[str, Leaf]:
@@ -67,8 +119,15 @@ def mlp(prefix: str, module: str, width: str, biases: bool) -> dict[str, Leaf]:
     return found
 
 
+def module_of(shape: Shape) -> str:
+    """Of the decoder, in Hugging Face's names."""
+    return MODULES[shape.vision.family][0] if shape.vision else "model"
+
+
 def outside_layers(shape: Shape) -> dict[str, Leaf]:
-    found = {"embed": Leaf("model.embed_tokens.weight", ("vocab", "hidden")), "norm": Leaf("model.norm.weight", ("hidden",))}
+    module = module_of(shape)
+    embed, norm = Leaf(f"{module}.embed_tokens.weight", ("vocab", "hidden")), Leaf(f"{module}.norm.weight", ("hidden",))
+    found = {"embed": embed, "norm": norm}
     if shape.scores:
         found["score"] = Leaf("score.weight", ("hidden", "one"))
     elif not shape.tied:
@@ -76,10 +135,27 @@ def outside_layers(shape: Shape) -> dict[str, Leaf]:
     return found
 
 
+def in_vision(shape: VisionShape) -> dict[tuple[str, ...], Leaf]:
+    """What the tower has, by path below "vision"; the name of what is stacked holds {} for its index."""
+    module, found = MODULES[shape.family][1], {}
+    for path, name in VISION_NAMES[shape.family].items():
+        axes, keys = VISION[path], tuple(path.split("."))
+        found[keys] = Leaf(f"{module}.{name}.weight", axes)
+        biased = {"patch": shape.patch_bias, "positions": False, "norm": shape.layer_norm}
+        if biased.get(keys[-1].removeprefix("attention_").removeprefix("mlp_"), True):
+            found[(*keys[:-1], f"{keys[-1]}_bias")] = Leaf(f"{module}.{name}.bias", axes[-1:])
+    return {path: leaf for path, leaf in found.items() if path[0] != "deepstack" or shape.deepstack}
+
+
+def stack_of(path: tuple[str, ...]) -> tuple[str, ...]:
+    """The axis in front of those of a tower's leaf: () where it is no stack."""
+    return (f"vision_{path[0]}",) if path[0] in ("layers", "deepstack") else ()
+
+
 def sizes_of(shape: Shape) -> dict[str, int]:
     """How long each kind of axis is."""
     experts = shape.experts
-    return {
+    return sizes_of_vision(shape.vision) | {
         "vocab": shape.vocab,
         "hidden": shape.hidden,
         "query": shape.heads * shape.head_dim,
@@ -94,28 +170,55 @@ def sizes_of(shape: Shape) -> dict[str, int]:
     }
 
 
+def sizes_of_vision(shape: VisionShape | None) -> dict[str, int]:
+    if shape is None:
+        return {}
+    wide = shape.hidden * shape.merge**2
+    return {
+        "patch_features": shape.in_features,
+        "vision_positions": shape.table**2,
+        "vision_hidden": shape.hidden,
+        "vision_qkv": 3 * shape.hidden,
+        "vision_attended": shape.hidden,
+        "vision_intermediate": shape.intermediate,
+        "vision_joined": wide,
+        "vision_wide": wide,
+        "vision_out": shape.out,
+        "vision_layers": shape.layers,
+        "vision_deepstack": len(shape.deepstack),
+    }
+
+
 def axes_of(shape: Shape) -> Params:
     """The tree of parameters with the kinds of their axes, as tuples, in place of arrays."""
     layers = {name: ("layers", *leaf.axes) for name, leaf in in_layers(shape).items()}
-    return {**{name: leaf.axes for name, leaf in outside_layers(shape).items()}, "layers": layers}
+    found: Params = {**{name: leaf.axes for name, leaf in outside_layers(shape).items()}, "layers": layers}
+    if shape.vision is not None:
+        found["vision"] = {}
+        for path, leaf in in_vision(shape.vision).items():
+            *outer, name = path
+            within = found["vision"].setdefault(outer[0], {}) if outer else found["vision"]
+            within[name] = (*stack_of(path), *leaf.axes)
+    return found
 
 
 class Parameters(nnx.Module):
-    """Some parameters of fp32 zeros, each under its name."""
+    """Parameters of fp32 zeros, each under its name, in trees of trees."""
 
-    def __init__(self, axes: dict[str, tuple[str, ...]], sizes: dict[str, int]) -> None:
+    def __init__(self, axes: Params, sizes: dict[str, int]) -> None:
         for name, own in axes.items():
-            setattr(self, name, nnx.Param(jnp.zeros([sizes[axis] for axis in own], jnp.float32)))
+            zeros = (
+                Parameters(own, sizes) if isinstance(own, dict) else nnx.Param(jnp.zeros([sizes[x] for x in own], jnp.float32))
+            )
+            setattr(self, name, zeros)
 
 
 class Decoder(Parameters):
     """embed [vocab, hidden], norm [hidden], layers (stacked: every leaf begins with the axis of layers), and score [hidden, 1]
-    or, unless it is tied, head [hidden, vocab]."""
+    or, unless it is tied, head [hidden, vocab]; vision: of a model that sees, its tower (see VISION)."""
 
     def __init__(self, shape: Shape) -> None:
-        axes, sizes = axes_of(shape), sizes_of(shape)
-        super().__init__({name: own for name, own in axes.items() if name != "layers"}, sizes)
-        self.layers = Parameters(axes["layers"], sizes)
+        super().__init__(axes_of(shape), sizes_of(shape))
 
 
 def parameter_shapes(shape: Shape) -> Params:

@@ -217,6 +217,9 @@ class Lane:
             raise UserError(
                 f"{len(sampling.stop_token_ids)} stop tokens are more than the {STOP_IDS} that the JAX sampler takes"
             )
+        vision = self.shape.vision
+        if vision is not None and vision.image_token in request.tokens[: length - request.generated]:
+            raise UserError("a prompt has image tokens, but the embedded sampler reads text alone: leave images out of prompts")
         rows, greedy = self._rows, sampling.temperature == 0
         rows.token[slot] = request.tokens[-1]
         rows.length[slot] = length

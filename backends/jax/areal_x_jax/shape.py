@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 
 from areal_x.errors import UserError
-from areal_x.model_dir import CAUSAL, CLASSIFIER
+from areal_x.model_dir import stem, text_config
+from areal_x_jax.vision_shape import VisionShape, vision_shape_of
 
 QKV, OUT, MLP = "biases of queries, keys and values", "a bias of the attention's output", "biases in the MLP"
 LLAMA_BIASES = {"attention_bias": (QKV, OUT), "mlp_bias": (MLP,)}
@@ -24,6 +25,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "LlamaForCausalLM": {"biases": LLAMA_BIASES},
     "MistralForCausalLM": {},
     "Gemma3ForCausalLM": {"qk_norm": True, "gemma": True, "biases": {"attention_bias": (QKV, OUT)}},
+    "Qwen2_5_VLForConditionalGeneration": {"always": (QKV,), "sees": True},
+    "Qwen3VLForConditionalGeneration": {"qk_norm": True, "biases": {"attention_bias": (QKV, OUT)}, "sees": True},
 }
 ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
 
@@ -90,7 +93,7 @@ class Shape:
     they differ, of those with a window. scale: of queries. embed_scale: of embeddings. norm_offset: whether a norm's weight is
     counted from 1. out_norms: whether what attention and MLP give is normed before it is added. attention_softcap,
     logit_softcap: scores and logits are cap · tanh(x / cap); 0 is without. biases: which there are (QKV, OUT, MLP).
-    scores: whether it says one number of each token, and no logits.
+    scores: whether it says one number of each token, and no logits. vision: of the tower of a model that sees.
     """
 
     vocab: int
@@ -115,6 +118,7 @@ class Shape:
     attention_softcap: float = 0.0
     logit_softcap: float = 0.0
     experts: Experts | None = None
+    vision: VisionShape | None = None
 
     def rope_of(self, layer: int) -> int:
         """Which of `ropes` a layer turns by."""
@@ -123,13 +127,14 @@ class Shape:
 
 def shape_of(config: Mapping[str, Any], head: str = "policy") -> Shape:
     """Reads a Hugging Face config. Raises: UserError naming what this decoder does not do and what would."""
-    architecture = (config.get("architectures") or ["none"])[0].replace(CLASSIFIER, CAUSAL).replace("3TextFor", "3For")
+    given = (config.get("architectures") or ["none"])[0].replace("3TextFor", "3For")
+    architecture = next((known for known in FAMILIES if stem(known) == stem(given)), given)
     if architecture not in FAMILIES:
         raise UserError(
             f"the JAX backend does not know the architecture {architecture}; it knows {', '.join(FAMILIES)} "
             "(the torch backend trains any causal language model of transformers)"
         )
-    family = FAMILIES[architecture]
+    family, whole, config = FAMILIES[architecture], config, text_config(config)
     gemma = bool(family.get("gemma"))
     activation = config.get("hidden_activation" if gemma else "hidden_act") or ("gelu_pytorch_tanh" if gemma else "silu")
     layers, heads = config["num_hidden_layers"], config["num_attention_heads"]
@@ -158,7 +163,7 @@ def shape_of(config: Mapping[str, Any], head: str = "policy") -> Shape:
         scale=(config.get("query_pre_attn_scalar", 256) if gemma else head_dim) ** -0.5,
         biases=frozenset([*asked, *family.get("always", ())]),
         qk_norm=bool(family.get("qk_norm")),
-        tied=bool(config.get("tie_word_embeddings", gemma)),
+        tied=bool(whole.get("tie_word_embeddings", config.get("tie_word_embeddings", gemma))),
         scores=head != "policy",
         activation=ACTIVATIONS[activation],
         embed_scale=config["hidden_size"] ** 0.5 if gemma else 1.0,
@@ -167,6 +172,7 @@ def shape_of(config: Mapping[str, Any], head: str = "policy") -> Shape:
         attention_softcap=config.get("attn_logit_softcapping") or 0.0,
         logit_softcap=config.get("final_logit_softcapping") or 0.0,
         experts=experts_of(config) if family.get("sparse") else None,
+        vision=vision_shape_of(whole) if family.get("sees") else None,
     )
 
 
@@ -199,6 +205,7 @@ def ropes_of(config: Mapping[str, Any], gemma: bool) -> tuple[Rope, ...]:
 
 def rope_of(given: Mapping[str, Any], config: Mapping[str, Any]) -> Rope:
     kind = given.get("rope_type", given.get("type", "default"))
+    kind = "default" if kind == "mrope" else kind  # how positions have three axes says mrope_section
     refuse_unknown({f"rope scaling {kind!r}": kind not in ("default", "linear", "llama3", "yarn") or "mscale" in given})
     theta = float(given.get("rope_theta") or config.get("rope_theta") or 10000.0)
     if kind == "default":

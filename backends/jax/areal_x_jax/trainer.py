@@ -22,17 +22,21 @@ from jaxtyping import Array, Float32
 from areal_x import model_dir
 from areal_x.errors import ConfigError, UserError
 from areal_x.trainer import Loss, TrainerConfig
-from areal_x.types import Batch, Policy
+from areal_x.types import IMAGES, Batch, Policy
 from areal_x_jax import head, optimizers
+from areal_x_jax.images import image_arrays
 from areal_x_jax.layout import BY_ROW, RULES, check_fit, make_layout, shardings
 from areal_x_jax.model import head_kernel, hidden_states
 from areal_x_jax.parameters import Params
 from areal_x_jax.shape import Shape, shape_of
+from areal_x_jax.vision import ImageArrays, look
+from areal_x_jax.vision_shape import VisionShape
 from areal_x_jax.weights import from_tensors, to_tensors
 
 jax.tree_util.register_dataclass(Batch)
 jax.tree_util.register_dataclass(Policy)
 
+Rows = tuple[Batch, ImageArrays | None]  # what a step reads of a batch
 KEPT_BYTES = 4 * 2**30  # for one device's backward pass, beyond which it computes whole layers again
 
 
@@ -46,6 +50,7 @@ class Trainer:
         self.mesh = self.layout.mesh
         self.replicated = NamedSharding(self.mesh, PartitionSpec())
         self.by_row = NamedSharding(self.mesh, PartitionSpec(None, RULES["rows"], RULES["length"]))
+        self.whole_rows = NamedSharding(self.mesh, PartitionSpec(None, RULES["rows"]))
         on_cpu = jax.local_devices()[0].platform == "cpu"
         precision = {"auto": "fp32" if on_cpu else "bf16"}.get(config.precision, config.precision)
         self.dtype = {"fp32": jnp.float32, "bf16": jnp.bfloat16}[precision]
@@ -88,13 +93,13 @@ class Trainer:
         if batch.weights is None:
             raise ValueError("the batch has no weights: an algorithm's weighting gives them")
         self._need_moments("update")
-        micro, count = self._lay_out(batch)
+        rows, count = self._lay_out(batch)
         if loss not in self._steps:
             # Pinned shardings: left to the compiler, those of the second step's state could differ and compile it again.
             lies = self.lies, self.moments_lie, self.replicated
             self._steps[loss] = jax.jit(partial(self._step, loss), donate_argnums=(0, 1), out_shardings=lies)
         trained = np.float32(max(np.count_nonzero(batch.mask), 1))
-        self.params, self.moments, results = self._steps[loss](self.params, self.moments, self.teacher, micro, count, trained)
+        self.params, self.moments, results = self._steps[loss](self.params, self.moments, self.teacher, rows, count, trained)
         rate = float(self.config.optimizer.learning_rate_at(np.float32(self.version)))
         self.version += 1
         return {**{name: float(x) for name, x in jax.device_get(results).items()}, "learning_rate": rate}
@@ -116,7 +121,8 @@ class Trainer:
 
     def snapshot(self) -> Params:
         self._need_policy("snapshot to sample from")
-        return jax.tree.map(lambda x: jnp.array(x, self.dtype, copy=True), self.params)
+        read = {name: x for name, x in self.params.items() if name != "vision"}  # the sampler sees no images
+        return jax.tree.map(lambda x: jnp.array(x, self.dtype, copy=True), read)
 
     def sampler(self, slots: int, context: int) -> Any:
         from areal_x_jax.lanes import Sampler
@@ -136,8 +142,8 @@ class Trainer:
 
     def _say(self, batch: Batch) -> Float32[np.ndarray, "rows length"]:
         rows, length = batch.shape
-        asked = Batch(batch.tokens, batch.segment_ids, batch.positions, batch.mask, experts=batch.experts)
-        micro, count = self._lay_out(asked)
+        read = {name: getattr(batch, name) for name in ("experts", *IMAGES)}
+        micro, count = self._lay_out(Batch(batch.tokens, batch.segment_ids, batch.positions, batch.mask, **read))
         said = jax.device_get(self._said(self.params, micro, count))
         return np.asarray(said).reshape(-1, length)[:rows]
 
@@ -152,6 +158,8 @@ class Trainer:
         model_dir.check_vocabulary("train.teacher", directory, self.directory)
         model_dir.check_head(directory, "policy")
         shape = shape_of(model_dir.read_config(directory))
+        if self.shape.vision is not None and (shape.vision is None or shape.vision.seen != self.shape.vision.seen):
+            raise ConfigError("train.teacher", str(directory), f"a model that sees images as {self.directory} does")
         check_fit(self.layout, shape)
         return shape, self._cast(from_tensors(shape, model_dir.read_tensors(directory), str(directory), self.layout))
 
@@ -160,8 +168,8 @@ class Trainer:
         score = {"score": params["score"]} if "score" in params else {}
         return {**jax.tree.map(lambda x: x.astype(self.dtype), params), **score}
 
-    def _lay_out(self, batch: Batch) -> tuple[Batch, np.int32]:
-        """The batch as [capacity, rows at once, length] on the devices, and how many micro-batches are filled."""
+    def _lay_out(self, batch: Batch) -> tuple[Rows, np.int32]:
+        """The batch, and its images, as [capacity, rows at once, …] on the devices, and how many micro-batches are filled."""
         rows, length = batch.shape
         parts = self.layout.size("context")
         if length % parts:
@@ -174,16 +182,20 @@ class Trainer:
                 "its tokenizer must be the one that the model was made for"
             )
         batch = batch.replace(experts=self._replayed(batch))
+        images = image_arrays(batch.map(np.asarray), self.shape.vision)
+        if images is not None:  # patches are what is large, and nothing computes with them in more than its precision
+            images = images._replace(patches=images.patches.astype(self.dtype))
         at_once = self.config.micro_batch_rows * self.layout.size(*BY_ROW)
         count = -(-rows // at_once)
         capacity = 1 << (count - 1).bit_length()
 
-        def lay_out(x: np.ndarray) -> jax.Array:
+        def lay_out(lies: NamedSharding, x: np.ndarray) -> jax.Array:
             padded = np.zeros((capacity * at_once, *x.shape[1:]), np.float32 if x.dtype == np.float64 else x.dtype)
             padded[:rows] = x
-            return jax.device_put(padded.reshape(capacity, at_once, *x.shape[1:]), self.by_row)
+            return jax.device_put(padded.reshape(capacity, at_once, *x.shape[1:]), lies)
 
-        return batch.map(lay_out), np.int32(count)
+        laid_out = batch.replace(**dict.fromkeys(IMAGES)).map(partial(lay_out, self.by_row))
+        return (laid_out, jax.tree.map(partial(lay_out, self.whole_rows), images)), np.int32(count)
 
     def _replayed(self, batch: Batch) -> np.ndarray | None:
         """The recorded experts, where they are to be used."""
@@ -204,12 +216,13 @@ class Trainer:
     # ---- what is compiled
 
     def _step(
-        self, loss: Loss, params: Params, moments: Any, teacher: Params | None, batch: Batch, count: Array, trained: Array
+        self, loss: Loss, params: Params, moments: Any, teacher: Params | None, rows: Rows, count: Array, trained: Array
     ) -> tuple[Params, Any, dict[str, Array]]:
         """One optimizer step over the first `count` micro-batches. trained: masked tokens of the whole batch."""
 
-        def objective(params: Params, micro: Batch) -> tuple[Array, dict[str, Array]]:
-            policy, uneven = self._policy(params, micro, self.config.entropy, teacher)
+        def objective(params: Params, of_micro: Rows) -> tuple[Array, dict[str, Array]]:
+            micro, _ = of_micro
+            policy, uneven = self._policy(params, of_micro, self.config.entropy, teacher)
             terms, metrics = loss(policy, micro)
             means = {name: jnp.sum(jnp.where(micro.mask, x, 0)) / trained for name, x in metrics.items()}
             if uneven is None:
@@ -220,9 +233,9 @@ class Trainer:
         differentiate = jax.value_and_grad(objective, has_aux=True)
 
         def add(index: Array, sums: Any) -> Any:
-            return jax.tree.map(jnp.add, sums, differentiate(params, _micro(batch, index)))
+            return jax.tree.map(jnp.add, sums, differentiate(params, _micro(rows, index)))
 
-        kinds = jax.eval_shape(differentiate, params, _micro(batch, 0))
+        kinds = jax.eval_shape(differentiate, params, _micro(rows, 0))
         sums = jax.lax.fori_loop(0, count, add, jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), kinds))
         (value, metrics), gradient = sums
         norm = optax.tree.norm(gradient)
@@ -236,25 +249,28 @@ class Trainer:
         params, moments = jax.tree.map(keep, (optax.apply_updates(params, updates), new_moments), (params, moments))
         return params, moments, {"loss": value, "grad_norm": norm, "skipped": 1.0 - finite, **metrics}
 
-    def _all_said(self, params: Params, batch: Batch, count: Array) -> Float32[Array, "capacity rows length"]:
+    def _all_said(self, params: Params, rows: Rows, count: Array) -> Float32[Array, "capacity rows length"]:
         """Log-probabilities, or values of what scores."""
 
         def fill(index: Array, said: Array) -> Array:
-            policy, _ = self._policy(params, _micro(batch, index))
+            policy, _ = self._policy(params, _micro(rows, index))
             return said.at[index].set(policy.values if self.shape.scores else policy.logp)
 
-        return jax.lax.fori_loop(0, count, fill, jnp.zeros(batch.tokens.shape, jnp.float32))
+        return jax.lax.fori_loop(0, count, fill, jnp.zeros(rows[0].tokens.shape, jnp.float32))
 
     def _policy(
-        self, params: Params, batch: Batch, entropy: bool = False, teacher: Params | None = None
+        self, params: Params, rows: Rows, entropy: bool = False, teacher: Params | None = None
     ) -> tuple[Policy, Array | None]:
         """What the model says of a micro-batch, and how unevenly its experts were chosen, where it has any."""
-        cast = self._cast(params)
-        on_one_device = batch.tokens.size // self.layout.size(*BY_ROW, "context")
-        kept = on_one_device * kept_numbers(self.shape) * jnp.dtype(self.dtype).itemsize
+        (batch, images), cast = rows, self._cast(params)
+        kept = batch.tokens.size // self.layout.size(*BY_ROW, "context") * kept_numbers(self.shape)
+        if images is not None and self.shape.vision is not None:
+            kept += images.layout.rows.size // self.layout.size(*BY_ROW) * kept_of_patch(self.shape.vision)
+        kept *= jnp.dtype(self.dtype).itemsize
         remat = self.config.remat == "layers" or (self.config.remat == "auto" and kept > KEPT_BYTES)
         packed, how = (batch.tokens, batch.positions, batch.segment_ids), self.config.model.attention
-        hidden, uneven = hidden_states(self.shape, cast, *packed, remat, self.layout, how, batch.experts)
+        features = None if images is None else look(self.shape, cast, images, remat, self.layout, how)
+        hidden, uneven = hidden_states(self.shape, cast, *packed, remat, self.layout, how, batch.experts, features)
         if self.shape.scores:
             before = self.config.head == "value"
             return Policy(values=head.values(hidden, params["score"], batch.segment_ids, before)), uneven
@@ -263,7 +279,8 @@ class Trainer:
         beside = None
         if teacher is not None:
             # No gradient goes there, so nothing of it is kept.
-            of_teacher, _ = hidden_states(self.teacher_shape, teacher, *packed, False, self.layout, how)
+            features = None if images is None else look(self.teacher_shape, teacher, images, False, self.layout, how)
+            of_teacher, _ = hidden_states(self.teacher_shape, teacher, *packed, False, self.layout, how, images=features)
             beside = head.Teacher(of_teacher, head_kernel(teacher), self.config.divergence)
         hidden = self.layout.pin(hidden, "rows", None, None)  # the head looks at neighbours
         of_head = temperature, chunk, entropy, beside, self.shape.logit_softcap, self.layout, self.shape.tied
@@ -271,8 +288,9 @@ class Trainer:
         return Policy(**dict(zip(("logp", "entropy", "divergence"), said, strict=True))), uneven
 
 
-def _micro(batch: Batch, index: Array | int) -> Batch:
-    return jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, index, keepdims=False), batch)
+def _micro(rows: Rows, index: Array | int) -> Rows:
+    found: Rows = jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, index, keepdims=False), rows)
+    return found
 
 
 def kept_numbers(shape: Shape) -> int:
@@ -281,3 +299,8 @@ def kept_numbers(shape: Shape) -> int:
     experts = shape.experts
     inner = shape.intermediate if experts is None else experts.per_token * experts.intermediate + experts.shared
     return shape.layers * (3 * shape.hidden + attention + 2 * inner)
+
+
+def kept_of_patch(shape: VisionShape) -> int:
+    """The same of a vision tower and each patch."""
+    return shape.layers * (5 * shape.hidden + (1 + shape.gated) * shape.intermediate)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
-from functools import cache
+from dataclasses import dataclass, replace
+from functools import cache, reduce
 from typing import Any
 
 import jax
@@ -13,37 +13,71 @@ import numpy as np
 
 from areal_x.errors import UserError
 from areal_x_jax.layout import ALONE, Layout, shardings
-from areal_x_jax.parameters import Params, in_layers, outside_layers, parameter_shapes
+from areal_x_jax.parameters import (
+    Leaf,
+    Params,
+    in_layers,
+    in_vision,
+    module_of,
+    outside_layers,
+    parameter_shapes,
+    sizes_of,
+    stack_of,
+)
 from areal_x_jax.shape import Shape
+from areal_x_jax.vision_shape import MODULES
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where a tensor lives: its leaf, the place in the stack (a layer, or a layer and an expert), and whether it is stored
-    transposed."""
+    """Where a tensor lives: the path of its leaf, the place in the stack (a layer, or a layer and an expert), whether it is
+    stored transposed (a convolution's kernel after joining all axes but the first), and the tensor's own shape."""
 
-    leaf: str
+    path: tuple[str, ...]
     index: tuple[int, ...]
     transposed: bool
+    tensor: tuple[int, ...]
 
 
 def places(shape: Shape) -> dict[str, Place]:
-    """Every tensor of this decoder by its Hugging Face name, in the order of the model."""
-    found = {}
+    """Every tensor of this model by the name that transformers saves it under, in the order of the model."""
+    found, sizes = {}, sizes_of(shape)
+
+    def place(path: tuple[str, ...], leaf: Leaf, *index: int) -> Place:
+        tensor = tuple(sizes[axis] for axis in leaf.axes["{expert}" in leaf.name :])
+        return Place(path, index, leaf.transposed, tensor[::-1] if leaf.transposed else tensor)
+
     outside = outside_layers(shape)
-    found[outside["embed"].name] = Place("embed", (), False)
+    found[outside["embed"].name] = place(("embed",), outside["embed"])
     count = shape.experts.count if shape.experts else 0
     for layer in range(shape.layers):
         for name, leaf in in_layers(shape).items():
-            prefix = f"model.layers.{layer}."
-            if "{expert}" in leaf.name:
+            full, path = f"{module_of(shape)}.layers.{layer}.{leaf.name}", ("layers", name)
+            if "{expert}" in full:
                 for expert in range(count):
-                    found[prefix + leaf.name.format(expert=expert)] = Place(name, (layer, expert), True)
+                    found[full.format(expert=expert)] = place(path, leaf, layer, expert)
             else:
-                found[prefix + leaf.name] = Place(name, (layer,), leaf.transposed)
+                found[full] = place(path, leaf, layer)
     for name, leaf in outside.items():
-        found.setdefault(leaf.name, Place(name, (), leaf.transposed))
+        found.setdefault(leaf.name, place((name,), leaf))
+    if shape.vision is not None:
+        for path, leaf in in_vision(shape.vision).items():
+            for index in np.ndindex(*(sizes[axis] for axis in stack_of(path))):
+                found[leaf.name.format(*index)] = place(("vision", *path), leaf, *index)
+        kernel = f"{MODULES[shape.vision.family][1]}.patch_embed.proj.weight"
+        found[kernel] = replace(found[kernel], tensor=(shape.vision.hidden, *shape.vision.patch))
     return found
+
+
+def saved_name(shape: Shape, name: str) -> str:
+    """The name that transformers saves this tensor under: models that see are on the hub under either of MODULES' names."""
+    if shape.vision is None:
+        return name
+    text, tower = MODULES[shape.vision.family]
+    for prefix, module in (("model.visual.", tower), ("visual.", tower), ("model.language_model.", text), ("model.", text)):
+        if name.startswith(prefix):
+            return f"{module}.{name.removeprefix(prefix)}"
+    return name
 
 
 def from_tensors(shape: Shape, tensors: Iterable[tuple[str, np.ndarray]], source: str, layout: Layout = ALONE) -> Params:
@@ -54,29 +88,32 @@ def from_tensors(shape: Shape, tensors: Iterable[tuple[str, np.ndarray]], source
     where, made = places(shape), parameter_shapes(shape)
     lies = shardings(layout, shape) if layout.mesh is not None else jax.tree.map(lambda _: None, made)
     missing, left_over = set(where), []
-    for name, tensor in tensors:
+    for given, tensor in tensors:
+        name = saved_name(shape, given)
         if name not in where:
             # Some save the tied head a second time, and what scores has no use for a language model's head.
             if name != "lm_head.weight" or not (shape.tied or shape.scores):
-                left_over.append(name)
+                left_over.append(given)
             continue
         place = where[name]
-        tree, sharding = (made["layers"], lies["layers"]) if place.index else (made, lies)
-        whole, value = tree[place.leaf], tensor.T if place.transposed else tensor
-        wanted = whole.shape[len(place.index) :]
-        if value.shape != wanted:
-            wanted = wanted[::-1] if place.transposed else wanted
-            raise UserError(f"{source}: {name} has the shape {tensor.shape}, but its config.json asks for {wanted}")
-        value = np.asarray(value, np.float32)
+        if tensor.shape != place.tensor:
+            raise UserError(f"{source}: {given} has the shape {tensor.shape}, but its config.json asks for {place.tensor}")
+        value = np.asarray(tensor.reshape(len(tensor), -1).T if place.transposed else tensor, np.float32)
         if not np.isfinite(value).all():
-            raise UserError(f"{source}: {name} holds numbers that are not finite: the file is damaged, or its training failed")
-        tree[place.leaf] = put(whole, value, place.index, sharding[place.leaf])
+            raise UserError(f"{source}: {given} holds numbers that are not finite: the file is damaged, or its training failed")
+        holder, last = leaf_of(made, place.path[:-1]), place.path[-1]
+        holder[last] = put(holder[last], value, place.index, leaf_of(lies, place.path))
         missing.discard(name)
     if missing or left_over:
         complaints = {"missing": sorted(missing), "left over": left_over}
         listed = "; ".join(f"{what} {_listed(names)}" for what, names in complaints.items() if names)
         raise UserError(f"the tensors of {source} are not those that its config.json asks for: {listed}")
     return made
+
+
+def leaf_of(tree: Params, path: tuple[str, ...]) -> Any:
+    """What lies there in a tree: a leaf, or a tree."""
+    return reduce(lambda inner, key: inner[key], path, tree)
 
 
 def put(whole: Any, value: np.ndarray, index: tuple[int, ...], sharding: Any) -> jax.Array:
@@ -101,9 +138,9 @@ def writer(sharding: Any) -> Any:
 def to_tensors(shape: Shape, params: Params) -> Iterator[tuple[str, np.ndarray]]:
     """Each tensor under its Hugging Face name, fetched from the devices one at a time."""
     for name, place in places(shape).items():
-        leaf = params["layers"][place.leaf][place.index] if place.index else params[place.leaf]
-        value = np.asarray(jax.device_get(leaf))
-        yield name, np.ascontiguousarray(value.T) if place.transposed else value
+        leaf = leaf_of(params, place.path)
+        value = np.asarray(jax.device_get(leaf[place.index] if place.index else leaf))
+        yield name, np.ascontiguousarray(value.T).reshape(place.tensor) if place.transposed else value
 
 
 def _listed(names: list[str], most: int = 5) -> str:

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from jaxtyping import Bool, Int64
 
+from areal_x.errors import UserError
 from areal_x.types import Batch
 
 
@@ -42,6 +43,12 @@ class Sequences:
         chosen[:, 0] &= not before
         found = np.flatnonzero(chosen)
         return found - before, self.places.reshape(-1)[found]
+
+
+def refuse_images(batch: Batch) -> None:
+    """Raises: UserError for a batch with images."""
+    if batch.has_images:
+        raise UserError("the batch has images, which the torch backend does not train on yet: use train.backend = 'jax'")
 
 
 def micro_batches(batch: Batch, most: int) -> list[Batch]:

@@ -22,7 +22,7 @@ from areal_x.trainer import Loss, OptimizerConfig, TrainerConfig
 from areal_x.types import Batch, Policy
 from areal_x_torch import head, model
 from areal_x_torch.device import check_mesh, compute_dtype, find_device, places_at_once
-from areal_x_torch.layout import micro_batches, take_apart, to_tensor
+from areal_x_torch.layout import micro_batches, refuse_images, take_apart, to_tensor
 
 
 class Trainer:
@@ -56,6 +56,7 @@ class Trainer:
         if batch.weights is None:
             raise ValueError("the batch has no weights: an algorithm's weighting gives them")
         self._need_moments("update")
+        refuse_images(batch)
         self._leave_cores()
         self.optimizer.zero_grad()  # what a loss that raised has left behind
         tokens = max(int(np.sum(batch.mask)), 1)
@@ -180,6 +181,7 @@ class Trainer:
     @torch.inference_mode()
     def _everywhere(self, batch: Batch, name: str) -> Float32[np.ndarray, "rows length"]:
         """What the head says of all tokens."""
+        refuse_images(batch)
         packed = Batch(batch.tokens, batch.segment_ids, batch.positions, batch.mask).map(np.asarray)
         said = getattr(self._policy(packed, packed.segment_ids != 0), name)
         return np.zeros(batch.shape, np.float32) if said is None else said.cpu().numpy()

@@ -1,0 +1,105 @@
+"""What a vision tower is, and how a decoder meets what it says: read from a Hugging Face config.
+
+What differs between families is a field, never a subclass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import isqrt
+from typing import Any
+
+import numpy as np
+
+from areal_x.errors import UserError
+from areal_x.model_dir import stem, text_config
+
+FAMILIES = {"Qwen2_5_VL": "qwen2_5_vl", "Qwen3VL": "qwen3_vl"}  # by the stem of the architecture
+# Where the decoder's tensors and the tower's lie in what transformers saves. On the hub there are also models of each family
+# under the names of the other.
+MODULES = {"qwen2_5_vl": ("model", "visual"), "qwen3_vl": ("model.language_model", "model.visual")}
+
+
+@dataclass(frozen=True)
+class VisionShape:
+    """Sizes and features of a vision tower.
+
+    family: whose names the tensors have; nothing else is read from it. patch: what a patch holds, (channels, frames, height,
+    width). merge: merge² neighbouring patches become one embedding of `out` features. gated: whether the MLP is silu-gated
+    (else plain, with the tanh approximation of gelu). layer_norm: layer norms with a bias (else RMS norms).
+    window: side of an attention window in patches, 0 without; full_layers: those that attend to the whole frame nevertheless.
+    table: side of the learned table of positions, 0 without. deepstack: the layers whose outputs are merged as well; each is
+    added to what one of the decoder's first layers says.
+    image_token: the id of tokens at which an image's embeddings stand. sections, interleaved: which of a head's angles turn
+    with time, height and width (see `vision.multimodal_rotation`).
+    """
+
+    family: str
+    patch: tuple[int, int, int, int]
+    patch_bias: bool
+    merge: int
+    hidden: int
+    layers: int
+    heads: int
+    intermediate: int
+    out: int
+    rope_theta: float
+    gated: bool
+    layer_norm: bool
+    window: int
+    full_layers: tuple[int, ...]
+    table: int
+    deepstack: tuple[int, ...]
+    image_token: int
+    sections: tuple[int, ...]
+    interleaved: bool
+
+    @property
+    def in_features(self) -> int:
+        return int(np.prod(self.patch))
+
+    @property
+    def seen(self) -> tuple[object, ...]:
+        """All that the host reads of it: towers that agree in this take the same arrays."""
+        return self.patch, self.merge, self.window, self.table, self.image_token
+
+
+def vision_shape_of(config: Mapping[str, Any]) -> VisionShape:
+    """Reads the vision tower of a Hugging Face config. Raises: UserError naming what this tower does not do."""
+    architecture = (config.get("architectures") or ["none"])[0]
+    family, vision, text = FAMILIES[stem(architecture)], config["vision_config"], text_config(config)
+    qwen3 = family == "qwen3_vl"
+    rope = {**(text.get("rope_scaling") or {}), **(text.get("rope_parameters") or {})}
+    sections, head_dim = rope.get("mrope_section"), text.get("head_dim") or text["hidden_size"] // text["num_attention_heads"]
+    if not sections or sum(sections) != head_dim // 2:
+        raise UserError(f"mrope_section = {sections} of the model's config must add up to head_dim / 2 = {head_dim // 2}")
+    rope_parameters = vision.get("rope_parameters") or {}
+    deepstack = tuple(vision["deepstack_visual_indexes"]) if qwen3 else ()
+    activation, known = vision["hidden_act"], "gelu_pytorch_tanh" if qwen3 else "silu"
+    if activation != known:
+        raise UserError(f"the JAX backend does not do the activation {activation!r} of the vision tower; it does {known!r}")
+    if list(deepstack) != sorted(set(deepstack)):
+        raise UserError(f"deepstack_visual_indexes = {list(deepstack)}: the JAX backend wants them in ascending order")
+    size, merge = vision["patch_size"], vision["spatial_merge_size"]
+    return VisionShape(
+        family=family,
+        patch=(vision.get("in_channels", 3), vision["temporal_patch_size"], size, size),
+        patch_bias=qwen3,
+        merge=merge,
+        hidden=vision["hidden_size"],
+        layers=vision["depth"],
+        heads=vision["num_heads"],
+        intermediate=vision["intermediate_size"],
+        out=vision["out_hidden_size"],
+        rope_theta=float(rope_parameters.get("rope_theta", 10000.0)),
+        gated=not qwen3,
+        layer_norm=qwen3,
+        window=vision["window_size"] // merge // size * merge if not qwen3 else 0,
+        full_layers=tuple(vision["fullatt_block_indexes"]) if not qwen3 else (),
+        table=isqrt(vision["num_position_embeddings"]) if qwen3 else 0,
+        deepstack=deepstack,
+        image_token=config["image_token_id"],
+        sections=tuple(sections),
+        interleaved=qwen3,
+    )
