@@ -17,14 +17,16 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
 from areal_x_jax import attention, experts
 from areal_x_jax.layout import ALONE, AXES, Layout
-from areal_x_jax.parameters import Params, axes_of
+from areal_x_jax.parameters import Params, adaptable, beside, in_layers
 from areal_x_jax.shape import Shape
 
 Rotation = tuple[Array, Array]
+PRODUCT = "product"  # names for jax.checkpoint_policies.save_only_these_names what a kernel and its adapter give together
 ACTIVATIONS: dict[str, Callable[[Array], Array]] = {"silu": jax.nn.silu, "gelu_tanh": partial(jax.nn.gelu, approximate=True)}
 
 
@@ -48,7 +50,7 @@ def hidden_states(
     # The barrier keeps the compiler from computing sines again for each head and layer.
     rotations = jax.lax.optimization_barrier(rotations_of(shape, positions))
     attend = attention_of(shape, segment_ids, how, layout)
-    axes = {name: own[1:] for name, own in axes_of(shape)["layers"].items()}
+    axes = {name: leaf.axes for name, leaf in (in_layers(shape) | beside(shape, adaptable(shape))).items()}
 
     def layer(x: Array, of_layer: tuple[Params, Array, Array]) -> tuple[Array, Array | None]:
         weights, window, rope_index = of_layer
@@ -62,6 +64,8 @@ def hidden_states(
     products = policies.save_from_both_policies(
         policies.dots_with_no_batch_dims_saveable, policies.save_only_these_names(attention.KEPT)
     )
+    if any(name.endswith("_lora_a") for name in params["layers"]):  # whose products would be kept beside the kernels'
+        products = policies.save_only_these_names(attention.KEPT, PRODUCT)
     x = layout.pin(embedded(shape, params, tokens), "rows", "length", None)
     each = params["layers"], np.array(shape.windows), np.array([shape.rope_of(i) for i in range(shape.layers)])
     x, uneven = jax.lax.scan(jax.checkpoint(layer, policy=policies.nothing_saveable if remat else products), x, each)
@@ -142,7 +146,11 @@ def gated(layer: Params, prefix: str, x: Array, activation: Callable[[Array], Ar
 
 
 def affine(layer: Params, name: str, x: Array) -> Array:
+    """Of the kernel, and its adapter and bias where the layer has them (an adapter's scale lies in its lora_b)."""
     y = linear(x, layer[name])
+    if f"{name}_lora_a" in layer:
+        y = y + linear(linear(x, layer[f"{name}_lora_a"]), layer[f"{name}_lora_b"])
+    y = checkpoint_name(y, PRODUCT)
     return y + layer[f"{name}_bias"] if f"{name}_bias" in layer else y
 
 

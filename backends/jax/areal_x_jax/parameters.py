@@ -6,12 +6,14 @@ the transpose of Hugging Face's, and layers stacked on a leading axis.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax.numpy as jnp
 from flax import nnx
 
+from areal_x.lora import WRAPPED
 from areal_x_jax.shape import MLP, OUT, QKV, Shape
 
 Params = dict[str, Any]
@@ -31,6 +33,8 @@ class Leaf:
 
 def in_layers(shape: Shape) -> dict[str, Leaf]:
     """What each layer has."""
+    if shape.adapters is not None:
+        return beside(shape, shape.adapters.kernels)
     found = {
         "input_norm": Leaf("input_layernorm.weight", ("hidden",)),
         "mlp_norm": Leaf(f"{'pre_feedforward' if shape.out_norms else 'post_attention'}_layernorm.weight", ("hidden",)),
@@ -59,6 +63,21 @@ def in_layers(shape: Shape) -> dict[str, Leaf]:
     return found
 
 
+def adaptable(shape: Shape) -> tuple[str, ...]:
+    """The kernels that adapters can stand beside. Experts and their routers have none."""
+    return ("q", "k", "v", "o") + (() if shape.experts else ("gate", "up", "down"))
+
+
+def beside(shape: Shape, kernels: Iterable[str]) -> dict[str, Leaf]:
+    """The adapters of these kernels under PEFT's names: q_lora_a [hidden, rank] and q_lora_b [rank, query] of q."""
+    decoder, found = in_layers(replace(shape, adapters=None)), {}
+    for kernel in kernels:
+        module, (into, out) = decoder[kernel].name.removesuffix(".weight"), decoder[kernel].axes
+        found[f"{kernel}_lora_a"] = Leaf(f"{module}.lora_A.weight", (into, "rank"))
+        found[f"{kernel}_lora_b"] = Leaf(f"{module}.lora_B.weight", ("rank", out))
+    return found
+
+
 def mlp(prefix: str, module: str, width: str, biases: bool) -> dict[str, Leaf]:
     axes = {"gate": ("hidden", width), "up": ("hidden", width), "down": (width, "hidden")}
     found = {f"{prefix}{name}": Leaf(f"{module}.{name}_proj.weight", own) for name, own in axes.items()}
@@ -68,6 +87,8 @@ def mlp(prefix: str, module: str, width: str, biases: bool) -> dict[str, Leaf]:
 
 
 def outside_layers(shape: Shape) -> dict[str, Leaf]:
+    if shape.adapters is not None:
+        return {"score": Leaf(f"{WRAPPED}score.weight", ("hidden", "one"))} if shape.scores else {}
     found = {"embed": Leaf("model.embed_tokens.weight", ("vocab", "hidden")), "norm": Leaf("model.norm.weight", ("hidden",))}
     if shape.scores:
         found["score"] = Leaf("score.weight", ("hidden", "one"))
@@ -90,6 +111,7 @@ def sizes_of(shape: Shape) -> dict[str, int]:
         "expert_intermediate": experts.intermediate if experts else 0,
         "shared_intermediate": experts.shared if experts else 0,
         "layers": shape.layers,
+        "rank": shape.adapters.rank if shape.adapters else 0,
         "one": 1,
     }
 
@@ -110,7 +132,7 @@ class Parameters(nnx.Module):
 
 class Decoder(Parameters):
     """embed [vocab, hidden], norm [hidden], layers (stacked: every leaf begins with the axis of layers), and score [hidden, 1]
-    or, unless it is tied, head [hidden, vocab]."""
+    or, unless it is tied, head [hidden, vocab]. Of adapters: their layers, and the score."""
 
     def __init__(self, shape: Shape) -> None:
         axes, sizes = axes_of(shape), sizes_of(shape)

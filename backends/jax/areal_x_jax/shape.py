@@ -83,6 +83,16 @@ class Experts:
 
 
 @dataclass(frozen=True)
+class Adapters:
+    """LoRA's: kernels (as areal_x_jax.parameters calls them: "q", …) that have a product of two narrow matrices beside them.
+    scale: of that product."""
+
+    kernels: tuple[str, ...]
+    rank: int
+    scale: float
+
+
+@dataclass(frozen=True)
 class Shape:
     """Sizes and features of a decoder. heads share kv_heads in equal groups; head_dim need not be hidden / heads.
 
@@ -91,6 +101,7 @@ class Shape:
     counted from 1. out_norms: whether what attention and MLP give is normed before it is added. attention_softcap,
     logit_softcap: scores and logits are cap · tanh(x / cap); 0 is without. biases: which there are (QKV, OUT, MLP).
     scores: whether it says one number of each token, and no logits.
+    adapters: None for the decoder itself; else the parameters are what is trained beside a frozen decoder of this shape.
     """
 
     vocab: int
@@ -115,6 +126,7 @@ class Shape:
     attention_softcap: float = 0.0
     logit_softcap: float = 0.0
     experts: Experts | None = None
+    adapters: Adapters | None = None
 
     def rope_of(self, layer: int) -> int:
         """Which of `ropes` a layer turns by."""

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from areal_x.errors import UserError
+from areal_x.lora import WRAPPED
 from areal_x_jax.layout import ALONE, Layout, shardings
 from areal_x_jax.parameters import Params, in_layers, outside_layers, parameter_shapes
 from areal_x_jax.shape import Shape
@@ -31,11 +32,12 @@ def places(shape: Shape) -> dict[str, Place]:
     """Every tensor of this decoder by its Hugging Face name, in the order of the model."""
     found = {}
     outside = outside_layers(shape)
-    found[outside["embed"].name] = Place("embed", (), False)
+    if "embed" in outside:
+        found[outside["embed"].name] = Place("embed", (), False)
     count = shape.experts.count if shape.experts else 0
     for layer in range(shape.layers):
         for name, leaf in in_layers(shape).items():
-            prefix = f"model.layers.{layer}."
+            prefix = f"{WRAPPED if shape.adapters else ''}model.layers.{layer}."
             if "{expert}" in leaf.name:
                 for expert in range(count):
                     found[prefix + leaf.name.format(expert=expert)] = Place(name, (layer, expert), True)
@@ -46,8 +48,11 @@ def places(shape: Shape) -> dict[str, Place]:
     return found
 
 
-def from_tensors(shape: Shape, tensors: Iterable[tuple[str, np.ndarray]], source: str, layout: Layout = ALONE) -> Params:
-    """The tree of fp32 parameters on the devices, split as the layout says: the host holds one tensor at a time.
+def from_tensors(
+    shape: Shape, tensors: Iterable[tuple[str, np.ndarray]], source: str, layout: Layout = ALONE, dtype: Any = jnp.float32
+) -> Params:
+    """The tree of parameters of this type (a score's is fp32) on the devices, split as the layout says: the host holds one
+    tensor at a time.
 
     Raises: UserError listing tensors that are missing, left over, of another shape, or not finite.
     """
@@ -70,6 +75,7 @@ def from_tensors(shape: Shape, tensors: Iterable[tuple[str, np.ndarray]], source
         value = np.asarray(value, np.float32)
         if not np.isfinite(value).all():
             raise UserError(f"{source}: {name} holds numbers that are not finite: the file is damaged, or its training failed")
+        value = value if place.leaf == "score" else value.astype(dtype)
         tree[place.leaf] = put(whole, value, place.index, sharding[place.leaf])
         missing.discard(name)
     if missing or left_over:
@@ -84,7 +90,7 @@ def put(whole: Any, value: np.ndarray, index: tuple[int, ...], sharding: Any) ->
     if not index:
         return jax.device_put(np.ascontiguousarray(value), sharding)
     if not isinstance(whole, jax.Array):
-        whole = jnp.zeros(whole.shape, jnp.float32, device=sharding)
+        whole = jnp.zeros(whole.shape, value.dtype, device=sharding)
     part = value[(None,) * len(index)]
     start = np.array([*index, *(0 for _ in value.shape)], np.int32)
     return writer(sharding)(whole, part, start)
