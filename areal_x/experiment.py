@@ -339,4 +339,5 @@ class Experiment:
             return NoEngine()
         if self.engine == "embedded":
             return EmbeddedEngine(trainer.sampler(self.embedded.slots, self.embedded.context or self.row_length))
-        return VLLMEngine(replace(self.vllm, context=self.vllm.context or self.row_length), directory, run / "logs", message)
+        config = replace(self.vllm, context=self.vllm.context or self.row_length)
+        return VLLMEngine(config, directory, run / "logs", message, self.trainer.lora)

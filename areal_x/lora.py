@@ -25,7 +25,7 @@ BLOCKS, BLOCK = 64, 2**16  # of a file of weights, that tell one model from anot
 Tensors = Iterable[tuple[str, np.ndarray]]
 
 
-def write(directory: Path, config: LoRAConfig, base: Path, tensors: Tensors, head: str = "policy") -> None:
+def write(directory: Path, tensors: Tensors, *, config: LoRAConfig, base: Path, head: str = "policy") -> None:
     """An adapter in PEFT's form. tensors: under PEFT's names; a `score` among them is trained in full."""
     settings = {
         "peft_type": "LORA",

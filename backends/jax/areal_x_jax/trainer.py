@@ -126,7 +126,8 @@ class Trainer:
             model_dir.write_model(directory, self.directory, to_tensors(self.shape, self.params), head=self.config.head)
         else:
             model_dir.copy_others(directory, self.directory, self.config.head)
-            adapter_files.write(directory, self.config.lora, self.directory, self.adapter(), self.config.head)
+            config, head = self.config.lora, self.config.head
+            adapter_files.write(directory, self.adapter(), config=config, base=self.directory, head=head)
             state["base"] = adapter_files.fingerprint(self.directory)
         optimizers.save(directory, self.config.optimizer, self.trained, self.moments, state)
 
