@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -169,14 +170,16 @@ def test_a_step_of_adapters_computes_no_gradient_of_the_base(batch: Batch, model
     assert adapters["bytes"] < 0.8 * whole["bytes"]
 
 
+@pytest.mark.parametrize("name", ["adamw", "muon"])
 def test_training_goes_on_from_a_saved_adapter_as_if_it_had_not_stopped(
-    batch: Batch, model_dir_of: MadeModel, tmp_path: Path
+    name: str, batch: Batch, model_dir_of: MadeModel, tmp_path: Path
 ) -> None:
-    trainer = make_trainer(model_dir_of("qwen3"), lora=LORA)
+    changes = {"lora": LORA, "optimizer": replace(OPTIMIZER, name=name)}
+    trainer = make_trainer(model_dir_of("qwen3"), **changes)
     trainer.update(batch, losses.sft)
     trainer.save(tmp_path)
     assert not (tmp_path / "model.safetensors").exists()
-    restored = make_trainer(model_dir_of("qwen3"), lora=LORA, seed=7)
+    restored = make_trainer(model_dir_of("qwen3"), seed=7, **changes)
     restored.restore(tmp_path)
     assert_same_bits(trainer, restored)
     assert trainer.update(batch, losses.sft) == restored.update(batch, losses.sft)
