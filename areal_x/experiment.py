@@ -44,7 +44,7 @@ from areal_x.rollout.vllm.engine import VLLMConfig, VLLMEngine
 from areal_x.rollout.vllm.scorer import ServerScorer, server_urls
 from areal_x.rollout.workflows import Workflow
 from areal_x.run_dir import open_run
-from areal_x.trainer import CriticConfig, Loss, Scorer, Trainer, TrainerConfig, create_trainer, find_backend
+from areal_x.trainer import CriticConfig, LoRAConfig, Loss, Scorer, Trainer, TrainerConfig, create_trainer, find_backend
 from areal_x.types import Batch, Group, Task
 
 ENGINES = ("embedded", "vllm", "none")
@@ -326,7 +326,7 @@ class Experiment:
             else:
                 other = directory if given is None else resolve(given)
                 check_vocabulary(f"train.{name}", other, directory)
-                reference = trainer(other, frozen=True, **others)
+                reference = trainer(other, frozen=True, lora=LoRAConfig(rank=0), **others)
         if "values" in needs:
             start = directory if self.critic.path is None else resolve(self.critic.path)
             check_vocabulary("critic.path", start, directory)
@@ -344,4 +344,4 @@ class Experiment:
         if self.engine == "embedded":
             return EmbeddedEngine(trainer.sampler(self.embedded.slots, self.embedded.context or self.row_length))
         config = replace(self.vllm, context=self.vllm.context or self.row_length)
-        return VLLMEngine(config, directory, run / "logs", message, self.trainer.replay_experts)
+        return VLLMEngine(config, directory, run / "logs", message, self.trainer.lora, self.trainer.replay_experts)

@@ -3,7 +3,8 @@
 A directory that a trainer saves holds config.json, the tokenizer's files and model.safetensors as Hugging Face names them, so
 it loads in transformers and vLLM as it is (a critic or a reward model as a sequence classifier with one label, whose matrix is
 `score.weight` [1, hidden]); optimizer.safetensors (AdamW's moments as `exp_avg.NAME` and `exp_avg_sq.NAME`) and
-trainer.json (version and optimizer step) make it a checkpoint that any backend can continue.
+trainer.json (version and optimizer step) make it a checkpoint that any backend can continue. With adapters, what
+areal_x.lora writes stands in place of model.safetensors.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from areal_x.errors import ConfigError, UserError
 WEIGHTS = "model.safetensors"
 MOMENTS = "optimizer.safetensors"
 STATE = "trainer.json"
+ADAPTER_CONFIG = "adapter_config.json"
 FILE_BYTES = 4 * 2**30  # of one file: as much as is held in memory to be written
 FIRST, SECOND = "exp_avg.", "exp_avg_sq."  # AdamW's two moments of the tensor whose name follows
 # How the names of architectures end: of a language model, of one that sees, of one that judges.
@@ -41,6 +43,9 @@ def resolve(path: str | Callable[[], str]) -> Path:
             wanted = "give a Hugging Face model directory or a hub name like 'Qwen/Qwen3-0.6B'"
             raise UserError(f"model.path = {path!r} is not a directory: {wanted}")
         directory = _download(path)
+    if is_adapter(directory):
+        wanted = f"merge them into a plain model with `python -m areal_x.export {directory} DIRECTORY`, and give that"
+        raise UserError(f"{directory} holds adapters and not a whole model: {wanted}")
     if not (directory / "config.json").is_file():
         raise UserError(f"{directory} has no config.json: model.path must be a Hugging Face model directory")
     if not any(directory.glob("*.safetensors")):
@@ -76,6 +81,12 @@ def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
 def stem(architecture: str) -> str:
     """An architecture's name without what it is for."""
     return architecture.removesuffix(CAUSAL).removesuffix(CONDITIONAL).removesuffix(CLASSIFIER)
+
+
+def is_adapter(directory: Path) -> bool:
+    """Whether a directory holds adapters in PEFT's form in place of a model's weights."""
+    whole = directory / WEIGHTS, directory / f"{WEIGHTS}.index.json"
+    return (directory / ADAPTER_CONFIG).is_file() and not any(file.is_file() for file in whole)
 
 
 def is_classifier(config: Mapping[str, Any]) -> bool:
@@ -127,7 +138,7 @@ def _files(directory: Path, single: str) -> list[Path]:
 def read_tensors(directory: Path) -> Iterator[tuple[str, np.ndarray]]:
     """Every tensor under its Hugging Face name, one at a time (bfloat16 as ml_dtypes' type)."""
     for file in tensor_files(directory):
-        yield from _read_file(file)
+        yield from read_file(file)
 
 
 def write_model(directory: Path, source: Path, tensors: Iterable[tuple[str, np.ndarray]], *, head: str = "policy") -> None:
@@ -135,13 +146,19 @@ def write_model(directory: Path, source: Path, tensors: Iterable[tuple[str, np.n
 
     head: with "value" or "reward" the config becomes that of a sequence classifier with one label.
     """
+    copy_others(directory, source, head)
+    _write_files(directory, WEIGHTS, tensors, {"format": "pt"})
+
+
+def copy_others(directory: Path, source: Path, head: str = "policy") -> None:
+    """The config, for this head, and tokenizer files of `source`, without its weights and what a trainer left beside them."""
     directory.mkdir(parents=True, exist_ok=True)
     for file in source.iterdir():
-        if file.is_file() and not file.name.endswith(NOT_COPIED) and file.name != STATE and source != directory:
+        copied = not file.name.endswith(NOT_COPIED) and file.name not in (STATE, ADAPTER_CONFIG)
+        if file.is_file() and copied and source != directory:
             shutil.copy2(file, directory / file.name)
     if head != "policy":
         (directory / "config.json").write_text(json.dumps(_as_classifier(read_config(directory)), indent=2))
-    _write_files(directory, WEIGHTS, tensors, {"format": "pt"})
 
 
 def _as_classifier(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -165,7 +182,7 @@ def write_own_state(directory: Path, tensors: Iterable[tuple[str, np.ndarray]], 
 def read_moments(directory: Path) -> Iterator[tuple[str, np.ndarray]]:
     """Moments, AdamW's under `exp_avg.NAME` and `exp_avg_sq.NAME`, one at a time."""
     for file in _files(directory, MOMENTS):
-        yield from _read_file(file)
+        yield from read_file(file)
 
 
 def read_state(directory: Path) -> dict[str, Any]:
@@ -173,7 +190,15 @@ def read_state(directory: Path) -> dict[str, Any]:
     return state
 
 
-def _read_file(file: Path) -> Iterator[tuple[str, np.ndarray]]:
+def write_tensors(file: Path, tensors: Iterable[tuple[str, np.ndarray]]) -> None:
+    """One file of tensors that are few enough to be in memory together."""
+    from safetensors.numpy import save_file
+
+    save_file({name: np.ascontiguousarray(tensor) for name, tensor in tensors}, file, metadata={"format": "pt"})
+
+
+def read_file(file: Path) -> Iterator[tuple[str, np.ndarray]]:
+    """The tensors of one file, one at a time."""
     from safetensors import safe_open
 
     with safe_open(file, framework="numpy") as opened:

@@ -130,6 +130,32 @@ class ModelConfig:
     attention: str = "auto"
 
 
+@gin.configurable("lora")
+@dataclass(frozen=True)
+class LoRAConfig:
+    """Low-rank adapters: kernels stay as they are, and x @ A @ B · alpha / rank is learnt beside them (arXiv 2106.09685).
+
+    rank: columns of A and rows of B; 0 trains the whole model. alpha: with which the best learning rate hardly depends on the
+    rank; that is about ten times the whole model's (thinkingmachines.ai/blog/lora). targets: the names, at Hugging Face, of the
+    kernels that have adapters; experts and routers can have none.
+    A critic has adapters of its own as the policy has; its score is trained in full. A reference is the model without.
+    """
+
+    rank: int = 0
+    alpha: float = 32.0
+    targets: tuple[str, ...] = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+
+    def __post_init__(self) -> None:
+        at_least("lora.rank", self.rank, 0)
+        positive("lora.alpha", self.alpha)
+        if not self.targets or len(set(self.targets)) != len(self.targets):
+            raise ConfigError("lora.targets", self.targets, "names of kernels, each once")
+
+    @property
+    def scale(self) -> float:
+        return self.alpha / self.rank
+
+
 HEADS = ("policy", "value", "reward")
 
 
@@ -159,6 +185,7 @@ class TrainerConfig:
     model: ModelConfig = field(default_factory=ModelConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     mesh: MeshConfig = field(default_factory=MeshConfig)
+    lora: LoRAConfig = field(default_factory=LoRAConfig)
     precision: str = "auto"
     micro_batch_rows: int = 8
     head_chunk: int = 0
@@ -183,6 +210,8 @@ class TrainerConfig:
         positive("trainer.temperature", self.temperature)
         if self.entropy and self.head != "policy":
             raise ConfigError("trainer.entropy", True, f"False with the head {self.head!r}, which says no distribution")
+        if self.frozen and self.lora.rank:
+            raise ConfigError("lora.rank", self.lora.rank, "0 for a frozen model, which learns nothing")
         if (self.teacher is None) != (self.divergence is None):
             raise ConfigError(
                 "trainer.divergence", self.divergence, f"given exactly with a teacher (which is {self.teacher!r})"
@@ -241,11 +270,16 @@ class Trainer(Scorer, Protocol):
         ...
 
     def weights(self) -> Iterator[tuple[str, np.ndarray]]:
-        """The policy's tensors under their Hugging Face names, one at a time."""
+        """The policy's tensors under their Hugging Face names, one at a time; adapters are merged into them."""
+        ...
+
+    def adapter(self) -> Iterator[tuple[str, np.ndarray]]:
+        """With adapters alone: their tensors under PEFT's names."""
         ...
 
     def save(self, directory: Path) -> None:
-        """A Hugging Face model directory that also holds the optimizer's moments and the version."""
+        """A Hugging Face model directory, or an adapter's in PEFT's form, that also holds the optimizer's moments and the
+        version."""
         ...
 
     def restore(self, directory: Path) -> None:

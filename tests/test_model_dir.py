@@ -29,6 +29,14 @@ def test_a_directory_without_config_or_without_weights_is_named(tmp_path, tiny_m
         model_dir.resolve(str(tmp_path))
 
 
+def test_a_directory_of_adapters_is_no_model_and_says_how_to_make_one(tmp_path, tiny_model_dir):
+    shutil.copy(tiny_model_dir / "config.json", tmp_path)
+    for file in ("adapter_config.json", "adapter_model.safetensors"):
+        (tmp_path / file).touch()
+    with pytest.raises(UserError, match=rf"holds adapters .* `python -m areal_x\.export {tmp_path} DIRECTORY`"):
+        model_dir.resolve(str(tmp_path))
+
+
 def test_a_function_makes_the_directory(tiny_model_dir):
     assert model_dir.resolve(lambda: str(tiny_model_dir)) == tiny_model_dir
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from areal_x.errors import ConfigError
-from areal_x.trainer import OptimizerConfig, TrainerConfig, create_trainer, find_backend
+from areal_x.trainer import LoRAConfig, OptimizerConfig, TrainerConfig, create_trainer, find_backend
 
 
 def test_the_schedule_warms_up_linearly_then_follows_half_a_cosine():
@@ -33,6 +33,9 @@ def test_a_constant_schedule_only_warms_up():
         (lambda: OptimizerConfig(learning_rate=0), r"optimizer\.learning_rate = 0 .* greater than 0"),
         (lambda: OptimizerConfig(schedule="cosin"), "did you mean 'cosine'"),
         (lambda: OptimizerConfig(schedule="cosine", warmup_steps=5, schedule_steps=5), "more than the 5 warm-up steps"),
+        (lambda: LoRAConfig(rank=-1), r"lora\.rank = -1 .* at least 0"),
+        (lambda: LoRAConfig(alpha=0), r"lora\.alpha = 0 .* greater than 0"),
+        (lambda: LoRAConfig(targets=("q_proj", "q_proj")), r"lora\.targets .* each once"),
         (lambda: TrainerConfig(precision="fp16"), r"trainer\.precision .*'fp32'"),
     ],
 )

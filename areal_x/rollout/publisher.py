@@ -11,7 +11,7 @@ import os
 import secrets
 import shutil
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
@@ -24,11 +24,12 @@ PREFIX = "areal_x-"
 LOCK = "lock"
 SHARD_BYTES = 256 * 2**20  # the copy of the weights that exists in the trainer's memory at one time
 SHARED_MEMORY = Path("/dev/shm")
+Tensors = Iterable[tuple[str, np.ndarray]]
 
 
 @dataclass(frozen=True)
 class Staged:
-    """A complete set of weights in a folder: *.safetensors under Hugging Face names."""
+    """A complete set of weights in a folder: *.safetensors under Hugging Face names, or an adapter in PEFT's form."""
 
     folder: Path
     version: int
@@ -59,16 +60,17 @@ class Staging:
             reason = f"weights cannot be staged in {parent} ({error.strerror})"
             raise UserError(f"{reason}: set vllm.staging to a folder that can be written") from error
 
-    def stage(self, weights: Iterable[tuple[str, np.ndarray]], version: int) -> Staged:
+    def stage(self, weights: Tensors, version: int, write: Callable[[Path, Tensors], None] | None = None) -> Staged:
         """Writes the tensors, one shard in memory at a time. The folder appears under its name only when it is complete.
 
+        write: what fills the folder, by default `write_shards`.
         Raises: UserError when the file system is full.
         """
         folder, partial = self.root / f"v{version:08d}", self.root / "partial"
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir()
         try:
-            write_shards(partial, weights)
+            (write or write_shards)(partial, weights)
         except Exception as error:
             shutil.rmtree(partial, ignore_errors=True)
             # The safetensors library wraps what the system said into its own error.
@@ -93,7 +95,7 @@ class Staging:
             self._lock = None
 
 
-def write_shards(folder: Path, weights: Iterable[tuple[str, np.ndarray]], shard_bytes: int = SHARD_BYTES) -> None:
+def write_shards(folder: Path, weights: Tensors, shard_bytes: int = SHARD_BYTES) -> None:
     from safetensors.numpy import save_file
 
     shard: dict[str, np.ndarray] = {}

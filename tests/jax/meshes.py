@@ -1,6 +1,7 @@
 """The same updates on several meshes of eight devices: what a test asserts and a benchmark prints.
 
-`python -m tests.jax.meshes MODEL MESH …` prints what `learn` gives on each, a mesh being JSON of MeshConfig's fields.
+`python -m tests.jax.meshes MODEL LORA MESH …` prints what `learn` gives on each, a mesh being JSON of MeshConfig's fields, and
+LORA of LoRAConfig's.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Sequence
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,7 +22,7 @@ import numpy as np
 from areal_x.algorithms import losses
 from areal_x.algorithms.weighting import sequence_mean
 from areal_x.data.packing import pack
-from areal_x.trainer import MeshConfig, ModelConfig, OptimizerConfig, TrainerConfig
+from areal_x.trainer import LoRAConfig, MeshConfig, ModelConfig, OptimizerConfig, TrainerConfig
 from areal_x.types import Batch, Trajectory
 from areal_x_jax.trainer import Trainer
 
@@ -46,7 +48,7 @@ def batch_of(vocab: int, seed: int, images: bool = False) -> Batch:
     return batch.replace(advantages=advantages, weights=weights, proximal_logp=batch.behavior_logp)
 
 
-def learn(directory: Path, mesh: dict[str, int]) -> dict[str, Any]:
+def learn(directory: Path, mesh: dict[str, int], lora: LoRAConfig | None = None) -> dict[str, Any]:
     """Losses and gradient norms of UPDATES steps, then log-probabilities, how many programs the steps took, and how much of the
     parameters lies on the first device."""
     at_once = ROWS // 2 // np.prod([mesh.get(axis, 1) for axis in ("data", "fsdp", "expert")], dtype=int)
@@ -55,6 +57,7 @@ def learn(directory: Path, mesh: dict[str, int]) -> dict[str, Any]:
             model=ModelConfig(path=str(directory)),
             optimizer=OptimizerConfig(learning_rate=1e-3, warmup_steps=4),
             mesh=MeshConfig(**mesh),
+            lora=lora or LoRAConfig(),
             micro_batch_rows=max(int(at_once), 1),
             head_chunk=32,
         )
@@ -73,12 +76,21 @@ def learn(directory: Path, mesh: dict[str, int]) -> dict[str, Any]:
     }
 
 
-def learn_on(directory: Path, meshes: Sequence[dict[str, int]], **environment: str) -> list[dict[str, Any]]:
+def learn_on(
+    directory: Path, meshes: Sequence[dict[str, int]], lora: LoRAConfig | None = None, **environment: str
+) -> list[dict[str, Any]]:
     """What `learn` gives on each mesh, in a process that has eight devices."""
     flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8".strip()
     paths = os.pathsep.join([str(Path(__file__).parents[2]), *sys.path])
     environment = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags, "PYTHONPATH": paths, **environment}
-    command = [sys.executable, "-m", "tests.jax.meshes", str(directory), *map(json.dumps, meshes)]
+    command = [
+        sys.executable,
+        "-m",
+        "tests.jax.meshes",
+        str(directory),
+        json.dumps(asdict(lora or LoRAConfig())),
+        *map(json.dumps, meshes),
+    ]
     answer = subprocess.run(command, env=environment, capture_output=True, text=True)
     if answer.returncode:
         raise RuntimeError(answer.stderr)
@@ -86,6 +98,6 @@ def learn_on(directory: Path, meshes: Sequence[dict[str, int]], **environment: s
 
 
 if __name__ == "__main__":
-    directory, *meshes = sys.argv[1:]
+    directory, lora, *meshes = sys.argv[1:]
     for mesh in meshes:
-        print(json.dumps(learn(Path(directory), json.loads(mesh))), flush=True)
+        print(json.dumps(learn(Path(directory), json.loads(mesh), LoRAConfig(**json.loads(lora)))), flush=True)

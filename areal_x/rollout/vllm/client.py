@@ -30,6 +30,7 @@ CONNECT_SECONDS = 30.0
 CONTROL_SECONDS = 600.0  # loading the weights of a large model from a shared folder
 ATTEMPTS = 3
 RECORD_EXPERTS = "--enable-return-routed-experts"
+WORDLESS = ("/v1/load_lora_adapter", "/v1/unload_lora_adapter")  # whose answer is a sentence and no JSON
 NEEDED_FLAGS = (
     "start it with VLLM_SERVER_DEV_MODE=1 and --enable-scale-out --logprobs-mode processed_logprobs "
     f'--served-model-name {MODEL} --weight-transfer-config \'{{"backend":"areal_x"}}\', areal-x installed beside it'
@@ -94,11 +95,12 @@ class VLLMClient:
         return [Served(model["id"], int(model["max_model_len"])) for model in models if model.get("max_model_len")]
 
     async def generate(
-        self, tokens: Int32[np.ndarray, " prompt"], sampling: SamplingParams, experts: bool = False
+        self, tokens: Int32[np.ndarray, " prompt"], sampling: SamplingParams, model: str = MODEL, experts: bool = False
     ) -> Completion:
-        """Tokens in, tokens out. Cancelling the coroutine aborts the request on the server. experts: see `experts_from`."""
+        """Tokens in, tokens out, from the model itself or an adapter by its name; versions are those of the model.
+        Cancelling the coroutine aborts the request on the server. experts: see `experts_from`."""
         body = {
-            "model": MODEL,
+            "model": model,
             "token_ids": [int(t) for t in tokens],
             "sampling_params": {
                 "max_tokens": sampling.max_tokens,
@@ -149,6 +151,19 @@ class VLLMClient:
         await self._call("POST", "/update_weights", {"update_info": {"folder": str(folder)}})
         await self._call("POST", "/finish_weight_update", {"weight_version": str(version)})
 
+    async def load_adapter(self, name: str, folder: Path) -> None:
+        """Under a name that no adapter has. Nothing waits for it but what asks for this name."""
+        await self._call("POST", "/v1/load_lora_adapter", {"lora_name": name, "lora_path": str(folder)})
+
+    async def unload_adapter(self, name: str) -> None:
+        """Forgets the name; requests that are on it go on, and may have the server read its folder again."""
+        await self._call("POST", "/v1/unload_lora_adapter", {"lora_name": name})
+
+    async def adapters(self) -> list[str]:
+        """The names of those that it holds."""
+        models = (await self._call("GET", "/v1/models"))["data"]
+        return [model["id"] for model in models if model.get("parent")]
+
     async def set_version(self, version: int) -> None:
         """Names the weights that the server holds already."""
         await self._call("POST", "/update_weight_version", {"new_version": str(version)}, retry=True)
@@ -180,7 +195,7 @@ class VLLMClient:
             except aiohttp.ClientError as error:
                 raise EngineError(f"the vLLM server at {self.url} failed during {path}: {error}") from error
         if answer.status == 200:
-            return json.loads(text) if text else None
+            return json.loads(text) if text and path not in WORDLESS else None
         raise self._refusal(path, answer.status, words_of(text))
 
     def _refusal(self, path: str, status: int, words: str) -> Exception:
@@ -190,7 +205,10 @@ class VLLMClient:
         if status == 404 and endpoint in ("/v1/models", "/tokenize", "/v1/completions"):
             wanted = "give a vLLM server's address without a path, like http://127.0.0.1:8000"
             return UserError(f"{server} does not offer {endpoint} ({status} {words}): {wanted}")
-        if status in (403, 404):
+        if status == 404 and endpoint in WORDLESS and words == "Not Found":  # else it is the adapter that was not found
+            wanted = "start it with VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 and --enable-lora --max-lora-rank RANK"
+            return UserError(f"{server} takes no adapters: {wanted}, of at least lora.rank")
+        if status in (403, 404) and endpoint not in WORDLESS:
             return UserError(f"{server} does not offer {endpoint} ({status} {words}): {NEEDED_FLAGS}")
         return EngineError(f"{server} answered {endpoint} with {status}: {words}")
 

@@ -6,21 +6,28 @@ import asyncio
 import atexit
 import contextlib
 import os
+import shutil
 import time
 from collections.abc import Callable, Coroutine, Iterable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 import gin
+import numpy as np
 
+from areal_x import lora as adapter_files
 from areal_x.errors import ConfigError, UserError, at_least, positive
 from areal_x.model_dir import read_config, text_config
 from areal_x.rollout.engine import Completion, EngineError, Request, room
 from areal_x.rollout.publisher import Staged, Staging, default_parent
+from areal_x.rollout.vllm import adapters
 from areal_x.rollout.vllm import server as servers
-from areal_x.rollout.vllm.client import VLLMClient
+from areal_x.rollout.vllm.adapters import Versions
+from areal_x.rollout.vllm.client import MODEL, VLLMClient
+from areal_x.trainer import LoRAConfig
 
 T = TypeVar("T")
 LOCAL_HOSTS = ("127.0.0.1", "localhost", "::1")
@@ -79,12 +86,19 @@ class VLLMEngine:
     are of the plain softmax. Request.seed is not honoured: see VLLMClient.generate.
 
     model: the directory that servers load at their start; weights published later replace it. logs: where server logs go.
-    report: shown to the user while servers start. experts: whether completions say which experts of a mixture each token went
-    through.
+    report: shown to the user while servers start. lora: where the trainer has adapters, they are published and not whole
+    weights: a swap stops nothing then, and a request ends on the version that it began on. experts: whether completions say
+    which experts of a mixture each token went through.
     """
 
     def __init__(
-        self, config: VLLMConfig, model: Path, logs: Path, report: Callable[[str], None] = print, experts: bool = False
+        self,
+        config: VLLMConfig,
+        model: Path,
+        logs: Path,
+        report: Callable[[str], None] = print,
+        lora: LoRAConfig | None = None,
+        experts: bool = False,
     ) -> None:
         self.config = config
         self.experts = experts
@@ -98,6 +112,10 @@ class VLLMEngine:
         self._clients: list[VLLMClient] = []
         self._in_flight: list[int] = []
         self._staging: Staging | None = None
+        self.lora = lora if lora is not None and lora.rank else None
+        self._versions = Versions()
+        if self.lora is not None:
+            adapters.arguments(self.lora.rank)  # refuses a rank that no server has room for
 
     async def start(self) -> None:
         atexit.register(self._end_processes)
@@ -128,6 +146,7 @@ class VLLMEngine:
                 threads=config.threads or servers.default_threads(config.servers),
                 device=config.devices[index] if config.devices else None,
                 experts=self.experts,
+                lora_rank=self.lora.rank if self.lora else 0,
                 arguments=config.arguments,
             )
             self._servers.append(servers.start(launch))
@@ -141,6 +160,9 @@ class VLLMEngine:
             self.context = min(self.context, await client.context())
             await client.init_weight_transfer(staging.root)
             await client.set_version(self.version)
+            if self.lora is not None:  # a server that runs already may hold those of another run
+                for name in await client.adapters():
+                    await client.unload_adapter(name)
         except EngineError as error:
             raise UserError(f"{error}") from error
 
@@ -151,7 +173,12 @@ class VLLMEngine:
         index = min(range(len(self._clients)), key=self._in_flight.__getitem__)
         self._in_flight[index] += 1
         try:
-            return await self._clients[index].generate(request.tokens, sampling, self.experts)
+            with self._versions.request() as adapter:
+                name = MODEL if adapter is None else adapters.name_of(adapter.version)
+                said = await self._clients[index].generate(request.tokens, sampling, name, self.experts)
+                if adapter is None:
+                    return said
+                return replace(said, versions=np.full(len(said.tokens), adapter.version, np.int32))
         except EngineError as error:
             raise self._explained(index, error) from error
         finally:
@@ -159,10 +186,16 @@ class VLLMEngine:
 
     def stage(self, trainer: Any, version: int | None = None) -> Staged:
         assert self._staging is not None, "stage() needs an engine that was started"
-        return self._staging.stage(trainer.weights(), trainer.version if version is None else version)
+        version, config = trainer.version if version is None else version, self.lora
+        if config is None:
+            return self._staging.stage(trainer.weights(), version)
+        return self._staging.stage(trainer.adapter(), version, partial(adapter_files.write, config=config, base=self.model))
 
     async def swap(self, staged: Staged) -> float:
         assert self._staging is not None, "swap() needs an engine that was started"
+        if self.lora is not None:
+            await self._swap_adapter(staged)
+            return 0.0
         pauses = await together(self._swap(index, staged) for index in range(len(self._clients)))
         self.version = staged.version
         self._staging.remove(staged)
@@ -184,6 +217,16 @@ class VLLMEngine:
         except EngineError as error:
             raise self._explained(index, error) from error
 
+    async def _swap_adapter(self, staged: Staged) -> None:
+        """Loads it beside those that requests are on, and unloads those that none is on any more."""
+        servers, name = range(len(self._clients)), adapters.name_of(staged.version)
+        await together(self._explaining(index, self._clients[index].load_adapter(name, staged.folder)) for index in servers)
+        self.version = staged.version
+        for old in self._versions.publish(staged):
+            name = adapters.name_of(old.version)
+            await together(self._explaining(index, self._clients[index].unload_adapter(name)) for index in servers)
+            shutil.rmtree(old.folder, ignore_errors=True)
+
     async def close(self) -> None:
         clients, self._clients = self._clients, []
         for client in clients:
@@ -201,6 +244,12 @@ class VLLMEngine:
         if self._staging is not None:
             self._staging.close()
             self._staging = None
+
+    async def _explaining(self, index: int, call: Coroutine[Any, Any, T]) -> T:
+        try:
+            return await call
+        except EngineError as error:
+            raise self._explained(index, error) from error
 
     def _explained(self, index: int, error: EngineError) -> EngineError:
         """The error with the last one in the server's log, where the server is ours."""

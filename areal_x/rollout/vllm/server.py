@@ -18,7 +18,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from areal_x.errors import ConfigError, UserError
-from areal_x.rollout.vllm import guard
+from areal_x.rollout.vllm import adapters, guard
 from areal_x.rollout.vllm.client import MODEL, RECORD_EXPERTS, VLLMClient
 from areal_x.rollout.vllm.plugin import BACKEND
 
@@ -36,6 +36,7 @@ class Launch:
     port: 0 takes a free one. threads: compute threads on a CPU. device: CUDA_VISIBLE_DEVICES, None leaves it as it is.
     seed: of the server's random numbers; servers of one run need different ones, or they draw the same samples.
     experts: whether it records which experts of a mixture each token goes through.
+    lora_rank: of the adapters that it will be given, 0 for none.
     """
 
     model: Path
@@ -48,6 +49,7 @@ class Launch:
     threads: int = 1
     device: str | None = None
     experts: bool = False
+    lora_rank: int = 0
     arguments: Sequence[str] = ()
 
 
@@ -149,6 +151,8 @@ def command(launch: Launch, port: int, cpu: bool) -> list[str]:
         "--generation-config": "vllm",
     }
     flags = ["--enable-scale-out", "--disable-uvicorn-access-log", "--disable-log-stats"]
+    if launch.lora_rank:
+        flags += adapters.arguments(launch.lora_rank)
     if cpu:
         arguments["--dtype"] = "float32"  # as the trainers compute on a CPU
         flags.append("--enforce-eager")  # compiling was seen to double the start (16 s to 37 s) for a quarter more tokens/s
@@ -168,6 +172,8 @@ def environment(launch: Launch, key: str, cpu: bool) -> dict[str, str]:
     }
     if launch.experts:
         env["VLLM_USE_V2_MODEL_RUNNER"] = "1"  # the only one that records them
+    if launch.lora_rank:
+        env["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"
     if launch.device is not None:
         env["CUDA_VISIBLE_DEVICES"] = launch.device
     if cpu:

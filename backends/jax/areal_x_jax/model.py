@@ -17,15 +17,17 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
 from areal_x_jax import attention, experts
 from areal_x_jax.blocked import KEPT
 from areal_x_jax.layout import ALONE, AXES, Layout
-from areal_x_jax.parameters import Params, axes_of
+from areal_x_jax.parameters import Params, adaptable, beside, in_layers
 from areal_x_jax.shape import Shape
 
 Rotation = tuple[Array, Array]
+PRODUCT = "product"  # names for jax.checkpoint_policies.save_only_these_names what a kernel and its adapter give together
 ACTIVATIONS: dict[str, Callable[[Array], Array]] = {"silu": jax.nn.silu, "gelu_tanh": partial(jax.nn.gelu, approximate=True)}
 
 # What the backward pass keeps without remat: see `hidden_states`.
@@ -33,6 +35,8 @@ PRODUCTS = jax.checkpoint_policies.save_from_both_policies(
     jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
     jax.checkpoint_policies.save_only_these_names(KEPT),
 )
+# Each adapter's products would be kept beside its kernel's: their sum is enough.
+PRODUCTS_WITH_ADAPTERS = jax.checkpoint_policies.save_only_these_names(KEPT, PRODUCT)
 
 
 class ImageFeatures(NamedTuple):
@@ -71,7 +75,7 @@ def hidden_states(
     # The barrier keeps the compiler from computing sines again for each head and layer.
     rotations = jax.lax.optimization_barrier(rotations_of(shape, positions) if images is None else (images.rotation,))
     attend = attention_of(shape, segment_ids, how, layout)
-    axes = {name: own[1:] for name, own in axes_of(shape)["layers"].items()}
+    axes = {name: leaf.axes for name, leaf in (in_layers(shape) | beside(shape, adaptable(shape))).items()}
 
     def layer(x: Array, of_layer: tuple[Any, ...]) -> tuple[Array, Array | None]:
         weights, window, rope_index, chosen, depth = of_layer
@@ -90,7 +94,9 @@ def hidden_states(
     chosen = None if recorded is None else jnp.moveaxis(recorded, 2, 0)
     depth = None if images is None or images.deepstack is None else np.arange(shape.layers)
     each = params["layers"], np.array(shape.windows), ropes, chosen, depth
-    layer = jax.checkpoint(layer, policy=jax.checkpoint_policies.nothing_saveable if remat else PRODUCTS)
+    adapted = any(name.endswith("_lora_a") for name in params["layers"])
+    kept = PRODUCTS_WITH_ADAPTERS if adapted else PRODUCTS
+    layer = jax.checkpoint(layer, policy=jax.checkpoint_policies.nothing_saveable if remat else kept)
     x, uneven = jax.lax.scan(layer, layout.pin(x, "rows", "length", None), each)
     return rms_norm(x, params["norm"], shape), None if uneven is None else uneven.mean()
 
@@ -190,7 +196,11 @@ def gated(layer: Params, prefix: str, x: Array, activation: Callable[[Array], Ar
 
 
 def affine(layer: Params, name: str, x: Array) -> Array:
+    """Of the kernel, and its adapter and bias where the layer has them (an adapter's scale lies in its lora_b)."""
     y = linear(x, layer[name])
+    if f"{name}_lora_a" in layer:
+        y = y + linear(linear(x, layer[f"{name}_lora_a"]), layer[f"{name}_lora_b"])
+    y = checkpoint_name(y, PRODUCT)
     return y + layer[f"{name}_bias"] if f"{name}_bias" in layer else y
 
 

@@ -7,6 +7,7 @@ experts within each: what is done to a matrix is done to each of them alone.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from itertools import takewhile
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -182,9 +183,10 @@ def shardings_of(state: Any, params: Params, lies: Params, replicated: NamedShar
     return tree_map_with_path(lie, state)
 
 
-def save(directory: Path, config: OptimizerConfig, shape: Shape, state: Any, version: int) -> None:
-    """AdamW's moments under the names of tensors, for any backend; another optimizer's under those of this one's parameters."""
-    described = {"version": version, "optimizer": config.name}
+def save(directory: Path, config: OptimizerConfig, shape: Shape, state: Any, described: Mapping[str, Any]) -> None:
+    """AdamW's moments under the names of tensors, for any backend; another optimizer's under those of this one's parameters.
+    described: what else to know of the state, at least its version."""
+    described = {**described, "optimizer": config.name}
     if config.name == "adamw":
         first, second = (to_tensors(shape, optax.tree.get(state, which)) for which in ("mu", "nu"))
         moments = ((name, m, v) for (name, m), (_, v) in zip(first, second, strict=True))

@@ -6,12 +6,14 @@ the transpose of Hugging Face's, and layers stacked on a leading axis.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax.numpy as jnp
 from flax import nnx
 
+from areal_x.lora import WRAPPED
 from areal_x_jax.shape import MLP, OUT, QKV, Shape
 from areal_x_jax.vision_shape import MODULES, VisionShape
 
@@ -83,6 +85,8 @@ class Leaf:
 
 def in_layers(shape: Shape) -> dict[str, Leaf]:
     """What each layer has."""
+    if shape.adapters is not None:
+        return beside(shape, shape.adapters.kernels)
     found = {
         "input_norm": Leaf("input_layernorm.weight", ("hidden",)),
         "mlp_norm": Leaf(f"{'pre_feedforward' if shape.out_norms else 'post_attention'}_layernorm.weight", ("hidden",)),
@@ -111,6 +115,21 @@ def in_layers(shape: Shape) -> dict[str, Leaf]:
     return found
 
 
+def adaptable(shape: Shape) -> tuple[str, ...]:
+    """The kernels that adapters can stand beside. Experts and their routers have none."""
+    return ("q", "k", "v", "o") + (() if shape.experts else ("gate", "up", "down"))
+
+
+def beside(shape: Shape, kernels: Iterable[str]) -> dict[str, Leaf]:
+    """The adapters of these kernels under PEFT's names: q_lora_a [hidden, rank] and q_lora_b [rank, query] of q."""
+    decoder, found = in_layers(replace(shape, adapters=None)), {}
+    for kernel in kernels:
+        module, (into, out) = decoder[kernel].name.removesuffix(".weight"), decoder[kernel].axes
+        found[f"{kernel}_lora_a"] = Leaf(f"{module}.lora_A.weight", (into, "rank"))
+        found[f"{kernel}_lora_b"] = Leaf(f"{module}.lora_B.weight", ("rank", out))
+    return found
+
+
 def mlp(prefix: str, module: str, width: str, biases: bool) -> dict[str, Leaf]:
     axes = {"gate": ("hidden", width), "up": ("hidden", width), "down": (width, "hidden")}
     found = {f"{prefix}{name}": Leaf(f"{module}.{name}_proj.weight", own) for name, own in axes.items()}
@@ -125,6 +144,8 @@ def module_of(shape: Shape) -> str:
 
 
 def outside_layers(shape: Shape) -> dict[str, Leaf]:
+    if shape.adapters is not None:
+        return {"score": Leaf(f"{WRAPPED}score.weight", ("hidden", "one"))} if shape.scores else {}
     module = module_of(shape)
     embed, norm = Leaf(f"{module}.embed_tokens.weight", ("vocab", "hidden")), Leaf(f"{module}.norm.weight", ("hidden",))
     found = {"embed": embed, "norm": norm}
@@ -166,6 +187,7 @@ def sizes_of(shape: Shape) -> dict[str, int]:
         "expert_intermediate": experts.intermediate if experts else 0,
         "shared_intermediate": experts.shared if experts else 0,
         "layers": shape.layers,
+        "rank": shape.adapters.rank if shape.adapters else 0,
         "one": 1,
     }
 
@@ -193,7 +215,7 @@ def axes_of(shape: Shape) -> Params:
     """The tree of parameters with the kinds of their axes, as tuples, in place of arrays."""
     layers = {name: ("layers", *leaf.axes) for name, leaf in in_layers(shape).items()}
     found: Params = {**{name: leaf.axes for name, leaf in outside_layers(shape).items()}, "layers": layers}
-    if shape.vision is not None:
+    if shape.vision is not None and shape.adapters is None:
         found["vision"] = {}
         for path, leaf in in_vision(shape.vision).items():
             *outer, name = path
@@ -215,7 +237,8 @@ class Parameters(nnx.Module):
 
 class Decoder(Parameters):
     """embed [vocab, hidden], norm [hidden], layers (stacked: every leaf begins with the axis of layers), and score [hidden, 1]
-    or, unless it is tied, head [hidden, vocab]; vision: of a model that sees, its tower (see VISION)."""
+    or, unless it is tied, head [hidden, vocab]; vision: of a model that sees, its tower (see VISION). Of adapters: their
+    layers, and the score."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__(axes_of(shape), sizes_of(shape))

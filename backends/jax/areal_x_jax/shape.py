@@ -86,6 +86,16 @@ class Experts:
 
 
 @dataclass(frozen=True)
+class Adapters:
+    """LoRA's: kernels (as areal_x_jax.parameters calls them: "q", …) that have a product of two narrow matrices beside them.
+    scale: of that product."""
+
+    kernels: tuple[str, ...]
+    rank: int
+    scale: float
+
+
+@dataclass(frozen=True)
 class Shape:
     """Sizes and features of a decoder. heads share kv_heads in equal groups; head_dim need not be hidden / heads.
 
@@ -94,6 +104,7 @@ class Shape:
     counted from 1. out_norms: whether what attention and MLP give is normed before it is added. attention_softcap,
     logit_softcap: scores and logits are cap · tanh(x / cap); 0 is without. biases: which there are (QKV, OUT, MLP).
     scores: whether it says one number of each token, and no logits. vision: of the tower of a model that sees.
+    adapters: None for the decoder itself; else the parameters are what is trained beside a frozen decoder of this shape.
     """
 
     vocab: int
@@ -119,6 +130,7 @@ class Shape:
     logit_softcap: float = 0.0
     experts: Experts | None = None
     vision: VisionShape | None = None
+    adapters: Adapters | None = None
 
     def rope_of(self, layer: int) -> int:
         """Which of `ropes` a layer turns by."""

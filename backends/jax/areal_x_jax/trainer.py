@@ -19,11 +19,12 @@ import optax
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Float32
 
+from areal_x import lora as adapter_files
 from areal_x import model_dir
 from areal_x.errors import ConfigError, UserError
 from areal_x.trainer import Loss, TrainerConfig
 from areal_x.types import IMAGES, Batch, Policy
-from areal_x_jax import head, optimizers
+from areal_x_jax import head, lora, optimizers
 from areal_x_jax.images import image_arrays
 from areal_x_jax.layout import BY_ROW, RULES, check_fit, make_layout, shardings
 from areal_x_jax.model import head_kernel, hidden_states
@@ -60,12 +61,18 @@ class Trainer:
         if config.replay_experts and self.shape.experts is None:
             raise ConfigError("trainer.replay_experts", True, f"False with {self.directory}, which has no experts")
         check_fit(self.layout, self.shape)
-        self.lies = shardings(self.layout, self.shape)
+        self.trained = lora.trained_shape(self.shape, config.lora)
+        self.lies = shardings(self.layout, self.trained)
         self.teacher: Params | None = None
         if config.teacher is not None:
             self.teacher_shape, self.teacher = self._read_teacher(Path(config.teacher))
         self.optimizer = optimizers.make_optimizer(config.optimizer)
         self.params = self._read_params(self.directory)
+        self.base: Params | None = None  # what the adapters stand beside
+        if self.trained.adapters is not None:
+            self.base, self.params = self.params, lora.drawn(self.trained, config.seed, self.lies)
+            if self.shape.scores:
+                self.params["score"] = self.base.pop("score")
         self.moments: Any = None
         if not config.frozen:
             state = jax.eval_shape(self.optimizer.init, self.params)
@@ -99,29 +106,55 @@ class Trainer:
             lies = self.lies, self.moments_lie, self.replicated
             self._steps[loss] = jax.jit(partial(self._step, loss), donate_argnums=(0, 1), out_shardings=lies)
         trained = np.float32(max(np.count_nonzero(batch.mask), 1))
-        self.params, self.moments, results = self._steps[loss](self.params, self.moments, self.teacher, rows, count, trained)
+        self.params, self.moments, results = self._steps[loss](
+            self.params, self.moments, self.base, self.teacher, rows, count, trained
+        )
         rate = float(self.config.optimizer.learning_rate_at(np.float32(self.version)))
         self.version += 1
         return {**{name: float(x) for name, x in jax.device_get(results).items()}, "learning_rate": rate}
 
     def weights(self) -> Iterator[tuple[str, np.ndarray]]:
-        for name, tensor in to_tensors(self.shape, self.params):
+        if self.base is None:
+            tensors = to_tensors(self.shape, self.params)
+        else:
+            tensors = adapter_files.merged(to_tensors(self.shape, self.base), self.adapter(), self.config.lora.scale)
+        for name, tensor in tensors:
             yield name, tensor.astype(self.dtype)
+
+    def adapter(self) -> Iterator[tuple[str, np.ndarray]]:
+        if self.base is None:
+            raise ValueError("a trainer with lora.rank = 0 has no adapter")
+        yield from to_tensors(self.trained, self.params)
 
     def save(self, directory: Path) -> None:
         self._need_moments("state to save")
-        model_dir.write_model(directory, self.directory, to_tensors(self.shape, self.params), head=self.config.head)
-        optimizers.save(directory, self.config.optimizer, self.shape, self.moments, self.version)
+        state: dict[str, Any] = {"version": self.version}
+        if self.base is None:
+            model_dir.write_model(directory, self.directory, to_tensors(self.shape, self.params), head=self.config.head)
+        else:
+            model_dir.copy_others(directory, self.directory, self.config.head)
+            config, head = self.config.lora, self.config.head
+            adapter_files.write(directory, self.adapter(), config=config, base=self.directory, head=head)
+            state["base"] = adapter_files.fingerprint(self.directory)
+        optimizers.save(directory, self.config.optimizer, self.trained, self.moments, state)
 
     def restore(self, directory: Path) -> None:
-        how = self.config.optimizer, self.shape, self.moments, self.moments_lie, self.layout
+        adapter_files.check_saved(directory, self.config.lora, self.directory)
+        how = self.config.optimizer, self.trained, self.moments, self.moments_lie, self.layout
         moments = optimizers.restored(directory, *how)
-        self.params, self.moments = self._read_params(directory), moments
+        if self.base is None:
+            self.params = self._read_params(directory)
+        else:
+            self.params = from_tensors(self.trained, adapter_files.read(directory), str(directory), self.layout)
+        self.moments = moments
         self.version = int(model_dir.read_state(directory)["version"])
 
     def snapshot(self) -> Params:
         self._need_policy("snapshot to sample from")
-        read = {name: x for name, x in self.params.items() if name != "vision"}  # the sampler sees no images
+        of_model = self.params if self.base is None else self.base
+        read = {name: x for name, x in of_model.items() if name != "vision"}  # the sampler sees no images
+        if self.base is not None:
+            return lora.merged(read, self.params, self.config.lora.scale)
         return jax.tree.map(lambda x: jnp.array(x, self.dtype, copy=True), read)
 
     def sampler(self, slots: int, context: int) -> Any:
@@ -144,15 +177,15 @@ class Trainer:
         rows, length = batch.shape
         read = {name: getattr(batch, name) for name in ("experts", *IMAGES)}
         micro, count = self._lay_out(Batch(batch.tokens, batch.segment_ids, batch.positions, batch.mask, **read))
-        said = jax.device_get(self._said(self.params, micro, count))
+        said = jax.device_get(self._said(self.params, self.base, micro, count))
         return np.asarray(said).reshape(-1, length)[:rows]
 
     def _read_params(self, directory: Path) -> Params:
         tensors = model_dir.read_tensors(directory)
         if self.shape.scores and not model_dir.is_classifier(model_dir.read_config(directory)):
             tensors = chain(tensors, [("score.weight", np.zeros((1, self.shape.hidden)))])
-        params = from_tensors(self.shape, tensors, str(directory), self.layout)
-        return self._cast(params) if self.config.frozen else params
+        learns = not self.config.frozen and self.trained.adapters is None
+        return from_tensors(self.shape, tensors, str(directory), self.layout, jnp.float32 if learns else self.dtype)
 
     def _read_teacher(self, directory: Path) -> tuple[Shape, Params]:
         model_dir.check_vocabulary("train.teacher", directory, self.directory)
@@ -161,7 +194,11 @@ class Trainer:
         if self.shape.vision is not None and (shape.vision is None or shape.vision.seen != self.shape.vision.seen):
             raise ConfigError("train.teacher", str(directory), f"a model that sees images as {self.directory} does")
         check_fit(self.layout, shape)
-        return shape, self._cast(from_tensors(shape, model_dir.read_tensors(directory), str(directory), self.layout))
+        return shape, from_tensors(shape, model_dir.read_tensors(directory), str(directory), self.layout, self.dtype)
+
+    def _whole(self, params: Params, base: Params | None) -> Params:
+        """What is trained, with what it stands beside."""
+        return params if base is None else lora.joined(base, params, self.config.lora.scale)
 
     def _cast(self, params: Params) -> Params:
         """In the compute precision, but for a score, which is computed in fp32."""
@@ -216,13 +253,21 @@ class Trainer:
     # ---- what is compiled
 
     def _step(
-        self, loss: Loss, params: Params, moments: Any, teacher: Params | None, rows: Rows, count: Array, trained: Array
+        self,
+        loss: Loss,
+        params: Params,
+        moments: Any,
+        base: Params | None,
+        teacher: Params | None,
+        rows: Rows,
+        count: Array,
+        trained: Array,
     ) -> tuple[Params, Any, dict[str, Array]]:
         """One optimizer step over the first `count` micro-batches. trained: masked tokens of the whole batch."""
 
         def objective(params: Params, of_micro: Rows) -> tuple[Array, dict[str, Array]]:
             micro, _ = of_micro
-            policy, uneven = self._policy(params, of_micro, self.config.entropy, teacher)
+            policy, uneven = self._policy(self._whole(params, base), of_micro, self.config.entropy, teacher)
             terms, metrics = loss(policy, micro)
             means = {name: jnp.sum(jnp.where(micro.mask, x, 0)) / trained for name, x in metrics.items()}
             if uneven is None:
@@ -249,11 +294,13 @@ class Trainer:
         params, moments = jax.tree.map(keep, (optax.apply_updates(params, updates), new_moments), (params, moments))
         return params, moments, {"loss": value, "grad_norm": norm, "skipped": 1.0 - finite, **metrics}
 
-    def _all_said(self, params: Params, rows: Rows, count: Array) -> Float32[Array, "capacity rows length"]:
+    def _all_said(
+        self, params: Params, base: Params | None, rows: Rows, count: Array
+    ) -> Float32[Array, "capacity rows length"]:
         """Log-probabilities, or values of what scores."""
 
         def fill(index: Array, said: Array) -> Array:
-            policy, _ = self._policy(params, _micro(rows, index))
+            policy, _ = self._policy(self._whole(params, base), _micro(rows, index))
             return said.at[index].set(policy.values if self.shape.scores else policy.logp)
 
         return jax.lax.fori_loop(0, count, fill, jnp.zeros(rows[0].tokens.shape, jnp.float32))

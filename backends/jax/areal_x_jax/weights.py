@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from areal_x.errors import UserError
+from areal_x.lora import WRAPPED
 from areal_x_jax.layout import ALONE, Layout, shardings
 from areal_x_jax.parameters import (
     Leaf,
@@ -48,11 +49,13 @@ def places(shape: Shape) -> dict[str, Place]:
         return Place(path, index, leaf.transposed, tensor[::-1] if leaf.transposed else tensor)
 
     outside = outside_layers(shape)
-    found[outside["embed"].name] = place(("embed",), outside["embed"])
+    if "embed" in outside:
+        found[outside["embed"].name] = place(("embed",), outside["embed"])
     count = shape.experts.count if shape.experts else 0
     for layer in range(shape.layers):
         for name, leaf in in_layers(shape).items():
-            full, path = f"{module_of(shape)}.layers.{layer}.{leaf.name}", ("layers", name)
+            full = f"{WRAPPED if shape.adapters else ''}{module_of(shape)}.layers.{layer}.{leaf.name}"
+            path = "layers", name
             if "{expert}" in full:
                 for expert in range(count):
                     found[full.format(expert=expert)] = place(path, leaf, layer, expert)
@@ -60,7 +63,7 @@ def places(shape: Shape) -> dict[str, Place]:
                 found[full] = place(path, leaf, layer)
     for name, leaf in outside.items():
         found.setdefault(leaf.name, place((name,), leaf))
-    if shape.vision is not None:
+    if shape.vision is not None and shape.adapters is None:
         for path, leaf in in_vision(shape.vision).items():
             for index in np.ndindex(*(sizes[axis] for axis in stack_of(path))):
                 found[leaf.name.format(*index)] = place(("vision", *path), leaf, *index)
@@ -71,7 +74,7 @@ def places(shape: Shape) -> dict[str, Place]:
 
 def saved_name(shape: Shape, name: str) -> str:
     """The name that transformers saves this tensor under: models that see are on the hub under either of MODULES' names."""
-    if shape.vision is None:
+    if shape.vision is None or shape.adapters is not None:
         return name
     text, tower = MODULES[shape.vision.family]
     for prefix, module in (("model.visual.", tower), ("visual.", tower), ("model.language_model.", text), ("model.", text)):
@@ -80,8 +83,11 @@ def saved_name(shape: Shape, name: str) -> str:
     return name
 
 
-def from_tensors(shape: Shape, tensors: Iterable[tuple[str, np.ndarray]], source: str, layout: Layout = ALONE) -> Params:
-    """The tree of fp32 parameters on the devices, split as the layout says: the host holds one tensor at a time.
+def from_tensors(
+    shape: Shape, tensors: Iterable[tuple[str, np.ndarray]], source: str, layout: Layout = ALONE, dtype: Any = jnp.float32
+) -> Params:
+    """The tree of parameters of this type (a score's is fp32) on the devices, split as the layout says: the host holds one
+    tensor at a time.
 
     Raises: UserError listing tensors that are missing, left over, of another shape, or not finite.
     """
@@ -101,6 +107,7 @@ def from_tensors(shape: Shape, tensors: Iterable[tuple[str, np.ndarray]], source
         value = np.asarray(tensor.reshape(len(tensor), -1).T if place.transposed else tensor, np.float32)
         if not np.isfinite(value).all():
             raise UserError(f"{source}: {given} holds numbers that are not finite: the file is damaged, or its training failed")
+        value = value if place.path == ("score",) else value.astype(dtype)
         holder, last = leaf_of(made, place.path[:-1]), place.path[-1]
         holder[last] = put(holder[last], value, place.index, leaf_of(lies, place.path))
         missing.discard(name)
@@ -121,7 +128,7 @@ def put(whole: Any, value: np.ndarray, index: tuple[int, ...], sharding: Any) ->
     if not index:
         return jax.device_put(np.ascontiguousarray(value), sharding)
     if not isinstance(whole, jax.Array):
-        whole = jnp.zeros(whole.shape, jnp.float32, device=sharding)
+        whole = jnp.zeros(whole.shape, value.dtype, device=sharding)
     part = value[(None,) * len(index)]
     start = np.array([*index, *(0 for _ in value.shape)], np.int32)
     return writer(sharding)(whole, part, start)

@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 
 from areal_x import model_dir
 from areal_x.errors import ConfigError, one_of
+from areal_x.lora import check_saved
 from areal_x.rollout.lanes import Lanes
 from areal_x.trainer import Loss, OptimizerConfig, TrainerConfig
 from areal_x.types import Batch, Policy
@@ -36,6 +37,10 @@ class Trainer:
             raise ConfigError("trainer.balance", config.balance, "0, as the torch backend does not push experts yet")
         if config.replay_experts:
             raise ConfigError("trainer.replay_experts", True, "False, as the torch backend does not choose experts yet")
+        if config.lora.rank:
+            raise ConfigError(
+                "lora.rank", config.lora.rank, "0, as the torch backend has no adapters yet: use train.backend = 'jax'"
+            )
         one_of("optimizer.name", config.optimizer.name, ("adamw",))
         one_of("optimizer.moments", config.optimizer.moments, ("fp32",))
         self.config = config
@@ -119,6 +124,7 @@ class Trainer:
         model_dir.write_state(directory, moments, {"version": self.version})
 
     def restore(self, directory: Path) -> None:
+        check_saved(directory, self.config.lora, self.directory)
         state = model_dir.read_state(directory)
         self.config.optimizer.check_state(directory, state)
         self.version = int(state["version"])

@@ -1,0 +1,68 @@
+"""Makes a plain Hugging Face model of a checkpoint.
+
+    python -m areal_x.export runs/arithmetic-lora-1 my-model
+    python -m areal_x.export runs/arithmetic-lora-1/checkpoints/50 my-model
+
+The first is a run, whose newest checkpoint is taken, a checkpoint, or a trainer's directory in it. Adapters are merged into the
+model that they were trained beside, which must still be where it was; the optimizer's state is left out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from areal_x import checkpoint, lora, model_dir
+from areal_x.errors import UserError
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The exit status: 0, or 1 after one sentence about a mistake."""
+    parser = argparse.ArgumentParser(
+        prog="python -m areal_x.export", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("checkpoint", metavar="CHECKPOINT", type=Path)
+    parser.add_argument("directory", metavar="DIRECTORY", type=Path)
+    options = parser.parse_args(arguments)
+    try:
+        export(options.checkpoint, options.directory)
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    print(f"model: {options.directory}")
+    return 0
+
+
+def export(source: Path, directory: Path) -> None:
+    """Writes the model of a run, a checkpoint or a trainer's directory, one tensor in memory at a time.
+
+    Raises: UserError when there is no checkpoint, when something is at `directory`, or when the base of adapters is not what it
+    was."""
+    source = find(source)
+    if directory.exists() and not (directory.is_dir() and not any(directory.iterdir())):
+        raise UserError(f"{directory} exists and is not overwritten: choose another directory")
+    if not model_dir.is_adapter(source):
+        return model_dir.write_model(directory, source, model_dir.read_tensors(source))
+    found = lora.described(source)
+    base = model_dir.resolve(found["base_model_name_or_path"])
+    if model_dir.read_state(source)["base"] != lora.fingerprint(base):
+        raise UserError(f"{base} is not the model that the adapters of {source} were trained beside: put that one there again")
+    scale = found["lora_alpha"] / found["r"]
+    return model_dir.write_model(directory, source, lora.merged(model_dir.read_tensors(base), lora.read(source), scale))
+
+
+def find(source: Path) -> Path:
+    """The trainer's directory of a run, a checkpoint, or itself."""
+    if (source / "checkpoints").is_dir():
+        _, source, _ = checkpoint.newest(source)
+    if (source / "trainer").is_dir():
+        source = source / "trainer"
+    if not (source / model_dir.STATE).is_file():
+        raise UserError(f"{source} is no run and no checkpoint: give runs/NAME or runs/NAME/checkpoints/STEP")
+    return source
+
+
+if __name__ == "__main__":
+    sys.exit(main())

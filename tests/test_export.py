@@ -1,0 +1,98 @@
+"""Plain models made of checkpoints, without any framework."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from ml_dtypes import bfloat16
+
+from areal_x import checkpoint, export, lora, model_dir
+from areal_x.errors import UserError
+from areal_x.trainer import LoRAConfig
+
+CONFIG = LoRAConfig(rank=2, alpha=6.0, targets=("q_proj",))
+KERNEL = "model.layers.0.self_attn.q_proj"
+WRAPPED = f"base_model.model.{KERNEL}"
+
+
+def write_adapter(directory: Path, base: Path) -> dict[str, np.ndarray]:
+    """A trainer's checkpoint of one kernel's adapter."""
+    rng = np.random.default_rng(0)
+    rows, columns = dict(model_dir.read_tensors(base))[f"{KERNEL}.weight"].shape
+    shapes = {"A": (2, columns), "B": (rows, 2)}
+    tensors = {f"{WRAPPED}.lora_{x}.weight": rng.normal(size=shape).astype(np.float32) for x, shape in shapes.items()}
+    model_dir.copy_others(directory, base)
+    lora.write(directory, tensors.items(), config=CONFIG, base=base)
+    (directory / model_dir.MOMENTS).touch()
+    (directory / model_dir.STATE).write_text(json.dumps({"version": 3, "base": lora.fingerprint(base)}))
+    return tensors
+
+
+def test_a_merged_kernel_is_the_base_plus_the_scaled_product_and_all_else_is_the_base(
+    tiny_model_dir: Path, tmp_path: Path
+) -> None:
+    adapter = write_adapter(tmp_path / "trainer", tiny_model_dir)
+    export.export(tmp_path / "trainer", tmp_path / "plain")
+    base, plain = (dict(model_dir.read_tensors(path)) for path in (tiny_model_dir, tmp_path / "plain"))
+    a, b = (adapter[f"{WRAPPED}.lora_{x}.weight"].astype(np.float64) for x in "AB")
+    assert plain.keys() == base.keys()
+    for name, value in base.items():
+        expected = value + 3 * b @ a if name == f"{KERNEL}.weight" else value
+        np.testing.assert_allclose(plain[name], expected, atol=1e-5)
+        assert plain[name].dtype == value.dtype
+    assert model_dir.resolve(str(tmp_path / "plain")) == tmp_path / "plain"
+
+
+def test_a_base_in_bf16_stays_in_bf16_and_is_rounded_once() -> None:
+    base = {f"{KERNEL}.weight": np.full((1, 1), 1.0, bfloat16)}
+    factors = {"A": np.float32([[1.0], [1.0]]), "B": np.float32([[0.003, 0.003]])}  # each alone would be rounded away
+    adapter = {f"{WRAPPED}.lora_{x}.weight": value for x, value in factors.items()}
+    ((_, merged),) = lora.merged(base.items(), adapter.items(), 1.0)
+    assert merged.dtype == bfloat16
+    assert merged == bfloat16(1.006)
+    assert merged != 1
+
+
+def test_the_newest_checkpoint_of_a_run_is_taken_without_the_optimizers_state(tiny_model_dir: Path, tmp_path: Path) -> None:
+    tensors = dict(model_dir.read_tensors(tiny_model_dir))
+
+    def write(path: Path, factor: float) -> None:
+        changed = {name: x * np.float32(factor) for name, x in tensors.items()}
+        model_dir.write_model(path / "trainer", tiny_model_dir, changed.items())
+        moments = ((name, x, x) for name, x in tensors.items())
+        model_dir.write_state(path / "trainer", moments, {"version": 1})
+
+    for step in (1, 2):
+        checkpoint.save(tmp_path / "run", step, lambda path, step=step: write(path, step), {})
+    command = [sys.executable, "-X", "importtime", "-m", "areal_x.export", str(tmp_path / "run"), str(tmp_path / "plain")]
+    answer = subprocess.run(command, check=True, capture_output=True, text=True)
+    assert answer.stdout == f"model: {tmp_path / 'plain'}\n"
+    loaded = {line.rpartition("|")[2].strip() for line in answer.stderr.splitlines()}
+    assert not loaded & {"jax", "torch", "vllm"}
+    for name, value in model_dir.read_tensors(tmp_path / "plain"):
+        np.testing.assert_array_equal(value, 2 * tensors[name])
+    names = {file.name for file in (tmp_path / "plain").iterdir()}
+    assert {"config.json", "tokenizer.json", "model.safetensors"} <= names
+    assert not names & {"optimizer.safetensors", "trainer.json"}
+    export.export(tmp_path / "run" / "checkpoints" / "1", tmp_path / "first")
+    np.testing.assert_array_equal(dict(model_dir.read_tensors(tmp_path / "first"))["lm_head.weight"], tensors["lm_head.weight"])
+
+
+def test_what_cannot_be_exported_is_one_sentence(
+    tiny_model_dir: Path, tied_model_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_adapter(tmp_path / "trainer", tiny_model_dir)
+    assert export.main([str(tmp_path / "trainer"), str(tmp_path)]) == 1
+    assert capsys.readouterr().err == f"error: {tmp_path} exists and is not overwritten: choose another directory\n"
+    with pytest.raises(UserError, match="is no run and no checkpoint: give runs/NAME"):
+        export.export(tiny_model_dir, tmp_path / "plain")
+    settings = lora.described(tmp_path / "trainer") | {"base_model_name_or_path": str(tied_model_dir)}
+    (tmp_path / "trainer" / lora.CONFIG).write_text(json.dumps(settings))
+    with pytest.raises(UserError, match=r"is not the model that the adapters of .* were trained beside"):
+        export.export(tmp_path / "trainer", tmp_path / "plain")
+    assert not (tmp_path / "plain").exists()
