@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from threading import Event
 
 import numpy as np
 import pytest
@@ -170,3 +171,42 @@ def test_a_full_disk_is_recognised_however_it_is_told(tmp_path: Path, error: Exc
     with pytest.raises(told):
         checkpoint.save(tmp_path, 20, fails, {})
     assert names(tmp_path) == []
+
+
+def test_a_checkpoint_that_is_written_in_the_background_is_absent_until_it_is_whole(tmp_path: Path) -> None:
+    said: list[str] = []
+    going_on = Event()
+
+    def write(directory: Path) -> checkpoint.Wait:
+        def finish() -> None:
+            assert going_on.wait(60)
+            filler()(directory)
+
+        return finish
+
+    with checkpoint.Saver(tmp_path, 2, said.append) as saver:
+        saver.save(10, filler(), STATE)
+        assert said == ["checkpoint of step 10 saved"]
+        saver.save(20, write, STATE)
+        assert checkpoint.newest(tmp_path)[0] == 10
+        going_on.set()
+        saver.save(30, write, {"at": 30})  # after that of step 20
+        assert checkpoint.newest(tmp_path)[0] >= 20
+    assert checkpoint.newest(tmp_path) == (30, tmp_path / "checkpoints" / "30", {"at": 30})
+    assert said[-1] == "checkpoint of step 30 saved"
+
+
+def test_what_goes_wrong_in_the_background_is_raised_and_leaves_the_checkpoint_before(tmp_path: Path) -> None:
+    def write(_: Path) -> checkpoint.Wait:
+        def fails() -> None:
+            raise RuntimeError("lost")
+
+        return fails
+
+    saver = checkpoint.Saver(tmp_path, 2, print)
+    saver.save(10, filler(), STATE)
+    saver.save(20, write, STATE)
+    with pytest.raises(RuntimeError, match="lost"):
+        saver.wait()
+    assert checkpoint.newest(tmp_path)[0] == 10
+    assert [p.name for p in (tmp_path / "checkpoints").iterdir()] == ["10"]

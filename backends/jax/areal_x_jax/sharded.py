@@ -1,0 +1,76 @@
+"""Checkpoints of which every device writes its own part, in the background, by orbax; any other mesh reads them.
+
+arrays/ holds parameters and moments under the names of this backend's trees. What no process holds whole is never gathered, so
+that saving takes as long with a large model as with a small one, as long as devices are added; the price is that only this
+backend reads it. `Trainer.save` with trainer.checkpoint = "portable" makes of it what every backend reads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+from jax.tree_util import keystr, tree_flatten_with_path
+
+from areal_x.errors import UserError
+from areal_x_jax.parameters import Params
+
+ARRAYS = "arrays"
+
+
+def is_sharded(directory: Path) -> bool:
+    return (directory / ARRAYS).is_dir()
+
+
+def save(directory: Path, params: Params, moments: Any) -> Callable[[], None]:
+    """Returns as soon as the arrays may be donated; what it returns waits until all is on disk, and raises what went wrong.
+
+    Every process calls both; the directory is one that all of them see.
+    """
+    import orbax.checkpoint.experimental.v1 as orbax
+
+    wait: Callable[[], None] = orbax.save_async(directory / ARRAYS, _named({"params": params, "moments": moments})).result
+    return wait
+
+
+def restored(directory: Path, params: Params, lies: Params, moments: Any, moments_lie: Any) -> tuple[Params, Any]:
+    """Parameters and moments as `save` wrote them, in the types and shapes of the given ones, where they are to lie.
+
+    Raises: UserError for those of another model or optimizer, or where a part is missing.
+    """
+    import orbax.checkpoint.experimental.v1 as orbax
+
+    state, shardings = {"params": params, "moments": moments}, {"params": lies, "moments": moments_lie}
+    wanted = jax.tree.map(lambda x, at: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at), state, shardings)
+    try:
+        found = orbax.metadata(directory / ARRAYS).metadata
+    except Exception as error:  # orbax and tensorstore raise errors of many types
+        raise UserError(f"{directory / ARRAYS} is not whole ({_first_line(error)}): copy the checkpoint again") from error
+    named = _named(wanted)
+    for name in sorted(set(named) | set(found)):
+        there, here = (tuple(x[name].shape) if name in x else None for x in (found, named))
+        if there != here:
+            told = f"its {name} has the shape {there}" if there is not None else f"it has no {name}"
+            raise UserError(f"{directory} holds another model or optimizer: {told} where {here or 'none'} is needed")
+    try:
+        read = orbax.load(directory / ARRAYS, named)
+    except Exception as error:
+        raise UserError(f"{directory / ARRAYS} cannot be read ({_first_line(error)}): copy the checkpoint again") from error
+    paths, tree = tree_flatten_with_path(wanted)
+    whole: dict[str, Any] = jax.tree.unflatten(tree, [read[_name(path)] for path, _ in paths])
+    return whole["params"], whole["moments"]
+
+
+def _named(tree: Any) -> dict[str, Any]:
+    """One dict of leaves: what orbax keeps of a tuple's type depends on its release."""
+    return {_name(path): x for path, x in tree_flatten_with_path(tree)[0]}
+
+
+def _name(path: Any) -> str:
+    return keystr(path, simple=True, separator=".")
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]
