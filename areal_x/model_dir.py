@@ -118,18 +118,29 @@ def read_tensors(directory: Path) -> Iterator[tuple[str, np.ndarray]]:
         yield from _read_file(file)
 
 
-def write_model(directory: Path, source: Path, tensors: Iterable[tuple[str, np.ndarray]], *, head: str = "policy") -> None:
+def write_model(
+    directory: Path | None, source: Path, tensors: Iterable[tuple[str, np.ndarray]], *, head: str = "policy"
+) -> None:
     """A model directory with these tensors and the config and tokenizer files of `source`.
 
+    directory: here and below, None writes nothing and goes through the tensors all the same, as it takes all processes that
+    share a model to gather them, and one to write.
     head: with "value" or "reward" the config becomes that of a sequence classifier with one label.
     """
+    if directory is None:
+        return _go_through(tensors)
     directory.mkdir(parents=True, exist_ok=True)
     for file in source.iterdir():
         if file.is_file() and not file.name.endswith(NOT_COPIED) and file.name != STATE and source != directory:
             shutil.copy2(file, directory / file.name)
     if head != "policy":
         (directory / "config.json").write_text(json.dumps(_as_classifier(read_config(directory)), indent=2))
-    _write_files(directory, WEIGHTS, tensors, {"format": "pt"})
+    return _write_files(directory, WEIGHTS, tensors, {"format": "pt"})
+
+
+def _go_through(tensors: Iterable[tuple[str, np.ndarray]]) -> None:
+    for _ in tensors:
+        pass
 
 
 def _as_classifier(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -138,16 +149,21 @@ def _as_classifier(config: Mapping[str, Any]) -> dict[str, Any]:
     return {**config, "architectures": names, **one_label}
 
 
-def write_state(directory: Path, moments: Iterable[tuple[str, np.ndarray, np.ndarray]], state: Mapping[str, Any]) -> None:
+def write_state(
+    directory: Path | None, moments: Iterable[tuple[str, np.ndarray, np.ndarray]], state: Mapping[str, Any]
+) -> None:
     """AdamW's moments (name, first, second), which any backend continues, and small numbers (version), beside the weights."""
     named = (pair for name, first, second in moments for pair in ((FIRST + name, first), (SECOND + name, second)))
     write_own_state(directory, named, state)
 
 
-def write_own_state(directory: Path, tensors: Iterable[tuple[str, np.ndarray]], state: Mapping[str, Any]) -> None:
+def write_own_state(directory: Path | None, tensors: Iterable[tuple[str, np.ndarray]], state: Mapping[str, Any]) -> None:
     """An optimizer's tensors under the names of one backend, and small numbers, beside the weights."""
+    if directory is None:
+        return _go_through(tensors)
     _write_files(directory, MOMENTS, tensors, {})
     (directory / STATE).write_text(json.dumps(dict(state)))
+    return None
 
 
 def read_moments(directory: Path) -> Iterator[tuple[str, np.ndarray]]:

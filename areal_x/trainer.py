@@ -101,6 +101,7 @@ class MeshConfig:
     data: copies of the model, each with rows of its own; -1 takes every device that is left. fsdp: rows too, with parameters
     and moments split, and gathered layer by layer. expert: rows too, with the experts of a mixture split. context: parts of
     every row. tensor: heads, the width of the MLP and the vocabulary.
+    processes: how many train one model together, on the devices of all of them; the same command starts each (see docs/jax.md).
     """
 
     data: int = -1
@@ -108,12 +109,19 @@ class MeshConfig:
     expert: int = 1
     context: int = 1
     tensor: int = 1
+    processes: int = 1
 
     def __post_init__(self) -> None:
         if self.data != -1:
             positive("mesh.data", self.data)
-        for axis in ("fsdp", "expert", "context", "tensor"):
+        for axis in ("fsdp", "expert", "context", "tensor", "processes"):
             positive(f"mesh.{axis}", getattr(self, axis))
+
+    def within_one_process(self) -> MeshConfig:
+        """For a model that one process computes alone: all of its devices, where this mesh has more than those."""
+        if self.processes == 1:
+            return self
+        return MeshConfig(data=-1, fsdp=1, expert=1, context=1, tensor=1, processes=1)
 
 
 @gin.configurable("model")
@@ -241,8 +249,9 @@ class Trainer(Scorer, Protocol):
         """The policy's tensors under their Hugging Face names, one at a time."""
         ...
 
-    def save(self, directory: Path) -> None:
-        """A Hugging Face model directory that also holds the optimizer's moments and the version."""
+    def save(self, directory: Path | None) -> None:
+        """A Hugging Face model directory that also holds the optimizer's moments and the version. None writes nothing: so a
+        process helps another, with which it shares the model, to gather it."""
         ...
 
     def restore(self, directory: Path) -> None:

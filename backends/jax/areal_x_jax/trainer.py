@@ -24,7 +24,7 @@ from areal_x.errors import UserError
 from areal_x.trainer import Loss, TrainerConfig
 from areal_x.types import Batch, Policy
 from areal_x_jax import head, optimizers
-from areal_x_jax.layout import BY_ROW, RULES, check_fit, make_layout, shardings
+from areal_x_jax.layout import BY_ROW, RULES, all_of, check_fit, lay, make_layout, shardings
 from areal_x_jax.model import head_kernel, hidden_states
 from areal_x_jax.parameters import Params
 from areal_x_jax.shape import Shape, shape_of
@@ -101,7 +101,7 @@ class Trainer:
         for name, tensor in to_tensors(self.shape, self.params):
             yield name, tensor.astype(self.dtype)
 
-    def save(self, directory: Path) -> None:
+    def save(self, directory: Path | None) -> None:
         self._need_moments("state to save")
         model_dir.write_model(directory, self.directory, to_tensors(self.shape, self.params), head=self.config.head)
         optimizers.save(directory, self.config.optimizer, self.shape, self.moments, self.version)
@@ -114,6 +114,8 @@ class Trainer:
 
     def snapshot(self) -> Params:
         self._need_policy("snapshot to sample from")
+        if self.mesh.is_multi_process:
+            return jax.tree.map(lambda x: all_of(x.astype(self.dtype)), self.params)
         return jax.tree.map(lambda x: jnp.array(x, self.dtype, copy=True), self.params)
 
     def sampler(self, slots: int, context: int) -> Any:
@@ -135,7 +137,7 @@ class Trainer:
     def _say(self, batch: Batch) -> Float32[np.ndarray, "rows length"]:
         rows, length = batch.shape
         micro, count = self._lay_out(Batch(batch.tokens, batch.segment_ids, batch.positions, batch.mask))
-        said = jax.device_get(self._said(self.params, micro, count))
+        said = jax.device_get(all_of(self._said(self.params, micro, count)))
         return np.asarray(said).reshape(-1, length)[:rows]
 
     def _read_params(self, directory: Path) -> Params:
@@ -177,7 +179,7 @@ class Trainer:
         def lay_out(x: np.ndarray) -> jax.Array:
             padded = np.zeros((capacity * at_once, *x.shape[1:]), np.float32 if x.dtype == np.float64 else x.dtype)
             padded[:rows] = x
-            return jax.device_put(padded.reshape(capacity, at_once, *x.shape[1:]), self.by_row)
+            return lay(padded.reshape(capacity, at_once, *x.shape[1:]), self.by_row)
 
         return batch.map(lay_out), np.int32(count)
 

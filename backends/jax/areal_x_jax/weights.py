@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from areal_x.errors import UserError
-from areal_x_jax.layout import ALONE, Layout, shardings
+from areal_x_jax.layout import ALONE, Layout, all_of, lay, shardings
 from areal_x_jax.parameters import Params, in_layers, outside_layers, parameter_shapes
 from areal_x_jax.shape import Shape
 
@@ -82,7 +82,7 @@ def from_tensors(shape: Shape, tensors: Iterable[tuple[str, np.ndarray]], source
 def put(whole: Any, value: np.ndarray, index: tuple[int, ...], sharding: Any) -> jax.Array:
     """`whole` (a shape as long as nothing is in it) with `value` at this place of its stack."""
     if not index:
-        return jax.device_put(np.ascontiguousarray(value), sharding)
+        return lay(np.ascontiguousarray(value), sharding)
     if not isinstance(whole, jax.Array):
         whole = jnp.zeros(whole.shape, jnp.float32, device=sharding)
     part = value[(None,) * len(index)]
@@ -102,7 +102,7 @@ def to_tensors(shape: Shape, params: Params) -> Iterator[tuple[str, np.ndarray]]
     """Each tensor under its Hugging Face name, fetched from the devices one at a time."""
     for name, place in places(shape).items():
         leaf = params["layers"][place.leaf][place.index] if place.index else params[place.leaf]
-        value = np.asarray(jax.device_get(leaf))
+        value = np.asarray(jax.device_get(all_of(leaf)))
         yield name, np.ascontiguousarray(value.T) if place.transposed else value
 
 
