@@ -42,6 +42,7 @@ from areal_x.errors import UserError
 
 SECONDS_TO_MEET = 300.0  # from the first process at the meeting place to the last
 SECONDS_TO_NOTICE = 8.0  # in a call that somebody else has left: longer than an error takes that all run into by themselves
+SECONDS_TO_FOLLOW = 2.0  # the end of process 0
 SECONDS_TO_END = 60.0  # to close servers and workers, once told
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
 
@@ -240,7 +241,7 @@ class Follower:
         told = f"process 0 ended: {message['end']}" if message["end"] else ""
         self._inbox.put(({"end": told}, {}))
         if told:
-            time.sleep(SECONDS_TO_NOTICE)
+            time.sleep(SECONDS_TO_FOLLOW)
             if not self._ended:  # it waits in a collective that process 0 will never enter
                 end_now(told)
 
