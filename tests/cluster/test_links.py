@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Client, Listener
@@ -46,14 +47,9 @@ def end(leader: Leader, follower: Follower, error: str | None = None) -> None:
     """As when the follower's process goes after the leader said that it is over."""
     closing = threading.Thread(target=leader.close, args=(error,))
     closing.start()
-    while True:
-        try:
-            if follower.receive() is None:
-                assert error is None
-                break
-        except UserError as told:
-            assert str(told) == f"process 0 ended: {error}"
-            break
+    with pytest.raises(UserError, match=f"^process 0 ended: {error}$") if error else nullcontext():
+        while follower.receive() is not None:
+            pass
     follower._link.close()
     closing.join(timeout=60)
 

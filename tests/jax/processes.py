@@ -43,6 +43,8 @@ def make_models(directory: Path, optimizer: str, mesh: dict[str, int]) -> Models
         how: dict[str, Any] = {"mesh": MeshConfig(**mesh), "micro_batch_rows": max(8 // rows, 1), "head_chunk": 32}
         return Trainer(TrainerConfig(model=ModelConfig(path=str(directory)), optimizer=steps, **how, **changes))
 
+    if optimizer != "adamw":  # once is enough
+        return Models(trainer())
     return Models(trainer(), trainer(frozen=True), trainer(head="value"))
 
 
@@ -50,20 +52,21 @@ def ask(models: Models, folder: Path, name: str) -> dict[str, Any]:
     """Everything that a run asks its trainers; arrays as lists."""
     batches = [batch_of(VOCABULARY, step) for step in range(UPDATES)]
     learned = [models.policy.update(batch, losses.ppo_clip) for batch in batches]
-    of_critic = models.critic.update(batches[0], value_loss)
     models.policy.save(folder / name)
     two = [tensor for _, (tensor, _) in zip(range(2), models.policy.weights(), strict=False)]  # the other processes gather all
     found = {
         "loss": [row["loss"] for row in learned],
         "grad_norm": [row["grad_norm"] for row in learned],
-        "critic": [of_critic["loss"], of_critic["grad_norm"]],
         "logp": models.policy.logprobs(batches[0]).tolist(),
-        "reference": models.reference.logprobs(batches[0]).tolist(),
-        "values": models.critic.values(batches[0]).tolist(),
         "two": two,
         "weights": {tensor: float(np.abs(x).sum()) for tensor, x in models.policy.weights()},
         "snapshot": float(np.abs(np.asarray(models.policy.snapshot()["embed"])).sum()),
     }
+    if models.critic is not None:
+        of_critic = models.critic.update(batches[0], value_loss)
+        found["critic"] = [of_critic["loss"], of_critic["grad_norm"]]
+        found["reference"] = models.reference.logprobs(batches[0]).tolist()
+        found["values"] = models.critic.values(batches[0]).tolist()
     if (one := folder / f"one-{name}").is_dir():
         models.policy.restore(one)
         models.policy.save(folder / f"back-{name}")

@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 
 from areal_x import checkpoint, model_dir
+from areal_x.monitor.metrics import read
 from tests.conftest import quick_environment
 
 MESHES = [
@@ -76,9 +77,10 @@ def found(folder: Path, name: str) -> dict[str, Any]:
 @pytest.mark.parametrize("mesh", ["fsdp", "tensor"])
 def test_two_processes_of_two_devices_learn_what_one_of_four_does(asked: Path, mesh: str) -> None:
     one, two = found(asked, f"one-two-{mesh}"), found(asked, f"two-{mesh}")
-    for of_steps in ("loss", "grad_norm", "critic"):
+    assert two.keys() == one.keys()
+    for of_steps in {"loss", "grad_norm", "critic"} & two.keys():
         np.testing.assert_allclose(two[of_steps], one[of_steps], rtol=1e-5)
-    for of_tokens in ("logp", "reference", "values"):
+    for of_tokens in {"logp", "reference", "values"} & two.keys():
         np.testing.assert_allclose(two[of_tokens], one[of_tokens], atol=1e-4)
     assert list(two["weights"]) == list(one["weights"])
     np.testing.assert_allclose(list(two["weights"].values()), list(one["weights"].values()), rtol=1e-5)
@@ -89,8 +91,8 @@ def test_two_processes_of_two_devices_learn_what_one_of_four_does(asked: Path, m
 
 @pytest.mark.parametrize("mesh", ["fsdp", "tensor"])
 def test_a_state_of_one_process_goes_through_two_without_losing_a_bit(asked: Path, mesh: str) -> None:
-    for read in (model_dir.read_tensors, model_dir.read_moments):
-        before, after = (dict(read(asked / f"{which}-two-{mesh}")) for which in ("one", "back"))
+    for tensors in (model_dir.read_tensors, model_dir.read_moments):
+        before, after = (dict(tensors(asked / f"{which}-two-{mesh}")) for which in ("one", "back"))
         assert list(before) == list(after)
         for name, x in before.items():
             np.testing.assert_array_equal(x, after[name])
@@ -140,8 +142,8 @@ train.workflow = @single_turn()
 single_turn.reward = @processes_test.ones
 sampling.max_tokens = 8
 embedded.slots = 8
-train.algorithm = @ppo()
-ppo.reward_kl = 0.01
+train.algorithm = @grpo()
+grpo.kl_coefficient = 0.1
 """
 WRITTEN = """
 train.dataset = @processes_test.written()
@@ -149,7 +151,7 @@ train.workflow = @demonstrations()
 train.engine = 'none'
 train.algorithm = @sft()
 train.steps = 100000
-train.checkpoint_every = 100
+train.checkpoint_every = 3
 train.keep_checkpoints = 1
 mesh.processes = 2
 """
@@ -172,17 +174,16 @@ def test_the_command_on_two_processes_measures_what_it_does_on_one(command: Call
     one, two = tmp_path / "one", tmp_path / "two"
     finished(command(one, ONLINE), 1, 4, one)
     finished(command(two, ONLINE, "mesh.processes = 2"), 2, 2, two)
-    expected, rows = ([json.loads(line) for line in (x / "runs/run/metrics.jsonl").open()] for x in (one, two))
+    expected, rows = (read(x / "runs" / "run") for x in (one, two))
     assert len(rows) == 3
     for row, alone in zip(rows[1:], expected[1:], strict=True):
         assert row.keys() == alone.keys()
         for name in ("reward", "response_length", "trained_tokens"):  # the same tokens were drawn
             assert row[name] == alone[name]
-        for name in ("loss", "grad_norm", "reference_kl", "critic/loss", "critic/grad_norm", "policy_gap"):
-            if name in row:
-                assert row[name] == pytest.approx(alone[name], rel=1e-3, abs=1e-6)
+        for name in ("loss", "grad_norm", "reference_kl", "policy_gap"):
+            assert row[name] == pytest.approx(alone[name], rel=1e-3, abs=1e-6)
     assert rows[1]["reward"] > 0
-    assert (two / "out-1").read_text() == ""
+    assert [line for line in (two / "out-1").read_text().splitlines() if "Gloo" not in line] == []  # it has nothing to say
     saved, alone = (dict(model_dir.read_tensors(x / "runs/run/checkpoints/2/trainer")) for x in (two, one))
     for name, x in alone.items():
         np.testing.assert_allclose(saved[name], x, atol=2e-5, err_msg=name)
