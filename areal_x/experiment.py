@@ -6,7 +6,8 @@
                       trainer ◀── packed rows ◀── advantages, weights (host, numpy)
 
 The rollout runs on its own thread and never waits for the trainer but where the queue's bound on staleness says so; everything
-below runs on the caller's thread, one line after the other.
+below runs on the caller's thread, one line after the other. Of several processes that train one model the first runs the ring,
+and the others follow its trainers' calls (areal_x.cluster.ranks).
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +26,8 @@ from areal_x import checkpoint
 from areal_x.algorithms import losses
 from areal_x.algorithms.algorithm import Algorithm
 from areal_x.algorithms.recipes import grpo
+from areal_x.cluster import ranks
+from areal_x.cluster.links import Follower, Leader
 from areal_x.config import config_text
 from areal_x.data.batch import Models, make_batches, staleness
 from areal_x.data.stream import TaskStream
@@ -163,11 +167,20 @@ class Experiment:
                 raise ConfigError(binding, context, wanted)
 
     def run(self, resume: bool = False) -> Result:
-        """Trains to the last step with a live display, and leaves a plot in the run's directory."""
+        """Trains to the last step with a live display, and leaves a plot in the run's directory.
+
+        Of several processes each calls it; in all but the first it returns, without metrics, when the first has ended.
+        """
+        joined = self.join()
+        if isinstance(joined, Follower):
+            self.follow(joined)
+            return Result(Path(self.runs), [])
         run = self.open(resume)
         with Display(self.steps) as display:
             for turn in self.turns(run, resume, display.message):
                 display.show(turn.metrics)
+        if joined is not None:
+            joined.done()
         rows, picture = read(run), run / "plot.png"
         plot(rows, picture)
         print(f"run: {run}\nplot: {picture} (reward, accuracy and staleness over steps)")
@@ -180,6 +193,7 @@ class Experiment:
 
     def open(self, resume: bool = False) -> Path:
         """The run's directory, which this process then writes to alone. Raises: UserError when its name is taken or unknown."""
+        self.join()  # before anything looks at a device
         resolve(self.trainer.model.path)  # a model that is not there should not leave a run behind
         return open_run(Path(self.runs), self.name, config_text(), resume=resume)
 
@@ -187,14 +201,15 @@ class Experiment:
         """The ring, one turn at a time: for a notebook that wants to look, or stop, between two steps."""
 
         # ---- what the ring consists of
-        directory = resolve(self.trainer.model.path)
+        directory = self.find(self.trainer.model.path)
         workflow = self.workflow.setup(load_tokenizer(directory))
         evaluation = self.evaluation and self.evaluation.setup(load_tokenizer(directory)).greedy()  # None: the workflow's own
         models = self.create_models(directory, workflow)
-        trainer = models.policy
-        # What is only written was drawn by no policy that there could be a gap to.
-        watched = (losses.policy_gap,) if self.engine != "none" else ()
-        loss = losses.combine(self.algorithm.step_loss(), *watched)
+        learned_by = self.losses()
+        joined = self.join()
+        if isinstance(joined, Leader):
+            models = ranks.lead(joined, models, learned_by)
+        trainer, loss = models.policy, learned_by["policy"]
         progress: dict[str, Any] = {}
         if resume:
             step, path, progress = checkpoint.newest(run, message)
@@ -218,6 +233,7 @@ class Experiment:
         with (
             Rollout(runner, evaluation) as rollout,
             MetricsWriter(run, self.loggers, resumed_at=step if resume else None) as metrics,
+            checkpoint.Saver(run, self.keep_checkpoints, message) as saver,
         ):
             rollout.start(progress.get("rollout"))
             rollout.publish(trainer, step)
@@ -254,9 +270,30 @@ class Experiment:
                     row |= self.evaluate(rollout, models)
                 metrics.write(row)
                 if self.is_due(self.checkpoint_every, step):
-                    self.save(run, step, models, rollout)
-                    message(f"checkpoint of step {step} saved")
+                    saver.save(step, partial(save, models), {"rollout": rollout.state()})
                 yield Turn(row, groups, batches)
+
+    def follow(self, process_0: Follower) -> None:
+        """What every process but the first does: the same calls of the same trainers."""
+        directory = self.find(self.trainer.model.path)
+        ranks.serve(process_0, self.create_models(directory, self.workflow), self.losses())
+
+    def join(self) -> Leader | Follower | None:
+        return ranks.join(self.backend, self.trainer.mesh.processes)
+
+    def find(self, path: str | Callable[[], str]) -> Path:
+        """The directory of a model; of a function's, which one process calls, all are told."""
+        joined = self.join()
+        if joined is None or not callable(path):
+            return resolve(path)
+        return Path(joined.agree(lambda: str(resolve(path).absolute())))
+
+    def losses(self) -> dict[str, Loss]:
+        """What the trainers minimise, by their names in Models."""
+        # What is only written was drawn by no policy that there could be a gap to.
+        watched = (losses.policy_gap,) if self.engine != "none" else ()
+        of_critic = {} if self.algorithm.value_loss is None else {"critic": self.algorithm.value_loss}
+        return {"policy": losses.combine(self.algorithm.step_loss(), *watched), **of_critic}
 
     def learn(self, batches: Sequence[Batch], models: Models, loss: Loss) -> dict[str, float]:
         """An optimizer step on each batch, of the policy and of the critic, and the means of what they said; skipped and
@@ -287,16 +324,6 @@ class Experiment:
         (batch,) = make_batches(groups, self.algorithm, self.row_length, models)
         return failed | judge(batch, self.algorithm, models.policy)
 
-    def save(self, run: Path, step: int, models: Models, rollout: Rollout) -> None:
-        """Everything that `--resume` needs: the trainers' state and where the rollout was. `trainer/` is a model directory."""
-
-        def write(path: Path) -> None:
-            models.policy.save(path / "trainer")
-            if models.critic is not None:
-                models.critic.save(path / "critic")
-
-        checkpoint.save(run, step, write, {"rollout": rollout.state()}, self.keep_checkpoints)
-
     def is_due(self, every: int, step: int) -> bool:
         return step == self.steps or (every > 0 and step % every == 0)
 
@@ -324,18 +351,18 @@ class Experiment:
                 key = os.environ.get(self.vllm.key_variable)
                 reference = ServerScorer(urls, key, load_tokenizer(directory), temperature)
             else:
-                other = directory if given is None else resolve(given)
+                other = directory if given is None else self.find(given)
                 check_vocabulary(f"train.{name}", other, directory)
                 reference = trainer(other, frozen=True, lora=LoRAConfig(rank=0), **others)
         if "values" in needs:
-            start = directory if self.critic.path is None else resolve(self.critic.path)
+            start = directory if self.critic.path is None else self.find(self.critic.path)
             check_vocabulary("critic.path", start, directory)
             optimizer = replace(config.optimizer, learning_rate=self.critic.learning_rate)
             critic = trainer(start, head="value", optimizer=optimizer, **others)
         asked: dict[str, Any] = {"head": self.algorithm.head, "entropy": "entropy" in needs}
         if "teacher_logits" in needs:
             teacher: Any = self.teacher  # there, and no server: else refused at construction
-            asked |= {"teacher": str(resolve(teacher)), "divergence": self.algorithm.divergence}
+            asked |= {"teacher": str(self.find(teacher)), "divergence": self.algorithm.divergence}
         return Models(trainer(directory, **asked), reference, critic)
 
     def create_engine(self, directory: Path, trainer: Trainer, run: Path, message: Callable[[str], None]) -> Engine:
@@ -345,3 +372,17 @@ class Experiment:
             return EmbeddedEngine(trainer.sampler(self.embedded.slots, self.embedded.context or self.row_length))
         config = replace(self.vllm, context=self.vllm.context or self.row_length)
         return VLLMEngine(config, directory, run / "logs", message, self.trainer.lora, self.trainer.replay_experts)
+
+
+def save(models: Models, directory: Path) -> checkpoint.Wait | None:
+    """What `--resume` needs of the trainers; `trainer/` is a model directory. See Trainer.save_in_background."""
+    begun = [models.policy.save_in_background(directory / "trainer")]
+    if models.critic is not None:
+        begun.append(models.critic.save_in_background(directory / "critic"))
+    waits = [wait for wait in begun if wait is not None]
+
+    def wait_for_all() -> None:
+        for wait in waits:
+            wait()
+
+    return wait_for_all if waits else None

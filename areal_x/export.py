@@ -43,6 +43,7 @@ def export(source: Path, directory: Path) -> None:
     source = find(source)
     if directory.exists() and not (directory.is_dir() and not any(directory.iterdir())):
         raise UserError(f"{directory} exists and is not overwritten: choose another directory")
+    model_dir.check_portable(source)
     if not model_dir.is_adapter(source):
         return model_dir.write_model(directory, source, model_dir.read_tensors(source))
     found = lora.described(source)

@@ -22,6 +22,7 @@ from areal_x.errors import ConfigError, UserError
 WEIGHTS = "model.safetensors"
 MOMENTS = "optimizer.safetensors"
 STATE = "trainer.json"
+SHARDS = "arrays"  # the directory that a sharded checkpoint has in place of both
 ADAPTER_CONFIG = "adapter_config.json"
 FILE_BYTES = 4 * 2**30  # of one file: as much as is held in memory to be written
 FIRST, SECOND = "exp_avg.", "exp_avg_sq."  # AdamW's two moments of the tensor whose name follows
@@ -135,19 +136,39 @@ def _files(directory: Path, single: str) -> list[Path]:
     return files
 
 
+def check_portable(directory: Path) -> None:
+    """Raises: UserError for a sharded checkpoint, which only the backend that wrote it reads."""
+    if (directory / SHARDS).is_dir():
+        raise UserError(
+            f"{directory} is a sharded checkpoint of the JAX backend: go on there with trainer.checkpoint = 'portable', whose "
+            "next checkpoint every backend reads"
+        )
+
+
 def read_tensors(directory: Path) -> Iterator[tuple[str, np.ndarray]]:
     """Every tensor under its Hugging Face name, one at a time (bfloat16 as ml_dtypes' type)."""
     for file in tensor_files(directory):
         yield from read_file(file)
 
 
-def write_model(directory: Path, source: Path, tensors: Iterable[tuple[str, np.ndarray]], *, head: str = "policy") -> None:
+def write_model(
+    directory: Path | None, source: Path, tensors: Iterable[tuple[str, np.ndarray]], *, head: str = "policy"
+) -> None:
     """A model directory with these tensors and the config and tokenizer files of `source`.
 
+    directory: here and below, None writes nothing and goes through the tensors all the same, as it takes all processes that
+    share a model to gather them, and one to write.
     head: with "value" or "reward" the config becomes that of a sequence classifier with one label.
     """
+    if directory is None:
+        return go_through(tensors)
     copy_others(directory, source, head)
-    _write_files(directory, WEIGHTS, tensors, {"format": "pt"})
+    return _write_files(directory, WEIGHTS, tensors, {"format": "pt"})
+
+
+def go_through(tensors: Iterable[tuple[str, np.ndarray]]) -> None:
+    for _ in tensors:
+        pass
 
 
 def copy_others(directory: Path, source: Path, head: str = "policy") -> None:
@@ -167,22 +188,31 @@ def _as_classifier(config: Mapping[str, Any]) -> dict[str, Any]:
     return {**config, "architectures": names, **one_label}
 
 
-def write_state(directory: Path, moments: Iterable[tuple[str, np.ndarray, np.ndarray]], state: Mapping[str, Any]) -> None:
+def write_state(
+    directory: Path | None, moments: Iterable[tuple[str, np.ndarray, np.ndarray]], state: Mapping[str, Any]
+) -> None:
     """AdamW's moments (name, first, second), which any backend continues, and small numbers (version), beside the weights."""
     named = (pair for name, first, second in moments for pair in ((FIRST + name, first), (SECOND + name, second)))
     write_own_state(directory, named, state)
 
 
-def write_own_state(directory: Path, tensors: Iterable[tuple[str, np.ndarray]], state: Mapping[str, Any]) -> None:
+def write_own_state(directory: Path | None, tensors: Iterable[tuple[str, np.ndarray]], state: Mapping[str, Any]) -> None:
     """An optimizer's tensors under the names of one backend, and small numbers, beside the weights."""
+    if directory is None:
+        return go_through(tensors)
     _write_files(directory, MOMENTS, tensors, {})
-    (directory / STATE).write_text(json.dumps(dict(state)))
+    return write_numbers(directory, state)
 
 
 def read_moments(directory: Path) -> Iterator[tuple[str, np.ndarray]]:
     """Moments, AdamW's under `exp_avg.NAME` and `exp_avg_sq.NAME`, one at a time."""
     for file in _files(directory, MOMENTS):
         yield from read_file(file)
+
+
+def write_numbers(directory: Path, state: Mapping[str, Any]) -> None:
+    """A trainer's small numbers, at least its version and its optimizer."""
+    (directory / STATE).write_text(json.dumps(dict(state)))
 
 
 def read_state(directory: Path) -> dict[str, Any]:

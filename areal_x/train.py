@@ -5,6 +5,8 @@
     python -m areal_x.train examples/arithmetic/grpo.gin --dry-run
     python -m areal_x.train examples/arithmetic/grpo.gin --resume
 
+Of several processes that train one model (mesh.processes) each is started with the same command; the first writes.
+
 -b binds one parameter and wins over the file; text needs quotes. --resume goes on with train.name, or with the newest run of
 this file. --dry-run builds everything, starts nothing and prints the operative config.
 """
@@ -16,11 +18,13 @@ import shlex
 import signal
 import sys
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 
 import gin
 
 from areal_x import checkpoint, run_dir
+from areal_x.cluster import ranks
 from areal_x.config import Config, config_text, load, sentence
 from areal_x.config_check import check_early, check_experiment
 from areal_x.errors import UserError
@@ -57,6 +61,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def train(config: Config, options: argparse.Namespace) -> None:
+    """Runs it, in this process or with others."""
+    joined = ranks.join(config.value("train.backend"), config.value("mesh.processes"))
+    with joined or nullcontext():
+        if joined is not None and joined.rank:
+            gin.get_configurable("train")().run()
+        else:
+            run_named(config, options)
+
+
+def run_named(config: Config, options: argparse.Namespace) -> None:
     """Names the run, unless the config does, and runs it."""
     runs, claimed = Path(config.value("train.runs")), False
     name = config.value("train.name")

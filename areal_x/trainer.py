@@ -16,6 +16,7 @@ import gin
 import numpy as np
 from jaxtyping import Float32
 
+from areal_x.checkpoint import Wait
 from areal_x.errors import ConfigError, UserError, at_least, one_of, positive, within
 from areal_x.rollout.sampler import Sampler
 from areal_x.types import Array, Batch, Divergence, Policy
@@ -101,6 +102,7 @@ class MeshConfig:
     data: copies of the model, each with rows of its own; -1 takes every device that is left. fsdp: rows too, with parameters
     and moments split, and gathered layer by layer. expert: rows too, with the experts of a mixture split. context: parts of
     every row. tensor: heads, the width of the MLP and the vocabulary.
+    processes: how many train one model together, on the devices of all of them; the same command starts each (see docs/jax.md).
     """
 
     data: int = -1
@@ -108,12 +110,19 @@ class MeshConfig:
     expert: int = 1
     context: int = 1
     tensor: int = 1
+    processes: int = 1
 
     def __post_init__(self) -> None:
         if self.data != -1:
             positive("mesh.data", self.data)
-        for axis in ("fsdp", "expert", "context", "tensor"):
+        for axis in ("fsdp", "expert", "context", "tensor", "processes"):
             positive(f"mesh.{axis}", getattr(self, axis))
+
+    def within_one_process(self) -> MeshConfig:
+        """For a model that one process computes alone: all of its devices, where this mesh has more than those."""
+        if self.processes == 1:
+            return self
+        return MeshConfig(data=-1, fsdp=1, expert=1, context=1, tensor=1, processes=1)
 
 
 @gin.configurable("model")
@@ -178,6 +187,9 @@ class TrainerConfig:
     with kernels, which is faster and takes more memory; "auto" the one that fits.
     balance: how strongly the experts of a mixture are pushed to be chosen alike: times the metric expert_imbalance, experts ·
     Σ share · probability (arXiv 2101.03961, eq. 4, the mean over layers), added to the loss.
+    checkpoint: how a run's checkpoints are written: "portable" as Hugging Face stores tensors, so that any backend goes on from
+    them; "sharded" by each device its own part, while the run goes on: quicker for large models, and for this backend alone, on
+    any mesh. Either is read whatever this says.
     replay_experts: compute each token of a mixture by those experts that the engine chose when it drew it, so that both are
     the same function (arXiv 2510.11370); the vLLM servers then record them.
     """
@@ -198,9 +210,13 @@ class TrainerConfig:
     frozen: bool = False
     remat: str = "auto"
     balance: float = 0.0
+    checkpoint: str = "portable"
     replay_experts: bool = False
 
     def __post_init__(self) -> None:
+        one_of("trainer.checkpoint", self.checkpoint, ("portable", "sharded"))
+        if self.checkpoint == "sharded" and self.lora.rank:
+            raise ConfigError("trainer.checkpoint", "sharded", "'portable' with adapters, which are small")
         one_of("trainer.remat", self.remat, ("auto", "layers", "products"))
         at_least("trainer.balance", self.balance, 0)
         one_of("trainer.precision", self.precision, ("auto", "fp32", "bf16"))
@@ -277,9 +293,14 @@ class Trainer(Scorer, Protocol):
         """With adapters alone: their tensors under PEFT's names."""
         ...
 
-    def save(self, directory: Path) -> None:
+    def save(self, directory: Path | None) -> None:
         """A Hugging Face model directory, or an adapter's in PEFT's form, that also holds the optimizer's moments and the
-        version."""
+        version. None writes nothing: so a process helps another, with which it shares the model, to gather it."""
+        ...
+
+    def save_in_background(self, directory: Path) -> Wait | None:
+        """Begins to save the state, as trainer.checkpoint says, and returns as soon as it may change again: what it returns
+        waits until all is on disk, and None says that it is. Every process that shares the model writes its own part."""
         ...
 
     def restore(self, directory: Path) -> None:

@@ -30,6 +30,11 @@ class Models:
     reference: Scorer | None = None
     critic: Trainer | None = None
 
+    def trainers(self) -> dict[str, Trainer]:
+        """Those that a backend computes, by name; a server may score in the place of the reference."""
+        found: dict[str, Any] = {"policy": self.policy, "reference": self.reference, "critic": self.critic}
+        return {name: model for name, model in found.items() if hasattr(model, "restore")}
+
 
 @dataclass(frozen=True)
 class Part:

@@ -7,6 +7,7 @@ import json
 import tempfile
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -53,7 +54,8 @@ def preferences(problems: Sequence[Task], attempts: int = 4, seed: int = 0, back
 
 def sample(model: str, problems: Sequence[Task], attempts: int, seed: int, backend: str) -> list[Group]:
     """All answers of the model, in groups of one problem."""
-    trainer = create_trainer(backend, TrainerConfig(model=ModelConfig(path=model), temperature=1.0))
+    config = TrainerConfig(model=ModelConfig(path=model), temperature=1.0)
+    trainer = create_trainer(backend, replace(config, mesh=config.mesh.within_one_process()))
     workflow = SingleTurn(reward=verify, sampling=SamplingParams(max_tokens=LONGEST_ANSWER, temperature=1.0), reward_workers=1)
     runner = Runner(
         EmbeddedEngine(trainer.sampler(SLOTS, LONGEST)),

@@ -90,7 +90,7 @@ def supervise(directory: Path, *, backend: str, seed: int, steps: int, learning_
                 final_ratio=0.1,
                 clip_norm=1.0,
             ),
-            mesh=MeshConfig(data=-1),
+            mesh=MeshConfig(data=-1, fsdp=1, expert=1, context=1, tensor=1, processes=1),
             precision="fp32",
             micro_batch_rows=MICRO_BATCH_ROWS,
             head_chunk=MICRO_BATCH_ROWS * ROW_LENGTH,

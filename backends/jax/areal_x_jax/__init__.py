@@ -1,4 +1,4 @@
-"""The JAX backend of AReaL-X: `create_trainer` is what its entry point offers."""
+"""The JAX backend of AReaL-X: `create_trainer` and `join` are what its entry point offers."""
 
 from __future__ import annotations
 
@@ -6,7 +6,10 @@ import os
 from pathlib import Path
 
 from areal_x.trainer import TrainerConfig
+from areal_x_jax.processes import join
 from areal_x_jax.trainer import Trainer
+
+__all__ = ["create_trainer", "join"]
 
 
 def create_trainer(config: TrainerConfig) -> Trainer:

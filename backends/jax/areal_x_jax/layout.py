@@ -11,11 +11,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from math import prod
 from typing import Any
 
 import jax
+import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array
 
@@ -86,10 +87,31 @@ class Layout:
 ALONE = Layout()
 
 
+def lay(x: np.ndarray, sharding: NamedSharding | None) -> Array:
+    """x on the devices: on those of this process, where others have a part of it and call this too."""
+    if sharding is None or sharding.is_fully_addressable:
+        return jax.device_put(x, sharding)
+    return jax.make_array_from_callback(np.shape(x), sharding, lambda index: np.asarray(x)[index])
+
+
+def all_of(x: Array) -> Array:
+    """x where this process can read all of it: on its first device, where other processes have a part, who call this too."""
+    if x.is_fully_addressable:
+        return x
+    if not x.is_fully_replicated:
+        x = _replicate(NamedSharding(x.sharding.mesh, PartitionSpec()))(x)
+    return x.addressable_data(0)
+
+
+@cache
+def _replicate(sharding: NamedSharding) -> Any:
+    return jax.jit(lambda x: x, out_shardings=sharding)
+
+
 def make_layout(config: MeshConfig) -> Layout:
-    """All devices, divided as the config says. Raises: ConfigError where they cannot be."""
+    """All devices, of this process or of all, divided as the config says. Raises: ConfigError where they cannot be."""
     sizes = {axis: getattr(config, axis) for axis in AXES}
-    devices = jax.devices()
+    devices = jax.devices() if config.processes > 1 else jax.local_devices()
     others = prod(size for axis, size in sizes.items() if axis != "data")
     if sizes["data"] == -1:
         sizes["data"] = max(len(devices) // others, 1)

@@ -23,7 +23,7 @@ from jaxtyping import Array, Float, Int32
 from areal_x import model_dir
 from areal_x.errors import UserError
 from areal_x.trainer import OptimizerConfig
-from areal_x_jax.layout import Layout
+from areal_x_jax.layout import Layout, all_of, lay
 from areal_x_jax.parameters import Params
 from areal_x_jax.shape import Shape
 from areal_x_jax.weights import from_tensors, to_tensors
@@ -183,7 +183,7 @@ def shardings_of(state: Any, params: Params, lies: Params, replicated: NamedShar
     return tree_map_with_path(lie, state)
 
 
-def save(directory: Path, config: OptimizerConfig, shape: Shape, state: Any, described: Mapping[str, Any]) -> None:
+def save(directory: Path | None, config: OptimizerConfig, shape: Shape, state: Any, described: Mapping[str, Any]) -> None:
     """AdamW's moments under the names of tensors, for any backend; another optimizer's under those of this one's parameters.
     described: what else to know of the state, at least its version."""
     described = {**described, "optimizer": config.name}
@@ -192,7 +192,8 @@ def save(directory: Path, config: OptimizerConfig, shape: Shape, state: Any, des
         moments = ((name, m, v) for (name, m), (_, v) in zip(first, second, strict=True))
         model_dir.write_state(directory, moments, described)
     else:
-        tensors = ((name_of(path), np.asarray(jax.device_get(x))) for path, x in tree_leaves_with_path(state) if _own(path))
+        leaves = ((path, x) for path, x in tree_leaves_with_path(state) if _own(path))
+        tensors = ((name_of(path), np.asarray(jax.device_get(all_of(x)))) for path, x in leaves)
         model_dir.write_own_state(directory, tensors, described)
 
 
@@ -224,7 +225,7 @@ def _read_into(state: Any, lies: Any, directory: Path) -> Any:
         old, at = wanted.get(name, (None, None))
         if old is None or old.shape != x.shape:
             raise UserError(f"{directory / model_dir.MOMENTS} is of another model: its {name} has no place in this one")
-        found[name] = jax.device_put(x.astype(old.dtype), at)
+        found[name] = lay(x.astype(old.dtype), at)
     missing = [name for path, _ in tree_leaves_with_path(state) if _own(path) and (name := name_of(path)) not in found]
     if missing:
         raise UserError(f"{directory / model_dir.MOMENTS} lacks {missing[0]}: copy the checkpoint again")

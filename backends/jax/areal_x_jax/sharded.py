@@ -7,31 +7,30 @@ backend reads it. `Trainer.save` with trainer.checkpoint = "portable" makes of i
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import jax
 from jax.tree_util import keystr, tree_flatten_with_path
 
+from areal_x.checkpoint import Wait
 from areal_x.errors import UserError
+from areal_x.model_dir import SHARDS
 from areal_x_jax.parameters import Params
-
-ARRAYS = "arrays"
 
 
 def is_sharded(directory: Path) -> bool:
-    return (directory / ARRAYS).is_dir()
+    return (directory / SHARDS).is_dir()
 
 
-def save(directory: Path, params: Params, moments: Any) -> Callable[[], None]:
+def save(directory: Path, params: Params, moments: Any) -> Wait:
     """Returns as soon as the arrays may be donated; what it returns waits until all is on disk, and raises what went wrong.
 
     Every process calls both; the directory is one that all of them see.
     """
     import orbax.checkpoint.experimental.v1 as orbax
 
-    wait: Callable[[], None] = orbax.save_async(directory / ARRAYS, _named({"params": params, "moments": moments})).result
+    wait: Wait = orbax.save_async(directory / SHARDS, _named({"params": params, "moments": moments})).result
     return wait
 
 
@@ -44,20 +43,22 @@ def restored(directory: Path, params: Params, lies: Params, moments: Any, moment
 
     state, shardings = {"params": params, "moments": moments}, {"params": lies, "moments": moments_lie}
     wanted = jax.tree.map(lambda x, at: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at), state, shardings)
-    try:
-        found = orbax.metadata(directory / ARRAYS).metadata
-    except Exception as error:  # orbax and tensorstore raise errors of many types
-        raise UserError(f"{directory / ARRAYS} is not whole ({_first_line(error)}): copy the checkpoint again") from error
     named = _named(wanted)
+    try:
+        found = orbax.metadata(directory / SHARDS).metadata
+        if found is None:  # and orbax has logged why
+            raise FileNotFoundError("a part is missing")
+    except Exception as error:  # orbax and tensorstore raise errors of many types
+        raise UserError(f"{directory / SHARDS} is not whole ({_first_line(error)}): copy the checkpoint again") from error
     for name in sorted(set(named) | set(found)):
         there, here = (tuple(x[name].shape) if name in x else None for x in (found, named))
         if there != here:
             told = f"its {name} has the shape {there}" if there is not None else f"it has no {name}"
             raise UserError(f"{directory} holds another model or optimizer: {told} where {here or 'none'} is needed")
     try:
-        read = orbax.load(directory / ARRAYS, named)
+        read = orbax.load(directory / SHARDS, named)
     except Exception as error:
-        raise UserError(f"{directory / ARRAYS} cannot be read ({_first_line(error)}): copy the checkpoint again") from error
+        raise UserError(f"{directory / SHARDS} cannot be read ({_first_line(error)}): copy the checkpoint again") from error
     paths, tree = tree_flatten_with_path(wanted)
     whole: dict[str, Any] = jax.tree.unflatten(tree, [read[_name(path)] for path, _ in paths])
     return whole["params"], whole["moments"]

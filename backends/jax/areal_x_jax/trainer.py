@@ -21,12 +21,13 @@ from jaxtyping import Array, Float32
 
 from areal_x import lora as adapter_files
 from areal_x import model_dir
+from areal_x.checkpoint import Wait
 from areal_x.errors import ConfigError, UserError
 from areal_x.trainer import Loss, TrainerConfig
 from areal_x.types import IMAGES, Batch, Policy
-from areal_x_jax import head, lora, optimizers
+from areal_x_jax import head, lora, optimizers, sharded
 from areal_x_jax.images import image_arrays
-from areal_x_jax.layout import BY_ROW, RULES, check_fit, make_layout, shardings
+from areal_x_jax.layout import BY_ROW, RULES, all_of, check_fit, lay, make_layout, shardings
 from areal_x_jax.model import head_kernel, hidden_states
 from areal_x_jax.parameters import Params
 from areal_x_jax.shape import Shape, shape_of
@@ -126,11 +127,13 @@ class Trainer:
             raise ValueError("a trainer with lora.rank = 0 has no adapter")
         yield from to_tensors(self.trained, self.params)
 
-    def save(self, directory: Path) -> None:
+    def save(self, directory: Path | None) -> None:
         self._need_moments("state to save")
         state: dict[str, Any] = {"version": self.version}
         if self.base is None:
             model_dir.write_model(directory, self.directory, to_tensors(self.shape, self.params), head=self.config.head)
+        elif directory is None:
+            model_dir.go_through(self.adapter())
         else:
             model_dir.copy_others(directory, self.directory, self.config.head)
             config, head = self.config.lora, self.config.head
@@ -138,7 +141,25 @@ class Trainer:
             state["base"] = adapter_files.fingerprint(self.directory)
         optimizers.save(directory, self.config.optimizer, self.trained, self.moments, state)
 
+    def save_in_background(self, directory: Path) -> Wait | None:
+        writes = jax.process_index() == 0 or not self.mesh.is_multi_process
+        if self.config.checkpoint == "portable":
+            self.save(directory if writes else None)
+            return None
+        self._need_moments("state to save")
+        if writes:
+            model_dir.copy_others(directory, self.directory, self.config.head)
+            model_dir.write_numbers(directory, {"version": self.version, "optimizer": self.config.optimizer.name})
+        return sharded.save(directory, self.params, self.moments)
+
     def restore(self, directory: Path) -> None:
+        if sharded.is_sharded(directory):
+            state = model_dir.read_state(directory)
+            self.config.optimizer.check_state(directory, state)
+            of_state = self.params, self.lies, self.moments, self.moments_lie
+            self.params, self.moments = sharded.restored(directory, *of_state)
+            self.version = int(state["version"])
+            return
         adapter_files.check_saved(directory, self.config.lora, self.directory)
         how = self.config.optimizer, self.trained, self.moments, self.moments_lie, self.layout
         moments = optimizers.restored(directory, *how)
@@ -154,8 +175,10 @@ class Trainer:
         of_model = self.params if self.base is None else self.base
         read = {name: x for name, x in of_model.items() if name != "vision"}  # the sampler sees no images
         if self.base is not None:
-            return lora.merged(read, self.params, self.config.lora.scale)
-        return jax.tree.map(lambda x: jnp.array(x, self.dtype, copy=True), read)
+            read = lora.merged(read, self.params, self.config.lora.scale)
+        if self.mesh.is_multi_process:
+            return jax.tree.map(lambda x: all_of(x.astype(self.dtype)), read)
+        return read if self.base is not None else jax.tree.map(lambda x: jnp.array(x, self.dtype, copy=True), read)
 
     def sampler(self, slots: int, context: int) -> Any:
         from areal_x_jax.lanes import Sampler
@@ -177,7 +200,7 @@ class Trainer:
         rows, length = batch.shape
         read = {name: getattr(batch, name) for name in ("experts", *IMAGES)}
         micro, count = self._lay_out(Batch(batch.tokens, batch.segment_ids, batch.positions, batch.mask, **read))
-        said = jax.device_get(self._said(self.params, self.base, micro, count))
+        said = jax.device_get(all_of(self._said(self.params, self.base, micro, count)))
         return np.asarray(said).reshape(-1, length)[:rows]
 
     def _read_params(self, directory: Path) -> Params:
@@ -229,7 +252,7 @@ class Trainer:
         def lay_out(lies: NamedSharding, x: np.ndarray) -> jax.Array:
             padded = np.zeros((capacity * at_once, *x.shape[1:]), np.float32 if x.dtype == np.float64 else x.dtype)
             padded[:rows] = x
-            return jax.device_put(padded.reshape(capacity, at_once, *x.shape[1:]), lies)
+            return lay(padded.reshape(capacity, at_once, *x.shape[1:]), lies)
 
         laid_out = batch.replace(**dict.fromkeys(IMAGES)).map(partial(lay_out, self.by_row))
         return (laid_out, jax.tree.map(partial(lay_out, self.whole_rows), images)), np.int32(count)

@@ -13,7 +13,7 @@ import numpy as np
 
 from areal_x.errors import UserError
 from areal_x.lora import WRAPPED
-from areal_x_jax.layout import ALONE, Layout, shardings
+from areal_x_jax.layout import ALONE, Layout, all_of, lay, shardings
 from areal_x_jax.parameters import (
     Leaf,
     Params,
@@ -126,7 +126,7 @@ def leaf_of(tree: Params, path: tuple[str, ...]) -> Any:
 def put(whole: Any, value: np.ndarray, index: tuple[int, ...], sharding: Any) -> jax.Array:
     """`whole` (a shape as long as nothing is in it) with `value` at this place of its stack."""
     if not index:
-        return jax.device_put(np.ascontiguousarray(value), sharding)
+        return lay(np.ascontiguousarray(value), sharding)
     if not isinstance(whole, jax.Array):
         whole = jnp.zeros(whole.shape, value.dtype, device=sharding)
     part = value[(None,) * len(index)]
@@ -146,7 +146,7 @@ def to_tensors(shape: Shape, params: Params) -> Iterator[tuple[str, np.ndarray]]
     """Each tensor under its Hugging Face name, fetched from the devices one at a time."""
     for name, place in places(shape).items():
         leaf = leaf_of(params, place.path)
-        value = np.asarray(jax.device_get(leaf[place.index] if place.index else leaf))
+        value = np.asarray(jax.device_get(all_of(leaf[place.index] if place.index else leaf)))
         yield name, np.ascontiguousarray(value.T).reshape(place.tensor) if place.transposed else value
 
 

@@ -33,6 +33,7 @@ class Trainer:
         check_mesh(config.mesh)
         one_of("model.attention", config.model.attention, ("auto",))
         one_of("trainer.remat", config.remat, ("auto",))
+        one_of("trainer.checkpoint", config.checkpoint, ("portable",))
         if config.balance:
             raise ConfigError("trainer.balance", config.balance, "0, as the torch backend does not push experts yet")
         if config.replay_experts:

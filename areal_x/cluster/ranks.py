@@ -1,0 +1,180 @@
+"""One trainer of many processes: process 0 runs the ring, and the others go through the same calls of their own trainers.
+
+    process 0                                            process 1, 2, …
+    join ◀────────── the backend's process group ──────▶ join
+    Experiment.run: the ring                             Experiment.follow: the same trainers, and
+        Led(trainer).update(batch, loss) ──the batch──▶      serve: trainer.update(batch, loss)
+
+Every call of a trainer that spans processes is one that all of them make, in one order: they compute and gather together. What
+comes out is everyone's; process 0 uses it and the others throw it away, and process 0 alone writes files. A loss cannot be
+sent, but each process has it: a trainer is updated with one only.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+import gin
+import numpy as np
+from jaxtyping import Float32
+
+from areal_x.checkpoint import Wait
+from areal_x.cluster.links import Follower, Leader, described, meet
+from areal_x.data.batch import Models
+from areal_x.errors import ConfigError
+from areal_x.rollout.sampler import Sampler
+from areal_x.trainer import Loss, Trainer, find_backend
+from areal_x.types import Batch
+
+_joined: list[Leader | Follower] = []  # a process is in one group, for as long as it lives
+
+
+def join(backend: str, processes: int) -> Leader | Follower | None:
+    """Meets the other processes, the first time it is called; None where there are none.
+
+    Who this is say the variables RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, or what the backend finds by itself.
+    Raises: UserError for a number of processes that is not the one started, a backend that trains in one process alone, and
+    processes that were started with different configs or do not come.
+    """
+    started = int(os.environ.get("WORLD_SIZE") or processes)
+    if started != processes:
+        raise ConfigError("mesh.processes", processes, f"{started}, as many processes as were started (WORLD_SIZE = {started})")
+    if processes == 1:
+        return None
+    if not _joined:
+        module = find_backend(backend).load()
+        if not hasattr(module, "join"):
+            raise ConfigError("mesh.processes", processes, f"1, as the {backend} backend trains in one process")
+        _joined.append(meet(module.join(processes), gin.config_str()))
+    return _joined[0]
+
+
+class Led:
+    """Process 0's trainer with those of the others behind it: an `areal_x.trainer.Trainer`.
+
+    name: what the others know the trainer by. loss: the one that `update` is called with.
+    """
+
+    def __init__(self, leader: Leader, name: str, trainer: Trainer, loss: Loss | None) -> None:
+        self._leader, self._name, self._trainer, self._loss = leader, name, trainer, loss
+
+    @property
+    def version(self) -> int:
+        return self._trainer.version
+
+    def logprobs(self, batch: Batch) -> Float32[np.ndarray, "rows length"]:
+        with self._all("logprobs", batch):
+            return self._trainer.logprobs(batch)
+
+    def values(self, batch: Batch) -> Float32[np.ndarray, "rows length"]:
+        with self._all("values", batch):
+            return self._trainer.values(batch)
+
+    def update(self, batch: Batch, loss: Loss) -> dict[str, float]:
+        if loss is not self._loss:
+            raise ValueError(f"the other processes know one loss of the {self._name}, and this is another")
+        with self._all("update", batch):
+            return self._trainer.update(batch, loss)
+
+    def weights(self) -> Iterator[tuple[str, np.ndarray]]:
+        with self._all("weights"):
+            tensors = self._trainer.weights()
+            try:
+                for tensor in tensors:  # noqa: UP028 - `yield from` would close them where this is closed
+                    yield tensor
+            finally:  # the others gather all of them, also where this one has seen enough
+                exhaust(tensors)
+
+    def adapter(self) -> Iterator[tuple[str, np.ndarray]]:
+        with self._all("adapter"):
+            yield from list(self._trainer.adapter())  # small, and here before the others go on
+
+    def snapshot(self) -> Any:
+        with self._all("snapshot"):
+            return self._trainer.snapshot()
+
+    def save(self, directory: Path | None) -> None:
+        with self._all("save"):
+            self._trainer.save(directory)
+
+    def save_in_background(self, directory: Path) -> Wait | None:
+        with self._all("save_in_background", directory=str(directory.absolute())):
+            return self._trainer.save_in_background(directory)
+
+    def restore(self, directory: Path) -> None:
+        with self._all("restore", directory=str(directory.absolute())):
+            self._trainer.restore(directory)
+
+    def sampler(self, slots: int, context: int) -> Sampler:
+        return self._trainer.sampler(slots, context)
+
+    def _all(self, method: str, batch: Batch | None = None, **more: str) -> Any:
+        arrays = None if batch is None else arrays_of(batch)
+        return self._leader.together({"trainer": self._name, "method": method, **more}, arrays)
+
+
+def lead(leader: Leader, models: Models, losses: Mapping[str, Loss]) -> Models:
+    """The models with the others' behind those that are trainers. losses: what each is updated with, by name."""
+    led = {name: Led(leader, name, trainer, losses.get(name)) for name, trainer in models.trainers().items()}
+    return replace(models, **led)  # type: ignore[arg-type]
+
+
+def serve(follower: Follower, models: Models, losses: Mapping[str, Loss]) -> None:
+    """Goes through the calls that process 0 makes of its own, until it is done with them."""
+    trainers = models.trainers()
+    writing: list[Wait] = []
+    while (received := follower.receive()) is not None:
+        message, arrays = received
+        if "done" in message:
+            break
+        try:
+            if message["method"] == "save_in_background":
+                wait_for(writing)
+            wait = follow(trainers[message["trainer"]], message, arrays, losses.get(message["trainer"]))
+            writing += [] if wait is None else [wait]
+        except Exception as error:
+            follower.answer(message["call"], described(error))
+            raise
+        follower.answer(message["call"])
+    wait_for(writing)
+
+
+def follow(trainer: Trainer, message: Mapping[str, Any], arrays: Mapping[str, np.ndarray], loss: Loss | None) -> Wait | None:
+    """One call of `Led`, of which this process has nothing but the work; what waits for what it left to the background."""
+    method = message["method"]
+    if method == "update":
+        assert loss is not None
+        trainer.update(Batch(**arrays), loss)
+    elif method in ("logprobs", "values"):
+        getattr(trainer, method)(Batch(**arrays))
+    elif method == "weights":
+        exhaust(trainer.weights())
+    elif method == "adapter":
+        exhaust(trainer.adapter())
+    elif method == "save":
+        trainer.save(None)
+    elif method == "save_in_background":
+        return trainer.save_in_background(Path(message["directory"]))
+    elif method == "restore":
+        trainer.restore(Path(message["directory"]))
+    else:
+        trainer.snapshot()
+    return None
+
+
+def arrays_of(batch: Batch) -> dict[str, np.ndarray]:
+    return {f.name: np.asarray(x) for f in fields(Batch) if (x := getattr(batch, f.name)) is not None}
+
+
+def wait_for(writing: list[Wait]) -> None:
+    while writing:
+        writing.pop()()
+
+
+def exhaust(items: Iterator[Any]) -> None:
+    for _ in items:
+        pass

@@ -1,0 +1,93 @@
+"""What each of several processes does in a test: `python -m tests.jax.processes MODEL FOLDER MESH …`, a mesh being JSON of
+MeshConfig's fields, the optimizer and a name.
+
+On each mesh: updates, everything else a trainer is asked, a save, and a save of what a restore of "one-NAME" gives, where there
+is one. The first process writes what it found to FOLDER.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from areal_x.algorithms import losses
+from areal_x.cluster import ranks
+from areal_x.cluster.links import Follower
+from areal_x.data.batch import Models
+from areal_x.trainer import MeshConfig, ModelConfig, OptimizerConfig, TrainerConfig
+from areal_x.types import Batch, Policy
+from areal_x_jax.trainer import Trainer
+
+from .meshes import batch_of
+
+UPDATES, VOCABULARY = 4, 64
+
+
+def value_loss(policy: Policy, batch: Batch) -> losses.LossTerms:
+    return (policy.values - batch.advantages) ** 2 * batch.mask, {}
+
+
+LOSSES = {"policy": losses.ppo_clip, "critic": value_loss}
+
+
+def make_models(directory: Path, optimizer: str, mesh: dict[str, int]) -> Models:
+    rows = int(np.prod([mesh.get(axis, 1) for axis in ("data", "fsdp", "expert")], dtype=int))
+
+    def trainer(**changes: Any) -> Trainer:
+        steps = OptimizerConfig(name=optimizer, learning_rate=1e-3, warmup_steps=4)
+        how: dict[str, Any] = {"mesh": MeshConfig(**mesh), "micro_batch_rows": max(8 // rows, 1), "head_chunk": 32}
+        return Trainer(TrainerConfig(model=ModelConfig(path=str(directory)), optimizer=steps, **how, **changes))
+
+    if optimizer != "adamw":  # once is enough
+        return Models(trainer())
+    return Models(trainer(), trainer(frozen=True), trainer(head="value"))
+
+
+def ask(models: Models, folder: Path, name: str) -> dict[str, Any]:
+    """Everything that a run asks its trainers; arrays as lists."""
+    batches = [batch_of(VOCABULARY, step) for step in range(UPDATES)]
+    learned = [models.policy.update(batch, losses.ppo_clip) for batch in batches]
+    models.policy.save(folder / name)
+    two = [tensor for _, (tensor, _) in zip(range(2), models.policy.weights(), strict=False)]  # the other processes gather all
+    found = {
+        "loss": [row["loss"] for row in learned],
+        "grad_norm": [row["grad_norm"] for row in learned],
+        "logp": models.policy.logprobs(batches[0]).tolist(),
+        "two": two,
+        "weights": {tensor: float(np.abs(x).sum()) for tensor, x in models.policy.weights()},
+        "snapshot": float(np.abs(np.asarray(models.policy.snapshot()["embed"])).sum()),
+    }
+    if models.critic is not None:
+        of_critic = models.critic.update(batches[0], value_loss)
+        found["critic"] = [of_critic["loss"], of_critic["grad_norm"]]
+        found["reference"] = models.reference.logprobs(batches[0]).tolist()
+        found["values"] = models.critic.values(batches[0]).tolist()
+    if (one := folder / f"one-{name}").is_dir():
+        models.policy.restore(one)
+        models.policy.save(folder / f"back-{name}")
+    return found | {"version": models.policy.version}
+
+
+def main(directory: str, folder: str, *asked: str) -> None:
+    meshes = [json.loads(mesh) for mesh in asked]
+    joined = ranks.join("jax", meshes[0].get("processes", 1))
+    with joined or nullcontext():
+        for mesh in meshes:
+            name, optimizer = mesh.pop("name"), mesh.pop("optimizer")
+            models = make_models(Path(directory), optimizer, mesh)
+            if isinstance(joined, Follower):
+                ranks.serve(joined, models, LOSSES)
+                continue
+            found = ask(models if joined is None else ranks.lead(joined, models, LOSSES), Path(folder), name)
+            (Path(folder) / f"{name}.json").write_text(json.dumps(found))
+            if joined is not None:
+                joined.done()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

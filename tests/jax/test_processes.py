@@ -1,0 +1,205 @@
+"""Several processes train one model, each with two devices of a CPU, over gloo."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from areal_x import checkpoint, model_dir
+from areal_x.monitor.metrics import read
+from tests.conftest import quick_environment
+
+MESHES = [
+    {"name": "fsdp", "optimizer": "adamw", "fsdp": 4},
+    {"name": "tensor", "optimizer": "muon", "fsdp": 2, "tensor": 2},
+]
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@contextmanager
+def started(
+    command: Sequence[str], processes: int, devices: int, folder: Path, **more: str
+) -> Iterator[list[subprocess.Popen]]:
+    """The same command in several processes, whose outputs go to files out-0, err-0 …; those left at the end are killed."""
+    flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={devices}".strip()
+    paths = os.pathsep.join([str(Path(__file__).parents[2]), *sys.path])
+    environment = quick_environment(JAX_PLATFORMS="cpu", XLA_FLAGS=flags, PYTHONPATH=paths, **more)
+    if processes > 1:
+        environment |= {"WORLD_SIZE": str(processes), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    with ExitStack() as stack:
+        made = []
+        for rank in range(processes):
+            out, err = (stack.enter_context((folder / f"{name}-{rank}").open("w")) for name in ("out", "err"))
+            process = subprocess.Popen(command, env=environment | {"RANK": str(rank)}, stdout=out, stderr=err, cwd=folder)
+            made.append(stack.enter_context(process))
+            stack.callback(process.kill)
+        yield made
+
+
+def finished(command: Sequence[str], processes: int, devices: int, folder: Path, **more: str) -> None:
+    with started(command, processes, devices, folder, **more) as made:
+        for rank, process in enumerate(made):
+            assert process.wait(timeout=250) == 0, (folder / f"err-{rank}").read_text()
+
+
+@pytest.fixture(scope="module")
+def asked(model_dir_of: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What one process of four devices found, one-two-NAME.json, and two of two devices, two-NAME.json."""
+    folder = tmp_path_factory.mktemp("processes")
+    command = [sys.executable, "-m", "tests.jax.processes", str(model_dir_of("even")), str(folder)]
+    finished([*command, *(json.dumps({**mesh, "name": f"one-two-{mesh['name']}"}) for mesh in MESHES)], 1, 4, folder)
+    finished(
+        [*command, *(json.dumps({**mesh, "name": f"two-{mesh['name']}", "processes": 2}) for mesh in MESHES)], 2, 2, folder
+    )
+    return folder
+
+
+def found(folder: Path, name: str) -> dict[str, Any]:
+    return json.loads((folder / f"{name}.json").read_text())
+
+
+@pytest.mark.parametrize("mesh", ["fsdp", "tensor"])
+def test_two_processes_of_two_devices_learn_what_one_of_four_does(asked: Path, mesh: str) -> None:
+    one, two = found(asked, f"one-two-{mesh}"), found(asked, f"two-{mesh}")
+    assert two.keys() == one.keys()
+    for of_steps in {"loss", "grad_norm", "critic"} & two.keys():
+        np.testing.assert_allclose(two[of_steps], one[of_steps], rtol=1e-5)
+    for of_tokens in {"logp", "reference", "values"} & two.keys():
+        np.testing.assert_allclose(two[of_tokens], one[of_tokens], atol=1e-4)
+    assert list(two["weights"]) == list(one["weights"])
+    np.testing.assert_allclose(list(two["weights"].values()), list(one["weights"].values()), rtol=1e-5)
+    assert two["snapshot"] == pytest.approx(one["snapshot"], rel=1e-5)
+    assert two["two"] == list(two["weights"])[:2]
+    assert two["version"] == one["version"] == 4
+
+
+@pytest.mark.parametrize("mesh", ["fsdp", "tensor"])
+def test_a_state_of_one_process_goes_through_two_without_losing_a_bit(asked: Path, mesh: str) -> None:
+    for tensors in (model_dir.read_tensors, model_dir.read_moments):
+        before, after = (dict(tensors(asked / f"{which}-two-{mesh}")) for which in ("one", "back"))
+        assert list(before) == list(after)
+        for name, x in before.items():
+            np.testing.assert_array_equal(x, after[name])
+    assert model_dir.read_state(asked / f"back-two-{mesh}") == model_dir.read_state(asked / f"one-two-{mesh}")
+
+
+TASKS = """
+import gin
+
+from tests.experiments import TASKS, counts_ones
+from dataclasses import replace
+
+@gin.configurable(module="processes_test")
+def tasks():
+    return TASKS
+
+@gin.configurable(module="processes_test")
+def written():
+    return [replace(task, answer="12") for task in TASKS]
+
+@gin.configurable(module="processes_test")
+def ones(task, text):
+    return counts_ones(task, text)
+
+@gin.configurable(module="processes_test")
+def made_once():
+    import os
+    assert os.environ["RANK"] == "0", "one process makes the model"
+    return MODEL
+"""
+RUN = """
+import processes_tasks
+model.path = @processes_test.made_once
+train.steps = 2
+train.groups_per_step = 2
+train.group_size = 4
+train.max_staleness = 0
+train.row_length = 32
+train.name = 'run'
+trainer.micro_batch_rows = 2
+optimizer.learning_rate = 1e-3
+mesh.fsdp = 4
+"""
+ONLINE = """
+train.dataset = @processes_test.tasks()
+train.workflow = @single_turn()
+single_turn.reward = @processes_test.ones
+sampling.max_tokens = 8
+embedded.slots = 8
+train.algorithm = @grpo()
+grpo.kl_coefficient = 0.1
+"""
+WRITTEN = """
+train.dataset = @processes_test.written()
+train.workflow = @demonstrations()
+train.engine = 'none'
+train.algorithm = @sft()
+train.steps = 100000
+train.checkpoint_every = 3
+train.keep_checkpoints = 1
+mesh.processes = 2
+"""
+
+
+@pytest.fixture
+def command(tiny_model_dir: Path, tmp_path: Path) -> Callable[..., list[str]]:
+    """The command of a run described in a folder."""
+
+    def command(folder: Path, text: str, *bindings: str) -> list[str]:
+        folder.mkdir()
+        (folder / "processes_tasks.py").write_text(TASKS.replace("MODEL", repr(str(tiny_model_dir))))
+        (folder / "run.gin").write_text(RUN + text)
+        return [sys.executable, "-m", "areal_x.train", "run.gin", *(x for b in bindings for x in ("-b", b))]
+
+    return command
+
+
+def test_the_command_on_two_processes_measures_what_it_does_on_one(command: Callable[..., list[str]], tmp_path: Path) -> None:
+    one, two = tmp_path / "one", tmp_path / "two"
+    finished(command(one, ONLINE), 1, 4, one)
+    finished(command(two, ONLINE, "mesh.processes = 2"), 2, 2, two)
+    expected, rows = (read(x / "runs" / "run") for x in (one, two))
+    assert len(rows) == 3
+    for row, alone in zip(rows[1:], expected[1:], strict=True):
+        assert row.keys() == alone.keys()
+        for name in ("reward", "response_length", "trained_tokens"):  # the same tokens were drawn
+            assert row[name] == alone[name]
+        for name in ("loss", "grad_norm", "reference_kl", "policy_gap"):
+            assert row[name] == pytest.approx(alone[name], rel=1e-3, abs=1e-6)
+    assert rows[1]["reward"] > 0
+    assert [line for line in (two / "out-1").read_text().splitlines() if "Gloo" not in line] == []  # it has nothing to say
+    saved, alone = (dict(model_dir.read_tensors(x / "runs/run/checkpoints/2/trainer")) for x in (two, one))
+    for name, x in alone.items():
+        np.testing.assert_allclose(saved[name], x, atol=2e-5, err_msg=name)
+
+
+@pytest.mark.parametrize("gone, left", [(1, 0), (0, 1)])
+def test_who_is_killed_ends_the_others_with_a_sentence(
+    gone: int, left: int, command: Callable[..., list[str]], tmp_path: Path
+) -> None:
+    folder = tmp_path / "run"
+    with started(command(folder, WRITTEN), 2, 2, folder) as processes:
+        until = time.monotonic() + 200
+        while not checkpoint.steps(folder / "runs" / "run"):
+            assert all(process.poll() is None for process in processes), (folder / "err-0").read_text()
+            assert time.monotonic() < until
+            time.sleep(0.05)
+        processes[gone].kill()
+        assert processes[left].wait(timeout=60) == 1
+    assert f"error: process {gone} ended without a word" in (folder / f"err-{left}").read_text()

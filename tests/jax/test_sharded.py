@@ -1,0 +1,68 @@
+"""Checkpoints that each device writes its part of, read onto other meshes."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from areal_x.errors import UserError
+from areal_x.model_dir import check_portable
+
+from .resharding import make_trainer
+from .test_processes import finished
+
+MadeModel = Callable[[str], Path]
+FILES = ("model.safetensors", "optimizer.safetensors", "trainer.json", "config.json")
+
+
+def contents(directory: Path) -> list[bytes]:
+    return [(directory / name).read_bytes() for name in FILES]
+
+
+def write(directory: Path, folder: Path, optimizer: str, *meshes: dict[str, int]) -> None:
+    """What resharding.py writes, on four devices."""
+    processes = meshes[0].get("processes", 1)
+    command = [sys.executable, "-m", "tests.jax.resharding", str(directory), str(folder), optimizer, *map(json.dumps, meshes)]
+    finished(command, processes, 4 // processes, folder)
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_a_run_saved_on_one_mesh_is_read_on_others_bit_for_bit(optimizer: str, model_dir_of: MadeModel, tmp_path: Path) -> None:
+    directory = model_dir_of("even")
+    write(directory, tmp_path, optimizer, {"fsdp": 4}, {"fsdp": 2, "tensor": 2})
+    alone = make_trainer(directory, optimizer, {})
+    alone.restore(tmp_path / "sharded")
+    alone.save(tmp_path / "alone")
+    assert alone.version == 2
+    for other in ("0", "alone"):
+        assert contents(tmp_path / other) == contents(tmp_path / "portable"), other
+
+
+def test_two_processes_write_one_checkpoint(model_dir_of: MadeModel, tmp_path: Path) -> None:
+    directory = model_dir_of("even")
+    write(directory, tmp_path, "adamw", {"fsdp": 2, "tensor": 2, "processes": 2})
+    alone = make_trainer(directory, "adamw", {})
+    alone.restore(tmp_path / "sharded")
+    alone.save(tmp_path / "alone")
+    assert contents(tmp_path / "alone") == contents(tmp_path / "portable")
+
+
+def test_what_cannot_go_on_from_a_sharded_checkpoint_says_why(model_dir_of: MadeModel, tmp_path: Path) -> None:
+    trainer = make_trainer(model_dir_of("even"), "adamw", {})
+    wait = trainer.save_in_background(tmp_path)
+    assert wait is not None
+    wait()
+    with pytest.raises(UserError, match=r"sharded checkpoint of the JAX backend.*trainer\.checkpoint = 'portable'"):
+        check_portable(tmp_path)
+    with pytest.raises(UserError, match=r"holds another model or optimizer: its .* has the shape"):
+        make_trainer(model_dir_of("qwen3"), "adamw", {}).restore(tmp_path)
+    with pytest.raises(UserError, match="holds the state of adamw"):
+        make_trainer(model_dir_of("even"), "muon", {}).restore(tmp_path)
+    part = next(file for file in (tmp_path / "arrays").rglob("d/*") if file.stat().st_size > 1000)
+    part.unlink()
+    with pytest.raises(UserError, match="copy the checkpoint again"):
+        trainer.restore(tmp_path)
