@@ -22,12 +22,12 @@ LEAST_SLOTS = 8  # in a lane: a step of fewer costs nearly as much
 class Lanes:
     """An `areal_x.rollout.sampler.Sampler`. Slot s is slot s // lanes of lane s % lanes, so that few requests spread too.
 
-    prepare: makes of a trainer's snapshot what all lanes load. begin: called once on each lane's thread.
+    prepare: makes of a trainer's snapshot what each lane loads. begin: called once on each lane's thread.
     busy: whether its threads compute now.
     """
 
     def __init__(
-        self, lanes: Sequence[Sampler], prepare: Callable[[Any], Any], begin: Callable[[], None] | None = None
+        self, lanes: Sequence[Sampler], prepare: Callable[[Any], Sequence[Any]], begin: Callable[[], None] | None = None
     ) -> None:
         self.lanes = lanes
         self.slots = sum(lane.slots for lane in lanes)
@@ -37,8 +37,7 @@ class Lanes:
         self._threads = ThreadPoolExecutor(len(lanes), thread_name_prefix="lane", initializer=begin)
 
     def load(self, snapshot: Any) -> None:
-        weights = self._prepare(snapshot)
-        for lane in self.lanes:
+        for lane, weights in zip(self.lanes, self._prepare(snapshot), strict=True):
             lane.load(weights)
 
     def fill(self, requests: Sequence[SlotRequest]) -> None:

@@ -21,6 +21,7 @@ from areal_x.cluster.links import Follower
 from areal_x.data.batch import Models
 from areal_x.trainer import MeshConfig, ModelConfig, OptimizerConfig, TrainerConfig
 from areal_x.types import Batch, Policy
+from areal_x_jax.parameters import Params
 from areal_x_jax.trainer import Trainer
 
 from .meshes import batch_of
@@ -60,7 +61,7 @@ def ask(models: Models, folder: Path, name: str) -> dict[str, Any]:
         "logp": models.policy.logprobs(batches[0]).tolist(),
         "two": two,
         "weights": {tensor: float(np.abs(x).sum()) for tensor, x in models.policy.weights()},
-        "snapshot": float(np.abs(np.asarray(models.policy.snapshot()["embed"])).sum()),
+        "snapshot": float(np.abs(np.asarray(sampled_from(models.policy)["embed"])).sum()),
     }
     if models.critic is not None:
         of_critic = models.critic.update(batches[0], value_loss)
@@ -71,6 +72,14 @@ def ask(models: Models, folder: Path, name: str) -> dict[str, Any]:
         models.policy.restore(one)
         models.policy.save(folder / f"back-{name}")
     return found | {"version": models.policy.version}
+
+
+def sampled_from(trainer: Any) -> Params:
+    """What the first lane of the trainer's sampler draws with."""
+    sampler = trainer.sampler(8, 32)
+    sampler.load(trainer.snapshot())
+    params: Params = sampler.lanes[0]._params
+    return params
 
 
 def main(directory: str, folder: str, *asked: str) -> None:

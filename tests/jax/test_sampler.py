@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -21,6 +23,9 @@ from areal_x_jax.lanes import Sampler
 from areal_x_jax.sampler import CPU_CHUNK
 from tests.rollout import conformance
 from tests.rollout.conformance import slot_request, to_the_end
+
+from .sampling import sample
+from .test_processes import finished
 
 SLOTS, CONTEXT = 16, 384
 
@@ -154,3 +159,19 @@ def test_what_every_family_draws_has_the_probability_that_its_trainer_gives(
         answer, drawn_at = np.asarray(tokens, np.int32), np.asarray(logprobs, np.float32)
         drawn = pack([Trajectory.from_completion(np.asarray(request.tokens), answer, drawn_at, np.zeros(len(answer)))], 128)
         np.testing.assert_allclose(drawn.gather(trainer.logprobs(drawn.batch))[0][len(request.tokens) :], logprobs, atol=1e-4)
+
+
+def test_a_mesh_draws_what_one_device_draws_each_group_with_its_own_slots(
+    model_dir_of: Callable[[str], Path], tmp_path: Path
+) -> None:
+    directory, file = model_dir_of("even"), tmp_path / "drawn.json"
+    command = [sys.executable, "-m", "tests.jax.sampling", str(directory), str(file), json.dumps({"fsdp": 4, "tensor": 2})]
+    finished(command, 1, 8, tmp_path)
+    found, alone = json.loads(file.read_text()), sample(directory, {})
+    assert found["devices"] == list(range(8))
+    assert found["share"] == [0.5] * 4
+    assert found["compiled_again"] == 0
+    for said in (found["first"], found["again"]):
+        for (tokens, logprobs), (expected, of_expected) in zip(said, alone["first"], strict=True):
+            assert tokens == expected
+            np.testing.assert_allclose(logprobs, of_expected, atol=1e-4)

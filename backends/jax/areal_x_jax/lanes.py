@@ -3,34 +3,58 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from threading import Lock
 from typing import Any
 
 import jax
+from jax.sharding import Mesh, NamedSharding
 
 from areal_x.rollout.lanes import Lanes, lanes_on_cpu
+from areal_x_jax.layout import sampling_groups
+from areal_x_jax.parameters import Params
 from areal_x_jax.sampler import Lane, take_apart
 from areal_x_jax.shape import Shape
 
 
 class Sampler(Lanes):
-    """An `areal_x.rollout.sampler.Sampler`. XLA for CPU runs programs as small as a decoding step on one core: two lanes on two
-    cores draw twice as many tokens a second."""
+    """An `areal_x.rollout.sampler.Sampler`: a lane for each group of the mesh's devices that decodes together (see
+    areal_x_jax.layout.sampling_groups).
 
-    def __init__(self, shape: Shape, slots: int, context: int, lanes: int | None = None) -> None:
-        self._device = jax.local_devices()[0]
-        count = lanes or (lanes_on_cpu(slots) if self._device.platform == "cpu" else 1)
-        call = FirstAlone()
-        self._take_apart = jax.jit(lambda params: take_apart(params, shape.layers))
-        super().__init__([Lane(shape, slots // count, context, call) for _ in range(count)], self._to_device)
+    On one device of a CPU there are several lanes: XLA runs programs as small as a decoding step on one core, so two on two
+    cores draw twice as many tokens a second.
+    """
+
+    def __init__(self, shape: Shape, slots: int, context: int, lanes: int | None = None, mesh: Mesh | None = None) -> None:
+        groups = sampling_groups(mesh) if mesh is not None else [Mesh(jax.local_devices()[:1], ("tensor",))]
+        groups = groups[: max(n for n in range(1, len(groups) + 1) if slots % n == 0)]
+        in_group = 1
+        if len(groups) == 1:
+            in_group = lanes or (lanes_on_cpu(slots) if jax.default_backend() == "cpu" else 1)
+        size, calls = slots // (len(groups) * in_group), [FirstAlone() for _ in groups]
+        self._groups = groups
+        self._in_group = in_group
+        self._take_apart = jax.jit(partial(take_apart, layers=shape.layers))
+        each = [(group, call) for group, call in zip(groups, calls, strict=True) for _ in range(in_group)]
+        super().__init__([Lane(shape, size, context, call, group) for group, call in each], self._for_each_lane)
 
     @property
     def programs(self) -> int:
-        """How many programs have been compiled; lanes share them, as they are of one size."""
+        """How many programs have been compiled; lanes of one device share them, as they are of one size."""
         return self.lanes[0].programs + self._take_apart._cache_size()
 
-    def _to_device(self, snapshot: Any) -> Any:
-        return self._take_apart(jax.device_put(snapshot, self._device))
+    def _for_each_lane(self, snapshot: Params) -> list[Params]:
+        apart = [self._take_apart(jax.tree.map(partial(part_of, group=group), snapshot)) for group in self._groups]
+        return [weights for weights in apart for _ in range(self._in_group)]
+
+
+def part_of(x: jax.Array, group: Mesh) -> jax.Array:
+    """x on the devices of a group, without a copy: each has its part already."""
+    there = {shard.device: shard.data for shard in x.addressable_shards}
+    parts = [there[device] for device in group.devices.flat]
+    if len(parts) == 1:
+        return parts[0]
+    return jax.make_array_from_single_device_arrays(x.shape, NamedSharding(group, x.sharding.spec), parts)
 
 
 class FirstAlone:

@@ -144,6 +144,32 @@ def check_fit(layout: Layout, shape: Shape) -> None:
         raise UserError(f"mesh.expert = {layout.size('expert')} needs a model with experts: use mesh.data or mesh.fsdp")
 
 
+def sampling_groups(mesh: Mesh) -> list[Mesh]:
+    """The devices of this process, in groups that decode together: each splits heads and vocabulary as the axis "tensor" does,
+    and has all of the rest. Where such a group spans processes, each device is one of its own."""
+    groups = mesh.devices.reshape(-1, mesh.shape["tensor"])
+    if any(len({device.process_index for device in group}) > 1 for group in groups):
+        groups = mesh.devices.reshape(-1, 1)
+    own = [group for group in groups if group[0].process_index == jax.process_index()]
+    return [Mesh(group, ("tensor",), axis_types=(AxisType.Auto,)) for group in own]
+
+
+def sampling_spec(group: Mesh, axes: tuple[str, ...]) -> PartitionSpec:
+    """How an array with these axes lies in such a group."""
+    split = group.size > 1
+    return PartitionSpec(*("tensor" if split and RULES.get(axis) == "tensor" else None for axis in axes))
+
+
+def sampling_shardings(layout: Layout, shape: Shape) -> Params:
+    """Of the parameters that `sampling_groups` decode with, on the whole mesh: each group finds its own parts there."""
+    assert layout.mesh is not None
+    (group, *_), mesh = sampling_groups(layout.mesh), layout.mesh
+    axes = {name: own for name, own in axes_of(shape).items() if name != "vision"}
+    return jax.tree.map(
+        lambda own: NamedSharding(mesh, sampling_spec(group, own)), axes, is_leaf=lambda x: isinstance(x, tuple)
+    )
+
+
 def shardings(layout: Layout, shape: Shape) -> Params:
     """Of each parameter."""
     return jax.tree.map(lambda axes: layout.sharding(*axes), axes_of(shape), is_leaf=lambda x: isinstance(x, tuple))

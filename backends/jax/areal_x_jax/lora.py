@@ -63,13 +63,10 @@ def merge(
 
 
 def merged(base: Params, adapters: Params, scale: float) -> Params:
-    """A copy of the decoder with the adapters merged into it, on the devices where the decoder lies."""
+    """The decoder with the adapters merged into it."""
     own = adapters["layers"]
 
     def whole(name: str, kernel: Array) -> Array:
-        if f"{name}_lora_a" not in own:
-            return jnp.array(kernel, copy=True)
-        return jax.jit(merge, out_shardings=kernel.sharding)(kernel, own[f"{name}_lora_a"], own[f"{name}_lora_b"], scale)
+        return merge(kernel, own[f"{name}_lora_a"], own[f"{name}_lora_b"], scale) if f"{name}_lora_a" in own else kernel
 
-    layers = {name: whole(name, kernel) for name, kernel in base["layers"].items()}
-    return {**{name: jnp.array(x, copy=True) for name, x in base.items() if name != "layers"}, "layers": layers}
+    return {**base, "layers": {name: whole(name, kernel) for name, kernel in base["layers"].items()}}

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh, NamedSharding
 from jaxtyping import Array, Bool, Float, Int
 
 from areal_x.errors import UserError
@@ -24,6 +25,7 @@ from areal_x_jax import ring as rings
 from areal_x_jax.chunks import Chunk, packed
 from areal_x_jax.dense import softcapped
 from areal_x_jax.draw import draw, uniform
+from areal_x_jax.layout import sampling_spec
 from areal_x_jax.model import embedded, finish_layer, head_kernel, project_qkv, rms_norm, rotations_of
 from areal_x_jax.parameters import Params
 from areal_x_jax.ring import Ring
@@ -155,16 +157,21 @@ def scaled(shape: Shape, query: Array) -> Array:
 class Lane:
     """Some slots that decode together: their small state on the host, the ring on the device.
 
-    call: calls a compiled program by a name, `call(name, program, *arguments)` (see areal_x_jax.lanes).
+    call: calls a compiled program by a name, `call(name, program, *arguments)` (see areal_x_jax.lanes). group: the devices,
+    which split heads and vocabulary.
     """
 
-    def __init__(self, shape: Shape, slots: int, context: int, call: Callable[..., Any]) -> None:
+    def __init__(self, shape: Shape, slots: int, context: int, call: Callable[..., Any], group: Mesh) -> None:
         self._call = call
         self.slots = slots
         self.context = context
         self.shape = shape
-        self._device = jax.local_devices()[0]
-        self._chunk = CPU_CHUNK if self._device.platform == "cpu" else ACCELERATOR_CHUNK
+        # Of the ring's parts: keys and values of each head lie where its queries are computed. Pinned, where there is a choice,
+        # as each other way in which a program might leave them would compile the next one again.
+        spec = sampling_spec(group, ("slots", "key"))
+        self._lies = NamedSharding(group, spec) if group.size > 1 else group.devices.flat[0]
+        pinned = self._lies if group.size > 1 else None
+        self._chunk = CPU_CHUNK if jax.default_backend() == "cpu" else ACCELERATOR_CHUNK
         self._params: Any = None
         self._ring: Ring | None = None
         self._column = 0  # of the ring, that the next step writes
@@ -180,8 +187,8 @@ class Lane:
             top_k=np.zeros(slots, np.int32),
             stops=np.full((slots, STOP_IDS), -1, np.int32),
         )
-        self._prefill = jax.jit(prefill, static_argnums=0, donate_argnums=2)
-        self._decode = jax.jit(decode, static_argnums=0, donate_argnums=2)
+        self._prefill = jax.jit(prefill, static_argnums=0, donate_argnums=2, out_shardings=pinned)
+        self._decode = jax.jit(decode, static_argnums=0, donate_argnums=2, out_shardings=(pinned, None, None, None))
 
     @property
     def programs(self) -> int:
@@ -196,7 +203,7 @@ class Lane:
             dtype = self._params["embed"].dtype
             shape = self.shape
             empty = rings.empty(shape.layers, self.slots, shape.kv_heads, shape.head_dim, self.context, dtype)
-            self._ring = jax.device_put(empty, self._device)
+            self._ring = jax.device_put(empty, self._lies)
 
     def fill(self, requests: Sequence[SlotRequest]) -> None:
         if self._ring is None:

@@ -27,7 +27,7 @@ from areal_x.trainer import Loss, TrainerConfig
 from areal_x.types import IMAGES, Batch, Policy
 from areal_x_jax import head, lora, optimizers, sharded
 from areal_x_jax.images import image_arrays
-from areal_x_jax.layout import BY_ROW, RULES, all_of, check_fit, lay, make_layout, shardings
+from areal_x_jax.layout import BY_ROW, RULES, all_of, check_fit, lay, make_layout, sampling_shardings, shardings
 from areal_x_jax.model import head_kernel, hidden_states
 from areal_x_jax.parameters import Params
 from areal_x_jax.shape import Shape, shape_of
@@ -82,6 +82,7 @@ class Trainer:
         self.version = 0
         self._steps: dict[Loss, Any] = {}
         self._said = jax.jit(self._all_said, out_shardings=self.by_row)
+        self._snapshot = jax.jit(self._copied, out_shardings=sampling_shardings(self.layout, self.shape))
 
     @property
     def programs(self) -> int:
@@ -174,17 +175,13 @@ class Trainer:
         self._need_policy("snapshot to sample from")
         of_model = self.params if self.base is None else self.base
         read = {name: x for name, x in of_model.items() if name != "vision"}  # the sampler sees no images
-        if self.base is not None:
-            read = lora.merged(read, self.params, self.config.lora.scale)
-        if self.mesh.is_multi_process:
-            return jax.tree.map(lambda x: all_of(x.astype(self.dtype)), read)
-        return read if self.base is not None else jax.tree.map(lambda x: jnp.array(x, self.dtype, copy=True), read)
+        return self._snapshot(read, None if self.base is None else self.params)
 
     def sampler(self, slots: int, context: int) -> Any:
         from areal_x_jax.lanes import Sampler
 
         self._need_policy("sampler")
-        return Sampler(self.shape, slots, context)
+        return Sampler(self.shape, slots, context, mesh=self.mesh)
 
     # ---- on the host
 
@@ -316,6 +313,13 @@ class Trainer:
 
         params, moments = jax.tree.map(keep, (optax.apply_updates(params, updates), new_moments), (params, moments))
         return params, moments, {"loss": value, "grad_norm": norm, "skipped": 1.0 - finite, **metrics}
+
+    def _copied(self, params: Params, adapters: Params | None) -> Params:
+        """What is sampled from: adapters merged, in the compute precision."""
+        if adapters is not None:
+            params = lora.merged(params, adapters, self.config.lora.scale)
+        copied: Params = jax.tree.map(lambda x: jnp.array(x, self.dtype, copy=True), params)
+        return copied
 
     def _all_said(
         self, params: Params, base: Params | None, rows: Rows, count: Array

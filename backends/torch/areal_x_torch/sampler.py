@@ -109,9 +109,10 @@ class Sampler(Lanes):
         super().__init__([Lane(self.model, step, cache) for cache in caches], self._copy_in, begin)
 
     @torch.inference_mode()
-    def _copy_in(self, snapshot: Mapping[str, Tensor]) -> None:
+    def _copy_in(self, snapshot: Mapping[str, Tensor]) -> list[None]:
         for name, p in self.model.named_parameters():
             p.copy_(snapshot[name])
+        return [None] * len(self.lanes)
 
 
 class Lane:

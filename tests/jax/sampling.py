@@ -1,0 +1,51 @@
+"""What is sampled on a mesh, in a test: `python -m tests.jax.sampling MODEL FILE MESH`, the mesh being JSON of MeshConfig's
+fields.
+
+After an update, all slots are drawn to the end, the trainer goes on, and they are drawn once more from the same snapshot.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from areal_x.algorithms import losses
+from areal_x.rollout.sampler import Sampler
+from areal_x.trainer import MeshConfig, ModelConfig, OptimizerConfig, TrainerConfig
+from areal_x_jax.trainer import Trainer
+from tests.rollout.conformance import slot_request, to_the_end
+
+from .meshes import batch_of
+
+SLOTS, CONTEXT = 16, 96
+
+
+def drawn(sampler: Sampler, snapshot: Any) -> list[tuple[list[int], list[float]]]:
+    """Each slot's tokens and log-probabilities."""
+    sampler.load(snapshot)
+    said = to_the_end(sampler, [slot_request(slot, 3 + 4 * slot, 5 + slot, seed=slot) for slot in range(SLOTS)])
+    return [said[slot] for slot in range(SLOTS)]
+
+
+def sample(directory: str | Path, mesh: dict[str, int]) -> dict[str, Any]:
+    steps = OptimizerConfig(learning_rate=1e-3)
+    trainer = Trainer(TrainerConfig(ModelConfig(str(directory)), steps, MeshConfig(**mesh), micro_batch_rows=2))
+    trainer.update(batch_of(64, 0), losses.ppo_clip)
+    sampler, snapshot = trainer.sampler(SLOTS, CONTEXT), trainer.snapshot()
+    first, compiled = drawn(sampler, snapshot), sampler.programs
+    trainer.update(batch_of(64, 1), losses.ppo_clip)
+    head = [lane._params["head"] for lane in sampler.lanes]
+    return {
+        "first": first,
+        "again": drawn(sampler, snapshot),
+        "compiled_again": sampler.programs - compiled,
+        "devices": sorted({device.id for kernel in head for device in kernel.sharding.device_set}),
+        "share": [kernel.addressable_shards[0].data.size / kernel.size for kernel in head],
+    }
+
+
+if __name__ == "__main__":
+    directory, file, mesh = sys.argv[1:]
+    Path(file).write_text(json.dumps(sample(directory, json.loads(mesh))))
