@@ -105,13 +105,17 @@ DIVISIBLE = {
 
 
 def write_random(name: str, directory: Path) -> Path:
-    """A random model of these names as transformers saves it, biases and norms drawn too."""
+    """A random model of these names."""
+    return write_config((MODELS | MORE | DIVISIBLE | SEEING)[name], directory, name in SEEING, seed=len(name))
+
+
+def write_config(config: dict[str, Any], directory: Path, sees: bool = False, seed: int = 0) -> Path:
+    """A random model of this config as transformers saves it, biases and norms drawn too."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
-    torch.manual_seed(len(name))
-    kind = AutoModelForImageTextToText if name in SEEING else AutoModelForCausalLM
-    model = kind.from_config(AutoConfig.for_model(**(MODELS | MORE | DIVISIBLE | SEEING)[name]))
+    torch.manual_seed(seed)
+    model = (AutoModelForImageTextToText if sees else AutoModelForCausalLM).from_config(AutoConfig.for_model(**config))
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, 1.0 if parameter.ndim == 1 else 0.0, 0.2)
     model.save_pretrained(directory)

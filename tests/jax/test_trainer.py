@@ -19,10 +19,11 @@ from areal_x.data.packing import Packed, pack
 from areal_x.errors import ConfigError, UserError
 from areal_x.trainer import MeshConfig, ModelConfig, OptimizerConfig, TrainerConfig
 from areal_x.types import Batch, Policy
+from areal_x_jax.shape import shape_of
 from areal_x_jax.trainer import Trainer
-from tests.conftest import quick_environment
+from tests.conftest import quick_environment, write_model
 
-from .conftest import log_softmax, reference_model, torch_logits, trajectories
+from .conftest import LLAMA3, MODELS, log_softmax, reference_model, torch_logits, trajectories
 
 MadeModel = Callable[[str], Path]
 LENGTHS = (12, 7, 20, 15, 5, 18, 9, 20, 11, 16, 13, 6)
@@ -227,6 +228,7 @@ import json, sys, numpy as np
 from areal_x.algorithms import losses
 from areal_x.trainer import MeshConfig, ModelConfig, OptimizerConfig, TrainerConfig
 from areal_x.types import Batch
+from areal_x_jax.shape import shape_of
 from areal_x_jax.trainer import Trainer
 
 directory, arrays = sys.argv[1:]
@@ -293,3 +295,24 @@ def test_token_mean_counts_tokens_and_sequence_mean_sequences(still: Trainer) ->
     by_sequence = still.update(learnable(packed, sequence_mean), losses.sft)
     assert by_token["loss"] == pytest.approx(np.concatenate(nll).mean(), rel=1e-5)
     assert by_sequence["loss"] == pytest.approx(np.mean([x.mean() for x in nll]), rel=1e-5)
+
+
+def test_a_sequence_longer_than_the_model_was_made_for_is_refused_and_a_row_of_several_is_not(tmp_path: Path) -> None:
+    trainer = make_trainer(write_model(tmp_path, max_position_embeddings=16))
+    trainer.logprobs(pack(trajectories(16, 16, vocab=40), 32).batch)
+    with pytest.raises(UserError, match=r"17 tokens is longer than the 16 .* train\.row_length"):
+        trainer.logprobs(pack(trajectories(17, vocab=40), 32).batch)
+
+
+@pytest.mark.parametrize(
+    "scaling, context",
+    [
+        (None, 256),
+        ({"rope_type": "linear", "factor": 2.0}, 512),
+        ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}, 512),
+        ({**LLAMA3, "original_max_position_embeddings": 16}, 256),
+    ],
+)
+def test_positions_that_are_stretched_make_room_for_longer_sequences(scaling: dict[str, Any] | None, context: int) -> None:
+    config = {**MODELS["llama"], "architectures": ["LlamaForCausalLM"], "rope_scaling": scaling}
+    assert shape_of(config).context == context

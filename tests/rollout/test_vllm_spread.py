@@ -19,7 +19,7 @@ class Held:
     def __init__(self) -> None:
         self.waiting: list[asyncio.Event] = []
 
-    async def generate(self, tokens: np.ndarray, sampling: SamplingParams) -> Completion:
+    async def generate(self, tokens: np.ndarray, sampling: SamplingParams, model: str, experts: bool) -> Completion:
         self.waiting.append(asyncio.Event())
         await self.waiting[-1].wait()
         return Completion(tokens, np.zeros(3, np.float32), np.zeros(3, np.int32), "stop")

@@ -104,6 +104,7 @@ class Shape:
     counted from 1. out_norms: whether what attention and MLP give is normed before it is added. attention_softcap,
     logit_softcap: scores and logits are cap · tanh(x / cap); 0 is without. biases: which there are (QKV, OUT, MLP).
     scores: whether it says one number of each token, and no logits. vision: of the tower of a model that sees.
+    context: tokens of the longest sequence that it was made for, 0 where nobody says.
     adapters: None for the decoder itself; else the parameters are what is trained beside a frozen decoder of this shape.
     """
 
@@ -130,6 +131,7 @@ class Shape:
     logit_softcap: float = 0.0
     experts: Experts | None = None
     vision: VisionShape | None = None
+    context: int = 0
     adapters: Adapters | None = None
 
     def rope_of(self, layer: int) -> int:
@@ -185,7 +187,16 @@ def shape_of(config: Mapping[str, Any], head: str = "policy") -> Shape:
         logit_softcap=config.get("final_logit_softcapping") or 0.0,
         experts=experts_of(config) if family.get("sparse") else None,
         vision=vision_shape_of(whole) if family.get("sees") else None,
+        context=context_of(config, ropes[0]),
     )
+
+
+def context_of(config: Mapping[str, Any], rope: Rope) -> int:
+    """What the config names, stretched as its positions are. (What llama3's names is stretched already.)"""
+    named = int(config.get("max_position_embeddings") or 0)
+    if rope.kind == "yarn":
+        return max(named, int((rope.original or named) * rope.factor))
+    return int(named * rope.factor) if rope.kind == "linear" else named
 
 
 def windows_of(config: Mapping[str, Any], architecture: str, layers: int) -> tuple[int, ...]:

@@ -232,6 +232,12 @@ class Trainer:
         if length % parts:
             wanted = f"set train.row_length to a multiple of {parts}"
             raise UserError(f"mesh.context = {parts} does not divide rows of {length} tokens: {wanted}")
+        longest = int(np.max(batch.positions)) + 1
+        if 0 < self.shape.context < longest:
+            raise UserError(
+                f"a sequence of {longest} tokens is longer than the {self.shape.context} that the model in {self.directory} "
+                "was made for: lower train.row_length, or stretch its positions (rope_scaling in its config.json)"
+            )
         largest = int(np.max(batch.tokens))
         if largest >= self.shape.vocab:
             raise UserError(

@@ -124,7 +124,12 @@ class Trainer:
         moments = ((name, model.to_numpy(s["exp_avg"]), model.to_numpy(s["exp_avg_sq"])) for name, s in states)
         model_dir.write_state(directory, moments, {"version": self.version})
 
+    def save_in_background(self, directory: Path) -> None:
+        """All at once, so that nothing is left to wait for."""
+        self.save(directory)
+
     def restore(self, directory: Path) -> None:
+        model_dir.check_portable(directory)
         check_saved(directory, self.config.lora, self.directory)
         state = model_dir.read_state(directory)
         self.config.optimizer.check_state(directory, state)
