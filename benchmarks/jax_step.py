@@ -140,7 +140,8 @@ def main() -> None:
             for worker in workers:
                 rounds[worker.name].append(worker.ask(steps=args.steps))
             peak = max(peak, peak_flops())
-            print(f"round {number + 1} of {args.rounds} is over", file=sys.stderr)
+            took = ", ".join(f"{name} {statistics.fmean(answers[-1]['seconds']):.2f} s" for name, answers in rounds.items())
+            print(f"round {number + 1} of {args.rounds}: {took}", file=sys.stderr)
     show(rounds, int(lengths.sum()), flops_of(shape, lengths), peak)
 
 

@@ -96,7 +96,7 @@ def lay(x: np.ndarray, sharding: NamedSharding | None) -> Array:
 
 def all_of(x: Array) -> Array:
     """x where this process can read all of it: on its first device, where other processes have a part, who call this too."""
-    if x.is_fully_addressable:
+    if not isinstance(x, Array) or x.is_fully_addressable:
         return x
     if not x.is_fully_replicated:
         x = _replicate(NamedSharding(x.sharding.mesh, PartitionSpec()))(x)
