@@ -21,6 +21,7 @@ from areal_x_jax.chunks import packed
 from areal_x_jax.draw import draw, uniform
 from areal_x_jax.lanes import Sampler
 from areal_x_jax.sampler import CPU_CHUNK
+from tests.conftest import write_model
 from tests.rollout import conformance
 from tests.rollout.conformance import slot_request, to_the_end
 
@@ -48,6 +49,12 @@ def test_at_most_four_programs_whatever_the_lengths(trainer: Trainer) -> None:
         to_the_end(sampler, [slot_request(slot, prompt, 3 + slot, **kind) for slot in range(count)])
         sampler.load(trainer.snapshot())
     assert sampler.programs - before <= 4
+
+
+def test_nothing_longer_is_drawn_than_the_model_was_made_for(tmp_path: Path) -> None:
+    directory = write_model(tmp_path, max_position_embeddings=24)
+    sampler = create_trainer("jax", TrainerConfig(model=ModelConfig(path=str(directory)))).sampler(SLOTS, CONTEXT)
+    assert sampler.context == 24
 
 
 def test_a_lane_returns_when_enough_of_its_slots_are_free(trainer: Trainer) -> None:

@@ -181,7 +181,8 @@ class Trainer:
         from areal_x_jax.lanes import Sampler
 
         self._need_policy("sampler")
-        return Sampler(self.shape, slots, context, mesh=self.mesh)
+        # What is drawn is trained on, and a row may be longer than the longest sequence.
+        return Sampler(self.shape, slots, min(context, self.shape.context or context), mesh=self.mesh)
 
     # ---- on the host
 
