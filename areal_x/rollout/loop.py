@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 import threading
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import Future, wait
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -25,9 +27,48 @@ def run(work: Coroutine[Any, Any, T], name: str) -> T:
 
 def result(future: Future[T]) -> T:
     """What the future gives or raises. Ctrl-C ends the waiting."""
-    while not future.done():  # in short waits: a signal that comes just before a wait does not end it, and Ctrl-C would be lost
-        wait([future], timeout=0.5)
+    with interrupts_noted() as check:
+        while not future.done():
+            check()
+            wait([future], timeout=0.2)
     return future.result()
+
+
+class _Interrupts:
+    """A signal's handler that notes that it came."""
+
+    def __init__(self) -> None:
+        self.came = False
+
+    def __call__(self, *_: object) -> None:
+        self.came = True
+
+    def check(self) -> None:
+        if self.came:
+            raise KeyboardInterrupt
+
+
+@contextmanager
+def interrupts_noted() -> Iterator[Callable[[], None]]:
+    """Ctrl-C, and SIGTERM where it does the same, as a note: the function that this gives raises it, or leaving does.
+
+    As an exception it could come anywhere: in a callback of the interpreter's, which swallows it and Ctrl-C is lost, or between
+    taking a lock and holding it, and the lock would never be free again.
+    """
+    current = signal.getsignal(signal.SIGINT)
+    if isinstance(current, _Interrupts):
+        yield current.check
+        return
+    noted, in_main = _Interrupts(), threading.current_thread() is threading.main_thread()
+    ours = [n for n in (signal.SIGINT, signal.SIGTERM) if in_main and signal.getsignal(n) is signal.default_int_handler]
+    for number in ours:
+        signal.signal(number, noted)
+    try:
+        yield noted.check
+    finally:
+        for number in ours:
+            signal.signal(number, signal.default_int_handler)
+    noted.check()
 
 
 def serve(loop: asyncio.AbstractEventLoop) -> None:

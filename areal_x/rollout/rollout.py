@@ -15,7 +15,7 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from areal_x.rollout.loop import result, serve
+from areal_x.rollout.loop import interrupts_noted, result, serve
 from areal_x.rollout.runner import RolloutStats, Runner
 from areal_x.rollout.workflows import Workflow
 from areal_x.trainer import Trainer
@@ -95,9 +95,10 @@ class Rollout:
         Raises what ended the rollout: EngineError, or UserError when nothing can be scored. An interrupted call loses nothing:
         the next one returns the same groups.
         """
-        if self._taking is None:
-            self._taking = self._submit(self.runner.take())
-        groups = result(self._taking)
+        with interrupts_noted():
+            if self._taking is None:
+                self._taking = self._submit(self.runner.take())
+            groups = result(self._taking)
         self._taking = None
         return groups
 
