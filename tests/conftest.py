@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
@@ -19,7 +20,10 @@ os.environ.setdefault("QUICKSTART_STEPS", "6")  # of the notebook, which is run 
 
 
 def pytest_configure() -> None:
-    """Most of the suite's time is the compiler's, which needs half as long without these; other releases may lack the flag."""
+    # What a shell starts in the background ignores Ctrl-C, and so would what that starts; tests send it.
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    # Most of the suite's time is the compiler's, which needs half as long without these; other releases may lack the flag.
     if find_spec("jaxlib") and version("jaxlib").startswith("0.10."):
         os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_cpu_use_fusion_emitters=false".strip()
 
