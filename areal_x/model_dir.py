@@ -257,12 +257,9 @@ def _write_files(directory: Path, single: str, tensors: Iterable[tuple[str, np.n
         total += tensor.nbytes
     write()
     index = directory / f"{single}.index.json"
-    if len(parts) == 1:
-        parts[0][0].replace(directory / single)
-        index.unlink(missing_ok=True)
-        return
     weight_map: dict[str, str] = {}
     for number, (part, names) in enumerate(parts, 1):
-        named = part.rename(directory / f"{stem}-{number:05d}-of-{len(parts):05d}.safetensors").name
-        weight_map |= dict.fromkeys(names, named)
+        name = single if len(parts) == 1 else f"{stem}-{number:05d}-of-{len(parts):05d}.safetensors"
+        weight_map |= dict.fromkeys(names, part.rename(directory / name).name)
+    # Of a single file too: vLLM would else read the moments beside it as weights.
     index.write_text(json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=1))
