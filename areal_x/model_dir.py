@@ -167,6 +167,7 @@ def write_model(
 
 
 def go_through(tensors: Iterable[tuple[str, np.ndarray]]) -> None:
+    """Takes each tensor and forgets it: what a process does that helps another to gather them."""
     for _ in tensors:
         pass
 
@@ -236,30 +237,35 @@ def read_file(file: Path) -> Iterator[tuple[str, np.ndarray]]:
             yield name, opened.get_tensor(name)
 
 
+def in_parts(tensors: Iterable[tuple[str, np.ndarray]], most_bytes: int) -> Iterator[dict[str, np.ndarray]]:
+    """The tensors in parts of at most so many bytes, or of one tensor. One at a time is in memory: the next one empties it."""
+    part: dict[str, np.ndarray] = {}
+    size = 0
+    for name, tensor in tensors:
+        if part and size + tensor.nbytes > most_bytes:
+            yield part
+            part.clear()
+            size = 0
+        part[name] = np.ascontiguousarray(tensor)
+        size += tensor.nbytes
+    yield part
+
+
 def _write_files(directory: Path, single: str, tensors: Iterable[tuple[str, np.ndarray]], metadata: dict[str, str]) -> None:
-    """One file under this name, or, of more than FILE_BYTES, several with an index, of which one at a time is in memory."""
+    """One file under this name, or, of more than FILE_BYTES, several, and an index that names them. A single one has an index
+    too: of a directory without, vLLM reads every safetensors file as weights, the optimizer's too."""
     from safetensors.numpy import save_file
 
     stem = single.removesuffix(".safetensors")
-    held: dict[str, np.ndarray] = {}
     parts: list[tuple[Path, list[str]]] = []
     total = 0
-
-    def write() -> None:
-        parts.append((directory / f"{stem}-{len(parts) + 1:05d}.safetensors", list(held)))
-        save_file(held, parts[-1][0], metadata=metadata or None)
-        held.clear()
-
-    for name, tensor in tensors:
-        if held and sum(x.nbytes for x in held.values()) + tensor.nbytes > FILE_BYTES:
-            write()
-        held[name] = np.ascontiguousarray(tensor)
-        total += tensor.nbytes
-    write()
-    index = directory / f"{single}.index.json"
+    for part in in_parts(tensors, FILE_BYTES):
+        parts.append((directory / f"{stem}-{len(parts) + 1:05d}.safetensors", list(part)))
+        save_file(part, parts[-1][0], metadata=metadata or None)
+        total += sum(tensor.nbytes for tensor in part.values())
     weight_map: dict[str, str] = {}
-    for number, (part, names) in enumerate(parts, 1):
+    for number, (file, names) in enumerate(parts, 1):
         name = single if len(parts) == 1 else f"{stem}-{number:05d}-of-{len(parts):05d}.safetensors"
-        weight_map |= dict.fromkeys(names, part.rename(directory / name).name)
-    # Of a single file too: vLLM would else read the moments beside it as weights.
+        weight_map |= dict.fromkeys(names, file.rename(directory / name).name)
+    index = directory / f"{single}.index.json"
     index.write_text(json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=1))

@@ -32,7 +32,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax_step import flops_of, packed, write_random
+from jax_step import flops_of, packed, peak_flops, write_random
 
 from areal_x.algorithms import losses
 from areal_x.rollout.engine import SamplingParams
@@ -73,7 +73,7 @@ def main() -> None:
     args = parse_arguments()
     device = jax.devices()[0]
     dtype = jnp.float32 if device.platform == "cpu" else jnp.bfloat16
-    measured = product_flops(dtype)
+    measured = peak_flops(2048 if device.platform == "cpu" else 8192, 8, dtype)
     known = next((x * 1e12 for name, x in PEAKS.items() if name in device.device_kind), 0.0)
     peak = args.peak * 1e12 if args.peak else known
     print(f"{device.device_kind} ({device.platform}), jax {jax.__version__}, {jnp.dtype(dtype).name}")
@@ -141,19 +141,6 @@ def timed(trainer: Trainer, batch: Batch, steps: int) -> list[float]:
         jax.block_until_ready(trainer.params)
         seconds.append(time.perf_counter() - begun)
     return seconds[2:]
-
-
-def product_flops(dtype: Any, tries: int = 8) -> float:
-    """FLOP/s of the fastest product of two square matrices."""
-    size = 2048 if jax.default_backend() == "cpu" else 8192
-    x = jnp.ones((size, size), dtype)
-    product, least = jax.jit(jnp.matmul), np.inf
-    jax.block_until_ready(product(x, x))
-    for _ in range(tries):
-        begun = time.perf_counter()
-        jax.block_until_ready(product(x, x))
-        least = min(least, time.perf_counter() - begun)
-    return 2 * size**3 / least
 
 
 def draw(trainer: Trainer, args: argparse.Namespace, name: str) -> str:

@@ -35,6 +35,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from peers import wire
 from peers.wire import Worker
 from safetensors.numpy import save_file
 
@@ -76,8 +77,7 @@ def write_random(directory: Path, config: dict[str, Any]) -> Path:
     shape, rng = shape_of(config), np.random.default_rng(0)
     sizes_of = parameter_shapes(shape)
     params = jax.tree.map(lambda x: 0.02 * rng.standard_normal(x.shape, np.float32), sizes_of)
-    norms = {name: np.ones_like(x) for name, x in to_tensors(shape, params) if name.endswith("norm.weight")}
-    named = dict(to_tensors(shape, params)) | norms
+    named = {name: np.ones_like(x) if name.endswith("norm.weight") else x for name, x in to_tensors(shape, params)}
     save_file(named, directory / "model.safetensors", metadata={"format": "pt"})
     return directory
 
@@ -108,9 +108,9 @@ def flops_of(shape: Shape, lengths: np.ndarray) -> float:
     return 6 * in_products * float(lengths.sum()) + attention
 
 
-def peak_flops(size: int = 3072, tries: int = 5) -> float:
+def peak_flops(size: int = 3072, tries: int = 5, dtype: Any = jnp.float32) -> float:
     """FLOPs a second of the fastest product of two matrices."""
-    x = jnp.ones((size, size), jnp.float32)
+    x = jnp.ones((size, size), dtype)
     product = jax.jit(jnp.matmul)
     jax.block_until_ready(product(x, x))
     least = np.inf
@@ -160,7 +160,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def start(args: argparse.Namespace, directory: Path, sequences: list[list[int]], running: ExitStack) -> list[Worker]:
-    """A process each, one after the other, as loading is work too."""
+    """Those that are asked for."""
     model = str(write_random(directory / "model", CONFIG | {"num_hidden_layers": args.layers, "vocab_size": args.vocabulary}))
     data = directory / "sequences.json"
     data.write_text(json.dumps(sequences))
@@ -174,13 +174,7 @@ def start(args: argparse.Namespace, directory: Path, sequences: list[list[int]],
     commands["transformers"] = [sys.executable, str(PEERS / "hf_sft.py"), model, str(data)]
     if args.tunix_python:
         commands["tunix"] = [args.tunix_python, str(PEERS / "tunix_sft.py"), model, str(rows)]
-    workers = []
-    for name, command in commands.items():
-        workers.append(Worker(name, command, directory / f"{name.replace(' ', '-')}.log"))
-        running.callback(workers[-1].close)
-        workers[-1].ready()
-        print(f"{name} is ready", file=sys.stderr)
-    return workers
+    return wire.start(commands, directory, running)
 
 
 def show(rounds: dict[str, list[dict[str, Any]]], tokens: int, flops: float, peak: float) -> None:

@@ -34,6 +34,7 @@ from typing import Any
 
 import numpy as np
 from model import write_model, write_prompts
+from peers import wire
 from peers.wire import Worker
 
 PEERS = Path(__file__).parent / "peers"
@@ -71,7 +72,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def start(args: argparse.Namespace, directory: Path, running: ExitStack) -> list[Worker]:
-    """A process each, one after the other, as loading is work too."""
+    """Those that are asked for."""
     model = str(write_model(directory / "model"))
     prompts = str(write_prompts(directory / "prompts.json", np.random.default_rng(0).integers(12, 21, 512)))
     commands = {
@@ -80,13 +81,7 @@ def start(args: argparse.Namespace, directory: Path, running: ExitStack) -> list
     for name, python in (("trl", args.trl_python), ("tunix", args.tunix_python)):
         if python:
             commands[name] = [python, str(PEERS / f"{name}_grpo.py"), model, prompts]
-    workers = []
-    for name, command in commands.items():
-        workers.append(Worker(name, command, directory / f"{name.replace(':', '-')}.log"))
-        running.callback(workers[-1].close)
-        workers[-1].ready()
-        print(f"{name} is ready", file=sys.stderr)
-    return workers
+    return wire.start(commands, directory, running)
 
 
 def summarise(answers: list[dict[str, Any]]) -> dict[str, Any]:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
+import sys
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
@@ -133,9 +135,24 @@ def quick_compilation(tmp_path_factory: pytest.TempPathFactory) -> None:
         jax.config.update(name, value)
 
 
-def quick_environment(**more: str) -> dict[str, str]:
-    """For a process whose JAX shall compile with as little optimisation; what computes a lot is better off without."""
-    return {**os.environ, "JAX_DISABLE_MOST_OPTIMIZATIONS": "1", **more}
+# For a process whose JAX shall compile with as little optimisation; what computes a lot is better off without.
+QUICK = {"JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
+
+
+def environment_with(devices: int, **more: str) -> dict[str, str]:
+    """For a process whose JAX sees so many devices of a CPU, and which finds what this one can import."""
+    flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={devices}".strip()
+    paths = os.pathsep.join([str(Path(__file__).parents[1]), *sys.path])
+    return {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags, "PYTHONPATH": paths, **more}
+
+
+def python_with(devices: int, *arguments: str, **environment: str) -> str:
+    """What python with these arguments prints where JAX sees so many devices of a CPU."""
+    made = environment_with(devices, **environment)
+    answer = subprocess.run([sys.executable, *arguments], env=made, capture_output=True, text=True, timeout=900)
+    if answer.returncode:
+        raise RuntimeError(answer.stderr)
+    return answer.stdout
 
 
 @pytest.fixture(scope="module", params=["jax", "torch"])

@@ -6,8 +6,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from functools import cache, partial
@@ -24,7 +22,7 @@ from areal_x.algorithms.weighting import pair_mean, sequence_mean
 from areal_x.data.packing import pack
 from areal_x.trainer import ModelConfig, OptimizerConfig, Trainer, TrainerConfig, create_trainer
 from areal_x.types import Batch, Policy, Trajectory
-from tests.conftest import write_model
+from tests.conftest import python_with, write_model
 
 POLICY = {
     "reinforce": losses.reinforce,
@@ -150,18 +148,9 @@ def measure_on_four_devices(
     """What `measure` gives in a process whose JAX has four devices, and compiles as this one's does."""
     import jax
 
-    environment = {
-        **os.environ,
-        "JAX_PLATFORMS": "cpu",
-        "XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=4".strip(),
-        "JAX_DISABLE_MOST_OPTIMIZATIONS": str(int(jax.config.values["jax_disable_most_optimizations"])),
-        "PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[1]), *sys.path]),
-    }
-    command = [sys.executable, "-m", "tests.invariance", *map(str, directories), json.dumps(packings)]
-    answer = subprocess.run(command, env=environment, capture_output=True, text=True)
-    if answer.returncode:
-        raise RuntimeError(answer.stderr)
-    devices, found = json.loads(answer.stdout.splitlines()[-1])
+    compiled = {"JAX_DISABLE_MOST_OPTIMIZATIONS": str(int(jax.config.values["jax_disable_most_optimizations"]))}
+    said = python_with(4, "-m", "tests.invariance", *map(str, directories), json.dumps(packings), **compiled)
+    devices, found = json.loads(said.splitlines()[-1])
     assert devices == 4
     return {name: [(loss, norm) for loss, norm in pairs] for name, pairs in found.items()}
 

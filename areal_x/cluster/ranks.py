@@ -26,6 +26,7 @@ from areal_x.checkpoint import Wait
 from areal_x.cluster.links import Follower, Leader, described, meet
 from areal_x.data.batch import Models
 from areal_x.errors import ConfigError
+from areal_x.model_dir import go_through
 from areal_x.rollout.sampler import Sampler
 from areal_x.trainer import Loss, Trainer, find_backend
 from areal_x.types import Batch
@@ -87,7 +88,7 @@ class Led:
                 for tensor in tensors:  # noqa: UP028 - `yield from` would close them where this is closed
                     yield tensor
             finally:  # the others gather all of them, also where this one has seen enough
-                exhaust(tensors)
+                go_through(tensors)
 
     def adapter(self) -> Iterator[tuple[str, np.ndarray]]:
         with self._all("adapter"):
@@ -152,9 +153,9 @@ def follow(trainer: Trainer, message: Mapping[str, Any], arrays: Mapping[str, np
     elif method in ("logprobs", "values"):
         getattr(trainer, method)(Batch(**arrays))
     elif method == "weights":
-        exhaust(trainer.weights())
+        go_through(trainer.weights())
     elif method == "adapter":
-        exhaust(trainer.adapter())
+        go_through(trainer.adapter())
     elif method == "save":
         trainer.save(None)
     elif method == "save_in_background":
@@ -173,8 +174,3 @@ def arrays_of(batch: Batch) -> dict[str, np.ndarray]:
 def wait_for(writing: list[Wait]) -> None:
     while writing:
         writing.pop()()
-
-
-def exhaust(items: Iterator[Any]) -> None:
-    for _ in items:
-        pass

@@ -55,11 +55,12 @@ def interrupts_noted() -> Iterator[Callable[[], None]]:
     As an exception it could come anywhere: in a callback of the interpreter's, which swallows it and Ctrl-C is lost, or between
     taking a lock and holding it, and the lock would never be free again.
     """
+    in_main = threading.current_thread() is threading.main_thread()  # signals are told to no other thread
     current = signal.getsignal(signal.SIGINT)
-    if isinstance(current, _Interrupts):
+    if in_main and isinstance(current, _Interrupts):
         yield current.check
         return
-    noted, in_main = _Interrupts(), threading.current_thread() is threading.main_thread()
+    noted = _Interrupts()
     ours = [n for n in (signal.SIGINT, signal.SIGTERM) if in_main and signal.getsignal(n) is signal.default_int_handler]
     for number in ours:
         signal.signal(number, noted)

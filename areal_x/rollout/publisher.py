@@ -19,6 +19,7 @@ from typing import IO
 import numpy as np
 
 from areal_x.errors import UserError
+from areal_x.model_dir import in_parts
 
 PREFIX = "areal_x-"
 LOCK = "lock"
@@ -98,15 +99,8 @@ class Staging:
 def write_shards(folder: Path, weights: Tensors, shard_bytes: int = SHARD_BYTES) -> None:
     from safetensors.numpy import save_file
 
-    shard: dict[str, np.ndarray] = {}
-    count = size = 0
-    for name, tensor in weights:
-        if shard and size + tensor.nbytes > shard_bytes:
-            save_file(shard, folder / f"{count:05d}.safetensors")
-            count, size, shard = count + 1, 0, {}
-        shard[name] = np.ascontiguousarray(tensor)
-        size += tensor.nbytes
-    save_file(shard, folder / f"{count:05d}.safetensors")
+    for number, shard in enumerate(in_parts(weights, shard_bytes)):
+        save_file(shard, folder / f"{number:05d}.safetensors")
 
 
 def remove_left_behind(parent: Path) -> None:

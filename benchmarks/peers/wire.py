@@ -16,8 +16,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, suppress
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -144,3 +144,14 @@ class Worker:
     def _last_words(self) -> str:
         lines = self._log.read_text(errors="replace").splitlines()[-15:]
         return ", its log's last lines:\n  " + "\n  ".join(lines)
+
+
+def start(commands: Mapping[str, list[str]], directory: Path, running: ExitStack) -> list[Worker]:
+    """A process each, one after the other, as loading is work too; `running` ends them. Their logs are in the directory."""
+    workers = []
+    for name, command in commands.items():
+        workers.append(Worker(name, command, directory / f"{name.replace(' ', '-').replace(':', '-')}.log"))
+        running.callback(workers[-1].close)
+        workers[-1].ready()
+        print(f"{name} is ready", file=sys.stderr)
+    return workers

@@ -54,7 +54,8 @@ def test_each_segment_is_a_demonstration_that_is_taught_from_its_answer_on_and_a
 def test_it_is_made_once_for_the_same_settings(cache: Path, capsys: pytest.CaptureFixture[str]) -> None:
     made = Path(warm_start(steps=2))
     assert capsys.readouterr().out.count("\n") == 1
-    assert {f.name for f in made.iterdir()} == {"config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"}
+    weights = {"model.safetensors", "model.safetensors.index.json"}
+    assert {f.name for f in made.iterdir()} == {"config.json", "tokenizer.json", "tokenizer_config.json", *weights}
     written = (made / "model.safetensors").stat().st_mtime_ns
     assert warm_start(steps=2) == str(made)
     assert capsys.readouterr().out == ""

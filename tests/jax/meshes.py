@@ -7,8 +7,6 @@ LORA of LoRAConfig's.
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -25,6 +23,7 @@ from areal_x.data.packing import pack
 from areal_x.trainer import LoRAConfig, MeshConfig, ModelConfig, OptimizerConfig, TrainerConfig
 from areal_x.types import Batch, Trajectory
 from areal_x_jax.trainer import Trainer
+from tests.conftest import python_with
 
 from .conftest import IMAGE, with_images
 
@@ -80,21 +79,9 @@ def learn_on(
     directory: Path, meshes: Sequence[dict[str, int]], lora: LoRAConfig | None = None, **environment: str
 ) -> list[dict[str, Any]]:
     """What `learn` gives on each mesh, in a process that has eight devices."""
-    flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8".strip()
-    paths = os.pathsep.join([str(Path(__file__).parents[2]), *sys.path])
-    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags, "PYTHONPATH": paths, **environment}
-    command = [
-        sys.executable,
-        "-m",
-        "tests.jax.meshes",
-        str(directory),
-        json.dumps(asdict(lora or LoRAConfig())),
-        *map(json.dumps, meshes),
-    ]
-    answer = subprocess.run(command, env=environment, capture_output=True, text=True)
-    if answer.returncode:
-        raise RuntimeError(answer.stderr)
-    return [json.loads(line) for line in answer.stdout.splitlines() if line.startswith("{")]
+    arguments = [str(directory), json.dumps(asdict(lora or LoRAConfig())), *map(json.dumps, meshes)]
+    said = python_with(8, "-m", "tests.jax.meshes", *arguments, **environment)
+    return [json.loads(line) for line in said.splitlines() if line.startswith("{")]
 
 
 if __name__ == "__main__":

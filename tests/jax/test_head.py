@@ -1,11 +1,7 @@
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -17,6 +13,7 @@ from jax.extend.core import jaxprs_in_params
 from areal_x.algorithms.distillation import generalized_jsd
 from areal_x_jax import head
 from areal_x_jax.layout import ALONE, Layout
+from tests.conftest import python_with
 
 from .conftest import log_softmax
 
@@ -271,11 +268,7 @@ print("the same")
 
 
 def test_a_mesh_that_splits_rows_and_the_vocabulary_changes_nothing() -> None:
-    flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8".strip()
-    paths = os.pathsep.join([str(Path(__file__).parents[2]), *sys.path])
-    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags, "PYTHONPATH": paths}
-    answer = subprocess.run([sys.executable, "-c", ON_A_MESH], env=environment, capture_output=True, text=True)
-    assert answer.stdout == "the same\n", answer.stderr
+    assert python_with(8, "-c", ON_A_MESH) == "the same\n"
 
 
 @pytest.mark.parametrize(

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -23,7 +20,7 @@ from areal_x.trainer import ModelConfig, OptimizerConfig, TrainerConfig
 from areal_x.types import Batch
 from areal_x_jax.optimizers import make_optimizer, orthogonal
 from areal_x_jax.trainer import Trainer
-from tests.conftest import quick_environment
+from tests.conftest import QUICK, python_with
 
 from .meshes import batch_of
 
@@ -403,12 +400,8 @@ for kind in ("adafactor", "muon"):
 
 
 def test_eight_devices_with_parts_of_the_moments_do_what_one_does(model_dir_of: MadeModel, tmp_path: Path) -> None:
-    flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8"
-    environment = quick_environment(JAX_PLATFORMS="cpu", XLA_FLAGS=flags, PYTHONPATH=os.pathsep.join([str(ROOT), *sys.path]))
-    command = [sys.executable, "-c", ON_DEVICES, str(model_dir_of("even-moe")), str(tmp_path)]
-    answer = subprocess.run(command, env=environment, capture_output=True, text=True)
-    assert answer.returncode == 0, answer.stderr
-    lines = [json.loads(line) for line in answer.stdout.splitlines() if line.startswith("{")]
+    said = python_with(8, "-c", ON_DEVICES, str(model_dir_of("even-moe")), str(tmp_path), **QUICK)
+    lines = [json.loads(line) for line in said.splitlines() if line.startswith("{")]
     for kind, eight in zip(("adafactor", "muon"), lines, strict=True):
         one = make_trainer(model_dir_of("even-moe"), kind)
         expected = [one.update(batch_of(64, 0), losses.sft)["loss"] for _ in range(3)]

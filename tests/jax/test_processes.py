@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import socket
 import subprocess
 import sys
@@ -18,7 +17,7 @@ import pytest
 
 from areal_x import checkpoint, model_dir
 from areal_x.monitor.metrics import read
-from tests.conftest import quick_environment
+from tests.conftest import QUICK, environment_with
 
 MESHES = [
     {"name": "fsdp", "optimizer": "adamw", "fsdp": 4},
@@ -37,9 +36,7 @@ def started(
     command: Sequence[str], processes: int, devices: int, folder: Path, **more: str
 ) -> Iterator[list[subprocess.Popen]]:
     """The same command in several processes, whose outputs go to files out-0, err-0 …; those left at the end are killed."""
-    flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={devices}".strip()
-    paths = os.pathsep.join([str(Path(__file__).parents[2]), *sys.path])
-    environment = quick_environment(JAX_PLATFORMS="cpu", XLA_FLAGS=flags, PYTHONPATH=paths, **more)
+    environment = environment_with(devices, PYTHONFAULTHANDLER="1", **QUICK, **more)
     if processes > 1:
         environment |= {"WORLD_SIZE": str(processes), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     with ExitStack() as stack:
@@ -54,8 +51,8 @@ def started(
 
 def finished(command: Sequence[str], processes: int, devices: int, folder: Path, **more: str) -> None:
     with started(command, processes, devices, folder, **more) as made:
-        for rank, process in enumerate(made):
-            assert process.wait(timeout=250) == 0, (folder / f"err-{rank}").read_text()
+        codes = [process.wait(timeout=250) for process in made]
+    assert not any(codes), f"{codes}\n" + "\n".join((folder / f"err-{rank}").read_text() for rank in range(processes))
 
 
 @pytest.fixture(scope="module")

@@ -1,9 +1,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,7 +18,7 @@ from areal_x.trainer import MeshConfig, ModelConfig, OptimizerConfig, TrainerCon
 from areal_x.types import Batch, Policy
 from areal_x_jax.shape import shape_of
 from areal_x_jax.trainer import Trainer
-from tests.conftest import quick_environment, write_model
+from tests.conftest import QUICK, python_with, write_model
 
 from .conftest import LLAMA3, MODELS, log_softmax, reference_model, torch_logits, trajectories
 
@@ -244,12 +241,8 @@ print(json.dumps({"devices": trainer.mesh.size, "programs": trainer.programs, "l
 def test_four_devices_give_what_one_gives(batch: Batch, model_dir_of: MadeModel, tmp_path: Path) -> None:
     present = {name: x for name in Batch.__dataclass_fields__ if (x := getattr(batch, name)) is not None}
     np.savez(tmp_path / "batch.npz", **present)
-    flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=4"
-    environment = quick_environment(JAX_PLATFORMS="cpu", XLA_FLAGS=flags, PYTHONPATH=os.pathsep.join(sys.path))
-    command = [sys.executable, "-c", ON_DEVICES, str(model_dir_of("qwen3")), str(tmp_path / "batch.npz")]
-    answer = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200)
-    assert answer.returncode == 0, answer.stderr
-    four = json.loads(answer.stdout.splitlines()[-1])
+    said = python_with(4, "-c", ON_DEVICES, str(model_dir_of("qwen3")), str(tmp_path / "batch.npz"), **QUICK)
+    four = json.loads(said.splitlines()[-1])
     assert (four["devices"], four["programs"]) == (4, 1)
     one = make_trainer(model_dir_of("qwen3"), optimizer=OptimizerConfig(learning_rate=1e-3, warmup_steps=4))
     for learned in four["learned"]:

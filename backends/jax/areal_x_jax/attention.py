@@ -14,7 +14,7 @@ from jaxtyping import Array, Float
 
 from areal_x.errors import ConfigError, one_of
 from areal_x_jax.blocked import blocked
-from areal_x_jax.dense import Attend, Seen, bias_of, dense
+from areal_x_jax.dense import Attend, Keys, Queries, Seen, bias_of, dense
 from areal_x_jax.kernels import CANDIDATES, MASK_BYTES, mask_bytes, trusted
 
 # Up to this length dense is as fast as blocked on a CPU (forward and backward in fp32, one sequence a row); at 512 it takes 1.4
@@ -33,9 +33,9 @@ def prepare(seen: Seen, how: str = "auto") -> Seen:
 
 
 def attend(
-    query: Float[Array, "rows queries heads head_dim"],
-    key: Float[Array, "rows keys kv_heads head_dim"],
-    value: Float[Array, "rows keys kv_heads head_dim"],
+    query: Queries,
+    key: Keys,
+    value: Keys,
     seen: Seen,
     *,
     scale: float,

@@ -14,21 +14,21 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Int
 
-from areal_x_jax.dense import HIDDEN, Seen, in_groups, is_zero, sees, softcapped
+from areal_x_jax.dense import HIDDEN, Keys, Queries, Seen, in_groups, is_zero, sees, softcapped
 
 CPU_BLOCK, BLOCK = 64, 512  # queries and keys of a block: what its cache holds; on others, few enough steps of the loop
 KEPT = "attention"  # names for jax.checkpoint_policies.save_only_these_names what the backward pass needs of the forward one
 
 
 def blocked(
-    query: Float[Array, "rows queries heads head_dim"],
-    key: Float[Array, "rows keys kv_heads head_dim"],
-    value: Float[Array, "rows keys kv_heads head_dim"],
+    query: Queries,
+    key: Keys,
+    value: Keys,
     seen: Seen,
     scale: float,
     softcap: float = 0.0,
     block: int | None = None,
-) -> Float[Array, "rows queries heads head_dim"]:
+) -> Queries:
     """One block of queries and one of keys at a time, with a running softmax. Padding attends to nothing and gets 0.
 
     Saves of the forward pass the output and the logarithm of each softmax's denominator. Rows of a batch go through the blocks

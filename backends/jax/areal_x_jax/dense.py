@@ -27,6 +27,8 @@ class Seen(NamedTuple):
     bias: Float[Array, "rows 1 queries 1 keys"] | None = None
 
 
+Queries = Float[Array, "rows queries heads head_dim"]
+Keys = Float[Array, "rows keys kv_heads head_dim"]  # and values
 Attend = Callable[[Array, Array, Array, Seen, float, float], Array]  # query, key, value, seen, scale, softcap → as query
 
 
@@ -63,13 +65,13 @@ def is_zero(x: int | Array | None) -> bool:
 
 
 def dense(
-    query: Float[Array, "rows queries heads head_dim"],
-    key: Float[Array, "rows keys kv_heads head_dim"],
-    value: Float[Array, "rows keys kv_heads head_dim"],
+    query: Queries,
+    key: Keys,
+    value: Keys,
     seen: Seen,
     scale: float,
     softcap: float = 0.0,
-) -> Float[Array, "rows queries heads head_dim"]:
+) -> Queries:
     """All scores at once; the queries of a group read their shared key and value in place.
 
     The scores are [rows, kv_heads, queries, group, keys], as the product gives them: any other order would copy them.
@@ -81,9 +83,7 @@ def dense(
     return jnp.moveaxis(attended, 1, 2).reshape(query.shape)
 
 
-def in_groups(
-    query: Float[Array, "rows queries heads head_dim"], kv_heads: int
-) -> Float[Array, "rows queries kv_heads group _"]:
+def in_groups(query: Queries, kv_heads: int) -> Float[Array, "rows queries kv_heads group _"]:
     rows, queries, heads, head_dim = query.shape
     return query.reshape(rows, queries, kv_heads, heads // kv_heads, head_dim)
 
