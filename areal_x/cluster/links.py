@@ -192,7 +192,8 @@ class Follower:
     def __init__(self, rank: int, link: Connection) -> None:
         self.rank = rank
         self._link = link
-        self._ended = False
+        self._ended = False  # this process's work
+        self._over = False  # process 0's
         self._inbox: SimpleQueue[tuple[dict[str, Any], dict[str, np.ndarray]]] = SimpleQueue()
         threading.Thread(target=self._watch, name="process-0", daemon=True).start()
 
@@ -200,10 +201,16 @@ class Follower:
         return self
 
     def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
-        """Tells process 0 of an error. The link stays open until this process is gone, which is what process 0 waits for."""
+        """Tells process 0 of an error, or waits until that says that it is over: whoever is gone before is missed.
+
+        The link stays open until this process is gone, which is what process 0 waits for.
+        """
         self._ended = True
         if error is not None:
             self.answer(0, described(error))
+            return
+        while not self._over:
+            self.receive()
 
     def receive(self) -> tuple[dict[str, Any], dict[str, np.ndarray]] | None:
         """The next message and its arrays; None at the end. Raises: UserError with what ended process 0."""
@@ -214,6 +221,7 @@ class Follower:
                 continue
             if "end" not in message:
                 return message, arrays
+            self._over = True
             if message["end"]:
                 raise UserError(message["end"])
             return None

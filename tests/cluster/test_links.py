@@ -89,6 +89,25 @@ def test_a_call_that_failed_elsewhere_says_where_and_why() -> None:
         end(leader, follower, "it is over")
 
 
+def test_nobody_leaves_before_process_0_is_done() -> None:
+    leader, follower = linked()
+    left = threading.Event()
+
+    def follow() -> None:
+        with follower:
+            assert "done" in follower.receive()[0]
+        left.set()
+
+    with ThreadPoolExecutor(2) as pool:
+        following = pool.submit(follow)
+        leader.done()
+        assert not left.wait(timeout=0.5)
+        closing = pool.submit(leader.close)
+        following.result(timeout=60)
+        follower._link.close()
+        closing.result(timeout=60)
+
+
 def test_an_error_of_this_process_is_told_as_it_is() -> None:
     leader, follower = linked()
     with follower:
