@@ -1,6 +1,6 @@
 """How far vLLM is from the JAX trainer that saved a model, for every architecture that both know, as a markdown table.
 
-    python -m benchmarks.vllm_models
+    python -m benchmarks.vllm_models [MODEL …]
 
 Claim: what the trainer saves loads in vLLM as it is, and both say the same log-probabilities of the same tokens (1e-4).
 
@@ -11,6 +11,7 @@ trainer scores too.
 from __future__ import annotations
 
 import asyncio
+import sys
 import tempfile
 from pathlib import Path
 
@@ -36,10 +37,10 @@ CHOSEN = {
 
 def main() -> None:
     print("| model | log-probabilities, largest difference |\n|---|---|")
-    for name, config in CHOSEN.items():
+    for name in sys.argv[1:] or CHOSEN:
         with tempfile.TemporaryDirectory() as root:
             try:
-                print(f"| {name} | {deviation(Path(root), config):.0e} |", flush=True)
+                print(f"| {name} | {deviation(Path(root), CHOSEN[name]):.0e} |", flush=True)
             except Exception as error:
                 print(f"| {name} | {type(error).__name__}: {str(error).splitlines()[0][:200]} |", flush=True)
 

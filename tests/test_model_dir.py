@@ -147,6 +147,15 @@ def test_what_is_larger_than_a_file_may_be_is_written_in_several_and_read_as_one
     assert [f.name for f in model_dir.tensor_files(tmp_path)] == [model_dir.WEIGHTS]
 
 
+def test_the_index_names_the_weights_and_not_the_moments_beside_them(tmp_path, tiny_model_dir):
+    tensors = dict(model_dir.read_tensors(tiny_model_dir))
+    model_dir.write_model(tmp_path, tiny_model_dir, tensors.items())
+    model_dir.write_state(tmp_path, [(name, x, x) for name, x in tensors.items()], {"version": 1})
+    index = json.loads((tmp_path / INDEX).read_text())
+    assert index["weight_map"] == dict.fromkeys(tensors, model_dir.WEIGHTS)
+    assert index["metadata"]["total_size"] == sum(x.nbytes for x in tensors.values())
+
+
 def test_moments_that_are_missing_are_not_looked_for_among_the_weights(tiny_model_dir):
     with pytest.raises(FileNotFoundError, match=r"optimizer\.safetensors"):
         list(model_dir.read_moments(tiny_model_dir))

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from areal_x.model_dir import read_tensors
+from areal_x.model_dir import read_tensors, write_model, write_state
 from areal_x.rollout.vllm.engine import VLLMConfig, VLLMEngine
 
 Run = Callable[[Coroutine[Any, Any, Any]], Any]
@@ -44,7 +44,10 @@ def run() -> Iterator[Run]:
 @pytest.fixture(scope="session")
 def vllm_server(tiny_model_dir: Path, tmp_path_factory: pytest.TempPathFactory, run: Run) -> Iterator[VLLMEngine]:
     """An engine over one real server of the tiny model, started once. Tests take `vllm_engine`, which knows what it holds."""
-    engine = VLLMEngine(VLLMConfig(context=256, concurrency=128), tiny_model_dir, tmp_path_factory.mktemp("vllm"))
+    checkpoint = tmp_path_factory.mktemp("checkpoint")  # the server takes what a trainer saves, with its optimizer's state
+    write_model(checkpoint, tiny_model_dir, read_tensors(tiny_model_dir))
+    write_state(checkpoint, ((name, x, x) for name, x in read_tensors(tiny_model_dir)), {"version": 1, "optimizer": "adamw"})
+    engine = VLLMEngine(VLLMConfig(context=256, concurrency=128), checkpoint, tmp_path_factory.mktemp("vllm"))
     run(engine.start())
     yield engine
     run(engine.close())
