@@ -10,7 +10,8 @@ heads, intermediate 1,152, vocabulary 32,000, tied) in fp32, each with forward a
 norm and AdamW, on the same 16 sequences of long-tailed lengths: 250 tokens on average and at most 1,024, about 4,000 in all.
 The loss is the mean over all tokens but each sequence's first; what everyone says of it before the first step is compared.
 
-Ours packs the sequences into rows of 1,024 (`--rows`: so many at once, each a process). transformers computes them one by one,
+Ours packs the sequences into rows of 1,024 (`--rows`: so many at once on a device, `--devices`: into how many devices XLA
+divides the CPU; each combination a process). transformers computes them one by one,
 without padding, with its own (SDPA) attention, and adds up gradients. Tunix trains on our rows, given a mask within segments.
 
 How it is measured: one process each (benchmarks/peers), compiled and warmed up, then in turns, `--rounds` times `--steps`
@@ -149,6 +150,7 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tunix-python", help="the python of an environment with Tunix; without it Tunix is left out")
     parser.add_argument("--rows", type=int, nargs="*", default=[1, 2], help="micro_batch_rows of ours, each a process")
+    parser.add_argument("--devices", type=int, nargs="*", default=[1, 2], help="into how many devices ours divides the CPU")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=3, help="steps a round")
     parser.add_argument("--warmup", type=int, default=2, help="steps before the first round")
@@ -168,7 +170,10 @@ def start(args: argparse.Namespace, directory: Path, sequences: list[list[int]],
     batch = packed([np.asarray(tokens) for tokens in sequences])
     np.savez(rows, tokens=batch.tokens, segment_ids=batch.segment_ids, positions=batch.positions, mask=batch.mask)
     commands = {
-        f"ours, {count} at once": [sys.executable, str(PEERS / "areal_x_sft.py"), model, str(data), str(count)]
+        f"ours, {count} at once on {devices} device(s)": [
+            *(sys.executable, str(PEERS / "areal_x_sft.py"), model, str(data), str(count), str(devices))
+        ]
+        for devices in args.devices
         for count in args.rows
     }
     commands["transformers"] = [sys.executable, str(PEERS / "hf_sft.py"), model, str(data)]

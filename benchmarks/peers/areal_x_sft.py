@@ -1,6 +1,6 @@
 """The JAX trainer's update on the work of benchmarks/jax_step.py.
 
-python areal_x_sft.py MODEL_DIRECTORY SEQUENCES.json MICRO_BATCH_ROWS
+python areal_x_sft.py MODEL_DIRECTORY SEQUENCES.json MICRO_BATCH_ROWS DEVICES
 """
 
 from wire import Channel, Steps
@@ -9,8 +9,11 @@ channel = Channel()
 
 import importlib.metadata  # noqa: E402
 import json  # noqa: E402
+import os  # noqa: E402
 import sys  # noqa: E402
 from pathlib import Path  # noqa: E402
+
+os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={sys.argv[4]}"
 
 import jax  # noqa: E402
 import numpy as np  # noqa: E402
@@ -24,7 +27,7 @@ from areal_x.trainer import ModelConfig, OptimizerConfig, TrainerConfig  # noqa:
 from areal_x_jax.trainer import Trainer  # noqa: E402
 
 
-def main(directory: str, sequences: str, rows: str) -> None:
+def main(directory: str, sequences: str, rows: str, _: str) -> None:
     batch = packed([np.asarray(tokens) for tokens in json.loads(Path(sequences).read_text())])
     config = TrainerConfig(
         model=ModelConfig(directory),
