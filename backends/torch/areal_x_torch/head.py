@@ -1,18 +1,28 @@
-"""The head: log-probabilities of given tokens without an array of tokens by vocabulary, and a critic's values.
+"""The heads: log-probabilities of given tokens, without an array of tokens by vocabulary, or one number of each token.
 
-Chunks of positions are computed one after the other and again in the backward pass: at most [chunk, vocabulary] logits exist.
+Logits are computed for one block of the vocabulary after the other, and again in the backward pass, so that those of one block
+exist at a time and the weight's gradient is written once, block by block. A divergence is a function of all logits of a
+position: where one is asked for, chunks of positions take the place of blocks.
 """
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from areal_x.types import Divergence
 from areal_x_torch.model import Head
+
+LOGITS = 2**24  # at once where the caller names no number: 64 MiB, of which there are up to three arrays
+NARROWEST = 512  # columns of a block even if its logits are more: narrower products are slow
+CACHED = 2**22  # logits of a block that a CPU's cache holds, so that what is done to each costs little beside the product
+
+Each = Float[Tensor, " positions"]
 
 
 class Teacher(NamedTuple):
@@ -28,16 +38,27 @@ def logprobs(
     head: Head,
     targets: Int[Tensor, " positions"],
     temperature: float,
-    chunk: int,
+    chunk: int = 0,
     entropy: bool = False,
     teacher: Teacher | None = None,
-) -> tuple[Float[Tensor, " positions"], Float[Tensor, " positions"] | None, Float[Tensor, " positions"] | None]:
+) -> tuple[Each, Each | None, Each | None]:
     """log softmax(logits / temperature) of the target at each position, in fp32; with `entropy` also that distribution's, and
     with a teacher its divergence, of both logits / temperature.
 
-    `hidden` is what the token before the target left behind. The logits are computed in its dtype.
+    `hidden` is what the token before the target left behind. The logits are computed in its dtype. chunk: as many logits exist
+    at once as this many positions have; 0 chooses by the size of the vocabulary.
     """
-    return ChosenLogprobs.apply(hidden, head.weight, head.bias, targets, temperature, chunk, entropy, teacher)
+    vocabulary, positions = len(head.weight), len(targets)
+    at_once = max(chunk or LOGITS // vocabulary, 1)
+    if teacher is not None:
+        return _by_chunks(hidden, head, targets, temperature, at_once, entropy, teacher)
+    # Kept, nothing is computed twice, a fourth of the work: that is worth as much memory as two blocks.
+    kept = positions <= (at_once if chunk else 2 * at_once)
+    width = vocabulary if kept else max(at_once * vocabulary // positions, 1 if chunk else NARROWEST)
+    if kept and hidden.device.type == "cpu":
+        width = max(CACHED // max(positions, 1), NARROWEST)
+    said = ByBlocks.apply(hidden, head.weight, head.bias, targets, temperature, min(width, vocabulary), kept, entropy)
+    return *said, None
 
 
 def values(hidden: Float[Tensor, "positions features"], weight: Float[Tensor, "1 features"]) -> Float[Tensor, " positions"]:
@@ -45,9 +66,11 @@ def values(hidden: Float[Tensor, "positions features"], weight: Float[Tensor, "1
     return hidden.float() @ weight[0]
 
 
-class ChosenLogprobs(torch.autograd.Function):
-    """log softmax((hidden @ weightᵀ + bias) / temperature)[target], one number a position; and -Σ p log p, and the divergence
-    from a teacher, or None."""
+class ByBlocks(torch.autograd.Function):
+    """log softmax((hidden @ weightᵀ + bias) / temperature)[target], one number a position; and -Σ p log p or None.
+
+    width: columns of a block. kept: whether the logits wait for the backward pass, which else computes them again.
+    """
 
     @staticmethod
     def forward(
@@ -57,76 +80,96 @@ class ChosenLogprobs(torch.autograd.Function):
         bias: Float[Tensor, " vocabulary"] | None,
         targets: Int[Tensor, " positions"],
         temperature: float,
-        chunk: int,
+        width: int,
+        kept: bool,
         wants_entropy: bool,
-        teacher: Teacher | None,
-    ) -> tuple[Float[Tensor, " positions"], Float[Tensor, " positions"] | None, Float[Tensor, " positions"] | None]:
-        chosen, normaliser, entropy, divergence = (torch.empty(len(targets), device=hidden.device) for _ in range(4))
-        for part in _parts(len(targets), chunk):
-            logits = _logits(hidden[part], weight, bias, temperature)
-            if teacher is not None:
-                divergence[part] = teacher.divergence(logits, _logits(teacher.hidden[part], *teacher.head, temperature))
-            normaliser[part] = logits.logsumexp(-1)
-            chosen[part] = logits.gather(1, targets[part, None])[:, 0]
+    ) -> tuple[Each, Each | None]:
+        chosen = torch.zeros(len(targets), device=hidden.device)
+        total, entropy = torch.full_like(chosen, -torch.inf), torch.zeros_like(chosen)
+        ctx.kept = []
+        for part in _parts(len(weight), width):
+            logits = _logits(hidden, weight[part], None if bias is None else bias[part], temperature)
+            here, own = _within(targets, part)
+            chosen = torch.where(here, logits.gather(1, own)[:, 0], chosen)
+            of_block = logits.logsumexp(-1)
+            both = torch.logaddexp(total, of_block)
             if wants_entropy:
-                logp = logits.sub_(normaliser[part, None])
-                entropy[part] = -(logp.exp().mul_(logp)).sum(-1)
-        ctx.save_for_backward(hidden, weight, bias, targets, normaliser, entropy if wants_entropy else None)
-        ctx.temperature, ctx.chunk, ctx.teacher = temperature, chunk, teacher
-        return chosen - normaliser, entropy if wants_entropy else None, None if teacher is None else divergence
+                logp = logits - of_block[:, None]
+                entropy_of_block = -logp.mul_(logp.exp()).sum(-1)
+                entropy = _part_of(both, total, entropy) + _part_of(both, of_block, entropy_of_block)
+            total = both
+            if kept:
+                ctx.kept.append(logits)
+        ctx.save_for_backward(hidden, weight, bias, targets, total, entropy if wants_entropy else None)
+        ctx.temperature, ctx.width = temperature, width
+        return chosen - total, entropy if wants_entropy else None
 
     @staticmethod
-    def backward(
-        ctx: Any,
-        grad: Float[Tensor, " positions"],
-        grad_entropy: Float[Tensor, " positions"] | None,
-        grad_divergence: Float[Tensor, " positions"] | None,
-    ) -> tuple[Tensor | None, ...]:
-        """Times the temperature: d logp / d logits = one-hot of the target - p, d entropy / d logits = -p (log p + entropy).
-
-        The divergence may be any function: autograd differentiates it, a chunk at a time.
-        """
-        hidden, weight, bias, targets, normaliser, entropy = ctx.saved_tensors
-        grad_hidden = torch.empty_like(hidden)
-        grad_weight = torch.zeros_like(weight)
-        grad_bias = None if bias is None else torch.zeros_like(bias)
-        scaled = grad / ctx.temperature
-        compute = weight.to(hidden.dtype)
-        for part in _parts(len(targets), ctx.chunk):
-            logits = _logits(hidden[part], weight, bias, ctx.temperature)
-            from_teacher = None
-            if ctx.teacher is not None:
-                from_teacher = _slope(ctx.teacher, logits, part, ctx.temperature, grad_divergence[part] / ctx.temperature)
-            logp = logits.sub_(normaliser[part, None])
-            slope = scaled[part, None]
+    def backward(ctx: Any, grad: Each, grad_entropy: Each | None) -> tuple[Tensor | None, ...]:
+        """Times the temperature: d logp / d logits = one-hot of the target - p, d entropy / d logits = -p (log p + entropy)."""
+        hidden, weight, bias, targets, total, entropy = ctx.saved_tensors
+        grad_hidden = torch.zeros(hidden.shape, device=hidden.device)
+        grad_weight, grad_bias = torch.empty_like(weight), None if bias is None else torch.empty_like(bias)
+        scaled = grad[:, None] / ctx.temperature
+        kept, ctx.kept = ctx.kept, []  # which the lines below write over: a second backward pass computes them again
+        for number, part in enumerate(_parts(len(weight), ctx.width)):
+            of_weight, of_bias = weight[part], None if bias is None else bias[part]
+            logits = kept[number] if kept else _logits(hidden, of_weight, of_bias, ctx.temperature)
+            logp, slope = logits.sub_(total[:, None]), scaled
             if entropy is not None:
-                slope = slope + (logp + entropy[part, None]).mul_(grad_entropy[part, None] / ctx.temperature)
+                slope = slope + (logp + entropy[:, None]).mul_(grad_entropy[:, None] / ctx.temperature)
             grad_logits = logp.exp_().mul_(-slope)
-            grad_logits.scatter_add_(1, targets[part, None], scaled[part, None])
-            if from_teacher is not None:
-                grad_logits += from_teacher
+            here, own = _within(targets, part)
+            grad_logits.scatter_add_(1, own, torch.where(here[:, None], scaled, 0))
             if grad_bias is not None:
-                grad_bias += grad_logits.sum(0)
+                torch.sum(grad_logits, 0, out=grad_bias[part])
             grad_logits = grad_logits.to(hidden.dtype)
-            torch.mm(grad_logits, compute, out=grad_hidden[part])
-            grad_weight += grad_logits.T @ hidden[part]
-        return grad_hidden, grad_weight, grad_bias, None, None, None, None, None
+            grad_weight[part] = grad_logits.T @ hidden
+            grad_hidden += grad_logits @ of_weight.to(hidden.dtype)
+        return grad_hidden.to(hidden.dtype), grad_weight, grad_bias, None, None, None, None, None
 
 
-def _slope(teacher: Teacher, logits: Tensor, part: slice, temperature: float, grad: Tensor) -> Float[Tensor, "positions vocab"]:
-    """The gradient by the student's logits of the divergences of a part, each times its `grad`."""
-    of_teacher = _logits(teacher.hidden[part], *teacher.head, temperature)
-    with torch.enable_grad():
-        logits = logits.detach().requires_grad_()
-        divergence = teacher.divergence(logits, of_teacher)
-    return torch.autograd.grad(divergence, logits, grad)[0]
+def _within(targets: Int[Tensor, " positions"], part: slice) -> tuple[Tensor, Int[Tensor, "positions 1"]]:
+    """Which targets are among a block's columns, and the column in the block, any for those that are not."""
+    here = (targets >= part.start) & (targets < part.stop)
+    return here, (targets - part.start).clamp_(0, part.stop - part.start - 1)[:, None]
 
 
-def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, temperature: float) -> Float[Tensor, "positions vocabulary"]:
+def _part_of(both: Each, one: Each, entropy: Each) -> Each:
+    """Of the entropy of two blocks together what one of them gives, by the logarithms of their sums of exponentials."""
+    log_share = one - both
+    return torch.where(one == -torch.inf, 0.0, log_share.exp() * (entropy - log_share))
+
+
+def _by_chunks(
+    hidden: Float[Tensor, "positions features"],
+    head: Head,
+    targets: Int[Tensor, " positions"],
+    temperature: float,
+    chunk: int,
+    entropy: bool,
+    teacher: Teacher,
+) -> tuple[Each, Each | None, Each]:
+    """All logits of a chunk of positions at a time. The divergence may be any function: autograd differentiates it."""
+
+    def one(hidden: Tensor, of_teacher: Tensor, targets: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, ...]:
+        logits = _logits(hidden, weight, bias, temperature)
+        divergence = teacher.divergence(logits, _logits(of_teacher, *teacher.head, temperature))
+        logp = logits.log_softmax(-1)
+        of_all = -(logp.exp() * logp).sum(-1) if entropy else None
+        return logp.gather(1, targets[:, None])[:, 0], of_all, divergence
+
+    again = partial(checkpoint, one, use_reentrant=False, preserve_rng_state=False)
+    said = [again(hidden[p], teacher.hidden[p], targets[p], *head) for p in _parts(len(targets), chunk)]
+    logp, of_all, divergence = zip(*said, strict=True)
+    return torch.cat(logp), torch.cat(of_all) if entropy else None, torch.cat(divergence)
+
+
+def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, temperature: float) -> Float[Tensor, "positions columns"]:
     bias = None if bias is None else bias.to(hidden.dtype)
     logits = torch.nn.functional.linear(hidden, weight.to(hidden.dtype), bias).float()
     return logits if temperature == 1 else logits / temperature
 
 
-def _parts(positions: int, chunk: int) -> list[slice]:
-    return [slice(start, start + chunk) for start in range(0, positions, chunk)]
+def _parts(size: int, step: int) -> list[slice]:
+    return [slice(start, min(start + step, size)) for start in range(0, size, step)]

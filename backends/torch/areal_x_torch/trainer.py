@@ -187,7 +187,7 @@ class Trainer:
         c, layer = self.config, model.head(self.model)
         if c.head != "policy":
             return {"values": head.values(hidden, layer.weight)}
-        said = head.logprobs(hidden, layer, targets, c.temperature, c.head_chunk or 1024, entropy, teacher)
+        said = head.logprobs(hidden, layer, targets, c.temperature, c.head_chunk, entropy, teacher)
         return {name: x for name, x in zip(("logp", "entropy", "divergence"), said, strict=True) if x is not None}
 
     @torch.inference_mode()
