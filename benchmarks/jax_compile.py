@@ -21,7 +21,7 @@ from pathlib import Path
 
 import jax
 import numpy as np
-from jax_step import CONFIG, packed, write_random
+from update import CONFIG, packed, write_random
 
 from areal_x.algorithms import losses
 from areal_x.trainer import ModelConfig, TrainerConfig

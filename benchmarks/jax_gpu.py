@@ -7,7 +7,7 @@ Claim: a step of 16,384 tokens in bf16 has a model FLOP utilisation of at least 
 
 A step is a clipped policy update on packed rows (`--row-length`), full of sequences of long-tailed lengths, with AdamW in fp32;
 `--rows` of them are computed at once. The best and the median of `--steps` steps after two that compile and warm up. FLOPs are
-counted as in benchmarks/jax_step.py: 6 a token and parameter in a product, and attention's causal half within sequences; what
+counted as in benchmarks/update.py: 6 a token and parameter in a product, and attention's causal half within sequences; what
 is computed again counts nothing. The peak is the device's own by name (dense bf16), or with `--peak` any other; beside it
 stands the fastest of several products of two large matrices in the compute precision, measured in the same process.
 
@@ -32,7 +32,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax_step import flops_of, packed, peak_flops, write_random
+from update import flops_of, packed, peak_flops, write_random
 
 from areal_x.algorithms import losses
 from areal_x.rollout.engine import SamplingParams

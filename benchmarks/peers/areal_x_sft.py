@@ -1,6 +1,6 @@
-"""The JAX trainer's update on the work of benchmarks/jax_step.py.
+"""Our trainers' update on the work of benchmarks/update.py.
 
-python areal_x_sft.py MODEL_DIRECTORY SEQUENCES.json MICRO_BATCH_ROWS DEVICES
+python areal_x_sft.py MODEL_DIRECTORY SEQUENCES.json BACKEND MICRO_BATCH_ROWS DEVICES
 """
 
 from wire import Channel, Steps
@@ -13,21 +13,18 @@ import os  # noqa: E402
 import sys  # noqa: E402
 from pathlib import Path  # noqa: E402
 
-os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={sys.argv[4]}"
-
-import jax  # noqa: E402
 import numpy as np  # noqa: E402
 
 sys.path.append(str(Path(__file__).parents[1]))
 
-from jax_step import packed  # noqa: E402
-
 from areal_x.algorithms import losses  # noqa: E402
-from areal_x.trainer import ModelConfig, OptimizerConfig, TrainerConfig  # noqa: E402
-from areal_x_jax.trainer import Trainer  # noqa: E402
+from areal_x.trainer import ModelConfig, OptimizerConfig, TrainerConfig, create_trainer  # noqa: E402
 
 
-def main(directory: str, sequences: str, rows: str, _: str) -> None:
+def main(directory: str, sequences: str, backend: str, rows: str, devices: str) -> None:
+    os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={devices}"
+    from update import packed
+
     batch = packed([np.asarray(tokens) for tokens in json.loads(Path(sequences).read_text())])
     config = TrainerConfig(
         model=ModelConfig(directory),
@@ -35,14 +32,17 @@ def main(directory: str, sequences: str, rows: str, _: str) -> None:
         precision="fp32",
         micro_batch_rows=int(rows),
     )
-    trainer = Trainer(config)
-    versions = {name: importlib.metadata.version(name) for name in ("areal-x", "jax")}
+    trainer = create_trainer(backend, config)
+    versions = {name: importlib.metadata.version(name) for name in ("areal-x", backend)}
     last: dict[str, float] = {"loss": 0.0}
-    steps = Steps(
-        channel,
-        settle=lambda: jax.block_until_ready(trainer.params),
-        details=lambda: {"loss": last["loss"], "versions": versions},
-    )
+
+    def settle() -> None:
+        if backend == "jax":
+            import jax
+
+            jax.block_until_ready(trainer.params)  # type: ignore[attr-defined]
+
+    steps = Steps(channel, settle=settle, details=lambda: {"loss": last["loss"], "versions": versions})
     while steps.begin():
         last.update(trainer.update(batch, losses.sft))
 

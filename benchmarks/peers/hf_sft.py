@@ -1,4 +1,4 @@
-"""transformers on the work of benchmarks/jax_step.py: one sequence after the other, gradients added up.
+"""transformers on the work of benchmarks/update.py: one sequence after the other, gradients added up.
 
     python hf_sft.py MODEL_DIRECTORY SEQUENCES.json
 

@@ -1,4 +1,4 @@
-"""Tunix's PeftTrainer on the work of benchmarks/jax_step.py, run with the python of an environment that has Tunix.
+"""Tunix's PeftTrainer on the work of benchmarks/update.py, run with the python of an environment that has Tunix.
 
     python tunix_sft.py MODEL_DIRECTORY ROWS.npz
 

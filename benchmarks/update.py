@@ -1,17 +1,17 @@
-"""Throughput of the JAX trainer's update on a CPU beside transformers' and Tunix's, and its share of what the machine can do.
+"""Throughput of our trainers' update on a CPU beside transformers' and Tunix's, and its share of what the machine can do.
 
     python -m venv /tmp/tunix && /tmp/tunix/bin/pip install google-tunix==0.1.7
-    python benchmarks/jax_step.py --tunix-python /tmp/tunix/bin/python
+    python benchmarks/update.py --tunix-python /tmp/tunix/bin/python
 
-Claim: ours trains on more real tokens a second than either.
+Claim: ours, with JAX and with torch, trains on more real tokens a second than either.
 
 The work: supervised steps of a random Qwen3 of 26M parameters (hidden 384, 8 layers, 6 heads of 64 that share 2 key-value
 heads, intermediate 1,152, vocabulary 32,000, tied) in fp32, each with forward and backward pass, clipping of the gradient's
 norm and AdamW, on the same 16 sequences of long-tailed lengths: 250 tokens on average and at most 1,024, about 4,000 in all.
 The loss is the mean over all tokens but each sequence's first; what everyone says of it before the first step is compared.
 
-Ours packs the sequences into rows of 1,024 (`--rows`: so many at once on a device, `--devices`: into how many devices XLA
-divides the CPU; each combination a process). transformers computes them one by one,
+Ours packs the sequences into rows of 1,024 (`--jax`, `--torch`: so many at once on a device, each a process; `--devices`: into
+how many devices XLA divides the CPU, each a process). transformers computes them one by one,
 without padding, with its own (SDPA) attention, and adds up gradients. Tunix trains on our rows, given a mask within segments.
 
 How it is measured: one process each (benchmarks/peers), compiled and warmed up, then in turns, `--rounds` times `--steps`
@@ -149,7 +149,8 @@ def main() -> None:
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tunix-python", help="the python of an environment with Tunix; without it Tunix is left out")
-    parser.add_argument("--rows", type=int, nargs="*", default=[1, 2], help="micro_batch_rows of ours, each a process")
+    parser.add_argument("--jax", type=int, nargs="*", default=[1], metavar="ROWS", help="micro_batch_rows of ours with JAX")
+    parser.add_argument("--torch", type=int, nargs="*", default=[1], metavar="ROWS", help="micro_batch_rows of ours with torch")
     parser.add_argument("--devices", type=int, nargs="*", default=[1, 2], help="into how many devices ours divides the CPU")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=3, help="steps a round")
@@ -169,12 +170,14 @@ def start(args: argparse.Namespace, directory: Path, sequences: list[list[int]],
     rows = directory / "rows.npz"
     batch = packed([np.asarray(tokens) for tokens in sequences])
     np.savez(rows, tokens=batch.tokens, segment_ids=batch.segment_ids, positions=batch.positions, mask=batch.mask)
+    ours = [("jax", rows, devices) for devices in args.devices for rows in args.jax] + [
+        ("torch", rows, 1) for rows in args.torch
+    ]
     commands = {
-        f"ours, {count} at once on {devices} device(s)": [
-            *(sys.executable, str(PEERS / "areal_x_sft.py"), model, str(data), str(count), str(devices))
+        f"ours with {backend}, {rows} at once on {devices} device(s)": [
+            *(sys.executable, str(PEERS / "areal_x_sft.py"), model, str(data), backend, str(rows), str(devices))
         ]
-        for devices in args.devices
-        for count in args.rows
+        for backend, rows, devices in ours
     }
     commands["transformers"] = [sys.executable, str(PEERS / "hf_sft.py"), model, str(data)]
     if args.tunix_python:
