@@ -7,13 +7,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedModel
+from transformers.core_model_loading import revert_weight_conversion
 from transformers.utils import logging
 
 from areal_x import model_dir
@@ -93,8 +94,9 @@ def load_frozen(directory: Path, device: torch.device, dtype: torch.dtype, head:
 def refuse_unusual(model: PreTrainedModel, directory: Path) -> None:
     """Raises UserError for what the trainer and the sampler would compute wrongly."""
     kind = f"{directory} is a {type(model).__name__}"
-    if getattr(model, "_weight_conversions", None):
-        raise UserError(f"{kind}, whose files name other tensors than the model has: use a dense model")
+    held = {x.untyped_storage().data_ptr() for x in model.state_dict().values()}
+    if any(x.untyped_storage().data_ptr() not in held for x in named_tensors(model).values()):
+        raise UserError(f"{kind}, whose files hold other tensors than parts of the model's: use a Qwen, Llama or Mistral model")
     if not model._supports_attention_backend:
         raise UserError(f"{kind}, whose attention transformers does not let others replace: use a Qwen, Llama or Mistral model")
     model.set_attn_implementation(ATTENTION)
@@ -135,7 +137,24 @@ def is_classifier(model: PreTrainedModel) -> bool:
 def named_tensors(model: PreTrainedModel) -> dict[str, Tensor]:
     """The tensors that `save_pretrained` would write, without copying: a tied head once, under the embedding's name."""
     buffers = model.state_dict().keys() & {name for name, _ in model.named_buffers()}
-    return {name: x.detach() for name, x in [*model.named_parameters(), *((n, model.get_buffer(n)) for n in sorted(buffers))]}
+    return as_saved(model, dict([*model.named_parameters(), *((n, model.get_buffer(n)) for n in sorted(buffers))]))
+
+
+def as_saved(model: PreTrainedModel, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Tensors that lie as the model's of these names do, under the names of its files, as views: a mixture's experts, which
+    transformers joins while it loads them, are one by one. What is copied into them is in the model."""
+    views = {name: x.detach() for name, x in tensors.items()}
+    if not getattr(model, "_weight_conversions", None):
+        return views
+    parts = revert_weight_conversion(model, {name: x.as_subclass(_View) for name, x in views.items()})
+    return {name: x.as_subclass(Tensor) for name, x in parts.items()}
+
+
+class _View(Tensor):
+    """What transformers takes apart: it would copy some parts only to lay them out."""
+
+    def contiguous(self, *_: Any, **__: Any) -> _View:  # type: ignore[override]
+        return self
 
 
 def to_numpy(x: Tensor) -> np.ndarray:

@@ -121,8 +121,8 @@ class Trainer:
         self._need_moments("state to save")
         tensors = ((name, model.to_numpy(x)) for name, x in model.named_tensors(self.model).items())
         model_dir.write_model(directory, self.directory, tensors, head=self.config.head)
-        states = ((name, self.optimizer.state[p]) for name, p in self.model.named_parameters())
-        moments = ((name, model.to_numpy(s["exp_avg"]), model.to_numpy(s["exp_avg_sq"])) for name, s in states)
+        first, second = (self._moments(which) for which in ("exp_avg", "exp_avg_sq"))
+        moments = ((name, model.to_numpy(x), model.to_numpy(second[name])) for name, x in first.items())
         model_dir.write_state(directory, moments, {"version": self.version})
 
     def save_in_background(self, directory: Path) -> None:
@@ -136,12 +136,15 @@ class Trainer:
         self.config.optimizer.check_state(directory, state)
         self.version = int(state["version"])
         model.copy_in(model.named_tensors(self.model), model_dir.read_tensors(directory), str(directory))
-        targets = {}
-        for name, p in self.model.named_parameters():
-            state = self.optimizer.state[p]
-            targets |= {model_dir.FIRST + name: state["exp_avg"], model_dir.SECOND + name: state["exp_avg_sq"]}
+        for state in self.optimizer.state.values():
             state["step"].fill_(self.version)
+        targets = {model_dir.FIRST + name: x for name, x in self._moments("exp_avg").items()}
+        targets |= {model_dir.SECOND + name: x for name, x in self._moments("exp_avg_sq").items()}
         model.copy_in(targets, model_dir.read_moments(directory), str(directory))
+
+    def _moments(self, which: str) -> dict[str, Tensor]:
+        """The optimizer's own, under the names of the tensors that they belong to."""
+        return model.as_saved(self.model, {name: self.optimizer.state[p][which] for name, p in self.model.named_parameters()})
 
     def _load_teacher(self, directory: Path) -> PreTrainedModel:
         model_dir.check_vocabulary("train.teacher", directory, self.directory)
