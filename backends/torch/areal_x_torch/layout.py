@@ -1,8 +1,8 @@
-"""From packed rows to rows that torch likes: one sequence a row, rows of like lengths together.
+"""From packed rows to flat ones: sequences one after the other, without padding.
 
-Packing serves programs of fixed shapes. torch takes any shape, so for the model packed rows are taken apart: no mask over other
-sequences, no attention across them, no padding but the difference to the longest beside it, and any model's own causal
-attention gives what each sequence alone gives. A loss sees the packed rows themselves: their segments may belong together.
+Packing serves programs of fixed shapes. torch takes any shape, so for the model the sequences of packed rows lie in one row, as
+long as they are together, and attend each to itself (areal_x_torch.attention); every other layer sees tokens alone. A loss sees
+the packed rows themselves: their segments may belong together.
 """
 
 from __future__ import annotations
@@ -18,31 +18,37 @@ from areal_x.types import Batch
 
 
 @dataclass(frozen=True)
-class Sequences:
-    """Some sequences of packed rows, one a row.
+class Flat:
+    """Some sequences of packed rows in one flat row.
 
-    places: where in the flattened packed rows each token lies. real: False at the padding behind a row's end.
+    places: where in the flattened packed rows each token lies. lengths: of each sequence.
     """
 
-    places: Int64[np.ndarray, "sequences longest"]
-    real: Bool[np.ndarray, "sequences longest"]
+    places: Int64[np.ndarray, " tokens"]
+    lengths: Int64[np.ndarray, " sequences"]
+
+    @property
+    def positions(self) -> Int64[np.ndarray, " tokens"]:
+        """Of each token in its sequence."""
+        return _counted(self.lengths)
 
     def take(self, x: np.ndarray) -> np.ndarray:
-        """These sequences of packed rows, 0 in padding."""
-        return np.where(self.real, x.reshape(-1)[self.places], x.dtype.type(0))
+        """What stands in packed rows at these tokens."""
+        return x.reshape(-1)[self.places]
 
     def read(
         self, wanted: Bool[np.ndarray, "rows length"], before: bool
     ) -> tuple[Int64[np.ndarray, " n"], Int64[np.ndarray, " n"]]:
-        """The flat places in these rows whose hidden states tell of the wanted tokens, and those tokens' in the packed rows.
+        """The places in this row whose hidden states tell of the wanted tokens, and those tokens' in the packed rows.
 
         before: of a token tells the one before it, and of a sequence's first none; else itself. The shift by one happens here
         and nowhere else.
         """
         chosen = self.take(wanted)
-        chosen[:, 0] &= not before
+        if before:
+            chosen = chosen & (self.positions > 0)
         found = np.flatnonzero(chosen)
-        return found - before, self.places.reshape(-1)[found]
+        return found - before, self.places[found]
 
 
 def refuse_images(batch: Batch) -> None:
@@ -64,14 +70,21 @@ def to_tensor(x: np.ndarray, device: torch.device) -> torch.Tensor:
     return torch.from_numpy(x.astype(wide, copy=False)).to(device)
 
 
-def take_apart(segment_ids: Int64[np.ndarray, "rows length"], budget: int) -> list[Sequences]:
-    """The sequences of packed rows, in groups of at most `budget` places (or one sequence), longest first."""
+def flatten(segment_ids: Int64[np.ndarray, "rows length"], budget: int) -> list[Flat]:
+    """The sequences of packed rows, longest first, in the fewest flat rows of about `budget` tokens, shared evenly."""
     rows, length = segment_ids.shape
     filled = np.flatnonzero(segment_ids)
     keys = (np.arange(rows)[:, None] * (length + 1) + segment_ids).reshape(-1)[filled]
     begins = np.flatnonzero(np.diff(keys, prepend=-1))
     starts, lengths = filled[begins], np.diff(begins, append=len(keys))
-    return [_rows(starts[group], lengths[group]) for group in by_length(lengths, budget)]
+    # Those of one length are neighbours, as `areal_x_torch.attention.sdpa` likes them.
+    order = np.argsort(-lengths, kind="stable")
+    starts, lengths = starts[order], lengths[order]
+    parts = -(-len(filled) // budget)
+    middles = np.cumsum(lengths) - lengths / 2
+    cuts = np.searchsorted(middles, np.arange(1, parts) * (len(filled) / parts)) if parts else []
+    shared = zip(np.split(starts, cuts), np.split(lengths, cuts), strict=True)
+    return [Flat(np.repeat(begin, size) + _counted(size), size) for begin, size in shared if len(size)]
 
 
 def by_length(lengths: Int64[np.ndarray, " n"], budget: int) -> list[Int64[np.ndarray, " m"]]:
@@ -91,7 +104,6 @@ def by_length(lengths: Int64[np.ndarray, " n"], budget: int) -> list[Int64[np.nd
     return groups
 
 
-def _rows(starts: np.ndarray, lengths: np.ndarray) -> Sequences:
-    steps = np.arange(lengths.max())
-    real = steps < lengths[:, None]
-    return Sequences(np.where(real, starts[:, None] + steps, 0), real)
+def _counted(lengths: Int64[np.ndarray, " sequences"]) -> Int64[np.ndarray, " tokens"]:
+    """0 … length − 1 for each, one after the other."""
+    return np.arange(lengths.sum()) - np.repeat(np.cumsum(lengths) - lengths, lengths)

@@ -7,19 +7,29 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedModel
+from transformers.core_model_loading import revert_weight_conversion
 from transformers.utils import logging
 
 from areal_x import model_dir
 from areal_x.errors import UserError
+from areal_x_torch.attention import ATTENTION, Segments, sdpa
 
 SCORE = "score.weight"  # what a sequence classifier has in place of a language model's head
+
+
+class Row(NamedTuple):
+    """Sequences one after the other, each with positions from 0 on."""
+
+    tokens: Int[Tensor, " tokens"]
+    positions: Int[Tensor, " tokens"]
+    segments: Segments
 
 
 class Head(NamedTuple):
@@ -30,7 +40,7 @@ class Head(NamedTuple):
 
 
 def load(directory: Path, device: torch.device, head: str) -> PreTrainedModel:
-    """The model of a directory in float32, without dropout, attending through torch's scaled_dot_product_attention.
+    """The model of a directory in float32, without dropout, attending as `areal_x_torch.attention` does.
 
     head: "policy" for a causal language model, else a sequence classifier with one label, whose score is 0 where the directory
     has none. Raises: UserError where the tensors do not fit the config, or the model is one that this backend does not train.
@@ -84,24 +94,35 @@ def load_frozen(directory: Path, device: torch.device, dtype: torch.dtype, head:
 def refuse_unusual(model: PreTrainedModel, directory: Path) -> None:
     """Raises UserError for what the trainer and the sampler would compute wrongly."""
     kind = f"{directory} is a {type(model).__name__}"
-    if getattr(model, "_weight_conversions", None):
-        raise UserError(f"{kind}, whose files name other tensors than the model has: use a dense model")
+    held = {x.untyped_storage().data_ptr() for x in model.state_dict().values()}
+    if any(x.untyped_storage().data_ptr() not in held for x in named_tensors(model).values()):
+        raise UserError(f"{kind}, whose files hold other tensors than parts of the model's: use a Qwen, Llama or Mistral model")
     if not model._supports_attention_backend:
         raise UserError(f"{kind}, whose attention transformers does not let others replace: use a Qwen, Llama or Mistral model")
-    # A classifier's logits are those of the last token that is not padding: of one token in any case.
-    probe = torch.arange(1 if is_classifier(model) else 4, device=model.device)[None]
+    model.set_attn_implementation(ATTENTION)
+    # The second of two sequences in a row must be what it is alone. A classifier's logits are those of the last token that is
+    # not padding: of one token in any case.
+    first, second = torch.arange(1, 4, device=model.device), torch.arange(1 if is_classifier(model) else 4, device=model.device)
+    tokens, positions = torch.cat([first, second]), torch.cat([first - 1, second])
+    segments = Segments.of((len(first), len(second)), sdpa, model.device)
     with torch.inference_mode():
-        linear = nn.functional.linear(hidden_states(model, probe), *head(model))
-        if not torch.allclose(model(probe, use_cache=False).logits.reshape(linear.shape), linear, rtol=1e-3, atol=1e-3):
+        try:
+            hidden = hidden_states(model, Row(tokens, positions, segments))[len(first) :]
+            alone = hidden_states(model, Row(second, second, Segments.of((len(second),), sdpa, model.device)))
+        except NotImplementedError as error:
+            raise UserError(f"{kind}, which the torch backend does not train: {error}") from error
+        if not torch.allclose(hidden, alone, rtol=1e-3, atol=1e-3):
+            raise UserError(f"{kind}, whose layers mix the sequences of a packed row: use a model that attends in all layers")
+        linear = nn.functional.linear(hidden, *head(model))
+        if not torch.allclose(model(second[None], use_cache=False).logits.reshape(linear.shape), linear, rtol=1e-3, atol=1e-3):
             raise UserError(f"{kind}, which caps or scales its logits after the head: use a model with a plain linear head")
 
 
-def hidden_states(model: PreTrainedModel, tokens: Int[Tensor, "rows length"]) -> Float[Tensor, "rows length features"]:
-    """What the head reads, for rows that each hold one sequence from position 0 on and perhaps padding at the end.
-
-    No mask is needed: causal attention hides the padding from the tokens before it.
-    """
-    return model.base_model(input_ids=tokens, use_cache=False).last_hidden_state
+def hidden_states(model: PreTrainedModel, row: Row) -> Float[Tensor, "tokens features"]:
+    """What the head reads at each token of a flat row."""
+    tokens, positions = row.tokens[None], row.positions[None]
+    states = model.base_model(input_ids=tokens, position_ids=positions, use_cache=False, segments=row.segments)
+    return states.last_hidden_state[0]
 
 
 def head(model: PreTrainedModel) -> Head:
@@ -116,7 +137,24 @@ def is_classifier(model: PreTrainedModel) -> bool:
 def named_tensors(model: PreTrainedModel) -> dict[str, Tensor]:
     """The tensors that `save_pretrained` would write, without copying: a tied head once, under the embedding's name."""
     buffers = model.state_dict().keys() & {name for name, _ in model.named_buffers()}
-    return {name: x.detach() for name, x in [*model.named_parameters(), *((n, model.get_buffer(n)) for n in sorted(buffers))]}
+    return as_saved(model, dict([*model.named_parameters(), *((n, model.get_buffer(n)) for n in sorted(buffers))]))
+
+
+def as_saved(model: PreTrainedModel, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Tensors that lie as the model's of these names do, under the names of its files, as views: a mixture's experts, which
+    transformers joins while it loads them, are one by one. What is copied into them is in the model."""
+    views = {name: x.detach() for name, x in tensors.items()}
+    if not getattr(model, "_weight_conversions", None):
+        return views
+    parts = revert_weight_conversion(model, {name: x.as_subclass(_View) for name, x in views.items()})
+    return {name: x.as_subclass(Tensor) for name, x in parts.items()}
+
+
+class _View(Tensor):
+    """What transformers takes apart: it would copy some parts only to lay them out."""
+
+    def contiguous(self, *_: Any, **__: Any) -> _View:  # type: ignore[override]
+        return self
 
 
 def to_numpy(x: Tensor) -> np.ndarray:

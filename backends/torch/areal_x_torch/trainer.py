@@ -21,9 +21,10 @@ from areal_x.lora import check_saved
 from areal_x.rollout.lanes import Lanes
 from areal_x.trainer import Loss, OptimizerConfig, TrainerConfig
 from areal_x.types import Batch, Policy
-from areal_x_torch import head, model
-from areal_x_torch.device import check_mesh, compute_dtype, find_device, places_at_once
-from areal_x_torch.layout import micro_batches, refuse_images, take_apart, to_tensor
+from areal_x_torch import attention, head, model
+from areal_x_torch.attention import Segments
+from areal_x_torch.device import check_mesh, compute_dtype, find_device, tokens_at_once
+from areal_x_torch.layout import Flat, flatten, micro_batches, refuse_images, to_tensor
 
 
 class Trainer:
@@ -31,7 +32,6 @@ class Trainer:
 
     def __init__(self, config: TrainerConfig) -> None:
         check_mesh(config.mesh)
-        one_of("model.attention", config.model.attention, ("auto",))
         one_of("trainer.remat", config.remat, ("auto",))
         one_of("trainer.checkpoint", config.checkpoint, ("portable",))
         if config.balance:
@@ -48,6 +48,7 @@ class Trainer:
         self.directory = model_dir.resolve(config.model.path)
         self.device = find_device()
         self.dtype = compute_dtype(config.precision, self.device)
+        self.attend = attention.choose(config.model.attention, self.device, self.dtype)
         self.teacher = self._load_teacher(Path(config.teacher)) if config.teacher is not None else None
         if config.frozen:
             self.model = model.load_frozen(self.directory, self.device, self.dtype, config.head)
@@ -120,8 +121,8 @@ class Trainer:
         self._need_moments("state to save")
         tensors = ((name, model.to_numpy(x)) for name, x in model.named_tensors(self.model).items())
         model_dir.write_model(directory, self.directory, tensors, head=self.config.head)
-        states = ((name, self.optimizer.state[p]) for name, p in self.model.named_parameters())
-        moments = ((name, model.to_numpy(s["exp_avg"]), model.to_numpy(s["exp_avg_sq"])) for name, s in states)
+        first, second = (self._moments(which) for which in ("exp_avg", "exp_avg_sq"))
+        moments = ((name, model.to_numpy(x), model.to_numpy(second[name])) for name, x in first.items())
         model_dir.write_state(directory, moments, {"version": self.version})
 
     def save_in_background(self, directory: Path) -> None:
@@ -135,12 +136,15 @@ class Trainer:
         self.config.optimizer.check_state(directory, state)
         self.version = int(state["version"])
         model.copy_in(model.named_tensors(self.model), model_dir.read_tensors(directory), str(directory))
-        targets = {}
-        for name, p in self.model.named_parameters():
-            state = self.optimizer.state[p]
-            targets |= {model_dir.FIRST + name: state["exp_avg"], model_dir.SECOND + name: state["exp_avg_sq"]}
+        for state in self.optimizer.state.values():
             state["step"].fill_(self.version)
+        targets = {model_dir.FIRST + name: x for name, x in self._moments("exp_avg").items()}
+        targets |= {model_dir.SECOND + name: x for name, x in self._moments("exp_avg_sq").items()}
         model.copy_in(targets, model_dir.read_moments(directory), str(directory))
+
+    def _moments(self, which: str) -> dict[str, Tensor]:
+        """The optimizer's own, under the names of the tensors that they belong to."""
+        return model.as_saved(self.model, {name: self.optimizer.state[p][which] for name, p in self.model.named_parameters()})
 
     def _load_teacher(self, directory: Path) -> PreTrainedModel:
         model_dir.check_vocabulary("train.teacher", directory, self.directory)
@@ -161,27 +165,29 @@ class Trainer:
     ) -> Policy:
         """What the head says of the wanted tokens of packed rows, 0 elsewhere."""
         said: dict[str, Tensor] = {}
-        # A quarter more than so many rows have: else a little padding would split the sequences of full rows in two.
-        places = self.config.micro_batch_rows * packed.shape[1] * 5 // 4
-        for some in take_apart(packed.segment_ids, places_at_once(places, self.device)):
-            telling, told = some.read(wanted, before=self.config.head != "reward")
-            rows, telling = (to_tensor(x, self.device) for x in (some.take(packed.tokens), telling))
-            targets, told = (to_tensor(x, self.device) for x in (packed.tokens.reshape(-1)[told], told))
-            hidden, beside = self._hidden(self.model, rows, telling), None
+        for flat in flatten(packed.segment_ids, tokens_at_once(packed.tokens.size, self.device)):
+            telling, told = flat.read(wanted, before=self.config.head != "reward")
+            row = self._row(packed, flat)
+            targets, telling, told = (to_tensor(x, self.device) for x in (packed.tokens.reshape(-1)[told], telling, told))
+            hidden, beside = self._hidden(self.model, row, telling), None
             if teacher is not None:
                 with torch.no_grad():
-                    of_teacher = self._hidden(teacher, rows, telling)
+                    of_teacher = self._hidden(teacher, row, telling)
                 beside = head.Teacher(of_teacher, model.head(teacher), self.config.divergence)
             for name, x in self._say(hidden, targets, entropy, beside).items():
-                flat = said.get(name, x.new_zeros(packed.tokens.size))
-                said[name] = flat.index_copy(0, told, x)
+                everywhere = said.get(name, x.new_zeros(packed.tokens.size))
+                said[name] = everywhere.index_copy(0, told, x)
         return Policy(**{name: x.reshape(packed.shape) for name, x in said.items()})
 
-    def _hidden(self, of: PreTrainedModel, rows: Tensor, telling: Tensor) -> Tensor:
-        """What a model's head reads at the flat places `telling` of rows of tokens."""
+    def _row(self, packed: Batch, flat: Flat) -> model.Row:
+        tokens, positions = (to_tensor(x, self.device) for x in (flat.take(packed.tokens), flat.positions))
+        return model.Row(tokens, positions, Segments.of(tuple(flat.lengths.tolist()), self.attend, self.device))
+
+    def _hidden(self, of: PreTrainedModel, row: model.Row, telling: Tensor) -> Tensor:
+        """What a model's head reads at the places `telling` of a flat row."""
         with torch.autocast(self.device.type, self.dtype, enabled=self.dtype != torch.float32):
-            states = model.hidden_states(of, rows)
-        return states.to(self.dtype).flatten(0, 1).index_select(0, telling)
+            states = model.hidden_states(of, row)
+        return states.to(self.dtype).index_select(0, telling)
 
     def _say(self, hidden: Tensor, targets: Tensor, entropy: bool, teacher: head.Teacher | None) -> dict[str, Tensor]:
         c, layer = self.config, model.head(self.model)

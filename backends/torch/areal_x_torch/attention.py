@@ -1,0 +1,223 @@
+"""Causal attention within the sequences of one flat row, and which of several ways computes it.
+
+transformers lets an attention function be named in a model's config; every layer then calls it with its own queries, keys and
+values, already rotated. `attend` is that function in training: what it needs to know of the sequences comes as the keyword
+`segments` through the model's own forward. Without it each row is one sequence.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import cache
+from importlib.util import find_spec
+from itertools import accumulate, groupby
+from typing import Any
+
+import torch
+from jaxtyping import Bool, Float, Int32
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import AttentionInterface
+
+from areal_x.errors import ConfigError, one_of
+
+ATTENTION = "areal_x_segments"
+NAMES = ("auto", "sdpa", "flash", "npu")
+# Queries that attend at once where a mask is needed: it has as many rows, and as many columns and a window more.
+BLOCK = 512
+FLASH_HEAD_DIM = 256  # the widest head that flash-attn takes
+
+Queries = Float[Tensor, "rows heads tokens head_dim"]
+Keys = Float[Tensor, "rows kv_heads tokens head_dim"]
+Attended = Float[Tensor, "rows tokens heads head_dim"]
+
+
+@dataclass(frozen=True)
+class Segments:
+    """The sequences of one flat row, one after the other, and how they attend.
+
+    lengths: of each. bounds: 0 and where each ends, on the device. Masks are kept, as many layers need the same.
+    """
+
+    lengths: tuple[int, ...]
+    bounds: Int32[Tensor, " segments+1"]
+    attend: Attend
+    masks: dict[tuple[int, int, int | None], Tensor] = field(default_factory=dict)
+
+    @staticmethod
+    def of(lengths: tuple[int, ...], attend: Attend, device: torch.device) -> Segments:
+        return Segments(lengths, torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=device), attend)
+
+    @property
+    def longest(self) -> int:
+        return max(self.lengths)
+
+    def mask(self, queries: int, keys: int, window: int | None) -> Bool[Tensor, "queries keys"]:
+        """Which of the last `keys` tokens each of the last `queries` sees, itself the last."""
+        which = queries, keys, window
+        if which not in self.masks:
+            behind = torch.arange(keys - queries, keys, device=self.bounds.device)[:, None]
+            behind = behind - torch.arange(keys, device=self.bounds.device)
+            self.masks[which] = (behind >= 0) & (behind < (window or keys))
+        return self.masks[which]
+
+
+Attend = Callable[[Queries, Keys, Keys, Segments, float, "int | None", "float | None"], Attended]
+
+
+def attend(
+    module: torch.nn.Module,
+    query: Queries,
+    key: Keys,
+    value: Keys,
+    attention_mask: None,
+    *,
+    segments: Segments | None = None,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    position_bias: Tensor | None = None,
+    **_: Any,
+) -> tuple[Attended, None]:
+    """What transformers calls in each layer: softmax(scaling · query · key) · value over the keys of the query's own sequence,
+    itself and the `sliding_window` − 1 before it. softcap: scores are softcap · tanh(scores / softcap).
+
+    Raises: NotImplementedError for attention with sinks or a bias.
+    """
+    if s_aux is not None or position_bias is not None:
+        raise NotImplementedError(f"{type(module).__name__} adds sinks or a bias to its attention")
+    if segments is None:
+        segments = Segments.of((query.shape[2],), sdpa, query.device)
+    # Under autocast a rotation leaves float32 behind, and a product the compute precision.
+    query, key = query.to(value.dtype), key.to(value.dtype)
+    scale = query.shape[3] ** -0.5 if scaling is None else scaling
+    window = None if sliding_window is None or sliding_window >= segments.longest else sliding_window
+    return segments.attend(query, key, value, segments, scale, window, softcap), None
+
+
+AttentionInterface.register(ATTENTION, attend)
+
+
+def choose(how: str, device: torch.device, dtype: torch.dtype) -> Attend:
+    """The way to attend for `model.attention`: "auto" is flash-attn where it is installed and takes the device and the compute
+    precision, on an NPU torch_npu's kernel, else torch's scaled_dot_product_attention.
+
+    Raises: ConfigError for another name, and for a way that cannot work here.
+    """
+    one_of("model.attention", how, NAMES)
+    lacks = {"sdpa": None, "flash": _flash_lacks(device, dtype), "npu": _npu_lacks(device)}
+    if how == "auto":
+        how = next(name for name in ("flash", "npu", "sdpa") if lacks[name] is None)
+    if lacks[how] is not None:
+        raise ConfigError("model.attention", how, f"'auto' or 'sdpa' here: {how} needs {lacks[how]}")
+    return {"sdpa": sdpa, "flash": flash, "npu": npu}[how]
+
+
+def _flash_lacks(device: torch.device, dtype: torch.dtype) -> str | None:
+    if device.type != "cuda":
+        return f"a CUDA device, and this is {device.type}"
+    if dtype not in (torch.bfloat16, torch.float16):
+        return "trainer.precision = 'bf16'"
+    return None if find_spec("flash_attn") else "the package flash-attn (pip install flash-attn --no-build-isolation)"
+
+
+def _npu_lacks(device: torch.device) -> str | None:
+    if device.type != "npu":
+        return f"an Ascend NPU, and this is {device.type}"
+    return None if find_spec("torch_npu") else "the package torch_npu"
+
+
+def sdpa(
+    query: Queries, key: Keys, value: Keys, segments: Segments, scale: float, window: int | None, softcap: float | None
+) -> Attended:
+    """By torch's scaled_dot_product_attention, once for all neighbours of one length; no scores between sequences."""
+    runs = [(length, len(list(equal))) for length, equal in groupby(segments.lengths)]
+    # A split's gradient is one concatenation; that of a slice would be as long as the row, for each.
+    parts = zip(*(x.split([length * count for length, count in runs], dim=2) for x in (query, key, value)), strict=True)
+    attended = []
+    for (length, count), part in zip(runs, parts, strict=True):
+        rows = [x.unflatten(2, (count, length)).transpose(1, 2).flatten(0, 1) for x in part]
+        if softcap is None and (window is None or window >= length):
+            grouped = query.shape[1] != key.shape[1]
+            found = scaled_dot_product_attention(*rows, is_causal=True, scale=scale, enable_gqa=grouped)
+        else:
+            found = torch.cat(list(_in_blocks(*rows, segments, scale, window, softcap)), dim=2)
+        attended.append(found.transpose(1, 2).reshape(len(query), count * length, *found.shape[1::2]))
+    return attended[0] if len(attended) == 1 else torch.cat(attended, dim=1)
+
+
+def _in_blocks(
+    query: Queries, key: Keys, value: Keys, segments: Segments, scale: float, window: int | None, softcap: float | None
+) -> Iterator[Float[Tensor, "rows heads block head_dim"]]:
+    """Whole sequences, a block of queries with the keys that any of it sees after the other."""
+    length, block = query.shape[2], max(BLOCK, window or 0)
+    for start in range(0, length, block):
+        stop = min(start + block, length)
+        first = 0 if window is None else max(0, start - window + 1)
+        seen, values = key[:, :, first:stop], value[:, :, first:stop]
+        mask = segments.mask(stop - start, stop - first, window)
+        if softcap is None:
+            grouped = query.shape[1] != key.shape[1]
+            queries = query[:, :, start:stop]
+            yield scaled_dot_product_attention(queries, seen, values, attn_mask=mask, scale=scale, enable_gqa=grouped)
+        else:
+            # The heads that share keys are one more dimension: nothing is repeated.
+            queries = query[:, :, start:stop].unflatten(1, (key.shape[1], -1))
+            scores = (queries @ seen.transpose(2, 3)[:, :, None]).float() * scale
+            scores = (softcap * torch.tanh(scores / softcap)).masked_fill(~mask, -math.inf)
+            yield (scores.softmax(-1).to(value.dtype) @ values[:, :, None]).flatten(1, 2)
+
+
+def flash(
+    query: Queries, key: Keys, value: Keys, segments: Segments, scale: float, window: int | None, softcap: float | None
+) -> Attended:
+    """By flash-attn's kernel for sequences of many lengths; by `sdpa` where heads are too wide or unlike for it."""
+    if query.shape[3] > FLASH_HEAD_DIM or query.shape[3] != value.shape[3]:
+        return sdpa(query, key, value, segments, scale, window, softcap)
+    from flash_attn import flash_attn_varlen_func
+
+    flat = [x[0].transpose(0, 1) for x in (query, key, value)]
+    return flash_attn_varlen_func(
+        *flat,
+        cu_seqlens_q=segments.bounds,
+        cu_seqlens_k=segments.bounds,
+        max_seqlen_q=segments.longest,
+        max_seqlen_k=segments.longest,
+        softmax_scale=scale,
+        causal=True,
+        window_size=(-1, -1) if window is None else (window - 1, 0),
+        softcap=softcap or 0.0,
+    )[None]
+
+
+def npu(
+    query: Queries, key: Keys, value: Keys, segments: Segments, scale: float, window: int | None, softcap: float | None
+) -> Attended:
+    """By torch_npu's fused kernel; by `sdpa` where a window cuts or scores are capped, which it does not do."""
+    if window is not None or softcap is not None:
+        return sdpa(query, key, value, segments, scale, window, softcap)
+    from torch_npu import npu_fusion_attention
+
+    ends = tuple(accumulate(segments.lengths))
+    return npu_fusion_attention(
+        *(x[0].transpose(0, 1) for x in (query, key, value)),
+        query.shape[1],
+        pse=None,
+        padding_mask=None,
+        atten_mask=_hidden_of_npu(query.device),
+        scale=scale,
+        keep_prob=1.0,
+        input_layout="TND",
+        actual_seq_qlen=ends,
+        actual_seq_kvlen=ends,
+        sparse_mode=3,  # causal, aligned to the end of the keys, which are as many as the queries
+    )[0][None]
+
+
+@cache
+def _hidden_of_npu(device: torch.device) -> Bool[Tensor, "2048 2048"]:
+    """True where a query does not see; of this size for sequences of any length."""
+    return torch.ones(2048, 2048, dtype=torch.bool, device=device).triu(1)
