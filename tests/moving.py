@@ -1,0 +1,89 @@
+"""One run of recorded batches, whole on a backend or moved from one to the other: what tests assert and a benchmark prints."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from areal_x.algorithms import losses
+from areal_x.algorithms.weighting import sequence_mean
+from areal_x.data.packing import pack
+from areal_x.trainer import ModelConfig, OptimizerConfig, Trainer, TrainerConfig, create_trainer
+from areal_x.types import Batch, Trajectory
+
+LOSS = partial(losses.ppo_clip, clip_low=0.2, clip_high=0.28)
+
+
+class Course(NamedTuple):
+    """What became of a run: the loss of each update, and the weights that it ended with."""
+
+    losses: np.ndarray
+    weights: dict[str, np.ndarray]
+
+
+def trainer(backend: str, directory: Path, optimizer: OptimizerConfig, **changes: Any) -> Trainer:
+    model = ModelConfig(str(directory))
+    config = TrainerConfig(model=model, optimizer=optimizer, micro_batch_rows=3, precision="fp32", **changes)
+    return create_trainer(backend, config)
+
+
+def recorded_batches(count: int, scorer: Trainer, mean: float = 0.0) -> list[Batch]:
+    """Batches as a run would record them: unequal sequences, behaviour log-probabilities near those of the first policy.
+
+    mean: of the advantages. At 0 a loss is a small difference of large terms, whose relative error says little."""
+    rng = np.random.default_rng(0)
+    batches = []
+    for _ in range(count):
+        trajectories = []
+        for _ in range(10):
+            prompt, answer = rng.integers(2, 40, rng.integers(1, 9)), rng.integers(2, 40, rng.integers(1, 22))
+            trajectories.append(Trajectory.from_completion(prompt, answer, np.zeros(len(answer)), np.zeros(len(answer))))
+        packed = pack(trajectories, 32)
+        batch = packed.batch
+        behavior = np.where(batch.mask, scorer.logprobs(batch) + rng.normal(0, 0.1, batch.shape), 0).astype(np.float32)
+        batches.append(
+            batch.replace(
+                behavior_logp=behavior,
+                proximal_logp=behavior,
+                advantages=packed.spread(rng.normal(mean, size=10)),
+                weights=sequence_mean(batch.mask, batch.segment_ids).astype(np.float32),
+            )
+        )
+    return batches
+
+
+def across(count: int) -> OptimizerConfig:
+    """AdamW whose rate rises for a quarter of so many updates and falls for the rest, so that a count that is lost shows."""
+    schedule = {"warmup_steps": count // 4, "schedule": "cosine", "schedule_steps": count}
+    return OptimizerConfig(learning_rate=1e-3, weight_decay=0.1, **schedule)
+
+
+def learn(backends: Sequence[str], directory: Path, batches: Sequence[Batch], **settings: Any) -> Course:
+    """An update a batch, an even part of them on each backend in turn, which goes on from the checkpoint of the one before."""
+    said: list[float] = []
+    parts = np.array_split(np.arange(len(batches)), len(backends))
+    with tempfile.TemporaryDirectory() as name:
+        handed = Path(name)
+        for backend, part in zip(backends, parts, strict=True):
+            learner = trainer(backend, directory, **settings)
+            if said:
+                learner.restore(handed)
+            assert learner.version == len(said)
+            said += [learner.update(batches[i], LOSS)["loss"] for i in part]
+            learner.save(handed)
+    return Course(np.array(said), {name: np.array(x, np.float32) for name, x in learner.weights()})
+
+
+def deviations(found: Course, expected: Course) -> tuple[float, float, float]:
+    """The largest relative deviation of a loss, the largest difference of a weight, and that of all weights, relative to their
+    norm."""
+    loss = np.abs(found.losses / expected.losses - 1).max()
+    one, other = (
+        np.concatenate([course.weights[name].reshape(-1) for name in expected.weights]) for course in (found, expected)
+    )
+    return float(loss), float(np.abs(one - other).max()), float(np.linalg.norm(one - other) / np.linalg.norm(other))
