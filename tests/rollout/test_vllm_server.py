@@ -58,6 +58,13 @@ def test_a_server_that_records_experts_runs_what_can_and_one_on_a_cpu_is_refused
         start(launch)
 
 
+def test_a_server_sees_the_devices_that_it_is_given_whatever_their_kind() -> None:
+    env = environment(replace(LAUNCH, device="2,3"), "", cpu=False)
+    assert (env["CUDA_VISIBLE_DEVICES"], env["ASCEND_RT_VISIBLE_DEVICES"]) == ("2,3", "2,3")
+    names = "CUDA_VISIBLE_DEVICES", "ASCEND_RT_VISIBLE_DEVICES"
+    assert [environment(LAUNCH, "", cpu=False).get(name) for name in names] == [os.environ.get(name) for name in names]
+
+
 def test_servers_together_get_at_most_half_the_cores_unless_they_are_more_than_that() -> None:
     cores = len(os.sched_getaffinity(0))
     for servers in (1, 2, 100):

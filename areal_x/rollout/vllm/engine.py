@@ -41,8 +41,8 @@ class VLLMConfig:
     servers: how many to start on this machine. urls: servers that run already (then none is started); the environment
     variable that key_variable names holds their API key. context: longest prompt and completion together, in tokens; 0 takes
     train.row_length. concurrency: requests that one server works on at once. port: of the first server, the next ones count
-    up; 0 takes free ports. threads: compute threads of a server on a CPU; 0 shares half the cores. devices:
-    CUDA_VISIBLE_DEVICES of each server, none leaves them all. staging: the folder that weights pass through, which every
+    up; 0 takes free ports. threads: compute threads of a server on a CPU; 0 shares half the cores. devices: the GPUs or
+    NPUs that each server sees, as "0" or "0,1"; none for all. staging: the folder that weights pass through, which every
     server must see under the same path; '' is shared memory. arguments: more words for the server's command line.
     start_timeout_seconds: how long a start may take.
     """

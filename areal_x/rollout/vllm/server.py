@@ -26,6 +26,7 @@ LOOPBACK = "127.0.0.1"
 POLL_SECONDS = 0.1
 REPORT_SECONDS = 5.0
 STOP_SECONDS = guard.GRACE_SECONDS + 5.0
+VISIBLE = ("CUDA_VISIBLE_DEVICES", "ASCEND_RT_VISIBLE_DEVICES")  # which GPUs, or NPUs, a process sees
 Report = Callable[[str], None]
 
 
@@ -33,7 +34,7 @@ Report = Callable[[str], None]
 class Launch:
     """What one server is started with.
 
-    port: 0 takes a free one. threads: compute threads on a CPU. device: CUDA_VISIBLE_DEVICES, None leaves it as it is.
+    port: 0 takes a free one. threads: compute threads on a CPU. device: the GPUs or NPUs that it sees, None for all.
     seed: of the server's random numbers; servers of one run need different ones, or they draw the same samples.
     experts: whether it records which experts of a mixture each token goes through.
     lora_rank: of the adapters that it will be given, 0 for none.
@@ -175,7 +176,7 @@ def environment(launch: Launch, key: str, cpu: bool) -> dict[str, str]:
     if launch.lora_rank:
         env["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"
     if launch.device is not None:
-        env["CUDA_VISIBLE_DEVICES"] = launch.device
+        env |= dict.fromkeys(VISIBLE, launch.device)
     if cpu:
         env["OMP_NUM_THREADS"] = str(launch.threads)
         env["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # one process less: starts in 16 s where it took 24 s, at the same tokens/s

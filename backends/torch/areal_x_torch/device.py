@@ -10,9 +10,8 @@ from areal_x.trainer import MeshConfig
 
 def find_device() -> torch.device:
     """The accelerator that torch finds (CUDA, NPU, XPU, MPS …), else the CPU."""
-    if torch.accelerator.is_available():
-        return torch.device(torch.accelerator.current_accelerator(), torch.accelerator.current_device_index())
-    return torch.device("cpu")
+    found = torch.accelerator.current_accelerator(check_available=True)
+    return torch.device("cpu") if found is None else torch.device(found.type, torch.accelerator.current_device_index())
 
 
 def compute_dtype(precision: str, device: torch.device) -> torch.dtype:
