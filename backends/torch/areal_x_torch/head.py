@@ -94,8 +94,8 @@ class ByBlocks(torch.autograd.Function):
             of_block = logits.logsumexp(-1)
             both = torch.logaddexp(total, of_block)
             if wants_entropy:
-                logp = logits - of_block[:, None]
-                entropy_of_block = -logp.mul_(logp.exp()).sum(-1)
+                logp = (logits.clone() if kept else logits).sub_(of_block[:, None])
+                entropy_of_block = -logp.exp().mul_(logp).sum(-1)
                 entropy = _part_of(both, total, entropy) + _part_of(both, of_block, entropy_of_block)
             total = both
             if kept:
@@ -117,7 +117,7 @@ class ByBlocks(torch.autograd.Function):
             logits = kept[number] if kept else _logits(hidden, of_weight, of_bias, ctx.temperature)
             logp, slope = logits.sub_(total[:, None]), scaled
             if entropy is not None:
-                slope = slope + (logp + entropy[:, None]).mul_(grad_entropy[:, None] / ctx.temperature)
+                slope = (logp + entropy[:, None]).mul_(grad_entropy[:, None] / ctx.temperature).add_(scaled)
             grad_logits = logp.exp_().mul_(-slope)
             here, own = _within(targets, part)
             grad_logits.scatter_add_(1, own, torch.where(here[:, None], scaled, 0))
