@@ -29,9 +29,9 @@ from areal_x_jax.trainer import Trainer
 from areal_x_jax.vision import look
 from areal_x_jax.vision_shape import MODULES, VisionShape
 from areal_x_jax.weights import from_tensors, saved_name, to_tensors
+from tests.models import IMAGE, log_softmax, reference_model, with_images
 from tests.rollout.conformance import slot_request, to_the_end
 
-from .conftest import IMAGE, log_softmax, reference_model, with_images
 from .meshes import learn, learn_on
 
 MadeModel = Callable[[str], Path]

@@ -20,8 +20,7 @@ from areal_x_jax.shape import Shape, shape_of
 from areal_x_jax.vision import PatchLayout, encode, multimodal_rotation
 from areal_x_jax.vision_shape import MODULES, VisionShape, vision_shape_of
 from areal_x_jax.weights import from_tensors, places, to_tensors
-
-from .conftest import IMAGE, image_prompt, reference_model
+from tests.models import IMAGE, image_prompt, reference_model
 
 FAMILIES = ("qwen2_5_vl", "qwen3_vl")
 # Windows are of 4×4 patches: whole ones, ragged ones in either or both directions, an image smaller than a window, a video.

@@ -1,14 +1,12 @@
-"""Random models of each architecture that the JAX backend knows."""
+"""Random models of each architecture that the backends train, and sequences for them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import cache
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pytest
 
 from areal_x.model_dir import read_config
 from areal_x.types import Images, Trajectory
@@ -120,12 +118,6 @@ def write_config(config: dict[str, Any], directory: Path, sees: bool = False, se
         torch.nn.init.normal_(parameter, 1.0 if parameter.ndim == 1 else 0.0, 0.2)
     model.save_pretrained(directory)
     return directory
-
-
-@pytest.fixture(scope="session")
-def model_dir_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """The directory of a random model, written once."""
-    return cache(lambda name: write_random(name, tmp_path_factory.mktemp(name)))
 
 
 def reference_model(directory: Path) -> Any:
