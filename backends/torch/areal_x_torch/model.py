@@ -54,7 +54,6 @@ def load(directory: Path, device: torch.device, head: str) -> PreTrainedModel:
             model, found = kind.from_pretrained(
                 directory,
                 dtype=torch.float32,
-                attn_implementation="sdpa",
                 local_files_only=True,
                 ignore_mismatched_sizes=True,  # they are listed below, by name
                 output_loading_info=True,
