@@ -18,9 +18,9 @@ import numpy as np
 from areal_x.model_dir import read_tensors
 from areal_x.trainer import ModelConfig, TrainerConfig
 from areal_x_jax.trainer import Trainer
-from tests.jax.conftest import MODELS, MORE, SEEING, write_config
 from tests.jax.test_images import image_gradient_deviation, image_logit_deviation
 from tests.jax.test_model import gradient_deviation, logit_deviation
+from tests.models import MODELS, MORE, SEEING, write_config
 
 SHAPES: dict[str, dict[str, Any]] = {
     "": {},

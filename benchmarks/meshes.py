@@ -13,9 +13,9 @@ from pathlib import Path
 
 import numpy as np
 
-from tests.jax.conftest import write_random
 from tests.jax.meshes import learn, learn_on
 from tests.jax.test_layout import MESHES
+from tests.models import write_random
 
 
 def main() -> None:

@@ -24,7 +24,7 @@ from areal_x.rollout.vllm.engine import VLLMConfig, VLLMEngine
 from areal_x.trainer import ModelConfig, OptimizerConfig, TrainerConfig
 from areal_x_jax.trainer import Trainer
 from tests.conftest import CHARACTERS, write_tokenizer
-from tests.jax.conftest import GEMMA3, MODELS, MORE, trajectories, write_config
+from tests.models import GEMMA3, MODELS, MORE, trajectories, write_config
 
 VOCABULARY = len(CHARACTERS) + 2
 WIDE = {"head_dim": 32, "hidden_size": 128, "vocab_size": VOCABULARY}  # vLLM's attention on CPUs wants heads of 32

@@ -7,6 +7,8 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
+from functools import cache
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
@@ -114,6 +116,14 @@ def tiny_model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def tied_model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_model(tmp_path_factory.mktemp("tied"), tie_word_embeddings=True, seed=1)
+
+
+@pytest.fixture(scope="session")
+def model_dir_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """The directory of a random model of `tests.models`, written once."""
+    from tests.models import write_random
+
+    return cache(lambda name: write_random(name, tmp_path_factory.mktemp(name)))
 
 
 @pytest.fixture(scope="session", autouse=True)

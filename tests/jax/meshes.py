@@ -24,8 +24,7 @@ from areal_x.trainer import LoRAConfig, MeshConfig, ModelConfig, OptimizerConfig
 from areal_x.types import Batch, Trajectory
 from areal_x_jax.trainer import Trainer
 from tests.conftest import python_with
-
-from .conftest import IMAGE, with_images
+from tests.models import IMAGE, with_images
 
 ROWS, LENGTH, UPDATES = 16, 32, 10
 

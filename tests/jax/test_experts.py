@@ -21,8 +21,7 @@ from areal_x_jax.experts import Routing, imbalance, mixture, route
 from areal_x_jax.layout import ALONE
 from areal_x_jax.shape import Experts
 from areal_x_jax.trainer import Trainer
-
-from .conftest import log_softmax, reference_model, trajectories
+from tests.models import log_softmax, reference_model, trajectories
 
 EXPERTS = Experts(count=6, per_token=2, intermediate=5, normalised=True)
 HIDDEN = 8

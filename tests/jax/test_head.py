@@ -14,8 +14,7 @@ from areal_x.algorithms.distillation import generalized_jsd
 from areal_x_jax import head
 from areal_x_jax.layout import ALONE, Layout
 from tests.conftest import python_with
-
-from .conftest import log_softmax
+from tests.models import log_softmax
 
 ROWS, LENGTH, FEATURES, VOCAB = 3, 17, 8, 29
 SEGMENTS = np.stack([np.repeat([1, 2, 0], [8, 6, 3]), np.full(LENGTH, 1), np.repeat([1, 2, 3], [1, 15, 1])])

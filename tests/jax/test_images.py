@@ -29,17 +29,15 @@ from areal_x_jax.trainer import Trainer
 from areal_x_jax.vision import look
 from areal_x_jax.vision_shape import MODULES, VisionShape
 from areal_x_jax.weights import from_tensors, saved_name, to_tensors
+from tests.models import IMAGE, PROMPTS, log_softmax, reference_model, seen_logits, stand_in_reference, with_images
 from tests.rollout.conformance import slot_request, to_the_end
 
-from .conftest import IMAGE, log_softmax, reference_model, with_images
 from .meshes import learn, learn_on
 
 MadeModel = Callable[[str], Path]
 FAMILIES = ("qwen2_5_vl", "qwen3_vl")
-# Several images in a sequence, ragged windows, two frames, none at all.
-PROMPTS = [(3, (1, 4, 6), 2, (2, 4, 4), 1), (5,), (1, (1, 6, 10)), (2, (1, 2, 2), 1, (1, 8, 2), 2), (4,), ((1, 4, 4),)]
 IMAGES_OF = [[part for part in parts if not isinstance(part, int)] for parts in PROMPTS]
-ROW, STAND_IN = 64, 49
+ROW = 64
 OPTIMIZER = OptimizerConfig(learning_rate=1e-2, weight_decay=0.1, warmup_steps=4, clip_norm=0.5, eps=1e-4)
 
 
@@ -54,30 +52,6 @@ def learnable(packed: Packed) -> Batch:
 
 def packed_of(**how: Any) -> Packed:
     return pack(with_images(*PROMPTS, **how), ROW)
-
-
-def torch_logits(model: Any, trajectory: Trajectory) -> Any:
-    """transformers' own of one sequence alone."""
-    import torch
-
-    tokens = torch.tensor(trajectory.tokens).long()
-    if trajectory.images is None:
-        return model(tokens[None]).logits[0]
-    # It would take a token of the answer with an image's id for an image's: one that nothing else uses stands in for it.
-    tokens[(tokens == IMAGE) & torch.tensor(trajectory.mask)] = STAND_IN
-    pixels, grids = torch.tensor(trajectory.images.patches), torch.tensor(trajectory.images.grids).long()
-    kinds = (tokens == IMAGE).int()[None]
-    return model(tokens[None], pixel_values=pixels, image_grid_thw=grids, mm_token_type_ids=kinds).logits[0]
-
-
-def reference(directory: Path) -> Any:
-    import torch
-
-    model = reference_model(directory)
-    embeddings = model.get_input_embeddings().weight
-    with torch.no_grad():
-        embeddings[STAND_IN] = embeddings[IMAGE]
-    return model
 
 
 def hidden_of(shape: Shape, params: Params, batch: Batch) -> Any:
@@ -100,9 +74,9 @@ def image_logit_deviation(directory: Path, image_like: bool = False) -> float:
     shape, params = load(directory)
     packed = packed_of(image_like=image_like)
     logits = jax.jit(lambda params: hidden_of(shape, params, packed.batch) @ head_kernel(params))(params)
-    model = reference(directory) if image_like else reference_model(directory)
+    model = stand_in_reference(directory) if image_like else reference_model(directory)
     with torch.no_grad():
-        theirs = [torch_logits(model, trajectory).numpy() for trajectory in with_images(*PROMPTS, image_like=image_like)]
+        theirs = [seen_logits(model, trajectory).numpy() for trajectory in with_images(*PROMPTS, image_like=image_like)]
     # np.max, as the largest of Python's may pass over a NaN.
     return float(np.max([np.abs(a - b).max() for a, b in zip(in_sequences(packed, logits), theirs, strict=True)]))
 
@@ -128,7 +102,7 @@ def image_gradient_deviation(directory: Path) -> float:
 
     ours, model = dict(to_tensors(shape, jax.grad(loss)(params))), reference_model(directory)
     for trajectory in with_images(*PROMPTS, image_like=False):
-        logp = torch.log_softmax(torch_logits(model, trajectory)[:-1], -1)
+        logp = torch.log_softmax(seen_logits(model, trajectory)[:-1], -1)
         (-logp[torch.arange(len(logp)), torch.tensor(trajectory.tokens[1:]).long()].sum()).backward()
         tokens += len(logp)
     theirs = {saved_name(shape, name): x.grad.numpy() for name, x in model.named_parameters()}
@@ -159,7 +133,7 @@ def test_an_update_is_that_of_torch_and_what_is_saved_loads_in_transformers(
     packed, made = packed_of(image_like=False), with_images(*PROMPTS, image_like=False)
     learned, total = trainer.update(learnable(packed), losses.sft), torch.zeros(())
     for trajectory in made:
-        logp = torch.log_softmax(torch_logits(model, trajectory)[:-1], -1)
+        logp = torch.log_softmax(seen_logits(model, trajectory)[:-1], -1)
         own = logp[torch.arange(len(logp)), torch.tensor(trajectory.tokens[1:]).long()][torch.tensor(trajectory.mask[1:])]
         total = total - own.mean() / len(made)
     total.backward()
@@ -181,7 +155,7 @@ def test_an_update_is_that_of_torch_and_what_is_saved_loads_in_transformers(
         np.testing.assert_array_equal(saved[saved_name(trainer.shape, name)], parameter.detach().numpy())
     for trajectory, logp in zip(made, packed.gather(trainer.logprobs(packed.batch)), strict=True):
         with torch.no_grad():
-            logits = torch_logits(again, trajectory).numpy()
+            logits = seen_logits(again, trajectory).numpy()
         expected = log_softmax(logits[:-1])[np.arange(len(logits) - 1), trajectory.tokens[1:]]
         np.testing.assert_allclose(logp[1:], expected, atol=1e-4)
 
@@ -223,7 +197,7 @@ def test_a_batch_without_images_is_that_of_a_text_model(model_dir_of: MadeModel)
     model = reference_model(model_dir_of("qwen3_vl"))
     for trajectory, logp in zip(made, packed.gather(trainer.logprobs(packed.batch)), strict=True):
         with torch.no_grad():
-            logits = torch_logits(model, trajectory).numpy()
+            logits = seen_logits(model, trajectory).numpy()
         expected = log_softmax(logits[:-1])[np.arange(len(logits) - 1), trajectory.tokens[1:]]
         np.testing.assert_allclose(logp[1:], expected, atol=1e-4)
 

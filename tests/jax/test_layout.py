@@ -12,8 +12,8 @@ from areal_x.errors import ConfigError, UserError
 from areal_x.trainer import MeshConfig
 from areal_x_jax.layout import ALONE, AXES, Layout, check_fit, make_layout
 from areal_x_jax.shape import shape_of
+from tests.models import MODELS, MORE
 
-from .conftest import MODELS, MORE
 from .meshes import learn, learn_on
 
 MadeModel = Callable[[str], Path]

@@ -20,8 +20,8 @@ from areal_x.errors import ConfigError, UserError
 from areal_x.trainer import LoRAConfig, ModelConfig, TrainerConfig
 from areal_x.types import Batch, Policy
 from areal_x_jax.trainer import Trainer
+from tests.models import log_softmax, reference_model, torch_logits, trajectories
 
-from .conftest import log_softmax, reference_model, torch_logits, trajectories
 from .meshes import learn, learn_on
 from .test_trainer import LENGTHS, OPTIMIZER, assert_same_bits, learnable, make_trainer
 

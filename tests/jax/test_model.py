@@ -18,8 +18,7 @@ from areal_x_jax.model import head_kernel, hidden_states
 from areal_x_jax.parameters import Params, parameter_shapes
 from areal_x_jax.shape import Rope, Shape, shape_of
 from areal_x_jax.weights import from_tensors, places, to_tensors
-
-from .conftest import MODELS, MORE, QWEN3, reference_model, sequences, torch_logits
+from tests.models import MODELS, MORE, QWEN3, reference_model, sequences, torch_logits
 
 MadeModel = Callable[[str], Path]
 BASE = {**QWEN3, "architectures": ["Qwen3ForCausalLM"], "rms_norm_eps": 1e-6}

@@ -19,8 +19,7 @@ from areal_x.types import Batch, Policy
 from areal_x_jax.shape import shape_of
 from areal_x_jax.trainer import Trainer
 from tests.conftest import QUICK, python_with, write_model
-
-from .conftest import LLAMA3, MODELS, log_softmax, reference_model, torch_logits, trajectories
+from tests.models import LLAMA3, MODELS, log_softmax, reference_model, torch_logits, trajectories
 
 MadeModel = Callable[[str], Path]
 LENGTHS = (12, 7, 20, 15, 5, 18, 9, 20, 11, 16, 13, 6)

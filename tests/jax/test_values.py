@@ -20,8 +20,7 @@ from areal_x.errors import UserError
 from areal_x.trainer import ModelConfig, OptimizerConfig, TrainerConfig
 from areal_x.types import Batch
 from areal_x_jax.trainer import Trainer
-
-from .conftest import MODELS, log_softmax, torch_logits, trajectories
+from tests.models import MODELS, log_softmax, torch_logits, trajectories
 
 MadeModel = Callable[[str], Path]
 LENGTHS = (12, 7, 20, 15, 5, 18, 9, 20, 1, 16, 13, 6)

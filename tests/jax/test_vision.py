@@ -13,15 +13,15 @@ import numpy as np
 import pytest
 
 from areal_x.errors import UserError
+from areal_x.images import image_tokens, mrope_positions
 from areal_x.model_dir import read_config, read_tensors
-from areal_x_jax.images import image_places, image_tokens, mrope_positions, patch_layout
+from areal_x_jax.images import image_places, patch_layout
 from areal_x_jax.parameters import Params, parameter_shapes
 from areal_x_jax.shape import Shape, shape_of
 from areal_x_jax.vision import PatchLayout, encode, multimodal_rotation
 from areal_x_jax.vision_shape import MODULES, VisionShape, vision_shape_of
 from areal_x_jax.weights import from_tensors, places, to_tensors
-
-from .conftest import IMAGE, image_prompt, reference_model
+from tests.models import IMAGE, image_prompt, reference_model
 
 FAMILIES = ("qwen2_5_vl", "qwen3_vl")
 # Windows are of 4×4 patches: whole ones, ragged ones in either or both directions, an image smaller than a window, a video.

@@ -11,11 +11,10 @@ import numpy as np
 from jaxtyping import Bool, Float, Int
 
 from areal_x.errors import UserError
+from areal_x.images import TEXT_ALONE, Grid, check_grids, image_tokens, mrope_positions, patches_of
 from areal_x.types import Batch
 from areal_x_jax.vision import ImageArrays, PatchLayout
 from areal_x_jax.vision_shape import VisionShape
-
-Grid = tuple[int, int, int]
 
 
 def image_arrays(batch: Batch, shape: VisionShape | None) -> ImageArrays | None:
@@ -28,7 +27,7 @@ def image_arrays(batch: Batch, shape: VisionShape | None) -> ImageArrays | None:
     if shape is None:
         if not batch.has_images:
             return None
-        raise UserError("the batch has images and the model reads text alone: train one that sees, Qwen2.5-VL or Qwen3-VL")
+        raise UserError(TEXT_ALONE)
     of_image = image_tokens(batch.tokens, shape.image_token, batch.mask) & (batch.segment_ids > 0)
     if not batch.has_images:
         if of_image.any():
@@ -70,9 +69,7 @@ def patch_layout(grids: Sequence[Grid], shape: VisionShape, capacity: int | None
     Raises: UserError for grids that do not divide into the merger's squares, or do not fit.
     """
     merge = shape.merge
-    for grid in grids:
-        if grid[1] % merge or grid[2] % merge:
-            raise UserError(f"an image of {grid[1]}×{grid[2]} patches: its height and width must be multiples of {merge}")
+    check_grids(grids, merge)
     patches = patches_of(grids)
     if capacity is None:
         capacity = capacity_of(patches, merge)
@@ -95,10 +92,6 @@ def patch_layout(grids: Sequence[Grid], shape: VisionShape, capacity: int | None
         start = here.stop
     of_table = (corners, weights) if shape.table else (None, None)
     return PatchLayout(frames, windows if shape.window else None, rows, columns, *of_table)
-
-
-def patches_of(grids: Sequence[Grid]) -> int:
-    return sum(frames * height * width for frames, height, width in grids)
 
 
 def capacity_of(patches: int, merge: int) -> int:
@@ -128,51 +121,6 @@ def between(
     return indices.reshape(-1, 4), (of_rows[:, :, None] * of_columns[:, None, :]).reshape(-1, 4)
 
 
-def mrope_positions(
-    tokens: Int[np.ndarray, " length"],
-    grids: Sequence[Grid],
-    image_token_id: int,
-    merge: int,
-    sampled: Bool[np.ndarray, " length"] | None = None,
-) -> Int[np.ndarray, "3 length"]:
-    """Positions in time, height and width of one sequence whose images, in order, have these grids.
-
-    Text counts up in all three. An image begins where the text before it ends, and the text after it goes on after the larger
-    of its two sides; so a token that follows text has the position of the one before it plus 1.
-    sampled: the tokens that the policy wrote. They are text even if one has the image's id: no image stands behind it.
-
-    Not covered: Qwen2.5-VL's videos, whose frames are spaced by their seconds. Qwen3-VL has text between the frames of a video,
-    so each is one more grid of a single frame, but under the id of video tokens.
-    Raises: UserError where the tokens are not those of these images.
-    """
-    tokens = np.asarray(tokens)
-    of_image = image_tokens(tokens, image_token_id, sampled)
-    wanted = patches_of(grids) // merge**2
-    if of_image.sum() != wanted:
-        raise UserError(f"a sequence has {of_image.sum()} image tokens, but its {len(grids)} images are {wanted} of them")
-    positions = np.empty((3, len(tokens)), np.int32)
-    start = position = 0
-    for frames, height, width in grids:
-        first = start + int(of_image[start:].argmax())
-        positions[:, start:first] = position + np.arange(first - start)
-        position += first - start
-        inside = np.indices((frames, height // merge, width // merge)).reshape(3, -1)
-        start = first + inside.shape[1]
-        if not of_image[first:start].all():
-            raise UserError(f"the image at token {first} is interrupted: it needs {inside.shape[1]} image tokens in a row")
-        positions[:, first:start] = position + inside
-        position += max(height, width) // merge
-    positions[:, start:] = position + np.arange(len(tokens) - start)
-    return positions
-
-
 def image_places(of_image: Bool[np.ndarray, "rows length"]) -> Int[np.ndarray, "rows length"]:
     """Which embedding of its row's images stands at each token, or −1 at text, where these tokens are of images."""
     return np.where(of_image, np.cumsum(of_image, axis=-1, dtype=np.int32) - 1, np.int32(-1))
-
-
-def image_tokens(
-    tokens: Int[np.ndarray, ...], image_token_id: int, sampled: Bool[np.ndarray, ...] | None
-) -> Bool[np.ndarray, ...]:
-    found = tokens == image_token_id
-    return found if sampled is None else found & ~np.asarray(sampled, bool)

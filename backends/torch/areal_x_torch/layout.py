@@ -13,7 +13,6 @@ import numpy as np
 import torch
 from jaxtyping import Bool, Int64
 
-from areal_x.errors import UserError
 from areal_x.types import Batch
 
 
@@ -49,12 +48,6 @@ class Flat:
             chosen = chosen & (self.positions > 0)
         found = np.flatnonzero(chosen)
         return found - before, self.places[found]
-
-
-def refuse_images(batch: Batch) -> None:
-    """Raises: UserError for a batch with images."""
-    if batch.has_images:
-        raise UserError("the batch has images, which the torch backend does not train on yet: use train.backend = 'jax'")
 
 
 def micro_batches(batch: Batch, most: int) -> list[Batch]:

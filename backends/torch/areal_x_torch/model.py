@@ -13,23 +13,25 @@ import numpy as np
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedModel
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoModelForSequenceClassification, PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.utils import logging
 
 from areal_x import model_dir
 from areal_x.errors import UserError
 from areal_x_torch.attention import ATTENTION, Segments, sdpa
+from areal_x_torch.images import SEEING, Seen, look
 
 SCORE = "score.weight"  # what a sequence classifier has in place of a language model's head
 
 
 class Row(NamedTuple):
-    """Sequences one after the other, each with positions from 0 on."""
+    """Sequences one after the other, each with positions from 0 on; of a model that sees, three and perhaps images."""
 
     tokens: Int[Tensor, " tokens"]
-    positions: Int[Tensor, " tokens"]
+    positions: Int[Tensor, "*3 tokens"]
     segments: Segments
+    seen: Seen | None = None
 
 
 class Head(NamedTuple):
@@ -46,15 +48,20 @@ def load(directory: Path, device: torch.device, head: str) -> PreTrainedModel:
     has none. Raises: UserError where the tensors do not fit the config, or the model is one that this backend does not train.
     """
     model_dir.check_head(directory, head)
+    config = model_dir.read_config(directory)
     kind, name, changes = AutoModelForCausalLM, "a causal language model", {}
-    if head != "policy":
+    if "vision_config" in config:
+        if config["model_type"] not in SEEING or head != "policy":
+            kinds = f"of models that see, the torch backend trains {' and '.join(SEEING)}, as policies"
+            raise UserError(f"{directory} is a {config['model_type']}; {kinds}: use one of these, or a model of text")
+        kind, name = AutoModelForImageTextToText, "a model that sees"
+    elif head != "policy":
         kind, name, changes = AutoModelForSequenceClassification, "a sequence classifier", {"num_labels": 1}
     with quiet():
         try:
             model, found = kind.from_pretrained(
                 directory,
                 dtype=torch.float32,
-                attn_implementation="sdpa",
                 local_files_only=True,
                 ignore_mismatched_sizes=True,  # they are listed below, by name
                 output_loading_info=True,
@@ -99,7 +106,7 @@ def refuse_unusual(model: PreTrainedModel, directory: Path) -> None:
         raise UserError(f"{kind}, whose files hold other tensors than parts of the model's: use a Qwen, Llama or Mistral model")
     if not model._supports_attention_backend:
         raise UserError(f"{kind}, whose attention transformers does not let others replace: use a Qwen, Llama or Mistral model")
-    model.set_attn_implementation(ATTENTION)
+    model.set_attn_implementation({"text_config": ATTENTION} if sees(model) else ATTENTION)
     # The second of two sequences in a row must be what it is alone. A classifier's logits are those of the last token that is
     # not padding: of one token in any case.
     first, second = torch.arange(1, 4, device=model.device), torch.arange(1 if is_classifier(model) else 4, device=model.device)
@@ -120,14 +127,22 @@ def refuse_unusual(model: PreTrainedModel, directory: Path) -> None:
 
 def hidden_states(model: PreTrainedModel, row: Row) -> Float[Tensor, "tokens features"]:
     """What the head reads at each token of a flat row."""
-    tokens, positions = row.tokens[None], row.positions[None]
-    states = model.base_model(input_ids=tokens, position_ids=positions, use_cache=False, segments=row.segments)
+    base, read = model.base_model, {"input_ids": row.tokens[None]}
+    if sees(model):
+        read = look(base, base.get_input_embeddings()(row.tokens[None]), row.seen)
+        base = base.language_model
+    # One row: of positions, and of those in three directions.
+    states = base(**read, position_ids=row.positions.unsqueeze(-2), use_cache=False, segments=row.segments)
     return states.last_hidden_state[0]
 
 
 def head(model: PreTrainedModel) -> Head:
     layer = model.score if is_classifier(model) else model.get_output_embeddings()
     return Head(layer.weight, layer.bias)
+
+
+def sees(model: PreTrainedModel) -> bool:
+    return hasattr(model.config, "vision_config")
 
 
 def is_classifier(model: PreTrainedModel) -> bool:

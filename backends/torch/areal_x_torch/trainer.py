@@ -20,11 +20,12 @@ from areal_x.errors import ConfigError, one_of
 from areal_x.lora import check_saved
 from areal_x.rollout.lanes import Lanes
 from areal_x.trainer import Loss, OptimizerConfig, TrainerConfig
-from areal_x.types import Batch, Policy
+from areal_x.types import IMAGES, Batch, Policy
 from areal_x_torch import attention, head, model
 from areal_x_torch.attention import Segments
 from areal_x_torch.device import check_mesh, compute_dtype, find_device, tokens_at_once
-from areal_x_torch.layout import Flat, flatten, micro_batches, refuse_images, to_tensor
+from areal_x_torch.images import check_images, seen_of
+from areal_x_torch.layout import Flat, flatten, micro_batches, to_tensor
 
 
 class Trainer:
@@ -55,6 +56,8 @@ class Trainer:
         else:
             self.model = model.load(self.directory, self.device, config.head)
             self.optimizer = make_optimizer(list(self.model.parameters()), config.optimizer)
+        if self.teacher is not None and model.sees(self.teacher) != model.sees(self.model):
+            raise ConfigError("train.teacher", config.teacher, "a model that sees where the student does, and else one of text")
         self.version = 0
         self._threads = torch.get_num_threads()
         self._beside: Lanes | None = None  # the sampler that shares the CPU with this trainer
@@ -63,7 +66,7 @@ class Trainer:
         if batch.weights is None:
             raise ValueError("the batch has no weights: an algorithm's weighting gives them")
         self._need_moments("update")
-        refuse_images(batch)
+        check_images(batch, self.model.config)
         self._leave_cores()
         self.optimizer.zero_grad()  # what a loss that raised has left behind
         tokens = max(int(np.sum(batch.mask)), 1)
@@ -79,6 +82,9 @@ class Trainer:
             sums["loss"] += total.detach()
             for name, x in metrics.items():
                 sums[name] += torch.where(rows.mask, x.detach(), 0).sum() / tokens
+        for p in self.model.parameters():
+            if p.grad is None and p.requires_grad:  # of what a batch without images does not reach
+                p.grad = torch.zeros_like(p)
         norm = self._clip()
         rate = float(self.config.optimizer.learning_rate_at(np.float32(self.version)))
         for group in self.optimizer.param_groups:
@@ -180,8 +186,11 @@ class Trainer:
         return Policy(**{name: x.reshape(packed.shape) for name, x in said.items()})
 
     def _row(self, packed: Batch, flat: Flat) -> model.Row:
-        tokens, positions = (to_tensor(x, self.device) for x in (flat.take(packed.tokens), flat.positions))
-        return model.Row(tokens, positions, Segments.of(tuple(flat.lengths.tolist()), self.attend, self.device))
+        segments = Segments.of(tuple(flat.lengths.tolist()), self.attend, self.device)
+        tokens, positions, seen = to_tensor(flat.take(packed.tokens), self.device), flat.positions, None
+        if model.sees(self.model):
+            positions, seen = seen_of(packed, flat, self.model.config, self.device)
+        return model.Row(tokens, to_tensor(positions, self.device), segments, seen)
 
     def _hidden(self, of: PreTrainedModel, row: model.Row, telling: Tensor) -> Tensor:
         """What a model's head reads at the places `telling` of a flat row."""
@@ -199,8 +208,9 @@ class Trainer:
     @torch.inference_mode()
     def _everywhere(self, batch: Batch, name: str) -> Float32[np.ndarray, "rows length"]:
         """What the head says of all tokens."""
-        refuse_images(batch)
-        packed = Batch(batch.tokens, batch.segment_ids, batch.positions, batch.mask).map(np.asarray)
+        check_images(batch, self.model.config)
+        images = {name: getattr(batch, name) for name in IMAGES}
+        packed = Batch(batch.tokens, batch.segment_ids, batch.positions, batch.mask, **images).map(np.asarray)
         said = getattr(self._policy(packed, packed.segment_ids != 0), name)
         return np.zeros(batch.shape, np.float32) if said is None else said.cpu().numpy()
 

@@ -1,14 +1,12 @@
-"""Random models of each architecture that the JAX backend knows."""
+"""Random models of each architecture that the backends train, and sequences for them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import cache
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pytest
 
 from areal_x.model_dir import read_config
 from areal_x.types import Images, Trajectory
@@ -95,6 +93,17 @@ SEEING = {
     ),
 }
 
+# Several images in a sequence, ragged windows, two frames, none at all.
+PROMPTS: list[tuple[int | tuple[int, int, int], ...]] = [
+    (3, (1, 4, 6), 2, (2, 4, 4), 1),
+    (5,),
+    (1, (1, 6, 10)),
+    (2, (1, 2, 2), 1, (1, 8, 2), 2),
+    (4,),
+    ((1, 4, 4),),
+]
+STAND_IN = 49
+
 # Sizes that 4 devices divide, and 8 the widths.
 EVEN = {"vocab_size": 64, "num_attention_heads": 8, "num_key_value_heads": 4}
 DIVISIBLE = {
@@ -122,12 +131,6 @@ def write_config(config: dict[str, Any], directory: Path, sees: bool = False, se
     return directory
 
 
-@pytest.fixture(scope="session")
-def model_dir_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """The directory of a random model, written once."""
-    return cache(lambda name: write_random(name, tmp_path_factory.mktemp(name)))
-
-
 def reference_model(directory: Path) -> Any:
     """transformers' own model. On one thread: torch's idle threads would take the other tests' cores."""
     import torch
@@ -145,6 +148,31 @@ def torch_logits(directory: Path, sequences: list[np.ndarray]) -> list[np.ndarra
     model = reference_model(directory)
     with torch.no_grad():
         return [model(torch.tensor(np.asarray(s)[None]).long()).logits[0].numpy() for s in sequences]
+
+
+def stand_in_reference(directory: Path) -> Any:
+    """transformers' own model, in which STAND_IN says what an image's id says as text."""
+    import torch
+
+    model = reference_model(directory)
+    embeddings = model.get_input_embeddings().weight
+    with torch.no_grad():
+        embeddings[STAND_IN] = embeddings[IMAGE]
+    return model
+
+
+def seen_logits(model: Any, trajectory: Trajectory) -> Any:
+    """transformers' own of one sequence alone, with its images."""
+    import torch
+
+    tokens = torch.tensor(trajectory.tokens).long()
+    if trajectory.images is None:
+        return model(tokens[None]).logits[0]
+    # It would take a token of the answer with an image's id for an image's: one that nothing else uses stands in for it.
+    tokens[(tokens == IMAGE) & torch.tensor(trajectory.mask)] = STAND_IN
+    pixels, grids = torch.tensor(trajectory.images.patches), torch.tensor(trajectory.images.grids).long()
+    kinds = (tokens == IMAGE).int()[None]
+    return model(tokens[None], pixel_values=pixels, image_grid_thw=grids, mm_token_type_ids=kinds).logits[0]
 
 
 def log_softmax(logits: np.ndarray) -> np.ndarray:

@@ -1,0 +1,93 @@
+"""The images of a flat row, for transformers' own models that see."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+from areal_x.errors import UserError
+from areal_x.images import TEXT_ALONE, check_grids, image_tokens, mrope_positions
+from areal_x.types import Batch
+from areal_x_torch.layout import Flat, to_tensor
+
+SEEING = ("qwen2_5_vl", "qwen3_vl")  # the model_types whose positions `mrope_positions` gives
+
+
+class Seen(NamedTuple):
+    """The images of a flat row in the order of its tokens, and the tokens that stand for them."""
+
+    patches: Float[Tensor, "patches features"]
+    grids: Int[Tensor, "images 3"]
+    places: Int[Tensor, " image_tokens"]
+
+
+def check_images(batch: Batch, config: Any) -> None:
+    """Raises: UserError for images that the model of a transformers config does not see, or not in this form."""
+    if not batch.has_images:
+        return
+    tower = getattr(config, "vision_config", None)
+    if tower is None:
+        raise UserError(TEXT_ALONE)
+    channels = tower.in_chans if hasattr(tower, "in_chans") else tower.in_channels
+    features = channels * tower.temporal_patch_size * tower.patch_size**2
+    if batch.patches.shape[2] != features:
+        wanted = f"the model's tower takes {features}: use the processor that it came with"
+        raise UserError(f"the images of the batch have patches of {batch.patches.shape[2]} numbers, but {wanted}")
+    check_grids(batch.grids[batch.image_segments > 0].tolist(), tower.spatial_merge_size)
+
+
+def seen_of(packed: Batch, flat: Flat, config: Any, device: torch.device) -> tuple[Int[np.ndarray, "3 tokens"], Seen | None]:
+    """Positions in time, height and width of the tokens of a flat row, and its images, for a model that sees.
+
+    Raises: UserError where the image tokens of a sequence are not those of its images.
+    """
+    merge, token = config.vision_config.spatial_merge_size, config.image_token_id
+    tokens, sampled = flat.take(packed.tokens), flat.take(packed.mask)
+    of_image = image_tokens(tokens, token, sampled)
+    positions = np.repeat(flat.positions[None], 3, axis=0)
+    stops = np.cumsum(flat.lengths)
+    patches, grids = [], []
+    for start, stop in zip(stops - flat.lengths, stops, strict=True):
+        own = _images_of(packed, int(flat.places[start]))
+        if len(own) or of_image[start:stop].any():
+            row = int(flat.places[start]) // packed.shape[1]
+            theirs = [tuple(packed.grids[row, i].tolist()) for i in own]
+            here = slice(start, stop)
+            positions[:, here] = mrope_positions(tokens[here], theirs, token, merge, sampled[here])
+            ends = np.cumsum(packed.grids[row].prod(axis=1)) if len(own) else ()
+            patches += [packed.patches[row, ends[i] - int(np.prod(packed.grids[row, i])) : ends[i]] for i in own]
+            grids += theirs
+    if not grids:
+        return positions, None
+    arrays = np.concatenate(patches), np.array(grids), np.flatnonzero(of_image)
+    return positions, Seen(*(to_tensor(x, device) for x in arrays))
+
+
+def _images_of(packed: Batch, place: int) -> Int[np.ndarray, " images"]:
+    """Which images of its row belong to the sequence that a token of the flattened packed rows is of."""
+    if not packed.has_images:
+        return np.zeros(0, np.int64)
+    row, column = divmod(place, packed.shape[1])
+    return np.flatnonzero(packed.image_segments[row] == packed.segment_ids[row, column])
+
+
+def look(model: nn.Module, embedded: Float[Tensor, "1 tokens features"], seen: Seen | None) -> dict[str, Any]:
+    """What the language model of a transformers model that sees is given in place of tokens.
+
+    transformers' own forward would take every token with an image's id for an image's; here one that the policy wrote is text.
+    """
+    if seen is None:
+        return {"inputs_embeds": embedded}
+    found = model.get_image_features(seen.patches, seen.grids, return_dict=True)
+    features = torch.cat(list(found.pooler_output)).to(embedded.dtype)
+    given: dict[str, Any] = {"inputs_embeds": embedded.index_copy(1, seen.places, features[None])}
+    deeper = getattr(found, "deepstack_features", None)
+    if deeper is not None:
+        masks = torch.zeros(embedded.shape[:2], dtype=torch.bool, device=embedded.device)
+        masks[:, seen.places] = True
+        given |= {"visual_pos_masks": masks, "deepstack_visual_embeds": [torch.cat(list(x)) for x in deeper]}
+    return given

@@ -1,0 +1,191 @@
+"""Attention within the sequences of a flat row against the plain formula, and which way is chosen where."""
+
+from __future__ import annotations
+
+import sys
+from types import SimpleNamespace
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from areal_x.errors import ConfigError  # noqa: E402
+from areal_x_torch import attention  # noqa: E402
+from areal_x_torch.attention import Segments, attend, choose, flash, npu, sdpa  # noqa: E402
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+NPU = SimpleNamespace(type="npu")  # as torch_npu would name it
+RAGGED, ONE = (9, 5, 5, 5, 12, 1, 3, 3), (11,)
+
+
+def arrays(lengths, kv_heads=2, head_dim=8):
+    """Queries of 4 heads, keys and values, laid out as models have them."""
+    random = torch.Generator().manual_seed(0)
+    shapes = [(1, sum(lengths), heads, head_dim) for heads in (4, kv_heads, kv_heads)]
+    return [torch.randn(shape, generator=random).transpose(1, 2).requires_grad_() for shape in shapes]
+
+
+def formula(query, key, value, lengths, scale, window, softcap):
+    """softmax(scale · query · key) · value with all scores of the row, those between sequences hidden."""
+    key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], dim=1) for x in (key, value))
+    scores = query @ key.transpose(2, 3) * scale
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    ids = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
+    behind = torch.arange(len(ids))[:, None] - torch.arange(len(ids))
+    seen = (ids[:, None] == ids) & (behind >= 0) & (behind < (window or len(ids)))
+    return (scores.masked_fill(~seen, -torch.inf).softmax(-1) @ value).transpose(1, 2)
+
+
+def with_gradients(compute, inputs):
+    attended = compute(*inputs)
+    weights = torch.randn(attended.shape, generator=torch.Generator().manual_seed(1))
+    return attended, *torch.autograd.grad((attended * weights).sum(), inputs)
+
+
+def agrees(way, lengths, window=None, softcap=None, kv_heads=2):
+    inputs, scale = arrays(lengths, kv_heads), 0.7
+    segments = Segments.of(lengths, way, CPU)
+    extra = {"scaling": scale, "sliding_window": window, "softcap": softcap}
+    found = with_gradients(lambda *x: attend(None, *x, None, segments=segments, **extra)[0], inputs)
+    expected = with_gradients(lambda *x: formula(*x, lengths, scale, window, softcap), inputs)
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("lengths", [RAGGED, ONE])
+@pytest.mark.parametrize("window", [None, 3, 5, 100])
+@pytest.mark.parametrize("softcap", [None, 1.5])
+def test_each_sequence_attends_to_itself_alone(lengths, window, softcap):
+    agrees(sdpa, lengths, window, softcap)
+
+
+@pytest.mark.parametrize("kv_heads", [1, 2, 4])
+def test_heads_share_keys_in_equal_groups(kv_heads):
+    agrees(sdpa, RAGGED, kv_heads=kv_heads)
+    agrees(sdpa, RAGGED, 4, 2.0, kv_heads)
+
+
+@pytest.mark.parametrize("window", [None, 2, 7])
+@pytest.mark.parametrize("softcap", [None, 1.5])
+def test_blocks_of_queries_give_what_all_at_once_give(monkeypatch, window, softcap):
+    monkeypatch.setattr(attention, "BLOCK", 4)
+    agrees(sdpa, RAGGED, window, softcap)
+
+
+def test_no_mask_is_larger_than_a_block_and_a_window(monkeypatch):
+    monkeypatch.setattr(attention, "BLOCK", 4)
+    segments = Segments.of((64, 3), sdpa, CPU)
+    attend(None, *arrays((64, 3)), None, segments=segments, sliding_window=5)
+    assert {tuple(mask.shape) for mask in segments.masks.values()} == {(5, 5), (5, 9), (4, 8)}
+
+
+def test_without_segments_each_row_is_one_sequence():
+    inputs = arrays((6,))
+    both = [x.expand(2, -1, -1, -1) for x in inputs]
+    found = attend(None, *both, None)[0]
+    torch.testing.assert_close(found[1:], formula(*inputs, (6,), 8**-0.5, None, None))
+
+
+def test_after_a_rotation_in_float32_the_precision_is_that_of_the_values():
+    query, key, value = arrays(ONE)
+    assert attend(None, query, key, value.bfloat16(), None)[0].dtype == torch.bfloat16
+
+
+def test_sinks_and_biases_are_refused():
+    for extra in ({"s_aux": torch.zeros(4)}, {"position_bias": torch.zeros(1, 4, 11, 11)}):
+        with pytest.raises(NotImplementedError, match="sinks or a bias"):
+            attend(None, *arrays(ONE), None, **extra)
+
+
+@pytest.fixture
+def flash_attn(monkeypatch):
+    """A module that computes by the formula what flash-attn would be asked for, and keeps what that was."""
+    asked = SimpleNamespace()
+
+    def flash_attn_varlen_func(q, k, v, **how):
+        vars(asked).update(how, q=q)
+        window = None if how["window_size"] == (-1, -1) else how["window_size"][0] + 1
+        lengths = tuple(how["cu_seqlens_q"].diff().tolist())
+        rows = (x.transpose(0, 1)[None] for x in (q, k, v))
+        return formula(*rows, lengths, how["softmax_scale"], window, how["softcap"] or None)[0]
+
+    monkeypatch.setitem(sys.modules, "flash_attn", SimpleNamespace(flash_attn_varlen_func=flash_attn_varlen_func, __spec__=1))
+    return asked
+
+
+@pytest.mark.parametrize("window", [None, 3])
+@pytest.mark.parametrize("softcap", [None, 1.5])
+def test_flash_attn_is_asked_for_the_same(flash_attn, window, softcap):
+    agrees(flash, RAGGED, window, softcap)
+    assert flash_attn.q.shape == (sum(RAGGED), 4, 8)
+    assert flash_attn.cu_seqlens_q.tolist() == flash_attn.cu_seqlens_k.tolist() == [0, 9, 14, 19, 24, 36, 37, 40, 43]
+    assert flash_attn.cu_seqlens_q.dtype == torch.int32
+    assert flash_attn.max_seqlen_q == flash_attn.max_seqlen_k == 12
+    assert flash_attn.causal
+    assert flash_attn.window_size == ((-1, -1) if window is None else (2, 0))
+
+
+def test_heads_too_wide_for_flash_attn_go_another_way(flash_attn):
+    inputs = arrays(ONE, head_dim=264)
+    attend(None, *inputs, None, segments=Segments.of(ONE, flash, CPU))
+    assert not vars(flash_attn)
+
+
+@pytest.fixture
+def torch_npu(monkeypatch):
+    """A module that computes by the formula what an NPU would be asked for, and keeps what that was."""
+    asked = SimpleNamespace()
+
+    def npu_fusion_attention(q, k, v, heads, **how):
+        vars(asked).update(how, heads=heads)
+        ends = torch.tensor([0, *how["actual_seq_qlen"]])
+        rows = (x.transpose(0, 1)[None] for x in (q, k, v))
+        return formula(*rows, tuple(ends.diff().tolist()), how["scale"], None, None)[0], None
+
+    monkeypatch.setitem(sys.modules, "torch_npu", SimpleNamespace(npu_fusion_attention=npu_fusion_attention, __spec__=1))
+    return asked
+
+
+def test_an_npu_is_asked_for_the_same(torch_npu):
+    agrees(npu, RAGGED)
+    assert torch_npu.heads == 4
+    assert torch_npu.input_layout == "TND"
+    assert torch_npu.sparse_mode == 3
+    assert torch_npu.actual_seq_qlen == torch_npu.actual_seq_kvlen == (9, 14, 19, 24, 36, 37, 40, 43)
+    assert torch.equal(torch_npu.atten_mask, torch.ones(2048, 2048, dtype=torch.bool).triu(1))
+
+
+@pytest.mark.parametrize(("window", "softcap"), [(3, None), (None, 1.5)])
+def test_what_an_npu_does_not_do_goes_another_way(torch_npu, window, softcap):
+    agrees(npu, RAGGED, window, softcap)
+    assert not vars(torch_npu)
+
+
+def test_auto_takes_the_kernel_of_the_device(flash_attn, torch_npu):
+    assert choose("auto", CUDA, torch.bfloat16) is flash
+    assert choose("auto", NPU, torch.bfloat16) is npu
+    assert choose("auto", CUDA, torch.float32) is choose("auto", CPU, torch.bfloat16) is sdpa
+    assert choose("sdpa", CUDA, torch.bfloat16) is sdpa
+
+
+def test_auto_does_without_packages_that_are_missing(monkeypatch):
+    monkeypatch.setattr(attention, "find_spec", lambda name: None)
+    assert choose("auto", CUDA, torch.bfloat16) is choose("auto", NPU, torch.bfloat16) is sdpa
+    for name, device, package in (("flash", CUDA, "flash-attn"), ("npu", NPU, "torch_npu")):
+        with pytest.raises(ConfigError, match=f"'auto' or 'sdpa' here: {name} needs the package {package}"):
+            choose(name, device, torch.bfloat16)
+
+
+@pytest.mark.parametrize(
+    ("how", "device", "dtype", "reason"),
+    [
+        ("flash", CPU, torch.bfloat16, "flash needs a CUDA device, and this is cpu"),
+        ("flash", CUDA, torch.float32, r"flash needs trainer\.precision = 'bf16'"),
+        ("npu", CUDA, torch.bfloat16, "npu needs an Ascend NPU, and this is cuda"),
+        ("blocked", CPU, torch.float32, "'auto', 'sdpa', 'flash'"),
+    ],
+)
+def test_a_way_that_cannot_work_here_is_refused_by_name(how, device, dtype, reason):
+    with pytest.raises(ConfigError, match=rf"model\.attention = '{how}' .*{reason}"):
+        choose(how, device, dtype)

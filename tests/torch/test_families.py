@@ -1,0 +1,192 @@
+"""Every family of models through the trainer: packed rows against transformers, trained, saved and read again."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from transformers import AutoModelForCausalLM  # noqa: E402
+
+import areal_x_torch  # noqa: E402
+from areal_x import model_dir  # noqa: E402
+from areal_x.algorithms import losses  # noqa: E402
+from areal_x.algorithms.weighting import token_mean  # noqa: E402
+from areal_x.data.packing import pack  # noqa: E402
+from areal_x.errors import UserError  # noqa: E402
+from areal_x.trainer import ModelConfig, OptimizerConfig, TrainerConfig  # noqa: E402
+from areal_x_torch import model  # noqa: E402
+from areal_x_torch.attention import Segments, sdpa  # noqa: E402
+from areal_x_torch.layout import flatten  # noqa: E402
+from tests.models import MODELS, MORE, SIZES, trajectories, write_config  # noqa: E402
+
+LENGTHS = (23, 9, 17, 9, 2, 30)  # most are longer than the windows
+CPU = torch.device("cpu")
+FAMILIES = (
+    MODELS
+    | MORE
+    # transformers caps these models' logits after the head, which the trainer refuses.
+    | {"gemma3": {**MORE["gemma3"], "final_logit_softcapping": None}}
+    | {
+        "gemma2": {
+            **SIZES,
+            "model_type": "gemma2",
+            "head_dim": 16,
+            "sliding_window": 5,
+            "attn_logit_softcapping": 2.0,
+            "final_logit_softcapping": None,
+        }
+    }
+)
+MIXTURES = ["qwen2-moe", "qwen3-moe", "qwen3-moe-tied"]
+
+
+@pytest.fixture(scope="module")
+def family_dir(tmp_path_factory):
+    return cache(lambda name: write_config(FAMILIES[name], tmp_path_factory.mktemp(name), seed=len(name)))
+
+
+def trainer_of(directory, **changes):
+    optimizer = OptimizerConfig(learning_rate=1e-2, eps=1e-2, weight_decay=0.1)
+    return areal_x_torch.create_trainer(TrainerConfig(model=ModelConfig(str(directory)), optimizer=optimizer, **changes))
+
+
+def learnable(row_length=40):
+    packed = pack(trajectories(*LENGTHS), row_length)
+    batch = packed.batch
+    advantages = packed.spread(np.array([1.0, -1.0, 0.5, 2.0, -0.3, 0.7], np.float32))
+    weights = np.asarray(token_mean(batch.mask, batch.segment_ids), np.float32)
+    return batch.replace(proximal_logp=batch.behavior_logp, advantages=advantages, weights=weights)
+
+
+def plain(directory):
+    """transformers' own model. Its SDPA leaves out what caps scores: the formula does not."""
+    loaded = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, attn_implementation="eager").eval()
+    loaded.get_input_embeddings().padding_idx = None  # it is a token like any other here
+    return loaded
+
+
+def flat_logits(of, sequences):
+    """Of the sequences in one flat row, through the seam."""
+    lengths = tuple(len(s) for s in sequences)
+    tokens = torch.from_numpy(np.concatenate(sequences).astype(np.int64))
+    positions = torch.cat([torch.arange(n) for n in lengths])
+    hidden = model.hidden_states(of, model.Row(tokens, positions, Segments.of(lengths, sdpa, CPU)))
+    return torch.nn.functional.linear(hidden, *model.head(of)).split(lengths)
+
+
+def padded_logits(of, sequences):
+    """Of the sequences in rows of their own, padded to the longest, by transformers' own masks."""
+    longest = max(map(len, sequences))
+    tokens = torch.stack([torch.from_numpy(np.pad(s, (0, longest - len(s))).astype(np.int64)) for s in sequences])
+    real = torch.stack([(torch.arange(longest) < len(s)).long() for s in sequences])
+    logits = of(tokens, attention_mask=real, use_cache=False).logits
+    return [row[: len(s)] for row, s in zip(logits, sequences, strict=True)]
+
+
+def alone_logits(of, sequences):
+    return [of(torch.from_numpy(s.astype(np.int64))[None], use_cache=False).logits[0] for s in sequences]
+
+
+def chosen(logits, sequences):
+    """Log-probability of each sequence's tokens, 0 for its first."""
+    found = []
+    for rows, tokens in zip(logits, sequences, strict=True):
+        after = torch.from_numpy(tokens[1:].astype(np.int64))[:, None]
+        found.append(torch.cat([rows.new_zeros(1), rows[:-1].log_softmax(-1).gather(1, after)[:, 0]]))
+    return found
+
+
+def gradients(of):
+    return {name: p.grad for name, p in of.named_parameters()}
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_one_flat_row_gives_what_transformers_gives_for_each_sequence_alone_and_padded(family_dir, name):
+    sequences = [t.tokens for t in trajectories(*LENGTHS)]
+    ours, theirs = model.load(family_dir(name), CPU, "policy"), plain(family_dir(name))
+    found, alone, padded = (
+        chosen(how(of, sequences), sequences)
+        for how, of in ((flat_logits, ours), (alone_logits, theirs), (padded_logits, theirs))
+    )
+    for mine, one, other in zip(found, alone, padded, strict=True):
+        torch.testing.assert_close(mine, one, atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(mine, other, atol=1e-5, rtol=1e-5)
+    slopes = torch.randn(sum(LENGTHS), generator=torch.Generator().manual_seed(0)) / sum(LENGTHS)
+    for logp in (found, alone):
+        (torch.cat(logp) * slopes).sum().backward()
+    mine, expected = gradients(ours), gradients(theirs)
+    assert mine.keys() == expected.keys()
+    for parameter, gradient in expected.items():
+        torch.testing.assert_close(mine[parameter], gradient, atol=1e-5, rtol=1e-4, msg=parameter)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_what_is_saved_after_a_step_says_the_same_in_transformers(family_dir, tmp_path, name):
+    trainer, batch = trainer_of(family_dir(name), micro_batch_rows=1), learnable()
+    before = trainer.logprobs(batch)
+    trainer.update(batch, losses.ppo_clip)
+    trainer.save(tmp_path)
+    names = [{n for n, _ in model_dir.read_tensors(directory)} for directory in (tmp_path, family_dir(name))]
+    assert names[0] == names[1] == {n for n, _ in trainer.weights()}
+    assert {n for n, _ in model_dir.read_moments(tmp_path)} == {
+        which + n for n in names[0] for which in ("exp_avg.", "exp_avg_sq.")
+    }
+    _, info = AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
+    assert not any(info.values())
+    said = trainer.logprobs(batch)
+    assert np.abs(said - before).max() > 1e-3  # it has learnt
+    sequences = [t.tokens for t in trajectories(*LENGTHS)]
+    with torch.no_grad():
+        theirs = chosen(alone_logits(plain(tmp_path), sequences), sequences)
+    for mine, one in zip(pack(trajectories(*LENGTHS), 40).gather(said), theirs, strict=True):
+        np.testing.assert_allclose(mine, one.numpy(), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("name", MIXTURES)
+def test_a_restored_mixture_goes_on_bit_by_bit(family_dir, tmp_path, name):
+    batch, first, second = learnable(), trainer_of(family_dir(name)), trainer_of(family_dir(name))
+    first.update(batch, losses.ppo_clip)
+    first.save(tmp_path)
+    second.restore(tmp_path)
+    assert first.update(batch, losses.ppo_clip) == second.update(batch, losses.ppo_clip)
+    theirs = dict(second.weights())
+    for name, x in first.weights():
+        np.testing.assert_array_equal(x, theirs[name])
+
+
+def test_logits_that_are_capped_after_the_head_are_refused(tmp_path):
+    with pytest.raises(UserError, match="caps or scales its logits"):
+        model.load(write_config(MORE["gemma3"], tmp_path), CPU, "policy")
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"model_type": "gpt_oss", "head_dim": 8, "num_local_experts": 2, "num_experts_per_tok": 1}, "sinks"),
+        ({"model_type": "lfm2", "layer_types": ["conv", "full_attention"]}, "mix the sequences"),
+    ],
+)
+def test_what_a_flat_row_would_compute_wrongly_is_refused(tmp_path, changes, reason):
+    with pytest.raises(UserError, match=reason):
+        model.load(write_config({**SIZES, **changes}, tmp_path), CPU, "policy")
+
+
+@pytest.mark.parametrize("budget", [1, 20, 40, 1000])
+def test_flat_rows_hold_each_token_once_and_sequences_whole(budget):
+    packed = pack(trajectories(*LENGTHS), 40)
+    rows = flatten(packed.batch.segment_ids, budget)
+    places = np.concatenate([row.places for row in rows])
+    assert sorted(places) == np.flatnonzero(packed.batch.segment_ids).tolist()
+    for row in rows:
+        np.testing.assert_array_equal(row.take(packed.batch.positions), row.positions)
+    assert sorted(n for row in rows for n in row.lengths) == sorted(LENGTHS)
+    assert len(rows) <= -(-sum(LENGTHS) // budget)
+    assert all(row.lengths.sum() < budget + max(LENGTHS) for row in rows)
+
+
+def test_rows_without_a_sequence_have_no_flat_row():
+    assert flatten(np.zeros((2, 8), np.int32), 100) == []

@@ -1,0 +1,135 @@
+"""Models that see, through the trainer: against transformers, in packed rows, saved and read again."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from transformers import AutoModelForImageTextToText  # noqa: E402
+
+import areal_x_torch  # noqa: E402
+from areal_x import model_dir  # noqa: E402
+from areal_x.algorithms import losses  # noqa: E402
+from areal_x.algorithms.weighting import token_mean  # noqa: E402
+from areal_x.data.packing import pack  # noqa: E402
+from areal_x.errors import UserError  # noqa: E402
+from areal_x.trainer import ModelConfig, OptimizerConfig, TrainerConfig  # noqa: E402
+from areal_x_torch import model  # noqa: E402
+from tests.models import PROMPTS, SEEING, reference_model, seen_logits, stand_in_reference, with_images  # noqa: E402
+
+ROW = 64
+
+
+def trainer_of(directory, **changes):
+    optimizer = OptimizerConfig(learning_rate=1e-2, eps=1e-2, weight_decay=0.1, clip_norm=0)
+    defaults = {"optimizer": optimizer, "micro_batch_rows": 2}
+    return areal_x_torch.create_trainer(TrainerConfig(model=ModelConfig(str(directory)), **defaults | changes))
+
+
+def learnable(batch):
+    weights = np.asarray(token_mean(batch.mask, batch.segment_ids), np.float32)
+    return batch.replace(proximal_logp=batch.behavior_logp, advantages=np.ones(batch.shape, np.float32), weights=weights)
+
+
+def logps_of(of, made):
+    """transformers' own of each sequence alone."""
+    found = []
+    for trajectory in made:
+        after = torch.from_numpy(trajectory.tokens[1:].astype(np.int64))[:, None]
+        found.append(seen_logits(of, trajectory)[:-1].log_softmax(-1).gather(1, after)[:, 0])
+    return found
+
+
+@pytest.mark.parametrize("name", SEEING)
+@pytest.mark.parametrize("image_like", [False, True])
+def test_a_packed_row_gives_what_transformers_gives_for_each_sequence_alone(model_dir_of, name, image_like):
+    made = with_images(*PROMPTS, image_like=image_like)
+    packed = pack(made, ROW)
+    said = packed.gather(trainer_of(model_dir_of(name)).logprobs(packed.batch))
+    with torch.no_grad():
+        theirs = logps_of((stand_in_reference if image_like else reference_model)(model_dir_of(name)), made)
+    for ours, expected in zip(said, theirs, strict=True):
+        np.testing.assert_allclose(ours[1:], expected.numpy(), atol=2e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["qwen2_5_vl", "qwen3_vl"])
+def test_gradients_are_those_of_each_sequence_alone(model_dir_of, name):
+    made = with_images(*PROMPTS, image_like=False)
+    batch = pack(made, ROW).batch
+    trainer = trainer_of(model_dir_of(name))
+    row = next(iter(rows_of(trainer, batch)))
+    said = torch.nn.functional.linear(model.hidden_states(trainer.model, row), *model.head(trainer.model)).log_softmax(-1)
+    first = row.segments.bounds[:-1].long()
+    told = torch.ones(len(row.tokens), dtype=torch.bool).index_fill(0, first, False).nonzero()[:, 0]
+    said[told - 1].gather(1, row.tokens[told, None]).sum().backward()
+    theirs = reference_model(model_dir_of(name))
+    theirs.get_input_embeddings().padding_idx = None
+    torch.cat(logps_of(theirs, made)).sum().backward()
+    expected = {n: p.grad for n, p in theirs.named_parameters()}
+    for n, p in trainer.model.named_parameters():
+        torch.testing.assert_close(p.grad, expected[n], atol=1e-4 * float(expected[n].abs().max()) + 1e-6, rtol=0, msg=n)
+
+
+def rows_of(trainer, batch):
+    from areal_x_torch.layout import flatten
+
+    return (trainer._row(batch, flat) for flat in flatten(batch.segment_ids, batch.tokens.size))
+
+
+@pytest.mark.parametrize("name", ["qwen2_5_vl-tied", "qwen3_vl"])
+def test_what_is_saved_after_a_step_says_the_same_in_transformers_and_goes_on(model_dir_of, tmp_path, name):
+    made = with_images(*PROMPTS, image_like=False)
+    packed = pack(made, ROW)
+    batch, trainer = learnable(packed.batch), trainer_of(model_dir_of(name))
+    before = {n: x.copy() for n, x in trainer.weights()}
+    trainer.update(batch, losses.ppo_clip)
+    trainer.save(tmp_path)
+    assert any(np.abs(x - before[n]).max() > 1e-4 for n, x in trainer.weights() if "visual" in n)  # the tower learns too
+    names = [{n for n, _ in model_dir.read_tensors(directory)} for directory in (tmp_path, model_dir_of(name))]
+    assert names[0] == names[1]
+    _, info = AutoModelForImageTextToText.from_pretrained(tmp_path, output_loading_info=True)
+    assert not any(info.values())
+    with torch.no_grad():
+        theirs = logps_of(reference_model(tmp_path), made)
+    for ours, expected in zip(packed.gather(trainer.logprobs(batch)), theirs, strict=True):
+        np.testing.assert_allclose(ours[1:], expected.numpy(), atol=2e-5, rtol=1e-5)
+    other = trainer_of(model_dir_of(name))
+    other.restore(tmp_path)
+    assert other.update(batch, losses.ppo_clip) == trainer.update(batch, losses.ppo_clip)
+
+
+def test_a_batch_without_images_is_a_step_for_the_tower_too(model_dir_of):
+    """Its moments fade and its weights decay as those of all others do, whatever the order of batches."""
+    trainer = trainer_of(model_dir_of("qwen3_vl"))
+    before = {n: x.copy() for n, x in trainer.weights()}
+    trainer.update(learnable(pack(with_images((5,), (4,)), ROW).batch), losses.ppo_clip)
+    for n, x in trainer.weights():
+        if "visual" in n:
+            np.testing.assert_allclose(x, before[n] * (1 - 1e-3 * (x.ndim >= 2)), rtol=1e-6, err_msg=n)
+    assert {float(state["step"]) for state in trainer.optimizer.state.values()} == {1}
+
+
+def test_images_that_do_not_fit_are_refused(model_dir_of):
+    trainer, batch = trainer_of(model_dir_of("qwen3_vl")), pack(with_images(*PROMPTS), ROW).batch
+    with pytest.raises(UserError, match="patches of 95 numbers, but the model's tower takes 96"):
+        trainer.logprobs(batch.replace(patches=batch.patches[:, :, :95]))
+    grids = batch.grids.copy()
+    grids[0, 0] = grids[0, 0][[0, 2, 1]] + [0, 1, 0]
+    with pytest.raises(UserError, match="must be multiples of 2"):
+        trainer.logprobs(batch.replace(grids=grids))
+    with pytest.raises(UserError, match="image tokens, but its 0 images"):
+        trainer.logprobs(batch.replace(patches=None, grids=None, image_segments=None))
+
+
+def test_images_for_a_model_of_text_are_refused(model_dir_of):
+    batch, trainer = pack(with_images(*PROMPTS), ROW).batch, trainer_of(model_dir_of("qwen3"))
+    for ask in (trainer.logprobs, lambda batch: trainer.update(learnable(batch), losses.ppo_clip)):
+        with pytest.raises(UserError, match="the model reads text alone"):
+            ask(batch)
+
+
+def test_a_critic_of_a_model_that_sees_is_refused(model_dir_of):
+    with pytest.raises(UserError, match="trains qwen2_5_vl and qwen3_vl, as policies"):
+        trainer_of(model_dir_of("qwen3_vl"), head="value")
