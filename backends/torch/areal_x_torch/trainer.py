@@ -1,9 +1,9 @@
-"""The torch trainer: a transformers model, AdamW, and as many micro-batches as a batch needs."""
+"""The torch trainer: a transformers model, an optimizer, and as many micro-batches as a batch needs."""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,22 +12,21 @@ import numpy as np
 import torch
 from jaxtyping import Bool, Float32
 from torch import Tensor
-from torch.nn import Parameter
 from transformers import PreTrainedModel
 
 from areal_x import model_dir
 from areal_x.errors import ConfigError, one_of
 from areal_x.lora import check_saved
 from areal_x.rollout.lanes import Lanes
-from areal_x.trainer import Loss, OptimizerConfig, TrainerConfig
+from areal_x.trainer import Loss, TrainerConfig
 from areal_x.types import Batch, Policy
-from areal_x_torch import head, model
+from areal_x_torch import head, model, optimizers
 from areal_x_torch.device import check_mesh, compute_dtype, find_device, places_at_once
 from areal_x_torch.layout import micro_batches, refuse_images, take_apart, to_tensor
 
 
 class Trainer:
-    """See `areal_x.trainer.Trainer`. One device; fp32 master weights and moments, activations in the compute precision."""
+    """See `areal_x.trainer.Trainer`. One device; fp32 master weights, activations in the compute precision."""
 
     def __init__(self, config: TrainerConfig) -> None:
         check_mesh(config.mesh)
@@ -42,8 +41,6 @@ class Trainer:
             raise ConfigError(
                 "lora.rank", config.lora.rank, "0, as the torch backend has no adapters yet: use train.backend = 'jax'"
             )
-        one_of("optimizer.name", config.optimizer.name, ("adamw",))
-        one_of("optimizer.moments", config.optimizer.moments, ("fp32",))
         self.config = config
         self.directory = model_dir.resolve(config.model.path)
         self.device = find_device()
@@ -53,7 +50,7 @@ class Trainer:
             self.model = model.load_frozen(self.directory, self.device, self.dtype, config.head)
         else:
             self.model = model.load(self.directory, self.device, config.head)
-            self.optimizer = make_optimizer(list(self.model.parameters()), config.optimizer)
+            self.optimizer = optimizers.Optimizer(self.model.named_parameters(), config.optimizer)
         self.version = 0
         self._threads = torch.get_num_threads()
         self._beside: Lanes | None = None  # the sampler that shares the CPU with this trainer
@@ -120,9 +117,8 @@ class Trainer:
         self._need_moments("state to save")
         tensors = ((name, model.to_numpy(x)) for name, x in model.named_tensors(self.model).items())
         model_dir.write_model(directory, self.directory, tensors, head=self.config.head)
-        states = ((name, self.optimizer.state[p]) for name, p in self.model.named_parameters())
-        moments = ((name, model.to_numpy(s["exp_avg"]), model.to_numpy(s["exp_avg_sq"])) for name, s in states)
-        model_dir.write_state(directory, moments, {"version": self.version})
+        named = dict(self.model.named_parameters())
+        optimizers.save(directory, self.config.optimizer, self.optimizer, named, {"version": self.version})
 
     def save_in_background(self, directory: Path) -> None:
         """All at once, so that nothing is left to wait for."""
@@ -131,16 +127,9 @@ class Trainer:
     def restore(self, directory: Path) -> None:
         model_dir.check_portable(directory)
         check_saved(directory, self.config.lora, self.directory)
-        state = model_dir.read_state(directory)
-        self.config.optimizer.check_state(directory, state)
-        self.version = int(state["version"])
+        optimizers.restore(directory, self.config.optimizer, self.optimizer, dict(self.model.named_parameters()))
         model.copy_in(model.named_tensors(self.model), model_dir.read_tensors(directory), str(directory))
-        targets = {}
-        for name, p in self.model.named_parameters():
-            state = self.optimizer.state[p]
-            targets |= {model_dir.FIRST + name: state["exp_avg"], model_dir.SECOND + name: state["exp_avg_sq"]}
-            state["step"].fill_(self.version)
-        model.copy_in(targets, model_dir.read_moments(directory), str(directory))
+        self.version = int(model_dir.read_state(directory)["version"])
 
     def _load_teacher(self, directory: Path) -> PreTrainedModel:
         model_dir.check_vocabulary("train.teacher", directory, self.directory)
@@ -214,16 +203,3 @@ class Trainer:
         if 0 < limit < norm:
             torch._foreach_mul_(gradients, limit / norm)
         return norm
-
-
-def make_optimizer(parameters: Sequence[Parameter], config: OptimizerConfig) -> torch.optim.AdamW:
-    """AdamW with decay on matrices only (norms and biases are left alone), its moments already there."""
-    groups = [
-        {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": config.weight_decay},
-        {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
-    ]
-    optimizer = torch.optim.AdamW(groups, betas=(config.beta1, config.beta2), eps=config.eps, fused=True)
-    for p in parameters:
-        step = torch.zeros((), dtype=torch.float32, device=p.device)
-        optimizer.state[p] = {"step": step, "exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
-    return optimizer
