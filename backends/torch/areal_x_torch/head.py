@@ -88,8 +88,8 @@ class ChosenLogprobs(torch.autograd.Function):
         """
         hidden, weight, bias, targets, normaliser, entropy = ctx.saved_tensors
         grad_hidden = torch.empty_like(hidden)
-        grad_weight = torch.zeros_like(weight)
-        grad_bias = None if bias is None else torch.zeros_like(bias)
+        grad_weight = torch.zeros_like(weight) if ctx.needs_input_grad[1] else None
+        grad_bias = torch.zeros_like(bias) if ctx.needs_input_grad[2] else None
         scaled = grad / ctx.temperature
         compute = weight.to(hidden.dtype)
         for part in _parts(len(targets), ctx.chunk):
@@ -109,7 +109,8 @@ class ChosenLogprobs(torch.autograd.Function):
                 grad_bias += grad_logits.sum(0)
             grad_logits = grad_logits.to(hidden.dtype)
             torch.mm(grad_logits, compute, out=grad_hidden[part])
-            grad_weight += grad_logits.T @ hidden[part]
+            if grad_weight is not None:
+                grad_weight += grad_logits.T @ hidden[part]
         return grad_hidden, grad_weight, grad_bias, None, None, None, None, None
 
 

@@ -14,13 +14,13 @@ from jaxtyping import Bool, Float32
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from areal_x import lora as adapter_files
 from areal_x import model_dir
 from areal_x.errors import ConfigError, one_of
-from areal_x.lora import check_saved
 from areal_x.rollout.lanes import Lanes
 from areal_x.trainer import Loss, TrainerConfig
 from areal_x.types import Batch, Policy
-from areal_x_torch import head, model, optimizers
+from areal_x_torch import head, lora, model, optimizers
 from areal_x_torch.device import check_mesh, compute_dtype, find_device, places_at_once
 from areal_x_torch.layout import micro_batches, refuse_images, take_apart, to_tensor
 
@@ -37,20 +37,22 @@ class Trainer:
             raise ConfigError("trainer.balance", config.balance, "0, as the torch backend does not push experts yet")
         if config.replay_experts:
             raise ConfigError("trainer.replay_experts", True, "False, as the torch backend does not choose experts yet")
-        if config.lora.rank:
-            raise ConfigError(
-                "lora.rank", config.lora.rank, "0, as the torch backend has no adapters yet: use train.backend = 'jax'"
-            )
         self.config = config
         self.directory = model_dir.resolve(config.model.path)
+        if config.lora.rank:
+            lora.check_targets(self.directory, config.lora)
         self.device = find_device()
         self.dtype = compute_dtype(config.precision, self.device)
         self.teacher = self._load_teacher(Path(config.teacher)) if config.teacher is not None else None
-        if config.frozen:
+        if config.frozen or config.lora.rank:
             self.model = model.load_frozen(self.directory, self.device, self.dtype, config.head)
         else:
             self.model = model.load(self.directory, self.device, config.head)
-            self.optimizer = optimizers.Optimizer(self.model.named_parameters(), config.optimizer)
+        if config.lora.rank:
+            lora.adapt(self.model, config.lora, config.seed)
+        self.trained = lora.trained(self.model, config.lora)
+        if not config.frozen:
+            self.optimizer = optimizers.Optimizer(self.trained.items(), config.optimizer)
         self.version = 0
         self._threads = torch.get_num_threads()
         self._beside: Lanes | None = None  # the sampler that shares the CPU with this trainer
@@ -99,12 +101,18 @@ class Trainer:
         return self._everywhere(batch, "values")
 
     def weights(self) -> Iterator[tuple[str, np.ndarray]]:
-        for name, x in model.named_tensors(self.model).items():
+        for name, x in lora.merged(self.model):
             yield name, model.to_numpy(x.to(self.dtype) if x.is_floating_point() else x)
+
+    def adapter(self) -> Iterator[tuple[str, np.ndarray]]:
+        if not self.config.lora.rank:
+            raise ValueError("a trainer with lora.rank = 0 has no adapter")
+        for name, x in self.trained.items():
+            yield name, model.to_numpy(x)
 
     def snapshot(self) -> dict[str, Tensor]:
         self._only_with("snapshot", "policy")
-        return {name: x.detach().to(self.dtype, copy=True) for name, x in self.model.named_parameters()}
+        return {name: x.to(self.dtype, copy=True) for name, x in lora.merged(self.model)}
 
     def sampler(self, slots: int, context: int) -> Any:
         from areal_x_torch.sampler import Sampler
@@ -115,10 +123,16 @@ class Trainer:
 
     def save(self, directory: Path) -> None:
         self._need_moments("state to save")
-        tensors = ((name, model.to_numpy(x)) for name, x in model.named_tensors(self.model).items())
-        model_dir.write_model(directory, self.directory, tensors, head=self.config.head)
-        named = dict(self.model.named_parameters())
-        optimizers.save(directory, self.config.optimizer, self.optimizer, named, {"version": self.version})
+        state: dict[str, Any] = {"version": self.version}
+        if self.config.lora.rank:
+            model_dir.copy_others(directory, self.directory, self.config.head)
+            how = {"config": self.config.lora, "base": self.directory, "head": self.config.head}
+            adapter_files.write(directory, self.adapter(), **how)
+            state["base"] = adapter_files.fingerprint(self.directory)
+        else:
+            tensors = ((name, model.to_numpy(x)) for name, x in model.named_tensors(self.model).items())
+            model_dir.write_model(directory, self.directory, tensors, head=self.config.head)
+        optimizers.save(directory, self.config.optimizer, self.optimizer, self.trained, state)
 
     def save_in_background(self, directory: Path) -> None:
         """All at once, so that nothing is left to wait for."""
@@ -126,9 +140,12 @@ class Trainer:
 
     def restore(self, directory: Path) -> None:
         model_dir.check_portable(directory)
-        check_saved(directory, self.config.lora, self.directory)
-        optimizers.restore(directory, self.config.optimizer, self.optimizer, dict(self.model.named_parameters()))
-        model.copy_in(model.named_tensors(self.model), model_dir.read_tensors(directory), str(directory))
+        adapter_files.check_saved(directory, self.config.lora, self.directory)
+        optimizers.restore(directory, self.config.optimizer, self.optimizer, self.trained)
+        if self.config.lora.rank:
+            model.copy_in(self.trained, adapter_files.read(directory), str(directory))
+        else:
+            model.copy_in(model.named_tensors(self.model), model_dir.read_tensors(directory), str(directory))
         self.version = int(model_dir.read_state(directory)["version"])
 
     def _load_teacher(self, directory: Path) -> PreTrainedModel:
