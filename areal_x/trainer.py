@@ -71,13 +71,20 @@ class OptimizerConfig:
             if self.moments == "bf16" and 1 - getattr(self, beta) <= 2**-8:
                 raise ConfigError(f"optimizer.{beta}", getattr(self, beta), "at most 0.996 with optimizer.moments = 'bf16'")
 
-    def check_state(self, directory: Path, state: Mapping[str, Any]) -> None:
-        """Raises: UserError for a saved trainer's state (its trainer.json) that another optimizer left."""
+    def check_state(self, directory: Path, state: Mapping[str, Any], backend: str) -> None:
+        """Raises: UserError for a saved trainer's state (its trainer.json) that another optimizer left, or, of one whose state
+        each backend keeps in a way of its own, another backend."""
         saved = state.get("optimizer", "adamw")
         if saved != self.name:
             raise UserError(
                 f"{directory} holds the state of {saved}, with which optimizer.name = {self.name!r} cannot go on: set "
                 f"optimizer.name = {saved!r}, or begin anew from its weights with model.path = {str(directory)!r}"
+            )
+        if saved != "adamw" and state.get("backend", "jax") != backend:
+            raise UserError(
+                f"{directory} holds the state of {saved} as the {state.get('backend', 'jax')} backend keeps it, with which "
+                f"{backend} cannot go on: of AdamW alone the state moves between backends. Go on there, or begin anew from its "
+                f"weights with model.path = {str(directory)!r}"
             )
 
     def learning_rate_at(self, step: Array) -> Array:

@@ -31,9 +31,8 @@ def main() -> None:
         batches = recorded_batches(count, trainer("torch", model, optimizer), mean=1.0)
         unbroken = learn(["jax"], model, batches, optimizer=optimizer)
         print(f"loss of {count} updates on jax: {unbroken.losses[0]:.3f} → {unbroken.losses[-1]:.3f}\n")
-        print(
-            "| run | largest difference of a loss, relative | of a weight | of all weights, relative norm |\n|---|---|---|---|"
-        )
+        print("| run | largest difference of a loss, relative | of a weight | of all weights, relative norm |")
+        print("|---|---|---|---|")
         for backends in COURSES:
             found = deviations(learn(backends, model, batches, optimizer=optimizer), unbroken)
             each = count // len(backends)

@@ -354,15 +354,6 @@ def test_a_bf16_moment_falls_with_the_largest_beta_that_is_taken() -> None:
     assert (after < before).all()
 
 
-@pytest.mark.parametrize("changes, binding", [({"name": "muon"}, "name"), ({"moments": "bf16"}, "moments")])
-def test_torch_refuses_what_it_does_not_do(changes: dict[str, str], binding: str, model_dir_of: MadeModel) -> None:
-    from areal_x_torch.trainer import Trainer as TorchTrainer
-
-    config = TrainerConfig(ModelConfig(str(model_dir_of("qwen3"))), OptimizerConfig(**changes))
-    with pytest.raises(ConfigError, match=rf"optimizer\.{binding} = '{changes[binding]}' .*one of"):
-        TorchTrainer(config)
-
-
 def test_torch_refuses_the_state_of_another_optimizer(model_dir_of: MadeModel, tmp_path: Path) -> None:
     from areal_x_torch.trainer import Trainer as TorchTrainer
 

@@ -20,7 +20,7 @@ from areal_x.algorithms import losses  # noqa: E402
 from areal_x.algorithms.weighting import token_mean  # noqa: E402
 from areal_x.data.packing import pack  # noqa: E402
 from areal_x.errors import ConfigError, UserError  # noqa: E402
-from areal_x.trainer import LoRAConfig, MeshConfig, ModelConfig, OptimizerConfig, TrainerConfig  # noqa: E402
+from areal_x.trainer import MeshConfig, ModelConfig, OptimizerConfig, TrainerConfig  # noqa: E402
 from areal_x.types import Trajectory  # noqa: E402
 
 LENGTHS = (9, 5, 12, 3, 7, 2)  # of the tests' sequences; the first two tokens are the prompt, of the shortest the first
@@ -281,11 +281,6 @@ def test_bf16_computes_in_bf16_over_fp32_masters(models):
 def test_more_than_one_device_is_refused_by_name(models, axis):
     with pytest.raises(ConfigError, match=rf"mesh\.{axis} = 2"):
         trainer_of(models["qwen3"], mesh=MeshConfig(**{axis: 2}))
-
-
-def test_adapters_are_refused_by_name(models):
-    with pytest.raises(ConfigError, match=r"lora\.rank = 4 cannot work: it must be 0, .* train\.backend = 'jax'"):
-        trainer_of(models["qwen3"], lora=LoRAConfig(rank=4))
 
 
 def test_tensors_that_do_not_fit_the_config_are_listed(models, tmp_path):

@@ -194,13 +194,13 @@ def save(directory: Path | None, config: OptimizerConfig, shape: Shape, state: A
     else:
         leaves = ((path, x) for path, x in tree_leaves_with_path(state) if _own(path))
         tensors = ((name_of(path), np.asarray(jax.device_get(all_of(x)))) for path, x in leaves)
-        model_dir.write_own_state(directory, tensors, described)
+        model_dir.write_own_state(directory, tensors, {**described, "backend": "jax"})
 
 
 def restored(directory: Path, config: OptimizerConfig, shape: Shape, state: Any, lies: Any, layout: Layout) -> Any:
     """The state that `save` wrote, in the types of `state`. Raises: UserError for what is not this optimizer's."""
     described = model_dir.read_state(directory)
-    config.check_state(directory, described)
+    config.check_state(directory, described, "jax")
     if config.name == "adamw":
         both = [_adamw_moment(directory, prefix, shape, layout) for prefix in (model_dir.FIRST, model_dir.SECOND)]
         kept = optax.tree.get(state, "mu")

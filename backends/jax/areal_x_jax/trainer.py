@@ -156,7 +156,7 @@ class Trainer:
     def restore(self, directory: Path) -> None:
         if sharded.is_sharded(directory):
             state = model_dir.read_state(directory)
-            self.config.optimizer.check_state(directory, state)
+            self.config.optimizer.check_state(directory, state, "jax")
             of_state = self.params, self.lies, self.moments, self.moments_lie
             self.params, self.moments = sharded.restored(directory, *of_state)
             self.version = int(state["version"])

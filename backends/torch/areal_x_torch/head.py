@@ -109,7 +109,7 @@ class ByBlocks(torch.autograd.Function):
         """Times the temperature: d logp / d logits = one-hot of the target - p, d entropy / d logits = -p (log p + entropy)."""
         hidden, weight, bias, targets, total, entropy = ctx.saved_tensors
         grad_hidden = torch.zeros(hidden.shape, device=hidden.device)
-        grad_weight, grad_bias = torch.empty_like(weight), None if bias is None else torch.empty_like(bias)
+        grad_weight, grad_bias = (torch.empty_like(x) if ctx.needs_input_grad[i] else None for i, x in ((1, weight), (2, bias)))
         scaled = grad[:, None] / ctx.temperature
         kept, ctx.kept = ctx.kept, []  # which the lines below write over: a second backward pass computes them again
         for number, part in enumerate(_parts(len(weight), ctx.width)):
@@ -124,7 +124,8 @@ class ByBlocks(torch.autograd.Function):
             if grad_bias is not None:
                 torch.sum(grad_logits, 0, out=grad_bias[part])
             grad_logits = grad_logits.to(hidden.dtype)
-            grad_weight[part] = grad_logits.T @ hidden
+            if grad_weight is not None:
+                grad_weight[part] = grad_logits.T @ hidden
             grad_hidden += grad_logits @ of_weight.to(hidden.dtype)
         return grad_hidden.to(hidden.dtype), grad_weight, grad_bias, None, None, None, None, None
 

@@ -22,6 +22,7 @@ from transformers import PreTrainedModel
 
 from areal_x.rollout.lanes import Lanes, cores, lanes_on_cpu
 from areal_x.rollout.sampler import Decoded, SlotRequest
+from areal_x_torch import lora
 from areal_x_torch.cache import ATTENTION, Cache, Prefill, layers_of
 from areal_x_torch.draw import Drawing, draw, uniform
 from areal_x_torch.layout import by_length
@@ -96,7 +97,7 @@ class Sampler(Lanes):
     """An `areal_x.rollout.sampler.Sampler` over a copy of a transformers model."""
 
     def __init__(self, model: PreTrainedModel, slots: int, context: int, dtype: torch.dtype, lanes: int | None = None) -> None:
-        self.model = copy.deepcopy(model).requires_grad_(False)
+        self.model = lora.remove(copy.deepcopy(model)).requires_grad_(False)
         self.model.set_attn_implementation(ATTENTION)
         for p in self.model.parameters():
             p.data = p.data.to(dtype)

@@ -1,9 +1,9 @@
-"""The torch trainer: a transformers model, AdamW, and as many micro-batches as a batch needs."""
+"""The torch trainer: a transformers model, an optimizer, and as many micro-batches as a batch needs."""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,16 +12,15 @@ import numpy as np
 import torch
 from jaxtyping import Bool, Float32
 from torch import Tensor
-from torch.nn import Parameter
 from transformers import PreTrainedModel
 
+from areal_x import lora as adapter_files
 from areal_x import model_dir
 from areal_x.errors import ConfigError, one_of
-from areal_x.lora import check_saved
 from areal_x.rollout.lanes import Lanes
-from areal_x.trainer import Loss, OptimizerConfig, TrainerConfig
+from areal_x.trainer import Loss, TrainerConfig
 from areal_x.types import IMAGES, Batch, Policy
-from areal_x_torch import attention, head, model
+from areal_x_torch import attention, head, lora, model, optimizers
 from areal_x_torch.attention import Segments
 from areal_x_torch.device import check_mesh, compute_dtype, find_device, tokens_at_once
 from areal_x_torch.images import check_images, seen_of
@@ -29,7 +28,7 @@ from areal_x_torch.layout import Flat, flatten, micro_batches, to_tensor
 
 
 class Trainer:
-    """See `areal_x.trainer.Trainer`. One device; fp32 master weights and moments, activations in the compute precision."""
+    """See `areal_x.trainer.Trainer`. One device; fp32 master weights, activations in the compute precision."""
 
     def __init__(self, config: TrainerConfig) -> None:
         check_mesh(config.mesh)
@@ -39,25 +38,25 @@ class Trainer:
             raise ConfigError("trainer.balance", config.balance, "0, as the torch backend does not push experts yet")
         if config.replay_experts:
             raise ConfigError("trainer.replay_experts", True, "False, as the torch backend does not choose experts yet")
-        if config.lora.rank:
-            raise ConfigError(
-                "lora.rank", config.lora.rank, "0, as the torch backend has no adapters yet: use train.backend = 'jax'"
-            )
-        one_of("optimizer.name", config.optimizer.name, ("adamw",))
-        one_of("optimizer.moments", config.optimizer.moments, ("fp32",))
         self.config = config
         self.directory = model_dir.resolve(config.model.path)
+        if config.lora.rank:
+            lora.check_targets(self.directory, config.lora)
         self.device = find_device()
         self.dtype = compute_dtype(config.precision, self.device)
         self.attend = attention.choose(config.model.attention, self.device, self.dtype)
         self.teacher = self._load_teacher(Path(config.teacher)) if config.teacher is not None else None
-        if config.frozen:
+        if config.frozen or config.lora.rank:
             self.model = model.load_frozen(self.directory, self.device, self.dtype, config.head)
         else:
             self.model = model.load(self.directory, self.device, config.head)
-            self.optimizer = make_optimizer(list(self.model.parameters()), config.optimizer)
         if self.teacher is not None and model.sees(self.teacher) != model.sees(self.model):
             raise ConfigError("train.teacher", config.teacher, "a model that sees where the student does, and else one of text")
+        if config.lora.rank:
+            lora.adapt(self.model, config.lora, config.seed)
+        self.trained = lora.trained(self.model, config.lora)
+        if not config.frozen:
+            self.optimizer = optimizers.Optimizer(self.trained.items(), config.optimizer)
         self.version = 0
         self._threads = torch.get_num_threads()
         self._beside: Lanes | None = None  # the sampler that shares the CPU with this trainer
@@ -109,12 +108,18 @@ class Trainer:
         return self._everywhere(batch, "values")
 
     def weights(self) -> Iterator[tuple[str, np.ndarray]]:
-        for name, x in model.named_tensors(self.model).items():
+        for name, x in lora.merged(self.model):
             yield name, model.to_numpy(x.to(self.dtype) if x.is_floating_point() else x)
+
+    def adapter(self) -> Iterator[tuple[str, np.ndarray]]:
+        if not self.config.lora.rank:
+            raise ValueError("a trainer with lora.rank = 0 has no adapter")
+        for name, x in self.trained.items():
+            yield name, model.to_numpy(x)
 
     def snapshot(self) -> dict[str, Tensor]:
         self._only_with("snapshot", "policy")
-        return {name: x.detach().to(self.dtype, copy=True) for name, x in self.model.named_parameters()}
+        return {name: x.to(self.dtype, copy=True) for name, x in lora.merged(self.model)}
 
     def sampler(self, slots: int, context: int) -> Any:
         from areal_x_torch.sampler import Sampler
@@ -125,11 +130,16 @@ class Trainer:
 
     def save(self, directory: Path) -> None:
         self._need_moments("state to save")
-        tensors = ((name, model.to_numpy(x)) for name, x in model.named_tensors(self.model).items())
-        model_dir.write_model(directory, self.directory, tensors, head=self.config.head)
-        first, second = (self._moments(which) for which in ("exp_avg", "exp_avg_sq"))
-        moments = ((name, model.to_numpy(x), model.to_numpy(second[name])) for name, x in first.items())
-        model_dir.write_state(directory, moments, {"version": self.version})
+        state: dict[str, Any] = {"version": self.version}
+        if self.config.lora.rank:
+            model_dir.copy_others(directory, self.directory, self.config.head)
+            how = {"config": self.config.lora, "base": self.directory, "head": self.config.head}
+            adapter_files.write(directory, self.adapter(), **how)
+            state["base"] = adapter_files.fingerprint(self.directory)
+        else:
+            tensors = ((name, model.to_numpy(x)) for name, x in model.named_tensors(self.model).items())
+            model_dir.write_model(directory, self.directory, tensors, head=self.config.head)
+        optimizers.save(directory, self.config.optimizer, self.optimizer, self.trained, state, self._as_saved)
 
     def save_in_background(self, directory: Path) -> None:
         """All at once, so that nothing is left to wait for."""
@@ -137,20 +147,17 @@ class Trainer:
 
     def restore(self, directory: Path) -> None:
         model_dir.check_portable(directory)
-        check_saved(directory, self.config.lora, self.directory)
-        state = model_dir.read_state(directory)
-        self.config.optimizer.check_state(directory, state)
-        self.version = int(state["version"])
-        model.copy_in(model.named_tensors(self.model), model_dir.read_tensors(directory), str(directory))
-        for state in self.optimizer.state.values():
-            state["step"].fill_(self.version)
-        targets = {model_dir.FIRST + name: x for name, x in self._moments("exp_avg").items()}
-        targets |= {model_dir.SECOND + name: x for name, x in self._moments("exp_avg_sq").items()}
-        model.copy_in(targets, model_dir.read_moments(directory), str(directory))
+        adapter_files.check_saved(directory, self.config.lora, self.directory)
+        optimizers.restore(directory, self.config.optimizer, self.optimizer, self.trained, self._as_saved)
+        if self.config.lora.rank:
+            model.copy_in(self.trained, adapter_files.read(directory), str(directory))
+        else:
+            model.copy_in(model.named_tensors(self.model), model_dir.read_tensors(directory), str(directory))
+        self.version = int(model_dir.read_state(directory)["version"])
 
-    def _moments(self, which: str) -> dict[str, Tensor]:
-        """The optimizer's own, under the names of the tensors that they belong to."""
-        return model.as_saved(self.model, {name: self.optimizer.state[p][which] for name, p in self.model.named_parameters()})
+    def _as_saved(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Of what is trained, or its moments, under the names of its files."""
+        return dict(tensors) if self.config.lora.rank else model.as_saved(self.model, tensors)
 
     def _load_teacher(self, directory: Path) -> PreTrainedModel:
         model_dir.check_vocabulary("train.teacher", directory, self.directory)
@@ -230,16 +237,3 @@ class Trainer:
         if 0 < limit < norm:
             torch._foreach_mul_(gradients, limit / norm)
         return norm
-
-
-def make_optimizer(parameters: Sequence[Parameter], config: OptimizerConfig) -> torch.optim.AdamW:
-    """AdamW with decay on matrices only (norms and biases are left alone), its moments already there."""
-    groups = [
-        {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": config.weight_decay},
-        {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
-    ]
-    optimizer = torch.optim.AdamW(groups, betas=(config.beta1, config.beta2), eps=config.eps, fused=True)
-    for p in parameters:
-        step = torch.zeros((), dtype=torch.float32, device=p.device)
-        optimizer.state[p] = {"step": step, "exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
-    return optimizer

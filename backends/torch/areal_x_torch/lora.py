@@ -1,0 +1,110 @@
+"""Low-rank adapters beside a frozen model: each adapted layer adds scale · B (A x) to what it gives.
+
+The names of the added parameters are PEFT's, so that the files of areal_x.lora need no others, and either backend goes on from
+them. Source: arXiv 2106.09685.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+from torch.nn import Parameter
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from areal_x.errors import ConfigError
+from areal_x.lora import WRAPPED
+from areal_x.trainer import LoRAConfig
+from areal_x_torch.model import is_classifier, named_tensors, quiet
+
+OWN = ".lora_A.weight", ".lora_B.weight"
+
+
+class Adapted(nn.Linear):
+    """A linear layer with an adapter, in fp32, beside its own parameters."""
+
+    def __init__(self, linear: nn.Linear, rank: int, scale: float) -> None:
+        nn.Module.__init__(self)  # no parameters of its own: they are those of `linear`
+        self.in_features, self.out_features, self.scale = linear.in_features, linear.out_features, scale
+        self.weight, self.bias = linear.weight, linear.bias
+        made = {"bias": False, "device": linear.weight.device, "dtype": torch.float32}
+        self.lora_A = nn.Linear(self.in_features, rank, **made)
+        self.lora_B = nn.Linear(rank, self.out_features, **made)
+
+    def forward(self, x: Float[Tensor, "*_ features"]) -> Float[Tensor, "*_ out"]:
+        return super().forward(x) + self.lora_B(self.lora_A(x)) * self.scale
+
+    def merged(self) -> Float[Tensor, "out features"]:
+        """The weight with what the adapter adds, computed in fp32, in the weight's type."""
+        return (self.weight + self.scale * (self.lora_B.weight @ self.lora_A.weight)).to(self.weight.dtype)
+
+
+def check_targets(directory: Path, config: LoRAConfig) -> None:
+    """Raises: ConfigError for targets that the model of a directory has not, before any of it is read."""
+    with quiet(), torch.device("meta"):
+        try:
+            described = AutoConfig.from_pretrained(directory, local_files_only=True)
+            model = AutoModelForCausalLM.from_config(described)
+        except (ValueError, KeyError):
+            return  # loading it says what is wrong
+    there = list(dict.fromkeys(name.rpartition(".")[2] for name in adaptable(model)))
+    unknown = [target for target in config.targets if target not in there]
+    if unknown:
+        mixture = any(name.endswith(".experts") for name, _ in model.named_modules())
+        experts = " (experts and their router can have no adapters)" if mixture else ""
+        wanted = f"without {', '.join(unknown)}, as this model's kernels that can have adapters are {', '.join(there)}{experts}"
+        raise ConfigError("lora.targets", config.targets, wanted)
+
+
+def adaptable(model: PreTrainedModel) -> dict[str, nn.Linear]:
+    """The layers that can have adapters: products of the decoder, but for experts'; not the head, nor what sees."""
+    decoder = model.get_decoder()
+    place = next(name for name, module in model.named_modules() if module is decoder)
+    inner = ((f"{place}.{name}", module) for name, module in decoder.named_modules())
+    return {name: module for name, module in inner if isinstance(module, nn.Linear) and "expert" not in name}
+
+
+def adapt(model: PreTrainedModel, config: LoRAConfig, seed: int) -> None:
+    """Freezes a model and puts adapters beside its targets; a classifier's score is trained in full.
+
+    They change nothing yet: B is 0 and A uniform within ±1 / sqrt(its columns), as PEFT draws it.
+    """
+    model.requires_grad_(False)
+    random = torch.Generator().manual_seed(seed)
+    for name, linear in adaptable(model).items():
+        if name.rpartition(".")[2] in config.targets:
+            layer = Adapted(linear, config.rank, config.scale)
+            drawn = torch.rand(layer.lora_A.weight.shape, generator=random) * 2 - 1
+            with torch.no_grad():
+                layer.lora_A.weight.copy_(drawn * layer.in_features**-0.5)
+                layer.lora_B.weight.zero_()
+            model.set_submodule(name, layer)
+    if is_classifier(model):
+        model.score.requires_grad_(True)
+
+
+def trained(model: PreTrainedModel, config: LoRAConfig) -> dict[str, Parameter]:
+    """What is trained, under the names that its files have: PEFT's for adapters and a score beside them."""
+    wrapped = WRAPPED if config.rank else ""
+    return {wrapped + name: p for name, p in model.named_parameters() if p.requires_grad}
+
+
+def merged(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of the plain model, one at a time, with adapters merged into them."""
+    adapted = {f"{name}.weight": module for name, module in model.named_modules() if isinstance(module, Adapted)}
+    for name, x in named_tensors(model).items():
+        if not name.endswith(OWN):
+            yield name, adapted[name].merged().detach() if name in adapted else x
+
+
+def remove(model: PreTrainedModel) -> PreTrainedModel:
+    """The same model with plain layers in place of the adapted."""
+    for name, module in list(model.named_modules()):
+        if isinstance(module, Adapted):
+            plain = nn.Linear(module.in_features, module.out_features, device="meta")
+            plain.weight, plain.bias = module.weight, module.bias
+            model.set_submodule(name, plain)
+    return model

@@ -1,0 +1,237 @@
+"""The optimizers: which way a gradient points, in what their states are kept, and how they are saved.
+
+Each is clipping by global norm (the trainer's), a direction, decay of matrices and the learning rate; the directions are those
+of the JAX backend, formula by formula, so one config means one thing. torch has two of them under the same names that compute
+something else: its Adafactor scales a step by the size of the parameter, at most 1 / sqrt(step); its Muon works in bfloat16,
+which moves a step by up to three percent. AdamW is torch's own.
+
+Parameters, gradients and states may be DTensors: what is done to them is elementwise, a mean, or a product of means; only
+Muon needs whole matrices, and each device gathers them and computes the same.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
+from torch.nn import Parameter
+from torch.optim.adamw import adamw
+
+from areal_x import model_dir
+from areal_x.trainer import OptimizerConfig
+from areal_x_torch import model
+
+# Muon's, of its reference and of torch.optim.Muon: the quintic's coefficients, its steps, the least norm, the momentum.
+QUINTIC, STEPS, LEAST, MOMENTUM = (3.4445, -4.7750, 2.0315), 5, 1e-7, 0.95
+TINY = 1e-30  # what Adafactor adds to squares
+MOMENT_NAMES = ("exp_avg", "exp_avg_sq")  # of AdamW
+IN_A_LAYER = re.compile(r"\b(layers|layer|blocks|block|h)\.\d+\.")  # how transformers names what is repeated with depth
+
+State = dict[str, Tensor]
+
+
+class Optimizer(torch.optim.Optimizer):
+    """AdamW, Adafactor or Muon over named parameters, with the states already there.
+
+    Each state has a `step`, in fp32, and moments of `config.moments` between steps; what is computed from them is in fp32.
+    """
+
+    def __init__(self, parameters: Iterable[tuple[str, Parameter]], config: OptimizerConfig) -> None:
+        groups: dict[tuple[str, bool], dict[str, Any]] = {}
+        for name, p in parameters:
+            rule = config.name
+            if rule == "muon" and not (IN_A_LAYER.search(name) and p.ndim >= 2 and min(p.shape[-2:]) > 1):
+                rule = "adamw"  # of embeddings, heads, vectors and what says one number of a token
+            decay = config.weight_decay if p.ndim >= 2 else 0.0
+            group = groups.setdefault((rule, p.ndim >= 2), {"params": [], "rule": rule, "weight_decay": decay})
+            group["params"].append(p)
+        settings = {"lr": config.learning_rate, "betas": (config.beta1, config.beta2), "eps": config.eps}
+        super().__init__(list(groups.values()), settings)
+        kept = {"fp32": torch.float32, "bf16": torch.bfloat16}[config.moments]
+        # One at a time, so that no more than one parameter's moments are ever in fp32.
+        self.at_once = None if config.moments == "fp32" else 1
+        for group in self.param_groups:
+            for p in group["params"]:
+                moments = {name: torch.zeros_like(x, dtype=kept) for name, x in MOMENTS[group["rule"]](p.detach()).items()}
+                self.state[p] = {"step": torch.zeros((), dtype=torch.float32, device=p.device), **moments}
+
+    @torch.no_grad()
+    def step(self) -> None:
+        """One step of each parameter that has a gradient."""
+        for group in self.param_groups:
+            params = [p for p in group["params"] if p.grad is not None]
+            size = self.at_once or max(len(params), 1)
+            for part in (params[start : start + size] for start in range(0, len(params), size)):
+                kept = [self.state[p] for p in part]
+                states = [{name: x.float() for name, x in state.items()} for state in kept]
+                RULES[group["rule"]](part, states, group)
+                for old, new in zip(kept, states, strict=True):
+                    for name, x in new.items():
+                        if x is not old[name]:
+                            old[name].copy_(x)
+
+
+# ---- moments of a parameter, in its shape or with axes of 1
+
+
+def _of_adamw(p: Tensor) -> State:
+    return {"exp_avg": p, "exp_avg_sq": p}
+
+
+def _of_adafactor(p: Tensor) -> State:
+    x = _in_columns(p)
+    return {"row": _mean(x, -1), "column": _mean(x, -2)}
+
+
+def _of_muon(p: Tensor) -> State:
+    return {"trace": p}
+
+
+MOMENTS: Mapping[str, Callable[[Tensor], State]] = {"adamw": _of_adamw, "adafactor": _of_adafactor, "muon": _of_muon}
+
+
+# ---- steps
+
+
+def step_of_adamw(params: Sequence[Parameter], states: Sequence[State], group: Mapping[str, Any]) -> None:
+    """torch's own, fused."""
+    moments = ([state[name] for state in states] for name in MOMENTS["adamw"](params[0]))
+    adamw(
+        list(params),
+        [p.grad for p in params],
+        *moments,
+        [],
+        [state["step"] for state in states],
+        fused=True,
+        amsgrad=False,
+        beta1=group["betas"][0],
+        beta2=group["betas"][1],
+        lr=group["lr"],
+        weight_decay=group["weight_decay"],
+        eps=group["eps"],
+        maximize=False,
+    )
+
+
+def step_of_adafactor(params: Sequence[Parameter], states: Sequence[State], group: Mapping[str, Any]) -> None:
+    """Adafactor without momentum and without scaling by the parameter: gradient / sqrt(v), divided by its root mean square
+    where that is above 1.
+
+    v = row · column / mean(row), two moving averages with the decay 1 - t^-0.8. A vector is a matrix of one column, whose v is
+    exact. Source: arXiv 1804.04235, algorithm 4, with section 7.2's decay.
+    """
+    for p, state in zip(params, states, strict=True):
+        state["step"] += 1
+        gradient, fresh = _in_columns(p.grad), state["step"] ** -0.8
+        squared = gradient.square() + TINY
+        row, column = state["row"], state["column"]
+        row += fresh * (_mean(squared, -1) - row)
+        column += fresh * (_mean(squared, -2) - column)
+        # One root after the other: the product of two small means is 0 in fp32.
+        x = gradient * (row / _mean(row, -2)).rsqrt() * column.rsqrt()
+        x = x / _mean(_mean(x.square(), -1), -2).sqrt().clamp(min=1)
+        _move(p, x.reshape(p.shape) if p.ndim < 2 else x, group)
+
+
+def step_of_muon(params: Sequence[Parameter], states: Sequence[State], group: Mapping[str, Any]) -> None:
+    """Nesterov's momentum, orthogonalised, times 0.2 · sqrt(the longer side): the root mean square of AdamW's updates.
+
+    Sources: kellerjordan.github.io/posts/muon; the size, arXiv 2502.16982, eq. 4.
+    """
+    for p, state in zip(params, states, strict=True):
+        state["step"] += 1
+        state["trace"].mul_(MOMENTUM).add_(p.grad)
+        ahead = p.grad + MOMENTUM * state["trace"]
+        if isinstance(ahead, DTensor):
+            whole = orthogonal(ahead.full_tensor())
+            direction = distribute_tensor(whole, ahead.device_mesh, ahead.placements, src_data_rank=None)
+        else:
+            direction = orthogonal(ahead)
+        _move(p, direction * (0.2 * max(p.shape[-2:]) ** 0.5), group)
+
+
+RULES = {"adamw": step_of_adamw, "adafactor": step_of_adafactor, "muon": step_of_muon}
+
+
+def orthogonal(x: Float[Tensor, "*stack rows columns"]) -> Float[Tensor, "*stack rows columns"]:
+    """The nearest matrix whose singular values are all the same, about: five steps of a quintic bring them to 0.7 … 1.2."""
+    if x.shape[-2] > x.shape[-1]:
+        return orthogonal(x.mT).mT
+    a, b, c = QUINTIC
+    x = x / torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True).clamp(min=LEAST)
+    for _ in range(STEPS):
+        gram = x @ x.mT
+        x = a * x + (b * gram + c * gram @ gram) @ x
+    return x
+
+
+def _in_columns(x: Tensor) -> Tensor:
+    return x if x.ndim >= 2 else x.unsqueeze(-1)
+
+
+def _mean(x: Tensor, axis: int) -> Tensor:
+    """Over an axis that stays, as 1; over parts of it on several devices too."""
+    mean = x.mean(axis, keepdim=True)
+    if isinstance(mean, DTensor):
+        return mean.redistribute(placements=[Replicate() if at.is_partial() else at for at in mean.placements])
+    return mean
+
+
+def _move(p: Parameter, direction: Tensor, group: Mapping[str, Any]) -> None:
+    p.mul_(1 - group["lr"] * group["weight_decay"]).add_(direction, alpha=-group["lr"])
+
+
+# ---- files
+
+AsSaved = Callable[[Mapping[str, Tensor]], dict[str, Tensor]]  # tensors that lie as parameters do, under the names of the files
+
+
+def save(
+    directory: Path,
+    config: OptimizerConfig,
+    optimizer: Optimizer,
+    named: Mapping[str, Parameter],
+    numbers: Mapping[str, Any],
+    as_saved: AsSaved,
+) -> None:
+    """AdamW's moments under the names of tensors, for any backend; another optimizer's under this backend's own.
+    numbers: what else to know of the state, at least its version."""
+    numbers = {**numbers, "optimizer": config.name}
+    if config.name == "adamw":
+        first, second = (as_saved(_of_each(optimizer, named, which)) for which in MOMENT_NAMES)
+        moments = ((name, model.to_numpy(x), model.to_numpy(second[name])) for name, x in first.items())
+        model_dir.write_state(directory, moments, numbers)
+    else:
+        own = ((name, model.to_numpy(x)) for name, x in _moments(optimizer, named, config, as_saved).items())
+        model_dir.write_own_state(directory, own, {**numbers, "backend": "torch"})
+
+
+def restore(
+    directory: Path, config: OptimizerConfig, optimizer: Optimizer, named: Mapping[str, Parameter], as_saved: AsSaved
+) -> None:
+    """Takes the state that `save` wrote, in the types that this optimizer keeps. Raises: UserError for what is not its own."""
+    described = model_dir.read_state(directory)
+    config.check_state(directory, described, "torch")
+    moments = _moments(optimizer, named, config, as_saved)
+    model.copy_in(moments, model_dir.read_moments(directory), str(directory / model_dir.MOMENTS))
+    for p in named.values():
+        optimizer.state[p]["step"].fill_(int(described["version"]))
+
+
+def _moments(optimizer: Optimizer, named: Mapping[str, Parameter], config: OptimizerConfig, as_saved: AsSaved) -> State:
+    """Each moment under its own name and its tensor's, "exp_avg.model.norm.weight"."""
+    if config.name == "adamw":
+        each = {which: as_saved(_of_each(optimizer, named, which)) for which in MOMENT_NAMES}
+        return {f"{which}.{name}": x for which, moments in each.items() for name, x in moments.items()}
+    states = ((name, optimizer.state[p]) for name, p in named.items())
+    return {f"{which}.{name}": x for name, state in states for which, x in state.items() if which != "step"}
+
+
+def _of_each(optimizer: Optimizer, named: Mapping[str, Parameter], which: str) -> State:
+    return {name: optimizer.state[p][which] for name, p in named.items()}
