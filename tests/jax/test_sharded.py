@@ -11,9 +11,9 @@ import pytest
 
 from areal_x.errors import UserError
 from areal_x.model_dir import check_portable
+from tests.starting import finished
 
 from .resharding import make_trainer
-from .test_processes import finished
 
 MadeModel = Callable[[str], Path]
 FILES = ("model.safetensors", "optimizer.safetensors", "trainer.json", "config.json")

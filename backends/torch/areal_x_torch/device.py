@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import torch
 
-from areal_x.errors import ConfigError
-from areal_x.trainer import MeshConfig
-
 
 def find_device() -> torch.device:
     """The accelerator that torch finds (CUDA, NPU, XPU, MPS …), else the CPU."""
@@ -30,12 +27,3 @@ def places_at_once(asked: int, device: torch.device) -> int:
     lengths (20 to 80 tokens: 247 ms instead of 272).
     """
     return min(asked, 1024) if device.type == "cpu" else asked
-
-
-def check_mesh(mesh: MeshConfig) -> None:
-    """Raises ConfigError for more devices than this backend trains on."""
-    if mesh.data not in (-1, 1):
-        raise ConfigError("mesh.data", mesh.data, "1 or -1, as the torch backend trains on one device")
-    for axis in ("fsdp", "expert", "context", "tensor"):
-        if getattr(mesh, axis) != 1:
-            raise ConfigError(f"mesh.{axis}", getattr(mesh, axis), "1, as the torch backend trains on one device")

@@ -51,11 +51,17 @@ def refuse_images(batch: Batch) -> None:
         raise UserError("the batch has images, which the torch backend does not train on yet: use train.backend = 'jax'")
 
 
-def micro_batches(batch: Batch, most: int) -> list[Batch]:
-    """The packed rows that hold a sequence, shared evenly by the fewest batches of at most `most`."""
+def micro_batches(batch: Batch, most: int, shares: int = 1) -> list[list[Batch]]:
+    """The packed rows that hold a sequence, shared evenly by the fewest micro-batches of at most `most` rows for each of so
+    many processes; of each micro-batch the rows of every one. Who has none left has one of padding: all make the same passes.
+    """
     rows = np.flatnonzero(batch.segment_ids.any(axis=1))
-    groups = np.array_split(rows, -(-len(rows) // most)) if len(rows) else []
-    return [batch.map(lambda x, rows=group: x[rows]) for group in groups]
+    groups = np.array_split(rows, -(-len(rows) // (most * shares))) if len(rows) else []
+    padding = batch.map(lambda x: np.zeros_like(x[:1]))
+    return [
+        [batch.map(lambda x, own=own: x[own]) if len(own) else padding for own in np.array_split(group, shares)]
+        for group in groups
+    ]
 
 
 def to_tensor(x: np.ndarray, device: torch.device) -> torch.Tensor:
@@ -72,6 +78,9 @@ def take_apart(segment_ids: Int64[np.ndarray, "rows length"], budget: int) -> li
     begins = np.flatnonzero(np.diff(keys, prepend=-1))
     starts, lengths = filled[begins], np.diff(begins, append=len(keys))
     return [_rows(starts[group], lengths[group]) for group in by_length(lengths, budget)]
+
+
+NO_SEQUENCE = Sequences(np.zeros((1, 1), np.int64), np.zeros((1, 1), bool))  # for a pass that only other processes need
 
 
 def by_length(lengths: Int64[np.ndarray, " n"], budget: int) -> list[Int64[np.ndarray, " m"]]:
