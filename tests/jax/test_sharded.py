@@ -56,7 +56,7 @@ def test_what_cannot_go_on_from_a_sharded_checkpoint_says_why(model_dir_of: Made
     wait = trainer.save_in_background(tmp_path)
     assert wait is not None
     wait()
-    with pytest.raises(UserError, match=r"sharded checkpoint of the JAX backend.*trainer\.checkpoint = 'portable'"):
+    with pytest.raises(UserError, match=r"sharded checkpoint of the jax backend.*trainer\.checkpoint = 'portable'"):
         check_portable(tmp_path)
     with pytest.raises(UserError, match=r"holds another model or optimizer: its .* has the shape"):
         make_trainer(model_dir_of("qwen3"), "adamw", {}).restore(tmp_path)

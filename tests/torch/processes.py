@@ -1,8 +1,8 @@
 """What each of several processes does in a test: `python -m tests.torch.processes FOLDER ASKED …`, each JSON of a name, a
 model's directory and MeshConfig's fields.
 
-For each: updates, everything else a trainer is asked, a save, and a save of what a restore of "one-NAME" gives, where that is
-there. The first process writes what it found to FOLDER.
+For each: updates, everything else a trainer is asked, a save in both forms, and a save of what a restore of "one-NAME" gives,
+in both forms, where that is there. The first process writes what it found to FOLDER.
 """
 
 from __future__ import annotations
@@ -57,9 +57,8 @@ def trainer_of(directory: str, mesh: dict[str, int], **changes: Any) -> Trainer:
 
 
 def models_of(directory: str, mesh: dict[str, int]) -> Models:
-    return Models(
-        trainer_of(directory, mesh), trainer_of(directory, mesh, frozen=True), trainer_of(directory, mesh, head="value")
-    )
+    policy, reference = trainer_of(directory, mesh, checkpoint="sharded"), trainer_of(directory, mesh, frozen=True)
+    return Models(policy, reference, trainer_of(directory, mesh, head="value"))
 
 
 def ask(models: Models, folder: Path, name: str) -> dict[str, Any]:
@@ -82,11 +81,19 @@ def ask(models: Models, folder: Path, name: str) -> dict[str, Any]:
     sampler = policy.sampler(2, 32)
     sampler.load(policy.snapshot())
     found["drawn_with"] = {tensor: x.tolist() for tensor, x in sampler.lanes[0].model.state_dict().items()}
+    found["version"] = policy.version
     if (one := folder / f"one-{name}").is_dir():
         policy.restore(one)
         policy.save(folder / f"back-{name}")
         found["logp of one"] = policy.logprobs(batches[0]).tolist()
-    return found | {"version": policy.version}
+        policy.update(batches[0], LOSSES["policy"])
+        policy.restore(folder / f"sharded-one-{name}")
+        policy.save(folder / f"resharded-{name}")
+    saving = policy.save_in_background(folder / f"sharded-{name}")
+    assert saving is not None
+    policy.update(batches[0], LOSSES["policy"])  # while that writes
+    saving()
+    return found
 
 
 def main(to: str, *asked: str) -> None:

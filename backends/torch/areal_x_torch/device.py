@@ -19,6 +19,16 @@ def compute_dtype(precision: str, device: torch.device) -> torch.dtype:
     return {"fp32": torch.float32, "bf16": torch.bfloat16}[precision]
 
 
+def memory_of(device: torch.device) -> int | None:
+    """The bytes of an accelerator's own memory; None where it does not tell, as a CPU."""
+    if device.type == "cpu":
+        return None
+    try:
+        return int(torch.accelerator.get_memory_info(device)[1])
+    except (AttributeError, RuntimeError, NotImplementedError):
+        return None
+
+
 def places_at_once(asked: int, device: torch.device) -> int:
     """How many places of a batch to compute at once, of the `asked` that memory is said to hold.
 

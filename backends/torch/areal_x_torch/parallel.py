@@ -12,6 +12,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from fnmatch import fnmatchcase
+from functools import partial
+from math import prod
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,8 +24,10 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
+from areal_x import model_dir
 from areal_x.errors import ConfigError, UserError
 from areal_x.trainer import MeshConfig
 from areal_x_torch.model import Head, head_layer, is_classifier
@@ -49,6 +54,29 @@ def make_mesh(config: MeshConfig, device: torch.device) -> DeviceMesh | None:
     if processes == 1:
         return None
     return init_device_mesh(device.type, (processes // split, config.fsdp, config.tensor), mesh_dim_names=AXES)
+
+
+def check_fit(directory: Path, config: MeshConfig, memory: int | None, learns: bool) -> None:
+    """Raises: ConfigError for a model whose parameters, gradients and moments alone are more than a device's memory holds."""
+    if memory is None:
+        return
+    count = sum(prod(shape) for shape in model_dir.shapes(directory).values())
+    # fp32 weights, gradients and both moments, or weights that are only read in bf16.
+    needed = count * (16 if learns else 2)
+    parts = config.fsdp * config.tensor
+    if needed > memory * parts:
+        least = -(-needed // (memory * config.tensor))
+        wanted = (
+            f"at least {least}, with as many mesh.processes: {count / 1e9:.1f} billion parameters take "
+            f"{needed / parts / 1e9:.0f} GB of each device, which has {memory / 1e9:.0f} GB"
+        )
+        raise ConfigError("mesh.fsdp", config.fsdp, wanted)
+
+
+def recompute(model: PreTrainedModel) -> None:
+    """Has the backward pass compute each block again from what went into it."""
+    for block in blocks_of(model):
+        block.forward = partial(checkpoint, block.forward, use_reentrant=False, preserve_rng_state=False)
 
 
 class Spoken(nn.Module):
@@ -147,7 +175,8 @@ def plan_of(model: PreTrainedModel, tensor: int) -> dict[str, str]:
     Raises: ConfigError for models that this backend cannot split by heads, or not by so many.
     """
     config = model.config.get_text_config()
-    plan = dict(getattr(model.base_model, "config", config).base_model_tp_plan or {})
+    plan = dict(model.base_model.config.base_model_tp_plan or {})
+    plan.pop("embed_tokens", None)  # which is split and gathered as the head is
     if not plan or set(plan.values()) - {*STYLES, SUMMED}:
         wanted = f"1, as heads and MLPs of a {type(model).__name__} cannot be split yet: use mesh.fsdp"
         raise ConfigError("mesh.tensor", tensor, wanted)

@@ -20,18 +20,21 @@ from torch.nn import Parameter
 from transformers import PreTrainedModel
 
 from areal_x import model_dir
+from areal_x.checkpoint import Wait
 from areal_x.errors import ConfigError, one_of
 from areal_x.lora import check_saved
 from areal_x.rollout.lanes import Lanes
 from areal_x.trainer import Loss, OptimizerConfig, TrainerConfig
 from areal_x.types import Batch, Policy
-from areal_x_torch import head, model
-from areal_x_torch.device import compute_dtype, find_device, places_at_once
+from areal_x_torch import head, model, sharded
+from areal_x_torch.device import compute_dtype, find_device, memory_of, places_at_once
 from areal_x_torch.layout import NO_SEQUENCE, Sequences, micro_batches, refuse_images, take_apart, to_tensor
 from areal_x_torch.parallel import (
+    check_fit,
     make_mesh,
     parts_to_sum,
     rank_among_rows,
+    recompute,
     spread,
     sum_gradients,
     sum_over_rows,
@@ -45,8 +48,7 @@ class Trainer:
 
     def __init__(self, config: TrainerConfig) -> None:
         one_of("model.attention", config.model.attention, ("auto",))
-        one_of("trainer.remat", config.remat, ("auto",))
-        one_of("trainer.checkpoint", config.checkpoint, ("portable",))
+        one_of("trainer.remat", config.remat, ("auto", "layers"))
         if config.balance:
             raise ConfigError("trainer.balance", config.balance, "0, as the torch backend does not push experts yet")
         if config.replay_experts:
@@ -62,6 +64,7 @@ class Trainer:
         self.device = find_device()
         self.mesh = make_mesh(config.mesh, self.device)
         self.share, self.shares = rank_among_rows(self.mesh)
+        check_fit(self.directory, config.mesh, memory_of(self.device), learns=not config.frozen)
         self.dtype = compute_dtype(config.precision, self.device)
         self.teacher = self._load_teacher(Path(config.teacher)) if config.teacher is not None else None
         at = self.device if self.mesh is None else torch.device("cpu")  # a device may hold its part alone
@@ -69,6 +72,8 @@ class Trainer:
             self.model = model.load_frozen(self.directory, at, self.dtype, config.head)
         else:
             self.model = model.load(self.directory, at, config.head)
+        if config.remat == "layers" and not config.frozen:
+            recompute(self.model)  # before it is split: a block that is computed again is gathered already
         self.whole = spread(self.model, self.mesh, self.dtype, self.device)
         self.summed = parts_to_sum(self.model, self.mesh)
         if not config.frozen:
@@ -137,8 +142,9 @@ class Trainer:
         from areal_x_torch.sampler import Sampler
 
         self._only_with("sampler", "policy")
-        # A process that has a part of the model alone samples with a whole one beside it.
-        of = self.model if self.mesh is None else model.load_frozen(self.directory, self.device, self.dtype)
+        # Who has a part of the model alone, or one whose blocks are wrapped, samples with a whole one beside it.
+        own = self.mesh is None and self.config.remat != "layers"
+        of = self.model if own else model.load_frozen(self.directory, self.device, self.dtype)
         self._beside = Sampler(of, slots, context, self.dtype)
         return self._beside
 
@@ -150,11 +156,26 @@ class Trainer:
         moments = ((name, *(model.to_numpy(gathered(s[of])) for of in ("exp_avg", "exp_avg_sq"))) for name, s in states)
         model_dir.write_state(directory, moments, {"version": self.version})
 
-    def save_in_background(self, directory: Path) -> None:
-        """All at once, so that nothing is left to wait for."""
-        self.save(directory if self.mesh is None or self.mesh.get_rank() == 0 else None)
+    def save_in_background(self, directory: Path) -> Wait | None:
+        writes = self.mesh is None or self.mesh.get_rank() == 0
+        if self.config.checkpoint == "portable":
+            self.save(directory if writes else None)
+            return None
+        self._need_moments("state to save")
+        if writes:
+            model_dir.copy_others(directory, self.directory, self.config.head)
+            model_dir.write_numbers(directory, {"version": self.version, "optimizer": self.config.optimizer.name})
+        return sharded.save(directory, self._state(), together=self.mesh is not None)
 
     def restore(self, directory: Path) -> None:
+        if sharded.is_sharded(directory):
+            state = model_dir.read_state(directory)
+            self.config.optimizer.check_state(directory, state)
+            sharded.restore(directory, self._state(), together=self.mesh is not None)
+            self.version = int(state["version"])
+            for of_parameter in self.optimizer.state.values():
+                of_parameter["step"].fill_(self.version)
+            return
         model_dir.check_portable(directory)
         check_saved(directory, self.config.lora, self.directory)
         state = model_dir.read_state(directory)
@@ -167,6 +188,14 @@ class Trainer:
             targets |= {model_dir.FIRST + name: state["exp_avg"], model_dir.SECOND + name: state["exp_avg_sq"]}
             state["step"].fill_(self.version)
         model.copy_in(targets, model_dir.read_moments(directory), str(directory))
+
+    def _state(self) -> dict[str, Tensor]:
+        """Every tensor of a checkpoint, or this process's part, without copying."""
+        tensors = model.named_tensors(self.model)
+        for name, p in self.model.named_parameters():
+            state = self.optimizer.state[p]
+            tensors |= {model_dir.FIRST + name: state["exp_avg"], model_dir.SECOND + name: state["exp_avg_sq"]}
+        return tensors
 
     def _load_teacher(self, directory: Path) -> PreTrainedModel:
         model_dir.check_vocabulary("train.teacher", directory, self.directory)
