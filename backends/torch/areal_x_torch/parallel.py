@@ -25,7 +25,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils.checkpoint import checkpoint
-from transformers import PreTrainedModel
+from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
 from areal_x import model_dir
 from areal_x.errors import ConfigError, UserError
@@ -57,7 +57,10 @@ def make_mesh(config: MeshConfig, device: torch.device) -> DeviceMesh | None:
 
 
 def check_fit(directory: Path, config: MeshConfig, memory: int | None, learns: bool) -> None:
-    """Raises: ConfigError for a model whose parameters, gradients and moments alone are more than a device's memory holds."""
+    """Raises: ConfigError for a model that the mesh cannot split by heads, or whose parameters, gradients and moments alone are
+    more than the memory of the devices, each of which has so many bytes."""
+    if config.tensor > 1:
+        plan_of(AutoConfig.from_pretrained(directory, local_files_only=True), config.tensor)
     if memory is None:
         return
     count = sum(prod(shape) for shape in model_dir.shapes(directory).values())
@@ -169,16 +172,15 @@ def is_tied(model: PreTrainedModel) -> bool:
     return head_layer(model).weight is model.get_input_embeddings().weight
 
 
-def plan_of(model: PreTrainedModel, tensor: int) -> dict[str, str]:
+def plan_of(config: PreTrainedConfig, tensor: int) -> dict[str, str]:
     """transformers' own plan of what is split how, by patterns of names below the base model.
 
     Raises: ConfigError for models that this backend cannot split by heads, or not by so many.
     """
-    config = model.config.get_text_config()
-    plan = dict(model.base_model.config.base_model_tp_plan or {})
+    plan = dict(config.base_model_tp_plan or {})
     plan.pop("embed_tokens", None)  # which is split and gathered as the head is
     if not plan or set(plan.values()) - {*STYLES, SUMMED}:
-        wanted = f"1, as heads and MLPs of a {type(model).__name__} cannot be split yet: use mesh.fsdp"
+        wanted = f"1, as heads and MLPs of a {config.model_type} model cannot be split yet: use mesh.fsdp"
         raise ConfigError("mesh.tensor", tensor, wanted)
     for what in ("num_attention_heads", "num_key_value_heads", "intermediate_size"):
         count = getattr(config, what, None) or config.num_attention_heads
@@ -188,7 +190,7 @@ def plan_of(model: PreTrainedModel, tensor: int) -> dict[str, str]:
 
 
 def split_heads(model: PreTrainedModel, mesh: DeviceMesh) -> None:
-    styles = {name: STYLES[style]() for name, style in plan_of(model, mesh.size()).items() if style in STYLES}
+    styles = {name: STYLES[style]() for name, style in plan_of(model.config, mesh.size()).items() if style in STYLES}
     parallelize_module(model.base_model, mesh, styles)
 
 
@@ -196,7 +198,7 @@ def parts_to_sum(model: PreTrainedModel, mesh: DeviceMesh | None) -> list[nn.Par
     """The parameters of which each process of a tensor group has the gradient of its own heads alone."""
     if mesh is None or mesh["tensor"].size() == 1:
         return []
-    names = [name for name, style in plan_of(model, mesh["tensor"].size()).items() if style == SUMMED]
+    names = [name for name, style in plan_of(model.config, mesh["tensor"].size()).items() if style == SUMMED]
     modules = model.base_model.named_modules()
     return [p for name, m in modules if any(fnmatchcase(name, of) for of in names) for p in m.parameters()]
 
