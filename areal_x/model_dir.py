@@ -22,7 +22,7 @@ from areal_x.errors import ConfigError, UserError
 WEIGHTS = "model.safetensors"
 MOMENTS = "optimizer.safetensors"
 STATE = "trainer.json"
-SHARDS = "arrays"  # the directory that a sharded checkpoint has in place of both
+SHARDS = {"jax": "arrays", "torch": "shards"}  # the directory that a backend's sharded checkpoint has in place of both
 ADAPTER_CONFIG = "adapter_config.json"
 FILE_BYTES = 4 * 2**30  # of one file: as much as is held in memory to be written
 FIRST, SECOND = "exp_avg.", "exp_avg_sq."  # AdamW's two moments of the tensor whose name follows
@@ -138,17 +138,29 @@ def _files(directory: Path, single: str) -> list[Path]:
 
 def check_portable(directory: Path) -> None:
     """Raises: UserError for a sharded checkpoint, which only the backend that wrote it reads."""
-    if (directory / SHARDS).is_dir():
-        raise UserError(
-            f"{directory} is a sharded checkpoint of the JAX backend: go on there with trainer.checkpoint = 'portable', whose "
-            "next checkpoint every backend reads"
-        )
+    for backend, name in SHARDS.items():
+        if (directory / name).is_dir():
+            raise UserError(
+                f"{directory} is a sharded checkpoint of the {backend} backend: go on there with trainer.checkpoint = "
+                "'portable', whose next checkpoint every backend reads"
+            )
 
 
 def read_tensors(directory: Path) -> Iterator[tuple[str, np.ndarray]]:
     """Every tensor under its Hugging Face name, one at a time (bfloat16 as ml_dtypes' type)."""
     for file in tensor_files(directory):
         yield from read_file(file)
+
+
+def shapes(directory: Path) -> dict[str, tuple[int, ...]]:
+    """The shape of every tensor, of which nothing else is read."""
+    from safetensors import safe_open
+
+    found: dict[str, tuple[int, ...]] = {}
+    for file in tensor_files(directory):
+        with safe_open(file, framework="numpy") as opened:
+            found |= {name: tuple(opened.get_slice(name).get_shape()) for name in opened.keys()}  # noqa: SIM118 - not a dict
+    return found
 
 
 def write_model(

@@ -110,6 +110,7 @@ class MeshConfig:
     and moments split, and gathered layer by layer. expert: rows too, with the experts of a mixture split. context: parts of
     every row. tensor: heads, the width of the MLP and the vocabulary.
     processes: how many train one model together, on the devices of all of them; the same command starts each (see docs/jax.md).
+    With torch each has one device; torchrun starts them, or, all on one machine, the first starts the others.
     """
 
     data: int = -1

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import json
-import socket
-import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,42 +15,12 @@ import pytest
 
 from areal_x import checkpoint, model_dir
 from areal_x.monitor.metrics import read
-from tests.conftest import QUICK, environment_with
+from tests.starting import ONLINE, WRITTEN, command_of, finished, started
 
 MESHES = [
     {"name": "fsdp", "optimizer": "adamw", "fsdp": 4},
     {"name": "tensor", "optimizer": "muon", "fsdp": 2, "tensor": 2},
 ]
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
-@contextmanager
-def started(
-    command: Sequence[str], processes: int, devices: int, folder: Path, **more: str
-) -> Iterator[list[subprocess.Popen]]:
-    """The same command in several processes, whose outputs go to files out-0, err-0 …; those left at the end are killed."""
-    environment = environment_with(devices, PYTHONFAULTHANDLER="1", **QUICK, **more)
-    if processes > 1:
-        environment |= {"WORLD_SIZE": str(processes), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    with ExitStack() as stack:
-        made = []
-        for rank in range(processes):
-            out, err = (stack.enter_context((folder / f"{name}-{rank}").open("w")) for name in ("out", "err"))
-            process = subprocess.Popen(command, env=environment | {"RANK": str(rank)}, stdout=out, stderr=err, cwd=folder)
-            made.append(stack.enter_context(process))
-            stack.callback(process.kill)
-        yield made
-
-
-def finished(command: Sequence[str], processes: int, devices: int, folder: Path, **more: str) -> None:
-    with started(command, processes, devices, folder, **more) as made:
-        codes = [process.wait(timeout=250) for process in made]
-    assert not any(codes), f"{codes}\n" + "\n".join((folder / f"err-{rank}").read_text() for rank in range(processes))
 
 
 @pytest.fixture(scope="module")
@@ -96,75 +64,9 @@ def test_a_state_of_one_process_goes_through_two_without_losing_a_bit(asked: Pat
     assert model_dir.read_state(asked / f"back-two-{mesh}") == model_dir.read_state(asked / f"one-two-{mesh}")
 
 
-TASKS = """
-import gin
-
-from tests.experiments import TASKS, counts_ones
-from dataclasses import replace
-
-@gin.configurable(module="processes_test")
-def tasks():
-    return TASKS
-
-@gin.configurable(module="processes_test")
-def written():
-    return [replace(task, answer="12") for task in TASKS]
-
-@gin.configurable(module="processes_test")
-def ones(task, text):
-    return counts_ones(task, text)
-
-@gin.configurable(module="processes_test")
-def made_once():
-    import os
-    assert os.environ["RANK"] == "0", "one process makes the model"
-    return MODEL
-"""
-RUN = """
-import processes_tasks
-model.path = @processes_test.made_once
-train.steps = 2
-train.groups_per_step = 2
-train.group_size = 4
-train.max_staleness = 0
-train.row_length = 32
-train.name = 'run'
-trainer.micro_batch_rows = 2
-optimizer.learning_rate = 1e-3
-mesh.fsdp = 4
-"""
-ONLINE = """
-train.dataset = @processes_test.tasks()
-train.workflow = @single_turn()
-single_turn.reward = @processes_test.ones
-sampling.max_tokens = 8
-embedded.slots = 8
-train.algorithm = @grpo()
-grpo.kl_coefficient = 0.1
-"""
-WRITTEN = """
-train.dataset = @processes_test.written()
-train.workflow = @demonstrations()
-train.engine = 'none'
-train.algorithm = @sft()
-train.steps = 100000
-train.checkpoint_every = 3
-train.keep_checkpoints = 1
-mesh.processes = 2
-"""
-
-
 @pytest.fixture
-def command(tiny_model_dir: Path, tmp_path: Path) -> Callable[..., list[str]]:
-    """The command of a run described in a folder."""
-
-    def command(folder: Path, text: str, *bindings: str) -> list[str]:
-        folder.mkdir()
-        (folder / "processes_tasks.py").write_text(TASKS.replace("MODEL", repr(str(tiny_model_dir))))
-        (folder / "run.gin").write_text(RUN + text)
-        return [sys.executable, "-m", "areal_x.train", "run.gin", *(x for b in bindings for x in ("-b", b))]
-
-    return command
+def command(tiny_model_dir: Path) -> Callable[..., list[str]]:
+    return partial(command_of, tiny_model_dir)
 
 
 def test_the_command_on_two_processes_measures_what_it_does_on_one(command: Callable[..., list[str]], tmp_path: Path) -> None:

@@ -24,9 +24,9 @@ from areal_x_jax.sampler import CPU_CHUNK
 from tests.conftest import write_model
 from tests.rollout import conformance
 from tests.rollout.conformance import slot_request, to_the_end
+from tests.starting import finished
 
 from .sampling import sample
-from .test_processes import finished
 
 SLOTS, CONTEXT = 16, 384
 

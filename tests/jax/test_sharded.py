@@ -11,9 +11,9 @@ import pytest
 
 from areal_x.errors import UserError
 from areal_x.model_dir import check_portable
+from tests.starting import finished
 
 from .resharding import make_trainer
-from .test_processes import finished
 
 MadeModel = Callable[[str], Path]
 FILES = ("model.safetensors", "optimizer.safetensors", "trainer.json", "config.json")
@@ -56,7 +56,7 @@ def test_what_cannot_go_on_from_a_sharded_checkpoint_says_why(model_dir_of: Made
     wait = trainer.save_in_background(tmp_path)
     assert wait is not None
     wait()
-    with pytest.raises(UserError, match=r"sharded checkpoint of the JAX backend.*trainer\.checkpoint = 'portable'"):
+    with pytest.raises(UserError, match=r"sharded checkpoint of the jax backend.*trainer\.checkpoint = 'portable'"):
         check_portable(tmp_path)
     with pytest.raises(UserError, match=r"holds another model or optimizer: its .* has the shape"):
         make_trainer(model_dir_of("qwen3"), "adamw", {}).restore(tmp_path)

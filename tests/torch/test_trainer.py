@@ -22,6 +22,7 @@ from areal_x.data.packing import pack  # noqa: E402
 from areal_x.errors import ConfigError, UserError  # noqa: E402
 from areal_x.trainer import MeshConfig, ModelConfig, OptimizerConfig, TrainerConfig  # noqa: E402
 from areal_x.types import Trajectory  # noqa: E402
+from areal_x_torch.parallel import check_model  # noqa: E402
 
 LENGTHS = (9, 5, 12, 3, 7, 2)  # of the tests' sequences; the first two tokens are the prompt, of the shortest the first
 VOCABULARY = 40
@@ -281,6 +282,41 @@ def test_bf16_computes_in_bf16_over_fp32_masters(models):
 def test_more_than_one_device_is_refused_by_name(models, axis):
     with pytest.raises(ConfigError, match=rf"mesh\.{axis} = 2"):
         trainer_of(models["qwen3"], mesh=MeshConfig(**{axis: 2}))
+
+
+@pytest.mark.parametrize("axis", ["context", "expert"])
+def test_an_axis_that_torch_does_not_split_is_refused_by_name(models, axis):
+    with pytest.raises(ConfigError, match=rf"mesh\.{axis} = 2 cannot work: it must be 1"):
+        trainer_of(models["qwen3"], mesh=MeshConfig(**{axis: 2}, processes=2))
+
+
+@pytest.mark.parametrize(("tensor", "wanted"), [(3, "num_attention_heads = 4"), (4, "num_key_value_heads = 2")])
+def test_heads_that_a_mesh_does_not_divide_are_refused(models, tensor, wanted):
+    with pytest.raises(ConfigError, match=rf"mesh\.tensor = {tensor} cannot work: it must be a divisor of .* {wanted}"):
+        check_model(models["qwen3"], MeshConfig(tensor=tensor, processes=tensor), None, learns=True)
+
+
+def test_a_model_that_no_device_holds_is_refused_before_it_is_loaded(models):
+    bytes_needed = 16 * sum(x.size for _, x in model_dir.read_tensors(models["qwen3"]))
+    check_model(models["qwen3"], MeshConfig(), bytes_needed, learns=True)
+    with pytest.raises(ConfigError, match=r"mesh\.fsdp = 2 cannot work: it must be at least 4, with as many mesh\.processes"):
+        check_model(models["qwen3"], MeshConfig(fsdp=2, processes=2), bytes_needed // 4 + 4, learns=True)
+    check_model(models["qwen3"], MeshConfig(fsdp=4, processes=4), bytes_needed // 4 + 4, learns=True)
+    check_model(models["qwen3"], MeshConfig(fsdp=2, processes=2), bytes_needed // 4 + 4, learns=False)
+
+
+def test_blocks_that_are_computed_again_give_the_same_step_and_keep_less(models):
+    batch, _ = batch_of(sequences())
+    kept, results, weights = {}, {}, {}
+    for remat in ("auto", "layers"):
+        trainer, saved = trainer_of(models["qwen3"], remat=remat), []
+        with torch.autograd.graph.saved_tensors_hooks(lambda x, saved=saved: saved.append(x.numel()) or x, lambda x: x):
+            results[remat] = trainer.update(batch, losses.ppo_clip)
+        weights[remat], kept[remat] = all_weights(trainer), sum(saved)
+    assert results["layers"] == results["auto"]
+    for name, x in weights["auto"].items():
+        np.testing.assert_array_equal(weights["layers"][name], x)
+    assert kept["layers"] < kept["auto"] / 3
 
 
 def test_tensors_that_do_not_fit_the_config_are_listed(models, tmp_path):

@@ -18,9 +18,11 @@ from areal_x.errors import UserError
 from areal_x.model_dir import SHARDS
 from areal_x_jax.parameters import Params
 
+PLACE = SHARDS["jax"]
+
 
 def is_sharded(directory: Path) -> bool:
-    return (directory / SHARDS).is_dir()
+    return (directory / PLACE).is_dir()
 
 
 def save(directory: Path, params: Params, moments: Any) -> Wait:
@@ -30,7 +32,7 @@ def save(directory: Path, params: Params, moments: Any) -> Wait:
     """
     import orbax.checkpoint.experimental.v1 as orbax
 
-    wait: Wait = orbax.save_async(directory / SHARDS, _named({"params": params, "moments": moments})).result
+    wait: Wait = orbax.save_async(directory / PLACE, _named({"params": params, "moments": moments})).result
     return wait
 
 
@@ -45,20 +47,24 @@ def restored(directory: Path, params: Params, lies: Params, moments: Any, moment
     wanted = jax.tree.map(lambda x, at: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at), state, shardings)
     named = _named(wanted)
     try:
-        found = orbax.metadata(directory / SHARDS).metadata
+        found = orbax.metadata(directory / PLACE).metadata
         if found is None:  # and orbax has logged why
             raise FileNotFoundError("a part is missing")
     except Exception as error:  # orbax and tensorstore raise errors of many types
-        raise UserError(f"{directory / SHARDS} is not whole ({_first_line(error)}): copy the checkpoint again") from error
+        raise UserError(
+            f"{directory / SHARDS['jax']} is not whole ({_first_line(error)}): copy the checkpoint again"
+        ) from error
     for name in sorted(set(named) | set(found)):
         there, here = (tuple(x[name].shape) if name in x else None for x in (found, named))
         if there != here:
             told = f"its {name} has the shape {there}" if there is not None else f"it has no {name}"
             raise UserError(f"{directory} holds another model or optimizer: {told} where {here or 'none'} is needed")
     try:
-        read = orbax.load(directory / SHARDS, named)
+        read = orbax.load(directory / PLACE, named)
     except Exception as error:
-        raise UserError(f"{directory / SHARDS} cannot be read ({_first_line(error)}): copy the checkpoint again") from error
+        raise UserError(
+            f"{directory / SHARDS['jax']} cannot be read ({_first_line(error)}): copy the checkpoint again"
+        ) from error
     paths, tree = tree_flatten_with_path(wanted)
     whole: dict[str, Any] = jax.tree.unflatten(tree, [read[_name(path)] for path, _ in paths])
     return whole["params"], whole["moments"]

@@ -161,6 +161,7 @@ class Trainer:
             self.params, self.moments = sharded.restored(directory, *of_state)
             self.version = int(state["version"])
             return
+        model_dir.check_portable(directory)
         adapter_files.check_saved(directory, self.config.lora, self.directory)
         how = self.config.optimizer, self.trained, self.moments, self.moments_lie, self.layout
         moments = optimizers.restored(directory, *how)

@@ -20,11 +20,12 @@ from areal_x.types import Batch
 class Flat:
     """Some sequences of packed rows in one flat row.
 
-    places: where in the flattened packed rows each token lies. lengths: of each sequence.
+    places: where in the flattened packed rows each token lies. lengths: of each sequence. silent: nothing is read.
     """
 
     places: Int64[np.ndarray, " tokens"]
     lengths: Int64[np.ndarray, " sequences"]
+    silent: bool = False
 
     @property
     def positions(self) -> Int64[np.ndarray, " tokens"]:
@@ -43,18 +44,27 @@ class Flat:
         before: of a token tells the one before it, and of a sequence's first none; else itself. The shift by one happens here
         and nowhere else.
         """
-        chosen = self.take(wanted)
+        chosen = self.take(wanted) & (not self.silent)
         if before:
             chosen = chosen & (self.positions > 0)
         found = np.flatnonzero(chosen)
         return found - before, self.places[found]
 
 
-def micro_batches(batch: Batch, most: int) -> list[Batch]:
-    """The packed rows that hold a sequence, shared evenly by the fewest batches of at most `most`."""
+NO_SEQUENCE = Flat(np.zeros(1, np.int64), np.ones(1, np.int64), silent=True)  # for a pass that only other processes need
+
+
+def micro_batches(batch: Batch, most: int, shares: int = 1) -> list[list[Batch]]:
+    """The packed rows that hold a sequence, shared evenly by the fewest micro-batches of at most `most` rows for each of so
+    many processes; of each micro-batch the rows of every one. Who has none left has one of padding: all make the same passes.
+    """
     rows = np.flatnonzero(batch.segment_ids.any(axis=1))
-    groups = np.array_split(rows, -(-len(rows) // most)) if len(rows) else []
-    return [batch.map(lambda x, rows=group: x[rows]) for group in groups]
+    groups = np.array_split(rows, -(-len(rows) // (most * shares))) if len(rows) else []
+    padding = batch.map(lambda x: np.zeros_like(x[:1]))
+    return [
+        [batch.map(lambda x, own=own: x[own]) if len(own) else padding for own in np.array_split(group, shares)]
+        for group in groups
+    ]
 
 
 def to_tensor(x: np.ndarray, device: torch.device) -> torch.Tensor:

@@ -21,6 +21,7 @@ from areal_x import model_dir
 from areal_x.errors import UserError
 from areal_x_torch.attention import ATTENTION, Segments, sdpa
 from areal_x_torch.images import SEEING, Seen, look
+from areal_x_torch.parts import local, own_part
 
 SCORE = "score.weight"  # what a sequence classifier has in place of a language model's head
 
@@ -136,8 +137,13 @@ def hidden_states(model: PreTrainedModel, row: Row) -> Float[Tensor, "tokens fea
     return states.last_hidden_state[0]
 
 
+def head_layer(model: PreTrainedModel) -> nn.Module:
+    layer: nn.Module = model.score if is_classifier(model) else model.get_output_embeddings()
+    return layer
+
+
 def head(model: PreTrainedModel) -> Head:
-    layer = model.score if is_classifier(model) else model.get_output_embeddings()
+    layer = head_layer(model)
     return Head(layer.weight, layer.bias)
 
 
@@ -184,7 +190,7 @@ def to_numpy(x: Tensor) -> np.ndarray:
 
 @torch.no_grad()
 def copy_in(targets: Mapping[str, Tensor], tensors: Iterable[tuple[str, np.ndarray]], source: str) -> None:
-    """Copies arrays into the tensors of their names, one at a time.
+    """Copies arrays into the tensors of their names, one at a time; of one that lies on several processes its own part.
 
     Raises: UserError listing what is missing, left over or of another shape.
     """
@@ -195,7 +201,7 @@ def copy_in(targets: Mapping[str, Tensor], tensors: Iterable[tuple[str, np.ndarr
         elif x.shape != targets[name].shape:
             raise UserError(f"{source}: {name} has shape {x.shape}, the model wants {tuple(targets[name].shape)}")
         else:
-            targets[name].copy_(torch.from_numpy(np.array(x, np.float32)))
+            local(targets[name]).copy_(own_part(torch.from_numpy(np.array(x, np.float32)), targets[name]))
             missing.discard(name)
     complaints = _complaints(missing, left_over)
     if complaints:

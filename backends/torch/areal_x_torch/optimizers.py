@@ -26,6 +26,7 @@ from torch.optim.adamw import adamw
 from areal_x import model_dir
 from areal_x.trainer import OptimizerConfig
 from areal_x_torch import model
+from areal_x_torch.parts import gathered, mesh_of
 
 # Muon's, of its reference and of torch.optim.Muon: the quintic's coefficients, its steps, the least norm, the momentum.
 QUINTIC, STEPS, LEAST, MOMENTUM = (3.4445, -4.7750, 2.0315), 5, 1e-7, 0.95
@@ -43,13 +44,15 @@ class Optimizer(torch.optim.Optimizer):
     """
 
     def __init__(self, parameters: Iterable[tuple[str, Parameter]], config: OptimizerConfig) -> None:
-        groups: dict[tuple[str, bool], dict[str, Any]] = {}
+        groups: dict[tuple[Any, ...], dict[str, Any]] = {}
         for name, p in parameters:
             rule = config.name
             if rule == "muon" and not (IN_A_LAYER.search(name) and p.ndim >= 2 and min(p.shape[-2:]) > 1):
                 rule = "adamw"  # of embeddings, heads, vectors and what says one number of a token
             decay = config.weight_decay if p.ndim >= 2 else 0.0
-            group = groups.setdefault((rule, p.ndim >= 2), {"params": [], "rule": rule, "weight_decay": decay})
+            # torch computes with tensors of one mesh at once.
+            alike = rule, p.ndim >= 2, mesh_of(p)
+            group = groups.setdefault(alike, {"params": [], "rule": rule, "weight_decay": decay})
             group["params"].append(p)
         settings = {"lr": config.learning_rate, "betas": (config.beta1, config.beta2), "eps": config.eps}
         super().__init__(list(groups.values()), settings)
@@ -193,7 +196,7 @@ AsSaved = Callable[[Mapping[str, Tensor]], dict[str, Tensor]]  # tensors that li
 
 
 def save(
-    directory: Path,
+    directory: Path | None,
     config: OptimizerConfig,
     optimizer: Optimizer,
     named: Mapping[str, Parameter],
@@ -205,10 +208,10 @@ def save(
     numbers = {**numbers, "optimizer": config.name}
     if config.name == "adamw":
         first, second = (as_saved(_of_each(optimizer, named, which)) for which in MOMENT_NAMES)
-        moments = ((name, model.to_numpy(x), model.to_numpy(second[name])) for name, x in first.items())
-        model_dir.write_state(directory, moments, numbers)
+        both = ((name, *(model.to_numpy(gathered(x)) for x in (one, second[name]))) for name, one in first.items())
+        model_dir.write_state(directory, both, numbers)
     else:
-        own = ((name, model.to_numpy(x)) for name, x in _moments(optimizer, named, config, as_saved).items())
+        own = ((name, model.to_numpy(gathered(x))) for name, x in moments(optimizer, named).items())
         model_dir.write_own_state(directory, own, {**numbers, "backend": "torch"})
 
 
@@ -218,17 +221,17 @@ def restore(
     """Takes the state that `save` wrote, in the types that this optimizer keeps. Raises: UserError for what is not its own."""
     described = model_dir.read_state(directory)
     config.check_state(directory, described, "torch")
-    moments = _moments(optimizer, named, config, as_saved)
-    model.copy_in(moments, model_dir.read_moments(directory), str(directory / model_dir.MOMENTS))
+    own = moments(optimizer, named)
+    if config.name == "adamw":
+        each = {which: as_saved(_of_each(optimizer, named, which)) for which in MOMENT_NAMES}
+        own = {f"{which}.{name}": x for which, of_tensors in each.items() for name, x in of_tensors.items()}
+    model.copy_in(own, model_dir.read_moments(directory), str(directory / model_dir.MOMENTS))
     for p in named.values():
         optimizer.state[p]["step"].fill_(int(described["version"]))
 
 
-def _moments(optimizer: Optimizer, named: Mapping[str, Parameter], config: OptimizerConfig, as_saved: AsSaved) -> State:
-    """Each moment under its own name and its tensor's, "exp_avg.model.norm.weight"."""
-    if config.name == "adamw":
-        each = {which: as_saved(_of_each(optimizer, named, which)) for which in MOMENT_NAMES}
-        return {f"{which}.{name}": x for which, moments in each.items() for name, x in moments.items()}
+def moments(optimizer: Optimizer, named: Mapping[str, Parameter]) -> State:
+    """Each moment under its own name and its parameter's, "exp_avg.model.norm.weight"."""
     states = ((name, optimizer.state[p]) for name, p in named.items())
     return {f"{which}.{name}": x for name, state in states for which, x in state.items() if which != "step"}
 

@@ -1,9 +1,13 @@
-"""The torch trainer: a transformers model, an optimizer, and as many micro-batches as a batch needs."""
+"""The torch trainer: a transformers model, an optimizer, and as many micro-batches as a batch needs.
+
+Of several processes each has a batch whole and computes its rows of it (areal_x_torch.parallel says what else lies where); all
+make the same passes through the model in the same order, as each gathers parameters together.
+"""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,24 +20,35 @@ from transformers import PreTrainedModel
 
 from areal_x import lora as adapter_files
 from areal_x import model_dir
+from areal_x.checkpoint import Wait
 from areal_x.errors import ConfigError, one_of
 from areal_x.rollout.lanes import Lanes
 from areal_x.trainer import Loss, TrainerConfig
 from areal_x.types import IMAGES, Batch, Policy
-from areal_x_torch import attention, head, lora, model, optimizers
+from areal_x_torch import attention, head, lora, model, optimizers, sharded
 from areal_x_torch.attention import Segments
-from areal_x_torch.device import check_mesh, compute_dtype, find_device, tokens_at_once
+from areal_x_torch.device import compute_dtype, find_device, memory_of, tokens_at_once
 from areal_x_torch.images import check_images, seen_of
-from areal_x_torch.layout import Flat, flatten, micro_batches, to_tensor
+from areal_x_torch.layout import NO_SEQUENCE, Flat, flatten, micro_batches, to_tensor
+from areal_x_torch.parallel import (
+    check_model,
+    make_mesh,
+    parts_to_sum,
+    rank_among_rows,
+    recompute,
+    spread,
+    sum_gradients,
+    sum_over_rows,
+    total_norm,
+)
+from areal_x_torch.parts import gathered, local
 
 
 class Trainer:
-    """See `areal_x.trainer.Trainer`. One device; fp32 master weights, activations in the compute precision."""
+    """See `areal_x.trainer.Trainer`. fp32 master weights, activations in the compute precision."""
 
     def __init__(self, config: TrainerConfig) -> None:
-        check_mesh(config.mesh)
-        one_of("trainer.remat", config.remat, ("auto",))
-        one_of("trainer.checkpoint", config.checkpoint, ("portable",))
+        one_of("trainer.remat", config.remat, ("auto", "layers"))
         if config.balance:
             raise ConfigError("trainer.balance", config.balance, "0, as the torch backend does not push experts yet")
         if config.replay_experts:
@@ -41,19 +56,29 @@ class Trainer:
         self.config = config
         self.directory = model_dir.resolve(config.model.path)
         if config.lora.rank:
+            if config.mesh.processes > 1:
+                raise ConfigError("mesh.processes", config.mesh.processes, "1, as torch trains adapters in one process yet")
             lora.check_targets(self.directory, config.lora)
         self.device = find_device()
+        self.mesh = make_mesh(config.mesh, self.device)
+        self.share, self.shares = rank_among_rows(self.mesh)
+        check_model(self.directory, config.mesh, memory_of(self.device), learns=not config.frozen)
         self.dtype = compute_dtype(config.precision, self.device)
         self.attend = attention.choose(config.model.attention, self.device, self.dtype)
         self.teacher = self._load_teacher(Path(config.teacher)) if config.teacher is not None else None
+        at = self.device if self.mesh is None else torch.device("cpu")  # a device may hold its part alone
         if config.frozen or config.lora.rank:
-            self.model = model.load_frozen(self.directory, self.device, self.dtype, config.head)
+            self.model = model.load_frozen(self.directory, at, self.dtype, config.head)
         else:
-            self.model = model.load(self.directory, self.device, config.head)
+            self.model = model.load(self.directory, at, config.head)
         if self.teacher is not None and model.sees(self.teacher) != model.sees(self.model):
             raise ConfigError("train.teacher", config.teacher, "a model that sees where the student does, and else one of text")
         if config.lora.rank:
             lora.adapt(self.model, config.lora, config.seed)
+        if config.remat == "layers" and not config.frozen:
+            recompute(self.model)  # before it is split: a block that is computed again is gathered already
+        self.whole = spread(self.model, self.mesh, self.dtype, self.device)
+        self.summed = parts_to_sum(self.model, self.mesh)
         self.trained = lora.trained(self.model, config.lora)
         if not config.frozen:
             self.optimizer = optimizers.Optimizer(self.trained.items(), config.optimizer)
@@ -71,19 +96,22 @@ class Trainer:
         tokens = max(int(np.sum(batch.mask)), 1)
         zero = partial(torch.zeros, (), device=self.device)
         sums: dict[str, Tensor] = defaultdict(zero, loss=zero())
-        for packed in micro_batches(batch.map(np.asarray), self.config.micro_batch_rows):
+        for shares in micro_batches(batch.map(np.asarray), self.config.micro_batch_rows, self.shares):
+            packed, passes = shares[self.share], self._passes([share.segment_ids for share in shares])
             rows = packed.map(lambda x: to_tensor(x, self.device))
             # Only what is trained on goes through the head: a loss masks everything else before it computes.
-            terms, metrics = loss(self._policy(packed, packed.mask, self.config.entropy, self.teacher), rows)
+            terms, metrics = loss(self._policy(packed, packed.mask, passes, self.config.entropy, self.teacher), rows)
             total = (rows.weights * terms).sum()
             if total.requires_grad:
                 total.backward()
             sums["loss"] += total.detach()
             for name, x in metrics.items():
                 sums[name] += torch.where(rows.mask, x.detach(), 0).sum() / tokens
+        sums = dict(zip(sums, sum_over_rows(torch.stack(list(sums.values())), self.mesh), strict=True))
         for p in self.model.parameters():
             if p.grad is None and p.requires_grad:  # of what a batch without images does not reach
                 p.grad = torch.zeros_like(p)
+        sum_gradients(self.summed, self.mesh)
         norm = self._clip()
         rate = float(self.config.optimizer.learning_rate_at(np.float32(self.version)))
         for group in self.optimizer.param_groups:
@@ -109,7 +137,7 @@ class Trainer:
 
     def weights(self) -> Iterator[tuple[str, np.ndarray]]:
         for name, x in lora.merged(self.model):
-            yield name, model.to_numpy(x.to(self.dtype) if x.is_floating_point() else x)
+            yield name, model.to_numpy(gathered(x.to(self.dtype) if x.is_floating_point() else x))
 
     def adapter(self) -> Iterator[tuple[str, np.ndarray]]:
         if not self.config.lora.rank:
@@ -119,33 +147,54 @@ class Trainer:
 
     def snapshot(self) -> dict[str, Tensor]:
         self._only_with("snapshot", "policy")
-        return {name: x.to(self.dtype, copy=True) for name, x in lora.merged(self.model)}
+        copied = ((name, gathered(x.to(self.dtype, copy=True))) for name, x in lora.merged(self.model))
+        # All gather it, and the first, whose sampler draws, keeps it.
+        return {name: x for name, x in copied if self.mesh is None or self.mesh.get_rank() == 0}
 
     def sampler(self, slots: int, context: int) -> Any:
         from areal_x_torch.sampler import Sampler
 
         self._only_with("sampler", "policy")
-        self._beside = Sampler(self.model, slots, context, self.dtype)
+        # Who has a part of the model alone, or one whose blocks are wrapped, samples with a whole one beside it.
+        own = self.mesh is None and self.config.remat != "layers"
+        of = self.model if own else model.load_frozen(self.directory, self.device, self.dtype)
+        self._beside = Sampler(of, slots, context, self.dtype)
         return self._beside
 
-    def save(self, directory: Path) -> None:
+    def save(self, directory: Path | None) -> None:
         self._need_moments("state to save")
         state: dict[str, Any] = {"version": self.version}
         if self.config.lora.rank:
+            assert directory is not None
             model_dir.copy_others(directory, self.directory, self.config.head)
             how = {"config": self.config.lora, "base": self.directory, "head": self.config.head}
             adapter_files.write(directory, self.adapter(), **how)
             state["base"] = adapter_files.fingerprint(self.directory)
         else:
-            tensors = ((name, model.to_numpy(x)) for name, x in model.named_tensors(self.model).items())
+            tensors = ((name, model.to_numpy(gathered(x))) for name, x in model.named_tensors(self.model).items())
             model_dir.write_model(directory, self.directory, tensors, head=self.config.head)
         optimizers.save(directory, self.config.optimizer, self.optimizer, self.trained, state, self._as_saved)
 
-    def save_in_background(self, directory: Path) -> None:
-        """All at once, so that nothing is left to wait for."""
-        self.save(directory)
+    def save_in_background(self, directory: Path) -> Wait | None:
+        writes = self.mesh is None or self.mesh.get_rank() == 0
+        if self.config.checkpoint == "portable":
+            self.save(directory if writes else None)
+            return None
+        self._need_moments("state to save")
+        if writes:
+            model_dir.copy_others(directory, self.directory, self.config.head)
+            model_dir.write_numbers(directory, {"version": self.version, "optimizer": self.config.optimizer.name})
+        return sharded.save(directory, self._state(), together=self.mesh is not None)
 
     def restore(self, directory: Path) -> None:
+        if sharded.is_sharded(directory):
+            state = model_dir.read_state(directory)
+            self.config.optimizer.check_state(directory, state)
+            sharded.restore(directory, self._state(), together=self.mesh is not None)
+            self.version = int(state["version"])
+            for of_parameter in self.optimizer.state.values():
+                of_parameter["step"].fill_(self.version)
+            return
         model_dir.check_portable(directory)
         adapter_files.check_saved(directory, self.config.lora, self.directory)
         optimizers.restore(directory, self.config.optimizer, self.optimizer, self.trained, self._as_saved)
@@ -159,9 +208,15 @@ class Trainer:
         """Of what is trained, or its moments, under the names of its files."""
         return dict(tensors) if self.config.lora.rank else model.as_saved(self.model, tensors)
 
+    def _state(self) -> dict[str, Tensor]:
+        """Every tensor of a checkpoint, or this process's part, without copying."""
+        return model.named_tensors(self.model) | optimizers.moments(self.optimizer, self.trained)
+
     def _load_teacher(self, directory: Path) -> PreTrainedModel:
         model_dir.check_vocabulary("train.teacher", directory, self.directory)
-        return model.load_frozen(directory, self.device, self.dtype)
+        teacher = model.load_frozen(directory, self.device if self.mesh is None else torch.device("cpu"), self.dtype)
+        spread(teacher, self.mesh, self.dtype, self.device, ends=False)  # the student's pass reads its head
+        return teacher
 
     def _leave_cores(self) -> None:
         """On a CPU, half of the cores while the sampler decodes. On all of them each operation would wait for the threads whose
@@ -173,24 +228,33 @@ class Trainer:
         self,
         packed: Batch,
         wanted: Bool[np.ndarray, "rows length"],
+        passes: Sequence[Flat],
         entropy: bool = False,
         teacher: PreTrainedModel | None = None,
     ) -> Policy:
-        """What the head says of the wanted tokens of packed rows, 0 elsewhere."""
+        """What the head says of the wanted tokens of packed rows, 0 elsewhere, in these passes through the model."""
         said: dict[str, Tensor] = {}
-        for flat in flatten(packed.segment_ids, tokens_at_once(packed.tokens.size, self.device)):
+        for flat in passes:
             telling, told = flat.read(wanted, before=self.config.head != "reward")
             row = self._row(packed, flat)
             targets, telling, told = (to_tensor(x, self.device) for x in (packed.tokens.reshape(-1)[told], telling, told))
-            hidden, beside = self._hidden(self.model, row, telling), None
+            beside = None
             if teacher is not None:
                 with torch.no_grad():
                     of_teacher = self._hidden(teacher, row, telling)
                 beside = head.Teacher(of_teacher, model.head(teacher), self.config.divergence)
-            for name, x in self._say(hidden, targets, entropy, beside).items():
+            read = partial(self._hidden, row=row, telling=telling)
+            say = partial(self._say, targets=targets, entropy=entropy, teacher=beside)
+            for name, x in self.whole(read, say).items():
                 everywhere = said.get(name, x.new_zeros(packed.tokens.size))
                 said[name] = everywhere.index_copy(0, told, x)
         return Policy(**{name: x.reshape(packed.shape) for name, x in said.items()})
+
+    def _passes(self, shares: Sequence[np.ndarray]) -> list[Flat]:
+        """This process's passes over its share, given everyone's segments: as many as whoever has most makes."""
+        passes = [flatten(segment_ids, tokens_at_once(segment_ids.size, self.device)) for segment_ids in shares]
+        own = passes[self.share]
+        return own + [NO_SEQUENCE] * (max(map(len, passes)) - len(own))
 
     def _row(self, packed: Batch, flat: Flat) -> model.Row:
         segments = Segments.of(tuple(flat.lengths.tolist()), self.attend, self.device)
@@ -205,21 +269,27 @@ class Trainer:
             states = model.hidden_states(of, row)
         return states.to(self.dtype).index_select(0, telling)
 
-    def _say(self, hidden: Tensor, targets: Tensor, entropy: bool, teacher: head.Teacher | None) -> dict[str, Tensor]:
-        c, layer = self.config, model.head(self.model)
+    def _say(
+        self, hidden: Tensor, layer: model.Head, targets: Tensor, entropy: bool, teacher: head.Teacher | None
+    ) -> dict[str, Tensor]:
+        c = self.config
         if c.head != "policy":
             return {"values": head.values(hidden, layer.weight)}
         said = head.logprobs(hidden, layer, targets, c.temperature, c.head_chunk, entropy, teacher)
         return {name: x for name, x in zip(("logp", "entropy", "divergence"), said, strict=True) if x is not None}
 
-    @torch.inference_mode()
+    @torch.no_grad()  # what fully_shard gathers in inference mode could not be trained with afterwards
     def _everywhere(self, batch: Batch, name: str) -> Float32[np.ndarray, "rows length"]:
         """What the head says of all tokens."""
         check_images(batch, self.model.config)
         images = {name: getattr(batch, name) for name in IMAGES}
         packed = Batch(batch.tokens, batch.segment_ids, batch.positions, batch.mask, **images).map(np.asarray)
-        said = getattr(self._policy(packed, packed.segment_ids != 0), name)
-        return np.zeros(batch.shape, np.float32) if said is None else said.cpu().numpy()
+        share_of_row = np.arange(len(packed.tokens)) * self.shares // len(packed.tokens)
+        shares = [np.where((share_of_row == share)[:, None], packed.segment_ids, 0) for share in range(self.shares)]
+        said = getattr(self._policy(packed, shares[self.share] != 0, self._passes(shares)), name)
+        if said is None:
+            return np.zeros(batch.shape, np.float32)
+        return sum_over_rows(said, self.mesh).cpu().numpy()
 
     def _only_with(self, what: str, *heads: str) -> None:
         if self.config.head not in heads:
@@ -232,8 +302,8 @@ class Trainer:
     def _clip(self) -> float:
         """Scales the gradient down to `optimizer.clip_norm`; its global norm before."""
         gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
-        norm = float(torch.nn.utils.get_total_norm(gradients)) if gradients else 0.0
+        norm = total_norm(gradients, self.mesh)
         limit = self.config.optimizer.clip_norm
         if 0 < limit < norm:
-            torch._foreach_mul_(gradients, limit / norm)
+            torch._foreach_mul_([local(g) for g in gradients], limit / norm)
         return norm

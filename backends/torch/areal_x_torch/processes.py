@@ -1,0 +1,119 @@
+"""The processes of `torch.distributed`, one a device: how this one joins them, or starts them."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from areal_x.cluster.links import end_now
+from areal_x.errors import ConfigError, UserError
+
+VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+PARENT = "AREAL_X_PARENT"  # the process id of the process 0 that started this one
+POLL_SECONDS = 0.5
+
+
+@dataclass(frozen=True)
+class Processes:
+    """An `areal_x.cluster.links.ProcessGroup`."""
+
+    rank: int
+    size: int
+
+    def broadcast(self, data: bytes) -> bytes:
+        size = torch.tensor([len(data)])
+        dist.broadcast(size, 0)
+        told = torch.zeros(int(size), dtype=torch.uint8)
+        if self.rank == 0:
+            told = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        dist.broadcast(told, 0)
+        return told.numpy().tobytes()
+
+
+def join(processes: int) -> Processes:
+    """Joins so many processes: those that RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT tell of, as torchrun sets them; without
+    them it starts the others itself, on this machine, with this one's command. LOCAL_RANK chooses the device.
+
+    Raises: ConfigError for more processes than this machine has devices, UserError where they are told in part or do not come.
+    """
+    missing = [name for name in VARIABLES if name not in os.environ]
+    if len(missing) == len(VARIABLES):
+        start_others(processes)
+    elif missing:
+        raise UserError(f"{', '.join(missing)} is not set: start every one of the {processes} processes with torchrun")
+    end_with_parent()
+    backends = choose_device()
+    try:
+        dist.init_process_group(backends)
+    except (RuntimeError, ValueError) as error:
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+        raise UserError(f"the processes of mesh.processes = {processes} did not meet at {where} ({reason})") from error
+    return Processes(dist.get_rank(), dist.get_world_size())
+
+
+def choose_device() -> str:
+    """Takes the device of LOCAL_RANK; the backends of the process group, gloo for what lies on the host."""
+    local = int(os.environ.get("LOCAL_RANK", os.environ["RANK"]))
+    if not torch.accelerator.is_available():
+        if "OMP_NUM_THREADS" not in os.environ:  # else each process would compute on all cores
+            beside = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ["WORLD_SIZE"]))
+            torch.set_num_threads(max(1, torch.get_num_threads() // beside))
+        return "gloo"
+    torch.accelerator.set_device_index(local % torch.accelerator.device_count())
+    kind = torch.accelerator.current_accelerator().type
+    return f"cpu:gloo,{kind}:{dist.get_default_backend_for_device(kind)}"
+
+
+def start_others(processes: int) -> None:
+    """Starts this process's command for every other rank, and makes this one rank 0. They end with it, and it with them."""
+    if torch.accelerator.is_available() and processes > (found := torch.accelerator.device_count()):
+        raise ConfigError("mesh.processes", processes, f"at most {found}, one for each device of this machine")
+    if getattr(sys.modules["__main__"], "__file__", None) is None:
+        raise UserError(
+            f"mesh.processes = {processes} cannot be started from a notebook: write the run as a gin file and start it with "
+            "python -m areal_x.train"
+        )
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    shared |= {"WORLD_SIZE": str(processes), "LOCAL_WORLD_SIZE": str(processes)}
+    os.environ |= shared | {"RANK": "0", "LOCAL_RANK": "0"}
+    command = [sys.executable, *sys.orig_argv[1:]]
+    for rank in range(1, processes):
+        own = {"RANK": str(rank), "LOCAL_RANK": str(rank), PARENT: str(os.getpid())}
+        # In a session of its own: Ctrl-C is process 0's to hear, which tells the others.
+        child = subprocess.Popen(command, env=os.environ | own, stdin=subprocess.DEVNULL, start_new_session=True)
+        atexit.register(child.kill)
+        threading.Thread(target=end_with_child, args=(rank, child), name=f"child-{rank}", daemon=True).start()
+
+
+def end_with_child(rank: int, child: subprocess.Popen[bytes]) -> None:
+    """While process 0 waits for the others to join, nothing else would notice that one is gone."""
+    code = child.wait()
+    if code and not dist.is_initialized():
+        end_now(f"process {rank} ended with status {code} before the run began: its own output says why")
+
+
+def end_with_parent() -> None:
+    """Ends this process when the one that started it is gone, whatever this one waits for."""
+    parent = os.environ.get(PARENT)
+    if parent is None:
+        return
+
+    def watch() -> None:
+        while os.getppid() == int(parent):
+            time.sleep(POLL_SECONDS)
+        end_now("process 0 is gone")
+
+    threading.Thread(target=watch, name="parent", daemon=True).start()

@@ -1,0 +1,109 @@
+"""Starts one command in several processes that find each other."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+from tests.conftest import QUICK, environment_with
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@contextmanager
+def started(
+    command: Sequence[str], processes: int, devices: int, folder: Path, **more: str
+) -> Iterator[list[subprocess.Popen]]:
+    """The same command in several processes, whose outputs go to files out-0, err-0 …; those left at the end are killed."""
+    environment = environment_with(devices, PYTHONFAULTHANDLER="1", **QUICK, **more)
+    if processes > 1:
+        environment |= {"WORLD_SIZE": str(processes), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    with ExitStack() as stack:
+        made = []
+        for rank in range(processes):
+            out, err = (stack.enter_context((folder / f"{name}-{rank}").open("w")) for name in ("out", "err"))
+            own = {"RANK": str(rank)} if processes > 1 else {}
+            process = subprocess.Popen(command, env=environment | own, stdout=out, stderr=err, cwd=folder)
+            made.append(stack.enter_context(process))
+            stack.callback(process.kill)
+        yield made
+
+
+def finished(command: Sequence[str], processes: int, devices: int, folder: Path, **more: str) -> None:
+    with started(command, processes, devices, folder, **more) as made:
+        codes = [process.wait(timeout=250) for process in made]
+    assert not any(codes), f"{codes}\n" + "\n".join((folder / f"err-{rank}").read_text() for rank in range(processes))
+
+
+TASKS = """
+import gin
+
+from tests.experiments import TASKS, counts_ones
+from dataclasses import replace
+
+@gin.configurable(module="processes_test")
+def tasks():
+    return TASKS
+
+@gin.configurable(module="processes_test")
+def written():
+    return [replace(task, answer="12") for task in TASKS]
+
+@gin.configurable(module="processes_test")
+def ones(task, text):
+    return counts_ones(task, text)
+
+@gin.configurable(module="processes_test")
+def made_once():
+    import os
+    assert os.environ.get("RANK", "0") == "0", "one process makes the model"
+    return MODEL
+"""
+RUN = """
+import processes_tasks
+model.path = @processes_test.made_once
+train.steps = 2
+train.groups_per_step = 2
+train.group_size = 4
+train.max_staleness = 0
+train.row_length = 32
+train.name = 'run'
+trainer.micro_batch_rows = 2
+optimizer.learning_rate = 1e-3
+mesh.fsdp = 4
+"""
+ONLINE = """
+train.dataset = @processes_test.tasks()
+train.workflow = @single_turn()
+single_turn.reward = @processes_test.ones
+sampling.max_tokens = 8
+embedded.slots = 8
+train.algorithm = @grpo()
+grpo.kl_coefficient = 0.1
+"""
+WRITTEN = """
+train.dataset = @processes_test.written()
+train.workflow = @demonstrations()
+train.engine = 'none'
+train.algorithm = @sft()
+train.steps = 100000
+train.checkpoint_every = 3
+train.keep_checkpoints = 1
+mesh.processes = 2
+"""
+
+
+def command_of(directory: Path, folder: Path, text: str, *bindings: str) -> list[str]:
+    """The command of a run of a model, written to a folder of its own."""
+    folder.mkdir()
+    (folder / "processes_tasks.py").write_text(TASKS.replace("MODEL", repr(str(directory))))
+    (folder / "run.gin").write_text(RUN + text)
+    return [sys.executable, "-m", "areal_x.train", "run.gin", *(x for b in bindings for x in ("-b", b))]

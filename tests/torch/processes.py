@@ -1,0 +1,116 @@
+"""What each of several processes does in a test: `python -m tests.torch.processes FOLDER ASKED …`, each JSON of a name, a
+model's directory and MeshConfig's fields.
+
+For each: updates, everything else a trainer is asked, a save in both forms, and a save of what a restore of "one-NAME" gives,
+in both forms, where that is there. The first process writes what it found to FOLDER.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from areal_x.algorithms import losses
+from areal_x.algorithms.weighting import token_mean
+from areal_x.cluster import ranks
+from areal_x.cluster.links import Follower
+from areal_x.data.batch import Models
+from areal_x.data.packing import pack
+from areal_x.trainer import MeshConfig, ModelConfig, OptimizerConfig, TrainerConfig
+from areal_x.types import Batch, Policy, Trajectory
+from areal_x_torch.trainer import Trainer
+
+UPDATES, VOCABULARY = 3, 40
+LENGTHS = (9, 5, 12, 3, 7, 2, 15, 4, 6)  # rows of unequal numbers of sequences: more passes on one process than on another
+OPTIMIZER = OptimizerConfig(learning_rate=1e-2, eps=1e-2, weight_decay=0.1, clip_norm=0.05, warmup_steps=2)
+
+
+def value_loss(policy: Policy, batch: Batch) -> losses.LossTerms:
+    return (policy.values - batch.advantages) ** 2 * batch.mask, {}
+
+
+LOSSES = {"policy": losses.combine(losses.ppo_clip, losses.policy_gap), "critic": value_loss}
+
+
+def batch_of(seed: int) -> Batch:
+    rng = np.random.default_rng(seed)
+    made = []
+    for n in LENGTHS:
+        prompt, answer = (rng.integers(0, VOCABULARY, count).astype(np.int32) for count in (1, n - 1))
+        logprobs = rng.normal(-3.5, 0.3, n - 1).astype(np.float32)
+        made.append(Trajectory.from_completion(prompt, answer, logprobs, np.zeros(n - 1, np.int32)))
+    packed = pack(made, 16)
+    batch = packed.batch
+    weights = np.asarray(token_mean(batch.mask, batch.segment_ids), np.float32)
+    advantages = packed.spread(rng.normal(size=len(made)).astype(np.float32))
+    return batch.replace(proximal_logp=batch.behavior_logp, advantages=advantages, weights=weights)
+
+
+def trainer_of(directory: str, mesh: dict[str, int], **changes: Any) -> Trainer:
+    how: dict[str, Any] = {"mesh": MeshConfig(**mesh), "optimizer": OPTIMIZER, "micro_batch_rows": 1, "head_chunk": 8}
+    return Trainer(TrainerConfig(model=ModelConfig(path=directory), **(how | changes)))
+
+
+def models_of(directory: str, mesh: dict[str, int]) -> Models:
+    policy, reference = trainer_of(directory, mesh, checkpoint="sharded"), trainer_of(directory, mesh, frozen=True)
+    return Models(policy, reference, trainer_of(directory, mesh, head="value"))
+
+
+def ask(models: Models, folder: Path, name: str) -> dict[str, Any]:
+    """Everything that a run asks its trainers; arrays as lists."""
+    policy, critic, reference = models.policy, models.critic, models.reference
+    assert critic is not None
+    assert reference is not None
+    batches = [batch_of(step) for step in range(UPDATES)]
+    found: dict[str, Any] = {"before": policy.logprobs(batches[0]).tolist()}
+    found["updates"] = [policy.update(batch, LOSSES["policy"]) for batch in batches]
+    spoilt = batches[0].replace(weights=np.full_like(batches[0].weights, np.nan))
+    found["skipped"] = policy.update(spoilt, LOSSES["policy"])["skipped"]
+    found["logp"] = policy.logprobs(batches[0]).tolist()
+    found["reference"] = reference.logprobs(batches[0]).tolist()
+    found["critic"] = [critic.update(batch, value_loss)["grad_norm"] for batch in batches[:2]]
+    found["values"] = critic.values(batches[0]).tolist()
+    policy.save(folder / name)
+    found["two"] = [tensor for _, (tensor, _) in zip(range(2), policy.weights(), strict=False)]  # the others gather all
+    found["weights"] = {tensor: x.tolist() for tensor, x in policy.weights()}
+    sampler = policy.sampler(2, 32)
+    sampler.load(policy.snapshot())
+    found["drawn_with"] = {tensor: x.tolist() for tensor, x in sampler.lanes[0].model.state_dict().items()}
+    found["version"] = policy.version
+    if (one := folder / f"one-{name}").is_dir():
+        policy.restore(one)
+        policy.save(folder / f"back-{name}")
+        found["logp of one"] = policy.logprobs(batches[0]).tolist()
+        policy.update(batches[0], LOSSES["policy"])
+        policy.restore(folder / f"sharded-one-{name}")
+        policy.save(folder / f"resharded-{name}")
+    saving = policy.save_in_background(folder / f"sharded-{name}")
+    assert saving is not None
+    policy.update(batches[0], LOSSES["policy"])  # while that writes
+    saving()
+    return found
+
+
+def main(to: str, *asked: str) -> None:
+    folder, meshes = Path(to), [json.loads(mesh) for mesh in asked]
+    joined = ranks.join("torch", meshes[0].get("processes", 1))
+    with joined or nullcontext():
+        for mesh in meshes:
+            name, directory = mesh.pop("name"), mesh.pop("directory")
+            models = models_of(directory, mesh)
+            if isinstance(joined, Follower):
+                ranks.serve(joined, models, LOSSES)
+                continue
+            found = ask(models if joined is None else ranks.lead(joined, models, LOSSES), folder, name)
+            (folder / f"{name}.json").write_text(json.dumps(found))
+            if joined is not None:
+                joined.done()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,189 @@
+"""Several processes train one model, each on a CPU, over gloo."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+
+pytest.importorskip("torch")
+
+from areal_x import checkpoint, model_dir
+from areal_x.errors import UserError
+from areal_x.monitor.metrics import read
+from tests.starting import ONLINE, WRITTEN, command_of, finished, started
+
+from .processes import trainer_of
+from .test_trainer import save_model
+
+MESHES = {
+    "fsdp": ("qwen3", {"fsdp": 2}),
+    "tied": ("qwen2", {"fsdp": 2}),
+    "data": ("qwen3", {"data": 2}),
+    "tensor": ("qwen3", {"tensor": 2}),
+    "tied_tensor": ("qwen2", {"tensor": 2}),
+}
+
+
+@pytest.fixture(scope="module")
+def asked(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What one process found, one-NAME.json, and two, NAME.json, having read what the one had saved."""
+    folder = tmp_path_factory.mktemp("processes")
+    models = {
+        "qwen3": save_model(folder / "qwen3", "qwen3", head_dim=16, tie_word_embeddings=False),
+        "qwen2": save_model(folder / "qwen2", "qwen2", tie_word_embeddings=True),
+    }
+
+    def find(processes: int, meshes: dict[str, tuple[str, dict[str, int]]]) -> None:
+        asked = (
+            json.dumps({"name": name, "directory": str(models[model]), "processes": processes, **mesh})
+            for name, (model, mesh) in meshes.items()
+        )
+        finished([sys.executable, "-m", "tests.torch.processes", str(folder), *asked], processes, 1, folder)
+
+    find(1, {f"one-{model}": (model, {}) for model in models})
+    for name, (model, _) in MESHES.items():
+        for form in ("one", "sharded-one"):
+            (folder / f"{form}-{name}").symlink_to(folder / f"{form}-{model}")
+    find(2, MESHES)
+    return folder
+
+
+def found(folder: Path, name: str) -> dict[str, Any]:
+    return json.loads((folder / f"{name}.json").read_text())
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+def test_two_processes_learn_what_one_does(asked: Path, mesh: str) -> None:
+    one, two = found(asked, f"one-{MESHES[mesh][0]}"), found(asked, mesh)
+    for alone, together in zip(one["updates"], two["updates"], strict=True):
+        assert together == pytest.approx(alone, rel=1e-5, abs=1e-6)
+        assert alone["grad_norm"] > 0.05  # else the clip is not tested
+    np.testing.assert_allclose(two["critic"], one["critic"], rtol=1e-5)
+    for of_tokens in ("before", "logp", "reference", "values"):
+        np.testing.assert_allclose(two[of_tokens], one[of_tokens], atol=1e-5)
+    for tensors in ("weights", "drawn_with"):
+        assert list(two[tensors]) == list(one[tensors])
+        for name, x in one[tensors].items():
+            np.testing.assert_allclose(two[tensors][name], x, atol=1e-6, err_msg=name)
+    assert two["two"] == list(one["weights"])[:2]
+    assert two["version"] == 4
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+def test_a_step_that_is_not_finite_is_skipped_by_both(asked: Path, mesh: str) -> None:
+    assert found(asked, mesh)["skipped"] == 1
+
+
+def assert_same(directory: Path, expected: Path) -> None:
+    for tensors in (model_dir.read_tensors, model_dir.read_moments):
+        before, after = (dict(tensors(x)) for x in (expected, directory))
+        assert before.keys() == after.keys()
+        for name, x in before.items():
+            np.testing.assert_array_equal(x, after[name])
+    assert model_dir.read_state(directory) == model_dir.read_state(expected)
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+def test_a_state_of_one_process_goes_through_two_without_losing_a_bit(asked: Path, mesh: str) -> None:
+    assert_same(asked / f"back-{mesh}", asked / f"one-{mesh}")
+    one = found(asked, f"one-{MESHES[mesh][0]}")
+    np.testing.assert_allclose(found(asked, mesh)["logp of one"], one["logp"], atol=1e-5)
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+def test_parts_are_read_by_two_processes_and_by_one_bit_for_bit(asked: Path, mesh: str, tmp_path: Path) -> None:
+    one = asked / f"one-{mesh}"
+    assert_same(asked / f"resharded-{mesh}", one)  # written by one, read by two
+    alone = trainer_of(str(asked / MESHES[mesh][0]), {})
+    alone.restore(asked / f"sharded-{mesh}")
+    alone.save(tmp_path)
+    assert_same(tmp_path, one)
+    with pytest.raises(UserError, match="a sharded checkpoint of the torch backend"):
+        model_dir.check_portable(asked / f"sharded-{mesh}")
+
+
+def test_parts_of_another_model_or_none_are_refused(asked: Path, tmp_path: Path) -> None:
+    of_another = trainer_of(str(asked / "qwen2"), {})
+    with pytest.raises(UserError, match=r"another model or optimizer: its exp_avg\.lm_head\.weight has the shape"):
+        of_another.restore(asked / "sharded-fsdp")
+    copied = shutil.copytree(asked / "sharded-fsdp", tmp_path / "copied")
+    next((copied / "shards").glob("__1_*")).unlink()
+    with pytest.raises(UserError, match="copy the checkpoint again"):
+        trainer_of(str(asked / "qwen3"), {}).restore(copied)
+
+
+TORCH = "train.backend = 'torch'"
+TWO = TORCH, "mesh.processes = 2", "mesh.fsdp = 2", "trainer.checkpoint = 'sharded'"
+
+
+def test_one_command_starts_both_processes_and_measures_what_one_does(tiny_model_dir: Path, tmp_path: Path) -> None:
+    one, two = tmp_path / "one", tmp_path / "two"
+    finished(command_of(tiny_model_dir, one, ONLINE, TORCH, "mesh.fsdp = 1"), 1, 1, one)
+    finished(command_of(tiny_model_dir, two, ONLINE, *TWO), 1, 1, two)
+    expected, rows = (read(x / "runs" / "run") for x in (one, two))
+    assert len(rows) == 3
+    for row, alone in zip(rows[1:], expected[1:], strict=True):
+        assert row.keys() == alone.keys()
+        for name in ("reward", "response_length", "trained_tokens"):  # the same tokens were drawn
+            assert row[name] == alone[name]
+        for name in ("loss", "grad_norm", "reference_kl", "policy_gap"):
+            assert row[name] == pytest.approx(alone[name], rel=1e-3, abs=1e-6)
+    assert rows[1]["reward"] > 0
+
+
+def wait_for(condition: Callable[[], object], process: subprocess.Popen[bytes], folder: Path) -> None:
+    until = time.monotonic() + 150
+    while not condition():
+        assert process.poll() is None, (folder / "err-0").read_text()
+        assert time.monotonic() < until
+        time.sleep(0.05)
+
+
+def is_there(process: psutil.Process) -> bool:
+    try:
+        return bool(process.status() != psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return False
+
+
+@pytest.mark.parametrize("gone", [0, 1])
+def test_who_is_killed_takes_the_others_along_and_the_run_goes_on_exactly(
+    gone: int, tiny_model_dir: Path, tmp_path: Path
+) -> None:
+    folder, whole = tmp_path / "run", tmp_path / "whole"
+    command = command_of(tiny_model_dir, folder, WRITTEN, *TWO)
+    run = folder / "runs" / "run"
+    with started(command, 1, 1, folder) as (process,):
+        wait_for(lambda: checkpoint.steps(run), process, folder)
+        (other,) = psutil.Process(process.pid).children()
+        killed = time.monotonic()
+        if gone:
+            other.kill()
+            assert process.wait(timeout=60) == 1
+            assert "error: process 1 ended without a word" in (folder / "err-0").read_text()
+        else:
+            process.kill()
+            process.wait()
+            while is_there(other):
+                assert time.monotonic() - killed < 60
+                time.sleep(0.05)
+        assert time.monotonic() - killed < 30
+        assert not is_there(other)
+    if gone:
+        until = f"train.steps = {checkpoint.steps(run)[-1] + 2}"
+        finished([*command, "-b", until, "--resume"], 1, 1, folder)
+        finished(command_of(tiny_model_dir, whole, WRITTEN, *TWO, until), 1, 1, whole)
+        of_both = (read(x / "runs" / "run")[-2:] for x in (folder, whole))
+        for row, expected in zip(*of_both, strict=True):
+            for name in ("step", "loss", "grad_norm"):
+                assert row[name] == expected[name]
