@@ -28,15 +28,16 @@ from .test_trainer import save_model
 MESHES = {
     "fsdp": ("qwen3", {"fsdp": 2}),
     "tied": ("qwen2", {"fsdp": 2}),
-    "data": ("qwen3", {"data": 2}),
     "tensor": ("qwen3", {"tensor": 2}),
-    "tied_tensor": ("qwen2", {"tensor": 2}),
+    # Of four processes:
+    "both": ("qwen3", {"fsdp": 2, "tensor": 2}),
+    "copies": ("qwen2", {"data": 2, "tensor": 2}),
 }
 
 
 @pytest.fixture(scope="module")
 def asked(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What one process found, one-NAME.json, and two, NAME.json, having read what the one had saved."""
+    """What one process found, one-NAME.json, and several, NAME.json, having read what the one had saved."""
     folder = tmp_path_factory.mktemp("processes")
     models = {
         "qwen3": save_model(folder / "qwen3", "qwen3", head_dim=16, tie_word_embeddings=False),
@@ -54,7 +55,8 @@ def asked(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name, (model, _) in MESHES.items():
         for form in ("one", "sharded-one"):
             (folder / f"{form}-{name}").symlink_to(folder / f"{form}-{model}")
-    find(2, MESHES)
+    for processes in (2, 4):
+        find(processes, {name: of for name, of in MESHES.items() if np.prod(list(of[1].values())) == processes})
     return folder
 
 
@@ -63,7 +65,7 @@ def found(folder: Path, name: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("mesh", MESHES)
-def test_two_processes_learn_what_one_does(asked: Path, mesh: str) -> None:
+def test_several_processes_learn_what_one_does(asked: Path, mesh: str) -> None:
     one, two = found(asked, f"one-{MESHES[mesh][0]}"), found(asked, mesh)
     for alone, together in zip(one["updates"], two["updates"], strict=True):
         assert together == pytest.approx(alone, rel=1e-5, abs=1e-6)
@@ -80,7 +82,7 @@ def test_two_processes_learn_what_one_does(asked: Path, mesh: str) -> None:
 
 
 @pytest.mark.parametrize("mesh", MESHES)
-def test_a_step_that_is_not_finite_is_skipped_by_both(asked: Path, mesh: str) -> None:
+def test_a_step_that_is_not_finite_is_skipped_by_all(asked: Path, mesh: str) -> None:
     assert found(asked, mesh)["skipped"] == 1
 
 
@@ -94,16 +96,16 @@ def assert_same(directory: Path, expected: Path) -> None:
 
 
 @pytest.mark.parametrize("mesh", MESHES)
-def test_a_state_of_one_process_goes_through_two_without_losing_a_bit(asked: Path, mesh: str) -> None:
+def test_a_state_of_one_process_goes_through_several_without_losing_a_bit(asked: Path, mesh: str) -> None:
     assert_same(asked / f"back-{mesh}", asked / f"one-{mesh}")
     one = found(asked, f"one-{MESHES[mesh][0]}")
     np.testing.assert_allclose(found(asked, mesh)["logp of one"], one["logp"], atol=1e-5)
 
 
 @pytest.mark.parametrize("mesh", MESHES)
-def test_parts_are_read_by_two_processes_and_by_one_bit_for_bit(asked: Path, mesh: str, tmp_path: Path) -> None:
+def test_parts_are_read_by_several_processes_and_by_one_bit_for_bit(asked: Path, mesh: str, tmp_path: Path) -> None:
     one = asked / f"one-{mesh}"
-    assert_same(asked / f"resharded-{mesh}", one)  # written by one, read by two
+    assert_same(asked / f"resharded-{mesh}", one)  # written by one, read by several
     alone = trainer_of(str(asked / MESHES[mesh][0]), {})
     alone.restore(asked / f"sharded-{mesh}")
     alone.save(tmp_path)

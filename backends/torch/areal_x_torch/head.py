@@ -161,7 +161,8 @@ def _by_chunks(
         return logp.gather(1, targets[:, None])[:, 0], of_all, divergence
 
     again = partial(checkpoint, one, use_reentrant=False, preserve_rng_state=False)
-    said = [again(hidden[p], teacher.hidden[p], targets[p], *head) for p in _parts(len(targets), chunk)]
+    # One part where there is no position: a pass that other processes need has a gradient too, of zeros.
+    said = [again(hidden[p], teacher.hidden[p], targets[p], *head) for p in _parts(max(len(targets), 1), chunk)]
     logp, of_all, divergence = zip(*said, strict=True)
     return torch.cat(logp), torch.cat(of_all) if entropy else None, torch.cat(divergence)
 

@@ -246,7 +246,7 @@ def is_counted(x: Tensor, mesh: DeviceMesh) -> bool:
     split: set[str] = set()
     if isinstance(x, DTensor):
         names = x.device_mesh.mesh_dim_names or ()
-        split = {name for name, placement in zip(names, x.placements, strict=True) if placement.is_shard()}
+        split = {name for name, placement in zip(names, x.placements, strict=True) if not placement.is_replicate()}
         if "model" in split:
             split |= {"fsdp", "tensor"}
     return all(mesh.get_local_rank(axis) == 0 for axis in AXES if axis not in split)

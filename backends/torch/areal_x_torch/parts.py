@@ -25,7 +25,7 @@ def own_part(whole: Tensor, of: Tensor) -> Tensor:
     # From the last axis of the mesh to the first: a dimension split by both was split by heads before.
     for axis in reversed(range(mesh.ndim)):
         placement = of.placements[axis]
-        if placement.is_shard():
+        if not placement.is_replicate():
             parts = whole.chunk(mesh.size(axis), placement.dim)
             at = mesh.get_local_rank(axis)
             whole = parts[at] if at < len(parts) else whole.narrow(placement.dim, 0, 0)
