@@ -108,7 +108,9 @@ def test_moments_go_on_in_the_type_that_is_kept_here(tiny_model_dir, tmp_path, b
     rough, exact = (trainer("torch", tiny_model_dir, config_of(kind)) for kind in ("adamw-bf16", "adamw"))
     rough.update(batches[0], LOSS)
     rough.save(tmp_path)
-    assert {x.dtype.name for _, x in model_dir.read_moments(tmp_path)} == {"bfloat16"}
+    for name, x in model_dir.read_moments(tmp_path):
+        assert x.dtype.name == "bfloat16"
+        assert x.any(), name
     exact.restore(tmp_path)
     # The first step is from the same moments, and to be rounded after it; the second shows what it left.
     for batch in batches[1:3]:

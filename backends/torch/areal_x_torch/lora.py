@@ -68,11 +68,10 @@ def adaptable(model: PreTrainedModel) -> dict[str, nn.Linear]:
 
 
 def adapt(model: PreTrainedModel, config: LoRAConfig, seed: int) -> None:
-    """Freezes a model and puts adapters beside its targets; a classifier's score is trained in full.
+    """Puts adapters beside the targets of a frozen model; a classifier's score is trained in full.
 
     They change nothing yet: B is 0 and A uniform within ±1 / sqrt(its columns), as PEFT draws it.
     """
-    model.requires_grad_(False)
     random = torch.Generator().manual_seed(seed)
     for name, linear in adaptable(model).items():
         if name.rpartition(".")[2] in config.targets:

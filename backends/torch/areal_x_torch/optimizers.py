@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from jaxtyping import Float
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn import Parameter
 from torch.optim.adamw import adamw
 
@@ -89,7 +89,7 @@ def _of_adamw(p: Tensor) -> State:
 
 def _of_adafactor(p: Tensor) -> State:
     x = _in_columns(p)
-    return {"row": _mean(x, -1), "column": _mean(x, -2)}
+    return {"row": x.mean(-1, keepdim=True), "column": x.mean(-2, keepdim=True)}
 
 
 def _of_muon(p: Tensor) -> State:
@@ -134,11 +134,11 @@ def step_of_adafactor(params: Sequence[Parameter], states: Sequence[State], grou
         gradient, fresh = _in_columns(p.grad), state["step"] ** -0.8
         squared = gradient.square() + TINY
         row, column = state["row"], state["column"]
-        row += fresh * (_mean(squared, -1) - row)
-        column += fresh * (_mean(squared, -2) - column)
+        row += fresh * (squared.mean(-1, keepdim=True) - row)
+        column += fresh * (squared.mean(-2, keepdim=True) - column)
         # One root after the other: the product of two small means is 0 in fp32.
-        x = gradient * (row / _mean(row, -2)).rsqrt() * column.rsqrt()
-        x = x / _mean(_mean(x.square(), -1), -2).sqrt().clamp(min=1)
+        x = gradient * (row / row.mean(-2, keepdim=True)).rsqrt() * column.rsqrt()
+        x = x / x.square().mean((-2, -1), keepdim=True).sqrt().clamp(min=1)
         _move(p, x.reshape(p.shape) if p.ndim < 2 else x, group)
 
 
@@ -176,14 +176,6 @@ def orthogonal(x: Float[Tensor, "*stack rows columns"]) -> Float[Tensor, "*stack
 
 def _in_columns(x: Tensor) -> Tensor:
     return x if x.ndim >= 2 else x.unsqueeze(-1)
-
-
-def _mean(x: Tensor, axis: int) -> Tensor:
-    """Over an axis that stays, as 1; over parts of it on several devices too."""
-    mean = x.mean(axis, keepdim=True)
-    if isinstance(mean, DTensor):
-        return mean.redistribute(placements=[Replicate() if at.is_partial() else at for at in mean.placements])
-    return mean
 
 
 def _move(p: Parameter, direction: Tensor, group: Mapping[str, Any]) -> None:
