@@ -16,7 +16,7 @@ from torch.nn import Parameter
 from transformers import PreTrainedModel
 
 from areal_x import model_dir
-from areal_x.errors import ConfigError, one_of
+from areal_x.errors import ConfigError, UserError, one_of
 from areal_x.lora import check_saved
 from areal_x.rollout.lanes import Lanes
 from areal_x.trainer import Loss, OptimizerConfig, TrainerConfig
@@ -120,6 +120,10 @@ class Trainer:
         from areal_x_torch.sampler import Sampler
 
         self._only_with("sampler", "policy")
+        if model.sees(self.model):
+            raise UserError(
+                f"{self.directory} is a model that sees, which the torch sampler does not draw from: use vLLM servers"
+            )
         self._beside = Sampler(self.model, slots, context, self.dtype)
         return self._beside
 
