@@ -121,9 +121,7 @@ class Trainer:
 
         self._only_with("sampler", "policy")
         if model.sees(self.model):
-            raise UserError(
-                f"{self.directory} is a model that sees, which the torch sampler does not draw from: use vLLM servers"
-            )
+            raise UserError(f"{self.directory} sees, and the torch sampler draws from models of text: use vLLM servers")
         self._beside = Sampler(self.model, slots, context, self.dtype)
         return self._beside
 
