@@ -38,7 +38,9 @@ FAMILIES = (
             "sliding_window": 5,
             "attn_logit_softcapping": 2.0,
             "final_logit_softcapping": None,
-        }
+        },
+        # Positions are learnt: the only one here that a shift of all of a sequence's would change.
+        "gpt2": {**SIZES, "model_type": "gpt2", "eos_token_id": 1, "bos_token_id": 1},
     }
 )
 MIXTURES = ["qwen2-moe", "qwen3-moe", "qwen3-moe-tied"]

@@ -42,8 +42,9 @@ def logps_of(of, made):
     return found
 
 
-@pytest.mark.parametrize("name", SEEING)
-@pytest.mark.parametrize("image_like", [False, True])
+@pytest.mark.parametrize(
+    ("name", "image_like"), [*((name, False) for name in SEEING), ("qwen2_5_vl", True), ("qwen3_vl", True)]
+)
 def test_a_packed_row_gives_what_transformers_gives_for_each_sequence_alone(model_dir_of, name, image_like):
     made = with_images(*PROMPTS, image_like=image_like)
     packed = pack(made, ROW)
@@ -133,3 +134,8 @@ def test_images_for_a_model_of_text_are_refused(model_dir_of):
 def test_a_critic_of_a_model_that_sees_is_refused(model_dir_of):
     with pytest.raises(UserError, match="trains qwen2_5_vl and qwen3_vl, as policies"):
         trainer_of(model_dir_of("qwen3_vl"), head="value")
+
+
+def test_drawing_from_a_model_that_sees_is_refused(model_dir_of):
+    with pytest.raises(UserError, match="use vLLM servers"):
+        trainer_of(model_dir_of("qwen3_vl")).sampler(2, 32)

@@ -352,17 +352,6 @@ def test_a_checkpoint_of_another_model_is_refused(models, tmp_path):
         trainer_of(models["llama"]).restore(tmp_path / "other")
 
 
-@pytest.mark.parametrize(
-    ("kind", "changes", "reason"),
-    [
-        ("gemma2", {"head_dim": 16, "final_logit_softcapping": 1.0}, "caps or scales its logits"),
-    ],
-)
-def test_a_model_that_would_be_computed_wrongly_is_refused(tmp_path, kind, changes, reason):
-    with pytest.raises(UserError, match=reason):
-        trainer_of(save_model(tmp_path, kind, **changes))
-
-
 def test_a_loss_with_bound_hyperparameters_is_a_loss(models):
     batch, _ = batch_of(sequences())
     tight, loose = (

@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 from areal_x import lora as adapter_files
 from areal_x import model_dir
 from areal_x.checkpoint import Wait
-from areal_x.errors import ConfigError, one_of
+from areal_x.errors import ConfigError, UserError, one_of
 from areal_x.rollout.lanes import Lanes
 from areal_x.trainer import Loss, TrainerConfig
 from areal_x.types import IMAGES, Batch, Policy
@@ -155,6 +155,8 @@ class Trainer:
         from areal_x_torch.sampler import Sampler
 
         self._only_with("sampler", "policy")
+        if model.sees(self.model):
+            raise UserError(f"{self.directory} sees, and the torch sampler draws from models of text: use vLLM servers")
         # Who has a part of the model alone, or one whose blocks are wrapped, samples with a whole one beside it.
         own = self.mesh is None and self.config.remat != "layers"
         of = self.model if own else model.load_frozen(self.directory, self.device, self.dtype)
