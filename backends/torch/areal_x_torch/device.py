@@ -22,14 +22,6 @@ def compute_dtype(precision: str, device: torch.device) -> torch.dtype:
     return {"fp32": torch.float32, "bf16": torch.bfloat16}[precision]
 
 
-def tokens_at_once(asked: int, device: torch.device) -> int:
-    """How many tokens of a batch to compute at once, of the `asked` that memory is said to hold.
-
-    All on an accelerator, whose launches cost more than reading the weights again.
-    """
-    return min(asked, 1024) if device.type == "cpu" else asked
-
-
 def check_mesh(mesh: MeshConfig) -> None:
     """Raises ConfigError for more devices than this backend trains on."""
     if mesh.data not in (-1, 1):

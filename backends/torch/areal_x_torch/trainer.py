@@ -23,7 +23,7 @@ from areal_x.trainer import Loss, OptimizerConfig, TrainerConfig
 from areal_x.types import IMAGES, Batch, Policy
 from areal_x_torch import attention, head, model
 from areal_x_torch.attention import Segments
-from areal_x_torch.device import check_mesh, compute_dtype, find_device, tokens_at_once
+from areal_x_torch.device import check_mesh, compute_dtype, find_device
 from areal_x_torch.images import check_images, seen_of
 from areal_x_torch.layout import Flat, flatten, micro_batches, to_tensor
 
@@ -173,7 +173,7 @@ class Trainer:
     ) -> Policy:
         """What the head says of the wanted tokens of packed rows, 0 elsewhere."""
         said: dict[str, Tensor] = {}
-        for flat in flatten(packed.segment_ids, tokens_at_once(packed.tokens.size, self.device)):
+        for flat in flatten(packed.segment_ids, self.config.micro_batch_rows * packed.shape[1]):
             telling, told = flat.read(wanted, before=self.config.head != "reward")
             row = self._row(packed, flat)
             targets, telling, told = (to_tensor(x, self.device) for x in (packed.tokens.reshape(-1)[told], telling, told))
