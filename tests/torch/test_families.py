@@ -187,7 +187,26 @@ def test_flat_rows_hold_each_token_once_and_sequences_whole(budget):
         np.testing.assert_array_equal(row.take(packed.batch.positions), row.positions)
     assert sorted(n for row in rows for n in row.lengths) == sorted(LENGTHS)
     assert len(rows) <= -(-sum(LENGTHS) // budget)
-    assert all(row.lengths.sum() < budget + max(LENGTHS) for row in rows)
+    assert all(row.lengths.sum() <= budget + max(LENGTHS) / 2 or len(row.lengths) == 1 for row in rows)
+
+
+def test_no_more_is_scored_at_once_than_a_micro_batch_holds(family_dir, monkeypatch):
+    trainer, batch, plain_states, tokens = (
+        trainer_of(family_dir("qwen3"), micro_batch_rows=1),
+        learnable(),
+        model.hidden_states,
+        [],
+    )
+
+    def counting(of, row):
+        tokens.append(len(row.tokens))
+        return plain_states(of, row)
+
+    monkeypatch.setattr(model, "hidden_states", counting)
+    trainer.logprobs(batch)
+    assert len(tokens) > 1
+    assert max(tokens) < batch.shape[1] + max(LENGTHS) / 2
+    assert sum(tokens) == sum(LENGTHS)
 
 
 def test_rows_without_a_sequence_have_no_flat_row():

@@ -26,11 +26,3 @@ def memory_of(device: torch.device) -> int | None:
         return int(torch.accelerator.get_memory_info(device)[1])
     except (AttributeError, RuntimeError, NotImplementedError):
         return None
-
-
-def tokens_at_once(asked: int, device: torch.device) -> int:
-    """How many tokens of a batch to compute at once, of the `asked` that memory is said to hold.
-
-    All on an accelerator, whose launches cost more than reading the weights again.
-    """
-    return min(asked, 1024) if device.type == "cpu" else asked

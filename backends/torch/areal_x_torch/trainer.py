@@ -27,7 +27,7 @@ from areal_x.trainer import Loss, TrainerConfig
 from areal_x.types import IMAGES, Batch, Policy
 from areal_x_torch import attention, head, lora, model, optimizers, sharded
 from areal_x_torch.attention import Segments
-from areal_x_torch.device import compute_dtype, find_device, memory_of, tokens_at_once
+from areal_x_torch.device import compute_dtype, find_device, memory_of
 from areal_x_torch.images import check_images, seen_of
 from areal_x_torch.layout import NO_SEQUENCE, Flat, flatten, micro_batches, to_tensor
 from areal_x_torch.parallel import (
@@ -254,7 +254,7 @@ class Trainer:
 
     def _passes(self, shares: Sequence[np.ndarray]) -> list[Flat]:
         """This process's passes over its share, given everyone's segments: as many as whoever has most makes."""
-        passes = [flatten(segment_ids, tokens_at_once(segment_ids.size, self.device)) for segment_ids in shares]
+        passes = [flatten(segment_ids, self.config.micro_batch_rows * segment_ids.shape[1]) for segment_ids in shares]
         own = passes[self.share]
         return own + [NO_SEQUENCE] * (max(map(len, passes)) - len(own))
 
