@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,7 @@ pytest.importorskip("torch")
 from areal_x import checkpoint, model_dir
 from areal_x.errors import UserError
 from areal_x.monitor.metrics import read
+from areal_x_torch import processes
 from tests.starting import ONLINE, WRITTEN, command_of, finished, started
 
 from .processes import trainer_of
@@ -55,8 +57,8 @@ def asked(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name, (model, _) in MESHES.items():
         for form in ("one", "sharded-one"):
             (folder / f"{form}-{name}").symlink_to(folder / f"{form}-{model}")
-    for processes in (2, 4):
-        find(processes, {name: of for name, of in MESHES.items() if np.prod(list(of[1].values())) == processes})
+    for size in (2, 4):
+        find(size, {name: of for name, of in MESHES.items() if np.prod(list(of[1].values())) == size})
     return folder
 
 
@@ -122,6 +124,22 @@ def test_parts_of_another_model_or_none_are_refused(asked: Path, tmp_path: Path)
     next((copied / "shards").glob("__1_*")).unlink()
     with pytest.raises(UserError, match="copy the checkpoint again"):
         trainer_of(str(asked / "qwen3"), {}).restore(copied)
+
+
+def test_a_process_that_is_told_half_of_who_it_is_says_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in processes.VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("RANK", "1")
+    with pytest.raises(UserError, match="WORLD_SIZE, MASTER_ADDR, MASTER_PORT is not set: start every one of the 2 processes"):
+        processes.join(2)
+
+
+def test_a_notebook_is_told_to_use_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in processes.VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setitem(sys.modules, "__main__", ModuleType("__main__"))
+    with pytest.raises(UserError, match=r"cannot be started from a notebook: .* python -m areal_x\.train"):
+        processes.join(2)
 
 
 TORCH = "train.backend = 'torch'"
