@@ -191,7 +191,7 @@ class Trainer:
     def restore(self, directory: Path) -> None:
         if sharded.is_sharded(directory):
             state = model_dir.read_state(directory)
-            self.config.optimizer.check_state(directory, state)
+            self.config.optimizer.check_state(directory, state, "torch")
             sharded.restore(directory, self._state(), together=self.mesh is not None)
             self.version = int(state["version"])
             for of_parameter in self.optimizer.state.values():
