@@ -27,9 +27,10 @@ def inputs():
     return hidden, weight, bias, torch.randint(VOCABULARY, (POSITIONS,))
 
 
-def whole(hidden, weight, bias, targets, temperature, teacher):
+def whole(hidden, weight, bias, targets, temperature, teacher, softcap=0.0):
     """Log-probabilities, entropies and KL(student ‖ teacher) on the full array of logits."""
-    logp = ((hidden @ weight.T + (0 if bias is None else bias)) / temperature).log_softmax(-1)
+    logits = hidden @ weight.T + (0 if bias is None else bias)
+    logp = ((softcap * torch.tanh(logits / softcap) if softcap else logits) / temperature).log_softmax(-1)
     of_teacher = ((teacher.hidden @ teacher.head.weight.T + teacher.head.bias) / temperature).log_softmax(-1)
     kl = (logp.exp() * (logp - of_teacher)).sum(-1)
     return logp.gather(1, targets[:, None])[:, 0], -(logp.exp() * logp).sum(-1), kl
@@ -46,13 +47,14 @@ def teacher():
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 @pytest.mark.parametrize("has_bias", [False, True])
 @pytest.mark.parametrize("of", [[0], [1], [0, 1], [2], [0, 1, 2]])
-def test_numbers_and_gradients_are_those_of_the_whole_softmax(inputs, teacher, chunk, temperature, has_bias, of):
+@pytest.mark.parametrize("softcap", [0.0, 1.5])
+def test_numbers_and_gradients_are_those_of_the_whole_softmax(inputs, teacher, chunk, temperature, has_bias, of, softcap):
     hidden, weight, bias, targets = inputs
     bias = bias if has_bias else None
     leaves = [hidden, weight] + ([bias] if has_bias else [])
     beside = teacher if 2 in of else None
-    ours = head.logprobs(hidden, Head(weight, bias), targets, temperature, chunk, 1 in of, beside)
-    theirs = whole(hidden, weight, bias, targets, temperature, teacher)
+    ours = head.logprobs(hidden, Head(weight, bias, softcap), targets, temperature, chunk, 1 in of, beside)
+    theirs = whole(hidden, weight, bias, targets, temperature, teacher, softcap)
     for i in of:
         torch.testing.assert_close(ours[i], theirs[i], atol=1e-6, rtol=1e-5)
     upstream = torch.randn(3, POSITIONS)

@@ -61,7 +61,7 @@ def test_gradients_are_those_of_each_sequence_alone(model_dir_of, name):
     batch = pack(made, ROW).batch
     trainer = trainer_of(model_dir_of(name))
     row = next(iter(rows_of(trainer, batch)))
-    said = torch.nn.functional.linear(model.hidden_states(trainer.model, row), *model.head(trainer.model)).log_softmax(-1)
+    said = model.head(trainer.model).logits(model.hidden_states(trainer.model, row)).log_softmax(-1)
     first = row.segments.bounds[:-1].long()
     told = torch.ones(len(row.tokens), dtype=torch.bool).index_fill(0, first, False).nonzero()[:, 0]
     said[told - 1].gather(1, row.tokens[told, None]).sum().backward()

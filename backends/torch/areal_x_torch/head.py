@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from areal_x.types import Divergence
-from areal_x_torch.model import Head
+from areal_x_torch.model import Head, softcapped
 
 LOGITS = 2**24  # at once where the caller names no number: 64 MiB, of which there are up to three arrays
 NARROWEST = 512  # columns of a block even if its logits are more: narrower products are slow
@@ -57,8 +57,8 @@ def logprobs(
     width = vocabulary if kept else max(at_once * vocabulary // positions, 1 if chunk else NARROWEST)
     if kept and hidden.device.type == "cpu":
         width = max(CACHED // max(positions, 1), NARROWEST)
-    said = ByBlocks.apply(hidden, head.weight, head.bias, targets, temperature, min(width, vocabulary), kept, entropy)
-    return *said, None
+    how = Blocks(min(width, vocabulary), kept, temperature, head.softcap, entropy)
+    return *ByBlocks.apply(hidden, head.weight, head.bias, targets, how), None
 
 
 def values(hidden: Float[Tensor, "positions features"], weight: Float[Tensor, "1 features"]) -> Float[Tensor, " positions"]:
@@ -66,11 +66,19 @@ def values(hidden: Float[Tensor, "positions features"], weight: Float[Tensor, "1
     return hidden.float() @ weight[0]
 
 
-class ByBlocks(torch.autograd.Function):
-    """log softmax((hidden @ weightᵀ + bias) / temperature)[target], one number a position; and -Σ p log p or None.
+class Blocks(NamedTuple):
+    """How logits are computed. width: columns of a block. kept: whether they wait for the backward pass, which else computes
+    them again."""
 
-    width: columns of a block. kept: whether the logits wait for the backward pass, which else computes them again.
-    """
+    width: int
+    kept: bool
+    temperature: float
+    softcap: float
+    entropy: bool
+
+
+class ByBlocks(torch.autograd.Function):
+    """log softmax(capped(hidden @ weightᵀ + bias) / temperature)[target], one number a position; and -Σ p log p or None."""
 
     @staticmethod
     def forward(
@@ -79,55 +87,57 @@ class ByBlocks(torch.autograd.Function):
         weight: Float[Tensor, "vocabulary features"],
         bias: Float[Tensor, " vocabulary"] | None,
         targets: Int[Tensor, " positions"],
-        temperature: float,
-        width: int,
-        kept: bool,
-        wants_entropy: bool,
+        how: Blocks,
     ) -> tuple[Each, Each | None]:
         chosen = torch.zeros(len(targets), device=hidden.device)
         total, entropy = torch.full_like(chosen, -torch.inf), torch.zeros_like(chosen)
         ctx.kept = []
-        for part in _parts(len(weight), width):
-            logits = _logits(hidden, weight[part], None if bias is None else bias[part], temperature)
+        for part in _parts(len(weight), how.width):
+            logits = _logits(hidden, _columns(weight, bias, part, how), how.temperature)
             here, own = _within(targets, part)
             chosen = torch.where(here, logits.gather(1, own)[:, 0], chosen)
             of_block = logits.logsumexp(-1)
             both = torch.logaddexp(total, of_block)
-            if wants_entropy:
-                logp = (logits.clone() if kept else logits).sub_(of_block[:, None])
+            if how.entropy:
+                logp = (logits.clone() if how.kept else logits).sub_(of_block[:, None])
                 entropy_of_block = -logp.exp().mul_(logp).sum(-1)
                 entropy = _part_of(both, total, entropy) + _part_of(both, of_block, entropy_of_block)
             total = both
-            if kept:
+            if how.kept:
                 ctx.kept.append(logits)
-        ctx.save_for_backward(hidden, weight, bias, targets, total, entropy if wants_entropy else None)
-        ctx.temperature, ctx.width = temperature, width
-        return chosen - total, entropy if wants_entropy else None
+        ctx.save_for_backward(hidden, weight, bias, targets, total, entropy if how.entropy else None)
+        ctx.how = how
+        return chosen - total, entropy if how.entropy else None
 
     @staticmethod
     def backward(ctx: Any, grad: Each, grad_entropy: Each | None) -> tuple[Tensor | None, ...]:
-        """Times the temperature: d logp / d logits = one-hot of the target - p, d entropy / d logits = -p (log p + entropy)."""
+        """Times the temperature: d logp / d logits = one-hot of the target - p, d entropy / d logits = -p (log p + H); and
+        d logits / d products = 1 - (logits / softcap)², before the temperature."""
         hidden, weight, bias, targets, total, entropy = ctx.saved_tensors
         grad_hidden = torch.zeros(hidden.shape, device=hidden.device)
         grad_weight, grad_bias = (torch.empty_like(x) if ctx.needs_input_grad[i] else None for i, x in ((1, weight), (2, bias)))
-        scaled = grad[:, None] / ctx.temperature
+        how: Blocks = ctx.how
+        scaled = grad[:, None] / how.temperature
         kept, ctx.kept = ctx.kept, []  # which the lines below write over: a second backward pass computes them again
-        for number, part in enumerate(_parts(len(weight), ctx.width)):
-            of_weight, of_bias = weight[part], None if bias is None else bias[part]
-            logits = kept[number] if kept else _logits(hidden, of_weight, of_bias, ctx.temperature)
+        for number, part in enumerate(_parts(len(weight), how.width)):
+            columns = _columns(weight, bias, part, how)
+            logits = kept[number] if kept else _logits(hidden, columns, how.temperature)
+            of_cap = 1 - (logits * (how.temperature / how.softcap)).square_() if how.softcap else None
             logp, slope = logits.sub_(total[:, None]), scaled
             if entropy is not None:
-                slope = (logp + entropy[:, None]).mul_(grad_entropy[:, None] / ctx.temperature).add_(scaled)
+                slope = (logp + entropy[:, None]).mul_(grad_entropy[:, None] / how.temperature).add_(scaled)
             grad_logits = logp.exp_().mul_(-slope)
             here, own = _within(targets, part)
             grad_logits.scatter_add_(1, own, torch.where(here[:, None], scaled, 0))
+            if of_cap is not None:
+                grad_logits *= of_cap
             if grad_bias is not None:
                 torch.sum(grad_logits, 0, out=grad_bias[part])
             grad_logits = grad_logits.to(hidden.dtype)
             if grad_weight is not None:
                 grad_weight[part] = grad_logits.T @ hidden
-            grad_hidden += grad_logits @ of_weight.to(hidden.dtype)
-        return grad_hidden.to(hidden.dtype), grad_weight, grad_bias, None, None, None, None, None
+            grad_hidden += grad_logits @ columns.weight.to(hidden.dtype)
+        return grad_hidden.to(hidden.dtype), grad_weight, grad_bias, None, None
 
 
 def _within(targets: Int[Tensor, " positions"], part: slice) -> tuple[Tensor, Int[Tensor, "positions 1"]]:
@@ -154,23 +164,29 @@ def _by_chunks(
     """All logits of a chunk of positions at a time. The divergence may be any function: autograd differentiates it."""
 
     def one(hidden: Tensor, of_teacher: Tensor, targets: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, ...]:
-        logits = _logits(hidden, weight, bias, temperature)
-        divergence = teacher.divergence(logits, _logits(of_teacher, *teacher.head, temperature))
+        logits = _logits(hidden, Head(weight, bias, head.softcap), temperature)
+        divergence = teacher.divergence(logits, _logits(of_teacher, teacher.head, temperature))
         logp = logits.log_softmax(-1)
         of_all = -(logp.exp() * logp).sum(-1) if entropy else None
         return logp.gather(1, targets[:, None])[:, 0], of_all, divergence
 
     again = partial(checkpoint, one, use_reentrant=False, preserve_rng_state=False)
     # One part where there is no position: a pass that other processes need has a gradient too, of zeros.
-    said = [again(hidden[p], teacher.hidden[p], targets[p], *head) for p in _parts(max(len(targets), 1), chunk)]
+    said = [
+        again(hidden[p], teacher.hidden[p], targets[p], head.weight, head.bias) for p in _parts(max(len(targets), 1), chunk)
+    ]
     logp, of_all, divergence = zip(*said, strict=True)
     return torch.cat(logp), torch.cat(of_all) if entropy else None, torch.cat(divergence)
 
 
-def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, temperature: float) -> Float[Tensor, "positions columns"]:
-    bias = None if bias is None else bias.to(hidden.dtype)
-    logits = torch.nn.functional.linear(hidden, weight.to(hidden.dtype), bias).float()
+def _logits(hidden: Tensor, head: Head, temperature: float) -> Float[Tensor, "positions columns"]:
+    """In fp32 from the product on."""
+    logits = softcapped(head._replace(softcap=0.0).logits(hidden).float(), head.softcap)
     return logits if temperature == 1 else logits / temperature
+
+
+def _columns(weight: Tensor, bias: Tensor | None, part: slice, how: Blocks) -> Head:
+    return Head(weight[part], None if bias is None else bias[part], how.softcap)
 
 
 def _parts(size: int, step: int) -> list[slice]:

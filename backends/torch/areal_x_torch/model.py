@@ -36,10 +36,23 @@ class Row(NamedTuple):
 
 
 class Head(NamedTuple):
-    """What turns the last hidden states into logits, or into one score."""
+    """What turns the last hidden states into logits, or into one score.
+
+    softcap: logits are softcap · tanh(product / softcap); 0 leaves them as they are.
+    """
 
     weight: Float[Tensor, "vocabulary features"]
     bias: Float[Tensor, " vocabulary"] | None
+    softcap: float = 0.0
+
+    def logits(self, hidden: Float[Tensor, "*_ features"]) -> Float[Tensor, "*_ vocabulary"]:
+        """In the dtype of `hidden`; the weights may be of another."""
+        bias = None if self.bias is None else self.bias.to(hidden.dtype)
+        return softcapped(nn.functional.linear(hidden, self.weight.to(hidden.dtype), bias), self.softcap)
+
+
+def softcapped(logits: Tensor, softcap: float) -> Tensor:
+    return softcap * torch.tanh(logits / softcap) if softcap else logits
 
 
 def load(directory: Path, device: torch.device, head: str) -> PreTrainedModel:
@@ -121,9 +134,9 @@ def refuse_unusual(model: PreTrainedModel, directory: Path) -> None:
             raise UserError(f"{kind}, which the torch backend does not train: {error}") from error
         if not torch.allclose(hidden, alone, rtol=1e-3, atol=1e-3):
             raise UserError(f"{kind}, whose layers mix the sequences of a packed row: use a model that attends in all layers")
-        linear = nn.functional.linear(hidden, *head(model))
-        if not torch.allclose(model(second[None], use_cache=False).logits.reshape(linear.shape), linear, rtol=1e-3, atol=1e-3):
-            raise UserError(f"{kind}, which caps or scales its logits after the head: use a model with a plain linear head")
+        ours = head(model).logits(hidden)
+        if not torch.allclose(model(second[None], use_cache=False).logits.reshape(ours.shape), ours, rtol=1e-3, atol=1e-3):
+            raise UserError(f"{kind}, which scales its logits after the head: use a model with a linear head, capped or not")
 
 
 def hidden_states(model: PreTrainedModel, row: Row) -> Float[Tensor, "tokens features"]:
@@ -144,7 +157,13 @@ def head_layer(model: PreTrainedModel) -> nn.Module:
 
 def head(model: PreTrainedModel) -> Head:
     layer = head_layer(model)
-    return Head(layer.weight, layer.bias)
+    return Head(layer.weight, layer.bias, softcap_of(model))
+
+
+def softcap_of(model: PreTrainedModel) -> float:
+    """Of a language model's logits; 0 where it has none."""
+    found = None if is_classifier(model) else getattr(model.config.get_text_config(), "final_logit_softcapping", None)
+    return float(found or 0.0)
 
 
 def sees(model: PreTrainedModel) -> bool:

@@ -30,7 +30,7 @@ from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 from areal_x import model_dir
 from areal_x.errors import ConfigError, UserError
 from areal_x.trainer import MeshConfig
-from areal_x_torch.model import Head, head_layer, is_classifier
+from areal_x_torch.model import Head, head_layer, is_classifier, softcap_of
 from areal_x_torch.parts import local
 
 AXES = ("data", "fsdp", "tensor")
@@ -94,12 +94,13 @@ class Spoken(nn.Module):
     say: what is computed from hidden states and the whole head.
     """
 
-    def __init__(self, layer: nn.Module) -> None:
+    def __init__(self, model: PreTrainedModel) -> None:
         super().__init__()
-        self.layer = layer
+        self.layer = head_layer(model)
+        self.softcap = softcap_of(model)
 
     def forward(self, hidden: Tensor, say: Callable[[Tensor, Head], Any]) -> Any:
-        return say(hidden, Head(self.layer.weight, self.layer.bias))
+        return say(hidden, Head(self.layer.weight, self.layer.bias, self.softcap))
 
 
 class Whole(nn.Module):
@@ -108,7 +109,7 @@ class Whole(nn.Module):
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__()
         self.model = model
-        self.head = Spoken(head_layer(model))
+        self.head = Spoken(model)
 
     def forward(self, read: Callable[[PreTrainedModel], Tensor], say: Callable[[Tensor, Head], Any]) -> Any:
         return self.head(read(self.model), say)

@@ -43,7 +43,7 @@ class NextLogits(nn.Module):
     ) -> Float[Tensor, "rows vocabulary"]:
         cache = Newest(self.layers, self.windows, places, masks, keys, values)
         out = self.model.base_model(input_ids=token[:, None], position_ids=position[:, None], use_cache=False, cache=cache)
-        return nn.functional.linear(out.last_hidden_state[:, 0], *head(self.model))
+        return head(self.model).logits(out.last_hidden_state[:, 0])
 
 
 @torch.inference_mode()
