@@ -9,6 +9,9 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
+import pytest
+
+from areal_x.monitor.metrics import read
 from tests.conftest import QUICK, environment_with
 
 
@@ -107,3 +110,16 @@ def command_of(directory: Path, folder: Path, text: str, *bindings: str) -> list
     (folder / "processes_tasks.py").write_text(TASKS.replace("MODEL", repr(str(directory))))
     (folder / "run.gin").write_text(RUN + text)
     return [sys.executable, "-m", "areal_x.train", "run.gin", *(x for b in bindings for x in ("-b", b))]
+
+
+def assert_measured_alike(one: Path, two: Path) -> None:
+    """Two folders in which ONLINE ran, with the same numbers in every row."""
+    expected, rows = (read(x / "runs" / "run") for x in (one, two))
+    assert len(rows) == 3
+    for row, alone in zip(rows[1:], expected[1:], strict=True):
+        assert row.keys() == alone.keys()
+        for name in ("reward", "response_length", "trained_tokens"):  # the same tokens were drawn
+            assert row[name] == alone[name]
+        for name in ("loss", "grad_norm", "reference_kl", "policy_gap"):
+            assert row[name] == pytest.approx(alone[name], rel=1e-3, abs=1e-6)
+    assert rows[1]["reward"] > 0

@@ -14,8 +14,7 @@ import numpy as np
 import pytest
 
 from areal_x import checkpoint, model_dir
-from areal_x.monitor.metrics import read
-from tests.starting import ONLINE, WRITTEN, command_of, finished, started
+from tests.starting import ONLINE, WRITTEN, assert_measured_alike, command_of, finished, started
 
 MESHES = [
     {"name": "fsdp", "optimizer": "adamw", "fsdp": 4},
@@ -73,15 +72,7 @@ def test_the_command_on_two_processes_measures_what_it_does_on_one(command: Call
     one, two = tmp_path / "one", tmp_path / "two"
     finished(command(one, ONLINE), 1, 4, one)
     finished(command(two, ONLINE, "mesh.processes = 2"), 2, 2, two)
-    expected, rows = (read(x / "runs" / "run") for x in (one, two))
-    assert len(rows) == 3
-    for row, alone in zip(rows[1:], expected[1:], strict=True):
-        assert row.keys() == alone.keys()
-        for name in ("reward", "response_length", "trained_tokens"):  # the same tokens were drawn
-            assert row[name] == alone[name]
-        for name in ("loss", "grad_norm", "reference_kl", "policy_gap"):
-            assert row[name] == pytest.approx(alone[name], rel=1e-3, abs=1e-6)
-    assert rows[1]["reward"] > 0
+    assert_measured_alike(one, two)
     assert [line for line in (two / "out-1").read_text().splitlines() if "Gloo" not in line] == []  # it has nothing to say
     saved, alone = (dict(model_dir.read_tensors(x / "runs/run/checkpoints/2/trainer")) for x in (two, one))
     for name, x in alone.items():

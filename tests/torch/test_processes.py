@@ -22,7 +22,7 @@ from areal_x import checkpoint, model_dir
 from areal_x.errors import UserError
 from areal_x.monitor.metrics import read
 from areal_x_torch import processes
-from tests.starting import ONLINE, WRITTEN, command_of, finished, started
+from tests.starting import ONLINE, WRITTEN, assert_measured_alike, command_of, finished, started
 
 from .processes import trainer_of
 from .test_trainer import save_model
@@ -150,15 +150,7 @@ def test_one_command_starts_both_processes_and_measures_what_one_does(tiny_model
     one, two = tmp_path / "one", tmp_path / "two"
     finished(command_of(tiny_model_dir, one, ONLINE, TORCH, "mesh.fsdp = 1"), 1, 1, one)
     finished(command_of(tiny_model_dir, two, ONLINE, *TWO), 1, 1, two)
-    expected, rows = (read(x / "runs" / "run") for x in (one, two))
-    assert len(rows) == 3
-    for row, alone in zip(rows[1:], expected[1:], strict=True):
-        assert row.keys() == alone.keys()
-        for name in ("reward", "response_length", "trained_tokens"):  # the same tokens were drawn
-            assert row[name] == alone[name]
-        for name in ("loss", "grad_norm", "reference_kl", "policy_gap"):
-            assert row[name] == pytest.approx(alone[name], rel=1e-3, abs=1e-6)
-    assert rows[1]["reward"] > 0
+    assert_measured_alike(one, two)
 
 
 def wait_for(condition: Callable[[], object], process: subprocess.Popen[bytes], folder: Path) -> None:

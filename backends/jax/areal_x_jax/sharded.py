@@ -51,9 +51,7 @@ def restored(directory: Path, params: Params, lies: Params, moments: Any, moment
         if found is None:  # and orbax has logged why
             raise FileNotFoundError("a part is missing")
     except Exception as error:  # orbax and tensorstore raise errors of many types
-        raise UserError(
-            f"{directory / SHARDS['jax']} is not whole ({_first_line(error)}): copy the checkpoint again"
-        ) from error
+        raise UserError(f"{directory / PLACE} is not whole ({_first_line(error)}): copy the checkpoint again") from error
     for name in sorted(set(named) | set(found)):
         there, here = (tuple(x[name].shape) if name in x else None for x in (found, named))
         if there != here:
@@ -62,9 +60,7 @@ def restored(directory: Path, params: Params, lies: Params, moments: Any, moment
     try:
         read = orbax.load(directory / PLACE, named)
     except Exception as error:
-        raise UserError(
-            f"{directory / SHARDS['jax']} cannot be read ({_first_line(error)}): copy the checkpoint again"
-        ) from error
+        raise UserError(f"{directory / PLACE} cannot be read ({_first_line(error)}): copy the checkpoint again") from error
     paths, tree = tree_flatten_with_path(wanted)
     whole: dict[str, Any] = jax.tree.unflatten(tree, [read[_name(path)] for path, _ in paths])
     return whole["params"], whole["moments"]

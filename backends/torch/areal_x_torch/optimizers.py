@@ -79,6 +79,11 @@ class Optimizer(torch.optim.Optimizer):
                         if x is not old[name]:
                             old[name].copy_(x)
 
+    def set_steps(self, count: int) -> None:
+        """As after so many steps, of which the moments are not told."""
+        for state in self.state.values():
+            state["step"].fill_(count)
+
 
 # ---- moments of a parameter, in its shape or with axes of 1
 
@@ -218,8 +223,7 @@ def restore(
         each = {which: as_saved(_of_each(optimizer, named, which)) for which in MOMENT_NAMES}
         own = {f"{which}.{name}": x for which, of_tensors in each.items() for name, x in of_tensors.items()}
     model.copy_in(own, model_dir.read_moments(directory), str(directory / model_dir.MOMENTS))
-    for p in named.values():
-        optimizer.state[p]["step"].fill_(int(described["version"]))
+    optimizer.set_steps(int(described["version"]))
 
 
 def moments(optimizer: Optimizer, named: Mapping[str, Parameter]) -> State:

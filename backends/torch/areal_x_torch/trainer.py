@@ -194,8 +194,7 @@ class Trainer:
             self.config.optimizer.check_state(directory, state, "torch")
             sharded.restore(directory, self._state(), together=self.mesh is not None)
             self.version = int(state["version"])
-            for of_parameter in self.optimizer.state.values():
-                of_parameter["step"].fill_(self.version)
+            self.optimizer.set_steps(self.version)
             return
         model_dir.check_portable(directory)
         adapter_files.check_saved(directory, self.config.lora, self.directory)
