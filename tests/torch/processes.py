@@ -1,5 +1,5 @@
-"""What each of several processes does in a test: `python -m tests.torch.processes FOLDER ASKED …`, each JSON of a name, a
-model's directory and MeshConfig's fields.
+"""What each of several processes does in a test: `python -m tests.torch.processes FOLDER ASKED …`, each JSON of a name, the
+directories of a model and perhaps of its teacher, and MeshConfig's fields.
 
 For each: updates, everything else a trainer is asked, a save in both forms, and a save of what a restore of "one-NAME" gives,
 in both forms, where that is there. The first process writes what it found to FOLDER.
@@ -10,12 +10,14 @@ from __future__ import annotations
 import json
 import sys
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from areal_x.algorithms import losses
+from areal_x.algorithms.distillation import generalized_jsd
 from areal_x.algorithms.weighting import token_mean
 from areal_x.cluster import ranks
 from areal_x.cluster.links import Follower
@@ -34,7 +36,8 @@ def value_loss(policy: Policy, batch: Batch) -> losses.LossTerms:
     return (policy.values - batch.advantages) ** 2 * batch.mask, {}
 
 
-LOSSES = {"policy": losses.combine(losses.ppo_clip, losses.policy_gap), "critic": value_loss}
+ONE = losses.combine(losses.ppo_clip, losses.policy_gap, partial(losses.entropy_bonus, coefficient=0.1))
+TAUGHT = losses.combine(ONE, losses.divergence)
 
 
 def batch_of(seed: int) -> Batch:
@@ -56,21 +59,22 @@ def trainer_of(directory: str, mesh: dict[str, int], **changes: Any) -> Trainer:
     return Trainer(TrainerConfig(model=ModelConfig(path=directory), **(how | changes)))
 
 
-def models_of(directory: str, mesh: dict[str, int]) -> Models:
-    policy, reference = trainer_of(directory, mesh, checkpoint="sharded"), trainer_of(directory, mesh, frozen=True)
-    return Models(policy, reference, trainer_of(directory, mesh, head="value"))
+def models_of(directory: str, mesh: dict[str, int], teacher: str | None) -> Models:
+    taught = {} if teacher is None else {"teacher": teacher, "divergence": partial(generalized_jsd, beta=0.5)}
+    policy = trainer_of(directory, mesh, checkpoint="sharded", entropy=True, **taught)
+    return Models(policy, trainer_of(directory, mesh, frozen=True), trainer_of(directory, mesh, head="value"))
 
 
-def ask(models: Models, folder: Path, name: str) -> dict[str, Any]:
-    """Everything that a run asks its trainers; arrays as lists."""
+def ask(models: Models, loss: losses.Loss, folder: Path, name: str) -> dict[str, Any]:
+    """Everything that a run asks its trainers; arrays as lists. loss: the policy's."""
     policy, critic, reference = models.policy, models.critic, models.reference
     assert critic is not None
     assert reference is not None
     batches = [batch_of(step) for step in range(UPDATES)]
     found: dict[str, Any] = {"before": policy.logprobs(batches[0]).tolist()}
-    found["updates"] = [policy.update(batch, LOSSES["policy"]) for batch in batches]
+    found["updates"] = [policy.update(batch, loss) for batch in batches]
     spoilt = batches[0].replace(weights=np.full_like(batches[0].weights, np.nan))
-    found["skipped"] = policy.update(spoilt, LOSSES["policy"])["skipped"]
+    found["skipped"] = policy.update(spoilt, loss)["skipped"]
     found["logp"] = policy.logprobs(batches[0]).tolist()
     found["reference"] = reference.logprobs(batches[0]).tolist()
     found["critic"] = [critic.update(batch, value_loss)["grad_norm"] for batch in batches[:2]]
@@ -86,12 +90,12 @@ def ask(models: Models, folder: Path, name: str) -> dict[str, Any]:
         policy.restore(one)
         policy.save(folder / f"back-{name}")
         found["logp of one"] = policy.logprobs(batches[0]).tolist()
-        policy.update(batches[0], LOSSES["policy"])
+        policy.update(batches[0], loss)
         policy.restore(folder / f"sharded-one-{name}")
         policy.save(folder / f"resharded-{name}")
     saving = policy.save_in_background(folder / f"sharded-{name}")
     assert saving is not None
-    policy.update(batches[0], LOSSES["policy"])  # while that writes
+    policy.update(batches[0], loss)  # while that writes
     saving()
     return found
 
@@ -101,12 +105,13 @@ def main(to: str, *asked: str) -> None:
     joined = ranks.join("torch", meshes[0].get("processes", 1))
     with joined or nullcontext():
         for mesh in meshes:
-            name, directory = mesh.pop("name"), mesh.pop("directory")
-            models = models_of(directory, mesh)
+            name, directory, teacher = mesh.pop("name"), mesh.pop("directory"), mesh.pop("teacher", None)
+            models, loss = models_of(directory, mesh, teacher), ONE if teacher is None else TAUGHT
+            known = {"policy": loss, "critic": value_loss}
             if isinstance(joined, Follower):
-                ranks.serve(joined, models, LOSSES)
+                ranks.serve(joined, models, known)
                 continue
-            found = ask(models if joined is None else ranks.lead(joined, models, LOSSES), folder, name)
+            found = ask(models if joined is None else ranks.lead(joined, models, known), loss, folder, name)
             (folder / f"{name}.json").write_text(json.dumps(found))
             if joined is not None:
                 joined.done()

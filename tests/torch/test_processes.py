@@ -22,6 +22,7 @@ from areal_x import checkpoint, model_dir
 from areal_x.errors import UserError
 from areal_x.monitor.metrics import read
 from areal_x_torch import processes
+from tests.models import write_random
 from tests.starting import ONLINE, WRITTEN, assert_measured_alike, command_of, finished, started
 
 from .processes import trainer_of
@@ -31,6 +32,8 @@ MESHES = {
     "fsdp": ("qwen3", {"fsdp": 2}),
     "tied": ("qwen2", {"fsdp": 2}),
     "tensor": ("qwen3", {"tensor": 2}),
+    "distilled": ("taught", {"tensor": 2}),
+    "capped": ("gemma", {"tensor": 2}),
     # Of four processes:
     "both": ("qwen3", {"fsdp": 2, "tensor": 2}),
     "copies": ("qwen2", {"data": 2, "tensor": 2}),
@@ -44,14 +47,19 @@ def asked(tmp_path_factory: pytest.TempPathFactory) -> Path:
     models = {
         "qwen3": save_model(folder / "qwen3", "qwen3", head_dim=16, tie_word_embeddings=False),
         "qwen2": save_model(folder / "qwen2", "qwen2", tie_word_embeddings=True),
+        "gemma": write_random("even-gemma3", folder / "gemma"),
+        "taught": folder / "taught",
     }
+    models["taught"].symlink_to(models["qwen3"])
 
     def find(processes: int, meshes: dict[str, tuple[str, dict[str, int]]]) -> None:
-        asked = (
-            json.dumps({"name": name, "directory": str(models[model]), "processes": processes, **mesh})
+        asked = [
+            {"name": name, "directory": str(models[model]), "processes": processes, **mesh}
             for name, (model, mesh) in meshes.items()
-        )
-        finished([sys.executable, "-m", "tests.torch.processes", str(folder), *asked], processes, 1, folder)
+        ]
+        for of in asked:
+            of |= {"teacher": str(models["qwen2"])} if of["directory"].endswith("taught") else {}
+        finished([sys.executable, "-m", "tests.torch.processes", str(folder), *map(json.dumps, asked)], processes, 1, folder)
 
     find(1, {f"one-{model}": (model, {}) for model in models})
     for name, (model, _) in MESHES.items():

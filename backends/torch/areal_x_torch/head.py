@@ -3,6 +3,9 @@
 Logits are computed for one block of the vocabulary after the other, and again in the backward pass, so that those of one block
 exist at a time and the weight's gradient is written once, block by block. A divergence is a function of all logits of a
 position: where one is asked for, chunks of positions take the place of blocks.
+
+Where the vocabulary is split over processes each computes the logits of its own words, and what is summed over the vocabulary
+is put together: three numbers a position, not logits, but for a divergence.
 """
 
 from __future__ import annotations
@@ -11,12 +14,15 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from jaxtyping import Float, Int
 from torch import Tensor
+from torch.distributed import ProcessGroup
 from torch.utils.checkpoint import checkpoint
 
 from areal_x.types import Divergence
 from areal_x_torch.model import Head, softcapped
+from areal_x_torch.parts import Joined, Shared
 
 LOGITS = 2**24  # at once where the caller names no number: 64 MiB, of which there are up to three arrays
 NARROWEST = 512  # columns of a block even if its logits are more: narrower products are slow
@@ -48,6 +54,8 @@ def logprobs(
     `hidden` is what the token before the target left behind. The logits are computed in its dtype. chunk: as many logits exist
     at once as this many positions have; 0 chooses by the size of the vocabulary.
     """
+    if head.others is not None:
+        hidden = Shared.apply(hidden, head.others)
     vocabulary, positions = len(head.weight), len(targets)
     at_once = max(chunk or LOGITS // vocabulary, 1)
     if teacher is not None:
@@ -57,7 +65,7 @@ def logprobs(
     width = vocabulary if kept else max(at_once * vocabulary // positions, 1 if chunk else NARROWEST)
     if kept and hidden.device.type == "cpu":
         width = max(CACHED // max(positions, 1), NARROWEST)
-    how = Blocks(min(width, vocabulary), kept, temperature, head.softcap, entropy)
+    how = Blocks(min(width, vocabulary), kept, temperature, head.softcap, entropy, head.others)
     return *ByBlocks.apply(hidden, head.weight, head.bias, targets, how), None
 
 
@@ -68,13 +76,14 @@ def values(hidden: Float[Tensor, "positions features"], weight: Float[Tensor, "1
 
 class Blocks(NamedTuple):
     """How logits are computed. width: columns of a block. kept: whether they wait for the backward pass, which else computes
-    them again."""
+    them again. others: see `Head`."""
 
     width: int
     kept: bool
     temperature: float
     softcap: float
     entropy: bool
+    others: ProcessGroup | None
 
 
 class ByBlocks(torch.autograd.Function):
@@ -89,6 +98,7 @@ class ByBlocks(torch.autograd.Function):
         targets: Int[Tensor, " positions"],
         how: Blocks,
     ) -> tuple[Each, Each | None]:
+        targets = _own_words(targets, len(weight), how.others)
         chosen = torch.zeros(len(targets), device=hidden.device)
         total, entropy = torch.full_like(chosen, -torch.inf), torch.zeros_like(chosen)
         ctx.kept = []
@@ -105,6 +115,8 @@ class ByBlocks(torch.autograd.Function):
             total = both
             if how.kept:
                 ctx.kept.append(logits)
+        if how.others is not None:
+            chosen, total, entropy = _of_all_words(chosen, total, entropy, how.others)
         ctx.save_for_backward(hidden, weight, bias, targets, total, entropy if how.entropy else None)
         ctx.how = how
         return chosen - total, entropy if how.entropy else None
@@ -140,6 +152,23 @@ class ByBlocks(torch.autograd.Function):
         return grad_hidden.to(hidden.dtype), grad_weight, grad_bias, None, None
 
 
+def _own_words(targets: Int[Tensor, " positions"], count: int, others: ProcessGroup | None) -> Int[Tensor, " positions"]:
+    """Counted from the first of this process's words on: those of others are none of its own."""
+    return targets if others is None else targets - others.rank() * count
+
+
+def _of_all_words(chosen: Each, total: Each, entropy: Each, others: ProcessGroup) -> tuple[Each, Each, Each]:
+    """The same of the whole vocabulary as of each process's part: the target's logit, log Σ exp and the entropy."""
+    highest = total.clone()
+    dist.all_reduce(highest, dist.ReduceOp.MAX, group=others)
+    summed = torch.stack([chosen, (total - highest).exp()])
+    dist.all_reduce(summed, group=others)
+    both = highest + summed[1].log()
+    entropy = _part_of(both, total, entropy)
+    dist.all_reduce(entropy, group=others)
+    return summed[0], both, entropy
+
+
 def _within(targets: Int[Tensor, " positions"], part: slice) -> tuple[Tensor, Int[Tensor, "positions 1"]]:
     """Which targets are among a block's columns, and the column in the block, any for those that are not."""
     here = (targets >= part.start) & (targets < part.stop)
@@ -165,6 +194,8 @@ def _by_chunks(
 
     def one(hidden: Tensor, of_teacher: Tensor, targets: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, ...]:
         logits = _logits(hidden, Head(weight, bias, head.softcap), temperature)
+        if head.others is not None:
+            logits = Joined.apply(logits, head.others)
         divergence = teacher.divergence(logits, _logits(of_teacher, teacher.head, temperature))
         logp = logits.log_softmax(-1)
         of_all = -(logp.exp() * logp).sum(-1) if entropy else None

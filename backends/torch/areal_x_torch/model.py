@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoModelForSequenceClassification, PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.utils import logging
@@ -39,11 +40,13 @@ class Head(NamedTuple):
     """What turns the last hidden states into logits, or into one score.
 
     softcap: logits are softcap · tanh(product / softcap); 0 leaves them as they are.
+    others: the processes that have the rest of the vocabulary, in the order of its words; None where it is all here.
     """
 
     weight: Float[Tensor, "vocabulary features"]
     bias: Float[Tensor, " vocabulary"] | None
     softcap: float = 0.0
+    others: ProcessGroup | None = None
 
     def logits(self, hidden: Float[Tensor, "*_ features"]) -> Float[Tensor, "*_ vocabulary"]:
         """In the dtype of `hidden`; the weights may be of another."""

@@ -2,17 +2,19 @@
 
 data      copies of the model, each with rows of its own; gradients are summed
 fsdp      rows too; parameters, gradients and moments are split, and gathered a decoder block at a time as they are needed
-tensor    heads and the width of the MLP; every process of a tensor group has the same rows
+expert    rows too; the experts of a mixture
+context   tokens of every row
+tensor    heads, the width of the MLP and the vocabulary; every process of a tensor group has the same tokens
 
-A parameter is a DTensor that knows how it is split. The embedding and the head are not computed in parts: they are split over
-fsdp and tensor alike, and gathered.
+A parameter is a DTensor that knows how it is split: over tensor where it is computed in parts, and over fsdp, expert and
+context together, to be gathered. The axes of a `joined` mesh have the names of those that they join.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from fnmatch import fnmatchcase
-from functools import partial
+from functools import cache, partial
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -20,9 +22,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
@@ -33,27 +36,39 @@ from areal_x.trainer import MeshConfig
 from areal_x_torch.model import Head, head_layer, is_classifier, softcap_of
 from areal_x_torch.parts import local
 
-AXES = ("data", "fsdp", "tensor")
+AXES = ("data", "fsdp", "expert", "context", "tensor")
+ROWS = ("data", "fsdp", "expert")  # the axes along which processes have rows of their own
+DENSE = "fsdp expert context"  # the axes over which every parameter is split that is not an expert's
 STYLES = {"colwise": ColwiseParallel, "rowwise": RowwiseParallel}
 SUMMED = "replicated_with_grad_allreduce"  # what transformers' plans call a norm of single heads
 
 
 def make_mesh(config: MeshConfig, device: torch.device) -> DeviceMesh | None:
-    """The devices of all processes as [data, fsdp, tensor]; None for one process, whose model is whole.
+    """The devices of all processes by their AXES; None for one process, whose model is whole.
 
     Raises: ConfigError for axes that this backend does not have or that do not make up the processes.
     """
     for axis in ("expert", "context"):
         if getattr(config, axis) != 1:
             raise ConfigError(f"mesh.{axis}", getattr(config, axis), "1, as the torch backend does not split that yet")
-    processes, split = config.processes, config.fsdp * config.tensor
+    sizes = [getattr(config, axis) for axis in AXES[1:]]
+    processes, split = config.processes, prod(sizes)
     if processes % split or config.data not in (-1, processes // split):
         axis = next((axis for axis in AXES if getattr(config, axis) not in (-1, 1)), "data")
-        wanted = f"such that data · fsdp · tensor is mesh.processes = {processes}: torch has one process for each device"
+        wanted = f"such that {' · '.join(AXES)} is mesh.processes = {processes}: torch has one process for each device"
         raise ConfigError(f"mesh.{axis}", getattr(config, axis), wanted)
     if processes == 1:
         return None
-    return init_device_mesh(device.type, (processes // split, config.fsdp, config.tensor), mesh_dim_names=AXES)
+    return init_device_mesh(device.type, (processes // split, *sizes), mesh_dim_names=AXES)
+
+
+@cache
+def joined(mesh: DeviceMesh, *axes: str) -> DeviceMesh:
+    """The same devices with other axes, "fsdp context" being one axis of these two. All processes call it in one order."""
+    names = list(mesh.mesh_dim_names or ())
+    order = [names.index(name) for axis in axes for name in axis.split()]
+    sizes = [prod(mesh[name].size() for name in axis.split()) for axis in axes]
+    return DeviceMesh(mesh.device_type, mesh.mesh.permute(order).reshape(sizes), mesh_dim_names=axes)
 
 
 def check_model(directory: Path, config: MeshConfig, memory: int | None, learns: bool) -> None:
@@ -91,16 +106,18 @@ def recompute(model: PreTrainedModel) -> None:
 class Spoken(nn.Module):
     """A head as a module of its own, since a model's head is read where its forward is never called.
 
-    say: what is computed from hidden states and the whole head.
+    say: what is computed from hidden states and the head, all of it or this process's words. others: see `Head`.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__()
         self.layer = head_layer(model)
         self.softcap = softcap_of(model)
+        self.others: ProcessGroup | None = None
 
     def forward(self, hidden: Tensor, say: Callable[[Tensor, Head], Any]) -> Any:
-        return say(hidden, Head(self.layer.weight, self.layer.bias, self.softcap))
+        weight, bias = (None if x is None else local(x) for x in (self.layer.weight, self.layer.bias))
+        return say(hidden, Head(weight, bias, self.softcap, self.others))
 
 
 class Whole(nn.Module):
@@ -126,21 +143,18 @@ def spread(
     whole = Whole(model)
     if mesh is None:
         return whole.to(device)
-    tensor = mesh["tensor"].size()
-    if tensor > 1:
+    dense = joined(mesh, "data", DENSE, "tensor")
+    if dense["tensor"].size() > 1:
         # Before fully_shard: what that splits further is this process's part.
-        split_heads(model, mesh["tensor"])
-    data = mesh["data"].size()
-    by_block = mesh["data", "fsdp"] if data > 1 else mesh["fsdp"]
-    by_rest, copies = by_block, 1
-    if tensor > 1:
-        # The processes of a tensor group compute the same gradient of what is not split by heads: their sum is divided.
-        flat = init_device_mesh(device.type, (data, mesh["fsdp"].size() * tensor), mesh_dim_names=("data", "model"))
-        by_rest, copies = (flat if data > 1 else flat["model"]), tensor
+        split_heads(model, dense["tensor"])
+        if ends:
+            split_vocabulary(model, dense["tensor"])
+            whole.head.others = None if is_classifier(model) else dense["tensor"].get_group()
+    over = dense["data", DENSE] if dense["data"].size() > 1 else dense[DENSE]
 
     done: set[nn.Parameter] = set()  # the head is below the model too, where fully_shard would find it again
 
-    def shard(unit: nn.Module, over: DeviceMesh, divide: float, compute: torch.dtype | None) -> None:
+    def shard(unit: nn.Module, compute: torch.dtype | None) -> None:
         # Gathered in what products are computed in; summed in fp32. What goes in is left alone: the residual stream is fp32, as
         # on one device. What was gathered is given up after each pass: parameters are read and restored between passes.
         policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32, cast_forward_inputs=False)
@@ -148,18 +162,18 @@ def spread(
         assert isinstance(unit, FSDPModule)
         # Summed and not averaged: a batch's weights hold the normalisation. gloo has nothing but sums.
         unit.set_force_sum_reduction_for_comms(True)
-        unit.set_gradient_divide_factor(divide)
+        unit.set_gradient_divide_factor(1.0)
 
     low = None if dtype == torch.float32 else dtype
     for block in blocks_of(model):
-        shard(block, by_block, 1.0, low)
+        shard(block, low)
     if not ends:
         return whole.to(device)
     if not is_tied(model):
-        shard(whole.head, by_rest, copies, None if is_classifier(model) else low)
+        shard(whole.head, None if is_classifier(model) else low)
         done.update(whole.head.parameters())
     # The rest is the embedding, which a tied head is too, and the last norm.
-    shard(whole, by_rest, copies, None)
+    shard(whole, None)
     return whole.to(device)
 
 
@@ -185,11 +199,11 @@ def plan_of(config: PreTrainedConfig, tensor: int) -> dict[str, str]:
     Raises: ConfigError for models that this backend cannot split by heads, or not by so many.
     """
     plan = dict(config.base_model_tp_plan or {})
-    plan.pop("embed_tokens", None)  # which is split and gathered as the head is
+    plan.pop("embed_tokens", None)  # which `split_vocabulary` splits
     if not plan or set(plan.values()) - {*STYLES, SUMMED}:
         wanted = f"1, as heads and MLPs of a {config.model_type} model cannot be split yet: use mesh.fsdp"
         raise ConfigError("mesh.tensor", tensor, wanted)
-    for what in ("num_attention_heads", "num_key_value_heads", "intermediate_size"):
+    for what in ("num_attention_heads", "num_key_value_heads", "intermediate_size", "vocab_size"):
         count = getattr(config, what, None) or config.num_attention_heads
         if count % tensor:
             raise ConfigError("mesh.tensor", tensor, f"a divisor of the model's {what} = {count}")
@@ -199,6 +213,18 @@ def plan_of(config: PreTrainedConfig, tensor: int) -> dict[str, str]:
 def split_heads(model: PreTrainedModel, mesh: DeviceMesh) -> None:
     styles = {name: STYLES[style]() for name, style in plan_of(model.config, mesh.size()).items() if style in STYLES}
     parallelize_module(model.base_model, mesh, styles)
+
+
+def split_vocabulary(model: PreTrainedModel, mesh: DeviceMesh) -> None:
+    """The embedding, and the head where it says words: what each process says of its own, areal_x_torch.head puts together."""
+    tied, layer = is_tied(model), head_layer(model)
+    embedding = model.get_input_embeddings()
+    parallelize_module(embedding, mesh, RowwiseParallel(input_layouts=Replicate()))
+    if tied:
+        layer.weight = embedding.weight
+    elif not is_classifier(model):
+        for name, x in list(layer.named_parameters()):
+            setattr(layer, name, nn.Parameter(distribute_tensor(x.detach(), mesh, [Shard(0)], src_data_rank=None)))
 
 
 def parts_to_sum(model: PreTrainedModel, mesh: DeviceMesh | None) -> list[nn.Parameter]:
@@ -215,16 +241,18 @@ def parts_to_sum(model: PreTrainedModel, mesh: DeviceMesh | None) -> list[nn.Par
 
 def rank_among_rows(mesh: DeviceMesh | None) -> tuple[int, int]:
     """Which share of a batch's rows is this process's, and of how many."""
-    if mesh is None:
-        return 0, 1
-    data, fsdp = (mesh.get_local_rank(axis) for axis in ("data", "fsdp"))
-    return data * mesh["fsdp"].size() + fsdp, mesh["data"].size() * mesh["fsdp"].size()
+    place, shares = 0, 1
+    for axis in ROWS if mesh is not None else ():
+        place, shares = place * mesh[axis].size() + mesh.get_local_rank(axis), shares * mesh[axis].size()
+    return place, shares
 
 
 def sum_over_rows(x: Tensor, mesh: DeviceMesh | None) -> Tensor:
     """The sum of what the processes found in their own rows; the same, bit for bit, on every one."""
     if mesh is not None:
-        if mesh.get_local_rank("tensor"):  # the first of its group has said the same
+        if any(
+            mesh.get_local_rank(axis) for axis in AXES if axis not in ROWS
+        ):  # the first of those with its rows says the same
             x = torch.zeros_like(x)
         dist.all_reduce(x)
     return x
@@ -246,10 +274,8 @@ def is_counted(x: Tensor, mesh: DeviceMesh) -> bool:
     """Whether this process is the first of those that have the same part of x."""
     split: set[str] = set()
     if isinstance(x, DTensor):
-        names = x.device_mesh.mesh_dim_names or ()
-        split = {name for name, placement in zip(names, x.placements, strict=True) if not placement.is_replicate()}
-        if "model" in split:
-            split |= {"fsdp", "tensor"}
+        for axes, placement in zip(x.device_mesh.mesh_dim_names or (), x.placements, strict=True):
+            split |= set() if placement.is_replicate() else set(axes.split())
     return all(mesh.get_local_rank(axis) == 0 for axis in AXES if axis not in split)
 
 

@@ -1,8 +1,15 @@
-"""A tensor that lies on several processes, and its parts. One that does not is its own part."""
+"""A tensor that lies on several processes, and its parts, one that does not being its own part; and three passes from parts to
+what all have, each with the gradient that is right where all of them go on to compute the same.
+"""
 
 from __future__ import annotations
 
+from typing import Any
+
+import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
@@ -34,3 +41,47 @@ def own_part(whole: Tensor, of: Tensor) -> Tensor:
 
 def mesh_of(x: Tensor) -> DeviceMesh | None:
     return x.device_mesh if isinstance(x, DTensor) else None
+
+
+class Shared(torch.autograd.Function):
+    """What all have goes into parts: its gradient is the sum of theirs."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: ProcessGroup) -> Tensor:
+        ctx.group = group
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        summed = grad.contiguous().clone()
+        dist.all_reduce(summed, group=ctx.group)
+        return summed, None
+
+
+class Summed(torch.autograd.Function):
+    """The sum of the parts that all have."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: ProcessGroup) -> Tensor:
+        summed = x.contiguous().clone()
+        dist.all_reduce(summed, group=group)
+        return summed
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad, None
+
+
+class Joined(torch.autograd.Function):
+    """Parts of equal size one after the other along the last axis."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: ProcessGroup) -> Tensor:
+        ctx.group = group
+        parts = [torch.empty_like(x) for _ in range(group.size())]
+        dist.all_gather(parts, x.contiguous(), group=group)
+        return torch.cat(parts, dim=-1)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad.chunk(ctx.group.size(), dim=-1)[ctx.group.rank()], None

@@ -62,7 +62,7 @@ class Trainer:
         self.device = find_device()
         self.mesh = make_mesh(config.mesh, self.device)
         self.share, self.shares = rank_among_rows(self.mesh)
-        check_model(self.directory, config.mesh, memory_of(self.device), learns=not config.frozen)
+        check_model(self.directory, config.mesh, memory_of(self.device), learns=not (config.frozen or config.lora.rank))
         self.dtype = compute_dtype(config.precision, self.device)
         self.attend = attention.choose(config.model.attention, self.device, self.dtype)
         self.teacher = self._load_teacher(Path(config.teacher)) if config.teacher is not None else None
