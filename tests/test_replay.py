@@ -1,6 +1,7 @@
 """A journal gives a run's losses again, without an engine; and a run that was killed goes on from what it had."""
 
 import shutil
+import sys
 from dataclasses import replace
 
 import numpy as np
@@ -9,9 +10,11 @@ import pytest
 from areal_x import checkpoint
 from areal_x.algorithms.recipes import gspo
 from areal_x.errors import UserError
+from areal_x.monitor.metrics import read
 from areal_x.replay import Replay, compared
 from areal_x.rollout.journal import FILE, Journal
 from tests.experiments import tiny_experiment
+from tests.starting import ONLINE, command_of, finished
 
 
 @pytest.fixture(scope="module")
@@ -85,3 +88,13 @@ def test_a_run_whose_journal_is_gone_goes_on_with_its_checkpoint(recorded, tmp_p
     (run / FILE).unlink()
     resumed = replace(experiment, runs=str(tmp_path)).run(resume=True)
     assert [row["step"] for row in resumed.metrics] == list(range(7))
+
+
+def test_the_command_replays_a_run_and_says_how_like_it_is(tiny_model_dir, tmp_path):
+    folder = tmp_path / "folder"
+    finished(command_of(tiny_model_dir, folder, ONLINE, "mesh.fsdp = 1"), 1, 1, folder)
+    finished([sys.executable, "-m", "areal_x.replay", "runs/run"], 1, 1, folder)
+    assert (folder / "out-0").read_text().splitlines()[-1] == "all 2 losses are those of the run, to the last bit"
+    assert losses(read(folder / "runs" / "run-replay-1")) == losses(read(folder / "runs" / "run"))
+    with pytest.raises(AssertionError, match=r"error: nowhere has no journal\.sqlite: give the directory of a run"):
+        finished([sys.executable, "-m", "areal_x.replay", "nowhere"], 1, 1, folder)
