@@ -151,6 +151,17 @@ def given_url(vllm_engine: VLLMEngine, run: Run) -> Any:
     run(give_back())
 
 
+def test_a_server_says_how_many_workers_it_has_and_forgets_who_sent_it_weights(given_url: tuple[str, str], run: Run) -> None:
+    async def ask() -> int:
+        client = VLLMClient(*given_url)
+        await client.end_weight_transfer()
+        workers = await client.workers()
+        await client.close()
+        return workers
+
+    assert run(ask()) == 1
+
+
 def test_given_urls_are_used_as_they_are_and_left_running(
     given_url: tuple[str, str], tiny_model_dir: Path, tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
