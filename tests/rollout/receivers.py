@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import os
 import sys
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -148,6 +149,7 @@ async def main(*workers: int) -> None:
         server.make_engines()
     print(*[await server.start() for server in servers], flush=True)
     await asyncio.to_thread(sys.stdin.read)  # until the one that started it is gone
+    os._exit(0)  # whatever a receiver still waits for
 
 
 if __name__ == "__main__":
