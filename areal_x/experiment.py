@@ -45,6 +45,7 @@ from areal_x.rollout.offline import NoEngine
 from areal_x.rollout.queue import TrajectoryQueue
 from areal_x.rollout.rollout import Rollout
 from areal_x.rollout.runner import Runner
+from areal_x.rollout.vllm.direct import check_machine, check_run
 from areal_x.rollout.vllm.engine import VLLMConfig, VLLMEngine
 from areal_x.rollout.vllm.scorer import ServerScorer, server_urls
 from areal_x.rollout.workflows import Workflow
@@ -163,6 +164,8 @@ class Experiment:
         if self.trainer.replay_experts and self.engine != "vllm":
             wanted = f"False with the engine {self.engine!r}, which records no experts"
             raise ConfigError("trainer.replay_experts", True, wanted)
+        if self.engine == "vllm":
+            check_run(self.vllm, self.backend, self.trainer.mesh.processes, self.trainer.lora.rank)
         for binding, context in (("embedded.context", self.embedded.context), ("vllm.context", self.vllm.context)):
             if context > self.row_length:
                 wanted = f"at most train.row_length = {self.row_length}, as a sequence is never cut to fit its row"
@@ -196,6 +199,8 @@ class Experiment:
     def open(self, resume: bool = False) -> Path:
         """The run's directory, which this process then writes to alone. Raises: UserError when its name is taken or unknown."""
         self.join()  # before anything looks at a device
+        if self.engine == "vllm":
+            check_machine(self.vllm)  # before models are loaded
         resolve(self.trainer.model.path)  # a model that is not there should not leave a run behind
         return open_run(Path(self.runs), self.name, config_text(), resume=resume)
 

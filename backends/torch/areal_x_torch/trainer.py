@@ -135,9 +135,14 @@ class Trainer:
         self._only_with("values", "value", "reward")
         return self._everywhere(batch, "values")
 
-    def weights(self) -> Iterator[tuple[str, np.ndarray]]:
+    def device_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """The tensors of `weights`, on this process's device. Where nothing is cast or gathered they are the model's own."""
         for name, x in lora.merged(self.model):
-            yield name, model.to_numpy(gathered(x.to(self.dtype) if x.is_floating_point() else x))
+            yield name, gathered(x.to(self.dtype) if x.is_floating_point() else x)
+
+    def weights(self) -> Iterator[tuple[str, np.ndarray]]:
+        for name, x in self.device_weights():
+            yield name, model.to_numpy(x)
 
     def adapter(self) -> Iterator[tuple[str, np.ndarray]]:
         if not self.config.lora.rank:
