@@ -1,0 +1,170 @@
+"""Whether a run that is killed, again and again, consumes every task once and ends with the weights of one that was not.
+
+    python -m benchmarks.kills [--kills 50] [--backend torch]
+
+Claim: however often its process is killed (SIGKILL), every task is consumed exactly once in each epoch, in the order of a run
+that was never killed; in synchronous greedy mode its last weights are those of that run, bit for bit.
+
+How it is measured: a run of 150 steps of 3 groups on the embedded engine, with a checkpoint every third step, on a random model
+of 0.1M parameters. Each life of the process ends itself by SIGKILL: in a swap of weights, after an optimizer step, while a
+checkpoint is written (before and between its files, its manifest and its renaming), while something is said to the journal or a
+step consumed, at a random one of the next calls; or after a random time. The next life resumes. Behaviour log-probabilities
+depend in their last bits on which requests share a decoding step, which is a matter of timing: the proximal policy is the
+trainer's own (`proximal="recompute"`), so that nothing that is trained on depends on them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from areal_x import checkpoint, model_dir
+from areal_x.algorithms.recipes import rloo
+from areal_x.experiment import Experiment
+from areal_x.rollout.embedded import EmbeddedEngine
+from areal_x.rollout.journal import Journal
+from areal_x.rollout.workflows import SingleTurn
+from areal_x.types import Task
+from tests.conftest import write_model
+from tests.experiments import counts_ones, tiny_experiment
+
+STEPS, GROUPS, TASKS = 150, 3, 24
+MOMENTS = ("swap", "update", "file of a checkpoint", "directory of a checkpoint", "journal", "consumption", "time")
+
+
+def experiment(directory: Path, name: str, backend: str, stale: bool) -> Experiment:
+    tasks = [Task(str(i), f"{i % 10}+{7 * i % 10}=") for i in range(TASKS)]
+    sampling = replace(SingleTurn(counts_ones).sampling, max_tokens=8, top_k=0 if stale else 1)  # 1 is greedy
+    how: dict[str, Any] = {"dataset": tasks, "backend": backend, "steps": STEPS, "groups_per_step": GROUPS, "name": name}
+    how |= {"workflow": SingleTurn(counts_ones, sampling, reward_workers=1), "checkpoint_every": 3, "seed": 1}
+    # A greedy group's answers are one: its reward alone says which way to go.
+    how |= {"algorithm": replace(rloo(), advantages=rewards, filters=(), proximal="recompute"), "group_size": 2}
+    how |= {"max_staleness": 2, "window": 4} if stale else {}
+    return tiny_experiment(directory / "model", directory / "runs", **how)
+
+
+def rewards(rewards: Any) -> Any:
+    return rewards - 0.2
+
+
+def die_at(moment: str, call: int, seconds: float) -> None:
+    """Has this process kill itself in the call-th call of what a moment is called."""
+
+    def kill() -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    if moment == "time":
+        timer = threading.Timer(seconds, kill)
+        timer.daemon = True
+        timer.start()
+        return
+    module, name = {
+        "swap": (EmbeddedEngine, "swap"),
+        "update": (Experiment, "learn"),
+        "file of a checkpoint": (checkpoint, "_flush_and_digest"),
+        "directory of a checkpoint": (checkpoint, "_flush_directory"),
+        "journal": (Journal, "_say"),
+        "consumption": (Journal, "consumed"),
+    }[moment]
+    function: Callable[..., Any] = getattr(module, name)
+    left = [call]
+
+    def counted(*arguments: Any, **more: Any) -> Any:
+        left[0] -= 1
+        if left[0] == 0 and moment != "update":
+            kill()
+        found = function(*arguments, **more)
+        if left[0] == 0:
+            kill()
+        return found
+
+    setattr(module, name, counted)
+
+
+def live(directory: Path, name: str, backend: str, stale: bool, resume: bool) -> None:
+    """One life of the process."""
+    run = experiment(directory, name, backend, stale)
+    for _ in run.turns(run.open(resume=resume), resume=resume, message=lambda _: None):
+        pass
+
+
+def final_weights(run: Path) -> dict[str, np.ndarray]:
+    return dict(model_dir.read_tensors(run / "checkpoints" / str(STEPS) / "trainer"))
+
+
+def consumed(run: Path) -> list[list[str]]:
+    with Journal(run) as journal:
+        return [[group.task.id for group in journal.groups_of(step)] for step in journal.steps()]
+
+
+def lives(directory: Path, name: str, backend: str, stale: bool, kills: int) -> Counter[str]:
+    """Starts it again until it ends by itself; how often it was killed at each moment."""
+    rng, run, died = random.Random(0), directory / "runs" / name, Counter[str]()
+    command = [sys.executable, "-m", "benchmarks.kills", "--life", str(directory), name, backend, str(int(stale))]
+    while True:
+        moment = MOMENTS[sum(died.values()) % len(MOMENTS)] if sum(died.values()) < kills else ""
+        # Of what is called often in a step, a later call.
+        often = {"journal": 40, "file of a checkpoint": 12, "directory of a checkpoint": 6}
+        when = rng.randint(1, often.get(moment, 6)), rng.uniform(4, 12)
+        begun = bool(checkpoint.steps(run)) if run.is_dir() else False
+        if run.is_dir() and not begun:
+            shutil.rmtree(run)  # killed before there was anything to resume from
+        ended = subprocess.run([*command, str(int(begun)), moment, *map(str, when)], check=False, capture_output=True)
+        if ended.returncode == 0:
+            return died
+        if ended.returncode != -signal.SIGKILL:
+            raise SystemExit(ended.stderr.decode())
+        died[moment] += 1
+        print(f"\r{sum(died.values())} kills, {checkpoint.steps(run)}", end="", file=sys.stderr, flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--kills", type=int, default=50)
+    parser.add_argument("--backend", default="torch")
+    parser.add_argument("--life", nargs="+", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.life:
+        directory, name, backend, stale, resume, moment, call, seconds = options.life
+        if moment:
+            die_at(moment, int(call), float(seconds))
+        live(Path(directory), name, backend, bool(int(stale)), bool(int(resume)))
+        return
+    with tempfile.TemporaryDirectory() as made:
+        directory = Path(made)
+        write_model(directory / "model")
+        print("| run | kills | tasks of each epoch consumed once | same tasks in the same order | last weights |")
+        print("|---|---|---|---|---|")
+        for stale, what in ((False, "synchronous, greedy"), (True, "`max_staleness = 2`, `window = 4`, sampled")):
+            live(directory, f"whole-{stale}", options.backend, stale, resume=False)
+            began = time.monotonic()
+            died = lives(directory, f"killed-{stale}", options.backend, stale, options.kills)
+            runs = directory / "runs"
+            whole, killed = consumed(runs / f"whole-{stale}"), consumed(runs / f"killed-{stale}")
+            flat = [task for step in killed for task in step]
+            epochs = [flat[i : i + TASKS] for i in range(0, len(flat) - TASKS + 1, TASKS)]
+            once = sum(len(set(epoch)) == TASKS for epoch in epochs)
+            one, other = (final_weights(runs / f"{name}-{stale}") for name in ("whole", "killed"))
+            same = all(np.array_equal(one[name], other[name]) for name in one)
+            last = "the same, bit for bit" if same else "–" if stale else "others"
+            print(f"| {what} | {sum(died.values())} | {once} of {len(epochs)} | {whole == killed} | {last} |")
+            print(f"  {dict(died)}, {time.monotonic() - began:.0f} s", file=sys.stderr)
+
+
+if __name__ == "__main__":
+    main()
