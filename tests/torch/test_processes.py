@@ -41,7 +41,6 @@ MESHES: dict[str, tuple[str, dict[str, Any]]] = {
     "copies": ("qwen2", {"data": 2, "tensor": 2}),
     "rows-context": ("qwen3", {"fsdp": 2, "context": 2}),
     "context-tensor": ("gemma", {"context": 2, "tensor": 2, "remat": "layers"}),
-    "context-repeated": ("taught", {"context": 4}),
 }
 
 
