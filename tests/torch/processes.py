@@ -1,5 +1,5 @@
 """What each of several processes does in a test: `python -m tests.torch.processes FOLDER ASKED …`, each JSON of a name, the
-directories of a model and perhaps of its teacher, and MeshConfig's fields.
+directories of a model and perhaps of its teacher, perhaps remat, and MeshConfig's fields.
 
 For each: updates, everything else a trainer is asked, a save in both forms, and a save of what a restore of "one-NAME" gives,
 in both forms, where that is there. The first process writes what it found to FOLDER.
@@ -60,9 +60,9 @@ def trainer_of(directory: str, mesh: dict[str, int], **changes: Any) -> Trainer:
     return Trainer(TrainerConfig(model=ModelConfig(path=directory), **(how | changes)))
 
 
-def models_of(directory: str, mesh: dict[str, int], teacher: str | None) -> Models:
+def models_of(directory: str, mesh: dict[str, int], teacher: str | None, remat: str) -> Models:
     taught = {} if teacher is None else {"teacher": teacher, "divergence": partial(generalized_jsd, beta=0.5)}
-    policy = trainer_of(directory, mesh, checkpoint="sharded", entropy=True, **taught)
+    policy = trainer_of(directory, mesh, checkpoint="sharded", entropy=True, remat=remat, **taught)
     return Models(policy, trainer_of(directory, mesh, frozen=True), trainer_of(directory, mesh, head="value"))
 
 
@@ -111,7 +111,8 @@ def main(to: str, *asked: str) -> None:
     with joined or nullcontext():
         for mesh in meshes:
             name, directory, teacher = mesh.pop("name"), mesh.pop("directory"), mesh.pop("teacher", None)
-            models, loss = models_of(directory, mesh, teacher), ONE if teacher is None else TAUGHT
+            remat = mesh.pop("remat", "auto")
+            models, loss = models_of(directory, mesh, teacher, remat), ONE if teacher is None else TAUGHT
             known = {"policy": loss, "critic": value_loss}
             if isinstance(joined, Follower):
                 ranks.serve(joined, models, known)

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from math import prod
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -28,15 +29,18 @@ from tests.starting import ONLINE, WRITTEN, assert_measured_alike, command_of, f
 from .processes import trainer_of
 from .test_trainer import save_model
 
-MESHES = {
+MESHES: dict[str, tuple[str, dict[str, Any]]] = {
     "fsdp": ("qwen3", {"fsdp": 2}),
     "tied": ("qwen2", {"fsdp": 2}),
     "tensor": ("qwen3", {"tensor": 2}),
     "distilled": ("taught", {"tensor": 2}),
     "capped": ("gemma", {"tensor": 2}),
+    "context": ("taught", {"context": 2}),
     # Of four processes:
     "both": ("qwen3", {"fsdp": 2, "tensor": 2}),
     "copies": ("qwen2", {"data": 2, "tensor": 2}),
+    "rows-context": ("qwen3", {"fsdp": 2, "context": 2}),
+    "context-tensor": ("gemma", {"context": 2, "tensor": 2, "remat": "layers"}),
 }
 
 
@@ -52,7 +56,7 @@ def asked(tmp_path_factory: pytest.TempPathFactory) -> Path:
     }
     models["taught"].symlink_to(models["qwen3"])
 
-    def find(processes: int, meshes: dict[str, tuple[str, dict[str, int]]]) -> None:
+    def find(processes: int, meshes: dict[str, tuple[str, dict[str, Any]]]) -> None:
         asked = [
             {"name": name, "directory": str(models[model]), "processes": processes, **mesh}
             for name, (model, mesh) in meshes.items()
@@ -66,7 +70,7 @@ def asked(tmp_path_factory: pytest.TempPathFactory) -> Path:
         for form in ("one", "sharded-one"):
             (folder / f"{form}-{name}").symlink_to(folder / f"{form}-{model}")
     for size in (2, 4):
-        find(size, {name: of for name, of in MESHES.items() if np.prod(list(of[1].values())) == size})
+        find(size, {name: of for name, of in MESHES.items() if prod(x for x in of[1].values() if isinstance(x, int)) == size})
     return folder
 
 

@@ -20,12 +20,13 @@ from areal_x.types import Batch
 class Flat:
     """Some sequences of packed rows in one flat row.
 
-    places: where in the flattened packed rows each token lies. lengths: of each sequence. silent: nothing is read.
+    places: where in the flattened packed rows each token lies. lengths: of each sequence. silent: how many tokens at the end
+    are there only because several processes compute together, a sequence of which nothing is read.
     """
 
     places: Int64[np.ndarray, " tokens"]
     lengths: Int64[np.ndarray, " sequences"]
-    silent: bool = False
+    silent: int = 0
 
     @property
     def positions(self) -> Int64[np.ndarray, " tokens"]:
@@ -37,21 +38,35 @@ class Flat:
         return x.reshape(-1)[self.places]
 
     def read(
-        self, wanted: Bool[np.ndarray, "rows length"], before: bool
+        self, wanted: Bool[np.ndarray, "rows length"], before: bool, own: slice
     ) -> tuple[Int64[np.ndarray, " n"], Int64[np.ndarray, " n"]]:
-        """The places in this row whose hidden states tell of the wanted tokens, and those tokens' in the packed rows.
+        """The places in the part `own` of this row, from its begin on, whose hidden states tell of wanted tokens, and those
+        tokens' in the packed rows.
 
         before: of a token tells the one before it, and of a sequence's first none; else itself. The shift by one happens here
-        and nowhere else.
+        and nowhere else: whoever has the state that tells of a token may not have the token.
         """
-        chosen = self.take(wanted) & (not self.silent)
+        chosen = self.take(wanted)
+        chosen[len(chosen) - self.silent :] = False
         if before:
             chosen = chosen & (self.positions > 0)
         found = np.flatnonzero(chosen)
-        return found - before, self.places[found]
+        telling = found - before
+        here = (telling >= own.start) & (telling < own.stop)
+        return telling[here] - own.start, self.places[found[here]]
 
 
-NO_SEQUENCE = Flat(np.zeros(1, np.int64), np.ones(1, np.int64), silent=True)  # for a pass that only other processes need
+def no_sequence(tokens: int) -> Flat:
+    """For a pass that only other processes need."""
+    return Flat(np.zeros(tokens, np.int64), np.array([tokens]), silent=tokens)
+
+
+def divisible(flat: Flat, parts: int) -> Flat:
+    """The same with as few silent tokens at the end as `parts` processes need to have as many tokens each."""
+    silent = -len(flat.places) % parts
+    if not silent:
+        return flat
+    return Flat(np.append(flat.places, np.zeros(silent, np.int64)), np.append(flat.lengths, silent), silent)
 
 
 def micro_batches(batch: Batch, most: int, shares: int = 1) -> list[list[Batch]]:

@@ -3,7 +3,7 @@
 data      copies of the model, each with rows of its own; gradients are summed
 fsdp      rows too; parameters, gradients and moments are split, and gathered a decoder block at a time as they are needed
 expert    rows too; the experts of a mixture
-context   tokens of every row
+context   tokens of every row, and parameters, gradients and moments as fsdp does
 tensor    heads, the width of the MLP and the vocabulary; every process of a tensor group has the same tokens
 
 A parameter is a DTensor that knows how it is split: over tensor where it is computed in parts, and over fsdp, expert and
@@ -33,6 +33,7 @@ from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 from areal_x import model_dir
 from areal_x.errors import ConfigError, UserError
 from areal_x.trainer import MeshConfig
+from areal_x_torch.context import check_context
 from areal_x_torch.model import Head, head_layer, is_classifier, softcap_of
 from areal_x_torch.parts import local
 
@@ -48,9 +49,8 @@ def make_mesh(config: MeshConfig, device: torch.device) -> DeviceMesh | None:
 
     Raises: ConfigError for axes that this backend does not have or that do not make up the processes.
     """
-    for axis in ("expert", "context"):
-        if getattr(config, axis) != 1:
-            raise ConfigError(f"mesh.{axis}", getattr(config, axis), "1, as the torch backend does not split that yet")
+    if config.expert != 1:
+        raise ConfigError("mesh.expert", config.expert, "1, as the torch backend does not split that yet")
     sizes = [getattr(config, axis) for axis in AXES[1:]]
     processes, split = config.processes, prod(sizes)
     if processes % split or config.data not in (-1, processes // split):
@@ -76,6 +76,7 @@ def check_model(directory: Path, config: MeshConfig, memory: int | None, learns:
     than the memory of the devices, each of which has so many bytes."""
     if config.processes > 1:
         described = AutoConfig.from_pretrained(directory, local_files_only=True)
+        check_context(described, config)
         what = {"vision_config": "a model that sees", "num_experts": "a mixture of experts", "num_local_experts": "a mixture"}
         for field, kind in what.items():
             if getattr(described, field, None):
@@ -87,9 +88,9 @@ def check_model(directory: Path, config: MeshConfig, memory: int | None, learns:
     count = sum(prod(shape) for shape in model_dir.shapes(directory).values())
     # fp32 weights, gradients and both moments, or weights that are only read in bf16.
     needed = count * (16 if learns else 2)
-    parts = config.fsdp * config.tensor
+    parts = config.fsdp * config.context * config.tensor
     if needed > memory * parts:
-        least = -(-needed // (memory * config.tensor))
+        least = -(-needed // (memory * config.context * config.tensor))
         wanted = (
             f"at least {least}, with as many mesh.processes: {count / 1e9:.1f} billion parameters take "
             f"{needed / parts / 1e9:.0f} GB of each device, which has {memory / 1e9:.0f} GB"

@@ -25,11 +25,11 @@ from areal_x.errors import ConfigError, UserError, one_of
 from areal_x.rollout.lanes import Lanes
 from areal_x.trainer import Loss, TrainerConfig
 from areal_x.types import IMAGES, Batch, Policy
-from areal_x_torch import attention, head, lora, model, optimizers, sharded
+from areal_x_torch import attention, context, head, lora, model, optimizers, sharded
 from areal_x_torch.attention import Segments
 from areal_x_torch.device import compute_dtype, find_device, memory_of
 from areal_x_torch.images import check_images, seen_of
-from areal_x_torch.layout import NO_SEQUENCE, Flat, flatten, micro_batches, to_tensor
+from areal_x_torch.layout import Flat, divisible, flatten, micro_batches, no_sequence, to_tensor
 from areal_x_torch.parallel import (
     check_model,
     make_mesh,
@@ -41,7 +41,7 @@ from areal_x_torch.parallel import (
     sum_over_rows,
     total_norm,
 )
-from areal_x_torch.parts import gathered, local
+from areal_x_torch.parts import Summed, gathered, local
 
 
 class Trainer:
@@ -64,7 +64,8 @@ class Trainer:
         self.share, self.shares = rank_among_rows(self.mesh)
         check_model(self.directory, config.mesh, memory_of(self.device), learns=not (config.frozen or config.lora.rank))
         self.dtype = compute_dtype(config.precision, self.device)
-        self.attend = attention.choose(config.model.attention, self.device, self.dtype)
+        self.context = None if config.mesh.context == 1 or self.mesh is None else self.mesh["context"].get_group()
+        self.attend = context.exchanging(attention.choose(config.model.attention, self.device, self.dtype), self.context)
         self.teacher = self._load_teacher(Path(config.teacher)) if config.teacher is not None else None
         at = self.device if self.mesh is None else torch.device("cpu")  # a device may hold its part alone
         if config.frozen or config.lora.rank:
@@ -220,6 +221,7 @@ class Trainer:
 
     def _load_teacher(self, directory: Path) -> PreTrainedModel:
         model_dir.check_vocabulary("train.teacher", directory, self.directory)
+        check_model(directory, self.config.mesh, None, learns=False)
         teacher = model.load_frozen(directory, self.device if self.mesh is None else torch.device("cpu"), self.dtype)
         spread(teacher, self.mesh, self.dtype, self.device, ends=False)  # the student's pass reads its head
         return teacher
@@ -241,8 +243,9 @@ class Trainer:
         """What the head says of the wanted tokens of packed rows, 0 elsewhere, in these passes through the model."""
         said: dict[str, Tensor] = {}
         for flat in passes:
-            telling, told = flat.read(wanted, before=self.config.head != "reward")
-            row = self._row(packed, flat)
+            own = context.own_part(len(flat.places), self.context)
+            telling, told = flat.read(wanted, before=self.config.head != "reward", own=own)
+            row = self._row(packed, flat, own)
             targets, telling, told = (to_tensor(x, self.device) for x in (packed.tokens.reshape(-1)[told], telling, told))
             beside = None
             if teacher is not None:
@@ -254,17 +257,23 @@ class Trainer:
             for name, x in self.whole(read, say).items():
                 everywhere = said.get(name, x.new_zeros(packed.tokens.size))
                 said[name] = everywhere.index_copy(0, told, x)
+        if self.context is not None:
+            # A loss may need all that was said of a sequence. Each process computes the same one, and its gradient goes back to
+            # what was said here.
+            said = {name: Summed.apply(x, self.context) for name, x in said.items()}
         return Policy(**{name: x.reshape(packed.shape) for name, x in said.items()})
 
     def _passes(self, shares: Sequence[np.ndarray]) -> list[Flat]:
         """This process's passes over its share, given everyone's segments: as many as whoever has most makes."""
         passes = [flatten(segment_ids, self.config.micro_batch_rows * segment_ids.shape[1]) for segment_ids in shares]
-        own = passes[self.share]
-        return own + [NO_SEQUENCE] * (max(map(len, passes)) - len(own))
+        parts = self.config.mesh.context
+        own = [divisible(flat, parts) for flat in passes[self.share]]
+        return own + [no_sequence(parts)] * (max(map(len, passes)) - len(own))
 
-    def _row(self, packed: Batch, flat: Flat) -> model.Row:
+    def _row(self, packed: Batch, flat: Flat, own: slice) -> model.Row:
+        """The part `own` of a flat row's tokens, and the sequences of all of it."""
         segments = Segments.of(tuple(flat.lengths.tolist()), self.attend, self.device)
-        tokens, positions, seen = to_tensor(flat.take(packed.tokens), self.device), flat.positions, None
+        tokens, positions, seen = to_tensor(flat.take(packed.tokens)[own], self.device), flat.positions[own], None
         if model.sees(self.model):
             positions, seen = seen_of(packed, flat, self.model.config, self.device)
         return model.Row(tokens, to_tensor(positions, self.device), segments, seen)

@@ -1,0 +1,126 @@
+"""Rows longer than one device has room for: every flat row's tokens are split over the processes of the mesh's axis "context".
+
+Each process has equally many, one after the other, for every layer that sees tokens alone. Attention sees the others, but no
+head sees another: before it the processes exchange tokens for heads, so that each has all tokens of its share of the heads and
+attends as one process does, and after it heads for tokens (DeepSpeed-Ulysses, arXiv 2309.14509).
+"""
+
+from __future__ import annotations
+
+from math import gcd
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from jaxtyping import Float
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from transformers import PreTrainedConfig
+
+from areal_x.errors import ConfigError
+from areal_x.trainer import MeshConfig
+from areal_x_torch.attention import Attend, Attended, Keys, Queries, Segments
+
+OF_ROWS = {"dynamic", "longrope"}  # rotations that differ with the longest sequence among the tokens that a process has
+
+
+def check_context(model: PreTrainedConfig, mesh: MeshConfig) -> None:
+    """Raises: ConfigError for a model whose tokens cannot be split over so many processes."""
+
+    def wants(what: str) -> ConfigError:
+        return ConfigError("mesh.context", mesh.context, what)
+
+    if mesh.context == 1:
+        return
+    if hasattr(model, "vision_config"):
+        raise wants("1, as torch does not split the rows of a model that sees yet: use mesh.fsdp")
+    rope = getattr(model, "rope_parameters", None) or {}
+    kinds = {of.get("rope_type") for of in (rope, *rope.values()) if isinstance(of, dict)}  # of all layers, or of each kind
+    if of_rows := kinds & OF_ROWS:
+        raise wants(f"1, as rotations of the type {of_rows.pop()} depend on the longest sequence of a row: use mesh.fsdp")
+    if model.num_attention_heads % (mesh.context * mesh.tensor):
+        over = f" / mesh.tensor = {model.num_attention_heads // mesh.tensor}" if mesh.tensor > 1 else ""
+        raise wants(f"a divisor of the model's num_attention_heads = {model.num_attention_heads}{over}")
+
+
+def own_part(tokens: int, group: ProcessGroup | None) -> slice:
+    """Which tokens of a row are this process's; all where no others share it."""
+    if group is None:
+        return slice(0, tokens)
+    each = tokens // group.size()
+    return slice(group.rank() * each, (group.rank() + 1) * each)
+
+
+def exchanging(attend: Attend, group: ProcessGroup | None) -> Attend:
+    """Attention by `attend` to and from this process's tokens alone, of rows whose segments are given whole."""
+    if group is None:
+        return attend
+    processes = group.size()
+
+    def exchanged(
+        query: Queries, key: Keys, value: Keys, segments: Segments, scale: float, window: int | None, softcap: float | None
+    ) -> Attended:
+        key, value = (repeated(x, processes) for x in (key, value))
+        parts = [x[0].transpose(0, 1).unflatten(1, (processes, -1)) for x in (query, key, value)]
+        # One exchange of all three, as a message costs more than its size where a row's part is short.
+        whole = ToHeads.apply(torch.cat([x.flatten(2) for x in parts], dim=2), group)
+        shares = whole.split([x.shape[2] * x.shape[3] for x in parts], dim=1)
+        heads = [x.unflatten(1, of.shape[2:]).transpose(0, 1)[None] for x, of in zip(shares, parts, strict=True)]
+        attended = attend(*heads, segments, scale, window, softcap)
+        own = ToTokens.apply(attended[0].flatten(1), group)
+        return own.unflatten(2, attended.shape[2:]).flatten(1, 2)[None]
+
+    return exchanged
+
+
+def repeated(x: Keys, processes: int) -> Keys:
+    """Heads of keys or values, each so often that every process has the heads which its share of the queries reads, and no
+    oftener: `processes` divides the heads of queries, of which as many read each of these."""
+    times = processes // gcd(processes, x.shape[1])
+    return x if times == 1 else x.repeat_interleave(times, dim=1)
+
+
+class ToHeads(torch.autograd.Function):
+    """From what all processes need of a process's tokens to what it needs of all tokens."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Float[Tensor, "own_tokens processes features"], group: ProcessGroup
+    ) -> Float[Tensor, "tokens features"]:
+        ctx.group = group
+        return _to_heads(x, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return _to_tokens(grad, ctx.group), None
+
+
+class ToTokens(torch.autograd.Function):
+    """The way back."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Float[Tensor, "tokens features"], group: ProcessGroup
+    ) -> Float[Tensor, "own_tokens processes features"]:
+        ctx.group = group
+        return _to_tokens(x, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return _to_heads(grad, ctx.group), None
+
+
+def _to_heads(x: Tensor, group: ProcessGroup) -> Tensor:
+    return _exchanged(x.transpose(0, 1), group).flatten(0, 1)
+
+
+def _to_tokens(x: Tensor, group: ProcessGroup) -> Tensor:
+    return _exchanged(x.unflatten(0, (group.size(), -1)), group).transpose(0, 1)
+
+
+def _exchanged(x: Tensor, group: ProcessGroup) -> Tensor:
+    """x[i] of what each process has for the i-th: here what all have for this one, in their order."""
+    x = x.contiguous()
+    received = torch.empty_like(x)
+    dist.all_to_all_single(received, x, group=group)
+    return received
