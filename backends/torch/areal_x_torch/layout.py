@@ -34,7 +34,7 @@ class Flat:
 
     def take(self, x: np.ndarray) -> np.ndarray:
         """What stands in packed rows at these tokens."""
-        return x.reshape(-1)[self.places]
+        return x.reshape(-1, *x.shape[2:])[self.places]
 
     def read(
         self, wanted: Bool[np.ndarray, "rows length"], before: bool

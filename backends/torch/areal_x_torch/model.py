@@ -21,6 +21,7 @@ from transformers.utils import logging
 from areal_x import model_dir
 from areal_x.errors import UserError
 from areal_x_torch.attention import ATTENTION, Segments, sdpa
+from areal_x_torch.experts import EXPERTS, Routing, is_experts, routed
 from areal_x_torch.images import SEEING, Seen, look
 from areal_x_torch.parts import local, own_part
 
@@ -28,12 +29,14 @@ SCORE = "score.weight"  # what a sequence classifier has in place of a language 
 
 
 class Row(NamedTuple):
-    """Sequences one after the other, each with positions from 0 on; of a model that sees, three and perhaps images."""
+    """Sequences one after the other, each with positions from 0 on; of a model that sees, three and perhaps images.
+    routing: what a mixture's routers are to do."""
 
     tokens: Int[Tensor, " tokens"]
     positions: Int[Tensor, "*3 tokens"]
     segments: Segments
     seen: Seen | None = None
+    routing: Routing | None = None
 
 
 class Head(NamedTuple):
@@ -108,7 +111,7 @@ def load_frozen(directory: Path, device: torch.device, dtype: torch.dtype, head:
     model = load(directory, torch.device("cpu"), head).requires_grad_(False)
     kept = {id(model.get_input_embeddings().weight), *(id(p) for name, p in model.named_parameters() if name == "score.weight")}
     for layer in model.modules():
-        if isinstance(layer, torch.nn.Linear):
+        if isinstance(layer, torch.nn.Linear) or is_experts(layer):
             for parameter in layer.parameters():
                 if id(parameter) not in kept:
                     parameter.data = parameter.data.to(dtype)
@@ -124,6 +127,8 @@ def refuse_unusual(model: PreTrainedModel, directory: Path) -> None:
     if not model._supports_attention_backend:
         raise UserError(f"{kind}, whose attention transformers does not let others replace: use a Qwen, Llama or Mistral model")
     model.set_attn_implementation({"text_config": ATTENTION} if sees(model) else ATTENTION)
+    if any(is_experts(module) for module in model.modules()):
+        model.set_experts_implementation(EXPERTS)
     # The second of two sequences in a row must be what it is alone. A classifier's logits are those of the last token that is
     # not padding: of one token in any case.
     first, second = torch.arange(1, 4, device=model.device), torch.arange(1 if is_classifier(model) else 4, device=model.device)
@@ -149,7 +154,8 @@ def hidden_states(model: PreTrainedModel, row: Row) -> Float[Tensor, "tokens fea
         read = look(base, base.get_input_embeddings()(row.tokens[None]), row.seen)
         base = base.language_model
     # One row: of positions, and of those in three directions.
-    states = base(**read, position_ids=row.positions.unsqueeze(-2), use_cache=False, segments=row.segments)
+    with routed(row.routing):
+        states = base(**read, position_ids=row.positions.unsqueeze(-2), use_cache=False, segments=row.segments)
     return states.last_hidden_state[0]
 
 

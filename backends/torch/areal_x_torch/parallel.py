@@ -33,6 +33,7 @@ from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 from areal_x import model_dir
 from areal_x.errors import ConfigError, UserError
 from areal_x.trainer import MeshConfig
+from areal_x_torch.experts import computed_again
 from areal_x_torch.model import Head, head_layer, is_classifier, softcap_of
 from areal_x_torch.parts import local
 
@@ -99,8 +100,9 @@ def check_model(directory: Path, config: MeshConfig, memory: int | None, learns:
 
 def recompute(model: PreTrainedModel) -> None:
     """Has the backward pass compute each block again from what went into it."""
+    how = {"use_reentrant": False, "preserve_rng_state": False, "context_fn": computed_again}
     for block in blocks_of(model):
-        block.forward = partial(checkpoint, block.forward, use_reentrant=False, preserve_rng_state=False)
+        block.forward = partial(checkpoint, block.forward, **how)
 
 
 class Spoken(nn.Module):

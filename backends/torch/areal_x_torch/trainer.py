@@ -23,9 +23,9 @@ from areal_x import model_dir
 from areal_x.checkpoint import Wait
 from areal_x.errors import ConfigError, UserError, one_of
 from areal_x.rollout.lanes import Lanes
-from areal_x.trainer import Loss, TrainerConfig
+from areal_x.trainer import Loss, TrainerConfig, recorded_experts
 from areal_x.types import IMAGES, Batch, Policy
-from areal_x_torch import attention, head, lora, model, optimizers, sharded
+from areal_x_torch import attention, experts, head, lora, model, optimizers, sharded
 from areal_x_torch.attention import Segments
 from areal_x_torch.device import compute_dtype, find_device, memory_of
 from areal_x_torch.images import check_images, seen_of
@@ -49,10 +49,6 @@ class Trainer:
 
     def __init__(self, config: TrainerConfig) -> None:
         one_of("trainer.remat", config.remat, ("auto", "layers"))
-        if config.balance:
-            raise ConfigError("trainer.balance", config.balance, "0, as the torch backend does not push experts yet")
-        if config.replay_experts:
-            raise ConfigError("trainer.replay_experts", True, "False, as the torch backend does not choose experts yet")
         self.config = config
         self.directory = model_dir.resolve(config.model.path)
         if config.lora.rank:
@@ -75,6 +71,7 @@ class Trainer:
             raise ConfigError("train.teacher", config.teacher, "a model that sees where the student does, and else one of text")
         if config.lora.rank:
             lora.adapt(self.model, config.lora, config.seed)
+        self.routers = experts.hook_routers(self.model, config, self.directory)
         if config.remat == "layers" and not config.frozen:
             recompute(self.model)  # before it is split: a block that is computed again is gathered already
         self.whole = spread(self.model, self.mesh, self.dtype, self.device)
@@ -91,6 +88,7 @@ class Trainer:
             raise ValueError("the batch has no weights: an algorithm's weighting gives them")
         self._need_moments("update")
         check_images(batch, self.model.config)
+        batch = batch.replace(experts=self._replayed(batch))
         self._leave_cores()
         self.optimizer.zero_grad()  # what a loss that raised has left behind
         tokens = max(int(np.sum(batch.mask)), 1)
@@ -99,9 +97,15 @@ class Trainer:
         for shares in micro_batches(batch.map(np.asarray), self.config.micro_batch_rows, self.shares):
             packed, passes = shares[self.share], self._passes([share.segment_ids for share in shares])
             rows = packed.map(lambda x: to_tensor(x, self.device))
+            tally = None if self.routers is None else experts.Tally.of(self.routers, self.device)
             # Only what is trained on goes through the head: a loss masks everything else before it computes.
-            terms, metrics = loss(self._policy(packed, packed.mask, passes, self.config.entropy, self.teacher), rows)
+            terms, metrics = loss(self._policy(packed, packed.mask, passes, self.config.entropy, self.teacher, tally), rows)
             total = (rows.weights * terms).sum()
+            if tally is not None:
+                seen, trained = (sum(np.count_nonzero(getattr(x, name)) for x in shares) for name in ("segment_ids", "mask"))
+                uneven = tally.imbalance(seen, partial(sum_over_rows, mesh=self.mesh)) * (trained / tokens)
+                total = total + self.config.balance * uneven
+                sums["expert_imbalance"] += uneven.detach()
             if total.requires_grad:
                 total.backward()
             sums["loss"] += total.detach()
@@ -213,6 +217,13 @@ class Trainer:
         """Every tensor of a checkpoint, or this process's part, without copying."""
         return model.named_tensors(self.model) | optimizers.moments(self.optimizer, self.trained)
 
+    def _replayed(self, batch: Batch) -> np.ndarray | None:
+        """The recorded experts, where they are to be used."""
+        if not self.config.replay_experts:
+            return None
+        assert self.routers is not None
+        return recorded_experts(batch, self.directory, self.routers.layers, self.routers.per_token, self.routers.count)
+
     def _load_teacher(self, directory: Path) -> PreTrainedModel:
         model_dir.check_vocabulary("train.teacher", directory, self.directory)
         teacher = model.load_frozen(directory, self.device if self.mesh is None else torch.device("cpu"), self.dtype)
@@ -232,12 +243,13 @@ class Trainer:
         passes: Sequence[Flat],
         entropy: bool = False,
         teacher: PreTrainedModel | None = None,
+        tally: experts.Tally | None = None,
     ) -> Policy:
         """What the head says of the wanted tokens of packed rows, 0 elsewhere, in these passes through the model."""
         said: dict[str, Tensor] = {}
         for flat in passes:
             telling, told = flat.read(wanted, before=self.config.head != "reward")
-            row = self._row(packed, flat)
+            row = self._row(packed, flat, None if flat.silent else tally)
             targets, telling, told = (to_tensor(x, self.device) for x in (packed.tokens.reshape(-1)[told], telling, told))
             beside = None
             if teacher is not None:
@@ -257,12 +269,13 @@ class Trainer:
         own = passes[self.share]
         return own + [NO_SEQUENCE] * (max(map(len, passes)) - len(own))
 
-    def _row(self, packed: Batch, flat: Flat) -> model.Row:
+    def _row(self, packed: Batch, flat: Flat, tally: experts.Tally | None) -> model.Row:
         segments = Segments.of(tuple(flat.lengths.tolist()), self.attend, self.device)
         tokens, positions, seen = to_tensor(flat.take(packed.tokens), self.device), flat.positions, None
         if model.sees(self.model):
             positions, seen = seen_of(packed, flat, self.model.config, self.device)
-        return model.Row(tokens, to_tensor(positions, self.device), segments, seen)
+        recorded = None if packed.experts is None else to_tensor(flat.take(packed.experts), self.device)
+        return model.Row(tokens, to_tensor(positions, self.device), segments, seen, experts.Routing(recorded, tally))
 
     def _hidden(self, of: PreTrainedModel, row: model.Row, telling: Tensor) -> Tensor:
         """What a model's head reads at the places `telling` of a flat row."""
@@ -283,8 +296,8 @@ class Trainer:
     def _everywhere(self, batch: Batch, name: str) -> Float32[np.ndarray, "rows length"]:
         """What the head says of all tokens."""
         check_images(batch, self.model.config)
-        images = {name: getattr(batch, name) for name in IMAGES}
-        packed = Batch(batch.tokens, batch.segment_ids, batch.positions, batch.mask, **images).map(np.asarray)
+        read = {name: getattr(batch, name) for name in IMAGES} | {"experts": self._replayed(batch)}
+        packed = Batch(batch.tokens, batch.segment_ids, batch.positions, batch.mask, **read).map(np.asarray)
         share_of_row = np.arange(len(packed.tokens)) * self.shares // len(packed.tokens)
         shares = [np.where((share_of_row == share)[:, None], packed.segment_ids, 0) for share in range(self.shares)]
         said = getattr(self._policy(packed, shares[self.share] != 0, self._passes(shares)), name)
