@@ -33,9 +33,9 @@ def replayed_logprobs(directory: Path, tokens: np.ndarray, experts: np.ndarray) 
     return np.append(0, log_softmax(logits)[np.arange(len(tokens) - 1), tokens[1:]])
 
 
-def recorded(length: int, seed: int) -> np.ndarray:
-    """Two of four experts in each of two layers, but for the last token's."""
+def recorded(length: int, seed: int, count: int = 4) -> np.ndarray:
+    """Two of so many experts in each of two layers, but for the last token's."""
     rng = np.random.default_rng(seed)
-    drawn = rng.permuted(np.broadcast_to(np.arange(4), (length, 2, 4)), axis=-1)[..., :2].astype(np.int16)
+    drawn = rng.permuted(np.broadcast_to(np.arange(count), (length, 2, count)), axis=-1)[..., :2].astype(np.int16)
     drawn[-1] = -1
     return drawn

@@ -34,9 +34,13 @@ MESHES = {
     "tensor": ("qwen3", {"tensor": 2}),
     "distilled": ("taught", {"tensor": 2}),
     "capped": ("gemma", {"tensor": 2}),
+    "mixture": ("even-moe", {"fsdp": 2}),
+    "experts": ("even-moe", {"expert": 2}),
     # Of four processes:
     "both": ("qwen3", {"fsdp": 2, "tensor": 2}),
     "copies": ("qwen2", {"data": 2, "tensor": 2}),
+    "split experts": ("even-moe", {"fsdp": 2, "expert": 2}),
+    "copied experts": ("even-moe", {"data": 2, "expert": 2}),
 }
 
 
@@ -48,6 +52,7 @@ def asked(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "qwen3": save_model(folder / "qwen3", "qwen3", head_dim=16, tie_word_embeddings=False),
         "qwen2": save_model(folder / "qwen2", "qwen2", tie_word_embeddings=True),
         "gemma": write_random("even-gemma3", folder / "gemma"),
+        "even-moe": write_random("even-moe", folder / "even-moe"),
         "taught": folder / "taught",
     }
     models["taught"].symlink_to(models["qwen3"])
@@ -59,6 +64,8 @@ def asked(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ]
         for of in asked:
             of |= {"teacher": str(models["qwen2"])} if of["directory"].endswith("taught") else {}
+            if of["directory"].endswith("moe"):  # how unevenly experts are chosen is said of what is computed at once
+                of["changes"] = {"micro_batch_rows": 4 // processes, "balance": 0.3, "replay_experts": True}
         finished([sys.executable, "-m", "tests.torch.processes", str(folder), *map(json.dumps, asked)], processes, 1, folder)
 
     find(1, {f"one-{model}": (model, {}) for model in models})

@@ -2,6 +2,9 @@
 
     tokens ──router──▶ chosen experts, weights ──sort by expert──▶ grouped products ──weigh, add──▶ tokens
 
+With the mesh's axis "expert" each process holds some of the experts: tokens go to the processes of theirs, and what these say
+comes back.
+
 transformers lets the function of a mixture's experts be named in a model's config, as it does with attention: `mixture` is that
 function. Its routers are modules of the model's own. A hook on each replays recorded experts and counts what is chosen, as the
 pass through the model says that is running; blocks that are computed again run as their pass did.
@@ -19,14 +22,17 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from jaxtyping import Float, Float32, Int
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 from torch.nn import functional
 from transformers import PreTrainedModel
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from areal_x.errors import ConfigError
 from areal_x.trainer import TrainerConfig
+from areal_x_torch.parts import Exchanged, local, mesh_of
 
 EXPERTS = "areal_x_grouped"
 IN_LAYER = re.compile(r"\.(\d+)\.")  # of a decoder, "model.layers.3.mlp.gate"
@@ -50,13 +56,12 @@ def mixture(
     kind = hidden.device.type
     # Autocast does not reach a product of groups.
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype
-    inner, outer = kernels_of(module, dtype)
     order = chosen.reshape(-1).argsort(stable=True)
-    sizes = torch.bincount(chosen.reshape(-1), minlength=len(outer))
-    x = grouped(hidden.to(dtype)[order // chosen.shape[1]], inner, sizes)
-    x = module._apply_gate(x) if module.has_gate else module.act_fn(x)
+    sizes = torch.bincount(chosen.reshape(-1), minlength=len(module.down_proj))
+    x, mesh = hidden.to(dtype)[order // chosen.shape[1]], mesh_of(module.down_proj)
+    said = said_here(module, x, sizes) if mesh is None else said_elsewhere(module, x, sizes, mesh["expert"].get_group())
     # In the order of tokens, so that the sum does not depend on the routing.
-    said = grouped(x, outer, sizes)[order.argsort()].view(*chosen.shape, -1)
+    said = said[order.argsort()].view(*chosen.shape, -1)
     return (weights.to(dtype).unsqueeze(1) @ said).squeeze(1).to(hidden.dtype)
 
 
@@ -68,10 +73,27 @@ def is_experts(module: nn.Module) -> bool:
     return hasattr(module, "is_transposed") and hasattr(module, "has_gate")
 
 
-def kernels_of(module: nn.Module, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """What tokens are multiplied with before and after the activation, [experts, in, out]."""
-    both = (module.gate_up_proj if module.has_gate else module.up_proj).to(dtype), module.down_proj.to(dtype)
-    return both if module.is_transposed else (both[0].mT, both[1].mT)
+def said_here(module: nn.Module, x: Float[Tensor, "n features"], sizes: Int[Tensor, " experts"]) -> Float[Tensor, "n features"]:
+    """What this process's experts say of tokens that lie in their order, so many for each."""
+    kernels = (local(k).to(x.dtype) for k in (module.gate_up_proj if module.has_gate else module.up_proj, module.down_proj))
+    inner, outer = (kernel if module.is_transposed else kernel.mT for kernel in kernels)
+    x = grouped(x, inner, sizes)
+    return grouped(module._apply_gate(x) if module.has_gate else module.act_fn(x), outer, sizes)
+
+
+def said_elsewhere(
+    module: nn.Module, x: Float[Tensor, "n features"], sizes: Int[Tensor, " experts"], group: ProcessGroup
+) -> Float[Tensor, "n features"]:
+    """The same where each process of a group has as many of the experts: tokens go to theirs, and what is said comes back."""
+    wanted = sizes.view(group.size(), -1)  # of each process and each of its experts
+    asked = torch.empty_like(wanted)  # by each process of each of this one's
+    dist.all_to_all_single(asked, wanted, group=group)
+    sent, received = wanted.sum(1).tolist(), asked.sum(1).tolist()
+    by_asker = torch.arange(asked.shape[1], device=x.device).repeat(len(asked)).repeat_interleave(asked.view(-1))
+    order = by_asker.argsort(stable=True)
+    said = said_here(module, Exchanged.apply(x, sent, received, group)[order], asked.sum(0))
+    back: Tensor = Exchanged.apply(said[order.argsort()], received, sent, group)
+    return back
 
 
 def grouped(

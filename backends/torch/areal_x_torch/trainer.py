@@ -41,7 +41,7 @@ from areal_x_torch.parallel import (
     sum_over_rows,
     total_norm,
 )
-from areal_x_torch.parts import gathered, local
+from areal_x_torch.parts import Piece, gathered_each, local
 
 
 class Trainer:
@@ -140,8 +140,8 @@ class Trainer:
         return self._everywhere(batch, "values")
 
     def weights(self) -> Iterator[tuple[str, np.ndarray]]:
-        for name, x in lora.merged(self.model):
-            yield name, model.to_numpy(gathered(x.to(self.dtype) if x.is_floating_point() else x))
+        for name, x in gathered_each(lora.merged(self.model), lambda x: x.to(self.dtype) if x.is_floating_point() else x):
+            yield name, model.to_numpy(x)
 
     def adapter(self) -> Iterator[tuple[str, np.ndarray]]:
         if not self.config.lora.rank:
@@ -151,7 +151,7 @@ class Trainer:
 
     def snapshot(self) -> dict[str, Tensor]:
         self._only_with("snapshot", "policy")
-        copied = ((name, gathered(x.to(self.dtype, copy=True))) for name, x in lora.merged(self.model))
+        copied = gathered_each(lora.merged(self.model), lambda x: x.to(self.dtype, copy=True))
         # All gather it, and the first, whose sampler draws, keeps it.
         return {name: x for name, x in copied if self.mesh is None or self.mesh.get_rank() == 0}
 
@@ -177,7 +177,7 @@ class Trainer:
             adapter_files.write(directory, self.adapter(), **how)
             state["base"] = adapter_files.fingerprint(self.directory)
         else:
-            tensors = ((name, model.to_numpy(gathered(x))) for name, x in model.named_tensors(self.model).items())
+            tensors = ((name, model.to_numpy(x)) for name, x in gathered_each(model.named_tensors(self.model).items()))
             model_dir.write_model(directory, self.directory, tensors, head=self.config.head)
         optimizers.save(directory, self.config.optimizer, self.optimizer, self.trained, state, self._as_saved)
 
@@ -209,13 +209,13 @@ class Trainer:
             model.copy_in(model.named_tensors(self.model), model_dir.read_tensors(directory), str(directory))
         self.version = int(model_dir.read_state(directory)["version"])
 
-    def _as_saved(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def _as_saved(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor | Piece]:
         """Of what is trained, or its moments, under the names of its files."""
         return dict(tensors) if self.config.lora.rank else model.as_saved(self.model, tensors)
 
     def _state(self) -> dict[str, Tensor]:
         """Every tensor of a checkpoint, or this process's part, without copying."""
-        return model.named_tensors(self.model) | optimizers.moments(self.optimizer, self.trained)
+        return model.own_tensors(self.model) | optimizers.moments(self.optimizer, self.trained)
 
     def _replayed(self, batch: Batch) -> np.ndarray | None:
         """The recorded experts, where they are to be used."""
