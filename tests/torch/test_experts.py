@@ -20,9 +20,10 @@ from areal_x.algorithms import losses  # noqa: E402
 from areal_x.algorithms.weighting import sequence_mean  # noqa: E402
 from areal_x.data.packing import pack  # noqa: E402
 from areal_x.errors import ConfigError, UserError  # noqa: E402
-from areal_x.trainer import ModelConfig, OptimizerConfig, TrainerConfig, create_trainer  # noqa: E402
+from areal_x.trainer import MeshConfig, ModelConfig, OptimizerConfig, TrainerConfig, create_trainer  # noqa: E402
 from areal_x.types import Batch  # noqa: E402
 from areal_x_torch import experts  # noqa: E402
+from areal_x_torch.parallel import check_model  # noqa: E402
 from areal_x_torch.trainer import Trainer  # noqa: E402
 from tests.experts import recorded, replayed_logprobs  # noqa: E402
 from tests.models import SIZES, trajectories, write_config  # noqa: E402
@@ -207,6 +208,29 @@ def test_experts_of_another_model_are_refused(shape, largest, says, model_dir_of
 def test_a_model_without_experts_cannot_replay_any(model_dir_of: Callable[[str], Path]) -> None:
     with pytest.raises(ConfigError, match=r"trainer\.replay_experts = True .*no experts"):
         make_trainer(model_dir_of("qwen3"), replay_experts=True)
+
+
+@pytest.mark.parametrize(
+    ("family", "mesh", "says"),
+    [
+        ("qwen3", {"expert": 2}, r"mesh\.expert = 2 .* 1 for a model without experts: use mesh\.fsdp"),
+        ("qwen3-moe", {"expert": 3}, r"mesh\.expert = 3 .* a divisor of the model's 4 experts"),
+        ("qwen2-moe", {"tensor": 2}, r"mesh\.tensor = 2 .* use mesh\.expert or mesh\.fsdp"),
+    ],
+)
+def test_meshes_that_cannot_split_a_mixture_are_refused(family, mesh, says, model_dir_of: Callable[[str], Path]) -> None:
+    with pytest.raises(ConfigError, match=says):
+        check_model(model_dir_of(family), MeshConfig(**mesh, processes=6), None, learns=True)
+
+
+def test_a_sampler_takes_a_mixture_from_its_trainer(model_dir_of: Callable[[str], Path]) -> None:
+    trainer = make_trainer(model_dir_of("qwen3-moe"), optimizer=OptimizerConfig(learning_rate=0.1))
+    sampler = trainer.sampler(2, 32)
+    trainer.update(weighed(pack(trajectories(12, 7), 32).batch), losses.sft)
+    sampler.load(trainer.snapshot())
+    drawn_with = sampler.lanes[0].model.state_dict()
+    for name, x in trainer.model.state_dict().items():
+        torch.testing.assert_close(drawn_with[name], x, rtol=0, atol=0)
 
 
 GLM = {**SIZES, "model_type": "glm4_moe", "head_dim": 8, "moe_intermediate_size": 24, "n_routed_experts": 4}

@@ -177,7 +177,7 @@ def spread(
 
     low = None if dtype == torch.float32 else dtype
     if mesh["expert"].size() > 1:
-        mixed = joined(mesh, "data", "fsdp context", "expert")
+        mixed = joined(mesh, "tensor", "data", "fsdp context", "expert")
         beside = mixed["data", "fsdp context"] if mixed["data"].size() > 1 else mixed["fsdp context"]
         for module in filter(is_experts, model.modules()):
             split_experts(module, mixed["expert"])
