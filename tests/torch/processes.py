@@ -47,7 +47,7 @@ def batch_of(seed: int) -> Batch:
     for n in LENGTHS:
         prompt, answer = (rng.integers(0, VOCABULARY, count).astype(np.int32) for count in (1, n - 1))
         logprobs = rng.normal(-3.5, 0.3, n - 1).astype(np.float32)
-        experts = recorded(n, seed, count=8) if n % 2 else None  # for a mixture, whose router chooses where there are none
+        experts = recorded(n, seed, count=6) if n % 2 else None  # for a mixture, whose router chooses where there are none
         made.append(Trajectory.from_completion(prompt, answer, logprobs, np.zeros(n - 1, np.int32), experts=experts))
     packed = pack(made, 16)
     batch = packed.batch

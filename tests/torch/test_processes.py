@@ -22,7 +22,7 @@ from areal_x import checkpoint, model_dir
 from areal_x.errors import UserError
 from areal_x.monitor.metrics import read
 from areal_x_torch import processes
-from tests.models import write_random
+from tests.models import DIVISIBLE, write_config, write_random
 from tests.starting import ONLINE, WRITTEN, assert_measured_alike, command_of, finished, started
 
 from .processes import trainer_of
@@ -34,13 +34,13 @@ MESHES = {
     "tensor": ("qwen3", {"tensor": 2}),
     "distilled": ("taught", {"tensor": 2}),
     "capped": ("gemma", {"tensor": 2}),
-    "mixture": ("even-moe", {"fsdp": 2}),
-    "experts": ("even-moe", {"expert": 2}),
+    "mixture": ("moe", {"fsdp": 2}),
+    "experts": ("moe", {"expert": 2}),
     # Of four processes:
     "both": ("qwen3", {"fsdp": 2, "tensor": 2}),
     "copies": ("qwen2", {"data": 2, "tensor": 2}),
-    "split experts": ("even-moe", {"fsdp": 2, "expert": 2}),
-    "copied experts": ("even-moe", {"data": 2, "expert": 2}),
+    "split experts": ("moe", {"fsdp": 2, "expert": 2}),
+    "copied experts": ("moe", {"data": 2, "expert": 2}),
 }
 
 
@@ -52,7 +52,9 @@ def asked(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "qwen3": save_model(folder / "qwen3", "qwen3", head_dim=16, tie_word_embeddings=False),
         "qwen2": save_model(folder / "qwen2", "qwen2", tie_word_embeddings=True),
         "gemma": write_random("even-gemma3", folder / "gemma"),
-        "even-moe": write_random("even-moe", folder / "even-moe"),
+        "moe": write_config(
+            DIVISIBLE["even-moe"] | {"num_experts": 6}, folder / "moe"
+        ),  # of which 4 processes have no even part
         "taught": folder / "taught",
     }
     models["taught"].symlink_to(models["qwen3"])

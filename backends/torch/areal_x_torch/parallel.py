@@ -169,7 +169,8 @@ def spread(
         # Gathered in what products are computed in; summed in fp32. What goes in is left alone: the residual stream is fp32, as
         # on one device. What was gathered is given up after each pass: parameters are read and restored between passes.
         policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32, cast_forward_inputs=False)
-        unit = fully_shard(unit, mesh=over, reshard_after_forward=True, mp_policy=policy, ignored_params=done)
+        how: dict[str, Any] = {"mesh": over, "mp_policy": policy, "ignored_params": done}
+        unit = fully_shard(unit, reshard_after_forward=True, shard_placement_fn=partial(split_along, over.size(-1)), **how)
         assert isinstance(unit, FSDPModule)
         # Summed and not averaged: a batch's weights hold the normalisation. gloo has nothing but sums.
         unit.set_force_sum_reduction_for_comms(True)
@@ -242,6 +243,11 @@ def split_vocabulary(model: PreTrainedModel, mesh: DeviceMesh) -> None:
     elif not is_classifier(model):
         for name, x in list(layer.named_parameters()):
             setattr(layer, name, nn.Parameter(distribute_tensor(x.detach(), mesh, [Shard(0)], src_data_rank=None)))
+
+
+def split_along(size: int, x: nn.Parameter) -> Shard | None:
+    """How fully_shard splits what is split already, which it does evenly only: whole experts, or else each of them."""
+    return Shard(1) if isinstance(x, DTensor) and x.ndim == 3 and len(local(x)) % size else None
 
 
 def split_experts(module: nn.Module, mesh: DeviceMesh) -> None:
