@@ -40,10 +40,12 @@ from areal_x.monitor.metrics import MetricsWriter, check_loggers, read
 from areal_x.monitor.plot import plot
 from areal_x.rollout.embedded import EmbeddedConfig, EmbeddedEngine
 from areal_x.rollout.engine import Engine
+from areal_x.rollout.journal import Journal, JournalConfig, Resumed
 from areal_x.rollout.offline import NoEngine
 from areal_x.rollout.queue import TrajectoryQueue
 from areal_x.rollout.rollout import Rollout
 from areal_x.rollout.runner import Runner
+from areal_x.rollout.vllm.direct import check_machine, check_run
 from areal_x.rollout.vllm.engine import VLLMConfig, VLLMEngine
 from areal_x.rollout.vllm.scorer import ServerScorer, server_urls
 from areal_x.rollout.workflows import Workflow
@@ -87,8 +89,8 @@ class Experiment:
 
     dataset: the tasks, in an order that `seed` shuffles anew each epoch. held_out: judged greedily, never trained on.
     workflow: turns a task into scored trajectories. evaluation: how held-out tasks are judged, where the workflow cannot.
-    algorithm: a recipe (areal_x.algorithms.recipes). trainer, critic, embedded, vllm: settings of the parts, each configurable
-    under its own name.
+    algorithm: a recipe (areal_x.algorithms.recipes). trainer, critic, embedded, vllm, journal: settings of the parts, each
+    configurable under its own name.
     reference: the model that a KL penalty or DPO holds on to, by default the initial one. teacher: whom distillation learns
     from. Both are a directory, a hub name, a function that makes one, or the address of a vLLM server that has the model (or a
     list of several), as "http://127.0.0.1:8000"; its key is in the variable that vllm.key_variable names, and it scores what is
@@ -116,6 +118,7 @@ class Experiment:
     teacher: str | Sequence[str] | Callable[[], str] | None = None
     embedded: EmbeddedConfig = field(default_factory=EmbeddedConfig)
     vllm: VLLMConfig = field(default_factory=VLLMConfig)
+    journal: JournalConfig = field(default_factory=JournalConfig)
     backend: str = "jax"
     engine: str = "embedded"
     steps: int = 100
@@ -161,6 +164,8 @@ class Experiment:
         if self.trainer.replay_experts and self.engine != "vllm":
             wanted = f"False with the engine {self.engine!r}, which records no experts"
             raise ConfigError("trainer.replay_experts", True, wanted)
+        if self.engine == "vllm":
+            check_run(self.vllm, self.backend, self.trainer.mesh.processes, self.trainer.lora.rank)
         for binding, context in (("embedded.context", self.embedded.context), ("vllm.context", self.vllm.context)):
             if context > self.row_length:
                 wanted = f"at most train.row_length = {self.row_length}, as a sequence is never cut to fit its row"
@@ -194,6 +199,8 @@ class Experiment:
     def open(self, resume: bool = False) -> Path:
         """The run's directory, which this process then writes to alone. Raises: UserError when its name is taken or unknown."""
         self.join()  # before anything looks at a device
+        if self.engine == "vllm":
+            check_machine(self.vllm)  # before models are loaded
         resolve(self.trainer.model.path)  # a model that is not there should not leave a run behind
         return open_run(Path(self.runs), self.name, config_text(), resume=resume)
 
@@ -217,25 +224,15 @@ class Experiment:
             if models.critic is not None:
                 models.critic.restore(path / "critic")
             message(f"resumed from step {step}")
-        runner = Runner(
-            self.create_engine(directory, trainer, run, message),
-            workflow,
-            TaskStream(self.dataset, self.seed),
-            TrajectoryQueue(self.groups_per_step, self.max_staleness, self.window),
-            group_size=self.group_size,
-            seed=self.seed,
-            episode_seconds=self.episode_seconds,
-            filters=self.algorithm.filters,
-            greedy="greedy" in self.algorithm.needs,
-        )
         step, skipped = trainer.version // self.minibatches, 0
 
         with (
-            Rollout(runner, evaluation) as rollout,
+            Journal(run, self.journal.keep_steps) as journal,
+            self.create_rollout(journal, workflow, evaluation, directory, trainer, run, message) as rollout,
             MetricsWriter(run, self.loggers, resumed_at=step if resume else None) as metrics,
             checkpoint.Saver(run, self.keep_checkpoints, message) as saver,
         ):
-            rollout.start(progress.get("rollout"))
+            rollout.start(self.resumed(journal, step, progress["rollout"]) if resume else None)
             rollout.publish(trainer, step)
             if not resume:
                 row = {"step": 0, **self.evaluate(rollout, models)}
@@ -270,7 +267,9 @@ class Experiment:
                     row |= self.evaluate(rollout, models)
                 metrics.write(row)
                 if self.is_due(self.checkpoint_every, step):
+                    journal.flush()  # what the checkpoint was made of
                     saver.save(step, partial(save, models), {"rollout": rollout.state()})
+                    journal.prune(min(checkpoint.steps(run), default=0), step)
                 yield Turn(row, groups, batches)
 
     def follow(self, process_0: Follower) -> None:
@@ -364,6 +363,40 @@ class Experiment:
             teacher: Any = self.teacher  # there, and no server: else refused at construction
             asked |= {"teacher": str(self.find(teacher)), "divergence": self.algorithm.divergence}
         return Models(trainer(directory, **asked), reference, critic)
+
+    def create_rollout(
+        self,
+        journal: Journal,
+        workflow: Workflow,
+        evaluation: Workflow | None,
+        directory: Path,
+        trainer: Trainer,
+        run: Path,
+        message: Callable[[str], None],
+    ) -> Rollout:
+        """Both workflows are set up. journal: told of every group. directory: of the model."""
+        runner = Runner(
+            self.create_engine(directory, trainer, run, message),
+            workflow,
+            self.stream(),
+            TrajectoryQueue(self.groups_per_step, self.max_staleness, self.window),
+            group_size=self.group_size,
+            seed=self.seed,
+            episode_seconds=self.episode_seconds,
+            filters=self.algorithm.filters,
+            greedy="greedy" in self.algorithm.needs,
+            recorder=journal,
+        )
+        return Rollout(runner, evaluation)
+
+    def stream(self) -> TaskStream:
+        return TaskStream(self.dataset, self.seed)
+
+    def resumed(self, journal: Journal, step: int, saved: dict[str, Any]) -> Resumed:
+        """Where the rollout of a checkpoint goes on; without a journal what was finished is run again. saved: what
+        `Rollout.state` gave."""
+        recorded = journal.resumed(step, self.stream().task_at, self.groups_per_step)
+        return recorded or Resumed(saved["position"], saved["next_ticket"], dict(saved["unfinished"]))
 
     def create_engine(self, directory: Path, trainer: Trainer, run: Path, message: Callable[[str], None]) -> Engine:
         if self.engine == "none":

@@ -294,7 +294,11 @@ class Trainer(Scorer, Protocol):
         ...
 
     def weights(self) -> Iterator[tuple[str, np.ndarray]]:
-        """The policy's tensors under their Hugging Face names, one at a time; adapters are merged into them."""
+        """The policy's tensors under their Hugging Face names, one at a time; adapters are merged into them.
+
+        A backend whose entry point lists "nccl" or "handles" in TRANSPORTS has a trainer with `device_weights` too: the same as
+        tensors of torch, on the device.
+        """
         ...
 
     def adapter(self) -> Iterator[tuple[str, np.ndarray]]:

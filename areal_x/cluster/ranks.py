@@ -82,8 +82,14 @@ class Led:
             return self._trainer.update(batch, loss)
 
     def weights(self) -> Iterator[tuple[str, np.ndarray]]:
-        with self._all("weights"):
-            tensors = self._trainer.weights()
+        return self._gathered("weights")
+
+    def device_weights(self) -> Iterator[tuple[str, Any]]:
+        return self._gathered("device_weights")
+
+    def _gathered(self, method: str) -> Iterator[tuple[str, Any]]:
+        with self._all(method):
+            tensors = getattr(self._trainer, method)()
             try:
                 for tensor in tensors:  # noqa: UP028 - `yield from` would close them where this is closed
                     yield tensor
@@ -152,10 +158,8 @@ def follow(trainer: Trainer, message: Mapping[str, Any], arrays: Mapping[str, np
         trainer.update(Batch(**arrays), loss)
     elif method in ("logprobs", "values"):
         getattr(trainer, method)(Batch(**arrays))
-    elif method == "weights":
-        go_through(trainer.weights())
-    elif method == "adapter":
-        go_through(trainer.adapter())
+    elif method in ("weights", "device_weights", "adapter"):
+        go_through(getattr(trainer, method)())
     elif method == "save":
         trainer.save(None)
     elif method == "save_in_background":

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import signal
 import threading
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterable, Iterator
 from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from typing import Any, TypeVar
@@ -32,6 +32,18 @@ def result(future: Future[T]) -> T:
             check()
             wait([future], timeout=0.2)
     return future.result()
+
+
+async def together(coroutines: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
+    """The results of all, run concurrently. When one raises, the others are cancelled and awaited before its error goes on."""
+    tasks = [asyncio.create_task(coroutine) for coroutine in coroutines]
+    try:
+        return await asyncio.gather(*tasks)
+    except BaseException:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        raise
 
 
 class _Interrupts:

@@ -15,9 +15,10 @@ from areal_x.types import Group
 
 @dataclass
 class _Live:
-    """A group that holds a slot and was neither consumed nor given back. group: None until it is finished."""
+    """A group that was neither consumed nor given back. group: None until it is finished. admitted_version: None while it waits
+    to be admitted again, without a slot."""
 
-    admitted_version: int
+    admitted_version: int | None
     group: Group | None = None
 
 
@@ -38,7 +39,8 @@ class TrajectoryQueue:
     (2) When it is consumed, every group consumed earlier has rank ≤ g + W − 1: if it has a higher ticket, this group was live
         then, so the window began at or before this group's ticket, and ranks are no further apart than tickets. So at most
         g + W − 1 others were consumed earlier, among them the v·P groups of all earlier steps: v·P ≤ g + W − 1.
-    Together (v − a)·P ≤ B + W − 2, and ages are whole. ∎ A run that begins at another version than 0 counts from there.
+    Together (v − a)·P ≤ B + W − 2, and ages are whole. ∎ A run that begins at another version than 0 counts from there; a
+    resumed one is as one that never ended, in which what was unfinished took longer.
 
     Something can always happen: an unfinished group can finish; if all are finished and there are P of them, the lowest is
     always inside the window, so a step can be taken; if fewer, either a step is unpublished or there is a free slot.
@@ -59,33 +61,52 @@ class TrajectoryQueue:
         self.given_back = 0
         self.begin(0)
 
-    def begin(self, version: int, next_ticket: int = 0, pending: Sequence[int] = ()) -> None:
-        """Starts from the weights of `version`. pending: tickets that an earlier run had admitted and not consumed (`state`);
-        they are admitted again first, lowest first, each as soon as there is a slot."""
+    def begin(
+        self,
+        version: int,
+        next_ticket: int = 0,
+        pending: Sequence[int] = (),
+        finished: Sequence[Group] = (),
+        order: Sequence[Sequence[int]] = (),
+    ) -> None:
+        """Starts from the weights of `version`. pending: tickets that an earlier run had admitted and not finished; they are
+        admitted again first, lowest first, each as soon as there is a slot, and nothing passes them meanwhile but as the window
+        allows. finished: groups of an earlier run that wait to be consumed; order: the tickets of the next steps, where an
+        earlier run took them."""
         self.version = version  # published, so what engines hold
         self.step = version  # steps taken
         self.next_ticket = next_ticket
         self._readmit = sorted(pending, reverse=True)
-        self._live: dict[int, _Live] = {}  # in the order of admission, which is the order of tickets
-        self.depth = 0  # groups that are finished and wait to be consumed
+        self._order = [list(tickets) for tickets in reversed(order)]
+        live = {ticket: _Live(None) for ticket in pending} | {g.ticket: _Live(g.admitted_version, g) for g in finished}
+        self._live = dict(sorted(live.items()))  # in the order of tickets
+        self.depth = len(finished)  # groups that are finished and wait to be consumed
 
     @property
     def free(self) -> int:
-        """Slots left: those not held by a live group or by a step whose weights are not out."""
-        return self.slots - len(self._live) - (self.step - self.version) * self.groups_per_step
+        """Slots left: those not held by a live group or by a step whose weights are not out. Less than none where a run goes on
+        with more groups than it has slots."""
+        return self.slots - (len(self._live) - len(self._readmit)) - (self.step - self.version) * self.groups_per_step
 
     def admit(self) -> int | None:
         """A slot for the next group: its ticket. None while every slot is held."""
-        if self.free <= 0:
+        if self.free <= 0 and not self._is_waited_for():
             return None
         if self._readmit:
             ticket = self._readmit.pop()
+            self._live[ticket].admitted_version = self.version
         else:
             ticket = self.next_ticket
             self.next_ticket += 1
-        self._live[ticket] = _Live(self.version)
+            self._live[ticket] = _Live(self.version)
         self.admitted += 1
         return ticket
+
+    def _is_waited_for(self) -> bool:
+        """Whether the oldest live group waits to be admitted again, and everything for it: a run that goes on with fewer slots
+        than it had must not stand still."""
+        oldest_waits = bool(self._readmit) and self._readmit[-1] == next(iter(self._live))
+        return oldest_waits and not self._order and self.step == self.version
 
     def finish(self, ticket: int, group: Group) -> None:
         """The group may now be consumed."""
@@ -102,22 +123,25 @@ class TrajectoryQueue:
         """The next step's groups in the order they are consumed, or None while the window does not hold a whole step."""
         if self.depth < self.groups_per_step:
             return None
+        if self._order:
+            return self._taken(self._order.pop())
         live = [(ticket, slot.group) for ticket, slot in self._live.items()]
-        batch: list[tuple[int, Group]] = []
+        batch: list[int] = []
         while len(batch) < self.groups_per_step:
             reach = live[0][0] + self.window
-            found = next(((i, t, g) for i, (t, g) in enumerate(live) if g is not None and t < reach), None)
+            found = next(((i, t) for i, (t, group) in enumerate(live) if group is not None and t < reach), None)
             if found is None:
                 return None
-            index, ticket, group = found
-            del live[index]
-            batch.append((ticket, group))
-        for ticket, _ in batch:
-            del self._live[ticket]
+            del live[found[0]]
+            batch.append(found[1])
+        return self._taken(batch)
+
+    def _taken(self, tickets: Sequence[int]) -> list[Group]:
+        groups = [group for ticket in tickets if (group := self._live.pop(ticket).group) is not None]
         self.step += 1
-        self.depth -= len(batch)
-        self.consumed += len(batch)
-        return [group for _, group in batch]
+        self.depth -= len(groups)
+        self.consumed += len(groups)
+        return groups
 
     def published(self, version: int) -> None:
         """The weights of `version` are in every engine: the slots of all steps below it are free.
@@ -131,18 +155,20 @@ class TrajectoryQueue:
     @property
     def unfinished(self) -> int:
         """Groups that are still being generated or judged."""
-        return len(self._live) - self.depth
+        return len(self._live) - len(self._readmit) - self.depth
 
     def ages(self) -> dict[int, int]:
         """By ticket, how many versions old each live group would be if the next step consumed it."""
-        return {ticket: self.step - slot.admitted_version for ticket, slot in self._live.items()}
+        return {t: self.step - slot.admitted_version for t, slot in self._live.items() if slot.admitted_version is not None}
 
     def pending(self) -> list[int]:
         """Tickets admitted and neither consumed nor given back, lowest first: what `begin` needs to lose none of them."""
-        return [*self._live, *reversed(self._readmit)]
+        return list(self._live)
 
     def _unfinished(self, ticket: int) -> _Live:
         slot = self._live.get(ticket)
-        if slot is None or slot.group is not None:
-            raise ValueError(f"ticket {ticket} is not in flight: {'it is finished' if slot else 'it holds no slot'}")
+        if slot is None or slot.admitted_version is None or slot.group is not None:
+            raise ValueError(
+                f"ticket {ticket} is not in flight: {'it is finished' if slot and slot.group else 'it holds no slot'}"
+            )
         return slot

@@ -9,12 +9,13 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Coroutine, Sequence
 from concurrent.futures import Future
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from areal_x.rollout.journal import Resumed
 from areal_x.rollout.loop import interrupts_noted, result, serve
 from areal_x.rollout.runner import RolloutStats, Runner
 from areal_x.rollout.workflows import Workflow
@@ -51,7 +52,7 @@ class Rollout:
         self.runner, self.engine = runner, runner.engine
         self.evaluation = evaluation or runner.workflow.greedy()
         self._workflows = [runner.workflow, *([evaluation] if evaluation else [])]  # to be closed
-        self._resume: Mapping[str, Any] | None = None
+        self._resume: Resumed | None = None
         self._running: asyncio.Task[None] | None = None
         self._taking: Future[list[Group]] | None = None
         self._thread: threading.Thread | None = None
@@ -63,14 +64,14 @@ class Rollout:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def start(self, state: Mapping[str, Any] | None = None) -> None:
-        """Starts the engine and returns when it is ready. state: what `state()` gave, to go on from there.
+    def start(self, resumed: Resumed | None = None) -> None:
+        """Starts the engine and returns when it is ready. resumed: where a run that ended goes on.
 
         Raises what the engine's start raises, with nothing left running.
         """
         if self._thread is not None:
             raise RuntimeError("this rollout was started before: make a new one")
-        self._resume = state
+        self._resume = resumed
         loop = self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=serve, args=(loop,), name="rollout", daemon=True)
         self._thread.start()
@@ -107,8 +108,8 @@ class Rollout:
         return self._call(self.runner.evaluate(tasks, self.evaluation))
 
     def state(self) -> dict[str, Any]:
-        """{"position", "next_ticket", "pending": [[ticket, position], …]}: with it `start` goes on exactly here and runs again
-        the groups that were admitted and not taken. For a checkpoint, between `publish` and `take`."""
+        """{"position", "next_ticket", "unfinished": [[ticket, position], …]}: a `Resumed` of it goes on exactly here and runs
+        again the groups that were admitted and not taken. For a checkpoint, between `publish` and `take`."""
         return self._call(_now(self.runner.state))
 
     def stats(self) -> RolloutStats:

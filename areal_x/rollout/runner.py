@@ -18,6 +18,7 @@ import numpy as np
 from areal_x.data.stream import TaskStream
 from areal_x.errors import UserError, at_least, positive
 from areal_x.rollout.engine import Completion, Engine, EngineError, Request
+from areal_x.rollout.journal import Recorder, Resumed, Unrecorded
 from areal_x.rollout.queue import TrajectoryQueue
 from areal_x.rollout.workflows import Result, Workflow
 from areal_x.types import Episode, Failed, Group, Outcome, Scored, Task, TimedOut
@@ -94,6 +95,7 @@ class Runner:
     group_size: episodes a task. episode_seconds: longest time of one. filters: a group is kept when all say so.
     failed_groups: after this many groups in a row without one scored episode the run ends with the first error, if nothing was
     ever scored; after 10 times as many otherwise. greedy: also answer each task once greedily, for the group's greedy_reward.
+    recorder: told what becomes of each group, as the run's journal is.
     """
 
     def __init__(
@@ -109,6 +111,7 @@ class Runner:
         filters: Sequence[Filter] = (),
         failed_groups: int = 3,
         greedy: bool = False,
+        recorder: Recorder | None = None,
     ) -> None:
         at_least("train.group_size", group_size, 1)
         at_least("train.failed_groups", failed_groups, 1)
@@ -117,6 +120,7 @@ class Runner:
         self.group_size, self.seed, self.episode_seconds = group_size, seed, episode_seconds
         self.filters, self.failed_groups = tuple(filters), failed_groups
         self.greedy = workflow.greedy() if greedy else None
+        self.recorder = recorder or Unrecorded()
         self._positions: dict[int, int] = {}  # of the tickets that are pending
         self._changed = asyncio.Event()
         self._wanted = 0  # places in the engine, by episodes in flight
@@ -127,18 +131,20 @@ class Runner:
         self._tokens = 0
         self._ended: BaseException | None = None
 
-    def begin(self, version: int, state: Mapping[str, Any] | None = None) -> None:
-        """From the weights of `version`, and from where `state` says: its pending groups are run again first, with the tickets
-        (and so the seeds) that they had."""
-        state = state or {"position": 0, "next_ticket": 0, "pending": []}
-        self.stream.position = state["position"]
-        self._positions = dict(state["pending"])
-        self.queue.begin(version, state["next_ticket"], list(self._positions))
+    def begin(self, version: int, resumed: Resumed | None = None) -> None:
+        """From the weights of `version`, and from where `resumed` says: its unfinished groups are run again first, with the
+        tickets (and so the seeds) that they had."""
+        resumed = resumed or Resumed()
+        self.stream.position = resumed.position
+        self._positions = {**resumed.unfinished, **{group.ticket: position for position, group in resumed.finished}}
+        finished = [group for _, group in resumed.finished]
+        self.queue.begin(version, resumed.next_ticket, list(resumed.unfinished), finished, resumed.order)
 
     def state(self) -> dict[str, Any]:
-        """Everything needed to go on without losing or repeating a task, as JSON can hold it."""
+        """Everything needed to go on without losing or repeating a task, as JSON can hold it: `Resumed`'s, what is finished
+        to be run again."""
         pending = [[ticket, self._positions[ticket]] for ticket in self.queue.pending()]
-        return {"position": self.stream.position, "next_ticket": self.queue.next_ticket, "pending": pending}
+        return {"position": self.stream.position, "next_ticket": self.queue.next_ticket, "unfinished": pending}
 
     async def run(self) -> None:
         """Admits and runs groups until it is cancelled. Raises what ended it: EngineError, UserError, a filter's bug."""
@@ -151,8 +157,10 @@ class Runner:
                         self._positions[ticket], task = self.stream.next()
                     else:
                         task = self.stream.task_at(self._positions[ticket])
+                    group = Group(task, ticket, self.queue.version)
+                    self.recorder.admitted(group, self._positions[ticket])
                     self._want(self.group_size + (self.greedy is not None))
-                    groups.create_task(self._group(Group(task, ticket, self.queue.version)))
+                    groups.create_task(self._group(group))
         except BaseException as error:
             self._ended = first_of(error)
             self._notify()
@@ -162,6 +170,7 @@ class Runner:
         """The next step's groups, as soon as the queue gives them. Raises what ended `run`."""
         while self._ended is None:
             if (batch := self.queue.take()) is not None:
+                self.recorder.consumed(self.queue.step, batch)
                 for group in batch:
                     del self._positions[group.ticket]
                 self._notify()
@@ -212,8 +221,10 @@ class Runner:
         self._keep_patience(group)
         complete = group.scored and (self.greedy is None or group.greedy_reward is not None)
         if complete and all(keep(group) for keep in self.filters):
+            self.recorder.finished(group)
             self.queue.finish(group.ticket, group)
         else:
+            self.recorder.given_back(group)
             self.queue.give_back(group.ticket)
             del self._positions[group.ticket]
         self._notify()

@@ -14,11 +14,14 @@ TASK = Task("t", "p")
 class Driver:
     """A queue, and the bookkeeping of what went in and came out, kept apart from the queue's own."""
 
-    def __init__(self, groups_per_step, max_staleness, window, version=0, next_ticket=0, pending=()):
+    def __init__(self, groups_per_step, max_staleness, window, version=0, next_ticket=0, pending=(), finished=None, order=()):
         self.queue = TrajectoryQueue(groups_per_step, max_staleness, window)
-        self.queue.begin(version, next_ticket, pending)
-        self.unfinished, self.finished, self.given_back, self.consumed, self.ages = {}, {}, set(), [], []
+        self.finished = dict(finished or {})
+        groups = [Group(TASK, ticket, admitted) for ticket, admitted in self.finished.items()]
+        self.queue.begin(version, next_ticket, pending, groups, order)
+        self.unfinished, self.given_back, self.consumed, self.ages, self.taken = {}, set(), [], [], []
         self.steps = self.out = version
+        self.order = list(order)
 
     def admit(self):
         ticket = self.queue.admit()
@@ -40,14 +43,18 @@ class Driver:
         batch = self.queue.take()
         if batch is None:
             return None
+        expected = self.order.pop(0) if self.order else None
+        assert expected in (None, [group.ticket for group in batch])
         for group in batch:
             oldest = min([*self.unfinished, *self.finished])
-            assert group.ticket < oldest + self.queue.window
-            assert group.ticket == min(self.finished)
+            if expected is None:
+                assert group.ticket < oldest + self.queue.window
+                assert group.ticket == min(self.finished)
             self.ages.append(self.steps - self.finished.pop(group.ticket))
             assert self.ages[-1] <= bound(self.queue)
             self.consumed.append(group.ticket)
         self.steps += 1
+        self.taken.append({group.ticket: group.admitted_version for group in batch})
         return [group.ticket for group in batch]
 
     def publish(self, version=None):
@@ -208,6 +215,53 @@ def test_a_restored_queue_gives_the_pending_tickets_again_first_and_keeps_the_bo
     for choice in data.draw(st.lists(st.integers(0, 10**6), max_size=80)):
         function, arguments = restored.moves()[choice % len(restored.moves())]
         function(*arguments)
+
+
+@settings(max_examples=200, deadline=None)
+@given(data=st.data(), **sizes)
+def test_a_run_that_goes_on_from_before_takes_the_same_steps_and_keeps_the_bound(data, groups_per_step, max_staleness, window):
+    driver = Driver(groups_per_step, max_staleness, window)
+    for choice in data.draw(st.lists(st.integers(0, 10**6), max_size=120)):
+        function, arguments = driver.moves()[choice % len(driver.moves())]
+        function(*arguments)
+    again = data.draw(st.integers(0, len(driver.taken)))  # steps after the checkpoint
+    lost = driver.taken[len(driver.taken) - again :]
+    finished = {**driver.finished, **{ticket: version for step in lost for ticket, version in step.items()}}
+    restored = Driver(
+        groups_per_step,
+        max_staleness,
+        window,
+        driver.steps - again,
+        driver.queue.next_ticket,
+        list(driver.unfinished),
+        finished,
+        [list(step) for step in lost],
+    )
+    for step in lost:  # though the engine does nothing
+        assert restored.take() == list(step)
+        restored.publish()
+    for choice in data.draw(st.lists(st.integers(0, 10**6), min_size=20, max_size=80)):
+        moves = restored.moves()
+        assert moves, "nothing can happen any more"
+        function, arguments = moves[choice % len(moves)]
+        function(*arguments)
+    earlier = [ticket for step in driver.taken[: len(driver.taken) - again] for ticket in step]
+    known = [*earlier, *restored.consumed, *driver.given_back, *restored.given_back, *restored.queue.pending()]
+    assert sorted(known) == list(range(restored.queue.next_ticket))
+
+
+def test_fewer_slots_than_before_do_not_stop_a_resumed_run():
+    queue = TrajectoryQueue(2, 0, 1)
+    queue.begin(5, 9, [0, 8], [Group(TASK, ticket, 5) for ticket in range(1, 8)])
+    assert queue.free < 0
+    assert queue.take() is None
+    assert queue.admit() == 0
+    assert queue.admit() is None
+    queue.finish(0, Group(TASK, 0, 5))
+    for step, expected in enumerate(([0, 1], [2, 3], [4, 5], [6, 7]), 6):
+        assert [group.ticket for group in queue.take()] == expected
+        queue.published(step)
+    assert queue.admit() == 8
 
 
 def test_more_pending_tickets_than_slots_come_back_as_slots_become_free():

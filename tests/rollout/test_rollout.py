@@ -13,6 +13,7 @@ import pytest
 from areal_x.data.stream import TaskStream
 from areal_x.errors import UserError
 from areal_x.rollout.engine import EngineError
+from areal_x.rollout.journal import Resumed
 from areal_x.rollout.queue import TrajectoryQueue
 from areal_x.rollout.rollout import Published, Rollout
 from areal_x.rollout.runner import Runner
@@ -112,13 +113,13 @@ def test_a_resumed_rollout_loses_and_repeats_no_task():
         for groups in steps(made, trainer, 3):
             consumed += groups
         state = json.loads(json.dumps(made.state()))
-    assert {"position", "next_ticket", "pending"} == set(state)
+    assert {"position", "next_ticket", "unfinished"} == set(state)
     with rollout(window=3) as made:
-        made.start(state)
+        made.start(Resumed(state["position"], state["next_ticket"], dict(state["unfinished"])))
         made.publish(trainer)
         for groups in steps(made, trainer, 5):
             consumed += groups
-        rest = [ticket for ticket, _ in made.state()["pending"]]
+        rest = [ticket for ticket, _ in made.state()["unfinished"]]
     tickets = [group.ticket for group in consumed]
     assert len(tickets) == 16
     assert sorted(tickets + rest) == list(range(16 + len(rest)))

@@ -6,6 +6,7 @@ import pytest
 from areal_x.data.stream import TaskStream
 from areal_x.errors import ConfigError, UserError
 from areal_x.rollout.engine import EngineError, Request, SamplingParams
+from areal_x.rollout.journal import Resumed
 from areal_x.rollout.queue import TrajectoryQueue
 from areal_x.rollout.runner import EVALUATION, Runner, seed_of
 from areal_x.types import Episode, Failed, Scored, TimedOut, Trajectory
@@ -219,7 +220,7 @@ def test_a_group_that_no_filter_keeps_is_given_back_and_the_next_task_takes_its_
     tasks, given_back, state = drive(test)
     assert tasks == ["task 1", "task 3", "task 5", "task 7"]
     assert given_back >= 4
-    assert all(position >= 8 for _, position in state["pending"])
+    assert all(position >= 8 for _, position in state["unfinished"])
 
 
 def test_a_group_without_a_scored_episode_is_given_back():
@@ -285,13 +286,13 @@ def test_a_resumed_run_draws_what_the_first_would_have_drawn():
 
     async def second(begin):
         runner = make(FakeEngine(), window=4, seed=3)
-        begin(runner, 1, state)
+        begin(runner, 1, Resumed(state["position"], state["next_ticket"], dict(state["unfinished"])))
         await until(lambda: runner.queue.unfinished == 0 and runner.queue.free == 0)
         return [await runner.take(), await runner.take()], runner.state()
 
     state, expected = drive(first)
     resumed, later = drive(second)
-    assert state["pending"], "the first run had nothing in flight"
+    assert state["unfinished"], "the first run had nothing in flight"
     for a, b in zip([g for s in expected for g in s], [g for s in resumed for g in s], strict=True):
         assert (a.ticket, a.task) == (b.ticket, b.task)
         for x, y in zip(a.episodes, b.episodes, strict=True):

@@ -164,7 +164,7 @@ def test_a_server_that_always_hangs_up_is_lost() -> None:
 
 
 def test_a_step_of_a_weight_update_is_never_sent_twice() -> None:
-    error, connections = talk([b""], lambda client: client.init_weight_transfer("/folder"))
+    error, connections = talk([b""], lambda client: client.init_weight_transfer({"staging_root": "/folder"}))
     assert isinstance(error, EngineError)
     assert connections == 1
 

@@ -145,10 +145,21 @@ def given_url(vllm_engine: VLLMEngine, run: Run) -> Any:
 
     async def give_back() -> None:
         client = VLLMClient(server.url, server.key)
-        await client.init_weight_transfer(vllm_engine._staging.root)
+        await client.init_weight_transfer({"staging_root": str(vllm_engine._staging.root)})
         await client.close()
 
     run(give_back())
+
+
+def test_a_server_says_how_many_workers_it_has_and_forgets_who_sent_it_weights(given_url: tuple[str, str], run: Run) -> None:
+    async def ask() -> int:
+        client = VLLMClient(*given_url)
+        await client.end_weight_transfer()
+        workers = await client.workers()
+        await client.close()
+        return workers
+
+    assert run(ask()) == 1
 
 
 def test_given_urls_are_used_as_they_are_and_left_running(

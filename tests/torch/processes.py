@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
@@ -85,6 +86,10 @@ def ask(models: Models, loss: losses.Loss, folder: Path, name: str) -> dict[str,
     policy.save(folder / name)
     found["two"] = [tensor for _, (tensor, _) in zip(range(2), policy.weights(), strict=False)]  # the others gather all
     found["weights"] = {tensor: x.tolist() for tensor, x in policy.weights()}
+    # As the servers' transports take them: in a thread of its own.
+    with ThreadPoolExecutor(1) as thread:
+        on_device = thread.submit(lambda: list(policy.device_weights())).result()
+    found["on the device"] = {tensor: x.tolist() for tensor, x in on_device}
     sampler = policy.sampler(2, 32)
     sampler.load(policy.snapshot())
     found["drawn_with"] = {tensor: x.tolist() for tensor, x in sampler.lanes[0].model.state_dict().items()}

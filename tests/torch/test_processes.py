@@ -96,6 +96,7 @@ def test_several_processes_learn_what_one_does(asked: Path, mesh: str) -> None:
         assert list(two[tensors]) == list(one[tensors])
         for name, x in one[tensors].items():
             np.testing.assert_allclose(two[tensors][name], x, atol=1e-6, err_msg=name)
+    assert two["on the device"] == two["weights"]
     assert two["two"] == list(one["weights"])[:2]
     assert two["version"] == 4
 

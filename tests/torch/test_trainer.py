@@ -274,6 +274,7 @@ def test_bf16_computes_in_bf16_over_fp32_masters(models):
     assert 1e-5 < difference.max() < 0.2
     assert {x.dtype for x in rough.snapshot().values()} == {torch.bfloat16}
     assert {x.dtype.name for _, x in rough.weights()} == {"bfloat16"}
+    assert {x.dtype for _, x in rough.device_weights()} == {torch.bfloat16}
     rough.update(batch, losses.ppo_clip)
     assert {p.dtype for p in rough.model.parameters()} == {torch.float32}
 

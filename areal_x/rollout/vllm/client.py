@@ -20,6 +20,7 @@ from jaxtyping import Float32, Int16, Int32
 
 from areal_x.errors import UserError
 from areal_x.rollout.engine import Completion, EngineError, SamplingParams
+from areal_x.rollout.vllm.plugin import BACKEND
 from areal_x.types import NOT_RECORDED
 
 MODEL = "policy"  # the name that servers serve the model under
@@ -31,10 +32,6 @@ CONTROL_SECONDS = 600.0  # loading the weights of a large model from a shared fo
 ATTEMPTS = 3
 RECORD_EXPERTS = "--enable-return-routed-experts"
 WORDLESS = ("/v1/load_lora_adapter", "/v1/unload_lora_adapter")  # whose answer is a sentence and no JSON
-NEEDED_FLAGS = (
-    "start it with VLLM_SERVER_DEV_MODE=1 and --enable-scale-out --logprobs-mode processed_logprobs "
-    f'--served-model-name {MODEL} --weight-transfer-config \'{{"backend":"areal_x"}}\', areal-x installed beside it'
-)
 
 
 @dataclass(frozen=True)
@@ -45,17 +42,25 @@ class Served:
     context: int
 
 
+def needed_flags(transfer: str) -> str:
+    beside = ", areal-x installed beside it" if transfer == BACKEND else ""
+    return (
+        "start it with VLLM_SERVER_DEV_MODE=1 and --enable-scale-out --logprobs-mode processed_logprobs "
+        f'--served-model-name {MODEL} --weight-transfer-config \'{{"backend":"{transfer}"}}\'{beside}'
+    )
+
+
 class VLLMClient:
-    """One server. Made inside the event loop that uses it.
+    """One server. Made inside the event loop that uses it. transfer: the weight-transfer backend that it shall have.
 
     Errors: EngineError when the server is gone or answers with an error, UserError when it refuses the key or lacks an
     endpoint.
     """
 
-    def __init__(self, url: str, key: str | None) -> None:
+    def __init__(self, url: str, key: str | None, transfer: str = BACKEND) -> None:
         import aiohttp
 
-        self.url = url.rstrip("/")
+        self.url, self._transfer = url.rstrip("/"), transfer
         self._session = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_SECONDS),
             headers={"Authorization": f"Bearer {key}"} if key else {},
@@ -81,7 +86,7 @@ class VLLMClient:
             if model.name == MODEL:
                 return model.context
         names = ", ".join(repr(model.name) for model in models)
-        raise UserError(f"the vLLM server at {self.url} serves {names}, not {MODEL!r}: {NEEDED_FLAGS}")
+        raise UserError(f"the vLLM server at {self.url} serves {names}, not {MODEL!r}: {needed_flags(self._transfer)}")
 
     async def served(self) -> Served:
         """The model that the server was started with; adapters come after it."""
@@ -141,15 +146,31 @@ class VLLMClient:
     async def resume(self) -> None:
         await self._call("POST", "/resume", retry=True)
 
-    async def init_weight_transfer(self, staging_root: Path) -> None:
-        """Once, before the first update: the only folder below which the server may read weights."""
-        await self._call("POST", "/init_weight_transfer_engine", {"init_info": {"staging_root": str(staging_root)}})
+    async def workers(self) -> int:
+        """The processes that compute the model, each with a part or a copy of it."""
+        return int((await self._call("GET", "/get_world_size", retry=True))["world_size"])
 
-    async def update_weights(self, folder: Path, version: int) -> None:
-        """Reads a staged folder. The server must be paused: an update under running requests kills its engine."""
+    async def init_weight_transfer(self, info: Mapping[str, Any]) -> None:
+        """Once, before the first update. info: of the server's weight-transfer backend."""
+        try:
+            await self._call("POST", "/init_weight_transfer_engine", {"init_info": dict(info)})
+        except EngineError as error:
+            raise EngineError(f"{error} (its weight-transfer backend must be {self._transfer!r})") from error
+
+    async def end_weight_transfer(self) -> None:
+        """Frees what an earlier `init_weight_transfer` has set up, if any has."""
+        await self._call("POST", "/shutdown_weight_transfer_engine")
+
+    async def start_update(self) -> None:
+        """The server must be paused: an update under running requests kills its engine."""
         await self._call("POST", "/start_weight_update")
-        await self._call("POST", "/update_weights", {"update_info": {"folder": str(folder)}})
-        await self._call("POST", "/finish_weight_update", {"weight_version": str(version)})
+
+    async def receive(self, info: Any) -> None:
+        """All weights, or a part of them. info: of the server's weight-transfer backend."""
+        await self._call("POST", "/update_weights", {"update_info": info})
+
+    async def finish_update(self, version: str) -> None:
+        await self._call("POST", "/finish_weight_update", {"weight_version": version})
 
     async def load_adapter(self, name: str, folder: Path) -> None:
         """Under a name that no adapter has. Nothing waits for it but what asks for this name."""
@@ -209,7 +230,7 @@ class VLLMClient:
             wanted = "start it with VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 and --enable-lora --max-lora-rank RANK"
             return UserError(f"{server} takes no adapters: {wanted}, of at least lora.rank")
         if status in (403, 404) and endpoint not in WORDLESS:
-            return UserError(f"{server} does not offer {endpoint} ({status} {words}): {NEEDED_FLAGS}")
+            return UserError(f"{server} does not offer {endpoint} ({status} {words}): {needed_flags(self._transfer)}")
         return EngineError(f"{server} answered {endpoint} with {status}: {words}")
 
 

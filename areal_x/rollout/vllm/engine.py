@@ -8,7 +8,7 @@ import contextlib
 import os
 import shutil
 import time
-from collections.abc import Callable, Coroutine, Iterable
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -22,15 +22,16 @@ from areal_x import lora as adapter_files
 from areal_x.errors import ConfigError, UserError, at_least, positive
 from areal_x.model_dir import read_config, text_config
 from areal_x.rollout.engine import Completion, EngineError, Request, room
+from areal_x.rollout.loop import together
 from areal_x.rollout.publisher import Staged, Staging, default_parent
 from areal_x.rollout.vllm import adapters
 from areal_x.rollout.vllm import server as servers
 from areal_x.rollout.vllm.adapters import Versions
 from areal_x.rollout.vllm.client import MODEL, VLLMClient
+from areal_x.rollout.vllm.direct import TRANSPORTS, Direct, Unstaged, check_machine, check_settings
 from areal_x.trainer import LoRAConfig
 
 T = TypeVar("T")
-LOCAL_HOSTS = ("127.0.0.1", "localhost", "::1")
 
 
 @gin.configurable("vllm")
@@ -45,6 +46,10 @@ class VLLMConfig:
     NPUs that each server sees, as "0" or "0,1"; none for all. staging: the folder that weights pass through, which every
     server must see under the same path; '' is shared memory. arguments: more words for the server's command line.
     start_timeout_seconds: how long a start may take.
+    transport: how weights reach the servers. "files" through `staging`; the servers read while generation stands still. "nccl"
+    from the GPU of a torch trainer to other GPUs (those of `devices`, or of `urls`), broadcast while generation stands still.
+    "handles" to one server on the trainer's own GPU, which opens the trainer's memory. docs/torch.md tells more.
+    allow_unpickling: accepts that a server started here unpickles what requests with its key hold, which "handles" needs.
     """
 
     servers: int = 1
@@ -58,6 +63,8 @@ class VLLMConfig:
     staging: str = ""
     arguments: tuple[str, ...] = ()
     start_timeout_seconds: float = 600.0
+    transport: str = "files"
+    allow_unpickling: bool = False
 
     def __post_init__(self) -> None:
         positive("vllm.servers", self.servers)
@@ -73,8 +80,9 @@ class VLLMConfig:
                 raise ConfigError("vllm.urls", self.urls, f"http:// or https:// addresses ({url!r} is none)")
         if len(set(self.urls)) != len(self.urls):
             raise ConfigError("vllm.urls", self.urls, "each server once: one that were updated twice at a time would break")
-        far = [url for url in self.urls if urlsplit(url).hostname not in LOCAL_HOSTS]
-        if far and not self.staging:
+        check_settings(self)
+        far = [url for url in self.urls if not servers.is_local(url)]
+        if far and not self.staging and self.transport == "files":
             wanted = f"a folder that {far[0]} sees under the same path: shared memory ends at this machine"
             raise ConfigError("vllm.staging", self.staging, wanted)
 
@@ -114,6 +122,8 @@ class VLLMEngine:
         self._staging: Staging | None = None
         self.lora = lora if lora is not None and lora.rank else None
         self._versions = Versions()
+        self._direct: Direct | None = None  # where weights go without files
+        check_machine(config)
         if self.lora is not None:
             adapters.arguments(self.lora.rank)  # refuses a rank that no server has room for
 
@@ -123,11 +133,13 @@ class VLLMEngine:
             self._staging = Staging(Path(self.config.staging).resolve() if self.config.staging else default_parent())
             if self.config.urls:
                 key = os.environ.get(self.config.key_variable)
-                self._clients = [VLLMClient(url, key) for url in self.config.urls]
+                self._clients = [VLLMClient(url, key, TRANSPORTS[self.config.transport]) for url in self.config.urls]
             else:
                 await self._start_servers(self._staging)
             self._in_flight = [0] * len(self._clients)
-            await together(self._prepare(client, self._staging) for client in self._clients)
+            sizes = await together(self._prepare(client, self._staging) for client in self._clients)
+            if self.config.transport != "files":
+                self._direct = Direct(self.config, self._clients, sizes, self._explaining)
         except BaseException:
             await self.close()
             raise
@@ -147,6 +159,7 @@ class VLLMEngine:
                 device=config.devices[index] if config.devices else None,
                 experts=self.experts,
                 lora_rank=self.lora.rank if self.lora else 0,
+                transfer=TRANSPORTS[config.transport],
                 arguments=config.arguments,
             )
             self._servers.append(servers.start(launch))
@@ -155,16 +168,23 @@ class VLLMEngine:
         await together(servers.wait_until_ready(*pair, seconds, report) for pair in zip(self._servers, names, strict=True))
         self._clients = [VLLMClient(server.url, server.key) for server in self._servers]
 
-    async def _prepare(self, client: VLLMClient, staging: Staging) -> None:
+    async def _prepare(self, client: VLLMClient, staging: Staging) -> int:
+        """Returns how many workers the server has, where it must be known how many take part in a broadcast."""
+        workers = 0
         try:
             self.context = min(self.context, await client.context())
-            await client.init_weight_transfer(staging.root)
+            if self.config.transport == "files":
+                await client.init_weight_transfer({"staging_root": str(staging.root)})
+            else:
+                await client.end_weight_transfer()  # with the trainer of an earlier run
+                workers = await client.workers()
             await client.set_version(self.version)
             if self.lora is not None:  # a server that runs already may hold those of another run
                 for name in await client.adapters():
                     await client.unload_adapter(name)
         except EngineError as error:
             raise UserError(f"{error}") from error
+        return workers
 
     async def generate(self, request: Request) -> Completion:
         sampling = replace(
@@ -184,15 +204,19 @@ class VLLMEngine:
         finally:
             self._in_flight[index] -= 1
 
-    def stage(self, trainer: Any, version: int | None = None) -> Staged:
+    def stage(self, trainer: Any, version: int | None = None) -> Staged | Unstaged:
         assert self._staging is not None, "stage() needs an engine that was started"
         version, config = trainer.version if version is None else version, self.lora
+        if self._direct is not None:
+            return self._direct.stage(trainer, version)
         if config is None:
             return self._staging.stage(trainer.weights(), version)
         return self._staging.stage(trainer.adapter(), version, partial(adapter_files.write, config=config, base=self.model))
 
-    async def swap(self, staged: Staged) -> float:
+    async def swap(self, staged: Staged | Unstaged) -> float:
         assert self._staging is not None, "swap() needs an engine that was started"
+        if isinstance(staged, Unstaged):
+            return await self._send(staged)
         if self.lora is not None:
             await self._swap_adapter(staged)
             return 0.0
@@ -207,7 +231,9 @@ class VLLMEngine:
             began = time.perf_counter()
             try:
                 await client.pause()
-                await client.update_weights(staged.folder, staged.version)
+                await client.start_update()
+                await client.receive({"folder": str(staged.folder)})
+                await client.finish_update(str(staged.version))
             except BaseException:
                 with contextlib.suppress(Exception):
                     await client.resume()
@@ -216,6 +242,24 @@ class VLLMEngine:
             return time.perf_counter() - began
         except EngineError as error:
             raise self._explained(index, error) from error
+
+    async def _send(self, unstaged: Unstaged) -> float:
+        """All servers together, as a broadcast has one sender. After an error they stay paused: what they hold then may be a
+        part of two policies, and no token may come from that."""
+        assert self._direct is not None
+        await self._direct.meet(unstaged)
+        began = time.perf_counter()
+        try:
+            await together(self._explaining(index, client.pause()) for index, client in enumerate(self._clients))
+        except BaseException:
+            for client in self._clients:
+                with contextlib.suppress(Exception):
+                    await client.resume()
+            raise
+        await self._direct.send(unstaged)
+        await together(self._explaining(index, client.resume()) for index, client in enumerate(self._clients))
+        self.version = unstaged.version
+        return time.perf_counter() - began
 
     async def _swap_adapter(self, staged: Staged) -> None:
         """Loads it beside those that requests are on, and unloads those that none is on any more."""
@@ -228,6 +272,9 @@ class VLLMEngine:
             shutil.rmtree(old.folder, ignore_errors=True)
 
     async def close(self) -> None:
+        if self._direct is not None:
+            await asyncio.to_thread(self._direct.close)
+            self._direct = None
         clients, self._clients = self._clients, []
         for client in clients:
             await client.close()
@@ -264,15 +311,3 @@ def model_context(model: Path) -> int:
     if longest is None:
         raise ConfigError("vllm.context", 0, f"set: {model / 'config.json'} does not say how long a sequence may be")
     return int(longest)
-
-
-async def together(coroutines: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
-    """The results of all, run concurrently. When one raises, the others are cancelled and awaited before its error goes on."""
-    tasks = [asyncio.create_task(coroutine) for coroutine in coroutines]
-    try:
-        return await asyncio.gather(*tasks)
-    except BaseException:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        raise

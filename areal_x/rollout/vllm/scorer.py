@@ -18,9 +18,8 @@ from jaxtyping import Float32, Int32
 
 from areal_x.errors import ConfigError, UserError
 from areal_x.rollout.engine import EngineError
-from areal_x.rollout.loop import run
+from areal_x.rollout.loop import run, together
 from areal_x.rollout.vllm.client import Served, VLLMClient
-from areal_x.rollout.vllm.engine import together
 from areal_x.types import Batch
 
 CONCURRENCY = 32  # requests that one server is given at a time: enough to fill its batches, few enough to share it

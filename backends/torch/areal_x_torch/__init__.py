@@ -1,4 +1,4 @@
-"""The PyTorch backend of AReaL-X: `create_trainer` and `join` are what its entry point offers."""
+"""The PyTorch backend of AReaL-X: `create_trainer`, `join` and `TRANSPORTS` are what its entry point offers."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ if TYPE_CHECKING:
     from areal_x.trainer import TrainerConfig
     from areal_x_torch.processes import Processes
     from areal_x_torch.trainer import Trainer
+
+TRANSPORTS = ("files", "nccl", "handles")  # of vllm.transport: for the latter two a trainer has `device_weights`
 
 
 def create_trainer(config: TrainerConfig) -> Trainer:

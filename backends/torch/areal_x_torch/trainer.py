@@ -139,8 +139,12 @@ class Trainer:
         self._only_with("values", "value", "reward")
         return self._everywhere(batch, "values")
 
+    def device_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """The tensors of `weights`, on this process's device. Where nothing is cast or gathered they are the model's own."""
+        yield from gathered_each(lora.merged(self.model), lambda x: x.to(self.dtype) if x.is_floating_point() else x)
+
     def weights(self) -> Iterator[tuple[str, np.ndarray]]:
-        for name, x in gathered_each(lora.merged(self.model), lambda x: x.to(self.dtype) if x.is_floating_point() else x):
+        for name, x in self.device_weights():
             yield name, model.to_numpy(x)
 
     def adapter(self) -> Iterator[tuple[str, np.ndarray]]:

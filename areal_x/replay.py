@@ -1,0 +1,106 @@
+"""Trains on what a run consumed, in its order, without any engine.
+
+    python -m areal_x.replay runs/arithmetic-grpo-1
+    python -m areal_x.replay runs/arithmetic-grpo-1 -b "train.algorithm = @gspo()"
+    python -m areal_x.replay runs/arithmetic-grpo-1 -b "train.backend = 'torch'"
+
+With nothing changed it gives the run's losses again; with another algorithm it answers what that would have made of the same
+data. The replay is a run of its own, beside the one it repeats. -b binds one parameter over the run's config.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import gin
+
+from areal_x import run_dir
+from areal_x.cluster import ranks
+from areal_x.config import Config, load
+from areal_x.config_check import check_early, check_experiment
+from areal_x.errors import UserError
+from areal_x.experiment import Experiment
+from areal_x.monitor.metrics import read
+from areal_x.rollout.journal import FILE, Journal
+from areal_x.rollout.replayed import Replayed
+from areal_x.train import fail
+
+
+@dataclass(kw_only=True)
+class Replay(Experiment):
+    """The experiment whose rollout is the journal of a run. recorded: the run's directory."""
+
+    recorded: Path
+
+    def create_rollout(self, *_: Any) -> Any:
+        return Replayed(Journal(self.recorded), self.recorded_steps(), self.stream().task_at)
+
+    def recorded_steps(self) -> list[int]:
+        """Those that can be replayed. Raises: UserError where the first are not there, nor what they made of the model."""
+        with Journal(self.recorded) as journal:
+            steps = journal.steps()
+        if not steps or steps[0] != 1:
+            begin = f"begins at step {steps[0]}" if steps else "holds no step"
+            wanted = "journal.keep_steps = 0 keeps all of a run"
+            raise UserError(f"{self.recorded / FILE} {begin}, and the model that it begins from is not there: {wanted}")
+        return steps
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The exit status, as of `areal_x.train`."""
+    parser = argparse.ArgumentParser(
+        prog="python -m areal_x.replay", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("run", metavar="RUN", type=Path, help="the run's directory")
+    parser.add_argument(
+        "-b", "--binding", dest="bindings", metavar="'NAME = VALUE'", action="append", default=[], help="bind one parameter"
+    )
+    options = parser.parse_args(arguments)
+    sys.path.insert(0, str(Path.cwd()))  # gin files import examples.arithmetic.task and the like
+    config: Config | None = None
+    try:
+        if not (options.run / FILE).is_file():
+            raise UserError(f"{options.run} has no {FILE}: give the directory of a run, as runs/arithmetic-grpo-1")
+        config = load(options.run / run_dir.CONFIG, options.bindings)
+        check_early(config)
+        check_experiment(config)
+        joined = ranks.join(config.value("train.backend"), config.value("mesh.processes"))
+        with joined or nullcontext():
+            replay(options.run)
+    except UserError as error:
+        return fail(config.locate(error) if config else error)
+    return 0
+
+
+def replay(run: Path, say: Callable[[str], None] = print) -> Path:
+    """Replays a run as the parameters of `train` say now; the replay's directory, `<run>-replay-1` and so on."""
+    experiment = gin.get_configurable("train")()
+    given = {f.name: getattr(experiment, f.name) for f in fields(experiment)}
+    name = run_dir.claim_name(run.parent, f"{run.name}-replay")
+    changes = {"held_out": (), "name": name, "runs": str(run.parent), "recorded": run}
+    replayed = Replay(**given | changes)
+    replayed.steps = min(replayed.steps, len(replayed.recorded_steps()))
+    result = replayed.run()
+    say(compared(read(run), result.metrics))
+    return result.directory
+
+
+def compared(recorded: list[dict[str, Any]], replayed: list[dict[str, Any]]) -> str:
+    """A sentence about the losses of both."""
+    losses = {row["step"]: row["loss"] for row in recorded if row.get("loss") is not None}
+    pairs = [(losses[row["step"]], row["loss"]) for row in replayed if row.get("loss") is not None and row["step"] in losses]
+    largest = max(range(len(pairs)), key=lambda i: abs(pairs[i][0] - pairs[i][1]))
+    a, b = pairs[largest]
+    if a == b:
+        return f"all {len(pairs)} losses are those of the run, to the last bit"
+    return f"of {len(pairs)} losses the one least like the run's is {b:.8g} where that had {a:.8g}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,39 @@
+"""A journal in the place of the rollout: the groups that a run consumed, in its order, without any engine."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from areal_x.rollout.journal import Journal, TaskAt
+from areal_x.rollout.rollout import Published
+from areal_x.rollout.runner import RolloutStats
+from areal_x.trainer import Trainer
+from areal_x.types import Group
+
+
+class Replayed:
+    """What the ring asks of a `Rollout`, of which nothing is left to do but to give the groups of one step after the other."""
+
+    def __init__(self, recorded: Journal, steps: Sequence[int], task_at: TaskAt) -> None:
+        self._recorded, self._task_at = recorded, task_at
+        self._steps: Iterator[int] = iter(steps)
+
+    def __enter__(self) -> Replayed:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._recorded.__exit__(*error)
+
+    def start(self, _: object = None) -> None: ...
+
+    def publish(self, trainer: Trainer, version: int | None = None) -> Published:
+        return Published(0.0, 0.0)
+
+    def take(self) -> list[Group]:
+        return self._recorded.groups_of(next(self._steps), self._task_at)
+
+    def state(self) -> dict[str, int]:
+        return {}
+
+    def stats(self) -> RolloutStats:
+        return RolloutStats()
