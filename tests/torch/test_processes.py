@@ -40,7 +40,6 @@ MESHES = {
     "both": ("qwen3", {"fsdp": 2, "tensor": 2}),
     "copies": ("qwen2", {"data": 2, "tensor": 2}),
     "split experts": ("moe", {"fsdp": 2, "expert": 2}),
-    "copied experts": ("moe", {"data": 2, "expert": 2}),
 }
 
 
