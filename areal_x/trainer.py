@@ -328,6 +328,22 @@ class Trainer(Scorer, Protocol):
         ...
 
 
+def recorded_experts(batch: Batch, directory: Path, layers: int, per_token: int, count: int) -> np.ndarray:
+    """The experts that the engine recorded, [rows, length, layers, per_token], for a model of `count` of them.
+
+    Raises: UserError where it recorded none, or another model's.
+    """
+    experts = batch.experts
+    if experts is None:
+        raise UserError("trainer.replay_experts needs trajectories whose experts the engine recorded: these have none")
+    if experts.shape[2:] != (layers, per_token) or experts.max() >= count:
+        raise UserError(
+            f"the recorded experts are {experts.shape[2:]} numbers a token up to {experts.max()}, but {directory} has "
+            f"{count} experts and chooses {per_token} in each of {layers} layers: the engine runs another model"
+        )
+    return np.asarray(experts)
+
+
 def create_trainer(backend: str, config: TrainerConfig) -> Trainer:
     """The trainer of an installed backend ("jax", "torch", or any that a third party registers).
 

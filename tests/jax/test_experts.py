@@ -21,7 +21,8 @@ from areal_x_jax.experts import Routing, imbalance, mixture, route
 from areal_x_jax.layout import ALONE
 from areal_x_jax.shape import Experts
 from areal_x_jax.trainer import Trainer
-from tests.models import log_softmax, reference_model, trajectories
+from tests.experts import recorded, replayed_logprobs
+from tests.models import trajectories
 
 EXPERTS = Experts(count=6, per_token=2, intermediate=5, normalised=True)
 HIDDEN = 8
@@ -92,37 +93,6 @@ def test_a_balance_is_added_to_the_loss_and_shown(model_dir_of: Callable[[str], 
     assert plain["expert_imbalance"] > 2
     assert pushed["expert_imbalance"] == pytest.approx(plain["expert_imbalance"])
     assert pushed["loss"] == pytest.approx(plain["loss"] + 0.5 * plain["expert_imbalance"], rel=1e-5)
-
-
-def replayed_logprobs(directory: Path, tokens: np.ndarray, experts: np.ndarray) -> np.ndarray:
-    """What transformers says of each token, 0 for the first, with its routers made to choose these experts."""
-    import torch
-
-    model = reference_model(directory)
-
-    def choose(layer: int) -> Any:
-        def hook(router: Any, _: Any, routed: tuple[Any, ...]) -> tuple[Any, ...]:
-            logits, _, chosen = routed
-            given = torch.tensor(experts[:, layer]).long()
-            chosen = torch.where(given >= 0, given, chosen)
-            weights = torch.softmax(logits, -1).gather(-1, chosen)
-            return logits, weights / weights.sum(-1, keepdim=True), chosen
-
-        return hook
-
-    for number, layer in enumerate(model.model.layers):
-        layer.mlp.gate.register_forward_hook(choose(number))
-    with torch.no_grad():
-        logits = model(torch.tensor(tokens[None]).long()).logits[0].numpy()
-    return np.append(0, log_softmax(logits)[np.arange(len(tokens) - 1), tokens[1:]])
-
-
-def recorded(length: int, seed: int) -> np.ndarray:
-    """Two of four experts in each of two layers, but for the last token's."""
-    rng = np.random.default_rng(seed)
-    drawn = rng.permuted(np.broadcast_to(np.arange(4), (length, 2, 4)), axis=-1)[..., :2].astype(np.int16)
-    drawn[-1] = -1
-    return drawn
 
 
 def make_trainer(directory: Path, **changes: Any) -> Trainer:

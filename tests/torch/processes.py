@@ -1,5 +1,5 @@
 """What each of several processes does in a test: `python -m tests.torch.processes FOLDER ASKED …`, each JSON of a name, the
-directories of a model and perhaps of its teacher, perhaps remat, and MeshConfig's fields.
+directories of a model and perhaps of its teacher, MeshConfig's fields, and perhaps changes of TrainerConfig's.
 
 For each: updates, everything else a trainer is asked, a save in both forms, and a save of what a restore of "one-NAME" gives,
 in both forms, where that is there. The first process writes what it found to FOLDER.
@@ -27,6 +27,7 @@ from areal_x.data.packing import pack
 from areal_x.trainer import MeshConfig, ModelConfig, OptimizerConfig, TrainerConfig
 from areal_x.types import Batch, Policy, Trajectory
 from areal_x_torch.trainer import Trainer
+from tests.experts import recorded
 
 UPDATES, VOCABULARY = 3, 40
 LENGTHS = (9, 5, 12, 3, 7, 2, 15, 4, 6)  # rows of unequal numbers of sequences: more passes on one process than on another
@@ -47,7 +48,8 @@ def batch_of(seed: int) -> Batch:
     for n in LENGTHS:
         prompt, answer = (rng.integers(0, VOCABULARY, count).astype(np.int32) for count in (1, n - 1))
         logprobs = rng.normal(-3.5, 0.3, n - 1).astype(np.float32)
-        made.append(Trajectory.from_completion(prompt, answer, logprobs, np.zeros(n - 1, np.int32)))
+        experts = recorded(n, seed, count=6) if n % 2 else None  # for a mixture, whose router chooses where there are none
+        made.append(Trajectory.from_completion(prompt, answer, logprobs, np.zeros(n - 1, np.int32), experts=experts))
     packed = pack(made, 16)
     batch = packed.batch
     weights = np.asarray(token_mean(batch.mask, batch.segment_ids), np.float32)
@@ -60,10 +62,11 @@ def trainer_of(directory: str, mesh: dict[str, int], **changes: Any) -> Trainer:
     return Trainer(TrainerConfig(model=ModelConfig(path=directory), **(how | changes)))
 
 
-def models_of(directory: str, mesh: dict[str, int], teacher: str | None, remat: str) -> Models:
+def models_of(directory: str, mesh: dict[str, int], teacher: str | None, changes: dict[str, Any]) -> Models:
     taught = {} if teacher is None else {"teacher": teacher, "divergence": partial(generalized_jsd, beta=0.5)}
-    policy = trainer_of(directory, mesh, checkpoint="sharded", entropy=True, remat=remat, **taught)
-    return Models(policy, trainer_of(directory, mesh, frozen=True), trainer_of(directory, mesh, head="value"))
+    policy = trainer_of(directory, mesh, checkpoint="sharded", entropy=True, **taught, **changes)
+    rows = {"micro_batch_rows": policy.config.micro_batch_rows}
+    return Models(policy, trainer_of(directory, mesh, frozen=True, **rows), trainer_of(directory, mesh, head="value", **rows))
 
 
 def ask(models: Models, loss: losses.Loss, folder: Path, name: str) -> dict[str, Any]:
@@ -111,8 +114,7 @@ def main(to: str, *asked: str) -> None:
     with joined or nullcontext():
         for mesh in meshes:
             name, directory, teacher = mesh.pop("name"), mesh.pop("directory"), mesh.pop("teacher", None)
-            remat = mesh.pop("remat", "auto")
-            models, loss = models_of(directory, mesh, teacher, remat), ONE if teacher is None else TAUGHT
+            models, loss = models_of(directory, mesh, teacher, mesh.pop("changes", {})), ONE if teacher is None else TAUGHT
             known = {"policy": loss, "critic": value_loss}
             if isinstance(joined, Follower):
                 ranks.serve(joined, models, known)

@@ -23,25 +23,28 @@ from areal_x import checkpoint, model_dir
 from areal_x.errors import UserError
 from areal_x.monitor.metrics import read
 from areal_x_torch import processes
-from tests.models import write_random
+from tests.models import DIVISIBLE, write_config, write_random
 from tests.starting import ONLINE, WRITTEN, assert_measured_alike, command_of, finished, started
 
 from .processes import trainer_of
 from .test_trainer import save_model
 
-MESHES: dict[str, tuple[str, dict[str, Any]]] = {
+MESHES = {
     "fsdp": ("qwen3", {"fsdp": 2}),
     "tied": ("qwen2", {"fsdp": 2}),
-    "tensor": ("qwen3", {"tensor": 2}),
     "distilled": ("taught", {"tensor": 2}),
     "capped": ("gemma", {"tensor": 2}),
     "context": ("taught", {"context": 2}),
+    "mixture": ("moe", {"fsdp": 2}),
     # Of four processes:
     "both": ("qwen3", {"fsdp": 2, "tensor": 2}),
     "copies": ("qwen2", {"data": 2, "tensor": 2}),
-    "rows-context": ("qwen3", {"fsdp": 2, "context": 2}),
-    "context-tensor": ("gemma", {"context": 2, "tensor": 2, "remat": "layers"}),
+    "context-tensor": ("gemma", {"context": 2, "tensor": 2}),
+    "split experts": ("moe", {"fsdp": 2, "expert": 2}),
+    "context-experts": ("moe", {"context": 2, "expert": 2}),
 }
+
+SIX_EXPERTS = DIVISIBLE["even-moe"] | {"num_experts": 6}  # of which 4 processes have no even part
 
 
 @pytest.fixture(scope="module")
@@ -52,25 +55,30 @@ def asked(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "qwen3": save_model(folder / "qwen3", "qwen3", head_dim=16, tie_word_embeddings=False),
         "qwen2": save_model(folder / "qwen2", "qwen2", tie_word_embeddings=True),
         "gemma": write_random("even-gemma3", folder / "gemma"),
+        "moe": write_config(SIX_EXPERTS, folder / "moe"),
         "taught": folder / "taught",
     }
     models["taught"].symlink_to(models["qwen3"])
 
-    def find(processes: int, meshes: dict[str, tuple[str, dict[str, Any]]]) -> None:
-        asked = [
-            {"name": name, "directory": str(models[model]), "processes": processes, **mesh}
-            for name, (model, mesh) in meshes.items()
-        ]
-        for of in asked:
-            of |= {"teacher": str(models["qwen2"])} if of["directory"].endswith("taught") else {}
-        finished([sys.executable, "-m", "tests.torch.processes", str(folder), *map(json.dumps, asked)], processes, 1, folder)
+    def find(processes: int, meshes: dict[str, tuple[str, dict[str, int]]]) -> None:
+        asked = []
+        for name, (model, mesh) in meshes.items():
+            of: dict[str, Any] = {"name": name, "directory": str(models[model]), "processes": processes, **mesh}
+            of |= {"teacher": str(models["qwen2"])} if model == "taught" else {}
+            if model == "moe":  # how unevenly experts are chosen is said of what is computed at once
+                shares = mesh.get("fsdp", 1) * mesh.get("expert", 1)
+                of["changes"] = {"micro_batch_rows": 4 // shares, "balance": 0.3, "replay_experts": True}
+            if model == "gemma":
+                of["changes"] = {"remat": "layers"}
+            asked.append(json.dumps(of))
+        finished([sys.executable, "-m", "tests.torch.processes", str(folder), *asked], processes, 1, folder)
 
     find(1, {f"one-{model}": (model, {}) for model in models})
     for name, (model, _) in MESHES.items():
         for form in ("one", "sharded-one"):
             (folder / f"{form}-{name}").symlink_to(folder / f"{form}-{model}")
     for size in (2, 4):
-        find(size, {name: of for name, of in MESHES.items() if prod(x for x in of[1].values() if isinstance(x, int)) == size})
+        find(size, {name: of for name, of in MESHES.items() if prod(of[1].values()) == size})
     return folder
 
 

@@ -285,11 +285,6 @@ def test_more_than_one_device_is_refused_by_name(models, axis):
         trainer_of(models["qwen3"], mesh=MeshConfig(**{axis: 2}))
 
 
-def test_an_axis_that_torch_does_not_split_is_refused_by_name(models):
-    with pytest.raises(ConfigError, match=r"mesh\.expert = 2 cannot work: it must be 1"):
-        trainer_of(models["qwen3"], mesh=MeshConfig(expert=2, processes=2))
-
-
 @pytest.mark.parametrize(("tensor", "wanted"), [(3, "num_attention_heads = 4"), (4, "num_key_value_heads = 2")])
 def test_heads_that_a_mesh_does_not_divide_are_refused(models, tensor, wanted):
     with pytest.raises(ConfigError, match=rf"mesh\.tensor = {tensor} cannot work: it must be a divisor of .* {wanted}"):

@@ -23,7 +23,7 @@ from areal_x import lora as adapter_files
 from areal_x import model_dir
 from areal_x.checkpoint import Wait
 from areal_x.errors import ConfigError, UserError
-from areal_x.trainer import Loss, TrainerConfig
+from areal_x.trainer import Loss, TrainerConfig, recorded_experts
 from areal_x.types import IMAGES, Batch, Policy
 from areal_x_jax import head, lora, optimizers, sharded
 from areal_x_jax.images import image_arrays
@@ -266,17 +266,9 @@ class Trainer:
         """The recorded experts, where they are to be used."""
         if not self.config.replay_experts:
             return None
-        experts, of_model = batch.experts, self.shape.experts
+        of_model = self.shape.experts
         assert of_model is not None
-        if experts is None:
-            raise UserError("trainer.replay_experts needs trajectories whose experts the engine recorded: these have none")
-        wanted = self.shape.layers, of_model.per_token
-        if experts.shape[2:] != wanted or experts.max() >= of_model.count:
-            raise UserError(
-                f"the recorded experts are {experts.shape[2:]} numbers a token up to {experts.max()}, but {self.directory} has "
-                f"{of_model.count} experts and chooses {wanted[1]} in each of {wanted[0]} layers: the engine runs another model"
-            )
-        return np.asarray(experts)
+        return recorded_experts(batch, self.directory, self.shape.layers, of_model.per_token, of_model.count)
 
     # ---- what is compiled
 

@@ -35,7 +35,7 @@ class Flat:
 
     def take(self, x: np.ndarray) -> np.ndarray:
         """What stands in packed rows at these tokens."""
-        return x.reshape(-1)[self.places]
+        return x.reshape(-1, *x.shape[2:])[self.places]
 
     def read(
         self, wanted: Bool[np.ndarray, "rows length"], before: bool, own: slice
@@ -54,6 +54,10 @@ class Flat:
         telling = found - before
         here = (telling >= own.start) & (telling < own.stop)
         return telling[here] - own.start, self.places[found[here]]
+
+    def counted(self, own: slice) -> int:
+        """How many tokens of the part `own` are not silent; they come first."""
+        return max(min(own.stop, len(self.places) - self.silent) - own.start, 0)
 
 
 def no_sequence(tokens: int) -> Flat:

@@ -19,6 +19,7 @@ from areal_x.errors import ConfigError
 from areal_x.lora import WRAPPED
 from areal_x.trainer import LoRAConfig
 from areal_x_torch.model import is_classifier, named_tensors, quiet
+from areal_x_torch.parts import Piece
 
 OWN = ".lora_A.weight", ".lora_B.weight"
 
@@ -91,7 +92,7 @@ def trained(model: PreTrainedModel, config: LoRAConfig) -> dict[str, Parameter]:
     return {wrapped + name: p for name, p in model.named_parameters() if p.requires_grad}
 
 
-def merged(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
+def merged(model: PreTrainedModel) -> Iterator[tuple[str, Tensor | Piece]]:
     """The tensors of the plain model, one at a time, with adapters merged into them."""
     adapted = {f"{name}.weight": module for name, module in model.named_modules() if isinstance(module, Adapted)}
     for name, x in named_tensors(model).items():

@@ -4,6 +4,7 @@ Face names.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,6 +15,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
+from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoModelForSequenceClassification, PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.utils import logging
@@ -21,19 +23,22 @@ from transformers.utils import logging
 from areal_x import model_dir
 from areal_x.errors import UserError
 from areal_x_torch.attention import ATTENTION, Segments, sdpa
+from areal_x_torch.experts import EXPERTS, Routing, is_experts, routed
 from areal_x_torch.images import SEEING, Seen, look
-from areal_x_torch.parts import local, own_part
+from areal_x_torch.parts import Piece, local, own_part
 
 SCORE = "score.weight"  # what a sequence classifier has in place of a language model's head
 
 
 class Row(NamedTuple):
-    """Sequences one after the other, each with positions from 0 on; of a model that sees, three and perhaps images."""
+    """Sequences one after the other, each with positions from 0 on; of a model that sees, three and perhaps images.
+    routing: what a mixture's routers are to do."""
 
     tokens: Int[Tensor, " tokens"]
     positions: Int[Tensor, "*3 tokens"]
     segments: Segments
     seen: Seen | None = None
+    routing: Routing | None = None
 
 
 class Head(NamedTuple):
@@ -108,7 +113,7 @@ def load_frozen(directory: Path, device: torch.device, dtype: torch.dtype, head:
     model = load(directory, torch.device("cpu"), head).requires_grad_(False)
     kept = {id(model.get_input_embeddings().weight), *(id(p) for name, p in model.named_parameters() if name == "score.weight")}
     for layer in model.modules():
-        if isinstance(layer, torch.nn.Linear):
+        if isinstance(layer, torch.nn.Linear) or is_experts(layer):
             for parameter in layer.parameters():
                 if id(parameter) not in kept:
                     parameter.data = parameter.data.to(dtype)
@@ -124,6 +129,8 @@ def refuse_unusual(model: PreTrainedModel, directory: Path) -> None:
     if not model._supports_attention_backend:
         raise UserError(f"{kind}, whose attention transformers does not let others replace: use a Qwen, Llama or Mistral model")
     model.set_attn_implementation({"text_config": ATTENTION} if sees(model) else ATTENTION)
+    if any(is_experts(module) for module in model.modules()):
+        model.set_experts_implementation(EXPERTS)
     # The second of two sequences in a row must be what it is alone. A classifier's logits are those of the last token that is
     # not padding: of one token in any case.
     first, second = torch.arange(1, 4, device=model.device), torch.arange(1 if is_classifier(model) else 4, device=model.device)
@@ -149,7 +156,8 @@ def hidden_states(model: PreTrainedModel, row: Row) -> Float[Tensor, "tokens fea
         read = look(base, base.get_input_embeddings()(row.tokens[None]), row.seen)
         base = base.language_model
     # One row: of positions, and of those in three directions.
-    states = base(**read, position_ids=row.positions.unsqueeze(-2), use_cache=False, segments=row.segments)
+    with routed(row.routing):
+        states = base(**read, position_ids=row.positions.unsqueeze(-2), use_cache=False, segments=row.segments)
     return states.last_hidden_state[0]
 
 
@@ -177,20 +185,36 @@ def is_classifier(model: PreTrainedModel) -> bool:
     return hasattr(model, "score")
 
 
-def named_tensors(model: PreTrainedModel) -> dict[str, Tensor]:
-    """The tensors that `save_pretrained` would write, without copying: a tied head once, under the embedding's name."""
+def own_tensors(model: PreTrainedModel) -> dict[str, Tensor]:
+    """What a model's state is made of, under its own names, without copying: a tied head once, under the embedding's name."""
     buffers = model.state_dict().keys() & {name for name, _ in model.named_buffers()}
-    return as_saved(model, dict([*model.named_parameters(), *((n, model.get_buffer(n)) for n in sorted(buffers))]))
+    named = [*model.named_parameters(), *((name, model.get_buffer(name)) for name in sorted(buffers))]
+    return {name: x.detach() for name, x in named}
 
 
-def as_saved(model: PreTrainedModel, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def named_tensors(model: PreTrainedModel) -> dict[str, Tensor | Piece]:
+    """The same under the names that `save_pretrained` would write."""
+    return as_saved(model, own_tensors(model))
+
+
+def as_saved(model: PreTrainedModel, tensors: Mapping[str, Tensor]) -> dict[str, Tensor | Piece]:
     """Tensors that lie as the model's of these names do, under the names of its files, as views: a mixture's experts, which
-    transformers joins while it loads them, are one by one. What is copied into them is in the model."""
+    transformers joins while it loads them, are one by one. What is copied into them is in the model. Of a tensor that lies on
+    several processes the parts are pieces, unless it is one itself."""
     views = {name: x.detach() for name, x in tensors.items()}
     if not getattr(model, "_weight_conversions", None):
-        return views
-    parts = revert_weight_conversion(model, {name: x.as_subclass(_View) for name, x in views.items()})
-    return {name: x.as_subclass(Tensor) for name, x in parts.items()}
+        return dict(views)
+    spread = {name: torch.empty(x.shape, device="meta") for name, x in views.items() if isinstance(x, DTensor)}
+    held = {x.untyped_storage()._cdata: views[name] for name, x in spread.items()}
+    parts = revert_weight_conversion(model, {name: x.as_subclass(_View) for name, x in (views | spread).items()})
+
+    def part(x: Tensor) -> Tensor | Piece:
+        if not x.is_meta:
+            return x.as_subclass(Tensor)
+        of = held[x.untyped_storage()._cdata]
+        return of if x.shape == of.shape else Piece(of, x.shape, x.stride(), x.storage_offset())
+
+    return {name: part(x) for name, x in parts.items()}
 
 
 class _View(Tensor):
@@ -211,20 +235,31 @@ def to_numpy(x: Tensor) -> np.ndarray:
 
 
 @torch.no_grad()
-def copy_in(targets: Mapping[str, Tensor], tensors: Iterable[tuple[str, np.ndarray]], source: str) -> None:
-    """Copies arrays into the tensors of their names, one at a time; of one that lies on several processes its own part.
+def copy_in(targets: Mapping[str, Tensor | Piece], tensors: Iterable[tuple[str, np.ndarray]], source: str) -> None:
+    """Copies arrays into the tensors of their names, one at a time; of one that lies on several processes its own part, once
+    all its pieces are there.
 
     Raises: UserError listing what is missing, left over or of another shape.
     """
     missing, left_over = set(targets), []
+    pieces = Counter(id(x.of) for x in targets.values() if isinstance(x, Piece))
+    joined: dict[int, Tensor] = {}
     for name, x in tensors:
         if name not in targets:
             left_over.append(name)
         elif x.shape != targets[name].shape:
             raise UserError(f"{source}: {name} has shape {x.shape}, the model wants {tuple(targets[name].shape)}")
         else:
-            local(targets[name]).copy_(own_part(torch.from_numpy(np.array(x, np.float32)), targets[name]))
+            target, whole = targets[name], torch.from_numpy(np.array(x, np.float32))
             missing.discard(name)
+            if isinstance(target, Piece):
+                of = id(target.of)
+                target.view(joined.setdefault(of, torch.empty(target.of.shape))).copy_(whole)
+                pieces[of] -= 1
+                if pieces[of]:
+                    continue
+                target, whole = target.of, joined.pop(of)
+            local(target).copy_(own_part(whole, target))
     complaints = _complaints(missing, left_over)
     if complaints:
         raise UserError(f"the tensors of {source} do not fit the model ({complaints})")

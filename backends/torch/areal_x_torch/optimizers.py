@@ -26,7 +26,7 @@ from torch.optim.adamw import adamw
 from areal_x import model_dir
 from areal_x.trainer import OptimizerConfig
 from areal_x_torch import model
-from areal_x_torch.parts import gathered, mesh_of
+from areal_x_torch.parts import Piece, gathered_each, mesh_of
 
 # Muon's, of its reference and of torch.optim.Muon: the quintic's coefficients, its steps, the least norm, the momentum.
 QUINTIC, STEPS, LEAST, MOMENTUM = (3.4445, -4.7750, 2.0315), 5, 1e-7, 0.95
@@ -189,7 +189,8 @@ def _move(p: Parameter, direction: Tensor, group: Mapping[str, Any]) -> None:
 
 # ---- files
 
-AsSaved = Callable[[Mapping[str, Tensor]], dict[str, Tensor]]  # tensors that lie as parameters do, under the names of the files
+# Tensors that lie as parameters do, under the names of the files.
+AsSaved = Callable[[Mapping[str, Tensor]], dict[str, Tensor | Piece]]
 
 
 def save(
@@ -205,10 +206,11 @@ def save(
     numbers = {**numbers, "optimizer": config.name}
     if config.name == "adamw":
         first, second = (as_saved(_of_each(optimizer, named, which)) for which in MOMENT_NAMES)
-        both = ((name, *(model.to_numpy(gathered(x)) for x in (one, second[name]))) for name, one in first.items())
+        pairs = zip(gathered_each(first.items()), gathered_each(second.items()), strict=True)
+        both = ((name, model.to_numpy(one), model.to_numpy(other)) for (name, one), (_, other) in pairs)
         model_dir.write_state(directory, both, numbers)
     else:
-        own = ((name, model.to_numpy(gathered(x))) for name, x in moments(optimizer, named).items())
+        own = ((name, model.to_numpy(x)) for name, x in gathered_each(moments(optimizer, named).items()))
         model_dir.write_own_state(directory, own, {**numbers, "backend": "torch"})
 
 
@@ -218,7 +220,7 @@ def restore(
     """Takes the state that `save` wrote, in the types that this optimizer keeps. Raises: UserError for what is not its own."""
     described = model_dir.read_state(directory)
     config.check_state(directory, described, "torch")
-    own = moments(optimizer, named)
+    own: dict[str, Tensor | Piece] = dict(moments(optimizer, named))
     if config.name == "adamw":
         each = {which: as_saved(_of_each(optimizer, named, which)) for which in MOMENT_NAMES}
         own = {f"{which}.{name}": x for which, of_tensors in each.items() for name, x in of_tensors.items()}

@@ -2,12 +2,13 @@
 
 data      copies of the model, each with rows of its own; gradients are summed
 fsdp      rows too; parameters, gradients and moments are split, and gathered a decoder block at a time as they are needed
-expert    rows too; the experts of a mixture
+expert    rows too; the experts of a mixture, to which tokens go
 context   tokens of every row, and parameters, gradients and moments as fsdp does
 tensor    heads, the width of the MLP and the vocabulary; every process of a tensor group has the same tokens
 
 A parameter is a DTensor that knows how it is split: over tensor where it is computed in parts, and over fsdp, expert and
-context together, to be gathered. The axes of a `joined` mesh have the names of those that they join.
+context together, to be gathered; one of experts over expert, and to be gathered over fsdp and context. The axes of a `joined`
+mesh have the names of those that they join.
 """
 
 from __future__ import annotations
@@ -34,12 +35,14 @@ from areal_x import model_dir
 from areal_x.errors import ConfigError, UserError
 from areal_x.trainer import MeshConfig
 from areal_x_torch.context import check_context
+from areal_x_torch.experts import computed_again, is_experts
 from areal_x_torch.model import Head, head_layer, is_classifier, softcap_of
 from areal_x_torch.parts import local
 
 AXES = ("data", "fsdp", "expert", "context", "tensor")
 ROWS = ("data", "fsdp", "expert")  # the axes along which processes have rows of their own
 DENSE = "fsdp expert context"  # the axes over which every parameter is split that is not an expert's
+COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")  # what configs call how many experts a layer has
 STYLES = {"colwise": ColwiseParallel, "rowwise": RowwiseParallel}
 SUMMED = "replicated_with_grad_allreduce"  # what transformers' plans call a norm of single heads
 
@@ -49,8 +52,6 @@ def make_mesh(config: MeshConfig, device: torch.device) -> DeviceMesh | None:
 
     Raises: ConfigError for axes that this backend does not have or that do not make up the processes.
     """
-    if config.expert != 1:
-        raise ConfigError("mesh.expert", config.expert, "1, as the torch backend does not split that yet")
     sizes = [getattr(config, axis) for axis in AXES[1:]]
     processes, split = config.processes, prod(sizes)
     if processes % split or config.data not in (-1, processes // split):
@@ -77,10 +78,17 @@ def check_model(directory: Path, config: MeshConfig, memory: int | None, learns:
     if config.processes > 1:
         described = AutoConfig.from_pretrained(directory, local_files_only=True)
         check_context(described, config)
-        what = {"vision_config": "a model that sees", "num_experts": "a mixture of experts", "num_local_experts": "a mixture"}
-        for field, kind in what.items():
-            if getattr(described, field, None):
-                raise ConfigError("mesh.processes", config.processes, f"1, as torch does not split {kind} yet")
+        if hasattr(described, "vision_config"):
+            raise ConfigError("mesh.processes", config.processes, "1, as torch does not split a model that sees yet")
+        experts = next((n for field in COUNTS if (n := getattr(described, field, None))), 0)
+        if config.expert > 1 and (not experts or experts % config.expert):
+            wanted = (
+                f"a divisor of the model's {experts} experts" if experts else "1 for a model without experts: use mesh.fsdp"
+            )
+            raise ConfigError("mesh.expert", config.expert, wanted)
+        if config.tensor > 1 and experts:
+            wanted = "1, as torch does not split a mixture's products yet: use mesh.expert or mesh.fsdp"
+            raise ConfigError("mesh.tensor", config.tensor, wanted)
         if config.tensor > 1:
             plan_of(described, config.tensor)
     if memory is None:
@@ -88,9 +96,10 @@ def check_model(directory: Path, config: MeshConfig, memory: int | None, learns:
     count = sum(prod(shape) for shape in model_dir.shapes(directory).values())
     # fp32 weights, gradients and both moments, or weights that are only read in bf16.
     needed = count * (16 if learns else 2)
-    parts = config.fsdp * config.context * config.tensor
+    beside = config.expert * config.context * config.tensor
+    parts = config.fsdp * beside
     if needed > memory * parts:
-        least = -(-needed // (memory * config.context * config.tensor))
+        least = -(-needed // (memory * beside))
         wanted = (
             f"at least {least}, with as many mesh.processes: {count / 1e9:.1f} billion parameters take "
             f"{needed / parts / 1e9:.0f} GB of each device, which has {memory / 1e9:.0f} GB"
@@ -100,8 +109,9 @@ def check_model(directory: Path, config: MeshConfig, memory: int | None, learns:
 
 def recompute(model: PreTrainedModel) -> None:
     """Has the backward pass compute each block again from what went into it."""
+    how = {"use_reentrant": False, "preserve_rng_state": False, "context_fn": computed_again}
     for block in blocks_of(model):
-        block.forward = partial(checkpoint, block.forward, use_reentrant=False, preserve_rng_state=False)
+        block.forward = partial(checkpoint, block.forward, **how)
 
 
 class Spoken(nn.Module):
@@ -155,17 +165,24 @@ def spread(
 
     done: set[nn.Parameter] = set()  # the head is below the model too, where fully_shard would find it again
 
-    def shard(unit: nn.Module, compute: torch.dtype | None) -> None:
+    def shard(unit: nn.Module, compute: torch.dtype | None, over: DeviceMesh = over) -> None:
         # Gathered in what products are computed in; summed in fp32. What goes in is left alone: the residual stream is fp32, as
         # on one device. What was gathered is given up after each pass: parameters are read and restored between passes.
         policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32, cast_forward_inputs=False)
-        unit = fully_shard(unit, mesh=over, reshard_after_forward=True, mp_policy=policy, ignored_params=done)
+        how: dict[str, Any] = {"mesh": over, "mp_policy": policy, "ignored_params": done}
+        unit = fully_shard(unit, reshard_after_forward=True, shard_placement_fn=partial(split_along, over.size(-1)), **how)
         assert isinstance(unit, FSDPModule)
         # Summed and not averaged: a batch's weights hold the normalisation. gloo has nothing but sums.
         unit.set_force_sum_reduction_for_comms(True)
         unit.set_gradient_divide_factor(1.0)
 
     low = None if dtype == torch.float32 else dtype
+    if mesh["expert"].size() > 1:
+        mixed = joined(mesh, "tensor", "data", "fsdp context", "expert")
+        beside = mixed["data", "fsdp context"] if mixed["data"].size() > 1 else mixed["fsdp context"]
+        for module in filter(is_experts, model.modules()):
+            split_experts(module, mixed["expert"])
+            shard(module, low, beside)
     for block in blocks_of(model):
         shard(block, low)
     if not ends:
@@ -228,6 +245,19 @@ def split_vocabulary(model: PreTrainedModel, mesh: DeviceMesh) -> None:
             setattr(layer, name, nn.Parameter(distribute_tensor(x.detach(), mesh, [Shard(0)], src_data_rank=None)))
 
 
+def split_along(size: int, x: nn.Parameter) -> Shard | None:
+    """How fully_shard splits what is split already, which it does evenly only: whole experts, or else each of them."""
+    return Shard(1) if isinstance(x, DTensor) and x.ndim == 3 and len(local(x)) % size else None
+
+
+def split_experts(module: nn.Module, mesh: DeviceMesh) -> None:
+    """Each process has as many, which it alone computes: areal_x_torch.experts brings it their tokens."""
+    for name, x in list(module.named_parameters()):
+        setattr(
+            module, name, nn.Parameter(distribute_tensor(x.detach(), mesh, [Shard(0)], src_data_rank=None), x.requires_grad)
+        )
+
+
 def parts_to_sum(model: PreTrainedModel, mesh: DeviceMesh | None) -> list[nn.Parameter]:
     """The parameters of which each process of a tensor group has the gradient of its own heads alone."""
     if mesh is None or mesh["tensor"].size() == 1:
@@ -250,11 +280,18 @@ def rank_among_rows(mesh: DeviceMesh | None) -> tuple[int, int]:
 
 def sum_over_rows(x: Tensor, mesh: DeviceMesh | None) -> Tensor:
     """The sum of what the processes found in their own rows; the same, bit for bit, on every one."""
+    return _sum_along(x, mesh, ROWS)
+
+
+def sum_over_tokens(x: Tensor, mesh: DeviceMesh | None) -> Tensor:
+    """The same of what they found in their own parts of rows."""
+    return _sum_along(x, mesh, (*ROWS, "context"))
+
+
+def _sum_along(x: Tensor, mesh: DeviceMesh | None, own: Sequence[str]) -> Tensor:
     if mesh is not None:
-        if any(
-            mesh.get_local_rank(axis) for axis in AXES if axis not in ROWS
-        ):  # the first of those with its rows says the same
-            x = torch.zeros_like(x)
+        # Along the other axes all found the same: it counts once.
+        x = torch.zeros_like(x) if any(mesh.get_local_rank(axis) for axis in AXES if axis not in own) else x.clone()
         dist.all_reduce(x)
     return x
 

@@ -1,10 +1,11 @@
-"""A tensor that lies on several processes, and its parts, one that does not being its own part; and three passes from parts to
-what all have, each with the gradient that is right where all of them go on to compute the same.
+"""A tensor that lies on several processes, and its parts, one that does not being its own part; three passes from parts to
+what all have, each with the gradient that is right where all of them go on to compute the same; and one between parts.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -12,6 +13,18 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
+
+
+class Piece(NamedTuple):
+    """Some numbers of a tensor that lies on several processes: where they would be, were it whole and contiguous."""
+
+    of: DTensor
+    shape: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+
+    def view(self, whole: Tensor) -> Tensor:
+        return whole.as_strided(self.shape, self.stride, self.offset)
 
 
 def local(x: Tensor) -> Tensor:
@@ -22,6 +35,21 @@ def local(x: Tensor) -> Tensor:
 def gathered(x: Tensor) -> Tensor:
     """The whole tensor, which all processes gather together."""
     return x.full_tensor() if isinstance(x, DTensor) else x
+
+
+def gathered_each(
+    tensors: Iterable[tuple[str, Tensor | Piece]], as_: Callable[[Tensor], Tensor] = lambda x: x
+) -> Iterator[tuple[str, Tensor]]:
+    """The whole tensors, one after the other; of neighbours that are pieces of one tensor, that is gathered once. as_: what is
+    made of each before."""
+    last: DTensor | None = None
+    for name, x in tensors:
+        if isinstance(x, Piece):
+            if last is not x.of:
+                last, whole = x.of, gathered(as_(x.of)).contiguous()
+            yield name, x.view(whole)
+        else:
+            yield name, gathered(as_(x))
 
 
 def own_part(whole: Tensor, of: Tensor) -> Tensor:
@@ -85,3 +113,18 @@ class Joined(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return grad.chunk(ctx.group.size(), dim=-1)[ctx.group.rank()], None
+
+
+class Exchanged(torch.autograd.Function):
+    """Rows for each process of a group in its order, so many as `sent` says, for those that they have for this one."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, sent: list[int], received: list[int], group: ProcessGroup) -> Tensor:
+        ctx.how = received, sent, group
+        rows = x.new_empty(sum(received), *x.shape[1:])
+        dist.all_to_all_single(rows, x.contiguous(), received, sent, group=group)
+        return rows
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        return Exchanged.apply(grad, *ctx.how), None, None, None

@@ -26,6 +26,7 @@ from areal_x_torch import lora
 from areal_x_torch.cache import ATTENTION, Cache, Prefill, layers_of
 from areal_x_torch.draw import Drawing, draw, uniform
 from areal_x_torch.layout import by_length
+from areal_x_torch.model import as_saved
 from areal_x_torch.step import Step, traced
 
 CHUNK = 512  # columns of a prefill: what a longer prompt costs in memory at once
@@ -111,8 +112,9 @@ class Sampler(Lanes):
 
     @torch.inference_mode()
     def _copy_in(self, snapshot: Mapping[str, Tensor]) -> list[None]:
-        for name, p in self.model.named_parameters():
-            p.copy_(snapshot[name])
+        for name, x in as_saved(self.model, dict(self.model.named_parameters())).items():
+            assert isinstance(x, Tensor)
+            x.copy_(snapshot[name])
         return [None] * len(self.lanes)
 
 

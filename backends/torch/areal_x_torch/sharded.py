@@ -1,8 +1,9 @@
 """Checkpoints of which every process writes its own part, in the background, by torch.distributed.checkpoint; any other mesh
 reads them.
 
-shards/ holds tensors under their Hugging Face names, and an optimizer's under its own. What no process holds whole is never
-gathered; the price is that only this backend reads it. `Trainer.save` makes of it what every backend reads.
+shards/ holds tensors under the names of transformers' model, in which a mixture's experts are joined, and an optimizer's under
+its own. What no process holds whole is never gathered; the price is that only this backend reads it. `Trainer.save` makes of it
+what every backend reads.
 """
 
 from __future__ import annotations

@@ -23,9 +23,9 @@ from areal_x import model_dir
 from areal_x.checkpoint import Wait
 from areal_x.errors import ConfigError, UserError, one_of
 from areal_x.rollout.lanes import Lanes
-from areal_x.trainer import Loss, TrainerConfig
+from areal_x.trainer import Loss, TrainerConfig, recorded_experts
 from areal_x.types import IMAGES, Batch, Policy
-from areal_x_torch import attention, context, head, lora, model, optimizers, sharded
+from areal_x_torch import attention, context, experts, head, lora, model, optimizers, sharded
 from areal_x_torch.attention import Segments
 from areal_x_torch.device import compute_dtype, find_device, memory_of
 from areal_x_torch.images import check_images, seen_of
@@ -39,9 +39,10 @@ from areal_x_torch.parallel import (
     spread,
     sum_gradients,
     sum_over_rows,
+    sum_over_tokens,
     total_norm,
 )
-from areal_x_torch.parts import Summed, gathered, local
+from areal_x_torch.parts import Piece, Summed, gathered_each, local
 
 
 class Trainer:
@@ -49,10 +50,6 @@ class Trainer:
 
     def __init__(self, config: TrainerConfig) -> None:
         one_of("trainer.remat", config.remat, ("auto", "layers"))
-        if config.balance:
-            raise ConfigError("trainer.balance", config.balance, "0, as the torch backend does not push experts yet")
-        if config.replay_experts:
-            raise ConfigError("trainer.replay_experts", True, "False, as the torch backend does not choose experts yet")
         self.config = config
         self.directory = model_dir.resolve(config.model.path)
         if config.lora.rank:
@@ -76,6 +73,7 @@ class Trainer:
             raise ConfigError("train.teacher", config.teacher, "a model that sees where the student does, and else one of text")
         if config.lora.rank:
             lora.adapt(self.model, config.lora, config.seed)
+        self.routers = experts.hook_routers(self.model, config, self.directory)
         if config.remat == "layers" and not config.frozen:
             recompute(self.model)  # before it is split: a block that is computed again is gathered already
         self.whole = spread(self.model, self.mesh, self.dtype, self.device)
@@ -92,6 +90,7 @@ class Trainer:
             raise ValueError("the batch has no weights: an algorithm's weighting gives them")
         self._need_moments("update")
         check_images(batch, self.model.config)
+        batch = batch.replace(experts=self._replayed(batch))
         self._leave_cores()
         self.optimizer.zero_grad()  # what a loss that raised has left behind
         tokens = max(int(np.sum(batch.mask)), 1)
@@ -100,12 +99,20 @@ class Trainer:
         for shares in micro_batches(batch.map(np.asarray), self.config.micro_batch_rows, self.shares):
             packed, passes = shares[self.share], self._passes([share.segment_ids for share in shares])
             rows = packed.map(lambda x: to_tensor(x, self.device))
+            tally = None if self.routers is None else experts.Tally.of(self.routers, self.device)
             # Only what is trained on goes through the head: a loss masks everything else before it computes.
-            terms, metrics = loss(self._policy(packed, packed.mask, passes, self.config.entropy, self.teacher), rows)
+            terms, metrics = loss(self._policy(packed, packed.mask, passes, self.config.entropy, self.teacher, tally), rows)
             total = (rows.weights * terms).sum()
+            sums["loss"] += total.detach()
+            if tally is not None:
+                seen, trained = (sum(np.count_nonzero(getattr(x, name)) for x in shares) for name in ("segment_ids", "mask"))
+                uneven = tally.imbalance(seen, partial(sum_over_tokens, mesh=self.mesh)) * (trained / tokens)
+                total = total + self.config.balance * uneven
+                of_rows = uneven.detach() if self.context is None else Summed.apply(uneven.detach(), self.context)
+                sums["expert_imbalance"] += of_rows
+                sums["loss"] += self.config.balance * of_rows
             if total.requires_grad:
                 total.backward()
-            sums["loss"] += total.detach()
             for name, x in metrics.items():
                 sums[name] += torch.where(rows.mask, x.detach(), 0).sum() / tokens
         sums = dict(zip(sums, sum_over_rows(torch.stack(list(sums.values())), self.mesh), strict=True))
@@ -138,8 +145,7 @@ class Trainer:
 
     def device_weights(self) -> Iterator[tuple[str, Tensor]]:
         """The tensors of `weights`, on this process's device. Where nothing is cast or gathered they are the model's own."""
-        for name, x in lora.merged(self.model):
-            yield name, gathered(x.to(self.dtype) if x.is_floating_point() else x)
+        yield from gathered_each(lora.merged(self.model), lambda x: x.to(self.dtype) if x.is_floating_point() else x)
 
     def weights(self) -> Iterator[tuple[str, np.ndarray]]:
         for name, x in self.device_weights():
@@ -153,7 +159,7 @@ class Trainer:
 
     def snapshot(self) -> dict[str, Tensor]:
         self._only_with("snapshot", "policy")
-        copied = ((name, gathered(x.to(self.dtype, copy=True))) for name, x in lora.merged(self.model))
+        copied = gathered_each(lora.merged(self.model), lambda x: x.to(self.dtype, copy=True))
         # All gather it, and the first, whose sampler draws, keeps it.
         return {name: x for name, x in copied if self.mesh is None or self.mesh.get_rank() == 0}
 
@@ -179,7 +185,7 @@ class Trainer:
             adapter_files.write(directory, self.adapter(), **how)
             state["base"] = adapter_files.fingerprint(self.directory)
         else:
-            tensors = ((name, model.to_numpy(gathered(x))) for name, x in model.named_tensors(self.model).items())
+            tensors = ((name, model.to_numpy(x)) for name, x in gathered_each(model.named_tensors(self.model).items()))
             model_dir.write_model(directory, self.directory, tensors, head=self.config.head)
         optimizers.save(directory, self.config.optimizer, self.optimizer, self.trained, state, self._as_saved)
 
@@ -211,13 +217,20 @@ class Trainer:
             model.copy_in(model.named_tensors(self.model), model_dir.read_tensors(directory), str(directory))
         self.version = int(model_dir.read_state(directory)["version"])
 
-    def _as_saved(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def _as_saved(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor | Piece]:
         """Of what is trained, or its moments, under the names of its files."""
         return dict(tensors) if self.config.lora.rank else model.as_saved(self.model, tensors)
 
     def _state(self) -> dict[str, Tensor]:
         """Every tensor of a checkpoint, or this process's part, without copying."""
-        return model.named_tensors(self.model) | optimizers.moments(self.optimizer, self.trained)
+        return model.own_tensors(self.model) | optimizers.moments(self.optimizer, self.trained)
+
+    def _replayed(self, batch: Batch) -> np.ndarray | None:
+        """The recorded experts, where they are to be used."""
+        if not self.config.replay_experts:
+            return None
+        assert self.routers is not None
+        return recorded_experts(batch, self.directory, self.routers.layers, self.routers.per_token, self.routers.count)
 
     def _load_teacher(self, directory: Path) -> PreTrainedModel:
         model_dir.check_vocabulary("train.teacher", directory, self.directory)
@@ -239,13 +252,14 @@ class Trainer:
         passes: Sequence[Flat],
         entropy: bool = False,
         teacher: PreTrainedModel | None = None,
+        tally: experts.Tally | None = None,
     ) -> Policy:
         """What the head says of the wanted tokens of packed rows, 0 elsewhere, in these passes through the model."""
         said: dict[str, Tensor] = {}
         for flat in passes:
             own = context.own_part(len(flat.places), self.context)
             telling, told = flat.read(wanted, before=self.config.head != "reward", own=own)
-            row = self._row(packed, flat, own)
+            row = self._row(packed, flat, own, tally)
             targets, telling, told = (to_tensor(x, self.device) for x in (packed.tokens.reshape(-1)[told], telling, told))
             beside = None
             if teacher is not None:
@@ -270,13 +284,15 @@ class Trainer:
         own = [divisible(flat, parts) for flat in passes[self.share]]
         return own + [no_sequence(parts)] * (max(map(len, passes)) - len(own))
 
-    def _row(self, packed: Batch, flat: Flat, own: slice) -> model.Row:
+    def _row(self, packed: Batch, flat: Flat, own: slice, tally: experts.Tally | None) -> model.Row:
         """The part `own` of a flat row's tokens, and the sequences of all of it."""
         segments = Segments.of(tuple(flat.lengths.tolist()), self.attend, self.device)
         tokens, positions, seen = to_tensor(flat.take(packed.tokens)[own], self.device), flat.positions[own], None
         if model.sees(self.model):
             positions, seen = seen_of(packed, flat, self.model.config, self.device)
-        return model.Row(tokens, to_tensor(positions, self.device), segments, seen)
+        recorded = None if packed.experts is None else to_tensor(flat.take(packed.experts)[own], self.device)
+        routing = experts.Routing(recorded, tally, flat.counted(own))
+        return model.Row(tokens, to_tensor(positions, self.device), segments, seen, routing)
 
     def _hidden(self, of: PreTrainedModel, row: model.Row, telling: Tensor) -> Tensor:
         """What a model's head reads at the places `telling` of a flat row."""
@@ -297,8 +313,8 @@ class Trainer:
     def _everywhere(self, batch: Batch, name: str) -> Float32[np.ndarray, "rows length"]:
         """What the head says of all tokens."""
         check_images(batch, self.model.config)
-        images = {name: getattr(batch, name) for name in IMAGES}
-        packed = Batch(batch.tokens, batch.segment_ids, batch.positions, batch.mask, **images).map(np.asarray)
+        read = {name: getattr(batch, name) for name in IMAGES} | {"experts": self._replayed(batch)}
+        packed = Batch(batch.tokens, batch.segment_ids, batch.positions, batch.mask, **read).map(np.asarray)
         share_of_row = np.arange(len(packed.tokens)) * self.shares // len(packed.tokens)
         shares = [np.where((share_of_row == share)[:, None], packed.segment_ids, 0) for share in range(self.shares)]
         said = getattr(self._policy(packed, shares[self.share] != 0, self._passes(shares)), name)

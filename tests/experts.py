@@ -1,0 +1,41 @@
+"""Recorded experts, and what transformers says of tokens that go through them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tests.models import log_softmax, reference_model
+
+
+def replayed_logprobs(directory: Path, tokens: np.ndarray, experts: np.ndarray) -> np.ndarray:
+    """What transformers says of each token, 0 for the first, with its routers made to choose these experts."""
+    import torch
+
+    model = reference_model(directory)
+
+    def choose(layer: int) -> Any:
+        def hook(router: Any, _: Any, routed: tuple[Any, ...]) -> tuple[Any, ...]:
+            logits, _, chosen = routed
+            given = torch.tensor(experts[:, layer]).long()
+            chosen = torch.where(given >= 0, given, chosen)
+            weights = torch.softmax(logits, -1).gather(-1, chosen)
+            return logits, weights / weights.sum(-1, keepdim=True) if router.norm_topk_prob else weights, chosen
+
+        return hook
+
+    for number, layer in enumerate(model.model.layers):
+        layer.mlp.gate.register_forward_hook(choose(number))
+    with torch.no_grad():
+        logits = model(torch.tensor(tokens[None]).long()).logits[0].numpy()
+    return np.append(0, log_softmax(logits)[np.arange(len(tokens) - 1), tokens[1:]])
+
+
+def recorded(length: int, seed: int, count: int = 4) -> np.ndarray:
+    """Two of so many experts in each of two layers, but for the last token's."""
+    rng = np.random.default_rng(seed)
+    drawn = rng.permuted(np.broadcast_to(np.arange(count), (length, 2, count)), axis=-1)[..., :2].astype(np.int16)
+    drawn[-1] = -1
+    return drawn
