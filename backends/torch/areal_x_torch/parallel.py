@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
@@ -33,8 +33,9 @@ from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 from areal_x import model_dir
 from areal_x.errors import ConfigError, UserError
 from areal_x.trainer import MeshConfig
+from areal_x_torch.lora import Adapted
 from areal_x_torch.model import Head, head_layer, is_classifier, softcap_of
-from areal_x_torch.parts import local
+from areal_x_torch.parts import local, split
 
 AXES = ("data", "fsdp", "expert", "context", "tensor")
 ROWS = ("data", "fsdp", "expert")  # the axes along which processes have rows of their own
@@ -76,12 +77,12 @@ def check_model(directory: Path, config: MeshConfig, memory: int | None, learns:
     than the memory of the devices, each of which has so many bytes."""
     if config.processes > 1:
         described = AutoConfig.from_pretrained(directory, local_files_only=True)
-        what = {"vision_config": "a model that sees", "num_experts": "a mixture of experts", "num_local_experts": "a mixture"}
+        what = {"num_experts": "a mixture of experts", "num_local_experts": "a mixture"}
         for field, kind in what.items():
             if getattr(described, field, None):
                 raise ConfigError("mesh.processes", config.processes, f"1, as torch does not split {kind} yet")
         if config.tensor > 1:
-            plan_of(described, config.tensor)
+            plan_of(described.get_text_config(), config.tensor)
     if memory is None:
         return
     count = sum(prod(shape) for shape in model_dir.shapes(directory).values())
@@ -146,10 +147,13 @@ def spread(
     dense = joined(mesh, "data", DENSE, "tensor")
     if dense["tensor"].size() > 1:
         # Before fully_shard: what that splits further is this process's part.
+        learns = {name: p.requires_grad for name, p in model.named_parameters()}
         split_heads(model, dense["tensor"])
         if ends:
             split_vocabulary(model, dense["tensor"])
             whole.head.others = None if is_classifier(model) else dense["tensor"].get_group()
+        for name, p in model.named_parameters():  # torch's own styles make parameters that learn
+            p.requires_grad_(learns[name])
     over = dense["data", DENSE] if dense["data"].size() > 1 else dense[DENSE]
 
     done: set[nn.Parameter] = set()  # the head is below the model too, where fully_shard would find it again
@@ -211,8 +215,15 @@ def plan_of(config: PreTrainedConfig, tensor: int) -> dict[str, str]:
 
 
 def split_heads(model: PreTrainedModel, mesh: DeviceMesh) -> None:
-    styles = {name: STYLES[style]() for name, style in plan_of(model.config, mesh.size()).items() if style in STYLES}
-    parallelize_module(model.base_model, mesh, styles)
+    decoder = model.get_decoder()
+    for pattern, style in plan_of(decoder.config, mesh.size()).items():
+        for name, layer in list(decoder.named_modules()) if style in STYLES else ():
+            if not fnmatchcase(name, pattern):
+                continue
+            if isinstance(layer, Adapted):
+                layer.split(mesh, by_rows=style == "colwise")  # whose outputs are columns: it is x Wᵀ
+            else:
+                parallelize_module(layer, mesh, STYLES[style]())
 
 
 def split_vocabulary(model: PreTrainedModel, mesh: DeviceMesh) -> None:
@@ -224,16 +235,22 @@ def split_vocabulary(model: PreTrainedModel, mesh: DeviceMesh) -> None:
         layer.weight = embedding.weight
     elif not is_classifier(model):
         for name, x in list(layer.named_parameters()):
-            setattr(layer, name, nn.Parameter(distribute_tensor(x.detach(), mesh, [Shard(0)], src_data_rank=None)))
+            setattr(layer, name, split(x, mesh, 0))
 
 
 def parts_to_sum(model: PreTrainedModel, mesh: DeviceMesh | None) -> list[nn.Parameter]:
-    """The parameters of which each process of a tensor group has the gradient of its own heads alone."""
+    """The parameters of which each process of a tensor group has the gradient of its own heads or columns alone."""
     if mesh is None or mesh["tensor"].size() == 1:
         return []
-    names = [name for name, style in plan_of(model.config, mesh["tensor"].size()).items() if style == SUMMED]
-    modules = model.base_model.named_modules()
-    return [p for name, m in modules if any(fnmatchcase(name, of) for of in names) for p in m.parameters()]
+    decoder = model.get_decoder()
+    names = [name for name, style in plan_of(decoder.config, mesh["tensor"].size()).items() if style == SUMMED]
+    found = []
+    for name, module in decoder.named_modules():
+        if any(fnmatchcase(name, of) for of in names):
+            found += list(module.parameters())
+        if isinstance(module, Adapted) and module.others is not None:
+            found.append(module.whole)
+    return found
 
 
 # ---- sums over all processes
