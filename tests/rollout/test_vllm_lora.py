@@ -43,20 +43,23 @@ def said_by(trainer: Trainer, completion: Completion) -> np.ndarray:
 
 
 @pytest.fixture(scope="module")
-def trainer(tiny_model_dir: Path) -> Trainer:
-    pytest.importorskip("jax")
-    optimizer = OptimizerConfig(learning_rate=2e-2)
-    config = TrainerConfig(model=ModelConfig(str(tiny_model_dir)), optimizer=optimizer, lora=LORA, micro_batch_rows=4)
-    return create_trainer("jax", config)
-
-
-@pytest.fixture(scope="module")
 def engine(tiny_model_dir: Path, tmp_path_factory: pytest.TempPathFactory, run: Run) -> Iterator[VLLMEngine]:
     config = VLLMConfig(context=256, concurrency=32, threads=1)
     engine = VLLMEngine(config, tiny_model_dir, tmp_path_factory.mktemp("vllm-lora"), lambda line: None, LORA)
     run(engine.start())
     yield engine
     run(engine.close())
+
+
+@pytest.fixture(scope="module", params=["jax", "torch"])
+def trainer(request: pytest.FixtureRequest, engine: VLLMEngine, tiny_model_dir: Path) -> Trainer:
+    """Of each backend in turn, whose versions go on where the last one's ended: the server knows them by their numbers."""
+    pytest.importorskip(request.param)
+    optimizer = OptimizerConfig(learning_rate=2e-2)
+    config = TrainerConfig(model=ModelConfig(str(tiny_model_dir)), optimizer=optimizer, lora=LORA, micro_batch_rows=4)
+    made = create_trainer(request.param, config)
+    made.version = engine.version
+    return made
 
 
 @pytest.fixture
@@ -134,7 +137,12 @@ def test_a_damaged_adapter_is_lost_with_the_servers_words_and_the_newest_goes_on
 
 
 def test_adapters_that_another_run_left_on_a_server_are_unloaded(
-    published: VLLMEngine, tiny_model_dir: Path, tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch
+    published: VLLMEngine,
+    trainer: Trainer,
+    tiny_model_dir: Path,
+    tmp_path: Path,
+    run: Run,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     (server,) = published._servers
     monkeypatch.setenv("VLLM_API_KEY", server.key)
@@ -147,3 +155,5 @@ def test_adapters_that_another_run_left_on_a_server_are_unloaded(
         return left
 
     assert run(begin()) == []
+    (folder,) = (folder for folder in published._staging.root.iterdir() if folder.is_dir())
+    run(published._clients[0].load_adapter(f"policy-{trainer.version}", folder))  # for the next trainer, as it was

@@ -1,5 +1,5 @@
 """What each of several processes does in a test: `python -m tests.torch.processes FOLDER ASKED …`, each JSON of a name, the
-directories of a model and perhaps of its teacher, MeshConfig's fields, and perhaps changes of TrainerConfig's.
+directories of a model and perhaps of its teacher, MeshConfig's fields, and perhaps a lora.rank and changes of TrainerConfig's.
 
 For each: updates, everything else a trainer is asked, a save in both forms, and a save of what a restore of "one-NAME" gives,
 in both forms, where that is there. The first process writes what it found to FOLDER.
@@ -24,12 +24,16 @@ from areal_x.cluster import ranks
 from areal_x.cluster.links import Follower
 from areal_x.data.batch import Models
 from areal_x.data.packing import pack
-from areal_x.trainer import MeshConfig, ModelConfig, OptimizerConfig, TrainerConfig
+from areal_x.model_dir import read_config
+from areal_x.trainer import LoRAConfig, MeshConfig, ModelConfig, OptimizerConfig, TrainerConfig
 from areal_x.types import Batch, Policy, Trajectory
 from areal_x_torch.trainer import Trainer
 from tests.experts import recorded
+from tests.models import PROMPTS, with_images
 
 UPDATES, VOCABULARY = 3, 40
+# Rows with several images and rows without any, in two batches of three.
+SEEN, WITH_IMAGES = [*PROMPTS, (45,), (1, (1, 4, 6)), (44,)], (0, 1)
 LENGTHS = (9, 5, 12, 3, 7, 2, 15, 4, 6)  # rows of unequal numbers of sequences: more passes on one process than on another
 OPTIMIZER = OptimizerConfig(learning_rate=1e-2, eps=1e-2, weight_decay=0.1, clip_norm=0.05, warmup_steps=2)
 
@@ -42,15 +46,19 @@ ONE = losses.combine(losses.ppo_clip, losses.policy_gap, partial(losses.entropy_
 TAUGHT = losses.combine(ONE, losses.divergence)
 
 
-def batch_of(seed: int) -> Batch:
+def batch_of(seed: int, sees: bool = False) -> Batch:
     rng = np.random.default_rng(seed)
     made = []
     for n in LENGTHS:
         prompt, answer = (rng.integers(0, VOCABULARY, count).astype(np.int32) for count in (1, n - 1))
+        if sees:  # no token of an image
+            prompt, answer = prompt % 5, answer % 5
         logprobs = rng.normal(-3.5, 0.3, n - 1).astype(np.float32)
         experts = recorded(n, seed, count=6) if n % 2 else None  # for a mixture, whose router chooses where there are none
         made.append(Trajectory.from_completion(prompt, answer, logprobs, np.zeros(n - 1, np.int32), experts=experts))
-    packed = pack(made, 16)
+    if sees and seed in WITH_IMAGES:
+        made = with_images(*SEEN, image_like=False, seed=seed)
+    packed = pack(made, 64 if sees else 16)
     batch = packed.batch
     weights = np.asarray(token_mean(batch.mask, batch.segment_ids), np.float32)
     advantages = packed.spread(rng.normal(size=len(made)).astype(np.float32))
@@ -62,19 +70,23 @@ def trainer_of(directory: str, mesh: dict[str, int], **changes: Any) -> Trainer:
     return Trainer(TrainerConfig(model=ModelConfig(path=directory), **(how | changes)))
 
 
-def models_of(directory: str, mesh: dict[str, int], teacher: str | None, changes: dict[str, Any]) -> Models:
+def models_of(
+    directory: str, mesh: dict[str, int], teacher: str | None, rank: int, form: str, changes: dict[str, Any]
+) -> Models:
     taught = {} if teacher is None else {"teacher": teacher, "divergence": partial(generalized_jsd, beta=0.5)}
-    policy = trainer_of(directory, mesh, checkpoint="sharded", entropy=True, **taught, **changes)
+    learns = {"lora": LoRAConfig(rank=rank, alpha=8.0)}
+    policy = trainer_of(directory, mesh, checkpoint=form, entropy=True, **taught, **learns, **changes)
     rows = {"micro_batch_rows": policy.config.micro_batch_rows}
-    return Models(policy, trainer_of(directory, mesh, frozen=True, **rows), trainer_of(directory, mesh, head="value", **rows))
+    reference = trainer_of(directory, mesh, frozen=True, **rows)
+    return Models(policy, reference, trainer_of(directory, mesh, head="value", **learns, **rows))
 
 
-def ask(models: Models, loss: losses.Loss, folder: Path, name: str) -> dict[str, Any]:
-    """Everything that a run asks its trainers; arrays as lists. loss: the policy's."""
+def ask(models: Models, loss: losses.Loss, folder: Path, name: str, form: str, sees: bool) -> dict[str, Any]:
+    """Everything that a run asks its trainers; arrays as lists. loss: the policy's. form: of its checkpoints."""
     policy, critic, reference = models.policy, models.critic, models.reference
     assert critic is not None
     assert reference is not None
-    batches = [batch_of(step) for step in range(UPDATES)]
+    batches = [batch_of(step, sees) for step in range(UPDATES)]
     found: dict[str, Any] = {"before": policy.logprobs(batches[0]).tolist()}
     found["updates"] = [policy.update(batch, loss) for batch in batches]
     spoilt = batches[0].replace(weights=np.full_like(batches[0].weights, np.nan))
@@ -83,6 +95,7 @@ def ask(models: Models, loss: losses.Loss, folder: Path, name: str) -> dict[str,
     found["reference"] = reference.logprobs(batches[0]).tolist()
     found["critic"] = [critic.update(batch, value_loss)["grad_norm"] for batch in batches[:2]]
     found["values"] = critic.values(batches[0]).tolist()
+    found["critic weights"] = {tensor: x.tolist() for tensor, x in critic.weights()}
     policy.save(folder / name)
     found["two"] = [tensor for _, (tensor, _) in zip(range(2), policy.weights(), strict=False)]  # the others gather all
     found["weights"] = {tensor: x.tolist() for tensor, x in policy.weights()}
@@ -90,21 +103,25 @@ def ask(models: Models, loss: losses.Loss, folder: Path, name: str) -> dict[str,
     with ThreadPoolExecutor(1) as thread:
         on_device = thread.submit(lambda: list(policy.device_weights())).result()
     found["on the device"] = {tensor: x.tolist() for tensor, x in on_device}
-    sampler = policy.sampler(2, 32)
-    sampler.load(policy.snapshot())
-    found["drawn_with"] = {tensor: x.tolist() for tensor, x in sampler.lanes[0].model.state_dict().items()}
+    snapshot = policy.snapshot()
+    if not sees:
+        sampler = policy.sampler(2, 32)
+        sampler.load(snapshot)
+        snapshot = sampler.lanes[0].model.state_dict()
+    found["drawn_with"] = {tensor: x.tolist() for tensor, x in snapshot.items()}
     found["version"] = policy.version
     if (one := folder / f"one-{name}").is_dir():
         policy.restore(one)
         policy.save(folder / f"back-{name}")
         found["logp of one"] = policy.logprobs(batches[0]).tolist()
         policy.update(batches[0], loss)
-        policy.restore(folder / f"sharded-one-{name}")
-        policy.save(folder / f"resharded-{name}")
-    saving = policy.save_in_background(folder / f"sharded-{name}")
-    assert saving is not None
+        if (parts := folder / f"sharded-one-{name}").is_dir():
+            policy.restore(parts)
+            policy.save(folder / f"resharded-{name}")
+    saving = policy.save_in_background(folder / f"{form}-{name}")
     policy.update(batches[0], loss)  # while that writes
-    saving()
+    if saving is not None:
+        saving()
     return found
 
 
@@ -114,12 +131,16 @@ def main(to: str, *asked: str) -> None:
     with joined or nullcontext():
         for mesh in meshes:
             name, directory, teacher = mesh.pop("name"), mesh.pop("directory"), mesh.pop("teacher", None)
-            models, loss = models_of(directory, mesh, teacher, mesh.pop("changes", {})), ONE if teacher is None else TAUGHT
+            rank, changes = mesh.pop("rank", 0), mesh.pop("changes", {})
+            form = "portable" if rank else "sharded"
+            models = models_of(directory, mesh, teacher, rank, form, changes)
+            loss = ONE if teacher is None else TAUGHT
             known = {"policy": loss, "critic": value_loss}
             if isinstance(joined, Follower):
                 ranks.serve(joined, models, known)
                 continue
-            found = ask(models if joined is None else ranks.lead(joined, models, known), loss, folder, name)
+            led = models if joined is None else ranks.lead(joined, models, known)
+            found = ask(led, loss, folder, name, form, sees="vision_config" in read_config(Path(directory)))
             (folder / f"{name}.json").write_text(json.dumps(found))
             if joined is not None:
                 joined.done()

@@ -15,7 +15,7 @@ from areal_x.algorithms import losses  # noqa: E402
 from areal_x.algorithms.weighting import token_mean  # noqa: E402
 from areal_x.data.packing import pack  # noqa: E402
 from areal_x.errors import UserError  # noqa: E402
-from areal_x.trainer import ModelConfig, OptimizerConfig, TrainerConfig  # noqa: E402
+from areal_x.trainer import ModelConfig, OptimizerConfig, TrainerConfig, create_trainer  # noqa: E402
 from areal_x_torch import model  # noqa: E402
 from tests.models import PROMPTS, SEEING, reference_model, seen_logits, stand_in_reference, with_images  # noqa: E402
 
@@ -131,9 +131,37 @@ def test_images_for_a_model_of_text_are_refused(model_dir_of):
             ask(batch)
 
 
-def test_a_critic_of_a_model_that_sees_is_refused(model_dir_of):
-    with pytest.raises(UserError, match="trains qwen2_5_vl and qwen3_vl, as policies"):
-        trainer_of(model_dir_of("qwen3_vl"), head="value")
+def squared_error(policy, batch):
+    return (policy.values - batch.advantages) ** 2 * batch.mask, {}
+
+
+@pytest.mark.parametrize("name", ["qwen2_5_vl-tied", "qwen3_vl"])
+def test_a_critic_of_a_model_that_sees_is_trained_and_read_again(model_dir_of, tmp_path, name):
+    made = with_images(*PROMPTS, image_like=False)
+    packed, trainer = pack(made, ROW), trainer_of(model_dir_of(name), head="reward")
+    batch = learnable(packed.batch)
+    assert not trainer.values(batch).any()  # its matrix begins as zeros
+    for _ in range(2):  # the first reaches the score alone
+        assert trainer.update(batch, squared_error)["grad_norm"] > 0
+    trainer.save(tmp_path)
+    assert model_dir.is_classifier(model_dir.read_config(tmp_path))
+    names = [{n for n, _ in model_dir.read_tensors(directory)} for directory in (tmp_path, model_dir_of(name))]
+    assert names[0] == names[1] - {"lm_head.weight"} | {"score.weight"}
+    again = trainer_of(tmp_path, head="reward")
+    np.testing.assert_array_equal(again.values(batch), trainer.values(batch))
+    again.restore(tmp_path)
+    assert again.update(batch, squared_error) == trainer.update(batch, squared_error)
+
+
+def test_a_critic_of_a_model_that_sees_moves_to_jax_with_its_values(model_dir_of, tmp_path):
+    pytest.importorskip("areal_x_jax")
+    batch = learnable(pack(with_images(*PROMPTS, image_like=False), ROW).batch)
+    trainer = trainer_of(model_dir_of("qwen3_vl"), head="value")
+    for _ in range(2):
+        trainer.update(batch, squared_error)
+    trainer.save(tmp_path)
+    theirs = create_trainer("jax", TrainerConfig(model=ModelConfig(str(tmp_path)), head="value", frozen=True))
+    np.testing.assert_allclose(theirs.values(batch), trainer.values(batch), atol=1e-4)
 
 
 def test_drawing_from_a_model_that_sees_is_refused(model_dir_of):

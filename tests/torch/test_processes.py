@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -19,7 +20,7 @@ import pytest
 
 pytest.importorskip("torch")
 
-from areal_x import checkpoint, model_dir
+from areal_x import checkpoint, lora, model_dir
 from areal_x.errors import UserError
 from areal_x.monitor.metrics import read
 from areal_x_torch import processes
@@ -36,12 +37,24 @@ MESHES = {
     "capped": ("gemma", {"tensor": 2}),
     "context": ("taught", {"context": 2}),
     "mixture": ("moe", {"fsdp": 2}),
+    "adapters-fsdp": ("adapted", {"fsdp": 2}),
+    "adapters-tensor": ("adapted", {"tensor": 2}),
+    "images-fsdp": ("qwen3_vl", {"fsdp": 2}),
     # Of four processes:
     "both": ("qwen3", {"fsdp": 2, "tensor": 2}),
     "copies": ("qwen2", {"data": 2, "tensor": 2}),
     "context-tensor": ("gemma", {"context": 2, "tensor": 2}),
     "split experts": ("moe", {"fsdp": 2, "expert": 2}),
     "context-experts": ("moe", {"context": 2, "expert": 2}),
+    "adapters-both": ("adapted-seeing", {"fsdp": 2, "tensor": 2}),
+    "images-both": ("qwen2_5_vl", {"fsdp": 2, "tensor": 2}),
+}
+# What else is asked of a model, by its name.
+MORE: dict[str, dict[str, Any]] = {
+    "taught": {"teacher": "qwen2"},
+    "gemma": {"changes": {"remat": "layers"}},
+    "adapted": {"rank": 3},
+    "adapted-seeing": {"rank": 3},
 }
 
 SIX_EXPERTS = DIVISIBLE["even-moe"] | {"num_experts": 6}  # of which 4 processes have no even part
@@ -56,22 +69,22 @@ def asked(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "qwen2": save_model(folder / "qwen2", "qwen2", tie_word_embeddings=True),
         "gemma": write_random("even-gemma3", folder / "gemma"),
         "moe": write_config(SIX_EXPERTS, folder / "moe"),
-        "taught": folder / "taught",
+        "qwen3_vl": write_random("qwen3_vl", folder / "qwen3_vl"),
+        "qwen2_5_vl": write_random("qwen2_5_vl", folder / "qwen2_5_vl"),
     }
-    models["taught"].symlink_to(models["qwen3"])
+    for name, of in (("taught", "qwen3"), ("adapted", "qwen2"), ("adapted-seeing", "qwen2_5_vl")):
+        models[name] = folder / name
+        models[name].symlink_to(models[of])
 
     def find(processes: int, meshes: dict[str, tuple[str, dict[str, int]]]) -> None:
         asked = []
         for name, (model, mesh) in meshes.items():
-            of: dict[str, Any] = {"name": name, "directory": str(models[model]), "processes": processes, **mesh}
-            of |= {"teacher": str(models["qwen2"])} if model == "taught" else {}
+            more = {what: str(models[x]) if what == "teacher" else x for what, x in MORE.get(model, {}).items()}
             if model == "moe":  # how unevenly experts are chosen is said of what is computed at once
                 shares = mesh.get("fsdp", 1) * mesh.get("expert", 1)
-                of["changes"] = {"micro_batch_rows": 4 // shares, "balance": 0.3, "replay_experts": True}
-            if model == "gemma":
-                of["changes"] = {"remat": "layers"}
-            asked.append(json.dumps(of))
-        finished([sys.executable, "-m", "tests.torch.processes", str(folder), *asked], processes, 1, folder)
+                more["changes"] = {"micro_batch_rows": 4 // shares, "balance": 0.3, "replay_experts": True}
+            asked.append({"name": name, "directory": str(models[model]), "processes": processes, **more, **mesh})
+        finished([sys.executable, "-m", "tests.torch.processes", str(folder), *map(json.dumps, asked)], processes, 1, folder)
 
     find(1, {f"one-{model}": (model, {}) for model in models})
     for name, (model, _) in MESHES.items():
@@ -95,7 +108,7 @@ def test_several_processes_learn_what_one_does(asked: Path, mesh: str) -> None:
     np.testing.assert_allclose(two["critic"], one["critic"], rtol=1e-5)
     for of_tokens in ("before", "logp", "reference", "values"):
         np.testing.assert_allclose(two[of_tokens], one[of_tokens], atol=1e-5)
-    for tensors in ("weights", "drawn_with"):
+    for tensors in ("weights", "drawn_with", "critic weights"):
         assert list(two[tensors]) == list(one[tensors])
         for name, x in one[tensors].items():
             np.testing.assert_allclose(two[tensors][name], x, atol=1e-6, err_msg=name)
@@ -110,7 +123,8 @@ def test_a_step_that_is_not_finite_is_skipped_by_all(asked: Path, mesh: str) -> 
 
 
 def assert_same(directory: Path, expected: Path) -> None:
-    for tensors in (model_dir.read_tensors, model_dir.read_moments):
+    trained = lora.read if model_dir.is_adapter(expected) else model_dir.read_tensors
+    for tensors in (trained, model_dir.read_moments):
         before, after = (dict(tensors(x)) for x in (expected, directory))
         assert before.keys() == after.keys()
         for name, x in before.items():
@@ -125,7 +139,7 @@ def test_a_state_of_one_process_goes_through_several_without_losing_a_bit(asked:
     np.testing.assert_allclose(found(asked, mesh)["logp of one"], one["logp"], atol=1e-5)
 
 
-@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize("mesh", [mesh for mesh in MESHES if "adapters" not in mesh])
 def test_parts_are_read_by_several_processes_and_by_one_bit_for_bit(asked: Path, mesh: str, tmp_path: Path) -> None:
     one = asked / f"one-{mesh}"
     assert_same(asked / f"resharded-{mesh}", one)  # written by one, read by several
@@ -220,3 +234,35 @@ def test_who_is_killed_takes_the_others_along_and_the_run_goes_on_exactly(
         for row, expected in zip(*of_both, strict=True):
             for name in ("step", "loss", "grad_norm"):
                 assert row[name] == expected[name]
+
+
+# A loss that ends one process in the middle of a step, while the other waits for what they compute together.
+FAILING = """
+@gin.configurable(module="processes_test")
+def failing(policy, batch):
+    import os
+    from areal_x.algorithms import losses
+    if os.environ["RANK"] == "1" and os.path.exists("fail"):
+        raise ArithmeticError("too many numbers")
+    return losses.sft(policy, batch)
+"""
+
+
+def test_who_raises_says_where_and_ends_the_others_and_the_run_goes_on(tiny_model_dir: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    command = command_of(tiny_model_dir, folder, WRITTEN, *TWO, "sft.loss = @processes_test.failing")
+    with (folder / "processes_tasks.py").open("a") as tasks:
+        tasks.write(FAILING)
+    run = folder / "runs" / "run"
+    with started(command, 1, 1, folder) as (process,):
+        wait_for(lambda: checkpoint.steps(run), process, folder)
+        (folder / "fail").touch()
+        assert process.wait(timeout=30) == 1
+    said = (folder / "err-0").read_text()
+    assert "error: process 1 ended: ArithmeticError: too many numbers\n" in said
+    # The traceback of the process that raised, to the line.
+    assert re.search(r'processes_tasks\.py", line \d+, in failing\n.*raise ArithmeticError\("too many numbers"\)', said)
+    (folder / "fail").unlink()
+    last = checkpoint.steps(run)[-1]
+    finished([*command, "-b", f"train.steps = {last + 1}", "--resume"], 1, 1, folder)
+    assert read(run)[-1]["step"] == last + 1

@@ -40,9 +40,13 @@ def check_images(batch: Batch, config: Any) -> None:
     check_grids(batch.grids[batch.image_segments > 0].tolist(), tower.spatial_merge_size)
 
 
-def seen_of(packed: Batch, flat: Flat, config: Any, device: torch.device) -> tuple[Int[np.ndarray, "3 tokens"], Seen | None]:
+def seen_of(
+    packed: Batch, flat: Flat, config: Any, device: torch.device, together: bool
+) -> tuple[Int[np.ndarray, "3 tokens"], Seen | None]:
     """Positions in time, height and width of the tokens of a flat row, and its images, for a model that sees.
 
+    together: with other processes, which gather the tower if the batch has images at all. Then one without any looks at a small
+    black one, of which nothing is taken: its gradient of the tower is 0, and not None.
     Raises: UserError where the image tokens of a sequence are not those of its images.
     """
     merge, token = config.vision_config.spatial_merge_size, config.image_token_id
@@ -51,7 +55,7 @@ def seen_of(packed: Batch, flat: Flat, config: Any, device: torch.device) -> tup
     positions = np.repeat(flat.positions[None], 3, axis=0)
     stops = np.cumsum(flat.lengths)
     patches, grids = [], []
-    for start, stop in zip(stops - flat.lengths, stops, strict=True):
+    for start, stop in () if flat.silent else zip(stops - flat.lengths, stops, strict=True):
         own = _images_of(packed, int(flat.places[start]))
         if len(own) or of_image[start:stop].any():
             row = int(flat.places[start]) // packed.shape[1]
@@ -62,7 +66,10 @@ def seen_of(packed: Batch, flat: Flat, config: Any, device: torch.device) -> tup
             patches += [packed.patches[row, ends[i] - int(np.prod(packed.grids[row, i])) : ends[i]] for i in own]
             grids += theirs
     if not grids:
-        return positions, None
+        if not together or not packed.has_images:
+            return positions, None
+        patches, grids = [np.zeros((merge**2, packed.patches.shape[2]), np.float32)], [(1, merge, merge)]
+        of_image[:] = False
     arrays = np.concatenate(patches), np.array(grids), np.flatnonzero(of_image)
     return positions, Seen(*(to_tensor(x, device) for x in arrays))
 
@@ -83,11 +90,12 @@ def look(model: nn.Module, embedded: Float[Tensor, "1 tokens features"], seen: S
     if seen is None:
         return {"inputs_embeds": embedded}
     found = model.get_image_features(seen.patches, seen.grids, return_dict=True)
-    features = torch.cat(list(found.pooler_output)).to(embedded.dtype)
+    taken = len(seen.places)  # all of them, or none
+    features = torch.cat(list(found.pooler_output))[:taken].to(embedded.dtype)
     given: dict[str, Any] = {"inputs_embeds": embedded.index_copy(1, seen.places, features[None])}
     deeper = getattr(found, "deepstack_features", None)
     if deeper is not None:
         masks = torch.zeros(embedded.shape[:2], dtype=torch.bool, device=embedded.device)
         masks[:, seen.places] = True
-        given |= {"visual_pos_masks": masks, "deepstack_visual_embeds": [torch.cat(list(x)) for x in deeper]}
+        given |= {"visual_pos_masks": masks, "deepstack_visual_embeds": [torch.cat(list(x))[:taken] for x in deeper]}
     return given

@@ -2,6 +2,10 @@
 
 The names of the added parameters are PEFT's, so that the files of areal_x.lora need no others, and either backend goes on from
 them. Source: arXiv 2106.09685.
+
+Of a layer that is split over processes A is whole and B has a part of the rows, or A has a part of the columns and B is whole.
+Either way what each process computes from its own parts is what it adds to its part of the layer's product: nothing more is
+sent. The whole matrix has on each process the gradient of that one's part, and the sum of these once a step.
 """
 
 from __future__ import annotations
@@ -12,35 +16,65 @@ from pathlib import Path
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import Parameter
+from torch.nn.functional import linear
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from areal_x.errors import ConfigError
 from areal_x.lora import WRAPPED
 from areal_x.trainer import LoRAConfig
 from areal_x_torch.model import is_classifier, named_tensors, quiet
-from areal_x_torch.parts import Piece
+from areal_x_torch.parts import Piece, Shared, Summed, gathered, local, split
 
 OWN = ".lora_A.weight", ".lora_B.weight"
 
 
 class Adapted(nn.Linear):
-    """A linear layer with an adapter, in fp32, beside its own parameters."""
+    """A linear layer with an adapter, in fp32, beside its own parameters.
 
-    def __init__(self, linear: nn.Linear, rank: int, scale: float) -> None:
-        nn.Module.__init__(self)  # no parameters of its own: they are those of `linear`
-        self.in_features, self.out_features, self.scale = linear.in_features, linear.out_features, scale
-        self.weight, self.bias = linear.weight, linear.bias
-        made = {"bias": False, "device": linear.weight.device, "dtype": torch.float32}
+    others: the processes that have the other parts of it, where it is split: of its rows, or of its columns.
+    """
+
+    def __init__(self, layer: nn.Linear, rank: int, scale: float) -> None:
+        nn.Module.__init__(self)  # no parameters of its own: they are those of `layer`
+        self.in_features, self.out_features, self.scale = layer.in_features, layer.out_features, scale
+        self.weight, self.bias = layer.weight, layer.bias
+        made = {"bias": False, "device": layer.weight.device, "dtype": torch.float32}
         self.lora_A = nn.Linear(self.in_features, rank, **made)
         self.lora_B = nn.Linear(rank, self.out_features, **made)
+        self.others: ProcessGroup | None = None
+        self.by_rows = True
 
     def forward(self, x: Float[Tensor, "*_ features"]) -> Float[Tensor, "*_ out"]:
-        return super().forward(x) + self.lora_B(self.lora_A(x)) * self.scale
+        bias = None if self.bias is None else local(self.bias)
+        if self.others is None or self.by_rows:
+            return self._product(x if self.others is None else Shared.apply(x, self.others), bias)
+        summed: Tensor = Summed.apply(self._product(x, None), self.others)
+        return summed if bias is None else summed + bias
+
+    def _product(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        weight, a, b = (local(layer.weight) for layer in (self, self.lora_A, self.lora_B))
+        return linear(x, weight, bias) + linear(linear(x, a), b) * self.scale
+
+    def split(self, mesh: DeviceMesh, by_rows: bool) -> None:
+        """Leaves on each process its part of the rows of the weight, or of the columns."""
+        self.others, self.by_rows = mesh.get_group(), by_rows
+        for layer in (self, self.lora_B if by_rows else self.lora_A):
+            layer.weight = split(layer.weight, mesh, 0 if by_rows else 1)
+        if by_rows and self.bias is not None:
+            self.bias = split(self.bias, mesh, 0)
+
+    @property
+    def whole(self) -> Parameter:
+        """Of a layer that is split the matrix that is not."""
+        return self.lora_A.weight if self.by_rows else self.lora_B.weight
 
     def merged(self) -> Float[Tensor, "out features"]:
-        """The weight with what the adapter adds, computed in fp32, in the weight's type."""
-        return (self.weight + self.scale * (self.lora_B.weight @ self.lora_A.weight)).to(self.weight.dtype)
+        """The weight with what the adapter adds, computed in fp32, in the weight's type; gathered, where it is split."""
+        weight, a, b = (gathered(layer.weight.detach()) for layer in (self, self.lora_A, self.lora_B))
+        return (weight + self.scale * (b @ a)).to(weight.dtype)
 
 
 def check_targets(directory: Path, config: LoRAConfig) -> None:
@@ -74,9 +108,9 @@ def adapt(model: PreTrainedModel, config: LoRAConfig, seed: int) -> None:
     They change nothing yet: B is 0 and A uniform within ±1 / sqrt(its columns), as PEFT draws it.
     """
     random = torch.Generator().manual_seed(seed)
-    for name, linear in adaptable(model).items():
+    for name, plain in adaptable(model).items():
         if name.rpartition(".")[2] in config.targets:
-            layer = Adapted(linear, config.rank, config.scale)
+            layer = Adapted(plain, config.rank, config.scale)
             drawn = torch.rand(layer.lora_A.weight.shape, generator=random) * 2 - 1
             with torch.no_grad():
                 layer.lora_A.weight.copy_(drawn * layer.in_features**-0.5)
@@ -97,7 +131,7 @@ def merged(model: PreTrainedModel) -> Iterator[tuple[str, Tensor | Piece]]:
     adapted = {f"{name}.weight": module for name, module in model.named_modules() if isinstance(module, Adapted)}
     for name, x in named_tensors(model).items():
         if not name.endswith(OWN):
-            yield name, adapted[name].merged().detach() if name in adapted else x
+            yield name, adapted[name].merged() if name in adapted else x
 
 
 def remove(model: PreTrainedModel) -> PreTrainedModel:

@@ -16,7 +16,15 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
-from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoModelForSequenceClassification, PreTrainedModel
+from transformers import (
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoModelForSequenceClassification,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.utils import logging
 
@@ -73,10 +81,10 @@ def load(directory: Path, device: torch.device, head: str) -> PreTrainedModel:
     config = model_dir.read_config(directory)
     kind, name, changes = AutoModelForCausalLM, "a causal language model", {}
     if "vision_config" in config:
-        if config["model_type"] not in SEEING or head != "policy":
-            kinds = f"of models that see, the torch backend trains {' and '.join(SEEING)}, as policies"
+        if config["model_type"] not in SEEING:
+            kinds = f"of models that see, the torch backend trains {' and '.join(SEEING)}"
             raise UserError(f"{directory} is a {config['model_type']}; {kinds}: use one of these, or a model of text")
-        kind, name = AutoModelForImageTextToText, "a model that sees"
+        kind, name = AutoModelForImageTextToText if head == "policy" else scoring(directory), "a model that sees"
     elif head != "policy":
         kind, name, changes = AutoModelForSequenceClassification, "a sequence classifier", {"num_labels": 1}
     with quiet():
@@ -105,6 +113,24 @@ def load(directory: Path, device: torch.device, head: str) -> PreTrainedModel:
     if SCORE in missing:
         nn.init.zeros_(model.score.weight)
     return model
+
+
+def scoring(directory: Path) -> type[PreTrainedModel]:
+    """The class of a model that sees with a score in place of its head, which transformers has of models of text alone."""
+    config = AutoConfig.from_pretrained(directory, local_files_only=True)
+    writes: type[PreTrainedModel] = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING[type(config)]
+
+    class Scores(writes):  # type: ignore[misc, valid-type]
+        _tied_weights_keys = None
+
+        def __init__(self, config: PreTrainedConfig) -> None:
+            super().__init__(config)
+            del self.lm_head
+            self.score = nn.Linear(config.get_text_config().hidden_size, 1, bias=False)
+
+    # By both transformers knows under which names the files of a class hold its tensors.
+    Scores.__name__, Scores.__module__ = writes.__name__, writes.__module__
+    return Scores
 
 
 def load_frozen(directory: Path, device: torch.device, dtype: torch.dtype, head: str = "policy") -> PreTrainedModel:
@@ -144,6 +170,8 @@ def refuse_unusual(model: PreTrainedModel, directory: Path) -> None:
             raise UserError(f"{kind}, which the torch backend does not train: {error}") from error
         if not torch.allclose(hidden, alone, rtol=1e-3, atol=1e-3):
             raise UserError(f"{kind}, whose layers mix the sequences of a packed row: use a model that attends in all layers")
+        if sees(model) and is_classifier(model):  # `scoring` says what is behind the last states
+            return
         ours = head(model).logits(hidden)
         if not torch.allclose(model(second[None], use_cache=False).logits.reshape(ours.shape), ours, rtol=1e-3, atol=1e-3):
             raise UserError(f"{kind}, which scales its logits after the head: use a model with a linear head, capped or not")

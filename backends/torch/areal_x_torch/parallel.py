@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
@@ -36,8 +36,9 @@ from areal_x.errors import ConfigError, UserError
 from areal_x.trainer import MeshConfig
 from areal_x_torch.context import check_context
 from areal_x_torch.experts import computed_again, is_experts
+from areal_x_torch.lora import Adapted
 from areal_x_torch.model import Head, head_layer, is_classifier, softcap_of
-from areal_x_torch.parts import local
+from areal_x_torch.parts import local, split
 
 AXES = ("data", "fsdp", "expert", "context", "tensor")
 ROWS = ("data", "fsdp", "expert")  # the axes along which processes have rows of their own
@@ -78,8 +79,6 @@ def check_model(directory: Path, config: MeshConfig, memory: int | None, learns:
     if config.processes > 1:
         described = AutoConfig.from_pretrained(directory, local_files_only=True)
         check_context(described, config)
-        if hasattr(described, "vision_config"):
-            raise ConfigError("mesh.processes", config.processes, "1, as torch does not split a model that sees yet")
         experts = next((n for field in COUNTS if (n := getattr(described, field, None))), 0)
         if config.expert > 1 and (not experts or experts % config.expert):
             wanted = (
@@ -90,7 +89,7 @@ def check_model(directory: Path, config: MeshConfig, memory: int | None, learns:
             wanted = "1, as torch does not split a mixture's products yet: use mesh.expert or mesh.fsdp"
             raise ConfigError("mesh.tensor", config.tensor, wanted)
         if config.tensor > 1:
-            plan_of(described, config.tensor)
+            plan_of(described.get_text_config(), config.tensor)
     if memory is None:
         return
     count = sum(prod(shape) for shape in model_dir.shapes(directory).values())
@@ -157,10 +156,13 @@ def spread(
     dense = joined(mesh, "data", DENSE, "tensor")
     if dense["tensor"].size() > 1:
         # Before fully_shard: what that splits further is this process's part.
+        learns = {name: p.requires_grad for name, p in model.named_parameters()}
         split_heads(model, dense["tensor"])
         if ends:
             split_vocabulary(model, dense["tensor"])
             whole.head.others = None if is_classifier(model) else dense["tensor"].get_group()
+        for name, p in model.named_parameters():  # torch's own styles make parameters that learn
+            p.requires_grad_(learns[name])
     over = dense["data", DENSE] if dense["data"].size() > 1 else dense[DENSE]
 
     done: set[nn.Parameter] = set()  # the head is below the model too, where fully_shard would find it again
@@ -229,8 +231,15 @@ def plan_of(config: PreTrainedConfig, tensor: int) -> dict[str, str]:
 
 
 def split_heads(model: PreTrainedModel, mesh: DeviceMesh) -> None:
-    styles = {name: STYLES[style]() for name, style in plan_of(model.config, mesh.size()).items() if style in STYLES}
-    parallelize_module(model.base_model, mesh, styles)
+    decoder = model.get_decoder()
+    for pattern, style in plan_of(decoder.config, mesh.size()).items():
+        for name, layer in list(decoder.named_modules()) if style in STYLES else ():
+            if not fnmatchcase(name, pattern):
+                continue
+            if isinstance(layer, Adapted):
+                layer.split(mesh, by_rows=style == "colwise")  # whose outputs are columns: it is x Wᵀ
+            else:
+                parallelize_module(layer, mesh, STYLES[style]())
 
 
 def split_vocabulary(model: PreTrainedModel, mesh: DeviceMesh) -> None:
@@ -242,7 +251,7 @@ def split_vocabulary(model: PreTrainedModel, mesh: DeviceMesh) -> None:
         layer.weight = embedding.weight
     elif not is_classifier(model):
         for name, x in list(layer.named_parameters()):
-            setattr(layer, name, nn.Parameter(distribute_tensor(x.detach(), mesh, [Shard(0)], src_data_rank=None)))
+            setattr(layer, name, split(x, mesh, 0))
 
 
 def split_along(size: int, x: nn.Parameter) -> Shard | None:
@@ -253,18 +262,22 @@ def split_along(size: int, x: nn.Parameter) -> Shard | None:
 def split_experts(module: nn.Module, mesh: DeviceMesh) -> None:
     """Each process has as many, which it alone computes: areal_x_torch.experts brings it their tokens."""
     for name, x in list(module.named_parameters()):
-        setattr(
-            module, name, nn.Parameter(distribute_tensor(x.detach(), mesh, [Shard(0)], src_data_rank=None), x.requires_grad)
-        )
+        setattr(module, name, split(x, mesh, 0))
 
 
 def parts_to_sum(model: PreTrainedModel, mesh: DeviceMesh | None) -> list[nn.Parameter]:
-    """The parameters of which each process of a tensor group has the gradient of its own heads alone."""
+    """The parameters of which each process of a tensor group has the gradient of its own heads or columns alone."""
     if mesh is None or mesh["tensor"].size() == 1:
         return []
-    names = [name for name, style in plan_of(model.config, mesh["tensor"].size()).items() if style == SUMMED]
-    modules = model.base_model.named_modules()
-    return [p for name, m in modules if any(fnmatchcase(name, of) for of in names) for p in m.parameters()]
+    decoder = model.get_decoder()
+    names = [name for name, style in plan_of(decoder.config, mesh["tensor"].size()).items() if style == SUMMED]
+    found = []
+    for name, module in decoder.named_modules():
+        if any(fnmatchcase(name, of) for of in names):
+            found += list(module.parameters())
+        if isinstance(module, Adapted) and module.others is not None:
+            found.append(module.whole)
+    return found
 
 
 # ---- sums over all processes

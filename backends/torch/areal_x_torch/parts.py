@@ -12,7 +12,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.nn import Parameter
 
 
 class Piece(NamedTuple):
@@ -65,6 +66,12 @@ def own_part(whole: Tensor, of: Tensor) -> Tensor:
             at = mesh.get_local_rank(axis)
             whole = parts[at] if at < len(parts) else whole.narrow(placement.dim, 0, 0)
     return whole
+
+
+def split(x: Parameter, mesh: DeviceMesh, dim: int) -> Parameter:
+    """A parameter that every process has whole, of which each keeps its part."""
+    parts = distribute_tensor(x.detach(), mesh, [Shard(dim)], src_data_rank=None)
+    return Parameter(parts, requires_grad=x.requires_grad)
 
 
 def mesh_of(x: Tensor) -> DeviceMesh | None:

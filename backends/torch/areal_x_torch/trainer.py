@@ -42,7 +42,7 @@ from areal_x_torch.parallel import (
     sum_over_tokens,
     total_norm,
 )
-from areal_x_torch.parts import Piece, Summed, gathered_each, local
+from areal_x_torch.parts import Piece, Summed, gathered, gathered_each, local
 
 
 class Trainer:
@@ -53,8 +53,6 @@ class Trainer:
         self.config = config
         self.directory = model_dir.resolve(config.model.path)
         if config.lora.rank:
-            if config.mesh.processes > 1:
-                raise ConfigError("mesh.processes", config.mesh.processes, "1, as torch trains adapters in one process yet")
             lora.check_targets(self.directory, config.lora)
         self.device = find_device()
         self.mesh = make_mesh(config.mesh, self.device)
@@ -155,7 +153,7 @@ class Trainer:
         if not self.config.lora.rank:
             raise ValueError("a trainer with lora.rank = 0 has no adapter")
         for name, x in self.trained.items():
-            yield name, model.to_numpy(x)
+            yield name, model.to_numpy(gathered(x.detach()))
 
     def snapshot(self) -> dict[str, Tensor]:
         self._only_with("snapshot", "policy")
@@ -179,11 +177,13 @@ class Trainer:
         self._need_moments("state to save")
         state: dict[str, Any] = {"version": self.version}
         if self.config.lora.rank:
-            assert directory is not None
-            model_dir.copy_others(directory, self.directory, self.config.head)
-            how = {"config": self.config.lora, "base": self.directory, "head": self.config.head}
-            adapter_files.write(directory, self.adapter(), **how)
-            state["base"] = adapter_files.fingerprint(self.directory)
+            if directory is None:
+                model_dir.go_through(self.adapter())
+            else:
+                model_dir.copy_others(directory, self.directory, self.config.head)
+                how = {"config": self.config.lora, "base": self.directory, "head": self.config.head}
+                adapter_files.write(directory, self.adapter(), **how)
+                state["base"] = adapter_files.fingerprint(self.directory)
         else:
             tensors = ((name, model.to_numpy(x)) for name, x in gathered_each(model.named_tensors(self.model).items()))
             model_dir.write_model(directory, self.directory, tensors, head=self.config.head)
@@ -289,7 +289,7 @@ class Trainer:
         segments = Segments.of(tuple(flat.lengths.tolist()), self.attend, self.device)
         tokens, positions, seen = to_tensor(flat.take(packed.tokens)[own], self.device), flat.positions[own], None
         if model.sees(self.model):
-            positions, seen = seen_of(packed, flat, self.model.config, self.device)
+            positions, seen = seen_of(packed, flat, self.model.config, self.device, self.mesh is not None)
         recorded = None if packed.experts is None else to_tensor(flat.take(packed.experts)[own], self.device)
         routing = experts.Routing(recorded, tally, flat.counted(own))
         return model.Row(tokens, to_tensor(positions, self.device), segments, seen, routing)
