@@ -30,7 +30,7 @@ class Adapted(nn.Linear):
         nn.Module.__init__(self)  # no parameters of its own: they are those of `linear`
         self.in_features, self.out_features, self.scale = linear.in_features, linear.out_features, scale
         self.weight, self.bias = linear.weight, linear.bias
-        made = {"bias": False, "device": linear.weight.device, "dtype": torch.float32}
+        made = {"bias": False, "device": "cpu", "dtype": torch.float32}  # drawn while the layer is on the meta device yet
         self.lora_A = nn.Linear(self.in_features, rank, **made)
         self.lora_B = nn.Linear(rank, self.out_features, **made)
 
