@@ -34,9 +34,11 @@ def prepare(model: PreTrainedModel, config: TrainerConfig, dtype: torch.dtype, m
     """
     if config.compile:
         decoder = set(model.get_decoder().modules())  # what sees looks at lengths on the way
-        for block in blocks_of(model):
-            if block in decoder:
-                block.forward = torch.compile(block.forward, dynamic=True)
+        blocks = [block for block in blocks_of(model) if block in decoder]
+        # One function for all blocks of a class: of one each, each would be compiled.
+        compiled = {kind: torch.compile(kind.forward, dynamic=True) for kind in map(type, blocks)}
+        for block in blocks:
+            block.forward = partial(compiled[type(block)], block)
     learns = any(x.requires_grad for x in model.parameters())
     if learns and not (config.compile and config.remat == "products"):
         recompute(model, partial(choose, config, dtype, products_of(model), room_of(model, config, memory)))
