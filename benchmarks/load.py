@@ -5,17 +5,18 @@
     python -m benchmarks.load torch --processes 2
 
 Claim: at most three times the largest tensor beyond what the parameters take, as a checkpoint is read one tensor at a time to
-where it lies. A Qwen3 of random weights is written once; other processes read it and note the most that they ever had.
+where it lies. A Qwen3 of random weights is written once; other processes read it and note the most that they had.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import resource
+import re
 import subprocess
 import sys
 import tempfile
+import threading
 from pathlib import Path
 
 from areal_x import model_dir
@@ -26,8 +27,27 @@ SIZES = {"hidden_size": 768, "intermediate_size": 2304, "num_hidden_layers": 24,
 HEADS = {"num_attention_heads": 12, "num_key_value_heads": 4, "tie_word_embeddings": True}
 
 
-def peak_bytes() -> int:
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+class Peak(threading.Thread):
+    """The most bytes that this process had while it read, beside those before: of its own, without the pages of files that it
+    looked at, which the system takes back when it needs them. On Linux."""
+
+    def __init__(self) -> None:
+        super().__init__(daemon=True)
+        self.done = threading.Event()
+        self.before = self.most = self.now()
+
+    @staticmethod
+    def now() -> int:
+        return int(re.search(r"RssAnon:\s+(\d+) kB", Path("/proc/self/status").read_text())[1]) * 1024
+
+    def run(self) -> None:
+        while not self.done.wait(0.0005):
+            self.most = max(self.most, self.now())
+
+    def stop(self) -> int:
+        self.done.set()
+        self.join()
+        return max(self.most, self.now()) - self.before
 
 
 def read_with_jax(directory: Path, processes: int) -> tuple[int, int]:
@@ -40,9 +60,10 @@ def read_with_jax(directory: Path, processes: int) -> tuple[int, int]:
 
     shape, layout = shape_of(model_dir.read_config(directory)), make_layout(MeshConfig())
     jax.block_until_ready(jax.numpy.ones((64, 64)) @ jax.numpy.ones((64, 64)))
-    before = peak_bytes()
+    peak = Peak()
+    peak.start()
     params = jax.block_until_ready(from_tensors(shape, model_dir.read_tensors(directory), str(directory), layout))
-    return peak_bytes() - before, sum(x.nbytes for x in jax.tree.leaves(params))
+    return peak.stop(), sum(x.nbytes for x in jax.tree.leaves(params))
 
 
 def read_with_torch(directory: Path, processes: int) -> tuple[int, int]:
@@ -58,14 +79,15 @@ def read_with_torch(directory: Path, processes: int) -> tuple[int, int]:
     device = torch.device("cpu")
     mesh = make_mesh(MeshConfig(fsdp=processes, processes=processes), device)
     torch.ones(64, 64) @ torch.ones(64, 64)
-    before = peak_bytes()
+    peak = Peak()
+    peak.start()
     built = model.build(directory, "policy")
     spread(built, mesh, torch.float32, device)
     model.fill(built, directory)
-    beyond = peak_bytes() - before
+    most = peak.stop()
     if joined is not None:
-        joined.broadcast(b"")  # the first ends the others with it
-    return beyond, sum(local(x).nbytes for x in built.parameters())
+        joined.broadcast(b"read")  # the first ends the others with it
+    return most, sum(local(x).nbytes for x in built.parameters())
 
 
 READ = {"jax": read_with_jax, "torch": read_with_torch}
