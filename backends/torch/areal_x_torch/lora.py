@@ -18,9 +18,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from areal_x.errors import ConfigError
 from areal_x.lora import WRAPPED
 from areal_x.trainer import LoRAConfig
-from areal_x_torch.model import is_classifier, named_tensors, quiet
-
-OWN = ".lora_A.weight", ".lora_B.weight"
+from areal_x_torch.model import ADAPTER, is_classifier, named_tensors, quiet
 
 
 class Adapted(nn.Linear):
@@ -95,7 +93,7 @@ def merged(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
     """The tensors of the plain model, one at a time, with adapters merged into them."""
     adapted = {f"{name}.weight": module for name, module in model.named_modules() if isinstance(module, Adapted)}
     for name, x in named_tensors(model).items():
-        if not name.endswith(OWN):
+        if not name.endswith(ADAPTER):
             yield name, adapted[name].merged().detach() if name in adapted else x
 
 

@@ -33,6 +33,7 @@ from areal_x_torch.parts import local, own_part
 from areal_x_torch.stand_in import stand_in
 
 SCORE = "score.weight"  # what a sequence classifier has in place of a language model's head
+ADAPTER = ".lora_A.weight", ".lora_B.weight"  # how the names end of what stands beside a frozen model's own tensors
 
 
 class Row(NamedTuple):
@@ -193,7 +194,7 @@ def fill(model: PreTrainedModel, directory: Path) -> None:
     """Reads the tensors of a directory, one at a time, into the model that `build` made of it; of one that lies on several
     processes its own part. A score that the directory has not is 0."""
     targets = named_tensors(model)
-    missing = set(targets)
+    missing = {name for name in targets if not name.endswith(ADAPTER)}
     for file_name, x in model_dir.read_tensors(directory):
         name = file_name if file_name in targets else f"{model.base_model_prefix}.{file_name}"
         if name in targets:  # else it is one that transformers leaves out, as `build` has found
