@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -146,10 +146,10 @@ def check_portable(directory: Path) -> None:
             )
 
 
-def read_tensors(directory: Path) -> Iterator[tuple[str, np.ndarray]]:
-    """Every tensor under its Hugging Face name, one at a time (bfloat16 as ml_dtypes' type)."""
+def read_tensors(directory: Path, names: Collection[str] | None = None) -> Iterator[tuple[str, np.ndarray]]:
+    """Every tensor, or those of these names, under its Hugging Face name, one at a time (bfloat16 as ml_dtypes' type)."""
     for file in tensor_files(directory):
-        yield from read_file(file)
+        yield from read_file(file, names)
 
 
 def shapes(directory: Path) -> dict[str, tuple[int, ...]]:
@@ -240,13 +240,14 @@ def write_tensors(file: Path, tensors: Iterable[tuple[str, np.ndarray]]) -> None
     save_file({name: np.ascontiguousarray(tensor) for name, tensor in tensors}, file, metadata={"format": "pt"})
 
 
-def read_file(file: Path) -> Iterator[tuple[str, np.ndarray]]:
-    """The tensors of one file, one at a time."""
+def read_file(file: Path, names: Collection[str] | None = None) -> Iterator[tuple[str, np.ndarray]]:
+    """The tensors of one file, or those of these names, one at a time."""
     from safetensors import safe_open
 
     with safe_open(file, framework="numpy") as opened:
         for name in opened.keys():  # noqa: SIM118 - not a dict
-            yield name, opened.get_tensor(name)
+            if names is None or name in names:
+                yield name, opened.get_tensor(name)
 
 
 def in_parts(tensors: Iterable[tuple[str, np.ndarray]], most_bytes: int) -> Iterator[dict[str, np.ndarray]]:

@@ -193,6 +193,9 @@ class TrainerConfig:
     frozen: a model that is only asked, as a reference is: weights in the compute precision, no moments, no `update` or `save`.
     remat: what the backward pass computes again instead of keeping it: "layers" all of a layer; "products" all but products
     with kernels, which is faster and takes more memory; "auto" the one that fits.
+    compile: whether torch compiles each decoder block, one program for all lengths of a row; JAX always compiles everything.
+    offload: whether parameters, gradients and moments lie on the host, where the optimizer steps, and each decoder block is on
+    the device only while it is computed, with torch: slower, for models that do not fit. On a CPU all is there anyway.
     balance: how strongly the experts of a mixture are pushed to be chosen alike: times the metric expert_imbalance, experts ·
     Σ share · probability (arXiv 2101.03961, eq. 4, the mean over layers), added to the loss.
     checkpoint: how a run's checkpoints are written: "portable" as Hugging Face stores tensors, so that any backend goes on from
@@ -217,6 +220,8 @@ class TrainerConfig:
     divergence: Divergence | None = None
     frozen: bool = False
     remat: str = "auto"
+    compile: bool = False
+    offload: bool = False
     balance: float = 0.0
     checkpoint: str = "portable"
     replay_experts: bool = False

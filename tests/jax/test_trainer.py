@@ -261,6 +261,11 @@ def test_a_token_outside_the_vocabulary_is_an_error_and_not_another_token(batch:
         still.logprobs(batch.replace(tokens=np.full_like(batch.tokens, 50)))
 
 
+def test_what_stays_on_the_host_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"trainer\.offload = True .*mesh\.fsdp"):
+        Trainer(TrainerConfig(offload=True))
+
+
 def test_a_mesh_that_the_devices_cannot_make_is_refused_naming_what_would_work(model_dir_of: MadeModel) -> None:
     here = jax.local_device_count()
     with pytest.raises(ConfigError, match=rf"mesh\.data = {here + 1} .* the {here} devices .*mesh\.data = -1"):

@@ -300,20 +300,6 @@ def test_a_model_that_no_device_holds_is_refused_before_it_is_loaded(models):
     check_model(models["qwen3"], MeshConfig(fsdp=2, processes=2), bytes_needed // 4 + 4, learns=False)
 
 
-def test_blocks_that_are_computed_again_give_the_same_step_and_keep_less(models):
-    batch, _ = batch_of(sequences())
-    kept, results, weights = {}, {}, {}
-    for remat in ("auto", "layers"):
-        trainer, saved = trainer_of(models["qwen3"], remat=remat), []
-        with torch.autograd.graph.saved_tensors_hooks(lambda x, saved=saved: saved.append(x.numel()) or x, lambda x: x):
-            results[remat] = trainer.update(batch, losses.ppo_clip)
-        weights[remat], kept[remat] = all_weights(trainer), sum(saved)
-    assert results["layers"] == results["auto"]
-    for name, x in weights["auto"].items():
-        np.testing.assert_array_equal(weights["layers"][name], x)
-    assert kept["layers"] < kept["auto"] / 3
-
-
 def test_tensors_that_do_not_fit_the_config_are_listed(models, tmp_path):
     tensors = dict(model_dir.read_tensors(models["llama"]))
     del tensors["model.norm.weight"]
@@ -339,6 +325,27 @@ def test_a_tied_head_that_was_saved_twice_is_read_once(models, tmp_path):
     tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"]
     model_dir.write_model(tmp_path, models["qwen2"], tensors.items())
     assert "lm_head.weight" not in all_weights(trainer_of(tmp_path))
+
+
+def test_a_head_that_was_saved_twice_and_differs_is_not_tied(models, tmp_path):
+    tensors = dict(model_dir.read_tensors(models["qwen2"]))
+    tensors["lm_head.weight"] = 2 * tensors["model.embed_tokens.weight"]
+    model_dir.write_model(tmp_path, models["qwen2"], tensors.items())
+    found = all_weights(trainer_of(tmp_path))
+    for name in ("lm_head.weight", "model.embed_tokens.weight"):
+        np.testing.assert_array_equal(found[name], tensors[name])
+
+
+def test_a_model_of_a_narrow_type_is_read_in_full_precision_and_buffers_are_transformers_own(models, tmp_path):
+    AutoModelForCausalLM.from_pretrained(models["mistral"], dtype=torch.bfloat16).save_pretrained(tmp_path)
+    ours, theirs = trainer_of(tmp_path).model, AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    for mine, expected in (
+        (dict(ours.named_parameters()), theirs.named_parameters()),
+        (dict(ours.named_buffers()), theirs.named_buffers()),
+    ):
+        for name, x in expected:
+            torch.testing.assert_close(mine.pop(name), x, atol=0, rtol=0)
+        assert not mine
 
 
 def test_a_checkpoint_of_another_model_is_refused(models, tmp_path):

@@ -46,6 +46,8 @@ class Trainer:
     """See `areal_x.trainer.Trainer`. fp32 master weights and moments; what lies where says areal_x_jax.layout."""
 
     def __init__(self, config: TrainerConfig) -> None:
+        if config.offload:
+            raise ConfigError("trainer.offload", True, "False with JAX: split the model over more devices by mesh.fsdp")
         self.config = config
         self.layout = make_layout(config.mesh)
         assert self.layout.mesh is not None

@@ -67,6 +67,7 @@ class Segments:
 Attend = Callable[[Queries, Keys, Keys, Segments, float, "int | None", "float | None"], Attended]
 
 
+@torch.compiler.disable  # which way it is computed depends on the lengths of sequences: each row would be compiled anew
 def attend(
     module: torch.nn.Module,
     query: Queries,

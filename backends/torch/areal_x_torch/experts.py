@@ -16,6 +16,7 @@ import re
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
+from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -33,6 +34,7 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from areal_x.errors import ConfigError
 from areal_x.trainer import TrainerConfig
 from areal_x_torch.parts import Exchanged, local, mesh_of
+from areal_x_torch.stand_in import drawn
 
 EXPERTS = "areal_x_grouped"
 IN_LAYER = re.compile(r"\.(\d+)\.")  # of a decoder, "model.layers.3.mlp.gate"
@@ -41,6 +43,7 @@ IN_LAYER = re.compile(r"\.(\d+)\.")  # of a decoder, "model.layers.3.mlp.gate"
 # ---- products
 
 
+@torch.compiler.disable  # how many tokens each expert has differs with every pass
 def mixture(
     module: nn.Module,
     hidden: Float[Tensor, "tokens features"],
@@ -190,7 +193,7 @@ def hook_routers(model: PreTrainedModel, config: TrainerConfig, directory: Path)
     """
     routers = ((name, module) for name, module in model.named_modules() if type(module).__name__.endswith("Router"))
     found = {int(number[1]): router for name, router in routers if (number := IN_LAYER.search(name))}
-    normalised = {n: normalises(router) for n, router in found.items()}
+    normalised = {n: normalises(drawn(deepcopy(router))) for n, router in found.items()}
     if not found or None in normalised.values():
         mixed = bool(found) or any(is_experts(module) for module in model.modules())
         if config.replay_experts:
@@ -201,9 +204,10 @@ def hook_routers(model: PreTrainedModel, config: TrainerConfig, directory: Path)
             raise ConfigError("trainer.balance", config.balance, wanted)
         return None
     for n, router in found.items():
+        with torch.no_grad():
+            tried = drawn(deepcopy(router))
+            logits, _, chosen = tried(_tokens_for(tried))
         router.register_forward_hook(partial(_route, n, normalised[n]))
-    with torch.no_grad():
-        logits, _, chosen = router(_tokens_for(router))
     return Routers(model.config.get_text_config().num_hidden_layers, chosen.shape[1], logits.shape[1], tuple(found))
 
 
@@ -234,6 +238,7 @@ def _tokens_for(router: nn.Module) -> Float[Tensor, "64 features"]:
     return drawn.to(kernel.device, kernel.dtype)
 
 
+@torch.compiler.disable  # what it does is said outside
 def _route(layer: int, normalised: bool, _: nn.Module, __: Any, said: tuple[Tensor, ...]) -> tuple[Tensor, ...] | None:
     """After a router's own forward. Source of the replay: arXiv 2510.11370."""
     routing = _running.get()

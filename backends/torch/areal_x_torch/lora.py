@@ -25,10 +25,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from areal_x.errors import ConfigError
 from areal_x.lora import WRAPPED
 from areal_x.trainer import LoRAConfig
-from areal_x_torch.model import is_classifier, named_tensors, quiet
+from areal_x_torch.model import ADAPTER, is_classifier, named_tensors, quiet
 from areal_x_torch.parts import Piece, Shared, Summed, gathered, local, split
-
-OWN = ".lora_A.weight", ".lora_B.weight"
 
 
 class Adapted(nn.Linear):
@@ -41,7 +39,7 @@ class Adapted(nn.Linear):
         nn.Module.__init__(self)  # no parameters of its own: they are those of `layer`
         self.in_features, self.out_features, self.scale = layer.in_features, layer.out_features, scale
         self.weight, self.bias = layer.weight, layer.bias
-        made = {"bias": False, "device": layer.weight.device, "dtype": torch.float32}
+        made = {"bias": False, "device": "cpu", "dtype": torch.float32}  # drawn while the layer is on the meta device yet
         self.lora_A = nn.Linear(self.in_features, rank, **made)
         self.lora_B = nn.Linear(rank, self.out_features, **made)
         self.others: ProcessGroup | None = None
@@ -130,7 +128,7 @@ def merged(model: PreTrainedModel) -> Iterator[tuple[str, Tensor | Piece]]:
     """The tensors of the plain model, one at a time, with adapters merged into them."""
     adapted = {f"{name}.weight": module for name, module in model.named_modules() if isinstance(module, Adapted)}
     for name, x in named_tensors(model).items():
-        if not name.endswith(OWN):
+        if not name.endswith(ADAPTER):
             yield name, adapted[name].merged() if name in adapted else x
 
 

@@ -25,20 +25,21 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
 from areal_x import model_dir
-from areal_x.errors import ConfigError, UserError
+from areal_x.errors import ConfigError
 from areal_x.trainer import MeshConfig
+from areal_x_torch.blocks import blocks_of
 from areal_x_torch.context import check_context
-from areal_x_torch.experts import computed_again, is_experts
+from areal_x_torch.experts import is_experts
 from areal_x_torch.lora import Adapted
-from areal_x_torch.model import Head, head_layer, is_classifier, softcap_of
+from areal_x_torch.model import Head, head_layer, is_classifier, materialize, softcap_of
 from areal_x_torch.parts import local, split
+from areal_x_torch.processes import join_alone
 
 AXES = ("data", "fsdp", "expert", "context", "tensor")
 ROWS = ("data", "fsdp", "expert")  # the axes along which processes have rows of their own
@@ -48,8 +49,11 @@ STYLES = {"colwise": ColwiseParallel, "rowwise": RowwiseParallel}
 SUMMED = "replicated_with_grad_allreduce"  # what transformers' plans call a norm of single heads
 
 
-def make_mesh(config: MeshConfig, device: torch.device) -> DeviceMesh | None:
+def make_mesh(config: MeshConfig, device: torch.device, offload: bool = False) -> DeviceMesh | None:
     """The devices of all processes by their AXES; None for one process, whose model is whole.
+
+    offload: whether parameters lie on the host. One process has a mesh then too, as what brings a block to the device for as
+    long as it is computed is what gathers it from several.
 
     Raises: ConfigError for axes that this backend does not have or that do not make up the processes.
     """
@@ -59,8 +63,10 @@ def make_mesh(config: MeshConfig, device: torch.device) -> DeviceMesh | None:
         axis = next((axis for axis in AXES if getattr(config, axis) not in (-1, 1)), "data")
         wanted = f"such that {' · '.join(AXES)} is mesh.processes = {processes}: torch has one process for each device"
         raise ConfigError(f"mesh.{axis}", getattr(config, axis), wanted)
-    if processes == 1:
+    if processes == 1 and not offload:
         return None
+    if processes == 1:
+        join_alone(device)
     return init_device_mesh(device.type, (processes // split, *sizes), mesh_dim_names=AXES)
 
 
@@ -73,9 +79,10 @@ def joined(mesh: DeviceMesh, *axes: str) -> DeviceMesh:
     return DeviceMesh(mesh.device_type, mesh.mesh.permute(order).reshape(sizes), mesh_dim_names=axes)
 
 
-def check_model(directory: Path, config: MeshConfig, memory: int | None, learns: bool) -> None:
+def check_model(directory: Path, config: MeshConfig, memory: int | None, learns: bool, offload: bool = False) -> None:
     """Raises: ConfigError for a model that the mesh cannot split, or whose parameters, gradients and moments alone are more
-    than the memory of the devices, each of which has so many bytes."""
+    than the memory of the devices, each of which has so many bytes. offload: see `make_mesh`.
+    """
     if config.processes > 1:
         described = AutoConfig.from_pretrained(directory, local_files_only=True)
         check_context(described, config)
@@ -90,7 +97,7 @@ def check_model(directory: Path, config: MeshConfig, memory: int | None, learns:
             raise ConfigError("mesh.tensor", config.tensor, wanted)
         if config.tensor > 1:
             plan_of(described.get_text_config(), config.tensor)
-    if memory is None:
+    if memory is None or offload:
         return
     count = sum(prod(shape) for shape in model_dir.shapes(directory).values())
     # fp32 weights, gradients and both moments, or weights that are only read in bf16.
@@ -104,13 +111,6 @@ def check_model(directory: Path, config: MeshConfig, memory: int | None, learns:
             f"{needed / parts / 1e9:.0f} GB of each device, which has {memory / 1e9:.0f} GB"
         )
         raise ConfigError("mesh.fsdp", config.fsdp, wanted)
-
-
-def recompute(model: PreTrainedModel) -> None:
-    """Has the backward pass compute each block again from what went into it."""
-    how = {"use_reentrant": False, "preserve_rng_state": False, "context_fn": computed_again}
-    for block in blocks_of(model):
-        block.forward = partial(checkpoint, block.forward, **how)
 
 
 class Spoken(nn.Module):
@@ -143,19 +143,31 @@ class Whole(nn.Module):
 
 
 def spread(
-    model: PreTrainedModel, mesh: DeviceMesh | None, dtype: torch.dtype, device: torch.device, ends: bool = True
+    model: PreTrainedModel,
+    mesh: DeviceMesh | None,
+    dtype: torch.dtype,
+    device: torch.device,
+    ends: bool = True,
+    offload: bool = False,
 ) -> Whole:
-    """The model, as it was loaded on the host, on the device: whole, or this process's part of it.
+    """The model, as `model.build` gives it, on the device: whole, or this process's part of it, which `model.fill` then reads.
 
-    dtype: of products. ends: whether the embedding, the last norm and the head are split too.
+    The order of what is done to a model, and why: it is frozen and given adapters first, while it is one; its blocks are
+    compiled, and computed again around that (areal_x_torch.blocks); then heads and vocabulary are split, as what fully_shard
+    splits further must be this process's part; then fully_shard, outermost, so that a block is gathered before anything of it
+    runs, and once for the backward pass, in which it is computed again. All of that on the meta device: only the part that is
+    left takes memory.
+
+    dtype: of products. ends: whether the embedding, the last norm and the head are split too. offload: whether parameters, and
+    with them gradients and moments, lie on the host, and a block is on the device while it is computed.
     Raises: ConfigError for a model that the mesh does not divide.
     """
     whole = Whole(model)
     if mesh is None:
-        return whole.to(device)
+        materialize(whole, device)
+        return whole
     dense = joined(mesh, "data", DENSE, "tensor")
     if dense["tensor"].size() > 1:
-        # Before fully_shard: what that splits further is this process's part.
         learns = {name: p.requires_grad for name, p in model.named_parameters()}
         split_heads(model, dense["tensor"])
         if ends:
@@ -165,14 +177,17 @@ def spread(
             p.requires_grad_(learns[name])
     over = dense["data", DENSE] if dense["data"].size() > 1 else dense[DENSE]
 
+    # Pages that stay where they are let copies go on beside computing. A CPU has none.
+    on_host = CPUOffloadPolicy(pin_memory=device.type != "cpu") if offload else OffloadPolicy()
     done: set[nn.Parameter] = set()  # the head is below the model too, where fully_shard would find it again
 
     def shard(unit: nn.Module, compute: torch.dtype | None, over: DeviceMesh = over) -> None:
         # Gathered in what products are computed in; summed in fp32. What goes in is left alone: the residual stream is fp32, as
         # on one device. What was gathered is given up after each pass: parameters are read and restored between passes.
         policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32, cast_forward_inputs=False)
-        how: dict[str, Any] = {"mesh": over, "mp_policy": policy, "ignored_params": done}
-        unit = fully_shard(unit, reshard_after_forward=True, shard_placement_fn=partial(split_along, over.size(-1)), **how)
+        how = {"mp_policy": policy, "offload_policy": on_host, "ignored_params": done}
+        by = partial(split_along, over.size(-1))
+        unit = fully_shard(unit, mesh=over, reshard_after_forward=True, shard_placement_fn=by, **how)
         assert isinstance(unit, FSDPModule)
         # Summed and not averaged: a batch's weights hold the normalisation. gloo has nothing but sums.
         unit.set_force_sum_reduction_for_comms(True)
@@ -188,25 +203,15 @@ def spread(
     for block in blocks_of(model):
         shard(block, low)
     if not ends:
-        return whole.to(device)
+        materialize(whole, device)
+        return whole
     if not is_tied(model):
         shard(whole.head, None if is_classifier(model) else low)
         done.update(whole.head.parameters())
     # The rest is the embedding, which a tied head is too, and the last norm.
     shard(whole, None)
-    return whole.to(device)
-
-
-def blocks_of(model: PreTrainedModel) -> list[nn.Module]:
-    """The decoder blocks, by the name that transformers gives their class.
-
-    Raises: UserError where it names none.
-    """
-    names = set(model._no_split_modules or ())
-    blocks = [module for module in model.modules() if type(module).__name__ in names]
-    if not blocks:
-        raise UserError(f"transformers does not say what the blocks of a {type(model).__name__} are: train it in one process")
-    return blocks
+    materialize(whole, device, torch.device("cpu") if offload else device)
+    return whole
 
 
 def is_tied(model: PreTrainedModel) -> bool:

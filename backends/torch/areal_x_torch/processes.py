@@ -70,8 +70,18 @@ def choose_device() -> str:
             torch.set_num_threads(max(1, torch.get_num_threads() // beside))
         return "gloo"
     torch.accelerator.set_device_index(local % torch.accelerator.device_count())
-    kind = torch.accelerator.current_accelerator().type
-    return f"cpu:gloo,{kind}:{dist.get_default_backend_for_device(kind)}"
+    return backends_of(torch.accelerator.current_accelerator())
+
+
+def backends_of(device: torch.device) -> str:
+    """What sends what lies on the host, and what lies on a device."""
+    return "gloo" if device.type == "cpu" else f"cpu:gloo,{device.type}:{dist.get_default_backend_for_device(device.type)}"
+
+
+def join_alone(device: torch.device) -> None:
+    """Makes this process the only one of a group, for what needs a mesh."""
+    if not dist.is_initialized():
+        dist.init_process_group(backends_of(device), store=dist.HashStore(), rank=0, world_size=1)
 
 
 def start_others(processes: int) -> None:

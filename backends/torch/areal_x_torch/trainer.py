@@ -21,11 +21,11 @@ from transformers import PreTrainedModel
 from areal_x import lora as adapter_files
 from areal_x import model_dir
 from areal_x.checkpoint import Wait
-from areal_x.errors import ConfigError, UserError, one_of
+from areal_x.errors import ConfigError, UserError
 from areal_x.rollout.lanes import Lanes
 from areal_x.trainer import Loss, TrainerConfig, recorded_experts
 from areal_x.types import IMAGES, Batch, Policy
-from areal_x_torch import attention, context, experts, head, lora, model, optimizers, sharded
+from areal_x_torch import attention, blocks, context, experts, head, lora, model, optimizers, sharded
 from areal_x_torch.attention import Segments
 from areal_x_torch.device import compute_dtype, find_device, memory_of
 from areal_x_torch.images import check_images, seen_of
@@ -35,7 +35,6 @@ from areal_x_torch.parallel import (
     make_mesh,
     parts_to_sum,
     rank_among_rows,
-    recompute,
     spread,
     sum_gradients,
     sum_over_rows,
@@ -49,32 +48,31 @@ class Trainer:
     """See `areal_x.trainer.Trainer`. fp32 master weights, activations in the compute precision."""
 
     def __init__(self, config: TrainerConfig) -> None:
-        one_of("trainer.remat", config.remat, ("auto", "layers"))
         self.config = config
         self.directory = model_dir.resolve(config.model.path)
         if config.lora.rank:
             lora.check_targets(self.directory, config.lora)
         self.device = find_device()
-        self.mesh = make_mesh(config.mesh, self.device)
+        self.offload = config.offload and self.device.type != "cpu"  # where all is on the host anyway
+        self.mesh = make_mesh(config.mesh, self.device, self.offload)
         self.share, self.shares = rank_among_rows(self.mesh)
-        check_model(self.directory, config.mesh, memory_of(self.device), learns=not (config.frozen or config.lora.rank))
+        learns = not (config.frozen or config.lora.rank)
+        check_model(self.directory, config.mesh, memory_of(self.device), learns, self.offload)
         self.dtype = compute_dtype(config.precision, self.device)
         self.context = None if config.mesh.context == 1 or self.mesh is None else self.mesh["context"].get_group()
         self.attend = context.exchanging(attention.choose(config.model.attention, self.device, self.dtype), self.context)
         self.teacher = self._load_teacher(Path(config.teacher)) if config.teacher is not None else None
-        at = self.device if self.mesh is None else torch.device("cpu")  # a device may hold its part alone
+        self.model = model.build(self.directory, config.head)
         if config.frozen or config.lora.rank:
-            self.model = model.load_frozen(self.directory, at, self.dtype, config.head)
-        else:
-            self.model = model.load(self.directory, at, config.head)
+            model.freeze(self.model, self.dtype)
         if self.teacher is not None and model.sees(self.teacher) != model.sees(self.model):
             raise ConfigError("train.teacher", config.teacher, "a model that sees where the student does, and else one of text")
         if config.lora.rank:
             lora.adapt(self.model, config.lora, config.seed)
         self.routers = experts.hook_routers(self.model, config, self.directory)
-        if config.remat == "layers" and not config.frozen:
-            recompute(self.model)  # before it is split: a block that is computed again is gathered already
-        self.whole = spread(self.model, self.mesh, self.dtype, self.device)
+        blocks.prepare(self.model, config, self.dtype, memory_of(self.device))
+        self.whole = spread(self.model, self.mesh, self.dtype, self.device, offload=self.offload)
+        model.fill(self.model, self.directory)
         self.summed = parts_to_sum(self.model, self.mesh)
         self.trained = lora.trained(self.model, config.lora)
         if not config.frozen:
@@ -143,7 +141,8 @@ class Trainer:
 
     def device_weights(self) -> Iterator[tuple[str, Tensor]]:
         """The tensors of `weights`, on this process's device. Where nothing is cast or gathered they are the model's own."""
-        yield from gathered_each(lora.merged(self.model), lambda x: x.to(self.dtype) if x.is_floating_point() else x)
+        for name, x in gathered_each(lora.merged(self.model), lambda x: x.to(self.dtype) if x.is_floating_point() else x):
+            yield name, x.to(self.device)
 
     def weights(self) -> Iterator[tuple[str, np.ndarray]]:
         for name, x in self.device_weights():
@@ -158,6 +157,7 @@ class Trainer:
     def snapshot(self) -> dict[str, Tensor]:
         self._only_with("snapshot", "policy")
         copied = gathered_each(lora.merged(self.model), lambda x: x.to(self.dtype, copy=True))
+        copied = ((name, x.to(self.device)) for name, x in copied)
         # All gather it, and the first, whose sampler draws, keeps it.
         return {name: x for name, x in copied if self.mesh is None or self.mesh.get_rank() == 0}
 
@@ -167,8 +167,8 @@ class Trainer:
         self._only_with("sampler", "policy")
         if model.sees(self.model):
             raise UserError(f"{self.directory} sees, and the torch sampler draws from models of text: use vLLM servers")
-        # Who has a part of the model alone, or one whose blocks are wrapped, samples with a whole one beside it.
-        own = self.mesh is None and self.config.remat != "layers"
+        # Who has a part of the model alone, or one whose blocks are compiled, samples with a whole one beside it.
+        own = self.mesh is None and not self.config.compile
         of = self.model if own else model.load_frozen(self.directory, self.device, self.dtype)
         self._beside = Sampler(of, slots, context, self.dtype)
         return self._beside
@@ -235,8 +235,10 @@ class Trainer:
     def _load_teacher(self, directory: Path) -> PreTrainedModel:
         model_dir.check_vocabulary("train.teacher", directory, self.directory)
         check_model(directory, self.config.mesh, None, learns=False)
-        teacher = model.load_frozen(directory, self.device if self.mesh is None else torch.device("cpu"), self.dtype)
+        teacher = model.freeze(model.build(directory, "policy"), self.dtype)
+        blocks.prepare(teacher, self.config, self.dtype, None)
         spread(teacher, self.mesh, self.dtype, self.device, ends=False)  # the student's pass reads its head
+        model.fill(teacher, directory)
         return teacher
 
     def _leave_cores(self) -> None:

@@ -1,0 +1,119 @@
+"""How much more memory than its own part of a model a process takes to read it, in units of the model's largest tensor.
+
+    python -m benchmarks.load jax
+    python -m benchmarks.load torch
+    python -m benchmarks.load torch --processes 2
+
+Claim: at most three times the largest tensor beyond what the parameters take, as a checkpoint is read one tensor at a time to
+where it lies. A Qwen3 of random weights is written once; other processes read it and note the most that they had.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import subprocess
+import sys
+import tempfile
+import threading
+from pathlib import Path
+
+from areal_x import model_dir
+from areal_x.trainer import MeshConfig
+from tests.conftest import write_model
+
+SIZES = {"hidden_size": 768, "intermediate_size": 2304, "num_hidden_layers": 24, "head_dim": 64, "vocab_size": 48_000}
+HEADS = {"num_attention_heads": 12, "num_key_value_heads": 4, "tie_word_embeddings": True}
+
+
+class Peak(threading.Thread):
+    """The most bytes that this process had while it read, beside those before: of its own, without the pages of files that it
+    looked at, which the system takes back when it needs them. On Linux."""
+
+    def __init__(self) -> None:
+        super().__init__(daemon=True)
+        self.done = threading.Event()
+        self.before = self.most = self.now()
+
+    @staticmethod
+    def now() -> int:
+        return int(re.search(r"RssAnon:\s+(\d+) kB", Path("/proc/self/status").read_text())[1]) * 1024
+
+    def run(self) -> None:
+        while not self.done.wait(0.0005):
+            self.most = max(self.most, self.now())
+
+    def stop(self) -> int:
+        self.done.set()
+        self.join()
+        return max(self.most, self.now()) - self.before
+
+
+def read_with_jax(directory: Path, processes: int) -> tuple[int, int]:
+    """Bytes that the process had at most while it read the model, beside those it had before; and of its parameters."""
+    import jax
+
+    from areal_x_jax.layout import make_layout
+    from areal_x_jax.shape import shape_of
+    from areal_x_jax.weights import from_tensors
+
+    shape, layout = shape_of(model_dir.read_config(directory)), make_layout(MeshConfig())
+    jax.block_until_ready(jax.numpy.ones((64, 64)) @ jax.numpy.ones((64, 64)))
+    peak = Peak()
+    peak.start()
+    params = jax.block_until_ready(from_tensors(shape, model_dir.read_tensors(directory), str(directory), layout))
+    return peak.stop(), sum(x.nbytes for x in jax.tree.leaves(params))
+
+
+def read_with_torch(directory: Path, processes: int) -> tuple[int, int]:
+    """The same of this one of several processes that share the model."""
+    import torch
+
+    from areal_x_torch import model
+    from areal_x_torch.parallel import make_mesh, spread
+    from areal_x_torch.parts import local
+    from areal_x_torch.processes import join
+
+    joined = join(processes) if processes > 1 else None
+    device = torch.device("cpu")
+    mesh = make_mesh(MeshConfig(fsdp=processes, processes=processes), device)
+    torch.ones(64, 64) @ torch.ones(64, 64)
+    peak = Peak()
+    peak.start()
+    built = model.build(directory, "policy")
+    spread(built, mesh, torch.float32, device)
+    model.fill(built, directory)
+    most = peak.stop()
+    if joined is not None:
+        joined.broadcast(b"read")  # the first ends the others with it
+    return most, sum(local(x).nbytes for x in built.parameters())
+
+
+READ = {"jax": read_with_jax, "torch": read_with_torch}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("backend", choices=READ)
+    parser.add_argument("--processes", type=int, default=1, help="with torch")
+    parser.add_argument("--directory", type=Path, help=argparse.SUPPRESS)  # of a process that reads
+    args = parser.parse_args()
+    if args.directory:
+        print(json.dumps(READ[args.backend](args.directory, args.processes)))
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        directory = write_model(Path(folder) / "model", **SIZES, **HEADS)
+        largest = max(x.nbytes for _, x in model_dir.read_tensors(directory))
+        command = [sys.executable, "-m", "benchmarks.load", args.backend, "--processes", str(args.processes)]
+        said = subprocess.run([*command, "--directory", str(directory)], check=True, capture_output=True, text=True).stdout
+    print(
+        "| parameters of a process | largest tensor | beyond them while they are read | in largest tensors |\n|---|---|---|---|"
+    )
+    for peak, own in (json.loads(line) for line in said.splitlines() if line.startswith("[")):
+        mega = " | ".join(f"{x / 1e6:,.0f} MB" for x in (own, largest, peak - own))
+        print(f"| {mega} | {(peak - own) / largest:.2f} |")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,119 @@
+"""Blocks that are compiled, computed again, or kept on the host: the same steps, and what they are for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+
+import torch.distributed as dist  # noqa: E402
+from torch._dynamo.utils import counters  # noqa: E402
+from torch.utils.flop_counter import FlopCounterMode  # noqa: E402
+
+from areal_x.algorithms import losses  # noqa: E402
+from areal_x.trainer import MeshConfig, ModelConfig, TrainerConfig  # noqa: E402
+from areal_x_torch import blocks, model  # noqa: E402
+from areal_x_torch import trainer as trainer_module  # noqa: E402
+from areal_x_torch.parallel import make_mesh, spread  # noqa: E402
+from tests.models import MODELS, trajectories, write_config  # noqa: E402
+
+from .test_trainer import all_weights, batch_of, save_model, sequences, trainer_of  # noqa: E402
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def qwen3(tmp_path_factory):
+    return save_model(tmp_path_factory.mktemp("models") / "qwen3", "qwen3", head_dim=16, tie_word_embeddings=False)
+
+
+def computed_by(directory, remat):
+    """What an update says, the weights after it, how many products it computed, and how many numbers its graph kept."""
+    trainer, saved = trainer_of(directory, remat=remat), []
+    with (
+        FlopCounterMode(display=False) as counter,
+        torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x.numel()) or x, lambda x: x),
+    ):
+        found = trainer.update(batch_of(sequences())[0], losses.ppo_clip)
+    return found, all_weights(trainer), counter.get_total_flops(), sum(saved)
+
+
+def test_what_is_computed_again_gives_the_same_step_without_products_or_with_them(qwen3):
+    nothing, products, layers = (computed_by(qwen3, remat) for remat in ("auto", "products", "layers"))
+    for other in (products, layers):
+        assert other[0] == nothing[0]
+        for name, x in nothing[1].items():
+            np.testing.assert_array_equal(other[1][name], x)
+        assert other[3] < nothing[3] / 3  # beside the products themselves
+    assert products[2] == nothing[2] < layers[2]
+
+
+def test_auto_takes_the_first_that_fits_into_half_of_what_is_left(qwen3):
+    built = model.build(qwen3, "policy")
+    products = blocks.products_of(built)
+    assert products == 2 * (64 + 32 + 32 + 32 + 48 + 48 + 32)  # q, k, v, o, gate, up and down of both layers
+    config = TrainerConfig(ModelConfig(str(qwen3)), mesh=MeshConfig(fsdp=2, processes=2))
+    state = 16 * sum(x.numel() for x in built.parameters()) // 2
+    assert blocks.room_of(built, config, state + 1000) == 500
+    assert blocks.room_of(built, config, None) is None
+    for room, wanted in ((None, "nothing"), (55, "nothing"), (54, "products"), (20, "products"), (19, "layers")):
+        bytes_of_room = room if room is None else room * products * 2
+        assert blocks.choose(config, torch.bfloat16, products, bytes_of_room, 10) == wanted
+
+
+def test_the_same_programs_serve_every_block_and_every_length(tmp_path):
+    counts = {}
+    torch._dynamo.reset()
+    for depth in (1, 2):
+        directory = write_config({**MODELS["qwen3"], "num_hidden_layers": depth}, tmp_path / str(depth))
+        plain, compiled = trainer_of(directory), trainer_of(directory, compile=True)
+        counters.clear()
+        for lengths in ((9, 5, 12), (3, 8, 4, 11), (16,)):
+            batch, _ = batch_of(trajectories(*lengths, vocab=40))
+            expected, found = (trainer.update(batch, losses.ppo_clip) for trainer in (plain, compiled))
+            assert found["loss"] == pytest.approx(expected["loss"], rel=1e-5, abs=1e-5)
+            assert found["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-4)
+        counts[depth] = counters["stats"]["unique_graphs"]
+    # The norm, what goes into attention, what comes out of it, and the MLP; a model of another depth needs no others.
+    assert 0 < counts[1] <= 4
+    assert counts[2] == 0
+
+
+@pytest.fixture
+def alone() -> Iterator[None]:
+    """A test that makes a mesh of one process, and leaves none."""
+    yield
+    dist.destroy_process_group()
+
+
+def test_a_model_on_the_host_learns_the_same(qwen3, alone, monkeypatch):
+    # On a CPU the host is the device: that each block is brought and given up is tested, not that memory is saved.
+    mesh = make_mesh(MeshConfig(), CPU, offload=True)
+    monkeypatch.setattr(trainer_module, "make_mesh", lambda *_: mesh)
+    monkeypatch.setattr(trainer_module, "spread", lambda *of, **_: spread(*of, offload=True))
+    offloaded = trainer_of(qwen3)
+    monkeypatch.undo()
+    plain, (batch, _) = trainer_of(qwen3), batch_of(sequences())
+    for _ in range(2):
+        expected, found = (trainer.update(batch, losses.ppo_clip) for trainer in (plain, offloaded))
+        assert found == pytest.approx(expected, rel=1e-5, abs=1e-6)
+    for name, x in offloaded.weights():
+        np.testing.assert_allclose(x, dict(plain.weights())[name], atol=1e-6)
+
+
+def test_only_an_accelerator_offloads(qwen3, monkeypatch):
+    asked = []
+
+    def noting(mesh, device, offload):
+        asked.append(offload)
+        raise StopIteration
+
+    monkeypatch.setattr(trainer_module, "make_mesh", noting)
+    for kind in ("cpu", "cuda"):
+        monkeypatch.setattr(trainer_module, "find_device", lambda kind=kind: torch.device(kind))
+        with pytest.raises(StopIteration):
+            trainer_of(qwen3, offload=True)
+    assert asked == [False, True]
