@@ -263,7 +263,10 @@ class Experiment:
 
                 # ---- what it did
                 row = {"step": step, **describe(groups, ages), **learned, **watch.laps, "seconds": watch.total}
-                row |= {"pause_seconds": published.paused_seconds, **rates(row, before, rollout.stats())}
+                row["pause_seconds"] = published.paused_seconds
+                if published.bytes:
+                    row["published_bytes_per_second"] = published.bytes / watch.laps["publish_seconds"]
+                row |= rates(row, before, rollout.stats())
                 if self.is_due(self.evaluate_every, step):
                     row |= self.evaluate(rollout, models)
                 metrics.write(row)

@@ -25,9 +25,9 @@ URLS = ("http://127.0.0.1:1", "http://127.0.0.1:2", "http://127.0.0.1:3")
 
 
 class Told:
-    """A server, in the place of its client. holds: its version. dead: it answers nothing. held: requests wait until they are let
-    go. frozen: a pause never ends. offset: how far what it says of a prompt is from what a right server says. error, swap_error:
-    what it answers to each request, and to each swap."""
+    """A server, in place of its client. holds: its version. dead: it answers nothing. held: requests wait until they are let
+    go. frozen: a pause never ends. offset: how far what it says of a prompt is from what a right server says. error and
+    swap_error: what it answers to each request and swap."""
 
     def __init__(self, url: str) -> None:
         self.url, self.holds, self.dead, self.held = url, 0, False, False
