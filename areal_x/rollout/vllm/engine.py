@@ -394,14 +394,17 @@ class VLLMEngine:
         self._workers[replica.name] = workers
         self._prefixes.forget(replica.name)
 
-    async def _give(self, replica: Replica) -> None:
+    async def _give(self, replica: Replica) -> bool:
+        if self._current is None:
+            return False
         if self.lora is not None:
-            await replica.hold([*self._versions.held(), *([self._current] if self._current else [])])
-        elif self._current is not None:
+            await replica.hold([*self._versions.held(), self._current])
+        else:
             while not self._current.folder.exists():  # see `_with_room`
                 self._change.clear()
                 await self._change.wait()
             await replica.give(self._current)
+        return True
 
     async def _score(self, replica: Replica) -> Float32[np.ndarray, " T"]:
         vocabulary = int(text_config(read_config(self.model))["vocab_size"])

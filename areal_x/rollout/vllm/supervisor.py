@@ -31,7 +31,8 @@ LEAST_SLEEP_SECONDS = 0.05
 class Supervisor:
     """The servers of an engine. All of it runs on the event loop that calls `bring`.
 
-    prepare: readies a server that answers, without weights. give: makes it hold the newest weights. score: what a server says
+    prepare: readies a server that answers, without weights. give: makes it hold the newest weights, if any
+    were published. score: what a server says
     of the known prompt under the newest weights. changed: told whenever the fleet may have changed.
     """
 
@@ -40,7 +41,7 @@ class Supervisor:
         config: VLLMConfig,
         report: Callable[[str], None],
         prepare: Callable[[Replica], Awaitable[None]],
-        give: Callable[[Replica], Awaitable[None]],
+        give: Callable[[Replica], Awaitable[bool]],
         score: Callable[[Replica], Awaitable[Scores]],
         changed: Callable[[], None],
     ) -> None:
@@ -72,8 +73,8 @@ class Supervisor:
         while True:
             version = fleet.target
             try:
-                await self._give(replica)
-                await self._check(replica, version)
+                if await self._give(replica):
+                    await self._check(replica, version)
             except EngineError:
                 if fleet.target == version:
                     raise
