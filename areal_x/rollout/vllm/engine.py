@@ -237,6 +237,9 @@ class VLLMEngine:
             raise EngineError(f"{ATTEMPTS} servers in a row failed at one request, the last one so: {error}") from error
         if isinstance(error, ServerRestarted) and self._is_at(request, server):
             self.fleet.lost(server, f"{error}", time.monotonic())
+        died = replica.death() if replica is not None else None
+        if died and self._is_at(request, server):
+            self.fleet.lost(server, died, time.monotonic())
         self.fleet.failed(request, server, f"{error}", time.monotonic())
         self.supervisor.settle()
         self.supervisor.hurry()
