@@ -125,12 +125,13 @@ class Fleet:
         if member.ours and member.tries > TRIES:
             self._end(name, State.GIVEN_UP, f"given up after {TRIES} starts in vain: {reason}", now)
             return
+        said = "is lost ({}): its requests go to others, and it" if member.serves else "does not come back ({}): it"
         member.state, member.reason = State.DOWN, reason
         wait = min(FIRST_RETRY_SECONDS * 2 ** (member.tries - 1), LONGEST_RETRY_SECONDS)
         member.retry_at = now + wait
         self._release(member)
         again = "started again" if member.ours else "asked again"
-        self._news.append(f"{name} is lost ({reason}): its requests go to others, and it is {again} in {wait:g} s")
+        self._news.append(f"{name} {said.format(reason)} is {again} in {wait:g} s")
         self._look(now)
 
     def quarantine(self, name: str, reason: str, now: float) -> None:
