@@ -45,8 +45,9 @@ from areal_x.rollout.offline import NoEngine
 from areal_x.rollout.queue import TrajectoryQueue
 from areal_x.rollout.rollout import Rollout
 from areal_x.rollout.runner import Runner
+from areal_x.rollout.vllm.config import VLLMConfig
 from areal_x.rollout.vllm.direct import check_machine, check_run
-from areal_x.rollout.vllm.engine import VLLMConfig, VLLMEngine
+from areal_x.rollout.vllm.engine import VLLMEngine
 from areal_x.rollout.vllm.scorer import ServerScorer, server_urls
 from areal_x.rollout.workflows import Workflow
 from areal_x.run_dir import open_run
@@ -262,7 +263,10 @@ class Experiment:
 
                 # ---- what it did
                 row = {"step": step, **describe(groups, ages), **learned, **watch.laps, "seconds": watch.total}
-                row |= {"pause_seconds": published.paused_seconds, **rates(row, before, rollout.stats())}
+                row["pause_seconds"] = published.paused_seconds
+                if published.bytes:
+                    row["published_bytes_per_second"] = published.bytes / watch.laps["publish_seconds"]
+                row |= rates(row, before, rollout.stats())
                 if self.is_due(self.evaluate_every, step):
                     row |= self.evaluate(rollout, models)
                 metrics.write(row)

@@ -25,7 +25,8 @@ from model import write_model
 
 from areal_x.model_dir import read_tensors
 from areal_x.rollout.engine import Completion, Request, SamplingParams
-from areal_x.rollout.vllm.engine import VLLMConfig, VLLMEngine
+from areal_x.rollout.vllm.config import VLLMConfig
+from areal_x.rollout.vllm.engine import VLLMEngine
 
 NEW_TOKENS = 200
 BETWEEN_SWAPS_SECONDS = 0.5

@@ -30,15 +30,21 @@ Tensors = Iterable[tuple[str, np.ndarray]]
 
 @dataclass(frozen=True)
 class Staged:
-    """A complete set of weights in a folder: *.safetensors under Hugging Face names, or an adapter in PEFT's form."""
+    """A complete set of weights in a folder: *.safetensors under Hugging Face names, or an adapter in PEFT's form.
+    bytes: of all its files."""
 
     folder: Path
     version: int
+    bytes: int = 0
 
 
 def default_parent() -> Path:
     """Shared memory where there is some: written once, read by every server of this machine, never on a disk."""
     return SHARED_MEMORY if os.access(SHARED_MEMORY, os.W_OK) else Path(tempfile.gettempdir())
+
+
+class NoRoom(UserError):
+    """The file system that weights are staged on is full."""
 
 
 class Staging:
@@ -65,7 +71,7 @@ class Staging:
         """Writes the tensors, one shard in memory at a time. The folder appears under its name only when it is complete.
 
         write: what fills the folder, by default `write_shards`.
-        Raises: UserError when the file system is full.
+        Raises: NoRoom when the file system is full.
         """
         folder, partial = self.root / f"v{version:08d}", self.root / "partial"
         shutil.rmtree(partial, ignore_errors=True)
@@ -77,16 +83,16 @@ class Staging:
             # The safetensors library wraps what the system said into its own error.
             if getattr(error, "errno", None) == errno.ENOSPC or os.strerror(errno.ENOSPC) in str(error):
                 reason = f"no room to stage the weights in {self.root.parent}"
-                raise UserError(f"{reason}: set vllm.staging to a folder with more") from error
+                raise NoRoom(f"{reason}: set vllm.staging to a folder with more") from error
             raise
         shutil.rmtree(folder, ignore_errors=True)
         partial.rename(folder)
-        return Staged(folder, version)
+        return Staged(folder, version, sum(file.stat().st_size for file in folder.iterdir()))
 
-    def remove(self, staged: Staged) -> None:
-        """Forgets a version that every engine has read, and those before it."""
+    def keep(self, staged: Staged | None) -> None:
+        """Forgets all versions but this one and newer ones; None forgets all."""
         for folder in self.root.glob("v*"):
-            if folder.name <= staged.folder.name:
+            if staged is None or folder.name < staged.folder.name:
                 shutil.rmtree(folder, ignore_errors=True)
 
     def close(self) -> None:

@@ -15,6 +15,7 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from areal_x.errors import UserError
 from areal_x.rollout.journal import Resumed
 from areal_x.rollout.loop import interrupts_noted, result, serve
 from areal_x.rollout.runner import RolloutStats, Runner
@@ -27,10 +28,12 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Published:
-    """Seconds that handing over a version took: copying the weights, and how long generation stood still for the swap."""
+    """Seconds that handing over a version took: copying the weights, and how long generation stood still for the swap (with
+    rolling swaps: the longest that one server did). bytes: that were staged in files, 0 where none were."""
 
     staged_seconds: float
     paused_seconds: float
+    bytes: int = 0
 
 
 class Rollout:
@@ -87,8 +90,17 @@ class Rollout:
         version = trainer.version if version is None else version
         began = time.perf_counter()
         staged = self.engine.stage(trainer, version)
-        seconds = time.perf_counter() - began
-        return Published(seconds, self._call(self._swap(staged, version)))
+        staged_seconds = time.perf_counter() - began
+        paused_seconds = self._call(self._swap(staged, version))
+        return Published(staged_seconds, paused_seconds, getattr(staged, "bytes", 0))
+
+    def join(self, url: str) -> None:
+        """A vLLM server that runs already takes part from now on. See VLLMEngine.join."""
+        self._call(self._servers().join(url))
+
+    def leave(self, url: str) -> None:
+        """A vLLM server takes part no more. See VLLMEngine.leave."""
+        self._call(self._servers().leave(url))
 
     def take(self) -> list[Group]:
         """The groups of the next step, in the order of consumption. Blocks until there are enough.
@@ -146,6 +158,11 @@ class Rollout:
                 await asyncio.wait([self._running])
                 if not self._running.cancelled():
                     self._running.exception()  # whoever takes was told
+
+    def _servers(self) -> Any:
+        if not hasattr(self.engine, "join"):
+            raise UserError("servers can join and leave with train.engine = 'vllm' alone")
+        return self.engine
 
     def _submit(self, work: Coroutine[Any, Any, T]) -> Future[T]:
         if self._loop is None:

@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 
 from areal_x.model_dir import read_tensors, write_model, write_state
-from areal_x.rollout.vllm.engine import VLLMConfig, VLLMEngine
+from areal_x.rollout.vllm.config import VLLMConfig
+from areal_x.rollout.vllm.engine import VLLMEngine
 
 Run = Callable[[Coroutine[Any, Any, Any]], Any]
 

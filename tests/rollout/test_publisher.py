@@ -64,10 +64,17 @@ def test_the_shard_that_waits_to_be_written_is_bounded() -> None:
     assert publisher.SHARD_BYTES <= 2**30
 
 
-def test_a_version_that_was_read_is_removed_with_those_before_it(staging: Staging) -> None:
+def test_a_version_is_kept_until_a_newer_one_is(staging: Staging) -> None:
     first, second, third = (staging.stage(TENSORS.items(), version) for version in (1, 2, 3))
-    staging.remove(second)
-    assert [staged.folder.exists() for staged in (first, second, third)] == [False, False, True]
+    staging.keep(second)
+    assert [staged.folder.exists() for staged in (first, second, third)] == [False, True, True]
+    staging.keep(None)
+    assert not third.folder.exists()
+
+
+def test_the_bytes_of_a_staged_version_are_those_of_its_files(staging: Staging) -> None:
+    tensors = sum(tensor.nbytes for tensor in TENSORS.values())
+    assert tensors < staging.stage(TENSORS.items(), 1).bytes < tensors + 1000 * len(TENSORS)
 
 
 def test_closing_removes_everything(tmp_path: Path) -> None:

@@ -242,3 +242,22 @@ def test_failures_are_shown_and_a_run_of_nothing_else_ends():
         stats = made.stats()
     assert stats.failed >= 6
     assert stats.errors == {"ValueError: reward service is away": stats.failed}
+
+
+def test_servers_come_and_go_through_the_rollout_where_the_engine_has_any():
+    class Servers(FakeEngine):
+        async def join(self, url):
+            self.calls.append(("join", url, threading.current_thread().name))
+
+        async def leave(self, url):
+            self.calls.append(("leave", url, threading.current_thread().name))
+
+    with rollout(Servers()) as made:
+        made.start()
+        made.join("http://127.0.0.1:1")
+        made.leave("http://127.0.0.1:1")
+        assert made.engine.calls[1:3] == [(name, "http://127.0.0.1:1", "rollout") for name in ("join", "leave")]
+    with rollout() as made:
+        made.start()
+        with pytest.raises(UserError, match=r"train\.engine = 'vllm' alone"):
+            made.join("http://127.0.0.1:1")

@@ -9,7 +9,8 @@ import pytest
 from areal_x.errors import ConfigError
 from areal_x.rollout.publisher import Staged
 from areal_x.rollout.vllm.adapters import Versions, arguments
-from areal_x.rollout.vllm.engine import VLLMConfig, VLLMEngine
+from areal_x.rollout.vllm.config import VLLMConfig
+from areal_x.rollout.vllm.engine import VLLMEngine
 from areal_x.trainer import LoRAConfig
 
 

@@ -21,8 +21,9 @@ import pytest
 from areal_x.errors import ConfigError
 from areal_x.rollout.engine import EngineError
 from areal_x.rollout.vllm.client import VLLMClient
+from areal_x.rollout.vllm.config import VLLMConfig
 from areal_x.rollout.vllm.direct import Calls, Direct
-from areal_x.rollout.vllm.engine import VLLMConfig, VLLMEngine
+from areal_x.rollout.vllm.engine import VLLMEngine
 from areal_x.rollout.vllm.server import UNPICKLE
 from areal_x.trainer import ModelConfig, TrainerConfig, create_trainer
 from tests.rollout.conftest import Run

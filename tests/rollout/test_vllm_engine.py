@@ -16,7 +16,8 @@ from areal_x.errors import UserError
 from areal_x.rollout.engine import Completion, EngineError, Request, SamplingParams
 from areal_x.rollout.publisher import Staged
 from areal_x.rollout.vllm.client import VLLMClient
-from areal_x.rollout.vllm.engine import VLLMConfig, VLLMEngine
+from areal_x.rollout.vllm.config import VLLMConfig
+from areal_x.rollout.vllm.engine import VLLMEngine
 from tests.conftest import write_model
 from tests.rollout import conformance
 from tests.rollout.conformance import expected_logprobs
@@ -216,7 +217,8 @@ def test_a_server_that_dies_at_start_says_why_and_leaves_nothing(tiny_model_dir:
 OWNER = """
 import asyncio, sys
 from pathlib import Path
-from areal_x.rollout.vllm.engine import VLLMConfig, VLLMEngine
+from areal_x.rollout.vllm.config import VLLMConfig
+from areal_x.rollout.vllm.engine import VLLMEngine
 
 async def main():
     model, logs, staging = map(Path, sys.argv[1:])
@@ -244,21 +246,42 @@ def test_a_run_killed_with_sigkill_leaves_no_server_and_no_weights(tiny_model_di
     assert list(staging.iterdir()) == []
 
 
-def test_a_server_that_dies_in_the_middle_is_lost_with_its_reason(tiny_model_dir: Path, tmp_path: Path, run: Run) -> None:
-    engine = VLLMEngine(VLLMConfig(context=256), tiny_model_dir, tmp_path, report=lambda line: None)
+def test_a_server_killed_under_requests_takes_none_with_it_and_comes_back_with_the_newest_weights(
+    tiny_model_dir: Path, other_model_dir: Path, tmp_path: Path, run: Run
+) -> None:
+    lines: list[str] = []
+    config = VLLMConfig(context=256, servers=2, slice_tokens=32, heartbeat_seconds=1.0)
+    engine = VLLMEngine(config, tiny_model_dir, tmp_path, report=lines.append)
+    requests = [Request(PROMPT[: 4 + i % 8], SamplingParams(max_tokens=200 + i)) for i in range(24)]
 
-    async def kill_under_requests() -> list[Any]:
+    async def kill_under_requests() -> tuple[list[Completion], Completion]:
         await engine.start()
-        running = [asyncio.create_task(engine.generate(Request(PROMPT, SamplingParams(max_tokens=240)))) for _ in range(8)]
+        await engine.swap(engine.stage(Weights(tiny_model_dir, 1)))
+        running = [asyncio.create_task(engine.generate(request)) for request in requests]
         await until_generating(engine, 5)
         for process in psutil.Process(engine._servers[0].process.pid).children():
             process.kill()
-        return await asyncio.gather(*running, return_exceptions=True)
+        while len(engine.fleet.serving()) == 2:
+            await asyncio.sleep(0.01)
+        await engine.swap(engine.stage(Weights(other_model_dir, 2)))
+        completions = await asyncio.gather(*running)
+        while len(engine.fleet.serving()) < 2:
+            await asyncio.sleep(0.1)
+        ((_, first),) = [(name, r) for name, r in engine.supervisor.replicas.items() if name.startswith("vLLM server 1")]
+        return completions, await first.client.generate(PROMPT, SamplingParams(max_tokens=40))
 
     try:
-        outcomes = run(kill_under_requests())
-        assert all(isinstance(outcome, EngineError) for outcome in outcomes)
-        assert "its log ends with" in str(outcomes[0])
-        assert "vllm-0.log" in str(outcomes[0])
+        completions, back = run(kill_under_requests())
     finally:
         run(engine.close())
+    policy = {1: tiny_model_dir, 2: other_model_dir}
+    assert [len(completion.tokens) for completion in completions] == [request.sampling.max_tokens for request in requests]
+    for request, completion in zip(requests, completions, strict=True):
+        assert set(completion.versions.tolist()) <= {1, 2}
+        by_version = [expected_logprobs(policy[version], request, completion) for version in (1, 2)]
+        np.testing.assert_allclose(completion.logprobs, np.choose(completion.versions - 1, by_version), atol=1e-4)
+    np.testing.assert_array_equal(back.versions, 2)
+    expected = expected_logprobs(other_model_dir, Request(PROMPT, SamplingParams()), back)
+    np.testing.assert_allclose(back.logprobs, expected, atol=1e-4)
+    assert any("vLLM server 1 of 2 is lost" in line for line in lines)
+    assert lines[-1] == "vLLM server 1 of 2 serves again, with the weights of version 2"

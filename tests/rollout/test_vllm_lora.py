@@ -13,7 +13,8 @@ import pytest
 from areal_x.data.packing import pack
 from areal_x.rollout.engine import Completion, EngineError, Request, SamplingParams
 from areal_x.rollout.publisher import Staged
-from areal_x.rollout.vllm.engine import VLLMConfig, VLLMEngine
+from areal_x.rollout.vllm.config import VLLMConfig
+from areal_x.rollout.vllm.engine import VLLMEngine
 from areal_x.trainer import LoRAConfig, ModelConfig, OptimizerConfig, Trainer, TrainerConfig, create_trainer
 from areal_x.types import Trajectory
 from tests.rollout.conftest import Run

@@ -24,7 +24,8 @@ from areal_x.experiment import Experiment
 from areal_x.rollout.embedded import EmbeddedConfig
 from areal_x.rollout.engine import EngineError, SamplingParams
 from areal_x.rollout.vllm.client import VLLMClient, scores_from
-from areal_x.rollout.vllm.engine import VLLMConfig, VLLMEngine
+from areal_x.rollout.vllm.config import VLLMConfig
+from areal_x.rollout.vllm.engine import VLLMEngine
 from areal_x.rollout.vllm.scorer import CONCURRENCY, PROBE, ServerScorer, server_urls
 from areal_x.rollout.workflows import SingleTurn
 from areal_x.trainer import ModelConfig, Trainer, TrainerConfig, create_trainer

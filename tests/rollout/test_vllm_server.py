@@ -17,7 +17,7 @@ import pytest
 
 from areal_x.errors import ConfigError
 from areal_x.rollout.vllm import guard
-from areal_x.rollout.vllm.engine import VLLMConfig
+from areal_x.rollout.vllm.config import VLLMConfig
 from areal_x.rollout.vllm.server import Launch, command, default_threads, environment, reason_in, reserve, start
 
 LAUNCH = Launch(Path("model"), Path("log"), Path("staging"), context=128, concurrency=8, seed=3, threads=2)

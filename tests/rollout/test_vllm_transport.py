@@ -13,8 +13,8 @@ import pytest
 from areal_x.errors import ConfigError
 from areal_x.experiment import Experiment
 from areal_x.rollout.vllm import direct
+from areal_x.rollout.vllm.config import VLLMConfig
 from areal_x.rollout.vllm.direct import check_machine, check_run, own_gpu
-from areal_x.rollout.vllm.engine import VLLMConfig
 from areal_x.rollout.vllm.server import UNPICKLE, Launch, command, environment
 from areal_x.rollout.workflows import SingleTurn
 from areal_x.trainer import ModelConfig, TrainerConfig

@@ -51,6 +51,10 @@ class Versions:
         finally:
             self._requests[own.version] -= 1
 
+    def held(self) -> list[Staged]:
+        """Those that a server must have: the newest, and older ones that requests are on."""
+        return [*self._older, *([self.newest] if self.newest else [])]
+
     def publish(self, staged: Staged) -> list[Staged]:
         """Makes a version the newest, and gives those that no request is on any more, which are forgotten."""
         self._older += [self.newest] if self.newest else []

@@ -28,10 +28,24 @@ NO_LOGPROB = -9999.0  # what vLLM sends for a log-probability it does not have
 ROUNDING = 1e-3  # how far above 0 a log-probability may come out
 KEEP_ALIVE_SECONDS = 2.0  # the server closes idle connections after 5 s: a client that keeps them longer meets dead ones
 CONNECT_SECONDS = 30.0
+HEALTH_SECONDS = 5.0
 CONTROL_SECONDS = 600.0  # loading the weights of a large model from a shared folder
 ATTEMPTS = 3
 RECORD_EXPERTS = "--enable-return-routed-experts"
 WORDLESS = ("/v1/load_lora_adapter", "/v1/unload_lora_adapter")  # whose answer is a sentence and no JSON
+TEXT = (*WORDLESS, "/metrics")
+
+
+class ServerLost(EngineError):
+    """The server gave no answer."""
+
+
+class ServerRestarted(ServerLost):
+    """Its answer shows that it does not hold the weights that it was given."""
+
+
+class ServerFailed(EngineError):
+    """The server answered with an error that is its own and not the request's."""
 
 
 @dataclass(frozen=True)
@@ -53,8 +67,8 @@ def needed_flags(transfer: str) -> str:
 class VLLMClient:
     """One server. Made inside the event loop that uses it. transfer: the weight-transfer backend that it shall have.
 
-    Errors: EngineError when the server is gone or answers with an error, UserError when it refuses the key or lacks an
-    endpoint.
+    Errors: ServerLost when the server is gone, ServerFailed and other EngineErrors when it answers with an error, UserError
+    when it refuses the key or lacks an endpoint.
     """
 
     def __init__(self, url: str, key: str | None, transfer: str = BACKEND) -> None:
@@ -69,12 +83,12 @@ class VLLMClient:
     async def close(self) -> None:
         await self._session.close()
 
-    async def is_healthy(self) -> bool:
-        """Whether the server answers and its engine lives."""
+    async def is_healthy(self, seconds: float = HEALTH_SECONDS) -> bool:
+        """Whether the server answers within this time and its engine lives."""
         import aiohttp
 
         try:
-            async with self._session.get(f"{self.url}/health", timeout=aiohttp.ClientTimeout(total=5)) as answer:
+            async with self._session.get(f"{self.url}/health", timeout=aiohttp.ClientTimeout(total=seconds)) as answer:
                 return bool(answer.status == 200)
         except (aiohttp.ClientError, OSError, TimeoutError):
             return False
@@ -143,8 +157,12 @@ class VLLMClient:
         held then, and the prefix cache, whose blocks were computed under the weights held now."""
         await self._call("POST", "/pause?mode=keep&clear_cache=true", retry=True)
 
-    async def resume(self) -> None:
-        await self._call("POST", "/resume", retry=True)
+    async def resume(self, seconds: float = CONTROL_SECONDS) -> None:
+        await self._call("POST", "/resume", retry=True, seconds=seconds)
+
+    async def metrics(self) -> str:
+        """In Prometheus' text; nothing of the engine's where the server was started with --disable-log-stats."""
+        return str(await self._call("GET", "/metrics", retry=True, seconds=HEALTH_SECONDS))
 
     async def workers(self) -> int:
         """The processes that compute the model, each with a part or a copy of it."""
@@ -207,16 +225,16 @@ class VLLMClient:
                     text = await answer.text()
                     break
             except aiohttp.ClientConnectorError as error:
-                raise EngineError(f"no vLLM server answers at {self.url}: {error.os_error.strerror or error}") from error
+                raise ServerLost(f"no vLLM server answers at {self.url}: {error.os_error.strerror or error}") from error
             except (aiohttp.ServerDisconnectedError, aiohttp.ClientOSError) as error:
                 if not retry or attempt == ATTEMPTS:
-                    raise EngineError(f"the vLLM server at {self.url} broke the connection during {path}") from error
+                    raise ServerLost(f"the vLLM server at {self.url} broke the connection during {path}") from error
             except TimeoutError as error:
-                raise EngineError(f"the vLLM server at {self.url} did not answer {path} within {seconds} s") from error
+                raise ServerLost(f"the vLLM server at {self.url} did not answer {path} within {seconds} s") from error
             except aiohttp.ClientError as error:
-                raise EngineError(f"the vLLM server at {self.url} failed during {path}: {error}") from error
+                raise ServerLost(f"the vLLM server at {self.url} failed during {path}: {error}") from error
         if answer.status == 200:
-            return json.loads(text) if text and path not in WORDLESS else None
+            return text if path in TEXT else json.loads(text) if text else None
         raise self._refusal(path, answer.status, words_of(text))
 
     def _refusal(self, path: str, status: int, words: str) -> Exception:
@@ -231,7 +249,8 @@ class VLLMClient:
             return UserError(f"{server} takes no adapters: {wanted}, of at least lora.rank")
         if status in (403, 404) and endpoint not in WORDLESS:
             return UserError(f"{server} does not offer {endpoint} ({status} {words}): {needed_flags(self._transfer)}")
-        return EngineError(f"{server} answered {endpoint} with {status}: {words}")
+        kind = ServerFailed if status >= 500 else EngineError
+        return kind(f"{server} answered {endpoint} with {status}: {words}")
 
 
 def completion_from(answer: Mapping[str, Any]) -> Completion:
@@ -239,7 +258,7 @@ def completion_from(answer: Mapping[str, Any]) -> Completion:
     (choice,) = answer["choices"]
     tokens, reason = choice["token_ids"] or [], choice["finish_reason"]
     if reason not in ("stop", "length", "abort"):
-        raise EngineError(f"vLLM ended a request with {reason!r}")
+        raise ServerFailed(f"vLLM ended a request with {reason!r}")
     content = (choice["logprobs"] or {}).get("content") or []
     logprobs = [entry["logprob"] for entry in content]
     if len(logprobs) != len(tokens) or min(logprobs, default=0.0) <= NO_LOGPROB:
@@ -284,7 +303,7 @@ def scores_from(answer: Mapping[str, Any], tokens: Sequence[int]) -> Float32[np.
 
 
 def versions_from(spans: Sequence[Mapping[str, Any]], length: int) -> Int32[np.ndarray, " N"]:
-    """Half-open spans over the output tokens to one version a token. Raises EngineError unless they cover each token once."""
+    """Half-open spans over the output tokens to one version a token. Raises ServerRestarted unless they cover each once."""
     versions: list[int] = []
     for span in spans:
         if span["start"] != len(versions) or not str(span["version"]).isdigit():
@@ -292,7 +311,7 @@ def versions_from(spans: Sequence[Mapping[str, Any]], length: int) -> Int32[np.n
         versions += [int(span["version"])] * (span["end"] - span["start"])
     if len(versions) != length:
         cause = "it may have been restarted, or updated by someone else"
-        raise EngineError(f"vLLM gave the weight versions {list(spans)} for {length} tokens: {cause}")
+        raise ServerRestarted(f"vLLM gave the weight versions {list(spans)} for {length} tokens: {cause}")
     return np.asarray(versions, np.int32)
 
 

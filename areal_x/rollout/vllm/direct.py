@@ -31,7 +31,7 @@ from areal_x.rollout.vllm.server import LISTEN, LOCAL_HOSTS, LOOPBACK, is_cpu_bu
 from areal_x.trainer import find_backend
 
 if TYPE_CHECKING:
-    from areal_x.rollout.vllm.engine import VLLMConfig
+    from areal_x.rollout.vllm.config import VLLMConfig
 
 TRANSPORTS = {"files": BACKEND, "nccl": "nccl", "handles": "ipc"}  # by vllm.transport, what vLLM calls its side of it
 Explaining = Callable[[int, Coroutine[Any, Any, None]], Coroutine[Any, Any, None]]

@@ -1,90 +1,50 @@
-"""The engine over vLLM servers: started here on loopback ports, or given by their URLs."""
+"""The engine over vLLM servers: started here on loopback ports, or given by their URLs.
+
+Every request that entered is answered, whichever servers are lost meanwhile, and every token has one true version: what a
+server was drawing when it was lost is drawn again elsewhere, and a server that comes back serves once it holds the newest
+weights and says of a known prompt what the others say. Which servers serve is decided in `fleet`, and seen to in `supervisor`.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import atexit
 import contextlib
+import itertools
 import os
 import shutil
 import time
 from collections.abc import Callable, Coroutine
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
-from urllib.parse import urlsplit
 
-import gin
 import numpy as np
+from jaxtyping import Float32, Int32
 
 from areal_x import lora as adapter_files
-from areal_x.errors import ConfigError, UserError, at_least, positive
+from areal_x.errors import ConfigError, UserError
 from areal_x.model_dir import read_config, text_config
-from areal_x.rollout.engine import Completion, EngineError, Request, room
+from areal_x.rollout.engine import Completion, EngineError, Request, SamplingParams, room
 from areal_x.rollout.loop import together
-from areal_x.rollout.publisher import Staged, Staging, default_parent
-from areal_x.rollout.vllm import adapters
+from areal_x.rollout.publisher import NoRoom, Staged, Staging, default_parent
+from areal_x.rollout.vllm import adapters, slices
 from areal_x.rollout.vllm import server as servers
 from areal_x.rollout.vllm.adapters import Versions
-from areal_x.rollout.vllm.client import MODEL, VLLMClient
-from areal_x.rollout.vllm.direct import TRANSPORTS, Direct, Unstaged, check_machine, check_settings
+from areal_x.rollout.vllm.agreement import known_prompt
+from areal_x.rollout.vllm.client import MODEL, ServerFailed, ServerLost, ServerRestarted, VLLMClient
+from areal_x.rollout.vllm.config import VLLMConfig
+from areal_x.rollout.vllm.direct import TRANSPORTS, Direct, Unstaged, check_machine
+from areal_x.rollout.vllm.replica import Replica, given, launches_of
+from areal_x.rollout.vllm.routing import Prefixes
+from areal_x.rollout.vllm.supervisor import Supervisor
 from areal_x.trainer import LoRAConfig
 
 T = TypeVar("T")
-
-
-@gin.configurable("vllm")
-@dataclass(frozen=True)
-class VLLMConfig:
-    """The servers that generate.
-
-    servers: how many to start on this machine. urls: servers that run already (then none is started); the environment
-    variable that key_variable names holds their API key. context: longest prompt and completion together, in tokens; 0 takes
-    train.row_length. concurrency: requests that one server works on at once. port: of the first server, the next ones count
-    up; 0 takes free ports. threads: compute threads of a server on a CPU; 0 shares half the cores. devices: the GPUs or
-    NPUs that each server sees, as "0" or "0,1"; none for all. staging: the folder that weights pass through, which every
-    server must see under the same path; '' is shared memory. arguments: more words for the server's command line.
-    start_timeout_seconds: how long a start may take.
-    transport: how weights reach the servers. "files" through `staging`; the servers read while generation stands still. "nccl"
-    from the GPU of a torch trainer to other GPUs (those of `devices`, or of `urls`), broadcast while generation stands still.
-    "handles" to one server on the trainer's own GPU, which opens the trainer's memory. docs/torch.md tells more.
-    allow_unpickling: accepts that a server started here unpickles what requests with its key hold, which "handles" needs.
-    """
-
-    servers: int = 1
-    urls: tuple[str, ...] = ()
-    key_variable: str = "VLLM_API_KEY"
-    context: int = 0
-    concurrency: int = 64
-    port: int = 0
-    threads: int = 0
-    devices: tuple[str, ...] = ()
-    staging: str = ""
-    arguments: tuple[str, ...] = ()
-    start_timeout_seconds: float = 600.0
-    transport: str = "files"
-    allow_unpickling: bool = False
-
-    def __post_init__(self) -> None:
-        positive("vllm.servers", self.servers)
-        at_least("vllm.context", self.context, 0)
-        positive("vllm.concurrency", self.concurrency)
-        at_least("vllm.port", self.port, 0)
-        at_least("vllm.threads", self.threads, 0)
-        positive("vllm.start_timeout_seconds", self.start_timeout_seconds)
-        if self.devices and len(self.devices) != self.servers:
-            raise ConfigError("vllm.devices", self.devices, f"empty, or one entry for each of the {self.servers} servers")
-        for url in self.urls:
-            if urlsplit(url).scheme not in ("http", "https"):
-                raise ConfigError("vllm.urls", self.urls, f"http:// or https:// addresses ({url!r} is none)")
-        if len(set(self.urls)) != len(self.urls):
-            raise ConfigError("vllm.urls", self.urls, "each server once: one that were updated twice at a time would break")
-        check_settings(self)
-        far = [url for url in self.urls if not servers.is_local(url)]
-        if far and not self.staging and self.transport == "files":
-            wanted = f"a folder that {far[0]} sees under the same path: shared memory ends at this machine"
-            raise ConfigError("vllm.staging", self.staging, wanted)
+ATTEMPTS = 10  # of one slice: what ten servers in a row fail at is not their fault
+SLACK = 1 / 8  # of vllm.concurrency: how many requests more a server may have that knows the prompt's beginning
+FULL_SECONDS = 1.0  # between two looks at a full file system
 
 
 class VLLMEngine:
@@ -116,173 +76,65 @@ class VLLMEngine:
         self.context = config.context or model_context(model)
         self.concurrency = config.concurrency * (len(config.urls) or config.servers)
         self.version = 0
-        self._servers: list[servers.Server] = []
-        self._clients: list[VLLMClient] = []
-        self._in_flight: list[int] = []
-        self._staging: Staging | None = None
         self.lora = lora if lora is not None and lora.rank else None
+        self.supervisor = Supervisor(config, report, self._prepare, self._give, self._score, self._changed)
+        self.fleet = self.supervisor.fleet
+        self._staging: Staging | None = None
+        self._current: Staged | None = None  # what a server that comes back is given
         self._versions = Versions()
         self._direct: Direct | None = None  # where weights go without files
+        self._workers: dict[str, int] = {}  # of each server, where weights go so
+        self._prefixes = Prefixes()
+        self._requests, self._seeds = itertools.count(), itertools.count()
+        self._change = asyncio.Event()
         check_machine(config)
         if self.lora is not None:
             adapters.arguments(self.lora.rank)  # refuses a rank that no server has room for
+
+    # ---- start and end
 
     async def start(self) -> None:
         atexit.register(self._end_processes)
         try:
             self._staging = Staging(Path(self.config.staging).resolve() if self.config.staging else default_parent())
-            if self.config.urls:
-                key = os.environ.get(self.config.key_variable)
-                self._clients = [VLLMClient(url, key, TRANSPORTS[self.config.transport]) for url in self.config.urls]
+            for replica in self._replicas(self._staging.root):
+                self.supervisor.add(replica)
+            try:
+                await together(self.supervisor.bring(name) for name in self.fleet.due(time.monotonic()))
+            except EngineError as error:
+                raise UserError(f"{error}") from error
+            if self.config.transport == "files":
+                self.supervisor.watch()
             else:
-                await self._start_servers(self._staging)
-            self._in_flight = [0] * len(self._clients)
-            sizes = await together(self._prepare(client, self._staging) for client in self._clients)
-            if self.config.transport != "files":
+                sizes = [self._workers[name] for name in self.supervisor.replicas]
                 self._direct = Direct(self.config, self._clients, sizes, self._explaining)
         except BaseException:
             await self.close()
             raise
 
-    async def _start_servers(self, staging: Staging) -> None:
-        config = self.config
-        for index in range(config.servers):
-            launch = servers.Launch(
-                model=self.model,
-                log=self.logs / f"vllm-{index}.log",
-                staging=staging.root,
-                context=self.context,
-                concurrency=config.concurrency,
-                seed=index,
-                port=config.port + index if config.port else 0,
-                threads=config.threads or servers.default_threads(config.servers),
-                device=config.devices[index] if config.devices else None,
-                experts=self.experts,
-                lora_rank=self.lora.rank if self.lora else 0,
-                transfer=TRANSPORTS[config.transport],
-                arguments=config.arguments,
-            )
-            self._servers.append(servers.start(launch))
-        names = [f"vLLM server {index + 1} of {config.servers}" for index in range(config.servers)]
-        seconds, report = config.start_timeout_seconds, self.report
-        await together(servers.wait_until_ready(*pair, seconds, report) for pair in zip(self._servers, names, strict=True))
-        self._clients = [VLLMClient(server.url, server.key) for server in self._servers]
-
-    async def _prepare(self, client: VLLMClient, staging: Staging) -> int:
-        """Returns how many workers the server has, where it must be known how many take part in a broadcast."""
-        workers = 0
-        try:
-            self.context = min(self.context, await client.context())
-            if self.config.transport == "files":
-                await client.init_weight_transfer({"staging_root": str(staging.root)})
-            else:
-                await client.end_weight_transfer()  # with the trainer of an earlier run
-                workers = await client.workers()
-            await client.set_version(self.version)
-            if self.lora is not None:  # a server that runs already may hold those of another run
-                for name in await client.adapters():
-                    await client.unload_adapter(name)
-        except EngineError as error:
-            raise UserError(f"{error}") from error
-        return workers
-
-    async def generate(self, request: Request) -> Completion:
-        sampling = replace(
-            request.sampling, max_tokens=room(request, self.context, "train.row_length (and vllm.context, where it is set)")
-        )
-        index = min(range(len(self._clients)), key=self._in_flight.__getitem__)
-        self._in_flight[index] += 1
-        try:
-            with self._versions.request() as adapter:
-                name = MODEL if adapter is None else adapters.name_of(adapter.version)
-                said = await self._clients[index].generate(request.tokens, sampling, name, self.experts)
-                if adapter is None:
-                    return said
-                return replace(said, versions=np.full(len(said.tokens), adapter.version, np.int32))
-        except EngineError as error:
-            raise self._explained(index, error) from error
-        finally:
-            self._in_flight[index] -= 1
-
-    def stage(self, trainer: Any, version: int | None = None) -> Staged | Unstaged:
-        assert self._staging is not None, "stage() needs an engine that was started"
-        version, config = trainer.version if version is None else version, self.lora
-        if self._direct is not None:
-            return self._direct.stage(trainer, version)
-        if config is None:
-            return self._staging.stage(trainer.weights(), version)
-        return self._staging.stage(trainer.adapter(), version, partial(adapter_files.write, config=config, base=self.model))
-
-    async def swap(self, staged: Staged | Unstaged) -> float:
-        assert self._staging is not None, "swap() needs an engine that was started"
-        if isinstance(staged, Unstaged):
-            return await self._send(staged)
-        if self.lora is not None:
-            await self._swap_adapter(staged)
-            return 0.0
-        pauses = await together(self._swap(index, staged) for index in range(len(self._clients)))
-        self.version = staged.version
-        self._staging.remove(staged)
-        return max(pauses)
-
-    async def _swap(self, index: int, staged: Staged) -> float:
-        client = self._clients[index]
-        try:
-            began = time.perf_counter()
-            try:
-                await client.pause()
-                await client.start_update()
-                await client.receive({"folder": str(staged.folder)})
-                await client.finish_update(str(staged.version))
-            except BaseException:
-                with contextlib.suppress(Exception):
-                    await client.resume()
-                raise
-            await client.resume()
-            return time.perf_counter() - began
-        except EngineError as error:
-            raise self._explained(index, error) from error
-
-    async def _send(self, unstaged: Unstaged) -> float:
-        """All servers together, as a broadcast has one sender. After an error they stay paused: what they hold then may be a
-        part of two policies, and no token may come from that."""
-        assert self._direct is not None
-        await self._direct.meet(unstaged)
-        began = time.perf_counter()
-        try:
-            await together(self._explaining(index, client.pause()) for index, client in enumerate(self._clients))
-        except BaseException:
-            for client in self._clients:
-                with contextlib.suppress(Exception):
-                    await client.resume()
-            raise
-        await self._direct.send(unstaged)
-        await together(self._explaining(index, client.resume()) for index, client in enumerate(self._clients))
-        self.version = unstaged.version
-        return time.perf_counter() - began
-
-    async def _swap_adapter(self, staged: Staged) -> None:
-        """Loads it beside those that requests are on, and unloads those that none is on any more."""
-        servers, name = range(len(self._clients)), adapters.name_of(staged.version)
-        await together(self._explaining(index, self._clients[index].load_adapter(name, staged.folder)) for index in servers)
-        self.version = staged.version
-        for old in self._versions.publish(staged):
-            name = adapters.name_of(old.version)
-            await together(self._explaining(index, self._clients[index].unload_adapter(name)) for index in servers)
-            shutil.rmtree(old.folder, ignore_errors=True)
+    def _replicas(self, staging_root: Path) -> list[Replica]:
+        if self.config.urls:
+            key = os.environ.get(self.config.key_variable)
+            return [given(url, key, TRANSPORTS[self.config.transport]) for url in self.config.urls]
+        rank = self.lora.rank if self.lora else 0
+        launches = launches_of(self.config, self.model, self.logs, staging_root, self.context, rank, self.experts)
+        names = (f"vLLM server {index + 1} of {len(launches)}" for index in range(len(launches)))
+        return [Replica(name, launch, self._seeds) for name, launch in zip(names, launches, strict=True)]
 
     async def close(self) -> None:
         if self._direct is not None:
             await asyncio.to_thread(self._direct.close)
             self._direct = None
-        clients, self._clients = self._clients, []
-        for client in clients:
-            await client.close()
+        await self.supervisor.close()
+        for replica in self.supervisor.replicas.values():
+            await replica.hang_up()
         await asyncio.to_thread(self._end_processes)
         atexit.unregister(self._end_processes)
 
     def _end_processes(self) -> None:
-        ended, self._servers = self._servers, []
+        ended = self._servers
+        for replica in self.supervisor.replicas.values():
+            replica.server = None
         for server in ended:
             with contextlib.suppress(ProcessLookupError):
                 server.process.terminate()  # all at once, then each is waited for
@@ -292,18 +144,275 @@ class VLLMEngine:
             self._staging.close()
             self._staging = None
 
+    @property
+    def _servers(self) -> list[servers.Server]:
+        return [replica.server for replica in self.supervisor.replicas.values() if replica.server is not None]
+
+    @property
+    def _clients(self) -> list[VLLMClient]:
+        return [replica.client for replica in self.supervisor.replicas.values()]
+
+    async def join(self, url: str) -> None:
+        """A server that runs already takes part from now on, with the newest weights, once it says what the others say.
+
+        Raises: UserError where it cannot.
+        """
+        replica = given(url, os.environ.get(self.config.key_variable), TRANSPORTS[self.config.transport])
+        if self.config.transport != "files" or (not self.config.staging and not servers.is_local(url)):
+            raise UserError(f"{replica.name} cannot join: it needs vllm.transport = 'files' and a vllm.staging that it sees")
+        if replica.name in self.supervisor.replicas:
+            raise UserError(f"{replica.name} takes part already")
+        self.supervisor.add(replica)
+        self.fleet.due(time.monotonic())
+        try:
+            await self.supervisor.bring(replica.name)
+        except BaseException as error:
+            await self.supervisor.remove(replica.name)
+            if isinstance(error, EngineError):
+                raise UserError(f"{replica.name} cannot join: {error}") from error
+            raise
+
+    async def leave(self, url: str) -> None:
+        """A server takes part no more: its requests go to others, and it may be ended as soon as this returns.
+
+        Raises: UserError where no server has this address.
+        """
+        for name, replica in self.supervisor.replicas.items():
+            if url.rstrip("/") in (replica.url, name):
+                return await self.supervisor.remove(name)
+        raise UserError(f"no server at {url} takes part: those that do are {', '.join(self.supervisor.replicas)}")
+
+    # ---- tokens
+
+    async def generate(self, request: Request) -> Completion:
+        most = room(request, self.context, "train.row_length (and vllm.context, where it is set)")
+        with self._versions.request() as adapter:
+            name = MODEL if adapter is None else adapters.name_of(adapter.version)
+            parts: list[Completion] = []
+            while not parts or not slices.ended(parts, most):
+                length = slices.next_length(sum(len(part.tokens) for part in parts), most, self.config.slice_tokens)
+                sampling = replace(request.sampling, max_tokens=length)
+                parts.append(await self._draw(slices.context_of(request.tokens, parts), sampling, name))
+            said = slices.joined(parts)
+            if adapter is None:
+                return said
+            return replace(said, versions=np.full(len(said.tokens), adapter.version, np.int32))
+
+    async def _draw(self, tokens: Int32[np.ndarray, " P"], sampling: SamplingParams, model: str) -> Completion:
+        """From whichever server answers; as much as one was drawing when it was lost is drawn again by another."""
+        request = next(self._requests)
+        self.fleet.enter(request)
+        try:
+            for attempt in itertools.count(1):
+                server = await self._place(request, tokens)
+                least = self.fleet.members[server].version
+                replica = self.supervisor.replicas[server]
+                call = replica.client.generate(tokens, sampling, model, self.experts)
+                try:
+                    said = await self.supervisor.unless_lost(call, partial(self._is_at, request, server))
+                    if model == MODEL and least is not None and said.versions.min(initial=least) < least:
+                        raise ServerRestarted(f"{server} drew with version {said.versions.min()}, where it was given {least}")
+                    if said.finish_reason != "abort" and self.fleet.answered(request, server, time.monotonic()):
+                        self._prefixes.remember(np.concatenate([tokens, said.tokens]), server)
+                        self._change.set()
+                        return said
+                    error: EngineError = ServerLost(f"{server} aborted a request that was wanted")
+                except (ServerLost, ServerFailed) as raised:
+                    error = raised
+                except EngineError as raised:
+                    raise replica.explained(raised) from raised
+                self._failed(request, server, error, attempt)
+            raise AssertionError("unreachable")
+        finally:
+            self.fleet.withdraw(request)
+            self._change.set()
+
+    def _failed(self, request: int, server: str, error: EngineError, attempt: int) -> None:
+        """Raises EngineError where trying again would not help."""
+        replica = self.supervisor.replicas.get(server)
+        if self._direct is not None and replica is not None:
+            lost = f"{replica.explained(error)}; with vllm.transport = {self.config.transport!r} no server is started again"
+            raise EngineError(lost) from error
+        if attempt == ATTEMPTS:
+            raise EngineError(f"{ATTEMPTS} servers in a row failed at one request, the last one so: {error}") from error
+        if isinstance(error, ServerRestarted) and self._is_at(request, server):
+            self.fleet.lost(server, f"{error}", time.monotonic())
+        died = replica.death() if replica is not None else None
+        if died and self._is_at(request, server):
+            self.fleet.lost(server, died, time.monotonic())
+        self.fleet.failed(request, server, f"{error}", time.monotonic())
+        self.supervisor.settle()
+        self.supervisor.hurry()
+
+    async def _place(self, request: int, tokens: Int32[np.ndarray, " P"]) -> str:
+        """The server that the request is placed on, as soon as one takes it."""
+        slack = int(self.config.concurrency * SLACK)
+        while True:
+            cached = self._prefixes.cached(tokens, self.fleet.serving())
+            server = self.fleet.route(request, cached, slack, time.monotonic())
+            if server is not None:
+                self._prefixes.remember(tokens, server)
+                return server
+            if why := self.fleet.hopeless():
+                raise EngineError(why)
+            since = self.fleet.none_since
+            if since is not None and time.monotonic() - since > self.config.wait_seconds:
+                reasons = "; ".join(f"{name}: {m.reason or m.state.value}" for name, m in self.fleet.members.items())
+                waited = f"no vLLM server was ready for {self.config.wait_seconds:g} s"
+                raise EngineError(f"{waited} ({reasons}): raise vllm.wait_seconds where they need longer")
+            self._change.clear()
+            await self._change.wait()
+
+    def _is_at(self, request: int, server: str) -> bool:
+        return self.fleet.placed.get(request) == server
+
+    def _changed(self) -> None:
+        limits = [m.limit or self.config.concurrency for m in self.fleet.members.values() if m.serves]
+        self.concurrency = sum(limits) or self.config.concurrency
+        self._change.set()
+
+    # ---- weights
+
+    def stage(self, trainer: Any, version: int | None = None) -> Staged | Unstaged:
+        assert self._staging is not None, "stage() needs an engine that was started"
+        version, config = trainer.version if version is None else version, self.lora
+        if self._direct is not None:
+            return self._direct.stage(trainer, version)
+        if config is not None:
+            write = partial(adapter_files.write, config=config, base=self.model)
+            return self._with_room(lambda staging: staging.stage(trainer.adapter(), version, write))
+        return self._with_room(lambda staging: staging.stage(trainer.weights(), version))
+
+    def _with_room(self, stage: Callable[[Staging], Staged]) -> Staged:
+        """Where the file system is full and an earlier version had room: first without the version that is kept for servers
+        that come back (they wait for the next one then), then again and again. (On the trainer's thread.)"""
+        began = time.monotonic()
+        for attempt in itertools.count():
+            assert self._staging is not None
+            try:
+                return stage(self._staging)
+            except NoRoom as error:
+                if self._current is None or time.monotonic() - began > self.config.wait_seconds:
+                    raise
+                if attempt == 0 and self.lora is None:
+                    self._staging.keep(None)
+                    continue
+                if attempt <= 1:
+                    self.report(f"{error}; staging is tried again for {self.config.wait_seconds:g} s")
+                time.sleep(FULL_SECONDS)
+        raise AssertionError("unreachable")
+
+    async def swap(self, staged: Staged | Unstaged) -> float:
+        assert self._staging is not None, "swap() needs an engine that was started"
+        if isinstance(staged, Unstaged):
+            return await self._send(staged)
+        await self.supervisor.pause_comparing()
+        previous, self._current = self._current, staged
+        names = self.fleet.begin(staged.version)
+        if self.config.rolling:
+            outcomes = [await self._update(name, staged) for name in names]
+        else:
+            outcomes = await together(self._update(name, staged) for name in names)
+        errors = {name: x for name, x in zip(names, outcomes, strict=True) if isinstance(x, EngineError)}
+        pauses = [x for x in outcomes if not isinstance(x, EngineError)]
+        if errors and not pauses and not any(isinstance(error, ServerLost) for error in errors.values()):
+            self._current = previous
+            self.fleet.refused(time.monotonic())
+            self.supervisor.settle()
+            raise next(iter(errors.values()))
+        for name, error in errors.items():
+            self.fleet.lost(name, f"{error}", time.monotonic())
+        self.version = staged.version
+        self.fleet.published(time.monotonic())
+        self.supervisor.settle()
+        if self.lora is not None:
+            await self._unload(self._versions.publish(staged))
+        else:
+            self._staging.keep(staged)
+        self.supervisor.compare()
+        return max(pauses, default=0.0)
+
+    async def _update(self, name: str, staged: Staged) -> float | EngineError:
+        """The seconds that the server stood still, or why it does not have the version."""
+        replica = self.supervisor.replicas[name]
+        call = replica.give(staged) if self.lora is None else self._load(replica, staged)
+        try:
+            stood_still = await self.supervisor.unless_lost(call, lambda: name in self.fleet.serving())
+        except EngineError as error:
+            return replica.explained(error)
+        self._prefixes.forget(name)
+        self.fleet.updated(name, time.monotonic())
+        return stood_still
+
+    async def _load(self, replica: Replica, staged: Staged) -> float:
+        """Beside those that requests are on."""
+        await replica.client.load_adapter(adapters.name_of(staged.version), staged.folder)
+        return 0.0
+
+    async def _unload(self, unused: list[Staged]) -> None:
+        for old in unused:
+            for name in self.fleet.serving():
+                with contextlib.suppress(EngineError):  # it was started again meanwhile, and never had it
+                    await self.supervisor.replicas[name].client.unload_adapter(adapters.name_of(old.version))
+            shutil.rmtree(old.folder, ignore_errors=True)
+
+    async def _send(self, unstaged: Unstaged) -> float:
+        """All servers together, as a broadcast has one sender. After an error they stay paused: what they hold then may be a
+        part of two policies, and no token may come from that."""
+        assert self._direct is not None
+        await self._direct.meet(unstaged)
+        began, clients = time.perf_counter(), self._clients
+        try:
+            await together(self._explaining(index, client.pause()) for index, client in enumerate(clients))
+        except BaseException:
+            for client in clients:
+                with contextlib.suppress(Exception):
+                    await client.resume()
+            raise
+        await self._direct.send(unstaged)
+        for name in self.fleet.begin(unstaged.version):
+            self.fleet.updated(name, time.monotonic())
+            self._prefixes.forget(name)
+        self.fleet.published(time.monotonic())
+        await together(self._explaining(index, client.resume()) for index, client in enumerate(clients))
+        self.version = unstaged.version
+        return time.perf_counter() - began
+
     async def _explaining(self, index: int, call: Coroutine[Any, Any, T]) -> T:
         try:
             return await call
         except EngineError as error:
-            raise self._explained(index, error) from error
+            raise list(self.supervisor.replicas.values())[index].explained(error) from error
 
-    def _explained(self, index: int, error: EngineError) -> EngineError:
-        """The error with the last one in the server's log, where the server is ours."""
-        if index >= len(self._servers):
-            return error
-        server = self._servers[index]
-        return EngineError(f"{error}; its log ends with: {server.last_words()} (log: {server.log})")
+    # ---- what the supervisor asks for
+
+    async def _prepare(self, replica: Replica) -> None:
+        assert self._staging is not None
+        context, workers = await replica.prepare(self._staging.root, self.config.transport, self.lora is not None)
+        if self._current is not None and context < self.context:
+            raise UserError(
+                f"its context is {context}, the run's is {self.context}: start it with --max-model-len {self.context}"
+            )
+        self.context = min(self.context, context)
+        self._workers[replica.name] = workers
+        self._prefixes.forget(replica.name)
+
+    async def _give(self, replica: Replica) -> bool:
+        if self._current is None:
+            return False
+        if self.lora is not None:
+            await replica.hold([*self._versions.held(), self._current])
+        else:
+            while not self._current.folder.exists():  # see `_with_room`
+                self._change.clear()
+                await self._change.wait()
+            await replica.give(self._current)
+        return True
+
+    async def _score(self, replica: Replica) -> Float32[np.ndarray, " T"]:
+        vocabulary = int(text_config(read_config(self.model))["vocab_size"])
+        model = MODEL if self.lora is None or self._current is None else adapters.name_of(self._current.version)
+        return await replica.client.score(model, known_prompt(vocabulary, self.context).tolist())
 
 
 def model_context(model: Path) -> int:

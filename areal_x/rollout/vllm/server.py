@@ -42,6 +42,7 @@ class Launch:
     seed: of the server's random numbers; servers of one run need different ones, or they draw the same samples.
     experts: whether it records which experts of a mixture each token goes through.
     lora_rank: of the adapters that it will be given, 0 for none. transfer: the weight-transfer backend, in vLLM's words.
+    metrics: whether it counts what `VLLMClient.metrics` gives.
     """
 
     model: Path
@@ -56,6 +57,7 @@ class Launch:
     experts: bool = False
     lora_rank: int = 0
     transfer: str = BACKEND
+    metrics: bool = False
     arguments: Sequence[str] = ()
 
 
@@ -161,7 +163,9 @@ def command(launch: Launch, port: int, cpu: bool) -> list[str]:
         # What a model directory recommends for chatting (a repetition penalty, a top-p) is not ours to sample with.
         "--generation-config": "vllm",
     }
-    flags = ["--enable-scale-out", "--disable-uvicorn-access-log", "--disable-log-stats"]
+    flags = ["--enable-scale-out", "--disable-uvicorn-access-log"]
+    if not launch.metrics:
+        flags.append("--disable-log-stats")
     if launch.lora_rank:
         flags += adapters.arguments(launch.lora_rank)
     if cpu:
