@@ -42,7 +42,7 @@ def started(
 
 def finished(command: Sequence[str], processes: int, devices: int, folder: Path, **more: str) -> None:
     with started(command, processes, devices, folder, **more) as made:
-        codes = [process.wait(timeout=250) for process in made]
+        codes = [process.wait(timeout=500) for process in made]
     assert not any(codes), f"{codes}\n" + "\n".join((folder / f"err-{rank}").read_text() for rank in range(processes))
 
 

@@ -31,7 +31,7 @@ from areal_x_torch.trainer import Trainer
 from tests.experts import recorded
 from tests.models import PROMPTS, with_images
 
-UPDATES, VOCABULARY = 3, 40
+UPDATES, VOCABULARY = 2, 40
 # Rows with several images and rows without any, in two batches of three.
 SEEN, WITH_IMAGES = [*PROMPTS, (45,), (1, (1, 4, 6)), (44,)], (0, 1)
 LENGTHS = (9, 5, 12, 3, 7, 2, 15, 4, 6)  # rows of unequal numbers of sequences: more passes on one process than on another

@@ -8,7 +8,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from math import prod
 from pathlib import Path
 from types import ModuleType
@@ -44,10 +44,8 @@ MESHES = {
     "both": ("qwen3", {"fsdp": 2, "tensor": 2}),
     "copies": ("qwen2", {"data": 2, "tensor": 2}),
     "context-tensor": ("gemma", {"context": 2, "tensor": 2}),
-    "split experts": ("moe", {"fsdp": 2, "expert": 2}),
     "context-experts": ("moe", {"context": 2, "expert": 2}),
     "adapters-both": ("adapted-seeing", {"fsdp": 2, "tensor": 2}),
-    "images-both": ("qwen2_5_vl", {"fsdp": 2, "tensor": 2}),
 }
 # What else is asked of a model, by its name.
 MORE: dict[str, dict[str, Any]] = {
@@ -61,44 +59,66 @@ SIX_EXPERTS = DIVISIBLE["even-moe"] | {"num_experts": 6}  # of which 4 processes
 
 
 @pytest.fixture(scope="module")
-def asked(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What one process found, one-NAME.json, and several, NAME.json, having read what the one had saved."""
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Models, and what one process found of them, one-NAME.json, and saved."""
     folder = tmp_path_factory.mktemp("processes")
-    models = {
-        "qwen3": save_model(folder / "qwen3", "qwen3", head_dim=16, tie_word_embeddings=False),
-        "qwen2": save_model(folder / "qwen2", "qwen2", tie_word_embeddings=True),
-        "gemma": write_random("even-gemma3", folder / "gemma"),
-        "moe": write_config(SIX_EXPERTS, folder / "moe"),
-        "qwen3_vl": write_random("qwen3_vl", folder / "qwen3_vl"),
-        "qwen2_5_vl": write_random("qwen2_5_vl", folder / "qwen2_5_vl"),
-    }
+    save_model(folder / "qwen3", "qwen3", head_dim=16, tie_word_embeddings=False)
+    save_model(folder / "qwen2", "qwen2", tie_word_embeddings=True)
+    write_random("even-gemma3", folder / "gemma")
+    write_config(SIX_EXPERTS, folder / "moe")
+    write_random("qwen3_vl", folder / "qwen3_vl")
+    write_random("qwen2_5_vl", folder / "qwen2_5_vl")
     for name, of in (("taught", "qwen3"), ("adapted", "qwen2"), ("adapted-seeing", "qwen2_5_vl")):
-        models[name] = folder / name
-        models[name].symlink_to(models[of])
-
-    def find(processes: int, meshes: dict[str, tuple[str, dict[str, int]]]) -> None:
-        asked = []
-        for name, (model, mesh) in meshes.items():
-            more = {what: str(models[x]) if what == "teacher" else x for what, x in MORE.get(model, {}).items()}
-            if model == "moe":  # how unevenly experts are chosen is said of what is computed at once
-                shares = mesh.get("fsdp", 1) * mesh.get("expert", 1)
-                more["changes"] = {"micro_batch_rows": 4 // shares, "balance": 0.3, "replay_experts": True}
-            asked.append({"name": name, "directory": str(models[model]), "processes": processes, **more, **mesh})
-        finished([sys.executable, "-m", "tests.torch.processes", str(folder), *map(json.dumps, asked)], processes, 1, folder)
-
-    find(1, {f"one-{model}": (model, {}) for model in models})
+        (folder / name).symlink_to(folder / of)
+    find(folder, 1, {f"one-{model}": (model, {}) for model, _ in MESHES.values()})
     for name, (model, _) in MESHES.items():
         for form in ("one", "sharded-one"):
             (folder / f"{form}-{name}").symlink_to(folder / f"{form}-{model}")
-    for size in (2, 4):
-        find(size, {name: of for name, of in MESHES.items() if prod(of[1].values()) == size})
     return folder
+
+
+def find(folder: Path, processes: int, meshes: Mapping[str, tuple[str, dict[str, int]]]) -> None:
+    """Has so many processes do everything on each mesh, NAME.json, having read what the one had saved."""
+    asked = []
+    for name, (model, mesh) in meshes.items():
+        more = {what: str(folder / x) if what == "teacher" else x for what, x in MORE.get(model, {}).items()}
+        if model == "moe":  # how unevenly experts are chosen is said of what is computed at once
+            shares = mesh.get("fsdp", 1) * mesh.get("expert", 1)
+            more["changes"] = {"micro_batch_rows": 4 // shares, "balance": 0.3, "replay_experts": True}
+        asked.append({"name": name, "directory": str(folder / model), "processes": processes, **more, **mesh})
+    finished([sys.executable, "-m", "tests.torch.processes", str(folder), *map(json.dumps, asked)], processes, 1, folder)
+
+
+@pytest.fixture(scope="module")
+def of_two(folder: Path) -> Path:
+    find(folder, 2, {name: of for name, of in MESHES.items() if prod(of[1].values()) == 2})
+    return folder
+
+
+@pytest.fixture(scope="module")
+def of_four(folder: Path) -> Path:
+    find(folder, 4, {name: of for name, of in MESHES.items() if prod(of[1].values()) == 4})
+    return folder
+
+
+@pytest.fixture
+def asked(mesh: str, request: pytest.FixtureRequest) -> Path:
+    """Where it lies what a mesh's processes found."""
+    found: Path = request.getfixturevalue({2: "of_two", 4: "of_four"}[prod(MESHES[mesh][1].values())])
+    return found
+
+
+def in_one_worker(test: Callable[..., None]) -> Callable[..., None]:
+    """One worker asks, once for all."""
+    marked: Callable[..., None] = pytest.mark.xdist_group("meshes")(pytest.mark.timeout(600)(test))
+    return marked
 
 
 def found(folder: Path, name: str) -> dict[str, Any]:
     return json.loads((folder / f"{name}.json").read_text())
 
 
+@in_one_worker
 @pytest.mark.parametrize("mesh", MESHES)
 def test_several_processes_learn_what_one_does(asked: Path, mesh: str) -> None:
     one, two = found(asked, f"one-{MESHES[mesh][0]}"), found(asked, mesh)
@@ -114,9 +134,10 @@ def test_several_processes_learn_what_one_does(asked: Path, mesh: str) -> None:
             np.testing.assert_allclose(two[tensors][name], x, atol=1e-6, err_msg=name)
     assert two["on the device"] == two["weights"]
     assert two["two"] == list(one["weights"])[:2]
-    assert two["version"] == 4
+    assert two["version"] == 3
 
 
+@in_one_worker
 @pytest.mark.parametrize("mesh", MESHES)
 def test_a_step_that_is_not_finite_is_skipped_by_all(asked: Path, mesh: str) -> None:
     assert found(asked, mesh)["skipped"] == 1
@@ -132,6 +153,7 @@ def assert_same(directory: Path, expected: Path) -> None:
     assert model_dir.read_state(directory) == model_dir.read_state(expected)
 
 
+@in_one_worker
 @pytest.mark.parametrize("mesh", MESHES)
 def test_a_state_of_one_process_goes_through_several_without_losing_a_bit(asked: Path, mesh: str) -> None:
     assert_same(asked / f"back-{mesh}", asked / f"one-{mesh}")
@@ -151,14 +173,15 @@ def test_parts_are_read_by_several_processes_and_by_one_bit_for_bit(asked: Path,
         model_dir.check_portable(asked / f"sharded-{mesh}")
 
 
-def test_parts_of_another_model_or_none_are_refused(asked: Path, tmp_path: Path) -> None:
-    of_another = trainer_of(str(asked / "qwen2"), {})
+@in_one_worker
+def test_parts_of_another_model_or_none_are_refused(of_two: Path, tmp_path: Path) -> None:
+    of_another = trainer_of(str(of_two / "qwen2"), {})
     with pytest.raises(UserError, match=r"another model or optimizer: its exp_avg\.lm_head\.weight has the shape"):
-        of_another.restore(asked / "sharded-fsdp")
-    copied = shutil.copytree(asked / "sharded-fsdp", tmp_path / "copied")
+        of_another.restore(of_two / "sharded-fsdp")
+    copied = shutil.copytree(of_two / "sharded-fsdp", tmp_path / "copied")
     next((copied / "shards").glob("__1_*")).unlink()
     with pytest.raises(UserError, match="copy the checkpoint again"):
-        trainer_of(str(asked / "qwen3"), {}).restore(copied)
+        trainer_of(str(of_two / "qwen3"), {}).restore(copied)
 
 
 def test_a_process_that_is_told_half_of_who_it_is_says_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
