@@ -326,6 +326,11 @@ class Experiment:
     def is_due(self, every: int, step: int) -> bool:
         return step == self.steps or (every > 0 and step % every == 0)
 
+    def scoring_urls(self) -> tuple[str, ...]:
+        """Of the servers that score in the place of a reference or a teacher, where the algorithm needs one and has servers."""
+        name = next((name for name in ("teacher", "reference") if name in self.algorithm.needs), None)
+        return () if name is None else server_urls(f"train.{name}", getattr(self, name))
+
     def create_models(self, directory: Path, workflow: Workflow) -> Models:
         """The trainer, and what else the algorithm needs.
 
@@ -346,7 +351,7 @@ class Experiment:
         if needs & {"reference", "teacher"}:
             name = "teacher" if "teacher" in needs else "reference"
             given = getattr(self, name)
-            if urls := server_urls(f"train.{name}", given):
+            if urls := self.scoring_urls():
                 key = os.environ.get(self.vllm.key_variable)
                 reference = ServerScorer(urls, key, load_tokenizer(directory), temperature)
             else:

@@ -259,6 +259,26 @@ class CriticConfig:
         positive("critic.learning_rate", self.learning_rate)
 
 
+def computed_bytes(config: TrainerConfig, on_cpu: bool) -> int:
+    """Of a number in the precision that products are computed in, and weights published in."""
+    return {"fp32": 4, "bf16": 2}.get(config.precision, 4 if on_cpu else 2)
+
+
+@dataclass(frozen=True)
+class Devices:
+    """What a backend found to compute on: `kind` ("cpu", "gpu", "cuda" …), how many, and the bytes of one, None where it does
+    not tell.
+
+    A backend may offer `check(config: TrainerConfig) -> Devices` beside `create_trainer`: of a config whose model.path is a
+    directory with at least config.json. It raises what the trainer's construction would for this model, mesh and devices, and
+    loads nothing.
+    """
+
+    kind: str
+    count: int
+    memory: int | None = None
+
+
 class Scorer(Protocol):
     """What says how likely given tokens are: all that a reference or a teacher does. A trainer, or a server."""
 

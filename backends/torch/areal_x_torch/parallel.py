@@ -48,6 +48,12 @@ def make_mesh(config: MeshConfig, device: torch.device) -> DeviceMesh | None:
 
     Raises: ConfigError for axes that this backend does not have or that do not make up the processes.
     """
+    sizes = sizes_of(config)
+    return None if config.processes == 1 else init_device_mesh(device.type, sizes, mesh_dim_names=AXES)
+
+
+def sizes_of(config: MeshConfig) -> tuple[int, ...]:
+    """Of each of the AXES. Raises: as make_mesh."""
     for axis in ("expert", "context"):
         if getattr(config, axis) != 1:
             raise ConfigError(f"mesh.{axis}", getattr(config, axis), "1, as the torch backend does not split that yet")
@@ -57,9 +63,7 @@ def make_mesh(config: MeshConfig, device: torch.device) -> DeviceMesh | None:
         axis = next((axis for axis in AXES if getattr(config, axis) not in (-1, 1)), "data")
         wanted = f"such that {' · '.join(AXES)} is mesh.processes = {processes}: torch has one process for each device"
         raise ConfigError(f"mesh.{axis}", getattr(config, axis), wanted)
-    if processes == 1:
-        return None
-    return init_device_mesh(device.type, (processes // split, *sizes), mesh_dim_names=AXES)
+    return (processes // split, *sizes)
 
 
 @cache

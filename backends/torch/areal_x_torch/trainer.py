@@ -21,12 +21,13 @@ from transformers import PreTrainedModel
 from areal_x import lora as adapter_files
 from areal_x import model_dir
 from areal_x.checkpoint import Wait
-from areal_x.errors import ConfigError, UserError, one_of
+from areal_x.errors import ConfigError, UserError
 from areal_x.rollout.lanes import Lanes
 from areal_x.trainer import Loss, TrainerConfig
 from areal_x.types import IMAGES, Batch, Policy
 from areal_x_torch import attention, head, lora, model, optimizers, sharded
 from areal_x_torch.attention import Segments
+from areal_x_torch.checks import check_settings
 from areal_x_torch.device import compute_dtype, find_device, memory_of
 from areal_x_torch.images import check_images, seen_of
 from areal_x_torch.layout import NO_SEQUENCE, Flat, flatten, micro_batches, to_tensor
@@ -48,16 +49,10 @@ class Trainer:
     """See `areal_x.trainer.Trainer`. fp32 master weights, activations in the compute precision."""
 
     def __init__(self, config: TrainerConfig) -> None:
-        one_of("trainer.remat", config.remat, ("auto", "layers"))
-        if config.balance:
-            raise ConfigError("trainer.balance", config.balance, "0, as the torch backend does not push experts yet")
-        if config.replay_experts:
-            raise ConfigError("trainer.replay_experts", True, "False, as the torch backend does not choose experts yet")
+        check_settings(config)
         self.config = config
         self.directory = model_dir.resolve(config.model.path)
         if config.lora.rank:
-            if config.mesh.processes > 1:
-                raise ConfigError("mesh.processes", config.mesh.processes, "1, as torch trains adapters in one process yet")
             lora.check_targets(self.directory, config.lora)
         self.device = find_device()
         self.mesh = make_mesh(config.mesh, self.device)
