@@ -34,10 +34,12 @@ from areal_x.data.stream import TaskStream
 from areal_x.data.tokenizer import load_tokenizer
 from areal_x.errors import ConfigError, UserError, at_least, one_of, positive, within
 from areal_x.model_dir import check_vocabulary, resolve
+from areal_x.monitor import timeline
 from areal_x.monitor.display import Display
 from areal_x.monitor.measures import Stopwatch, describe, explained, judge, rates, save_groups
 from areal_x.monitor.metrics import MetricsWriter, check_loggers, read
 from areal_x.monitor.plot import plot
+from areal_x.monitor.timeline_plot import PICTURE, plot_timeline
 from areal_x.rollout.embedded import EmbeddedConfig, EmbeddedEngine
 from areal_x.rollout.engine import Engine
 from areal_x.rollout.journal import Journal, JournalConfig, Resumed
@@ -188,7 +190,9 @@ class Experiment:
             joined.done()
         rows, picture = read(run), run / "plot.png"
         plot(rows, picture)
+        plot_timeline(run, run / PICTURE)
         print(f"run: {run}\nplot: {picture} (reward, accuracy and staleness over steps)")
+        print(f"timeline: {run / PICTURE}, {run / timeline.FILE} (opens in ui.perfetto.dev)")
         return Result(run, rows)
 
     def plan(self) -> None:
@@ -231,6 +235,7 @@ class Experiment:
             self.create_rollout(journal, workflow, evaluation, directory, trainer, run, message) as rollout,
             MetricsWriter(run, self.loggers, resumed_at=step if resume else None) as metrics,
             checkpoint.Saver(run, self.keep_checkpoints, message) as saver,
+            timeline.recording(run) as spans,
         ):
             rollout.start(self.resumed(journal, step, progress["rollout"]) if resume else None)
             rollout.publish(trainer, step)
@@ -241,7 +246,7 @@ class Experiment:
 
             # ---- the ring
             while step < self.steps:
-                watch, before = Stopwatch(), rollout.stats()
+                watch, before = Stopwatch(step + 1), rollout.stats()
                 groups = rollout.take()
                 watch.lap("wait_seconds")
                 ages = staleness(groups, step)
@@ -263,13 +268,17 @@ class Experiment:
                 # ---- what it did
                 row = {"step": step, **describe(groups, ages), **learned, **watch.laps, "seconds": watch.total}
                 row |= {"pause_seconds": published.paused_seconds, **rates(row, before, rollout.stats())}
+                row["trainer_idle"] = watch.laps["wait_seconds"] / watch.total
+                row["rollout_idle"] = spans.idle_share(timeline.GENERATION, watch.began, watch.last)
                 if self.is_due(self.evaluate_every, step):
                     row |= self.evaluate(rollout, models)
                 metrics.write(row)
                 if self.is_due(self.checkpoint_every, step):
-                    journal.flush()  # what the checkpoint was made of
-                    saver.save(step, partial(save, models), {"rollout": rollout.state()})
-                    journal.prune(min(checkpoint.steps(run), default=0), step)
+                    with timeline.span("checkpoint", step=step):
+                        journal.flush()  # what the checkpoint was made of
+                        saver.save(step, partial(save, models), {"rollout": rollout.state()})
+                        journal.prune(min(checkpoint.steps(run), default=0), step)
+                    spans.write(run)
                 yield Turn(row, groups, batches)
 
     def follow(self, process_0: Follower) -> None:
@@ -312,7 +321,8 @@ class Experiment:
         engine, what the loss says of what is written there."""
         if not self.held_out:
             return {}
-        episodes = rollout.evaluate(self.held_out)
+        with timeline.span("evaluate", tasks=len(self.held_out)):
+            episodes = rollout.evaluate(self.held_out)
         groups = [Group(task, i, 0, (episode,)) for i, (task, episode) in enumerate(zip(self.held_out, episodes, strict=True))]
         rewards = [reward for group in groups for reward in group.rewards]
         failed = {"evaluation_failed": float(len(groups) - len(rewards))} if len(rewards) < len(groups) else {}

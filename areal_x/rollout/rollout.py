@@ -15,6 +15,7 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from areal_x.monitor import timeline
 from areal_x.rollout.journal import Resumed
 from areal_x.rollout.loop import interrupts_noted, result, serve
 from areal_x.rollout.runner import RolloutStats, Runner
@@ -86,7 +87,8 @@ class Rollout:
         that made them. The first call begins the rollout. version: of these weights, by default the trainer's."""
         version = trainer.version if version is None else version
         began = time.perf_counter()
-        staged = self.engine.stage(trainer, version)
+        with timeline.span("stage", version=version):
+            staged = self.engine.stage(trainer, version)
         seconds = time.perf_counter() - began
         return Published(seconds, self._call(self._swap(staged, version)))
 

@@ -21,6 +21,7 @@ import numpy as np
 from areal_x import lora as adapter_files
 from areal_x.errors import ConfigError, UserError, at_least, positive
 from areal_x.model_dir import read_config, text_config
+from areal_x.monitor import timeline
 from areal_x.rollout.engine import Completion, EngineError, Request, room
 from areal_x.rollout.loop import together
 from areal_x.rollout.publisher import Staged, Staging, default_parent
@@ -239,7 +240,9 @@ class VLLMEngine:
                     await client.resume()
                 raise
             await client.resume()
-            return time.perf_counter() - began
+            ended = time.perf_counter()
+            timeline.add("pause", began, ended, version=staged.version, server=index)
+            return ended - began
         except EngineError as error:
             raise self._explained(index, error) from error
 
@@ -258,8 +261,9 @@ class VLLMEngine:
             raise
         await self._direct.send(unstaged)
         await together(self._explaining(index, client.resume()) for index, client in enumerate(self._clients))
-        self.version = unstaged.version
-        return time.perf_counter() - began
+        self.version, ended = unstaged.version, time.perf_counter()
+        timeline.add("pause", began, ended, version=unstaged.version)
+        return ended - began
 
     async def _swap_adapter(self, staged: Staged) -> None:
         """Loads it beside those that requests are on, and unloads those that none is on any more."""
