@@ -23,7 +23,7 @@ import gin
 import numpy as np
 
 from areal_x import checkpoint
-from areal_x.algorithms import losses
+from areal_x.algorithms import losses, mismatch
 from areal_x.algorithms.algorithm import Algorithm
 from areal_x.algorithms.recipes import grpo
 from areal_x.cluster import ranks
@@ -299,9 +299,16 @@ class Experiment:
     def losses(self) -> dict[str, Loss]:
         """What the trainers minimise, by their names in Models."""
         # What is only written was drawn by no policy that there could be a gap to.
-        watched = (losses.policy_gap,) if self.engine != "none" else ()
+        watched = (losses.policy_gap, mismatch.ByLag(self.lags())) if self.engine != "none" else ()
         of_critic = {} if self.algorithm.value_loss is None else {"critic": self.algorithm.value_loss}
         return {"policy": losses.combine(self.algorithm.step_loss(), *watched), **of_critic}
+
+    def lags(self) -> int:
+        """How many ages, in versions, the metrics of the mismatch tell apart."""
+        oldest = (
+            (self.max_staleness + 1) * self.groups_per_step + self.window - 2
+        ) // self.groups_per_step  # the queue's bound
+        return min(oldest + 1, mismatch.MOST_LAGS)
 
     def learn(self, batches: Sequence[Batch], models: Models, loss: Loss) -> dict[str, float]:
         """An optimizer step on each batch, of the policy and of the critic, and the means of what they said; skipped and
@@ -313,7 +320,9 @@ class Experiment:
                 learned = models.critic.update(batch, self.algorithm.value_loss)
                 row |= {f"critic/{name}": x for name, x in learned.items()} | explained(batch)
             said.append(row)
+        # The first batch is the one that the policy from before the step has read.
         means = {name: float(np.mean([row[name] for row in said if name in row])) for name in said[0] | said[-1]}
+        means = {name: x for name, x in means.items() if not name.startswith(mismatch.PREFIX)} | mismatch.by_lag(said[0])
         return means | {name: sum(row[name] for row in said) for name in ("skipped", "critic/skipped") if name in means}
 
     def evaluate(self, rollout: Rollout, models: Models) -> dict[str, float]:

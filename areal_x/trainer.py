@@ -279,6 +279,12 @@ class Devices:
     memory: int | None = None
 
 
+def is_largest(metric: str) -> bool:
+    """Whether of a loss's metric the largest over the masked tokens (at least 0) is wanted and not the mean: where its name,
+    after any "/", begins with largest_."""
+    return metric.rpartition("/")[2].startswith("largest_")
+
+
 class Scorer(Protocol):
     """What says how likely given tokens are: all that a reference or a teacher does. A trainer, or a server."""
 
@@ -309,7 +315,7 @@ class Trainer(Scorer, Protocol):
 
         The loss is given what the head says: logp (and entropy, and the divergence from a teacher, if asked for), or values
         alone. Returns loss, grad_norm (before clipping), learning_rate, skipped, and each of the loss's metrics as its mean
-        over masked tokens.
+        over masked tokens, or, where its name says so (`is_largest`), as the largest.
         """
         ...
 

@@ -12,7 +12,7 @@ import numpy as np
 from areal_x.algorithms.algorithm import Algorithm
 from areal_x.monitor import timeline
 from areal_x.rollout.runner import RolloutStats
-from areal_x.trainer import Trainer
+from areal_x.trainer import Trainer, is_largest
 from areal_x.types import Batch, Group, Policy, Scored
 
 LAPS = {  # what a step consists of, and what it is called on the timeline
@@ -65,7 +65,8 @@ def judge(batch: Batch, algorithm: Algorithm, trainer: Trainer) -> dict[str, flo
     scores = algorithm.head != "policy"
     policy = Policy(values=trainer.values(batch)) if scores else Policy(logp=trainer.logprobs(batch))
     terms, metrics = algorithm.loss(policy, batch)
-    means = {name: float(np.mean(np.asarray(x)[batch.mask])) for name, x in metrics.items()}
+    of_tokens = {name: np.asarray(x)[batch.mask] for name, x in metrics.items()}
+    means = {name: float(np.max(x, initial=0) if is_largest(name) else np.mean(x)) for name, x in of_tokens.items()}
     return {f"held_out/{name}": x for name, x in {"loss": float(np.sum(batch.weights * terms)), **means}.items()}
 
 

@@ -41,7 +41,7 @@ def plot_timeline(run: str | Path, path: str | Path | None = None, steps: int = 
     names = list(COLOURS)
     for row, name in enumerate(names):
         bars = [(i.start, i.end - i.start) for i in lanes[TRAINER] if i.name == name]
-        trainer.broken_barh(bars, (row - 0.4, 0.8), facecolors=COLOURS[name], edgecolors="white", linewidth=0.4)
+        trainer.broken_barh(bars, (row - 0.4, 0.8), facecolors=COLOURS[name], edgecolors=COLOURS[name], linewidth=0.5)
     trainer.set_yticks(range(len(names)), names)
     trainer.set_ylim(len(names) - 0.5, -0.5)
     for axes, lane, label in (
@@ -56,7 +56,7 @@ def plot_timeline(run: str | Path, path: str | Path | None = None, steps: int = 
         named = {"label": "pause for new weights"} if number == 0 else {}
         generation.axvspan(pause.start, pause.end, color=PAUSE, linewidth=0.8, **named)
     if lanes[ENGINE]:
-        generation.legend(loc="lower right", frameon=False)
+        generation.legend(loc="lower right", bbox_to_anchor=(1, 0.92), frameon=False)
     rewards.set_xlabel("seconds since the run began")
     rewards.set_xlim(start, end)
     for axes in (trainer, generation, rewards):

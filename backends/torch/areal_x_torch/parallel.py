@@ -12,7 +12,7 @@ context together, to be gathered. The axes of a `joined` mesh have the names of 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from functools import cache, partial
 from math import prod
@@ -260,6 +260,15 @@ def sum_over_rows(x: Tensor, mesh: DeviceMesh | None) -> Tensor:
             x = torch.zeros_like(x)
         dist.all_reduce(x)
     return x
+
+
+def largest_over_rows(found: Mapping[str, Tensor], mesh: DeviceMesh | None) -> dict[str, Tensor]:
+    """Of each the largest that a process found in its own rows; all have the same names."""
+    if mesh is None or not found:
+        return dict(found)
+    x = torch.stack(list(found.values()))
+    dist.all_reduce(x, op=dist.ReduceOp.MAX)
+    return dict(zip(found, x, strict=True))
 
 
 def total_norm(gradients: Sequence[Tensor], mesh: DeviceMesh | None) -> float:
