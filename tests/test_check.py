@@ -169,6 +169,7 @@ def sleeps(task: Task, text: str) -> float:
         ([], "has no tasks"),
         (["a prompt"], "holds a str and not tasks"),
         ([Task("a", "1"), Task("a", "2")], "two different tasks with the id 'a'"),
+        ([Task("a", "1", "x"), Task("a", "1", "y")], "two different tasks with the id 'a'"),
     ],
 )
 def test_tasks_that_cannot_be_trained_on(tasks: list[Any], sentence: str) -> None:

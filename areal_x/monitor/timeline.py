@@ -5,9 +5,9 @@
     with timeline.span("generate", ticket=7) as span:
         span.note(tokens=12)
 
-A span costs about three microseconds (benchmarks/timeline.py). Of each lane the newest are kept: of the trainer, which has a dozen a step, those of
-thousands of steps, and of generation those of the last thousands of requests. The process has one recorder, that of the run
-that began last.
+A span costs about three microseconds (benchmarks/timeline.py). Of each lane the newest are kept: of the trainer, which has a
+dozen a step, those of thousands of steps, and of generation those of the last thousands of requests. The process has one
+recorder, that of the run that began last.
 """
 
 from __future__ import annotations
