@@ -23,7 +23,7 @@ import gin
 import numpy as np
 
 from areal_x import checkpoint
-from areal_x.algorithms import losses
+from areal_x.algorithms import losses, mismatch
 from areal_x.algorithms.algorithm import Algorithm
 from areal_x.algorithms.recipes import grpo
 from areal_x.cluster import ranks
@@ -34,10 +34,12 @@ from areal_x.data.stream import TaskStream
 from areal_x.data.tokenizer import load_tokenizer
 from areal_x.errors import ConfigError, UserError, at_least, one_of, positive, within
 from areal_x.model_dir import check_vocabulary, resolve
+from areal_x.monitor import timeline
 from areal_x.monitor.display import Display
 from areal_x.monitor.measures import Stopwatch, describe, explained, judge, rates, save_groups
 from areal_x.monitor.metrics import MetricsWriter, check_loggers, read
 from areal_x.monitor.plot import plot
+from areal_x.monitor.timeline_plot import PICTURE, plot_timeline
 from areal_x.rollout.embedded import EmbeddedConfig, EmbeddedEngine
 from areal_x.rollout.engine import Engine
 from areal_x.rollout.journal import Journal, JournalConfig, Resumed
@@ -189,7 +191,9 @@ class Experiment:
             joined.done()
         rows, picture = read(run), run / "plot.png"
         plot(rows, picture)
+        plot_timeline(run, run / PICTURE)
         print(f"run: {run}\nplot: {picture} (reward, accuracy and staleness over steps)")
+        print(f"timeline: {run / PICTURE}, {run / timeline.FILE} (opens in ui.perfetto.dev)")
         return Result(run, rows)
 
     def plan(self) -> None:
@@ -232,6 +236,7 @@ class Experiment:
             self.create_rollout(journal, workflow, evaluation, directory, trainer, run, message) as rollout,
             MetricsWriter(run, self.loggers, resumed_at=step if resume else None) as metrics,
             checkpoint.Saver(run, self.keep_checkpoints, message) as saver,
+            timeline.recording(run) as spans,
         ):
             rollout.start(self.resumed(journal, step, progress["rollout"]) if resume else None)
             rollout.publish(trainer, step)
@@ -242,7 +247,7 @@ class Experiment:
 
             # ---- the ring
             while step < self.steps:
-                watch, before = Stopwatch(), rollout.stats()
+                watch, before = Stopwatch(step + 1), rollout.stats()
                 groups = rollout.take()
                 watch.lap("wait_seconds")
                 ages = staleness(groups, step)
@@ -267,13 +272,17 @@ class Experiment:
                 if published.bytes:
                     row["published_bytes_per_second"] = published.bytes / watch.laps["publish_seconds"]
                 row |= rates(row, before, rollout.stats())
+                row["trainer_idle"] = watch.laps["wait_seconds"] / watch.total
+                row["rollout_idle"] = spans.idle_share(timeline.GENERATION, watch.began, watch.last)
                 if self.is_due(self.evaluate_every, step):
                     row |= self.evaluate(rollout, models)
                 metrics.write(row)
                 if self.is_due(self.checkpoint_every, step):
-                    journal.flush()  # what the checkpoint was made of
-                    saver.save(step, partial(save, models), {"rollout": rollout.state()})
-                    journal.prune(min(checkpoint.steps(run), default=0), step)
+                    with timeline.span("checkpoint", step=step):
+                        journal.flush()  # what the checkpoint was made of
+                        saver.save(step, partial(save, models), {"rollout": rollout.state()})
+                        journal.prune(min(checkpoint.steps(run), default=0), step)
+                    spans.write(run)
                 yield Turn(row, groups, batches)
 
     def follow(self, process_0: Follower) -> None:
@@ -294,9 +303,16 @@ class Experiment:
     def losses(self) -> dict[str, Loss]:
         """What the trainers minimise, by their names in Models."""
         # What is only written was drawn by no policy that there could be a gap to.
-        watched = (losses.policy_gap,) if self.engine != "none" else ()
+        watched = (losses.policy_gap, mismatch.ByLag(self.lags())) if self.engine != "none" else ()
         of_critic = {} if self.algorithm.value_loss is None else {"critic": self.algorithm.value_loss}
         return {"policy": losses.combine(self.algorithm.step_loss(), *watched), **of_critic}
+
+    def lags(self) -> int:
+        """How many ages, in versions, the metrics of the mismatch tell apart."""
+        oldest = (
+            (self.max_staleness + 1) * self.groups_per_step + self.window - 2
+        ) // self.groups_per_step  # the queue's bound
+        return min(oldest + 1, mismatch.MOST_LAGS)
 
     def learn(self, batches: Sequence[Batch], models: Models, loss: Loss) -> dict[str, float]:
         """An optimizer step on each batch, of the policy and of the critic, and the means of what they said; skipped and
@@ -308,7 +324,9 @@ class Experiment:
                 learned = models.critic.update(batch, self.algorithm.value_loss)
                 row |= {f"critic/{name}": x for name, x in learned.items()} | explained(batch)
             said.append(row)
+        # The first batch is the one that the policy from before the step has read.
         means = {name: float(np.mean([row[name] for row in said if name in row])) for name in said[0] | said[-1]}
+        means = {name: x for name, x in means.items() if not name.startswith(mismatch.PREFIX)} | mismatch.by_lag(said[0])
         return means | {name: sum(row[name] for row in said) for name in ("skipped", "critic/skipped") if name in means}
 
     def evaluate(self, rollout: Rollout, models: Models) -> dict[str, float]:
@@ -316,7 +334,8 @@ class Experiment:
         engine, what the loss says of what is written there."""
         if not self.held_out:
             return {}
-        episodes = rollout.evaluate(self.held_out)
+        with timeline.span("evaluate", tasks=len(self.held_out)):
+            episodes = rollout.evaluate(self.held_out)
         groups = [Group(task, i, 0, (episode,)) for i, (task, episode) in enumerate(zip(self.held_out, episodes, strict=True))]
         rewards = [reward for group in groups for reward in group.rewards]
         failed = {"evaluation_failed": float(len(groups) - len(rewards))} if len(rewards) < len(groups) else {}
@@ -329,6 +348,11 @@ class Experiment:
 
     def is_due(self, every: int, step: int) -> bool:
         return step == self.steps or (every > 0 and step % every == 0)
+
+    def scoring_urls(self) -> tuple[str, ...]:
+        """Of the servers that score in the place of a reference or a teacher, where the algorithm needs one and has servers."""
+        name = next((name for name in ("teacher", "reference") if name in self.algorithm.needs), None)
+        return () if name is None else server_urls(f"train.{name}", getattr(self, name))
 
     def create_models(self, directory: Path, workflow: Workflow) -> Models:
         """The trainer, and what else the algorithm needs.
@@ -350,7 +374,7 @@ class Experiment:
         if needs & {"reference", "teacher"}:
             name = "teacher" if "teacher" in needs else "reference"
             given = getattr(self, name)
-            if urls := server_urls(f"train.{name}", given):
+            if urls := self.scoring_urls():
                 key = os.environ.get(self.vllm.key_variable)
                 reference = ServerScorer(urls, key, load_tokenizer(directory), temperature)
             else:

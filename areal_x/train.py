@@ -88,14 +88,20 @@ def run_named(config: Config, options: argparse.Namespace) -> None:
             (runs / name).rmdir()
 
 
-def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+def arguments_of(module: str, description: str | None) -> argparse.ArgumentParser:
+    """A command that reads a config: its file, and the bindings that win over it."""
     parser = argparse.ArgumentParser(
-        prog="python -m areal_x.train", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog=f"python -m {module}", description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("file", metavar="FILE.gin", type=Path)
     parser.add_argument(
         "-b", "--binding", dest="bindings", metavar="'NAME = VALUE'", action="append", default=[], help="bind one parameter"
     )
+    return parser
+
+
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = arguments_of("areal_x.train", __doc__)
     parser.add_argument("--resume", action="store_true", help="continue from the newest whole checkpoint")
     parser.add_argument("--dry-run", action="store_true", help="build everything, start nothing, print the operative config")
     return parser.parse_args(arguments)

@@ -264,6 +264,32 @@ class CriticConfig:
         positive("critic.learning_rate", self.learning_rate)
 
 
+def computed_bytes(config: TrainerConfig, on_cpu: bool) -> int:
+    """Of a number in the precision that products are computed in, and weights published in."""
+    return {"fp32": 4, "bf16": 2}.get(config.precision, 4 if on_cpu else 2)
+
+
+@dataclass(frozen=True)
+class Devices:
+    """What a backend found to compute on: `kind` ("cpu", "gpu", "cuda" …), how many, and the bytes of one, None where it does
+    not tell.
+
+    A backend may offer `check(config: TrainerConfig) -> Devices` beside `create_trainer`: of a config whose model.path is a
+    directory with at least config.json. It raises what the trainer's construction would for this model, mesh and devices, and
+    loads nothing.
+    """
+
+    kind: str
+    count: int
+    memory: int | None = None
+
+
+def is_largest(metric: str) -> bool:
+    """Whether of a loss's metric the largest over the masked tokens (at least 0) is wanted and not the mean: where its name,
+    after any "/", begins with largest_."""
+    return metric.rpartition("/")[2].startswith("largest_")
+
+
 class Scorer(Protocol):
     """What says how likely given tokens are: all that a reference or a teacher does. A trainer, or a server."""
 
@@ -294,7 +320,7 @@ class Trainer(Scorer, Protocol):
 
         The loss is given what the head says: logp (and entropy, and the divergence from a teacher, if asked for), or values
         alone. Returns loss, grad_norm (before clipping), learning_rate, skipped, and each of the loss's metrics as its mean
-        over masked tokens.
+        over masked tokens, or, where its name says so (`is_largest`), as the largest.
         """
         ...
 

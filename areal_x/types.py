@@ -84,6 +84,12 @@ class Trajectory:
     def __len__(self) -> int:
         return len(self.tokens)
 
+    def _repr_html_(self) -> str:
+        """In a notebook: its tokens, coloured by log-probability and by version."""
+        from areal_x.monitor.trajectories import show_trajectory
+
+        return show_trajectory(self).html
+
     @staticmethod
     def from_completion(
         prompt: Int32[np.ndarray, " P"],

@@ -1,7 +1,8 @@
 """Losses: pure functions `(policy, batch) → (terms, metrics)` of arrays, for numpy, jax and torch.
 
 `terms` is `[rows, length]` and exactly 0 where the mask is False; the trainer minimises `sum(batch.weights * terms)`. `metrics`
-maps names to per-token arrays, which the trainer averages over the masked tokens of the whole optimizer batch.
+maps names to per-token arrays, which the trainer averages over the masked tokens of the whole optimizer batch (of a name that
+begins with largest_ it takes the largest).
 Below: θ = policy.logp, p = batch.proximal_logp, b = batch.behavior_logp, A = batch.advantages, V = policy.values,
 R = batch.returns, r = exp(θ - p) with the log-ratio clamped to ±20, sg = stop-gradient.
 

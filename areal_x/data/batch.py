@@ -88,7 +88,7 @@ def with_models(batch: Batch, algorithm: Algorithm, models: Models, version: int
     """The batch with every log-probability and value that the algorithm asks for."""
     versions = np.asarray(batch.versions)
     ages = np.where(versions == NOT_THE_POLICY, 0, version - versions).astype(np.int32)
-    batch = batch.replace(ages=ages if algorithm.proximal == "interpolate" else None)
+    batch = batch.replace(ages=ages)
     recomputed = models.policy.logprobs(batch) if algorithm.proximal == "recompute" else None
     return batch.replace(
         proximal_logp=batch.behavior_logp if recomputed is None else recomputed,

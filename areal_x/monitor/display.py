@@ -10,6 +10,7 @@ from statistics import median
 from types import TracebackType
 from typing import Any, Protocol, TextIO
 
+from areal_x.algorithms.mismatch import MOST_LAGS
 from areal_x.monitor.metrics import Row
 
 BARS = "▁▂▃▄▅▆▇█"
@@ -60,12 +61,21 @@ def summary(row: Row) -> dict[str, str]:
         "generated": _tokens(row, "generation_tokens_per_second"),
         "trained": _tokens(row, "training_tokens_per_second"),
         "staleness": _number(row, "staleness_mean", "{:.1f}") + _number(row, "staleness_max", " (at most {:.0f})"),
+        "kl by age": kl_by_age(row),
         "queue": _number(row, "queue_depth", "{:.0f}"),
         "failed": _count(row, "failed"),
         "timed out": _count(row, "timed_out"),
         "skipped": _count(row, "skipped"),
     }
     return {label: text for label, text in shown.items() if text}
+
+
+def kl_by_age(row: Row) -> str:
+    """How far engine and trainer disagree about tokens of the version that learns, of the one before it, and so on."""
+    found = [row.get(f"mismatch/kl_lag{lag}") for lag in range(MOST_LAGS)]
+    while found and found[-1] is None:
+        found.pop()
+    return " ".join("–" if kl is None else f"{kl:.0e}" for kl in found)
 
 
 def seconds_left(rows: list[Row], steps: int) -> float | None:

@@ -11,7 +11,9 @@ import numpy as np
 BELOW, ABOVE = (33, 102, 172), (230, 120, 20)
 
 
-def coloured_tokens(tokens: Sequence[str], values: Sequence[float], caption: str = "", limit: float | None = None) -> str:
+def coloured_tokens(
+    tokens: Sequence[str], values: Sequence[float] | np.ndarray, caption: str = "", limit: float | None = None
+) -> str:
     """HTML in which each token's background says its value, white at 0 and full colour at ±limit; the exact number on hover.
 
     Both have one length; a token whose value is NaN (a prompt's, say) is grey. limit: by default the largest value.

@@ -10,20 +10,30 @@ from pathlib import Path
 import numpy as np
 
 from areal_x.algorithms.algorithm import Algorithm
+from areal_x.monitor import timeline
 from areal_x.rollout.runner import RolloutStats
-from areal_x.trainer import Trainer
+from areal_x.trainer import Trainer, is_largest
 from areal_x.types import Batch, Group, Policy, Scored
+
+LAPS = {  # what a step consists of, and what it is called on the timeline
+    "wait_seconds": "wait",
+    "logprob_seconds": "log-probabilities",
+    "update_seconds": "update",
+    "publish_seconds": "publish",
+}
 
 
 class Stopwatch:
-    """Seconds of each lap since the one before, by name."""
+    """Seconds of each lap of a step since the one before, by name, and a span each on the timeline."""
 
-    def __init__(self) -> None:
+    def __init__(self, step: int) -> None:
+        self.step = step
         self.began = self.last = time.perf_counter()
         self.laps: dict[str, float] = {}
 
     def lap(self, name: str) -> None:
         now = time.perf_counter()
+        timeline.add(LAPS[name], self.last, now, step=self.step)
         self.laps[name], self.last = now - self.last, now
 
     @property
@@ -55,7 +65,8 @@ def judge(batch: Batch, algorithm: Algorithm, trainer: Trainer) -> dict[str, flo
     scores = algorithm.head != "policy"
     policy = Policy(values=trainer.values(batch)) if scores else Policy(logp=trainer.logprobs(batch))
     terms, metrics = algorithm.loss(policy, batch)
-    means = {name: float(np.mean(np.asarray(x)[batch.mask])) for name, x in metrics.items()}
+    of_tokens = {name: np.asarray(x)[batch.mask] for name, x in metrics.items()}
+    means = {name: float(np.max(x, initial=0) if is_largest(name) else np.mean(x)) for name, x in of_tokens.items()}
     return {f"held_out/{name}": x for name, x in {"loss": float(np.sum(batch.weights * terms)), **means}.items()}
 
 

@@ -25,6 +25,7 @@ import cloudpickle
 import gin
 
 from areal_x.errors import UserError, at_least, positive
+from areal_x.monitor import timeline
 from areal_x.rewards import worker as worker_side
 from areal_x.types import Failed, Outcome, Scored, Task, TimedOut
 
@@ -79,8 +80,9 @@ class RewardPool:
             worker = self._idle.pop() if self._idle else await self._start()
             answer: dict[str, Any] | None = None
             try:
-                async with asyncio.timeout(self.timeout_seconds):
-                    answer = await _ask(worker, message)
+                with timeline.span("reward", task=task.id):
+                    async with asyncio.timeout(self.timeout_seconds):
+                        answer = await _ask(worker, message)
             except TimeoutError:
                 return TimedOut(self.timeout_seconds)
             finally:

@@ -19,6 +19,7 @@ import gin
 import numpy as np
 
 from areal_x.errors import at_least, positive
+from areal_x.monitor import timeline
 from areal_x.rollout.engine import Completion, EngineError, Request, room
 from areal_x.rollout.sampler import Decoded, Sampler, SlotRequest
 
@@ -256,10 +257,11 @@ class EmbeddedEngine:
 
     def _load(self, staged: Staged, future: asyncio.Future[float]) -> None:
         started = time.perf_counter()
-        self._sampler.load(staged.snapshot)
-        live = self._slots.refill()  # only this thread changes what runs
-        if live:
-            self._sampler.fill(live)
+        with timeline.span("pause", version=staged.version):
+            self._sampler.load(staged.snapshot)
+            live = self._slots.refill()  # only this thread changes what runs
+            if live:
+                self._sampler.fill(live)
         self.version = staged.version
         self._answer([(future, time.perf_counter() - started)])
 

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from areal_x.errors import UserError
+from areal_x.monitor import timeline
 from areal_x.rollout.journal import Resumed
 from areal_x.rollout.loop import interrupts_noted, result, serve
 from areal_x.rollout.runner import RolloutStats, Runner
@@ -89,7 +90,8 @@ class Rollout:
         that made them. The first call begins the rollout. version: of these weights, by default the trainer's."""
         version = trainer.version if version is None else version
         began = time.perf_counter()
-        staged = self.engine.stage(trainer, version)
+        with timeline.span("stage", version=version):
+            staged = self.engine.stage(trainer, version)
         staged_seconds = time.perf_counter() - began
         paused_seconds = self._call(self._swap(staged, version))
         return Published(staged_seconds, paused_seconds, getattr(staged, "bytes", 0))

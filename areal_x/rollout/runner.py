@@ -17,6 +17,7 @@ import numpy as np
 
 from areal_x.data.stream import TaskStream
 from areal_x.errors import UserError, at_least, positive
+from areal_x.monitor import timeline
 from areal_x.rollout.engine import Completion, Engine, EngineError, Request
 from areal_x.rollout.journal import Recorder, Resumed, Unrecorded
 from areal_x.rollout.queue import TrajectoryQueue
@@ -57,6 +58,7 @@ class EpisodeEngine:
     generated: Callable[[int], None]
     calls: int = 0
     wanting: int = 1  # counted by whoever makes the view
+    about: Mapping[str, int] = field(default_factory=dict)  # what the timeline says of each call
 
     @property
     def context(self) -> int:
@@ -73,7 +75,9 @@ class EpisodeEngine:
         if self.calls > 1:
             self.want(1)
         try:
-            completion = await self.engine.generate(request)
+            with timeline.span("generate", **self.about, call=self.calls) as span:
+                completion = await self.engine.generate(request)
+                span.note(tokens=len(completion.tokens), version=int(self.engine.version))
         finally:
             self.want(-1)
         self.generated(len(completion.tokens))
@@ -188,7 +192,8 @@ class Runner:
 
         async def one(index: int, task: Task) -> Episode:
             async with places:
-                view = EpisodeEngine(self.engine, (self.seed, EVALUATION, index), _nothing, _nothing)
+                about = {"evaluation": index}
+                view = EpisodeEngine(self.engine, (self.seed, EVALUATION, index), _nothing, _nothing, about=about)
                 return await run_episode(workflow, task, view, self.episode_seconds)
 
         try:
@@ -230,9 +235,12 @@ class Runner:
         self._notify()
 
     async def _episode(self, group: Group, index: int, workflow: Workflow) -> Episode:
-        view = EpisodeEngine(self.engine, (self.seed, TRAINING, group.ticket, index), self._want, self._generated)
+        about, key = {"ticket": group.ticket, "index": index}, (self.seed, TRAINING, group.ticket, index)
+        view = EpisodeEngine(self.engine, key, self._want, self._generated, about=about)
         try:
-            episode = await run_episode(workflow, group.task, view, self.episode_seconds)
+            with timeline.span("episode", **about, admitted_version=group.admitted_version) as span:
+                episode = await run_episode(workflow, group.task, view, self.episode_seconds)
+                span.note(outcome=type(episode.outcome).__name__)
         finally:
             view.want(-view.wanting)
         self._counts[type(episode.outcome)] += 1

@@ -19,6 +19,7 @@ import numpy as np
 
 from areal_x.algorithms import losses
 from areal_x.algorithms.distillation import generalized_jsd
+from areal_x.algorithms.mismatch import ByLag
 from areal_x.algorithms.weighting import token_mean
 from areal_x.cluster import ranks
 from areal_x.cluster.links import Follower
@@ -42,7 +43,7 @@ def value_loss(policy: Policy, batch: Batch) -> losses.LossTerms:
     return (policy.values - batch.advantages) ** 2 * batch.mask, {}
 
 
-ONE = losses.combine(losses.ppo_clip, losses.policy_gap, partial(losses.entropy_bonus, coefficient=0.1))
+ONE = losses.combine(losses.ppo_clip, losses.policy_gap, ByLag(2), partial(losses.entropy_bonus, coefficient=0.1))
 TAUGHT = losses.combine(ONE, losses.divergence)
 
 
@@ -62,6 +63,7 @@ def batch_of(seed: int, sees: bool = False) -> Batch:
     batch = packed.batch
     weights = np.asarray(token_mean(batch.mask, batch.segment_ids), np.float32)
     advantages = packed.spread(rng.normal(size=len(made)).astype(np.float32))
+    batch = batch.replace(ages=batch.segment_ids % 2)
     return batch.replace(proximal_logp=batch.behavior_logp, advantages=advantages, weights=weights)
 
 

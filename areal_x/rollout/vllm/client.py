@@ -23,6 +23,7 @@ from areal_x.rollout.engine import Completion, EngineError, SamplingParams
 from areal_x.rollout.vllm.plugin import BACKEND
 from areal_x.types import NOT_RECORDED
 
+VLLM_RELEASE = "0.32"
 MODEL = "policy"  # the name that servers serve the model under
 NO_LOGPROB = -9999.0  # what vLLM sends for a log-probability it does not have
 ROUNDING = 1e-3  # how far above 0 a log-probability may come out

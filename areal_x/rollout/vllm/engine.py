@@ -26,6 +26,7 @@ from jaxtyping import Float32, Int32
 from areal_x import lora as adapter_files
 from areal_x.errors import ConfigError, UserError
 from areal_x.model_dir import read_config, text_config
+from areal_x.monitor import timeline
 from areal_x.rollout.engine import Completion, EngineError, Request, SamplingParams, room
 from areal_x.rollout.loop import together
 from areal_x.rollout.publisher import NoRoom, Staged, Staging, default_parent
@@ -340,6 +341,9 @@ class VLLMEngine:
             stood_still = await self.supervisor.unless_lost(call, lambda: name in self.fleet.serving())
         except EngineError as error:
             return replica.explained(error)
+        if stood_still:
+            ended = time.perf_counter()
+            timeline.add("pause", ended - stood_still, ended, version=staged.version, server=name)
         self._prefixes.forget(name)
         self.fleet.updated(name, time.monotonic())
         return stood_still
@@ -375,8 +379,9 @@ class VLLMEngine:
             self._prefixes.forget(name)
         self.fleet.published(time.monotonic())
         await together(self._explaining(index, client.resume()) for index, client in enumerate(clients))
-        self.version = unstaged.version
-        return time.perf_counter() - began
+        self.version, ended = unstaged.version, time.perf_counter()
+        timeline.add("pause", began, ended, version=unstaged.version)
+        return ended - began
 
     async def _explaining(self, index: int, call: Coroutine[Any, Any, T]) -> T:
         try:

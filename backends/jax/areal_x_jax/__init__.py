@@ -1,4 +1,4 @@
-"""The JAX backend of AReaL-X: `create_trainer` and `join` are what its entry point offers."""
+"""The JAX backend of AReaL-X: `create_trainer`, `check` and `join` are what its entry point offers."""
 
 from __future__ import annotations
 
@@ -6,10 +6,11 @@ import os
 from pathlib import Path
 
 from areal_x.trainer import TrainerConfig
+from areal_x_jax.checks import check
 from areal_x_jax.processes import join
 from areal_x_jax.trainer import Trainer
 
-__all__ = ["create_trainer", "join"]
+__all__ = ["check", "create_trainer", "join"]
 
 
 def create_trainer(config: TrainerConfig) -> Trainer:

@@ -110,19 +110,25 @@ def _replicate(sharding: NamedSharding) -> Any:
 
 def make_layout(config: MeshConfig) -> Layout:
     """All devices, of this process or of all, divided as the config says. Raises: ConfigError where they cannot be."""
-    sizes = {axis: getattr(config, axis) for axis in AXES}
     devices = jax.devices() if config.processes > 1 else jax.local_devices()
-    others = prod(size for axis, size in sizes.items() if axis != "data")
-    if sizes["data"] == -1:
-        sizes["data"] = max(len(devices) // others, 1)
-    needed = prod(sizes.values())
-    if needed != len(devices):
-        wrong = next((axis for axis in AXES[1:] if sizes[axis] != 1), "data")
-        asked = " × ".join(f"{axis} {size}" for axis, size in sizes.items() if size != 1) or "data 1"
-        wanted = f"a size with which the mesh, {asked}, has the {len(devices)} devices that are here and not {needed}"
-        raise ConfigError(f"mesh.{wrong}", getattr(config, wrong), f"{wanted} (mesh.data = -1 takes all that are left)")
+    sizes = sizes_of(config, len(devices))
     mesh = jax.make_mesh(tuple(sizes.values()), AXES, axis_types=(AxisType.Auto,) * len(AXES), devices=devices)
     return Layout(mesh)
+
+
+def sizes_of(config: MeshConfig, devices: int) -> dict[str, int]:
+    """Of each axis, with so many devices in all. Raises: ConfigError where they are another number than the mesh has."""
+    sizes = {axis: getattr(config, axis) for axis in AXES}
+    others = prod(size for axis, size in sizes.items() if axis != "data")
+    if sizes["data"] == -1:
+        sizes["data"] = max(devices // others, 1)
+    needed = prod(sizes.values())
+    if needed != devices:
+        wrong = next((axis for axis in AXES[1:] if sizes[axis] != 1), "data")
+        asked = " × ".join(f"{axis} {size}" for axis, size in sizes.items() if size != 1) or "data 1"
+        wanted = f"a size with which the mesh, {asked}, has the {devices} devices that are here and not {needed}"
+        raise ConfigError(f"mesh.{wrong}", getattr(config, wrong), f"{wanted} (mesh.data = -1 takes all that are left)")
+    return sizes
 
 
 def check_fit(layout: Layout, shape: Shape) -> None:

@@ -23,7 +23,7 @@ from areal_x import lora as adapter_files
 from areal_x import model_dir
 from areal_x.checkpoint import Wait
 from areal_x.errors import ConfigError, UserError
-from areal_x.trainer import Loss, TrainerConfig, recorded_experts
+from areal_x.trainer import Loss, TrainerConfig, is_largest, recorded_experts
 from areal_x.types import IMAGES, Batch, Policy
 from areal_x_jax import head, lora, optimizers, sharded
 from areal_x_jax.images import image_arrays
@@ -291,7 +291,8 @@ class Trainer:
             micro, _ = of_micro
             policy, uneven = self._policy(self._whole(params, base), of_micro, self.config.entropy, teacher)
             terms, metrics = loss(policy, micro)
-            means = {name: jnp.sum(jnp.where(micro.mask, x, 0)) / trained for name, x in metrics.items()}
+            masked = {name: jnp.where(micro.mask, x, 0) for name, x in metrics.items()}
+            means = {name: jnp.max(x) if is_largest(name) else jnp.sum(x) / trained for name, x in masked.items()}
             if uneven is None:
                 return jnp.sum(micro.weights * terms), means
             uneven = uneven * jnp.sum(micro.mask) / trained
@@ -300,7 +301,10 @@ class Trainer:
         differentiate = jax.value_and_grad(objective, has_aux=True)
 
         def add(index: Array, sums: Any) -> Any:
-            return jax.tree.map(jnp.add, sums, differentiate(params, _micro(rows, index)))
+            (value, said), gradient = differentiate(params, _micro(rows, index))
+            (values, all_said), gradients = sums
+            both = {name: (jnp.maximum if is_largest(name) else jnp.add)(all_said[name], x) for name, x in said.items()}
+            return (values + value, both), jax.tree.map(jnp.add, gradients, gradient)
 
         kinds = jax.eval_shape(differentiate, params, _micro(rows, 0))
         sums = jax.lax.fori_loop(0, count, add, jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), kinds))

@@ -1,11 +1,11 @@
-"""The PyTorch backend of AReaL-X: `create_trainer`, `join` and `TRANSPORTS` are what its entry point offers."""
+"""The PyTorch backend of AReaL-X: `create_trainer`, `check`, `join` and `TRANSPORTS` are what its entry point offers."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from areal_x.trainer import TrainerConfig
+    from areal_x.trainer import Devices, TrainerConfig
     from areal_x_torch.processes import Processes
     from areal_x_torch.trainer import Trainer
 
@@ -16,6 +16,12 @@ def create_trainer(config: TrainerConfig) -> Trainer:
     from areal_x_torch.trainer import Trainer
 
     return Trainer(config)
+
+
+def check(config: TrainerConfig) -> Devices:
+    from areal_x_torch import checks as of_torch
+
+    return of_torch.check(config)
 
 
 def join(processes: int) -> Processes:

@@ -13,7 +13,7 @@ mesh have the names of those that they join.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from functools import cache, partial
 from math import prod
@@ -57,17 +57,23 @@ def make_mesh(config: MeshConfig, device: torch.device, offload: bool = False) -
 
     Raises: ConfigError for axes that this backend does not have or that do not make up the processes.
     """
+    sizes = sizes_of(config)
+    if config.processes == 1 and not offload:
+        return None
+    if config.processes == 1:
+        join_alone(device)
+    return init_device_mesh(device.type, sizes, mesh_dim_names=AXES)
+
+
+def sizes_of(config: MeshConfig) -> tuple[int, ...]:
+    """Of each of the AXES. Raises: as make_mesh."""
     sizes = [getattr(config, axis) for axis in AXES[1:]]
     processes, split = config.processes, prod(sizes)
     if processes % split or config.data not in (-1, processes // split):
         axis = next((axis for axis in AXES if getattr(config, axis) not in (-1, 1)), "data")
         wanted = f"such that {' · '.join(AXES)} is mesh.processes = {processes}: torch has one process for each device"
         raise ConfigError(f"mesh.{axis}", getattr(config, axis), wanted)
-    if processes == 1 and not offload:
-        return None
-    if processes == 1:
-        join_alone(device)
-    return init_device_mesh(device.type, (processes // split, *sizes), mesh_dim_names=AXES)
+    return (processes // split, *sizes)
 
 
 @cache
@@ -312,6 +318,15 @@ def _sum_along(x: Tensor, mesh: DeviceMesh | None, own: Sequence[str]) -> Tensor
         x = torch.zeros_like(x) if any(mesh.get_local_rank(axis) for axis in AXES if axis not in own) else x.clone()
         dist.all_reduce(x)
     return x
+
+
+def largest_over_rows(found: Mapping[str, Tensor], mesh: DeviceMesh | None) -> dict[str, Tensor]:
+    """Of each the largest that a process found in its own rows; all have the same names."""
+    if mesh is None or not found:
+        return dict(found)
+    x = torch.stack(list(found.values()))
+    dist.all_reduce(x, op=dist.ReduceOp.MAX)
+    return dict(zip(found, x, strict=True))
 
 
 def total_norm(gradients: Sequence[Tensor], mesh: DeviceMesh | None) -> float:

@@ -23,7 +23,7 @@ from areal_x import model_dir
 from areal_x.checkpoint import Wait
 from areal_x.errors import ConfigError, UserError
 from areal_x.rollout.lanes import Lanes
-from areal_x.trainer import Loss, TrainerConfig, recorded_experts
+from areal_x.trainer import Loss, TrainerConfig, is_largest, recorded_experts
 from areal_x.types import IMAGES, Batch, Policy
 from areal_x_torch import attention, blocks, context, experts, head, lora, model, optimizers, sharded
 from areal_x_torch.attention import Segments
@@ -32,6 +32,7 @@ from areal_x_torch.images import check_images, seen_of
 from areal_x_torch.layout import Flat, divisible, flatten, micro_batches, no_sequence, to_tensor
 from areal_x_torch.parallel import (
     check_model,
+    largest_over_rows,
     make_mesh,
     parts_to_sum,
     rank_among_rows,
@@ -92,6 +93,7 @@ class Trainer:
         tokens = max(int(np.sum(batch.mask)), 1)
         zero = partial(torch.zeros, (), device=self.device)
         sums: dict[str, Tensor] = defaultdict(zero, loss=zero())
+        largest: dict[str, Tensor] = defaultdict(zero)
         for shares in micro_batches(batch.map(np.asarray), self.config.micro_batch_rows, self.shares):
             packed, passes = shares[self.share], self._passes([share.segment_ids for share in shares])
             rows = packed.map(lambda x: to_tensor(x, self.device))
@@ -110,7 +112,12 @@ class Trainer:
             if total.requires_grad:
                 total.backward()
             for name, x in metrics.items():
-                sums[name] += torch.where(rows.mask, x.detach(), 0).sum() / tokens
+                x = torch.where(rows.mask, x.detach(), 0)
+                if is_largest(name):
+                    largest[name] = torch.maximum(largest[name], x.max()) if x.numel() else largest[name]
+                else:
+                    sums[name] += x.sum() / tokens
+        largest = largest_over_rows(largest, self.mesh)
         sums = dict(zip(sums, sum_over_rows(torch.stack(list(sums.values())), self.mesh), strict=True))
         for p in self.model.parameters():
             if p.grad is None and p.requires_grad:  # of what a batch without images does not reach
@@ -120,7 +127,7 @@ class Trainer:
         rate = float(self.config.optimizer.learning_rate_at(np.float32(self.version)))
         for group in self.optimizer.param_groups:
             group["lr"] = rate
-        results = {name: float(x) for name, x in sums.items()} | {"grad_norm": norm, "learning_rate": rate}
+        results = {name: float(x) for name, x in (sums | largest).items()} | {"grad_norm": norm, "learning_rate": rate}
         finite = np.isfinite([results["loss"], norm]).all()
         if finite:
             self.optimizer.step()

@@ -1,0 +1,50 @@
+"""Whether prompts become tokens, fit into the context beside their answers, and answers can end."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import islice
+from typing import Any
+
+from areal_x.checks.model import Model
+from areal_x.errors import ConfigError, UserError
+from areal_x.experiment import Experiment
+from areal_x.rollout.workflows import encode, end_token
+from areal_x.types import Task
+
+LOOKED_AT = 100  # prompts
+
+
+def end(tokenizer: Any, model: Model) -> str:
+    """Raises: UserError for a tokenizer without an end token, or with one that the model does not have."""
+    token, vocabulary = end_token(tokenizer), model.config["vocab_size"]
+    if token >= vocabulary:
+        raise UserError(
+            f"the end token {token} is outside the vocabulary of {vocabulary} of {model.directory}: "
+            "its tokenizer must be the one that the model was made for"
+        )
+    return f"answers end with {tokenizer.eos_token!r} ({token})"
+
+
+def lengths(experiment: Experiment, tasks: Sequence[Task], tokenizer: Any, model: Model) -> str:
+    """Raises: UserError for prompts that cannot be made tokens, ConfigError for a setting under which sequences do not fit."""
+    trainer, row = experiment.trainer, experiment.row_length
+    if row % trainer.mesh.context:
+        raise ConfigError("train.row_length", row, f"a multiple of mesh.context = {trainer.mesh.context}")
+    looked = list(islice(tasks, LOOKED_AT))
+    longest = max(len(encode(tokenizer, task.prompt)) for task in looked)
+    name = {"embedded": "embedded.context", "vllm": "vllm.context"}.get(experiment.engine)
+    own = {"embedded": experiment.embedded.context, "vllm": experiment.vllm.context}.get(experiment.engine)
+    binding, context = (name, own) if name and own else ("train.row_length", row)
+    made_for = model.config.get("max_position_embeddings")
+    if made_for and context > made_for:
+        raise ConfigError(binding, context, f"at most {made_for}, for which {model.directory} was made")
+    prompts = f"the longest of the first {len(looked)} prompts has {longest} tokens"
+    if longest >= context:
+        raise ConfigError(binding, context, f"more than {longest}: {prompts}")
+    answers = getattr(getattr(experiment.workflow, "sampling", None), "max_tokens", 0)
+    if experiment.engine != "none" and longest + answers > context:
+        wanted = f"at most {context - longest}, or {binding} = {context} raised: {prompts}, and longer answers would be cut"
+        raise ConfigError("sampling.max_tokens", answers, wanted)
+    beside = f", answers up to {answers}" if answers else ""
+    return f"{prompts}{beside}, of {context} of the context ({binding})"

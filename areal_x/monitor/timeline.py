@@ -1,0 +1,166 @@
+"""Who was busy when: spans of a run, kept in memory and written as a trace that Perfetto opens (ui.perfetto.dev).
+
+    with timeline.span("update", step=3):          # anywhere, on any thread
+        ...
+    with timeline.span("generate", ticket=7) as span:
+        span.note(tokens=12)
+
+A span costs about three microseconds (benchmarks/timeline.py). Of each lane the newest are kept: of the trainer, which has a
+dozen a step, those of thousands of steps, and of generation those of the last thousands of requests. The process has one
+recorder, that of the run that began last.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import TracebackType
+from typing import Any, NamedTuple
+
+FILE = "timeline.json"
+CAPACITY = 20_000  # spans of a lane: about 3 MB of trace
+
+# The lane of each span. Several of a lane may be open at a time but for the trainer's, which is one thread.
+TRAINER, ENGINE, EPISODES, GENERATION, REWARDS = LANES = ("trainer", "engine", "episodes", "generation", "rewards")
+LANE_OF = {
+    "wait": TRAINER,
+    "log-probabilities": TRAINER,
+    "update": TRAINER,
+    "publish": TRAINER,
+    "stage": TRAINER,
+    "checkpoint": TRAINER,
+    "evaluate": TRAINER,
+    "pause": ENGINE,
+    "episode": EPISODES,
+    "generate": GENERATION,
+    "reward": REWARDS,
+}
+
+
+class Interval(NamedTuple):
+    """What was done from `start` to `end`, in seconds of time.perf_counter."""
+
+    name: str
+    start: float
+    end: float
+    arguments: dict[str, Any]
+
+
+class Recorder:
+    """The newest spans of each lane. capacity: how many. Any thread may add to it."""
+
+    def __init__(self, capacity: int = CAPACITY) -> None:
+        self.began = time.perf_counter()
+        self._kept: dict[str, deque[Interval]] = {lane: deque(maxlen=capacity) for lane in LANES}
+        self._open: dict[int, Span] = {}
+
+    def add(self, name: str, start: float, end: float, **arguments: Any) -> None:
+        self._kept[LANE_OF[name]].append(Interval(name, start, end, arguments))
+
+    def of(self, lane: str) -> list[Interval]:
+        """Those that ended, in that order, and then those that have not, up to now."""
+        now = time.perf_counter()
+        running = [Interval(s.name, s.start, now, s.arguments) for s in list(self._open.values()) if LANE_OF[s.name] == lane]
+        return [*self._kept[lane].copy(), *running]  # a deque's copy is one step to other threads, and iterating is not
+
+    def idle_share(self, lane: str, start: float, end: float) -> float:
+        """Which part of the time from start to end no span of the lane was open."""
+        busy, until = 0.0, start
+        for interval in sorted(i[1:3] for i in self.of(lane) if i.end > start and i.start < end):
+            first, last = max(interval[0], until), min(interval[1], end)
+            busy, until = busy + max(last - first, 0.0), max(until, last)
+        return 1 - busy / (end - start) if end > start else 0.0
+
+    def write(self, run: Path) -> Path:
+        """Writes timeline.json, whole or not at all."""
+        file, unfinished = run / FILE, run / (FILE + ".new")
+        unfinished.write_text(json.dumps({"traceEvents": trace_events(self), "displayTimeUnit": "ms"}), encoding="utf-8")
+        return unfinished.replace(file)
+
+
+class Span:
+    """A context manager that records its own duration, also when it ends with an error."""
+
+    __slots__ = ("arguments", "name", "recorder", "start")
+
+    def __init__(self, recorder: Recorder, name: str, arguments: dict[str, Any]) -> None:
+        self.recorder, self.name, self.arguments = recorder, name, arguments
+
+    def note(self, **arguments: Any) -> None:
+        """Adds to its arguments what is known only now."""
+        self.arguments |= arguments
+
+    def __enter__(self) -> Span:
+        self.start = time.perf_counter()
+        self.recorder._open[id(self)] = self
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.recorder._kept[LANE_OF[self.name]].append(Interval(self.name, self.start, time.perf_counter(), self.arguments))
+        del self.recorder._open[id(self)]
+
+
+_current = Recorder()
+
+
+def span(name: str, **arguments: Any) -> Span:
+    """A span of the current run. name: one of LANE_OF."""
+    return Span(_current, name, arguments)
+
+
+def add(name: str, start: float, end: float, **arguments: Any) -> None:
+    """A span that was measured already."""
+    _current.add(name, start, end, **arguments)
+
+
+@contextmanager
+def recording(run: Path) -> Iterator[Recorder]:
+    """Begins a run's timeline, and writes it at the end, however that comes."""
+    global _current
+    recorder = _current = Recorder()
+    try:
+        yield recorder
+    finally:
+        recorder.write(run)
+
+
+def trace_events(recorder: Recorder) -> list[dict[str, Any]]:
+    """Complete events ("ph": "X", times in microseconds): a process a lane, a thread for each span open at once."""
+    events: list[dict[str, Any]] = []
+    for pid, lane in enumerate(LANES, start=1):
+        events.append({"ph": "M", "name": "process_name", "pid": pid, "tid": 0, "args": {"name": lane}})
+        events.append({"ph": "M", "name": "process_sort_index", "pid": pid, "tid": 0, "args": {"sort_index": pid}})
+        intervals = sorted(recorder.of(lane), key=lambda i: (i.start, -i.end))
+        for interval, row in zip(intervals, rows_of(intervals, nested=lane == TRAINER), strict=True):
+            start, duration = (round(1e6 * x) for x in (interval.start - recorder.began, interval.end - interval.start))
+            event = {"ph": "X", "name": interval.name, "cat": lane, "pid": pid, "tid": row + 1, "ts": start, "dur": duration}
+            events.append(event | {"args": interval.arguments})
+    return events
+
+
+def rows_of(intervals: Sequence[Interval], nested: bool = False) -> list[int]:
+    """For intervals in the order of their starts a row each, the first that is free, so that no two overlap in one. nested: all
+    in the first, as one thread's spans lie in each other."""
+    if nested:
+        return [0] * len(intervals)
+    ends: list[float] = []
+    rows = []
+    for interval in intervals:
+        row = next((r for r, end in enumerate(ends) if end <= interval.start), len(ends))
+        ends[row : row + 1] = [interval.end]
+        rows.append(row)
+    return rows
+
+
+def read(run: Path) -> dict[str, list[Interval]]:
+    """The spans of a run by lane, in the order of their starts, in seconds since it began."""
+    events = json.loads((run / FILE).read_text(encoding="utf-8"))["traceEvents"]
+    found: dict[str, list[Interval]] = {lane: [] for lane in LANES}
+    for e in events:
+        if e["ph"] == "X":
+            found[e["cat"]].append(Interval(e["name"], e["ts"] / 1e6, (e["ts"] + e["dur"]) / 1e6, e["args"]))
+    return found

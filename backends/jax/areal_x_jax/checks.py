@@ -1,0 +1,34 @@
+"""What the trainer's construction would refuse, found without a weight of the model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import jax
+from jax.sharding import AbstractMesh
+
+from areal_x import model_dir
+from areal_x.errors import ConfigError
+from areal_x.trainer import Devices, TrainerConfig
+from areal_x_jax import lora
+from areal_x_jax.layout import AXES, Layout, check_fit, sizes_of
+from areal_x_jax.shape import shape_of
+
+
+def check(config: TrainerConfig) -> Devices:
+    """See `areal_x.trainer.Devices`. Of several processes each is taken to have as many devices as this one.
+
+    Raises: UserError for a mesh that does not divide the devices or the model, and for a model or adapters that are not known.
+    """
+    own = jax.local_devices()
+    sizes = sizes_of(config.mesh, len(own) * config.mesh.processes)
+    mesh: Any = AbstractMesh(tuple(sizes.values()), AXES)
+    directory = Path(str(config.model.path))
+    shape = shape_of(model_dir.read_config(directory), config.head)
+    if config.replay_experts and shape.experts is None:
+        raise ConfigError("trainer.replay_experts", True, f"False with {directory}, which has no experts")
+    check_fit(Layout(mesh), shape)
+    lora.trained_shape(shape, config.lora)
+    memory = (own[0].memory_stats() or {}).get("bytes_limit")
+    return Devices(own[0].platform, len(own), memory if own[0].platform != "cpu" else None)

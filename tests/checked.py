@@ -1,0 +1,22 @@
+"""What the gin file of tests/test_check.py is made of."""
+
+from __future__ import annotations
+
+import gin
+
+from areal_x.types import Task
+
+
+@gin.configurable(module="checked")
+def tasks(same: bool = False) -> list[Task]:
+    return [Task("0" if same else str(i), f"{i}+{i}=", "1") for i in range(5)]
+
+
+@gin.configurable(module="checked")
+def ones(task: Task, text: str) -> float:
+    return float(text.count("1"))
+
+
+@gin.configurable(module="checked")
+def maker() -> str:
+    raise RuntimeError("made now")
