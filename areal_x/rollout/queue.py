@@ -82,7 +82,7 @@ class TrajectoryQueue:
         live = {ticket: _Live(None) for ticket in pending} | {g.ticket: _Live(g.admitted_version, g) for g in finished}
         self._live = dict(sorted(live.items()))  # in the order of tickets
         self._finished = sorted(group.ticket for group in finished)
-        self._first_unfinished = 0  # no ticket below it is live and unfinished
+        self._first_unfinished = min(live, default=next_ticket)  # no ticket below it is live and unfinished
 
     @property
     def depth(self) -> int:
