@@ -10,7 +10,7 @@ servers takes seconds and is the same each time.
 """
 
 from areal_x.testing.clock import Deadlock, VirtualLoop, run
-from areal_x.testing.engine import FakeEngine, Speed, fixed, lognormal
+from areal_x.testing.engine import FakeEngine, Length, Speed, fixed, lognormal, uniform
 from areal_x.testing.ring import Attempt, FakeTrainer, ring, simulate
 
 __all__ = [
@@ -18,6 +18,7 @@ __all__ = [
     "Deadlock",
     "FakeEngine",
     "FakeTrainer",
+    "Length",
     "Speed",
     "VirtualLoop",
     "fixed",
@@ -25,4 +26,5 @@ __all__ = [
     "ring",
     "run",
     "simulate",
+    "uniform",
 ]

@@ -59,12 +59,12 @@ def lognormal(mean: float, sigma: float, most: int) -> Length:
     middle, normal = math.log(mean) - sigma**2 / 2, NormalDist()
 
     def length(seed: int) -> int:
-        return max(1, min(most, round(math.exp(middle + sigma * normal.inv_cdf(_uniform(seed))))))
+        return max(1, min(most, round(math.exp(middle + sigma * normal.inv_cdf(uniform(seed))))))
 
     return length
 
 
-def _uniform(seed: int) -> float:
+def uniform(seed: int) -> float:
     """In (0, 1), by the mixer of splitmix64: a generator of numpy's takes ten times as long to make."""
     x = (seed + 0x9E3779B97F4A7C15) & 0xFFFFFFFFFFFFFFFF
     x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & 0xFFFFFFFFFFFFFFFF
