@@ -125,8 +125,9 @@ def show(predictions: Sequence[Predicted], config: Config) -> None:
     from rich.table import Table
 
     chosen = best(predictions)
-    columns = ("generate", "train", "max\nstaleness", "window", "concur-\nrency", "seconds\na step")
-    table = Table(*columns, "trainer\nidle", "slots\nidle", "mean\nage", "largest", box=None)
+    table = Table(*("generate", "train", "max\nstale", "window", "slots\neach", "seconds\na step"), box=None, pad_edge=False)
+    for name in ("trainer\nidle", "slots\nidle", "mean\nage", "max\nage"):
+        table.add_column(name, justify="right")
     for p in [chosen, *(p for p in predictions if p is not chosen)][:SHOWN]:
         c = p.choice
         settings = (c.generation, c.training, c.max_staleness, c.window, c.concurrency)
@@ -156,8 +157,8 @@ def draw(predictions: Sequence[Predicted], asked: Choice, path: Path) -> Path:
         splits, course = course_of(plain, staleness)
         top.plot(splits, [p.step_seconds for p in course], color=colour, marker="o", label=f"max_staleness {staleness}")
     top.set_ylabel("seconds a step")
-    top.set_yscale("log")
-    top.legend(frameon=False)
+    top.set_ylim(bottom=0)
+    top.legend(frameon=False, ncols=len(STALENESS), loc="lower left", bbox_to_anchor=(0, 1))
 
     chosen = best(plain).choice
     splits, course = course_of(plain, chosen.max_staleness)
@@ -168,7 +169,7 @@ def draw(predictions: Sequence[Predicted], asked: Choice, path: Path) -> Path:
     bottom.yaxis.set_major_formatter(PercentFormatter(1.0))
     bottom.set_xlabel(f"accelerators that generate, of {chosen.generation + chosen.training}")
     bottom.xaxis.set_major_locator(MaxNLocator(integer=True))
-    bottom.legend(frameon=False)
+    bottom.legend(frameon=False, loc="center right")
     for axes in (top, bottom):
         axes.spines[["top", "right"]].set_visible(False)
         axes.grid(axis="y", color="#DDDDDD", linewidth=0.6)
