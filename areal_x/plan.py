@@ -155,10 +155,10 @@ def draw(predictions: Sequence[Predicted], asked: Choice, path: Path) -> Path:
     plain = [p for p in predictions if (p.choice.window, p.choice.concurrency) == (asked.window, asked.concurrency)]
     for staleness, colour in zip(STALENESS, COLOURS, strict=True):
         splits, course = course_of(plain, staleness)
-        top.plot(splits, [p.step_seconds for p in course], color=colour, marker="o", label=f"max_staleness {staleness}")
+        top.plot(splits, [p.step_seconds for p in course], color=colour, marker="o", label=str(staleness))
     top.set_ylabel("seconds a step")
     top.set_ylim(bottom=0)
-    top.legend(frameon=False, ncols=len(STALENESS), loc="lower left", bbox_to_anchor=(0, 1))
+    top.legend(frameon=False, ncols=len(STALENESS), title="max_staleness", loc="upper center")
 
     chosen = best(plain).choice
     splits, course = course_of(plain, chosen.max_staleness)
@@ -169,7 +169,7 @@ def draw(predictions: Sequence[Predicted], asked: Choice, path: Path) -> Path:
     bottom.yaxis.set_major_formatter(PercentFormatter(1.0))
     bottom.set_xlabel(f"accelerators that generate, of {chosen.generation + chosen.training}")
     bottom.xaxis.set_major_locator(MaxNLocator(integer=True))
-    bottom.legend(frameon=False, loc="center right")
+    bottom.legend(frameon=False, loc="lower center", ncols=2, bbox_to_anchor=(0.5, 1))
     for axes in (top, bottom):
         axes.spines[["top", "right"]].set_visible(False)
         axes.grid(axis="y", color="#DDDDDD", linewidth=0.6)
