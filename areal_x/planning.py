@@ -16,8 +16,8 @@ from areal_x.errors import at_least, positive, within
 from areal_x.testing import Attempt, FakeEngine, FakeTrainer, Length, Speed, simulate, uniform
 from areal_x.types import Group
 
-SETTLING = 1  # steps more than max_staleness + 1 before a simulated run counts as settled
-SETTLED = 5  # steps that are measured
+FILLS = 3  # of the queue's slots: steps so many times max_staleness + 1 before a simulated run has used up its first stock
+SETTLED = 12  # steps that are measured: groups come in waves
 STALENESS = (0, 1, 2, 4)  # bounds that are tried
 AS_GOOD = 1.02  # a step that takes so many times as long is worth what it saves in staleness
 AS_FAST = 0.998  # of a run's tokens a second: what its simulation reaches
@@ -94,7 +94,7 @@ def predict(profile: Profile, choice: Choice, settled: int = SETTLED) -> Predict
         concurrency=choice.concurrency,
         length=profile.length(),
     )
-    first = choice.max_staleness + 1 + SETTLING
+    first = FILLS * (choice.max_staleness + 1)
     rows = simulate(
         engine,
         FakeTrainer(step_seconds, profile.publish_seconds),
