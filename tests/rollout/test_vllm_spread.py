@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
+from areal_x.rollout.balance import Balance
 from areal_x.rollout.engine import Completion, Request, SamplingParams
 from areal_x.rollout.vllm.engine import VLLMConfig, VLLMEngine
 
@@ -29,20 +30,20 @@ def test_each_request_goes_to_the_server_with_the_fewest_in_flight(tiny_model_di
     async def main() -> None:
         first, second = held = [Held(), Held()]
         engine = VLLMEngine(VLLMConfig(servers=2), tiny_model_dir, tmp_path)
-        engine._clients, engine._in_flight = held, [0, 0]
+        engine._clients, engine._balance = held, Balance(2)
         tasks = [asyncio.create_task(engine.generate(REQUEST)) for _ in range(6)]
         await asyncio.sleep(0)
         assert [len(server.waiting) for server in held] == [3, 3]
         for event in second.waiting:
             event.set()
         await asyncio.gather(*tasks[1::2])
-        assert engine._in_flight == [3, 0]
+        assert engine._balance.in_flight == [3, 0]
         tasks += [asyncio.create_task(engine.generate(REQUEST)) for _ in range(4)]
         await asyncio.sleep(0)
         assert [len(first.waiting), len(second.waiting)] == [4, 6]
         for event in first.waiting + second.waiting:
             event.set()
         await asyncio.gather(*tasks)
-        assert engine._in_flight == [0, 0]
+        assert engine._balance.in_flight == [0, 0]
 
     asyncio.run(main())

@@ -21,6 +21,7 @@ import numpy as np
 from areal_x import lora as adapter_files
 from areal_x.errors import ConfigError, UserError, at_least, positive
 from areal_x.model_dir import read_config, text_config
+from areal_x.rollout.balance import Balance
 from areal_x.rollout.engine import Completion, EngineError, Request, room
 from areal_x.rollout.loop import together
 from areal_x.rollout.publisher import Staged, Staging, default_parent
@@ -118,7 +119,7 @@ class VLLMEngine:
         self.version = 0
         self._servers: list[servers.Server] = []
         self._clients: list[VLLMClient] = []
-        self._in_flight: list[int] = []
+        self._balance = Balance(0)
         self._staging: Staging | None = None
         self.lora = lora if lora is not None and lora.rank else None
         self._versions = Versions()
@@ -136,7 +137,7 @@ class VLLMEngine:
                 self._clients = [VLLMClient(url, key, TRANSPORTS[self.config.transport]) for url in self.config.urls]
             else:
                 await self._start_servers(self._staging)
-            self._in_flight = [0] * len(self._clients)
+            self._balance = Balance(len(self._clients))
             sizes = await together(self._prepare(client, self._staging) for client in self._clients)
             if self.config.transport != "files":
                 self._direct = Direct(self.config, self._clients, sizes, self._explaining)
@@ -190,8 +191,7 @@ class VLLMEngine:
         sampling = replace(
             request.sampling, max_tokens=room(request, self.context, "train.row_length (and vllm.context, where it is set)")
         )
-        index = min(range(len(self._clients)), key=self._in_flight.__getitem__)
-        self._in_flight[index] += 1
+        index = self._balance.take()
         try:
             with self._versions.request() as adapter:
                 name = MODEL if adapter is None else adapters.name_of(adapter.version)
@@ -202,7 +202,7 @@ class VLLMEngine:
         except EngineError as error:
             raise self._explained(index, error) from error
         finally:
-            self._in_flight[index] -= 1
+            self._balance.give_back(index)
 
     def stage(self, trainer: Any, version: int | None = None) -> Staged | Unstaged:
         assert self._staging is not None, "stage() needs an engine that was started"
