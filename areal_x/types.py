@@ -102,17 +102,13 @@ class Trajectory:
         images: Images | None = None,
     ) -> Trajectory:
         """A prompt of P tokens that is context, then N generated tokens that are trained on. images: of the prompt."""
-        context = len(prompt)
-        return Trajectory(
-            tokens=np.concatenate([prompt, tokens]).astype(np.int32),
-            mask=np.arange(context + len(tokens)) >= context,
-            logprobs=np.concatenate([np.zeros(context), logprobs]).astype(np.float32),
-            versions=np.concatenate([np.full(context, NOT_THE_POLICY), versions]).astype(np.int32),
-            reward=reward,
-            finish_reason=finish_reason,
-            experts=experts,
-            images=images,
-        )
+        context, length = len(prompt), len(prompt) + len(tokens)
+        ids, mask = np.empty(length, np.int32), np.ones(length, np.bool_)
+        ids[:context], ids[context:] = prompt, tokens
+        mask[:context] = False
+        logp, version = np.zeros(length, np.float32), np.full(length, NOT_THE_POLICY, np.int32)
+        logp[context:], version[context:] = logprobs, versions
+        return Trajectory(ids, mask, logp, version, reward, None, finish_reason, experts, images)
 
 
 @dataclass(frozen=True)

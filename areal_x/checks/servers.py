@@ -12,8 +12,8 @@ from areal_x.errors import UserError
 from areal_x.experiment import Experiment
 from areal_x.rollout.loop import run
 from areal_x.rollout.vllm.client import VLLMClient
-from areal_x.rollout.vllm.direct import TRANSPORTS, check_machine
 from areal_x.rollout.vllm.config import VLLMConfig
+from areal_x.rollout.vllm.direct import TRANSPORTS, check_machine
 from areal_x.rollout.vllm.scorer import ServerScorer
 from areal_x.rollout.vllm.server import is_cpu_build
 

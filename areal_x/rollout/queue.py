@@ -6,6 +6,7 @@ any order of the four. Source: the windowed FIFO of section 6.2.4 of arXiv 2605.
 
 from __future__ import annotations
 
+from bisect import insort
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -80,7 +81,13 @@ class TrajectoryQueue:
         self._order = [list(tickets) for tickets in reversed(order)]
         live = {ticket: _Live(None) for ticket in pending} | {g.ticket: _Live(g.admitted_version, g) for g in finished}
         self._live = dict(sorted(live.items()))  # in the order of tickets
-        self.depth = len(finished)  # groups that are finished and wait to be consumed
+        self._finished = sorted(group.ticket for group in finished)
+        self._first_unfinished = min(live, default=next_ticket)  # no ticket below it is live and unfinished
+
+    @property
+    def depth(self) -> int:
+        """Groups that are finished and wait to be consumed."""
+        return len(self._finished)
 
     @property
     def free(self) -> int:
@@ -111,7 +118,7 @@ class TrajectoryQueue:
     def finish(self, ticket: int, group: Group) -> None:
         """The group may now be consumed."""
         self._unfinished(ticket).group = group
-        self.depth += 1
+        insort(self._finished, ticket)
 
     def give_back(self, ticket: int) -> None:
         """The group is not worth training on: its slot is free at once."""
@@ -125,21 +132,26 @@ class TrajectoryQueue:
             return None
         if self._order:
             return self._taken(self._order.pop())
-        live = [(ticket, slot.group) for ticket, slot in self._live.items()]
-        batch: list[int] = []
-        while len(batch) < self.groups_per_step:
-            reach = live[0][0] + self.window
-            found = next(((i, t) for i, (t, group) in enumerate(live) if group is not None and t < reach), None)
-            if found is None:
-                return None
-            del live[found[0]]
-            batch.append(found[1])
-        return self._taken(batch)
+        # The lowest finished ticket always goes next, so it is these; and what the window begins at is, of those not yet taken,
+        # either that ticket itself or an unfinished one. So the last of them decides.
+        batch = self._finished[: self.groups_per_step]
+        return self._taken(batch) if batch[-1] < self._oldest_unfinished() + self.window else None
+
+    def _oldest_unfinished(self) -> int:
+        """The lowest ticket that is live and not finished; the next one where there is none. It only rises, so finding it costs
+        one look a ticket, all calls together."""
+        while self._first_unfinished < self.next_ticket:
+            slot = self._live.get(self._first_unfinished)
+            if slot is not None and slot.group is None:
+                break
+            self._first_unfinished += 1
+        return self._first_unfinished
 
     def _taken(self, tickets: Sequence[int]) -> list[Group]:
         groups = [group for ticket in tickets if (group := self._live.pop(ticket).group) is not None]
+        taken = set(tickets)
+        self._finished = [ticket for ticket in self._finished if ticket not in taken]
         self.step += 1
-        self.depth -= len(groups)
         self.consumed += len(groups)
         return groups
 

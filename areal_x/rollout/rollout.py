@@ -93,7 +93,7 @@ class Rollout:
         with timeline.span("stage", version=version):
             staged = self.engine.stage(trainer, version)
         staged_seconds = time.perf_counter() - began
-        paused_seconds = self._call(self._swap(staged, version))
+        paused_seconds = self._call(self.swap(staged, version))
         return Published(staged_seconds, paused_seconds, getattr(staged, "bytes", 0))
 
     def join(self, url: str) -> None:
@@ -135,13 +135,14 @@ class Rollout:
         if self._loop is None or self._thread is None:
             return
         try:
-            self._call(self._end())
+            self._call(self.end())
         finally:
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._thread.join()
             self._loop = None
 
-    async def _swap(self, staged: Any, version: int) -> float:
+    async def swap(self, staged: Any, version: int) -> float:
+        """What `publish` does on the rollout's loop: the seconds that generation stood still."""
         paused = await self.engine.swap(staged)
         if self._running is None:
             self.runner.begin(version, self._resume)
@@ -150,7 +151,8 @@ class Rollout:
             self.runner.published(version)
         return paused
 
-    async def _end(self) -> None:
+    async def end(self) -> None:
+        """What `close` does on the rollout's loop."""
         async with AsyncExitStack() as closing:  # each is closed whatever becomes of the one before it
             closing.push_async_callback(self.engine.close)
             for workflow in self._workflows:

@@ -313,9 +313,10 @@ def episode_of(result: Result) -> Episode:
         if not trajectories:
             raise ValueError("the workflow returned no trajectory")
         rewards = [trajectory.reward for trajectory in trajectories]
-        if not all(reward is not None and math.isfinite(reward) for reward in rewards):
+        finite = [float(reward) for reward in rewards if reward is not None and math.isfinite(reward)]
+        if len(finite) < len(rewards):
             raise ValueError(f"every trajectory needs a finite reward, the workflow's have {rewards}")
-        episode = Episode(Scored(float(np.mean(np.asarray(rewards, np.float64)))), trajectories)
+        episode = Episode(Scored(sum(finite) / len(finite)), trajectories)
     for trajectory in episode.trajectories:
         if trajectory.token_rewards is not None and not np.isfinite(trajectory.token_rewards).all():
             raise ValueError("every token reward must be finite, the workflow's are not")

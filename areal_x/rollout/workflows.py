@@ -52,7 +52,8 @@ class Workflow(Protocol):
         ...
 
     async def close(self) -> None:
-        """Ends what `setup` began; safe to call twice."""
+        """Ends what `setup` began; safe to call twice. By default nothing."""
+        return
 
 
 @gin.configurable("single_turn", denylist=["tokenizer", "pool"])

@@ -1,4 +1,4 @@
-"""An engine, a trainer and workflows whose every step a test decides."""
+"""An engine and workflows whose every step a test decides. (Those of areal_x.testing take time by a model.)"""
 
 from __future__ import annotations
 
@@ -18,11 +18,6 @@ async def until(condition):
     """Lets the loop turn until something holds; the test's own time limit is the only clock."""
     while not condition():
         await asyncio.sleep(0)
-
-
-@dataclass
-class FakeTrainer:
-    version: int = 0
 
 
 class FakeEngine:

@@ -1,6 +1,7 @@
 """What is written comes back, whenever the process ends; a resumed run goes on as if it had never ended."""
 
 import dataclasses
+import json
 import signal
 import subprocess
 import sys
@@ -11,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from areal_x.errors import UserError
-from areal_x.rollout.journal import Journal, decode, encode
+from areal_x.rollout.journal import Journal, decode, encode, read_back, written
 from areal_x.types import Episode, Failed, Group, Images, Scored, Task, TimedOut, Trajectory
 
 TASKS = [Task(f"task {i}", f"{i}") for i in range(100)]
@@ -60,6 +61,22 @@ def test_a_group_comes_back_to_the_last_bit(length, experts, images):
     pair = Episode(Scored(-0.1, {"a": 1.5}), (trajectory(length, experts, images), trajectory(length + 1)))
     written = Group(TASKS[4], 9, 2, (pair, Episode(Failed("x: ü")), Episode(TimedOut(2.5)), Episode(Scored(1.0))), 0.25)
     assert_same(decode(encode(written), TASKS[4], 9, 2), written)
+
+
+@settings(max_examples=300, deadline=None)
+@given(data=st.data(), dtype=st.sampled_from(["bool", "int8", "int16", "int32", "int64"]), runs=st.booleans())
+def test_every_array_of_whole_numbers_comes_back_whatever_its_range(data, dtype, runs):
+    low, high = (0, 1) if dtype == "bool" else (np.iinfo(dtype).min, np.iinfo(dtype).max)
+    bounds = sorted(data.draw(st.lists(st.integers(low, high), min_size=2, max_size=2)))
+    numbers = data.draw(st.lists(st.integers(*bounds), max_size=30))
+    x = np.repeat(np.array(numbers, dtype), 40 if runs else 1)
+    how, content = written(x)
+    assert_same(read_back(json.loads(json.dumps(how)), content), x)
+
+
+def test_a_groups_masks_and_versions_take_next_to_nothing():
+    long = Group(TASKS[0], 0, 0, (Episode(Scored(1.0), (trajectory(4000),)),))
+    assert len(encode(long)) < 4000 * (3 + 4) + 500
 
 
 def stream(position):

@@ -17,8 +17,9 @@ from areal_x.rollout.journal import Resumed
 from areal_x.rollout.queue import TrajectoryQueue
 from areal_x.rollout.rollout import Published, Rollout
 from areal_x.rollout.runner import Runner
+from areal_x.testing import FakeTrainer
 from areal_x.types import Failed, Scored
-from tests.rollout.fakes import TASKS, Doing, FakeEngine, FakeTrainer, Plain
+from tests.rollout.fakes import TASKS, Doing, FakeEngine, Plain
 
 
 @contextmanager

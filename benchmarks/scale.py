@@ -1,0 +1,138 @@
+"""The controller in front of 8 to 1,024 servers, as a markdown table: a simulation on a virtual clock (areal_x.testing).
+
+    python -m benchmarks.scale [--servers 8 32 128 512 1024] [--steps 12] [--journal] [--profile]
+
+Claims: the trainer hardly waits where the servers make a tenth more than it takes, though lengths have long tails; no group is
+older than the bound; what is trained on is as long as what was drawn, so nothing prefers quick answers; one core is enough for
+2,000 finished trajectories a second.
+
+How it is measured: the real runner, queue, measures and (--journal) journal; fake servers of 8 slots that decode n requests in
+0.01 + 0.0005 n seconds a token; prompts of 100 tokens, completions lognormal with sigma 1 and a mean of 300, cut at 3,000; 4
+groups of 8 a server and step; max_staleness 2, a window of one step's groups. The trainer takes 90 % of what full servers make.
+Idle shares leave out the first step, for which nothing could be made in advance. CPU is of this process with all its threads,
+the simulated servers included, over finished trajectories; for comparable figures the machine should do nothing else. Queue:
+the arrays of finished groups that wait, at most. Drawn: all tickets up to the highest that was consumed. The last row is the
+first without staleness. --profile prints where the time goes, which slows it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import cProfile
+import pstats
+import tempfile
+import time
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from areal_x.rollout.journal import Journal, Recorder, Unrecorded
+from areal_x.rollout.queue import TrajectoryQueue
+from areal_x.rollout.runner import TRAINING, seed_of
+from areal_x.testing import FakeEngine, FakeTrainer, Speed, lognormal, simulate
+from areal_x.types import Group
+
+SLOTS, PROMPT, GROUP_SIZE, GROUPS_A_SERVER, MAX_STALENESS = 8, 100, 8, 4, 2
+LENGTH = lognormal(300, 1.0, 3000)
+SPEED = Speed(20_000, lambda n: n / (0.01 + 0.0005 * n), swap_seconds=1.0)
+COLUMNS = (
+    *("servers", "`max_staleness`", "trainer idle", "slots idle", "oldest (bound)", "trained / drawn length", "queue"),
+    *("CPU each", "a second"),
+)
+LOAD = 0.9  # of the servers' speed: the trainer's
+
+
+@dataclass
+class Held(Recorder):
+    """Counts what the queue holds, and tells a journal the rest."""
+
+    journal: Recorder
+    bytes: int = 0
+    most: int = 0
+    trajectories: int = 0
+    lengths: dict[int, int] = field(default_factory=dict)  # new tokens of each consumed group
+
+    def admitted(self, group: Group, position: int) -> None:
+        self.journal.admitted(group, position)
+
+    def finished(self, group: Group) -> None:
+        self.trajectories += len(group.episodes)
+        self.bytes += size(group)
+        self.most = max(self.most, self.bytes)
+        self.journal.finished(group)
+
+    def given_back(self, group: Group) -> None:
+        self.journal.given_back(group)
+
+    def consumed(self, step: int, groups: Sequence[Group]) -> None:
+        for group in groups:
+            self.bytes -= size(group)
+            self.lengths[group.ticket] = sum(len(e.trajectories[0]) - PROMPT for e in group.episodes)
+        self.journal.consumed(step, groups)
+
+
+def size(group: Group) -> int:
+    trajectories = [t for e in group.episodes for t in e.trajectories]
+    return sum(x.nbytes for t in trajectories for x in (t.tokens, t.mask, t.logprobs, t.versions))
+
+
+def drawn(ticket: int) -> int:
+    """New tokens of a group, whether or not it has ended."""
+    return sum(LENGTH(seed_of(0, TRAINING, ticket, episode, 0)) for episode in range(GROUP_SIZE))
+
+
+def simulated(servers: int, steps: int, recorder: Recorder, max_staleness: int) -> list[dict[str, float]]:
+    mean = sum(LENGTH(seed) for seed in range(10_000)) / 10_000
+    seconds_each = mean / SPEED.decode(SLOTS) + PROMPT / SPEED.prefill  # of a server
+    groups = GROUPS_A_SERVER * servers
+    trainer = FakeTrainer(groups * GROUP_SIZE * seconds_each / servers / LOAD, publish_seconds=2.0)
+    engine = FakeEngine(SPEED, servers=servers, concurrency=SLOTS, length=LENGTH)
+    sizes = {"groups_per_step": groups, "group_size": GROUP_SIZE, "max_staleness": max_staleness, "window": groups}
+    return simulate(engine, trainer, steps=steps, recorder=recorder, **sizes)
+
+
+def measure(servers: int, steps: int, journal: bool, max_staleness: int = MAX_STALENESS) -> str:
+    groups = GROUPS_A_SERVER * servers
+    with tempfile.TemporaryDirectory() as folder, Journal(Path(folder)) if journal else nullcontext() as written:
+        held = Held(written or Unrecorded())
+        began = time.process_time()
+        rows = simulated(servers, steps, held, max_staleness)
+        if written is not None:
+            written.flush()
+        cpu = (time.process_time() - began) / held.trajectories
+    bound = (TrajectoryQueue(groups, max_staleness).slots + groups - 2) // groups
+    oldest = max(row["staleness_max"] for row in rows)
+    assert oldest <= bound, f"a group was {oldest} versions old, and the bound is {bound}"
+    settled = rows[1:]
+    seconds = sum(row["seconds"] for row in settled)
+    idle = sum(row["wait_seconds"] for row in settled) / seconds
+    used = sum(row["slot_seconds"] for row in settled) / seconds / (servers * SLOTS)
+    last = max(held.lengths)
+    all_drawn = [held.lengths.get(ticket) or drawn(ticket) for ticket in range(last + 1)]
+    ratio = (sum(held.lengths.values()) / len(held.lengths)) / (sum(all_drawn) / len(all_drawn))
+    assert abs(ratio - 1) < 0.01, f"what was trained on is {ratio} times as long as what was drawn"
+    return (
+        f"| {servers:,} | {max_staleness} | {idle:.1%} | {1 - used:.1%} | {oldest} ({bound}) | {ratio:.3f} "
+        f"| {held.most / 2**20:.1f} MiB | {cpu * 1e6:.0f} µs | {1 / cpu:,.0f} |"
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--servers", nargs="+", type=int, default=[8, 32, 128, 512, 1024])
+    parser.add_argument("--steps", type=int, default=12)
+    parser.add_argument("--journal", action="store_true", help="record everything in a journal, too")
+    parser.add_argument("--profile", action="store_true", help="print the functions that take most time")
+    options = parser.parse_args()
+    print(f"| {' | '.join(COLUMNS)} |\n{'|---' * len(COLUMNS)}|")
+    with cProfile.Profile() if options.profile else nullcontext() as profile:
+        for servers in options.servers:
+            print(measure(servers, options.steps, options.journal), flush=True)
+        print(measure(options.servers[0], options.steps, options.journal, max_staleness=0), flush=True)
+    if profile is not None:
+        pstats.Stats(profile).sort_stats("tottime").print_stats(25)
+
+
+if __name__ == "__main__":
+    main()
