@@ -214,10 +214,10 @@ def hook_routers(model: PreTrainedModel, config: TrainerConfig, directory: Path)
             raise ConfigError("trainer.balance", config.balance, wanted)
         return None
     for n, router in found.items():
-        with torch.no_grad():
-            tried = drawn(deepcopy(router))
-            logits, _, chosen = tried(_tokens_for(tried))
         router.register_forward_hook(partial(_route, n, normalised[n]))
+    with torch.no_grad():
+        tried = drawn(deepcopy(next(iter(found.values()))))
+        logits, _, chosen = tried(_tokens_for(tried))
     return Routers(model.config.get_text_config().num_hidden_layers, chosen.shape[1], logits.shape[1], tuple(found))
 
 
