@@ -22,30 +22,26 @@ import gin
 from areal_x.checks import data, memory, places, servers, tokens, versions
 from areal_x.checks import model as models
 from areal_x.checks.finding import Finding, finding
-from areal_x.config import Config, load
-from areal_x.config_check import check_early, check_experiment
+from areal_x.config import Config
 from areal_x.data.tokenizer import load_tokenizer
 from areal_x.errors import UserError
 from areal_x.experiment import Experiment
 from areal_x.model_dir import check_head
-from areal_x.train import arguments_of, fail
+from areal_x.train import FAILED, parser_of, with_config
 from areal_x.trainer import Devices, ModelConfig, find_backend
 from areal_x.types import Task
-
-FAILED = 1
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The exit status."""
-    parser = arguments_of("areal_x.check", __doc__)
+    parser = parser_of("areal_x.check", __doc__)
+    parser.add_argument("file", metavar="FILE.gin", type=Path)
     options = parser.parse_args(arguments)
-    sys.path.insert(0, str(Path.cwd()))  # gin files import examples.arithmetic.task and the like
-    try:
-        config = load(options.file, options.bindings)
-        check_early(config)
-        check_experiment(config)
-    except UserError as error:
-        return fail(error)
+    return with_config(options.file, options.bindings, show)
+
+
+def show(config: Config) -> int:
+    """Prints what is found. The exit status."""
     problems = 0
     for found in findings(config):
         print(found, flush=True)

@@ -25,7 +25,7 @@ from areal_x.monitor.metrics import read
 from areal_x.monitor.plot import BLUE, GREY, ORANGE
 from areal_x.planning import STALENESS, Choice, Predicted, Profile, best, described, measured, search
 from areal_x.rollout.journal import FILE, Journal
-from areal_x.train import fail
+from areal_x.train import fail, parser_of
 
 STEPS_READ = 20  # of a run's journal, the newest
 SHOWN = 12  # rows of the table
@@ -58,9 +58,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m areal_x.plan", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of("areal_x.plan", __doc__)
     parser.add_argument("file", metavar="FILE.gin", type=Path)
     parser.add_argument("--accelerators", type=int, required=True, help="how many there are for both")
     parser.add_argument("--from", dest="recorded", metavar="RUN", type=Path, help="a run's directory: its measurements")
@@ -71,7 +69,6 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--prompt-tokens", type=int, default=200, help="of a prompt on average (default: 200)")
     parser.add_argument("--efficiency", type=float, default=0.4, help="share of both peaks that is reached (default: 0.4)")
     parser.add_argument("--plot", type=Path, default=Path("plan.png"), help="where to draw (default: plan.png)")
-    parser.add_argument("-b", "--binding", dest="bindings", metavar="'NAME = VALUE'", action="append", default=[])
     return parser.parse_args(arguments)
 
 

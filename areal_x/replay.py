@@ -10,7 +10,7 @@ data. The replay is a run of its own, beside the one it repeats. -b binds one pa
 
 from __future__ import annotations
 
-import argparse
+import signal
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -22,14 +22,13 @@ import gin
 
 from areal_x import run_dir
 from areal_x.cluster import ranks
-from areal_x.config import Config, load
-from areal_x.config_check import check_early, check_experiment
+from areal_x.config import Config
 from areal_x.errors import UserError
 from areal_x.experiment import Experiment
 from areal_x.monitor.metrics import read
 from areal_x.rollout.journal import FILE, Journal
 from areal_x.rollout.replayed import Replayed
-from areal_x.train import fail
+from areal_x.train import fail, parser_of, with_config
 
 
 @dataclass(kw_only=True)
@@ -54,28 +53,22 @@ class Replay(Experiment):
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The exit status, as of `areal_x.train`."""
-    parser = argparse.ArgumentParser(
-        prog="python -m areal_x.replay", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of("areal_x.replay", __doc__)
     parser.add_argument("run", metavar="RUN", type=Path, help="the run's directory")
-    parser.add_argument(
-        "-b", "--binding", dest="bindings", metavar="'NAME = VALUE'", action="append", default=[], help="bind one parameter"
-    )
     options = parser.parse_args(arguments)
-    sys.path.insert(0, str(Path.cwd()))  # gin files import examples.arithmetic.task and the like
-    config: Config | None = None
-    try:
-        if not (options.run / FILE).is_file():
-            raise UserError(f"{options.run} has no {FILE}: give the directory of a run, as runs/arithmetic-grpo-1")
-        config = load(options.run / run_dir.CONFIG, options.bindings)
-        check_early(config)
-        check_experiment(config)
-        joined = ranks.join(config.value("train.backend"), config.value("mesh.processes"))
-        with joined or nullcontext():
-            replay(options.run)
-    except UserError as error:
-        return fail(config.locate(error) if config else error)
-    return 0
+    if not (options.run / FILE).is_file():
+        return fail(UserError(f"{options.run} has no {FILE}: give the directory of a run, as runs/arithmetic-grpo-1"))
+    return with_config(options.run / run_dir.CONFIG, options.bindings, lambda config: together(config, options.run))
+
+
+def together(config: Config, run: Path) -> None:
+    """Replays it, in this process or with others, which follow this one's trainers."""
+    joined = ranks.join(config.value("train.backend"), config.value("mesh.processes"))
+    with joined or nullcontext():
+        if joined is not None and joined.rank:
+            gin.get_configurable("train")().run()
+        else:
+            replay(run)
 
 
 def replay(run: Path, say: Callable[[str], None] = print) -> Path:
@@ -95,6 +88,8 @@ def compared(recorded: list[dict[str, Any]], replayed: list[dict[str, Any]]) -> 
     """A sentence about the losses of both."""
     losses = {row["step"]: row["loss"] for row in recorded if row.get("loss") is not None}
     pairs = [(losses[row["step"]], row["loss"]) for row in replayed if row.get("loss") is not None and row["step"] in losses]
+    if not pairs:
+        return "there is no loss to compare"
     largest = max(range(len(pairs)), key=lambda i: abs(pairs[i][0] - pairs[i][1]))
     a, b = pairs[largest]
     if a == b:
@@ -103,4 +98,5 @@ def compared(recorded: list[dict[str, Any]], replayed: list[dict[str, Any]]) -> 
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     sys.exit(main())

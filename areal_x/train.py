@@ -17,7 +17,7 @@ import argparse
 import shlex
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -33,19 +33,29 @@ FAILED, INTERRUPTED = 1, 130
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The exit status: 0, 1 after one sentence about a mistake, 130 when stopped by Ctrl-C or SIGTERM."""
+    """The exit status, see `with_config`."""
     options = parse(arguments)
-    sys.path.insert(0, str(Path.cwd()))  # gin files import examples.arithmetic.task and the like
-    config: Config | None = None
-    try:
-        config = load(options.file, options.bindings)
-        check_early(config)
-        check_experiment(config)
+
+    def work(config: Config) -> None:
         if options.dry_run:
             gin.get_configurable("train")().plan()
             print(config_text())
         else:
             train(config, options)
+
+    return with_config(options.file, options.bindings, work)
+
+
+def with_config(file: Path, bindings: Sequence[str], work: Callable[[Config], int | None]) -> int:
+    """Does what a command does with its config. The exit status: what that gives, None being 0; 1 after one sentence about a
+    mistake; 130 when stopped by Ctrl-C or SIGTERM."""
+    sys.path.insert(0, str(Path.cwd()))  # gin files import examples.arithmetic.task and the like
+    config: Config | None = None
+    try:
+        config = load(file, bindings)
+        check_early(config)
+        check_experiment(config)
+        return work(config) or 0
     except UserError as error:
         return fail(config.locate(error) if config else error)
     except KeyboardInterrupt as stopped:
@@ -57,7 +67,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if not isinstance(error, EngineError):
             raise
         return fail(error)
-    return 0
 
 
 def train(config: Config, options: argparse.Namespace) -> None:
@@ -88,12 +97,11 @@ def run_named(config: Config, options: argparse.Namespace) -> None:
             (runs / name).rmdir()
 
 
-def arguments_of(module: str, description: str | None) -> argparse.ArgumentParser:
-    """A command that reads a config: its file, and the bindings that win over it."""
+def parser_of(module: str, description: str | None) -> argparse.ArgumentParser:
+    """Of a command that takes bindings."""
     parser = argparse.ArgumentParser(
         prog=f"python -m {module}", description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("file", metavar="FILE.gin", type=Path)
     parser.add_argument(
         "-b", "--binding", dest="bindings", metavar="'NAME = VALUE'", action="append", default=[], help="bind one parameter"
     )
@@ -101,7 +109,8 @@ def arguments_of(module: str, description: str | None) -> argparse.ArgumentParse
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = arguments_of("areal_x.train", __doc__)
+    parser = parser_of("areal_x.train", __doc__)
+    parser.add_argument("file", metavar="FILE.gin", type=Path)
     parser.add_argument("--resume", action="store_true", help="continue from the newest whole checkpoint")
     parser.add_argument("--dry-run", action="store_true", help="build everything, start nothing, print the operative config")
     return parser.parse_args(arguments)

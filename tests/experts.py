@@ -2,12 +2,31 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from tests.models import log_softmax, reference_model
+from areal_x.data.packing import pack
+from areal_x.types import Batch
+from tests.models import log_softmax, reference_model, trajectories
+
+# For a model of four experts, two of which each of two layers chooses: shapes a token, numbers, and what is said of them.
+REFUSED = [
+    ((3, 2), 3, "another model"),
+    ((2, 1), 3, "another model"),
+    ((2, 2), 4, "has 4 experts"),
+    (None, 0, "these have none"),
+]
+
+
+def batch_of_others(shape: tuple[int, int] | None, largest: int) -> Batch:
+    """A sequence whose recorded experts are all `largest`, in this shape a token, or that has none."""
+    (one,) = trajectories(8)
+    if shape is not None:
+        one = replace(one, experts=np.full((8, *shape), largest, np.int16))
+    return pack([one], 8).batch
 
 
 def replayed_logprobs(directory: Path, tokens: np.ndarray, experts: np.ndarray) -> np.ndarray:

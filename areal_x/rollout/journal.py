@@ -16,7 +16,8 @@ import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field, fields
-from itertools import islice
+from itertools import groupby, islice
+from operator import itemgetter
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, Protocol
@@ -111,8 +112,9 @@ class Journal:
         self.path, self.keep_steps = run / FILE, keep_steps
         self._said: SimpleQueue[Any] = SimpleQueue()
         self._error: Exception | None = None
-        with self._open() as connection:
-            connection.executescript(TABLES)
+        self._writing = self._connect(check_same_thread=False)  # the thread's
+        with self._writing:
+            self._writing.executescript(TABLES)
         self._thread = threading.Thread(target=self._write, name="journal", daemon=True)
         self._thread.start()
 
@@ -172,30 +174,31 @@ class Journal:
         long as steps are of the same size.
         """
         with self._open() as connection:
-            rows = connection.execute("SELECT ticket, position, admitted_version, status, content FROM groups").fetchall()
-            steps: dict[int, list[int]] = {}
-            for at, ticket in connection.execute("SELECT step, ticket FROM consumed ORDER BY step, place"):
-                steps.setdefault(at, []).append(ticket)
+            newest, position = connection.execute("SELECT max(ticket), max(position) FROM groups").fetchone()
+            live = connection.execute(
+                "SELECT ticket, position, admitted_version, status, content FROM groups WHERE status != ? AND "
+                "ticket NOT IN (SELECT ticket FROM consumed WHERE step <= ?) ORDER BY ticket",
+                (GIVEN_BACK, step),
+            ).fetchall()
+            later = connection.execute("SELECT step, ticket FROM consumed WHERE step > ? ORDER BY step, place", (step,))
+            order = [[ticket for _, ticket in tickets] for _, tickets in groupby(later, key=itemgetter(0))]
             # A step that a kill cut in two was not consumed.
-            order = [steps[at] for at in sorted(steps) if at > step]
             while order and len(order[-1]) != groups_per_step:
                 order.pop()
-            there = {row[0] for row in rows if row[3] == FINISHED}
+            there = {ticket for ticket, _, _, status, _ in live if status == FINISHED}
             if any(len(tickets) != groups_per_step or not there.issuperset(tickets) for tickets in order):
                 order = []
             connection.execute("DELETE FROM consumed WHERE step > ?", (step + len(order),))
-        if not rows:
+        if newest is None:
             return None
-        done = {ticket for at, tickets in steps.items() if at <= step for ticket in tickets}
-        live = [row for row in rows if row[0] not in done and row[3] != GIVEN_BACK]
         finished = [
             (position, decode(content, task_at(position), ticket, version))
             for ticket, position, version, status, content in live
             if status == FINISHED
         ]
         return Resumed(
-            position=1 + max(row[1] for row in rows),
-            next_ticket=1 + max(row[0] for row in rows),
+            position=1 + position,
+            next_ticket=1 + newest,
             unfinished={ticket: position for ticket, position, _, status, _ in live if status == ADMITTED},
             finished=finished,
             order=order,
@@ -238,17 +241,20 @@ class Journal:
 
     # ---- the file
 
-    @contextmanager
-    def _open(self) -> Iterator[sqlite3.Connection]:
-        """A connection whose changes are kept where the body ends well."""
+    def _connect(self, **how: Any) -> sqlite3.Connection:
         try:
-            connection = sqlite3.connect(self.path)
+            connection: sqlite3.Connection = sqlite3.connect(self.path, **how)
             # Readers do not wait for the writer, and a commit is one append. Where the file system cannot, the default stays.
             connection.execute("PRAGMA journal_mode = WAL")
             connection.execute("PRAGMA synchronous = NORMAL")
         except sqlite3.Error as error:
             raise UserError(f"the journal {self.path} cannot be opened ({error}): move it away to go on without it") from error
-        with closing(connection), connection:
+        return connection
+
+    @contextmanager
+    def _open(self) -> Iterator[sqlite3.Connection]:
+        """A connection to look with, whose changes are kept where the body ends well."""
+        with closing(self._connect()) as connection, connection:
             yield connection
 
     def _say(self, statement: str, values: tuple[Any, ...]) -> None:
@@ -269,14 +275,15 @@ class Journal:
                 said.append(self._said.get())
             ended = None in said
             try:
-                with self._open() as connection:  # one transaction
+                with self._writing:  # one transaction
                     for statement, values in (entry for entry in said if isinstance(entry, tuple)):
-                        connection.execute(statement, [encode(x) if isinstance(x, Group) else x for x in values])
+                        self._writing.execute(statement, [encode(x) if isinstance(x, Group) else x for x in values])
             except Exception as error:
                 self._error = self._error or error
             for entry in said:
                 if isinstance(entry, threading.Event):
                     entry.set()
+        self._writing.close()
 
 
 # ---- groups as bytes: a description in JSON, compressed, then the arrays one after the other

@@ -21,7 +21,7 @@ from areal_x_jax.experts import Routing, imbalance, mixture, route
 from areal_x_jax.layout import ALONE
 from areal_x_jax.shape import Experts
 from areal_x_jax.trainer import Trainer
-from tests.experts import recorded, replayed_logprobs
+from tests.experts import REFUSED, batch_of_others, recorded, replayed_logprobs
 from tests.models import trajectories
 
 EXPERTS = Experts(count=6, per_token=2, intermediate=5, normalised=True)
@@ -115,18 +115,12 @@ def test_a_trainer_replays_the_experts_that_the_engine_recorded(model_dir_of: Ca
     assert trainer.update(batch, losses.sft)["loss"] == pytest.approx(expected, rel=1e-5)
 
 
-@pytest.mark.parametrize(
-    "shape, largest, says",
-    [((3, 2), 3, "another model"), ((2, 1), 3, "another model"), ((2, 2), 4, "has 4 experts"), (None, 0, "these have none")],
-)
+@pytest.mark.parametrize(("shape", "largest", "says"), REFUSED)
 def test_experts_of_another_model_are_refused(
     shape: tuple[int, int] | None, largest: int, says: str, model_dir_of: Callable[[str], Path]
 ) -> None:
-    (one,) = trajectories(8)
-    if shape is not None:
-        one = replace(one, experts=np.full((8, *shape), largest, np.int16))
     with pytest.raises(UserError, match=says):
-        make_trainer(model_dir_of("qwen3-moe"), replay_experts=True).logprobs(pack([one], 8).batch)
+        make_trainer(model_dir_of("qwen3-moe"), replay_experts=True).logprobs(batch_of_others(shape, largest))
 
 
 def test_a_model_without_experts_cannot_replay_any(model_dir_of: Callable[[str], Path]) -> None:

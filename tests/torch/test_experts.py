@@ -25,7 +25,7 @@ from areal_x.types import Batch  # noqa: E402
 from areal_x_torch import experts  # noqa: E402
 from areal_x_torch.parallel import check_model  # noqa: E402
 from areal_x_torch.trainer import Trainer  # noqa: E402
-from tests.experts import recorded, replayed_logprobs  # noqa: E402
+from tests.experts import REFUSED, batch_of_others, recorded, replayed_logprobs  # noqa: E402
 from tests.models import SIZES, trajectories, write_config  # noqa: E402
 
 TOKENS, COUNT, PER_TOKEN = 11, 5, 2
@@ -193,16 +193,12 @@ def test_blocks_that_are_computed_again_choose_and_count_as_before(model_dir_of:
         np.testing.assert_array_equal(found["layers"][1][name], x, err_msg=name)
 
 
-@pytest.mark.parametrize(
-    ("shape", "largest", "says"),
-    [((3, 2), 3, "another model"), ((2, 1), 3, "another model"), ((2, 2), 4, "has 4 experts"), (None, 0, "these have none")],
-)
-def test_experts_of_another_model_are_refused(shape, largest, says, model_dir_of: Callable[[str], Path]) -> None:
-    (one,) = trajectories(8)
-    if shape is not None:
-        one = replace(one, experts=np.full((8, *shape), largest, np.int16))
+@pytest.mark.parametrize(("shape", "largest", "says"), REFUSED)
+def test_experts_of_another_model_are_refused(
+    shape: tuple[int, int] | None, largest: int, says: str, model_dir_of: Callable[[str], Path]
+) -> None:
     with pytest.raises(UserError, match=says):
-        make_trainer(model_dir_of("qwen3-moe"), replay_experts=True).logprobs(pack([one], 8).batch)
+        make_trainer(model_dir_of("qwen3-moe"), replay_experts=True).logprobs(batch_of_others(shape, largest))
 
 
 def test_a_model_without_experts_cannot_replay_any(model_dir_of: Callable[[str], Path]) -> None:

@@ -161,6 +161,7 @@ def test_a_state_of_one_process_goes_through_several_without_losing_a_bit(asked:
     np.testing.assert_allclose(found(asked, mesh)["logp of one"], one["logp"], atol=1e-5)
 
 
+@in_one_worker
 @pytest.mark.parametrize("mesh", [mesh for mesh in MESHES if "adapters" not in mesh])
 def test_parts_are_read_by_several_processes_and_by_one_bit_for_bit(asked: Path, mesh: str, tmp_path: Path) -> None:
     one = asked / f"one-{mesh}"

@@ -8,10 +8,8 @@ attends as one process does, and after it heads for tokens (DeepSpeed-Ulysses, a
 from __future__ import annotations
 
 from math import gcd
-from typing import Any
 
 import torch
-import torch.distributed as dist
 from jaxtyping import Float
 from torch import Tensor
 from torch.distributed import ProcessGroup
@@ -20,6 +18,7 @@ from transformers import PreTrainedConfig
 from areal_x.errors import ConfigError
 from areal_x.trainer import MeshConfig
 from areal_x_torch.attention import Attend, Attended, Keys, Queries, Segments
+from areal_x_torch.parts import Exchanged
 
 OF_ROWS = {"dynamic", "longrope"}  # rotations that differ with the longest sequence among the tokens that a process has
 
@@ -63,11 +62,11 @@ def exchanging(attend: Attend, group: ProcessGroup | None) -> Attend:
         key, value = (repeated(x, processes) for x in (key, value))
         parts = [x[0].transpose(0, 1).unflatten(1, (processes, -1)) for x in (query, key, value)]
         # One exchange of all three, as a message costs more than its size where a row's part is short.
-        whole = ToHeads.apply(torch.cat([x.flatten(2) for x in parts], dim=2), group)
+        whole = to_heads(torch.cat([x.flatten(2) for x in parts], dim=2), group)
         shares = whole.split([x.shape[2] * x.shape[3] for x in parts], dim=1)
         heads = [x.unflatten(1, of.shape[2:]).transpose(0, 1)[None] for x, of in zip(shares, parts, strict=True)]
         attended = attend(*heads, segments, scale, window, softcap)
-        own = ToTokens.apply(attended[0].flatten(1), group)
+        own = to_tokens(attended[0].flatten(1), group)
         return own.unflatten(2, attended.shape[2:]).flatten(1, 2)[None]
 
     return exchanged
@@ -80,47 +79,18 @@ def repeated(x: Keys, processes: int) -> Keys:
     return x if times == 1 else x.repeat_interleave(times, dim=1)
 
 
-class ToHeads(torch.autograd.Function):
+def to_heads(x: Float[Tensor, "own_tokens processes features"], group: ProcessGroup) -> Float[Tensor, "tokens features"]:
     """From what all processes need of a process's tokens to what it needs of all tokens."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, x: Float[Tensor, "own_tokens processes features"], group: ProcessGroup
-    ) -> Float[Tensor, "tokens features"]:
-        ctx.group = group
-        return _to_heads(x, group)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return _to_tokens(grad, ctx.group), None
+    return _exchanged(x.transpose(0, 1).flatten(0, 1), group)
 
 
-class ToTokens(torch.autograd.Function):
+def to_tokens(x: Float[Tensor, "tokens features"], group: ProcessGroup) -> Float[Tensor, "own_tokens processes features"]:
     """The way back."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, x: Float[Tensor, "tokens features"], group: ProcessGroup
-    ) -> Float[Tensor, "own_tokens processes features"]:
-        ctx.group = group
-        return _to_tokens(x, group)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return _to_heads(grad, ctx.group), None
+    return _exchanged(x, group).unflatten(0, (group.size(), -1)).transpose(0, 1)
 
 
-def _to_heads(x: Tensor, group: ProcessGroup) -> Tensor:
-    return _exchanged(x.transpose(0, 1), group).flatten(0, 1)
-
-
-def _to_tokens(x: Tensor, group: ProcessGroup) -> Tensor:
-    return _exchanged(x.unflatten(0, (group.size(), -1)), group).transpose(0, 1)
-
-
-def _exchanged(x: Tensor, group: ProcessGroup) -> Tensor:
-    """x[i] of what each process has for the i-th: here what all have for this one, in their order."""
-    x = x.contiguous()
-    received = torch.empty_like(x)
-    dist.all_to_all_single(received, x, group=group)
+def _exchanged(x: Float[Tensor, "rows features"], group: ProcessGroup) -> Float[Tensor, "rows features"]:
+    """As many rows for each process."""
+    each = [len(x) // group.size()] * group.size()
+    received: Tensor = Exchanged.apply(x, each, each, group)
     return received

@@ -18,7 +18,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from copy import deepcopy
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -110,10 +110,20 @@ def grouped(
 
 
 def has_grouped_product(x: Tensor, kernels: Tensor) -> bool:
-    """Whether torch multiplies groups at once on this device, which wants rows of whole 16 bytes."""
-    if any(width * x.element_size() % 16 for width in kernels.shape[1:]) or not hasattr(functional, "grouped_mm"):
+    """Whether torch multiplies groups at once on this device and in this type, which wants rows of whole 16 bytes."""
+    aligned = all(width * x.element_size() % 16 == 0 for width in kernels.shape[1:])
+    return aligned and multiplies_groups(x.device, x.dtype)
+
+
+@cache
+def multiplies_groups(device: torch.device, dtype: torch.dtype) -> bool:
+    """Which devices and types it takes differs with torch's version: here it is tried."""
+    x = torch.ones(16, 16, device=device, dtype=dtype)
+    try:
+        functional.grouped_mm(x, x[None], offs=torch.tensor([16], dtype=torch.int32, device=device))
+    except (AttributeError, NotImplementedError, RuntimeError):
         return False
-    return x.device.type == "cpu" or (x.is_cuda and torch.cuda.get_device_capability(x.device) >= (8, 0))
+    return True
 
 
 # ---- routers
@@ -204,10 +214,10 @@ def hook_routers(model: PreTrainedModel, config: TrainerConfig, directory: Path)
             raise ConfigError("trainer.balance", config.balance, wanted)
         return None
     for n, router in found.items():
-        with torch.no_grad():
-            tried = drawn(deepcopy(router))
-            logits, _, chosen = tried(_tokens_for(tried))
         router.register_forward_hook(partial(_route, n, normalised[n]))
+    with torch.no_grad():
+        tried = drawn(deepcopy(next(iter(found.values()))))
+        logits, _, chosen = tried(_tokens_for(tried))
     return Routers(model.config.get_text_config().num_hidden_layers, chosen.shape[1], logits.shape[1], tuple(found))
 
 
