@@ -70,7 +70,7 @@ def read_with_torch(directory: Path, processes: int) -> tuple[int, int]:
     """The same of this one of several processes that share the model."""
     import torch
 
-    from areal_x_torch import model
+    from areal_x_torch import loading
     from areal_x_torch.parallel import make_mesh, spread
     from areal_x_torch.parts import local
     from areal_x_torch.processes import join
@@ -81,9 +81,9 @@ def read_with_torch(directory: Path, processes: int) -> tuple[int, int]:
     torch.ones(64, 64) @ torch.ones(64, 64)
     peak = Peak()
     peak.start()
-    built = model.build(directory, "policy")
+    built = loading.build(directory, "policy")
     spread(built, mesh, torch.float32, device)
-    model.fill(built, directory)
+    loading.fill(built, directory)
     most = peak.stop()
     if joined is not None:
         joined.broadcast(b"read")  # the first ends the others with it

@@ -15,7 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode  # noqa: E402
 
 from areal_x.algorithms import losses  # noqa: E402
 from areal_x.trainer import MeshConfig, ModelConfig, TrainerConfig  # noqa: E402
-from areal_x_torch import blocks, model  # noqa: E402
+from areal_x_torch import blocks, loading  # noqa: E402
 from areal_x_torch import trainer as trainer_module  # noqa: E402
 from areal_x_torch.parallel import make_mesh, spread  # noqa: E402
 from tests.models import MODELS, trajectories, write_config  # noqa: E402
@@ -52,7 +52,7 @@ def test_what_is_computed_again_gives_the_same_step_without_products_or_with_the
 
 
 def test_auto_takes_the_first_that_fits_into_half_of_what_is_left(qwen3):
-    built = model.build(qwen3, "policy")
+    built = loading.build(qwen3, "policy")
     products = blocks.products_of(built)
     assert products == 2 * (64 + 32 + 32 + 32 + 48 + 48 + 32)  # q, k, v, o, gate, up and down of both layers
     config = TrainerConfig(ModelConfig(str(qwen3)), mesh=MeshConfig(fsdp=2, processes=2))

@@ -18,7 +18,7 @@ from areal_x.algorithms.weighting import token_mean  # noqa: E402
 from areal_x.data.packing import pack  # noqa: E402
 from areal_x.errors import UserError  # noqa: E402
 from areal_x.trainer import ModelConfig, OptimizerConfig, TrainerConfig  # noqa: E402
-from areal_x_torch import model  # noqa: E402
+from areal_x_torch import loading, model  # noqa: E402
 from areal_x_torch.attention import Segments, sdpa  # noqa: E402
 from areal_x_torch.layout import flatten  # noqa: E402
 from tests.models import MODELS, MORE, SIZES, trajectories, write_config  # noqa: E402
@@ -104,10 +104,18 @@ def gradients(of):
     return {name: p.grad for name, p in of.named_parameters()}
 
 
+def loaded(directory):
+    """As the trainer loads it on one device."""
+    built = loading.build(directory, "policy")
+    loading.materialize(built, CPU)
+    loading.fill(built, directory)
+    return built
+
+
 @pytest.mark.parametrize("name", FAMILIES)
 def test_one_flat_row_gives_what_transformers_gives_for_each_sequence_alone_and_padded(family_dir, name):
     sequences = [t.tokens for t in trajectories(*LENGTHS)]
-    ours, theirs = model.load(family_dir(name), CPU, "policy"), plain(family_dir(name))
+    ours, theirs = loaded(family_dir(name)), plain(family_dir(name))
     found, alone, padded = (
         chosen(how(of, sequences), sequences)
         for how, of in ((flat_logits, ours), (alone_logits, theirs), (padded_logits, theirs))
@@ -168,7 +176,7 @@ def test_a_restored_mixture_goes_on_bit_by_bit(family_dir, tmp_path, name):
 )
 def test_what_a_flat_row_would_compute_wrongly_is_refused(tmp_path, changes, reason):
     with pytest.raises(UserError, match=reason):
-        model.load(write_config({**SIZES, **changes}, tmp_path), CPU, "policy")
+        loading.build(write_config({**SIZES, **changes}, tmp_path), "policy")
 
 
 @pytest.mark.parametrize("budget", [1, 20, 40, 1000])

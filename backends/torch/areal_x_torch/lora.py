@@ -25,7 +25,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from areal_x.errors import ConfigError
 from areal_x.lora import WRAPPED
 from areal_x.trainer import LoRAConfig
-from areal_x_torch.model import ADAPTER, is_classifier, named_tensors, quiet
+from areal_x_torch.loading import quiet
+from areal_x_torch.model import ADAPTER, is_classifier, named_tensors
 from areal_x_torch.parts import Piece, Shared, Summed, gathered, local, split
 
 

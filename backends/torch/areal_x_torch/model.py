@@ -1,14 +1,10 @@
-"""A causal language model of transformers, or a sequence classifier: built without its tensors, so that it may be split before
-it is loaded as fp32 master weights; read out under its Hugging Face names.
+"""What is computed with a causal language model of transformers, or a sequence classifier, and its tensors under their Hugging
+Face names.
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from hashlib import sha256
-from pathlib import Path
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,24 +14,14 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 from transformers import (
-    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoModelForImageTextToText,
-    AutoModelForSequenceClassification,
-    PreTrainedConfig,
     PreTrainedModel,
 )
 from transformers.core_model_loading import revert_weight_conversion
-from transformers.utils import logging
 
-from areal_x import model_dir
-from areal_x.errors import UserError
-from areal_x_torch.attention import ATTENTION, Segments, sdpa
-from areal_x_torch.experts import EXPERTS, Routing, is_experts, routed
-from areal_x_torch.images import SEEING, Seen, look
-from areal_x_torch.parts import Piece, local, own_part
-from areal_x_torch.stand_in import stand_in
+from areal_x_torch.attention import Segments
+from areal_x_torch.experts import Routing, routed
+from areal_x_torch.images import Seen, look
+from areal_x_torch.parts import Piece
 
 SCORE = "score.weight"  # what a sequence classifier has in place of a language model's head
 ADAPTER = ".lora_A.weight", ".lora_B.weight"  # how the names end of what stands beside a frozen model's own tensors
@@ -72,217 +58,6 @@ class Head(NamedTuple):
 
 def softcapped(logits: Tensor, softcap: float) -> Tensor:
     return softcap * torch.tanh(logits / softcap) if softcap else logits
-
-
-def load(directory: Path, device: torch.device, head: str) -> PreTrainedModel:
-    """The model of a directory in float32, without dropout, attending as `areal_x_torch.attention` does, on one device. Raises:
-    what `build` does."""
-    model = build(directory, head)
-    materialize(model, device)
-    fill(model, directory)
-    return model
-
-
-def load_frozen(directory: Path, device: torch.device, dtype: torch.dtype, head: str = "policy") -> PreTrainedModel:
-    """A model that is only looked at, as `freeze` leaves it."""
-    model = freeze(build(directory, head), dtype)
-    materialize(model, device)
-    fill(model, directory)
-    return model
-
-
-def build(directory: Path, head: str) -> PreTrainedModel:
-    """The model of a directory with its parameters on the meta device, and what no file holds, as a rotation's frequencies, on
-    the host: it may be changed and split before any of it takes memory. `materialize` and `fill` make it the model.
-
-    head: "policy" for a causal language model, else a sequence classifier with one label. Raises: UserError where the tensors
-    do not fit the config, or the model is one that this backend does not train.
-    """
-    model_dir.check_head(directory, head)
-    config = model_dir.read_config(directory)
-    kind, name, changes = AutoModelForCausalLM, "a causal language model", {}
-    if "vision_config" in config:
-        if config["model_type"] not in SEEING:
-            kinds = f"of models that see, the torch backend trains {' and '.join(SEEING)}"
-            raise UserError(f"{directory} is a {config['model_type']}; {kinds}: use one of these, or a model of text")
-        kind, name = AutoModelForImageTextToText if head == "policy" else scoring(directory), "a model that sees"
-    elif head != "policy":
-        kind, name, changes = AutoModelForSequenceClassification, "a sequence classifier", {"num_labels": 1}
-    promised = {tensor: _Promised(shape) for tensor, shape in model_dir.shapes(directory).items()}
-    with quiet():
-        try:
-            described = AutoConfig.from_pretrained(directory, local_files_only=True, **changes)
-            with torch.device("meta"):
-                architecture = kind if issubclass(kind, PreTrainedModel) else type(kind.from_config(described))
-            model, found = architecture.from_pretrained(
-                None,
-                config=described,
-                state_dict=promised,
-                dtype=torch.float32,
-                ignore_mismatched_sizes=True,  # they are listed below, by name
-                output_loading_info=True,
-            )
-        except (ValueError, KeyError, RuntimeError, OSError) as error:
-            reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-            raise UserError(f"transformers cannot load {directory} as {name}: {reason}") from error
-    missing, left_over = set(found["missing_keys"]), set(found["unexpected_keys"])
-    if head != "policy":  # of a language model
-        left_over = {name for name in left_over if not name.startswith("lm_head.")}
-    complaints = _complaints(missing - {SCORE}, left_over, [name for name, *_ in found["mismatched_keys"]])
-    if complaints:
-        raise UserError(f"the tensors of {directory} do not fit its config ({complaints})")
-    _tie_what_is_the_same(model, directory)
-    if SCORE in missing:
-        model.score.to("meta")
-    # transformers gives the padding token's embedding no gradient. Here padding never counts: it is a token like any other.
-    model.get_input_embeddings().padding_idx = None
-    refuse_unusual(model, directory)
-    return model
-
-
-def scoring(directory: Path) -> type[PreTrainedModel]:
-    """The class of a model that sees with a score in place of its head, which transformers has of models of text alone."""
-    config = AutoConfig.from_pretrained(directory, local_files_only=True)
-    writes: type[PreTrainedModel] = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING[type(config)]
-
-    class Scores(writes):  # type: ignore[misc, valid-type]
-        _tied_weights_keys = None
-
-        def __init__(self, config: PreTrainedConfig) -> None:
-            super().__init__(config)
-            del self.lm_head
-            self.score = nn.Linear(config.get_text_config().hidden_size, 1, bias=False)
-
-    # By both transformers knows under which names the files of a class hold its tensors.
-    Scores.__name__, Scores.__module__ = writes.__name__, writes.__module__
-    return Scores
-
-
-class _Promised:
-    """What transformers takes for a tensor that is still in its file: it gives one on the meta device, and nothing is read."""
-
-    def __init__(self, shape: tuple[int, ...]) -> None:
-        self.shape = shape
-
-    def __getitem__(self, _: Any) -> _Promised:
-        return self
-
-    def to(self, device: Any, dtype: torch.dtype) -> Tensor:
-        return torch.empty(self.shape, dtype=dtype, device="meta")
-
-
-def _tie_what_is_the_same(model: PreTrainedModel, directory: Path) -> None:
-    """Ties a head that the config says is the embedding where the directory has both and they are equal: transformers compares
-    them, but not on the meta device."""
-    for target, source in model.all_tied_weights_keys.items():
-        pair = {name: model.get_parameter(name) for name in (target, source)}
-        if pair[target] is not pair[source]:
-            both = model_dir.read_tensors(directory, as_saved(model, pair).keys())
-            if len({sha256(x.tobytes()).digest() for _, x in both}) == 1:
-                place, _, name = target.rpartition(".")
-                setattr(model.get_submodule(place), name, pair[source])
-
-
-def freeze(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
-    """For a model that is only looked at. What autocast would cast at each use, the weights of products, is of `dtype` for
-    good; so it says to the last bit what the same model says in training."""
-    model.requires_grad_(False)
-    kept = {id(model.get_input_embeddings().weight), *(id(p) for name, p in model.named_parameters() if name == SCORE)}
-    for layer in model.modules():
-        if isinstance(layer, torch.nn.Linear) or is_experts(layer):
-            for parameter in layer.parameters():
-                if id(parameter) not in kept:
-                    parameter.data = parameter.data.to(dtype)
-    return model
-
-
-def materialize(module: nn.Module, device: torch.device, parameters: torch.device | None = None) -> None:
-    """Puts what is on the meta device on this one, without values, and moves the rest there. What was tied stays tied.
-
-    parameters: where these lie, if not there too.
-    """
-
-    def put(x: Tensor) -> Tensor:
-        to = parameters if parameters is not None and isinstance(x, nn.Parameter) else device
-        return torch.empty_like(x, device=to) if x.is_meta else x.to(to)
-
-    swap = torch.__future__.get_swap_module_params_on_conversion()
-    torch.__future__.set_swap_module_params_on_conversion(True)  # else each place would get a parameter of its own
-    try:
-        module._apply(put)
-    finally:
-        torch.__future__.set_swap_module_params_on_conversion(swap)
-
-
-@torch.no_grad()
-def fill(model: PreTrainedModel, directory: Path) -> None:
-    """Reads the tensors of a directory, one at a time, into the model that `build` made of it; of one that lies on several
-    processes its own part. A score that the directory has not is 0."""
-    targets = named_tensors(model)
-    missing, into = {name for name in targets if not name.endswith(ADAPTER)}, _Into(targets)
-    for file_name, x in model_dir.read_tensors(directory):
-        name = file_name if file_name in targets else f"{model.base_model_prefix}.{file_name}"
-        if name in targets:  # else it is one that transformers leaves out, as `build` has found
-            into.put(name, x)
-            missing.discard(name)
-    if SCORE in missing:
-        model.score.weight.zero_()
-    complaints = _complaints(missing - {SCORE}, ())
-    if complaints:
-        raise UserError(f"{directory} has some tensors under other names ({complaints}): save it anew with save_pretrained")
-
-
-class _Into:
-    """Tensors that whole arrays are copied into, one at a time: of what lies on several processes its own part, and nothing of
-    the rest is cast or copied; of one whose pieces come one by one, once all are there."""
-
-    def __init__(self, targets: Mapping[str, Tensor | Piece]) -> None:
-        self._targets = targets
-        self._left = Counter(id(x.of) for x in targets.values() if isinstance(x, Piece))
-        self._joined: dict[int, Tensor] = {}
-
-    def put(self, name: str, x: np.ndarray) -> None:
-        target, whole = self._targets[name], from_numpy(x)
-        if isinstance(target, Piece):
-            of = id(target.of)
-            target.view(self._joined.setdefault(of, torch.empty(target.of.shape, dtype=target.of.dtype))).copy_(whole)
-            self._left[of] -= 1
-            if self._left[of]:
-                return
-            target, whole = target.of, self._joined.pop(of)
-        local(target).copy_(own_part(whole, target))
-
-
-def refuse_unusual(model: PreTrainedModel, directory: Path) -> None:
-    """Raises UserError for what the trainer and the sampler would compute wrongly, as a stand-in for it shows on the CPU."""
-    kind = f"{directory} is a {type(model).__name__}"
-    if not model._supports_attention_backend:
-        raise UserError(f"{kind}, whose attention transformers does not let others replace: use a Qwen, Llama or Mistral model")
-    model.set_attn_implementation({"text_config": ATTENTION} if sees(model) else ATTENTION)
-    if any(is_experts(module) for module in model.modules()):
-        model.set_experts_implementation(EXPERTS)
-    model = stand_in(model)
-    held = {x.untyped_storage().data_ptr() for x in model.state_dict().values()}
-    if any(x.untyped_storage().data_ptr() not in held for x in named_tensors(model).values()):
-        raise UserError(f"{kind}, whose files hold other tensors than parts of the model's: use a Qwen, Llama or Mistral model")
-    # The second of two sequences in a row must be what it is alone. A classifier's logits are those of the last token that is
-    # not padding: of one token in any case.
-    first, second = torch.arange(1, 4), torch.arange(1 if is_classifier(model) else 4)
-    tokens, positions = torch.cat([first, second]), torch.cat([first - 1, second])
-    segments = Segments.of((len(first), len(second)), sdpa, tokens.device)
-    with torch.inference_mode():
-        try:
-            hidden = hidden_states(model, Row(tokens, positions, segments))[len(first) :]
-            alone = hidden_states(model, Row(second, second, Segments.of((len(second),), sdpa, tokens.device)))
-        except NotImplementedError as error:
-            raise UserError(f"{kind}, which the torch backend does not train: {error}") from error
-        if not torch.allclose(hidden, alone, rtol=1e-3, atol=1e-3):
-            raise UserError(f"{kind}, whose layers mix the sequences of a packed row: use a model that attends in all layers")
-        if sees(model) and is_classifier(model):  # `scoring` says what is behind the last states
-            return
-        ours = head(model).logits(hidden)
-        if not torch.allclose(model(second[None], use_cache=False).logits.reshape(ours.shape), ours, rtol=1e-3, atol=1e-3):
-            raise UserError(f"{kind}, which scales its logits after the head: use a model with a linear head, capped or not")
 
 
 def hidden_states(model: PreTrainedModel, row: Row) -> Float[Tensor, "tokens features"]:
@@ -377,45 +152,3 @@ def from_numpy(x: np.ndarray) -> Tensor:
     if x.dtype.name == "bfloat16":
         return torch.from_numpy(x.view(np.int16)).view(torch.bfloat16)
     return torch.from_numpy(x)
-
-
-@torch.no_grad()
-def copy_in(targets: Mapping[str, Tensor | Piece], tensors: Iterable[tuple[str, np.ndarray]], source: str) -> None:
-    """Copies arrays into the tensors of their names, one at a time. Raises: UserError listing what is missing, left over or of
-    another shape."""
-    missing, left_over = set(targets), []
-    into = _Into(targets)
-    for name, x in tensors:
-        if name not in targets:
-            left_over.append(name)
-        elif x.shape != targets[name].shape:
-            raise UserError(f"{source}: {name} has shape {x.shape}, the model wants {tuple(targets[name].shape)}")
-        else:
-            into.put(name, x)
-            missing.discard(name)
-    complaints = _complaints(missing, left_over)
-    if complaints:
-        raise UserError(f"the tensors of {source} do not fit the model ({complaints})")
-
-
-@contextmanager
-def quiet() -> Iterator[None]:
-    """Without the progress bars and reports that transformers prints while it loads."""
-    verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
-    logging.set_verbosity(logging.CRITICAL)
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        logging.set_verbosity(verbosity)
-        if bars:
-            logging.enable_progress_bar()
-
-
-def _complaints(missing: Iterable[str], left_over: Iterable[str], misshapen: Iterable[str] = ()) -> str:
-    kinds = {"missing": missing, "left over": left_over, "of another shape": misshapen}
-    return "; ".join(f"{kind}: {_listed(sorted(names))}" for kind, names in kinds.items() if names)
-
-
-def _listed(names: Sequence[str], most: int = 5) -> str:
-    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")

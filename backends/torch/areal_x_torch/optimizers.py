@@ -25,7 +25,7 @@ from torch.optim.adamw import adamw
 
 from areal_x import model_dir
 from areal_x.trainer import OptimizerConfig
-from areal_x_torch import model
+from areal_x_torch import loading, model
 from areal_x_torch.parts import Piece, gathered_each, mesh_of
 
 # Muon's, of its reference and of torch.optim.Muon: the quintic's coefficients, its steps, the least norm, the momentum.
@@ -224,7 +224,7 @@ def restore(
     if config.name == "adamw":
         each = {which: as_saved(_of_each(optimizer, named, which)) for which in MOMENT_NAMES}
         own = {f"{which}.{name}": x for which, of_tensors in each.items() for name, x in of_tensors.items()}
-    model.copy_in(own, model_dir.read_moments(directory), str(directory / model_dir.MOMENTS))
+    loading.copy_in(own, model_dir.read_moments(directory), str(directory / model_dir.MOMENTS))
     optimizer.set_steps(int(described["version"]))
 
 

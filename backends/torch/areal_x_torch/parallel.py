@@ -36,8 +36,9 @@ from areal_x.trainer import MeshConfig
 from areal_x_torch.blocks import blocks_of
 from areal_x_torch.context import check_context
 from areal_x_torch.experts import is_experts
+from areal_x_torch.loading import materialize
 from areal_x_torch.lora import Adapted
-from areal_x_torch.model import Head, head_layer, is_classifier, materialize, softcap_of
+from areal_x_torch.model import Head, head_layer, is_classifier, softcap_of
 from areal_x_torch.parts import local, split
 from areal_x_torch.processes import join_alone
 

@@ -25,7 +25,7 @@ from areal_x.errors import ConfigError, UserError
 from areal_x.rollout.lanes import Lanes
 from areal_x.trainer import Loss, TrainerConfig, is_largest, recorded_experts
 from areal_x.types import IMAGES, Batch, Policy
-from areal_x_torch import attention, blocks, context, experts, head, lora, model, optimizers, sharded
+from areal_x_torch import attention, blocks, context, experts, head, loading, lora, model, optimizers, sharded
 from areal_x_torch.attention import Segments
 from areal_x_torch.device import compute_dtype, find_device, memory_of
 from areal_x_torch.images import check_images, seen_of
@@ -63,9 +63,9 @@ class Trainer:
         self.context = None if config.mesh.context == 1 or self.mesh is None else self.mesh["context"].get_group()
         self.attend = context.exchanging(attention.choose(config.model.attention, self.device, self.dtype), self.context)
         self.teacher = self._load_teacher(Path(config.teacher)) if config.teacher is not None else None
-        self.model = model.build(self.directory, config.head)
+        self.model = loading.build(self.directory, config.head)
         if config.frozen or config.lora.rank:
-            model.freeze(self.model, self.dtype)
+            loading.freeze(self.model, self.dtype)
         if self.teacher is not None and model.sees(self.teacher) != model.sees(self.model):
             raise ConfigError("train.teacher", config.teacher, "a model that sees where the student does, and else one of text")
         if config.lora.rank:
@@ -73,7 +73,7 @@ class Trainer:
         self.routers = experts.hook_routers(self.model, config, self.directory)
         blocks.prepare(self.model, config, self.dtype, memory_of(self.device))
         self.whole = spread(self.model, self.mesh, self.dtype, self.device, offload=self.offload)
-        model.fill(self.model, self.directory)
+        loading.fill(self.model, self.directory)
         self.summed = parts_to_sum(self.model, self.mesh)
         self.trained = lora.trained(self.model, config.lora)
         if not config.frozen:
@@ -176,7 +176,7 @@ class Trainer:
             raise UserError(f"{self.directory} sees, and the torch sampler draws from models of text: use vLLM servers")
         # Who has a part of the model alone, or one whose blocks are compiled, samples with a whole one beside it.
         own = self.mesh is None and not self.config.compile
-        of = self.model if own else model.load_frozen(self.directory, self.device, self.dtype)
+        of = self.model if own else loading.frozen(self.directory, self.device, self.dtype)
         self._beside = Sampler(of, slots, context, self.dtype)
         return self._beside
 
@@ -219,9 +219,9 @@ class Trainer:
         adapter_files.check_saved(directory, self.config.lora, self.directory)
         optimizers.restore(directory, self.config.optimizer, self.optimizer, self.trained, self._as_saved)
         if self.config.lora.rank:
-            model.copy_in(self.trained, adapter_files.read(directory), str(directory))
+            loading.copy_in(self.trained, adapter_files.read(directory), str(directory))
         else:
-            model.copy_in(model.named_tensors(self.model), model_dir.read_tensors(directory), str(directory))
+            loading.copy_in(model.named_tensors(self.model), model_dir.read_tensors(directory), str(directory))
         self.version = int(model_dir.read_state(directory)["version"])
 
     def _as_saved(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor | Piece]:
@@ -242,10 +242,10 @@ class Trainer:
     def _load_teacher(self, directory: Path) -> PreTrainedModel:
         model_dir.check_vocabulary("train.teacher", directory, self.directory)
         check_model(directory, self.config.mesh, None, learns=False)
-        teacher = model.freeze(model.build(directory, "policy"), self.dtype)
+        teacher = loading.freeze(loading.build(directory, "policy"), self.dtype)
         blocks.prepare(teacher, self.config, self.dtype, None)
         spread(teacher, self.mesh, self.dtype, self.device, ends=False)  # the student's pass reads its head
-        model.fill(teacher, directory)
+        loading.fill(teacher, directory)
         return teacher
 
     def _leave_cores(self) -> None:
