@@ -8,25 +8,22 @@ killed the file holds all of it up to some moment. `flush` waits for it: a check
 
 from __future__ import annotations
 
-import json
-import math
 import sqlite3
 import threading
-import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import dataclass, field, fields
-from itertools import groupby, islice
+from dataclasses import dataclass, field
+from itertools import groupby
 from operator import itemgetter
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, Protocol
 
 import gin
-import numpy as np
 
 from areal_x.errors import UserError, at_least
-from areal_x.types import Episode, Failed, Group, Images, Outcome, Scored, Task, TimedOut, Trajectory
+from areal_x.rollout.group_bytes import decode, encode
+from areal_x.types import Episode, Group, Task
 
 FILE = "journal.sqlite"
 ADMITTED, FINISHED, GIVEN_BACK = "admitted", "finished", "given back"
@@ -40,11 +37,7 @@ CREATE INDEX IF NOT EXISTS consumed_ticket ON consumed (ticket);
 ADMIT = "INSERT OR REPLACE INTO groups VALUES (?, ?, ?, ?, ?, NULL)"
 END = "UPDATE groups SET status = ?, content = ? WHERE ticket = ?"
 CONSUME = "INSERT OR REPLACE INTO consumed VALUES (?, ?, ?)"
-OUTCOMES: dict[str, type[Outcome]] = {"scored": Scored, "failed": Failed, "timed_out": TimedOut}
-ARRAYS = ("tokens", "mask", "logprobs", "versions", "token_rewards", "experts")  # of a trajectory
 TaskAt = Callable[[int], Task]  # the task of a position of the stream
-RUN = 16  # bytes that a run takes, about
-SIZE = 4  # bytes of the number that says how long the description before the arrays is
 
 
 @gin.configurable("journal")
@@ -286,114 +279,6 @@ class Journal:
         self._writing.close()
 
 
-# ---- groups as bytes: a description in JSON, compressed, then the arrays one after the other
-#
-# Of tokens and log-probabilities a general compressor leaves hardly less than their bytes that are not 0, and takes most of a
-# core for it. So masks and versions are written as runs, other whole numbers in as few bytes as they need, the rest as it is.
-
-
-def encode(group: Group) -> bytes:
-    """Everything of a group but its task, ticket and version, which have columns of their own."""
-    trajectories = [trajectory for episode in group.episodes for trajectory in episode.trajectories]
-    parts: list[bytes] = []
-
-    def put(x: np.ndarray) -> list[Any]:
-        how, content = written(x)
-        parts.append(content)
-        return [len(content), *how]
-
-    def joined(name: str) -> list[Any]:
-        """Which trajectories have it, and it of all of them, one after the other."""
-        arrays = [getattr(t, name) for t in trajectories]
-        there = [x for x in arrays if x is not None]
-        return [[x is not None for x in arrays], put(np.concatenate(there)) if there else None]
-
-    def seen(t: Trajectory) -> dict[str, Any] | None:
-        return None if t.images is None else {f.name: put(getattr(t.images, f.name)) for f in fields(Images)}
-
-    names = {kind: name for name, kind in OUTCOMES.items()}
-
-    def ended(outcome: Outcome) -> list[Any]:
-        return [names[type(outcome)], {f.name: getattr(outcome, f.name) for f in fields(outcome)}]
-
-    head = {
-        "episodes": [[ended(e.outcome), len(e.trajectories)] for e in group.episodes],
-        "trajectories": [[len(t), t.reward, t.finish_reason, seen(t)] for t in trajectories],
-        "arrays": {name: joined(name) for name in ARRAYS},
-        "greedy_reward": group.greedy_reward,
-    }
-    described = zlib.compress(json.dumps(head, default=_number).encode(), 1)
-    return b"".join([len(described).to_bytes(SIZE, "little"), described, *parts])
-
-
-def decode(content: bytes, task: Task, ticket: int, admitted_version: int) -> Group:
-    """What `encode` was given."""
-    at = SIZE + int.from_bytes(content[:SIZE], "little")
-    head = json.loads(zlib.decompress(content[SIZE:at]))
-    lengths = [length for length, *_ in head["trajectories"]]
-
-    def get(described: list[Any]) -> Any:
-        nonlocal at
-        size, *how = described
-        x = read_back(how, content[at : at + size])
-        at += size
-        return x
-
-    def split(has: list[bool], described: list[Any] | None) -> list[Any]:
-        if described is None:
-            return [None] * len(has)
-        ends = np.cumsum([length for length, there in zip(lengths, has, strict=True) if there])
-        each = iter(np.split(get(described), ends[:-1]))
-        return [next(each) if there else None for there in has]
-
-    images = [None if x is None else Images(**{name: get(y) for name, y in x.items()}) for *_, x in head["trajectories"]]
-    arrays = {name: split(*head["arrays"][name]) for name in ARRAYS}
-    trajectories = iter(
-        [
-            Trajectory(**{name: arrays[name][i] for name in ARRAYS}, reward=reward, finish_reason=reason, images=images[i])
-            for i, (_, reward, reason, _) in enumerate(head["trajectories"])
-        ]
-    )
-    episodes = tuple(
-        Episode(OUTCOMES[kind](**said), tuple(islice(trajectories, count))) for (kind, said), count in head["episodes"]
-    )
-    return Group(task, ticket, admitted_version, episodes, head["greedy_reward"])
-
-
-def written(x: np.ndarray) -> tuple[list[Any], bytes]:
-    """How an array is written, for `read_back`, and its bytes."""
-    dtype, shape = x.dtype.newbyteorder("<").str, list(x.shape)
-    if x.size and x.dtype.kind in "bi":
-        flat = x.reshape(-1).view(np.uint8) if x.dtype.kind == "b" else x.reshape(-1)
-        ends = np.flatnonzero(flat[1:] != flat[:-1])
-        if len(ends) * RUN <= flat.size:
-            return [dtype, shape, "runs", [*(ends + 1).tolist(), len(flat)], flat[[*ends, -1]].tolist()], b""
-        low = flat.min()
-        if (bits := (int(flat.max()) - int(low)).bit_length()) <= 24 and x.itemsize * 8 > bits:
-            above = flat.astype("<u4") - low.astype("<u4")
-            parts = [above.astype("<u2"), above >> 16] if bits > 16 else [above]
-            parts[-1] = parts[-1].astype("<u2" if 8 < bits <= 16 else "<u1")
-            return [dtype, shape, "above", int(low), [part.dtype.str for part in parts]], b"".join(x.tobytes() for x in parts)
-    return [dtype, shape, "plain"], x.astype(dtype).tobytes()
-
-
-def read_back(how: Sequence[Any], content: bytes) -> np.ndarray:
-    """The array that was written so."""
-    dtype, shape, form, *rest = how
-    size, at = math.prod(shape), 0
-    if form == "plain":
-        return np.frombuffer(content, dtype).reshape(shape)
-    if form == "runs":
-        ends, values = rest
-        return np.repeat(np.asarray(values, dtype), np.diff(ends, prepend=0)).reshape(shape)
-    low, parts = rest
-    x = np.full(size, low, "<i8")
-    for place, part in enumerate(parts):
-        x += np.frombuffer(content, part, size, at).astype("<i8") << 16 * place
-        at += size * np.dtype(part).itemsize
-    return x.astype(dtype).reshape(shape)
-
-
 def table_rows(
     step: int | None, ticket: int, position: int, task: str, version: int, status: str, content: bytes
 ) -> Iterator[dict[str, Any]]:
@@ -407,8 +292,3 @@ def table_rows(
         for t in episode.trajectories or (None,):
             arrays = {} if t is None else {name: getattr(t, name) for name in ("tokens", "mask", "logprobs", "versions")}
             yield row | ({} if t is None else {"length": len(t), "finish_reason": t.finish_reason, **arrays})
-
-
-def _number(x: Any) -> Any:
-    """A verifier's numbers may be numpy's."""
-    return x.item()

@@ -12,7 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from areal_x.errors import UserError
-from areal_x.rollout.journal import Journal, decode, encode, read_back, written
+from areal_x.rollout.group_bytes import decode, encode, read_back, written
+from areal_x.rollout.journal import Journal
 from areal_x.types import Episode, Failed, Group, Images, Scored, Task, TimedOut, Trajectory
 
 TASKS = [Task(f"task {i}", f"{i}") for i in range(100)]

@@ -179,10 +179,13 @@ def test_parts_of_another_model_or_none_are_refused(of_two: Path, tmp_path: Path
     of_another = trainer_of(str(of_two / "qwen2"), {})
     with pytest.raises(UserError, match=r"another model or optimizer: its exp_avg\.lm_head\.weight has the shape"):
         of_another.restore(of_two / "sharded-fsdp")
-    copied = shutil.copytree(of_two / "sharded-fsdp", tmp_path / "copied")
-    next((copied / "shards").glob("__1_*")).unlink()
-    with pytest.raises(UserError, match="copy the checkpoint again"):
-        trainer_of(str(of_two / "qwen3"), {}).restore(copied)
+    files = sorted(path.name for path in (of_two / "sharded-fsdp" / "shards").iterdir())
+    assert len(files) == 3  # of two processes, and the shapes
+    for name in files:
+        copied = shutil.copytree(of_two / "sharded-fsdp", tmp_path / f"without {name}")
+        (copied / "shards" / name).unlink()
+        with pytest.raises(UserError, match=r"is not whole.*: copy the checkpoint again"):
+            trainer_of(str(of_two / "qwen3"), {}).restore(copied)
 
 
 def test_a_process_that_is_told_half_of_who_it_is_says_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:

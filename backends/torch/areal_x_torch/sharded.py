@@ -2,15 +2,18 @@
 reads them.
 
 shards/ holds tensors under the names of transformers' model, in which a mixture's experts are joined, and an optimizer's under
-its own. What no process holds whole is never gathered; the price is that only this backend reads it. `Trainer.save` makes of it
-what every backend reads.
+its own, each process's in a safetensors file that says where they lie: torch's own form has a pickle, which can run any code.
+What no process holds whole is never gathered; the price is that only this backend reads it. `Trainer.save` makes of it what
+every backend reads.
 """
 
 from __future__ import annotations
 
+import json
 import warnings
 from collections.abc import Mapping
 from functools import cache
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +25,8 @@ from torch.distributed.checkpoint.api import CheckpointException
 from areal_x.checkpoint import Wait
 from areal_x.errors import UserError
 from areal_x.model_dir import SHARDS
+
+INDEX = "shapes.json"  # of the whole tensors
 
 warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or uninitialized")  # as one process says here
 
@@ -36,7 +41,7 @@ def save(directory: Path, tensors: Mapping[str, Tensor], together: bool) -> Wait
     together: whether all processes call both, with parts of the same tensors and a directory that all of them see.
     """
     place = directory / SHARDS["torch"]
-    writer = dcp.FileSystemWriter(place)
+    writer = _Writer(str(place), save_distributed=True)
     saving: Any = dcp.async_save(dict(tensors), storage_writer=writer, **_who(together))
 
     def wait() -> None:
@@ -54,19 +59,30 @@ def restore(directory: Path, tensors: Mapping[str, Tensor], together: bool) -> N
     Raises: UserError for those of another model or optimizer, or where a part is missing.
     """
     place = directory / SHARDS["torch"]
+    reader = dcp.HuggingFaceStorageReader(str(place))
     try:
-        found: Any = dcp.FileSystemReader(place).read_metadata().state_dict_metadata
+        shapes = {name: tuple(shape) for name, shape in json.loads((place / INDEX).read_text()).items()}
+        parts: Any = reader.read_metadata().state_dict_metadata
     except Exception as error:
         raise UserError(f"{place} is not whole ({_last_line(error)}): copy the checkpoint again") from error
-    for name in sorted({*tensors, *found}):
-        there, here = (tuple(x[name].size if x is found else x[name].shape) if name in x else None for x in (found, tensors))
-        if there != here:
-            told = f"its {name} has the shape {there}" if there is not None else f"it has no {name}"
+    for name in sorted({*tensors, *shapes}):
+        here = tuple(tensors[name].shape) if name in tensors else None
+        if shapes.get(name) != here:
+            told = f"its {name} has the shape {shapes[name]}" if name in shapes else f"it has no {name}"
             raise UserError(f"{directory} holds another model or optimizer: {told} where {here or 'none'} is needed")
+        if name not in parts or sum(chunk.sizes.numel() for chunk in parts[name].chunks) != prod(shapes[name]):
+            raise UserError(f"{place} is not whole (a part of {name} is missing): copy the checkpoint again")
     try:
-        dcp.load(dict(tensors), storage_reader=dcp.FileSystemReader(place), **_who(together))
+        dcp.load(dict(tensors), storage_reader=reader, **_who(together))
     except (Exception, CheckpointException) as error:
         raise UserError(f"{place} cannot be read ({_last_line(error)}): copy the checkpoint again") from error
+
+
+class _Writer(dcp.HuggingFaceStorageWriter):
+    def finish(self, metadata: dcp.Metadata, results: Any) -> None:
+        """The last of all that is written: what the parts make up."""
+        shapes = {name: list(x.size) for name, x in metadata.state_dict_metadata.items()}
+        (Path(self.path) / INDEX).write_text(json.dumps(shapes))
 
 
 def _who(together: bool) -> dict[str, Any]:
