@@ -51,7 +51,7 @@ def reward_works(workflow: Any, task: Task) -> str:
     Raises: UserError where that raises, takes too long or gives no number.
     """
     text = task.answer if isinstance(task.answer, str) else ""
-    pool = RewardPool(workflow.reward, 1, workflow.reward_timeout_seconds)
+    pool = RewardPool(workflow.reward, 1, workflow.reward_timeout_seconds, workflow.reward_limits)
 
     async def judge() -> Any:
         try:

@@ -1,8 +1,8 @@
 """Rewards in processes of their own, so that one which hangs, crashes or forks costs one episode and nothing else.
 
 A reward is a plain function `reward(task, text) -> float`, or `-> (float, {name: float})` with the verifier's own numbers. It
-may do what it likes for `timeout_seconds`; then its process and all that this process started are killed. What runs on the
-other side is areal_x.rewards.worker.
+may do what it likes for `timeout_seconds` within its `Limits`; then its process and all that this process started are killed.
+What runs on the other side is areal_x.rewards.worker.
 """
 
 from __future__ import annotations
@@ -10,13 +10,14 @@ from __future__ import annotations
 import asyncio
 import inspect
 import json
+import logging
 import os
 import signal
 import socket
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import reduce
 from pathlib import Path
 from typing import Any
@@ -31,8 +32,32 @@ from areal_x.types import Failed, Outcome, Scored, Task, TimedOut
 
 Reward = Callable[[Task, str], float | tuple[float, Mapping[str, float]]]
 
+LOG = logging.getLogger(__name__)
 START_SECONDS = 120.0  # for the imports of the reward's module, on a machine that is busy
 ANSWER_BYTES = 1 << 20
+
+
+@gin.configurable("reward_limits")
+@dataclass(frozen=True)
+class Limits:
+    """What the process of a reward may use beside time; what goes beyond fails its episode.
+
+    memory_gb: of its own, in each process (10^9 bytes). processes: at once, itself and all that it started. files: open at once
+    in each process. file_gb: of one file that it writes. network: whether it may reach one, as a judge behind an API must; to
+    keep it from there, and to find each process that it started, needs Linux (a run says where it is not allowed).
+    """
+
+    memory_gb: float = 8.0
+    processes: int = 32
+    files: int = 1024
+    file_gb: float = 1.0
+    network: bool = False
+
+    def __post_init__(self) -> None:
+        positive("reward_limits.memory_gb", self.memory_gb)
+        at_least("reward_limits.processes", self.processes, 1)
+        at_least("reward_limits.files", self.files, 16)
+        positive("reward_limits.file_gb", self.file_gb)
 
 
 @dataclass(frozen=True, eq=False)
@@ -56,10 +81,12 @@ class RewardPool:
     Raises UserError for a function that cannot be sent to another process, ConfigError for numbers that cannot work.
     """
 
-    def __init__(self, function: Reward, workers: int = 4, timeout_seconds: float = 10.0) -> None:
+    def __init__(self, function: Reward, workers: int = 4, timeout_seconds: float = 10.0, limits: Limits | None = None) -> None:
         at_least("reward_workers", workers, 1)
         positive("reward_timeout_seconds", timeout_seconds)
         self.timeout_seconds = timeout_seconds
+        self.limits = limits or Limits()
+        self.offline = True
         self._name = getattr(function, "__qualname__", repr(function))
         self._reward = _packed(function, self._name)
         self._turn = asyncio.Semaphore(workers)
@@ -109,10 +136,10 @@ class RewardPool:
         with there:
             reader, writer = await asyncio.open_connection(sock=here, limit=ANSWER_BYTES)
             lifeline_end, lifeline = os.pipe()
-            command = [sys.executable, "-P", worker_side.__file__, str(there.fileno()), str(lifeline_end)]
+            numbers = (str(there.fileno()), str(lifeline_end), json.dumps(asdict(self.limits)))
             try:
                 guard = subprocess.Popen(
-                    command,
+                    [sys.executable, "-P", worker_side.__file__, *numbers],
                     stdin=subprocess.DEVNULL,
                     stdout=2,  # what a reward prints joins the ring's standard error
                     pass_fds=(there.fileno(), lifeline_end),
@@ -140,6 +167,11 @@ class RewardPool:
             raise UserError(f"the process of the reward {self._name} ended at its start: {await self._last_word(worker)}")
         if "error" in answer:
             raise UserError(f"the reward {self._name} cannot be imported in a process of its own: {answer['error']}")
+        if self.offline and not answer["offline"]:
+            self.offline = False
+            LOG.warning(
+                "rewards can reach the network: this machine allows no network namespace (reward_limits.network = True)"
+            )
         return worker
 
     def _end(self, worker: _Worker) -> None:
@@ -151,6 +183,8 @@ class RewardPool:
 
     async def _last_word(self, worker: _Worker) -> str:
         code = await asyncio.to_thread(worker.guard.wait)
+        if code == -worker_side.TOO_MANY:
+            return f"it had more than {self.limits.processes} processes (reward_limits.processes)"
         return signal.Signals(code - 128).name if code - 128 in signal.valid_signals() else f"exit status {code}"
 
 

@@ -5,52 +5,137 @@
 
 The process that the pool starts is the guard. It forks the worker into a process group of its own and waits for the end of the
 lifeline, which comes when the pool lets go of it or when the ring is gone, however it died. Then it kills the group, whatever
-the reward has started in it, and ends. Started as a file, so until the ring has sent its sys.path only the standard library is
-imported; after that, what the reward's own module imports.
+the reward has started, in that group or out of it, and ends. Started as a file, so until the ring has sent its sys.path only
+the standard library is imported; after that, what the reward's own module imports.
+
+What keeps a reward within its limits is the kernel (memory, files, network) or the guard (processes, at every LOOK). All but
+the process group and the kernel's limits needs Linux; elsewhere a process that leaves the group outlives the reward.
 """
 
 from __future__ import annotations
 
+import ctypes
 import json
 import math
 import os
+import resource
 import signal
 import socket
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import partial, reduce
 from importlib import import_module
+from itertools import islice
+from pathlib import Path
+from select import select
 from typing import Any, BinaryIO
 
 FRAME_BYTES = 8  # of the length before each message to the worker
+LOOK = 0.1  # seconds between two counts of processes
+TOO_MANY = signal.SIGUSR1  # how the guard ends where the reward had more processes than it may; else it ends by itself
+PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
+CLONE_NEWUSER, CLONE_NEWNET = 0x10000000, 0x40000000  # linux/sched.h
+LIBC = ctypes.CDLL(None)
 
 
-def main(socket_fd: int, lifeline_fd: int) -> None:
+def main(socket_fd: int, lifeline_fd: int, limits: dict[str, Any]) -> None:
+    if sys.platform == "linux":
+        LIBC.prctl(PR_SET_CHILD_SUBREAPER, 1)  # what is left without a parent below becomes the guard's child
+    guarding = os.getpid()
     worker = os.fork()
     if worker:
         os.close(socket_fd)
-        guard(lifeline_fd, worker)
+        guard(lifeline_fd, worker, limits["processes"])
     else:
         os.setpgid(0, 0)
         os.close(lifeline_fd)
+        if sys.platform == "linux":
+            LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+            if os.getppid() != guarding:
+                os._exit(1)
+        limit(limits)
+        offline = limits["network"] or leave_network()
         with socket.socket(fileno=socket_fd) as ring:
-            serve(ring)
+            serve(ring, offline)
 
 
-def guard(lifeline_fd: int, worker: int) -> None:
-    """Waits for the end of the lifeline and then for the end of the worker's process group."""
+def guard(lifeline_fd: int, worker: int, processes: int) -> None:
+    """Waits for the end of the lifeline, or for too many processes, and then for the end of all of them."""
     with suppress(OSError):
         os.setpgid(worker, worker)  # in both processes, so that the group exists whoever comes first
-    os.read(lifeline_fd, 1)
-    os.killpg(worker, signal.SIGKILL)  # not reaped yet, so the number is still its own
-    _, status = os.waitpid(worker, 0)
-    code = os.waitstatus_to_exitcode(status)
+    too_many = False
+    while not too_many and not select([lifeline_fd], [], [], LOOK)[0]:
+        for child in children(os.getpid()):
+            if child != worker:  # not reaped yet, so that the number is still its own
+                os.waitpid(child, os.WNOHANG)
+        # No further than needed: of one that forks without end the guard would never have seen all.
+        too_many = len(list(islice(descendants(os.getpid()), processes + 1))) > processes
+    os.killpg(worker, signal.SIGKILL)
+    code = 0
+    with suppress(ChildProcessError):  # there is none left
+        while True:
+            for pid in list(descendants(os.getpid())):
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            pid, status = os.waitpid(-1, 0)
+            while pid:  # all that have ended, before the rest is looked at anew
+                code = os.waitstatus_to_exitcode(status) if pid == worker else code
+                pid, status = os.waitpid(-1, os.WNOHANG)
+    if too_many:
+        signal.signal(TOO_MANY, signal.SIG_DFL)
+        os.kill(os.getpid(), TOO_MANY)
     sys.exit(code if code >= 0 else 128 - code)  # as a shell says it
 
 
-def serve(ring: socket.socket) -> None:
-    """Answers until the ring hangs up: first to the reward itself, then to each task."""
+def children(pid: int) -> list[int]:
+    """Where there is no /proc, none."""
+    found: list[int] = []
+    for thread in Path(f"/proc/{pid}/task").glob("*/children"):
+        with suppress(OSError):  # it has ended
+            found += map(int, thread.read_text().split())
+    return found
+
+
+def descendants(pid: int) -> Iterator[int]:
+    """Near ones first."""
+    below = children(pid)
+    yield from below
+    for child in below:
+        yield from descendants(child)
+
+
+def limit(limits: dict[str, Any]) -> None:
+    """What each process may use, this one and those that it starts. A core of one that crashed is nobody's."""
+    kernels = {
+        resource.RLIMIT_DATA: int(limits["memory_gb"] * 1e9),
+        resource.RLIMIT_NOFILE: limits["files"],
+        resource.RLIMIT_FSIZE: int(limits["file_gb"] * 1e9),
+        resource.RLIMIT_CORE: 0,
+    }
+    for kind, most in kernels.items():
+        _, allowed = resource.getrlimit(kind)
+        most = most if allowed == resource.RLIM_INFINITY else min(most, allowed)
+        resource.setrlimit(kind, (most, most))
+
+
+def leave_network() -> bool:
+    """Moves to a network of its own, without any device that leads out; whether that was allowed. Unix sockets stay."""
+    if sys.platform != "linux":
+        return False
+    if LIBC.unshare(CLONE_NEWNET) == 0:  # root
+        return True
+    user, group = os.getuid(), os.getgid()
+    if LIBC.unshare(CLONE_NEWUSER | CLONE_NEWNET) != 0:
+        return False
+    # The same user within: files stay its own.
+    for name, content in {"setgroups": "deny", "uid_map": f"{user} {user} 1", "gid_map": f"{group} {group} 1"}.items():
+        Path(f"/proc/self/{name}").write_text(content)
+    return True
+
+
+def serve(ring: socket.socket, offline: bool) -> None:
+    """Answers until the ring hangs up: first to the reward itself, then to each task. offline: as it was asked to be."""
     messages = ring.makefile("rb")
 
     def answer(**content: Any) -> None:
@@ -63,7 +148,7 @@ def serve(ring: socket.socket) -> None:
         reward = resolve(*loads(receive(messages)))
     except BaseException as error:
         return answer(error=one_line(error))
-    answer(ready=True)
+    answer(ready=True, offline=offline)
     while message := receive(messages):
         try:
             task, text = loads(message)
@@ -116,4 +201,4 @@ def short(text: str, most: int = 300) -> str:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]))
+    main(int(sys.argv[1]), int(sys.argv[2]), json.loads(sys.argv[3]))

@@ -15,7 +15,7 @@ import numpy as np
 from jaxtyping import Int32
 
 from areal_x.errors import UserError, at_least, positive
-from areal_x.rewards.pool import Reward, RewardPool
+from areal_x.rewards.pool import Limits, Reward, RewardPool
 from areal_x.rollout.engine import Completion, Request, SamplingParams
 from areal_x.types import Episode, Failed, Message, Scored, Task, TimedOut, Trajectory
 
@@ -64,12 +64,14 @@ class SingleTurn(Workflow):
     reward: a function (task, text) -> number, or -> (number, {name: number}); text is the completion without special tokens.
     sampling: how completions are drawn; the tokenizer's end token is added to its stop tokens.
     reward_workers: most processes that judge at once. reward_timeout_seconds: after which a reward is ended with its process.
+    reward_limits: what that process may use beside time.
     """
 
     reward: Reward
     sampling: SamplingParams = field(default_factory=SamplingParams)
     reward_workers: int = 4
     reward_timeout_seconds: float = 10.0
+    reward_limits: Limits = field(default_factory=Limits)
     tokenizer: Any = None
     pool: RewardPool | None = None
 
@@ -84,7 +86,7 @@ class SingleTurn(Workflow):
     def setup(self, tokenizer: Any) -> SingleTurn:
         """Raises UserError for a tokenizer without an end token, or a reward that no other process could run."""
         stops = tuple(dict.fromkeys((*self.sampling.stop_token_ids, end_token(tokenizer))))
-        pool = RewardPool(self.reward, self.reward_workers, self.reward_timeout_seconds)
+        pool = RewardPool(self.reward, self.reward_workers, self.reward_timeout_seconds, self.reward_limits)
         return replace(self, sampling=replace(self.sampling, stop_token_ids=stops), tokenizer=tokenizer, pool=pool)
 
     def greedy(self) -> SingleTurn:

@@ -2,6 +2,7 @@
 
 import ctypes
 import os
+import socket
 import subprocess
 import sys
 import time
@@ -78,6 +79,52 @@ def forks(task, text):
         return 1.0
     while True:
         time.sleep(1000)
+
+
+def forks_and_leaves(task, text):
+    """A child of a child, in a session of its own, that outlives the score."""
+    if child := os.fork():
+        os.waitpid(child, 0)
+        return 1.0
+    os.setsid()
+    if left := os.fork():
+        Path(text).write_text(str(left))
+        os._exit(0)
+    while True:
+        time.sleep(1000)
+
+
+def forks_without_end(task, text):
+    """Until there are as many as the task says; each in a session of its own, with its number as a file's name."""
+    for _ in range(task.answer):
+        if os.fork() == 0:
+            os.setsid()
+            (Path(text) / str(os.getpid())).touch()
+            time.sleep(1000)
+    while True:
+        time.sleep(1000)
+
+
+def allocates(task, text):
+    """As many bytes as the task says."""
+    return float(len(bytearray(task.answer)) == task.answer)
+
+
+def opens_files(task, text):
+    return float(len([os.open(__file__, os.O_RDONLY) for _ in range(task.answer)]))
+
+
+def writes(task, text):
+    """A file of as many bytes as the task says, where the text says."""
+    with Path(text).open("wb") as file:
+        file.truncate(task.answer)
+    return 1.0
+
+
+def connects(task, text):
+    """To a port of this machine."""
+    with socket.create_connection(("127.0.0.1", task.answer)):
+        return 1.0
 
 
 def where(task, text):

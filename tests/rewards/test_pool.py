@@ -4,6 +4,7 @@ import asyncio
 import functools
 import importlib
 import os
+import socket
 import subprocess
 import sys
 import threading
@@ -15,7 +16,7 @@ import psutil
 import pytest
 
 from areal_x.errors import ConfigError, UserError
-from areal_x.rewards.pool import RewardPool
+from areal_x.rewards.pool import Limits, RewardPool
 from areal_x.types import Failed, Scored, Task, TimedOut
 from tests.rewards import reward_functions as rewards
 
@@ -152,6 +153,55 @@ def test_a_forked_child_ends_with_the_pool(tmp_path):
     asyncio.run(until(lambda: gone(child)))
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="needs Linux")
+def test_a_child_that_leaves_its_session_ends_with_the_pool(tmp_path):
+    assert score(rewards.forks_and_leaves, str(tmp_path / "pid")) == Scored(1.0)
+    child = int((tmp_path / "pid").read_text())
+    asyncio.run(until(lambda: gone(child)))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs Linux")
+def test_too_many_processes_are_a_failure_and_all_of_them_end(tmp_path):
+    outcome = score(rewards.forks_without_end, str(tmp_path), Task("t", "p", 40), limits=Limits(processes=8))
+    assert outcome == Failed("the reward's process ended: it had more than 8 processes (reward_limits.processes)")
+    started = [int(path.name) for path in tmp_path.iterdir()]
+    assert len(started) > 8
+    assert all(map(gone, started))
+
+
+@pytest.mark.parametrize(
+    ("reward", "asked", "limits", "words"),
+    [
+        (rewards.allocates, 400 << 20, Limits(memory_gb=0.3), "MemoryError"),
+        (rewards.opens_files, 40, Limits(files=32), "Too many open files"),
+        (rewards.writes, 3_000_000, Limits(file_gb=0.002), "File too large"),
+    ],
+)
+def test_what_a_reward_uses_beyond_its_limits_is_a_failure(reward, asked, limits, words, tmp_path):
+    task = Task("t", "p", asked)
+    outcome = score(reward, str(tmp_path / "file"), task, limits=limits)
+    assert isinstance(outcome, Failed)
+    assert words in outcome.error
+    assert isinstance(score(reward, str(tmp_path / "file"), task), Scored)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs Linux")
+def test_a_reward_reaches_the_network_only_when_it_may(caplog):
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        task = Task("t", "p", server.getsockname()[1])
+        assert score(rewards.connects, task=task, limits=Limits(network=True)) == Scored(1.0)
+        found = score(rewards.connects, task=task)
+    if "as this machine allows no namespace" not in caplog.text:
+        assert isinstance(found, Failed)
+        assert found.error.startswith("OSError: [Errno 101]") or "unreachable" in found.error
+
+
+@pytest.mark.parametrize(("name", "value"), [("memory_gb", 0), ("processes", 0), ("files", 3), ("file_gb", -1)])
+def test_limits_that_cannot_work_are_refused(name, value):
+    with pytest.raises(ConfigError, match=rf"reward_limits\.{name}"):
+        Limits(**{name: value})
+
+
 def test_a_new_worker_takes_the_place_of_an_ended_one():
     def sometimes(task, text):
         while text == "hang":
@@ -264,7 +314,7 @@ def test_settings_that_cannot_work_are_refused():
 def test_workers_and_their_children_end_when_the_ring_is_killed(tmp_path):
     script = (
         "import asyncio, sys\n"
-        "from areal_x.rewards.pool import RewardPool\n"
+        "from areal_x.rewards.pool import Limits, RewardPool\n"
         "from areal_x.types import Task\n"
         "from tests.rewards.reward_functions import hangs_with_a_grandchild\n"
         "asyncio.run(RewardPool(hangs_with_a_grandchild, timeout_seconds=1000).score(Task('t', 'p'), sys.argv[1]))\n"
@@ -281,7 +331,7 @@ def test_a_reward_of_the_script_itself_travels_with_its_gin_parameters(tmp_path)
     script = tmp_path / "script.py"
     script.write_text(
         "import asyncio, gin\n"
-        "from areal_x.rewards.pool import RewardPool\n"
+        "from areal_x.rewards.pool import Limits, RewardPool\n"
         "from areal_x.types import Task\n"
         "BONUS = 0.5\n"
         "@gin.configurable\n"
