@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,39 +24,36 @@ import numpy as np
 
 from areal_x import checkpoint
 from areal_x.algorithms import losses, mismatch
-from areal_x.algorithms.algorithm import Algorithm
-from areal_x.algorithms.recipes import grpo
 from areal_x.cluster import ranks
 from areal_x.cluster.links import Follower, Leader
 from areal_x.config import config_text
 from areal_x.data.batch import Models, make_batches, staleness
 from areal_x.data.stream import TaskStream
 from areal_x.data.tokenizer import load_tokenizer
-from areal_x.errors import ConfigError, UserError, at_least, one_of, positive, within
+from areal_x.errors import UserError
 from areal_x.model_dir import check_vocabulary, resolve
 from areal_x.monitor import timeline
 from areal_x.monitor.display import Display
 from areal_x.monitor.measures import Stopwatch, describe, explained, judge, rates, save_groups
-from areal_x.monitor.metrics import MetricsWriter, check_loggers, read
+from areal_x.monitor.metrics import MetricsWriter, read
 from areal_x.monitor.plot import plot
 from areal_x.monitor.timeline_plot import PICTURE, plot_timeline
-from areal_x.rollout.embedded import EmbeddedConfig, EmbeddedEngine
+from areal_x.rollout.embedded import EmbeddedEngine
 from areal_x.rollout.engine import Engine
-from areal_x.rollout.journal import Journal, JournalConfig, Resumed
+from areal_x.rollout.journal import Journal, Resumed
 from areal_x.rollout.offline import NoEngine
 from areal_x.rollout.queue import TrajectoryQueue
 from areal_x.rollout.rollout import Rollout
 from areal_x.rollout.runner import Runner
-from areal_x.rollout.vllm.config import VLLMConfig
-from areal_x.rollout.vllm.direct import check_machine, check_run
+from areal_x.rollout.vllm.direct import check_machine
 from areal_x.rollout.vllm.engine import VLLMEngine
 from areal_x.rollout.vllm.scorer import ServerScorer, server_urls
 from areal_x.rollout.workflows import Workflow
 from areal_x.run_dir import open_run
-from areal_x.trainer import CriticConfig, LoRAConfig, Loss, Scorer, Trainer, TrainerConfig, create_trainer, find_backend
-from areal_x.types import Batch, Group, Task
+from areal_x.settings import Settings
+from areal_x.trainer import LoRAConfig, Loss, Scorer, Trainer, create_trainer
+from areal_x.types import Batch, Group
 
-ENGINES = ("embedded", "vllm", "none")
 PATIENCE = 3  # steps in a row that may be skipped as their loss or gradient is not finite
 
 
@@ -87,92 +84,8 @@ class Result:
 
 @gin.configurable("train")
 @dataclass(kw_only=True)
-class Experiment:
-    """One run.
-
-    dataset: the tasks, in an order that `seed` shuffles anew each epoch. held_out: judged greedily, never trained on.
-    workflow: turns a task into scored trajectories. evaluation: how held-out tasks are judged, where the workflow cannot.
-    algorithm: a recipe (areal_x.algorithms.recipes). trainer, critic, embedded, vllm, journal: settings of the parts, each
-    configurable under its own name.
-    reference: the model that a KL penalty or DPO holds on to, by default the initial one. teacher: whom distillation learns
-    from. Both are a directory, a hub name, a function that makes one, or the address of a vLLM server that has the model (or a
-    list of several), as "http://127.0.0.1:8000"; its key is in the variable that vllm.key_variable names, and it scores what is
-    sampled at temperature 1 alone.
-    backend: "jax" or "torch". engine: "embedded" (the backend's sampler, in this process), "vllm" (servers) or "none" (for
-    workflows that learn from what is written).
-    steps: turns of the ring, after each of which the weights are published. groups_per_step: tasks in one. group_size: attempts
-    at each task. minibatches: optimizer steps that share them, each with a part of the groups.
-    max_staleness: how many versions old a group may be when it is trained on; 0 is synchronous, on-policy training.
-    window: how many groups ahead of the oldest a finished one may be consumed; 1 is strict order (see TrajectoryQueue).
-    row_length: tokens in a packed row, and the longest prompt and completion together.
-    episode_seconds: longest time an episode may take. evaluate_every, checkpoint_every: in steps; 0 is at the end only
-    (evaluation also at the start). keep_checkpoints: how many of the newest stay.
-    name: the directory below `runs`. loggers: "wandb" and "trackio", beside metrics.jsonl and TensorBoard (always written).
-    """
-
-    dataset: Sequence[Task]
-    workflow: Workflow
-    held_out: Sequence[Task] = ()
-    evaluation: Workflow | None = None
-    algorithm: Algorithm = field(default_factory=grpo)
-    trainer: TrainerConfig = field(default_factory=TrainerConfig)
-    critic: CriticConfig = field(default_factory=CriticConfig)
-    reference: str | Sequence[str] | Callable[[], str] | None = None
-    teacher: str | Sequence[str] | Callable[[], str] | None = None
-    embedded: EmbeddedConfig = field(default_factory=EmbeddedConfig)
-    vllm: VLLMConfig = field(default_factory=VLLMConfig)
-    journal: JournalConfig = field(default_factory=JournalConfig)
-    backend: str = "jax"
-    engine: str = "embedded"
-    steps: int = 100
-    groups_per_step: int = 16
-    group_size: int = 8
-    minibatches: int = 1
-    max_staleness: int = 2
-    window: int = 1
-    row_length: int = 1024
-    episode_seconds: float = 600.0
-    evaluate_every: int = 0
-    checkpoint_every: int = 0
-    keep_checkpoints: int = 2
-    seed: int = 0
-    name: str | None = None
-    runs: str = "runs"
-    loggers: tuple[str, ...] = ()
-
-    def __post_init__(self) -> None:
-        find_backend(self.backend)
-        one_of("train.engine", self.engine, ENGINES)
-        check_loggers(self.loggers)
-        sizes = ("steps", "groups_per_step", "group_size", "minibatches", "window", "row_length", "episode_seconds")
-        for name in (*sizes, "keep_checkpoints"):
-            positive(f"train.{name}", getattr(self, name))
-        for name in ("max_staleness", "evaluate_every", "checkpoint_every"):
-            at_least(f"train.{name}", getattr(self, name), 0)
-        within("train.minibatches", self.minibatches, 1, self.groups_per_step)
-        for name in ("reference", "teacher"):
-            server_urls(f"train.{name}", getattr(self, name))
-        if "teacher_logits" in self.algorithm.needs and server_urls("train.teacher", self.teacher):
-            wanted = (
-                f"a directory or a hub name: no server gives the whole distribution, from which {self.algorithm.name} learns"
-            )
-            raise ConfigError("train.teacher", self.teacher, wanted)
-        if self.algorithm.needs & {"teacher", "teacher_logits"} and self.teacher is None:
-            raise ConfigError("train.teacher", None, f"the model that {self.algorithm.name} learns from")
-        if self.algorithm.head != "policy" and self.engine != "none":
-            raise ConfigError("train.engine", self.engine, f"'none', as {self.algorithm.name} trains a model that says nothing")
-        if self.engine == "none" and self.held_out and self.algorithm.needs & {"entropy", "teacher_logits"}:
-            wanted = f"left out with the engine 'none', as only a step gives {self.algorithm.name} what its loss reads"
-            raise ConfigError("train.held_out", f"{len(self.held_out)} tasks", wanted)
-        if self.trainer.replay_experts and self.engine != "vllm":
-            wanted = f"False with the engine {self.engine!r}, which records no experts"
-            raise ConfigError("trainer.replay_experts", True, wanted)
-        if self.engine == "vllm":
-            check_run(self.vllm, self.backend, self.trainer.mesh.processes, self.trainer.lora.rank)
-        for binding, context in (("embedded.context", self.embedded.context), ("vllm.context", self.vllm.context)):
-            if context > self.row_length:
-                wanted = f"at most train.row_length = {self.row_length}, as a sequence is never cut to fit its row"
-                raise ConfigError(binding, context, wanted)
+class Experiment(Settings):
+    __doc__ = Settings.__doc__
 
     def run(self, resume: bool = False) -> Result:
         """Trains to the last step with a live display, and leaves a plot in the run's directory.
@@ -229,11 +142,12 @@ class Experiment:
             if models.critic is not None:
                 models.critic.restore(path / "critic")
             message(f"resumed from step {step}")
+        engine = self.create_engine(directory, trainer, workflow, run, message)
         step, skipped = trainer.version // self.minibatches, 0
 
         with (
             Journal(run, self.journal.keep_steps) as journal,
-            self.create_rollout(journal, workflow, evaluation, directory, trainer, run, message) as rollout,
+            self.create_rollout(engine, workflow, evaluation, journal) as rollout,
             MetricsWriter(run, self.loggers, resumed_at=step if resume else None) as metrics,
             checkpoint.Saver(run, self.keep_checkpoints, message) as saver,
             timeline.recording(run) as spans,
@@ -309,9 +223,8 @@ class Experiment:
 
     def lags(self) -> int:
         """How many ages, in versions, the metrics of the mismatch tell apart."""
-        oldest = (
-            (self.max_staleness + 1) * self.groups_per_step + self.window - 2
-        ) // self.groups_per_step  # the queue's bound
+        most = (self.max_staleness + 1) * self.groups_per_step + self.window - 2  # groups, the queue's bound
+        oldest = most // self.groups_per_step
         return min(oldest + 1, mismatch.MOST_LAGS)
 
     def learn(self, batches: Sequence[Batch], models: Models, loss: Loss) -> dict[str, float]:
@@ -359,8 +272,7 @@ class Experiment:
 
         The policy is the model at the temperature it is sampled at, so that both sides speak of one distribution.
         """
-        sampling = getattr(workflow, "sampling", None)
-        temperature = sampling.temperature if sampling is not None else self.trainer.temperature
+        temperature = self.temperature(workflow)
         config = replace(self.trainer, temperature=temperature)
         needs = self.algorithm.needs
 
@@ -392,19 +304,15 @@ class Experiment:
             asked |= {"teacher": str(self.find(teacher)), "divergence": self.algorithm.divergence}
         return Models(trainer(directory, **asked), reference, critic)
 
-    def create_rollout(
-        self,
-        journal: Journal,
-        workflow: Workflow,
-        evaluation: Workflow | None,
-        directory: Path,
-        trainer: Trainer,
-        run: Path,
-        message: Callable[[str], None],
-    ) -> Rollout:
-        """Both workflows are set up. journal: told of every group. directory: of the model."""
+    def temperature(self, workflow: Workflow) -> float:
+        """That the policy is sampled at."""
+        sampling = getattr(workflow, "sampling", None)
+        return sampling.temperature if sampling is not None else self.trainer.temperature
+
+    def create_rollout(self, engine: Engine, workflow: Workflow, evaluation: Workflow | None, journal: Journal) -> Rollout:
+        """Both workflows are set up. journal: told of every group."""
         runner = Runner(
-            self.create_engine(directory, trainer, run, message),
+            engine,
             workflow,
             self.stream(),
             TrajectoryQueue(self.groups_per_step, self.max_staleness, self.window),
@@ -426,13 +334,19 @@ class Experiment:
         recorded = journal.resumed(step, self.stream().task_at, self.groups_per_step)
         return recorded or Resumed(saved["position"], saved["next_ticket"], dict(saved["unfinished"]))
 
-    def create_engine(self, directory: Path, trainer: Trainer, run: Path, message: Callable[[str], None]) -> Engine:
+    def create_engine(
+        self, directory: Path, trainer: Trainer, workflow: Workflow, run: Path, message: Callable[[str], None]
+    ) -> Engine:
+        """directory: of the model."""
         if self.engine == "none":
             return NoEngine()
         if self.engine == "embedded":
             return EmbeddedEngine(trainer.sampler(self.embedded.slots, self.embedded.context or self.row_length))
         config = replace(self.vllm, context=self.vllm.context or self.row_length)
-        return VLLMEngine(config, directory, run / "logs", message, self.trainer.lora, self.trainer.replay_experts)
+        experts = self.trainer.replay_experts
+        # Servers score a prompt at temperature 1, and record experts only of what they sample.
+        says = None if experts or self.temperature(workflow) != 1 else trainer
+        return VLLMEngine(config, directory, run / "logs", message, self.trainer.lora, experts, says)
 
 
 def save(models: Models, directory: Path) -> checkpoint.Wait | None:

@@ -26,7 +26,9 @@ from areal_x.config import Config
 from areal_x.errors import UserError
 from areal_x.experiment import Experiment
 from areal_x.monitor.metrics import read
+from areal_x.rollout.engine import Engine
 from areal_x.rollout.journal import FILE, Journal
+from areal_x.rollout.offline import NoEngine
 from areal_x.rollout.replayed import Replayed
 from areal_x.train import fail, parser_of, with_config
 
@@ -36,6 +38,9 @@ class Replay(Experiment):
     """The experiment whose rollout is the journal of a run. recorded: the run's directory."""
 
     recorded: Path
+
+    def create_engine(self, *_: Any) -> Engine:
+        return NoEngine()
 
     def create_rollout(self, *_: Any) -> Any:
         return Replayed(Journal(self.recorded), self.recorded_steps(), self.stream().task_at)

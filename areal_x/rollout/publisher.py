@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import IO
 
 import numpy as np
+from jaxtyping import Float32
 
 from areal_x.errors import UserError
 from areal_x.model_dir import in_parts
@@ -31,11 +32,12 @@ Tensors = Iterable[tuple[str, np.ndarray]]
 @dataclass(frozen=True)
 class Staged:
     """A complete set of weights in a folder: *.safetensors under Hugging Face names, or an adapter in PEFT's form.
-    bytes: of all its files."""
+    bytes: of all its files. said: what the trainer says of a prompt under them, where somebody wants to compare."""
 
     folder: Path
     version: int
     bytes: int = 0
+    said: Float32[np.ndarray, " T"] | None = None
 
 
 def default_parent() -> Path:

@@ -17,6 +17,7 @@ from areal_x.rollout.vllm import engine, fleet
 from areal_x.rollout.vllm.client import ServerFailed, ServerLost
 from areal_x.rollout.vllm.config import VLLMConfig
 from areal_x.rollout.vllm.engine import VLLMEngine
+from areal_x.types import Batch
 from tests.rollout.conftest import Weights
 from tests.rollout.fakes import until
 
@@ -129,6 +130,15 @@ def trying(tiny_model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 async def publish(engine: VLLMEngine, model: Path, version: int) -> float:
     return await engine.swap(await asyncio.to_thread(engine.stage, Weights(model, version)))
+
+
+class Says:
+    """A trainer that says of every token what servers of version 0 do, less the version."""
+
+    version = 0
+
+    def logprobs(self, batch: Batch) -> np.ndarray:
+        return np.where(batch.segment_ids > 0, np.float32(-self.version), np.float32(0.0))
 
 
 def test_each_request_goes_to_the_server_with_the_fewest_in_flight(trying: Callable[..., list[str]]) -> None:
@@ -332,6 +342,43 @@ def test_of_three_servers_the_one_that_drifts_is_quarantined_after_a_swap(
         assert told[2].served == []
 
     assert "quarantined" in trying(attempt, servers=3)[-1]
+
+
+@pytest.mark.parametrize("servers", [1, 2])
+def test_a_server_that_drifts_from_the_trainer_is_quarantined_after_a_swap(
+    trying: Callable[..., list[str]], tiny_model_dir: Path, servers: int
+) -> None:
+    async def attempt(engine: VLLMEngine, told: list[Told]) -> None:
+        engine.scorer = says = Says()
+        for says.version in (1, 2):
+            await publish(engine, tiny_model_dir, says.version)
+            await until(lambda: engine.supervisor._agreed is not None and engine.supervisor._agreed[0] == says.version)
+        assert len(engine.fleet.serving()) == servers
+        says.version, told[0].offset = 3, -2.0
+        await publish(engine, tiny_model_dir, 3)
+        await until(lambda: len(engine.fleet.serving()) == servers - 1)
+        if servers == 1:
+            with pytest.raises(EngineError, match=r"no vLLM server is left: .* from the trainer's \(vllm\.drift\)"):
+                await engine.generate(REQUEST)
+        else:
+            assert len((await engine.generate(REQUEST)).tokens) == 4
+
+    assert "quarantined" in trying(attempt, servers=servers)[-1]
+
+
+def test_a_server_that_comes_back_far_from_the_trainer_is_quarantined(
+    trying: Callable[..., list[str]], tiny_model_dir: Path
+) -> None:
+    async def attempt(engine: VLLMEngine, told: list[Told]) -> None:
+        engine.scorer = says = Says()
+        says.version = 1
+        await publish(engine, tiny_model_dir, 1)
+        told[0].dead = True
+        await until(lambda: not engine.fleet.serving())
+        told[0].dead, told[0].offset = False, 4.0
+        await until(lambda: bool(engine.fleet.hopeless()))
+
+    assert "4 nats a token from the trainer's" in trying(attempt, servers=1)[-1]
 
 
 def test_servers_join_and_leave_while_requests_are_in_flight(trying: Callable[..., list[str]], tiny_model_dir: Path) -> None:

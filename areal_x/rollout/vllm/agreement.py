@@ -1,4 +1,4 @@
-"""Whether servers that should hold the same weights say the same of one known prompt.
+"""Whether servers that should hold the same weights say the same of one known prompt, and what the trainer says of it.
 
 The version that a server names says which weights it was sent; this says whether it computes what they say. The bound is on the
 mean over the prompt, as one token's log-probability may differ by more where precision is low.
@@ -11,13 +11,26 @@ from collections.abc import Mapping
 import numpy as np
 from jaxtyping import Float32, Int32
 
+from areal_x.data.packing import pack
+from areal_x.trainer import Scorer
+from areal_x.types import Trajectory
+
 LENGTH = 32  # tokens
+ROW = 128  # tokens of the row that a trainer reads it in: what meshes and kernels divide
 
 
 def known_prompt(vocabulary: int, context: int) -> Int32[np.ndarray, " T"]:
     """Tokens that every model of this vocabulary knows, shorter than the context by the one that a server must generate."""
     length = max(2, min(LENGTH, context - 1))
     return (np.arange(length, dtype=np.int64) * 7919 % vocabulary).astype(np.int32)
+
+
+def said_by(scorer: Scorer, prompt: Int32[np.ndarray, " T"]) -> Float32[np.ndarray, " T"]:
+    """Log-probability of each token given those before it, 0 for the first, as a server's score of it."""
+    nothing = np.zeros(len(prompt), np.float32)
+    versions = np.full(len(prompt), -1, np.int32)
+    packed = pack([Trajectory(prompt, np.ones(len(prompt), bool), nothing, versions, reward=0.0)], ROW)
+    return scorer.logprobs(packed.batch)[0, : len(prompt)]
 
 
 def distance(one: Float32[np.ndarray, " T"], other: Float32[np.ndarray, " T"]) -> float:

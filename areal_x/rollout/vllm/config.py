@@ -31,7 +31,8 @@ class VLLMConfig:
     not come lose a server. silence_seconds: a server that has requests and answers none for this long is lost too.
     wait_seconds: how long requests wait while no server is ready, and a trainer for room to stage, before the run ends.
     tolerance: how far a server that comes back, or one of several that hold the same weights, may be from the others in the
-    log-probabilities of a known prompt, in nats a token; beyond it no token of it is trained on.
+    log-probabilities of a known prompt, in nats a token; beyond it no token of it is trained on. drift: how far any server may
+    be from the trainer in these (compared where sampling.temperature is 1 and no experts are replayed).
     transport: how weights reach the servers. "files" through `staging`; the servers read while generation stands still. "nccl"
     from the GPU of a torch trainer to other GPUs (those of `devices`, or of `urls`), broadcast while generation stands still.
     "handles" to one server on the trainer's own GPU, which opens the trainer's memory. docs/torch.md tells more.
@@ -56,6 +57,7 @@ class VLLMConfig:
     silence_seconds: float = 1800.0
     wait_seconds: float = 900.0
     tolerance: float = 0.1
+    drift: float = 0.5
     transport: str = "files"
     allow_unpickling: bool = False
 
@@ -66,7 +68,7 @@ class VLLMConfig:
         at_least("vllm.port", self.port, 0)
         at_least("vllm.threads", self.threads, 0)
         at_least("vllm.slice_tokens", self.slice_tokens, 0)
-        for name in ("start_timeout_seconds", "heartbeat_seconds", "silence_seconds", "wait_seconds", "tolerance"):
+        for name in ("start_timeout_seconds", "heartbeat_seconds", "silence_seconds", "wait_seconds", "tolerance", "drift"):
             positive(f"vllm.{name}", getattr(self, name))
         if self.devices and len(self.devices) != self.servers:
             raise ConfigError("vllm.devices", self.devices, f"empty, or one entry for each of the {self.servers} servers")

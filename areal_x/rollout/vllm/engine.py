@@ -33,14 +33,14 @@ from areal_x.rollout.publisher import NoRoom, Staged, Staging, default_parent
 from areal_x.rollout.vllm import adapters, slices
 from areal_x.rollout.vllm import server as servers
 from areal_x.rollout.vllm.adapters import Versions
-from areal_x.rollout.vllm.agreement import known_prompt
+from areal_x.rollout.vllm.agreement import known_prompt, said_by
 from areal_x.rollout.vllm.client import MODEL, ServerFailed, ServerLost, ServerRestarted, VLLMClient
 from areal_x.rollout.vllm.config import VLLMConfig
 from areal_x.rollout.vllm.direct import TRANSPORTS, Direct, Unstaged, check_machine
 from areal_x.rollout.vllm.replica import Replica, given, launches_of
 from areal_x.rollout.vllm.routing import Prefixes
 from areal_x.rollout.vllm.supervisor import Supervisor
-from areal_x.trainer import LoRAConfig
+from areal_x.trainer import LoRAConfig, Scorer
 
 T = TypeVar("T")
 ATTEMPTS = 10  # of one slice: what ten servers in a row fail at is not their fault
@@ -57,7 +57,8 @@ class VLLMEngine:
     model: the directory that servers load at their start; weights published later replace it. logs: where server logs go.
     report: shown to the user while servers start. lora: where the trainer has adapters, they are published and not whole
     weights: a swap stops nothing then, and a request ends on the version that it began on. experts: whether completions say
-    which experts of a mixture each token went through.
+    which experts of a mixture each token went through. scorer: says what servers should say of a known prompt when weights are
+    staged; None where nothing does.
     """
 
     def __init__(
@@ -68,9 +69,10 @@ class VLLMEngine:
         report: Callable[[str], None] = print,
         lora: LoRAConfig | None = None,
         experts: bool = False,
+        scorer: Scorer | None = None,
     ) -> None:
         self.config = config
-        self.experts = experts
+        self.experts, self.scorer = experts, scorer
         self.model = model
         self.logs = logs
         self.report = report
@@ -281,8 +283,10 @@ class VLLMEngine:
             return self._direct.stage(trainer, version)
         if config is not None:
             write = partial(adapter_files.write, config=config, base=self.model)
-            return self._with_room(lambda staging: staging.stage(trainer.adapter(), version, write))
-        return self._with_room(lambda staging: staging.stage(trainer.weights(), version))
+            staged = self._with_room(lambda staging: staging.stage(trainer.adapter(), version, write))
+        else:
+            staged = self._with_room(lambda staging: staging.stage(trainer.weights(), version))
+        return staged if self.scorer is None else replace(staged, said=said_by(self.scorer, self._known_prompt()))
 
     def _with_room(self, stage: Callable[[Staging], Staged]) -> Staged:
         """Where the file system is full and an earlier version had room: first without the version that is kept for servers
@@ -309,6 +313,7 @@ class VLLMEngine:
             return await self._send(staged)
         await self.supervisor.pause_comparing()
         previous, self._current = self._current, staged
+        self.supervisor.expect(staged.version, staged.said)
         names = self.fleet.begin(staged.version)
         if self.config.rolling:
             outcomes = [await self._update(name, staged) for name in names]
@@ -318,6 +323,7 @@ class VLLMEngine:
         pauses = [x for x in outcomes if not isinstance(x, EngineError)]
         if errors and not pauses and not any(isinstance(error, ServerLost) for error in errors.values()):
             self._current = previous
+            self.supervisor.expect(self.version, None if previous is None else previous.said)
             self.fleet.refused(time.monotonic())
             self.supervisor.settle()
             raise next(iter(errors.values()))
@@ -415,9 +421,11 @@ class VLLMEngine:
         return True
 
     async def _score(self, replica: Replica) -> Float32[np.ndarray, " T"]:
-        vocabulary = int(text_config(read_config(self.model))["vocab_size"])
         model = MODEL if self.lora is None or self._current is None else adapters.name_of(self._current.version)
-        return await replica.client.score(model, known_prompt(vocabulary, self.context).tolist())
+        return await replica.client.score(model, self._known_prompt().tolist())
+
+    def _known_prompt(self) -> Int32[np.ndarray, " T"]:
+        return known_prompt(int(text_config(read_config(self.model))["vocab_size"]), self.context)
 
 
 def model_context(model: Path) -> int:

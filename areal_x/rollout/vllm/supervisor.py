@@ -31,9 +31,8 @@ LEAST_SLEEP_SECONDS = 0.05
 class Supervisor:
     """The servers of an engine. All of it runs on the event loop that calls `bring`.
 
-    prepare: readies a server that answers, without weights. give: makes it hold the newest weights, if any
-    were published. score: what a server says
-    of the known prompt under the newest weights. changed: told whenever the fleet may have changed.
+    prepare: readies a server that answers, without weights. give: makes it hold the newest weights, if any were published.
+    score: what a server says of the known prompt under the newest weights. changed: told whenever the fleet may have changed.
     """
 
     def __init__(
@@ -55,6 +54,7 @@ class Supervisor:
         self._comparing: asyncio.Task[None] | None = None
         self._hurry = asyncio.Event()
         self._agreed: tuple[int, Scores] | None = None  # what servers say of the known prompt, and at which version
+        self._right: tuple[int, Scores] | None = None  # what the trainer says of it
         self._loads: dict[str, Load] = {}
 
     # ---- coming and going
@@ -189,15 +189,27 @@ class Supervisor:
     # ---- whether they say the same
 
     async def _check(self, replica: Replica, version: int) -> None:
-        """Raises EngineError, and the server is quarantined, when it says something else than the others, or than they said."""
+        """Raises EngineError, and the server is quarantined, when it says something else than the trainer or the others."""
         expected = await self._expected(version)
-        if expected is None:
+        if expected is None and not self._knows(version):
             return
-        gap = distance(await self._score(replica), expected)
-        if gap > self._config.tolerance and self.fleet.target == version:
-            reason = f"its log-probabilities of a known prompt are {gap:.3g} nats a token from the others'"
+        said = await self._score(replica)
+        reason = self._drifts(said, version)
+        if reason is None and expected is not None and (gap := distance(said, expected)) > self._config.tolerance:
+            reason = far_from("the others'", gap, "tolerance")
+        if reason is not None and self.fleet.target == version:
             self.fleet.quarantine(replica.name, reason, now())
             raise EngineError(reason)
+
+    def _knows(self, version: int) -> bool:
+        return self._right is not None and self._right[0] == version
+
+    def _drifts(self, said: Scores, version: int) -> str | None:
+        """Why a server is not what the trainer published, if it is not."""
+        if self._right is None or self._right[0] != version:
+            return None
+        gap = distance(said, self._right[1])
+        return far_from("the trainer's", gap, "drift") if gap > self._config.drift else None
 
     async def _expected(self, version: int) -> Scores | None:
         if self._agreed is not None and self._agreed[0] == version:
@@ -213,9 +225,13 @@ class Supervisor:
         if self._comparing is not None:
             await ended(self._comparing)
 
+    def expect(self, version: int, said: Scores | None) -> None:
+        """What the trainer says of the known prompt at a version, where that is known."""
+        self._right = None if said is None else (version, said)
+
     def compare(self) -> None:
-        """All servers hold one version now: what they say of the known prompt is compared in the background, and kept for those
-        that come back."""
+        """All servers hold one version now: what they say of the known prompt is compared in the background, with the trainer's
+        words and with each other's, and kept for those that come back."""
         self._comparing = asyncio.create_task(self._compare(self.fleet.target))
 
     async def _compare(self, version: int) -> None:
@@ -224,20 +240,25 @@ class Supervisor:
         scores = {name: x for name, x in zip(names, said, strict=True) if not isinstance(x, BaseException)}
         if not scores or self.fleet.target != version:
             return
-        far = disagreeing(scores, self._config.tolerance)
-        for name, gap in far.items():
-            reason = f"its log-probabilities of a known prompt are {gap:.3g} nats a token from most others'"
+        far = {name: reason for name, said in scores.items() if (reason := self._drifts(said, version)) is not None}
+        near = {name: said for name, said in scores.items() if name not in far}
+        for name, gap in disagreeing(near, self._config.tolerance).items():
+            far[name] = far_from("most others'", gap, "tolerance")
+            del near[name]
+        for name, reason in far.items():
             self.fleet.quarantine(name, reason, now())
-        rest = [np.asarray(x, np.float32) for name, x in scores.items() if name not in far]
-        widest = max(distance(rest[0], x) for x in rest)
+        rest = [np.asarray(said, np.float32) for said in near.values()]
+        widest = max((distance(rest[0], said) for said in rest), default=0.0)
         if widest > self._config.tolerance:
-            names_left = ", ".join(name for name in scores if name not in far)
-            self._report(
-                f"{names_left} differ by {widest:.3g} nats a token on a known prompt, and no majority says who is right"
-            )
-        else:
+            differ = f"{', '.join(near)} differ by {widest:.3g} nats a token on a known prompt"
+            self._report(f"{differ}, and no majority says who is right")
+        elif rest:
             self._agreed = version, np.median(np.stack(rest), axis=0)
         self.settle()
+
+
+def far_from(whose: str, gap: float, setting: str) -> str:
+    return f"its log-probabilities of a known prompt are {gap:.3g} nats a token from {whose} (vllm.{setting})"
 
 
 async def ended(task: asyncio.Task[Any]) -> None:
