@@ -7,12 +7,13 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import cache
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 
+import gin
 import pytest
 from hypothesis import settings
 
@@ -124,6 +125,13 @@ def model_dir_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Pa
     from tests.models import write_random
 
     return cache(lambda name: write_random(name, tmp_path_factory.mktemp(name)))
+
+
+@pytest.fixture(autouse=True)
+def no_bindings() -> Iterator[None]:
+    """What a config binds ends with the test that read it."""
+    yield
+    gin.clear_config()
 
 
 @pytest.fixture(scope="session", autouse=True)

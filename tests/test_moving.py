@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
-import gin
 import numpy as np
 import pytest
 
@@ -76,13 +74,12 @@ embedded.slots = 8
 
 
 @pytest.fixture
-def place(tmp_path: Path, tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+def place(tmp_path: Path, tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
     Path("moving_test_tasks.py").write_text(TASKS)
     Path("run.gin").write_text(RUN.replace("MODEL", str(tiny_model_dir)))
-    yield tmp_path
-    gin.clear_config()
+    return tmp_path
 
 
 @pytest.mark.parametrize("first, second", MOVES)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -40,14 +39,12 @@ train.steps = 6
 
 
 @pytest.fixture(autouse=True)
-def _place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def _place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "play").mkdir()
     monkeypatch.chdir(tmp_path / "play")
     monkeypatch.setattr(sys, "path", [*sys.path])
     Path("command_test_tasks.py").write_text(TASKS)
     Path("run.gin").write_text(GOOD)
-    yield
-    gin.clear_config()
 
 
 def test_mistakes_are_told_before_anything_slow_is_imported(tmp_path: Path) -> None:

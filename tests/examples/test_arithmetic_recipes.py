@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from pathlib import Path
 
-import gin
 import numpy as np
 import pytest
 
@@ -24,11 +22,8 @@ RECIPES = re.findall(r"^@gin.configurable\ndef (\w+)", Path(recipes.__file__).re
 
 
 @pytest.fixture(autouse=True)
-def at_the_root(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def at_the_root(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
-    gin.clear_config()
-    yield
-    gin.clear_config()
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)

@@ -24,11 +24,10 @@ warm_start = module.warm_start
 
 
 @pytest.fixture
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     pytest.importorskip("areal_x_jax").keep_compiled_programs()  # before the change: where every test finds them
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    yield tmp_path / "areal_x" / "arithmetic"
-    gin.clear_config()
+    return tmp_path / "areal_x" / "arithmetic"
 
 
 def test_batches_have_one_shape_and_full_rows() -> None:

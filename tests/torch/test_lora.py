@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM  # noqa: E402
 from areal_x import export, lora, model_dir  # noqa: E402
 from areal_x.errors import ConfigError, UserError  # noqa: E402
 from areal_x.trainer import LoRAConfig, OptimizerConfig  # noqa: E402
-from areal_x_torch import model  # noqa: E402
+from areal_x_torch import loading, model  # noqa: E402
 from areal_x_torch.lora import adaptable  # noqa: E402
 from tests.moving import LOSS, deviations, learn, recorded_batches, trainer  # noqa: E402
 
@@ -130,7 +130,7 @@ def test_an_adapter_of_another_rank_is_refused(tiny_model_dir, taught, tmp_path)
 
 
 def test_targets_that_the_model_has_not_are_refused_before_it_is_read(tiny_model_dir, monkeypatch):
-    monkeypatch.setattr(model, "load", lambda *_: pytest.fail("the model was read"))
+    monkeypatch.setattr(loading, "fill", lambda *_: pytest.fail("the model was read"))
     with pytest.raises(ConfigError, match=r"without qkv_proj, as this model's kernels .* are q_proj, k_proj, .*, down_proj$"):
         make(tiny_model_dir, lora=LoRAConfig(3, 6.0, ("q_proj", "qkv_proj")))
 

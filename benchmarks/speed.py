@@ -1,0 +1,220 @@
+"""How much sooner the same samples are trained when generation does not wait for the trainer, nor the trainer for it.
+
+    python -m benchmarks.speed [--regimes rollout trainer] [--steps 24] [--figure docs/speed.png]
+
+Claim: with `max_staleness = 4` a run takes the time that the slower of its two sides takes alone (within 5 %), and never longer
+than with 0, on two cores that both sides share.
+
+The work: steps of 4 groups of 4 answers from a real vLLM server, of lengths that are lognormal (sigma 1, median 80 tokens, at
+most 640) and fixed by task and place, so that every run draws and trains on the same number of tokens; a random Qwen3, of 1M
+parameters ("rollout": generation is the slower side) or of 26M ("trainer": training is), in fp32, GRPO with AdamW on torch.
+
+Settings, each with `max_staleness` 0 and 4 in turns:
+pinned     the server on one core, the trainer on the other
+unpinned   one compute thread each, on either core
+shared     two compute threads each: the fair opponent, as synchronously each side has both cores in its phase
+
+How it is measured: a run's time is from its first admission to its last published step. `generation` is the same run with
+nothing learnt, as fast as the server goes with `max_staleness = 4`; training is what log-probabilities, updates, publications
+of the synchronous run took. The bound is the time of the synchronous run over that of the slower side; where both share cores
+the slower side takes at least what the processor time of both takes on two cores.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks import model
+
+SETTINGS = ("pinned", "unpinned", "shared")
+REGIMES = ("rollout", "trainer")
+GROUPS, GROUP_SIZE, MEDIAN, LONGEST, PROMPT = 4, 4, 80, 640, 16
+
+
+# ---- one run, in a process of its own
+
+
+@dataclass(frozen=True)
+class LongTailed:
+    """A workflow whose answers have lengths and rewards that (ticket, place) alone decide."""
+
+    def setup(self, tokenizer: Any) -> LongTailed:
+        return self
+
+    def greedy(self) -> LongTailed:
+        return self
+
+    async def run(self, task: Any, engine: Any) -> Any:
+        from areal_x.rollout.engine import Request, SamplingParams
+        from areal_x.types import Trajectory
+
+        rng = np.random.default_rng(engine.key)
+        length = int(min(max(rng.lognormal(np.log(MEDIAN), 1.0), 1), LONGEST))
+        prompt = np.random.default_rng(int(task.id)).integers(5, 90, PROMPT).astype(np.int32)
+        said = await engine.generate(Request(prompt, SamplingParams(max_tokens=length)))
+        return [Trajectory.from_completion(prompt, said.tokens, said.logprobs, said.versions, float(rng.integers(2)))]
+
+    async def close(self) -> None: ...
+
+
+def run(directory: Path, regime: str, setting: str, staleness: int, steps: int, learns: bool) -> dict[str, float]:
+    """Seconds of a run by what they went to, and the processor time of both sides."""
+    import psutil
+    import torch
+
+    from areal_x.experiment import Experiment
+    from areal_x.rollout.rollout import Rollout
+    from areal_x.rollout.vllm.config import VLLMConfig
+    from areal_x.trainer import ModelConfig, OptimizerConfig, TrainerConfig
+    from areal_x.types import Task
+
+    threads = 2 if setting == "shared" else 1
+    torch.set_num_threads(threads)
+    if setting == "pinned":
+        os.sched_setaffinity(0, {0})  # until the server has it
+
+        def unpin(self: Rollout, *arguments: Any) -> None:
+            start(self, *arguments)
+            for thread in psutil.Process().threads():
+                os.sched_setaffinity(thread.id, {1})
+
+        start, Rollout.start = Rollout.start, unpin  # type: ignore[method-assign]
+    if not learns:
+        Experiment.learn = lambda self, batches, *_: {"skipped": 0.0}  # type: ignore[method-assign]
+    model = ModelConfig(str(directory / regime))
+    experiment = Experiment(
+        dataset=[Task(str(i), "") for i in range(1000)],
+        workflow=LongTailed(),
+        trainer=TrainerConfig(model=model, optimizer=OptimizerConfig(learning_rate=1e-6), micro_batch_rows=8),
+        vllm=VLLMConfig(threads=threads, concurrency=128),
+        backend="torch",
+        engine="vllm",
+        steps=steps,
+        groups_per_step=GROUPS,
+        group_size=GROUP_SIZE,
+        max_staleness=staleness,
+        window=4 if staleness else 1,
+        row_length=LONGEST + PROMPT,
+        runs=str(directory / "runs"),
+    )
+    rows, turns = [], experiment.turns(experiment.open(), message=lambda _: None)
+    next(turns)
+    own, servers = psutil.Process(), psutil.Process().children(recursive=True)
+    before, began = [cpu_seconds(p) for p in (own, *servers)], time.perf_counter()
+    for turn in turns:
+        rows.append(turn.metrics)
+        seconds = time.perf_counter() - began
+        after = [cpu_seconds(p) for p in (own, *servers)]
+        if turn.metrics["step"] == steps:
+            break
+    parts = {name: sum(row[f"{name}_seconds"] for row in rows) for name in ("wait", "logprob", "update", "publish", "pause")}
+    spent = [b - a for a, b in zip(before, after, strict=True)]
+    return {"seconds": seconds, **parts, "trainer_cpu": spent[0], "server_cpu": sum(spent[1:])}
+
+
+def cpu_seconds(process: Any) -> float:
+    times = process.cpu_times()
+    return float(times.user + times.system)
+
+
+# ---- all of them
+
+
+def measure(directory: Path, steps: int, *what: Any) -> dict[str, float]:
+    command = [sys.executable, "-m", "benchmarks.speed", "--directory", str(directory), "--steps", str(steps), "--run"]
+    environment = os.environ | {"OMP_NUM_THREADS": "2"}
+    ended = subprocess.run([*command, *map(str, what)], check=True, stdout=subprocess.PIPE, text=True, env=environment)
+    found: dict[str, float] = json.loads(ended.stdout.splitlines()[-1])
+    return found
+
+
+def least_seconds(synchronous: dict[str, float], generation: dict[str, float], shares_cores: bool) -> float:
+    """That any order of the same work takes."""
+    training = synchronous["logprob"] + synchronous["update"] + synchronous["publish"]
+    least = max(generation["seconds"], training)
+    if not shares_cores:
+        return least
+    return max(least, (synchronous["trainer_cpu"] + generation["server_cpu"]) / len(os.sched_getaffinity(0)))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--regimes", nargs="+", default=list(REGIMES), choices=REGIMES)
+    parser.add_argument("--settings", nargs="+", default=list(SETTINGS), choices=SETTINGS)
+    parser.add_argument("--steps", type=int, default=24)
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--figure", type=Path, default=Path("docs/speed.png"))
+    parser.add_argument("--directory", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--run", nargs="+", help=argparse.SUPPRESS)
+    given = parser.parse_args()
+    if given.run:
+        regime, setting, staleness, learns = given.run
+        print(json.dumps(run(given.directory, regime, setting, int(staleness), given.steps, learns == "True")))
+        return
+    print("| regime | setting | synchronous, s | ahead, s | ratio | bound | share of the bound |")
+    print("|---|---|---|---|---|---|---|", flush=True)
+    bars = {}
+    with tempfile.TemporaryDirectory() as made:
+        directory = Path(made)
+        for regime in given.regimes:
+            write(regime, directory / regime)
+            found = {setting: measured(directory, given, regime, setting) for setting in given.settings}
+            for setting, of in found.items():
+                ratio, bound = (of["synchronous"] / of[name] for name in ("ahead", "least"))
+                cells = f"{of['synchronous']:.1f} | {of['ahead']:.1f} | {ratio:.2f} | {bound:.2f} | {ratio / bound:.0%}"
+                print(f"| {regime} | {setting} | {cells} |", flush=True)
+                bars[f"{regime}\n{setting}"] = ratio, bound
+    draw(bars, given.figure)
+
+
+def measured(directory: Path, given: argparse.Namespace, regime: str, setting: str) -> dict[str, float]:
+    """Medians over rounds, in which the runs take turns."""
+    rounds = []
+    for _ in range(given.rounds):
+        synchronous, ahead = (measure(directory, given.steps, regime, setting, staleness, True) for staleness in (0, 4))
+        generation = measure(directory, given.steps, regime, setting, 4, False)
+        print(f"{regime}, {setting}: {synchronous} {ahead} {generation}", file=sys.stderr, flush=True)
+        least = least_seconds(synchronous, generation, setting != "pinned")
+        rounds.append({"synchronous": synchronous["seconds"], "ahead": ahead["seconds"], "least": least})
+    return {name: float(np.median([of[name] for of in rounds])) for name in rounds[0]}
+
+
+def write(regime: str, directory: Path) -> None:
+    """A random model: that of the other benchmarks, a little wider, or one of 26M parameters, with the same tokenizer."""
+    small = {"hidden_size": 160, "intermediate_size": 352, "num_attention_heads": 5, "num_key_value_heads": 1}
+    large = {"hidden_size": 512, "intermediate_size": 1536, "num_attention_heads": 8, "num_hidden_layers": 8, "head_dim": 64}
+    model.CONFIG |= {"max_position_embeddings": 1024} | (small if regime == "rollout" else large)
+    model.write_model(directory)
+
+
+def draw(bars: dict[str, tuple[float, float]], path: Path) -> None:
+    """How many times as fast, beside the most that was possible."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9, 4), layout="constrained")
+    axes = figure.subplots()
+    places = np.arange(len(bars))
+    ratios, bounds = zip(*bars.values(), strict=True)
+    axes.bar(places, bounds, 0.7, color="#DDDDDD", label="bound")
+    axes.bar(places, ratios, 0.5, color="#0072B2", label="max_staleness 4")
+    axes.axhline(1, color="#000000", linewidth=0.8)
+    axes.set(ylabel="times as fast as synchronous")
+    axes.set_xticks(places, list(bars), fontsize=8)
+    axes.legend(frameon=False)
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.savefig(path, dpi=150)
+
+
+if __name__ == "__main__":
+    main()
