@@ -3,7 +3,8 @@
     runner ──admitted, finished, given back, consumed──▶ a thread ──one transaction after the other──▶ journal.sqlite
 
 Every call returns at once; the thread writes what was said in the order in which it was said, so that whenever the process is
-killed the file holds all of it up to some moment. `flush` waits for it: a checkpoint is written only after what it depends on.
+killed the file holds all of it up to some moment shortly before. `flush` waits for it: a checkpoint is written only after what
+it depends on.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ CREATE INDEX IF NOT EXISTS consumed_ticket ON consumed (ticket);
 ADMIT = "INSERT OR REPLACE INTO groups VALUES (?, ?, ?, ?, ?, NULL)"
 END = "UPDATE groups SET status = ?, content = ? WHERE ticket = ?"
 CONSUME = "INSERT OR REPLACE INTO consumed VALUES (?, ?, ?)"
+GATHER_SECONDS = 0.25  # a transaction costs as much as writing several groups, so that what follows shortly shares it
 TaskAt = Callable[[int], Task]  # the task of a position of the stream
 
 
@@ -104,6 +106,7 @@ class Journal:
     def __init__(self, run: Path, keep_steps: int = 0) -> None:
         self.path, self.keep_steps = run / FILE, keep_steps
         self._said: SimpleQueue[Any] = SimpleQueue()
+        self._urgent = threading.Event()
         self._error: Exception | None = None
         self._writing = self._connect(check_same_thread=False)  # the thread's
         with self._writing:
@@ -116,6 +119,7 @@ class Journal:
 
     def __exit__(self, *_: object) -> None:
         self._said.put(None)
+        self._urgent.set()
         self._thread.join()
 
     # ---- what a run says
@@ -155,6 +159,7 @@ class Journal:
         """Returns when all that was said is in the file."""
         written = threading.Event()
         self._said.put(written)
+        self._urgent.set()
         written.wait()
         self._check()
 
@@ -264,6 +269,8 @@ class Journal:
         ended = False
         while not ended:
             said = [self._said.get()]
+            self._urgent.wait(GATHER_SECONDS)
+            self._urgent.clear()
             while not self._said.empty():
                 said.append(self._said.get())
             ended = None in said
