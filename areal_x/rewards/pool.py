@@ -86,7 +86,7 @@ class RewardPool:
         positive("reward_timeout_seconds", timeout_seconds)
         self.timeout_seconds = timeout_seconds
         self.limits = limits or Limits()
-        self.offline = True
+        self._warned = False
         self._name = getattr(function, "__qualname__", repr(function))
         self._reward = _packed(function, self._name)
         self._turn = asyncio.Semaphore(workers)
@@ -167,11 +167,9 @@ class RewardPool:
             raise UserError(f"the process of the reward {self._name} ended at its start: {await self._last_word(worker)}")
         if "error" in answer:
             raise UserError(f"the reward {self._name} cannot be imported in a process of its own: {answer['error']}")
-        if self.offline and not answer["offline"]:
-            self.offline = False
-            LOG.warning(
-                "rewards can reach the network: this machine allows no network namespace (reward_limits.network = True)"
-            )
+        if not answer["offline"] and not self._warned:
+            self._warned = True
+            LOG.warning("rewards can reach the network, as this machine allows no namespace without one")
         return worker
 
     def _end(self, worker: _Worker) -> None:

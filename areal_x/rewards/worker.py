@@ -125,13 +125,27 @@ def leave_network() -> bool:
         return False
     if LIBC.unshare(CLONE_NEWNET) == 0:  # root
         return True
+    # Some machines allow the namespace and then nothing in it, and no process can go back: another one tries it first.
+    trial = os.fork()
+    if trial == 0:
+        try:
+            enter_own_namespace()
+            os._exit(0)
+        finally:
+            os._exit(1)
+    if os.waitpid(trial, 0)[1] != 0:
+        return False
+    enter_own_namespace()
+    return True
+
+
+def enter_own_namespace() -> None:
+    """One of users and one of networks, with the same user within: files stay its own. Raises OSError where it may not."""
     user, group = os.getuid(), os.getgid()
     if LIBC.unshare(CLONE_NEWUSER | CLONE_NEWNET) != 0:
-        return False
-    # The same user within: files stay its own.
+        raise OSError("no namespace is allowed")
     for name, content in {"setgroups": "deny", "uid_map": f"{user} {user} 1", "gid_map": f"{group} {group} 1"}.items():
         Path(f"/proc/self/{name}").write_text(content)
-    return True
 
 
 def serve(ring: socket.socket, offline: bool) -> None:
