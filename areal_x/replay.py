@@ -13,7 +13,6 @@ from __future__ import annotations
 import signal
 import sys
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,6 @@ from typing import Any
 import gin
 
 from areal_x import run_dir
-from areal_x.cluster import ranks
 from areal_x.config import Config
 from areal_x.errors import UserError
 from areal_x.experiment import Experiment
@@ -30,7 +28,7 @@ from areal_x.rollout.engine import Engine
 from areal_x.rollout.journal import FILE, Journal
 from areal_x.rollout.offline import NoEngine
 from areal_x.rollout.replayed import Replayed
-from areal_x.train import fail, parser_of, with_config
+from areal_x.train import fail, in_processes, parser_of, with_config
 
 
 @dataclass(kw_only=True)
@@ -63,17 +61,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     if not (options.run / FILE).is_file():
         return fail(UserError(f"{options.run} has no {FILE}: give the directory of a run, as runs/arithmetic-grpo-1"))
-    return with_config(options.run / run_dir.CONFIG, options.bindings, lambda config: together(config, options.run))
 
+    def work(config: Config) -> None:
+        in_processes(config, lambda: replay(options.run))
 
-def together(config: Config, run: Path) -> None:
-    """Replays it, in this process or with others, which follow this one's trainers."""
-    joined = ranks.join(config.value("train.backend"), config.value("mesh.processes"))
-    with joined or nullcontext():
-        if joined is not None and joined.rank:
-            gin.get_configurable("train")().run()
-        else:
-            replay(run)
+    return with_config(options.run / run_dir.CONFIG, options.bindings, work)
 
 
 def replay(run: Path, say: Callable[[str], None] = print) -> Path:

@@ -41,7 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             gin.get_configurable("train")().plan()
             print(config_text())
         else:
-            train(config, options)
+            in_processes(config, lambda: run_named(config, options))
 
     return with_config(options.file, options.bindings, work)
 
@@ -69,14 +69,14 @@ def with_config(file: Path, bindings: Sequence[str], work: Callable[[Config], in
         return fail(error)
 
 
-def train(config: Config, options: argparse.Namespace) -> None:
-    """Runs it, in this process or with others."""
+def in_processes(config: Config, work: Callable[[], object]) -> None:
+    """Does it in this process or, of several, in the first, whose trainers the others follow."""
     joined = ranks.join(config.value("train.backend"), config.value("mesh.processes"))
     with joined or nullcontext():
         if joined is not None and joined.rank:
             gin.get_configurable("train")().run()
         else:
-            run_named(config, options)
+            work()
 
 
 def run_named(config: Config, options: argparse.Namespace) -> None:

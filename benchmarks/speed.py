@@ -193,7 +193,7 @@ def measured(directory: Path, given: argparse.Namespace, regime: str, setting: s
 def write(regime: str, directory: Path) -> None:
     """A random model: that of the other benchmarks, a little wider, or one of 26M parameters, with the same tokenizer."""
     small = {"hidden_size": 160, "intermediate_size": 352, "num_attention_heads": 5, "num_key_value_heads": 1}
-    large = {"hidden_size": 512, "intermediate_size": 1536, "num_attention_heads": 8, "num_hidden_layers": 8, "head_dim": 64}
+    large = {"hidden_size": 512, "intermediate_size": 1664, "num_attention_heads": 8, "num_hidden_layers": 8, "head_dim": 64}
     model.CONFIG |= {"max_position_embeddings": 1024} | (small if regime == "rollout" else large)
     model.write_model(directory)
 

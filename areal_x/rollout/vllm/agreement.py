@@ -27,9 +27,8 @@ def known_prompt(vocabulary: int, context: int) -> Int32[np.ndarray, " T"]:
 
 def said_by(scorer: Scorer, prompt: Int32[np.ndarray, " T"]) -> Float32[np.ndarray, " T"]:
     """Log-probability of each token given those before it, 0 for the first, as a server's score of it."""
-    nothing = np.zeros(len(prompt), np.float32)
-    versions = np.full(len(prompt), -1, np.int32)
-    packed = pack([Trajectory(prompt, np.ones(len(prompt), bool), nothing, versions, reward=0.0)], ROW)
+    nothing = np.zeros(0, np.float32)
+    packed = pack([Trajectory.from_completion(prompt, nothing, nothing, nothing)], ROW)
     return scorer.logprobs(packed.batch)[0, : len(prompt)]
 
 

@@ -16,7 +16,7 @@ import shutil
 import time
 from collections.abc import Callable, Coroutine
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -286,7 +286,7 @@ class VLLMEngine:
             staged = self._with_room(lambda staging: staging.stage(trainer.adapter(), version, write))
         else:
             staged = self._with_room(lambda staging: staging.stage(trainer.weights(), version))
-        return staged if self.scorer is None else replace(staged, said=said_by(self.scorer, self._known_prompt()))
+        return staged if self.scorer is None else replace(staged, said=said_by(self.scorer, self._known_prompt))
 
     def _with_room(self, stage: Callable[[Staging], Staged]) -> Staged:
         """Where the file system is full and an earlier version had room: first without the version that is kept for servers
@@ -422,10 +422,15 @@ class VLLMEngine:
 
     async def _score(self, replica: Replica) -> Float32[np.ndarray, " T"]:
         model = MODEL if self.lora is None or self._current is None else adapters.name_of(self._current.version)
-        return await replica.client.score(model, self._known_prompt().tolist())
+        return await replica.client.score(model, self._known_prompt.tolist())
 
+    @property
     def _known_prompt(self) -> Int32[np.ndarray, " T"]:
-        return known_prompt(int(text_config(read_config(self.model))["vocab_size"]), self.context)
+        return known_prompt(self._vocabulary, self.context)
+
+    @cached_property
+    def _vocabulary(self) -> int:
+        return int(text_config(read_config(self.model))["vocab_size"])
 
 
 def model_context(model: Path) -> int:

@@ -191,7 +191,7 @@ class Supervisor:
     async def _check(self, replica: Replica, version: int) -> None:
         """Raises EngineError, and the server is quarantined, when it says something else than the trainer or the others."""
         expected = await self._expected(version)
-        if expected is None and not self._knows(version):
+        if expected is None and noted(self._right, version) is None:
             return
         said = await self._score(replica)
         reason = self._drifts(said, version)
@@ -201,19 +201,16 @@ class Supervisor:
             self.fleet.quarantine(replica.name, reason, now())
             raise EngineError(reason)
 
-    def _knows(self, version: int) -> bool:
-        return self._right is not None and self._right[0] == version
-
     def _drifts(self, said: Scores, version: int) -> str | None:
         """Why a server is not what the trainer published, if it is not."""
-        if self._right is None or self._right[0] != version:
+        right = noted(self._right, version)
+        if right is None or (gap := distance(said, right)) <= self._config.drift:
             return None
-        gap = distance(said, self._right[1])
-        return far_from("the trainer's", gap, "drift") if gap > self._config.drift else None
+        return far_from("the trainer's", gap, "drift")
 
     async def _expected(self, version: int) -> Scores | None:
-        if self._agreed is not None and self._agreed[0] == version:
-            return self._agreed[1]
+        if (agreed := noted(self._agreed, version)) is not None:
+            return agreed
         for name, member in list(self.fleet.members.items()):
             if member.serves and member.version == version:
                 with suppress(EngineError):
@@ -255,6 +252,11 @@ class Supervisor:
         elif rest:
             self._agreed = version, np.median(np.stack(rest), axis=0)
         self.settle()
+
+
+def noted(scores: tuple[int, Scores] | None, version: int) -> Scores | None:
+    """Those that were noted, where they are of this version."""
+    return scores[1] if scores is not None and scores[0] == version else None
 
 
 def far_from(whose: str, gap: float, setting: str) -> str:

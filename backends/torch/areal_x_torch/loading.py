@@ -46,9 +46,9 @@ from areal_x_torch.parts import Piece, local, own_part
 from areal_x_torch.stand_in import stand_in
 
 
-def frozen(directory: Path, device: torch.device, dtype: torch.dtype, head: str = "policy") -> PreTrainedModel:
-    """A model that is only looked at, as `freeze` leaves it."""
-    model = freeze(build(directory, head), dtype)
+def frozen(directory: Path, device: torch.device, dtype: torch.dtype) -> PreTrainedModel:
+    """A language model that is only looked at, as `freeze` leaves it."""
+    model = freeze(build(directory, "policy"), dtype)
     materialize(model, device)
     fill(model, directory)
     return model
