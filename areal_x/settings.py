@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from areal_x import cores
 from areal_x.algorithms.algorithm import Algorithm
 from areal_x.algorithms.recipes import grpo
 from areal_x.errors import ConfigError, at_least, one_of, positive, within
@@ -102,6 +103,8 @@ class Settings:
         if self.trainer.replay_experts and self.engine != "vllm":
             wanted = f"False with the engine {self.engine!r}, which records no experts"
             raise ConfigError("trainer.replay_experts", True, wanted)
+        if self.engine == "vllm" and self.max_staleness and not self.vllm.urls:
+            cores.share()
         if self.engine == "vllm":
             check_run(self.vllm, self.backend, self.trainer.mesh.processes, self.trainer.lora.rank)
         for binding, context in (("embedded.context", self.embedded.context), ("vllm.context", self.vllm.context)):
