@@ -22,7 +22,7 @@ from typing import Any
 import gin
 import numpy as np
 
-from areal_x import checkpoint
+from areal_x import checkpoint, cores
 from areal_x.algorithms import losses, mismatch
 from areal_x.cluster import ranks
 from areal_x.cluster.links import Follower, Leader
@@ -45,6 +45,7 @@ from areal_x.rollout.offline import NoEngine
 from areal_x.rollout.queue import TrajectoryQueue
 from areal_x.rollout.rollout import Rollout
 from areal_x.rollout.runner import Runner
+from areal_x.rollout.vllm import server as servers
 from areal_x.rollout.vllm.direct import check_machine
 from areal_x.rollout.vllm.engine import VLLMEngine
 from areal_x.rollout.vllm.scorer import ServerScorer, server_urls
@@ -144,6 +145,7 @@ class Experiment(Settings):
             message(f"resumed from step {step}")
         engine = self.create_engine(directory, trainer, workflow, run, message)
         step, skipped = trainer.version // self.minibatches, 0
+        seconds = None
 
         with (
             Journal(run, self.journal.keep_steps) as journal,
@@ -151,6 +153,7 @@ class Experiment(Settings):
             MetricsWriter(run, self.loggers, resumed_at=step if resume else None) as metrics,
             checkpoint.Saver(run, self.keep_checkpoints, message) as saver,
             timeline.recording(run) as spans,
+            self.create_threads(trainer) as threads,
         ):
             rollout.start(self.resumed(journal, step, progress["rollout"]) if resume else None)
             rollout.publish(trainer, step)
@@ -164,6 +167,7 @@ class Experiment(Settings):
                 watch, before = Stopwatch(step + 1), rollout.stats()
                 groups = rollout.take()
                 watch.lap("wait_seconds")
+                computing = threads(watch.total, seconds)
                 ages = staleness(groups, step)
                 batches = make_batches(groups, self.algorithm, self.row_length, models, step, self.minibatches)
                 watch.lap("logprob_seconds")
@@ -181,7 +185,10 @@ class Experiment(Settings):
                 watch.lap("publish_seconds")
 
                 # ---- what it did
-                row = {"step": step, **describe(groups, ages), **learned, **watch.laps, "seconds": watch.total}
+                seconds = watch.total
+                row = {"step": step, **describe(groups, ages), **learned, **watch.laps, "seconds": seconds}
+                if computing is not None:
+                    row["threads"] = computing
                 row["pause_seconds"] = published.paused_seconds
                 if published.bytes:
                     row["published_bytes_per_second"] = published.bytes / watch.laps["publish_seconds"]
@@ -303,6 +310,15 @@ class Experiment(Settings):
             teacher: Any = self.teacher  # there, and no server: else refused at construction
             asked |= {"teacher": str(self.find(teacher)), "divergence": self.algorithm.divergence}
         return Models(trainer(directory, **asked), reference, critic)
+
+    def create_threads(self, trainer: Trainer) -> cores.Threads:
+        """Sets how many threads a step is computed with, where a CPU is shared with what generates meanwhile."""
+        generating = 0
+        if self.max_staleness and self.engine == "embedded":
+            generating = cores.available() // 2
+        elif self.max_staleness and self.engine == "vllm" and not self.vllm.urls and servers.is_cpu_build():
+            generating = self.vllm.servers * (self.vllm.threads or servers.default_threads(self.vllm.servers))
+        return cores.Threads(trainer, generating)
 
     def temperature(self, workflow: Workflow) -> float:
         """That the policy is sampled at."""

@@ -19,7 +19,7 @@ from typing import Any
 
 import gin
 
-from areal_x import run_dir
+from areal_x import cores, run_dir
 from areal_x.config import Config
 from areal_x.errors import UserError
 from areal_x.experiment import Experiment
@@ -43,6 +43,9 @@ class Replay(Experiment):
     def create_rollout(self, *_: Any) -> Any:
         return Replayed(Journal(self.recorded), self.recorded_steps(), self.stream().task_at)
 
+    def create_threads(self, trainer: Any) -> cores.Threads:
+        return RecordedThreads(trainer, [row.get("threads") for row in read(self.recorded) if row["step"] > 0])
+
     def recorded_steps(self) -> list[int]:
         """Those that can be replayed. Raises: UserError where the first are not there, nor what they made of the model."""
         with Journal(self.recorded) as journal:
@@ -52,6 +55,17 @@ class Replay(Experiment):
             wanted = "journal.keep_steps = 0 keeps all of a run"
             raise UserError(f"{self.recorded / FILE} {begin}, and the model that it begins from is not there: {wanted}")
         return steps
+
+
+class RecordedThreads(cores.Threads):
+    """Those of a run. counts: of each step, None where it wrote none down."""
+
+    def __init__(self, trainer: Any, counts: Sequence[int | None]) -> None:
+        super().__init__(trainer, generating=0)
+        self._counts = iter(counts)
+
+    def choose(self, most: int, *_: Any) -> int:
+        return next(self._counts, None) or most
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -300,7 +300,11 @@ class Scorer(Protocol):
 
 
 class Trainer(Scorer, Protocol):
-    """What every backend's trainer does. `version` counts its optimizer steps."""
+    """What every backend's trainer does. `version` counts its optimizer steps.
+
+    One on a CPU may have `threads: int | None`, which the ring then sets between steps (areal_x.cores): how many share an
+    operation, None where that is not this process's to say.
+    """
 
     version: int
 

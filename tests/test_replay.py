@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from areal_x import checkpoint
+from areal_x import checkpoint, cores
 from areal_x.algorithms.recipes import gspo
 from areal_x.errors import UserError
 from areal_x.monitor.metrics import read
@@ -46,6 +46,29 @@ def test_the_other_backend_gives_them_but_for_rounding(recorded):
     experiment, run = recorded
     again = replayed(experiment, run.directory, backend="torch")
     np.testing.assert_allclose(losses(again.metrics), losses(run.metrics), rtol=1e-4, atol=1e-7)
+
+
+def test_a_step_is_computed_again_with_the_threads_that_it_had(recorded, tmp_path, monkeypatch):
+    pytest.importorskip("torch")
+    from areal_x_torch.trainer import Trainer
+
+    counts, computed = [2, 1, 1, 2, 1, 2], []
+    chosen = iter(counts)
+    experiment = replace(recorded[0], backend="torch", runs=str(tmp_path))
+    with monkeypatch.context() as patched:
+        patched.setattr(cores.Threads, "choose", lambda *_: next(chosen))
+        run = experiment.run()
+    assert [row["threads"] for row in run.metrics if row["step"]] == counts
+
+    def update(trainer, *given):
+        computed.append(trainer.threads)
+        return original(trainer, *given)
+
+    original = Trainer.update
+    monkeypatch.setattr(Trainer, "update", update)
+    again = replayed(experiment, run.directory)
+    assert computed == [row["threads"] for row in again.metrics if row["step"]] == counts
+    assert losses(again.metrics) == losses(run.metrics)
 
 
 def test_another_algorithm_sees_the_same_groups_and_learns_otherwise(recorded):

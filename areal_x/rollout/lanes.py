@@ -6,7 +6,6 @@ accelerator has one lane.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -14,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from areal_x import cores
 from areal_x.rollout.sampler import Decoded, Sampler, SlotRequest
 
 LEAST_SLOTS = 8  # in a lane: a step of fewer costs nearly as much
@@ -23,7 +23,6 @@ class Lanes:
     """An `areal_x.rollout.sampler.Sampler`. Slot s is slot s // lanes of lane s % lanes, so that few requests spread too.
 
     prepare: makes of a trainer's snapshot what each lane loads. begin: called once on each lane's thread.
-    busy: whether its threads compute now.
     """
 
     def __init__(
@@ -32,7 +31,6 @@ class Lanes:
         self.lanes = lanes
         self.slots = sum(lane.slots for lane in lanes)
         self.context = lanes[0].context
-        self.busy = False
         self._prepare = prepare
         self._threads = ThreadPoolExecutor(len(lanes), thread_name_prefix="lane", initializer=begin)
 
@@ -67,21 +65,12 @@ class Lanes:
 
     def _run(self, calls: Sequence[tuple[Callable[..., Any], tuple[Any, ...]]]) -> list[Any]:
         """The results of all calls, each on its own thread."""
-        self.busy = True
-        try:
-            return list(self._threads.map(lambda work: work[0](*work[1]), calls))
-        finally:
-            self.busy = False
-
-
-def cores() -> int:
-    """How many this process may use."""
-    return len(os.sched_getaffinity(0))
+        return list(self._threads.map(lambda work: work[0](*work[1]), calls))
 
 
 def lanes_on_cpu(slots: int) -> int:
     """The most lanes of equal size, up to a core each."""
-    most = min(cores(), slots // LEAST_SLOTS)
+    most = min(cores.available(), slots // LEAST_SLOTS)
     return max((n for n in range(1, most + 1) if slots % n == 0), default=1)
 
 

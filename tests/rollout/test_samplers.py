@@ -201,7 +201,7 @@ def test_any_number_of_lanes_draws_what_two_draw(backend: str, trainer: Any, sam
 
 
 def test_lanes_are_of_equal_size_and_none_is_tiny(monkeypatch) -> None:
-    monkeypatch.setattr("areal_x.rollout.lanes.cores", lambda: 8)
+    monkeypatch.setattr("areal_x.rollout.lanes.cores.available", lambda: 8)
     assert [lanes_on_cpu(slots) for slots in (1, 8, 15, 16, 60, 64, 256)] == [1, 1, 1, 2, 6, 8, 8]
 
 

@@ -18,6 +18,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from urllib.parse import urlsplit
 
+from areal_x import cores
 from areal_x.errors import ConfigError, UserError
 from areal_x.rollout.vllm import adapters, guard
 from areal_x.rollout.vllm.client import MODEL, RECORD_EXPERTS, VLLMClient
@@ -112,7 +113,7 @@ def default_threads(servers: int) -> int:
     threads on two cores slow each other down manyfold (a server of two threads beside other work: 900 tokens/s spinning, 6,500
     passively waiting; of one thread: 7,900).
     """
-    return max(1, len(os.sched_getaffinity(0)) // 2 // servers)
+    return max(1, cores.available() // 2 // servers)
 
 
 def start(launch: Launch) -> Server:

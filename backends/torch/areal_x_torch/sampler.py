@@ -20,7 +20,8 @@ from jaxtyping import Int
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from areal_x.rollout.lanes import Lanes, cores, lanes_on_cpu
+from areal_x import cores
+from areal_x.rollout.lanes import Lanes, lanes_on_cpu
 from areal_x.rollout.sampler import Decoded, SlotRequest
 from areal_x_torch import lora
 from areal_x_torch.cache import ATTENTION, Cache, Prefill, layers_of
@@ -107,7 +108,7 @@ class Sampler(Lanes):
         layers = layers_of(self.model)
         step = traced(self.model, layers)
         caches = [Cache(layers, slots // count, context, dtype, model.device) for _ in range(count)]
-        begin = partial(torch.set_num_threads, max(1, cores() // count)) if on_cpu else None
+        begin = partial(torch.set_num_threads, max(1, cores.available() // count)) if on_cpu else None
         super().__init__([Lane(self.model, step, cache) for cache in caches], self._copy_in, begin)
 
     @torch.inference_mode()

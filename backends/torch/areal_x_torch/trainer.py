@@ -22,7 +22,6 @@ from areal_x import lora as adapter_files
 from areal_x import model_dir
 from areal_x.checkpoint import Wait
 from areal_x.errors import ConfigError, UserError
-from areal_x.rollout.lanes import Lanes
 from areal_x.trainer import Loss, TrainerConfig, is_largest, recorded_experts
 from areal_x.types import IMAGES, Batch, Policy
 from areal_x_torch import attention, blocks, context, experts, head, loading, lora, model, optimizers, sharded
@@ -79,8 +78,14 @@ class Trainer:
         if not config.frozen:
             self.optimizer = optimizers.Optimizer(self.trained.items(), config.optimizer)
         self.version = 0
-        self._threads = torch.get_num_threads()
-        self._beside: Lanes | None = None  # the sampler that shares the CPU with this trainer
+
+    @property
+    def threads(self) -> int | None:
+        return torch.get_num_threads() if self.device.type == "cpu" and self.mesh is None else None
+
+    @threads.setter
+    def threads(self, count: int) -> None:
+        torch.set_num_threads(count)
 
     def update(self, batch: Batch, loss: Loss) -> dict[str, float]:
         if batch.weights is None:
@@ -88,7 +93,6 @@ class Trainer:
         self._need_moments("update")
         check_images(batch, self.model.config)
         batch = batch.replace(experts=self._replayed(batch))
-        self._leave_cores()
         self.optimizer.zero_grad()  # what a loss that raised has left behind
         tokens = max(int(np.sum(batch.mask)), 1)
         zero = partial(torch.zeros, (), device=self.device)
@@ -177,8 +181,7 @@ class Trainer:
         # Who has a part of the model alone, or one whose blocks are compiled, samples with a whole one beside it.
         own = self.mesh is None and not self.config.compile
         of = self.model if own else loading.frozen(self.directory, self.device, self.dtype)
-        self._beside = Sampler(of, slots, context, self.dtype)
-        return self._beside
+        return Sampler(of, slots, context, self.dtype)
 
     def save(self, directory: Path | None) -> None:
         self._need_moments("state to save")
@@ -247,12 +250,6 @@ class Trainer:
         spread(teacher, self.mesh, self.dtype, self.device, ends=False)  # the student's pass reads its head
         loading.fill(teacher, directory)
         return teacher
-
-    def _leave_cores(self) -> None:
-        """On a CPU, half of the cores while the sampler decodes. On all of them each operation would wait for the threads whose
-        core a lane has: an asynchronous step on two cores takes 0.7 of the time this way."""
-        if self.device.type == "cpu" and self._beside is not None:
-            torch.set_num_threads(max(1, self._threads // 2) if self._beside.busy else self._threads)
 
     def _policy(
         self,
