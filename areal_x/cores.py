@@ -16,6 +16,7 @@ VARIABLE = "GOMP_SPINCOUNT"
 BRIDGING = "10000"  # turns: enough from one operation to the next
 SHARING = "1000"  # beside servers: a training-bound run took 0.95 of the synchronous time on two cores, with 10,000 turns 1.02
 WAITED = 0.05  # of a step's time: beyond it generation is what the run waits for
+TRIED = 64  # steps from one trial of the other count to the next
 
 
 def spin() -> None:
@@ -35,27 +36,22 @@ def available() -> int:
 
 
 class Threads:
-    """How many threads a trainer computes a step with: all, or, where the run waits for generation, those it does not need.
+    """How many threads a trainer computes a step with: all, or, where that is the better, as many fewer as generate meanwhile.
 
-    A generation-bound run on two cores took 33 s with one thread and 46 s with two, a training-bound one is slower with one. A
-    count holds for a whole step and is written down, as the last bits of some products depend on it.
+    Fewer are better where the run waits for generation, and where threads whose cores are taken slow the trainer itself down (a
+    step of a small model took 0.8 s with two threads on two cores beside a server, and 0.3 s with one); a large model is
+    faster with all. So both are tried, now and then. A count holds for a whole step and is written down, as the last bits of
+    some products depend on it.
 
     trainer: with `threads`, an int that can be set (areal_x.trainer.Trainer). generating: threads that generate meanwhile.
     """
 
     def __init__(self, trainer: Any, generating: int) -> None:
-        self._trainer, self._generating = trainer, generating
+        self._trainer = trainer
         self._most: int | None = getattr(trainer, "threads", None)
-
-    def __call__(self, waited_seconds: float, last_seconds: float | None) -> int | None:
-        """Sets the step's count and gives it, None where it is not ours to set. waited_seconds: for this step's groups.
-        last_seconds: that the step before took, None before the first, whose groups every run waits for."""
-        if self._most is None:
-            return None
-        count = self.choose(self._most, waited_seconds, last_seconds)
-        if count != self._trainer.threads:
-            self._trainer.threads = count
-        return count
+        self._fewer = max(1, (self._most or 1) - generating)
+        self._cost: dict[int, float] = {}  # seconds a token, by count, when it was taken last
+        self._steps = 0
 
     def __enter__(self) -> Threads:
         return self
@@ -64,6 +60,29 @@ class Threads:
         if self._most is not None:
             self._trainer.threads = self._most
 
-    def choose(self, most: int, waited_seconds: float, last_seconds: float | None) -> int:
-        waits = last_seconds is not None and waited_seconds > WAITED * last_seconds
-        return max(1, most - self._generating) if waits else most
+    def before(self, waited: float) -> int | None:
+        """Sets the next step's count and gives it, None where it is not ours to set. waited: for the step's groups, as a part
+        of the time that the step before took."""
+        self._steps += 1
+        if self._most is None:
+            return None
+        count = self.choose(waited)
+        if count != self._trainer.threads:
+            self._trainer.threads = count
+        return count
+
+    def after(self, seconds: float, tokens: float) -> None:
+        """What computing the step took."""
+        if self._most is not None and self._steps > 1:  # the first step prepares what the others find
+            self._cost[self._trainer.threads] = seconds / max(tokens, 1)
+
+    def choose(self, waited: float) -> int:
+        most = self._most or 1
+        if self._steps == 1 or self._fewer == most:  # every run waits for its first groups
+            return most
+        if waited > WAITED:
+            return self._fewer
+        if missing := [count for count in (self._fewer, most) if count not in self._cost]:
+            return missing[0]
+        better = min(self._cost, key=self._cost.__getitem__)
+        return most + self._fewer - better if self._steps % TRIED == 0 else better

@@ -145,7 +145,7 @@ class Experiment(Settings):
             message(f"resumed from step {step}")
         engine = self.create_engine(directory, trainer, workflow, run, message)
         step, skipped = trainer.version // self.minibatches, 0
-        seconds = None
+        seconds = np.inf
 
         with (
             Journal(run, self.journal.keep_steps) as journal,
@@ -167,7 +167,7 @@ class Experiment(Settings):
                 watch, before = Stopwatch(step + 1), rollout.stats()
                 groups = rollout.take()
                 watch.lap("wait_seconds")
-                computing = threads(watch.total, seconds)
+                computing = threads.before(watch.total / seconds)
                 ages = staleness(groups, step)
                 batches = make_batches(groups, self.algorithm, self.row_length, models, step, self.minibatches)
                 watch.lap("logprob_seconds")
@@ -189,6 +189,7 @@ class Experiment(Settings):
                 row = {"step": step, **describe(groups, ages), **learned, **watch.laps, "seconds": seconds}
                 if computing is not None:
                     row["threads"] = computing
+                    threads.after(row["logprob_seconds"] + row["update_seconds"], row["packed_tokens"])
                 row["pause_seconds"] = published.paused_seconds
                 if published.bytes:
                     row["published_bytes_per_second"] = published.bytes / watch.laps["publish_seconds"]

@@ -64,8 +64,8 @@ class RecordedThreads(cores.Threads):
         super().__init__(trainer, generating=0)
         self._counts = iter(counts)
 
-    def choose(self, most: int, *_: Any) -> int:
-        return next(self._counts, None) or most
+    def choose(self, waited: float) -> int:
+        return next(self._counts, None) or self._most or 1
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

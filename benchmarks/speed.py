@@ -65,8 +65,8 @@ class Regime:
 NARROW = {"hidden_size": 160, "intermediate_size": 352, "num_attention_heads": 5, "num_key_value_heads": 1}
 WIDE = {"hidden_size": 512, "intermediate_size": 1664, "num_attention_heads": 8, "num_hidden_layers": 8, "head_dim": 64}
 REGIMES = {
-    "rollout": Regime(16, groups=4, group_size=4, prompt=16, median=60, longest=320, model=NARROW),
-    "trainer": Regime(16, groups=2, group_size=8, prompt=160, median=40, longest=96, model=WIDE),
+    "rollout": Regime(48, groups=4, group_size=4, prompt=16, median=60, longest=320, model=NARROW),
+    "trainer": Regime(20, groups=2, group_size=8, prompt=160, median=40, longest=96, model=WIDE),
 }
 
 

@@ -39,27 +39,49 @@ def test_a_trainer_spins_for_less_long_beside_servers_on_its_machine(settings, v
     assert said(settings, **variables) == spins
 
 
-@pytest.mark.parametrize(
-    ("generating", "waited", "last", "count"),
-    [
-        (1, 3.0, None, 4),  # every run waits for its first groups
-        (1, 0.4, 10.0, 4),
-        (1, 0.6, 10.0, 3),
-        (3, 9.0, 10.0, 1),
-        (9, 9.0, 10.0, 1),
-        (0, 9.0, 10.0, 4),  # generation that waits meanwhile, or has cores of its own
-    ],
-)
-def test_a_step_that_waited_for_generation_leaves_it_its_threads(generating, waited, last, count):
-    trainer = SimpleNamespace(threads=4)
+def counts(generating, waited, cost, steps=8, most=4):
+    """Of each step, of a trainer whose tokens cost this much by count."""
+    trainer, taken = SimpleNamespace(threads=most), []
     with cores.Threads(trainer, generating) as threads:
-        assert threads(waited, last) == trainer.threads == count
-    assert trainer.threads == 4
+        for _ in range(steps):
+            taken.append(threads.before(waited))
+            assert trainer.threads == taken[-1]
+            threads.after(cost[taken[-1]] * 100, tokens=100)
+    assert trainer.threads == most
+    return taken
+
+
+def test_a_run_that_waits_for_generation_leaves_it_its_threads():
+    assert counts(generating=1, waited=0.06, cost={3: 2.0, 4: 1.0}) == [4, 3, 3, 3, 3, 3, 3, 3]  # every run waits at first
+
+
+@pytest.mark.parametrize(("cost", "better"), [({3: 2.0, 4: 1.0}, 4), ({3: 1.0, 4: 2.0}, 3)])
+def test_a_run_that_does_not_wait_keeps_the_quicker_count_and_tries_the_other_now_and_then(cost, better):
+    taken = counts(generating=1, waited=0.04, cost=cost, steps=2 * cores.TRIED)
+    assert taken[:4] == [4, 3, 4, better]
+    assert taken[3 : cores.TRIED - 1] == [better] * (cores.TRIED - 4)
+    assert taken[cores.TRIED - 1 : cores.TRIED + 1] == [7 - better, better]
+    assert taken[-1] == 7 - better
+
+
+def test_what_the_first_step_took_says_nothing():
+    taken, trainer = [], SimpleNamespace(threads=2)
+    with cores.Threads(trainer, 1) as threads:
+        for seconds in (9.0, 3.0, 1.0, 1.0):
+            taken.append(threads.before(0.0))
+            threads.after(seconds, tokens=1)
+    assert taken == [2, 1, 2, 2]
+
+
+@pytest.mark.parametrize(("generating", "fewest"), [(0, 4), (3, 1), (9, 1)])
+def test_a_trainer_keeps_a_thread_and_all_where_nothing_generates_beside_it(generating, fewest):
+    assert min(counts(generating, waited=1.0, cost=dict.fromkeys(range(5), 1.0))) == fewest
 
 
 @pytest.mark.parametrize("trainer", [SimpleNamespace(), SimpleNamespace(threads=None)])
 def test_a_trainer_that_has_no_say_in_its_threads_is_left_alone(trainer):
     before = vars(trainer).copy()
     with cores.Threads(trainer, 1) as threads:
-        assert threads(9.0, 10.0) is None
+        assert threads.before(1.0) is None
+        threads.after(1.0, tokens=1)
     assert vars(trainer) == before
