@@ -37,7 +37,7 @@ class Ask:
 
 @dataclass(frozen=True)
 class Answer:
-    """What came of an Ask. prompt: the tokens that the engine was given. stopped_by: the text of `stop` that ended it, if any."""
+    """What came of an Ask. prompt: as the engine was given it. stopped_by: the text of `stop` that ended it, or None."""
 
     prompt: Int32[np.ndarray, " P"]
     completion: Completion
