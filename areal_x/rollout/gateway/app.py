@@ -202,8 +202,9 @@ async def unknown(request: Request, error: Exception) -> Response:
     """No such route, or not with this method."""
     assert isinstance(error, HTTPException)
     dialect = ANTHROPIC if "anthropic-version" in request.headers else OPENAI
-    status = 404 if error.status_code == 404 else 400
-    return dialect.refused(ApiError(status, f"{request.method} {request.url.path} is not served here", "no_such_route"))
+    return dialect.refused(
+        ApiError(error.status_code, f"{request.method} {request.url.path} is not served here", "no_such_route")
+    )
 
 
 def keys_of(request: Request) -> list[str]:

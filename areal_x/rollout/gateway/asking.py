@@ -15,7 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from areal_x.rollout.chat.dialogue import Answer, Ask
 from areal_x.rollout.engine import SamplingParams
-from areal_x.rollout.gateway.errors import ApiError, unsupported
+from areal_x.rollout.gateway.errors import ApiError
 
 Text = Callable[[Int32[np.ndarray, " N"]], str]  # of tokens
 
@@ -28,23 +28,6 @@ Positive = Annotated[int, Field(ge=1)]
 Some = Annotated[str, Field(min_length=1)]
 ToolName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,128}$")]
 
-# What a chat template is given by others, or what would replace it.
-NOT_FOR_TEMPLATES = {
-    "add_generation_prompt",
-    "chat_template",
-    "continue_final_message",
-    "conversation",
-    "documents",
-    "messages",
-    "padding",
-    "return_assistant_tokens_mask",
-    "return_dict",
-    "return_tensors",
-    "tokenize",
-    "tokenizer_kwargs",
-    "tools",
-    "truncation",
-}
 PIECE = 48  # characters of a stream's piece
 
 
@@ -143,11 +126,8 @@ def template_of(
     """What the chat template is told beside messages and tools; nothing where the client left everything at its default.
 
     choice: "auto" and "none" say nothing, as `none` takes the tools away instead. effort: "none" also sets `enable_thinking`.
-    given: the client's own words to the template.
+    given: the client's own words to the template; which of them it may say is for the renderer to know.
     """
-    given = given or {}
-    if forbidden := sorted(NOT_FOR_TEMPLATES & given.keys()):
-        raise unsupported(f"chat_template_kwargs.{forbidden[0]}", "the gateway sets it itself")
     template: dict[str, Any] = {}
     if choice not in (None, "auto", "none"):
         template["tool_choice"] = choice
@@ -157,7 +137,7 @@ def template_of(
         template["reasoning_effort"] = effort
         if effort == "none":
             template["enable_thinking"] = False
-    return template | dict(given)
+    return template | dict(given or {})
 
 
 def named(choice: str | None, tools: Sequence[Mapping[str, Any]]) -> None:

@@ -73,7 +73,9 @@ class SessionState:
         return tuple(replace(call, reward=self.rewards.get(call.id)) for call in finished)
 
     def touch(self, now: float) -> None:
-        self.touched = max(self.touched, now)
+        """Anything that a client asked for, also what it only wanted to know. Too late it changes nothing."""
+        if self.abandon(now) is None:
+            self.touched = max(self.touched, now)
 
     def begin(self, ids: Iterable[str], now: float) -> None:
         """Calls that are asked for at once: all of them begin, or none."""
@@ -142,9 +144,9 @@ class SessionState:
         return self.outcome
 
     def _go_on(self, now: float) -> None:
-        if self.abandon(now) is not None:
-            raise over()
         self.touch(now)
+        if self.outcome is not None:
+            raise over()
 
 
 @dataclass

@@ -31,4 +31,4 @@ def talk(gateway, run):
 
     yield begin
     for one in opened:
-        one.do(one.session.close)
+        one.close()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import anthropic
 import numpy as np
@@ -116,10 +116,11 @@ class Talk:
     session: object
     engine: Scripted
     run: object
+    clients: list = field(default_factory=list)
 
     @property
     def openai(self):
-        return openai.OpenAI(base_url=self.session.base_url, api_key=self.session.key)
+        return self.client(openai.OpenAI)
 
     @property
     def openai_async(self):
@@ -127,7 +128,17 @@ class Talk:
 
     @property
     def anthropic(self):
-        return anthropic.Anthropic(base_url=self.session.url, api_key=self.session.key)
+        return self.client(anthropic.Anthropic, base_url=self.session.url)
+
+    def client(self, kind, **how):
+        """One of its own, closed with the session."""
+        self.clients.append(kind(**{"base_url": self.session.base_url, "api_key": self.session.key, **how}))
+        return self.clients[-1]
+
+    def close(self):
+        for client in self.clients:
+            client.close()
+        self.do(self.session.close)
 
     def chat(self, text="hi", **more):
         return self.openai.chat.completions.create(model="policy", messages=[{"role": "user", "content": text}], **more)

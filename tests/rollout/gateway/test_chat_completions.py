@@ -293,7 +293,6 @@ REFUSED = [
     ({"wings": 2}, "wings"),
     ({"response_format": {"type": "json_object"}}, "response_format"),
     ({"response_format": {"type": "json_schema", "json_schema": {}}}, "response_format"),
-    ({"chat_template_kwargs": {"chat_template": "{{ 1 }}"}}, "chat_template_kwargs.chat_template"),
     ({"continue_final_message": True}, "continue_final_message"),
     ({"tools": [{"type": "web_search"}]}, "tools.0"),
     ({"tools": [{"type": "function", "function": {"name": "no spaces"}}]}, "tools.0.function.name"),

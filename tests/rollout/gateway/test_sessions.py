@@ -147,6 +147,14 @@ def test_a_session_is_abandoned_after_a_time_without_requests_but_not_while_one_
     refused(409, state.begin, ["b"], 961.0)
 
 
+def test_a_sign_of_life_keeps_a_session_but_brings_none_back():
+    state = SessionState(LIMITS, 0.0)
+    state.touch(59.0)
+    assert state.abandon(118.9) is None
+    state.touch(119.0)
+    assert state.outcome == TimedOut(119.0)
+
+
 def test_a_session_ends_after_its_time_even_while_a_call_runs():
     state = SessionState(LIMITS, 100.0)
     state.begin(["a"], 159.0)
@@ -205,10 +213,7 @@ class AnySession(RuleBasedStateMachine):
 
     def tried(self, allowed, change, *arguments):
         """Does it, and says whether it was done; it must be done exactly where the model allows it."""
-        timed_out = self.now >= 1000 or (not self.running and self.now >= self.touched + 60)
-        self.over = self.over or timed_out
-        if not self.over:
-            self.touched = self.now
+        self.look()
         try:
             change(*arguments, self.now)
             done = True
@@ -216,6 +221,12 @@ class AnySession(RuleBasedStateMachine):
             done = False
         assert done == (allowed and not self.over)
         return done
+
+    def look(self):
+        """What any request does."""
+        self.over = self.over or self.now >= 1000 or (not self.running and self.now >= self.touched + 60)
+        if not self.over:
+            self.touched = self.now
 
     @rule(seconds=st.sampled_from([0.0, 1.0, 59.0, 61.0, 500.0]))
     def time_passes(self, seconds):
@@ -241,9 +252,9 @@ class AnySession(RuleBasedStateMachine):
     @rule(data=st.data())
     def drop(self, data):
         name = data.draw(st.sampled_from(self.running))
+        self.look()
         self.state.drop([name], self.now)
         self.running.remove(name)
-        self.touched = self.now
 
     @rule(data=st.data(), value=st.floats(-1, 1))
     def reward(self, data, value):
