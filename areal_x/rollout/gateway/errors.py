@@ -5,6 +5,7 @@ Official clients choose their exception class by the status, and whether to try 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -82,10 +83,16 @@ def _kind(kinds: Mapping[int, str], status: int) -> str:
     return kinds.get(status) or kinds[status // 100 * 100]
 
 
+def _of_the_body(part: str | int) -> bool:
+    """And not the name of a branch that pydantic tried."""
+    return isinstance(part, int) or (re.fullmatch("[a-z_]+", part) is not None and part != "str")
+
+
 def _invalid(error: ValidationError) -> ApiError:
     """The finding that reaches deepest says most: where a value may be text or a list, the other branches fail at its top."""
     worst = max(error.errors(include_url=False), key=lambda found: len(found["loc"]))
-    param = ".".join(map(str, worst["loc"]))
+    *path, last = worst["loc"] or ("",)
+    param = ".".join(str(part) for part in (*filter(_of_the_body, path), last))
     match worst["type"]:
         case "json_invalid":
             return ApiError(400, f"the body is not JSON: {worst['ctx']['error']}", "invalid_json")

@@ -158,6 +158,7 @@ def test_a_stop_text_ends_the_answer_but_not_what_is_trained_on(talk):
         choice = one.chat(stop=stop).choices[0]
         assert (choice.message.content, choice.finish_reason) == ("yes", "stop")
     assert [read(call.completion.tokens) for call in one.calls()] == [f"yes. no.{END}"] * 2
+    assert one.chat(stop=".", max_tokens=6).choices[0].finish_reason == "stop"
 
 
 def test_a_completion_that_was_cut_says_so(talk):
@@ -278,10 +279,14 @@ def test_several_choices_stream_one_after_the_other(talk):
 REFUSED = [
     ({"messages": []}, "messages"),
     ({"messages": [{"role": "robot", "content": "x"}]}, "messages.0"),
-    ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]}, "messages.0"),
+    (
+        {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
+        "messages.0.user.content.0.type",
+    ),
     ({"messages": [{"role": "tool", "content": "x"}]}, "messages.0.tool.tool_call_id"),
     ({"temperature": -1}, "temperature"),
     ({"temperature": "hot"}, "temperature"),
+    ({"leftWing": 1}, "leftWing"),
     ({"top_p": 0}, "top_p"),
     ({"max_tokens": 0}, "max_tokens"),
     ({"n": 0}, "n"),
@@ -297,6 +302,7 @@ REFUSED = [
     ({"tools": [{"type": "web_search"}]}, "tools.0"),
     ({"tools": [{"type": "function", "function": {"name": "no spaces"}}]}, "tools.0.function.name"),
     ({"tools": [ADD], "tool_choice": {"type": "function", "function": {"name": "sub"}}}, "tool_choice"),
+    ({"tool_choice": {"type": "function", "function": {}}}, "tool_choice.function.name"),
 ]
 
 

@@ -131,6 +131,7 @@ def test_why_a_completion_ended_is_said(talk):
     stopped = ask(one, stop_sequences=["!", "."])
     assert (stopped.content[0].text, stopped.stop_reason, stopped.stop_sequence) == ("yes", "stop_sequence", ".")
     assert read(one.calls()[1].completion.tokens) == f"yes. no!{END}"
+    assert ask(one, max_tokens=6, stop_sequences=["."]).stop_reason == "stop_sequence"
 
 
 def test_arguments_that_are_no_object_are_handed_on_as_text_and_come_back_as_they_were(talk):
@@ -178,6 +179,8 @@ def test_the_events_of_a_stream_come_in_order(talk):
     blocks = [kind for one in deltas for kind in ("content_block_start", *one, "content_block_stop")]
     assert kinds == ["message_start", *blocks, "message_delta", "message_stop"]
     assert events[0].message.content == []
+    begun = [event.content_block for event in events if event.type == "content_block_start"]
+    assert [begun[0].thinking, begun[1].text, begun[2].input, begun[3].input] == ["", "", {}, {}]
     assert events[0].message.usage.output_tokens == 0
     assert events[-2].delta.stop_reason == "tool_use"
     assert events[-2].usage.output_tokens == len(THINKS) + 1

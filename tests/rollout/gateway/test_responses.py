@@ -63,13 +63,15 @@ def test_items_become_messages_and_what_the_assistant_said_at_once_stays_one(tal
         {"type": "function_call_output", "call_id": "c2", "output": [{"type": "input_text", "text": "3"}]},
         {"role": "assistant", "content": "two"},
         {"role": "assistant", "content": "again two"},
+        {"type": "reasoning", "summary": [{"type": "summary_text", "text": "sure"}]},
+        {"role": "assistant", "content": "yes"},
         {"role": "user", "content": "and?"},
     ]
     ask(one, input=items)
     assert one.engine.prompts == [
         f"system:be brief{END}user:1+1?{END}"
         f"assistant:<think>so</think>wait<tool>add {{}}</tool><tool>add []</tool>{END}tool:2{END}tool:3{END}"
-        f"assistant:two{END}assistant:again two{END}user:and?{END}assistant:"
+        f"assistant:two{END}assistant:again two{END}assistant:<think>sure</think>yes{END}user:and?{END}assistant:"
     ]
 
 

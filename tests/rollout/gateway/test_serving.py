@@ -4,6 +4,7 @@ import asyncio
 import json
 import signal
 import socket
+import sys
 from concurrent.futures import ThreadPoolExecutor
 
 import anthropic
@@ -411,6 +412,16 @@ def test_a_session_that_nobody_uses_times_out(talk, run):
         one.chat()
 
 
+def test_asking_for_its_state_keeps_a_session_open(talk):
+    one = talk()
+    one.session.state.touched -= 500
+    before = one.session.state.touched
+    httpx.get(one.session.url, headers={"x-api-key": "wrong"})
+    assert one.session.state.touched == before
+    httpx.get(one.session.url, headers={"x-api-key": one.session.key})
+    assert one.session.state.touched >= before + 500
+
+
 def test_a_session_beyond_its_time_is_ended_while_its_call_runs(talk, run):
     one = talk(held=True)
     answer = in_background(one.chat)
@@ -508,6 +519,7 @@ def test_an_agent_asks_for_a_session_with_the_gateways_key_and_comes_again_while
 # The server
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere 127.0.0.2 is no address of the machine")
 def test_only_this_machine_can_connect(gateway):
     port = gateway.port
     with socket.create_connection(("127.0.0.1", port)):
