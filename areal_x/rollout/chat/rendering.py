@@ -183,13 +183,12 @@ def text_content(content: Any) -> str:
     """Raises Unrenderable for content that is neither a text nor parts that are."""
     if content is None or isinstance(content, str):
         return content or ""
-    parts = [part if isinstance(part, Mapping) else {} for part in content] if isinstance(content, Sequence) else [{}]
-    if not all(part.get("type") == "text" and isinstance(part.get("text"), str) for part in parts):
-        kinds = sorted({str(part.get("type")) for part in parts} - {"text"})
-        raise Unrenderable(
-            f"content must be a text or parts of the type 'text', not {', '.join(kinds) or type(content).__name__}"
-        )
-    return "\n".join(part["text"] for part in parts)
+    if not isinstance(content, Sequence):
+        raise Unrenderable(f"content must be a text or parts of the type 'text', this is {str(content)[:100]!r}")
+    for part in content:
+        if not isinstance(part, Mapping) or part.get("type") != "text" or not isinstance(part.get("text"), str):
+            raise Unrenderable(f"parts of content must be of the type 'text', this is {str(part)[:100]!r}")
+    return "\n".join(part["text"] for part in content)
 
 
 def reply_of(parsed: Mapping[str, Any], key: bytes) -> Reply:
