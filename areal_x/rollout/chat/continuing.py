@@ -167,9 +167,10 @@ def _marked(message: Message, begun: str, text: str) -> tuple[Message, list[str]
 
 
 def _behind(renderer: Renderer, held: Held, shown: str, words: Sequence[str]) -> Int32[np.ndarray, " N"] | None:
-    """The tokens behind the reply. None where the template does not show all of it, behind what it showed before."""
+    """The tokens behind the reply. None where the template does not show all of it behind what it showed before, or not in the
+    order in which replies are read."""
     places = [shown.rfind(word) for word in words]
-    if places != sorted(places) or places[0] < len(held.before) or not shown.startswith(held.before):
+    if places != sorted(places) or places[0] < len(held.before):
         return None
     rest = renderer.encode(shown[places[-1] + len(words[-1]) :])
     special = np.flatnonzero(np.isin(rest, list(renderer.special)))

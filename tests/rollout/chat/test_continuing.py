@@ -17,6 +17,7 @@ from tests.rollout.chat.speaking import END, TOOLS, Says, tokenizer_of
 from tests.rollout.chat.truth import truth_of
 
 USER = {"role": "user", "content": "what is the sum?"}
+CALLED = "{{ m.tool_calls[0].function.arguments if m.tool_calls }}"
 AGAIN = {"role": "user", "content": "try again"}
 
 
@@ -137,6 +138,40 @@ def test_where_the_last_reply_is_rewritten_those_before_it_keep_their_tokens():
         "\n<|im_start|>user\ntry again<|im_end|>\n<|im_start|>assistant\nit is 41<|im_end|>"
     )
     assert merged(speaker.calls).counts == {"first": 1, "continued": 1, "rewritten": 1, "forked": 0}
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        "{{ m.content }}",
+        CALLED + "{{ m.content }}",
+        CALLED,
+        "{{ raise_exception('no') if 'placeholder' in m.content }}{{ m.content }}" + CALLED,
+    ],
+)
+def test_a_template_that_does_not_show_a_reply_as_it_was_written_is_given_all_as_text(message):
+    speaker, tokenizer = speaking(
+        "qwen25", 'I look.<tool_call>\n{"name": "add", "arguments": {}}\n</tool_call><|im_end|>', "42"
+    )
+    template = tokenizer.chat_template
+    try:
+        tokenizer.chat_template = f"{{% for m in messages %}}<|im_start|>{message}<|im_end|>{{% endfor %}}{{# tools #}}"
+        first = say(speaker, USER, tools=TOOLS)
+        answer = first.reply.message()
+        second = say(speaker, USER, answer, {"role": "tool", "content": "42"}, tools=TOOLS)
+        assert behind(tokenizer, first, second) is None
+    finally:
+        tokenizer.chat_template = template
+
+
+def test_a_template_that_shows_nothing_beside_a_call_is_given_all_as_text():
+    speaker, tokenizer = speaking(
+        "llama31", 'I look.<tool_call>\n{"name": "add", "arguments": {}}\n</tool_call><|eot_id|>', "42"
+    )
+    first = say(speaker, USER, tools=TOOLS)
+    assert first.reply.content == "I look."
+    second = say(speaker, USER, first.reply.message(), {"role": "tool", "content": "42"}, tools=TOOLS)
+    assert behind(tokenizer, first, second) is None
 
 
 def test_what_the_agent_said_differently_is_made_of_text_anew():
