@@ -171,7 +171,7 @@ def for_templates(message: Message) -> dict[str, Any]:
     """
     if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
         raise Unrenderable(f"a message must be an object with a role and content, this is {str(message)[:100]!r}")
-    made = {name: value for name, value in message.items() if value is not None}
+    made = {name: value for name, value in message.items() if value not in (None, [], ())}  # many ask whether a key is there
     made["role"] = ROLES.get(made["role"], made["role"])
     made["content"] = text_content(message.get("content"))
     if calls := made.get("tool_calls"):

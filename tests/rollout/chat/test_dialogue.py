@@ -71,6 +71,13 @@ def test_a_dialogue_grows_by_both_sides_and_stays_as_it_was_where_nothing_came_o
     assert dialogue.latest.reply is answered
 
 
+def test_the_variables_of_a_dialogue_reach_the_template():
+    tokenizer = tokenizer_of("qwen3")
+    speaker = Speaker(TemplateRenderer(tokenizer), says("42"))
+    asyncio.run(Dialogue(speaker, SamplingParams(), template={"enable_thinking": False}).say(USER))
+    assert tokenizer.decode(speaker.calls[0].prompt).endswith("</think>\n\n")
+
+
 def test_the_text_of_a_dialogue_ends_where_a_stop_text_does():
     dialogue = Dialogue(Speaker(RENDERER, says("it is 42. Done. Or not")), SamplingParams(), stop=("Done",))
     assert asyncio.run(dialogue.say(USER)).content == "it is 42. "
@@ -93,6 +100,20 @@ def test_what_is_kept_is_the_text_before_the_first_stop_text_in_the_tokens_that_
         return
     assert RENDERER.text(kept) == text[: min(places)]
     assert text[min(places) :].startswith(stopped_by)
-    same = next((n for n, (a, b) in enumerate(zip(kept, tokens, strict=False)) if a != b), len(kept))
     whole = max(n for n in range(len(tokens) + 1) if text[: min(places)].startswith(RENDERER.text(tokens[:n])))
-    assert same >= min(whole, len(kept)) or RENDERER.text(tokens[:same]) == RENDERER.text(tokens[:whole])
+    assert np.array_equal(kept[:whole], tokens[:whole])
+
+
+def test_a_token_that_ends_a_character_and_begins_a_stop_text_gives_way_as_the_whole_character_does():
+    words = [b"a", b"\xe2\x80", b"\x9d\n", b"b", "”".encode()]
+
+    class Bytes:
+        def text(self, tokens):
+            return b"".join(words[token] for token in tokens).decode("utf-8", "replace")
+
+        def encode(self, text):
+            assert text == "”"
+            return np.asarray([4], np.int32)
+
+    kept, stopped_by = cut(Bytes(), np.asarray([0, 1, 2, 3], np.int32), ("\n",))
+    assert (kept.tolist(), stopped_by) == ([0, 4], "\n")

@@ -1,9 +1,11 @@
 """Prompts as chat templates write them, completions as they are read, and what cannot be written as one sentence."""
 
 import asyncio
+import copy
 
 import numpy as np
 import pytest
+from tokenizers.processors import TemplateProcessing
 
 from areal_x.errors import UserError
 from areal_x.rollout.chat.reading import Reply
@@ -51,6 +53,24 @@ def test_parts_are_joined_nothing_is_no_text_and_a_developer_is_a_system():
     text = rendered("qwen25", [{"role": "developer", "content": "Be brief."}, {"role": "user", "content": parts}])
     assert text.startswith("<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\none\ntwo<|im_end|>\n")
     assert "<|im_start|>assistant\n<|im_end|>" in rendered("qwen25", [USER, {"role": "assistant", "content": None}, USER])
+
+
+def test_keys_without_a_value_are_not_there():
+    for nothing in (None, []):
+        text = rendered("llama31", [USER, {"role": "assistant", "content": "x", "tool_calls": nothing}, USER])
+        assert "<|end_header_id|>\n\nx<|eot_id|>" in text
+
+
+def test_a_tokenizer_that_begins_texts_with_a_token_begins_plain_prompts_with_it_and_nothing_else():
+    tokenizer = copy.deepcopy(tokenizer_of("llama31"))
+    bos = tokenizer.bos_token_id
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing("<|begin_of_text|> $A", None, [("<|begin_of_text|>", bos)])
+    assert tokenizer.encode("1")[0] == bos
+    plain, chat = PlainRenderer(tokenizer), TemplateRenderer(tokenizer)
+    assert asyncio.run(plain.prompt([USER], (), {})).tolist().count(bos) == 1
+    assert asyncio.run(chat.prompt([USER], (), {})).tolist().count(bos) == 1
+    for renderer in (plain, chat):
+        assert bos not in renderer.encode("1")
 
 
 def test_the_last_message_is_left_open_where_it_shall_be_continued():
