@@ -114,16 +114,16 @@ class TemplateRenderer:
         key = before.tobytes() + tokens.tobytes()
         if getattr(self.tokenizer, "response_template", None) is not None:
             try:
-                prefix = self.tokenizer.decode(before.tolist())
+                prefix = decoded(self.tokenizer, before)
                 return reply_of(self.tokenizer.parse_response(tokens.tolist(), prefix=prefix, tools=list(tools) or None), key)
             except ValueError:
                 return Reply(self.text(tokens))
-        text = self.tokenizer.decode([t for t in tokens.tolist() if t not in self._not_text])
-        opened = self.tokenizer.decode(before[-OPENED_WITHIN:].tolist()).rstrip().endswith(THINK)
+        text = decoded(self.tokenizer, tokens[~np.isin(tokens, list(self._not_text))])
+        opened = decoded(self.tokenizer, before[-OPENED_WITHIN:]).rstrip().endswith(THINK)
         return read(text, reasons=self._reasons, opened=opened, tools=bool(tools), key=key)
 
     def text(self, tokens: Int32[np.ndarray, " N"]) -> str:
-        return text_of(self.tokenizer, tokens)
+        return decoded(self.tokenizer, tokens, skip_special_tokens=True)
 
 
 class PlainRenderer:
@@ -152,7 +152,7 @@ class PlainRenderer:
         return Reply(self.text(tokens))
 
     def text(self, tokens: Int32[np.ndarray, " N"]) -> str:
-        return text_of(self.tokenizer, tokens)
+        return decoded(self.tokenizer, tokens, skip_special_tokens=True)
 
 
 def special_tokens(tokenizer: Any) -> frozenset[int]:
@@ -160,8 +160,9 @@ def special_tokens(tokenizer: Any) -> frozenset[int]:
     return frozenset(added | set(tokenizer.all_special_ids))
 
 
-def text_of(tokenizer: Any, tokens: Int32[np.ndarray, " N"]) -> str:
-    return str(tokenizer.decode(tokens.tolist(), skip_special_tokens=True))
+def decoded(tokenizer: Any, tokens: Int32[np.ndarray, " N"], **how: Any) -> str:
+    """Every blank included, of which some tokenizers take those before punctuation away."""
+    return str(tokenizer.decode(tokens.tolist(), clean_up_tokenization_spaces=False, **how))
 
 
 def for_templates(message: Message) -> dict[str, Any]:

@@ -143,6 +143,17 @@ def test_reasoning_is_read_where_the_template_knows_of_it_and_where_the_prompt_o
     assert read("qwen25", "<think>hm</think>42<|im_end|>") == Reply("<think>hm</think>42")
 
 
+def test_blanks_before_punctuation_are_part_of_what_was_said():
+    tokenizer = copy.deepcopy(tokenizer_of("qwen25"))
+    tokenizer.clean_up_tokenization_spaces = (
+        tokenizer.clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output
+    ) = True
+    assert tokenizer.decode(tokenizer.encode("f (x , y) .")) != "f (x , y) ."
+    assert read("qwen25", "f (x , y) .", tokenizer=tokenizer) == Reply("f (x , y) .")
+    renderer = TemplateRenderer(tokenizer)
+    assert renderer.text(renderer.encode("f (x , y) .")) == "f (x , y) ."
+
+
 def test_ids_of_calls_are_those_of_prompt_and_completion():
     text = '<tool_call>{"name": "now"}</tool_call>'
     ids = [read("qwen25", text, tools=TOOLS, prompt=prompt).tool_calls[0].id for prompt in ("a", "a", "b")]
