@@ -18,7 +18,7 @@ import resource
 import shutil
 import signal
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from itertools import islice
 from pathlib import Path
@@ -32,10 +32,11 @@ LIBC = ctypes.CDLL(None, use_errno=True)
 START = "import json, sys; sys.path.insert(0, sys.argv[1]); from {} import main; main(*json.loads(sys.argv[2]))"
 
 
-def command(module: str, *arguments: object) -> list[str]:
-    """What starts `main(*arguments)` of a module of this very package in a new interpreter; arguments as JSON has them."""
+def command(module: str, *arguments: object, flags: Sequence[str] = ("-P",)) -> list[str]:
+    """What starts `main(*arguments)` of a module of this very package in a new interpreter; arguments as JSON has them.
+    flags: of the interpreter."""
     root = Path(__file__).resolve().parent.parent
-    return [sys.executable, "-P", "-c", START.format(module), str(root), json.dumps(arguments)]
+    return [sys.executable, *flags, "-c", START.format(module), str(root), json.dumps(arguments)]
 
 
 def keep(
