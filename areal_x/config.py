@@ -26,9 +26,12 @@ from areal_x.errors import ConfigError, UserError, nearest
 CONFIGURABLES = (
     "areal_x.experiment",
     "areal_x.data.datasets",
+    "areal_x.data.reasoning",
     "areal_x.rewards.math",
+    "areal_x.rollout.calculator",
     "areal_x.rollout.conversing",
     "areal_x.rollout.learned_reward",
+    "areal_x.rollout.mcp_tools",
 )
 
 MACRO = "gin.macro"

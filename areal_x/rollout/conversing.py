@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, ClassVar, Self
+from typing import Any, ClassVar, Self
 
 import gin
 
@@ -22,11 +22,9 @@ from areal_x.rollout.chat.dialogue import Dialogue, Speaker
 from areal_x.rollout.chat.reading import Reply
 from areal_x.rollout.chat.rendering import PlainRenderer, Renderer, TemplateRenderer, Unrenderable
 from areal_x.rollout.engine import PromptTooLong
+from areal_x.rollout.tools import Toolbox
 from areal_x.rollout.workflows import ABORTED, Generator, Judged, Result
 from areal_x.types import Failed, Message, Outcome, Scored, Task
-
-if TYPE_CHECKING:
-    from areal_x.rollout.tools import Toolbox
 
 Feedback = str | Callable[[Task, str, float], str]
 
@@ -124,8 +122,6 @@ class ToolUse(Judged):
 
     def setup(self, tokenizer: Any) -> Self:
         """Raises UserError for tools that cannot be ones, and as `single_turn` does."""
-        from areal_x.rollout.tools import Toolbox
-
         toolbox = Toolbox(self.tools, self.tool_seconds, self.result_characters)
         return replace(super().setup(tokenizer), toolbox=toolbox)
 
