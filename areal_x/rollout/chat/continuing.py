@@ -114,7 +114,9 @@ def keys(messages: Sequence[Message]) -> list[bytes]:
 
 
 def normal(message: Message) -> dict[str, Any]:
-    """What of a message makes it the same as another."""
+    """What of a message makes it the same as another. Of what is no message, something: it is refused where it is rendered."""
+    if not isinstance(message, Mapping):
+        return {"content": message}
     made = {name: value for name, value in message.items() if name not in NOT_SAID and value not in (None, [], (), {})}
     content = made.get("content")
     with suppress(Unrenderable):
@@ -122,7 +124,7 @@ def normal(message: Message) -> dict[str, Any]:
     if message.get("role") == "assistant" and isinstance(content, str):
         content = content.strip()
     made["content"] = content
-    if calls := made.get("tool_calls"):
+    if isinstance(calls := made.get("tool_calls"), Sequence):
         made["tool_calls"] = [_normal_call(call) for call in calls]
     return made
 
@@ -133,7 +135,9 @@ def without_end(renderer: Renderer, tokens: Int32[np.ndarray, " N"]) -> Int32[np
 
 
 def _normal_call(call: Any) -> Any:
-    function = call.get("function", {}) if isinstance(call, Mapping) else {}
+    function = call.get("function") if isinstance(call, Mapping) else None
+    if not isinstance(function, Mapping):
+        return call
     arguments = function.get("arguments", {})
     if isinstance(arguments, str):
         with suppress(ValueError, RecursionError):

@@ -176,7 +176,7 @@ def for_templates(message: Message) -> dict[str, Any]:
     made["role"] = ROLES.get(made["role"], made["role"])
     made["content"] = text_content(message.get("content"))
     if calls := made.get("tool_calls"):
-        made["tool_calls"] = [_call_for_templates(call) for call in calls]
+        made["tool_calls"] = [_call_for_templates(call) for call in (calls if isinstance(calls, Sequence) else [calls])]
     return made
 
 

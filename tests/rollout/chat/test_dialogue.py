@@ -1,6 +1,7 @@
 """What a speaker records, where a stop text cuts, and how a dialogue grows."""
 
 import asyncio
+from contextlib import suppress
 
 import numpy as np
 import pytest
@@ -50,6 +51,30 @@ def test_a_conversation_without_room_for_a_reply_is_refused_before_the_engine_is
     with pytest.raises(PromptTooLong, match="leaves no room in a context of 5"):
         asyncio.run(Speaker(RENDERER, engine).answer(Ask((USER,))))
     assert engine.prompts == []
+
+
+ANYTHING = st.recursive(
+    st.none() | st.booleans() | st.integers(0, 3) | st.sampled_from(["", "user", "assistant", "text", "{}", "add"]),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(st.sampled_from(["type", "text", "function", "name", "arguments", "id"]), inner, max_size=3)
+    ),
+    max_leaves=6,
+)
+ROLES = st.sampled_from(["user", "assistant", "tool", "system", "developer", "critic"])
+MESSAGES = st.lists(
+    st.fixed_dictionaries({"role": ROLES | ANYTHING, "content": ANYTHING}, optional={"tool_calls": ANYTHING, "name": ANYTHING})
+    | ANYTHING,
+    max_size=3,
+)
+
+
+@given(MESSAGES, st.booleans(), st.sampled_from(["qwen25", "qwen3", "llama31"]))
+def test_whatever_an_agent_sends_is_answered_or_refused_as_unrenderable(messages, continued, family):
+    engine = says("42", context=10**6)
+    speaker = Speaker(TemplateRenderer(tokenizer_of(family)), engine)
+    with suppress(Unrenderable):
+        assert asyncio.run(speaker.answer(Ask(tuple(messages), continue_final=continued))).reply.content == "42"
 
 
 def test_a_dialogue_grows_by_both_sides_and_stays_as_it_was_where_nothing_came_of_it():
