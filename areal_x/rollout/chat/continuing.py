@@ -114,7 +114,9 @@ def keys(messages: Sequence[Message]) -> list[bytes]:
 
 
 def normal(message: Message) -> dict[str, Any]:
-    """What of a message makes it the same as another."""
+    """What of a message makes it the same as another. Of what is no message, something: it is refused where it is rendered."""
+    if not isinstance(message, Mapping):
+        return {"content": message}
     made = {name: value for name, value in message.items() if name not in NOT_SAID and value not in (None, [], (), {})}
     content = made.get("content")
     with suppress(Unrenderable):
@@ -122,7 +124,7 @@ def normal(message: Message) -> dict[str, Any]:
     if message.get("role") == "assistant" and isinstance(content, str):
         content = content.strip()
     made["content"] = content
-    if calls := made.get("tool_calls"):
+    if isinstance(calls := made.get("tool_calls"), Sequence):
         made["tool_calls"] = [_normal_call(call) for call in calls]
     return made
 
@@ -133,7 +135,9 @@ def without_end(renderer: Renderer, tokens: Int32[np.ndarray, " N"]) -> Int32[np
 
 
 def _normal_call(call: Any) -> Any:
-    function = call.get("function", {}) if isinstance(call, Mapping) else {}
+    function = call.get("function") if isinstance(call, Mapping) else None
+    if not isinstance(function, Mapping):
+        return call
     arguments = function.get("arguments", {})
     if isinstance(arguments, str):
         with suppress(ValueError, RecursionError):
@@ -167,9 +171,10 @@ def _marked(message: Message, begun: str, text: str) -> tuple[Message, list[str]
 
 
 def _behind(renderer: Renderer, held: Held, shown: str, words: Sequence[str]) -> Int32[np.ndarray, " N"] | None:
-    """The tokens behind the reply. None where the template does not show all of it, behind what it showed before."""
+    """The tokens behind the reply. None where the template does not show all of it behind what it showed before, or not in the
+    order in which replies are read."""
     places = [shown.rfind(word) for word in words]
-    if places != sorted(places) or places[0] < len(held.before) or not shown.startswith(held.before):
+    if places != sorted(places) or places[0] < len(held.before):
         return None
     rest = renderer.encode(shown[places[-1] + len(words[-1]) :])
     special = np.flatnonzero(np.isin(rest, list(renderer.special)))

@@ -114,16 +114,16 @@ class TemplateRenderer:
         key = before.tobytes() + tokens.tobytes()
         if getattr(self.tokenizer, "response_template", None) is not None:
             try:
-                prefix = self.tokenizer.decode(before.tolist())
+                prefix = decoded(self.tokenizer, before)
                 return reply_of(self.tokenizer.parse_response(tokens.tolist(), prefix=prefix, tools=list(tools) or None), key)
             except ValueError:
                 return Reply(self.text(tokens))
-        text = self.tokenizer.decode([t for t in tokens.tolist() if t not in self._not_text])
-        opened = self.tokenizer.decode(before[-OPENED_WITHIN:].tolist()).rstrip().endswith(THINK)
+        text = decoded(self.tokenizer, tokens[~np.isin(tokens, list(self._not_text))])
+        opened = decoded(self.tokenizer, before[-OPENED_WITHIN:]).rstrip().endswith(THINK)
         return read(text, reasons=self._reasons, opened=opened, tools=bool(tools), key=key)
 
     def text(self, tokens: Int32[np.ndarray, " N"]) -> str:
-        return text_of(self.tokenizer, tokens)
+        return decoded(self.tokenizer, tokens, skip_special_tokens=True)
 
 
 class PlainRenderer:
@@ -152,7 +152,7 @@ class PlainRenderer:
         return Reply(self.text(tokens))
 
     def text(self, tokens: Int32[np.ndarray, " N"]) -> str:
-        return text_of(self.tokenizer, tokens)
+        return decoded(self.tokenizer, tokens, skip_special_tokens=True)
 
 
 def special_tokens(tokenizer: Any) -> frozenset[int]:
@@ -160,8 +160,9 @@ def special_tokens(tokenizer: Any) -> frozenset[int]:
     return frozenset(added | set(tokenizer.all_special_ids))
 
 
-def text_of(tokenizer: Any, tokens: Int32[np.ndarray, " N"]) -> str:
-    return str(tokenizer.decode(tokens.tolist(), skip_special_tokens=True))
+def decoded(tokenizer: Any, tokens: Int32[np.ndarray, " N"], **how: Any) -> str:
+    """Every blank included, of which some tokenizers take those before punctuation away."""
+    return str(tokenizer.decode(tokens.tolist(), clean_up_tokenization_spaces=False, **how))
 
 
 def for_templates(message: Message) -> dict[str, Any]:
@@ -171,11 +172,11 @@ def for_templates(message: Message) -> dict[str, Any]:
     """
     if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
         raise Unrenderable(f"a message must be an object with a role and content, this is {str(message)[:100]!r}")
-    made = {name: value for name, value in message.items() if value is not None}
+    made = {name: value for name, value in message.items() if value not in (None, [], ())}  # many ask whether a key is there
     made["role"] = ROLES.get(made["role"], made["role"])
     made["content"] = text_content(message.get("content"))
     if calls := made.get("tool_calls"):
-        made["tool_calls"] = [_call_for_templates(call) for call in calls]
+        made["tool_calls"] = [_call_for_templates(call) for call in (calls if isinstance(calls, Sequence) else [calls])]
     return made
 
 
@@ -183,13 +184,12 @@ def text_content(content: Any) -> str:
     """Raises Unrenderable for content that is neither a text nor parts that are."""
     if content is None or isinstance(content, str):
         return content or ""
-    parts = [part if isinstance(part, Mapping) else {} for part in content] if isinstance(content, Sequence) else [{}]
-    if not all(part.get("type") == "text" and isinstance(part.get("text"), str) for part in parts):
-        kinds = sorted({str(part.get("type")) for part in parts} - {"text"})
-        raise Unrenderable(
-            f"content must be a text or parts of the type 'text', not {', '.join(kinds) or type(content).__name__}"
-        )
-    return "\n".join(part["text"] for part in parts)
+    if not isinstance(content, Sequence):
+        raise Unrenderable(f"content must be a text or parts of the type 'text', this is {str(content)[:100]!r}")
+    for part in content:
+        if not isinstance(part, Mapping) or part.get("type") != "text" or not isinstance(part.get("text"), str):
+            raise Unrenderable(f"parts of content must be of the type 'text', this is {str(part)[:100]!r}")
+    return "\n".join(part["text"] for part in content)
 
 
 def reply_of(parsed: Mapping[str, Any], key: bytes) -> Reply:
