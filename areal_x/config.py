@@ -23,7 +23,16 @@ from gin import config_parser
 from areal_x.errors import ConfigError, UserError, nearest
 
 # The modules of the core that register something with gin; the ring itself brings most of them. None imports a framework.
-CONFIGURABLES = ("areal_x.experiment", "areal_x.data.datasets", "areal_x.rewards.math", "areal_x.rollout.learned_reward")
+CONFIGURABLES = (
+    "areal_x.experiment",
+    "areal_x.data.datasets",
+    "areal_x.data.reasoning",
+    "areal_x.rewards.math",
+    "areal_x.rollout.calculator",
+    "areal_x.rollout.conversing",
+    "areal_x.rollout.learned_reward",
+    "areal_x.rollout.mcp_tools",
+)
 
 MACRO = "gin.macro"
 ON_COMMAND_LINE = "-b "

@@ -63,6 +63,7 @@ class Trajectory:
     (-1 where none did). reward: of the whole sequence. token_rewards: added to it where the algorithm uses per-token rewards.
     experts: of a mixture, those that the engine sent each token through in each layer (-1 where it recorded none).
     images: those that tokens outside the mask stand for, of a model that sees.
+    credit: what each token's advantage counts, multiplied onto it; None is 1 for all.
     """
 
     tokens: Int32[np.ndarray, " T"]
@@ -74,9 +75,11 @@ class Trajectory:
     finish_reason: str = "stop"
     experts: Int16[np.ndarray, "T layers per_token"] | None = None
     images: Images | None = None
+    credit: Float32[np.ndarray, " T"] | None = None
 
     def __post_init__(self) -> None:
-        arrays = ("tokens", "mask", "logprobs", "versions", *(("experts",) if self.experts is not None else ()))
+        optional = [name for name in ("experts", "credit") if getattr(self, name) is not None]
+        arrays = ("tokens", "mask", "logprobs", "versions", *optional)
         lengths = {name: len(getattr(self, name)) for name in arrays}
         if len(set(lengths.values())) != 1:
             raise ValueError(f"a trajectory's arrays must have one length, got {lengths}")

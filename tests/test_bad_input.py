@@ -129,6 +129,7 @@ BAD_TOKEN = replace(GOOD, reward=1.0, token_rewards=np.array([0, np.nan], np.flo
         *((Episode(Scored(bad), (GOOD,)), r"finite reward") for bad in (np.nan, np.inf, -np.inf)),
         ([BAD_TOKEN], r"token reward"),
         (Episode(Scored(1.0), (BAD_TOKEN,)), r"token reward"),
+        (Episode(Scored(1.0), (replace(GOOD, credit=np.array([1, np.inf], np.float32)),)), r"token's credit"),
     ],
 )
 def test_a_reward_that_is_no_finite_number_is_a_failed_episode_that_says_so(result, says):

@@ -17,6 +17,8 @@ ALLOWED = {
     # What the ring sends to its own child through a socket pair; what comes back is JSON.
     "areal_x/rewards/pool.py": {"cloudpickle"},
     "areal_x/rewards/worker.py": {"cloudpickle"},
+    # Code of a model, in the process that was made for it: what the sandbox is for.
+    "areal_x/sandbox/program.py": {"compile", "exec"},
 }
 
 

@@ -67,7 +67,8 @@ def reward_works(workflow: Any, task: Task) -> str:
         case Failed(error):
             raise UserError(f"{name} failed on task {task.id!r} ({error}): every episode would; mend it or the task")
         case TimedOut(limit):
-            wanted = "make it faster, or raise single_turn.reward_timeout_seconds"
+            binding = getattr(workflow, "binding", type(workflow).__name__)
+            wanted = f"make it faster, or raise {binding}.reward_timeout_seconds"
             raise UserError(f"{name} was not done with task {task.id!r} after {limit:g} seconds: {wanted}")
         case other:
             raise AssertionError(other)

@@ -60,7 +60,7 @@ def make_batches(
     parts = [lay_out(groups[i::minibatches], row_length, together) for i in range(minibatches)]
     batches = [with_models(part.packed.batch, algorithm, models, version) for part in parts]
     if algorithm.advantages is not None:
-        batches = with_advantages(batches, parts, algorithm)
+        batches = [credited(*both) for both in zip(with_advantages(batches, parts, algorithm), parts, strict=True)]
     return [weighted(batch, part, algorithm) for batch, part in zip(batches, parts, strict=True)]
 
 
@@ -123,6 +123,14 @@ def with_advantages(batches: Sequence[Batch], parts: Sequence[Part], algorithm: 
         batch.replace(advantages=part.packed.spread(own[owner]))
         for batch, part, own, owner in zip(batches, parts, advantages, owners, strict=True)
     ]
+
+
+def credited(batch: Batch, part: Part) -> Batch:
+    """Each token's advantage times what its trajectory says that it counts. A critic's targets stay as they are."""
+    if all(trajectory.credit is None for trajectory in part.trajectories):
+        return batch
+    credit = [np.ones(len(t), np.float32) if t.credit is None else t.credit for t in part.trajectories]
+    return batch.replace(advantages=batch.advantages * part.packed.spread_tokens(credit))
 
 
 def per_token(

@@ -25,6 +25,7 @@ from typing import Any
 import cloudpickle
 import gin
 
+from areal_x import guard as guarding
 from areal_x.errors import UserError, at_least, positive
 from areal_x.monitor import timeline
 from areal_x.rewards import worker as worker_side
@@ -62,7 +63,7 @@ class Limits:
 
 @dataclass(frozen=True, eq=False)
 class _Worker:
-    """A worker seen from here: its guard (see areal_x.rewards.worker), the lifeline's only writing end, and the socket."""
+    """A worker seen from here: its guard (see areal_x.guard), the lifeline's only writing end, and the socket."""
 
     guard: subprocess.Popen[bytes]
     lifeline: int
@@ -136,10 +137,9 @@ class RewardPool:
         with there:
             reader, writer = await asyncio.open_connection(sock=here, limit=ANSWER_BYTES)
             lifeline_end, lifeline = os.pipe()
-            numbers = (str(there.fileno()), str(lifeline_end), json.dumps(asdict(self.limits)))
             try:
                 guard = subprocess.Popen(
-                    [sys.executable, "-P", worker_side.__file__, *numbers],
+                    guarding.command(worker_side.__name__, there.fileno(), lifeline_end, asdict(self.limits)),
                     stdin=subprocess.DEVNULL,
                     stdout=2,  # what a reward prints joins the ring's standard error
                     pass_fds=(there.fileno(), lifeline_end),
@@ -181,7 +181,7 @@ class RewardPool:
 
     async def _last_word(self, worker: _Worker) -> str:
         code = await asyncio.to_thread(worker.guard.wait)
-        if code == -worker_side.TOO_MANY:
+        if code == -guarding.TOO_MANY:
             return f"it had more than {self.limits.processes} processes (reward_limits.processes)"
         return signal.Signals(code - 128).name if code - 128 in signal.valid_signals() else f"exit status {code}"
 

@@ -19,7 +19,7 @@ import numpy as np
 from areal_x.types import Episode, Failed, Group, Images, Outcome, Scored, Task, TimedOut, Trajectory
 
 OUTCOMES: dict[str, type[Outcome]] = {"scored": Scored, "failed": Failed, "timed_out": TimedOut}
-ARRAYS = ("tokens", "mask", "logprobs", "versions", "token_rewards", "experts")  # of a trajectory
+ARRAYS = ("tokens", "mask", "logprobs", "versions", "token_rewards", "experts", "credit")  # of a trajectory
 RUN = 16  # bytes that a run takes, about
 SIZE = 4  # bytes of the number that says how long the description before the arrays is
 
@@ -71,7 +71,7 @@ def decode(content: bytes, task: Task, ticket: int, admitted_version: int) -> Gr
         at += size
         return x
 
-    def split(has: list[bool], described: list[Any] | None) -> list[Any]:
+    def split(has: list[bool], described: list[Any] | None = None) -> list[Any]:
         if described is None:
             return [None] * len(has)
         ends = np.cumsum([length for length, there in zip(lengths, has, strict=True) if there])
@@ -79,7 +79,8 @@ def decode(content: bytes, task: Task, ticket: int, admitted_version: int) -> Gr
         return [next(each) if there else None for there in has]
 
     images = [None if x is None else Images(**{name: get(y) for name, y in x.items()}) for *_, x in head["trajectories"]]
-    arrays = {name: split(*head["arrays"][name]) for name in ARRAYS}
+    nobody = [[False] * len(lengths)]  # what a journal does not name was not there when it was written
+    arrays = {name: split(*head["arrays"].get(name, nobody)) for name in ARRAYS}
     trajectories = iter(
         [
             Trajectory(**{name: arrays[name][i] for name in ARRAYS}, reward=reward, finish_reason=reason, images=images[i])

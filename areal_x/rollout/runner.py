@@ -320,6 +320,8 @@ def episode_of(result: Result) -> Episode:
     for trajectory in episode.trajectories:
         if trajectory.token_rewards is not None and not np.isfinite(trajectory.token_rewards).all():
             raise ValueError("every token reward must be finite, the workflow's are not")
+        if trajectory.credit is not None and not np.isfinite(trajectory.credit).all():
+            raise ValueError("every token's credit must be finite, the workflow's are not")
     return episode
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol, Self
 
 import gin
 import numpy as np
@@ -17,9 +17,10 @@ from jaxtyping import Int32
 from areal_x.errors import UserError, at_least, positive
 from areal_x.rewards.pool import Limits, Reward, RewardPool
 from areal_x.rollout.engine import Completion, Request, SamplingParams
-from areal_x.types import Episode, Failed, Message, Scored, Task, TimedOut, Trajectory
+from areal_x.types import Episode, Failed, Message, Outcome, Scored, Task, TimedOut, Trajectory
 
 Result = list[Trajectory] | Episode | Failed | TimedOut
+ABORTED = Failed("the engine aborted the request")
 
 
 class Generator(Protocol):
@@ -56,16 +57,17 @@ class Workflow(Protocol):
         return
 
 
-@gin.configurable("single_turn", denylist=["tokenizer", "pool"])
 @dataclass(frozen=True)
-class SingleTurn(Workflow):
-    """One prompt, one completion, one score.
+class Judged(Workflow):
+    """A workflow that asks for completions and has a text of theirs judged. One that gin makes adds `run` and its own name.
 
-    reward: a function (task, text) -> number, or -> (number, {name: number}); text is the completion without special tokens.
+    reward: a function (task, text) -> number, or -> (number, {name: number}); text is a completion without special tokens.
     sampling: how completions are drawn; the tokenizer's end token is added to its stop tokens.
     reward_workers: most processes that judge at once. reward_timeout_seconds: after which a reward is ended with its process.
     reward_limits: what that process may use beside time.
     """
+
+    binding: ClassVar[str]  # its name in a gin file
 
     reward: Reward
     sampling: SamplingParams = field(default_factory=SamplingParams)
@@ -78,27 +80,50 @@ class SingleTurn(Workflow):
     def __post_init__(self) -> None:
         if not callable(self.reward):
             raise UserError(
-                f"single_turn.reward = {self.reward!r} cannot work: it must be a function (in gin `@name`, without parentheses)"
+                f"{self.binding}.reward = {self.reward!r} cannot work: "
+                "it must be a function (in gin `@name`, without parentheses)"
             )
-        at_least("single_turn.reward_workers", self.reward_workers, 1)
-        positive("single_turn.reward_timeout_seconds", self.reward_timeout_seconds)
+        at_least(f"{self.binding}.reward_workers", self.reward_workers, 1)
+        positive(f"{self.binding}.reward_timeout_seconds", self.reward_timeout_seconds)
 
-    def setup(self, tokenizer: Any) -> SingleTurn:
+    def setup(self, tokenizer: Any) -> Self:
         """Raises UserError for a tokenizer without an end token, or a reward that no other process could run."""
         stops = tuple(dict.fromkeys((*self.sampling.stop_token_ids, end_token(tokenizer))))
         pool = RewardPool(self.reward, self.reward_workers, self.reward_timeout_seconds, self.reward_limits)
         return replace(self, sampling=replace(self.sampling, stop_token_ids=stops), tokenizer=tokenizer, pool=pool)
 
-    def greedy(self) -> SingleTurn:
+    def greedy(self) -> Self:
         return replace(self, sampling=replace(self.sampling, temperature=0.0))
 
-    async def run(self, task: Task, engine: Generator) -> Result:
+    async def score(self, task: Task, text: str) -> Outcome:
+        """What became of judging a text."""
         assert self.pool is not None, "call setup(tokenizer) first"
+        return await self.pool.score(task, text)
+
+    async def close(self) -> None:
+        if self.pool is not None:
+            await self.pool.close()
+
+
+@gin.configurable("single_turn", denylist=["tokenizer", "pool"])
+@dataclass(frozen=True)
+class SingleTurn(Judged):
+    """One prompt, one completion, one score.
+
+    reward: a function (task, text) -> number, or -> (number, {name: number}); text is the completion without special tokens.
+    sampling: how completions are drawn; the tokenizer's end token is added to its stop tokens.
+    reward_workers: most processes that judge at once. reward_timeout_seconds: after which a reward is ended with its process.
+    reward_limits: what that process may use beside time.
+    """
+
+    binding: ClassVar[str] = "single_turn"
+
+    async def run(self, task: Task, engine: Generator) -> Result:
         prompt = encode(self.tokenizer, task.prompt)
         completion = await engine.generate(Request(prompt, self.sampling))
         if completion.finish_reason == "abort":
-            return Failed("the engine aborted the request")
-        outcome = await self.pool.score(task, self.tokenizer.decode(completion.tokens.tolist(), skip_special_tokens=True))
+            return ABORTED
+        outcome = await self.score(task, self.tokenizer.decode(completion.tokens.tolist(), skip_special_tokens=True))
         if not isinstance(outcome, Scored):
             return outcome
         trajectory = Trajectory.from_completion(
@@ -111,10 +136,6 @@ class SingleTurn(Workflow):
             completion.experts,
         )
         return Episode(outcome, (trajectory,))
-
-    async def close(self) -> None:
-        if self.pool is not None:
-            await self.pool.close()
 
 
 def end_token(tokenizer: Any) -> int:

@@ -10,14 +10,12 @@ import sys
 import threading
 import time
 from pathlib import Path
-from types import SimpleNamespace
 
 import gin
 import psutil
 import pytest
 
 from areal_x.errors import ConfigError, UserError
-from areal_x.rewards import worker
 from areal_x.rewards.pool import Limits, RewardPool
 from areal_x.types import Failed, Scored, Task, TimedOut
 from tests.rewards import reward_functions as rewards
@@ -198,19 +196,6 @@ def test_a_reward_reaches_the_network_only_when_it_may(caplog):
     else:
         assert isinstance(found, Failed)
         assert found.error.startswith("OSError: [Errno 101]") or "unreachable" in found.error
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="needs Linux")
-def test_a_namespace_that_allows_nothing_is_not_entered(monkeypatch):
-    tried = []
-
-    def unshare(flags):  # as root's is refused, and the other given without a right to name users in it
-        tried.append(flags)
-        return -1 if len(tried) == 1 else 0
-
-    monkeypatch.setattr(worker, "LIBC", SimpleNamespace(unshare=unshare))
-    assert not worker.leave_network()
-    assert len(tried) == 1  # what came after was another process's
 
 
 @pytest.mark.parametrize(("name", "value"), [("memory_gb", 0), ("processes", 0), ("files", 3), ("file_gb", -1)])

@@ -1,0 +1,237 @@
+"""The routes: who asks, what of, and in which API's words they are answered."""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.routing import Route
+from starlette.types import ASGIApp
+
+from areal_x.rollout.gateway import messages, responses
+from areal_x.rollout.gateway.asking import Body, Exchange
+from areal_x.rollout.gateway.chat_completions import ChatCompletions
+from areal_x.rollout.gateway.errors import ApiError, anthropic_body, api_error, openai_body
+from areal_x.rollout.gateway.live import Session
+from areal_x.rollout.gateway.messages import Messages
+from areal_x.rollout.gateway.responses import Responses
+from areal_x.rollout.gateway.streams import COMMENT, Answering, Refusal, dumped, event
+
+LOG = logging.getLogger(__name__)
+
+MODEL = "policy"
+# Clients add the version or not: an OpenAI client's base_url holds it, an Anthropic client appends it, and people mix them up.
+VERSIONS = ("", "/v1", "/v1/v1")
+MEGABYTE = 2**20
+
+
+class Host(Protocol):
+    """What the routes need of a Gateway."""
+
+    beat_seconds: float
+
+    def find(self, name: str | None, keys: list[str]) -> Session: ...
+
+    async def opened(self, keys: list[str]) -> Session: ...
+
+
+@dataclass(frozen=True)
+class Dialect:
+    """How an API words an error, in a body and in a stream that has begun, and what its clients pass over while they wait."""
+
+    body: Callable[[ApiError], dict[str, Any]]
+    in_stream: Callable[[ApiError], bytes]
+    beat: bytes = COMMENT
+
+    def refusal(self, error: BaseException) -> Refusal:
+        told = api_error(error)
+        if told.code == "internal_error":
+            LOG.error("the gateway could not answer a request", exc_info=error)
+        return Refusal(told.status, dumped(self.body(told)), told.headers, self.in_stream(told))
+
+    def refused(self, error: BaseException) -> Response:
+        refusal = self.refusal(error)
+        return Response(refusal.body, refusal.status, dict(refusal.headers), "application/json")
+
+
+OPENAI = Dialect(openai_body, lambda error: event(openai_body(error)))
+RESPONSES = Dialect(openai_body, lambda error: event({**openai_body(error), "type": "error"}, "error"))
+ANTHROPIC = Dialect(anthropic_body, lambda error: event(anthropic_body(error), "error"), event({"type": "ping"}, "ping"))
+
+Made = tuple[Exchange, Callable[[Any], None] | None]  # and what to do with its answers beside telling them
+Handler = Callable[[Request], Awaitable[ASGIApp]]
+
+
+class Reward(Body):
+    reward: float
+    call: str | None = None
+
+
+class End(Body):
+    reward: float | None = None
+
+
+def application(host: Host) -> Starlette:
+    """All routes, each with and without a session in its path."""
+
+    def session_of(request: Request) -> Session:
+        session = host.find(request.path_params.get("session"), keys_of(request))
+        session.touch()
+        return session
+
+    async def answer(request: Request, dialect: Dialect, prefix: str, make: Callable[[Session, bytes, str], Made]) -> ASGIApp:
+        session = session_of(request)
+        body = await body_of(request, session)
+        id = f"{prefix}{secrets.token_hex(12)}"
+        exchange, keep = make(session, body, id)
+        ids = [id, *(f"{id}-{index}" for index in range(1, exchange.count))]
+        ask = session.complete(exchange.ask, exchange.wanted)
+
+        async def work() -> bytes | list[bytes]:
+            said = await session.answers(ask, ids)
+            if keep is not None:
+                keep(said)
+            return exchange.events(said) if exchange.stream else dumped(exchange.whole(said))
+
+        named = {"x-areal-call": ",".join(ids), "x-request-id": id, "request-id": id}
+        return Answering(work(), dialect.refusal, named, exchange.stream, dialect.beat, host.beat_seconds)
+
+    async def chat_completions(request: Request) -> ASGIApp:
+        def make(session: Session, body: bytes, id: str) -> Made:
+            return ChatCompletions(body, id, int(time.time()), session.renderer.text), None
+
+        return await answer(request, OPENAI, "chatcmpl-", make)
+
+    async def create_response(request: Request) -> ASGIApp:
+        def make(session: Session, body: bytes, id: str) -> Made:
+            exchange = Responses(body, id, int(time.time()), session.renderer.text, session.conversations)
+
+            def keep(said: Any) -> None:
+                if exchange.stores:
+                    session.conversations[id] = exchange.conversation(said)
+
+            return exchange, keep
+
+        return await answer(request, RESPONSES, responses.PREFIX, make)
+
+    async def create_message(request: Request) -> ASGIApp:
+        return await answer(request, ANTHROPIC, messages.PREFIX, lambda session, body, id: (Messages(body, id), None))
+
+    async def count_tokens(request: Request) -> ASGIApp:
+        session = session_of(request)
+        ask = messages.counted(await body_of(request, session))
+        prompt = await session.renderer.prompt(ask.messages, ask.tools, ask.template, ask.continue_final)
+        return told({"input_tokens": len(prompt)})
+
+    async def models(request: Request) -> ASGIApp:
+        known = model(session_of(request))
+        return told({"object": "list", "data": [known], "has_more": False, "first_id": MODEL, "last_id": MODEL})
+
+    async def one_model(request: Request) -> ASGIApp:
+        session = session_of(request)
+        if (name := request.path_params["model"]) != MODEL:
+            raise ApiError(
+                404, f"there is no model {name!r}, only {MODEL!r} (which answers by any name)", "model_not_found", "model"
+            )
+        return told(model(session))
+
+    async def reward(request: Request) -> ASGIApp:
+        session = session_of(request)
+        given = Reward.model_validate_json(await body_of(request, session))
+        return told({"call": session.reward(given.reward, given.call), "reward": given.reward})
+
+    async def end(request: Request) -> ASGIApp:
+        session = session_of(request)
+        given = End.model_validate_json(await body_of(request, session) or b"{}")
+        session.end(given.reward)
+        return told(session.summary())
+
+    async def state(request: Request) -> ASGIApp:
+        return told(session_of(request).summary())
+
+    async def open_session(request: Request) -> ASGIApp:
+        session = await host.opened(keys_of(request))
+        about = {"id": session.id, "key": session.key, "url": session.url, "base_url": session.base_url}
+        return Response(dumped(about), 201, media_type="application/json")
+
+    per_session = (
+        ("/chat/completions", "POST", OPENAI, chat_completions),
+        ("/responses", "POST", RESPONSES, create_response),
+        ("/messages", "POST", ANTHROPIC, create_message),
+        ("/messages/count_tokens", "POST", ANTHROPIC, count_tokens),
+        ("/models", "GET", OPENAI, models),
+        ("/models/{model:path}", "GET", OPENAI, one_model),
+        ("/reward", "POST", OPENAI, reward),
+        ("/end", "POST", OPENAI, end),
+        ("", "GET", OPENAI, state),
+    )
+    routes = [
+        Route(start + version + path, guarded(handler, dialect), methods=[method])
+        for path, method, dialect, handler in per_session
+        for version in VERSIONS
+        for start in ("/sessions/{session}", "")
+        if start + version + path
+    ]
+    routes.append(Route("/sessions", guarded(open_session, OPENAI), methods=["POST"]))
+    return Starlette(routes=routes, exception_handlers={HTTPException: unknown})
+
+
+def guarded(handler: Handler, dialect: Dialect) -> Handler:
+    """The handler, whatever it raises worded as its API does."""
+
+    async def endpoint(request: Request) -> ASGIApp:
+        try:
+            return await handler(request)
+        except ClientDisconnect:
+            return Response(status_code=499)  # which nobody reads
+        except Exception as error:
+            return dialect.refused(error)
+
+    return endpoint
+
+
+async def unknown(request: Request, error: Exception) -> Response:
+    """No such route, or not with this method."""
+    assert isinstance(error, HTTPException)
+    dialect = ANTHROPIC if "anthropic-version" in request.headers else OPENAI
+    return dialect.refused(
+        ApiError(error.status_code, f"{request.method} {request.url.path} is not served here", "no_such_route")
+    )
+
+
+def keys_of(request: Request) -> list[str]:
+    """Every key that the client gave: its environment may add one that is not ours."""
+    scheme, _, bearer = request.headers.get("authorization", "").partition(" ")
+    found = [bearer.strip()] if scheme.lower() == "bearer" else []
+    return [key for key in (*found, request.headers.get("x-api-key", "")) if key]
+
+
+async def body_of(request: Request, session: Session) -> bytes:
+    most = session.limits.body_megabytes * MEGABYTE
+    parts, size = [], 0
+    async for part in request.stream():
+        size += len(part)
+        if size > most:
+            limit = f"{session.limits.body_megabytes:g} MB: raise session_limits.body_megabytes"
+            raise ApiError(413, f"the request is larger than {limit}", "request_too_large")
+        parts.append(part)
+    return b"".join(parts)
+
+
+def model(session: Session) -> dict[str, Any]:
+    """As both APIs describe one."""
+    opened = "1970-01-01T00:00:00Z"
+    openai = {"id": MODEL, "object": "model", "created": 0, "owned_by": "areal-x", "max_model_len": session.engine.context}
+    return {**openai, "type": "model", "display_name": MODEL, "created_at": opened}
+
+
+def told(data: Mapping[str, Any]) -> Response:
+    return Response(dumped(data), media_type="application/json")

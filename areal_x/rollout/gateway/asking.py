@@ -1,0 +1,174 @@
+"""What the three APIs have in common: reading a body, what a client may say of sampling and tools, and what it is answered."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Annotated, Any, Protocol
+
+import jsonschema
+import numpy as np
+from jaxtyping import Int32
+from pydantic import BaseModel, ConfigDict, Field
+
+from areal_x.rollout.chat.dialogue import Answer, Ask
+from areal_x.rollout.engine import SamplingParams
+from areal_x.rollout.gateway.errors import ApiError
+
+Text = Callable[[Int32[np.ndarray, " N"]], str]  # of tokens
+
+WITHOUT_EFFECT: Any = None  # the default of parameters that are taken and change nothing
+Zero = Annotated[float, Field(ge=0, le=0)]
+Temperature = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Share = Annotated[float, Field(gt=0, le=1)]
+Count = Annotated[int, Field(ge=0)]
+Positive = Annotated[int, Field(ge=1)]
+Some = Annotated[str, Field(min_length=1)]
+ToolName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,128}$")]
+
+PIECE = 48  # characters of a stream's piece
+
+
+class Body(BaseModel):
+    """What a client sent: a parameter that is not declared is refused by its name."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+
+class Lenient(BaseModel):
+    """A part of a body in which clients send back what else they were ever answered."""
+
+    model_config = ConfigDict(extra="ignore", strict=True)
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """The sampling that a client asked for; None where it did not say."""
+
+    max_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+
+
+@dataclass(frozen=True)
+class Said:
+    """One completion as a client is told of it. id: of the call."""
+
+    id: str
+    answer: Answer
+
+
+class Exchange(Protocol):
+    """A request, read, and how its answers are written. ask: with any sampling; `wanted` says what the client would like."""
+
+    ask: Ask
+    wanted: Wanted
+    count: int  # completions
+    stream: bool
+
+    def whole(self, said: Sequence[Said]) -> dict[str, Any]:
+        """The answer as one JSON object."""
+        ...
+
+    def events(self, said: Sequence[Said]) -> list[bytes]:
+        """The same answer as the server-sent events of a stream."""
+        ...
+
+
+def sampling_for(run: SamplingParams, wanted: Wanted, policy: str) -> tuple[SamplingParams, tuple[str, ...]]:
+    """How a completion is drawn, and the names of what the client asked for and did not get.
+
+    policy: "run" keeps the run's own distribution, "client" lets the client choose it. A completion is never longer than the
+    run allows.
+    """
+    asked = {name: value for name, value in vars(wanted).items() if value is not None}
+    given = {"max_tokens": min(run.max_tokens, asked.get("max_tokens", run.max_tokens))}
+    if policy == "client":
+        given |= {name: value for name, value in asked.items() if name != "max_tokens"}
+    sampling = replace(run, **given)
+    return sampling, tuple(name for name, value in asked.items() if getattr(sampling, name) != value)
+
+
+def function(name: str, description: str | None, parameters: Mapping[str, Any] | None, param: str) -> dict[str, Any]:
+    """A tool in OpenAI's form, with what a chat template shows of it. Raises: ApiError for a schema that is none."""
+    about: dict[str, Any] = {"name": name}
+    if description is not None:
+        about["description"] = description
+    if parameters is not None:
+        if why := wrong_schema(json.dumps(parameters, sort_keys=True)):
+            raise ApiError(400, f"the parameters of the tool {name!r} are no JSON schema: {why}", "invalid_tool_schema", param)
+        about["parameters"] = dict(parameters)
+    return {"type": "function", "function": about}
+
+
+@lru_cache(maxsize=1024)
+def wrong_schema(parameters: str) -> str | None:
+    """What is wrong with a tool's parameters (JSON), or None."""
+    schema = json.loads(parameters)
+    if schema and schema.get("type", "object") != "object":
+        return f"they must be an object's, not of type {schema['type']!r}"
+    try:
+        jsonschema.Draft202012Validator.check_schema(schema)
+    except jsonschema.SchemaError as error:
+        return str(error.message)
+    return None
+
+
+def template_of(
+    choice: str | Mapping[str, Any] | None,
+    parallel: bool | None,
+    effort: str | None = None,
+    given: Mapping[str, Any] | None = None,
+) -> dict[str, Any]:
+    """What the chat template is told beside messages and tools; nothing where the client left everything at its default.
+
+    choice: "auto" and "none" say nothing, as `none` takes the tools away instead. effort: "none" also sets `enable_thinking`.
+    given: the client's own words to the template; which of them it may say is for the renderer to know.
+    """
+    template: dict[str, Any] = {}
+    if choice not in (None, "auto", "none"):
+        template["tool_choice"] = choice
+    if parallel is False:
+        template["parallel_tool_calls"] = False
+    if effort is not None:
+        template["reasoning_effort"] = effort
+        if effort == "none":
+            template["enable_thinking"] = False
+    return template | dict(given or {})
+
+
+def named(choice: str | None, tools: Sequence[Mapping[str, Any]]) -> None:
+    """Raises: ApiError where a tool is to be called that was not given."""
+    names = [tool["function"]["name"] for tool in tools]
+    if choice is not None and choice not in names:
+        raise ApiError(400, f"tool_choice names {choice!r}, the tools are {names}", "invalid_value", "tool_choice")
+
+
+def logprobs_of(answer: Answer, text: Text) -> list[dict[str, Any]]:
+    """Of every generated token, as OpenAI writes it."""
+    found = []
+    for token, logprob in zip(answer.completion.tokens, answer.completion.logprobs, strict=True):
+        piece = text(np.asarray([token], np.int32))
+        found.append({"token": piece, "logprob": float(logprob), "bytes": list(piece.encode()), "top_logprobs": []})
+    return found
+
+
+def is_cut(answer: Answer) -> bool:
+    """Whether it ended for its length. A text that stops it may stand before its last token."""
+    return answer.completion.finish_reason == "length" and answer.stopped_by is None
+
+
+def pieces(text: str) -> list[str]:
+    return [text[begin : begin + PIECE] for begin in range(0, len(text), PIECE)]
+
+
+def as_object(arguments: str) -> dict[str, Any] | None:
+    """A tool call's arguments, or None where the model wrote no JSON object."""
+    try:
+        value = json.loads(arguments)
+    except ValueError:
+        return None
+    return value if isinstance(value, dict) else None

@@ -1,0 +1,144 @@
+"""The gateway: an HTTP server of the run's own, on the event loop of its rollout."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import secrets
+import socket
+from collections.abc import Awaitable, Callable, Iterator
+
+import gin
+import uvicorn
+
+from areal_x.errors import UserError, one_of, positive, within
+from areal_x.rollout.chat.rendering import Renderer
+from areal_x.rollout.engine import SamplingParams
+from areal_x.rollout.gateway.app import application
+from areal_x.rollout.gateway.errors import ApiError
+from areal_x.rollout.gateway.live import Session
+from areal_x.rollout.gateway.sessions import Doors, SessionLimits, same
+from areal_x.rollout.workflows import Generator
+
+LOOPBACK = "127.0.0.1"
+CLOSING_SECONDS = 5  # for answers that are being sent as the gateway closes
+IDLE_CONNECTION_SECONDS = 75  # longer than clients keep a connection that they do not use
+ASK_AGAIN_SECONDS = 1.0
+
+OnOpen = Callable[[], Awaitable[Session | None]]
+
+
+@gin.configurable("gateway", denylist=["on_open"])
+class Gateway:
+    """Serves sessions to agents, on 127.0.0.1.
+
+    sampling: "run" draws as the run says, whatever temperature, top_p or top_k an agent asks for, so that what is trained on is
+    what the algorithm expects; "client" lets the agent choose. Either way no completion is longer than the run allows.
+    port: 0 takes a free one. beat_seconds: how often a stream that waits for its completion says that it is alive.
+    on_open: gives the session of an agent that asks for one with the gateway's own key (POST /sessions), or None while there is
+    none; without it agents cannot ask.
+    """
+
+    def __init__(self, sampling: str = "run", port: int = 0, beat_seconds: float = 10.0, on_open: OnOpen | None = None) -> None:
+        one_of("gateway.sampling", sampling, ("run", "client"))
+        within("gateway.port", port, 0, 65535)
+        positive("gateway.beat_seconds", beat_seconds)
+        self.sampling, self.port, self.beat_seconds, self.on_open = sampling, port, beat_seconds, on_open
+        self.key = secrets.token_urlsafe(32)  # asks for sessions, and does nothing else
+        self._doors: Doors[Session] = Doors()
+        self._told: set[str] = set()
+        self._server: _Server | None = None
+        self._serving: asyncio.Task[None] | None = None
+
+    @property
+    def url(self) -> str:
+        """Known once it was started."""
+        return f"http://{LOOPBACK}:{self.port}"
+
+    async def start(self) -> None:
+        """Ready when this returns. Raises: UserError where the port is taken."""
+        try:
+            listener = socket.create_server((LOOPBACK, self.port), backlog=2048)
+        except OSError as error:
+            raise UserError(f"gateway.port = {self.port} cannot be served ({error.strerror}): 0 takes a free one") from error
+        self.port = listener.getsockname()[1]
+        config = uvicorn.Config(
+            application(self),
+            log_config=None,
+            log_level="warning",
+            access_log=False,
+            lifespan="off",
+            ws="none",
+            server_header=False,
+            timeout_keep_alive=IDLE_CONNECTION_SECONDS,
+            timeout_graceful_shutdown=CLOSING_SECONDS,
+        )
+        self._server = _Server(config)
+        self._serving = asyncio.create_task(self._server.serve(sockets=[listener]))
+        ready = asyncio.create_task(self._server.ready.wait())
+        await asyncio.wait({ready, self._serving}, return_when=asyncio.FIRST_COMPLETED)
+        ready.cancel()
+        if self._serving.done():
+            self._serving.result()
+
+    def open(
+        self, engine: Generator, renderer: Renderer, sampling: SamplingParams, limits: SessionLimits | None = None
+    ) -> Session:
+        """A session with a key of its own.
+
+        engine: an episode's view of it. sampling: the run's, with the tokens that end a completion.
+        """
+        id, key = secrets.token_hex(8), secrets.token_urlsafe(32)
+        session = Session(
+            id,
+            key,
+            f"{self.url}/sessions/{id}",
+            engine,
+            renderer,
+            sampling,
+            limits or SessionLimits(),
+            policy=self.sampling,
+            told=self._told,
+            closed=self._doors.close,
+        )
+        self._doors.open(id, key, session)
+        return session
+
+    async def close(self) -> None:
+        """Closes every session and then the server; safe to call twice and after a failed start."""
+        for session in self._doors.things():
+            session.close()
+        if self._server is not None and self._serving is not None:
+            self._server.should_exit = True
+            await self._serving
+        self._server = self._serving = None
+
+    def find(self, name: str | None, keys: list[str]) -> Session:
+        """For the routes: see Doors.find."""
+        return self._doors.find(name, keys)
+
+    async def opened(self, keys: list[str]) -> Session:
+        """For the routes: the session of an agent that asks for one."""
+        if self.on_open is None:
+            raise ApiError(404, "this run opens its sessions itself", "no_such_route")
+        if not any(same(key, self.key) for key in keys):
+            raise ApiError(401, "asking for a session needs the gateway's key", "invalid_api_key")
+        if (session := await self.on_open()) is None:
+            raise ApiError(503, "no episode waits for an agent now", "no_session", retry_after=ASK_AGAIN_SECONDS)
+        return session
+
+
+class _Server(uvicorn.Server):
+    """Leaves signals to the run, and says when it is ready."""
+
+    def __init__(self, config: uvicorn.Config) -> None:
+        super().__init__(config)
+        self.ready = asyncio.Event()
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self.ready.set()
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield

@@ -1,0 +1,103 @@
+"""Answers that may come as a stream of server-sent events, and that nobody computes for a client that has gone."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable, Coroutine, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from starlette.types import Receive, Scope, Send
+
+COMMENT = b": waiting\n\n"  # which clients pass over
+JSON = {"content-type": "application/json"}
+STREAM = {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache"}
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """An answer other than 200. in_stream: the same as a stream's last events, where it had begun."""
+
+    status: int
+    body: bytes
+    headers: Mapping[str, str]
+    in_stream: bytes
+
+
+@dataclass(frozen=True)
+class Answering:
+    """The ASGI response to one request while its answer is computed.
+
+    work: gives a JSON body, or the events of a stream; it is cancelled when the client goes away first. refusal: of what `work`
+    raised. A stream begins with its first event, or after `beat_seconds` with `beat`, which is sent again each time so many
+    seconds have passed: so an error that comes soon still has its status.
+    """
+
+    work: Coroutine[Any, Any, bytes | list[bytes]]
+    refusal: Callable[[BaseException], Refusal]
+    headers: Mapping[str, str] = field(default_factory=dict)
+    stream: bool = False
+    beat: bytes = COMMENT
+    beat_seconds: float = 10.0
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        work = asyncio.ensure_future(self.work)
+        gone = asyncio.ensure_future(_disconnected(receive))
+        try:
+            begun = await self._wait(work, gone, send)
+            if work.done():
+                await self._finish(work, begun, send)
+        finally:
+            work.cancel()
+            gone.cancel()
+            await asyncio.gather(work, gone, return_exceptions=True)
+
+    async def _wait(self, work: asyncio.Future[Any], gone: asyncio.Future[None], send: Send) -> bool:
+        """Until there is an answer or nobody to read it. Whether the stream has begun."""
+        begun = False
+        while not work.done() and not gone.done():
+            seconds = self.beat_seconds if self.stream else None
+            done, _ = await asyncio.wait({work, gone}, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
+            if not done:
+                if not begun:
+                    await self._start(send, 200, STREAM)
+                await _more(send, self.beat)
+                begun = True
+        return begun
+
+    async def _finish(self, work: asyncio.Future[bytes | list[bytes]], begun: bool, send: Send) -> None:
+        error = work.exception()
+        if error is None:
+            said = work.result()
+            if not begun:
+                await self._start(send, 200, JSON if isinstance(said, bytes) else STREAM)
+            for part in [said] if isinstance(said, bytes) else said:
+                await _more(send, part)
+        else:
+            refusal = self.refusal(error)
+            if not begun:
+                await self._start(send, refusal.status, {**JSON, **refusal.headers})
+            await _more(send, refusal.in_stream if begun else refusal.body)
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _start(self, send: Send, status: int, headers: Mapping[str, str]) -> None:
+        pairs = [(name.encode(), value.encode()) for name, value in {**self.headers, **headers}.items()]
+        await send({"type": "http.response.start", "status": status, "headers": pairs})
+
+
+def event(data: Mapping[str, Any], name: str | None = None) -> bytes:
+    return (f"event: {name}\n" if name else "").encode() + b"data: " + dumped(data) + b"\n\n"
+
+
+def dumped(data: Mapping[str, Any]) -> bytes:
+    return json.dumps(data, allow_nan=False, separators=(",", ":")).encode()
+
+
+async def _disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def _more(send: Send, body: bytes) -> None:
+    await send({"type": "http.response.body", "body": body, "more_body": True})

@@ -1,0 +1,86 @@
+"""Functions that block, for an event loop that must not."""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import queue
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
+from typing import Any, ParamSpec, TypeVar
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+class OneThread:
+    """Runs functions one after the other in a thread of its own, as some objects allow no other.
+
+    The thread starts with the first function. It keeps no process from ending, so that a function which never returns costs a
+    thread and nothing else; that is also why asyncio.to_thread is not used, whose few threads all of the process share.
+    """
+
+    def __init__(self, name: str = "areal-x blocking") -> None:
+        self._name = name
+        self._work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+
+    async def run(self, function: Callable[P, T], *arguments: P.args, **named: P.kwargs) -> T:
+        """What the function returns, or raises. Cancelled, it goes on, and nobody hears of it."""
+        loop = asyncio.get_running_loop()
+        done: asyncio.Future[T] = loop.create_future()
+        context = contextvars.copy_context()
+
+        def tell(told: Callable[[Any], None], what: Any) -> None:
+            if not done.done():  # else it was cancelled
+                told(what)
+
+        def work() -> None:
+            told: Callable[[Any], None] = done.set_result
+            what: Any
+            try:
+                what = context.run(function, *arguments, **named)
+            except StopIteration as error:  # no future can hold one
+                told, what = done.set_exception, RuntimeError(f"StopIteration: {error}")
+            except BaseException as error:
+                told, what = done.set_exception, error
+            if not loop.is_closed():
+                loop.call_soon_threadsafe(partial(tell, told, what))
+
+        self._put(work)
+        return await done
+
+    def tell(self, function: Callable[[], object]) -> None:
+        """Does it after all that was asked before; nobody hears of how it went."""
+
+        def work() -> None:
+            with suppress(Exception):
+                function()
+
+        self._put(work)
+
+    def close(self) -> None:
+        """Ends the thread once it has done what was asked of it before. Safe to call twice."""
+        self._work.put(None)
+
+    def _put(self, work: Callable[[], None]) -> None:
+        self._work.put(work)
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._serve, name=self._name, daemon=True)
+            self._thread.start()
+
+    def _serve(self) -> None:
+        while (work := self._work.get()) is not None:
+            work()
+            del work  # what it holds is not kept until there is other work
+
+
+async def in_thread(function: Callable[P, T], *arguments: P.args, **named: P.kwargs) -> T:
+    """One function in a thread that is only for it."""
+    thread = OneThread()
+    try:
+        return await thread.run(function, *arguments, **named)
+    finally:
+        thread.close()

@@ -1,0 +1,316 @@
+"""The process above one program, outside its walls: limits its time, reads what it prints, ends all that it started."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import islice
+from pathlib import Path
+from select import POLLERR, poll, select
+from typing import Any, NoReturn
+
+from areal_x import guard
+from areal_x.sandbox import program, view, walls
+from areal_x.sandbox.walls import Limits, Walls
+
+LENGTH_BYTES = 8  # of the length before the request
+AT_ONCE = 1 << 16  # bytes
+REPORT_BYTES = 1 << 20
+INTERPRETER_BYTES = (
+    50e6  # not the program's; and so a single process meets the kernel's limit first, and can read what happened
+)
+
+Settings = Mapping[str, Any]  # as areal_x.sandbox.pool sends them
+
+
+@dataclass
+class Kept:
+    """The first and the last `most` bytes of what came."""
+
+    most: int
+    head: bytearray = field(default_factory=bytearray)
+    tail: bytearray = field(default_factory=bytearray)
+    dropped: bool = False
+
+    def add(self, data: bytes) -> None:
+        room = self.most - len(self.head)
+        self.head += data[:room]
+        self.tail += data[room:]
+        if len(self.tail) > self.most:
+            self.dropped = True
+            del self.tail[: -self.most]
+
+
+@dataclass
+class Program:
+    """What its keeper holds of it. child: the first process inside the walls. noticed, output, report: pipes to read: that a
+    child has ended, what was printed, what went wrong. began: a monotonic time in seconds."""
+
+    child: int
+    noticed: int
+    output: int
+    report: int
+    folder: str
+    began: float
+    kept: Kept
+    said: bytearray = field(default_factory=bytearray)
+
+
+def keep(pool: socket.socket, around: Walls, base: str, settings: Settings) -> None:
+    """From the request to the answer. Returns without one when the pool has hung up."""
+    guard.LIBC.prctl(guard.PR_SET_CHILD_SUBREAPER, 1)
+    noticed, notice = os.pipe()
+    os.set_blocking(notice, False)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    signal.set_wakeup_fd(notice, warn_on_full_buffer=False)
+    request = _receive(pool)
+    if request is None:
+        return
+    folder = walls.folder_for(around, base)
+    try:
+        running = _start(pool, request, around, base, folder, noticed, settings)
+        why = watch(running, pool, around, settings)
+        code = guard.end_all(running.child)
+        if why == "hung up":
+            return
+        for _ in _read(running):
+            pass
+        seconds = time.monotonic() - running.began
+    finally:
+        if not around.namespaces:
+            guard.remove(folder)
+    kept = running.kept
+    both = (kept.head, kept.tail) if kept.dropped else (kept.head + kept.tail, b"")
+    parts = [bytes(part).decode(errors="replace") for part in both]
+    answer = {**verdict(why, code, bytes(running.said), settings), "output": parts, "dropped": kept.dropped, "seconds": seconds}
+    with suppress(OSError):  # nobody waits for it any more
+        pool.sendall(json.dumps(answer).encode())
+
+
+def _start(
+    pool: socket.socket, request: dict[str, str], around: Walls, base: str, folder: str, noticed: int, settings: Settings
+) -> Program:
+    began = time.monotonic()
+    output, outputs = os.pipe()
+    report, reports = os.pipe()
+    if around.namespaces:
+        view.leave_processes()
+    keeper = os.getpid()
+    with _standard_input(request["stdin"]) as stdin:
+        child = os.fork()
+        if child == 0:
+            for number, fd in enumerate((stdin, outputs, outputs, reports)):
+                os.dup2(fd, number)
+            os.closerange(4, 64)  # those of the keeper
+            pool.detach()
+            last(partial(_inside, request["code"], around, base, folder, keeper, settings))
+    os.close(outputs)
+    os.close(reports)
+    os.set_blocking(output, False)
+    os.set_blocking(report, False)
+    return Program(child, noticed, output, report, folder, began, Kept(2 * settings["output_characters"]))
+
+
+def _inside(code: str, around: Walls, base: str, folder: str, keeper: int, settings: Settings) -> int:
+    """The first process inside. The descriptors are 0 to 2 and, for the report, 3."""
+    os.setsid()
+    signal.set_wakeup_fd(-1)
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    try:
+        walls.enter(around, base, folder, keeper, Limits(**{name: settings[name] for name in Limits.__dataclass_fields__}))
+        guard.LIBC.prctl(guard.PR_SET_PDEATHSIG, signal.SIGKILL)  # with its keeper; a change of rights would have undone it
+        if _unread(3):
+            return 1  # the keeper was gone before
+        running = os.fork() if around.namespaces else 0
+    except OSError as error:
+        os.write(3, json.dumps({"status": "killed", "error": f"the sandbox could not start the program: {error}"}).encode())
+        return 1
+    if running:
+        return _first(running)
+    _open_standard_files()
+    for name in [name for name in sys.modules if name.split(".")[0] == "areal_x"]:
+        del sys.modules[name]
+    sys.path.insert(0, folder)
+    return program.run(code, folder, 3, settings["echo_last"], settings["output_characters"])
+
+
+def _unread(fd: int) -> bool:
+    """Whether nobody holds the reading end of a pipe any more."""
+    state = poll()
+    state.register(fd, 0)
+    return any(event & POLLERR for _, event in state.poll(0))
+
+
+def _first(running: int) -> int:
+    """The first process of a namespace collects what others leave behind, and ends all with its own end."""
+    os.closerange(0, 4)
+    while True:
+        pid, status = os.wait()
+        if pid == running:
+            return guard.as_a_shell(os.waitstatus_to_exitcode(status))
+
+
+def _open_standard_files() -> None:
+    sys.stdin = open(0, encoding="utf-8", errors="surrogateescape", closefd=False)  # noqa: SIM115
+    sys.stdout = open(1, "w", buffering=1, encoding="utf-8", errors="backslashreplace", closefd=False)  # noqa: SIM115
+    sys.stderr = open(2, "w", buffering=1, encoding="utf-8", errors="backslashreplace", closefd=False)  # noqa: SIM115
+
+
+def watch(running: Program, pool: socket.socket, around: Walls, settings: Settings) -> str:
+    """Until the program has ended, or what else ends it: "timeout", "memory", "processes", "files", "hung up"."""
+    end, look = running.began + settings["seconds"], running.began + guard.LOOK
+
+    def patience() -> float:
+        return float(min(end, look) - time.monotonic())
+
+    for ready in _read(running, pool.fileno(), patience):
+        if pool.fileno() in ready:
+            return "hung up"
+        if running.noticed in ready and os.waitid(os.P_PID, running.child, os.WEXITED | os.WNOHANG | os.WNOWAIT):
+            return "ended"
+        now = time.monotonic()
+        if now >= end:
+            return "timeout"
+        if now >= look:
+            look = now + guard.LOOK
+            if beyond := _beyond(running, around, settings):
+                return beyond
+    raise AssertionError("reading ends by a return")
+
+
+def _read(running: Program, pool: int | None = None, patience: Callable[[], float] | None = None) -> Iterator[list[int]]:
+    """Takes what is there to read, and gives what had something; without `patience` until there is nothing left."""
+    readers = {running.output, running.report}
+    others = [pool, running.noticed] if pool is not None else []
+    while True:
+        ready, _, _ = select([*readers, *others], [], [], max(0.0, patience()) if patience else 0)
+        if not ready and patience is None:
+            return
+        for fd in readers & set(ready):
+            data = os.read(fd, AT_ONCE)
+            if not data:
+                readers.discard(fd)
+            elif fd == running.output:
+                running.kept.add(data)
+            elif len(running.said) < REPORT_BYTES:
+                running.said += data
+        if running.noticed in ready:
+            os.read(running.noticed, AT_ONCE)
+        yield ready
+
+
+def _beyond(running: Program, around: Walls, settings: Settings) -> str | None:
+    """What the kernel alone does not limit, or not for all processes together."""
+    most = settings["processes"] + around.namespaces  # the first is not the program's
+    below = list(islice(guard.descendants(os.getpid()), most + 1))
+    if len(below) > most:
+        return "processes"
+    most_bytes = settings["memory_mb"] * 1e6 + INTERPRETER_BYTES
+    if _memory(below) > most_bytes and _memory(below, shared=True) > most_bytes:
+        return "memory"
+    if not around.namespaces:
+        sizes = list(islice(_sizes(running.folder), settings["files"] + 2))
+        if len(sizes) > settings["files"] + 1 or sum(sizes) > settings["file_mb"] * 1e6:
+            return "files"
+    return None
+
+
+def _memory(pids: list[int], shared: bool = False) -> int:
+    """Bytes that no file backs, of all together; shared: what several share is counted once, which takes the kernel longer."""
+    name, lines = ("smaps_rollup", ("Pss_Anon:", "Pss_Shmem:")) if shared else ("status", ("RssAnon:", "RssShmem:"))
+    return sum(_kilobytes(pid, name, lines) for pid in pids) * 1024
+
+
+def _kilobytes(pid: int, name: str, lines: tuple[str, ...]) -> int:
+    with suppress(OSError):  # it has ended
+        words = [line.split() for line in Path(f"/proc/{pid}/{name}").read_text().splitlines() if line.startswith(lines)]
+        return sum(int(number) for _, number, *_ in words)
+    return 0
+
+
+def _sizes(folder: str) -> Iterator[int]:
+    for place, folders, files in os.walk(folder):
+        yield from (0 for _ in folders)
+        for name in files:
+            with suppress(OSError):
+                yield Path(place, name).lstat().st_size
+
+
+def verdict(why: str, code: int, said: bytes, settings: Settings) -> dict[str, Any]:
+    """What became of the program. code: of its first process, a signal as a negative number or as a shell says it."""
+    code = guard.as_a_shell(code)
+    match why:
+        case "timeout":
+            return {"status": "timeout", "error": f"the program was ended after {settings['seconds']:g} seconds"}
+        case "memory":
+            return {"status": "memory", "error": f"the program used more than {settings['memory_mb']:g} MB of memory"}
+        case "processes":
+            return {"status": "killed", "error": f"the program had more than {settings['processes']} processes"}
+        case "files":
+            most = f"{settings['files']} files or {settings['file_mb']:g} MB"
+            return {"status": "killed", "error": f"the program wrote more than {most}"}
+    if code == 0:
+        return {"status": "ok", "error": None}
+    if report := _report(said):
+        return report
+    if code == 128 + signal.SIGXCPU:
+        return {"status": "timeout", "error": f"the program used its {settings['cpu_seconds']:g} seconds of processor time"}
+    if code - 128 in signal.valid_signals():
+        return {"status": "killed", "error": f"the program was ended by {signal.Signals(code - 128).name}"}
+    return {"status": "error", "error": f"exit status {code}"}
+
+
+def _report(said: bytes) -> dict[str, str] | None:
+    """The program's own word, of which anything may have become."""
+    try:
+        report = json.loads(said)
+        known = report["status"] in ("error", "memory", "killed") and isinstance(report["error"], str)
+        return {"status": report["status"], "error": report["error"]} if known else None
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return None
+
+
+@contextmanager
+def _standard_input(text: str) -> Iterator[int]:
+    """A descriptor from which the text can be read; it takes no process to write it."""
+    if text:
+        fd = os.memfd_create("stdin")
+        data = text.encode(errors="surrogateescape")
+        while data:
+            data = data[os.write(fd, data) :]
+        os.lseek(fd, 0, os.SEEK_SET)
+    else:
+        fd = os.open("/dev/null", os.O_RDONLY)
+    try:
+        yield fd
+    finally:
+        os.close(fd)
+
+
+def _receive(pool: socket.socket) -> dict[str, str] | None:
+    """The request; None when the pool has hung up before."""
+    with pool.makefile("rb") as stream:
+        length = stream.read(LENGTH_BYTES)
+        data = stream.read(int.from_bytes(length, "big")) if len(length) == LENGTH_BYTES else b""
+    request: dict[str, str] | None = json.loads(data) if data else None
+    return request
+
+
+def last(work: Callable[[], int | None]) -> NoReturn:
+    """The last that a forked process does: nothing of what it was forked from runs after it."""
+    code: int | None = 1
+    try:
+        code = work()
+    except BaseException as error:
+        with suppress(OSError):
+            os.write(2, f"sandbox: {type(error).__name__}: {error}\n".encode())
+    finally:
+        os._exit(code or 0)

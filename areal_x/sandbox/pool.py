@@ -1,0 +1,293 @@
+"""Code that a model wrote, run where it can harm nothing: no network, limits on everything, a folder of its own.
+
+    sandbox = Sandbox(SandboxLimits(seconds=5), workers=4)
+    result = await sandbox.run("print(6 * 7)")   # Result(output="42\\n", error=None, status="ok", …)
+
+What runs on the other side is areal_x.sandbox.forker; docs/sandbox.md says what a program can and cannot do.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import site
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+import gin
+
+from areal_x import guard as guarding
+from areal_x.errors import ConfigError, UserError, at_least, one_of, positive
+from areal_x.sandbox import forker as forker_side
+from areal_x.sandbox.keeper import LENGTH_BYTES
+from areal_x.sandbox.view import readable
+from areal_x.sandbox.walls import WAYS
+
+Status = Literal["ok", "error", "timeout", "memory", "killed"]
+
+LOG = logging.getLogger(__name__)
+START_SECONDS = 120.0  # for imports, on a machine that is busy
+GRACE_SECONDS = 60.0  # beyond a program's own time, for its keeper on a machine that is busy
+ENVIRONMENT = {  # of programs, which see nothing of the run's own
+    "PATH": "/usr/local/bin:/usr/bin:/bin",
+    "LANG": "C.UTF-8",
+    "USER": "nobody",
+    **dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1"),
+}
+OPEN = {  # what to say where a wall is missing
+    "files": "read and write this machine's files, as it allows neither namespaces nor Landlock",
+    "network": "reach the network, as this machine allows no namespace without one",
+    "processes": "send signals to this run's processes, as this machine allows no namespaces",
+}
+
+
+@gin.configurable("sandbox")
+@dataclass(frozen=True)
+class SandboxLimits:
+    """What a program may use. What goes beyond ends it, and the model is told.
+
+    seconds: from start to end. cpu_seconds: of processor time, in each of its processes. memory_mb: of each process, and of all
+    together, in 10^6 bytes. output_characters: of what it prints; of more, the first and the last half are shown.
+    processes: at once, itself included (threads count too). file_mb: of all files in its folder, in 10^6 bytes.
+    files: in its folder, at once.
+    """
+
+    seconds: float = 10.0
+    cpu_seconds: float = 10.0
+    memory_mb: float = 1024.0
+    output_characters: int = 8000
+    processes: int = 32
+    file_mb: float = 64.0
+    files: int = 1000
+
+    def __post_init__(self) -> None:
+        for name in ("seconds", "cpu_seconds", "file_mb"):
+            positive(f"sandbox.{name}", getattr(self, name))
+        at_least("sandbox.memory_mb", self.memory_mb, 32)
+        at_least("sandbox.output_characters", self.output_characters, 16)
+        at_least("sandbox.processes", self.processes, 1)
+        at_least("sandbox.files", self.files, 1)
+
+
+@dataclass(frozen=True)
+class Result:
+    """What became of a program.
+
+    output: what it printed, standard output and error in the order in which they came. error: what went wrong, a traceback or a
+    sentence; None where nothing did. truncated: whether something is missing in the middle of `output`, which says so itself.
+    seconds: from start to end. status: "ok"; "error" (it raised, or ended with an exit status other than 0); "timeout";
+    "memory"; "killed" (by a signal, or as it went beyond another limit). confined: whether every wall stood (files, network,
+    processes).
+    """
+
+    output: str
+    error: str | None
+    truncated: bool
+    seconds: float
+    status: Status
+    confined: bool = True
+
+    def text(self) -> str:
+        """What a model is shown."""
+        output = self.output.rstrip("\n")
+        shown = "\n".join(part for part in (output, self.error) if part)
+        return shown or "(the program printed nothing)"
+
+
+@dataclass(frozen=True, eq=False)
+class _Forker:
+    """A forker seen from here: its guard (areal_x.guard), the lifeline's only writing end, and where it is told of programs."""
+
+    guard: subprocess.Popen[bytes]
+    lifeline: int
+    control: socket.socket
+    base: str
+    confined: bool
+
+    def gone(self) -> bool:
+        """It says nothing after its first words, so what can be read of it is its end."""
+        try:
+            return not self.control.recv(1, socket.MSG_PEEK)
+        except BlockingIOError:
+            return False
+        except ConnectionError:
+            return True
+
+    async def end(self) -> None:
+        """Returns when all is gone; also when the guard, which does it, was itself killed."""
+        os.close(self.lifeline)
+        self.control.close()
+        await asyncio.to_thread(self.guard.wait)
+        await asyncio.to_thread(guarding.remove, self.base)
+
+
+class Sandbox:
+    """Runs up to `workers` programs at once; what comes meanwhile waits.
+
+    echo_last: the value of a last line that is an expression is printed, as a notebook does. packages: programs can import what
+    is installed beside the run. imports: modules that are imported in advance, for programs that start faster.
+    ways: to keep programs in, which are tried in the order of `WAYS`; where none is allowed they still run, after a warning.
+
+    All methods but the constructor belong to one event loop, which they never block. Nothing a program does raises.
+    """
+
+    def __init__(
+        self,
+        limits: SandboxLimits | None = None,
+        workers: int = 4,
+        *,
+        echo_last: bool = False,
+        packages: bool = True,
+        imports: Sequence[str] = (),
+        ways: Sequence[str] = WAYS,
+    ) -> None:
+        at_least("workers", workers, 1)
+        for way in ways:
+            one_of("ways", way, WAYS)
+        self.limits = limits or SandboxLimits()
+        self.workers = workers
+        folders = site.getsitepackages() if packages else []
+        self._settings = {
+            "echo_last": echo_last,
+            "packages": folders,
+            "imports": list(imports),
+            "ways": list(ways),
+            "readable": readable(folders),
+        }
+        self._turn = asyncio.Semaphore(workers)
+        self._starting = asyncio.Lock()
+        self._forker: _Forker | None = None
+        self._warned: set[str] = set()
+
+    async def start(self) -> None:
+        """Makes the process that programs are forked from; `run` does it too where it is missing.
+
+        Raises UserError where there is no Linux, or for `imports` that fail.
+        """
+        await self._ready()
+
+    async def run(self, code: str, stdin: str = "") -> Result:
+        """A program of Python, and what became of it. Cancelled, it is ended with all that it started.
+
+        Raises UserError as `start` does.
+        """
+        async with self._turn:
+            forker = await self._ready()
+            answer = await self._ask(forker, {"code": code, "stdin": stdin})
+            return self._result(answer, forker.confined)
+
+    async def close(self) -> None:
+        """Ends everything; returns when the processes are gone. Safe to call twice."""
+        forker, self._forker = self._forker, None
+        if forker is not None:
+            await forker.end()
+
+    async def _ready(self) -> _Forker:
+        async with self._starting:
+            if self._forker is not None and self._forker.gone():
+                await self.close()
+            if self._forker is None:
+                self._forker = await self._start()
+            return self._forker
+
+    async def _start(self) -> _Forker:
+        if sys.platform != "linux":
+            raise UserError("the sandbox for programs needs Linux: what keeps a program in is its kernel")
+        here, there = socket.socketpair()
+        lifeline_end, lifeline = os.pipe()
+        base = tempfile.mkdtemp(prefix="areal_x_sandbox_")
+        with there:
+            try:
+                settings = {**asdict(self.limits), **self._settings}
+                guard = subprocess.Popen(
+                    guarding.command(forker_side.__name__, there.fileno(), lifeline_end, base, settings, flags=("-I", "-S")),
+                    stdin=subprocess.DEVNULL,
+                    stdout=2,
+                    env=ENVIRONMENT,
+                    pass_fds=(there.fileno(), lifeline_end),
+                    start_new_session=True,  # an interrupt at the terminal is the run's to handle
+                )
+            except BaseException:
+                here.close()
+                os.close(lifeline)
+                os.rmdir(base)  # noqa: PTH106
+                raise
+            finally:
+                os.close(lifeline_end)
+        here.setblocking(False)
+        hello: dict[str, Any] | None = None
+        try:
+            async with asyncio.timeout(START_SECONDS):
+                hello = await _first_line(here)
+        except TimeoutError:
+            raise UserError(f"the sandbox did not start within {START_SECONDS:g} seconds") from None
+        finally:
+            if hello is None or hello["missing"]:
+                os.close(lifeline)
+                here.close()
+        if hello is None:
+            code = await asyncio.to_thread(guard.wait)
+            raise UserError(f"the process of the sandbox ended at its start (exit status {code}): its own words are above")
+        if hello["missing"]:
+            await asyncio.to_thread(guard.wait)
+            name, error = next(iter(hello["missing"].items()))
+            raise ConfigError("imports", name, f"a module that programs of the sandbox can import ({error})")
+        missing = [wall for wall in OPEN if not hello["walls"][wall]]
+        for wall in missing:
+            if wall not in self._warned:
+                self._warned.add(wall)
+                LOG.warning("programs in the sandbox can %s", OPEN[wall])
+        return _Forker(guard, lifeline, here, base, confined=not missing)
+
+    async def _ask(self, forker: _Forker, request: dict[str, str]) -> dict[str, Any] | None:
+        """What the program's keeper says; None where it, or the forker, has gone."""
+        here, there = socket.socketpair()
+        reader, writer = await asyncio.open_connection(sock=here)
+        try:
+            with there:
+                socket.send_fds(forker.control, [b"p"], [there.fileno()])
+            data = json.dumps(request).encode()
+            writer.write(len(data).to_bytes(LENGTH_BYTES, "big") + data)
+            async with asyncio.timeout(self.limits.seconds + GRACE_SECONDS):
+                answer = await reader.read()
+        except (ConnectionError, TimeoutError):
+            answer = b""
+        finally:
+            writer.close()
+        return json.loads(answer) if answer else None
+
+    def _result(self, answer: dict[str, Any] | None, confined: bool) -> Result:
+        if answer is None:
+            return Result("", "the program's process was ended from outside", False, 0.0, "killed", confined)
+        head, tail = answer["output"]
+        output, truncated = shortened(head, tail, answer["dropped"], self.limits.output_characters)
+        return Result(output, answer["error"], truncated, answer["seconds"], answer["status"], confined)
+
+
+def shortened(head: str, tail: str, dropped: bool, most: int) -> tuple[str, bool]:
+    """At most about `most` characters of a text, and whether some are missing: those between head and tail already are where
+    `dropped` says so."""
+    if not dropped and len(head) + len(tail) <= most:
+        return head + tail, False
+    whole = tail if dropped else head + tail
+    first, last = head[: most // 2], whole[-(most // 2) :]
+    return f"{first}\n[output truncated: the first {len(first)} and the last {len(last)} characters are shown]\n{last}", True
+
+
+async def _first_line(control: socket.socket) -> dict[str, Any] | None:
+    """None when the other side has gone before."""
+    data = b""
+    while not data.endswith(b"\n"):
+        more = await asyncio.get_running_loop().sock_recv(control, 1 << 16)
+        if not more:
+            return None
+        data += more
+    found: dict[str, Any] = json.loads(data)
+    return found

@@ -1,0 +1,94 @@
+"""Runs a program in the process that was made for it. The only place of this project where code that came from outside runs."""
+
+from __future__ import annotations
+
+import ast
+import atexit
+import contextlib
+import json
+import os
+import sys
+import threading
+import traceback
+import types
+from pathlib import Path
+from typing import Any
+
+NAME = "main.py"
+SPARE = 8 << 20  # bytes that are held back, so that a program which used up its memory can say so
+OUT_OF_MEMORY = b'{"status": "memory", "error": "MemoryError"}'
+
+
+def run(code: str, folder: str, report_fd: int, echo_last: bool, characters: int) -> int:
+    """The exit code. What went wrong is written to `report_fd` as JSON, an error of at most about `characters`.
+
+    echo_last: the value of a last line that is an expression is printed, as a notebook does.
+    """
+    path, spare = Path(folder, NAME), [bytearray(SPARE)]
+    try:
+        try:
+            path.write_text(code, encoding="utf-8", errors="surrogateescape")
+            _execute(code, str(path), echo_last)
+        finally:
+            _finish()
+    except SystemExit as leaving:
+        return _exit_code(leaving, report_fd)
+    except BaseException as error:
+        spare.clear()
+        _report(report_fd, error, str(path), characters)
+        return 1
+    return 0
+
+
+def _execute(code: str, path: str, echo_last: bool) -> None:
+    module = types.ModuleType("__main__")
+    module.__file__ = path
+    module.__dict__["__builtins__"] = __builtins__
+    sys.modules["__main__"] = module
+    sys.argv = [path]
+    tree = ast.parse(code, path)
+    last = tree.body.pop() if echo_last and tree.body and isinstance(tree.body[-1], ast.Expr) else None
+    exec(compile(tree, path, "exec"), module.__dict__)
+    if last is not None:
+        exec(compile(ast.Interactive([last]), path, "single"), module.__dict__)
+
+
+def _finish() -> None:
+    """As the interpreter does at its end: waits for threads, runs what was registered, writes what is held."""
+    threads, registered = vars(threading)["_shutdown"], vars(atexit)["_run_exitfuncs"]
+    with contextlib.suppress(OSError, ValueError):
+        threads()
+        registered()
+        sys.stdout.flush()
+        sys.stderr.flush()
+
+
+def _exit_code(leaving: SystemExit, report_fd: int) -> int:
+    if leaving.code is None or leaving.code == 0:
+        return 0
+    if isinstance(leaving.code, int):
+        _write(report_fd, {"status": "error", "error": f"exit status {leaving.code & 0xFF}"})
+        return leaving.code & 0xFF
+    _write(report_fd, {"status": "error", "error": str(leaving.code)})
+    return 1
+
+
+def _report(report_fd: int, error: BaseException, path: str, characters: int) -> None:
+    memory = isinstance(error, MemoryError)
+    try:
+        trace = error.__traceback__
+        while trace is not None and trace.tb_frame.f_code.co_filename != path:
+            trace = trace.tb_next  # what ran the program is not the program's
+        text = "".join(traceback.format_exception(type(error), error, trace))
+        if len(text) > characters:
+            half = characters // 2
+            text = f"{text[:half]}\n…\n{text[-half:]}"
+        _write(report_fd, {"status": "memory" if memory else "error", "error": text.rstrip()})
+    except BaseException:
+        os.write(report_fd, OUT_OF_MEMORY if memory else b'{"status": "error", "error": "an error that cannot be shown"}')
+
+
+def _write(report_fd: int, content: dict[str, Any]) -> None:
+    data = json.dumps(content).encode()
+    while data:
+        data = data[os.write(report_fd, data) :]

@@ -1,0 +1,57 @@
+"""Whether conversations become exactly the tokens that were generated, over many of them and three families' chat templates.
+
+    python benchmarks/token_truth.py                       # 10,000 conversations
+    python benchmarks/token_truth.py --conversations 300
+
+Claim: no prompt differs from what its family's format says, and every generated token is trained on once, with its own
+log-probability and version.
+
+The work: random agents talk with a policy whose tokens are not those that a tokenizer would choose for the same text, and
+sometimes are any tokens at all. They go on, go back and try again, call tools, and send what was said in the spellings of
+different clients. A prompt behind a reply must begin with the tokens that were held, and go on with what the format puts
+there; where the format writes earlier turns in another way (Qwen3 leaves out reasoning) it must be the format's text of the
+whole. What the formats are is said once more in tests/rollout/chat/conversations.py, which knows nothing of our rendering.
+The last column is why: of how many calls the prompt's text, tokenised anew, would be other tokens.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import sys
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from tests.rollout.chat.conversations import FAMILIES
+from tests.rollout.chat.truth import truth_of
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--conversations", type=int, default=10_000, help="of all families together")
+    parser.add_argument("--turns", type=int, default=8, help="completions in each")
+    parser.add_argument("--first-seed", type=int, default=0)
+    options = parser.parse_args()
+    print(f"{'family':10}{'conversations':>15}{'calls':>9}{'tokens':>10}{'held':>9}{'rewritten':>11}{'wrong':>7}{'anew':>9}")
+    wrong, began = 0, time.perf_counter()
+    for number, family in enumerate(FAMILIES):
+        seeds = range(options.first_seed + number, options.first_seed + options.conversations, len(FAMILIES))
+        found = [asyncio.run(truth_of(family, seed, options.turns)) for seed in seeds]
+        complaints = [complaint for truth in found for complaint in truth.complaints]
+        wrong += len(complaints)
+        sums = [sum(getattr(truth, name) for truth in found) for name in ("calls", "tokens", "kept", "rewritten")]
+        anew = sum(truth.different for truth in found)
+        print(
+            f"{family:10}{len(found):15,}{sums[0]:9,}{sums[1]:10,}{sums[2]:9,}{sums[3]:11,}{len(complaints):7,}{anew:9,}",
+            flush=True,
+        )
+        for complaint in complaints[:3]:
+            print(f"  {complaint}")
+    print(f"{time.perf_counter() - began:.0f} s")
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
