@@ -28,10 +28,13 @@ CONFIGURABLES = (
     "areal_x.data.datasets",
     "areal_x.data.reasoning",
     "areal_x.rewards.math",
-    "areal_x.rollout.calculator",
-    "areal_x.rollout.conversing",
     "areal_x.rollout.learned_reward",
+    "areal_x.rollout.calculator",
     "areal_x.rollout.mcp_tools",
+    "areal_x.rollout.conversing",
+    "areal_x.rollout.environment",
+    "areal_x.rollout.agent",
+    "areal_x.rollout.online",
 )
 
 MACRO = "gin.macro"

@@ -45,11 +45,12 @@ def keep(
     owners_fds: tuple[int, ...] = (),
     processes: int | None = None,
     folder: str | None = None,
+    ends_with_worker: bool = False,
 ) -> None:
     """Does `work` in the worker, while this process becomes its guard; does not return in the guard.
 
     owners_fds: on which the owner waits for the worker, so that the guard must not hold them. processes: the most at once, the
-    worker among them. folder: removed at the end.
+    worker among them. folder: removed at the end. ends_with_worker: all of it ends when the worker does, too.
     """
     if sys.platform == "linux":
         LIBC.prctl(PR_SET_CHILD_SUBREAPER, 1)  # what is left without a parent below becomes the guard's child
@@ -58,19 +59,22 @@ def keep(
     if worker:
         for fd in owners_fds:
             os.close(fd)
-        guard(lifeline_fd, worker, processes, folder)
+        guard(lifeline_fd, worker, processes, folder, ends_with_worker)
     os.setpgid(0, 0)
     os.close(lifeline_fd)
     die_with_parent(guarding)
     work()
 
 
-def guard(lifeline_fd: int, worker: int, processes: int | None, folder: str | None) -> None:
-    """Waits for the end of the lifeline, or for too many processes, and then for the end of all of them."""
+def guard(lifeline_fd: int, worker: int, processes: int | None, folder: str | None, ends_with_worker: bool = False) -> None:
+    """Waits for the end of the lifeline, or of what else should end all of them, and then for that."""
     with suppress(OSError):
         os.setpgid(worker, worker)  # in both processes, so that the group exists whoever comes first
     too_many = False
-    while not too_many and not select([lifeline_fd], [], [], LOOK if processes else None)[0]:
+    looks = processes is not None or ends_with_worker
+    while not too_many and not select([lifeline_fd], [], [], LOOK if looks else None)[0]:
+        if ends_with_worker and os.waitid(os.P_PID, worker, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None:
+            break
         for child in children(os.getpid()):
             if child != worker:  # not reaped yet, so that the number is still its own
                 os.waitpid(child, os.WNOHANG)

@@ -239,7 +239,8 @@ class Runner:
         view = EpisodeEngine(self.engine, key, self._want, self._generated, about=about)
         try:
             with timeline.span("episode", **about, admitted_version=group.admitted_version) as span:
-                episode = await run_episode(workflow, group.task, view, self.episode_seconds)
+                seconds = None if is_open_ended(workflow) else self.episode_seconds
+                episode = await run_episode(workflow, group.task, view, seconds)
                 span.note(outcome=type(episode.outcome).__name__)
         finally:
             view.want(-view.wanting)
@@ -249,7 +250,7 @@ class Runner:
         return episode
 
     def _keep_patience(self, group: Group) -> None:
-        if group.scored:
+        if group.scored or is_open_ended(self.workflow):
             self._failed_in_a_row = 0
             return
         if self._failed_in_a_row == 0:
@@ -280,8 +281,13 @@ class Runner:
         await self._changed.wait()
 
 
-async def run_episode(workflow: Workflow, task: Task, engine: EpisodeEngine, seconds: float) -> Episode:
-    """One episode and what became of it. Raises only what ends the run: EngineError, UserError and cancellation."""
+def is_open_ended(workflow: Workflow) -> bool:
+    return getattr(workflow, "open_ended", False)
+
+
+async def run_episode(workflow: Workflow, task: Task, engine: EpisodeEngine, seconds: float | None) -> Episode:
+    """One episode, of at most so many seconds, and what became of it. Raises only what ends the run: EngineError, UserError and
+    cancellation."""
     try:
         async with asyncio.timeout(seconds) as limit:
             result = await workflow.run(task, engine)
@@ -294,7 +300,7 @@ async def run_episode(workflow: Workflow, task: Task, engine: EpisodeEngine, sec
             raise
         return Episode(Failed("CancelledError: something that the episode waited for was cancelled"))
     except Exception as error:
-        if isinstance(error, TimeoutError) and limit.expired():
+        if isinstance(error, TimeoutError) and seconds is not None and limit.expired():
             return Episode(TimedOut(seconds))
         text = " ".join(str(error).split())
         return Episode(Failed(f"{type(error).__name__}: {text}" if text else type(error).__name__))

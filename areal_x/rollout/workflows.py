@@ -36,6 +36,10 @@ class Generator(Protocol):
 
 
 class Workflow(Protocol):
+    """open_ended: whether others decide when an episode begins and ends, so that the run waits as long as it takes."""
+
+    open_ended: bool = False
+
     def setup(self, tokenizer: Any) -> Workflow:
         """The workflow made ready for this tokenizer, before any episode. By default itself."""
         return self
@@ -88,9 +92,8 @@ class Judged(Workflow):
 
     def setup(self, tokenizer: Any) -> Self:
         """Raises UserError for a tokenizer without an end token, or a reward that no other process could run."""
-        stops = tuple(dict.fromkeys((*self.sampling.stop_token_ids, end_token(tokenizer))))
         pool = RewardPool(self.reward, self.reward_workers, self.reward_timeout_seconds, self.reward_limits)
-        return replace(self, sampling=replace(self.sampling, stop_token_ids=stops), tokenizer=tokenizer, pool=pool)
+        return replace(self, sampling=with_end(self.sampling, tokenizer), tokenizer=tokenizer, pool=pool)
 
     def greedy(self) -> Self:
         return replace(self, sampling=replace(self.sampling, temperature=0.0))
@@ -136,6 +139,11 @@ class SingleTurn(Judged):
             completion.experts,
         )
         return Episode(outcome, (trajectory,))
+
+
+def with_end(sampling: SamplingParams, tokenizer: Any) -> SamplingParams:
+    """The sampling with the tokenizer's end token among its stop tokens. Raises UserError where there is none."""
+    return replace(sampling, stop_token_ids=tuple(dict.fromkeys((*sampling.stop_token_ids, end_token(tokenizer)))))
 
 
 def end_token(tokenizer: Any) -> int:

@@ -16,6 +16,11 @@ from areal_x.model_dir import read_tensors, write_model, write_state
 from areal_x.rollout.vllm.config import VLLMConfig
 from areal_x.rollout.vllm.engine import VLLMEngine
 
+# What the tiny model's characters can write.
+TEMPLATE = (
+    "{% for message in messages %}{% if message['role'] == 'tool' %}{{ raise_exception('no tools here') }}{% endif %}"
+    "{{ message['role'][0] }}>{{ message['content'] }}.{% endfor %}{% if add_generation_prompt %}a>{% endif %}"
+)
 Run = Callable[[Coroutine[Any, Any, Any]], Any]
 
 
@@ -48,6 +53,7 @@ def vllm_server(tiny_model_dir: Path, tmp_path_factory: pytest.TempPathFactory, 
     checkpoint = tmp_path_factory.mktemp("checkpoint")  # the server takes what a trainer saves, with its optimizer's state
     write_model(checkpoint, tiny_model_dir, read_tensors(tiny_model_dir))
     write_state(checkpoint, ((name, x, x) for name, x in read_tensors(tiny_model_dir)), {"version": 1, "optimizer": "adamw"})
+    (checkpoint / "chat_template.jinja").write_text(TEMPLATE)
     engine = VLLMEngine(VLLMConfig(context=256, concurrency=128), checkpoint, tmp_path_factory.mktemp("vllm"))
     run(engine.start())
     yield engine

@@ -7,8 +7,9 @@ import secrets
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Annotated, Any, Protocol
 
+from pydantic import Field
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
@@ -31,6 +32,7 @@ MODEL = "policy"
 # Clients add the version or not: an OpenAI client's base_url holds it, an Anthropic client appends it, and people mix them up.
 VERSIONS = ("", "/v1", "/v1/v1")
 MEGABYTE = 2**20
+LABEL_MEGABYTES = 1 / 64
 
 
 class Host(Protocol):
@@ -40,7 +42,7 @@ class Host(Protocol):
 
     def find(self, name: str | None, keys: list[str]) -> Session: ...
 
-    async def opened(self, keys: list[str]) -> Session: ...
+    async def opened(self, keys: list[str], label: str | None) -> Session: ...
 
 
 @dataclass(frozen=True)
@@ -79,6 +81,10 @@ class End(Body):
     reward: float | None = None
 
 
+class Opening(Body):
+    label: Annotated[str, Field(max_length=1024)] | None = None
+
+
 def application(host: Host) -> Starlette:
     """All routes, each with and without a session in its path."""
 
@@ -89,7 +95,7 @@ def application(host: Host) -> Starlette:
 
     async def answer(request: Request, dialect: Dialect, prefix: str, make: Callable[[Session, bytes, str], Made]) -> ASGIApp:
         session = session_of(request)
-        body = await body_of(request, session)
+        body = await body_of(request, session.limits.body_megabytes)
         id = f"{prefix}{secrets.token_hex(12)}"
         exchange, keep = make(session, body, id)
         ids = [id, *(f"{id}-{index}" for index in range(1, exchange.count))]
@@ -127,7 +133,7 @@ def application(host: Host) -> Starlette:
 
     async def count_tokens(request: Request) -> ASGIApp:
         session = session_of(request)
-        ask = messages.counted(await body_of(request, session))
+        ask = messages.counted(await body_of(request, session.limits.body_megabytes))
         prompt = await session.renderer.prompt(ask.messages, ask.tools, ask.template, ask.continue_final)
         return told({"input_tokens": len(prompt)})
 
@@ -145,12 +151,12 @@ def application(host: Host) -> Starlette:
 
     async def reward(request: Request) -> ASGIApp:
         session = session_of(request)
-        given = Reward.model_validate_json(await body_of(request, session))
+        given = Reward.model_validate_json(await body_of(request, session.limits.body_megabytes))
         return told({"call": session.reward(given.reward, given.call), "reward": given.reward})
 
     async def end(request: Request) -> ASGIApp:
         session = session_of(request)
-        given = End.model_validate_json(await body_of(request, session) or b"{}")
+        given = End.model_validate_json(await body_of(request, session.limits.body_megabytes) or b"{}")
         session.end(given.reward)
         return told(session.summary())
 
@@ -158,7 +164,8 @@ def application(host: Host) -> Starlette:
         return told(session_of(request).summary())
 
     async def open_session(request: Request) -> ASGIApp:
-        session = await host.opened(keys_of(request))
+        given = Opening.model_validate_json(await body_of(request, LABEL_MEGABYTES) or b"{}")
+        session = await host.opened(keys_of(request), given.label)
         about = {"id": session.id, "key": session.key, "url": session.url, "base_url": session.base_url}
         return Response(dumped(about), 201, media_type="application/json")
 
@@ -214,13 +221,13 @@ def keys_of(request: Request) -> list[str]:
     return [key for key in (*found, request.headers.get("x-api-key", "")) if key]
 
 
-async def body_of(request: Request, session: Session) -> bytes:
-    most = session.limits.body_megabytes * MEGABYTE
+async def body_of(request: Request, megabytes: float) -> bytes:
+    most = megabytes * MEGABYTE
     parts, size = [], 0
     async for part in request.stream():
         size += len(part)
         if size > most:
-            limit = f"{session.limits.body_megabytes:g} MB: raise session_limits.body_megabytes"
+            limit = f"{megabytes:g} MB: raise session_limits.body_megabytes"
             raise ApiError(413, f"the request is larger than {limit}", "request_too_large")
         parts.append(part)
     return b"".join(parts)

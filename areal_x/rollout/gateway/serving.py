@@ -25,7 +25,7 @@ CLOSING_SECONDS = 5  # for answers that are being sent as the gateway closes
 IDLE_CONNECTION_SECONDS = 75  # longer than clients keep a connection that they do not use
 ASK_AGAIN_SECONDS = 1.0
 
-OnOpen = Callable[[], Awaitable[Session | None]]
+OnOpen = Callable[[str | None], Awaitable[Session | None]]  # given the label that the agent named, if it did
 
 
 @gin.configurable("gateway", denylist=["on_open"])
@@ -117,13 +117,13 @@ class Gateway:
         """For the routes: see Doors.find."""
         return self._doors.find(name, keys)
 
-    async def opened(self, keys: list[str]) -> Session:
-        """For the routes: the session of an agent that asks for one."""
+    async def opened(self, keys: list[str], label: str | None) -> Session:
+        """For the routes: the session of an agent that asks for one, by this label."""
         if self.on_open is None:
             raise ApiError(404, "this run opens its sessions itself", "no_such_route")
         if not any(same(key, self.key) for key in keys):
             raise ApiError(401, "asking for a session needs the gateway's key", "invalid_api_key")
-        if (session := await self.on_open()) is None:
+        if (session := await self.on_open(label)) is None:
             raise ApiError(503, "no episode waits for an agent now", "no_session", retry_after=ASK_AGAIN_SECONDS)
         return session
 

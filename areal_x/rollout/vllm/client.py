@@ -49,6 +49,14 @@ class ServerFailed(EngineError):
     """The server answered with an error that is its own and not the request's."""
 
 
+class ServerRefused(EngineError):
+    """The server found a mistake in what was asked. words: its own."""
+
+    def __init__(self, message: str, words: str) -> None:
+        super().__init__(message)
+        self.words = words
+
+
 @dataclass(frozen=True)
 class Served:
     """A model that a server serves. context: the longest prompt and completion together."""
@@ -140,6 +148,21 @@ class VLLMClient:
         if not experts:
             return completion
         return replace(completion, experts=experts_from(answer, len(tokens) + len(completion.tokens)))
+
+    async def render(self, body: Mapping[str, Any]) -> list[int]:
+        """The tokens of a prompt, from the body of a chat completion without a model."""
+        answer = await self._call("POST", "/v1/chat/completions/render", {**body, "model": MODEL}, retry=True)
+        tokens: list[int] = answer["token_ids"]
+        return tokens
+
+    async def derender(self, tokens: Sequence[int], body: Mapping[str, Any], before: Sequence[int]) -> dict[str, Any]:
+        """The assistant's message that a completion's tokens are, by the server's parsers of reasoning and tool calls. body: of
+        the chat completion that it answers. before: the last tokens of its prompt."""
+        said = {"request_id": "areal-x", "choices": [{"index": 0, "token_ids": list(tokens), "finish_reason": "stop"}]}
+        asked = {"generate_response": said, "chat_request": {**body, "model": MODEL}, "prompt_token_ids": list(before)}
+        answer = await self._call("POST", "/v1/chat/completions/derender", {"model": MODEL, **asked}, retry=True)
+        message: dict[str, Any] = answer["choices"][0]["message"]
+        return message
 
     async def tokenize(self, model: str, text: str) -> list[int]:
         """The text's tokens, without any that the model would put before or after it."""
@@ -250,8 +273,8 @@ class VLLMClient:
             return UserError(f"{server} takes no adapters: {wanted}, of at least lora.rank")
         if status in (403, 404) and endpoint not in WORDLESS:
             return UserError(f"{server} does not offer {endpoint} ({status} {words}): {needed_flags(self._transfer)}")
-        kind = ServerFailed if status >= 500 else EngineError
-        return kind(f"{server} answered {endpoint} with {status}: {words}")
+        said = f"{server} answered {endpoint} with {status}: {words}"
+        return ServerFailed(said) if status >= 500 else ServerRefused(said, words)
 
 
 def completion_from(answer: Mapping[str, Any]) -> Completion:

@@ -151,6 +151,10 @@ class VLLMEngine:
     def _servers(self) -> list[servers.Server]:
         return [replica.server for replica in self.supervisor.replicas.values() if replica.server is not None]
 
+    def clients(self) -> list[VLLMClient]:
+        """Of the servers that serve now."""
+        return [self.supervisor.replicas[name].client for name in self.fleet.serving()]
+
     @property
     def _clients(self) -> list[VLLMClient]:
         return [replica.client for replica in self.supervisor.replicas.values()]

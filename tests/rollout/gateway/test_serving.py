@@ -492,7 +492,7 @@ def test_without_a_hook_no_agent_can_ask_for_a_session(gateway):
 def test_an_agent_asks_for_a_session_with_the_gateways_key_and_comes_again_while_there_is_none(gateway_of, run):
     waiting = []
 
-    async def on_open():
+    async def on_open(label):
         return waiting.pop() if waiting else None
 
     served = gateway_of(on_open=on_open)

@@ -1,0 +1,91 @@
+"""What the workflows of agents share: a gateway of the run's own, and episodes that are its sessions."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar
+
+from areal_x.errors import UserError, one_of
+from areal_x.rollout.chat.credit import Credit, episode_of_calls
+from areal_x.rollout.chat.rendering import PlainRenderer, Renderer, TemplateRenderer
+from areal_x.rollout.engine import SamplingParams
+from areal_x.rollout.gateway.live import Session
+from areal_x.rollout.gateway.serving import Gateway
+from areal_x.rollout.gateway.sessions import SessionLimits
+from areal_x.rollout.vllm.renderer import ServerRenderer
+from areal_x.rollout.workflows import Generator, Result, Workflow, with_end
+from areal_x.types import Outcome
+
+H = TypeVar("H", bound="Hosted")
+RENDERING = ("transformers", "server")
+
+
+class Host:
+    """A gateway that starts with its first session."""
+
+    def __init__(self, gateway: Gateway, renderer: TemplateRenderer | PlainRenderer) -> None:
+        self.gateway, self.renderer = gateway, renderer
+        self._starting = asyncio.Lock()
+        self._started = False
+
+    async def start(self) -> bool:
+        """Whether this call is what started it."""
+        async with self._starting:
+            started, self._started = self._started, True
+            if not started:
+                await self.gateway.start()
+            return not started
+
+    async def close(self) -> None:
+        await self.gateway.close()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Hosted(Workflow):
+    """sampling: how completions are drawn; the tokenizer's end token is added to its stop tokens. limits: what an episode may
+    use. credit: how its reward is shared out. gateway: where agents call. rendering: who makes tokens of messages and reads
+    replies: "transformers" with the model's chat template, or "server", the vLLM servers with theirs and their parsers."""
+
+    sampling: SamplingParams = field(default_factory=SamplingParams)
+    limits: SessionLimits = field(default_factory=SessionLimits)
+    credit: Credit = field(default_factory=Credit)
+    gateway: Gateway = field(default_factory=Gateway)
+    rendering: str = "transformers"
+    host: Host | None = None
+
+    def setup(self: H, tokenizer: Any) -> H:
+        """Raises UserError for a tokenizer without an end token."""
+        one_of("rendering", self.rendering, RENDERING)
+        by_template = tokenizer.chat_template is not None
+        host = Host(self.gateway, TemplateRenderer(tokenizer) if by_template else PlainRenderer(tokenizer))
+        return replace(self, sampling=with_end(self.sampling, tokenizer), host=host)
+
+    def greedy(self: H) -> H:
+        return replace(self, sampling=replace(self.sampling, temperature=0.0))
+
+    async def open(self, engine: Generator) -> Session:
+        """A session whose completions this episode's engine draws."""
+        host = self.hosting()
+        await host.start()
+        return host.gateway.open(engine, self.renderer(engine), self.sampling, self.limits)
+
+    def renderer(self, engine: Generator) -> Renderer:
+        renderer = self.hosting().renderer
+        if self.rendering == "transformers":
+            return renderer
+        servers = getattr(engine, "engine", engine)
+        if not hasattr(servers, "clients") or isinstance(renderer, PlainRenderer):
+            raise UserError("rendering = 'server' needs vLLM servers (train.engine = 'vllm') and a model with a chat template")
+        return ServerRenderer(renderer.tokenizer, servers.clients)
+
+    def episode(self, session: Session, outcome: Outcome) -> Result:
+        return episode_of_calls(session.calls(), outcome, self.credit)
+
+    def hosting(self) -> Host:
+        assert self.host is not None, "call setup(tokenizer) first"
+        return self.host
+
+    async def close(self) -> None:
+        if self.host is not None:
+            await self.host.close()

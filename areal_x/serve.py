@@ -1,0 +1,116 @@
+"""Serves the model of a gin file to agents, without training it: to try an agent, or to see what a run's checkpoint does.
+
+    python -m areal_x.serve examples/arithmetic/grpo.gin
+    python -m areal_x.serve FILE.gin -b "model.path = 'runs/NAME/checkpoints/100/trainer'"
+
+Any client opens as many sessions as it likes with the key in gateway.json (areal_x.agents.session); the rewards that it gives
+are shown. Ends with Ctrl-C.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import gin
+
+from areal_x.agents import ADDRESS
+from areal_x.config import Config
+from areal_x.data.tokenizer import load_tokenizer
+from areal_x.experiment import Experiment
+from areal_x.rollout import loop
+from areal_x.rollout.engine import Engine, SamplingParams
+from areal_x.rollout.gateway.live import Session
+from areal_x.rollout.hosted import Hosted
+from areal_x.rollout.online import Online, write_address
+from areal_x.rollout.runner import EpisodeEngine
+from areal_x.train import parser_of, with_config
+from areal_x.types import Scored
+
+
+@dataclass(kw_only=True)
+class Service:
+    """A gateway over an engine that holds its weights, whose sessions are whoever's that asks.
+
+    hosted: whose sampling, limits and gateway it has. address: the file for the gateway's address and key.
+    """
+
+    engine: Engine
+    hosted: Hosted
+    address: Path
+    say: Callable[[str], None] = print
+    opened: int = 0
+    watching: set[asyncio.Task[None]] = field(default_factory=set)
+
+    async def start(self) -> None:
+        host = self.hosted.hosting()
+        host.gateway.on_open = self.open
+        await host.start()
+        write_address(self.address, host.gateway.url, host.gateway.key)
+        self.say(f"serving at {host.gateway.url}; its address and key are in {self.address}")
+
+    async def open(self, label: str | None) -> Session:
+        self.opened += 1
+        session = await self.hosted.open(EpisodeEngine(self.engine, (0, self.opened), nothing, nothing))
+        watching = asyncio.create_task(self.watch(session, label))
+        self.watching.add(watching)
+        watching.add_done_callback(self.watching.discard)
+        return session
+
+    async def watch(self, session: Session, label: str | None) -> None:
+        with session:
+            outcome = await session.ended()
+        worth = f"reward {outcome.reward:g}" if isinstance(outcome, Scored) else type(outcome).__name__
+        self.say(f"session {session.id}{f' ({label})' if label else ''}: {len(session.calls())} calls, {worth}")
+
+    async def close(self) -> None:
+        await self.hosted.close()
+        await asyncio.gather(*self.watching, return_exceptions=True)
+
+
+def nothing(_: int) -> None: ...
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The exit status, as of `areal_x.train`."""
+    parser = parser_of("areal_x.serve", __doc__)
+    parser.add_argument("file", metavar="FILE.gin", type=Path)
+    parser.add_argument("--address", type=Path, default=Path(ADDRESS), help="where the gateway's address and key are written")
+    options = parser.parse_args(arguments)
+
+    def work(config: Config) -> None:
+        serve(gin.get_configurable("train")(), options.address)
+
+    return with_config(options.file, options.bindings, work)
+
+
+def serve(experiment: Experiment, address: Path, say: Callable[[str], None] = print) -> None:
+    """Returns when it is interrupted."""
+    directory = experiment.find(experiment.trainer.model.path)
+    workflow = experiment.workflow
+    hosted = workflow if isinstance(workflow, Hosted) else Online(sampling=getattr(workflow, "sampling", SamplingParams()))
+    hosted = hosted.setup(load_tokenizer(directory))
+    trainer = experiment.create_models(directory, hosted).policy
+    engine = experiment.create_engine(directory, trainer, hosted, address.parent, say)
+    service = Service(engine=engine, hosted=hosted, address=address, say=say)
+
+    async def until_interrupted() -> None:
+        try:
+            await engine.start()
+            await engine.swap(engine.stage(trainer))
+            await service.start()
+            await asyncio.Event().wait()
+        finally:
+            await service.close()
+            await engine.close()
+
+    loop.run(until_interrupted(), "gateway")
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    sys.exit(main())

@@ -1,0 +1,53 @@
+"""The model of a gin file, served to agents as the command does it."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from areal_x.agents import SessionError, session
+from tests.rollout.test_agent import ask
+
+ROOT = Path(__file__).parents[1]
+CONFIG = """
+model.path = '{model}'
+import examples.arithmetic.task
+train.dataset = @arithmetic.problems()
+train.workflow = @single_turn()
+single_turn.reward = @math_answer
+sampling.max_tokens = 8
+train.row_length = 64
+train.backend = '{backend}'
+embedded.slots = 8
+"""
+
+
+@pytest.mark.parametrize("backend", ["jax", "torch"])
+def test_the_command_serves_whoever_has_its_key_until_it_is_interrupted(backend, tiny_model_dir, tmp_path):
+    pytest.importorskip(backend)
+    file, address = tmp_path / "serve.gin", tmp_path / "gateway.json"
+    file.write_text(CONFIG.format(model=tiny_model_dir, backend=backend))
+    command = [sys.executable, "-u", "-m", "areal_x.serve", str(file), "--address", str(address)]
+    serving = subprocess.Popen(command, cwd=ROOT, env=dict(os.environ), stdout=subprocess.PIPE, text=True)
+    assert serving.stdout is not None
+    try:
+        line = serving.stdout.readline()
+        url = json.loads(address.read_text())["url"]
+        assert line == f"serving at {url}; its address and key are in {address}\n"
+        with session(address, label="mine") as episode:
+            said = ask(episode.base_url, episode.key, "1+2=")
+            assert 1 <= said["usage"]["completion_tokens"] <= 8
+            episode.reward(0.5)
+        assert serving.stdout.readline().endswith("(mine): 1 calls, reward 0.5\n")
+        with pytest.raises(SessionError):
+            episode.reward(0.5)
+    finally:
+        serving.send_signal(signal.SIGINT)
+        serving.communicate(timeout=60)
+    assert serving.returncode == 130
