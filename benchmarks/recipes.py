@@ -26,15 +26,20 @@ ONLINE = [
 
 
 def train(recipe: str, bindings: Sequence[str] = (), runs: str | None = None) -> list[Row]:
-    """The metrics of a run of examples/arithmetic/RECIPE.gin, kept as RUNS/run if given.
+    """The metrics of a run of examples/arithmetic/RECIPE.gin, see `train_file`."""
+    return train_file(f"examples/arithmetic/{recipe}.gin", bindings, runs)
+
+
+def train_file(file: str, bindings: Sequence[str] = (), runs: str | None = None) -> list[Row]:
+    """The metrics of a run of an example's file, kept as RUNS/run if given.
 
     Raises: RuntimeError with the end of its output if it failed.
     """
     if runs is None:
         with tempfile.TemporaryDirectory() as kept_for_now:
-            return train(recipe, bindings, kept_for_now)
+            return train_file(file, bindings, kept_for_now)
     bindings = [*bindings, f"train.runs = '{runs}'", "train.name = 'run'", "train.checkpoint_every = 0"]
-    command = [sys.executable, "-m", "areal_x.train", f"examples/arithmetic/{recipe}.gin"]
+    command = [sys.executable, "-m", "areal_x.train", file]
     command += [word for binding in bindings for word in ("-b", binding)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     if done.returncode:
