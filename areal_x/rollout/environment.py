@@ -26,7 +26,7 @@ from areal_x.rollout.chat.rendering import Renderer, TemplateRenderer
 from areal_x.rollout.conversing import aborted, said
 from areal_x.rollout.engine import SamplingParams
 from areal_x.rollout.thread import OneThread
-from areal_x.rollout.workflows import ABORTED, Generator, Result, Workflow, end_token
+from areal_x.rollout.workflows import ABORTED, Generator, Result, Workflow, with_end
 from areal_x.types import Message, Scored, Task
 
 ReadAction = Callable[[str], Any]
@@ -75,8 +75,7 @@ class Environment(Workflow):
         """Raises UserError for a tokenizer without a chat template or an end token, and where Gymnasium is missing."""
         if isinstance(self.make, str):
             _gymnasium()
-        stops = tuple(dict.fromkeys((*self.sampling.stop_token_ids, end_token(tokenizer))))
-        return replace(self, sampling=replace(self.sampling, stop_token_ids=stops), renderer=TemplateRenderer(tokenizer))
+        return replace(self, sampling=with_end(self.sampling, tokenizer), renderer=TemplateRenderer(tokenizer))
 
     def greedy(self) -> Environment:
         return replace(self, sampling=replace(self.sampling, temperature=0.0))
