@@ -27,7 +27,7 @@ from areal_x.errors import ConfigError, at_least
 from areal_x.rewards.pool import Limits, Reward, RewardPool
 from areal_x.rollout.agent_program import run_program
 from areal_x.rollout.gateway.live import Session
-from areal_x.rollout.hosted import Hosted
+from areal_x.rollout.hosted import Hosted, documented
 from areal_x.rollout.loop import serve
 from areal_x.rollout.workflows import Generator, Result
 from areal_x.types import Failed, Outcome, Scored, Task
@@ -43,11 +43,8 @@ NO_REWARD = "the agent gave no reward: let it return a number, give one to its s
 
 @dataclass(frozen=True, kw_only=True)
 class Started(Hosted):
-    """An episode whose agent the run starts.
-
-    reward: a function (task, text) -> number, or -> (number, {name: number}): judges the text that the agent gave, or what the
-    model said last where it gave nothing. reward_workers, reward_timeout_seconds, reward_limits: as of single_turn.
-    """
+    """reward: a function (task, text) -> number, or -> (number, {name: number}): judges the text that the agent gave, or what
+    the model said last where it gave nothing. reward_workers, reward_timeout_seconds, reward_limits: as of single_turn."""
 
     reward: Reward | None = None
     reward_workers: int = 4
@@ -114,7 +111,7 @@ class Agent(Started):
     An Anthropic client takes base_url as it is too.
     """
 
-    __doc__ = f"{__doc__}\n{Hosted.__doc__}\n{Started.__doc__}"
+    __doc__ = documented(__doc__, Hosted.__doc__, Started.__doc__)
 
     solve: Solve
     apart: Apart | None = None
@@ -171,7 +168,7 @@ class Apart:
 class AgentProcess(Started):
     """Any command, in any language, that finds its address in the environment.
 
-    command: its words; in them {{prompt}} and {{id}} stand for the task's. No shell reads it. environment: more variables.
+    command: its words; in them {prompt} and {id} stand for the task's. No shell reads it. environment: more variables.
     directory: that it runs in. processes: most of its episodes' processes at once. output_kilobytes: of what it prints, the end
     of which is kept.
 
@@ -181,7 +178,7 @@ class AgentProcess(Started):
     than 0 fails the episode. Whatever it started ends with it.
     """
 
-    __doc__ = f"{__doc__}\n{Hosted.__doc__}\n{Started.__doc__}"
+    __doc__ = documented(__doc__, Hosted.__doc__, Started.__doc__)
 
     command: tuple[str, ...]
     environment: Mapping[str, str] = field(default_factory=dict)

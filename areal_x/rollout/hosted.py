@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass, field, replace
+from inspect import cleandoc
 from typing import Any, TypeVar
 
 from areal_x.errors import UserError, one_of
@@ -19,6 +20,11 @@ from areal_x.types import Outcome
 
 H = TypeVar("H", bound="Hosted")
 RENDERING = ("transformers", "server")
+
+
+def documented(*texts: str | None) -> str:
+    """What a workflow says of itself, and of the parameters that it shares with others."""
+    return "\n\n".join(cleandoc(text or "") for text in texts)
 
 
 class Host:

@@ -22,7 +22,7 @@ import gin
 from areal_x.agents import ADDRESS
 from areal_x.errors import at_least
 from areal_x.rollout.gateway.live import Session
-from areal_x.rollout.hosted import Hosted
+from areal_x.rollout.hosted import Hosted, documented
 from areal_x.rollout.workflows import Generator, Result
 from areal_x.types import Task
 
@@ -111,7 +111,7 @@ class Online(Hosted):
     may wait for as long as it takes: train.episode_seconds and train.failed_groups do not count here.
     """
 
-    __doc__ = f"{__doc__}\n{Hosted.__doc__}"
+    __doc__ = documented(__doc__, Hosted.__doc__)
 
     open_ended = True  # for the runner: how long an episode takes is others' to say
 
