@@ -14,10 +14,12 @@ from __future__ import annotations
 import asyncio
 import inspect
 import math
+import shutil
 import threading
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from dataclasses import dataclass, field, replace
 from numbers import Real
+from pathlib import Path
 from typing import Any, TypeVar
 
 import gin
@@ -191,6 +193,13 @@ class AgentProcess(Started):
             raise ConfigError("agent_process.command", self.command, 'a tuple of words, as ("node", "agent.mjs")')
         at_least("agent_process.processes", self.processes, 1)
         at_least("agent_process.output_kilobytes", self.output_kilobytes, 1)
+
+    def setup(self, tokenizer: Any) -> Any:
+        """Raises UserError where there is no such program."""
+        program = self.command[0]
+        if shutil.which(program) is None and not (Path(self.directory) / program).is_file():
+            raise ConfigError("agent_process.command", self.command, f"a program that is there: no {program!r} is found")
+        return super().setup(tokenizer)
 
     async def work(self, task: Task, session: Session) -> Said:
         address = Address(session.url, session.key)

@@ -28,7 +28,7 @@ from areal_x.types import Task
 
 
 @gin.configurable("online_tasks")
-def online_tasks(count: int = 1 << 20) -> Sequence[Task]:
+def online_tasks(count: int = 1 << 16) -> Sequence[Task]:
     """Places for groups in the order in which they are admitted; an agent brings its task with it. count: of an epoch."""
     at_least("online_tasks.count", count, 1)
     return Places(count)

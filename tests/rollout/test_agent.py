@@ -277,9 +277,15 @@ def test_a_program_that_goes_wrong_fails_its_episode_with_a_reason(tmp_path, tok
     assert error in outcome.error
 
 
-def test_a_command_that_is_not_there_fails_its_episode(tokenizer):
-    outcome = run(AgentProcess(command=("no-such-command",)), tokenizer)[0].outcome
-    assert "exit status 127: no-such-command: No such file or directory" in outcome.error
+def test_a_command_that_is_not_there_is_refused_before_the_run(tokenizer):
+    with pytest.raises(UserError, match="a program that is there: no 'no-such-command' is found"):
+        AgentProcess(command=("no-such-command",)).setup(tokenizer)
+
+
+def test_a_command_that_cannot_be_run_fails_its_episode(tmp_path, tokenizer):
+    (tmp_path / "text").write_text("no program")
+    outcome = run(AgentProcess(command=("./text",), directory=str(tmp_path)), tokenizer)[0].outcome
+    assert "exit status 127: ./text: Permission denied" in outcome.error
 
 
 def is_gone(pid: int) -> bool:
