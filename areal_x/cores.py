@@ -50,6 +50,7 @@ class Threads:
         self._trainer = trainer
         self._most: int | None = getattr(trainer, "threads", None)
         self._fewer = max(1, (self._most or 1) - generating)
+        self._chooses = self._most is not None and self._fewer < self._most
         self._cost: dict[int, float] = {}  # seconds a token, by count, when it was taken last
         self._steps = 0
 
@@ -57,14 +58,14 @@ class Threads:
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._most is not None:
+        if self._chooses:
             self._trainer.threads = self._most
 
     def before(self, waited: float) -> int | None:
-        """Sets the next step's count and gives it, None where it is not ours to set. waited: for the step's groups, as a part
+        """Sets the next step's count and gives it, None where there is none to choose. waited: for the step's groups, as a part
         of the time that the step before took."""
         self._steps += 1
-        if self._most is None:
+        if not self._chooses:
             return None
         count = self.choose(waited)
         if count != self._trainer.threads:
@@ -73,12 +74,12 @@ class Threads:
 
     def after(self, seconds: float, tokens: float) -> None:
         """What computing the step took."""
-        if self._most is not None and self._steps > 1:  # the first step prepares what the others find
+        if self._chooses and self._steps > 1:  # the first step prepares what the others find
             self._cost[self._trainer.threads] = seconds / max(tokens, 1)
 
     def choose(self, waited: float) -> int:
         most = self._most or 1
-        if self._steps == 1 or self._fewer == most:  # every run waits for its first groups
+        if self._steps == 1:  # every run waits for its first groups
             return most
         if waited > WAITED:
             return self._fewer

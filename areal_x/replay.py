@@ -62,6 +62,7 @@ class RecordedThreads(cores.Threads):
 
     def __init__(self, trainer: Any, counts: Sequence[int | None]) -> None:
         super().__init__(trainer, generating=0)
+        self._chooses = self._most is not None
         self._counts = iter(counts)
 
     def choose(self, waited: float) -> int:

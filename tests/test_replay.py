@@ -49,9 +49,11 @@ def test_the_other_backend_gives_them_but_for_rounding(recorded):
 
 
 def test_a_step_is_computed_again_with_the_threads_that_it_had(recorded, tmp_path, monkeypatch):
-    pytest.importorskip("torch")
+    torch = pytest.importorskip("torch")
     from areal_x_torch.trainer import Trainer
 
+    monkeypatch.setattr(cores, "available", lambda: 2)
+    torch.set_num_threads(2)
     counts, computed = [2, 1, 1, 2, 1, 2], []
     chosen = iter(counts)
     experiment = replace(recorded[0], backend="torch", runs=str(tmp_path))

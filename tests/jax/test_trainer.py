@@ -246,7 +246,8 @@ def test_four_devices_give_what_one_gives(batch: Batch, model_dir_of: MadeModel,
     one = make_trainer(model_dir_of("qwen3"), optimizer=OptimizerConfig(learning_rate=1e-3, warmup_steps=4))
     for learned in four["learned"]:
         expected = one.update(batch, losses.ppo_clip)
-        assert learned["loss"] == pytest.approx(expected["loss"], rel=1e-6)
+        # Sums of fp32 in another order: with the instructions of some processors 1.1e-6 apart.
+        assert learned["loss"] == pytest.approx(expected["loss"], rel=3e-6)
         assert learned["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-5)
     np.testing.assert_allclose(four["logp"], one.logprobs(batch), atol=1e-4)
 

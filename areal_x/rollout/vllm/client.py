@@ -52,7 +52,7 @@ class ServerFailed(EngineError):
 class ServerRefused(EngineError):
     """The server found a mistake in what was asked. words: its own."""
 
-    def __init__(self, message: str, words: str) -> None:
+    def __init__(self, message: str, words: str = "") -> None:
         super().__init__(message)
         self.words = words
 
