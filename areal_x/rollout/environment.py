@@ -18,6 +18,7 @@ from typing import Any
 
 import gin
 
+from areal_x.config import sentence
 from areal_x.errors import UserError, at_least, positive
 from areal_x.rollout.chat.calls import Call
 from areal_x.rollout.chat.credit import Credit, episode_of_calls
@@ -111,7 +112,7 @@ class Environment(Workflow):
             except ValueError as error:
                 rewards.append(0.0)
                 refused += 1
-                messages = [{"role": "user", "content": str(error)}]
+                messages = [{"role": "user", "content": sentence(error)}]
                 continue
             observation, reward, terminated, truncated, _ = await thread.run(world.step, action)
             rewards.append(float(reward))

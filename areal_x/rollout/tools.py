@@ -20,6 +20,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import gin
 
+from areal_x.config import sentence
 from areal_x.errors import UserError, at_least, nearest, positive
 from areal_x.rollout.engine import EngineError
 from areal_x.rollout.thread import in_thread
@@ -243,11 +244,11 @@ class Toolbox:
         except (UserError, EngineError):
             raise
         except ToolError as error:
-            return str(error)
+            return sentence(error)
         except Exception as error:
             if isinstance(error, TimeoutError) and limit.expired():
                 return f"The tool {tool.name} did not answer within {self.tool_seconds:g} seconds."
-            reason = " ".join(str(error).split())
+            reason = " ".join(sentence(error).split())
             return f"The tool {tool.name} failed: {type(error).__name__}{': ' if reason else ''}{reason}"
 
     def _add(self, tool: Tool) -> None:

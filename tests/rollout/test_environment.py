@@ -4,8 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import json
+import random
+import re
+import shutil
+import string
 import sys
 import threading
+import types
+from pathlib import Path
 from typing import ClassVar
 
 import gin
@@ -17,6 +23,7 @@ from areal_x.rollout.chat.credit import Credit
 from areal_x.rollout.engine import PromptTooLong, SamplingParams
 from areal_x.rollout.environment import Environment, environment_tasks
 from areal_x.types import Failed, Scored, Task
+from tests.experiments import tiny_experiment
 from tests.rollout.chat.speaking import Says, tokenizer_of
 
 END = "<|im_end|>"
@@ -218,7 +225,7 @@ def test_an_environment_of_gymnasium_is_made_by_its_name():
     from gymnasium import spaces
 
     class Echo(gymnasium.Env):
-        observation_space, action_space = spaces.Text(100), spaces.Text(100)
+        observation_space = action_space = spaces.Text(100, charset=string.ascii_lowercase + string.digits + " ")
 
         def __init__(self, word="w"):
             self.word = word
@@ -252,3 +259,51 @@ def test_without_gymnasium_a_name_says_what_to_install(monkeypatch):
 def test_details_are_plain_numbers():
     episode, _ = play(Environment(Adds), f"20{END}")
     json.dumps(dict(episode.outcome.details))
+
+
+class Ones:
+    """Each step earns the ones in what is said."""
+
+    def reset(self, seed=None, options=None):
+        self.turn = 0
+        return f"{seed}=", {}
+
+    def step(self, action):
+        self.turn += 1
+        return "+", float(action.count("1")), self.turn == 3, False, {}
+
+
+def test_a_run_learns_from_an_environment(tiny_model_dir, tmp_path):
+    pytest.importorskip("areal_x_jax")
+    model = shutil.copytree(tiny_model_dir, tmp_path / "model")
+    template = "{% for m in messages %}{{ m['content'] }}{% if m['role'] == 'assistant' %}<end>{% endif %}{% endfor %}"
+    (model / "chat_template.jinja").write_text(template)
+    workflow = Environment(Ones, sampling=SamplingParams(max_tokens=4), credit=Credit("given"))
+    settings = {"dataset": environment_tasks(8), "workflow": workflow, "steps": 2, "row_length": 48}
+    experiment = tiny_experiment(model, tmp_path, **settings)
+    rewards = []
+    for turn in experiment.turns(experiment.open()):
+        if turn.groups:
+            assert turn.metrics["reward/turns"] == 3
+            assert turn.metrics["policy_gap"] <= 1e-4
+            rewards += [reward for group in turn.groups for reward in group.rewards]
+    assert len(rewards) == 2 * 2 * 4
+
+
+def test_the_game_of_the_guide_runs():
+    page = (Path(__file__).parents[2] / "docs" / "tools.md").read_text()
+    game = types.ModuleType("my_game")
+    (code,) = re.findall(r"```python\n(# my_game.py\n.*?)```", page, re.DOTALL)
+    exec(code, game.__dict__)
+    try:
+        with gin.unlock_config():
+            (bindings,) = re.findall(r"```gin\nimport my_game\n(.*?train\.dataset.*?)```", page, re.DOTALL)
+            gin.parse_config([line for line in bindings.splitlines() if not line.startswith("train.")])
+        workflow = gin.get_configurable("environment")()
+        number = random.Random(12).randint(1, 100)
+        episode, prompts = play(workflow, f"I say 0{END}", f"what?{END}", f"so {number}{END}")
+        assert len(gin.get_configurable("environment_tasks")()) == 1000
+    finally:
+        gin.clear_config()
+    assert said_by_user(prompts[-1]) == ["Guess a number from 1 to 100.", "higher", "Say a number from 1 to 100."]
+    assert episode.outcome.reward == 1.0

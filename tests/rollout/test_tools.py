@@ -97,12 +97,15 @@ def test_a_configurable_of_gin_becomes_a_tool_with_what_is_bound():
             x: A number.
             factor: Another.
         """
+        if x < 0:
+            raise ToolError("Give a number from 0 on.")
         return x * factor
 
     try:
         with gin.unlock_config():
             gin.parse_config("tests.scaled.factor = 5")
         assert call("scaled", {"x": 2}, scaled) == "10"
+        assert call("scaled", {"x": -1}, scaled) == "Give a number from 0 on."
     finally:
         gin.clear_config()
 
