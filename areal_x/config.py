@@ -27,6 +27,7 @@ CONFIGURABLES = (
     "areal_x.experiment",
     "areal_x.data.datasets",
     "areal_x.data.reasoning",
+    "areal_x.rewards.countdown",
     "areal_x.rewards.math",
     "areal_x.rollout.learned_reward",
     "areal_x.rollout.calculator",

@@ -24,7 +24,9 @@ from areal_x.rollout.workflows import SingleTurn
 from areal_x.trainer import ModelConfig, TrainerConfig, create_trainer
 from areal_x.types import Group, Task
 from examples.arithmetic.task import LONGEST, verify
-from examples.arithmetic.warm_start import cache, installed, warm_start
+from examples.arithmetic.warm_start import warm_start
+from examples.tiny.kept import cache
+from examples.tiny.supervised import installed
 
 SLOTS = 64
 LONGEST_ANSWER = LONGEST - len("9999+9999=")
@@ -38,7 +40,7 @@ def preferences(problems: Sequence[Task], attempts: int = 4, seed: int = 0, back
     """
     model = warm_start()
     settings = [Path(model).name, [task.prompt for task in problems], attempts, seed]
-    file = cache() / f"preferences-{hashlib.sha256(json.dumps(settings).encode()).hexdigest()[:16]}.json"
+    file = cache("arithmetic") / f"preferences-{hashlib.sha256(json.dumps(settings).encode()).hexdigest()[:16]}.json"
     if not file.exists():
         began = time.perf_counter()
         print(f"sampling {attempts} answers to each of {len(problems)} problems, once for these settings:", end="", flush=True)

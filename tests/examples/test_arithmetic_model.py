@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from examples.arithmetic.model import CONFIG, END, PAD, encode, tensor_shapes, write_model
+from examples.arithmetic.model import END, PAD, VOCABULARY, encode, write_model
 from examples.arithmetic.task import ALPHABET
+from examples.tiny.model import config_of, tensor_shapes
 
 
 def expected_spread(name: str) -> float:
@@ -35,7 +36,7 @@ def test_the_tokenizer_has_one_token_a_character_in_transformers_too(model: Path
     assert tokenizer.encode(ALPHABET) == list(range(2, 2 + len(ALPHABET)))
     assert tokenizer.decode([*encode(text), END], skip_special_tokens=True) == text
     assert (tokenizer.eos_token_id, tokenizer.pad_token_id) == (END, PAD)
-    assert len(tokenizer) == CONFIG["vocab_size"]
+    assert len(tokenizer) == len(VOCABULARY)
 
 
 def test_transformers_expects_the_very_tensors_that_are_written(model: Path) -> None:
@@ -45,7 +46,7 @@ def test_transformers_expects_the_very_tensors_that_are_written(model: Path) -> 
     with torch.device("meta"):
         expected = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model))
     shapes = {name: tuple(x.shape) for name, x in expected.state_dict().items()}
-    assert shapes == dict(tensor_shapes())
+    assert shapes == dict(tensor_shapes(config_of(ALPHABET)))
     assert {name: x.shape for name, x in load_file(model / "model.safetensors").items()} == shapes
     assert sum(x.numel() for x in expected.parameters()) == 595_008
 

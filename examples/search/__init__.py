@@ -1,0 +1,1 @@
+"""Questions about a small library of invented people and towns, which the model searches and reads."""

@@ -1,0 +1,1 @@
+"""Products by a Python tool: a small model that cannot multiply learns by reinforcement to have it done."""
