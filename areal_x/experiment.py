@@ -41,6 +41,7 @@ from areal_x.monitor.timeline_plot import PICTURE, plot_timeline
 from areal_x.rollout.embedded import EmbeddedEngine
 from areal_x.rollout.engine import Engine
 from areal_x.rollout.journal import Journal, Resumed
+from areal_x.rollout.loop import short_collections
 from areal_x.rollout.offline import NoEngine
 from areal_x.rollout.queue import TrajectoryQueue
 from areal_x.rollout.rollout import Rollout
@@ -154,6 +155,7 @@ class Experiment(Settings):
             checkpoint.Saver(run, self.keep_checkpoints, message) as saver,
             timeline.recording(run) as spans,
             self.create_threads(trainer) as threads,
+            short_collections(),
         ):
             rollout.start(self.resumed(journal, step, progress["rollout"]) if resume else None)
             rollout.publish(trainer, step)

@@ -108,7 +108,8 @@ def serve(experiment: Experiment, address: Path, say: Callable[[str], None] = pr
             await service.close()
             await engine.close()
 
-    loop.run(until_interrupted(), "gateway")
+    with loop.short_collections():
+        loop.run(until_interrupted(), "gateway")
 
 
 if __name__ == "__main__":

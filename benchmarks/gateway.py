@@ -1,12 +1,17 @@
 """What the gateway costs over calling vLLM itself: throughput and latency of 64 agents at once.
 
-    python -m benchmarks.gateway [--agents 64] [--calls 20] [--rounds 3]
+    python -m benchmarks.gateway [--agents 64] [--calls 20] [--rounds 3] [--pause 1.5]
 
 Claim: at least 95 % of the throughput, at most 3 ms more at the median and 20 ms at the 99th percentile.
 
-The same questions to the same real server, in turns: to its own /v1/chat/completions, and to the gateway, each agent in a
-session of its own. Answers have a fixed length, so that both generate the same. The server has one core, gateway and clients
-the other. Added latency is the difference of the quantiles. What the client itself costs is in both.
+The same questions to the same real server, in turns: to its own /v1/chat/completions, to the same with the log-probabilities
+and token ids that training needs, and to the gateway, each agent in a session of its own. Answers have 32 to 96 tokens, the same
+ones at every door. The server has one core, gateway and clients the other.
+
+Throughput: every agent asks again at once. Latency: it pauses between calls, as one does that runs a tool, for `--pause` seconds
+on average, drawn alike for every door; the server is then busy for about half of the time, and a call that waits waits for its
+own answer and not for a full server. Added latency is the difference of the quantiles of all rounds. What the client itself
+costs is in all.
 """
 
 from __future__ import annotations
@@ -16,6 +21,7 @@ import asyncio
 import os
 import tempfile
 import time
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,81 +29,119 @@ import numpy as np
 
 from benchmarks import model
 
-ANSWER = 64  # tokens
+SHORTEST, LONGEST = 32, 96  # tokens of an answer
 TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
+PLAIN, LIKE, GATEWAY = "vLLM", "vLLM with log-probabilities", "gateway"
 
 
-async def ask(http: Any, url: str, key: str, agents: int, calls: int) -> tuple[float, list[float]]:
-    """Answers a second, and how long each took. url, key: of one agent, or of all."""
-    delays: list[float] = []
-    urls, keys = ([x] * agents if isinstance(x, str) else x for x in (url, key))
+@dataclass
+class Door:
+    """urls, keys: of each agent. more: of a body. speeds, delays, paused: answers a second, and seconds an answer took without
+    and with pauses. costs: seconds of processor time an answer, here and in the server."""
 
-    async def agent(number: int) -> None:
-        for call in range(calls):
-            body = {
-                "model": "policy",
-                "messages": [{"role": "user", "content": f"agent {number:03d} asks {call:03d} "}],
-                "max_tokens": ANSWER,
-            }
-            began = time.perf_counter()
-            async with http.post(
-                f"{urls[number]}/chat/completions", json=body, headers={"Authorization": f"Bearer {keys[number]}"}
-            ) as answer:
-                said = await answer.json()
-                assert answer.status == 200, said
-            assert said["usage"]["completion_tokens"] == ANSWER, said
-            delays.append(time.perf_counter() - began)
+    urls: list[str]
+    keys: list[str]
+    more: dict[str, Any] = field(default_factory=dict)
+    speeds: list[float] = field(default_factory=list)
+    delays: list[float] = field(default_factory=list)
+    paused: list[float] = field(default_factory=list)
+    costs: list[Any] = field(default_factory=list)
 
-    began = time.perf_counter()
-    await asyncio.gather(*(agent(number) for number in range(agents)))
-    return agents * calls / (time.perf_counter() - began), delays
+    async def ask(self, http: Any, calls: int, pause: float = 0.0) -> list[float]:
+        """How long each answer took to all agents' calls. pause: mean seconds before a call."""
+        delays: list[float] = []
+
+        async def agent(number: int) -> None:
+            drawn = np.random.default_rng(number)
+            headers = {"Authorization": f"Bearer {self.keys[number]}"}
+            for call in range(calls):
+                length = int(drawn.integers(SHORTEST, LONGEST + 1))
+                if pause:
+                    await asyncio.sleep(drawn.exponential(pause))
+                question = [{"role": "user", "content": f"agent {number:03d} asks {call:03d} "}]
+                body = {"model": "policy", "messages": question, "max_tokens": length, **self.more}
+                began = time.perf_counter()
+                async with http.post(f"{self.urls[number]}/chat/completions", json=body, headers=headers) as answer:
+                    said = await answer.json()
+                    assert answer.status == 200, said
+                delays.append(time.perf_counter() - began)
+                assert said["usage"]["completion_tokens"] == length, said
+
+        await asyncio.gather(*(agent(number) for number in range(len(self.urls))))
+        return delays
 
 
-async def measure(directory: Path, agents: int, calls: int, rounds: int) -> None:
+async def measure(directory: Path, given: argparse.Namespace) -> dict[str, Door]:
     import aiohttp
     import psutil
     from transformers import AutoTokenizer
 
     from areal_x.rollout.engine import SamplingParams
+    from areal_x.rollout.loop import short_collections
     from areal_x.rollout.online import Online
     from areal_x.rollout.vllm.config import VLLMConfig
     from areal_x.rollout.vllm.engine import VLLMEngine
 
     tokenizer = AutoTokenizer.from_pretrained(directory / "model")
-    workflow = Online(sampling=SamplingParams(max_tokens=ANSWER)).setup(tokenizer)
+    # Without the end token that setup adds: this model has none, and vLLM refuses what is not in its vocabulary.
+    workflow = replace(Online().setup(tokenizer), sampling=SamplingParams(max_tokens=LONGEST))
     engine = VLLMEngine(VLLMConfig(threads=1, context=256), directory / "model", directory / "logs")
     os.sched_setaffinity(0, {0})  # which the server takes over
     await engine.start()
     for thread in psutil.Process().threads():
         os.sched_setaffinity(thread.id, {1})
     (replica,) = engine.supervisor.replicas.values()
-    sessions = [await workflow.open(engine) for _ in range(agents)]
+    assert replica.server is not None
+    server = psutil.Process(replica.server.process.pid)
+    everyone = [[psutil.Process()], [server, *server.children(recursive=True)]]
+    sessions = [await workflow.open(engine) for _ in range(given.agents)]
+    of_server = [f"{replica.client.url}/v1"] * given.agents, [replica.server.key] * given.agents
     doors = {
-        "vLLM": (f"{replica.client.url}/v1", replica.client.key),
-        "gateway": ([s.base_url for s in sessions], [s.key for s in sessions]),
+        PLAIN: Door(*of_server),
+        LIKE: Door(*of_server, {"logprobs": True, "return_token_ids": True}),
+        GATEWAY: Door([session.base_url for session in sessions], [session.key for session in sessions]),
     }
-    speeds: dict[str, list[float]] = {name: [] for name in doors}
-    delays: dict[str, list[float]] = {name: [] for name in doors}
     try:
-        async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=2)) as http:
-            for _ in range(rounds + 1):
-                for name, (url, key) in doors.items():
-                    speed, took = await ask(http, url, key, agents, calls)
-                    speeds[name].append(speed)
-                    delays[name] += took if len(speeds[name]) > 1 else []  # the first round warms up
+        connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=2)
+        with short_collections():  # as in a run
+            async with aiohttp.ClientSession(connector=connector) as http:
+                for door in doors.values():
+                    await door.ask(http, calls=5)
+                for _ in range(given.rounds):
+                    for door in doors.values():
+                        before, began = used(everyone), time.perf_counter()
+                        delays = await door.ask(http, given.calls)
+                        door.speeds.append(len(delays) / (time.perf_counter() - began))
+                        door.costs.append((used(everyone) - before) / len(delays))
+                        door.delays += delays
+                    for door in doors.values():
+                        door.paused += await door.ask(http, given.calls, given.pause)
     finally:
         for session in sessions:
             session.close()
         await workflow.close()
         await engine.close()
-    print("| | answers/s | p50, ms | p99, ms |\n|---|---|---|---|")
-    for name in doors:
-        p50, p99 = 1000 * np.quantile(delays[name], [0.5, 0.99])
-        print(f"| {name} | {np.median(speeds[name][1:]):.1f} | {p50:.1f} | {p99:.1f} |")
-    ratios = [b / a for a, b in zip(speeds["vLLM"][1:], speeds["gateway"][1:], strict=True)]
-    more = 1000 * (np.quantile(delays["gateway"], [0.5, 0.99]) - np.quantile(delays["vLLM"], [0.5, 0.99]))
-    share = np.median(ratios)
-    print(f"gateway over vLLM: {share:.1%} of the throughput, {more[0]:+.1f} ms at the median, {more[1]:+.1f} ms at p99")
+    return doors
+
+
+def used(everyone: list[list[Any]]) -> Any:
+    """Seconds of processor time that the processes of each list have had."""
+    return np.array([sum(sum(process.cpu_times()[:2]) for process in processes) for processes in everyone])
+
+
+def show(doors: dict[str, Door]) -> None:
+    head = "answers/s | p50, ms | p99, ms | p50 with pauses, ms | p99 with pauses, ms | processor, ms an answer: here | server"
+    print(f"| | {head} |\n|---|---|---|---|---|---|---|---|")
+    for name, door in doors.items():
+        delays = 1000 * np.concatenate([np.quantile(x, [0.5, 0.99]) for x in (door.delays, door.paused)])
+        costs = 1000 * np.median(door.costs, axis=0)
+        numbers = [np.median(door.speeds), *delays, *costs]
+        print(f"| {name} | {' | '.join(f'{number:.1f}' for number in numbers)} |")
+    gateway = doors[GATEWAY]
+    for name in (PLAIN, LIKE):
+        share = np.median([b / a for a, b in zip(doors[name].speeds, gateway.speeds, strict=True)])
+        p50, p99 = 1000 * (np.quantile(gateway.paused, [0.5, 0.99]) - np.quantile(doors[name].paused, [0.5, 0.99]))
+        print(f"gateway over {name}: {share:.1%} of the throughput; with pauses {p50:+.1f} ms (p50), {p99:+.1f} ms (p99)")
 
 
 def main() -> None:
@@ -105,12 +149,13 @@ def main() -> None:
     parser.add_argument("--agents", type=int, default=64)
     parser.add_argument("--calls", type=int, default=20)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--pause", type=float, default=1.5)
     given = parser.parse_args()
     with tempfile.TemporaryDirectory() as made:
         directory = Path(made)
         model.write_model(directory / "model")
         (directory / "model" / "chat_template.jinja").write_text(TEMPLATE)
-        asyncio.run(measure(directory, given.agents, given.calls, given.rounds))
+        show(asyncio.run(measure(directory, given)))
 
 
 if __name__ == "__main__":

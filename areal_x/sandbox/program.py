@@ -25,19 +25,23 @@ def run(code: str, folder: str, report_fd: int, echo_last: bool, characters: int
     echo_last: the value of a last line that is an expression is printed, as a notebook does.
     """
     path, spare = Path(folder, NAME), [bytearray(SPARE)]
+    error: BaseException | None = None
     try:
-        try:
-            path.write_text(code, encoding="utf-8", errors="surrogateescape")
-            _execute(code, str(path), echo_last)
-        finally:
-            _finish()
-    except SystemExit as leaving:
-        return _exit_code(leaving, report_fd)
-    except BaseException as error:
+        path.write_text(code, encoding="utf-8", errors="surrogateescape")
+        _execute(code, str(path), echo_last)
+    except BaseException as raised:
         spare.clear()
-        _report(report_fd, error, str(path), characters)
-        return 1
-    return 0
+        error = raised
+    try:
+        _finish()
+    except BaseException as raised:
+        error = error or raised
+    if error is None:
+        return 0
+    if isinstance(error, SystemExit):
+        return _exit_code(error, report_fd)
+    _report(report_fd, error, str(path), characters)
+    return 1
 
 
 def _execute(code: str, path: str, echo_last: bool) -> None:
@@ -79,7 +83,8 @@ def _report(report_fd: int, error: BaseException, path: str, characters: int) ->
         trace = error.__traceback__
         while trace is not None and trace.tb_frame.f_code.co_filename != path:
             trace = trace.tb_next  # what ran the program is not the program's
-        text = "".join(traceback.format_exception(type(error), error, trace))
+        # Where there is no memory for a traceback the interpreter raises one MemoryError upon the other.
+        text = "".join(traceback.format_exception(type(error), error, trace, chain=not memory))
         if len(text) > characters:
             half = characters // 2
             text = f"{text[:half]}\n…\n{text[-half:]}"

@@ -97,7 +97,8 @@ def enter(walls: Walls, base: str, folder: str, keeper: int, limits: Limits) -> 
             **({resource.RLIMIT_NPROC: limits.processes + 1} if apart else {}),  # one is the first of the namespace
         }
     )
-    resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds + 1))  # SIGXCPU, and SIGKILL where it is ignored
+    _, most = resource.getrlimit(resource.RLIMIT_CPU)
+    resource.setrlimit(resource.RLIMIT_CPU, (min(seconds, most), most))  # SIGXCPU, and SIGKILL at `most` where it is ignored
     refuse_calls()
     if walls.way == "landlock":
         landlock.restrict([*walls.readable, *view.DEVICES], [folder, "/dev/null"])

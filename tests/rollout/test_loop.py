@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import signal
 import weakref
 
 import pytest
 
-from areal_x.rollout.loop import interrupts_noted
+from areal_x.rollout.loop import interrupts_noted, short_collections
 
 
 class Thing:
@@ -39,3 +40,28 @@ def test_an_interrupt_that_comes_within_a_callback_of_the_interpreters_is_not_lo
 def test_an_interrupt_that_nobody_asked_for_is_raised_at_the_end() -> None:
     with pytest.raises(KeyboardInterrupt), interrupts_noted():
         interrupted_in_a_callback()
+
+
+def test_collections_leave_alone_what_was_there_and_collect_it_afterwards() -> None:
+    def ring() -> weakref.ref[Thing]:
+        thing = Thing()
+        thing.itself = thing  # type: ignore[attr-defined]
+        return weakref.ref(thing)
+
+    gc.disable()
+    try:
+        before = ring()
+        kept = Thing()
+        kept.itself = kept  # type: ignore[attr-defined]
+        old = weakref.ref(kept)
+        with short_collections():
+            assert before() is None
+            del kept
+            young = ring()
+            gc.collect()
+            assert young() is None
+            assert old() is not None
+        gc.collect()
+        assert old() is None
+    finally:
+        gc.enable()

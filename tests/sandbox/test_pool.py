@@ -71,6 +71,7 @@ def run(*programs, way=None, limits=SHORT, stdin="", workers=1, **settings):
             for program in programs:
                 results.append(await sandbox.run(program, stdin))
                 await until(lambda: len(below(guard)) <= 1)  # the forker alone
+                assert list(Path(sandbox._forker.base).iterdir()) == []
                 well = await sandbox.run("print(6 * 7)")
                 assert (well.output, well.status) == ("42\n", "ok")
         finally:
@@ -200,16 +201,18 @@ def test_a_program_that_ignores_signals_is_ended_too(way):
 
 def test_too_much_memory_is_an_error_of_the_program_which_it_can_read(way):
     limits = SandboxLimits(seconds=20, memory_mb=200)
-    at_once, little_by_little, in_small_things, caught = run(
+    at_once, little_by_little, in_small_things, in_one_size, caught = run(
         "x = bytearray(1_000_000_000)",
         "kept = []\nwhile True: kept.append(bytearray(10_000_000))",
         "kept = []\nwhile True: kept.append([kept])",
+        "kept = None\nwhile True: kept = (kept,)",
         "try: bytearray(1_000_000_000)\nexcept MemoryError: print('I see')",
         limits=limits,
         way=way,
     )
-    for result in (at_once, little_by_little, in_small_things):
+    for result in (at_once, little_by_little, in_small_things, in_one_size):
         assert result.status == "memory"
+        assert result.error.count("MemoryError") == 1
         assert result.error.endswith("MemoryError")
     assert "line 1" in at_once.error
     assert (caught.output, caught.status) == ("I see\n", "ok")
@@ -239,7 +242,7 @@ def test_memory_that_is_shared_and_that_of_several_processes_counts_together(way
 
 
 def test_a_fork_bomb_is_stopped_and_all_of_it_ends(way):
-    limits = SandboxLimits(seconds=3, processes=8)
+    limits = SandboxLimits(seconds=1, processes=8)
     loud, quiet = run(
         "import os, time\nfor _ in range(50): os.fork() or time.sleep(1000)\ntime.sleep(1000)",
         "import os\nwhile True:\n    try: os.fork()\n    except OSError: pass",
@@ -344,6 +347,7 @@ def test_files_outside_the_folder_cannot_be_read(way, tmp_path):
     secret.write_text("s3cret")
     secret.chmod(0o644)
     places = ["/etc/passwd", __file__, str(Path(__file__).parents[2] / "pyproject.toml"), str(secret), "/proc/1/environ"]
+    places += ["/../etc/passwd", "../" * 9 + "etc/passwd"]  # where the old root would be, were it still there
     program = f"for p in {places!r}:\n    try: print(p, open(p).read())\n    except OSError as e: print(type(e).__name__)"
     result = run(program, way=way)
     assert set(result.output.split()) <= {"FileNotFoundError", "PermissionError"}
