@@ -5,13 +5,13 @@
 Claim: at least 95 % of the throughput, at most 3 ms more at the median and 20 ms at the 99th percentile.
 
 The same questions to the same real server, in turns: to its own /v1/chat/completions, to the same with the log-probabilities
-and token ids that training needs, and to the gateway, each agent in a session of its own. Answers have 32 to 96 tokens, the same
-ones at every door. The server has one core, gateway and clients the other.
+and token ids that training needs, and to the gateway, each agent in a session of its own. Answers have 32 to 96 tokens, as many
+at every door. The server has one core, gateway and clients the other.
 
-Throughput: every agent asks again at once. Latency: it pauses between calls, as one does that runs a tool, for `--pause` seconds
-on average, drawn alike for every door; the server is then busy for about half of the time, and a call that waits waits for its
-own answer and not for a full server. Added latency is the difference of the quantiles of all rounds. What the client itself
-costs is in all.
+Throughput: every agent asks again at once. Latency: it pauses between calls, as one does that runs a tool, for `--pause`
+seconds on average, drawn alike for every door; the server is then busy for about half of the time, and a call that waits waits
+for its own answer and not for a full server. Added latency is the difference of the quantiles of all rounds. What the client
+itself costs is in all.
 """
 
 from __future__ import annotations

@@ -97,6 +97,20 @@ class Policy:
         return tokens
 
 
+def begins(tokens: np.ndarray, held: np.ndarray) -> bool:
+    return np.array_equal(tokens[: len(held)], held)
+
+
+def looks(place: Place) -> list[Any]:
+    """What an agent is told: all but ids and reasoning."""
+
+    def of(message: dict[str, Any]) -> Any:
+        calls = [call["function"] for call in message.get("tool_calls") or []]
+        return message["role"], (message.get("content") or "").strip(), calls
+
+    return [of(message) for message in place.messages]
+
+
 @dataclass
 class Conversation:
     """One agent's talk with a policy, which goes on, goes back, and is told of in the ways that clients tell of it."""
@@ -127,7 +141,7 @@ class Conversation:
             shown = (*latest.shown, *map(self.as_told, said))
             tools = TOOLS if self.tools else ()
             got = await answer(shown, tools, self.template, tokens, ended)
-            self.judge(latest, said, got)
+            self.judge(self.told_of(latest, places, got), said, got)
             message = dict(got.message)
             messages = (*latest.messages, *said, message)
             asked = said[-1]["role"] == "user"
@@ -135,6 +149,13 @@ class Conversation:
             shown = (*shown, self.as_told(message))
             held = np.concatenate([got.prompt, got.tokens])
             places.append(Place(messages, shown, held, ended, thought, latest.exact and exact))
+
+    def told_of(self, latest: Place, places: list[Place], got: Said) -> Place:
+        """The place itself, or another where the very same was said in other tokens and which the prompt begins with: whoever
+        asked twice and was told the same cannot say which of the two it goes on from."""
+        said = looks(latest)
+        alike = [latest, *(place for place in places if place.held is not None and looks(place) == said)]
+        return next((place for place in alike if place.held is not None and begins(got.prompt, place.held)), latest)
 
     def next_messages(self, latest: Place) -> list[dict[str, Any]]:
         if not latest.messages:
@@ -178,8 +199,7 @@ class Conversation:
             return
         if self.keeps(latest, said):
             self.kept += 1
-            begin = got.prompt[: len(latest.held)]
-            if not np.array_equal(begin, latest.held):
+            if not begins(got.prompt, latest.held):
                 self.complain("does not begin with the tokens held", got, latest)
             elif (rest := self.tokenizer.decode(got.prompt[len(latest.held) :])) != (wanted := self.behind(latest, said)):
                 self.complain(f"goes on with {rest!r}, not {wanted!r}", got, latest)
