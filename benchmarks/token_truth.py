@@ -1,7 +1,7 @@
 """Whether conversations become exactly the tokens that were generated, over many of them and three families' chat templates.
 
     python benchmarks/token_truth.py                       # 10,000 conversations
-    python benchmarks/token_truth.py --conversations 300
+    python benchmarks/token_truth.py --conversations 300 --spoken 100
 
 Claim: no prompt differs from what its family's format says, and every generated token is trained on once, with its own
 log-probability and version.
@@ -12,6 +12,9 @@ different clients. A prompt behind a reply must begin with the tokens that were 
 there; where the format writes earlier turns in another way (Qwen3 leaves out reasoning) it must be the format's text of the
 whole. What the formats are is said once more in tests/rollout/chat/conversations.py, which knows nothing of our rendering.
 The last column is why: of how many calls the prompt's text, tokenised anew, would be other tokens.
+
+`--spoken` conversations of each family are then held with a real model, of random weights, through the embedded engine, and a
+trainer computes every log-probability again: the largest difference is shown.
 """
 
 from __future__ import annotations
@@ -19,18 +22,24 @@ from __future__ import annotations
 import argparse
 import asyncio
 import sys
+import tempfile
 import time
 from pathlib import Path
+
+import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from tests.rollout.chat.conversations import FAMILIES
+from tests.rollout.chat.talking import talked
 from tests.rollout.chat.truth import truth_of
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--conversations", type=int, default=10_000, help="of all families together")
+    parser.add_argument("--spoken", type=int, default=1000, help="with a model, of each family")
+    parser.add_argument("--backend", default="torch", help="of the model: torch or jax")
     parser.add_argument("--turns", type=int, default=8, help="completions in each")
     parser.add_argument("--first-seed", type=int, default=0)
     options = parser.parse_args()
@@ -49,7 +58,15 @@ def main() -> int:
         )
         for complaint in complaints[:3]:
             print(f"  {complaint}")
-    print(f"{time.perf_counter() - began:.0f} s")
+    print(f"{time.perf_counter() - began:.0f} s\n")
+    print(f"{'family':10}{'spoken':>15}{'lines':>9}{'tokens':>10}{'mean gap':>12}{'largest':>12}")
+    for family in FAMILIES:
+        with tempfile.TemporaryDirectory() as made:
+            lines, recorded, computed = talked(family, options.backend, Path(made), range(options.spoken))
+        gaps = np.abs(recorded - computed)
+        wrong += int((gaps > 1e-4).sum())
+        numbers = f"{options.spoken:15,}{len(lines):9,}{len(gaps):10,}{gaps.mean():12.1e}{gaps.max():12.1e}"
+        print(f"{family:10}{numbers}", flush=True)
     return 1 if wrong else 0
 
 

@@ -100,14 +100,14 @@ def test_swaps_under_64_requests_lose_no_token_and_each_token_has_its_true_versi
     first = vllm_engine.version
     policy = {first: tiny_model_dir, first + 1: other_model_dir, first + 2: tiny_model_dir}
     requests = [
-        Request(np.arange(2, 8 + i % 30, dtype=np.int32), SamplingParams(max_tokens=150 + i % 60, temperature=0.9))
+        Request(np.arange(2, 8 + i % 30, dtype=np.int32), SamplingParams(max_tokens=200 + i % 15, temperature=0.9))
         for i in range(64)
     ]
 
     async def generate_through_swaps() -> list[Completion]:
         running = [asyncio.create_task(vllm_engine.generate(request)) for request in requests]
         for version in (first + 1, first + 2):
-            await until_generating(vllm_engine, 40)
+            await until_generating(vllm_engine, 20)
             pause = await vllm_engine.swap(vllm_engine.stage(Weights(policy[version], version)))
             assert pause > 0
             assert not any(task.done() for task in running)
