@@ -126,11 +126,12 @@ def more_than(processes: int) -> bool:
 
 
 def children(pid: int) -> list[int]:
-    """Where there is no /proc, none."""
+    """Where there is no /proc, or no such process any more, none."""
     found: list[int] = []
-    for thread in Path(f"/proc/{pid}/task").glob("*/children"):
-        with suppress(OSError):  # it has ended
-            found += map(int, thread.read_text().split())
+    with suppress(OSError):  # it has ended, perhaps just now
+        for thread in os.listdir(f"/proc/{pid}/task"):  # noqa: PTH208 (Path.glob raises where it ends meanwhile)
+            with suppress(OSError):
+                found += map(int, Path(f"/proc/{pid}/task/{thread}/children").read_text().split())
     return found
 
 

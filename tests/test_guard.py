@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -51,3 +52,15 @@ def test_processes_below_are_counted_no_further_than_asked_and_all_of_them_end()
     )
     ran = subprocess.run([sys.executable, "-c", "\n".join(lines)], capture_output=True, text=True, check=True)
     assert ran.stdout.split() == [str(sys.platform == "linux"), "False", "137"]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
+def test_a_process_that_ends_while_it_is_looked_at_has_no_children(monkeypatch):
+    def gone(path):
+        raise FileNotFoundError(path)
+
+    with subprocess.Popen(["cat"], stdin=subprocess.PIPE) as child:
+        assert child.pid in guard.children(os.getpid())
+        for name in ("listdir", "scandir"):
+            monkeypatch.setattr(os, name, gone)
+        assert guard.children(os.getpid()) == []

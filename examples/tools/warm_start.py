@@ -23,48 +23,72 @@ from examples.tools import task as task_module
 from examples.tools.task import problems
 
 TOOL, ARGUMENT = "python", "code"
-PIECES = (*"0123456789*=", *FRAME, opening(TOOL, ARGUMENT))
 ROW_LENGTH = 80
 DEMONSTRATIONS = 100  # made for each step
 WITHOUT_TOOLS = 0.2  # of the demonstrations: then there is nothing but guessing
 
 
+def pieces(tool: str = TOOL, argument: str = ARGUMENT) -> tuple[str, ...]:
+    """What the tokenizer of a model knows that calls this tool."""
+    return (*"0123456789*=", *FRAME, opening(tool, argument))
+
+
+PIECES = pieces()
+
+
 @gin.configurable(module="tools")
-def warm_start(seed: int = 0, steps: int = 250, learning_rate: float = 2e-3, calls: float = 0.2, backend: str = "jax") -> str:
+def warm_start(
+    seed: int = 0,
+    steps: int = 250,
+    learning_rate: float = 2e-3,
+    calls: float = 0.2,
+    tool: str = TOOL,
+    argument: str = ARGUMENT,
+    backend: str = "jax",
+) -> str:
     """The directory of the supervised model, made now unless one of the same settings and code is in the user's cache.
 
     seed: of the initial weights and the demonstrations. calls: the share of the demonstrations with a tool in which it is
-    called. backend: what trains it; where it is not installed, the one that is. The cache is $XDG_CACHE_HOME/areal_x/tools.
+    called. tool, argument: the name of the tool, and of its only argument, which is the product as it was asked for.
+    backend: what trains it; where it is not installed, the one that is. The cache is $XDG_CACHE_HOME/areal_x/tools.
     """
     at_least("tools.warm_start.steps", steps, 2)
     within("tools.warm_start.calls", calls, 0, 1)
-    settings = {"seed": seed, "steps": steps, "learning_rate": learning_rate, "calls": calls}
+    settings = {
+        "seed": seed,
+        "steps": steps,
+        "learning_rate": learning_rate,
+        "calls": calls,
+        "tool": tool,
+        "argument": argument,
+    }
 
     def make(directory: Path) -> None:
-        write_model(directory, PIECES, seed, CHAT_TEMPLATE)
-        lessons = batches(steps, seed, calls)
+        write_model(directory, pieces(tool, argument), seed, CHAT_TEMPLATE)
+        lessons = batches(steps, seed, calls, tool, argument)
         supervise(directory, lessons, backend=installed(backend), seed=seed, learning_rate=learning_rate)
 
     return str(made_once("tools", settings, [chat, task_module, sys.modules[__name__]], make))
 
 
-def batches(steps: int, seed: int, calls: float) -> Iterator[Batch]:
+def batches(steps: int, seed: int, calls: float, tool: str = TOOL, argument: str = ARGUMENT) -> Iterator[Batch]:
     """Of demonstrations, each seen at most once."""
     rng = np.random.default_rng([2, seed])
     tasks = problems(DEMONSTRATIONS * steps, seed)
     tools = rng.random(len(tasks)) >= WITHOUT_TOOLS
     called = tools & (rng.random(len(tasks)) < calls)
+    known = pieces(tool, argument)
     shown = [
-        demonstration(PIECES, worked(task) if call else guessed(task, rng), bool(tool))
-        for task, tool, call in zip(tasks, tools, called, strict=True)
+        demonstration(known, worked(task, tool, argument) if call else guessed(task, rng), bool(given))
+        for task, given, call in zip(tasks, tools, called, strict=True)
     ]
     return batches_of(shown, steps, ROW_LENGTH, seed)
 
 
-def worked(task: Task) -> list[Turn]:
+def worked(task: Task, tool: str = TOOL, argument: str = ARGUMENT) -> list[Turn]:
     """The tool is asked, and what it says is the answer."""
     (asked,) = task.prompt
-    call = calling(TOOL, ARGUMENT, asked["content"].rstrip("="))
+    call = calling(tool, argument, asked["content"].rstrip("="))
     return [("user", asked["content"]), ("assistant", call), ("tool", task.answer), ("assistant", task.answer)]
 
 

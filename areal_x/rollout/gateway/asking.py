@@ -14,6 +14,7 @@ from jaxtyping import Int32
 from pydantic import BaseModel, ConfigDict, Field
 
 from areal_x.rollout.chat.dialogue import Answer, Ask
+from areal_x.rollout.chat.reading import Reply
 from areal_x.rollout.engine import SamplingParams
 from areal_x.rollout.gateway.errors import ApiError
 
@@ -145,6 +146,16 @@ def named(choice: str | None, tools: Sequence[Mapping[str, Any]]) -> None:
     names = [tool["function"]["name"] for tool in tools]
     if choice is not None and choice not in names:
         raise ApiError(400, f"tool_choice names {choice!r}, the tools are {names}", "invalid_value", "tool_choice")
+
+
+def disobeyed(template: Mapping[str, Any], reply: Reply) -> tuple[str, ...]:
+    """The names of what the chat template was told of tool calls and the reply is not, as nothing holds a model to it."""
+    choice, called = template.get("tool_choice"), [call.name for call in reply.tool_calls]
+    wanted = choice["function"]["name"] if isinstance(choice, Mapping) else None
+    found = ["tool_choice"] if (choice == "required" and not called) or (wanted and set(called) != {wanted}) else []
+    if template.get("parallel_tool_calls") is False and len(called) > 1:
+        found.append("parallel_tool_calls")
+    return tuple(found)
 
 
 def logprobs_of(answer: Answer, text: Text) -> list[dict[str, Any]]:

@@ -14,7 +14,7 @@ from areal_x.rollout.chat.calls import Call
 from areal_x.rollout.chat.dialogue import Answer, Ask, Speaker
 from areal_x.rollout.chat.rendering import Renderer
 from areal_x.rollout.engine import EngineError, SamplingParams
-from areal_x.rollout.gateway.asking import Said, Wanted, sampling_for
+from areal_x.rollout.gateway.asking import Said, Wanted, disobeyed, sampling_for
 from areal_x.rollout.gateway.errors import ApiError
 from areal_x.rollout.gateway.sessions import SessionLimits, SessionState, over
 from areal_x.rollout.runner import first_of
@@ -30,7 +30,7 @@ class Session:
 
     id, key, url: what the agent is told; base_url: what its client is given (an OpenAI client base_url, an Anthropic one url).
     conversations: of the answers that the responses API keeps, by their ids. overruled: how often the agent asked for other
-    sampling than it got, by parameter. All methods belong to the gateway's event loop.
+    sampling or other tool calls than it got, by parameter. All methods belong to the gateway's event loop.
     """
 
     def __init__(
@@ -133,6 +133,7 @@ class Session:
             said = [Said(id, task.result()) for id, task in zip(ids, tasks, strict=True)]
             for one in said:
                 self._do(self.state.finish, Call(one.id, one.answer.prompt, one.answer.completion))
+                self._count_disobedience(ask, one.answer)
         except BaseExceptionGroup as errors:
             error = first_of(errors)
             if isinstance(error, EngineError):
@@ -175,6 +176,13 @@ class Session:
         if answer.completion.finish_reason == "abort":
             raise ApiError(503, "the engine aborted the completion: ask again", "aborted", retry_after=1)
         return answer
+
+    def _count_disobedience(self, ask: Ask, answer: Answer) -> None:
+        missed = disobeyed(ask.template, answer.reply)
+        self.overruled.update(missed)
+        for name in set(missed) - self._told:
+            self._told.add(name)
+            LOG.warning("an agent asked for %s = %s, which the model did not follow (said once)", name, ask.template[name])
 
     def _do(self, change: Callable[..., T], *arguments: Any) -> T:
         try:

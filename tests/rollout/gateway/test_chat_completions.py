@@ -117,6 +117,33 @@ def test_tool_choice_none_takes_the_tools_away_and_others_are_told_to_the_templa
     ]
 
 
+def test_calls_that_were_asked_for_and_not_made_are_counted_and_said_once(talk, caplog, run):
+    fresh = Gateway()
+    run(fresh.start())
+    one = talk(lambda prompt: prompt.split("user:")[1].split(END)[0], on=fresh)
+    add, other = tool("add", a=1), tool("other", b=2)
+    by_name = {"type": "function", "function": {"name": "add"}}
+
+    def asked(says, **choice):
+        before = dict(one.session.overruled)
+        one.chat(says, tools=[ADD], **choice)
+        return [name for name, count in one.session.overruled.items() if count != before.get(name, 0)]
+
+    for says in ("hello", add, other, add + add):
+        assert asked(says) == asked(says, tool_choice="auto") == []
+    assert asked("hello", tool_choice="required") == ["tool_choice"]
+    assert asked(other, tool_choice="required") == []
+    for says in ("hello", other, add + other):
+        assert asked(says, tool_choice=by_name) == ["tool_choice"]
+    assert asked(add, tool_choice=by_name) == []
+    assert asked(add + add, parallel_tool_calls=False) == ["parallel_tool_calls"]
+    assert asked(add, parallel_tool_calls=False) == []
+    assert one.session.overruled == {"tool_choice": 4, "parallel_tool_calls": 1}
+    said = [record.getMessage().split(" asked for ")[1].split()[0] for record in caplog.records]
+    assert sorted(said) == ["parallel_tool_calls", "tool_choice"]
+    run(fresh.close())
+
+
 def test_reasoning_effort_and_template_variables_reach_the_template(talk):
     one = talk()
     one.chat(reasoning_effort="none", extra_body={"chat_template_kwargs": {"documentation": "x"}})

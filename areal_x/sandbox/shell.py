@@ -1,0 +1,84 @@
+"""A program for the sandbox, sent there as its text: one command of a shell, in a folder that comes and goes as an archive.
+
+Read from standard input, as JSON: archive (of the folder, a tar.gz in base64), command, seconds, characters. Printed, as JSON:
+archive (of the folder as it is now), output (of the command, of more than `characters` the first and the last half), code (its
+exit status, None where its time was over; a signal is negative).
+"""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tarfile
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+FOLDER, OUTPUT = Path("folder"), Path("output")  # beside this program, in the home that the sandbox gives it
+
+
+def main() -> None:
+    asked = json.load(sys.stdin)
+    unpack(asked["archive"])
+    code = run(asked["command"], asked["seconds"])
+    output = shown(asked["characters"])
+    json.dump({"archive": pack(), "output": output, "code": code}, sys.stdout)
+
+
+def unpack(archive: str) -> None:
+    FOLDER.mkdir()
+    with tarfile.open(fileobj=io.BytesIO(base64.b64decode(archive))) as tar:
+        tar.extractall(FOLDER, filter="tar")
+
+
+def run(command: str, seconds: float) -> int | None:
+    """Its exit status. A file takes what it prints, so that the sandbox's limit on files is one on this too."""
+    environment: dict[str, Any] = {**os.environ, "HOME": str(FOLDER.resolve()), "PYTHONDONTWRITEBYTECODE": "1"}
+    environment["PATH"] = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    words = [shutil.which("bash") or "sh", "-c", command]
+    with OUTPUT.open("wb") as output:
+        process = subprocess.Popen(
+            words,
+            cwd=FOLDER,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+    try:
+        return process.wait(seconds)
+    except subprocess.TimeoutExpired:
+        return None
+    finally:
+        with suppress(ProcessLookupError):  # what it left in the background would still write
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def shown(characters: int) -> str:
+    with OUTPUT.open("rb") as output:
+        size, half = OUTPUT.stat().st_size, characters // 2
+        if size <= characters:
+            return output.read().decode(errors="replace")
+        first = output.read(half).decode(errors="replace")
+        output.seek(size - half)
+        last = output.read().decode(errors="replace")
+    return f"{first}\n[output truncated: {size} bytes, the first and the last {half} are shown]\n{last}"
+
+
+def pack() -> str:
+    packed = io.BytesIO()
+    with tarfile.open(fileobj=packed, mode="w:gz", compresslevel=1) as tar:
+        tar.add(FOLDER, ".")
+    return base64.b64encode(packed.getvalue()).decode()
+
+
+if __name__ == "__main__":
+    main()
