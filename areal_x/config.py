@@ -34,6 +34,7 @@ CONFIGURABLES = (
     "areal_x.rollout.mcp_tools",
     "areal_x.rollout.conversing",
     "areal_x.rollout.environment",
+    "areal_x.rollout.verifiers_environment",
     "areal_x.rollout.agent",
     "areal_x.rollout.online",
 )
