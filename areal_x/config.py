@@ -35,6 +35,7 @@ CONFIGURABLES = (
     "areal_x.rollout.conversing",
     "areal_x.rollout.environment",
     "areal_x.rollout.terminal",
+    "areal_x.rollout.verifiers_environment",
     "areal_x.rollout.agent",
     "areal_x.rollout.online",
 )

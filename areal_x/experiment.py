@@ -351,7 +351,8 @@ class Experiment(Settings):
         """Where the rollout of a checkpoint goes on; without a journal what was finished is run again. saved: what
         `Rollout.state` gave."""
         recorded = journal.resumed(step, self.stream().task_at, self.groups_per_step)
-        return recorded or Resumed(saved["position"], saved["next_ticket"], dict(saved["unfinished"]))
+        resumed = recorded or Resumed(saved["position"], saved["next_ticket"], dict(saved["unfinished"]))
+        return replace(resumed, workflow=saved.get("workflow"))
 
     def create_engine(
         self, directory: Path, trainer: Trainer, workflow: Workflow, run: Path, message: Callable[[str], None]

@@ -79,6 +79,39 @@ def test_a_run_that_is_stopped_and_resumed_ends_where_an_unbroken_one_does(exper
     assert np.mean([np.abs(one[name] - other[name]).mean() for name in one]) < 1e-5
 
 
+def test_what_a_workflow_keeps_goes_on_from_the_checkpoint(experiment):
+    class Remembering:
+        """A workflow that counts its episodes, around another."""
+
+        def __init__(self, workflow, seen):
+            self.workflow, self.seen = workflow, seen
+
+        def __getattr__(self, name):
+            return getattr(self.workflow, name)
+
+        def setup(self, tokenizer):
+            return Remembering(self.workflow.setup(tokenizer), self.seen)
+
+        def state(self):
+            return {"seen": len(self.seen)}
+
+        def restore(self, state):
+            self.seen.append(state)
+
+        async def run(self, task, engine):
+            self.seen.append(task.id)
+            return await self.workflow.run(task, engine)
+
+    seen, later = [], []
+    first = replace(experiment, workflow=Remembering(experiment.workflow, seen), checkpoint_every=2, name="remembered")
+    for turn in first.turns(first.open()):
+        if turn.metrics["step"] == 3:
+            break
+    replace(first, workflow=Remembering(experiment.workflow, later)).run(resume=True)
+    assert 0 < later[0]["seen"] <= len(seen)
+    assert len(later) > 1
+
+
 def test_resuming_runs_again_what_was_in_flight_and_consumes_every_task_once(experiment):
     stale = replace(experiment, max_staleness=2, steps=10, checkpoint_every=4, name="stale")
     consumed: dict[int, list[str]] = {}

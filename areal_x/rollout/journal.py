@@ -63,7 +63,7 @@ class Resumed:
 
     position: of the dataset's next task. next_ticket: of the next group. unfinished: the position of each ticket that is to be
     run again. finished: the groups that wait to be consumed, each with its position. order: the tickets of the next steps,
-    where they are known, as a run that went on from here before consumed them.
+    where they are known, as a run that went on from here before consumed them. workflow: its own state, None where it has none.
     """
 
     position: int = 0
@@ -71,6 +71,7 @@ class Resumed:
     unfinished: Mapping[int, int] = field(default_factory=dict)
     finished: Sequence[tuple[int, Group]] = ()
     order: Sequence[Sequence[int]] = ()
+    workflow: Any = None
 
 
 class Recorder(Protocol):

@@ -67,6 +67,12 @@ class LearnedReward(Workflow):
     def greedy(self) -> Workflow:
         return self.workflow.greedy()
 
+    def state(self) -> Any:
+        return self.workflow.state()
+
+    def restore(self, state: Any) -> None:
+        self.workflow.restore(state)
+
     async def run(self, task: Task, engine: Generator) -> Result:
         assert self.judge is not None, "call setup(tokenizer) first"
         episode = episode_of(await self.workflow.run(task, engine))

@@ -122,8 +122,9 @@ class Rollout:
         return self._call(self.runner.evaluate(tasks, self.evaluation))
 
     def state(self) -> dict[str, Any]:
-        """{"position", "next_ticket", "unfinished": [[ticket, position], …]}: a `Resumed` of it goes on exactly here and runs
-        again the groups that were admitted and not taken. For a checkpoint, between `publish` and `take`."""
+        """{"position", "next_ticket", "unfinished": [[ticket, position], …]}, and "workflow" where that has a state of its own:
+        a `Resumed` of it goes on exactly here and runs again the groups that were admitted and not taken. For a checkpoint,
+        between `publish` and `take`."""
         return self._call(_now(self.runner.state))
 
     def stats(self) -> RolloutStats:

@@ -140,15 +140,19 @@ class Runner:
         tickets (and so the seeds) that they had."""
         resumed = resumed or Resumed()
         self.stream.position = resumed.position
+        if resumed.workflow is not None:
+            self.workflow.restore(resumed.workflow)
         self._positions = {**resumed.unfinished, **{group.ticket: position for position, group in resumed.finished}}
         finished = [group for _, group in resumed.finished]
         self.queue.begin(version, resumed.next_ticket, list(resumed.unfinished), finished, resumed.order)
 
     def state(self) -> dict[str, Any]:
         """Everything needed to go on without losing or repeating a task, as JSON can hold it: `Resumed`'s, what is finished
-        to be run again."""
+        to be run again, and the workflow's own where it has one."""
         pending = [[ticket, self._positions[ticket]] for ticket in self.queue.pending()]
-        return {"position": self.stream.position, "next_ticket": self.queue.next_ticket, "unfinished": pending}
+        state = {"position": self.stream.position, "next_ticket": self.queue.next_ticket, "unfinished": pending}
+        kept = self.workflow.state()
+        return state if kept is None else {**state, "workflow": kept}
 
     async def run(self) -> None:
         """Admits and runs groups until it is cancelled. Raises what ended it: EngineError, UserError, a filter's bug."""

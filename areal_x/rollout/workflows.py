@@ -56,6 +56,14 @@ class Workflow(Protocol):
         """
         ...
 
+    def state(self) -> Any:
+        """What it keeps from episode to episode, as JSON can hold it: written with each checkpoint. By default nothing."""
+        return None
+
+    def restore(self, state: Any) -> None:
+        """Goes on from the `state` that the checkpoint of a resumed run has, before any episode. By default does nothing."""
+        return
+
     async def close(self) -> None:
         """Ends what `setup` began; safe to call twice. By default nothing."""
         return

@@ -273,6 +273,31 @@ def test_errors_that_are_not_the_episodes_end_the_run_and_every_episode(error):
     drive(test)
 
 
+def test_what_a_workflow_keeps_is_part_of_the_state_and_given_back_before_any_episode():
+    counts = {}
+
+    class Counting(Plain):
+        def state(self):
+            return dict(counts)
+
+        def restore(self, state):
+            assert counts == {}
+            counts.update(state)
+
+        async def run(self, task, engine):
+            counts[task.id] = counts.get(task.id, 0) + 1
+            return await super().run(task, engine)
+
+    async def test(begin):
+        workflow = Counting()
+        runner = make(FakeEngine(), workflow)
+        begin(runner, 0, Resumed(workflow={"task 0": 7}))
+        await runner.take()
+        return runner.state()
+
+    assert drive(test)["workflow"]["task 0"] == 7 + 3
+
+
 def test_a_resumed_run_draws_what_the_first_would_have_drawn():
     async def first(begin):
         engine = FakeEngine()

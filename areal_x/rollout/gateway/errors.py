@@ -61,7 +61,9 @@ def api_error(error: BaseException) -> ApiError:
         case ValidationError():
             return _invalid(error)
         case PromptTooLong():
-            return ApiError(400, f"prompt is too long: {error}", "context_length_exceeded", "messages")
+            return ApiError(
+                400, f"prompt is too long for the model's context length: {error}", "context_length_exceeded", "messages"
+            )
         case UserError():
             return ApiError(400, str(error), "invalid_request")
         case EngineError():

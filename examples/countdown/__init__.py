@@ -1,0 +1,1 @@
+"""Countdown: make the target of a few numbers, each used at most once."""

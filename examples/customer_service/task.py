@@ -1,0 +1,237 @@
+"""A shop whose customers want orders cancelled, refunded or sent elsewhere, which its policy allows or does not.
+
+    customer: I want a refund.               agent: Which order?
+    customer: I am customer 17, the order is 305.
+    agent: order("305") → {"customer": "17", "status": "delivered", "address": "4 Elm Road"}
+    agent: refund("305") → Done.             agent: Done.
+
+The tools do as they are told; to keep the policy is the agent's work. The reward is 1 where the orders are in the end as the
+policy wants them, and none was changed that had not been looked up, else 0. In the manner of τ²-bench (arXiv 2506.07982).
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+from collections.abc import Callable
+from random import Random
+from typing import Any, Protocol
+
+import gin
+
+from areal_x.errors import at_least, one_of
+from areal_x.rollout.tools import Toolbox, ToolError
+from areal_x.types import Message, Task
+
+TRAINING, HELD_OUT = 20_000, 200  # tasks
+POLICY = """\
+You serve the customers of a shop. Its policy:
+- Find out who the customer is, by number, and which order it is about, before you do anything.
+- Look at an order before you change it. Do so only for the customer whose order it is, and only what they ask for.
+- An order that is pending can be cancelled, and its address changed. One that is delivered can be refunded. Nothing else.
+- Where the policy does not allow what they want, change nothing, and say that it is not possible."""
+STATUSES = ("pending", "shipped", "delivered")
+STREETS = ("Elm Road", "Mill Lane", "High Street", "Park Row", "Station Road", "Church Street")
+WISHES = {"cancel": "I want to cancel an order.", "refund": "I want a refund.", "move": "I have moved."}
+ALLOWED = {"cancel": "pending", "refund": "delivered", "move": "pending"}  # the status that the policy wants for it
+CUSTOMER = """\
+You play a customer who talks to the service of a shop. You are customer {customer}. What you want is about order {order}: \
+{wish} Stay with what you want, say in one or two short sentences only what you are asked for, and invent nothing. When it is \
+done, or when you were told that it is not possible, answer {over} and nothing else."""
+OVER = "###OVER###"
+
+Orders = dict[str, dict[str, str]]  # by number: customer, status, address
+
+
+@gin.configurable(module="customer_service")
+def tasks(split: str = "train", orders: int = 4, seed: int = 0) -> list[Task]:
+    """20,000 conversations to be had, or of the split "test" 200 others, which are the same whatever the seed.
+
+    Each has a database of its own, of so many orders. A task's metadata are the orders at first, and the customer's number,
+    order, wish and new address; its answer is the orders as the policy wants them in the end.
+    """
+    one_of("customer_service.tasks.split", split, ("train", "test"))
+    at_least("customer_service.tasks.orders", orders, 2)
+    random = Random("held out" if split == "test" else f"training {seed}")
+    return [drawn_task(random, f"{split}/{number}", orders) for number in range(HELD_OUT if split == "test" else TRAINING)]
+
+
+def drawn_task(random: Random, id: str, orders: int) -> Task:
+    """One in six customers names an order of somebody else's."""
+    customers = [str(number) for number in random.sample(range(10, 100), 2)]
+    numbers = [str(number) for number in random.sample(range(100, 1000), orders)]
+    owners = [*customers, *random.choices(customers, k=orders - 2)]  # each has one
+    database = {
+        number: {"customer": owner, "status": random.choice(STATUSES), "address": drawn_address(random)}
+        for number, owner in zip(numbers, owners, strict=True)
+    }
+    order, wish = random.choice(numbers), random.choice(list(WISHES))
+    customer = database[order]["customer"]
+    if random.random() < 1 / 6:
+        customer = next(other for other in customers if other != customer)
+    about = {"customer": customer, "order": order, "wish": wish, "address": drawn_address(random)}
+    wanted = copy.deepcopy(database)
+    if database[order]["customer"] == customer and database[order]["status"] == ALLOWED[wish]:
+        wanted[order] |= changed(wish, about["address"])
+    return Task(id, WISHES[wish], wanted, {"orders": database, **about})
+
+
+def drawn_address(random: Random) -> str:
+    return f"{random.randint(1, 99)} {random.choice(STREETS)}"
+
+
+def changed(wish: str, address: str) -> dict[str, str]:
+    """What of an order is another once the wish is fulfilled."""
+    return {"cancel": {"status": "cancelled"}, "refund": {"status": "refunded"}, "move": {"address": address}}[wish]
+
+
+class Desk:
+    """The tools of one conversation, and the orders that they change. unseen: whether one was changed that nobody looked at."""
+
+    def __init__(self, orders: Orders) -> None:
+        self.orders = copy.deepcopy(orders)
+        self.unseen = False
+        self._seen: set[str] = set()
+
+    @property
+    def tools(self) -> list[Callable[..., Any]]:
+        return [self.order, self.cancel, self.refund, self.change_address]
+
+    async def order(self, id: str) -> dict[str, str]:
+        """Looks up an order: whose it is, its status and its address.
+
+        Args:
+            id: Number of the order.
+        """
+        found = self._find(id)
+        self._seen.add(id)
+        return found
+
+    async def cancel(self, id: str) -> str:
+        """Cancels an order.
+
+        Args:
+            id: Number of the order.
+        """
+        return self._change(id, "cancel")
+
+    async def refund(self, id: str) -> str:
+        """Gives the money for an order back.
+
+        Args:
+            id: Number of the order.
+        """
+        return self._change(id, "refund")
+
+    async def change_address(self, id: str, address: str) -> str:
+        """Changes the address to which an order is sent.
+
+        Args:
+            id: Number of the order.
+            address: The new one.
+        """
+        return self._change(id, "move", address)
+
+    def _change(self, id: str, wish: str, address: str = "") -> str:
+        self._find(id).update(changed(wish, address))
+        self.unseen |= id not in self._seen
+        return "Done."
+
+    def _find(self, id: str) -> dict[str, str]:
+        if id not in self.orders:
+            raise ToolError(f"There is no order {id!r}.")
+        return self.orders[id]
+
+
+class Customer(Protocol):
+    async def say(self, heard: str | None) -> str | None:
+        """What they say to that, or at first to nothing; None where they have gone."""
+        ...
+
+
+@gin.configurable(module="customer_service")
+class Scripted:
+    """Says what they want, then who they are and which order it is, and is content with what comes then."""
+
+    def __init__(self, task: Task) -> None:
+        about = task.metadata
+        details = f"I am customer {about['customer']}, the order is {about['order']}."
+        moved = f" My address is now {about['address']}." if about["wish"] == "move" else ""
+        self._lines = [WISHES[about["wish"]], details + moved]
+
+    async def say(self, heard: str | None) -> str | None:
+        return self._lines.pop(0) if self._lines else None
+
+
+@gin.configurable(module="customer_service")
+class Simulated:
+    """A model behind an OpenAI-style endpoint plays the customer.
+
+    base_url: of the endpoint, model: its name there. key_variable: of the environment, holds the key, where one is needed.
+    """
+
+    def __init__(
+        self, task: Task, base_url: str, model: str, key_variable: str = "CUSTOMER_API_KEY", temperature: float = 0.7
+    ) -> None:
+        about = task.metadata
+        wish = WISHES[about["wish"]] + (f" Your new address is {about['address']}." if about["wish"] == "move" else "")
+        told = CUSTOMER.format(customer=about["customer"], order=about["order"], wish=wish, over=OVER)
+        self._messages: list[Any] = [{"role": "system", "content": told}]
+        self._endpoint = {"base_url": base_url, "api_key": os.environ.get(key_variable, "none")}
+        self._how: dict[str, Any] = {"model": model, "temperature": temperature}
+
+    async def say(self, heard: str | None) -> str | None:
+        from openai import AsyncOpenAI
+
+        self._messages.append({"role": "user", "content": heard or "Hello, what can I do for you?"})
+        async with AsyncOpenAI(**self._endpoint) as client:
+            answer = await client.chat.completions.create(messages=self._messages, **self._how)
+        said = answer.choices[0].message.content or ""
+        self._messages.append({"role": "assistant", "content": said})
+        return None if OVER in said else said
+
+
+@gin.configurable(module="customer_service")
+async def serve(
+    task: Task,
+    base_url: str,
+    api_key: str,
+    customer: Callable[[Task], Customer] = Scripted,
+    replies: int = 12,
+    instructed: bool = False,
+) -> float:
+    """The agent, for `agent.solve`: talks to the customer and calls tools, by the official OpenAI client.
+
+    customer: who is served. replies: most that the model gives, calls of tools counted. instructed: with the policy as a system
+    message, for models that were not trained on the task.
+    """
+    from openai import AsyncOpenAI, BadRequestError
+
+    desk, caller = Desk(task.metadata["orders"]), customer(task)
+    toolbox = Toolbox(desk.tools)
+    messages: list[Any] = [{"role": "system", "content": POLICY}] if instructed else []
+    messages.append({"role": "user", "content": await caller.say(None)})
+    schemas: list[Any] = list(toolbox.schemas)
+    async with AsyncOpenAI(base_url=base_url, api_key=api_key) as client:
+        for _ in range(replies):
+            try:
+                answer = await client.chat.completions.create(model="policy", messages=messages, tools=schemas)
+            except BadRequestError as error:
+                if error.code != "context_length_exceeded":
+                    raise
+                break  # it talked for too long: what was done by then counts
+            reply = answer.choices[0].message
+            messages.append(reply.model_dump(exclude_none=True))
+            if reply.tool_calls:
+                messages += [await called(toolbox, call) for call in reply.tool_calls]
+            elif (said := await caller.say(reply.content)) is not None:
+                messages.append({"role": "user", "content": said})
+            else:
+                break
+    return float(desk.orders == task.answer and not desk.unseen)
+
+
+async def called(toolbox: Toolbox, call: Any) -> Message:
+    """The message with what a tool said, or what was wrong with the call."""
+    said = await toolbox.call(call.function.name, call.function.arguments)
+    return {"role": "tool", "tool_call_id": call.id, "content": said}
