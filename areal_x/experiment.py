@@ -34,7 +34,7 @@ from areal_x.errors import UserError
 from areal_x.model_dir import check_vocabulary, resolve
 from areal_x.monitor import timeline
 from areal_x.monitor.display import Display
-from areal_x.monitor.measures import Stopwatch, describe, explained, judge, rates, save_groups
+from areal_x.monitor.measures import Stopwatch, describe, explained, judge, rates, save_groups, saved_tokens
 from areal_x.monitor.metrics import MetricsWriter, read
 from areal_x.monitor.plot import plot
 from areal_x.monitor.timeline_plot import PICTURE, plot_timeline
@@ -171,7 +171,8 @@ class Experiment(Settings):
                 watch.lap("wait_seconds")
                 computing = threads.before(watch.total / seconds)
                 ages = staleness(groups, step)
-                batches = make_batches(groups, self.algorithm, self.row_length, models, step, self.minibatches)
+                how = self.algorithm, self.row_length, models, step, self.minibatches, self.share_prompts
+                batches = make_batches(groups, *how)
                 watch.lap("logprob_seconds")
                 learned = self.learn(batches, models, loss)
                 lost = max(learned["skipped"], learned.get("critic/skipped", 0)) == self.minibatches
@@ -192,6 +193,8 @@ class Experiment(Settings):
                 if computing is not None:
                     row["threads"] = computing
                     threads.after(row["logprob_seconds"] + row["update_seconds"], row["packed_tokens"])
+                if self.share_prompts:
+                    row["saved_tokens"] = saved_tokens(groups, batches)
                 row["pause_seconds"] = published.paused_seconds
                 if published.bytes:
                     row["published_bytes_per_second"] = published.bytes / watch.laps["publish_seconds"]
@@ -283,7 +286,7 @@ class Experiment(Settings):
         The policy is the model at the temperature it is sampled at, so that both sides speak of one distribution.
         """
         temperature = self.temperature(workflow)
-        config = replace(self.trainer, temperature=temperature)
+        config = replace(self.trainer, temperature=temperature, share_prompts=self.share_prompts)
         needs = self.algorithm.needs
 
         def trainer(path: Path, **changes: Any) -> Trainer:

@@ -40,7 +40,8 @@ class Settings:
     at each task. minibatches: optimizer steps that share them, each with a part of the groups.
     max_staleness: how many versions old a group may be when it is trained on; 0 is synchronous, on-policy training.
     window: how many groups ahead of the oldest a finished one may be consumed; 1 is strict order (see TrajectoryQueue).
-    row_length: tokens in a packed row, and the longest prompt and completion together.
+    row_length: tokens in a packed row, and the longest prompt and completion together. share_prompts: the trainer computes what
+    the attempts at a task begin with once for as many of them as fit into a row; what is learnt is the same.
     episode_seconds: longest time an episode may take. evaluate_every, checkpoint_every: in steps; 0 is at the end only
     (evaluation also at the start). keep_checkpoints: how many of the newest stay.
     name: the directory below `runs`. loggers: "wandb" and "trackio", beside metrics.jsonl and TensorBoard (always written).
@@ -67,6 +68,7 @@ class Settings:
     max_staleness: int = 2
     window: int = 1
     row_length: int = 1024
+    share_prompts: bool = False
     episode_seconds: float = 600.0
     evaluate_every: int = 0
     checkpoint_every: int = 0
@@ -100,6 +102,12 @@ class Settings:
         if self.engine == "none" and self.held_out and self.algorithm.needs & {"entropy", "teacher_logits"}:
             wanted = f"left out with the engine 'none', as only a step gives {self.algorithm.name} what its loss reads"
             raise ConfigError("train.held_out", f"{len(self.held_out)} tasks", wanted)
+        if self.share_prompts and self.algorithm.pairs:
+            wanted = f"False with {self.algorithm.name}, which compares pairs that lie side by side"
+            raise ConfigError("train.share_prompts", True, wanted)
+        if self.share_prompts and self.trainer.replay_experts:
+            wanted = "False with trainer.replay_experts, as the engine chose experts for each attempt's prompt anew"
+            raise ConfigError("train.share_prompts", True, wanted)
         if self.trainer.replay_experts and self.engine != "vllm":
             wanted = f"False with the engine {self.engine!r}, which records no experts"
             raise ConfigError("trainer.replay_experts", True, wanted)

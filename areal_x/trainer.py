@@ -176,7 +176,7 @@ class LoRAConfig:
 HEADS = ("policy", "value", "reward")
 
 
-@gin.configurable("trainer", denylist=["head", "entropy", "teacher", "divergence", "frozen"])
+@gin.configurable("trainer", denylist=["head", "entropy", "teacher", "divergence", "frozen", "share_prompts"])
 @dataclass(frozen=True)
 class TrainerConfig:
     """Everything a backend needs to build a trainer.
@@ -191,6 +191,7 @@ class TrainerConfig:
     teacher: the directory of a frozen model with the same vocabulary. divergence: of the student's and the teacher's logits,
     both divided by the temperature, which the loss is given at each token. The two come together; the run chooses them.
     frozen: a model that is only asked, as a reference is: weights in the compute precision, no moments, no `update` or `save`.
+    share_prompts: whether batches have prefix_ids. The run chooses it.
     remat: what the backward pass computes again instead of keeping it: "layers" all of a layer; "products" all but products
     with kernels, which is faster and takes more memory; "auto" the one that fits.
     compile: whether torch compiles each decoder block, one program for all lengths of a row; JAX always compiles everything.
@@ -219,6 +220,7 @@ class TrainerConfig:
     teacher: str | None = None
     divergence: Divergence | None = None
     frozen: bool = False
+    share_prompts: bool = False
     remat: str = "auto"
     compile: bool = False
     offload: bool = False
@@ -294,8 +296,9 @@ class Scorer(Protocol):
     """What says how likely given tokens are: all that a reference or a teacher does. A trainer, or a server."""
 
     def logprobs(self, batch: Batch) -> Float32[np.ndarray, "rows length"]:
-        """Log-probability of each token given those before it in its segment; 0 for a segment's first token and for padding.
-        Of a trainer: under the current policy, and only with the head "policy"."""
+        """Log-probability of each token given those before it in its segment, and those of the prompt that this shares with
+        others (`Batch.prefix_ids`); 0 for a segment's first token and for padding. Of a trainer: under the current policy, and
+        only with the head "policy"."""
         ...
 
 

@@ -21,7 +21,7 @@ def rehearse(algorithm: Algorithm) -> None:
     when the algorithm is made and not at the first batch. Only this project's own: a user's may count its calls, or know one
     framework alone. Raises: ConfigError."""
     floats, ids, mask = np.ones((1, 1)), np.ones((1, 1), np.int32), np.ones((1, 1), np.bool_)
-    integers = ("tokens", "segment_ids", "positions", "versions", "ages")
+    integers = ("tokens", "segment_ids", "prefix_ids", "positions", "versions", "ages")
     inputs = {f.name: ids if f.name in integers else floats for f in (*fields(Policy), *fields(Batch))} | {"mask": mask}
 
     def call(loss: Loss, inputs: dict[str, Any]) -> None:

@@ -49,22 +49,29 @@ class Part:
 
 
 def make_batches(
-    groups: Sequence[Group], algorithm: Algorithm, row_length: int, models: Models, version: int = 0, minibatches: int = 1
+    groups: Sequence[Group],
+    algorithm: Algorithm,
+    row_length: int,
+    models: Models,
+    version: int = 0,
+    minibatches: int = 1,
+    share_prompts: bool = False,
 ) -> list[Batch]:
     """The rows `[rows, row_length]` of each of the `minibatches` optimizer steps over these groups, a group in one of them.
 
     Advantages are of all groups together; weights and corrections of one optimizer step each. version: of the policy now.
+    share_prompts: what the trajectories of a group begin with lies once beside as many of them as a row holds.
     Raises: UserError for a trajectory longer than a row, or an episode that is no pair where the algorithm compares pairs.
     """
     together = 2 if algorithm.pairs else 1
-    parts = [lay_out(groups[i::minibatches], row_length, together) for i in range(minibatches)]
+    parts = [lay_out(groups[i::minibatches], row_length, together, share_prompts) for i in range(minibatches)]
     batches = [with_models(part.packed.batch, algorithm, models, version) for part in parts]
     if algorithm.advantages is not None:
         batches = [credited(*both) for both in zip(with_advantages(batches, parts, algorithm), parts, strict=True)]
     return [weighted(batch, part, algorithm) for batch, part in zip(batches, parts, strict=True)]
 
 
-def lay_out(groups: Sequence[Group], row_length: int, together: int = 1) -> Part:
+def lay_out(groups: Sequence[Group], row_length: int, together: int = 1, share_prompts: bool = False) -> Part:
     """All scored episodes of the groups, packed; the `together` trajectories of an episode side by side."""
     episodes = [(episode, group) for group in groups for episode in group.scored]
     for episode, group in episodes:
@@ -74,13 +81,14 @@ def lay_out(groups: Sequence[Group], row_length: int, together: int = 1) -> Part
                 ": it needs a workflow whose episodes are pairs, such as @preference_pairs()"
             )
     owned = [(trajectory, e) for e, (episode, _) in enumerate(episodes) for trajectory in episode.trajectories]
+    groups_of = [episodes[e][1].ticket for _, e in owned] if share_prompts else None
     return Part(
         episodes=[episode for episode, _ in episodes],
         tickets=[group.ticket for _, group in episodes],
         greedy=[np.nan if group.greedy_reward is None else group.greedy_reward for _, group in episodes],
         owner=[e for _, e in owned],
         trajectories=[trajectory for trajectory, _ in owned],
-        packed=pack([trajectory for trajectory, _ in owned], row_length, together=together),
+        packed=pack([trajectory for trajectory, _ in owned], row_length, together=together, groups=groups_of),
     )
 
 

@@ -60,6 +60,12 @@ def describe(groups: Sequence[Group], ages: Sequence[int]) -> dict[str, float]:
     }
 
 
+def saved_tokens(groups: Sequence[Group], batches: Sequence[Batch]) -> int:
+    """How many tokens of the trajectories lie in no row of their own, as another one's copy is read in their place."""
+    whole = sum(len(trajectory) for group in groups for episode in group.scored for trajectory in episode.trajectories)
+    return whole - sum(int(np.count_nonzero(batch.segment_ids)) for batch in batches)
+
+
 def judge(batch: Batch, algorithm: Algorithm, trainer: Trainer) -> dict[str, float]:
     """The loss and the means of its metrics over masked tokens, without a step: held_out/loss, held_out/…"""
     scores = algorithm.head != "policy"

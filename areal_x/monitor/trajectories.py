@@ -71,7 +71,8 @@ def trained(turn: Turn) -> list[Trained]:
     for number, batch in enumerate(turn.batches):
         groups = turn.groups[number :: len(turn.batches)]
         length = np.shape(batch.tokens)[1]
-        parts = (lay_out(groups, length, together) for together in (1, 2))
+        shares = batch.prefix_ids is not None
+        parts = (lay_out(groups, length, together, shares) for together in ((1,) if shares else (1, 2)))
         part = next(p for p in parts if np.array_equal(p.packed.batch.tokens, batch.tokens))  # pairs lie side by side
         asked = batch.proximal_logp is not None and batch.proximal_logp is not batch.behavior_logp
         gaps = part.packed.gather(np.asarray(batch.proximal_logp) - np.asarray(batch.behavior_logp)) if asked else None

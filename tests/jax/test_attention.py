@@ -43,14 +43,17 @@ def draw(ids: np.ndarray, group: int = 2, kv_heads: int = 2) -> list[np.ndarray]
     return [query, key, value, gradient * (ids > 0)[..., None, None]]
 
 
-def formula(inputs: list[np.ndarray], ids: np.ndarray, window: int = 0, softcap: float = 0.0) -> list[np.ndarray]:
+def formula(
+    inputs: list[np.ndarray], ids: np.ndarray, window: int = 0, softcap: float = 0.0, prefixes: np.ndarray | None = None
+) -> list[np.ndarray]:
     """What is attended and the gradients of query, key and value, in fp64, one query of one head at a time."""
     query, key, value, gradient = (x.astype(np.float64) for x in inputs)
     group = query.shape[2] // key.shape[2]
     attended, d_query, d_key, d_value = (np.zeros_like(x) for x in (query, query, key, value))
     for row, i, head in np.ndindex(query.shape[:3]):
         first = max(0, i - window + 1) if window else 0
-        at = [j for j in range(first, i + 1) if ids[row, j] == ids[row, i] > 0]
+        own = {ids[row, i]} | ({prefixes[row, i]} if prefixes is not None else set())
+        at = [j for j in range(first, i + 1) if ids[row, j] in own - {0}]
         if not at:
             continue
         keys, values = key[row, at, head // group], value[row, at, head // group]
@@ -101,6 +104,23 @@ def test_a_window_hides_what_is_further_back(way: Callable[..., jax.Array], wind
     inputs = draw(IDS)
     seen = Seen(IDS, IDS, window=jnp.int32(window) if traced else window)
     assert_close(computed(way, inputs, seen), formula(inputs, IDS, window))
+
+
+# Two prompts that others go on from, one of them at a row's end, between sequences that share nothing.
+SHARING = packed((5, 17, 9, 3, 8), (12, 20, 6, 5, 7), (5,), length=53)
+PREFIXES = np.array([[0, 0, 2, 2, 0], [0, 0, 2, 2, 1], [0, 0, 0, 0, 0]], np.int32)
+
+
+@pytest.mark.parametrize("way", [*WAYS.values(), partial(blocked, block=7)], ids=[*WAYS, "blocks of 7"])
+@pytest.mark.parametrize("group", [1, 2])
+@pytest.mark.parametrize("softcap", [0.0, 0.7])
+def test_answers_see_the_prompt_that_they_share_and_not_each_other(
+    way: Callable[..., jax.Array], group: int, softcap: float
+) -> None:
+    inputs = draw(SHARING, group)
+    prefixes = np.where(SHARING > 0, np.take_along_axis(PREFIXES, np.maximum(SHARING - 1, 0), axis=1), 0).astype(np.int32)
+    found = computed(way, inputs, Seen(SHARING, SHARING, prefixes=prefixes), softcap)
+    assert_close(found, formula(inputs, SHARING, softcap=softcap, prefixes=prefixes))
 
 
 @pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
@@ -216,10 +236,11 @@ def test_what_is_prepared_is_what_dense_adds() -> None:
 # ---- what blocked costs
 
 
-def pairs(ids: np.ndarray, block: int, window: int = 0) -> int:
+def pairs(ids: np.ndarray, block: int, window: int = 0, prefixes: np.ndarray | None = None) -> int:
     split = partial(_split, block=block)
-    first, end = reach(_Ids(split(jnp.asarray(ids)), split(jnp.asarray(ids)), 0, window))
-    return int(np.sum(end - first))
+    shared = None if prefixes is None else split(jnp.asarray(prefixes))
+    reached = reach(_Ids(split(jnp.asarray(ids)), split(jnp.asarray(ids)), 0, window, shared))
+    return int(np.sum(reached.end - reached.first))
 
 
 def test_pairs_of_blocks_in_which_nothing_is_seen_are_passed_over() -> None:
@@ -231,6 +252,16 @@ def test_pairs_of_blocks_in_which_nothing_is_seen_are_passed_over() -> None:
     assert pairs(packed((100,) * 10, length=1024), 64) <= 16 * 3
     assert pairs(packed((64,), length=1024), 64) == 1  # padding costs nothing
     assert pairs(packed((100,), (), length=1024), 64) == 3
+
+
+def test_what_lies_between_a_prompt_and_an_answer_is_passed_over() -> None:
+    ids = packed((256, *(64,) * 8), length=768)
+    prefixes = np.where(ids > 1, 1, 0).astype(np.int32)
+    assert pairs(ids, 64, prefixes=prefixes) == 4 * 5 // 2 + 8 * (4 + 1)
+    behind_another = packed((128, 256, *(64,) * 6), length=768)
+    prefixes = np.where(behind_another > 2, 2, 0).astype(np.int32)
+    assert pairs(behind_another, 64, prefixes=prefixes) == 2 * 3 // 2 + 4 * 5 // 2 + 6 * (4 + 1)
+    assert pairs(ids, 64, prefixes=np.zeros_like(ids)) == pairs(ids, 64)
 
 
 def arrays_of(jaxpr: Any) -> Iterator[tuple[int, ...]]:

@@ -25,15 +25,18 @@ def arrays(lengths, kv_heads=2, head_dim=8):
     return [torch.randn(shape, generator=random).transpose(1, 2).requires_grad_() for shape in shapes]
 
 
-def formula(query, key, value, lengths, scale, window, softcap):
-    """softmax(scale · query · key) · value with all scores of the row, those between sequences hidden."""
+def formula(query, key, value, lengths, scale, window, softcap, prefixes=None):
+    """softmax(scale · query · key) · value with all scores of the row, those between sequences hidden; prefixes: Segments'."""
+    prefixes = prefixes or (-1,) * len(lengths)
     key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], dim=1) for x in (key, value))
     scores = query @ key.transpose(2, 3) * scale
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
     ids = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
-    behind = torch.arange(len(ids))[:, None] - torch.arange(len(ids))
-    seen = (ids[:, None] == ids) & (behind >= 0) & (behind < (window or len(ids)))
+    before = [lengths[i] if i >= 0 else 0 for i in prefixes]
+    at = torch.cat([torch.arange(first, first + length) for first, length in zip(before, lengths, strict=True)])
+    behind, shared = at[:, None] - at, torch.tensor(prefixes)[ids]
+    seen = ((ids[:, None] == ids) | (shared[:, None] == ids)) & (behind >= 0) & (behind < (window or len(ids)))
     return (scores.masked_fill(~seen, -torch.inf).softmax(-1) @ value).transpose(1, 2)
 
 
@@ -43,12 +46,12 @@ def with_gradients(compute, inputs):
     return attended, *torch.autograd.grad((attended * weights).sum(), inputs)
 
 
-def agrees(way, lengths, window=None, softcap=None, kv_heads=2):
+def agrees(way, lengths, window=None, softcap=None, kv_heads=2, prefixes=None):
     inputs, scale = arrays(lengths, kv_heads), 0.7
-    segments = Segments.of(lengths, way, CPU)
+    segments = Segments.of(lengths, way, CPU, prefixes)
     extra = {"scaling": scale, "sliding_window": window, "softcap": softcap}
     found = with_gradients(lambda *x: attend(None, *x, None, segments=segments, **extra)[0], inputs)
-    expected = with_gradients(lambda *x: formula(*x, lengths, scale, window, softcap), inputs)
+    expected = with_gradients(lambda *x: formula(*x, lengths, scale, window, softcap, prefixes), inputs)
     for one, other in zip(found, expected, strict=True):
         torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-5)
 
@@ -64,6 +67,19 @@ def test_each_sequence_attends_to_itself_alone(lengths, window, softcap):
 def test_heads_share_keys_in_equal_groups(kv_heads):
     agrees(sdpa, RAGGED, kv_heads=kv_heads)
     agrees(sdpa, RAGGED, 4, 2.0, kv_heads)
+
+
+# The first and the sixth are prompts that others go on from; neighbours of one length, with and without the same prompt.
+SHARING, PREFIXES = (5, 4, 4, 2, 2, 6, 6, 3, 3), (-1, 0, 0, 0, -1, -1, 5, 5, -1)
+
+
+@pytest.mark.parametrize("window", [None, 3, 6, 100])
+@pytest.mark.parametrize("softcap", [None, 1.5])
+@pytest.mark.parametrize("kv_heads", [1, 4])
+@pytest.mark.parametrize("block", [3, 512])
+def test_answers_see_the_prompt_that_they_share_and_not_each_other(monkeypatch, window, softcap, kv_heads, block):
+    monkeypatch.setattr(attention, "BLOCK", block)
+    agrees(sdpa, SHARING, window, softcap, kv_heads, PREFIXES)
 
 
 @pytest.mark.parametrize("window", [None, 2, 7])
@@ -98,6 +114,13 @@ def test_sinks_and_biases_are_refused():
             attend(None, *arrays(ONE), None, **extra)
 
 
+def last_of(query, key, value, scale, window, softcap):
+    """Of one sequence the queries of its last tokens alone, aligned as flash-attn aligns them: to the last key."""
+    before = key.shape[2] - query.shape[2]
+    whole = torch.cat([torch.zeros_like(query[:, :, :1]).expand(-1, -1, before, -1), query], dim=2)
+    return formula(whole, key, value, (key.shape[2],), scale, window, softcap)[0, before:]
+
+
 @pytest.fixture
 def flash_attn(monkeypatch):
     """A module that computes by the formula what flash-attn would be asked for, and keeps what that was."""
@@ -106,9 +129,10 @@ def flash_attn(monkeypatch):
     def flash_attn_varlen_func(q, k, v, **how):
         vars(asked).update(how, q=q)
         window = None if how["window_size"] == (-1, -1) else how["window_size"][0] + 1
-        lengths = tuple(how["cu_seqlens_q"].diff().tolist())
-        rows = (x.transpose(0, 1)[None] for x in (q, k, v))
-        return formula(*rows, lengths, how["softmax_scale"], window, how["softcap"] or None)[0]
+        queries, keys = (how[f"cu_seqlens_{of}"].diff().tolist() for of in "qk")
+        rows = [x.transpose(0, 1)[None].split(of, dim=2) for x, of in ((q, queries), (k, keys), (v, keys))]
+        found = [last_of(*one, how["softmax_scale"], window, how["softcap"] or None) for one in zip(*rows, strict=True)]
+        return torch.cat(found)
 
     monkeypatch.setitem(sys.modules, "flash_attn", SimpleNamespace(flash_attn_varlen_func=flash_attn_varlen_func, __spec__=1))
     return asked
@@ -124,6 +148,15 @@ def test_flash_attn_is_asked_for_the_same(flash_attn, window, softcap):
     assert flash_attn.max_seqlen_q == flash_attn.max_seqlen_k == 12
     assert flash_attn.causal
     assert flash_attn.window_size == ((-1, -1) if window is None else (2, 0))
+
+
+@pytest.mark.parametrize("window", [None, 3])
+def test_flash_attn_is_given_a_copy_of_a_shared_prompt_with_each_answer(flash_attn, window):
+    agrees(flash, SHARING, window, prefixes=PREFIXES)
+    assert flash_attn.cu_seqlens_q.diff().tolist() == list(SHARING)
+    assert flash_attn.cu_seqlens_k.diff().tolist() == [5, 9, 9, 7, 2, 6, 12, 9, 3]
+    assert (flash_attn.max_seqlen_q, flash_attn.max_seqlen_k) == (6, 12)
+    assert flash_attn.causal
 
 
 def test_heads_too_wide_for_flash_attn_go_another_way(flash_attn):
@@ -159,6 +192,11 @@ def test_an_npu_is_asked_for_the_same(torch_npu):
 @pytest.mark.parametrize(("window", "softcap"), [(3, None), (None, 1.5)])
 def test_what_an_npu_does_not_do_goes_another_way(torch_npu, window, softcap):
     agrees(npu, RAGGED, window, softcap)
+    assert not vars(torch_npu)
+
+
+def test_shared_prompts_go_another_way_than_an_npus(torch_npu):
+    agrees(npu, SHARING, prefixes=PREFIXES)
     assert not vars(torch_npu)
 
 

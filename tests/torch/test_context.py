@@ -91,7 +91,7 @@ def test_parts_of_a_row_attend_as_the_row_does(monkeypatch, processes, kv_heads,
 
 
 def test_a_state_tells_of_the_next_token_though_a_neighbour_has_that():
-    flat = divisible(Flat(np.array([4, 5, 6, 8, 9]), np.array([3, 2])), 4)
+    flat = divisible(Flat(np.array([4, 5, 6, 8, 9]), np.array([3, 2]), np.array([-1, -1])), 4)
     assert flat.places.tolist()[:5] == [4, 5, 6, 8, 9]
     assert (len(flat.places), flat.lengths.tolist(), flat.silent) == (8, [3, 2, 3], 3)
     wanted = np.ones((3, 4), bool)

@@ -14,7 +14,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import numpy as np
-from jaxtyping import Float32, Int32
+from jaxtyping import Float32, Int64
 
 from areal_x.errors import ConfigError, UserError
 from areal_x.rollout.engine import EngineError
@@ -64,7 +64,7 @@ class ServerScorer:
         self._served = run(self._look(tokenizer.encode(PROBE, add_special_tokens=False)), "scorer")
 
     def logprobs(self, batch: Batch) -> Float32[np.ndarray, "rows length"]:
-        """Log-probability of each token given those before it in its segment; 0 for a segment's first token and for padding.
+        """See `areal_x.trainer.Scorer`; but after a shared prompt a segment's first token has a log-probability too.
 
         Raises: EngineError when a server is lost or answers with an error, UserError for a sequence longer than its context and
         for a batch with images.
@@ -74,13 +74,13 @@ class ServerScorer:
                 "the batch has images, and a server is asked about text alone: name a directory, which is loaded here"
             )
         tokens, scored = np.asarray(batch.tokens), np.zeros(batch.shape, np.float32)
-        places: dict[tuple[int, ...], list[tuple[int, slice]]] = {}
-        for row, place in segments(np.asarray(batch.segment_ids)):
-            if place.stop - place.start > 1:
+        places: dict[tuple[int, ...], list[tuple[int, np.ndarray]]] = {}
+        for row, place in sequences(batch):
+            if len(place) > 1:
                 places.setdefault(tuple(tokens[row, place].tolist()), []).append((row, place))
         self._check_length(max(map(len, places), default=0))
-        for sequence, found in zip(places.values(), run(self._score(list(places)), "scorer"), strict=True):
-            for row, place in sequence:
+        for alike, found in zip(places.values(), run(self._score(list(places)), "scorer"), strict=True):
+            for row, place in alike:
                 scored[row, place] = found
         return scored
 
@@ -132,11 +132,15 @@ class ServerScorer:
             yield clients
 
 
-def segments(segment_ids: Int32[np.ndarray, "rows length"]) -> list[tuple[int, slice]]:
-    """The row and the places of every segment, padding left out."""
+def sequences(batch: Batch) -> list[tuple[int, Int64[np.ndarray, " T"]]]:
+    """The row and the places of every sequence: of each segment, after those of the prompt that it shares with others."""
     found = []
-    for row, ids in enumerate(segment_ids):
+    for row, ids in enumerate(np.asarray(batch.segment_ids)):
         edges = np.flatnonzero(np.diff(ids)) + 1
-        starts, stops = [0, *edges.tolist()], [*edges.tolist(), len(ids)]
-        found += [(row, slice(start, stop)) for start, stop in zip(starts, stops, strict=True) if ids[start] > 0]
+        of_ids = {int(ids[place[0]]): place for place in np.split(np.arange(len(ids)), edges) if ids[place[0]] > 0}
+        prompts = [0] * len(of_ids)
+        if batch.prefix_ids is not None:
+            prompts = [int(batch.prefix_ids[row, place[0]]) for place in of_ids.values()]
+        whole = [np.concatenate([of_ids[p], place]) if p else place for p, place in zip(prompts, of_ids.values(), strict=True)]
+        found += [(row, place) for id_, place in zip(of_ids, whole, strict=True) if id_ not in prompts]
     return found

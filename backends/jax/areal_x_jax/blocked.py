@@ -37,7 +37,8 @@ def blocked(
     block = block or (CPU_BLOCK if jax.default_backend() == "cpu" else BLOCK)
     queries, keys = (min(block, x.shape[1]) for x in (query, key))
     window = None if is_zero(seen.window) else seen.window
-    ids = _Ids(_split(seen.queries, queries), _split(seen.keys, keys), seen.start, window)
+    prefixes = None if seen.prefixes is None else _split(seen.prefixes, queries)
+    ids = _Ids(_split(seen.queries, queries), _split(seen.keys, keys), seen.start, window, prefixes)
     # [blocks, rows, kv_heads, queries, group, head_dim] and [blocks, rows, kv_heads, keys, head_dim]
     grouped = jnp.moveaxis(_split(in_groups(query * scale, key.shape[2]), queries), 3, 2)
     key, value = (jnp.moveaxis(_split(x, keys), 3, 2) for x in (key, value))
@@ -54,10 +55,39 @@ class _Ids(NamedTuple):
     keys: Int[Array, "key_blocks rows block"]
     start: int | Int[Array, ""]
     window: int | Int[Array, ""] | None
+    prefixes: Int[Array, "query_blocks rows block"] | None = None
 
 
-def reach(ids: _Ids) -> tuple[Int[Array, " query_blocks"], Int[Array, " query_blocks"]]:
-    """The first block of keys in which any row's block of queries may see something, and the one after the last.
+class Reach(NamedTuple):
+    """Which blocks of keys a block of queries goes through: those from `first` to before `end`, and with each from `gap` on so
+    many further, `past`, than that: between a prompt that answers share and an answer lie other answers."""
+
+    first: Int[Array, " query_blocks"]
+    end: Int[Array, " query_blocks"]
+    gap: Int[Array, " query_blocks"] | None = None
+    past: Int[Array, " query_blocks"] | None = None
+
+    def block(self, j: Array) -> Array:
+        return j if self.gap is None else jnp.where(j < self.gap, j, j + self.past)
+
+
+def reach(ids: _Ids) -> Reach:
+    """Of the blocks of keys in which any row's block of queries may see something all, and few others."""
+    own = within_reach(ids, ids.queries)
+    if ids.prefixes is None:
+        return Reach(*own)
+    (first, end), (prefix_first, prefix_end) = own, within_reach(ids, ids.prefixes)
+    none = prefix_end == 0  # and of nothing it begins at block 0
+    prefix_first = jnp.where(none, first, jnp.minimum(prefix_first, first))
+    gap = jnp.where(none, first, jnp.minimum(prefix_end, first))
+    return Reach(prefix_first, end - (first - gap), gap, first - gap)
+
+
+def within_reach(
+    ids: _Ids, queries: Int[Array, "query_blocks rows block"]
+) -> tuple[Int[Array, " query_blocks"], Int[Array, " query_blocks"]]:
+    """The first block of keys in which any row's block of queries may see something of these segments, and the one after the
+    last; 0 and 0 where there is none.
 
     Segments meet where the ranges of their ids do: for any order of ids nothing that is seen is left out, and for rows packed
     one segment after the other little else is kept.
@@ -67,12 +97,12 @@ def reach(ids: _Ids) -> tuple[Int[Array, " query_blocks"], Int[Array, " query_bl
     def least_and_largest(x: Array) -> tuple[Array, Array]:
         return jnp.min(jnp.where(x > 0, x, largest), axis=-1), jnp.max(x, axis=-1)
 
-    least, most = (x[:, None] for x in least_and_largest(ids.queries))
+    least, most = (x[:, None] for x in least_and_largest(queries))
     key_least, key_most = least_and_largest(ids.keys)
     meet = jnp.any((least <= key_most) & (key_least <= most), axis=-1)  # [query_blocks, key_blocks]
-    (count, _, queries), (key_count, _, keys) = ids.queries.shape, ids.keys.shape
-    first_query, first_key = (ids.start + jnp.arange(count) * queries)[:, None], jnp.arange(key_count) * keys
-    meet &= first_key < first_query + queries
+    (count, _, width), (key_count, _, keys) = queries.shape, ids.keys.shape
+    first_query, first_key = (ids.start + jnp.arange(count) * width)[:, None], jnp.arange(key_count) * keys
+    meet &= first_key < first_query + width
     if not is_zero(ids.window):
         meet &= (first_key + keys > first_query - ids.window + 1) | (ids.window == 0)
     end = key_count - jnp.argmax(meet[:, ::-1], axis=1)
@@ -86,10 +116,10 @@ def _attend_blocks(softcap: float, query: Array, key: Array, value: Array, ids: 
 
 def _forward(softcap: float, query: Array, key: Array, value: Array, ids: _Ids) -> tuple[Array, tuple[Any, ...]]:
     def one(at: tuple[Array, ...]) -> tuple[Array, Array]:
-        index, first, end, query = at
+        index, reached, query = at
 
-        def add(j: Array, sums: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
-            top, total, attended = sums
+        def add(step: Array, sums: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+            (top, total, attended), j = sums, reached.block(step)
             scores, visible = _scores(softcap, query, key[j], ids, index, j)
             scores = jnp.where(visible, scores, HIDDEN)
             new_top = jnp.maximum(top, jnp.max(scores, axis=-1))
@@ -99,14 +129,14 @@ def _forward(softcap: float, query: Array, key: Array, value: Array, ids: _Ids) 
 
         nothing = jnp.zeros_like(query, jnp.float32)
         of_each = nothing[..., 0]
-        top, total, attended = jax.lax.fori_loop(first, end, add, (of_each + HIDDEN, of_each, nothing))
+        top, total, attended = jax.lax.fori_loop(reached.first, reached.end, add, (of_each + HIDDEN, of_each, nothing))
         # The weights of a query that has seen nothing are those of hidden keys, which it met before any other or alone.
         sees = top > HIDDEN / 2
         top, total = jnp.where(sees, top, 0.0), jnp.where(sees, total, 1.0)
         attended = jnp.where(sees[..., None], attended, 0.0) / total[..., None]
         return attended.astype(query.dtype), top + jnp.log(total)
 
-    attended, log_total = jax.lax.map(one, (jnp.arange(len(query)), *reach(ids), query))
+    attended, log_total = jax.lax.map(one, (jnp.arange(len(query)), reach(ids), query))
     attended, log_total = checkpoint_name(attended, KEPT), checkpoint_name(log_total, KEPT)
     return attended, (query, key, value, ids, attended, log_total)
 
@@ -115,11 +145,11 @@ def _backward(softcap: float, saved: tuple[Any, ...], gradient: Array) -> tuple[
     query, key, value, ids, attended, log_total = saved
 
     def one(sums: tuple[Array, Array], at: tuple[Array, ...]) -> tuple[tuple[Array, Array], Array]:
-        index, first, end, query, gradient, attended, log_total = at
+        index, reached, query, gradient, attended, log_total = at
         shift = jnp.sum(gradient.astype(jnp.float32) * attended, axis=-1, keepdims=True)
 
-        def add(j: Array, sums: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
-            d_query, d_key, d_value = sums
+        def add(step: Array, sums: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+            (d_query, d_key, d_value), j = sums, reached.block(step)
             scores, visible = _scores(softcap, query, key[j], ids, index, j)
             weights = jnp.where(visible, jnp.exp(scores - log_total[..., None]), 0.0)
             d_weights = jnp.einsum("bgqrd,bgkd->bgqrk", gradient, value[j], preferred_element_type=jnp.float32)
@@ -130,11 +160,11 @@ def _backward(softcap: float, saved: tuple[Any, ...], gradient: Array) -> tuple[
             d_query += jnp.einsum("bgqrk,bgkd->bgqrd", d_scores, key[j], preferred_element_type=jnp.float32)
             return d_query, _add_at(d_key, j, d_scores, query), _add_at(d_value, j, weights, gradient)
 
-        d_query, *sums = jax.lax.fori_loop(first, end, add, (jnp.zeros_like(query, jnp.float32), *sums))
+        d_query, *sums = jax.lax.fori_loop(reached.first, reached.end, add, (jnp.zeros_like(query, jnp.float32), *sums))
         return tuple(sums), d_query.astype(query.dtype)
 
     nothing = jnp.zeros_like(key, jnp.float32), jnp.zeros_like(value, jnp.float32)
-    blocks = jnp.arange(len(query)), *reach(ids), query, gradient, attended, log_total
+    blocks = jnp.arange(len(query)), reach(ids), query, gradient, attended, log_total
     (d_key, d_value), d_query = jax.lax.scan(one, nothing, blocks)
     return d_query, d_key.astype(key.dtype), d_value.astype(value.dtype), None
 
@@ -155,7 +185,8 @@ def _scores(
     queries, keys = ids.queries.shape[2], ids.keys.shape[2]
     query_at, key_at = ids.start + i * queries + jnp.arange(queries), j * keys + jnp.arange(keys)
     of_queries, of_keys = ids.queries[i], ids.keys[j]
-    visible = sees(of_queries, of_keys, query_at, key_at, ids.window) & (of_queries > 0)[..., None]
+    prefixes = None if ids.prefixes is None else ids.prefixes[i]
+    visible = sees(of_queries, of_keys, query_at, key_at, ids.window, prefixes) & (of_queries > 0)[..., None]
     return softcapped(scores, softcap), visible[:, None, :, None]
 
 

@@ -13,7 +13,7 @@ from areal_x.errors import ConfigError
 from areal_x.trainer import Devices, TrainerConfig
 from areal_x_jax import lora
 from areal_x_jax.layout import AXES, Layout, check_fit, sizes_of
-from areal_x_jax.shape import shape_of
+from areal_x_jax.shape import check_sharing, shape_of
 
 
 def check(config: TrainerConfig) -> Devices:
@@ -29,6 +29,7 @@ def check(config: TrainerConfig) -> Devices:
     if config.replay_experts and shape.experts is None:
         raise ConfigError("trainer.replay_experts", True, f"False with {directory}, which has no experts")
     check_fit(Layout(mesh), shape)
+    check_sharing(config.share_prompts, directory, shape)
     lora.trained_shape(shape, config.lora)
     memory = (own[0].memory_stats() or {}).get("bytes_limit")
     return Devices(own[0].platform, len(own), memory if own[0].platform != "cpu" else None)

@@ -14,7 +14,8 @@ HIDDEN = -1e30  # the score of a key that is not seen: finite, as the difference
 
 class Seen(NamedTuple):
     """Which key a query may attend to: key j is seen by query i of the same segment if j <= start + i, and, with a window, if
-    start + i - j < window.
+    start + i - j < window. Of the segment that stands at i in `prefixes`, if it is not 0, the query sees all keys before it,
+    and no window then.
 
     queries, keys: segment ids. start: the index in the row of the first query, 0 unless the row is split. window: 0 for no
     window. Both may be traced; as Python integers they cost less and more kernels take them. bias: see `prepare`.
@@ -25,6 +26,7 @@ class Seen(NamedTuple):
     start: int | Int[Array, ""] = 0
     window: int | Int[Array, ""] = 0
     bias: Float[Array, "rows 1 queries 1 keys"] | None = None
+    prefixes: Int[Array, "rows queries"] | None = None
 
 
 Queries = Float[Array, "rows queries heads head_dim"]
@@ -38,20 +40,24 @@ def sees(
     query_at: Int[Array, " queries"],
     key_at: Int[Array, " keys"],
     window: int | Int[Array, ""] | None,
+    prefixes: Int[Array, "rows queries"] | None = None,
 ) -> Bool[Array, "rows queries keys"]:
-    """Between queries and keys of these segments and indices in the row."""
+    """Between queries and keys of these segments and indices in the row. prefixes: see `Seen`."""
     behind = query_at[:, None] - key_at
     near = behind >= 0
     if not is_zero(window):
         near &= (behind < window) | (window == 0)
-    return (queries[:, :, None] == keys[:, None, :]) & near
+    same = queries[:, :, None] == keys[:, None, :]
+    if prefixes is not None:
+        same |= (prefixes[:, :, None] == keys[:, None, :]) & (prefixes > 0)[:, :, None]
+    return same & near
 
 
 def bias_of(seen: Seen) -> Float[Array, "rows 1 queries 1 keys"]:
     """What to add to the scores, from `prepare` if it was called."""
     query_at, key_at = seen.start + jnp.arange(seen.queries.shape[1]), jnp.arange(seen.keys.shape[1])
     if seen.bias is None:
-        visible = sees(seen.queries, seen.keys, query_at, key_at, seen.window)
+        visible = sees(seen.queries, seen.keys, query_at, key_at, seen.window, seen.prefixes)
         return jnp.where(visible, 0.0, HIDDEN)[:, None, :, None]
     if is_zero(seen.window):
         return seen.bias

@@ -75,7 +75,7 @@ def splash(
 def _splash_takes(query: Array, key: Array, seen: Seen, softcap: float) -> bool:
     """On one device only: XLA cannot split a Pallas kernel over the devices that rows are sharded on."""
     square = is_zero(seen.start) and query.shape[1] == key.shape[1] and query.shape[1] % 128 == 0
-    return square and isinstance(seen.window, int) and jax.device_count() == 1
+    return square and isinstance(seen.window, int) and seen.prefixes is None and jax.device_count() == 1
 
 
 CANDIDATES = {
@@ -90,7 +90,7 @@ CANDIDATES = {
         "tpu",
         splash,
         _splash_takes,
-        "one TPU device, whole rows whose length 128 divides, and windows that are known when it is compiled",
+        "one TPU device, whole rows whose length 128 divides, windows known when it is compiled, and no shared prompts",
     ),
 }
 

@@ -63,8 +63,10 @@ def hidden_states(
     how: str = "auto",
     recorded: Int[Array, "rows length layers per_token"] | None = None,
     images: ImageFeatures | None = None,
+    prefix_ids: Int[Array, "rows length"] | None = None,
 ) -> tuple[Float[Array, "rows length hidden"], Float[Array, ""] | None]:
-    """What the head reads, for packed rows: a token attends to those before it in its own segment. And, of a mixture of
+    """What the head reads, for packed rows: a token attends to those before it in its own segment and in that which prefix_ids
+    names (see `areal_x.types.Batch`). And, of a mixture of
     experts, how unevenly they were chosen (`experts.imbalance`), the mean over layers. images: where rows have any.
 
     remat: the backward pass computes whole layers again from their inputs. Without it, it keeps the results of products with
@@ -74,7 +76,7 @@ def hidden_states(
     """
     # The barrier keeps the compiler from computing sines again for each head and layer.
     rotations = jax.lax.optimization_barrier(rotations_of(shape, positions) if images is None else (images.rotation,))
-    attend = attention_of(shape, segment_ids, how, layout)
+    attend = attention_of(shape, segment_ids, prefix_ids, how, layout)
     axes = {name: leaf.axes for name, leaf in (in_layers(shape) | beside(shape, adaptable(shape))).items()}
 
     def layer(x: Array, of_layer: tuple[Any, ...]) -> tuple[Array, Array | None]:
@@ -104,29 +106,38 @@ def hidden_states(
 Attend = Callable[[Array, Array, Array, Array], Float[Array, "rows length features"]]  # query, key, value, the layer's window
 
 
-def attention_of(shape: Shape, segment_ids: Int[Array, "rows length"], how: str, layout: Layout) -> Attend:
+def attention_of(
+    shape: Shape,
+    segment_ids: Int[Array, "rows length"],
+    prefix_ids: Int[Array, "rows length"] | None,
+    how: str,
+    layout: Layout,
+) -> Attend:
     """Attention within the segments of these rows; on a mesh each device computes that of its rows, its heads and, against the
     keys and values of whole rows, its part of their length."""
     settings = {"scale": shape.scale, "softcap": shape.attention_softcap, "how": how}
     (window, *others), devices = set(shape.windows), layout.size(*AXES)
-    seen = attention.Seen(segment_ids, segment_ids)
+    seen = attention.Seen(segment_ids, segment_ids, prefixes=prefix_ids)
     if devices == 1:
         seen = attention.prepare(seen, how)
 
     def alone(query: Array, key: Array, value: Array, of_layer: Array) -> Array:
         return attention.attend(query, key, value, seen._replace(window=of_layer if others else window), **settings)
 
-    def part(query: Array, key: Array, value: Array, queries: Array, of_layer: Array) -> Array:
+    def part(query: Array, key: Array, value: Array, queries: Array, of_layer: Array, *prefixes: Array) -> Array:
         key, value, keys = (jax.lax.all_gather(x, "context", axis=1, tiled=True) for x in (key, value, queries))
         start = jax.lax.axis_index("context") * query.shape[1]
         seen = attention.Seen(queries, keys, start, of_layer if others else window)
-        return attention.attend(query, key, value, seen, **settings)
+        return attention.attend(query, key, value, seen._replace(prefixes=prefixes[0] if prefixes else None), **settings)
 
     heads, ids = layout.spec("rows", "length", "heads", None), layout.spec("rows", "length")
-    inputs = heads, heads, heads, ids, layout.spec()
+    shared = () if prefix_ids is None else (prefix_ids,)
+    inputs = heads, heads, heads, ids, layout.spec(), *(ids for _ in shared)
     on_mesh = layout.alone(part, inputs, layout.spec("rows", "length", "heads")) if devices > 1 else None
 
-    return alone if on_mesh is None else lambda query, key, value, window: on_mesh(query, key, value, segment_ids, window)
+    if on_mesh is None:
+        return alone
+    return lambda query, key, value, window: on_mesh(query, key, value, segment_ids, window, *shared)
 
 
 def embedded(shape: Shape, params: Params, tokens: Int[Array, ...]) -> Float[Array, "... hidden"]:

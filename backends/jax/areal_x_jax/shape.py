@@ -7,11 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from areal_x.errors import UserError
+from areal_x.errors import ConfigError, UserError
 from areal_x.model_dir import stem, text_config
 from areal_x_jax.vision_shape import VisionShape, vision_shape_of
 
@@ -264,3 +265,12 @@ def refuse_unknown(features: Mapping[str, bool]) -> None:
             raise UserError(
                 f"the JAX backend does not do {feature}, which the model's config asks for: use train.backend = 'torch'"
             )
+
+
+def check_sharing(shares: bool, directory: Path, shape: Shape) -> None:
+    """Raises: ConfigError where prompts are to be shared by a model for which that would not be the same."""
+    has = "sees images, whose positions are counted otherwise" if shape.vision is not None else ""
+    if any(shape.windows):
+        has = "has windows, which JAX counts by places in a row and not by positions (torch by positions)"
+    if shares and has:
+        raise ConfigError("train.share_prompts", True, f"False with {directory}, which {has}")

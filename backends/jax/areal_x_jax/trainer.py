@@ -30,7 +30,7 @@ from areal_x_jax.images import image_arrays
 from areal_x_jax.layout import BY_ROW, RULES, all_of, check_fit, lay, make_layout, sampling_shardings, shardings
 from areal_x_jax.model import head_kernel, hidden_states
 from areal_x_jax.parameters import Params
-from areal_x_jax.shape import Shape, shape_of
+from areal_x_jax.shape import Shape, check_sharing, shape_of
 from areal_x_jax.vision import ImageArrays, look
 from areal_x_jax.vision_shape import VisionShape
 from areal_x_jax.weights import from_tensors, to_tensors
@@ -61,6 +61,7 @@ class Trainer:
         self.directory = model_dir.resolve(config.model.path)
         model_dir.check_head(self.directory, config.head)
         self.shape = shape_of(model_dir.read_config(self.directory), config.head)
+        check_sharing(config.share_prompts, self.directory, self.shape)
         if config.replay_experts and self.shape.experts is None:
             raise ConfigError("trainer.replay_experts", True, f"False with {self.directory}, which has no experts")
         check_fit(self.layout, self.shape)
@@ -199,7 +200,7 @@ class Trainer:
 
     def _say(self, batch: Batch) -> Float32[np.ndarray, "rows length"]:
         rows, length = batch.shape
-        read = {name: getattr(batch, name) for name in ("experts", *IMAGES)}
+        read = {name: getattr(batch, name) for name in ("experts", "prefix_ids", *IMAGES)}
         micro, count = self._lay_out(Batch(batch.tokens, batch.segment_ids, batch.positions, batch.mask, **read))
         said = jax.device_get(all_of(self._said(self.params, self.base, micro, count)))
         return np.asarray(said).reshape(-1, length)[:rows]
@@ -218,6 +219,7 @@ class Trainer:
         if self.shape.vision is not None and (shape.vision is None or shape.vision.seen != self.shape.vision.seen):
             raise ConfigError("train.teacher", str(directory), f"a model that sees images as {self.directory} does")
         check_fit(self.layout, shape)
+        check_sharing(self.config.share_prompts, directory, shape)
         return shape, from_tensors(shape, model_dir.read_tensors(directory), str(directory), self.layout, self.dtype)
 
     def _whole(self, params: Params, base: Params | None) -> Params:
@@ -350,7 +352,8 @@ class Trainer:
         remat = self.config.remat == "layers" or (self.config.remat == "auto" and kept > KEPT_BYTES)
         packed, how = (batch.tokens, batch.positions, batch.segment_ids), self.config.model.attention
         features = None if images is None else look(self.shape, cast, images, remat, self.layout, how)
-        hidden, uneven = hidden_states(self.shape, cast, *packed, remat, self.layout, how, batch.experts, features)
+        prefixes = batch.prefix_ids
+        hidden, uneven = hidden_states(self.shape, cast, *packed, remat, self.layout, how, batch.experts, features, prefixes)
         if self.shape.scores:
             before = self.config.head == "value"
             return Policy(values=head.values(hidden, params["score"], batch.segment_ids, before)), uneven
@@ -360,7 +363,8 @@ class Trainer:
         if teacher is not None:
             # No gradient goes there, so nothing of it is kept.
             features = None if images is None else look(self.teacher_shape, teacher, images, False, self.layout, how)
-            of_teacher, _ = hidden_states(self.teacher_shape, teacher, *packed, False, self.layout, how, images=features)
+            others = {"images": features, "prefix_ids": prefixes}
+            of_teacher, _ = hidden_states(self.teacher_shape, teacher, *packed, False, self.layout, how, **others)
             beside = head.Teacher(of_teacher, head_kernel(teacher), self.config.divergence)
         hidden = self.layout.pin(hidden, "rows", None, None)  # the head looks at neighbours
         of_head = temperature, chunk, entropy, beside, self.shape.logit_softcap, self.layout, self.shape.tied

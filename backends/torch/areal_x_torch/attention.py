@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, cached_property
 from importlib.util import find_spec
 from itertools import accumulate, groupby
 from typing import Any
@@ -38,21 +38,47 @@ Attended = Float[Tensor, "rows tokens heads head_dim"]
 class Segments:
     """The sequences of one flat row, one after the other, and how they attend.
 
-    lengths: of each. bounds: 0 and where each ends, on the device. Masks are kept, as many layers need the same.
+    lengths: of each. bounds: 0 and where each ends, on the device. prefixes: of each the earlier one that it goes on from, of
+    which it sees every token, or −1; none of these goes on from another. Masks are kept, as many layers need the same.
     """
 
     lengths: tuple[int, ...]
     bounds: Int32[Tensor, " segments+1"]
     attend: Attend
+    prefixes: tuple[int, ...]
     masks: dict[tuple[int, int, int | None], Tensor] = field(default_factory=dict)
 
     @staticmethod
-    def of(lengths: tuple[int, ...], attend: Attend, device: torch.device) -> Segments:
-        return Segments(lengths, torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=device), attend)
+    def of(lengths: tuple[int, ...], attend: Attend, device: torch.device, prefixes: tuple[int, ...] | None = None) -> Segments:
+        """prefixes: None for none of any."""
+        return Segments(lengths, bounds_of(lengths, device), attend, prefixes or (-1,) * len(lengths))
+
+    @property
+    def shares(self) -> bool:
+        return max(self.prefixes) >= 0
+
+    @cached_property
+    def seen(self) -> tuple[int, ...]:
+        """How many keys the last token of each sees, itself included."""
+        before = [self.lengths[i] if i >= 0 else 0 for i in self.prefixes]
+        return tuple(shared + own for shared, own in zip(before, self.lengths, strict=True))
 
     @property
     def longest(self) -> int:
-        return max(self.lengths)
+        return max(self.seen)
+
+    @cached_property
+    def keys(self) -> Int32[Tensor, " keys"]:
+        """The places of the keys that each segment sees, one segment after the other."""
+        ends = (0, *accumulate(self.lengths))
+        spans = [span for i, prefix in enumerate(self.prefixes) for span in ((prefix, i) if prefix >= 0 else (i,))]
+        places = torch.cat([torch.arange(ends[i], ends[i + 1], dtype=torch.int32) for i in spans])
+        return places.to(self.bounds.device)
+
+    @cached_property
+    def key_bounds(self) -> Int32[Tensor, " segments+1"]:
+        """Those of `keys`."""
+        return bounds_of(self.seen, self.bounds.device)
 
     def mask(self, queries: int, keys: int, window: int | None) -> Bool[Tensor, "queries keys"]:
         """Which of the last `keys` tokens each of the last `queries` sees, itself the last."""
@@ -62,6 +88,10 @@ class Segments:
             behind = behind - torch.arange(keys, device=self.bounds.device)
             self.masks[which] = (behind >= 0) & (behind < (window or keys))
         return self.masks[which]
+
+
+def bounds_of(lengths: tuple[int, ...], device: torch.device) -> Int32[Tensor, " segments+1"]:
+    return torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=device)
 
 
 Attend = Callable[[Queries, Keys, Keys, Segments, float, "int | None", "float | None"], Attended]
@@ -134,14 +164,22 @@ def _npu_lacks(device: torch.device) -> str | None:
 def sdpa(
     query: Queries, key: Keys, value: Keys, segments: Segments, scale: float, window: int | None, softcap: float | None
 ) -> Attended:
-    """By torch's scaled_dot_product_attention, once for all neighbours of one length; no scores between sequences."""
-    runs = [(length, len(list(equal))) for length, equal in groupby(segments.lengths)]
+    """By torch's scaled_dot_product_attention, once for all neighbours of one length that go on from the same prompt; no scores
+    between sequences."""
+    shared = {i for i in segments.prefixes if i >= 0}
+    each = enumerate(zip(segments.lengths, segments.prefixes, strict=True))
+    like = [(length, prefix, i if i in shared else -1) for i, (length, prefix) in each]  # what others go on from is alone
+    runs = [(n, prefix, of, len(list(equal))) for (n, prefix, of), equal in groupby(like)]
     # A split's gradient is one concatenation; that of a slice would be as long as the row, for each.
-    parts = zip(*(x.split([length * count for length, count in runs], dim=2) for x in (query, key, value)), strict=True)
-    attended = []
-    for (length, count), part in zip(runs, parts, strict=True):
+    parts = zip(*(x.split([n * count for n, _, _, count in runs], dim=2) for x in (query, key, value)), strict=True)
+    attended, of_shared = [], {}
+    for (length, prefix, of, count), part in zip(runs, parts, strict=True):
+        of_shared[of] = part[1:]
         rows = [x.unflatten(2, (count, length)).transpose(1, 2).flatten(0, 1) for x in part]
-        if softcap is None and (window is None or window >= length):
+        if prefix >= 0:
+            prompt = (x.expand(count, -1, -1, -1) for x in of_shared[prefix])
+            rows[1:] = (torch.cat(both, dim=2) for both in zip(prompt, rows[1:], strict=True))
+        if prefix < 0 and softcap is None and (window is None or window >= length):
             grouped = query.shape[1] != key.shape[1]
             found = scaled_dot_product_attention(*rows, is_causal=True, scale=scale, enable_gqa=grouped)
         else:
@@ -153,20 +191,21 @@ def sdpa(
 def _in_blocks(
     query: Queries, key: Keys, value: Keys, segments: Segments, scale: float, window: int | None, softcap: float | None
 ) -> Iterator[Float[Tensor, "rows heads block head_dim"]]:
-    """Whole sequences, a block of queries with the keys that any of it sees after the other."""
-    length, block = query.shape[2], max(BLOCK, window or 0)
-    for start in range(0, length, block):
-        stop = min(start + block, length)
+    """Whole sequences, a block of queries with the keys that any of it sees after the other. The last key is the last query's
+    own; there may be more keys than queries."""
+    before, block = key.shape[2] - query.shape[2], max(BLOCK, window or 0)
+    for start in range(before, key.shape[2], block):
+        stop = min(start + block, key.shape[2])
         first = 0 if window is None else max(0, start - window + 1)
         seen, values = key[:, :, first:stop], value[:, :, first:stop]
         mask = segments.mask(stop - start, stop - first, window)
         if softcap is None:
             grouped = query.shape[1] != key.shape[1]
-            queries = query[:, :, start:stop]
+            queries = query[:, :, start - before : stop - before]
             yield scaled_dot_product_attention(queries, seen, values, attn_mask=mask, scale=scale, enable_gqa=grouped)
         else:
             # The heads that share keys are one more dimension: nothing is repeated.
-            queries = query[:, :, start:stop].unflatten(1, (key.shape[1], -1))
+            queries = query[:, :, start - before : stop - before].unflatten(1, (key.shape[1], -1))
             scores = (queries @ seen.transpose(2, 3)[:, :, None]).float() * scale
             scores = (softcap * torch.tanh(scores / softcap)).masked_fill(~mask, -math.inf)
             yield (scores.softmax(-1).to(value.dtype) @ values[:, :, None]).flatten(1, 2)
@@ -180,15 +219,21 @@ def flash(
         return sdpa(query, key, value, segments, scale, window, softcap)
     from flash_attn import flash_attn_varlen_func
 
-    flat = [x[0].transpose(0, 1) for x in (query, key, value)]
+    queries, keys, values = (x[0].transpose(0, 1) for x in (query, key, value))
+    key_bounds = segments.bounds
+    if segments.shares:  # each with a copy of what it goes on from
+        keys, values = (x.index_select(0, segments.keys) for x in (keys, values))
+        key_bounds = segments.key_bounds
     return flash_attn_varlen_func(
-        *flat,
+        queries,
+        keys,
+        values,
         cu_seqlens_q=segments.bounds,
-        cu_seqlens_k=segments.bounds,
-        max_seqlen_q=segments.longest,
+        cu_seqlens_k=key_bounds,
+        max_seqlen_q=max(segments.lengths),
         max_seqlen_k=segments.longest,
         softmax_scale=scale,
-        causal=True,
+        causal=True,  # aligned to the last key
         window_size=(-1, -1) if window is None else (window - 1, 0),
         softcap=softcap or 0.0,
     )[None]
@@ -197,8 +242,8 @@ def flash(
 def npu(
     query: Queries, key: Keys, value: Keys, segments: Segments, scale: float, window: int | None, softcap: float | None
 ) -> Attended:
-    """By torch_npu's fused kernel; by `sdpa` where a window cuts or scores are capped, which it does not do."""
-    if window is not None or softcap is not None:
+    """By torch_npu's fused kernel; by `sdpa` for what that does not do: windows that cut, capped scores, shared prompts."""
+    if window is not None or softcap is not None or segments.shares:
         return sdpa(query, key, value, segments, scale, window, softcap)
     from torch_npu import npu_fusion_attention
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -9,7 +10,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from areal_x.errors import UserError
+from areal_x.errors import ConfigError, UserError
 from areal_x.images import TEXT_ALONE, check_grids, image_tokens, mrope_positions
 from areal_x.types import Batch
 from areal_x_torch.layout import Flat, to_tensor
@@ -38,6 +39,13 @@ def check_images(batch: Batch, config: Any) -> None:
         wanted = f"the model's tower takes {features}: use the processor that it came with"
         raise UserError(f"the images of the batch have patches of {batch.patches.shape[2]} numbers, but {wanted}")
     check_grids(batch.grids[batch.image_segments > 0].tolist(), tower.spatial_merge_size)
+
+
+def check_sharing(shares: bool, directory: Path, config: Any) -> None:
+    """Raises: ConfigError where prompts are to be shared by a model that sees."""
+    if shares and hasattr(config, "vision_config"):
+        wanted = f"False with {directory}, which sees images, whose positions are counted otherwise"
+        raise ConfigError("train.share_prompts", True, wanted)
 
 
 def seen_of(

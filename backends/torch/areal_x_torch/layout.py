@@ -8,6 +8,7 @@ the packed rows themselves: their segments may belong together.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -20,18 +21,21 @@ from areal_x.types import Batch
 class Flat:
     """Some sequences of packed rows in one flat row.
 
-    places: where in the flattened packed rows each token lies. lengths: of each sequence. silent: how many tokens at the end
-    are there only because several processes compute together, a sequence of which nothing is read.
+    places: where in the flattened packed rows each token lies. lengths: of each sequence. prefixes: of each the earlier one
+    that it goes on from, a prompt that several share, or −1. silent: how many tokens at the end are there only because several
+    processes compute together, a sequence of which nothing is read.
     """
 
     places: Int64[np.ndarray, " tokens"]
     lengths: Int64[np.ndarray, " sequences"]
+    prefixes: Int64[np.ndarray, " sequences"]
     silent: int = 0
 
     @property
     def positions(self) -> Int64[np.ndarray, " tokens"]:
-        """Of each token in its sequence."""
-        return _counted(self.lengths)
+        """Of each token in its sequence, the shared part included."""
+        before = np.where(self.prefixes >= 0, self.lengths[self.prefixes], 0)
+        return _counted(self.lengths) + np.repeat(before, self.lengths)
 
     def take(self, x: np.ndarray) -> np.ndarray:
         """What stands in packed rows at these tokens."""
@@ -49,7 +53,7 @@ class Flat:
         chosen = self.take(wanted)
         chosen[len(chosen) - self.silent :] = False
         if before:
-            chosen = chosen & (self.positions > 0)
+            chosen = chosen & (_counted(self.lengths) > 0)
         found = np.flatnonzero(chosen)
         telling = found - before
         here = (telling >= own.start) & (telling < own.stop)
@@ -62,7 +66,7 @@ class Flat:
 
 def no_sequence(tokens: int) -> Flat:
     """For a pass that only other processes need."""
-    return Flat(np.zeros(tokens, np.int64), np.array([tokens]), silent=tokens)
+    return Flat(np.zeros(tokens, np.int64), np.array([tokens]), np.array([-1]), silent=tokens)
 
 
 def divisible(flat: Flat, parts: int) -> Flat:
@@ -70,7 +74,8 @@ def divisible(flat: Flat, parts: int) -> Flat:
     silent = -len(flat.places) % parts
     if not silent:
         return flat
-    return Flat(np.append(flat.places, np.zeros(silent, np.int64)), np.append(flat.lengths, silent), silent)
+    places = np.append(flat.places, np.zeros(silent, np.int64))
+    return Flat(places, np.append(flat.lengths, silent), np.append(flat.prefixes, -1), silent)
 
 
 def micro_batches(batch: Batch, most: int, shares: int = 1) -> list[list[Batch]]:
@@ -92,21 +97,42 @@ def to_tensor(x: np.ndarray, device: torch.device) -> torch.Tensor:
     return torch.from_numpy(x.astype(wide, copy=False)).to(device)
 
 
-def flatten(segment_ids: Int64[np.ndarray, "rows length"], budget: int) -> list[Flat]:
-    """The sequences of packed rows, longest first, in the fewest flat rows of about `budget` tokens, shared evenly."""
+def flatten(
+    segment_ids: Int64[np.ndarray, "rows length"], budget: int, prefix_ids: Int64[np.ndarray, "rows length"] | None = None
+) -> list[Flat]:
+    """The sequences of packed rows, longest first, in the fewest flat rows of about `budget` tokens, shared evenly.
+
+    prefix_ids: as of `areal_x.types.Batch`. A prompt and those that share it stay together, in place of a sequence as long as
+    all of them.
+    """
     rows, length = segment_ids.shape
     filled = np.flatnonzero(segment_ids)
     keys = (np.arange(rows)[:, None] * (length + 1) + segment_ids).reshape(-1)[filled]
     begins = np.flatnonzero(np.diff(keys, prepend=-1))
-    starts, lengths = filled[begins], np.diff(begins, append=len(keys))
+    starts, lengths, numbers = filled[begins], np.diff(begins, append=len(keys)), np.arange(len(begins))
+    prefixes = np.full(len(starts), -1)
+    if prefix_ids is not None:
+        of_each = prefix_ids.reshape(-1)[starts]
+        prefixes = np.where(of_each > 0, np.searchsorted(keys[begins], starts // length * (length + 1) + of_each), -1)
+    sets = np.where(prefixes < 0, numbers, prefixes)  # the first of each one's set
+    totals = np.bincount(sets, lengths, len(sets)).astype(np.int64)
     # Those of one length are neighbours, as `areal_x_torch.attention.sdpa` likes them.
-    order = np.argsort(-lengths, kind="stable")
-    starts, lengths = starts[order], lengths[order]
-    parts = -(-len(filled) // budget)
-    middles = np.cumsum(lengths) - lengths / 2
+    order = np.lexsort((-lengths, prefixes >= 0, sets, -totals[sets]))
+    starts, lengths, prefixes = starts[order], lengths[order], np.append(np.argsort(order), -1)[prefixes[order]]
+    parts, firsts = -(-len(filled) // budget), np.flatnonzero(prefixes < 0)
+    sizes = totals[order][firsts]
+    middles = np.cumsum(sizes) - sizes / 2
     cuts = np.searchsorted(middles, np.arange(1, parts) * (len(filled) / parts)) if parts else []
-    shared = zip(np.split(starts, cuts), np.split(lengths, cuts), strict=True)
-    return [Flat(np.repeat(begin, size) + _counted(size), size) for begin, size in shared if len(size)]
+    bounds = [0, *np.append(firsts, len(order))[cuts].tolist(), len(order)]
+    of_parts = [slice(first, last) for first, last in pairwise(bounds) if first < last]
+    return [
+        Flat(
+            np.repeat(starts[part], lengths[part]) + _counted(lengths[part]),
+            lengths[part],
+            np.where(prefixes[part] < 0, -1, prefixes[part] - part.start),
+        )
+        for part in of_parts
+    ]
 
 
 def by_length(lengths: Int64[np.ndarray, " n"], budget: int) -> list[Int64[np.ndarray, " m"]]:

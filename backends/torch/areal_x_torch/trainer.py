@@ -27,7 +27,7 @@ from areal_x.types import IMAGES, Batch, Policy
 from areal_x_torch import attention, blocks, context, experts, head, loading, lora, model, optimizers, sharded
 from areal_x_torch.attention import Segments
 from areal_x_torch.device import compute_dtype, find_device, memory_of
-from areal_x_torch.images import check_images, seen_of
+from areal_x_torch.images import check_images, check_sharing, seen_of
 from areal_x_torch.layout import Flat, divisible, flatten, micro_batches, no_sequence, to_tensor
 from areal_x_torch.parallel import (
     check_model,
@@ -63,6 +63,7 @@ class Trainer:
         self.attend = context.exchanging(attention.choose(config.model.attention, self.device, self.dtype), self.context)
         self.teacher = self._load_teacher(Path(config.teacher)) if config.teacher is not None else None
         self.model = loading.build(self.directory, config.head)
+        check_sharing(config.share_prompts, self.directory, self.model.config)
         if config.frozen or config.lora.rank:
             loading.freeze(self.model, self.dtype)
         if self.teacher is not None and model.sees(self.teacher) != model.sees(self.model):
@@ -99,7 +100,7 @@ class Trainer:
         sums: dict[str, Tensor] = defaultdict(zero, loss=zero())
         largest: dict[str, Tensor] = defaultdict(zero)
         for shares in micro_batches(batch.map(np.asarray), self.config.micro_batch_rows, self.shares):
-            packed, passes = shares[self.share], self._passes([share.segment_ids for share in shares])
+            packed, passes = shares[self.share], self._passes(shares)
             rows = packed.map(lambda x: to_tensor(x, self.device))
             tally = None if self.routers is None else experts.Tally.of(self.routers, self.device)
             # Only what is trained on goes through the head: a loss masks everything else before it computes.
@@ -283,16 +284,17 @@ class Trainer:
             said = {name: Summed.apply(x, self.context) for name, x in said.items()}
         return Policy(**{name: x.reshape(packed.shape) for name, x in said.items()})
 
-    def _passes(self, shares: Sequence[np.ndarray]) -> list[Flat]:
-        """This process's passes over its share, given everyone's segments: as many as whoever has most makes."""
-        passes = [flatten(segment_ids, self.config.micro_batch_rows * segment_ids.shape[1]) for segment_ids in shares]
+    def _passes(self, shares: Sequence[Batch]) -> list[Flat]:
+        """This process's passes over its share, given everyone's: as many as whoever has most makes."""
+        budget = self.config.micro_batch_rows * shares[0].shape[1]
+        passes = [flatten(share.segment_ids, budget, share.prefix_ids) for share in shares]
         parts = self.config.mesh.context
         own = [divisible(flat, parts) for flat in passes[self.share]]
         return own + [no_sequence(parts)] * (max(map(len, passes)) - len(own))
 
     def _row(self, packed: Batch, flat: Flat, own: slice, tally: experts.Tally | None) -> model.Row:
         """The part `own` of a flat row's tokens, and the sequences of all of it."""
-        segments = Segments.of(tuple(flat.lengths.tolist()), self.attend, self.device)
+        segments = Segments.of(tuple(flat.lengths.tolist()), self.attend, self.device, tuple(flat.prefixes.tolist()))
         tokens, positions, seen = to_tensor(flat.take(packed.tokens)[own], self.device), flat.positions[own], None
         if model.sees(self.model):
             positions, seen = seen_of(packed, flat, self.model.config, self.device, self.mesh is not None)
@@ -319,11 +321,12 @@ class Trainer:
     def _everywhere(self, batch: Batch, name: str) -> Float32[np.ndarray, "rows length"]:
         """What the head says of all tokens."""
         check_images(batch, self.model.config)
-        read = {name: getattr(batch, name) for name in IMAGES} | {"experts": self._replayed(batch)}
+        read = {name: getattr(batch, name) for name in ("prefix_ids", *IMAGES)} | {"experts": self._replayed(batch)}
         packed = Batch(batch.tokens, batch.segment_ids, batch.positions, batch.mask, **read).map(np.asarray)
         share_of_row = np.arange(len(packed.tokens)) * self.shares // len(packed.tokens)
-        shares = [np.where((share_of_row == share)[:, None], packed.segment_ids, 0) for share in range(self.shares)]
-        said = getattr(self._policy(packed, shares[self.share] != 0, self._passes(shares)), name)
+        owned = [np.where((share_of_row == share)[:, None], packed.segment_ids, 0) for share in range(self.shares)]
+        passes = self._passes([packed.replace(segment_ids=own) for own in owned])
+        said = getattr(self._policy(packed, owned[self.share] != 0, passes), name)
         if said is None:
             return np.zeros(batch.shape, np.float32)
         return sum_over_rows(said, self.mesh).cpu().numpy()
