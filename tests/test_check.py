@@ -282,6 +282,20 @@ def test_servers_that_are_not_there(experiment: Experiment, tiny_model_dir: Path
 # ---- tokens
 
 
+def test_prompts_with_images_need_a_model_and_an_engine_that_see(experiment, tiny, tmp_path) -> None:
+    pytest.importorskip("torch")
+    from examples.vision.task import pictures
+    from examples.vision.warm_start import write_model
+
+    write_model(tmp_path / "seeing", 0)
+    seeing = model.find(str(tmp_path / "seeing"))
+    assert "22 tokens" in fit(replace(experiment, backend="torch"), pictures(3), seeing)
+    with pytest.raises(ConfigError, match=r"train\.backend = 'jax' .* 'torch', whose embedded engine sees"):
+        fit(replace(experiment, backend="jax"), pictures(3), seeing)
+    with pytest.raises(UserError, match="reads text alone"):
+        fit(replace(experiment, backend="torch"), pictures(3), tiny)
+
+
 def fit(experiment: Experiment, tasks: list[Task], of: model.Model) -> str:
     from areal_x.data.tokenizer import load_tokenizer
 

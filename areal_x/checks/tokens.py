@@ -9,6 +9,7 @@ from typing import Any
 from areal_x.checks.model import Model
 from areal_x.errors import ConfigError, UserError
 from areal_x.experiment import Experiment
+from areal_x.rollout.pictures import images_of
 from areal_x.rollout.workflows import encode, end_token
 from areal_x.types import Task
 
@@ -27,12 +28,16 @@ def end(tokenizer: Any, model: Model) -> str:
 
 
 def lengths(experiment: Experiment, tasks: Sequence[Task], tokenizer: Any, model: Model) -> str:
-    """Raises: UserError for prompts that cannot be made tokens, ConfigError for a setting under which sequences do not fit."""
+    """Raises: UserError for prompts that cannot be read, ConfigError for a setting under which sequences do not fit or images
+    are not seen."""
     trainer, row = experiment.trainer, experiment.row_length
     if row % trainer.mesh.context:
         raise ConfigError("train.row_length", row, f"a multiple of mesh.context = {trainer.mesh.context}")
     looked = list(islice(tasks, LOOKED_AT))
-    longest = max(len(encode(tokenizer, task.prompt)) for task in looked)
+    seen = [images_of(tokenizer, task.prompt) for task in looked]
+    if any(seen) and experiment.engine == "embedded" and experiment.backend != "torch":
+        raise ConfigError("train.backend", experiment.backend, "'torch', whose embedded engine sees: the prompts have images")
+    longest = max(len(encode(tokenizer, task.prompt, images)) for task, images in zip(looked, seen, strict=True))
     name = {"embedded": "embedded.context", "vllm": "vllm.context"}.get(experiment.engine)
     own = {"embedded": experiment.embedded.context, "vllm": experiment.vllm.context}.get(experiment.engine)
     binding, context = (name, own) if name and own else ("train.row_length", row)

@@ -18,12 +18,13 @@ from typing import Any
 import gin
 import numpy as np
 
-from areal_x.errors import at_least, positive
+from areal_x.errors import UserError, at_least, positive
 from areal_x.monitor import timeline
 from areal_x.rollout.engine import Completion, EngineError, Request, room
 from areal_x.rollout.sampler import Decoded, Sampler, SlotRequest
 
 STEPS = 64  # tokens a slot may grow between two looks at who waits, was cancelled, or wants the weights swapped
+BLIND = "and the embedded engine sees only with train.backend = 'torch' and a model that sees: set both"
 REFILL_SHARE = 8  # decode returns early once 1/8 of the slots are free for those who wait: a refill costs about a step
 
 
@@ -56,7 +57,7 @@ class Running:
 
     def slot_request(self, slot: int) -> SlotRequest:
         so_far = np.concatenate([self.request.tokens, np.asarray(self.tokens, np.int32)]).astype(np.int32)
-        return SlotRequest(slot, so_far, len(self.tokens), self.request.sampling, self.seed)
+        return SlotRequest(slot, so_far, len(self.tokens), self.request.sampling, self.seed, self.request.images)
 
     def completion(self) -> Completion:
         stopped = bool(self.tokens) and self.tokens[-1] in self.request.sampling.stop_token_ids
@@ -165,6 +166,8 @@ class EmbeddedEngine:
             self._worker.start()
 
     async def generate(self, request: Request) -> Completion:
+        if request.images is not None and not self._sampler.sees:
+            raise UserError(f"the prompt has images, {BLIND}")
         limit = room(request, self.context, "train.row_length (and embedded.context, where it is set)")
         request = replace(request, sampling=replace(request.sampling, max_tokens=limit))
         future: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()

@@ -10,6 +10,7 @@ import numpy as np
 from jaxtyping import Float32, Int16, Int32
 
 from areal_x.errors import UserError, at_least, positive, within
+from areal_x.types import Images
 
 
 @gin.configurable("sampling")
@@ -40,12 +41,14 @@ class Request:
     """One prompt to continue.
 
     tokens: the prompt. seed: fixes the completion on engines that honour it (the embedded one: the draw of the n-th new token
-    depends on (seed, n) alone, never on what else is in the batch); None lets the engine choose.
+    depends on (seed, n) alone, never on what else is in the batch); None lets the engine choose. images: those that tokens of
+    the prompt stand for; an engine that cannot see them raises UserError.
     """
 
     tokens: Int32[np.ndarray, " prompt"]
     sampling: SamplingParams
     seed: int | None = None
+    images: Images | None = None
 
 
 @dataclass(frozen=True)

@@ -40,8 +40,12 @@ def encode(group: Group) -> bytes:
         there = [x for x in arrays if x is not None]
         return [[x is not None for x in arrays], put(np.concatenate(there)) if there else None]
 
-    def seen(t: Trajectory) -> dict[str, Any] | None:
-        return None if t.images is None else {f.name: put(getattr(t.images, f.name)) for f in fields(Images)}
+    written_by: dict[int, int] = {}  # whose images they were first, as those of a group are mostly the same ones
+
+    def seen(i: int, images: Images | None) -> dict[str, Any] | int | None:
+        if images is None or written_by.setdefault(id(images), i) != i:
+            return None if images is None else written_by[id(images)]
+        return {f.name: put(getattr(images, f.name)) for f in fields(Images)}
 
     names = {kind: name for name, kind in OUTCOMES.items()}
 
@@ -50,7 +54,7 @@ def encode(group: Group) -> bytes:
 
     head = {
         "episodes": [[ended(e.outcome), len(e.trajectories)] for e in group.episodes],
-        "trajectories": [[len(t), t.reward, t.finish_reason, seen(t)] for t in trajectories],
+        "trajectories": [[len(t), t.reward, t.finish_reason, seen(i, t.images)] for i, t in enumerate(trajectories)],
         "arrays": {name: joined(name) for name in ARRAYS},
         "greedy_reward": group.greedy_reward,
     }
@@ -78,7 +82,9 @@ def decode(content: bytes, task: Task, ticket: int, admitted_version: int) -> Gr
         each = iter(np.split(get(described), ends[:-1]))
         return [next(each) if there else None for there in has]
 
-    images = [None if x is None else Images(**{name: get(y) for name, y in x.items()}) for *_, x in head["trajectories"]]
+    images: list[Images | None] = []
+    for *_, x in head["trajectories"]:
+        images.append(images[x] if isinstance(x, int) else x and Images(**{name: get(y) for name, y in x.items()}))
     nobody = [[False] * len(lengths)]  # what a journal does not name was not there when it was written
     arrays = {name: split(*head["arrays"].get(name, nobody)) for name in ARRAYS}
     trajectories = iter(

@@ -31,6 +31,7 @@ class Lanes:
         self.lanes = lanes
         self.slots = sum(lane.slots for lane in lanes)
         self.context = lanes[0].context
+        self.sees = lanes[0].sees
         self._prepare = prepare
         self._threads = ThreadPoolExecutor(len(lanes), thread_name_prefix="lane", initializer=begin)
 

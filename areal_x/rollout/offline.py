@@ -17,6 +17,7 @@ import gin
 import numpy as np
 
 from areal_x.rollout.engine import Completion, EngineError, Request
+from areal_x.rollout.pictures import images_of
 from areal_x.rollout.workflows import Generator, Result, Workflow, encode, end_token
 from areal_x.types import NOT_THE_POLICY, Episode, Scored, Task, Trajectory
 
@@ -90,8 +91,8 @@ def written(tokenizer: Any, task: Task, answer: str) -> Trajectory:
     """The prompt, the answer and the end token, as no policy has drawn them: log-probability 0, version -1."""
     if not isinstance(answer, str):
         raise ValueError(f"task {task.id!r} has no text to learn: its answer is {answer!r}")
-    prompt = encode(tokenizer, task.prompt)
+    images = images_of(tokenizer, task.prompt)
+    prompt = encode(tokenizer, task.prompt, images)
     tokens = np.asarray([*tokenizer.encode(answer, add_special_tokens=False), end_token(tokenizer)], np.int32)
-    return Trajectory.from_completion(
-        prompt, tokens, np.zeros(len(tokens), np.float32), np.full(len(tokens), NOT_THE_POLICY, np.int32), 1.0
-    )
+    logprobs, versions = np.zeros(len(tokens), np.float32), np.full(len(tokens), NOT_THE_POLICY, np.int32)
+    return Trajectory.from_completion(prompt, tokens, logprobs, versions, 1.0, images=images)

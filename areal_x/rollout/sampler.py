@@ -13,6 +13,7 @@ import numpy as np
 from jaxtyping import Bool, Float32, Int32
 
 from areal_x.rollout.engine import SamplingParams
+from areal_x.types import Images
 
 
 @dataclass(frozen=True)
@@ -20,7 +21,7 @@ class SlotRequest:
     """A sequence to put into a slot.
 
     tokens: everything so far, prompt and what was generated. generated: how many at its end were generated; the next draw uses
-    (seed, generated), and `sampling.max_tokens - generated` tokens are still allowed.
+    (seed, generated), and `sampling.max_tokens - generated` tokens are still allowed. images: of the prompt.
     """
 
     slot: int
@@ -28,6 +29,7 @@ class SlotRequest:
     generated: int
     sampling: SamplingParams
     seed: int
+    images: Images | None = None
 
 
 @dataclass(frozen=True)
@@ -41,8 +43,11 @@ class Decoded:
 
 
 class Sampler(Protocol):
+    """sees: whether requests may have images."""
+
     slots: int
     context: int
+    sees: bool
 
     def load(self, snapshot: Any) -> None:
         """Takes a trainer's snapshot. Slots filled before must be filled again before the next decode."""

@@ -6,6 +6,7 @@ that raises is a failed episode. Only EngineError and UserError end the run.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Protocol, Self
@@ -17,7 +18,8 @@ from jaxtyping import Int32
 from areal_x.errors import UserError, at_least, positive
 from areal_x.rewards.pool import Limits, Reward, RewardPool
 from areal_x.rollout.engine import Completion, Request, SamplingParams
-from areal_x.types import Episode, Failed, Message, Outcome, Scored, Task, TimedOut, Trajectory
+from areal_x.rollout.pictures import for_template, read_pictures, reader_of, urls_of
+from areal_x.types import Episode, Failed, Images, Message, Outcome, Scored, Task, TimedOut, Trajectory
 
 Result = list[Trajectory] | Episode | Failed | TimedOut
 ABORTED = Failed("the engine aborted the request")
@@ -119,7 +121,7 @@ class Judged(Workflow):
 @gin.configurable("single_turn", denylist=["tokenizer", "pool"])
 @dataclass(frozen=True)
 class SingleTurn(Judged):
-    """One prompt, one completion, one score.
+    """One prompt, one completion, one score. A prompt of messages may show images to a model that sees.
 
     reward: a function (task, text) -> number, or -> (number, {name: number}); text is the completion without special tokens.
     sampling: how completions are drawn; the tokenizer's end token is added to its stop tokens.
@@ -130,8 +132,10 @@ class SingleTurn(Judged):
     binding: ClassVar[str] = "single_turn"
 
     async def run(self, task: Task, engine: Generator) -> Result:
-        prompt = encode(self.tokenizer, task.prompt)
-        completion = await engine.generate(Request(prompt, self.sampling))
+        urls = urls_of(task.prompt)
+        images = await asyncio.to_thread(read_pictures, self.tokenizer.name_or_path, urls) if urls else None
+        prompt = encode(self.tokenizer, task.prompt, images)
+        completion = await engine.generate(Request(prompt, self.sampling, images=images))
         if completion.finish_reason == "abort":
             return ABORTED
         outcome = await self.score(task, self.tokenizer.decode(completion.tokens.tolist(), skip_special_tokens=True))
@@ -145,6 +149,7 @@ class SingleTurn(Judged):
             outcome.reward,
             completion.finish_reason,
             completion.experts,
+            images,
         )
         return Episode(outcome, (trajectory,))
 
@@ -164,10 +169,11 @@ def end_token(tokenizer: Any) -> int:
     return int(tokenizer.eos_token_id)
 
 
-def encode(tokenizer: Any, prompt: str | Sequence[Message]) -> Int32[np.ndarray, " prompt"]:
+def encode(tokenizer: Any, prompt: str | Sequence[Message], images: Images | None = None) -> Int32[np.ndarray, " prompt"]:
     """Token ids of a text as it is, or of messages in the chat template with the assistant's turn opened.
 
-    Raises UserError for messages where the tokenizer has no chat template.
+    images: those of the messages, as `read_pictures` makes them. Raises UserError for messages where the tokenizer has no chat
+    template, or one without a place for images.
     """
     if isinstance(prompt, str):
         return np.asarray(tokenizer.encode(prompt), np.int32)
@@ -175,4 +181,6 @@ def encode(tokenizer: Any, prompt: str | Sequence[Message]) -> Int32[np.ndarray,
         raise UserError(
             "the prompt is a list of messages but the tokenizer has no chat template: add chat_template.jinja to the model"
         )
-    return np.asarray(tokenizer.apply_chat_template(list(prompt), add_generation_prompt=True, return_dict=False), np.int32)
+    messages = list(prompt) if images is None else for_template(prompt)
+    tokens = np.asarray(tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False), np.int32)
+    return tokens if images is None else reader_of(tokenizer.name_or_path).expanded(tokens, images)

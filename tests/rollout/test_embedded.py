@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable, Coroutine
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,7 @@ from areal_x.errors import ConfigError, UserError
 from areal_x.rollout.embedded import EmbeddedConfig, EmbeddedEngine, Slots
 from areal_x.rollout.engine import Completion, EngineError, PromptTooLong, Request, SamplingParams
 from areal_x.rollout.sampler import Decoded, SlotRequest
+from areal_x.types import Images
 
 STOP = 7
 
@@ -36,6 +38,8 @@ def expected(request: Request, seed: int) -> list[int]:
 
 class Counting:
     """A sampler whose tokens follow from the sequence and the seed, and whose log-probabilities are minus the weights."""
+
+    sees = False
 
     def __init__(self, slots: int, context: int = 64) -> None:
         self.slots, self.context = slots, context
@@ -310,6 +314,16 @@ def test_an_engine_that_was_not_started_says_so() -> None:
         await engine.close()
 
     asyncio.run(run())
+
+
+def test_images_are_refused_where_the_sampler_does_not_see() -> None:
+    images = Images(np.zeros((4, 6), np.float32), np.array([[1, 2, 2]], np.int32))
+
+    async def body(engine: EmbeddedEngine) -> None:
+        with pytest.raises(UserError, match=r"the prompt has images.*train\.backend = 'torch'"):
+            await engine.generate(replace(request(4, 2), images=images))
+
+    with_engine(Counting(1), body)
 
 
 def test_sizes_out_of_range_name_their_binding() -> None:

@@ -64,6 +64,20 @@ def test_a_group_comes_back_to_the_last_bit(length, experts, images):
     assert_same(decode(encode(written), TASKS[4], 9, 2), written)
 
 
+def test_images_that_episodes_share_are_written_once_and_shared_again():
+    one, other = trajectory(3, images=True), trajectory(4, images=True, seed=1)
+    same = dataclasses.replace(other, images=one.images)
+    written = Group(TASKS[0], 1, 0, (Episode(Scored(1.0), (one, same)), Episode(Scored(0.0), (other, same))))
+    read = decode(encode(written), TASKS[0], 1, 0)
+    assert_same(read, written)
+    first, second, third, fourth = (t.images for episode in read.episodes for t in episode.trajectories)
+    assert first is second is fourth is not third
+    copied = dataclasses.replace(one.images, patches=one.images.patches.copy())
+    apart = Episode(Scored(1.0), (one, dataclasses.replace(same, images=copied)))
+    twice = dataclasses.replace(written, episodes=(apart, written.episodes[1]))
+    assert len(encode(twice)) - len(encode(written)) > one.images.patches.nbytes / 2
+
+
 @settings(max_examples=300, deadline=None)
 @given(data=st.data(), dtype=st.sampled_from(["bool", "int8", "int16", "int32", "int64"]), runs=st.booleans())
 def test_every_array_of_whole_numbers_comes_back_whatever_its_range(data, dtype, runs):

@@ -164,8 +164,3 @@ def test_a_critic_of_a_model_that_sees_moves_to_jax_with_its_values(model_dir_of
     trainer.save(tmp_path)
     theirs = create_trainer("jax", TrainerConfig(model=ModelConfig(str(tmp_path)), head="value", frozen=True))
     np.testing.assert_allclose(theirs.values(batch), trainer.values(batch), atol=1e-4)
-
-
-def test_drawing_from_a_model_that_sees_is_refused(model_dir_of):
-    with pytest.raises(UserError, match="use vLLM servers"):
-        trainer_of(model_dir_of("qwen3_vl")).sampler(2, 32)

@@ -161,6 +161,8 @@ class Lane:
     which split heads and vocabulary.
     """
 
+    sees = False
+
     def __init__(self, shape: Shape, slots: int, context: int, call: Callable[..., Any], group: Mesh) -> None:
         self._call = call
         self.slots = slots

@@ -18,6 +18,8 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, PreTrainedModel
 
+from areal_x_torch.model import decoder
+
 ATTENTION = "areal_x_cache"
 
 
@@ -45,12 +47,12 @@ class Probe:
 @torch.inference_mode()
 def layers_of(model: PreTrainedModel) -> list[Layer]:
     probe = Probe()
-    model.base_model(input_ids=torch.zeros(1, 1, dtype=torch.int64, device=model.device), use_cache=False, cache=probe)
+    decoder(model)(input_ids=torch.zeros(1, 1, dtype=torch.int64, device=model.device), use_cache=False, cache=probe)
     return [probe.layers[number] for number in sorted(probe.layers)]
 
 
 class Cache:
-    """For each layer keys and values `[rows, columns, heads, head_dim]`; column c of a row is its position c."""
+    """For each layer keys and values `[rows, columns, heads, head_dim]`; column c of a row is its token c."""
 
     def __init__(self, layers: Sequence[Layer], rows: int, columns: int, dtype: torch.dtype, device: torch.device) -> None:
         self.layers = list(layers)
@@ -65,17 +67,17 @@ class Cache:
         for x in (*self.keys, *self.values):
             x[target, :used] = x[source, :used]
 
-    def newest(self, positions: Int[Tensor, " rows"], used: int) -> tuple[Tensor, list[Tensor], list[Tensor], list[Tensor]]:
-        """What `Newest` needs for the first rows at these positions, tensors all. used: columns of the row with most."""
-        device = positions.device
-        places = torch.arange(0, len(positions) * self.columns, self.columns, device=device) + positions
-        columns, own = torch.arange(used, device=device), positions[:, None]
+    def newest(self, own: Int[Tensor, " rows"], used: int) -> tuple[Tensor, list[Tensor], list[Tensor], list[Tensor]]:
+        """What `Newest` needs for the first rows, their newest tokens in the columns `own`, tensors all. used: columns of the
+        row with most."""
+        places = torch.arange(0, len(own) * self.columns, self.columns, device=own.device) + own
+        columns, own = torch.arange(used, device=own.device), own[:, None]
         masks = []
         for window in self.windows:
             hidden = columns > own
             if window is not None:
                 hidden |= columns <= own - window
-            mask = torch.zeros(hidden.shape, dtype=self.keys[0].dtype, device=device).masked_fill_(hidden, -math.inf)
+            mask = torch.zeros(hidden.shape, dtype=self.keys[0].dtype, device=own.device).masked_fill_(hidden, -math.inf)
             masks.append(mask[:, None, None])
         return places, masks, self.keys, self.values
 

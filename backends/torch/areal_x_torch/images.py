@@ -97,13 +97,21 @@ def look(model: nn.Module, embedded: Float[Tensor, "1 tokens features"], seen: S
     """
     if seen is None:
         return {"inputs_embeds": embedded}
-    found = model.get_image_features(seen.patches, seen.grids, return_dict=True)
     taken = len(seen.places)  # all of them, or none
-    features = torch.cat(list(found.pooler_output))[:taken].to(embedded.dtype)
-    given: dict[str, Any] = {"inputs_embeds": embedded.index_copy(1, seen.places, features[None])}
-    deeper = getattr(found, "deepstack_features", None)
-    if deeper is not None:
+    features, *deeper = (x[:taken] for x in features_of(model, seen.patches, seen.grids))
+    given: dict[str, Any] = {"inputs_embeds": embedded.index_copy(1, seen.places, features[None].to(embedded.dtype))}
+    if deeper:
         masks = torch.zeros(embedded.shape[:2], dtype=torch.bool, device=embedded.device)
         masks[:, seen.places] = True
-        given |= {"visual_pos_masks": masks, "deepstack_visual_embeds": [torch.cat(list(x))[:taken] for x in deeper]}
+        given |= {"visual_pos_masks": masks, "deepstack_visual_embeds": deeper}
     return given
+
+
+def features_of(
+    model: nn.Module, patches: Float[Tensor, "patches features"], grids: Int[Tensor, "images 3"]
+) -> list[Float[Tensor, "image_tokens width"]]:
+    """What the tower of a transformers model says of images: what stands in place of their tokens' embeddings, and of Qwen3-VL
+    what is added to the states behind each of the first layers."""
+    found = model.get_image_features(patches, grids, return_dict=True)
+    deeper = getattr(found, "deepstack_features", None) or ()
+    return [torch.cat(list(x)) for x in (found.pooler_output, *deeper)]

@@ -62,14 +62,19 @@ def softcapped(logits: Tensor, softcap: float) -> Tensor:
 
 def hidden_states(model: PreTrainedModel, row: Row) -> Float[Tensor, "tokens features"]:
     """What the head reads at each token of a flat row."""
-    base, read = model.base_model, {"input_ids": row.tokens[None]}
+    read = {"input_ids": row.tokens[None]}
     if sees(model):
-        read = look(base, base.get_input_embeddings()(row.tokens[None]), row.seen)
-        base = base.language_model
+        read = look(model.base_model, model.get_input_embeddings()(row.tokens[None]), row.seen)
     # One row: of positions, and of those in three directions.
     with routed(row.routing):
-        states = base(**read, position_ids=row.positions.unsqueeze(-2), use_cache=False, segments=row.segments)
+        states = decoder(model)(**read, position_ids=row.positions.unsqueeze(-2), use_cache=False, segments=row.segments)
     return states.last_hidden_state[0]
+
+
+def decoder(model: PreTrainedModel) -> nn.Module:
+    """What reads text: of a model that sees the part behind its tower."""
+    found: nn.Module = model.base_model.language_model if sees(model) else model.base_model
+    return found
 
 
 def head_layer(model: PreTrainedModel) -> nn.Module:

@@ -5,6 +5,7 @@ the caller's names; the sequences themselves lie in the first rows of the cache,
 into its place, so that a step's cost falls with the number that still run and with the columns in use.
 
 Prefill leaves out a sequence's last token: decoding always begins by feeding the newest one, so all drawing is in one place.
+That one is text: a prompt that ends in an image is refused.
 """
 
 from __future__ import annotations
@@ -16,18 +17,17 @@ from functools import partial
 
 import numpy as np
 import torch
-from jaxtyping import Int
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from areal_x import cores
 from areal_x.rollout.lanes import Lanes, lanes_on_cpu
 from areal_x.rollout.sampler import Decoded, SlotRequest
-from areal_x_torch import lora
+from areal_x_torch import looking, lora
 from areal_x_torch.cache import ATTENTION, Cache, Prefill, layers_of
 from areal_x_torch.draw import Drawing, draw, uniform
 from areal_x_torch.layout import by_length
-from areal_x_torch.model import as_saved
+from areal_x_torch.model import as_saved, decoder, sees
 from areal_x_torch.step import Step, traced
 
 CHUNK = 512  # columns of a prefill: what a longer prompt costs in memory at once
@@ -38,12 +38,14 @@ PREFILL = 8192  # tokens of all prompts in a prefill
 class Rows:
     """What decoding knows of each row of the cache, on the host.
 
-    token: the newest, not yet in the cache. position: its own. drawn: how many were generated. limit: generated at most.
+    token: the newest, not yet in the cache. column: its own. shift: its position less its column, which images before
+    it make differ. drawn: how many were generated. limit: generated at most.
     """
 
     slot: np.ndarray
     token: np.ndarray
-    position: np.ndarray
+    column: np.ndarray
+    shift: np.ndarray
     drawn: np.ndarray
     limit: np.ndarray
     seed: np.ndarray
@@ -56,10 +58,10 @@ class Rows:
     def none() -> Rows:
         whole, real = np.zeros(0, np.int64), np.zeros(0, np.float32)
         seeds, stops = np.zeros((0, 2), np.uint32), np.zeros((0, 0), np.int64)
-        return Rows(whole, whole, whole, whole, whole, seeds, real, real, whole, stops)
+        return Rows(whole, whole, whole, whole, whole, whole, seeds, real, real, whole, stops)
 
     @staticmethod
-    def of(requests: Sequence[SlotRequest], context: int) -> Rows:
+    def of(requests: Sequence[SlotRequest], context: int, shifts: Sequence[int]) -> Rows:
         sampling = [r.sampling for r in requests]
         lengths = [len(r.tokens) for r in requests]
         limits = [min(s.max_tokens, r.generated + context - n) for r, s, n in zip(requests, sampling, lengths, strict=True)]
@@ -67,7 +69,8 @@ class Rows:
         return Rows(
             slot=np.array([r.slot for r in requests]),
             token=np.array([r.tokens[-1] for r in requests], np.int64),
-            position=np.array(lengths) - 1,
+            column=np.array(lengths) - 1,
+            shift=np.array(shifts),
             drawn=np.array([r.generated for r in requests]),
             limit=np.array(limits),
             seed=np.array([(r.seed & 0xFFFFFFFF, r.seed >> 32 & 0xFFFFFFFF) for r in requests], np.uint32),
@@ -100,7 +103,7 @@ class Sampler(Lanes):
 
     def __init__(self, model: PreTrainedModel, slots: int, context: int, dtype: torch.dtype, lanes: int | None = None) -> None:
         self.model = lora.remove(copy.deepcopy(model)).requires_grad_(False)
-        self.model.set_attn_implementation(ATTENTION)
+        self.model.set_attn_implementation({"text_config": ATTENTION} if sees(model) else ATTENTION)
         for p in self.model.parameters():
             p.data = p.data.to(dtype)
         on_cpu = model.device.type == "cpu"
@@ -124,6 +127,7 @@ class Lane:
 
     def __init__(self, model: PreTrainedModel, step: Step, cache: Cache) -> None:
         self.model = model
+        self.sees = sees(model)
         self.slots, self.context = len(cache.keys[0]), cache.columns
         self._step = step
         self._loaded = False
@@ -148,8 +152,7 @@ class Lane:
         self.free([r.slot for r in requests])
         for group in by_length(np.array([len(r.tokens) for r in requests], np.int64), PREFILL):
             filled = [requests[i] for i in group]
-            self._prefill([r.tokens[:-1] for r in filled])
-            self._rows = self._rows.join(Rows.of(filled, self.context))
+            self._rows = self._rows.join(Rows.of(filled, self.context, self._prefill(filled)))
 
     @torch.inference_mode()
     def decode(self, steps: int, until_free: int) -> Decoded:
@@ -171,13 +174,13 @@ class Lane:
         ahead = np.arange(steps - taken)
         uniforms = torch.from_numpy(uniform(rows.seed, rows.drawn[:, None] + ahead)).to(device)
         how = Drawing.of(rows.temperature, rows.top_p, rows.top_k, device)
-        token, position = torch.from_numpy(rows.token).to(device), torch.from_numpy(rows.position).to(device)
-        used = int(rows.position.max()) + 1
+        token, column, shift = (torch.from_numpy(x).to(device) for x in (rows.token, rows.column, rows.shift))
+        used = int(rows.column.max()) + 1
         left = rows.limit - rows.drawn
         for step in range(len(ahead)):
-            logits = self._step(token, position, *self._cache.newest(position, used + step))
+            logits = self._step(token, column + shift, *self._cache.newest(column, used + step))
             token, logprob = draw(logits, uniforms[:, step, None], how)
-            position = position + 1
+            column = column + 1
             decoded.tokens[rows.slot, taken + step] = drawn = token.cpu().numpy()
             decoded.logprobs[rows.slot, taken + step] = logprob.cpu().numpy()
             done = (drawn[:, None] == rows.stops).any(-1) | (left == step + 1)
@@ -186,23 +189,35 @@ class Lane:
         grown = step + 1
         decoded.counts[rows.slot] += grown
         decoded.finished[rows.slot[done]] = True
-        rows.token, rows.position, rows.drawn = drawn, rows.position + grown, rows.drawn + grown
+        rows.token, rows.column, rows.drawn = drawn, rows.column + grown, rows.drawn + grown
         self._drop(done)
         return grown
 
-    def _prefill(self, tokens: Sequence[Int[np.ndarray, " length"]]) -> None:
-        """Writes the keys and values of these sequences, longest first, into the rows behind those in use."""
-        rows, longest = len(tokens), len(tokens[0])
-        padded = np.zeros((rows, longest), np.int64)
-        for row, sequence in zip(padded, tokens, strict=True):
-            row[: len(sequence)] = sequence
-        for start in range(0, longest, CHUNK):
+    def _prefill(self, requests: Sequence[SlotRequest]) -> list[int]:
+        """Writes the keys and values of these sequences but for their last tokens, longest first, into the rows behind those in
+        use; the position of each last token less its column."""
+        rows, longest = len(requests), len(requests[0].tokens)
+        tokens, positions = np.zeros((rows, longest), np.int64), np.zeros((3, rows, longest), np.int64)
+        positions[:] = np.arange(longest)
+        for row, request in enumerate(requests):
+            length = len(request.tokens)
+            tokens[row, :length] = request.tokens
+            if request.images is not None:
+                positions[:, row, :length] = looking.positions_of(self.model, request)
+        looked = looking.look(self.model, requests, longest)
+        read, embed = decoder(self.model), self.model.get_input_embeddings()
+        for start in range(0, longest - 1, CHUNK):
             # What padding writes lies behind its row's end, where decoding overwrites it before it is seen.
-            rows = sum(len(sequence) > start for sequence in tokens)
-            chunk = torch.from_numpy(padded[:rows, start : start + CHUNK]).to(self.model.device)
-            positions = torch.arange(start, start + chunk.shape[1], device=chunk.device)[None].expand(rows, -1)
+            rows = sum(len(request.tokens) - 1 > start for request in requests)
+            here = slice(start, min(start + CHUNK, longest - 1))
+            chunk = torch.from_numpy(tokens[:rows, here]).to(self.model.device)
+            given = {"input_ids": chunk} if looked is None else looked.given(embed(chunk), start)
+            # A model of text has one position a token; of text alone those of one that sees are three equal ones.
+            own = torch.from_numpy(positions[:, :rows, here] if looked is not None else positions[0, :rows, here])
             cache = Prefill(self._cache, len(self._rows), rows, start, chunk.shape[1])
-            self.model.base_model(input_ids=chunk, position_ids=positions, use_cache=False, cache=cache)
+            read(**given, position_ids=own.to(chunk.device), use_cache=False, cache=cache)
+        ends = [len(request.tokens) - 1 for request in requests]
+        return [int(positions[0, row, end]) - end for row, end in enumerate(ends)]
 
     def _drop(self, done: np.ndarray) -> None:
         """Forgets rows; the last ones move into the gaps."""
@@ -211,7 +226,7 @@ class Lane:
         for gap in np.flatnonzero(done)[::-1]:
             last = len(order) - 1
             if gap != last:
-                self._cache.move(last, int(gap), int(rows.position[order[last]]))
+                self._cache.move(last, int(gap), int(rows.column[order[last]]))
                 order[gap] = order[last]
             order = order[:last]
         self._rows = rows.take(order)

@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from areal_x_torch.cache import Cache, Layer, Newest
-from areal_x_torch.model import head
+from areal_x_torch.model import decoder, head
 
-# (token, position, *Cache.newest(position, used)) → the logits of what comes next
+# (token, its position, *Cache.newest(its column, used)) → the logits of what comes next
 Step = Callable[..., Float[Tensor, "rows vocabulary"]]
 
 
@@ -42,7 +42,7 @@ class NextLogits(nn.Module):
         values: list[Tensor],
     ) -> Float[Tensor, "rows vocabulary"]:
         cache = Newest(self.layers, self.windows, places, masks, keys, values)
-        out = self.model.base_model(input_ids=token[:, None], position_ids=position[:, None], use_cache=False, cache=cache)
+        out = decoder(self.model)(input_ids=token[:, None], position_ids=position[:, None], use_cache=False, cache=cache)
         return head(self.model).logits(out.last_hidden_state[:, 0])
 
 

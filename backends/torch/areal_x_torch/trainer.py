@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 from areal_x import lora as adapter_files
 from areal_x import model_dir
 from areal_x.checkpoint import Wait
-from areal_x.errors import ConfigError, UserError
+from areal_x.errors import ConfigError
 from areal_x.trainer import Loss, TrainerConfig, is_largest, recorded_experts
 from areal_x.types import IMAGES, Batch, Policy
 from areal_x_torch import attention, blocks, context, experts, head, loading, lora, model, optimizers, sharded
@@ -177,8 +177,6 @@ class Trainer:
         from areal_x_torch.sampler import Sampler
 
         self._only_with("sampler", "policy")
-        if model.sees(self.model):
-            raise UserError(f"{self.directory} sees, and the torch sampler draws from models of text: use vLLM servers")
         # Who has a part of the model alone, or one whose blocks are compiled, samples with a whole one beside it.
         own = self.mesh is None and not self.config.compile
         of = self.model if own else loading.frozen(self.directory, self.device, self.dtype)

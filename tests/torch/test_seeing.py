@@ -1,0 +1,122 @@
+"""Drawing from models that see: every log-probability that is recorded is the trainer's own over the same tokens and images."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from areal_x.data.packing import pack  # noqa: E402
+from areal_x.errors import UserError  # noqa: E402
+from areal_x.rollout.embedded import EmbeddedEngine  # noqa: E402
+from areal_x.rollout.engine import Completion, Request, SamplingParams  # noqa: E402
+from areal_x.rollout.sampler import SlotRequest  # noqa: E402
+from areal_x.trainer import ModelConfig, Trainer, TrainerConfig, create_trainer  # noqa: E402
+from areal_x.types import Images, Trajectory  # noqa: E402
+from areal_x_torch import looking, sampler  # noqa: E402
+from areal_x_torch.images import features_of  # noqa: E402
+from tests.models import IMAGE, PROMPTS, with_images  # noqa: E402
+from tests.rollout.conformance import to_the_end  # noqa: E402
+
+CONTEXT, ANSWER = 64, 24
+# A prompt's last token is text, as in every chat template.
+SHOWN = [(*parts, 2) for parts in PROMPTS]
+
+
+def trainer_of(directory: Path) -> Trainer:
+    return create_trainer("torch", TrainerConfig(model=ModelConfig(str(directory))))
+
+
+def requests_of(seed: int = 0) -> list[Request]:
+    made = with_images(*SHOWN, answer=1, seed=seed)
+    how = SamplingParams(max_tokens=ANSWER)
+    return [Request(t.tokens[~t.mask], how, seed + i, images=t.images) for i, t in enumerate(made)]
+
+
+def drawn(trainer: Trainer, requests: list[Request], slots: int) -> list[Completion]:
+    async def run() -> list[Completion]:
+        engine = EmbeddedEngine(trainer.sampler(slots, CONTEXT))
+        await engine.start()
+        try:
+            await engine.swap(engine.stage(trainer))
+            return list(await asyncio.gather(*map(engine.generate, requests)))
+        finally:
+            await engine.close()
+
+    return asyncio.run(run())
+
+
+@pytest.mark.parametrize("name", ["qwen2_5_vl", "qwen2_5_vl-yarn", "qwen3_vl", "qwen3_vl-tied"])
+@pytest.mark.parametrize("chunk", [512, 7])
+def test_recorded_log_probabilities_are_the_trainers(model_dir_of, monkeypatch, name: str, chunk: int) -> None:
+    """More requests than slots, of all lengths, some without images, some with two; and where a chunk ends within an image."""
+    monkeypatch.setattr(sampler, "CHUNK", chunk)
+    trainer = trainer_of(model_dir_of(name))
+    requests = requests_of() + requests_of(seed=100)
+    said = drawn(trainer, requests, slots=5)
+    made = [
+        Trajectory.from_completion(r.tokens, c.tokens, c.logprobs, c.versions, images=r.images)
+        for r, c in zip(requests, said, strict=True)
+    ]
+    assert any(IMAGE in c.tokens for c in said)  # what the policy says is text, also where it has an image's id
+    packed = pack(made, 2 * CONTEXT)
+    for trajectory, logprobs in zip(made, packed.gather(trainer.logprobs(packed.batch)), strict=True):
+        np.testing.assert_allclose(trajectory.logprobs[trajectory.mask], logprobs[trajectory.mask], atol=1e-4)
+
+
+def slot_request(request: Request, slot: int, so_far: tuple[int, ...] = ()) -> SlotRequest:
+    tokens = np.concatenate([request.tokens, np.array(so_far, np.int32)]).astype(np.int32)
+    return SlotRequest(slot, tokens, len(so_far), request.sampling, request.seed or 0, request.images)
+
+
+def test_going_on_after_a_swap_draws_what_would_have_come(model_dir_of) -> None:
+    """Also where an image's id is among what was generated so far."""
+    trainer = trainer_of(model_dir_of("qwen2_5_vl"))
+    drawing, request = trainer.sampler(2, CONTEXT), requests_of()[0]
+    drawing.load(trainer.snapshot())
+    for begun in ((), (IMAGE,), (9, IMAGE, IMAGE)):
+        tokens, logprobs = to_the_end(drawing, [slot_request(request, 0, begun)])[0]
+        drawing.load(trainer.snapshot())
+        rest, its_logprobs = to_the_end(drawing, [slot_request(request, 1, (*begun, *tokens[:11]))])[1]
+        assert rest == tokens[11:]
+        np.testing.assert_allclose(its_logprobs, logprobs[11:], atol=1e-5)
+
+
+def test_what_is_said_depends_on_the_image(model_dir_of) -> None:
+    trainer, request = trainer_of(model_dir_of("qwen2_5_vl")), requests_of()[0]
+    drawing = trainer.sampler(2, CONTEXT)
+    drawing.load(trainer.snapshot())
+    dark = Request(request.tokens, request.sampling, request.seed, Images(0 * request.images.patches, request.images.grids))
+    said = to_the_end(drawing, [slot_request(request, 0), slot_request(dark, 1)])
+    assert said[0][1][0] != pytest.approx(said[1][1][0], abs=1e-3)
+
+
+def test_episodes_of_a_group_have_their_images_looked_at_once(model_dir_of, monkeypatch) -> None:
+    looked = []
+
+    def counting(of, patches, grids):
+        looked.append(len(grids))
+        return features_of(of, patches, grids)
+
+    monkeypatch.setattr(looking, "features_of", counting)
+    trainer = trainer_of(model_dir_of("qwen2_5_vl"))
+    drawing, request = trainer.sampler(4, CONTEXT), requests_of()[0]
+    drawing.load(trainer.snapshot())
+    drawing.fill([slot_request(request, slot) for slot in range(4)])
+    assert looked == [len(request.images.grids)]
+
+
+def test_tokens_that_are_not_of_the_images_are_refused(model_dir_of) -> None:
+    trainer, request = trainer_of(model_dir_of("qwen2_5_vl")), requests_of()[0]
+    drawing = trainer.sampler(2, CONTEXT)
+    drawing.load(trainer.snapshot())
+    for tokens, reason in (
+        (request.tokens[request.tokens != IMAGE], "has 0 image tokens"),
+        (request.tokens[: np.flatnonzero(request.tokens == IMAGE)[-1] + 1], "ends in an image"),
+    ):
+        with pytest.raises(UserError, match=reason):
+            drawing.fill([slot_request(Request(tokens, request.sampling, images=request.images), 0)])
