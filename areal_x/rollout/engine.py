@@ -40,12 +40,14 @@ class Request:
     """One prompt to continue.
 
     tokens: the prompt. seed: fixes the completion on engines that honour it (the embedded one: the draw of the n-th new token
-    depends on (seed, n) alone, never on what else is in the batch); None lets the engine choose.
+    depends on (seed, n) alone, never on what else is in the batch); None lets the engine choose. stop: texts that make the rest
+    worthless: an engine that reads what it draws ends the completion with the token that completes one, others go on.
     """
 
     tokens: Int32[np.ndarray, " prompt"]
     sampling: SamplingParams
     seed: int | None = None
+    stop: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -53,8 +55,9 @@ class Completion:
     """What the policy said, token by token.
 
     logprobs: under the distribution actually sampled from (after temperature, top-p and top-k). versions: the policy version
-    of each token. finish_reason: "stop" (a stop token, which is included), "length" or "abort". experts: of a mixture, where
-    the engine records them: those that each token of prompt and completion went through (-1 for the last, which none has yet).
+    of each token. finish_reason: "stop" (a stop token or text, which is included), "length" or "abort". experts: of a mixture,
+    where the engine records them: those that each token of prompt and completion went through (-1 for the last, which none has
+    yet).
     """
 
     tokens: Int32[np.ndarray, " N"]
