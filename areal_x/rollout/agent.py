@@ -31,6 +31,7 @@ from areal_x.rollout.agent_program import run_program
 from areal_x.rollout.gateway.live import Session
 from areal_x.rollout.hosted import Hosted, documented
 from areal_x.rollout.loop import serve
+from areal_x.rollout.thread import in_thread
 from areal_x.rollout.workflows import Generator, Result
 from areal_x.types import Failed, Outcome, Scored, Task
 
@@ -136,10 +137,10 @@ class Agent(Started):
 
 
 async def called(function: Callable[..., Any], *arguments: Any) -> Any:
-    """Of an async function what it gives; an ordinary one runs on a thread."""
+    """Of an async function what it gives; an ordinary one runs on a thread of its own, so that any number may block at once."""
     if inspect.iscoroutinefunction(inspect.unwrap(function)):
         return await function(*arguments)
-    given = await asyncio.to_thread(function, *arguments)
+    given = await in_thread(function, *arguments)
     return await given if inspect.isawaitable(given) else given
 
 

@@ -42,13 +42,15 @@ class Request:
 
     tokens: the prompt. seed: fixes the completion on engines that honour it (the embedded one: the draw of the n-th new token
     depends on (seed, n) alone, never on what else is in the batch); None lets the engine choose. images: those that tokens of
-    the prompt stand for; an engine that cannot see them raises UserError.
+    the prompt stand for; an engine that cannot see them raises UserError. stop: texts that make the rest worthless: an engine
+    that reads what it draws ends the completion with the token that completes one, others go on.
     """
 
     tokens: Int32[np.ndarray, " prompt"]
     sampling: SamplingParams
     seed: int | None = None
     images: Images | None = None
+    stop: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -56,8 +58,9 @@ class Completion:
     """What the policy said, token by token.
 
     logprobs: under the distribution actually sampled from (after temperature, top-p and top-k). versions: the policy version
-    of each token. finish_reason: "stop" (a stop token, which is included), "length" or "abort". experts: of a mixture, where
-    the engine records them: those that each token of prompt and completion went through (-1 for the last, which none has yet).
+    of each token. finish_reason: "stop" (a stop token or text, which is included), "length" or "abort". experts: of a mixture,
+    where the engine records them: those that each token of prompt and completion went through (-1 for the last, which none has
+    yet).
     """
 
     tokens: Int32[np.ndarray, " N"]

@@ -99,6 +99,18 @@ def test_an_async_agent_runs_beside_the_engines_loop(tokenizer):
     assert threads == ["agents"]
 
 
+def test_agents_that_block_do_so_all_at_once(tokenizer):
+    together = threading.Barrier(60)  # more than asyncio's own threads on any machine
+
+    def solve(task, base_url, api_key):
+        together.wait(30)
+        ask(base_url, api_key, task.prompt)
+        return 1.0
+
+    tasks = [Task(str(i), f"{i}+{i}=") for i in range(together.parties)]
+    assert [one.outcome.reward for one in run(Agent(solve=solve), tokenizer, tasks)] == [1.0] * together.parties
+
+
 def test_many_agents_are_not_mixed_up(tokenizer):
     async def solve(task, base_url, api_key):
         await asyncio.to_thread(ask, base_url, api_key, task.prompt)

@@ -12,6 +12,7 @@ import numpy as np
 import psutil
 import pytest
 
+from areal_x.data.tokenizer import load_tokenizer
 from areal_x.errors import UserError
 from areal_x.rollout.engine import Completion, EngineError, Request, SamplingParams
 from areal_x.rollout.publisher import Staged
@@ -79,6 +80,21 @@ def test_the_models_end_token_ends_nothing_unless_the_request_says_so(vllm_engin
     completions = run(many())
     assert any(1 in completion.tokens for completion in completions)  # 1 is the end token of the model's config
     assert [len(completion.tokens) for completion in completions] == [200] * 8
+
+
+def test_a_stop_text_ends_a_completion_with_the_token_that_completes_it(
+    vllm_engine: VLLMEngine, tiny_model_dir: Path, run: Run
+) -> None:
+    tokenizer, stop = load_tokenizer(tiny_model_dir), ("7", "12")
+    request = Request(PROMPT, SamplingParams(max_tokens=100, temperature=2.0), stop=stop)
+    completions = run(conformance.all_of(vllm_engine, [request] * 16))
+    ended = [completion for completion in completions if completion.finish_reason == "stop"]
+    assert len(ended) > 8
+    for completion in completions:
+        texts = [tokenizer.decode(completion.tokens[:count], skip_special_tokens=True) for count in (-1, None)]
+        assert [any(word in text for word in stop) for text in texts] == [False, completion.finish_reason == "stop"]
+        assert len(completion.tokens) == 100 or completion.finish_reason == "stop"
+        np.testing.assert_allclose(completion.logprobs, expected_logprobs(tiny_model_dir, request, completion), atol=1e-4)
 
 
 def test_tokens_carry_the_version_that_was_published_last(vllm_engine: VLLMEngine, other_model_dir: Path, run: Run) -> None:

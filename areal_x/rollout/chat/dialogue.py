@@ -65,7 +65,7 @@ class Speaker:
         template refuses; what the engine raises.
         """
         prompt = await prompt_of(self.renderer, self._memory, ask.messages, ask.tools, ask.template, ask.continue_final)
-        request = Request(prompt.tokens, ask.sampling)
+        request = Request(prompt.tokens, ask.sampling, stop=ask.stop)
         room(request, self.engine.context, "train.row_length")
         completion = await self.engine.generate(request)
         self.calls.append(Call(str(len(self.calls)) if id is None else id, prompt.tokens, completion))

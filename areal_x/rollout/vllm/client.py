@@ -123,10 +123,16 @@ class VLLMClient:
         return [Served(model["id"], int(model["max_model_len"])) for model in models if model.get("max_model_len")]
 
     async def generate(
-        self, tokens: Int32[np.ndarray, " prompt"], sampling: SamplingParams, model: str = MODEL, experts: bool = False
+        self,
+        tokens: Int32[np.ndarray, " prompt"],
+        sampling: SamplingParams,
+        model: str = MODEL,
+        experts: bool = False,
+        stop: Sequence[str] = (),
     ) -> Completion:
         """Tokens in, tokens out, from the model itself or an adapter by its name; versions are those of the model.
-        Cancelling the coroutine aborts the request on the server. experts: see `experts_from`."""
+        Cancelling the coroutine aborts the request on the server. experts: see `experts_from`. stop: texts, looked for in what
+        is generated without special tokens, that end it with the token that completes one."""
         body = {
             "model": model,
             "token_ids": [int(t) for t in tokens],
@@ -139,7 +145,8 @@ class VLLMClient:
                 # What ends a completion is said in `stop_token_ids` alone, as on every other engine.
                 "ignore_eos": True,
                 "logprobs": 0,
-                "detokenize": False,
+                "stop": list(stop),
+                "detokenize": bool(stop),
                 # No "seed": a seeded request that meets a cache-clearing pause kills the engine on CPU.
             },
         }

@@ -199,13 +199,15 @@ class VLLMEngine:
             while not parts or not slices.ended(parts, most):
                 length = slices.next_length(sum(len(part.tokens) for part in parts), most, self.config.slice_tokens)
                 sampling = replace(request.sampling, max_tokens=length)
-                parts.append(await self._draw(slices.context_of(request.tokens, parts), sampling, name))
+                parts.append(await self._draw(slices.context_of(request.tokens, parts), sampling, name, request.stop))
             said = slices.joined(parts)
             if adapter is None:
                 return said
             return replace(said, versions=np.full(len(said.tokens), adapter.version, np.int32))
 
-    async def _draw(self, tokens: Int32[np.ndarray, " P"], sampling: SamplingParams, model: str) -> Completion:
+    async def _draw(
+        self, tokens: Int32[np.ndarray, " P"], sampling: SamplingParams, model: str, stop: tuple[str, ...]
+    ) -> Completion:
         """From whichever server answers; as much as one was drawing when it was lost is drawn again by another."""
         request = next(self._requests)
         self.fleet.enter(request)
@@ -214,7 +216,7 @@ class VLLMEngine:
                 server = await self._place(request, tokens)
                 least = self.fleet.members[server].version
                 replica = self.supervisor.replicas[server]
-                call = replica.client.generate(tokens, sampling, model, self.experts)
+                call = replica.client.generate(tokens, sampling, model, self.experts, stop)
                 try:
                     said = await self.supervisor.unless_lost(call, partial(self._is_at, request, server))
                     if model == MODEL and least is not None and said.versions.min(initial=least) < least:

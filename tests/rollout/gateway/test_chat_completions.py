@@ -186,6 +186,7 @@ def test_a_stop_text_ends_the_answer_but_not_what_is_trained_on(talk):
         assert (choice.message.content, choice.finish_reason) == ("yes", "stop")
     assert [read(call.completion.tokens) for call in one.calls()] == [f"yes. no.{END}"] * 2
     assert one.chat(stop=".", max_tokens=6).choices[0].finish_reason == "stop"
+    assert [request.stop for request in one.engine.requests] == [(".",), (".", "!"), (".",)]
 
 
 def test_a_completion_that_was_cut_says_so(talk):
