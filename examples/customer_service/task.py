@@ -11,7 +11,6 @@ policy wants them, and none was changed that had not been looked up, else 0. In 
 
 from __future__ import annotations
 
-import copy
 import os
 from collections.abc import Callable
 from random import Random
@@ -23,7 +22,7 @@ from areal_x.errors import at_least, one_of
 from areal_x.rollout.tools import Toolbox, ToolError
 from areal_x.types import Message, Task
 
-TRAINING, HELD_OUT = 20_000, 200  # tasks
+TRAINING, HELD_OUT = 4000, 200  # tasks
 POLICY = """\
 You serve the customers of a shop. Its policy:
 - Find out who the customer is, by number, and which order it is about, before you do anything.
@@ -45,7 +44,7 @@ Orders = dict[str, dict[str, str]]  # by number: customer, status, address
 
 @gin.configurable(module="customer_service")
 def tasks(split: str = "train", orders: int = 4, seed: int = 0) -> list[Task]:
-    """20,000 conversations to be had, or of the split "test" 200 others, which are the same whatever the seed.
+    """4,000 conversations to be had, or of the split "test" 200 others, which are the same whatever the seed.
 
     Each has a database of its own, of so many orders. A task's metadata are the orders at first, and the customer's number,
     order, wish and new address; its answer is the orders as the policy wants them in the end.
@@ -70,7 +69,7 @@ def drawn_task(random: Random, id: str, orders: int) -> Task:
     if random.random() < 1 / 6:
         customer = next(other for other in customers if other != customer)
     about = {"customer": customer, "order": order, "wish": wish, "address": drawn_address(random)}
-    wanted = copy.deepcopy(database)
+    wanted = copied(database)
     if database[order]["customer"] == customer and database[order]["status"] == ALLOWED[wish]:
         wanted[order] |= changed(wish, about["address"])
     return Task(id, WISHES[wish], wanted, {"orders": database, **about})
@@ -85,11 +84,15 @@ def changed(wish: str, address: str) -> dict[str, str]:
     return {"cancel": {"status": "cancelled"}, "refund": {"status": "refunded"}, "move": {"address": address}}[wish]
 
 
+def copied(orders: Orders) -> Orders:
+    return {number: dict(order) for number, order in orders.items()}
+
+
 class Desk:
     """The tools of one conversation, and the orders that they change. unseen: whether one was changed that nobody looked at."""
 
     def __init__(self, orders: Orders) -> None:
-        self.orders = copy.deepcopy(orders)
+        self.orders = copied(orders)
         self.unseen = False
         self._seen: set[str] = set()
 
@@ -205,14 +208,15 @@ async def serve(
     customer: who is served. replies: most that the model gives, calls of tools counted. instructed: with the policy as a system
     message, for models that were not trained on the task.
     """
-    from openai import AsyncOpenAI, BadRequestError
+    from openai import AsyncOpenAI, BadRequestError, DefaultAsyncHttpxClient
 
     desk, caller = Desk(task.metadata["orders"]), customer(task)
     toolbox = Toolbox(desk.tools)
     messages: list[Any] = [{"role": "system", "content": POLICY}] if instructed else []
     messages.append({"role": "user", "content": await caller.say(None)})
     schemas: list[Any] = list(toolbox.schemas)
-    async with AsyncOpenAI(base_url=base_url, api_key=api_key) as client:
+    here = DefaultAsyncHttpxClient(verify=False)  # the run's own address has no TLS; to load certificates takes 20 ms
+    async with AsyncOpenAI(base_url=base_url, api_key=api_key, http_client=here) as client:
         for _ in range(replies):
             try:
                 answer = await client.chat.completions.create(model="policy", messages=messages, tools=schemas)

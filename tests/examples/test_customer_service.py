@@ -61,7 +61,7 @@ def test_a_task_wants_what_the_policy_allows_and_nothing_else() -> None:
 
 def test_tasks_are_fixed_by_the_seed_and_held_out_ones_whatever_it_is() -> None:
     train, test = tasks(), tasks("test")
-    assert (len(train), len(test)) == (20_000, 200)
+    assert (len(train), len(test)) == (4000, 200)
     assert tasks(seed=0) == train != tasks(seed=1)
     assert tasks("test", seed=1) == test
     for name, value in {"split": "all", "orders": 1}.items():
