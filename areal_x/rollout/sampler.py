@@ -40,6 +40,14 @@ class Decoded:
     finished: Bool[np.ndarray, " slots"]
 
 
+def equal(requests: Sequence[SlotRequest]) -> dict[bytes, list[SlotRequest]]:
+    """Those with the same tokens, as attempts at one task have: what is computed for one goes for all."""
+    found: dict[bytes, list[SlotRequest]] = {}
+    for request in requests:
+        found.setdefault(np.asarray(request.tokens, np.int32).tobytes(), []).append(request)
+    return found
+
+
 class Sampler(Protocol):
     slots: int
     context: int
@@ -49,7 +57,8 @@ class Sampler(Protocol):
         ...
 
     def fill(self, requests: Sequence[SlotRequest]) -> None:
-        """Computes the caches of these sequences in their slots, in chunks, so that prompts of any length share a program."""
+        """Computes the caches of these sequences in their slots, of equal ones once (`equal`), in chunks, so that prompts of
+        any length share a program."""
         ...
 
     def decode(self, steps: int, until_free: int) -> Decoded:
