@@ -1,4 +1,4 @@
-"""A training step with and without `train.share_prompts`: tokens computed, and time.
+"""A training step with and without `train.share_prompts`, and the embedded engine's prefill of prompts that are alike.
 
     python -m benchmarks.shared_prompts
     python -m benchmarks.shared_prompts --backends torch --sizes 256x64x8
@@ -9,7 +9,8 @@ little it costs nothing.
 How it is measured: one update of GRPO by the benchmarks' model in fp32 on 4 groups, of prompts and answers between half and one
 and a half times the named length, in rows of 1,024 tokens. Both packings are warmed up, then stepped in turns in one process;
 a ratio is that of the median seconds. Tokens are those in rows; JAX computes the rows whole, padding included, and torch the
-tokens.
+tokens. Then each backend's
+sampler is filled with 64 prompts as long as the first named, all different or as many of each as there are attempts, in turns.
 """
 
 from __future__ import annotations
@@ -28,11 +29,13 @@ import numpy as np
 
 from areal_x.algorithms.recipes import grpo
 from areal_x.data.batch import Models, make_batches
+from areal_x.rollout.engine import SamplingParams
+from areal_x.rollout.sampler import SlotRequest
 from areal_x.trainer import ModelConfig, Trainer, TrainerConfig, create_trainer
 from areal_x.types import Batch, Episode, Group, Scored, Task, Trajectory
 from benchmarks.model import VOCABULARY, write_model
 
-ROW, GROUPS = 1024, 4
+ROW, GROUPS, SLOTS = 1024, 4, 64
 SIZES = ("256x64x8", "320x32x16", "128x128x8", "64x256x8", "32x64x8", "16x64x8")  # prompt, answer, attempts
 ALGORITHM = grpo()
 
@@ -80,6 +83,26 @@ def measure(backend: str, size: str, directory: Path, rounds: int) -> dict[str, 
     }
 
 
+def measure_fill(backend: str, size: str, directory: Path, rounds: int) -> dict[str, Any]:
+    """Seconds of the prefill of SLOTS prompts: of one each, and of as many as there are attempts."""
+    prompt, _, attempts = map(int, size.split("x"))
+    trainer = create_trainer(backend, TrainerConfig(model=ModelConfig(str(directory))))
+    sampler, rng = trainer.sampler(SLOTS, prompt + 16), np.random.default_rng(0)
+    sampler.load(trainer.snapshot())
+    how = SamplingParams(max_tokens=8)
+    taken: list[list[float]] = [[], []]
+    for _ in range(rounds + 2):
+        for seconds, of_each in zip(taken, (1, attempts), strict=True):
+            prompts = [rng.integers(0, VOCABULARY, prompt).astype(np.int32) for _ in range(SLOTS // of_each)]
+            requests = [SlotRequest(slot, prompts[slot // of_each], 0, how, slot) for slot in range(SLOTS)]
+            begun = time.perf_counter()
+            sampler.fill(requests)
+            seconds.append(time.perf_counter() - begun)
+            sampler.free(range(SLOTS))
+    alone, alike = (statistics.median(seconds[2:]) for seconds in taken)
+    return {"backend": backend, "size": size, "seconds": [alone, alike], "ratio": alike / alone}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--backends", nargs="+", default=["jax", "torch"])
@@ -97,7 +120,14 @@ def main() -> None:
             (tokens, fewer), (rows, fewer_rows), (seconds, shorter) = found["tokens"], found["rows"], found["seconds"]
             cells = f"{tokens:,} | {fewer:,} | {rows} | {fewer_rows} | {seconds:.2f} | {shorter:.2f} | **{found['ratio']:.2f}**"
             print(f"| {backend} | {size.replace('x', ' × ')} | {cells} |", flush=True)
-    print(json.dumps({"benchmark": "shared_prompts", "results": results}))
+        print("\n| backend | prompt × attempts | prefill of different prompts, s | of alike ones, s | ratio |")
+        print("|---|---|---|---|---|")
+        fills = [measure_fill(backend, args.sizes[0], directory, args.rounds) for backend in args.backends]
+        for found in fills:
+            prompt, _, attempts = found["size"].split("x")
+            seconds, shorter = found["seconds"]
+            print(f"| {found['backend']} | {prompt} × {attempts} | {seconds:.3f} | {shorter:.3f} | **{found['ratio']:.2f}** |")
+    print(json.dumps({"benchmark": "shared_prompts", "results": results, "prefill": fills}))
 
 
 if __name__ == "__main__":

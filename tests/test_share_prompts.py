@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -19,8 +20,9 @@ from areal_x.errors import ConfigError
 from areal_x.monitor.trajectories import trained
 from areal_x.replay import Replay
 from areal_x.rollout.vllm.scorer import sequences
-from areal_x.trainer import ModelConfig, OptimizerConfig, Trainer, TrainerConfig, create_trainer
+from areal_x.trainer import MeshConfig, ModelConfig, OptimizerConfig, Trainer, TrainerConfig, create_trainer
 from areal_x.types import Batch, Episode, Group, Scored, Task, Trajectory
+from tests.conftest import QUICK, python_with
 from tests.experiments import TASKS, tiny_experiment
 
 ROW = 96
@@ -130,6 +132,21 @@ def test_micro_batches_of_one_row_give_the_same(way: tuple[str, str], model_dir_
         found.append((trained_values(batch, batch.proximal_logp), trainer.update(batch, grpo().loss)["grad_norm"]))
     np.testing.assert_allclose(found[0][0], found[1][0], atol=1e-5)
     assert found[0][1] == pytest.approx(found[1][1], rel=1e-4)
+
+
+def log_probabilities(directory: Path, shares: bool, context: int) -> list[float]:
+    """By JAX, of all trained tokens, on a mesh that splits rows in so many parts."""
+    trainer = trainer_of(directory, ("jax", "auto"), mesh=MeshConfig(context=context))
+    return trained_values(batch := batch_of(shares, Models(None)), trainer.logprobs(batch)).tolist()
+
+
+def test_a_mesh_that_splits_rows_gives_the_same(model_dir_of: Callable[[str], Path]) -> None:
+    pytest.importorskip("areal_x_jax")
+    directory = model_dir_of(MODEL)
+    program = "import sys, json, pathlib; from tests.test_share_prompts import log_probabilities as f; "
+    program += "print(json.dumps(f(pathlib.Path(sys.argv[1]), True, 2)))"
+    on_mesh = json.loads(python_with(4, "-c", program, str(directory), **QUICK).splitlines()[-1])
+    np.testing.assert_allclose(on_mesh, log_probabilities(directory, False, 1), atol=1e-5)
 
 
 def test_torch_shares_with_windows_which_count_positions(model_dir_of: Callable[[str], Path]) -> None:

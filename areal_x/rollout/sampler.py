@@ -42,6 +42,16 @@ class Decoded:
     finished: Bool[np.ndarray, " slots"]
 
 
+def equal(requests: Sequence[SlotRequest]) -> dict[Any, list[SlotRequest]]:
+    """Those with the same tokens and images, as attempts at one task have: what is computed for one goes for all."""
+    found: dict[Any, list[SlotRequest]] = {}
+    for request in requests:
+        # Which tokens are of images depends on which were generated.
+        shown = None if request.images is None else (id(request.images), request.generated)
+        found.setdefault((np.asarray(request.tokens, np.int32).tobytes(), shown), []).append(request)
+    return found
+
+
 class Sampler(Protocol):
     """sees: whether requests may have images."""
 
@@ -54,7 +64,8 @@ class Sampler(Protocol):
         ...
 
     def fill(self, requests: Sequence[SlotRequest]) -> None:
-        """Computes the caches of these sequences in their slots, in chunks, so that prompts of any length share a program."""
+        """Computes the caches of these sequences in their slots, of equal ones once (`equal`), in chunks, so that prompts of
+        any length share a program."""
         ...
 
     def decode(self, steps: int, until_free: int) -> Decoded:

@@ -56,6 +56,18 @@ def run(engine_and_run) -> Callable[[Any], Any]:
     return engine_and_run[1]
 
 
+def test_attempts_at_one_prompt_say_together_what_each_says_alone(trainer: Trainer) -> None:
+    sampler = trainer.sampler(SLOTS, CONTEXT)
+    sampler.load(trainer.snapshot())
+    # In any order, of two prompts, one of a single token, beside others; the last after its neighbours.
+    prompts = (33, 20, 33, 1, 33, 20, 50, 1, 33, 33)
+    requests = [slot_request(slot, prompt, 9 + slot % 3, seed=slot) for slot, prompt in enumerate(prompts)]
+    alone = {slot: said for request in requests for slot, said in to_the_end(sampler, [request]).items()}
+    for slot, (tokens, logprobs) in to_the_end(sampler, requests).items():
+        assert tokens == alone[slot][0]
+        np.testing.assert_allclose(logprobs, alone[slot][1], atol=1e-4)
+
+
 def test_logprobs_are_those_of_a_full_forward(engine, run, tiny_model_dir) -> None:
     run(conformance.check_logprobs_are_those_of_a_full_forward(engine, tiny_model_dir))
 

@@ -46,6 +46,19 @@ def test_the_chunks_of_a_prefill_do_not_matter(sampler: Sampler, monkeypatch, ch
         np.testing.assert_allclose(logprobs, expected[slot][1], atol=1e-5)
 
 
+def test_a_prompt_that_several_have_is_read_once_in_a_lane(sampler: Sampler, monkeypatch) -> None:
+    read: list[int] = []
+
+    def prefill(lane: sampling.Lane, tokens: Any) -> None:
+        read.extend(len(sequence) for sequence in tokens)
+        original(lane, tokens)
+
+    original = sampling.Lane._prefill
+    monkeypatch.setattr(sampling.Lane, "_prefill", prefill)
+    sampler.lanes[0].fill([slot_request(slot, prompt, 4) for slot, prompt in enumerate((33, 20, 33, 33, 20))])
+    assert sorted(read) == [19, 32]
+
+
 @pytest.mark.parametrize(
     "kind, changes",
     [

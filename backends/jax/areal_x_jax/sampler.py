@@ -1,7 +1,8 @@
-"""One lane of the JAX backend's sampler: slots over a ring of cached columns, in four compiled programs whatever the lengths.
+"""One lane of the JAX backend's sampler: slots over a ring of cached columns, in five compiled programs whatever the lengths.
 
     load     a trainer's snapshot for all lanes, its layers taken apart (a slice of a stack would be copied at every step)
     prefill  a chunk of packed tokens of any number of prompts: writes their keys and values, computes nothing else
+    copy     what prefill wrote for one slot into others that have the same tokens
     decode   a loop on the device that writes, attends and draws, until it is worth looking again
     compact  the same on the few slots that live, when at most 3/8 of them do
 
@@ -20,7 +21,7 @@ from jax.sharding import Mesh, NamedSharding
 from jaxtyping import Array, Bool, Float, Int
 
 from areal_x.errors import UserError
-from areal_x.rollout.sampler import Decoded, SlotRequest
+from areal_x.rollout.sampler import Decoded, SlotRequest, equal
 from areal_x_jax import ring as rings
 from areal_x_jax.chunks import Chunk, packed
 from areal_x_jax.dense import softcapped
@@ -80,6 +81,15 @@ def prefill(shape: Shape, params: Params, ring: Ring, chunk: Chunk) -> Ring:
         attended = rings.attend_chunk(scaled(shape, query), (key, value), before, cached, *place, *near)
         x, _ = finish_layer(shape, layer, x, attended.reshape(*x.shape[:-1], -1))
     return rings.write_pieces(ring, fresh, chunk.slot, chunk.start, chunk.first, chunk.length, chunk.count)
+
+
+def copy(ring: Ring, sources: Int[Array, " slots"], targets: Int[Array, " slots"], count: Int[Array, ""]) -> Ring:
+    """The first `count` sources, one after the other, into the targets."""
+
+    def one(i: Array, ring: Ring) -> Ring:
+        return jax.tree.map(lambda x: jax.lax.dynamic_update_index_in_dim(x, x[sources[i]], targets[i], 0), ring)
+
+    return jax.lax.fori_loop(0, count, one, ring)
 
 
 def decode(
@@ -190,12 +200,13 @@ class Lane:
             stops=np.full((slots, STOP_IDS), -1, np.int32),
         )
         self._prefill = jax.jit(prefill, static_argnums=0, donate_argnums=2, out_shardings=pinned)
+        self._copy = jax.jit(copy, donate_argnums=0, out_shardings=pinned)
         self._decode = jax.jit(decode, static_argnums=0, donate_argnums=2, out_shardings=(pinned, None, None, None))
 
     @property
     def programs(self) -> int:
         """How many programs have been compiled."""
-        return sum(f._cache_size() for f in (self._prefill, self._decode))
+        return sum(f._cache_size() for f in (self._prefill, self._copy, self._decode))
 
     def load(self, params: Params) -> None:
         """params: on the device, taken apart."""
@@ -213,9 +224,14 @@ class Lane:
         for request in requests:
             self._place(request)
         capacity = rings.capacity(self._ring)
-        prompts = [(r.slot, (self._column - len(r.tokens) + 1) % capacity, r.tokens[:-1]) for r in requests]
+        alike = [same for same in equal(requests).values() if len(same[0].tokens) > 1]  # of one token nothing is cached yet
+        prompts = [(r.slot, (self._column - len(r.tokens) + 1) % capacity, r.tokens[:-1]) for r, *_ in alike]
         for chunk in packed(prompts, self._chunk, capacity):
             self._ring = self._call("prefill", self._prefill, self.shape, self._params, self._ring, chunk)
+        copies = np.array([(first.slot, other.slot) for first, *others in alike for other in others], np.int32).reshape(-1, 2)
+        if len(copies):  # equal tokens lie in equal columns
+            padded = np.pad(copies, ((0, self.slots - len(copies)), (0, 0)))
+            self._ring = self._call("copy", self._copy, self._ring, *padded.T, np.int32(len(copies)))
         jax.block_until_ready(self._ring)  # so that who measures a swap sees all of it
 
     def _place(self, request: SlotRequest) -> None:

@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 
 from areal_x import cores
 from areal_x.rollout.lanes import Lanes, lanes_on_cpu
-from areal_x.rollout.sampler import Decoded, SlotRequest
+from areal_x.rollout.sampler import Decoded, SlotRequest, equal
 from areal_x_torch import looking, lora
 from areal_x_torch.cache import ATTENTION, Cache, Prefill, layers_of
 from areal_x_torch.draw import Drawing, draw, uniform
@@ -150,9 +150,17 @@ class Lane:
             if len(request.tokens) >= self.context + (request.generated > 0):
                 raise ValueError(f"a sequence of {len(request.tokens)} tokens leaves no room in a context of {self.context}")
         self.free([r.slot for r in requests])
-        for group in by_length(np.array([len(r.tokens) for r in requests], np.int64), PREFILL):
-            filled = [requests[i] for i in group]
-            self._rows = self._rows.join(Rows.of(filled, self.context, self._prefill(filled)))
+        alike = list(equal(requests).values())
+        for group in by_length(np.array([len(same[0].tokens) for same in alike], np.int64), PREFILL):
+            first = len(self._rows)
+            filled = [alike[i][0] for i in group]
+            shifts = self._prefill(filled)
+            for source, i in enumerate(group):
+                for request in alike[i][1:]:
+                    self._cache.move(first + source, first + len(filled), len(request.tokens) - 1)
+                    filled.append(request)
+                    shifts.append(shifts[source])
+            self._rows = self._rows.join(Rows.of(filled, self.context, shifts))
 
     @torch.inference_mode()
     def decode(self, steps: int, until_free: int) -> Decoded:
