@@ -123,11 +123,17 @@ class VLLMClient:
         return [Served(model["id"], int(model["max_model_len"])) for model in models if model.get("max_model_len")]
 
     async def generate(
-        self, tokens: Int32[np.ndarray, " prompt"], sampling: SamplingParams, model: str = MODEL, experts: bool = False
+        self,
+        tokens: Int32[np.ndarray, " prompt"],
+        sampling: SamplingParams,
+        model: str = MODEL,
+        experts: bool = False,
+        features: Mapping[str, Any] | None = None,
     ) -> Completion:
         """Tokens in, tokens out, from the model itself or an adapter by its name; versions are those of the model.
-        Cancelling the coroutine aborts the request on the server. experts: see `experts_from`."""
-        body = {
+        Cancelling the coroutine aborts the request on the server. experts: see `experts_from`. features: of images, see
+        areal_x.rollout.vllm.features."""
+        body: dict[str, Any] = {
             "model": model,
             "token_ids": [int(t) for t in tokens],
             "sampling_params": {
@@ -143,6 +149,8 @@ class VLLMClient:
                 # No "seed": a seeded request that meets a cache-clearing pause kills the engine on CPU.
             },
         }
+        if features is not None:
+            body["features"] = features
         answer = await self._call("POST", "/inference/v1/generate", body, retry=True, seconds=None)
         completion = completion_from(answer)
         if not experts:
