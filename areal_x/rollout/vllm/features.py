@@ -48,8 +48,14 @@ def features_of(
 
 
 def _packed(patches: np.ndarray, grid: np.ndarray) -> str:
-    """The arrays of one image: its patches are neighbours of the next one's, and its grid is a row of the grids of all."""
-    import msgpack
+    """The arrays of one image: its patches are neighbours of the next one's, its grid is a row of the grids of all.
+
+    Raises: UserError without msgpack.
+    """
+    try:
+        import msgpack
+    except ImportError as error:
+        raise UserError("images go to vLLM servers in msgpack, which is not installed: pip install msgpack") from error
 
     def array(x: np.ndarray) -> list[Any]:
         return [x.dtype.name, list(x.shape), msgpack.ExtType(RAW, x.tobytes())]
