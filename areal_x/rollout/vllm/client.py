@@ -129,11 +129,13 @@ class VLLMClient:
         model: str = MODEL,
         experts: bool = False,
         stop: Sequence[str] = (),
+        features: Mapping[str, Any] | None = None,
     ) -> Completion:
         """Tokens in, tokens out, from the model itself or an adapter by its name; versions are those of the model.
         Cancelling the coroutine aborts the request on the server. experts: see `experts_from`. stop: texts, looked for in what
-        is generated without special tokens, that end it with the token that completes one."""
-        body = {
+        is generated without special tokens, that end it with the token that completes one. features: of images, see
+        areal_x.rollout.vllm.features."""
+        body: dict[str, Any] = {
             "model": model,
             "token_ids": [int(t) for t in tokens],
             "sampling_params": {
@@ -150,6 +152,8 @@ class VLLMClient:
                 # No "seed": a seeded request that meets a cache-clearing pause kills the engine on CPU.
             },
         }
+        if features is not None:
+            body["features"] = features
         answer = await self._call("POST", "/inference/v1/generate", body, retry=True, seconds=None)
         completion = completion_from(answer)
         if not experts:

@@ -37,6 +37,7 @@ from areal_x.rollout.vllm.agreement import known_prompt, said_by
 from areal_x.rollout.vllm.client import MODEL, ServerFailed, ServerLost, ServerRestarted, VLLMClient
 from areal_x.rollout.vllm.config import VLLMConfig
 from areal_x.rollout.vllm.direct import TRANSPORTS, Direct, Unstaged, check_machine
+from areal_x.rollout.vllm.features import features_of
 from areal_x.rollout.vllm.replica import Replica, given, launches_of
 from areal_x.rollout.vllm.routing import Prefixes
 from areal_x.rollout.vllm.supervisor import Supervisor
@@ -193,20 +194,37 @@ class VLLMEngine:
 
     async def generate(self, request: Request) -> Completion:
         most = room(request, self.context, "train.row_length (and vllm.context, where it is set)")
+        features = self._features(request)
         with self._versions.request() as adapter:
             name = MODEL if adapter is None else adapters.name_of(adapter.version)
             parts: list[Completion] = []
             while not parts or not slices.ended(parts, most):
                 length = slices.next_length(sum(len(part.tokens) for part in parts), most, self.config.slice_tokens)
                 sampling = replace(request.sampling, max_tokens=length)
-                parts.append(await self._draw(slices.context_of(request.tokens, parts), sampling, name, request.stop))
+                context = slices.context_of(request.tokens, parts)
+                parts.append(await self._draw(context, sampling, name, request.stop, features))
             said = slices.joined(parts)
             if adapter is None:
                 return said
             return replace(said, versions=np.full(len(said.tokens), adapter.version, np.int32))
 
+    def _features(self, request: Request) -> dict[str, Any] | None:
+        """Of the images of a prompt, if it has any. Raises: UserError for a model that reads text alone."""
+        if request.images is None:
+            return None
+        config = read_config(self.model)
+        if "image_token_id" not in config:
+            raise UserError(f"the prompt has images and {self.model} reads text alone: train a model that sees")
+        merge = config["vision_config"]["spatial_merge_size"]
+        return features_of(request.tokens, request.images, config["image_token_id"], merge)
+
     async def _draw(
-        self, tokens: Int32[np.ndarray, " P"], sampling: SamplingParams, model: str, stop: tuple[str, ...]
+        self,
+        tokens: Int32[np.ndarray, " P"],
+        sampling: SamplingParams,
+        model: str,
+        stop: tuple[str, ...],
+        features: dict[str, Any] | None,
     ) -> Completion:
         """From whichever server answers; as much as one was drawing when it was lost is drawn again by another."""
         request = next(self._requests)
@@ -216,7 +234,7 @@ class VLLMEngine:
                 server = await self._place(request, tokens)
                 least = self.fleet.members[server].version
                 replica = self.supervisor.replicas[server]
-                call = replica.client.generate(tokens, sampling, model, self.experts, stop)
+                call = replica.client.generate(tokens, sampling, model, self.experts, stop, features)
                 try:
                     said = await self.supervisor.unless_lost(call, partial(self._is_at, request, server))
                     if model == MODEL and least is not None and said.versions.min(initial=least) < least:

@@ -20,8 +20,10 @@ from urllib.parse import urlsplit
 
 from areal_x import cores
 from areal_x.errors import ConfigError, UserError
+from areal_x.model_dir import read_config
 from areal_x.rollout.vllm import adapters, guard
 from areal_x.rollout.vllm.client import MODEL, RECORD_EXPERTS, VLLMClient
+from areal_x.rollout.vllm.features import NORMALISED
 from areal_x.rollout.vllm.plugin import BACKEND
 
 LOOPBACK = "127.0.0.1"
@@ -174,8 +176,15 @@ def command(launch: Launch, port: int, cpu: bool) -> list[str]:
         flags.append("--enforce-eager")  # compiling was seen to double the start (16 s to 37 s) for a quarter more tokens/s
     if launch.experts:
         flags.append(RECORD_EXPERTS)
+    if sees(launch.model):
+        flags.append(NORMALISED)
     pairs = [word for pair in arguments.items() for word in pair]
     return [sys.executable, "-P", "-m", "vllm.entrypoints.openai.api_server", *pairs, *flags, *launch.arguments]
+
+
+def sees(model: Path) -> bool:
+    """Whether the model of a directory has a tower for images."""
+    return (model / "config.json").is_file() and "vision_config" in read_config(model)
 
 
 def environment(launch: Launch, key: str, cpu: bool) -> dict[str, str]:
