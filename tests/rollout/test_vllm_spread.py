@@ -42,7 +42,9 @@ class Told:
         if self.dead:
             raise ServerLost(f"no vLLM server answers at {self.url}")
 
-    async def generate(self, tokens: np.ndarray, sampling: SamplingParams, model: str, experts: bool) -> Completion:
+    async def generate(
+        self, tokens: np.ndarray, sampling: SamplingParams, model: str, experts: bool, features: object
+    ) -> Completion:
         self._alive()
         if self.error is not None:
             raise self.error
