@@ -43,7 +43,13 @@ class Told:
             raise ServerLost(f"no vLLM server answers at {self.url}")
 
     async def generate(
-        self, tokens: np.ndarray, sampling: SamplingParams, model: str, experts: bool, stop: tuple[str, ...]
+        self,
+        tokens: np.ndarray,
+        sampling: SamplingParams,
+        model: str,
+        experts: bool,
+        stop: tuple[str, ...],
+        features: object,
     ) -> Completion:
         self._alive()
         if self.error is not None:
