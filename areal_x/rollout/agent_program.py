@@ -6,14 +6,13 @@ import asyncio
 import json
 import os
 import signal
-import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from areal_x import guard
 from areal_x.types import Task
 
-MODULE = "areal_x.rollout.agent_program"
+MODULE = "areal_x.rollout.agent_guard"
 LAST_WORDS = 400  # characters of what it wrote to standard error, in the error of an episode that failed
 
 
@@ -33,7 +32,7 @@ async def run_program(
     lifeline_end, lifeline = os.pipe()
     try:
         process = await asyncio.create_subprocess_exec(
-            *guard.command(MODULE, lifeline_end, words, processes),
+            *guard.command(MODULE, lifeline_end, words, processes, flags=("-I", "-S")),
             stdin=asyncio.subprocess.DEVNULL,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.PIPE,
@@ -78,16 +77,3 @@ def told(task: Task) -> str:
 def text_of(task: Task) -> str:
     """The prompt as one text: of messages the last one's."""
     return task.prompt if isinstance(task.prompt, str) else str(task.prompt[-1]["content"])
-
-
-def main(lifeline_fd: int, words: list[str], processes: int) -> None:
-    """In the process that is started: becomes the guard of the program."""
-
-    def work() -> None:
-        try:
-            os.execvp(words[0], words)
-        except OSError as error:
-            print(f"{words[0]}: {error.strerror}", file=sys.stderr)
-            os._exit(127)
-
-    guard.keep(work, lifeline_fd, owners_fds=(1, 2), processes=processes, ends_with_worker=True)
