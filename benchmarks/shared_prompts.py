@@ -1,6 +1,7 @@
-"""A training step with and without `train.share_prompts`, and the embedded engine's prefill of prompts that are alike.
+"""A training step with and without `train.share_prompts`, and what the engines compute of prompts that are alike.
 
     python -m benchmarks.shared_prompts
+    python -m benchmarks.shared_prompts --server
     python -m benchmarks.shared_prompts --backends torch --sizes 256x64x8
 
 Claim: where a prompt is four times as long as its eight answers, a step takes at most half the time; where sharing saves
@@ -9,13 +10,17 @@ little it costs nothing.
 How it is measured: one update of GRPO by the benchmarks' model in fp32 on 4 groups, of prompts and answers between half and one
 and a half times the named length, in rows of 1,024 tokens. Both packings are warmed up, then stepped in turns in one process;
 a ratio is that of the median seconds. Tokens are those in rows; JAX computes the rows whole, padding included, and torch the
-tokens. Then each backend's
-sampler is filled with 64 prompts as long as the first named, all different or as many of each as there are attempts, in turns.
+tokens. Then each backend's sampler is filled with 64 prompts as long as the first named, all different or as many of each as
+there are attempts, in turns.
+
+--server: alone, a vLLM server is asked for 64 completions, 8 of each prompt at once; then each is gone on with, as a second
+turn does. Shown is how many of the prompts' tokens its prefix cache had, by its own count.
 """
 
 from __future__ import annotations
 
 import argparse
+import asyncio
 import json
 import statistics
 import time
@@ -29,8 +34,10 @@ import numpy as np
 
 from areal_x.algorithms.recipes import grpo
 from areal_x.data.batch import Models, make_batches
-from areal_x.rollout.engine import SamplingParams
+from areal_x.rollout.engine import Request, SamplingParams
 from areal_x.rollout.sampler import SlotRequest
+from areal_x.rollout.vllm.config import VLLMConfig
+from areal_x.rollout.vllm.engine import VLLMEngine
 from areal_x.trainer import ModelConfig, Trainer, TrainerConfig, create_trainer
 from areal_x.types import Batch, Episode, Group, Scored, Task, Trajectory
 from benchmarks.model import VOCABULARY, write_model
@@ -103,12 +110,58 @@ def measure_fill(backend: str, size: str, directory: Path, rounds: int) -> dict[
     return {"backend": backend, "size": size, "seconds": [alone, alike], "ratio": alike / alone}
 
 
+async def measure_server(directory: Path, prompt: int, answer: int, attempts: int, context: int) -> dict[str, tuple[int, int]]:
+    """Of the first and of the second turn how many tokens the prompts had, and how many of them the server did not compute."""
+    rng, how = np.random.default_rng(0), SamplingParams(max_tokens=answer)
+    engine = VLLMEngine(
+        VLLMConfig(context=context, concurrency=SLOTS, adaptive=True), directory, directory / "logs", report=lambda line: None
+    )
+    await engine.start()
+    (replica,) = engine.supervisor.replicas.values()
+    found, before = {}, np.zeros(2, int)
+    try:
+        drawn = [rng.integers(0, VOCABULARY, prompt).astype(np.int32) for _ in range(SLOTS // attempts)]
+        prompts = [one for one in drawn for _ in range(attempts)]
+        for turn in ("first turn", "second turn"):
+            said = await asyncio.gather(*(engine.generate(Request(tokens, how)) for tokens in prompts))
+            text = await replica.client.metrics()
+            now = np.array([counted(text, f"vllm:prefix_cache_{what}_total") for what in ("queries", "hits")])
+            found[turn], before = tuple((now - before).tolist()), now
+            more = rng.integers(0, VOCABULARY, answer).astype(np.int32)  # what a tool said
+            prompts = [np.concatenate([p, one.tokens, more]) for p, one in zip(prompts, said, strict=True)]
+    finally:
+        await engine.close()
+    return found
+
+
+def counted(text: str, name: str) -> int:
+    """The sum of a counter in Prometheus' text."""
+    return int(sum(float(line.rsplit(" ", 1)[1]) for line in text.splitlines() if line.startswith(f"{name}{{")))
+
+
+def show_server(size: str) -> None:
+    prompt, answer, attempts = map(int, size.split("x"))
+    context = 2 * prompt + 3 * answer
+    with TemporaryDirectory() as folder:
+        directory = write_model(Path(folder))
+        config = json.loads((directory / "config.json").read_text())
+        (directory / "config.json").write_text(json.dumps({**config, "max_position_embeddings": context}))
+        found = asyncio.run(measure_server(directory, prompt, answer, attempts, context))
+    print("| vLLM | tokens of prompts | of these from its cache |\n|---|---|---|")
+    for turn, (asked, held) in found.items():
+        print(f"| {turn} | {asked:,} | {held:,} ({held / asked:.0%}) |")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--backends", nargs="+", default=["jax", "torch"])
     parser.add_argument("--sizes", nargs="+", default=SIZES, help="prompt x answer x attempts")
     parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--server", action="store_true", help="measure a vLLM server alone")
     args = parser.parse_args()
+    if args.server:
+        show_server(args.sizes[0])
+        return
     print("| backend | prompt × answer × attempts | tokens | shared | rows | shared | step, s | shared | ratio |")
     print("|---|---|---|---|---|---|---|---|---|", flush=True)
     results = []
