@@ -49,9 +49,9 @@ def test_the_chunks_of_a_prefill_do_not_matter(sampler: Sampler, monkeypatch, ch
 def test_a_prompt_that_several_have_is_read_once_in_a_lane(sampler: Sampler, monkeypatch) -> None:
     read: list[int] = []
 
-    def prefill(lane: sampling.Lane, tokens: Any) -> None:
-        read.extend(len(sequence) for sequence in tokens)
-        original(lane, tokens)
+    def prefill(lane: sampling.Lane, requests: Any) -> list[int]:
+        read.extend(len(request.tokens) - 1 for request in requests)
+        return original(lane, requests)
 
     original = sampling.Lane._prefill
     monkeypatch.setattr(sampling.Lane, "_prefill", prefill)
