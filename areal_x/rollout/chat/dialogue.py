@@ -26,7 +26,8 @@ class Ask:
     messages: the whole conversation, content a text or a list of parts. tools: {"type": "function", "function": {…}} each.
     sampling: complete, stop tokens included. stop: texts that end the reply; they and what was generated behind them are left
     out of the reply, not of the call. template: more variables of the chat template, as {"enable_thinking": False}.
-    continue_final: the last message is an assistant's beginning, to be continued.
+    continue_final: the last message is an assistant's beginning, to be continued. format: the JSON schema that the messages ask
+    the reply to fit; nothing holds it to that.
     """
 
     messages: tuple[Message, ...]
@@ -35,6 +36,7 @@ class Ask:
     stop: tuple[str, ...] = ()
     template: Mapping[str, Any] = field(default_factory=dict)
     continue_final: bool = False
+    format: Mapping[str, Any] | None = None
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ from areal_x.rollout.chat.dialogue import Answer, Ask
 from areal_x.rollout.chat.reading import Reply
 from areal_x.rollout.engine import SamplingParams
 from areal_x.rollout.gateway.errors import ApiError
+from areal_x.rollout.gateway.formats import fits
 
 Text = Callable[[Int32[np.ndarray, " N"]], str]  # of tokens
 
@@ -148,13 +149,16 @@ def named(choice: str | None, tools: Sequence[Mapping[str, Any]]) -> None:
         raise ApiError(400, f"tool_choice names {choice!r}, the tools are {names}", "invalid_value", "tool_choice")
 
 
-def disobeyed(template: Mapping[str, Any], reply: Reply) -> tuple[str, ...]:
-    """The names of what the chat template was told of tool calls and the reply is not, as nothing holds a model to it."""
-    choice, called = template.get("tool_choice"), [call.name for call in reply.tool_calls]
+def disobeyed(ask: Ask, reply: Reply) -> tuple[str, ...]:
+    """The names of what was asked of tool calls and the format and the reply is not, as nothing holds a model to it."""
+    template, called = ask.template, [call.name for call in reply.tool_calls]
+    choice = template.get("tool_choice")
     wanted = choice["function"]["name"] if isinstance(choice, Mapping) else None
     found = ["tool_choice"] if (choice == "required" and not called) or (wanted and set(called) != {wanted}) else []
     if template.get("parallel_tool_calls") is False and len(called) > 1:
         found.append("parallel_tool_calls")
+    if ask.format is not None and not called and not fits(ask.format, reply.content or ""):
+        found.append("format")
     return tuple(found)
 
 

@@ -30,6 +30,7 @@ from areal_x.rollout.gateway.asking import (
     template_of,
 )
 from areal_x.rollout.gateway.errors import ApiError, unsupported
+from areal_x.rollout.gateway.formats import asked_for, schema_of
 from areal_x.rollout.gateway.streams import event
 
 MOST_STOPS = 16
@@ -101,8 +102,13 @@ class NamedTool(Body):
     function: NamedFunction
 
 
+class NamedSchema(Lenient):
+    schema_: dict[str, Any] | None = Field(default=None, alias="schema")
+
+
 class ResponseFormat(Lenient):
     type: str
+    json_schema: NamedSchema | None = None
 
 
 class StreamOptions(Lenient):
@@ -155,8 +161,6 @@ class ChatCompletions:
 
     def __init__(self, body: bytes, id: str, created: int, text: Text) -> None:
         asked = ChatRequest.model_validate_json(body)
-        if asked.response_format is not None and asked.response_format.type != "text":
-            raise unsupported("response_format", "engines draw from the model alone, and cannot hold it to a format")
         self.id, self.created, self.text, self.asked = id, created, text, asked
         self.count, self.stream = asked.n or 1, bool(asked.stream)
         self.wanted = Wanted(asked.max_completion_tokens or asked.max_tokens, asked.temperature, asked.top_p, asked.top_k)
@@ -211,12 +215,15 @@ def ask_of(asked: ChatRequest) -> Ask:
         )
     if asked.add_generation_prompt is False and not going_on:
         raise unsupported("add_generation_prompt = false", "a completion is an assistant's message, or the rest of one")
+    wanted = asked.response_format or ResponseFormat(type="text")
+    schema = schema_of(wanted.type, wanted.json_schema and wanted.json_schema.schema_, "response_format")
     return Ask(
-        messages=tuple(message_of(message) for message in asked.messages),
+        messages=asked_for([message_of(message) for message in asked.messages], schema),
         tools=() if choice == "none" else tuple(tools),
         stop=tuple(stop),
         template=template_of(told, asked.parallel_tool_calls, asked.reasoning_effort, asked.chat_template_kwargs),
         continue_final=going_on,
+        format=schema,
     )
 
 

@@ -178,11 +178,12 @@ class Session:
         return answer
 
     def _count_disobedience(self, ask: Ask, answer: Answer) -> None:
-        missed = disobeyed(ask.template, answer.reply)
+        missed = disobeyed(ask, answer.reply)
         self.overruled.update(missed)
         for name in set(missed) - self._told:
             self._told.add(name)
-            LOG.warning("an agent asked for %s = %s, which the model did not follow (said once)", name, ask.template[name])
+            wanted = ask.format if name == "format" else ask.template[name]
+            LOG.warning("an agent asked for %s = %s, which the model did not follow (said once)", name, wanted)
 
     def _do(self, change: Callable[..., T], *arguments: Any) -> T:
         try:

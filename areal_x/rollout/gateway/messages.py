@@ -28,7 +28,8 @@ from areal_x.rollout.gateway.asking import (
     pieces,
     template_of,
 )
-from areal_x.rollout.gateway.errors import ApiError, unsupported
+from areal_x.rollout.gateway.errors import ApiError
+from areal_x.rollout.gateway.formats import asked_for, schema_of
 from areal_x.rollout.gateway.streams import event
 from areal_x.types import Message
 
@@ -94,9 +95,14 @@ class Thinking(Lenient):
     type: Literal["enabled", "disabled", "adaptive"]
 
 
+class Format(Lenient):
+    type: str
+    schema_: dict[str, Any] | None = Field(default=None, alias="schema")
+
+
 class OutputConfig(Lenient):
     effort: str | None = None
-    format: dict[str, Any] | None = None
+    format: Format | None = None
 
 
 class Conversation(Body):
@@ -176,8 +182,8 @@ def counted(body: bytes) -> Ask:
 
 def ask_of(asked: Conversation, stop: tuple[str, ...] = ()) -> Ask:
     choice, output = asked.tool_choice or ToolChoice(type="auto"), asked.output_config
-    if output is not None and output.format is not None:
-        raise unsupported("output_config.format", "engines draw from the model alone, and cannot hold it to a format")
+    wanted = (output and output.format) or Format(type="text")
+    schema = schema_of(wanted.type, wanted.schema_, "output_config.format")
     tools = [
         function(t.name, t.description, t.input_schema, f"tools.{i}.input_schema") for i, t in enumerate(asked.tools or [])
     ]
@@ -197,11 +203,12 @@ def ask_of(asked: Conversation, stop: tuple[str, ...] = ()) -> Ask:
     if going_on and "tool_calls" in messages[-1]:
         raise ApiError(400, "the last message uses tools: give their results", "invalid_value", "messages")
     return Ask(
-        messages=(*system, *messages),
+        messages=asked_for((*system, *messages), schema),
         tools=() if choice.type == "none" else tuple(tools),
         stop=stop,
         template=template,
         continue_final=going_on,
+        format=schema,
     )
 
 

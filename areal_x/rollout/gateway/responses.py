@@ -27,6 +27,7 @@ from areal_x.rollout.gateway.asking import (
     template_of,
 )
 from areal_x.rollout.gateway.errors import SUPPORTED, ApiError, unsupported
+from areal_x.rollout.gateway.formats import asked_for, schema_of
 from areal_x.rollout.gateway.items import Item, MessageItem, item_events, messages_of
 from areal_x.rollout.gateway.streams import event
 from areal_x.types import Message
@@ -49,6 +50,9 @@ class NamedTool(Body):
 
 class Format(Lenient):
     type: str
+    name: str | None = None
+    strict: bool | None = None
+    schema_: dict[str, Any] | None = Field(default=None, alias="schema")
 
 
 class TextSettings(Lenient):
@@ -103,8 +107,6 @@ class Responses:
 
     def __init__(self, body: bytes, id: str, created: int, text: Text, earlier: Mapping[str, Sequence[Message]]) -> None:
         asked = ResponseRequest.model_validate_json(body)
-        if asked.text is not None and asked.text.format is not None and asked.text.format.type != "text":
-            raise unsupported("text.format", "engines draw from the model alone, and cannot hold it to a format")
         if unknown := set(asked.include or ()) - {LOGPROBS, "reasoning.encrypted_content"}:
             raise unsupported(f"include: {min(unknown)}", SUPPORTED)
         before = asked.previous_response_id
@@ -115,6 +117,7 @@ class Responses:
         self.id, self.created, self.text, self.asked = id, created, text, asked
         self.stream, self.stores = bool(asked.stream), asked.store is not False
         self.wanted = Wanted(asked.max_output_tokens, asked.temperature, asked.top_p, asked.top_k)
+        self.format = (asked.text and asked.text.format) or Format(type="text")
         items = [MessageItem(role="user", content=asked.input)] if isinstance(asked.input, str) else asked.input
         self.messages = (*(earlier[before] if before is not None else ()), *messages_of(items))
         self.ask = self._ask()
@@ -168,10 +171,12 @@ class Responses:
         system: tuple[Message, ...] = ()
         if asked.instructions is not None:
             system = ({"role": "system", "content": asked.instructions},)
+        schema = schema_of(self.format.type, self.format.schema_, "text.format")
         return Ask(
-            messages=(*system, *self.messages),
+            messages=asked_for((*system, *self.messages), schema),
             tools=() if choice == "none" else tuple(tools),
             template=template_of(told, asked.parallel_tool_calls, effort, asked.chat_template_kwargs),
+            format=schema,
         )
 
     def _begun(self) -> dict[str, Any]:
@@ -192,7 +197,7 @@ class Responses:
             "parallel_tool_calls": asked.parallel_tool_calls is not False,
             "previous_response_id": asked.previous_response_id,
             "temperature": asked.temperature,
-            "text": {"format": {"type": "text"}},
+            "text": {"format": self.format.model_dump(by_alias=True, exclude_none=True)},
             "tool_choice": asked.tool_choice.model_dump()
             if isinstance(asked.tool_choice, NamedTool)
             else asked.tool_choice or "auto",

@@ -235,7 +235,7 @@ REFUSED = [
     ({"tools": [ADD], "tool_choice": {"type": "tool", "name": "sub"}}, "tool_choice"),
     ({"tools": [ADD], "tool_choice": {"type": "tool"}}, "tool_choice"),
     ({"max_tokens": 0}, "max_tokens"),
-    ({"output_config": {"format": {"type": "json_schema", "schema": {}}}}, "output_config.format"),
+    ({"output_config": {"format": {"type": "json_schema"}}}, "output_config.format"),
     ({"container": "c"}, "container"),
 ]
 
