@@ -261,9 +261,11 @@ class Toolbox:
 def checker(parameters: Mapping[str, Any]) -> Callable[[Any], str | None]:
     """Says what of arguments does not fit the parameters' JSON schema; None where all does.
 
-    Raises UserError for what is no JSON schema.
+    Raises UserError for what is no JSON schema. Nothing that it refers to is fetched.
     """
     import jsonschema
+    from referencing import Registry
+    from referencing.exceptions import Unresolvable
 
     kind = jsonschema.validators.validator_for(parameters, default=jsonschema.Draft202012Validator)
     try:
@@ -272,10 +274,13 @@ def checker(parameters: Mapping[str, Any]) -> Callable[[Any], str | None]:
         raise UserError(f"the parameters of a tool are no JSON schema: {error.message}") from None
     known = parameters.get("properties", {})
     closed = "additionalProperties" not in parameters and "properties" in parameters
-    validator = kind({**parameters, "type": "object"})
+    validator = kind({**parameters, "type": "object"}, registry=Registry())
 
     def check(arguments: Any) -> str | None:
-        error = jsonschema.exceptions.best_match(validator.iter_errors(arguments))
+        try:
+            error = jsonschema.exceptions.best_match(validator.iter_errors(arguments))
+        except Unresolvable as missing:
+            return f"the tool's own schema refers to {missing.ref}, which is not in it"
         if error is not None:
             place = ".".join(map(str, error.absolute_path))
             return f"{place}: {error.message}" if place else str(error.message)

@@ -233,6 +233,14 @@ def test_a_schema_that_is_none_is_refused():
         checker({"type": "objekt"})
 
 
+def test_nothing_that_a_schema_refers_to_is_fetched(monkeypatch):
+    fetched = []
+    monkeypatch.setattr("urllib.request.urlopen", lambda *asked, **_: fetched.append(asked))
+    check = checker({"type": "object", "properties": {"a": {"$ref": "http://127.0.0.1:1/a.json"}}})
+    assert check({"a": 1}) == "the tool's own schema refers to http://127.0.0.1:1/a.json, which is not in it"
+    assert not fetched
+
+
 def test_nested_arguments_are_checked_by_their_place():
     check = checker({"type": "object", "properties": {"a": {"type": "array", "items": {"type": "integer"}}}})
     assert check({"a": [1, "x"]}) == "a.1: 'x' is not of type 'integer'"
