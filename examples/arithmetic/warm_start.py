@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 import gin
 import numpy as np
@@ -21,8 +20,8 @@ from areal_x.types import Batch, Trajectory
 from examples.arithmetic import model, task
 from examples.arithmetic.model import END, encode, write_model
 from examples.arithmetic.task import demonstrations, problems
-from examples.tiny.kept import made_once
-from examples.tiny.supervised import batches_of, installed, supervise, taught
+from examples.tiny.kept import supervised_once
+from examples.tiny.supervised import batches_of, taught
 
 ROW_LENGTH = 80  # of 56 to 128 the shortest that demonstrations fill to 97 %: 62 of them a step
 DEMONSTRATIONS = 65  # made for each step, of which a few are left over
@@ -44,13 +43,14 @@ def warm_start(
     at_least("arithmetic.warm_start.steps", steps, 2)
     within("arithmetic.warm_start.forgetting", forgetting, 0, 1)
     settings = {"seed": seed, "steps": steps, "learning_rate": learning_rate, "forgetting": forgetting}
-
-    def make(directory: Path) -> None:
-        write_model(directory, seed)
-        lessons = batches(steps, seed, forgetting)
-        supervise(directory, lessons, backend=installed(backend), seed=seed, learning_rate=learning_rate)
-
-    return str(made_once("arithmetic", settings, [model, task, sys.modules[__name__]], make))
+    return supervised_once(
+        "arithmetic",
+        settings,
+        [model, task, sys.modules[__name__]],
+        lambda directory: write_model(directory, seed),
+        lambda: batches(steps, seed, forgetting),
+        backend,
+    )
 
 
 def batches(steps: int, seed: int, forgetting: float) -> Iterator[Batch]:

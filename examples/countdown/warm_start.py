@@ -8,7 +8,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from itertools import islice
-from pathlib import Path
 from random import Random
 
 import gin
@@ -17,9 +16,9 @@ from areal_x.errors import at_least, within
 from areal_x.types import Batch, Trajectory
 from examples.countdown import task as task_module
 from examples.countdown.task import Problem, combined, drawn_problems
-from examples.tiny.kept import made_once
+from examples.tiny.kept import supervised_once
 from examples.tiny.model import encode, write_model
-from examples.tiny.supervised import batches_of, installed, supervise, taught
+from examples.tiny.supervised import batches_of, taught
 
 PIECES = "0123456789+-*/()=,:?"
 NUMBERS, LARGEST, HIGHEST = (3,), 9, 99  # as tiny.gin has them
@@ -41,13 +40,14 @@ def warm_start(
     at_least("countdown.warm_start.steps", steps, 2)
     within("countdown.warm_start.proposals", proposals, 0, 1)
     settings = {"seed": seed, "steps": steps, "learning_rate": learning_rate, "proposals": proposals}
-
-    def make(directory: Path) -> None:
-        write_model(directory, PIECES, seed)
-        lessons = batches(steps, seed, proposals)
-        supervise(directory, lessons, backend=installed(backend), seed=seed, learning_rate=learning_rate)
-
-    return str(made_once("countdown", settings, [task_module, sys.modules[__name__]], make))
+    return supervised_once(
+        "countdown",
+        settings,
+        [task_module, sys.modules[__name__]],
+        lambda directory: write_model(directory, PIECES, seed),
+        lambda: batches(steps, seed, proposals),
+        backend,
+    )
 
 
 def batches(steps: int, seed: int, proposals: float = 0.0) -> Iterator[Batch]:

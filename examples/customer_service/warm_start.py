@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 from random import Random
 
 import gin
@@ -19,9 +18,9 @@ from examples.customer_service import task as task_module
 from examples.customer_service.task import STATUSES, STREETS, WISHES, drawn_task
 from examples.tiny import chat
 from examples.tiny.chat import CHAT_TEMPLATE, FRAME, Turn, calling, demonstration, opening
-from examples.tiny.kept import made_once
+from examples.tiny.kept import supervised_once
 from examples.tiny.model import write_model
-from examples.tiny.supervised import batches_of, installed, supervise
+from examples.tiny.supervised import batches_of
 
 ASKS, DONE, REFUSED = "Which order?", "Done.", "That is not possible."
 TOOLS = {"cancel": "cancel", "refund": "refund", "move": "change_address"}
@@ -47,13 +46,14 @@ def warm_start(
     at_least("customer_service.warm_start.steps", steps, 2)
     within("customer_service.warm_start.careful", careful, 0, 1)
     settings = {"seed": seed, "steps": steps, "learning_rate": learning_rate, "careful": careful}
-
-    def make(directory: Path) -> None:
-        write_model(directory, PIECES, seed, CHAT_TEMPLATE)
-        lessons = batches(steps, seed, careful)
-        supervise(directory, lessons, backend=installed(backend), seed=seed, learning_rate=learning_rate)
-
-    return str(made_once("customer_service", settings, [chat, task_module, sys.modules[__name__]], make))
+    return supervised_once(
+        "customer_service",
+        settings,
+        [chat, task_module, sys.modules[__name__]],
+        lambda directory: write_model(directory, PIECES, seed, CHAT_TEMPLATE),
+        lambda: batches(steps, seed, careful),
+        backend,
+    )
 
 
 def batches(steps: int, seed: int, careful: float) -> Iterator[Batch]:

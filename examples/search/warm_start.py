@@ -9,7 +9,6 @@ from __future__ import annotations
 import string
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 import gin
 import numpy as np
@@ -20,9 +19,9 @@ from examples.search import task as task_module
 from examples.search.task import Library, library
 from examples.tiny import chat
 from examples.tiny.chat import CHAT_TEMPLATE, FRAME, Turn, calling, demonstration, opening
-from examples.tiny.kept import made_once
+from examples.tiny.kept import supervised_once
 from examples.tiny.model import write_model
-from examples.tiny.supervised import batches_of, installed, supervise
+from examples.tiny.supervised import batches_of
 
 TOOLS = (opening("search", "query"), opening("open", "id"))
 GIVEN_UP = "I do not know."
@@ -43,13 +42,14 @@ def warm_start(seed: int = 0, steps: int = 200, learning_rate: float = 2e-3, cal
     at_least("search.warm_start.steps", steps, 2)
     within("search.warm_start.calls", calls, 0, 1)
     settings = {"seed": seed, "steps": steps, "learning_rate": learning_rate, "calls": calls}
-
-    def make(directory: Path) -> None:
-        write_model(directory, PIECES, seed, CHAT_TEMPLATE)
-        lessons = batches(steps, seed, calls)
-        supervise(directory, lessons, backend=installed(backend), seed=seed, learning_rate=learning_rate)
-
-    return str(made_once("search", settings, [chat, task_module, sys.modules[__name__]], make))
+    return supervised_once(
+        "search",
+        settings,
+        [chat, task_module, sys.modules[__name__]],
+        lambda directory: write_model(directory, PIECES, seed, CHAT_TEMPLATE),
+        lambda: batches(steps, seed, calls),
+        backend,
+    )
 
 
 def batches(steps: int, seed: int, calls: float) -> Iterator[Batch]:

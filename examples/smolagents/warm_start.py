@@ -14,7 +14,6 @@ from __future__ import annotations
 import string
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 import gin
 import numpy as np
@@ -24,9 +23,9 @@ from areal_x.types import Batch, Task, Trajectory
 from examples.smolagents.multiplying import STEPS
 from examples.tiny import chat
 from examples.tiny.chat import CHAT_TEMPLATE, FRAME, calling, opening
-from examples.tiny.kept import made_once
+from examples.tiny.kept import supervised_once
 from examples.tiny.model import encode, write_model
-from examples.tiny.supervised import batches_of, installed, supervise, taught
+from examples.tiny.supervised import batches_of, taught
 from examples.tools import task as task_module
 from examples.tools.task import problems
 
@@ -54,12 +53,14 @@ def warm_start(seed: int = 0, steps: int = 250, learning_rate: float = 2e-3, cal
     at_least("multiplying.warm_start.steps", steps, 2)
     within("multiplying.warm_start.calls", calls, 0, 1)
     settings = {"seed": seed, "steps": steps, "learning_rate": learning_rate, "calls": calls, "agent_steps": STEPS}
-
-    def make(directory: Path) -> None:
-        write_model(directory, PIECES, seed, WITHOUT_SYSTEM, max_position_embeddings=1024)
-        supervise(directory, batches(steps, seed, calls), backend=installed(backend), seed=seed, learning_rate=learning_rate)
-
-    return str(made_once("smolagents", settings, [chat, task_module, sys.modules[__name__]], make))
+    return supervised_once(
+        "smolagents",
+        settings,
+        [chat, task_module, sys.modules[__name__]],
+        lambda directory: write_model(directory, PIECES, seed, WITHOUT_SYSTEM, max_position_embeddings=1024),
+        lambda: batches(steps, seed, calls),
+        backend,
+    )
 
 
 def batches(steps: int, seed: int, calls: float) -> Iterator[Batch]:

@@ -10,7 +10,6 @@ import re
 import string
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 import gin
 import numpy as np
@@ -21,9 +20,9 @@ from examples.terminal import task as task_module
 from examples.terminal.task import KINDS, Job, drawn
 from examples.tiny import chat
 from examples.tiny.chat import CHAT_TEMPLATE, FRAME, Turn, calling, demonstration, opening
-from examples.tiny.kept import made_once
+from examples.tiny.kept import supervised_once
 from examples.tiny.model import write_model
-from examples.tiny.supervised import batches_of, installed, supervise
+from examples.tiny.supervised import batches_of
 
 TOOL, ARGUMENT = "shell", "command"
 DONE, GIVEN_UP, SILENCE = "Done.", "I do not know how.", "(the command printed nothing)"
@@ -56,12 +55,14 @@ def warm_start(seed: int = 0, steps: int = 150, learning_rate: float = 2e-3, cal
     at_least("terminal_jobs.warm_start.steps", steps, 2)
     within("terminal_jobs.warm_start.calls", calls, 0, 1)
     settings = {"seed": seed, "steps": steps, "learning_rate": learning_rate, "calls": calls}
-
-    def make(directory: Path) -> None:
-        write_model(directory, PIECES, seed, CHAT_TEMPLATE)
-        supervise(directory, batches(steps, seed, calls), backend=installed(backend), seed=seed, learning_rate=learning_rate)
-
-    return str(made_once("terminal", settings, [chat, task_module, sys.modules[__name__]], make))
+    return supervised_once(
+        "terminal",
+        settings,
+        [chat, task_module, sys.modules[__name__]],
+        lambda directory: write_model(directory, PIECES, seed, CHAT_TEMPLATE),
+        lambda: batches(steps, seed, calls),
+        backend,
+    )
 
 
 def batches(steps: int, seed: int, calls: float) -> Iterator[Batch]:

@@ -6,12 +6,14 @@ import hashlib
 import json
 import os
 import shutil
+import sys
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from areal_x.types import Batch
 from examples.tiny import model, supervised
 
 
@@ -34,6 +36,29 @@ def made_once(name: str, settings: Mapping[str, Any], code: Sequence[ModuleType]
         finally:
             shutil.rmtree(unfinished, ignore_errors=True)
     return made
+
+
+def supervised_once(
+    name: str,
+    settings: Mapping[str, Any],
+    code: Sequence[ModuleType],
+    write: Callable[[Path], object],
+    lessons: Callable[[], Iterable[Batch]],
+    backend: str,
+) -> str:
+    """The directory of a model that was supervised, made now unless one of the same settings and code is kept already.
+
+    name, code: as of `made_once`. settings: what JSON can hold, `seed` and `learning_rate` among them. write: fills a directory
+    with the model of random weights. lessons: the batches that it is taught. backend: what trains it; where it is not
+    installed, the one that is.
+    """
+
+    def make(directory: Path) -> None:
+        write(directory)
+        seed, rate = settings["seed"], settings["learning_rate"]
+        supervised.supervise(directory, lessons(), backend=supervised.installed(backend), seed=seed, learning_rate=rate)
+
+    return str(made_once(name, settings, [sys.modules[__name__], *code], make))
 
 
 def cache(name: str) -> Path:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 import gin
 import numpy as np
@@ -16,9 +15,9 @@ from areal_x.errors import at_least, within
 from areal_x.types import Batch, Task
 from examples.tiny import chat
 from examples.tiny.chat import CHAT_TEMPLATE, FRAME, Turn, calling, demonstration, opening
-from examples.tiny.kept import made_once
+from examples.tiny.kept import supervised_once
 from examples.tiny.model import write_model
-from examples.tiny.supervised import batches_of, installed, supervise
+from examples.tiny.supervised import batches_of
 from examples.tools import task as task_module
 from examples.tools.task import problems
 
@@ -62,13 +61,14 @@ def warm_start(
         "tool": tool,
         "argument": argument,
     }
-
-    def make(directory: Path) -> None:
-        write_model(directory, pieces(tool, argument), seed, CHAT_TEMPLATE)
-        lessons = batches(steps, seed, calls, tool, argument)
-        supervise(directory, lessons, backend=installed(backend), seed=seed, learning_rate=learning_rate)
-
-    return str(made_once("tools", settings, [chat, task_module, sys.modules[__name__]], make))
+    return supervised_once(
+        "tools",
+        settings,
+        [chat, task_module, sys.modules[__name__]],
+        lambda directory: write_model(directory, pieces(tool, argument), seed, CHAT_TEMPLATE),
+        lambda: batches(steps, seed, calls, tool, argument),
+        backend,
+    )
 
 
 def batches(steps: int, seed: int, calls: float, tool: str = TOOL, argument: str = ARGUMENT) -> Iterator[Batch]:
