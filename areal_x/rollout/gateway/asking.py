@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Annotated, Any, Protocol
 
-import jsonschema
 import numpy as np
 from jaxtyping import Int32
 from pydantic import BaseModel, ConfigDict, Field
@@ -17,7 +16,7 @@ from areal_x.rollout.chat.dialogue import Answer, Ask
 from areal_x.rollout.chat.reading import Reply
 from areal_x.rollout.engine import SamplingParams
 from areal_x.rollout.gateway.errors import ApiError
-from areal_x.rollout.gateway.formats import fits
+from areal_x.rollout.gateway.formats import fits, wrong
 
 Text = Callable[[Int32[np.ndarray, " N"]], str]  # of tokens
 
@@ -112,11 +111,7 @@ def wrong_schema(parameters: str) -> str | None:
     schema = json.loads(parameters)
     if schema and schema.get("type", "object") != "object":
         return f"they must be an object's, not of type {schema['type']!r}"
-    try:
-        jsonschema.Draft202012Validator.check_schema(schema)
-    except jsonschema.SchemaError as error:
-        return str(error.message)
-    return None
+    return wrong(schema)
 
 
 def template_of(

@@ -216,7 +216,8 @@ def ask_of(asked: ChatRequest) -> Ask:
     if asked.add_generation_prompt is False and not going_on:
         raise unsupported("add_generation_prompt = false", "a completion is an assistant's message, or the rest of one")
     wanted = asked.response_format or ResponseFormat(type="text")
-    schema = schema_of(wanted.type, wanted.json_schema and wanted.json_schema.schema_, "response_format")
+    given = None if wanted.json_schema is None else wanted.json_schema.schema_
+    schema = schema_of(wanted.type, given, "response_format")
     return Ask(
         messages=asked_for([message_of(message) for message in asked.messages], schema),
         tools=() if choice == "none" else tuple(tools),

@@ -22,7 +22,7 @@ Schema = Mapping[str, Any]
 OBJECT: Schema = {"type": "object"}
 
 
-def schema_of(kind: str, schema: Any, param: str) -> Schema | None:
+def schema_of(kind: str, schema: Schema | None, param: str) -> Schema | None:
     """Of a format of this type, None for text. schema: as the client gave it. Raises: ApiError for what is none."""
     if kind == "text":
         return None
@@ -30,13 +30,18 @@ def schema_of(kind: str, schema: Any, param: str) -> Schema | None:
         return OBJECT
     if kind != "json_schema":
         raise ApiError(400, f"{param} is {kind!r}: text, json_object and json_schema are known", "invalid_value", param)
+    if (why := "it is missing" if schema is None else wrong(schema)) is not None:
+        raise ApiError(400, f"{param} has no JSON schema: {why}", "invalid_schema", param)
+    return schema
+
+
+def wrong(schema: Schema) -> str | None:
+    """Why this is no JSON schema, or None."""
     try:
-        if not isinstance(schema, Mapping):
-            raise jsonschema.SchemaError("it is missing")
         jsonschema.Draft202012Validator.check_schema(schema)
     except jsonschema.SchemaError as error:
-        raise ApiError(400, f"{param} has no JSON schema: {error.message}", "invalid_schema", param) from None
-    return schema
+        return str(error.message)
+    return None
 
 
 def asked_for(messages: Sequence[Message], schema: Schema | None) -> tuple[Message, ...]:
