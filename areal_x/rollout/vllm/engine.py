@@ -37,7 +37,7 @@ from areal_x.rollout.vllm.agreement import known_prompt, said_by
 from areal_x.rollout.vllm.client import MODEL, ServerFailed, ServerLost, ServerRestarted, VLLMClient
 from areal_x.rollout.vllm.config import VLLMConfig
 from areal_x.rollout.vllm.direct import TRANSPORTS, Direct, Unstaged, check_machine
-from areal_x.rollout.vllm.features import features_of
+from areal_x.rollout.vllm.features import features_for
 from areal_x.rollout.vllm.replica import Replica, given, launches_of
 from areal_x.rollout.vllm.routing import Prefixes
 from areal_x.rollout.vllm.supervisor import Supervisor
@@ -194,7 +194,7 @@ class VLLMEngine:
 
     async def generate(self, request: Request) -> Completion:
         most = room(request, self.context, "train.row_length (and vllm.context, where it is set)")
-        features = self._features(request)
+        features = None if request.images is None else features_for(self.model, request.tokens, request.images)
         with self._versions.request() as adapter:
             name = MODEL if adapter is None else adapters.name_of(adapter.version)
             parts: list[Completion] = []
@@ -207,16 +207,6 @@ class VLLMEngine:
             if adapter is None:
                 return said
             return replace(said, versions=np.full(len(said.tokens), adapter.version, np.int32))
-
-    def _features(self, request: Request) -> dict[str, Any] | None:
-        """Of the images of a prompt, if it has any. Raises: UserError for a model that reads text alone."""
-        if request.images is None:
-            return None
-        config = read_config(self.model)
-        if "image_token_id" not in config:
-            raise UserError(f"the prompt has images and {self.model} reads text alone: train a model that sees")
-        merge = config["vision_config"]["spatial_merge_size"]
-        return features_of(request.tokens, request.images, config["image_token_id"], merge)
 
     async def _draw(
         self,

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,11 +17,20 @@ from jaxtyping import Int32
 
 from areal_x.errors import UserError
 from areal_x.images import patches_of
+from areal_x.model_dir import read_config
 from areal_x.types import Images
 
 # By default a server subtracts the mean and divides by the deviation of pixels itself: it must take patches as they are.
 NORMALISED = "--no-mm-device-do-normalize"
 RAW = 3  # vLLM's number for bytes in msgpack
+
+
+def features_for(model: Path, prompt: Int32[np.ndarray, " prompt"], images: Images) -> dict[str, Any]:
+    """See `features_of`. model: the directory of the model that is served. Raises: UserError for one that reads text alone."""
+    config = read_config(model)
+    if "image_token_id" not in config:
+        raise UserError(f"the prompt has images and {model} reads text alone: train a model that sees")
+    return features_of(prompt, images, config["image_token_id"], config["vision_config"]["spatial_merge_size"])
 
 
 def features_of(
