@@ -286,7 +286,9 @@ class Experiment(Settings):
         The policy is the model at the temperature it is sampled at, so that both sides speak of one distribution.
         """
         temperature = self.temperature(workflow)
-        config = replace(self.trainer, temperature=temperature, share_prompts=self.share_prompts)
+        config = replace(
+            self.trainer, temperature=temperature, share_prompts=self.share_prompts, deterministic=self.deterministic
+        )
         needs = self.algorithm.needs
 
         def trainer(path: Path, **changes: Any) -> Trainer:
@@ -320,6 +322,8 @@ class Experiment(Settings):
     def create_threads(self, trainer: Trainer) -> cores.Threads:
         """Sets how many threads a step is computed with, where a CPU is shared with what generates meanwhile."""
         generating = 0
+        if self.deterministic:
+            return cores.Threads(trainer, 0)  # the last bits of some products depend on how many compute them
         if self.max_staleness and self.engine == "embedded":
             generating = cores.available() // 2
         elif self.max_staleness and self.engine == "vllm" and not self.vllm.urls and servers.is_cpu_build():
@@ -344,6 +348,7 @@ class Experiment(Settings):
             filters=self.algorithm.filters,
             greedy="greedy" in self.algorithm.needs,
             recorder=journal,
+            deterministic=self.deterministic,
         )
         return Rollout(runner, evaluation)
 
@@ -353,7 +358,8 @@ class Experiment(Settings):
     def resumed(self, journal: Journal, step: int, saved: dict[str, Any]) -> Resumed:
         """Where the rollout of a checkpoint goes on; without a journal what was finished is run again. saved: what
         `Rollout.state` gave."""
-        recorded = journal.resumed(step, self.stream().task_at, self.groups_per_step)
+        before = saved["next_ticket"] if self.deterministic else None  # what comes after is sampled again, the same
+        recorded = journal.resumed(step, self.stream().task_at, self.groups_per_step, before)
         resumed = recorded or Resumed(saved["position"], saved["next_ticket"], dict(saved["unfinished"]))
         return replace(resumed, workflow=saved.get("workflow"))
 

@@ -42,6 +42,8 @@ class Settings:
     window: how many groups ahead of the oldest a finished one may be consumed; 1 is strict order (see TrajectoryQueue).
     row_length: tokens in a packed row, and the longest prompt and completion together. share_prompts: the trainer computes what
     the attempts at a task begin with once for as many of them as fit into a row; what is learnt is the same.
+    deterministic: whether two runs of the same settings end in the same bits, asynchronous ones too. Admission, sampling and
+    publication then depend on counts and never on clocks; the engine drains once a version (docs/concepts.md has the cost).
     episode_seconds: longest time an episode may take. evaluate_every, checkpoint_every: in steps; 0 is at the end only
     (evaluation also at the start). keep_checkpoints: how many of the newest stay.
     name: the directory below `runs`. loggers: "wandb" and "trackio", beside metrics.jsonl and TensorBoard (always written).
@@ -69,6 +71,7 @@ class Settings:
     window: int = 1
     row_length: int = 1024
     share_prompts: bool = False
+    deterministic: bool = False
     episode_seconds: float = 600.0
     evaluate_every: int = 0
     checkpoint_every: int = 0
@@ -111,6 +114,8 @@ class Settings:
         if self.trainer.replay_experts and self.engine != "vllm":
             wanted = f"False with the engine {self.engine!r}, which records no experts"
             raise ConfigError("trainer.replay_experts", True, wanted)
+        if self.deterministic:
+            self._check_deterministic()
         if self.engine == "vllm" and self.max_staleness and not self.vllm.urls:
             cores.share()
         if self.engine == "vllm":
@@ -119,3 +124,14 @@ class Settings:
             if context > self.row_length:
                 wanted = f"at most train.row_length = {self.row_length}, as a sequence is never cut to fit its row"
                 raise ConfigError(binding, context, wanted)
+
+    def _check_deterministic(self) -> None:
+        wanted = None
+        if self.engine == "vllm":
+            wanted = "False with train.engine = 'vllm', whose servers batch requests as they arrive: 'embedded' does not"
+        elif self.window > 1:
+            wanted = f"False with train.window = {self.window}, which lets whichever group finishes first go first: set it to 1"
+        elif getattr(self.workflow, "open_ended", False):
+            wanted = "False with a workflow whose episodes others begin and end"
+        if wanted is not None:
+            raise ConfigError("train.deterministic", True, wanted)

@@ -176,7 +176,7 @@ class LoRAConfig:
 HEADS = ("policy", "value", "reward")
 
 
-@gin.configurable("trainer", denylist=["head", "entropy", "teacher", "divergence", "frozen", "share_prompts"])
+@gin.configurable("trainer", denylist=["head", "entropy", "teacher", "divergence", "frozen", "share_prompts", "deterministic"])
 @dataclass(frozen=True)
 class TrainerConfig:
     """Everything a backend needs to build a trainer.
@@ -191,7 +191,7 @@ class TrainerConfig:
     teacher: the directory of a frozen model with the same vocabulary. divergence: of the student's and the teacher's logits,
     both divided by the temperature, which the loss is given at each token. The two come together; the run chooses them.
     frozen: a model that is only asked, as a reference is: weights in the compute precision, no moments, no `update` or `save`.
-    share_prompts: whether batches have prefix_ids. The run chooses it.
+    share_prompts: whether batches have prefix_ids. deterministic: whether equal steps give equal bits. The run chooses both.
     remat: what the backward pass computes again instead of keeping it: "layers" all of a layer; "products" all but products
     with kernels, which is faster and takes more memory; "auto" the one that fits.
     compile: whether torch compiles each decoder block, one program for all lengths of a row; JAX always compiles everything.
@@ -221,6 +221,7 @@ class TrainerConfig:
     divergence: Divergence | None = None
     frozen: bool = False
     share_prompts: bool = False
+    deterministic: bool = False
     remat: str = "auto"
     compile: bool = False
     offload: bool = False

@@ -11,8 +11,10 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
+from bisect import insort
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import gin
@@ -72,7 +74,8 @@ class Running:
 class Slots:
     """Which request waits, which holds a slot, and what each has said. Knows no clock, thread or sampler.
 
-    A ticket names a request from `submit` to its completion or cancellation. Waiting requests get slots in the order they came.
+    A ticket names a request from `submit` to its completion or cancellation. Waiting requests get slots in the order they came,
+    the lowest first: with the same requests an idle engine computes the same, whatever it did before.
     """
 
     def __init__(self, slots: int) -> None:
@@ -110,7 +113,7 @@ class Slots:
             running.versions += [version] * count
             if decoded.finished[slot]:
                 done.append((running.ticket, self.running.pop(slot).completion()))
-                self.free.append(slot)
+                insort(self.free, slot)
         return done
 
     def cancel(self, ticket: int) -> int | None:
@@ -119,12 +122,12 @@ class Slots:
         slot = next((s for s, running in self.running.items() if running.ticket == ticket), None)
         if slot is not None:
             del self.running[slot]
-            self.free.append(slot)
+            insort(self.free, slot)
         return slot
 
     def clear(self) -> None:
         """Forgets everything that waits or runs."""
-        self.free += self.running
+        self.free = sorted([*self.free, *self.running])
         self.waiting, self.running = {}, {}
 
 
@@ -166,24 +169,40 @@ class EmbeddedEngine:
             self._worker.start()
 
     async def generate(self, request: Request) -> Completion:
+        return await self.submit([request])[0]
+
+    def submit(self, requests: Sequence[Request]) -> list[asyncio.Future[Completion]]:
+        """The completions of requests that the worker sees together, in this order. Cancelling one drops its request; one that
+        cannot be continued has its UserError."""
+        loop = asyncio.get_running_loop()
+        futures: list[asyncio.Future[Completion]] = [loop.create_future() for _ in requests]
+        with self._changed:
+            self._check()
+            for request, future in zip(requests, futures, strict=True):
+                try:
+                    ticket = self._slots.submit(self._fitting(request), request.seed)
+                except UserError as error:
+                    future.set_exception(error)
+                    continue
+                self._futures[ticket] = future
+                future.add_done_callback(partial(self._forget, ticket))
+        self._wake_later()
+        return futures
+
+    def _fitting(self, request: Request) -> Request:
+        """The request with as many new tokens as the context leaves. Raises UserError for what no sampler could continue."""
         if request.images is not None and not self._sampler.sees:
             raise UserError(f"the prompt has images, {BLIND}")
         limit = room(request, self.context, "train.row_length (and embedded.context, where it is set)")
-        request = replace(request, sampling=replace(request.sampling, max_tokens=limit))
-        future: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
-        with self._changed:
-            self._check()
-            ticket = self._slots.submit(request, request.seed)
-            self._futures[ticket] = future
-        self._wake_later()
-        try:
-            return await future
-        except asyncio.CancelledError:
+        return replace(request, sampling=replace(request.sampling, max_tokens=limit))
+
+    def _forget(self, ticket: int, future: asyncio.Future[Completion]) -> None:
+        """Drops a request whose caller was cancelled."""
+        if future.cancelled():
             with self._changed:
                 self._futures.pop(ticket, None)
                 self._cancelled.append(ticket)
                 self._changed.notify()
-            raise
 
     def _wake_later(self) -> None:
         """Wakes the worker after this turn of the event loop, so that requests made together are filled together."""

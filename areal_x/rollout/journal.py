@@ -166,13 +166,16 @@ class Journal:
 
     # ---- what it tells
 
-    def resumed(self, step: int, task_at: TaskAt, groups_per_step: int) -> Resumed | None:
+    def resumed(self, step: int, task_at: TaskAt, groups_per_step: int, before: int | None = None) -> Resumed | None:
         """Where the rollout goes on from the checkpoint of `step`; None where nothing was recorded.
 
         task_at: gives the task of a position. What was consumed after the checkpoint is consumed again, in the same order, as
-        long as steps are of the same size.
+        long as steps are of the same size. before: forgets tickets from this one on, and so where they were consumed.
         """
         with self._open() as connection:
+            if before is not None:
+                connection.execute("DELETE FROM groups WHERE ticket >= ?", (before,))
+                connection.execute("DELETE FROM consumed WHERE step > ?", (step,))
             newest, position = connection.execute("SELECT max(ticket), max(position) FROM groups").fetchone()
             live = connection.execute(
                 "SELECT ticket, position, admitted_version, status, content FROM groups WHERE status != ? AND "

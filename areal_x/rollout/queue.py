@@ -95,9 +95,14 @@ class TrajectoryQueue:
         with more groups than it has slots."""
         return self.slots - (len(self._live) - len(self._readmit)) - (self.step - self.version) * self.groups_per_step
 
+    @property
+    def admits(self) -> bool:
+        """Whether there is a slot for another group."""
+        return self.free > 0 or self._is_waited_for()
+
     def admit(self) -> int | None:
         """A slot for the next group: its ticket. None while every slot is held."""
-        if self.free <= 0 and not self._is_waited_for():
+        if not self.admits:
             return None
         if self._readmit:
             ticket = self._readmit.pop()

@@ -144,6 +144,8 @@ class Rollout:
 
     async def swap(self, staged: Any, version: int) -> float:
         """What `publish` does on the rollout's loop: the seconds that generation stood still."""
+        if self._running is not None:
+            await self.runner.settled()
         paused = await self.engine.swap(staged)
         if self._running is None:
             self.runner.begin(version, self._resume)

@@ -20,13 +20,13 @@ from areal_x.errors import UserError, at_least, positive
 from areal_x.monitor import timeline
 from areal_x.rollout.engine import Completion, Engine, EngineError, Request
 from areal_x.rollout.journal import Recorder, Resumed, Unrecorded
+from areal_x.rollout.pacing import AtOnce, InWaves, Pace
 from areal_x.rollout.queue import TrajectoryQueue
 from areal_x.rollout.workflows import Result, Workflow
 from areal_x.types import Episode, Failed, Group, Outcome, Scored, Task, TimedOut
 
 Filter = Callable[[Group], bool]  # True keeps the group
 
-LOOK_AHEAD = 1 / 8  # of the engine's concurrency: requests that wait where one ends, so that no slot idles meanwhile
 PATIENCE = 10  # once something was scored, a run of failures may be this many times longer before the run ends
 DIFFERENT_ERRORS = 5  # whose first texts are kept for the display
 
@@ -59,6 +59,7 @@ class EpisodeEngine:
     calls: int = 0
     wanting: int = 1  # counted by whoever makes the view
     about: Mapping[str, int] = field(default_factory=dict)  # what the timeline says of each call
+    pace: Pace | None = None  # when a call reaches the engine, by default at once
 
     @property
     def context(self) -> int:
@@ -71,12 +72,13 @@ class EpisodeEngine:
     async def generate(self, request: Request) -> Completion:
         if request.seed is None:
             request = replace(request, seed=seed_of(*self.key, self.calls))
+        pace, key = self.pace or AtOnce(self.engine), (*self.key, self.calls)
         self.calls += 1
         if self.calls > 1:
             self.want(1)
         try:
             with timeline.span("generate", **self.about, call=self.calls) as span:
-                completion = await self.engine.generate(request)
+                completion = await pace.generate(key, request)
                 span.note(tokens=len(completion.tokens), version=int(self.engine.version))
         finally:
             self.want(-1)
@@ -99,7 +101,8 @@ class Runner:
     group_size: episodes a task. episode_seconds: longest time of one. filters: a group is kept when all say so.
     failed_groups: after this many groups in a row without one scored episode the run ends with the first error, if nothing was
     ever scored; after 10 times as many otherwise. greedy: also answer each task once greedily, for the group's greedy_reward.
-    recorder: told what becomes of each group, as the run's journal is.
+    recorder: told what becomes of each group, as the run's journal is. deterministic: whether admission, waves of requests and
+    publications depend on counts alone (areal_x.rollout.pacing).
     """
 
     def __init__(
@@ -116,6 +119,7 @@ class Runner:
         failed_groups: int = 3,
         greedy: bool = False,
         recorder: Recorder | None = None,
+        deterministic: bool = False,
     ) -> None:
         at_least("train.group_size", group_size, 1)
         at_least("train.failed_groups", failed_groups, 1)
@@ -127,6 +131,8 @@ class Runner:
         self.recorder = recorder or Unrecorded()
         self._positions: dict[int, int] = {}  # of the tickets that are pending
         self._changed = asyncio.Event()
+        self._pace: Pace = InWaves(engine, self._notify) if deterministic else AtOnce(engine)
+        self._live: Counter[int] = Counter()  # episodes of each ticket that have not ended
         self._wanted = 0  # places in the engine, by episodes in flight
         self._counts: Counter[type] = Counter()
         self._errors: Counter[str] = Counter()
@@ -159,7 +165,8 @@ class Runner:
         try:
             async with asyncio.TaskGroup() as groups:
                 while True:
-                    while not self._room() or (ticket := self.queue.admit()) is None:
+                    while not self._pace.has_room(self._wanted) or (ticket := self.queue.admit()) is None:
+                        self._pace.release()
                         await self._change()
                     if ticket not in self._positions:
                         self._positions[ticket], task = self.stream.next()
@@ -167,7 +174,9 @@ class Runner:
                         task = self.stream.task_at(self._positions[ticket])
                     group = Group(task, ticket, self.queue.version)
                     self.recorder.admitted(group, self._positions[ticket])
-                    self._want(self.group_size + (self.greedy is not None))
+                    self._live[ticket] = self.group_size + (self.greedy is not None)
+                    self._want(self._live[ticket])
+                    self._pace.began(self._live[ticket])
                     groups.create_task(self._group(group))
         except BaseException as error:
             self._ended = first_of(error)
@@ -176,6 +185,7 @@ class Runner:
 
     async def take(self) -> list[Group]:
         """The next step's groups, as soon as the queue gives them. Raises what ended `run`."""
+        self._pace.open()
         while self._ended is None:
             if (batch := self.queue.take()) is not None:
                 self.recorder.consumed(self.queue.step, batch)
@@ -186,20 +196,34 @@ class Runner:
             await self._change()
         raise self._ended
 
+    async def settled(self) -> None:
+        """Until other weights may become current. Raises what ended `run`."""
+        while self._ended is None and self._pace.between_publications:
+            if not self.queue.unfinished and not (self._pace.has_room(self._wanted) and self.queue.admits):
+                return
+            await self._change()
+        if self._ended is not None:
+            raise self._ended
+
     def published(self, version: int) -> None:
         self.queue.published(version)
+        self._pace.close()
         self._notify()
 
     async def evaluate(self, tasks: Sequence[Task], workflow: Workflow) -> list[Episode]:
         """One episode a task, beside the training ones; as many at once as the engine likes to have."""
-        places = asyncio.Semaphore(self.engine.concurrency)
+        places = asyncio.Semaphore(self._pace.places(len(tasks)))
 
         async def one(index: int, task: Task) -> Episode:
             async with places:
                 about = {"evaluation": index}
-                view = EpisodeEngine(self.engine, (self.seed, EVALUATION, index), _nothing, _nothing, about=about)
-                return await run_episode(workflow, task, view, self.episode_seconds)
+                key = (self.seed, EVALUATION, index)
+                view = EpisodeEngine(self.engine, key, _nothing, _nothing, about=about, pace=self._pace)
+                episode = await run_episode(workflow, task, view, self.episode_seconds)
+            self._pace.ended()
+            return episode
 
+        self._pace.began(len(tasks))
         try:
             async with asyncio.TaskGroup() as episodes:
                 running = [episodes.create_task(one(index, task)) for index, task in enumerate(tasks)]
@@ -236,11 +260,13 @@ class Runner:
             self.recorder.given_back(group)
             self.queue.give_back(group.ticket)
             del self._positions[group.ticket]
+        del self._live[group.ticket]
+        self._pace.ended()
         self._notify()
 
     async def _episode(self, group: Group, index: int, workflow: Workflow) -> Episode:
         about, key = {"ticket": group.ticket, "index": index}, (self.seed, TRAINING, group.ticket, index)
-        view = EpisodeEngine(self.engine, key, self._want, self._generated, about=about)
+        view = EpisodeEngine(self.engine, key, self._want, self._generated, about=about, pace=self._pace)
         try:
             with timeline.span("episode", **about, admitted_version=group.admitted_version) as span:
                 seconds = None if is_open_ended(workflow) else self.episode_seconds
@@ -248,6 +274,9 @@ class Runner:
                 span.note(outcome=type(episode.outcome).__name__)
         finally:
             view.want(-view.wanting)
+        self._live[group.ticket] -= 1
+        if self._live[group.ticket]:  # the last one's group is not over before it is finished or given back
+            self._pace.ended()
         self._counts[type(episode.outcome)] += 1
         if (text := error_of(episode.outcome)) and (text in self._errors or len(self._errors) < DIFFERENT_ERRORS):
             self._errors[text] += 1
@@ -264,10 +293,6 @@ class Runner:
             raise UserError(
                 f"none of {self._failed_in_a_row} groups in a row had a scored episode; the first error: {self._first_error}"
             )
-
-    def _room(self) -> bool:
-        """Whether the engine has fewer requests than it wants: a group admitted no sooner than that is as fresh as can be."""
-        return self._wanted < math.ceil(self.engine.concurrency * (1 + LOOK_AHEAD))
 
     def _want(self, change: int) -> None:
         self._wanted += change

@@ -221,6 +221,8 @@ class Lane:
     def fill(self, requests: Sequence[SlotRequest]) -> None:
         if self._ring is None:
             raise RuntimeError("the sampler has no weights: load a snapshot first")
+        if not self._rows.live.any():
+            self._column = 0  # the order of sums depends on where keys lie: an idle sampler computes the same every time
         for request in requests:
             self._place(request)
         capacity = rings.capacity(self._ring)

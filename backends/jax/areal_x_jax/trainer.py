@@ -6,6 +6,7 @@ that are filled, so batches of different sizes share a program and what pads the
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from functools import partial
 from itertools import chain
@@ -38,6 +39,7 @@ from areal_x_jax.weights import from_tensors, to_tensors
 jax.tree_util.register_dataclass(Batch)
 jax.tree_util.register_dataclass(Policy)
 
+DETERMINISTIC_FLAG = "--xla_gpu_deterministic_ops=true"
 Rows = tuple[Batch, ImageArrays | None]  # what a step reads of a batch
 KEPT_BYTES = 4 * 2**30  # for one device's backward pass, beyond which it computes whole layers again
 
@@ -49,6 +51,8 @@ class Trainer:
         if config.offload:
             raise ConfigError("trainer.offload", True, "False with JAX: split the model over more devices by mesh.fsdp")
         self.config = config
+        if config.deterministic:
+            check_repeatable(jax.local_devices()[0].platform)
         self.layout = make_layout(config.mesh)
         assert self.layout.mesh is not None
         self.mesh = self.layout.mesh
@@ -388,3 +392,11 @@ def kept_numbers(shape: Shape) -> int:
 def kept_of_patch(shape: VisionShape) -> int:
     """The same of a vision tower and each patch."""
     return shape.layers * (5 * shape.hidden + (1 + shape.gated) * shape.intermediate)
+
+
+def check_repeatable(platform: str) -> None:
+    """Raises: UserError for a GPU on which the compiler may choose kernels whose sums depend on the order of threads."""
+    if platform in ("gpu", "cuda", "rocm") and DETERMINISTIC_FLAG not in os.environ.get("XLA_FLAGS", ""):
+        raise UserError(
+            f"train.deterministic = True needs XLA_FLAGS={DETERMINISTIC_FLAG} in the environment on a GPU: start with it"
+        )

@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+import os
+
 import torch
+
+from areal_x.errors import UserError
+
+WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
 
 
 def find_device() -> torch.device:
@@ -26,3 +32,15 @@ def memory_of(device: torch.device) -> int | None:
         return int(torch.accelerator.get_memory_info(device)[1])
     except (AttributeError, RuntimeError, NotImplementedError):
         return None
+
+
+def repeat_exactly(device: torch.device) -> None:
+    """Lets torch choose only kernels that give equal bits for equal operands, and raise where an operation has none.
+
+    Raises: UserError on CUDA where the environment lets cuBLAS choose by what else is running.
+    """
+    if device.type == "cuda" and os.environ.get(WORKSPACE) not in (":4096:8", ":16:8"):
+        raise UserError(
+            f"train.deterministic = True needs {WORKSPACE}=:4096:8 in the environment on this device: start with it"
+        )
+    torch.use_deterministic_algorithms(True)

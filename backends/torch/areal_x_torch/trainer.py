@@ -26,7 +26,7 @@ from areal_x.trainer import Loss, TrainerConfig, is_largest, recorded_experts
 from areal_x.types import IMAGES, Batch, Policy
 from areal_x_torch import attention, blocks, context, experts, head, loading, lora, model, optimizers, sharded
 from areal_x_torch.attention import Segments
-from areal_x_torch.device import compute_dtype, find_device, memory_of
+from areal_x_torch.device import compute_dtype, find_device, memory_of, repeat_exactly
 from areal_x_torch.images import check_images, check_sharing, seen_of
 from areal_x_torch.layout import Flat, divisible, flatten, micro_batches, no_sequence, to_tensor
 from areal_x_torch.parallel import (
@@ -53,6 +53,8 @@ class Trainer:
         if config.lora.rank:
             lora.check_targets(self.directory, config.lora)
         self.device = find_device()
+        if config.deterministic:
+            repeat_exactly(self.device)
         self.offload = config.offload and self.device.type != "cpu"  # where all is on the host anyway
         self.mesh = make_mesh(config.mesh, self.device, self.offload)
         self.share, self.shares = rank_among_rows(self.mesh)

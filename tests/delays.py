@@ -1,0 +1,91 @@
+"""A run whose parts take random times, and the digest of all that it drew, consumed and learnt: what two equal runs compare."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import random
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from areal_x import checkpoint, model_dir
+from areal_x.experiment import Experiment
+from areal_x.rollout.embedded import EmbeddedEngine
+from areal_x.rollout.engine import Request
+from areal_x.rollout.group_bytes import encode
+from areal_x.rollout.journal import Journal
+from areal_x.rollout.workflows import Generator, Result, SingleTurn
+from areal_x.types import Batch, Episode, Scored, Task, Trajectory
+from tests.experiments import TASKS, tiny_experiment
+
+LONGEST = 0.02  # seconds, of a delay: about as long as a call of a tiny model takes
+
+
+def delay(rng: random.Random) -> float:
+    """Mostly none, sometimes long: what reorders most."""
+    return rng.choice((0, 0, LONGEST * rng.random(), LONGEST))
+
+
+@dataclass(frozen=True)
+class TwoCalls(SingleTurn):
+    """Two calls with delays before, between and after them; the second continues the first's answer."""
+
+    rng: Any = None
+
+    async def run(self, task: Task, engine: Generator) -> Result:
+        await asyncio.sleep(delay(self.rng))
+        prompt = np.asarray(self.tokenizer.encode(task.prompt), np.int32)
+        first = await engine.generate(Request(prompt, replace(self.sampling, max_tokens=4)))
+        await asyncio.sleep(delay(self.rng))
+        longer = np.concatenate([prompt, first.tokens]).astype(np.int32)
+        said = await engine.generate(Request(longer, self.sampling))
+        await asyncio.sleep(delay(self.rng))
+        reward = float(np.isin(said.tokens, (3, 5, 7)).mean())
+        return Episode(Scored(reward), (Trajectory.from_completion(longer, said.tokens, said.logprobs, said.versions, reward),))
+
+
+class Delayed(Experiment):
+    """The steps and the sampler take random times too."""
+
+    def learn(self, batches: Sequence[Batch], *others: Any) -> dict[str, float]:
+        time.sleep(delay(self.workflow.rng))
+        return super().learn(batches, *others)
+
+    def create_engine(self, *arguments: Any) -> Any:
+        engine = super().create_engine(*arguments)
+        if isinstance(engine, EmbeddedEngine):
+            decode, rng = engine._sampler.decode, self.workflow.rng
+
+            def slow(*how: int) -> Any:
+                time.sleep(delay(rng))
+                return decode(*how)
+
+            engine._sampler.decode = slow
+        return engine
+
+
+def delayed(model: Path, runs: Path, delays: Any, **changes: Any) -> Experiment:
+    """An asynchronous run of two calls an episode, with an evaluation on the way. delays: seeds the delays alone."""
+    workflow = TwoCalls(reward=len, sampling=replace(SingleTurn(len).sampling, max_tokens=8), reward_workers=1)
+    how = {"max_staleness": 4, "deterministic": True, "steps": 7, "held_out": TASKS[:3], "evaluate_every": 3}
+    made = tiny_experiment(model, runs, **{**how, "workflow": replace(workflow, rng=random.Random(delays)), **changes})
+    return Delayed(**{field.name: getattr(made, field.name) for field in fields(made)})
+
+
+def digest(run: Path) -> str:
+    """Of what each step consumed, in order, to the last bit, and of the last weights."""
+    found = hashlib.sha256()
+    with Journal(run) as journal:
+        for step in journal.steps():
+            for group in journal.groups_of(step):
+                found.update(f"{step} {group.ticket} {group.task.id} {group.admitted_version} ".encode())
+                found.update(encode(group))
+    last = run / "checkpoints" / str(checkpoint.steps(run)[-1]) / "trainer"
+    for name, tensor in sorted(model_dir.read_tensors(last)):
+        found.update(name.encode() + tensor.tobytes())
+    return found.hexdigest()
