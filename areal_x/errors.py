@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from difflib import get_close_matches
 from typing import Any
 
+LONGEST = 100  # characters of a word that is compared with others: it may be a model's, and the time grows with their product
+
 
 class UserError(Exception):
     """A mistake that the reader of the message can mend: shown as one sentence, without a traceback."""
@@ -41,5 +43,5 @@ def one_of(binding: str, value: str, choices: Sequence[str]) -> None:
 
 def nearest(word: str, choices: Sequence[str]) -> str:
     """The end of a sentence that names the closest valid choice, or nothing."""
-    close = get_close_matches(str(word), choices, n=1)
+    close = get_close_matches(str(word), choices, n=1) if len(str(word)) <= LONGEST else []
     return f"; did you mean {close[0]!r}?" if close else ""

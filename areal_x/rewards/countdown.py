@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import re
 from collections import Counter
 from collections.abc import Mapping
 from fractions import Fraction
@@ -12,7 +11,7 @@ import gin
 
 from areal_x.types import Task
 
-ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
+OPENED, CLOSED = "<answer>", "</answer>"
 LONGEST = 500  # characters of an expression that is looked at
 SPELLINGS = str.maketrans({"×": "*", "·": "*", "÷": "/", "−": "-", "–": "-"})
 
@@ -48,10 +47,18 @@ def _asked(task: Task) -> tuple[list[int], int]:
 
 
 def _expression(text: str) -> str:
-    found = ANSWER.findall(text)
-    lines = [line for line in (found[-1] if found else text).splitlines() if line.strip()]
+    lines = [line for line in _answer(text).splitlines() if line.strip()]
     expression = lines[-1].partition("=")[0].translate(SPELLINGS).strip() if lines else ""
     return expression if len(expression) <= LONGEST else ""
+
+
+def _answer(text: str) -> str:
+    """What the last pair of marks encloses, or the whole where there is none. In one pass: `<answer>(.*?)</answer>` would look
+    at the rest of the text again for each mark that is never closed."""
+    found, at = text, 0
+    while (start := text.find(OPENED, at)) >= 0 and (end := text.find(CLOSED, start)) >= 0:
+        found, at = text[start + len(OPENED) : end], end
+    return found
 
 
 def _value(tree: ast.expr) -> Fraction:

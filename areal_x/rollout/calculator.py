@@ -27,8 +27,17 @@ OPERATORS: Mapping[type[ast.operator], Callable[[Any, Any], Number]] = {
     ast.Pow: operator.pow,
 }
 SIGNS: Mapping[type[ast.unaryop], Callable[[Any], Number]] = {ast.UAdd: operator.pos, ast.USub: operator.neg}
+PLACES = 5000  # beyond which rounding changes nothing, or leaves nothing, of a number that the calculator knows
+
+
+def rounded(value: Number, *places: int) -> Number:
+    """As `round`, which computes the power of ten that it is told, however large."""
+    return round(value, *(max(-PLACES, min(PLACES, n)) for n in places))
+
+
 FUNCTIONS: Mapping[str, Callable[..., Number]] = {
-    **{function.__name__: function for function in (abs, min, max, round)},
+    **{function.__name__: function for function in (abs, min, max)},
+    "round": rounded,
     **{name: getattr(math, name) for name in ("ceil", "exp", "floor", "gcd", "hypot", "isqrt", "log", "log10", "log2", "sqrt")},
     **{name: getattr(math, name) for name in ("acos", "asin", "atan", "atan2", "cos", "degrees", "radians", "sin", "tan")},
 }
@@ -70,7 +79,7 @@ def compute(expression: str, digits: int = 1000) -> str:
     if len(expression) > CHARACTERS:
         raise ToolError(f"The expression has {len(expression)} characters, more than {CHARACTERS}: compute it in parts.")
     try:
-        value = _Reader(digits).value(ast.parse(expression.strip(), mode="eval").body)
+        value = _Reader(digits, 10**digits).value(ast.parse(expression.strip(), mode="eval").body)
     except ZeroDivisionError:
         raise ToolError("The expression divides by zero.") from None
     except OverflowError:
@@ -86,7 +95,10 @@ def compute(expression: str, digits: int = 1000) -> str:
 
 @dataclass(frozen=True)
 class _Reader:
+    """limit: the first number that has more than `digits` digits."""
+
     digits: int
+    limit: int
 
     def value(self, node: ast.expr) -> Number:
         match node:
@@ -120,7 +132,7 @@ class _Reader:
             if not math.isfinite(value):
                 raise OverflowError
         else:
-            self._within(abs(value) < 10**self.digits)
+            self._within(abs(value) < self.limit)
         return value
 
     def _within(self, small: bool) -> None:

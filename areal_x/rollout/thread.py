@@ -7,12 +7,16 @@ import contextvars
 import queue
 import threading
 from collections.abc import Callable
+from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
 from typing import Any, ParamSpec, TypeVar
 
 P = ParamSpec("P")
 T = TypeVar("T")
+
+INLINE = 1 << 14  # characters, or as much other work: some milliseconds at most
+BESIDE = ThreadPoolExecutor(4, thread_name_prefix="areal-x beside")
 
 
 class OneThread:
@@ -84,3 +88,15 @@ async def in_thread(function: Callable[P, T], *arguments: P.args, **named: P.kwa
         return await thread.run(function, *arguments, **named)
     finally:
         thread.close()
+
+
+async def beside(size: int, function: Callable[P, T], *arguments: P.args, **named: P.kwargs) -> T:
+    """What a function returns whose work is bounded and grows with `size`: at once where that is little, else by one of a few
+    threads, so that the loop turns meanwhile. Not for functions that may never return, nor for long calls into libraries that
+    hold Python's lock."""
+    return function(*arguments, **named) if size <= INLINE else await in_pool(BESIDE, function, *arguments, **named)
+
+
+async def in_pool(pool: Executor, function: Callable[P, T], *arguments: P.args, **named: P.kwargs) -> T:
+    context = contextvars.copy_context()
+    return await asyncio.get_running_loop().run_in_executor(pool, partial(context.run, function, *arguments, **named))

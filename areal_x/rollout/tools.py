@@ -22,7 +22,9 @@ import gin
 
 from areal_x.config import sentence
 from areal_x.errors import UserError, at_least, nearest, positive
+from areal_x.rollout import json_bounds, schemas
 from areal_x.rollout.engine import EngineError
+from areal_x.rollout.schema_worker import why_no_schema
 from areal_x.rollout.thread import in_thread
 from areal_x.sandbox.pool import Sandbox, SandboxLimits, shortened
 
@@ -181,12 +183,11 @@ class Toolbox:
         self.tool_seconds, self.result_characters = tool_seconds, result_characters
         self._given = [tool if isinstance(tool, Tool | Source) else tool_of(tool) for tool in tools]
         self._tools: dict[str, Tool] = {}
-        self._checks: dict[str, Callable[[Any], str | None]] = {}
         self._starting = asyncio.Lock()
         self._ready = False
         for tool in self._given:
             if isinstance(tool, Tool):
-                self._add(tool)
+                self._add(tool, why_no_schema(parameters_of(tool)))
 
     async def setup(self) -> None:
         """Starts what has to be started. Safe to call twice. Raises UserError where something cannot work."""
@@ -199,7 +200,7 @@ class Toolbox:
                 for source in self._given:
                     if isinstance(source, Source):
                         for tool in await source.setup():
-                            self._add(tool)
+                            self._add(tool, await schemas.wrong(parameters_of(tool)))
             except BaseException:
                 await self.close()
                 raise
@@ -228,12 +229,13 @@ class Toolbox:
             known = ", ".join(self._tools) or "none"
             return f"There is no tool {name!r}; the tools are: {known}{nearest(name, list(self._tools))}."
         try:
-            parsed = json.loads(arguments or "{}", parse_constant=_no_number)
-        except (ValueError, RecursionError) as error:
+            parsed = json_bounds.loads(arguments or "{}")
+        except ValueError as error:
             return f"The arguments of {name} are not valid JSON ({error}): write one JSON object."
-        if wrong := self._checks[name](parsed):
+        tool = self._tools[name]
+        if wrong := await schemas.misfit({**parameters_of(tool), "type": "object"}, arguments or "{}", closed=True):
             return f"The arguments of {name} do not fit: {wrong}."
-        text = await self._answer(self._tools[name], parsed)
+        text = await self._answer(tool, parsed)
         return shortened(text, "", False, self.result_characters)[0]
 
     async def _answer(self, tool: Tool, arguments: dict[str, Any]) -> str:
@@ -251,48 +253,13 @@ class Toolbox:
             reason = " ".join(sentence(error).split())
             return f"The tool {tool.name} failed: {type(error).__name__}{': ' if reason else ''}{reason}"
 
-    def _add(self, tool: Tool) -> None:
+    def _add(self, tool: Tool, wrong: str | None) -> None:
         if tool.name in self._tools:
             raise UserError(f"two tools are called {tool.name!r}: rename one, so that a model can say which it means")
+        if wrong is not None:
+            raise UserError(f"the parameters of the tool {tool.name!r} are no JSON schema: {wrong}")
         self._tools[tool.name] = tool
-        self._checks[tool.name] = checker(tool.schema["function"].get("parameters") or {"type": "object"})
 
 
-def checker(parameters: Mapping[str, Any]) -> Callable[[Any], str | None]:
-    """Says what of arguments does not fit the parameters' JSON schema; None where all does.
-
-    Raises UserError for what is no JSON schema. Nothing that it refers to is fetched.
-    """
-    import jsonschema
-    from referencing import Registry
-    from referencing.exceptions import Unresolvable
-
-    kind = jsonschema.validators.validator_for(parameters, default=jsonschema.Draft202012Validator)
-    try:
-        kind.check_schema(parameters)
-    except jsonschema.SchemaError as error:
-        raise UserError(f"the parameters of a tool are no JSON schema: {error.message}") from None
-    known = parameters.get("properties", {})
-    closed = "additionalProperties" not in parameters and "properties" in parameters
-    validator = kind({**parameters, "type": "object"}, registry=Registry())
-
-    def check(arguments: Any) -> str | None:
-        try:
-            error = jsonschema.exceptions.best_match(validator.iter_errors(arguments))
-        except Unresolvable as missing:
-            return f"the tool's own schema refers to {missing.ref}, which is not in it"
-        if error is not None:
-            place = ".".join(map(str, error.absolute_path))
-            return f"{place}: {error.message}" if place else str(error.message)
-        extra = [name for name in arguments if name not in known] if closed else []
-        return (
-            f"{extra[0]!r} is unknown; known are: {', '.join(known) or 'none'}{nearest(extra[0], list(known))}"
-            if extra
-            else None
-        )
-
-    return check
-
-
-def _no_number(word: str) -> float:
-    raise ValueError(f"{word} is no JSON number")
+def parameters_of(tool: Tool) -> Mapping[str, Any]:
+    return tool.schema["function"].get("parameters") or {"type": "object"}

@@ -29,6 +29,9 @@ from areal_x.rollout.tools import Toolbox, ToolError
         ("sqrt(16) + abs(-3)", "7"),
         ("max(1, 2, 3) - min(4, 5)", "-1"),
         ("round(2.345, 2)", "2.35"),
+        ("round(1234, -2)", "1200"),
+        ("round(1, -1000000000)", "0"),  # without the power of ten that Python would compute
+        ("round(1.5, 1000000000)", "1.5"),
         ("2 * pi", "6.28318530718"),
         ("gcd(12, 18)", "6"),
         ("1e300", "1e+300"),

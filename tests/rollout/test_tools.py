@@ -6,6 +6,7 @@ import asyncio
 import json
 import sys
 import threading
+from dataclasses import dataclass
 from typing import Literal
 
 import gin
@@ -13,7 +14,7 @@ import pytest
 
 from areal_x.errors import ConfigError, UserError
 from areal_x.rollout.engine import EngineError
-from areal_x.rollout.tools import PythonExecutor, Source, Tool, Toolbox, ToolError, checker, tool_of
+from areal_x.rollout.tools import PythonExecutor, Source, Tool, Toolbox, ToolError, schema_of, tool_of
 from areal_x.sandbox.pool import SandboxLimits
 
 
@@ -228,25 +229,26 @@ def test_settings_that_cannot_work_are_refused(settings):
         Toolbox([], **settings)
 
 
-def test_a_schema_that_is_none_is_refused():
-    with pytest.raises(UserError, match="no JSON schema"):
-        checker({"type": "objekt"})
+def test_a_tool_without_a_json_schema_is_refused_wherever_it_comes_from():
+    @dataclass(frozen=True)
+    class Wrong:
+        name: str = "wrong"
+        schema = schema_of("wrong", "", {"type": "objekt"})
 
+        async def call(self, arguments):
+            return ""
 
-def test_nothing_that_a_schema_refers_to_is_fetched(monkeypatch):
-    fetched = []
-    monkeypatch.setattr("urllib.request.urlopen", lambda *asked, **_: fetched.append(asked))
-    check = checker({"type": "object", "properties": {"a": {"$ref": "http://127.0.0.1:1/a.json"}}})
-    assert check({"a": 1}) == "the tool's own schema refers to http://127.0.0.1:1/a.json, which is not in it"
-    assert not fetched
+    class Listing:
+        async def setup(self):
+            return [Wrong()]
 
+        async def close(self):
+            pass
 
-def test_nested_arguments_are_checked_by_their_place():
-    check = checker({"type": "object", "properties": {"a": {"type": "array", "items": {"type": "integer"}}}})
-    assert check({"a": [1, "x"]}) == "a.1: 'x' is not of type 'integer'"
-    assert check({"a": [1]}) is None
-    assert checker({"type": "object"})({"anything": 1}) is None
-    assert checker({"type": "object", "properties": {}, "additionalProperties": True})({"b": 1}) is None
+    with pytest.raises(UserError, match="'wrong' are no JSON schema: 'objekt' is not valid"):
+        Toolbox([Wrong()])
+    with pytest.raises(UserError, match="'wrong' are no JSON schema: 'objekt' is not valid"):
+        asyncio.run(Toolbox([Listing()]).setup())
 
 
 class Counting:

@@ -18,14 +18,15 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from hashlib import blake2b
-from itertools import count
 from typing import Any
 
 import numpy as np
 from jaxtyping import Int32
 
+from areal_x.rollout import json_bounds
 from areal_x.rollout.chat.reading import Reply
-from areal_x.rollout.chat.rendering import Renderer, Tools, Unrenderable, text_content
+from areal_x.rollout.chat.rendering import Renderer, Tools, Unrenderable, encoded, size_of, text_content
+from areal_x.rollout.thread import beside
 from areal_x.types import Message
 
 TRIES = 3  # replies, from the last one back, whose tokens a prompt may begin with: each costs a rendering
@@ -79,13 +80,14 @@ async def prompt_of(
     tools: Tools = (),
     template: Mapping[str, Any] | None = None,
     continue_final: bool = False,
+    most: int | None = None,
 ) -> Prompt:
     """The prompt of a conversation, beginning with the tokens of the latest reply in it that can be gone on with.
 
-    Raises Unrenderable for messages that the chat template refuses.
+    most: tokens that are of any use. Raises Unrenderable for messages that the chat template refuses, PromptTooLong.
     """
     template = template or {}
-    found = memory.found(messages)
+    found = await beside(size_of(messages), memory.found, messages)
     whole = [
         _with_reasoning(message, found[place].reply) if place in found else message for place, message in enumerate(messages)
     ]
@@ -96,12 +98,12 @@ async def prompt_of(
             marked, words = _marked(whole[place], held.begun, text)
             with suppress(Unrenderable):  # of the word, not of the messages
                 shown = await renderer.rendered([*whole[:place], marked, *whole[place + 1 :]], tools, template, continue_final)
-                rest = _behind(renderer, held, shown, words)
+                rest = await beside(len(shown), _behind, renderer, held, shown, words, most)
                 if rest is not None:
                     open_end = continue_final and place == len(whole) - 1
                     start = without_end(renderer, held.tokens) if open_end else held.tokens
                     return Prompt(text, np.concatenate([start, rest]))
-    return Prompt(text, renderer.encode(text, begins=True))
+    return Prompt(text, await beside(len(text), encoded, renderer, text, True, most))
 
 
 def keys(messages: Sequence[Message]) -> list[bytes]:
@@ -140,8 +142,8 @@ def _normal_call(call: Any) -> Any:
         return call
     arguments = function.get("arguments", {})
     if isinstance(arguments, str):
-        with suppress(ValueError, RecursionError):
-            arguments = json.loads(arguments)
+        with suppress(ValueError):
+            arguments = json_bounds.loads(arguments)
     return [function.get("name"), arguments]
 
 
@@ -151,7 +153,7 @@ def _with_reasoning(message: Message, reply: Reply) -> Message:
 
 def _marked(message: Message, begun: str, text: str) -> tuple[Message, list[str]]:
     """The message with words in the place of what the reply says, and the words, as they must stand one after the other."""
-    name = next(word for word in (f"placeholder{n}" for n in count()) if word not in text)
+    name = f"placeholder{blake2b(text.encode(errors='replace'), digest_size=8).hexdigest()}"  # no text holds its own digest
     marked, words = dict(message), []
     if message.get("reasoning_content"):
         marked["reasoning_content"] = f"{name}r"
@@ -170,13 +172,15 @@ def _marked(message: Message, begun: str, text: str) -> tuple[Message, list[str]
     return marked, words
 
 
-def _behind(renderer: Renderer, held: Held, shown: str, words: Sequence[str]) -> Int32[np.ndarray, " N"] | None:
+def _behind(
+    renderer: Renderer, held: Held, shown: str, words: Sequence[str], most: int | None
+) -> Int32[np.ndarray, " N"] | None:
     """The tokens behind the reply. None where the template does not show all of it behind what it showed before, or not in the
     order in which replies are read."""
     places = [shown.rfind(word) for word in words]
     if places != sorted(places) or places[0] < len(held.before):
         return None
-    rest = renderer.encode(shown[places[-1] + len(words[-1]) :])
+    rest = encoded(renderer, shown[places[-1] + len(words[-1]) :], False, most)
     special = np.flatnonzero(np.isin(rest, list(renderer.special)))
     if len(special) and rest[special[0]] == held.tokens[-1]:
         return rest[special[0] + 1 :]

@@ -13,8 +13,9 @@ from jaxtyping import Int32
 from areal_x.rollout.chat.calls import Call
 from areal_x.rollout.chat.continuing import Held, Memory, prompt_of
 from areal_x.rollout.chat.reading import Reply
-from areal_x.rollout.chat.rendering import Renderer, text_content
+from areal_x.rollout.chat.rendering import OF_A_TOKEN, Renderer, size_of, text_content
 from areal_x.rollout.engine import Completion, Request, SamplingParams, room
+from areal_x.rollout.thread import beside
 from areal_x.rollout.workflows import Generator
 from areal_x.types import Message
 
@@ -66,18 +67,22 @@ class Speaker:
         Raises: PromptTooLong for a conversation that leaves no room for a reply; Unrenderable for messages that the chat
         template refuses; what the engine raises.
         """
-        prompt = await prompt_of(self.renderer, self._memory, ask.messages, ask.tools, ask.template, ask.continue_final)
+        prompt = await prompt_of(
+            self.renderer, self._memory, ask.messages, ask.tools, ask.template, ask.continue_final, self.engine.context
+        )
         request = Request(prompt.tokens, ask.sampling, stop=ask.stop)
         room(request, self.engine.context, "train.row_length")
         completion = await self.engine.generate(request)
         self.calls.append(Call(str(len(self.calls)) if id is None else id, prompt.tokens, completion))
-        kept, stopped_by = cut(self.renderer, completion.tokens, ask.stop)
+        size = len(completion.tokens) * OF_A_TOKEN
+        kept, stopped_by = await beside(size, cut, self.renderer, completion.tokens, ask.stop)
         reply = await self.renderer.read(kept, ask.tools, prompt.tokens)
         if completion.finish_reason != "abort":
             before, begun = ask.messages, ""
             if ask.continue_final:
                 before, begun = ask.messages[:-1], text_content(ask.messages[-1].get("content"))
-            self._memory.remember(before, Held(prompt.text, np.concatenate([prompt.tokens, kept]), reply, begun))
+            held = Held(prompt.text, np.concatenate([prompt.tokens, kept]), reply, begun)
+            await beside(size_of(before), self._memory.remember, before, held)
         return Answer(prompt.tokens, completion, reply, stopped_by)
 
 

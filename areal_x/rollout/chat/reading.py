@@ -106,17 +106,19 @@ def _called(text: str) -> tuple[list[tuple[str, str]], str]:
     if (alone := _whole(text)) is not None:
         return [alone], ""
     calls: list[tuple[str, str]] = []
-    said, at = "", 0
+    said: list[str] = []
+    at = 0
     while (start := text.find(CALL, at)) >= 0:
-        said, at = said + text[at:start], start + len(CALL)
+        said.append(text[at:start])
+        at = start + len(CALL)
         call, end = _call(text, at, ("arguments", "parameters"))
         closed = CLOSE.match(text, end) if call is not None else None
         if call is None or closed is None:
-            said += CALL
+            said.append(CALL)
         else:
             calls.append(call)
             at = closed.end()
-    return calls, said + text[at:]
+    return calls, "".join([*said, text[at:]])
 
 
 def _whole(text: str) -> tuple[str, str] | None:
@@ -135,7 +137,7 @@ def _call(text: str, at: int, keys: tuple[str, str], needed: bool = False) -> tu
         if not isinstance(name, str) or not name or (needed and not arguments):
             return None, at
         return (_sendable(name), arguments_of(arguments[0] if arguments else {})), end
-    except ValueError:
+    except (ValueError, RecursionError):
         return None, at
 
 

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import inspect
-import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, Protocol
 
@@ -12,11 +11,17 @@ import numpy as np
 from jaxtyping import Int32
 
 from areal_x.errors import UserError
+from areal_x.rollout import json_bounds
 from areal_x.rollout.chat.reading import MARKERS, THINK, THOUGHT, Reply, ToolCall, arguments_of, call_id, read
+from areal_x.rollout.engine import PromptTooLong
+from areal_x.rollout.thread import beside
 from areal_x.types import Message
 
 Tools = Sequence[Mapping[str, Any]]
 
+OF_A_TOKEN = 8  # characters, as work: of most tokens fewer, but each is looked up
+PIECE = 1 << 16  # characters that are tokenised at once of a text that may be too long
+SEAM = 64  # tokens, more than a cut between two pieces can add
 OPENED_WITHIN = 16  # tokens at a prompt's end in which a template opens the reasoning, if it does
 ROLES = {"developer": "system"}  # OpenAI's newer name, of which chat templates do not know
 REASONING = ("reasoning_content", "reasoning", "thinking")  # what a tokenizer's own reading may call it
@@ -81,6 +86,11 @@ class TemplateRenderer:
     async def rendered(
         self, messages: Sequence[Message], tools: Tools, template: Mapping[str, Any], continue_final: bool = False
     ) -> str:
+        return await beside(size_of((messages, tools)), self._rendered_now, messages, tools, template, continue_final)
+
+    def _rendered_now(
+        self, messages: Sequence[Message], tools: Tools, template: Mapping[str, Any], continue_final: bool
+    ) -> str:
         if taken := self._reserved & set(template):
             raise Unrenderable(f"{min(taken)!r} cannot be set as a variable of the chat template: it has its own place")
         if tools and "tools" not in self.tokenizer.get_chat_template(tools=list(tools)):
@@ -107,16 +117,20 @@ class TemplateRenderer:
     async def prompt(
         self, messages: Sequence[Message], tools: Tools, template: Mapping[str, Any], continue_final: bool = False
     ) -> Int32[np.ndarray, " P"]:
-        return self.encode(await self.rendered(messages, tools, template, continue_final), begins=True)
+        text = await self.rendered(messages, tools, template, continue_final)
+        return await beside(len(text), self.encode, text, True)
 
     async def read(self, tokens: Int32[np.ndarray, " N"], tools: Tools, prompt: Int32[np.ndarray, " P"] | None = None) -> Reply:
+        return await beside(len(tokens) * OF_A_TOKEN, self._read_now, tokens, tools, prompt)
+
+    def _read_now(self, tokens: Int32[np.ndarray, " N"], tools: Tools, prompt: Int32[np.ndarray, " P"] | None) -> Reply:
         before = np.zeros(0, np.int32) if prompt is None else prompt
         key = before.tobytes() + tokens.tobytes()
         if getattr(self.tokenizer, "response_template", None) is not None:
             try:
                 prefix = decoded(self.tokenizer, before)
                 return reply_of(self.tokenizer.parse_response(tokens.tolist(), prefix=prefix, tools=list(tools) or None), key)
-            except ValueError:
+            except (ValueError, RecursionError):
                 return Reply(self.text(tokens))
         text = decoded(self.tokenizer, tokens[~np.isin(tokens, list(self._not_text))])
         opened = decoded(self.tokenizer, before[-OPENED_WITHIN:]).rstrip().endswith(THINK)
@@ -146,13 +160,44 @@ class PlainRenderer:
     async def prompt(
         self, messages: Sequence[Message], tools: Tools, template: Mapping[str, Any], continue_final: bool = False
     ) -> Int32[np.ndarray, " P"]:
-        return self.encode(await self.rendered(messages, tools, template, continue_final), begins=True)
+        text = await self.rendered(messages, tools, template, continue_final)
+        return await beside(len(text), self.encode, text, True)
 
     async def read(self, tokens: Int32[np.ndarray, " N"], tools: Tools, prompt: Int32[np.ndarray, " P"] | None = None) -> Reply:
         return Reply(self.text(tokens))
 
     def text(self, tokens: Int32[np.ndarray, " N"]) -> str:
         return decoded(self.tokenizer, tokens, skip_special_tokens=True)
+
+
+def encoded(renderer: Renderer, text: str, begins: bool, most: int | None) -> Int32[np.ndarray, " N"]:
+    """The tokens of a text of which more than `most` are of no use. Raises: PromptTooLong, without having
+    tokenised much more than that."""
+    if most is not None:
+        refuse_long(lambda piece: len(renderer.encode(piece)), [text], most)
+    return renderer.encode(text, begins=begins)
+
+
+def refuse_long(count: Callable[[str], int], texts: Iterable[str], most: int) -> None:
+    """Raises: PromptTooLong for texts that surely have more tokens, looking at no more of them than it takes to know. Texts of
+    one piece are left to whoever tokenises them."""
+    least = 0
+    for text in texts:
+        for start in range(0, len(text), PIECE) if len(text) > PIECE else ():
+            least += count(text[start : start + PIECE]) - SEAM
+            if least > most:
+                raise PromptTooLong(
+                    f"a prompt of more than {most} tokens leaves no room in a context of {most}: raise train.row_length"
+                )
+
+
+def size_of(value: Any) -> int:
+    """About how many characters messages or tools have, at the depth that JSON may have here."""
+    if isinstance(value, str):
+        return len(value)
+    if isinstance(value, Mapping):
+        return sum(16 + size_of(x) for x in value.values())
+    return sum(map(size_of, value)) if isinstance(value, Sequence) else 8
 
 
 def special_tokens(tokenizer: Any) -> frozenset[int]:
@@ -207,6 +252,6 @@ def _call_for_templates(call: Any) -> Any:
         raise Unrenderable(f"a tool call must be an object with a function, this is {str(call)[:100]!r}")
     arguments = function.get("arguments", {})
     if isinstance(arguments, str):
-        with suppress(ValueError, RecursionError):  # else the template shows it as the model wrote it
-            arguments = json.loads(arguments)
+        with suppress(ValueError):  # else the template shows it as the model wrote it
+            arguments = json_bounds.loads(arguments)
     return {**call, "function": {**function, "arguments": arguments}}

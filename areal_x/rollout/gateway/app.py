@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 import secrets
 import time
-from collections.abc import Awaitable, Callable, Mapping
+import traceback
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Protocol
 
@@ -17,14 +18,16 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
+from areal_x.rollout.chat.rendering import OF_A_TOKEN
 from areal_x.rollout.gateway import messages, responses
-from areal_x.rollout.gateway.asking import Body, Exchange
+from areal_x.rollout.gateway.asking import Body, Exchange, Said
 from areal_x.rollout.gateway.chat_completions import ChatCompletions
 from areal_x.rollout.gateway.errors import ApiError, anthropic_body, api_error, openai_body
 from areal_x.rollout.gateway.live import Session
 from areal_x.rollout.gateway.messages import Messages
 from areal_x.rollout.gateway.responses import Responses
-from areal_x.rollout.gateway.streams import COMMENT, Answering, Refusal, dumped, event
+from areal_x.rollout.gateway.streams import COMMENT, Answering, Refusal, dumped, dumped_slowly, event
+from areal_x.rollout.thread import INLINE, beside
 
 LOG = logging.getLogger(__name__)
 
@@ -32,7 +35,8 @@ MODEL = "policy"
 # Clients add the version or not: an OpenAI client's base_url holds it, an Anthropic client appends it, and people mix them up.
 VERSIONS = ("", "/v1", "/v1/v1")
 MEGABYTE = 2**20
-LABEL_MEGABYTES = 1 / 64
+LABEL_MEGABYTES = 1 / 64  # of bodies with a label, or a number
+TRACEBACK_CALLS, TRACEBACK_CHARACTERS = 10, 4000  # in the log
 
 
 class Host(Protocol):
@@ -56,7 +60,7 @@ class Dialect:
     def refusal(self, error: BaseException) -> Refusal:
         told = api_error(error)
         if told.code == "internal_error":
-            LOG.error("the gateway could not answer a request", exc_info=error)
+            LOG.error("the gateway could not answer a request\n%s", last_words(error))
         return Refusal(told.status, dumped(self.body(told)), told.headers, self.in_stream(told))
 
     def refused(self, error: BaseException) -> Response:
@@ -97,7 +101,8 @@ def application(host: Host) -> Starlette:
         session = session_of(request)
         body = await body_of(request, session.limits.body_megabytes)
         id = f"{prefix}{secrets.token_hex(12)}"
-        exchange, keep = make(session, body, id)
+        exchange, keep = await beside(len(body), make, session, body, id)
+        await session.schemas.check(exchange.ask, exchange.tool_param, exchange.format_param)
         ids = [id, *(f"{id}-{index}" for index in range(1, exchange.count))]
         ask = session.complete(exchange.ask, exchange.wanted)
 
@@ -105,7 +110,8 @@ def application(host: Host) -> Starlette:
             said = await session.answers(ask, ids)
             if keep is not None:
                 keep(said)
-            return exchange.events(said) if exchange.stream else dumped(exchange.whole(said))
+            size = sum(len(one.answer.completion.tokens) for one in said) * OF_A_TOKEN
+            return await beside(size, written, exchange, said, dumped if size <= INLINE else dumped_slowly)
 
         named = {"x-areal-call": ",".join(ids), "x-request-id": id, "request-id": id}
         return Answering(work(), dialect.refusal, named, exchange.stream, dialect.beat, host.beat_seconds)
@@ -133,7 +139,9 @@ def application(host: Host) -> Starlette:
 
     async def count_tokens(request: Request) -> ASGIApp:
         session = session_of(request)
-        ask = messages.counted(await body_of(request, session.limits.body_megabytes))
+        body = await body_of(request, session.limits.body_megabytes)
+        ask = await beside(len(body), messages.counted, body)
+        await session.schemas.check(ask, Messages.tool_param, Messages.format_param)
         prompt = await session.renderer.prompt(ask.messages, ask.tools, ask.template, ask.continue_final)
         return told({"input_tokens": len(prompt)})
 
@@ -151,12 +159,12 @@ def application(host: Host) -> Starlette:
 
     async def reward(request: Request) -> ASGIApp:
         session = session_of(request)
-        given = Reward.model_validate_json(await body_of(request, session.limits.body_megabytes))
+        given = Reward.read(await body_of(request, LABEL_MEGABYTES))
         return told({"call": session.reward(given.reward, given.call), "reward": given.reward})
 
     async def end(request: Request) -> ASGIApp:
         session = session_of(request)
-        given = End.model_validate_json(await body_of(request, session.limits.body_megabytes) or b"{}")
+        given = End.read(await body_of(request, LABEL_MEGABYTES) or b"{}")
         session.end(given.reward)
         return told(session.summary())
 
@@ -164,7 +172,7 @@ def application(host: Host) -> Starlette:
         return told(session_of(request).summary())
 
     async def open_session(request: Request) -> ASGIApp:
-        given = Opening.model_validate_json(await body_of(request, LABEL_MEGABYTES) or b"{}")
+        given = Opening.read(await body_of(request, LABEL_MEGABYTES) or b"{}")
         session = await host.opened(keys_of(request), given.label)
         about = {"id": session.id, "key": session.key, "url": session.url, "base_url": session.base_url}
         return Response(dumped(about), 201, media_type="application/json")
@@ -191,6 +199,10 @@ def application(host: Host) -> Starlette:
     return Starlette(routes=routes, exception_handlers={HTTPException: unknown})
 
 
+def written(exchange: Exchange, said: Sequence[Said], dump: Callable[[Mapping[str, Any]], bytes]) -> bytes | list[bytes]:
+    return exchange.events(said) if exchange.stream else dump(exchange.whole(said))
+
+
 def guarded(handler: Handler, dialect: Dialect) -> Handler:
     """The handler, whatever it raises worded as its API does."""
 
@@ -212,6 +224,11 @@ async def unknown(request: Request, error: Exception) -> Response:
     return dialect.refused(
         ApiError(error.status_code, f"{request.method} {request.url.path} is not served here", "no_such_route")
     )
+
+
+def last_words(error: BaseException) -> str:
+    """The end of its traceback, as many calls deep as it may be."""
+    return "".join(traceback.format_exception(error, limit=-TRACEBACK_CALLS))[-TRACEBACK_CHARACTERS:]
 
 
 def keys_of(request: Request) -> list[str]:

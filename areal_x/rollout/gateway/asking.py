@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import lru_cache
-from typing import Annotated, Any, Protocol
+from dataclasses import dataclass, field, replace
+from hashlib import blake2b
+from typing import Annotated, Any, Protocol, Self, TypeVar
 
 import numpy as np
 from jaxtyping import Int32
 from pydantic import BaseModel, ConfigDict, Field
 
+from areal_x.rollout import json_bounds, schemas
 from areal_x.rollout.chat.dialogue import Answer, Ask
 from areal_x.rollout.chat.reading import Reply
 from areal_x.rollout.engine import SamplingParams
 from areal_x.rollout.gateway.errors import ApiError
-from areal_x.rollout.gateway.formats import fits, wrong
+from areal_x.rollout.gateway.formats import fits, no_schema
 
+T = TypeVar("T")
+Many = Annotated[list[T], Field(fail_fast=True)]  # findings for 10,000 wrong parts cost 0.1 s
 Text = Callable[[Int32[np.ndarray, " N"]], str]  # of tokens
 
 WITHOUT_EFFECT: Any = None  # the default of parameters that are taken and change nothing
@@ -30,12 +33,22 @@ Some = Annotated[str, Field(min_length=1)]
 ToolName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,128}$")]
 
 PIECE = 48  # characters of a stream's piece
+MOST_SCHEMAS = 1024  # that a session need not have checked again
 
 
 class Body(BaseModel):
     """What a client sent: a parameter that is not declared is refused by its name."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
+
+    @classmethod
+    def read(cls, body: bytes) -> Self:
+        """Raises: ApiError for JSON beyond the bounds, pydantic's ValidationError."""
+        try:
+            json_bounds.check(body)
+        except json_bounds.TooMuch as error:
+            raise ApiError(400, f"the body {error}", "invalid_json") from None
+        return cls.model_validate_json(body)
 
 
 class Lenient(BaseModel):
@@ -63,8 +76,11 @@ class Said:
 
 
 class Exchange(Protocol):
-    """A request, read, and how its answers are written. ask: with any sampling; `wanted` says what the client would like."""
+    """A request, read, and how its answers are written. ask: with any sampling; `wanted` says what the client would like.
+    tool_param, format_param: where the request has the schemas of tools (of their number) and of the format."""
 
+    tool_param: str
+    format_param: str
     ask: Ask
     wanted: Wanted
     count: int  # completions
@@ -94,24 +110,44 @@ def sampling_for(run: SamplingParams, wanted: Wanted, policy: str) -> tuple[Samp
 
 
 def function(name: str, description: str | None, parameters: Mapping[str, Any] | None, param: str) -> dict[str, Any]:
-    """A tool in OpenAI's form, with what a chat template shows of it. Raises: ApiError for a schema that is none."""
+    """A tool in OpenAI's form, with what a chat template shows of it. Raises: ApiError for a schema that is no object's;
+    whether it is a schema is for KnownSchemas to see."""
     about: dict[str, Any] = {"name": name}
     if description is not None:
         about["description"] = description
     if parameters is not None:
-        if why := wrong_schema(json.dumps(parameters, sort_keys=True)):
-            raise ApiError(400, f"the parameters of the tool {name!r} are no JSON schema: {why}", "invalid_tool_schema", param)
+        if parameters and (kind := parameters.get("type", "object")) != "object":
+            raise no_tool_schema(name, param, f"they must be an object's, not of type {str(kind)[:100]!r}")
         about["parameters"] = dict(parameters)
     return {"type": "function", "function": about}
 
 
-@lru_cache(maxsize=1024)
-def wrong_schema(parameters: str) -> str | None:
-    """What is wrong with a tool's parameters (JSON), or None."""
-    schema = json.loads(parameters)
-    if schema and schema.get("type", "object") != "object":
-        return f"they must be an object's, not of type {schema['type']!r}"
-    return wrong(schema)
+def no_tool_schema(name: str, param: str, why: str) -> ApiError:
+    return ApiError(400, f"the parameters of the tool {name!r} are no JSON schema: {why}", "invalid_tool_schema", param)
+
+
+@dataclass
+class KnownSchemas:
+    """The schemas that one session brought and that are some, by their digests: agents send the same ones with each request."""
+
+    _good: set[bytes] = field(default_factory=set)
+
+    async def check(self, ask: Ask, tool_param: str, format_param: str) -> None:
+        """Raises: ApiError for a tool or a format whose schema is none, or costs too much to check."""
+        for index, tool in enumerate(ask.tools):
+            about = tool["function"]
+            if "parameters" in about and (why := await self._wrong(about["parameters"])) is not None:
+                raise no_tool_schema(about["name"], tool_param.format(index), why)
+        if ask.format is not None and (why := await self._wrong(ask.format)) is not None:
+            raise no_schema(format_param, why)
+
+    async def _wrong(self, schema: Mapping[str, Any]) -> str | None:
+        digest = blake2b(json.dumps(schema, sort_keys=True).encode()).digest()
+        if digest in self._good:
+            return None
+        if (why := await schemas.wrong(schema)) is None and len(self._good) < MOST_SCHEMAS:
+            self._good.add(digest)
+        return why
 
 
 def template_of(
@@ -144,7 +180,7 @@ def named(choice: str | None, tools: Sequence[Mapping[str, Any]]) -> None:
         raise ApiError(400, f"tool_choice names {choice!r}, the tools are {names}", "invalid_value", "tool_choice")
 
 
-def disobeyed(ask: Ask, reply: Reply) -> tuple[str, ...]:
+async def disobeyed(ask: Ask, reply: Reply) -> tuple[str, ...]:
     """The names of what was asked of tool calls and the format and the reply is not, as nothing holds a model to it."""
     template, called = ask.template, [call.name for call in reply.tool_calls]
     choice = template.get("tool_choice")
@@ -152,7 +188,7 @@ def disobeyed(ask: Ask, reply: Reply) -> tuple[str, ...]:
     found = ["tool_choice"] if (choice == "required" and not called) or (wanted and set(called) != {wanted}) else []
     if template.get("parallel_tool_calls") is False and len(called) > 1:
         found.append("parallel_tool_calls")
-    if ask.format is not None and not called and not fits(ask.format, reply.content or ""):
+    if ask.format is not None and not called and not await fits(ask.format, reply.content or ""):
         found.append("format")
     return tuple(found)
 
@@ -178,7 +214,7 @@ def pieces(text: str) -> list[str]:
 def as_object(arguments: str) -> dict[str, Any] | None:
     """A tool call's arguments, or None where the model wrote no JSON object."""
     try:
-        value = json.loads(arguments)
+        value = json_bounds.loads(arguments)
     except ValueError:
         return None
     return value if isinstance(value, dict) else None

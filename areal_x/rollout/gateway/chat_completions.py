@@ -13,6 +13,7 @@ from areal_x.rollout.gateway.asking import (
     Body,
     Count,
     Lenient,
+    Many,
     Positive,
     Said,
     Share,
@@ -41,7 +42,7 @@ class TextPart(Lenient):
     text: str
 
 
-Content = str | list[TextPart]
+Content = str | Many[TextPart]
 
 
 class FromSystem(Lenient):
@@ -70,7 +71,7 @@ class FromAssistant(Lenient):
     content: Content | None = None
     reasoning_content: str | None = None
     reasoning: str | None = None
-    tool_calls: list[ToolCallSent] | None = None
+    tool_calls: Many[ToolCallSent] | None = None
 
 
 class FromTool(Lenient):
@@ -117,8 +118,8 @@ class StreamOptions(Lenient):
 
 class ChatRequest(Body):
     model: str | None = None
-    messages: Annotated[list[Sent], Field(min_length=1)]
-    tools: list[ToolGiven] | None = None
+    messages: Annotated[Many[Sent], Field(min_length=1)]
+    tools: Many[ToolGiven] | None = None
     tool_choice: Literal["auto", "none", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = None
     max_tokens: Positive | None = None
@@ -159,8 +160,10 @@ class ChatCompletions:
     Raises: ApiError or pydantic's ValidationError for a body that cannot be answered.
     """
 
+    tool_param, format_param = "tools.{}.function.parameters", "response_format"
+
     def __init__(self, body: bytes, id: str, created: int, text: Text) -> None:
-        asked = ChatRequest.model_validate_json(body)
+        asked = ChatRequest.read(body)
         self.id, self.created, self.text, self.asked = id, created, text, asked
         self.count, self.stream = asked.n or 1, bool(asked.stream)
         self.wanted = Wanted(asked.max_completion_tokens or asked.max_tokens, asked.temperature, asked.top_p, asked.top_k)
@@ -198,7 +201,7 @@ class ChatCompletions:
 def ask_of(asked: ChatRequest) -> Ask:
     choice = asked.tool_choice
     tools = [
-        function(t.function.name, t.function.description, t.function.parameters, f"tools.{i}.function.parameters")
+        function(t.function.name, t.function.description, t.function.parameters, ChatCompletions.tool_param.format(i))
         for i, t in enumerate(asked.tools or [])
     ]
     if isinstance(choice, NamedTool):
@@ -217,7 +220,7 @@ def ask_of(asked: ChatRequest) -> Ask:
         raise unsupported("add_generation_prompt = false", "a completion is an assistant's message, or the rest of one")
     wanted = asked.response_format or ResponseFormat(type="text")
     given = None if wanted.json_schema is None else wanted.json_schema.schema_
-    schema = schema_of(wanted.type, given, "response_format")
+    schema = schema_of(wanted.type, given, ChatCompletions.format_param)
     return Ask(
         messages=asked_for([message_of(message) for message in asked.messages], schema),
         tools=() if choice == "none" else tuple(tools),

@@ -10,10 +10,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import jsonschema
-from referencing import Registry
-from referencing.exceptions import Unresolvable
-
+from areal_x.rollout import json_bounds, schemas
 from areal_x.rollout.chat.rendering import text_content
 from areal_x.rollout.gateway.errors import ApiError
 from areal_x.types import Message
@@ -23,25 +20,21 @@ OBJECT: Schema = {"type": "object"}
 
 
 def schema_of(kind: str, schema: Schema | None, param: str) -> Schema | None:
-    """Of a format of this type, None for text. schema: as the client gave it. Raises: ApiError for what is none."""
+    """Of a format of this type, None for text. schema: as the client gave it, of which somebody else sees whether it is one.
+    Raises: ApiError for a type that is not known, or where there is none."""
     if kind == "text":
         return None
     if kind == "json_object":
         return OBJECT
     if kind != "json_schema":
         raise ApiError(400, f"{param} is {kind!r}: text, json_object and json_schema are known", "invalid_value", param)
-    if (why := "it is missing" if schema is None else wrong(schema)) is not None:
-        raise ApiError(400, f"{param} has no JSON schema: {why}", "invalid_schema", param)
+    if schema is None:
+        raise no_schema(param, "it is missing")
     return schema
 
 
-def wrong(schema: Schema) -> str | None:
-    """Why this is no JSON schema, or None."""
-    try:
-        jsonschema.Draft202012Validator.check_schema(schema)
-    except jsonschema.SchemaError as error:
-        return str(error.message)
-    return None
+def no_schema(param: str, why: str) -> ApiError:
+    return ApiError(400, f"{param} has no JSON schema: {why}", "invalid_schema", param)
 
 
 def asked_for(messages: Sequence[Message], schema: Schema | None) -> tuple[Message, ...]:
@@ -57,9 +50,10 @@ def asked_for(messages: Sequence[Message], schema: Schema | None) -> tuple[Messa
     return ({"role": "system", "content": words}, *messages)
 
 
-def fits(schema: Schema, text: str) -> bool:
-    """Whether a text is JSON that the schema describes. Nothing that the schema refers to is fetched."""
+async def fits(schema: Schema, text: str) -> bool:
+    """Whether a text is JSON that the schema describes. What costs too much to find out is not."""
     try:
-        return bool(jsonschema.Draft202012Validator(schema, registry=Registry()).is_valid(json.loads(text)))
-    except (ValueError, RecursionError, Unresolvable):
+        json_bounds.loads(text)
+    except ValueError:
         return False
+    return await schemas.misfit(schema, text) is None

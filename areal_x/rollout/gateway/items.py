@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Tag
 
-from areal_x.rollout.gateway.asking import Lenient, pieces
+from areal_x.rollout.gateway.asking import Lenient, Many, pieces
 from areal_x.types import Message
 
 
@@ -18,7 +18,7 @@ class TextPart(Lenient):
 
 class MessageItem(Lenient):
     role: Literal["user", "assistant", "system", "developer"]
-    content: str | list[TextPart]
+    content: str | Many[TextPart]
 
 
 class ReasoningPart(Lenient):
@@ -26,8 +26,8 @@ class ReasoningPart(Lenient):
 
 
 class ReasoningItem(Lenient):
-    content: list[ReasoningPart] | None = None
-    summary: list[ReasoningPart] | None = None
+    content: Many[ReasoningPart] | None = None
+    summary: Many[ReasoningPart] | None = None
 
 
 class CallItem(Lenient):
@@ -38,7 +38,7 @@ class CallItem(Lenient):
 
 class CallOutputItem(Lenient):
     call_id: str
-    output: str | list[TextPart]
+    output: str | Many[TextPart]
 
 
 def kind_of(item: Any) -> str:

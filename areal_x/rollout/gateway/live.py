@@ -14,7 +14,7 @@ from areal_x.rollout.chat.calls import Call
 from areal_x.rollout.chat.dialogue import Answer, Ask, Speaker
 from areal_x.rollout.chat.rendering import Renderer
 from areal_x.rollout.engine import EngineError, SamplingParams
-from areal_x.rollout.gateway.asking import Said, Wanted, disobeyed, sampling_for
+from areal_x.rollout.gateway.asking import KnownSchemas, Said, Wanted, disobeyed, sampling_for
 from areal_x.rollout.gateway.errors import ApiError
 from areal_x.rollout.gateway.sessions import SessionLimits, SessionState, over
 from areal_x.rollout.runner import first_of
@@ -53,6 +53,7 @@ class Session:
         self.state = SessionState(limits, _now())
         self.conversations: dict[str, tuple[Message, ...]] = {}
         self.overruled: Counter[str] = Counter()
+        self.schemas = KnownSchemas()
         self._policy, self._told, self._closed = policy, told, closed
         self._running: set[asyncio.Future[Answer]] = set()
         self._changed = asyncio.Event()
@@ -133,7 +134,7 @@ class Session:
             said = [Said(id, task.result()) for id, task in zip(ids, tasks, strict=True)]
             for one in said:
                 self._do(self.state.finish, Call(one.id, one.answer.prompt, one.answer.completion))
-                self._count_disobedience(ask, one.answer)
+                await self._count_disobedience(ask, one.answer)
         except BaseExceptionGroup as errors:
             error = first_of(errors)
             if isinstance(error, EngineError):
@@ -177,13 +178,13 @@ class Session:
             raise ApiError(503, "the engine aborted the completion: ask again", "aborted", retry_after=1)
         return answer
 
-    def _count_disobedience(self, ask: Ask, answer: Answer) -> None:
-        missed = disobeyed(ask, answer.reply)
+    async def _count_disobedience(self, ask: Ask, answer: Answer) -> None:
+        missed = await disobeyed(ask, answer.reply)
         self.overruled.update(missed)
         for name in set(missed) - self._told:
             self._told.add(name)
             wanted = ask.format if name == "format" else ask.template[name]
-            LOG.warning("an agent asked for %s = %s, which the model did not follow (said once)", name, wanted)
+            LOG.warning("an agent asked for %s = %.200s, which the model did not follow (said once)", name, wanted)
 
     def _do(self, change: Callable[..., T], *arguments: Any) -> T:
         try:

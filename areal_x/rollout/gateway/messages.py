@@ -14,6 +14,7 @@ from areal_x.rollout.gateway.asking import (
     Body,
     Count,
     Lenient,
+    Many,
     Positive,
     Said,
     Share,
@@ -34,6 +35,7 @@ from areal_x.rollout.gateway.streams import event
 from areal_x.types import Message
 
 PREFIX = "msg_"
+MOST_STOPS = 64
 UNPARSED = "unparsed_arguments"  # holds what a model wrote as a tool's arguments where that is no JSON object
 
 
@@ -57,22 +59,22 @@ class ToolUseBlock(Lenient):
 class ToolResultBlock(Lenient):
     type: Literal["tool_result"]
     tool_use_id: str
-    content: str | list[TextBlock] | None = None
+    content: str | Many[TextBlock] | None = None
 
 
 class FromUser(Lenient):
     role: Literal["user"]
-    content: str | list[Annotated[TextBlock | ToolResultBlock, Field(discriminator="type")]]
+    content: str | Many[Annotated[TextBlock | ToolResultBlock, Field(discriminator="type")]]
 
 
 class FromAssistant(Lenient):
     role: Literal["assistant"]
-    content: str | list[Annotated[TextBlock | ThinkingBlock | ToolUseBlock, Field(discriminator="type")]]
+    content: str | Many[Annotated[TextBlock | ThinkingBlock | ToolUseBlock, Field(discriminator="type")]]
 
 
 class FromSystem(Lenient):
     role: Literal["system"]
-    content: str | list[TextBlock]
+    content: str | Many[TextBlock]
 
 
 Sent = Annotated[FromUser | FromAssistant | FromSystem, Field(discriminator="role")]
@@ -109,9 +111,9 @@ class Conversation(Body):
     """What both routes take."""
 
     model: str | None = None
-    messages: Annotated[list[Sent], Field(min_length=1)]
-    system: str | list[TextBlock] | None = None
-    tools: list[ToolGiven] | None = None
+    messages: Annotated[Many[Sent], Field(min_length=1)]
+    system: str | Many[TextBlock] | None = None
+    tools: Many[ToolGiven] | None = None
     tool_choice: ToolChoice | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
@@ -121,7 +123,7 @@ class Conversation(Body):
 
 class MessageRequest(Conversation):
     max_tokens: Positive
-    stop_sequences: list[Some] | None = None
+    stop_sequences: Annotated[list[Some], Field(max_length=MOST_STOPS)] | None = None
     stream: bool | None = None
     temperature: Temperature | None = None
     top_p: Share | None = None
@@ -140,9 +142,10 @@ class Messages:
     """
 
     count = 1
+    tool_param, format_param = "tools.{}.input_schema", "output_config.format"
 
     def __init__(self, body: bytes, id: str) -> None:
-        asked = MessageRequest.model_validate_json(body)
+        asked = MessageRequest.read(body)
         self.id, self.asked, self.stream = id, asked, bool(asked.stream)
         self.wanted = Wanted(asked.max_tokens, asked.temperature, asked.top_p, asked.top_k)
         self.ask = ask_of(asked, tuple(asked.stop_sequences or ()))
@@ -177,15 +180,15 @@ class Messages:
 
 def counted(body: bytes) -> Ask:
     """The conversation of a request to count its tokens."""
-    return ask_of(Conversation.model_validate_json(body))
+    return ask_of(Conversation.read(body))
 
 
 def ask_of(asked: Conversation, stop: tuple[str, ...] = ()) -> Ask:
     choice, output = asked.tool_choice or ToolChoice(type="auto"), asked.output_config
     wanted = (output and output.format) or Format(type="text")
-    schema = schema_of(wanted.type, wanted.schema_, "output_config.format")
+    schema = schema_of(wanted.type, wanted.schema_, Messages.format_param)
     tools = [
-        function(t.name, t.description, t.input_schema, f"tools.{i}.input_schema") for i, t in enumerate(asked.tools or [])
+        function(t.name, t.description, t.input_schema, Messages.tool_param.format(i)) for i, t in enumerate(asked.tools or [])
     ]
     told: str | dict[str, Any] = "required" if choice.type == "any" else choice.type
     if choice.type == "tool":

@@ -13,6 +13,7 @@ from areal_x.rollout.gateway.asking import (
     Body,
     Count,
     Lenient,
+    Many,
     Positive,
     Said,
     Share,
@@ -65,11 +66,11 @@ class Reasoning(Lenient):
 
 class ResponseRequest(Body):
     model: str | None = None
-    input: str | Annotated[list[Item], Field(min_length=1)]
+    input: str | Annotated[Many[Item], Field(min_length=1)]
     instructions: str | None = None
     previous_response_id: str | None = None
     store: bool | None = None
-    tools: list[ToolGiven] | None = None
+    tools: Many[ToolGiven] | None = None
     tool_choice: Literal["auto", "none", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = None
     max_output_tokens: Positive | None = None
@@ -104,9 +105,10 @@ class Responses:
     """
 
     count = 1
+    tool_param, format_param = "tools.{}.parameters", "text.format"
 
     def __init__(self, body: bytes, id: str, created: int, text: Text, earlier: Mapping[str, Sequence[Message]]) -> None:
-        asked = ResponseRequest.model_validate_json(body)
+        asked = ResponseRequest.read(body)
         if unknown := set(asked.include or ()) - {LOGPROBS, "reasoning.encrypted_content"}:
             raise unsupported(f"include: {min(unknown)}", SUPPORTED)
         before = asked.previous_response_id
@@ -159,7 +161,7 @@ class Responses:
     def _ask(self) -> Ask:
         asked, choice = self.asked, self.asked.tool_choice
         tools = [
-            function(t.name, t.description, t.parameters, f"tools.{i}.parameters") for i, t in enumerate(asked.tools or [])
+            function(t.name, t.description, t.parameters, self.tool_param.format(i)) for i, t in enumerate(asked.tools or [])
         ]
         told: str | dict[str, Any] | None
         if isinstance(choice, NamedTool):
@@ -171,7 +173,7 @@ class Responses:
         system: tuple[Message, ...] = ()
         if asked.instructions is not None:
             system = ({"role": "system", "content": asked.instructions},)
-        schema = schema_of(self.format.type, self.format.schema_, "text.format")
+        schema = schema_of(self.format.type, self.format.schema_, self.format_param)
         return Ask(
             messages=asked_for((*system, *self.messages), schema),
             tools=() if choice == "none" else tuple(tools),

@@ -35,7 +35,7 @@ class SessionLimits:
     tokens: int = 1_000_000
     seconds: float = 3600.0
     idle_seconds: float = 600.0
-    body_megabytes: float = 16.0
+    body_megabytes: float = 8.0
 
     def __post_init__(self) -> None:
         at_least("session_limits.calls", self.calls, 1)

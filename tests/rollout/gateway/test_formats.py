@@ -1,5 +1,6 @@
 """Answers in JSON, as official clients ask for them: in words to the model, and looked at afterwards."""
 
+import asyncio
 import json
 
 import openai
@@ -79,13 +80,18 @@ def test_a_tool_call_is_no_answer_yet(talk):
     assert one.session.overruled == {}
 
 
+def fitting(schema, text):
+    return asyncio.run(fits(schema, text))
+
+
 def test_nothing_that_a_schema_refers_to_is_fetched(monkeypatch):
     fetched = []
     monkeypatch.setattr("urllib.request.urlopen", lambda *asked, **_: fetched.append(asked))
-    assert not fits({"$ref": "http://127.0.0.1:1/schema.json"}, "{}")
+    assert not fitting({"$ref": "http://127.0.0.1:1/schema.json"}, "{}")
     assert not fetched
-    assert fits({"$ref": "#/$defs/a", "$defs": {"a": {"type": "object"}}}, "{}")
-    assert not fits({"type": "object"}, "[" * 100_000)
+    assert fitting({"$ref": "#/$defs/a", "$defs": {"a": {"type": "object"}}}, "{}")
+    assert fitting({"properties": {"a": {}}}, '{"a": 1, "b": 2}')
+    assert not fitting({"type": "object"}, "[" * 100_000)
 
 
 def test_a_schema_that_is_none_is_refused(talk):
