@@ -15,6 +15,7 @@ import pytest
 from areal_x.model_dir import read_tensors, write_model, write_state
 from areal_x.rollout.vllm.config import VLLMConfig
 from areal_x.rollout.vllm.engine import VLLMEngine
+from tests.rollout.watching import Watch, declared, watching
 
 # What the tiny model's characters can write.
 TEMPLATE = (
@@ -33,6 +34,22 @@ class Weights:
 
     def weights(self) -> Iterator[tuple[str, np.ndarray]]:
         return read_tensors(self.directory)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def watch() -> Iterator[Watch]:
+    """Of every engine of the session; what comes after the last test fails that one."""
+    with watching() as watch:
+        yield watch
+        watch.check((), (), None)
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_lost_unasked(watch: Watch, request: pytest.FixtureRequest) -> Iterator[None]:
+    """See tests.rollout.watching: a test that loses servers, or has them fail, declares it."""
+    folder = request.getfixturevalue("tmp_path") if "tmp_path" in request.fixturenames else None
+    yield
+    watch.check(declared(request.node, "loses"), declared(request.node, "log_errors"), folder)
 
 
 @pytest.fixture(scope="session")

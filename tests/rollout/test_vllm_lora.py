@@ -11,10 +11,14 @@ import numpy as np
 import pytest
 
 from areal_x.data.packing import pack
+from areal_x.data.tokenizer import load_tokenizer
+from areal_x.errors import UserError
 from areal_x.rollout.engine import Completion, EngineError, Request, SamplingParams
 from areal_x.rollout.publisher import Staged
+from areal_x.rollout.vllm import agreement
 from areal_x.rollout.vllm.config import VLLMConfig
 from areal_x.rollout.vllm.engine import VLLMEngine
+from areal_x.rollout.vllm.scorer import ServerScorer
 from areal_x.trainer import LoRAConfig, ModelConfig, OptimizerConfig, Trainer, TrainerConfig, create_trainer
 from areal_x.types import Trajectory
 from tests.rollout.conftest import Run
@@ -88,6 +92,29 @@ def test_what_the_server_says_of_its_tokens_is_what_the_trainer_says(published: 
         np.testing.assert_allclose(completion.logprobs, said_by(trainer, completion), atol=1e-4)
 
 
+def test_a_known_prompt_is_asked_beside_running_requests(published: VLLMEngine, trainer: Trainer, run: Run) -> None:
+    prompt, name = agreement.known_prompt(40, published.context), f"policy-{trainer.version}"
+
+    async def beside() -> tuple[np.ndarray, list[Completion]]:
+        request = Request(PROMPT, SamplingParams(max_tokens=240))
+        running = [asyncio.create_task(published.generate(request)) for _ in range(12)]
+        await published.generate(Request(PROMPT, SamplingParams(max_tokens=5)))  # then those have about as many
+        said = await published._clients[0].probe(name, prompt.tolist())
+        assert not any(task.done() for task in running)
+        return said, await asyncio.gather(*running)
+
+    said, completions = run(beside())
+    np.testing.assert_allclose(said, agreement.said_by(trainer, prompt), atol=1e-4)
+    for completion in completions:
+        np.testing.assert_allclose(completion.logprobs, said_by(trainer, completion), atol=1e-4)
+
+
+def test_a_server_with_adapters_is_refused_as_a_reference(published: VLLMEngine, tiny_model_dir: Path) -> None:
+    (server,) = published._servers
+    with pytest.raises(UserError, match=r"takes adapters, and .*engine dies.*: start a server .* without --enable-lora"):
+        ServerScorer([server.url], server.key, load_tokenizer(tiny_model_dir))
+
+
 def test_a_request_in_flight_ends_on_its_own_version_which_then_goes(
     published: VLLMEngine, trainer: Trainer, tmp_path: Path, run: Run
 ) -> None:
@@ -128,6 +155,9 @@ def test_a_request_in_flight_ends_on_its_own_version_which_then_goes(
     assert folders == [f"v{first + 4:08d}"]
 
 
+@pytest.mark.log_errors(
+    "FileNotFoundError: .*adapter_config.json", "LoRAAdapterNotFoundError: Loading lora policy-10000 failed"
+)
 def test_a_damaged_adapter_is_lost_with_the_servers_words_and_the_newest_goes_on(
     published: VLLMEngine, trainer: Trainer, tmp_path: Path, run: Run
 ) -> None:

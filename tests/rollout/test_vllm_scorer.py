@@ -144,17 +144,23 @@ def distillation(student: Path, tmp_path: Path, temperature: float = 1.0, **chan
 
 @dataclass
 class Fake:
-    """A server of the tiny model's tokenizer that scores token t as -t / 10, or (held) never answers."""
+    """A server of the tiny model's tokenizer that scores token t as -t / 10, or (held) never answers. parent: of a second model
+    that it serves. metrics: None where it counts nothing."""
 
     tokenizer: Any
     held: bool = False
+    parent: str | None = None
+    metrics: str | None = None
     prompts: list[list[int]] = field(default_factory=list)
     aborted: threading.Event = field(default_factory=threading.Event)
 
     async def models(self, request: web.Request) -> web.Response:
         if request.headers.get("Authorization") != "Bearer key":
             return web.json_response({"error": "Unauthorized"}, status=401)
-        return web.json_response({"data": [{"id": "model", "max_model_len": 100}, {"id": "adapter"}]})
+        return web.json_response({"data": [{"id": "model", "max_model_len": 100}, {"id": "adapter", "parent": self.parent}]})
+
+    async def count(self, request: web.Request) -> web.Response:
+        return web.Response(text=self.metrics, status=200 if self.metrics is not None else 404)
 
     async def tokenize(self, request: web.Request) -> web.Response:
         body = await request.json()
@@ -192,7 +198,7 @@ def serve(tiny_model_dir: Path, run: Run) -> Iterator[Callable[..., Serving]]:
     async def start(fake: Fake) -> Serving:
         app = web.Application()
         app.add_routes([web.get("/v1/models", fake.models), web.post("/tokenize", fake.tokenize)])
-        app.add_routes([web.post("/v1/completions", fake.complete)])
+        app.add_routes([web.post("/v1/completions", fake.complete), web.get("/metrics", fake.count)])
         runner = web.AppRunner(app, handler_cancellation=True)  # of requests whose client has gone
         await runner.setup()
         runners.append(runner)
@@ -322,6 +328,14 @@ def test_a_model_of_other_tokens_is_refused(serve: Callable[..., Serving], tmp_p
     assert len(other) == len(serve().fake.tokenizer)
     with pytest.raises(UserError, match="serves 'model', which splits text into other tokens"):
         ServerScorer([serve().url], "key", other)
+
+
+def test_a_server_that_takes_adapters_is_refused_where_it_shows(serve: Callable[..., Serving]) -> None:
+    batch = packed([[5, 6]], 2)
+    score([serve(metrics="# TYPE vllm:num_requests_running gauge\n")], batch)
+    for shown in ({"parent": "model"}, {"metrics": "# TYPE vllm:lora_requests_info gauge\n"}):
+        with pytest.raises(UserError, match=r"takes adapters, and .*its engine dies"):
+            ServerScorer([serve(**shown).url], "key", serve().fake.tokenizer)
 
 
 def test_the_probe_holds_what_a_tokenizer_may_split_differently(tiny_model_dir: Path) -> None:

@@ -7,6 +7,7 @@ neither: what `served`, `tokenize` and `score` ask for is offered by every vLLM 
 from __future__ import annotations
 
 import base64
+import contextlib
 import io
 import itertools
 import json
@@ -20,6 +21,7 @@ from jaxtyping import Float32, Int16, Int32
 
 from areal_x.errors import UserError
 from areal_x.rollout.engine import Completion, EngineError, SamplingParams
+from areal_x.rollout.loop import together
 from areal_x.rollout.vllm.plugin import BACKEND
 from areal_x.types import NOT_RECORDED
 
@@ -32,6 +34,7 @@ CONNECT_SECONDS = 30.0
 HEALTH_SECONDS = 5.0
 CONTROL_SECONDS = 600.0  # loading the weights of a large model from a shared folder
 ATTEMPTS = 3
+ADAPTER_METRIC = "vllm:lora_requests_info"  # there where a server was started with --enable-lora
 RECORD_EXPERTS = "--enable-return-routed-experts"
 WORDLESS = ("/v1/load_lora_adapter", "/v1/unload_lora_adapter")  # whose answer is a sentence and no JSON
 TEXT = (*WORDLESS, "/metrics")
@@ -183,9 +186,27 @@ class VLLMClient:
 
     async def score(self, model: str, tokens: Sequence[int]) -> Float32[np.ndarray, " T"]:
         """Log-probability of each token given those before it, at temperature 1; 0 for the first. At most context - 1 tokens
-        can be scored, as the server generates one more."""
+        can be scored, as the server generates one more. Never beside other requests on a server with adapters: see `probe`."""
         body = {"model": model, "prompt": list(tokens), "max_tokens": 1, "prompt_logprobs": 0}
         return scores_from(await self._call("POST", "/v1/completions", body, retry=True, seconds=None), tokens)
+
+    async def probe(self, model: str, tokens: Sequence[int]) -> Float32[np.ndarray, " T"]:
+        """The numbers of `score`, computed by the sampler: one request of one new token per position, at temperature 1.
+
+        Safe beside running requests, which `score` is not on a server with adapters: there vLLM 0.32 maps the positions of a
+        scored prompt to adapters by the requests of the batch, and its engine dies of any other request in it.
+        """
+        beginnings = range(1, len(tokens))
+        found = await together(self._next(model, tokens[:length], tokens[length]) for length in beginnings)
+        return np.asarray([0.0, *found], np.float32)
+
+    async def _next(self, model: str, tokens: Sequence[int], token: int) -> float:
+        """Log-probability that this token comes next."""
+        # As many `logprobs` as named tokens are wanted, and as many entries come back, the sampled token's among them: hence 2.
+        wanted = {"max_tokens": 1, "temperature": 1.0, "logprobs": 2, "logprob_token_ids": [token, token], "detokenize": False}
+        body = {"model": model, "token_ids": list(tokens), "sampling_params": wanted}
+        answer = await self._call("POST", "/inference/v1/generate", body, retry=True, seconds=None)
+        return next_from(answer, token)
 
     async def pause(self) -> None:
         """Freezes requests in flight and drops all caches: theirs, which are computed again after `resume` under the weights
@@ -237,6 +258,12 @@ class VLLMClient:
         """The names of those that it holds."""
         models = (await self._call("GET", "/v1/models"))["data"]
         return [model["id"] for model in models if model.get("parent")]
+
+    async def takes_adapters(self) -> bool:
+        """As far as it can be seen from outside: it holds one, or it counts their requests."""
+        with contextlib.suppress(EngineError, UserError):  # a server may count nothing
+            return bool(await self.adapters()) or ADAPTER_METRIC in await self.metrics()
+        return False
 
     async def set_version(self, version: int) -> None:
         """Names the weights that the server holds already."""
@@ -335,6 +362,17 @@ def scores_from(answer: Mapping[str, Any], tokens: Sequence[int]) -> Float32[np.
     if max(scores) > ROUNDING:
         raise EngineError("vLLM gave logits in place of log-probabilities: start it without --logprobs-mode")
     return np.asarray(scores, np.float32)
+
+
+def next_from(answer: Mapping[str, Any], token: int) -> float:
+    """The log-probability of a token that a generate endpoint was asked about. Raises EngineError when it is missing."""
+    content = (answer["choices"][0]["logprobs"] or {}).get("content") or [{}]
+    found = {entry["token_id"]: entry["logprob"] for entry in content[0].get("top_logprobs") or []}.get(token, NO_LOGPROB)
+    if not NO_LOGPROB < found <= ROUNDING:
+        raise EngineError(
+            f"vLLM gave {found} as the log-probability of a token that it was asked about: the weights may hold NaN"
+        )
+    return float(found)
 
 
 def versions_from(spans: Sequence[Mapping[str, Any]], length: int) -> Int32[np.ndarray, " N"]:

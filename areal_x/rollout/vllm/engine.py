@@ -436,7 +436,7 @@ class VLLMEngine:
 
     async def _score(self, replica: Replica) -> Float32[np.ndarray, " T"]:
         model = MODEL if self.lora is None or self._current is None else adapters.name_of(self._current.version)
-        return await replica.client.score(model, self._known_prompt.tolist())
+        return await replica.client.probe(model, self._known_prompt.tolist())
 
     @property
     def _known_prompt(self) -> Int32[np.ndarray, " T"]:

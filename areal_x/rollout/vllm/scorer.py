@@ -2,7 +2,8 @@
 
     packed rows ──each sequence once──▶ the least busy server ──▶ one number a token, back in its place
 
-Any vLLM server will do, started with nothing but `vllm serve MODEL`: only /v1/models, /tokenize and /v1/completions are asked.
+Any vLLM server will do, started with nothing but `vllm serve MODEL`: only /v1/models, /tokenize and /v1/completions are asked,
+and /metrics where there is one: whether it takes adapters, which a server that scores must not.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from jaxtyping import Float32, Int64
 from areal_x.errors import ConfigError, UserError
 from areal_x.rollout.engine import EngineError
 from areal_x.rollout.loop import run, together
-from areal_x.rollout.vllm.client import Served, VLLMClient
+from areal_x.rollout.vllm.client import VLLM_RELEASE, Served, VLLMClient
 from areal_x.types import Batch
 
 CONCURRENCY = 32  # requests that one server is given at a time: enough to fill its batches, few enough to share it
@@ -52,7 +53,8 @@ class ServerScorer:
     tokenizer: of the model whose tokens are scored; the servers must split text as it does. temperature: that those tokens are
     sampled at, and only 1 can be scored: vLLM gives a prompt's log-probabilities before any temperature, whatever the request
     and --logprobs-mode say.
-    Raises: ConfigError for another temperature; UserError for a server that is not there, refuses the key or has other tokens.
+    Raises: ConfigError for another temperature; UserError for a server that is not there, refuses the key, has other tokens or
+    takes adapters.
     """
 
     def __init__(self, urls: Sequence[str], key: str | None, tokenizer: Any, temperature: float = 1.0) -> None:
@@ -115,6 +117,10 @@ class ServerScorer:
             if await client.tokenize(served.name, PROBE) != list(probe):
                 other = f"the vLLM server at {client.url} serves {served.name!r}, which splits text into other tokens"
                 raise UserError(f"{other}: it must have the vocabulary of the model that learns")
+            if await client.takes_adapters():
+                dies = f"with adapters vLLM {VLLM_RELEASE} scores no prompt beside other requests (its engine dies of it)"
+                wanted = "start a server of its own without --enable-lora, or name a model directory"
+                raise UserError(f"the vLLM server at {client.url} takes adapters, and {dies}: {wanted}")
             return served
 
         try:
