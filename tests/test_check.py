@@ -325,7 +325,11 @@ def test_lengths_that_do_not_go_together(
 
 
 def test_an_answer_that_could_not_end(tiny: model.Model) -> None:
+    class Ending:
+        def __init__(self, token: int | None) -> None:
+            self.eos_token_id, self.name_or_path = token, "x"
+
     with pytest.raises(UserError, match="has no end token"):
-        tokens.end(SimpleNamespace(eos_token_id=None, name_or_path="x"), tiny)
+        tokens.end(Ending(None), tiny)
     with pytest.raises(UserError, match="the end token 99 is outside the vocabulary of 44"):
-        tokens.end(SimpleNamespace(eos_token_id=99), tiny)
+        tokens.end(Ending(99), tiny)

@@ -7,10 +7,11 @@ from itertools import islice
 from typing import Any
 
 from areal_x.checks.model import Model
+from areal_x.data.endings import FILES, named_ends, stop_tokens, turn_end
 from areal_x.errors import ConfigError, UserError
 from areal_x.experiment import Experiment
 from areal_x.rollout.pictures import images_of
-from areal_x.rollout.workflows import encode, end_token
+from areal_x.rollout.workflows import encode
 from areal_x.types import Task
 
 LOOKED_AT = 100  # prompts
@@ -18,13 +19,19 @@ LOOKED_AT = 100  # prompts
 
 def end(tokenizer: Any, model: Model) -> str:
     """Raises: UserError for a tokenizer without an end token, or with one that the model does not have."""
-    token, vocabulary = end_token(tokenizer), model.config["vocab_size"]
-    if token >= vocabulary:
+    stops, vocabulary = stop_tokens(tokenizer), model.config["vocab_size"]
+    if (token := max(stops)) >= vocabulary:
         raise UserError(
             f"the end token {token} is outside the vocabulary of {vocabulary} of {model.directory}: "
             "its tokenizer must be the one that the model was made for"
         )
-    return f"answers end with {tokenizer.eos_token!r} ({token})"
+    names = dict(zip(stops, tokenizer.convert_ids_to_tokens(list(stops)), strict=True))
+    found = "answers end with " + ", ".join(f"{name!r} ({token})" for token, name in names.items())
+    turn = turn_end(tokenizer)
+    if turn is None or turn.token in named_ends(tokenizer):
+        return found
+    unnamed = f"neither the tokenizer's eos_token nor {' nor '.join(FILES)} names"
+    return f"{found}; with {names[turn.token]!r} the chat template ends a turn, which {unnamed}"
 
 
 def lengths(experiment: Experiment, tasks: Sequence[Task], tokenizer: Any, model: Model) -> str:

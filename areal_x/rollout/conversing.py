@@ -43,7 +43,7 @@ class MultiTurn(Judged):
     else and so must be quick. discount_turns: the reward is multiplied by this for each try after the first, between 0 and 1.
     credit: what each try's tokens get of the reward.
     template: more variables of the chat template, as {"enable_thinking": False}.
-    sampling: how completions are drawn, each of at most sampling.max_tokens; the tokenizer's end token is added to its stop
+    sampling: how completions are drawn, each of at most sampling.max_tokens; the model's end tokens are added to its stop
     tokens. reward_workers: most processes that judge at once. reward_timeout_seconds: after which a reward is ended with its
     process. reward_limits: what that process may use beside time.
     """
@@ -101,7 +101,7 @@ class ToolUse(Judged):
     tool_seconds: after which the model is told that a tool did not answer. result_characters: most that is shown of a result.
     credit: what each reply's tokens get of the reward.
     template: more variables of the chat template, as {"enable_thinking": False}.
-    sampling: how completions are drawn, each of at most sampling.max_tokens; the tokenizer's end token is added to its stop
+    sampling: how completions are drawn, each of at most sampling.max_tokens; the model's end tokens are added to its stop
     tokens. reward_workers: most processes that judge at once. reward_timeout_seconds: after which a reward is ended with its
     process. reward_limits: what that process may use beside time.
     """

@@ -19,7 +19,7 @@ class SamplingParams:
     """How a completion is drawn.
 
     max_tokens: most new tokens. temperature: 0 is greedy. top_p: 1 keeps all. top_k: 0 keeps all.
-    stop_token_ids: tokens that end a completion and belong to it; a workflow adds the tokenizer's end token.
+    stop_token_ids: tokens that end a completion and belong to it; a workflow adds the model's end tokens.
     """
 
     max_tokens: int = 256

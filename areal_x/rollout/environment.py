@@ -42,7 +42,7 @@ class Environment(Workflow):
     ("module:Name-v0" also imports the module), which needs the package `gymnasium`. options: given to it by name.
     read_action: from the model's text to what `step` takes; by default the text itself. Where it raises ValueError, the model
     is told the sentence, and the turn is taken without a step.
-    turns: most of them. sampling: how replies are drawn; the tokenizer's end token is added to its stop tokens.
+    turns: most of them. sampling: how replies are drawn; the model's end tokens are added to its stop tokens.
     instructions: a system message that comes first. template: variables of the chat template, as {"enable_thinking": False}.
     credit: what each turn gets of the reward.
 

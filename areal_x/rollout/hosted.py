@@ -49,7 +49,7 @@ class Host:
 
 @dataclass(frozen=True, kw_only=True)
 class Hosted(Workflow):
-    """sampling: how completions are drawn; the tokenizer's end token is added to its stop tokens. limits: what an episode may
+    """sampling: how completions are drawn; the model's end tokens are added to its stop tokens. limits: what an episode may
     use. credit: how its reward is shared out. gateway: where agents call. rendering: who makes tokens of messages and reads
     replies: "transformers" with the model's chat template, or "server", the vLLM servers with theirs and their parsers."""
 

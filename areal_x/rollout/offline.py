@@ -16,9 +16,10 @@ from typing import Any
 import gin
 import numpy as np
 
+from areal_x.data.endings import stop_tokens, text_ending, turn_ending
 from areal_x.rollout.engine import Completion, EngineError, Request
 from areal_x.rollout.pictures import images_of
-from areal_x.rollout.workflows import Generator, Result, Workflow, encode, end_token
+from areal_x.rollout.workflows import Generator, Result, Workflow, encode
 from areal_x.types import NOT_THE_POLICY, Episode, Scored, Task, Trajectory
 
 
@@ -30,7 +31,7 @@ class Demonstrations(Workflow):
     tokenizer: Any = None
 
     def setup(self, tokenizer: Any) -> Demonstrations:
-        end_token(tokenizer)
+        stop_tokens(tokenizer)
         return replace(self, tokenizer=tokenizer)
 
     async def run(self, task: Task, engine: Generator) -> Result:
@@ -49,7 +50,7 @@ class PreferencePairs(Workflow):
     tokenizer: Any = None
 
     def setup(self, tokenizer: Any) -> PreferencePairs:
-        end_token(tokenizer)
+        stop_tokens(tokenizer)
         return replace(self, tokenizer=tokenizer)
 
     async def run(self, task: Task, engine: Generator) -> Result:
@@ -88,11 +89,13 @@ class NoEngine:
 
 
 def written(tokenizer: Any, task: Task, answer: str) -> Trajectory:
-    """The prompt, the answer and the end token, as no policy has drawn them: log-probability 0, version -1."""
+    """The prompt, the answer and its end, as no policy has drawn them: log-probability 0, version -1. Behind messages the end
+    is the turn's, as the chat template writes it."""
     if not isinstance(answer, str):
         raise ValueError(f"task {task.id!r} has no text to learn: its answer is {answer!r}")
     images = images_of(tokenizer, task.prompt)
     prompt = encode(tokenizer, task.prompt, images)
-    tokens = np.asarray([*tokenizer.encode(answer, add_special_tokens=False), end_token(tokenizer)], np.int32)
+    end = text_ending(tokenizer) if isinstance(task.prompt, str) else turn_ending(tokenizer)
+    tokens = np.asarray([*tokenizer.encode(answer + end.text, add_special_tokens=False), end.token], np.int32)
     logprobs, versions = np.zeros(len(tokens), np.float32), np.full(len(tokens), NOT_THE_POLICY, np.int32)
     return Trajectory.from_completion(prompt, tokens, logprobs, versions, 1.0, images=images)

@@ -152,7 +152,7 @@ class Terminal(ToolUse):
     max_turns: most replies; a command of the last one is not run. result_characters: most that is shown of a command's output.
     credit: what each reply's tokens get of the reward.
     template: more variables of the chat template, as {"enable_thinking": False}.
-    sampling: how completions are drawn, each of at most sampling.max_tokens; the tokenizer's end token is added to its stop
+    sampling: how completions are drawn, each of at most sampling.max_tokens; the model's end tokens are added to its stop
     tokens. reward_workers: most processes that judge at once. reward_timeout_seconds: after which a reward is ended with its
     process. reward_limits: what that process may use beside time.
     """

@@ -15,6 +15,7 @@ import gin
 import numpy as np
 from jaxtyping import Int32
 
+from areal_x.data.endings import ends, stop_tokens
 from areal_x.errors import UserError, at_least, positive
 from areal_x.rewards.pool import Limits, Reward, RewardPool
 from areal_x.rollout.engine import Completion, Request, SamplingParams
@@ -76,7 +77,7 @@ class Judged(Workflow):
     """A workflow that asks for completions and has a text of theirs judged. One that gin makes adds `run` and its own name.
 
     reward: a function (task, text) -> number, or -> (number, {name: number}); text is a completion without special tokens.
-    sampling: how completions are drawn; the tokenizer's end token is added to its stop tokens.
+    sampling: how completions are drawn; the model's end tokens are added to its stop tokens.
     reward_workers: most processes that judge at once. reward_timeout_seconds: after which a reward is ended with its process.
     reward_limits: what that process may use beside time.
     """
@@ -124,7 +125,7 @@ class SingleTurn(Judged):
     """One prompt, one completion, one score. A prompt of messages may show images to a model that sees.
 
     reward: a function (task, text) -> number, or -> (number, {name: number}); text is the completion without special tokens.
-    sampling: how completions are drawn; the tokenizer's end token is added to its stop tokens.
+    sampling: how completions are drawn; the model's end tokens are added to its stop tokens.
     reward_workers: most processes that judge at once. reward_timeout_seconds: after which a reward is ended with its process.
     reward_limits: what that process may use beside time.
     """
@@ -138,7 +139,7 @@ class SingleTurn(Judged):
         completion = await engine.generate(Request(prompt, self.sampling, images=images))
         if completion.finish_reason == "abort":
             return ABORTED
-        outcome = await self.score(task, self.tokenizer.decode(completion.tokens.tolist(), skip_special_tokens=True))
+        outcome = await self.score(task, text_of(self.tokenizer, completion.tokens))
         if not isinstance(outcome, Scored):
             return outcome
         trajectory = Trajectory.from_completion(
@@ -155,18 +156,14 @@ class SingleTurn(Judged):
 
 
 def with_end(sampling: SamplingParams, tokenizer: Any) -> SamplingParams:
-    """The sampling with the tokenizer's end token among its stop tokens. Raises UserError where there is none."""
-    return replace(sampling, stop_token_ids=tuple(dict.fromkeys((*sampling.stop_token_ids, end_token(tokenizer)))))
+    """The sampling with the model's end tokens among its stop tokens. Raises UserError where there is none."""
+    return replace(sampling, stop_token_ids=tuple(dict.fromkeys((*sampling.stop_token_ids, *stop_tokens(tokenizer)))))
 
 
-def end_token(tokenizer: Any) -> int:
-    """Raises UserError where there is none."""
-    if tokenizer.eos_token_id is None:
-        raise UserError(
-            f"the tokenizer of {getattr(tokenizer, 'name_or_path', '') or 'the model'} has no end token, "
-            "so no completion could end: set eos_token in its tokenizer_config.json"
-        )
-    return int(tokenizer.eos_token_id)
+def text_of(tokenizer: Any, tokens: Int32[np.ndarray, " N"]) -> str:
+    """What a completion says, without special tokens and those that end one, which a tokenizer may not call special."""
+    said = tokens[~np.isin(tokens, ends(tokenizer))]
+    return str(tokenizer.decode(said.tolist(), skip_special_tokens=True))
 
 
 def encode(tokenizer: Any, prompt: str | Sequence[Message], images: Images | None = None) -> Int32[np.ndarray, " prompt"]:

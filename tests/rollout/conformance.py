@@ -94,14 +94,19 @@ async def check_greedy_takes_the_most_likely_token(engine: Engine, directory: Pa
 
 
 async def check_a_stop_token_ends_the_completion_and_belongs_to_it(engine: Engine, directory: Path) -> None:
+    """Any of several, as a model's turn may end with each; with its true log-probability, as every other token."""
     (prompt,) = prompts(directory, 1, longest=8, seed=2)
     free = await engine.generate(Request(prompt, SamplingParams(max_tokens=30, temperature=0.0)))
-    stop = int(free.tokens[12])
-    first = int(np.flatnonzero(free.tokens == stop)[0])
-    sampling = SamplingParams(max_tokens=30, temperature=0.0, stop_token_ids=(stop,))
-    completion = await engine.generate(Request(prompt, sampling))
-    assert completion.tokens.tolist() == free.tokens[: first + 1].tolist()
-    assert completion.finish_reason == "stop"
+    places = {int(token): int(np.flatnonzero(free.tokens == token)[0]) for token in free.tokens}
+    never = next(token for token in range(44) if token not in places)
+    late = sorted(places, key=places.__getitem__)[-2:]  # the two that come last for the first time
+    for stops in ((late[0],), (late[1],), (never, late[1], late[0])):
+        first = min(places[stop] for stop in stops if stop in places)
+        request = Request(prompt, SamplingParams(max_tokens=30, temperature=0.0, stop_token_ids=stops))
+        completion = await engine.generate(request)
+        assert completion.tokens.tolist() == free.tokens[: first + 1].tolist()
+        assert completion.finish_reason == "stop"
+        np.testing.assert_allclose(completion.logprobs, expected_logprobs(directory, request, completion), atol=TOLERANCE)
 
 
 async def check_truncated_sampling(

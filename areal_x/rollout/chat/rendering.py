@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, Protocol
 
 import numpy as np
 from jaxtyping import Int32
 
+from areal_x.data.endings import ends
 from areal_x.errors import UserError
 from areal_x.rollout import json_bounds
 from areal_x.rollout.chat.reading import MARKERS, THINK, THOUGHT, Reply, ToolCall, arguments_of, call_id, read
@@ -132,12 +133,12 @@ class TemplateRenderer:
                 return reply_of(self.tokenizer.parse_response(tokens.tolist(), prefix=prefix, tools=list(tools) or None), key)
             except (ValueError, RecursionError):
                 return Reply(self.text(tokens))
-        text = decoded(self.tokenizer, tokens[~np.isin(tokens, list(self._not_text))])
+        text = decoded(self.tokenizer, without(tokens, self._not_text))
         opened = decoded(self.tokenizer, before[-OPENED_WITHIN:]).rstrip().endswith(THINK)
         return read(text, reasons=self._reasons, opened=opened, tools=bool(tools), key=key)
 
     def text(self, tokens: Int32[np.ndarray, " N"]) -> str:
-        return decoded(self.tokenizer, tokens, skip_special_tokens=True)
+        return decoded(self.tokenizer, without(tokens, ends(self.tokenizer)), skip_special_tokens=True)
 
 
 class PlainRenderer:
@@ -167,7 +168,7 @@ class PlainRenderer:
         return Reply(self.text(tokens))
 
     def text(self, tokens: Int32[np.ndarray, " N"]) -> str:
-        return decoded(self.tokenizer, tokens, skip_special_tokens=True)
+        return decoded(self.tokenizer, without(tokens, ends(self.tokenizer)), skip_special_tokens=True)
 
 
 def encoded(renderer: Renderer, text: str, begins: bool, most: int | None) -> Int32[np.ndarray, " N"]:
@@ -202,7 +203,11 @@ def size_of(value: Any) -> int:
 
 def special_tokens(tokenizer: Any) -> frozenset[int]:
     added = {token for token, about in tokenizer.added_tokens_decoder.items() if about.special}
-    return frozenset(added | set(tokenizer.all_special_ids))
+    return frozenset(added | set(tokenizer.all_special_ids) | set(ends(tokenizer)))
+
+
+def without(tokens: Int32[np.ndarray, " N"], left_out: Collection[int]) -> Int32[np.ndarray, " M"]:
+    return tokens[~np.isin(tokens, list(left_out))]
 
 
 def decoded(tokenizer: Any, tokens: Int32[np.ndarray, " N"], **how: Any) -> str:
