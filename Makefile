@@ -4,13 +4,16 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: demo test check clean
+.PHONY: demo test check mutants clean
 
 demo: $(VENV)/demo.stamp  ## watch a language model learn to add: core and JAX only, no torch, no vLLM
 	$(BIN)/python -m areal_x.train examples/arithmetic/grpo.gin
 
 test: $(VENV)/test.stamp check  ## everything, against a real vLLM server for CPU
 	$(BIN)/python -m pytest -n 2 --dist loadgroup
+
+mutants: $(VENV)/test.stamp  ## plant each of the bugs of tests/mutants in a copy of the code and print which test sees it
+	$(BIN)/python -m tests.mutants
 
 check: $(VENV)/test.stamp
 	$(BIN)/ruff check

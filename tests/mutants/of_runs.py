@@ -1,0 +1,283 @@
+"""Bugs in what happens around the trainer: queue, runner, engines, weights, conversations, journal, checkpoints."""
+
+from __future__ import annotations
+
+from tests.mutants.mutant import Mutant, planted
+
+R = "areal_x/rollout/"
+T = "tests/rollout/"
+LINES = (f"{T}chat/test_lines.py", f"{T}chat/test_credit.py")
+
+MUTANTS: list[Mutant] = [
+    *planted(
+        R + "queue.py",
+        (f"{T}test_queue.py",),
+        (
+            "slow groups are passed over without bound",
+            "        return self._taken(batch) if batch[-1] < self._oldest_unfinished() + self.window else None",
+            "        return self._taken(batch)",
+        ),
+        (
+            "a slot is free when its group is consumed, before its weights are out",
+            " - (self.step - self.version) * self.groups_per_step",
+            "",
+        ),
+        (
+            "weights count as published that are not",
+            "        self.version = version\n\n    @property\n    def unfinished",
+            "        self.version = self.step\n\n    @property\n    def unfinished",
+        ),
+        (
+            "a group that is given back keeps its slot",
+            "        del self._live[ticket]\n        self.given_back += 1",
+            "        self.given_back += 1",
+        ),
+        (
+            "what an earlier run had not finished is forgotten",
+            "        self._readmit = sorted(pending, reverse=True)",
+            "        self._readmit = []",
+        ),
+    ),
+    *planted(
+        R + "runner.py",
+        (f"{T}test_runner.py", f"{T}test_rollout.py"),
+        (
+            "the attempts of a group share a seed",
+            "(self.seed, TRAINING, group.ticket, index)",
+            "(self.seed, TRAINING, group.ticket)",
+        ),
+        ("evaluations draw what training draws", "TRAINING, EVALUATION = 0, 1 ", "TRAINING, EVALUATION = 0, 0 "),
+        (
+            "an episode that raised counts as one without reward",
+            '        return Episode(Failed(f"{type(error).__name__}: {text}" if text else type(error).__name__))',
+            "        return Episode(Scored(0.0))",
+        ),
+        (
+            "an episode that took too long counts as one without reward",
+            "            return Episode(TimedOut(seconds))",
+            "            return Episode(Scored(0.0))",
+        ),
+        (
+            "staleness is counted from when a group is finished",
+            "        self._keep_patience(group)\n",
+            "        group = replace(group, admitted_version=self.queue.version)\n        self._keep_patience(group)\n",
+        ),
+        (
+            "each call of an episode has the same seed",
+            "            request = replace(request, seed=seed_of(*self.key, self.calls))",
+            "            request = replace(request, seed=seed_of(*self.key))",
+        ),
+        (
+            "filters are not asked",
+            "        if complete and all(keep(group) for keep in self.filters):",
+            "        if complete:",
+        ),
+    ),
+    *planted(
+        R + "pacing.py",
+        (f"{T}test_pacing.py",),
+        (
+            "a wave enters in the order of arrival",
+            "        wave = sorted(self._waiting.items(), key=lambda item: item[0])",
+            "        wave = list(self._waiting.items())",
+        ),
+        (
+            "a wave enters while the one before is in flight",
+            "        if self._active or self._in_flight or not self._waiting:",
+            "        if self._active or not self._waiting:",
+        ),
+    ),
+    *planted(
+        R + "embedded.py",
+        (f"{T}test_embedded.py",),
+        (
+            "a completion's tokens all have the version that ended it",
+            "            running.versions += [version] * count",
+            "            running.versions = [version] * len(running.tokens)",
+        ),
+        (
+            "after a swap a sequence draws its first tokens' numbers again",
+            "        return SlotRequest(slot, so_far, len(self.tokens), self.request.sampling, self.seed, self.request.images)",
+            "        return SlotRequest(slot, so_far, 0, self.request.sampling, self.seed, self.request.images)",
+        ),
+        (
+            "after a swap a sequence goes on from its prompt",
+            "        so_far = np.concatenate([self.request.tokens, np.asarray(self.tokens, np.int32)]).astype(np.int32)",
+            "        so_far = np.asarray(self.request.tokens, np.int32)",
+        ),
+        (
+            "weights are not delivered but their version is",
+            "            self._sampler.load(staged.snapshot)\n",
+            "            self.version < 0 and self._sampler.load(staged.snapshot)\n",
+        ),
+        (
+            "what ended with a stop token is said to have been cut off",
+            '            finish_reason="stop" if stopped else "length",',
+            '            finish_reason="length",',
+        ),
+    ),
+    *planted(
+        R + "vllm/slices.py",
+        (f"{T}test_slices.py",),
+        (
+            "each slice may be as long as the whole",
+            "    left = most - drawn\n",
+            "    left = most\n",
+        ),
+        (
+            "slices under different weights have one version",
+            "        versions=np.concatenate([part.versions for part in parts]),",
+            "        versions=np.concatenate([parts[-1].versions[:1].repeat(len(part.versions)) for part in parts]),",
+        ),
+        (
+            "a slice's prompt lacks what was drawn before",
+            "    return np.concatenate([prompt, *(part.tokens for part in parts)]).astype(np.int32) if parts else prompt",
+            "    return np.concatenate([prompt, *(part.tokens for part in parts[-1:])]).astype(np.int32) if parts else prompt",
+        ),
+    ),
+    *planted(
+        R + "vllm/routing.py",
+        (f"{T}test_fleet.py", f"{T}test_vllm_client.py"),
+        (
+            "a block's name does not depend on what stands before it",
+            "        chain = hash((chain, data[end - BLOCK : end].tobytes()))",
+            "        chain = hash(data[end - BLOCK : end].tobytes())",
+        ),
+    ),
+    *planted(
+        R + "vllm/fleet.py",
+        (f"{T}test_fleet.py",),
+        (
+            "a server that comes back serves with old weights",
+            "        if not self._is(name, State.CHECKING) or version != self.target:",
+            "        if not self._is(name, State.CHECKING):",
+        ),
+        (
+            "the requests of a lost server are lost",
+            "        member.retry_at = now + wait\n        self._release(member)\n",
+            "        member.retry_at = now + wait\n",
+        ),
+    ),
+    *planted(
+        R + "chat/lines.py",
+        LINES,
+        (
+            "a tool's output is trained on",
+            "        mask=np.concatenate([old.mask, new.mask[held:]]),",
+            "        mask=np.concatenate([old.mask, np.ones(len(new.mask) - held, np.bool_)]),",
+        ),
+        (
+            "the log-probabilities of earlier turns are lost",
+            "        logprobs=np.concatenate([old.logprobs, new.logprobs[held:]]),",
+            "        logprobs=new.logprobs,",
+        ),
+        ("each call is trained on as if it had no history", "        if whole:\n", "        if not lines:\n"),
+    ),
+    *planted(
+        R + "chat/credit.py",
+        LINES,
+        (
+            "earlier calls count more than later ones",
+            "            counts = [credit.discount ** (last - index) for index in range(len(calls))]",
+            "            counts = [credit.discount**index for index in range(len(calls))]",
+        ),
+        (
+            "every call is credited where only the last should be",
+            "            return [line.trajectory for line in individual(calls[last:]).lines]",
+            "            return [line.trajectory for line in individual(calls).lines]",
+        ),
+    ),
+    *planted(
+        R + "chat/continuing.py",
+        (f"{T}chat/test_continuing.py",),
+        (
+            "a conversation's history is tokenised anew",
+            "        if text.startswith(held.before):\n",
+            "        if False and text.startswith(held.before):\n",
+        ),
+    ),
+    *planted(
+        R + "workflows.py",
+        (f"{T}test_workflows.py", "tests/test_experiment.py"),
+        (
+            "a greedy evaluation samples",
+            "        return replace(self, sampling=replace(self.sampling, temperature=0.0))\n\n    async def score",
+            "        return replace(self, sampling=replace(self.sampling, temperature=1.0))\n\n    async def score",
+        ),
+    ),
+    *planted(
+        R + "journal.py",
+        (f"{T}test_journal.py",),
+        (
+            "of the groups that a step consumed one is recorded",
+            "            self._say(CONSUME, (step, place, group.ticket))",
+            "            self._say(CONSUME, (step, 0, group.ticket))",
+        ),
+        (
+            "a resumed run trains again on the last step's groups",
+            '"ticket NOT IN (SELECT ticket FROM consumed WHERE step <= ?) ORDER BY ticket"',
+            '"ticket NOT IN (SELECT ticket FROM consumed WHERE step < ?) ORDER BY ticket"',
+        ),
+        (
+            "a resumed run repeats the last task",
+            "            position=1 + position,",
+            "            position=position,",
+        ),
+        (
+            "a replay trains in another order",
+            '"WHERE step = ? ORDER BY place"',
+            '"WHERE step = ? ORDER BY place DESC"',
+        ),
+    ),
+    *planted(
+        R + "group_bytes.py",
+        (f"{T}test_journal.py",),
+        (
+            "numbers are read back without what they are above",
+            '    x = np.full(size, low, "<i8")',
+            '    x = np.full(size, 0, "<i8")',
+        ),
+    ),
+    *planted(
+        "areal_x/data/stream.py",
+        ("tests/data/test_stream.py",),
+        (
+            "every epoch has the order of the first",
+            "np.random.default_rng([seed, epoch])",
+            "np.random.default_rng([seed, 0])",
+        ),
+        (
+            "a task of each epoch is left out",
+            "        epoch, index = divmod(position, len(self.dataset))",
+            "        epoch, index = divmod(position, max(len(self.dataset) - 1, 1))",
+        ),
+    ),
+    *planted(
+        "areal_x/checkpoint.py",
+        ("tests/test_checkpoint.py",),
+        (
+            "a damaged checkpoint is resumed from",
+            "        if _digest(file) != digest:",
+            "        if False:",
+        ),
+        (
+            "the newest checkpoints are deleted, the oldest kept",
+            "[s for s in steps(begun.run) if s <= begun.step][:-keep]",
+            "[s for s in steps(begun.run) if s <= begun.step][keep:]",
+        ),
+        (
+            "a checkpoint that was cut short takes its place",
+            "        shutil.rmtree(begun.unfinished, ignore_errors=True)\n        if is_disk_full(error):",
+            "        begun.unfinished.rename(begun.place)\n        if is_disk_full(error):",
+        ),
+    ),
+    *planted(
+        "areal_x/experiment.py",
+        ("tests/test_experiment.py",),
+        (
+            "minibatches are counted as steps",
+            "        means = {name: float(np.mean([row[name] for row in said if name in row])) for name in said[0] | said[-1]}",
+            "        means = {name: float(np.sum([row[name] for row in said if name in row])) for name in said[0] | said[-1]}",
+        ),
+    ),
+]

@@ -1,0 +1,269 @@
+"""Bugs in what a backend computes: heads, steps, optimizers, adapters, samplers; and in how rows are packed for them."""
+
+from __future__ import annotations
+
+from tests.mutants.mutant import Mutant, planted
+
+JAX, TORCH = "backends/jax/areal_x_jax/", "backends/torch/areal_x_torch/"
+PACKING = ("tests/data/test_packing.py", "tests/data/test_sharing.py", "tests/rollout/chat/test_lines.py")
+SAMPLERS = ("tests/rollout/test_samplers.py",)
+
+MUTANTS: list[Mutant] = [
+    *planted(
+        "areal_x/types.py",
+        PACKING,
+        ("prompts are trained on", "        mask[:context] = False", "        mask[:0] = False"),
+        (
+            "an engine's log-probabilities are shifted by one",
+            "        logp[context:], version[context:] = logprobs, versions",
+            "        logp[context:], version[context:] = np.roll(logprobs, 1), versions",
+        ),
+        (
+            "a prompt's tokens have the version of the policy",
+            "np.full(length, NOT_THE_POLICY, np.int32)\n        logp[context:]",
+            "np.full(length, 0, np.int32)\n        logp[context:]",
+        ),
+    ),
+    *planted(
+        "areal_x/data/packing.py",
+        PACKING,
+        (
+            "positions go on from one sequence of a row to the next",
+            "        positions=filled([within], np.int32),",
+            "        positions=filled([at % row_length], np.int32),",
+        ),
+        (
+            "the sequences of a row attend to each other",
+            "        segment_ids=filled([np.where(is_shared, shared_segment, own_segment)], np.int32),",
+            "        segment_ids=filled([np.minimum(np.where(is_shared, shared_segment, own_segment), 1)], np.int32),",
+        ),
+        (
+            "padding counts as drawn by the first policy",
+            "        versions=filled([t.versions for t in trajectories], np.int32, padding=NOT_THE_POLICY),",
+            "        versions=filled([t.versions for t in trajectories], np.int32, padding=0),",
+        ),
+    ),
+    *planted(
+        JAX + "head.py",
+        ("tests/jax/test_head.py",),
+        (
+            "JAX: log-probabilities stand one token early",
+            "    return jnp.pad(jnp.where(follows, said, 0.0), ((0, 0), (1, 0)))",
+            "    return jnp.pad(jnp.where(follows, said, 0.0), ((0, 0), (0, 1)))",
+        ),
+        (
+            "JAX: the temperature is left out",
+            '        return layout.pin(softcapped(logits, softcap) / temperature, "rows", None, "vocab")',
+            '        return layout.pin(softcapped(logits, softcap), "rows", None, "vocab")',
+        ),
+        (
+            "JAX: the temperature is left out where logits are computed by blocks",
+            "        return softcapped(products, self.softcap) / self.temperature",
+            "        return softcapped(products, self.softcap)",
+        ),
+        (
+            "JAX: a sequence's first token is predicted from the sequence before it",
+            "    follows = (segment_ids[:, 1:] == segment_ids[:, :-1]) & (segment_ids[:, 1:] > 0)",
+            "    follows = segment_ids[:, 1:] > 0",
+        ),
+    ),
+    *planted(
+        TORCH + "head.py",
+        ("tests/torch/test_head.py", "tests/torch/test_trainer.py"),
+        (
+            "torch: the temperature is left out",
+            "    return logits if temperature == 1 else logits / temperature",
+            "    return logits",
+        ),
+        (
+            "torch: the gradient lacks the temperature",
+            "        scaled = grad[:, None] / how.temperature",
+            "        scaled = grad[:, None]",
+        ),
+        (
+            "torch: the entropy has the wrong sign",
+            "                entropy_of_block = -logp.exp().mul_(logp).sum(-1)",
+            "                entropy_of_block = logp.exp().mul_(logp).sum(-1)",
+        ),
+    ),
+    *planted(
+        JAX + "trainer.py",
+        ("tests/jax/test_trainer.py", "tests/test_losses_in_trainers.py"),
+        (
+            "JAX: metrics are normalised per micro-batch",
+            "else jnp.sum(x) / trained for name, x in masked.items()}",
+            "else jnp.sum(x) / jnp.maximum(jnp.sum(micro.mask), 1) for name, x in masked.items()}",
+        ),
+        (
+            "JAX: the loss is averaged over micro-batches",
+            "                return jnp.sum(micro.weights * terms), means",
+            "                return jnp.sum(micro.weights * terms) / count, means",
+        ),
+        (
+            "JAX: a step whose gradient is not finite is taken",
+            "jnp.issubdtype(new.dtype, jnp.integer) else jnp.where(finite, new, old)",
+            "jnp.issubdtype(new.dtype, jnp.integer) else new",
+        ),
+        (
+            "JAX: only the last micro-batch's gradient counts",
+            "            return (values + value, both), jax.tree.map(jnp.add, gradients, gradient)",
+            "            return (values + value, both), gradient",
+        ),
+    ),
+    *planted(
+        TORCH + "trainer.py",
+        ("tests/torch/test_trainer.py", "tests/test_losses_in_trainers.py"),
+        (
+            "torch: the loss is averaged over a micro-batch's tokens",
+            "            total = (rows.weights * terms).sum()",
+            "            total = (rows.weights * terms).mean()",
+        ),
+        (
+            "torch: metrics are normalised per micro-batch",
+            "                    sums[name] += x.sum() / tokens",
+            "                    sums[name] += x.sum() / max(int(rows.mask.sum()), 1)",
+        ),
+        (
+            "torch: a step whose gradient is not finite is taken",
+            "        if finite:\n            self.optimizer.step()",
+            "        if True:\n            self.optimizer.step()",
+        ),
+        (
+            "torch: the learning rate has no schedule",
+            '            group["lr"] = rate',
+            '            group["lr"] = self.config.optimizer.learning_rate',
+        ),
+        (
+            "torch: log-probabilities are of the token that was read, not of the next",
+            'before=self.config.head != "reward", own=own)',
+            "before=False, own=own)",
+        ),
+    ),
+    *planted(
+        TORCH + "optimizers.py",
+        ("tests/torch/test_optimizers.py", "tests/test_moving.py"),
+        (
+            "torch: norms and biases decay",
+            "            decay = config.weight_decay if p.ndim >= 2 else 0.0",
+            "            decay = config.weight_decay",
+        ),
+        (
+            "torch: Muon's direction is not orthogonal",
+            "            direction = orthogonal(ahead)\n",
+            "            direction = ahead\n",
+        ),
+        (
+            "torch: Adafactor's average never settles",
+            'fresh = _in_columns(p.grad), state["step"] ** -0.8',
+            'fresh = _in_columns(p.grad), state["step"] ** 0',
+        ),
+        (
+            "torch: Muon lacks Nesterov's step ahead",
+            '        ahead = p.grad + MOMENTUM * state["trace"]',
+            '        ahead = state["trace"]',
+        ),
+    ),
+    *planted(
+        "areal_x/trainer.py",
+        ("tests/jax/test_lora.py", "tests/torch/test_lora.py", "tests/test_export.py"),
+        (
+            "an adapter's scale does not depend on its rank",
+            "        return self.alpha / self.rank",
+            "        return self.alpha",
+        ),
+    ),
+    *planted(
+        "areal_x/lora.py",
+        ("tests/test_export.py", "tests/jax/test_lora.py", "tests/torch/test_lora.py"),
+        (
+            "an exported adapter is scaled twice",
+            "np.float32(scale) * (b @ a))",
+            "np.float32(scale) ** 2 * (b @ a))",
+        ),
+    ),
+    *planted(
+        TORCH + "lora.py",
+        ("tests/torch/test_lora.py",),
+        (
+            "torch: a merged adapter is not scaled",
+            "        return (weight + self.scale * (b @ a)).to(weight.dtype)",
+            "        return (weight + (b @ a)).to(weight.dtype)",
+        ),
+        (
+            "torch: adapters change the model before they have learned",
+            "                layer.lora_B.weight.zero_()",
+            "                layer.lora_B.weight.fill_(0.01)",
+        ),
+    ),
+    *planted(
+        JAX + "lora.py",
+        ("tests/jax/test_lora.py",),
+        (
+            "JAX: a merged adapter is scaled twice",
+            '    return (kernel + scale * jnp.matmul(a, b, precision="highest")).astype(kernel.dtype)',
+            '    return (kernel + scale**2 * jnp.matmul(a, b, precision="highest")).astype(kernel.dtype)',
+        ),
+    ),
+    *planted(
+        TORCH + "draw.py",
+        SAMPLERS,
+        (
+            "torch: sampling ignores the temperature",
+            "        scaled = scaled / how.temperature",
+            "        scaled = scaled * 1",
+        ),
+        (
+            "torch: log-probabilities leave out the mass that top-p and top-k cut off",
+            "    return tokens[:, 0], (scaled.gather(1, tokens) - total.log())[:, 0]",
+            "    return tokens[:, 0], (scaled.gather(1, tokens) - scaled.exp().sum(-1, keepdim=True).log())[:, 0]",
+        ),
+        (
+            "torch: top-k keeps one token more",
+            "    within_k = (top_k == 0) | (rank < top_k)",
+            "    within_k = (top_k == 0) | (rank <= top_k)",
+        ),
+        (
+            "torch: top-p leaves out the token that reaches it",
+            "(before < top_p * mass.sum(-1, keepdim=True))",
+            "(before + mass < top_p * mass.sum(-1, keepdim=True))",
+        ),
+        (
+            "torch: every token of a sequence is drawn with the same number",
+            "    state = _mix(state + count.astype(np.uint32) * np.uint32(0x9E3779B9))",
+            "    state = _mix(state + 0 * count.astype(np.uint32))",
+        ),
+    ),
+    *planted(
+        JAX + "draw.py",
+        SAMPLERS,
+        (
+            "JAX: log-probabilities leave out the mass that top-p and top-k cut off",
+            "    return tokens, jnp.take_along_axis(scaled, tokens[:, None], 1)[:, 0] - jnp.log(total)",
+            "    return tokens, jnp.take_along_axis(scaled, tokens[:, None], 1)[:, 0] - jnp.log(jnp.exp(scaled).sum(-1))",
+        ),
+        (
+            "JAX: sampling ignores the temperature",
+            "jnp.where(greedy, 1.0, temperature)[:, None]",
+            "jnp.where(greedy, 1.0, 1.0 + 0 * temperature)[:, None]",
+        ),
+        (
+            "JAX: the draw does not depend on the request's seed",
+            "    state = _mix(seed[:, 0] ^ jnp.uint32(0x9E3779B9))",
+            "    state = _mix(0 * seed[:, 0] ^ jnp.uint32(0x9E3779B9))",
+        ),
+    ),
+    *planted(
+        JAX + "sampler.py",
+        (*SAMPLERS, "tests/jax/test_sampler.py"),
+        (
+            "JAX: the newest token is read at the wrong position",
+            "rotations_of(shape, rows.length - 1)",
+            "rotations_of(shape, rows.length)",
+        ),
+        (
+            "JAX: copied prompts are one column off",
+            "(self._column - len(r.tokens) + 1) % capacity",
+            "(self._column - len(r.tokens)) % capacity",
+        ),
+    ),
+]
