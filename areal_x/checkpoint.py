@@ -117,11 +117,11 @@ def complete(begun: Begun, state: Mapping[str, Any], keep: int) -> Path:
         (unfinished / MANIFEST).write_text(json.dumps({"step": begun.step, "files": manifest}, indent=1), encoding="utf-8")
         _flush_and_digest(unfinished / MANIFEST)
         for directory in (unfinished, *(p for p in unfinished.rglob("*") if p.is_dir())):
-            _flush_directory(directory)
+            flush_directory(directory)
         if place.exists():  # damaged, or of a run that was resumed from before it
             place.rename(replaced)
         unfinished.rename(place)
-        _flush_directory(checkpoints)
+        flush_directory(checkpoints)
     shutil.rmtree(replaced, ignore_errors=True)
     for old in [s for s in steps(begun.run) if s <= begun.step][:-keep]:
         # Renamed first: a deletion that is cut short must not look like a damaged checkpoint.
@@ -210,7 +210,7 @@ def _flush_and_digest(file: Path) -> str:
         return hashlib.file_digest(opened, "sha256").hexdigest()
 
 
-def _flush_directory(directory: Path) -> None:
+def flush_directory(directory: Path) -> None:
     descriptor = os.open(directory, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -22,7 +22,7 @@ from typing import Any
 import gin
 import numpy as np
 
-from areal_x import checkpoint, cores
+from areal_x import checkpoint, cores, resuming
 from areal_x.algorithms import losses, mismatch
 from areal_x.cluster import ranks
 from areal_x.cluster.links import Follower, Leader
@@ -40,7 +40,7 @@ from areal_x.monitor.plot import plot
 from areal_x.monitor.timeline_plot import PICTURE, plot_timeline
 from areal_x.rollout.embedded import EmbeddedEngine
 from areal_x.rollout.engine import Engine
-from areal_x.rollout.journal import Journal, Resumed
+from areal_x.rollout.journal import Journal
 from areal_x.rollout.loop import short_collections
 from areal_x.rollout.offline import NoEngine
 from areal_x.rollout.queue import TrajectoryQueue
@@ -128,6 +128,7 @@ class Experiment(Settings):
         """The ring, one turn at a time: for a notebook that wants to look, or stop, between two steps."""
 
         # ---- what the ring consists of
+        began = resuming.start(run, self.dataset, self.seed, message) if resume else resuming.BEGINNING
         directory = self.find(self.trainer.model.path)
         workflow = self.workflow.setup(load_tokenizer(directory))
         evaluation = self.evaluation and self.evaluation.setup(load_tokenizer(directory)).greedy()  # None: the workflow's own
@@ -137,15 +138,10 @@ class Experiment(Settings):
         if isinstance(joined, Leader):
             models = ranks.lead(joined, models, learned_by)
         trainer, loss = models.policy, learned_by["policy"]
-        progress: dict[str, Any] = {}
-        if resume:
-            step, path, progress = checkpoint.newest(run, message)
-            trainer.restore(path / "trainer")
-            if models.critic is not None:
-                models.critic.restore(path / "critic")
-            message(f"resumed from step {step}")
+        began.restore(models, message)
         engine = self.create_engine(directory, trainer, workflow, run, message)
-        step, skipped = trainer.version // self.minibatches, 0
+        drawn_from = resuming.drawn_from(self.dataset, self.seed)
+        step, skipped = began.step, 0
         seconds = np.inf
 
         with (
@@ -157,7 +153,7 @@ class Experiment(Settings):
             self.create_threads(trainer) as threads,
             short_collections(),
         ):
-            rollout.start(self.resumed(journal, step, progress["rollout"]) if resume else None)
+            rollout.start(began.rollout(journal, self.stream(), self.groups_per_step, self.deterministic))
             rollout.publish(trainer, step)
             if not resume:
                 row = {"step": 0, **self.evaluate(rollout, models)}
@@ -206,8 +202,8 @@ class Experiment(Settings):
                 metrics.write(row)
                 if self.is_due(self.checkpoint_every, step):
                     with timeline.span("checkpoint", step=step):
-                        journal.flush()  # what the checkpoint was made of
-                        saver.save(step, partial(save, models), {"rollout": rollout.state()})
+                        journal.sync()  # what the checkpoint was made of
+                        saver.save(step, partial(save, models), {"rollout": rollout.state(), "drawn_from": drawn_from})
                         journal.prune(min(checkpoint.steps(run), default=0), step)
                     spans.write(run)
                 yield Turn(row, groups, batches)
@@ -354,14 +350,6 @@ class Experiment(Settings):
 
     def stream(self) -> TaskStream:
         return TaskStream(self.dataset, self.seed)
-
-    def resumed(self, journal: Journal, step: int, saved: dict[str, Any]) -> Resumed:
-        """Where the rollout of a checkpoint goes on; without a journal what was finished is run again. saved: what
-        `Rollout.state` gave."""
-        before = saved["next_ticket"] if self.deterministic else None  # what comes after is sampled again, the same
-        recorded = journal.resumed(step, self.stream().task_at, self.groups_per_step, before)
-        resumed = recorded or Resumed(saved["position"], saved["next_ticket"], dict(saved["unfinished"]))
-        return replace(resumed, workflow=saved.get("workflow"))
 
     def create_engine(
         self, directory: Path, trainer: Trainer, workflow: Workflow, run: Path, message: Callable[[str], None]

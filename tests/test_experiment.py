@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from areal_x import model_dir
+from areal_x import checkpoint, model_dir
 from areal_x.algorithms.recipes import grpo
 from areal_x.errors import ConfigError, UserError
 from areal_x.experiment import Experiment
 from areal_x.rollout.embedded import EmbeddedConfig
+from areal_x.rollout.journal import FILE, Journal
 from areal_x.trainer import TrainerConfig
 from areal_x.types import Task
 from tests.experiments import TASKS, tiny_experiment
+from tests.rollout.test_journal import limited
 
 
 @pytest.fixture
@@ -77,6 +80,40 @@ def test_a_run_that_is_stopped_and_resumed_ends_where_an_unbroken_one_does(exper
     # Not to the bit: which requests share a decoding step depends on when each arrives, and that moves the last bits of their
     # log-probabilities. AdamW divides by the size of a gradient, so where that is nearly 0 its steps of 1e-3 keep those bits.
     assert np.mean([np.abs(one[name] - other[name]).mean() for name in one]) < 1e-5
+
+
+def test_as_many_steps_are_taken_when_minibatches_change_at_a_resume(experiment):
+    taken = []
+    for minibatches, until in ((2, 3), (1, 5), (2, 6)):
+        changed = replace(experiment, minibatches=minibatches, checkpoint_every=2, keep_checkpoints=9)
+        for turn in changed.turns(changed.open(resume=bool(taken)), resume=bool(taken)):
+            taken.append(turn.metrics["step"])
+            if taken[-1] == until:
+                break
+    assert taken == [0, 1, 2, 3, 3, 4, 5, 5, 6]
+    assert checkpoint.steps(Path(experiment.runs) / "ring") == [2, 4, 6]
+
+
+def test_a_checkpoint_is_written_after_all_that_it_depends_on_is_on_the_disk(experiment, monkeypatch, tmp_path):
+    """What the main file of the journal holds, without SQLite's log, is enough to go on from the checkpoint."""
+    save, seen = checkpoint.Saver.save, []
+
+    def save_noted(saver, step, write, state):
+        (tmp_path / str(step)).mkdir()
+        shutil.copy(Path(experiment.runs) / "ring" / FILE, tmp_path / str(step) / FILE)
+        with Journal(tmp_path / str(step)) as journal:
+            seen.append((step, journal.steps()))
+        save(saver, step, write, state)
+
+    monkeypatch.setattr(checkpoint.Saver, "save", save_noted)
+    replace(experiment, checkpoint_every=2).run()
+    assert seen == [(step, list(range(1, step + 1))) for step in (2, 4, 6)]
+
+
+def test_a_journal_that_cannot_be_written_ends_the_run_in_a_sentence(experiment, monkeypatch):
+    limited(5, monkeypatch)
+    with pytest.raises(UserError, match=r"the journal .* could not be written \(database or disk is full\)"):
+        experiment.run()
 
 
 def test_what_a_workflow_keeps_goes_on_from_the_checkpoint(experiment):

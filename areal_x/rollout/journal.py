@@ -2,13 +2,15 @@
 
     runner ──admitted, finished, given back, consumed──▶ a thread ──one transaction after the other──▶ journal.sqlite
 
-Every call returns at once; the thread writes what was said in the order in which it was said, so that whenever the process is
-killed the file holds all of it up to some moment shortly before. `flush` waits for it: a checkpoint is written only after what
-it depends on.
+Every call returns at once; the thread writes the entries in their order, so that whenever the process is killed the file holds
+all of them up to some moment shortly before. `flush` waits until they are written, `sync` until they are on the disk: a
+checkpoint is written only after what it depends on. Where a loss of power took the end of the journal all the same, the
+checkpoint's own state stands in for it (`Journal.resumed`).
 """
 
 from __future__ import annotations
 
+import os
 import sqlite3
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -22,6 +24,7 @@ from typing import Any, Protocol
 
 import gin
 
+from areal_x.checkpoint import flush_directory
 from areal_x.errors import UserError, at_least
 from areal_x.rollout.group_bytes import decode, encode
 from areal_x.types import Episode, Group, Task
@@ -38,6 +41,7 @@ CREATE INDEX IF NOT EXISTS consumed_ticket ON consumed (ticket);
 ADMIT = "INSERT OR REPLACE INTO groups VALUES (?, ?, ?, ?, ?, NULL)"
 END = "UPDATE groups SET status = ?, content = ? WHERE ticket = ?"
 CONSUME = "INSERT OR REPLACE INTO consumed VALUES (?, ?, ?)"
+LOCKED_SECONDS = 30.0  # that a write waits for another program which holds the file
 GATHER_SECONDS = 0.25  # a transaction costs as much as writing several groups, so that what follows shortly shares it
 TaskAt = Callable[[int], Task]  # the task of a position of the stream
 
@@ -101,7 +105,9 @@ class Unrecorded:
 class Journal:
     """The journal of a run's directory, to be written and read. A context manager: leaving it writes what is left.
 
-    Raises: UserError, from any call after it, when the file could not be written; a resumed run goes on from what is there.
+    Raises: UserError for a file that is no journal; and, from any call after it, when the file could not be written. Nothing is
+    written after a transaction that failed, so that the file never has a gap: a resumed run goes on from what is there. A
+    journal that may only be read is read.
     """
 
     def __init__(self, run: Path, keep_steps: int = 0) -> None:
@@ -109,9 +115,7 @@ class Journal:
         self._said: SimpleQueue[Any] = SimpleQueue()
         self._urgent = threading.Event()
         self._error: Exception | None = None
-        self._writing = self._connect(check_same_thread=False)  # the thread's
-        with self._writing:
-            self._writing.executescript(TABLES)
+        self._writing = self._connect()  # the thread's
         self._thread = threading.Thread(target=self._write, name="journal", daemon=True)
         self._thread.start()
 
@@ -157,54 +161,72 @@ class Journal:
             self._say("DELETE FROM consumed WHERE step <= ?", (last,))
 
     def flush(self) -> None:
-        """Returns when all that was said is in the file."""
-        written = threading.Event()
-        self._said.put(written)
-        self._urgent.set()
-        written.wait()
-        self._check()
+        """Returns when every entry is in the file."""
+        self._wait_for(_Written(durable=False))
+
+    def sync(self) -> None:
+        """Returns when every entry is on the disk, where a loss of power leaves it."""
+        self._wait_for(_Written(durable=True))
 
     # ---- what it tells
 
-    def resumed(self, step: int, task_at: TaskAt, groups_per_step: int, before: int | None = None) -> Resumed | None:
-        """Where the rollout goes on from the checkpoint of `step`; None where nothing was recorded.
+    def resumed(
+        self,
+        step: int,
+        task_at: TaskAt,
+        groups_per_step: int,
+        before: int | None = None,
+        saved: Mapping[str, Any] | None = None,
+    ) -> Resumed | None:
+        """Where the rollout goes on from the checkpoint of `step`; None where nothing is known.
 
         task_at: gives the task of a position. What was consumed after the checkpoint is consumed again, in the same order, as
         long as steps are of the same size. before: forgets tickets from this one on, and so where they were consumed.
+        saved: the `Rollout.state` of the checkpoint, which holds where the end of the journal, or all of it, is missing: what
+        was trained on by then is not trained on again, and what was drawn keeps its ticket.
         """
+        if before is not None:
+            self._say("DELETE FROM groups WHERE ticket >= ?", (before,))
+            self._say("DELETE FROM consumed WHERE step > ?", (step,))
+        self.flush()
         with self._open() as connection:
-            if before is not None:
-                connection.execute("DELETE FROM groups WHERE ticket >= ?", (before,))
-                connection.execute("DELETE FROM consumed WHERE step > ?", (step,))
             newest, position = connection.execute("SELECT max(ticket), max(position) FROM groups").fetchone()
-            live = connection.execute(
-                "SELECT ticket, position, admitted_version, status, content FROM groups WHERE status != ? AND "
+            rows = connection.execute(
+                "SELECT ticket, position, admitted_version, status, content FROM groups WHERE "
                 "ticket NOT IN (SELECT ticket FROM consumed WHERE step <= ?) ORDER BY ticket",
-                (GIVEN_BACK, step),
+                (step,),
             ).fetchall()
             later = connection.execute("SELECT step, ticket FROM consumed WHERE step > ? ORDER BY step, place", (step,))
-            order = [[ticket for _, ticket in tickets] for _, tickets in groupby(later, key=itemgetter(0))]
-            # A step that a kill cut in two was not consumed.
-            while order and len(order[-1]) != groups_per_step:
-                order.pop()
-            there = {ticket for ticket, _, _, status, _ in live if status == FINISHED}
-            if any(len(tickets) != groups_per_step or not there.issuperset(tickets) for tickets in order):
-                order = []
-            connection.execute("DELETE FROM consumed WHERE step > ?", (step + len(order),))
-        if newest is None:
+            taken = {number: [ticket for _, ticket in tickets] for number, tickets in groupby(later, key=itemgetter(0))}
+        if newest is None and saved is None:
             return None
-        finished = [
-            (position, decode(content, task_at(position), ticket, version))
-            for ticket, position, version, status, content in live
-            if status == FINISHED
-        ]
-        return Resumed(
-            position=1 + position,
-            next_ticket=1 + newest,
-            unfinished={ticket: position for ticket, position, _, status, _ in live if status == ADMITTED},
-            finished=finished,
-            order=order,
-        )
+        next_ticket, next_position = (0, 0) if newest is None else (1 + newest, 1 + position)
+        unfinished: dict[int, int] = {}
+        if saved is not None:
+            waiting, drawn, drawn_to = dict(saved["unfinished"]), saved["next_ticket"], saved["position"]
+            # A journal that lost its end once, and went on after a later checkpoint than this one, has a gap.
+            waiting |= {ticket: drawn_to + ticket - drawn for ticket in range(drawn, next_ticket)}
+            recorded = {ticket for ticket, *_ in rows}
+            unfinished = {ticket: position for ticket, position in waiting.items() if ticket not in recorded}
+            rows = [row for row in rows if row[0] in waiting]
+            next_ticket, next_position = max(next_ticket, drawn), max(next_position, drawn_to)
+        finished = {}
+        for ticket, position, version, status, content in rows:
+            group = _read(content, task_at(position), ticket, version) if status == FINISHED else None
+            if group is not None:
+                finished[ticket] = (position, group)
+            elif status != GIVEN_BACK:
+                unfinished[ticket] = position
+        order: list[list[int]] = []  # of the steps from here on, up to one that is not there or that a kill cut in two
+        while len(tickets := taken.get(step + len(order) + 1, ())) == groups_per_step and finished.keys() >= set(tickets):
+            order.append(list(tickets))
+        for ticket, (position, group) in list(finished.items()):
+            if group.admitted_version > step + len(order):  # of weights that steps would have made that are not there
+                unfinished[ticket] = position
+                del finished[ticket]
+        self._say("DELETE FROM consumed WHERE step > ?", (step + len(order),))
+        self.flush()
+        return Resumed(next_position, next_ticket, dict(sorted(unfinished.items())), list(finished.values()), order)
 
     def steps(self) -> list[int]:
         """The steps whose groups are all there, rising."""
@@ -243,25 +265,52 @@ class Journal:
 
     # ---- the file
 
-    def _connect(self, **how: Any) -> sqlite3.Connection:
+    def _connect(self) -> sqlite3.Connection | None:
+        """To write with, on another thread; None where the file can only be read."""
         try:
-            connection: sqlite3.Connection = sqlite3.connect(self.path, **how)
-            # Readers do not wait for the writer, and a commit is one append. Where the file system cannot, the default stays.
-            connection.execute("PRAGMA journal_mode = WAL")
-            connection.execute("PRAGMA synchronous = NORMAL")
+            connection: sqlite3.Connection = sqlite3.connect(self.path, timeout=LOCKED_SECONDS, check_same_thread=False)
+            # Readers do not wait for the writer, and a commit is one append, which `sync` brings to the disk. Where the file
+            # system cannot, each commit does.
+            (mode,) = connection.execute("PRAGMA journal_mode = WAL").fetchone()
+            connection.execute(f"PRAGMA synchronous = {'NORMAL' if mode == 'wal' else 'FULL'}")
+            with connection:
+                connection.executescript(TABLES)
         except sqlite3.Error as error:
-            raise UserError(f"the journal {self.path} cannot be opened ({error}): move it away to go on without it") from error
+            if self.path.is_file() and _code(error) in (sqlite3.SQLITE_READONLY, sqlite3.SQLITE_CANTOPEN):
+                return None
+            raise self._unusable(error) from error
         return connection
 
     @contextmanager
     def _open(self) -> Iterator[sqlite3.Connection]:
-        """A connection to look with, whose changes are kept where the body ends well."""
-        with closing(self._connect()) as connection, connection:
-            yield connection
+        """A connection to look with. Raises: UserError for a file that cannot be read."""
+        if self._writing is None and self._log.is_file() and self._log.stat().st_size:
+            wanted = "copy the run to where you may write, and give the copy"
+            raise UserError(f"the journal {self.path} was not closed and is in a folder that cannot be written: {wanted}")
+        how = "mode=rw" if self._writing is not None else "immutable=1"
+        try:
+            with closing(sqlite3.connect(f"{self.path.absolute().as_uri()}?{how}", uri=True)) as connection:
+                yield connection
+        except sqlite3.Error as error:
+            raise self._unusable(error) from error
+
+    def _unusable(self, error: sqlite3.Error) -> UserError:
+        return UserError(f"the journal {self.path} cannot be opened ({error}): {_wanted(error)}")
+
+    @property
+    def _log(self) -> Path:
+        """Which of SQLite's files holds what is not in the main one yet."""
+        return self.path.with_name(f"{FILE}-wal")
 
     def _say(self, statement: str, values: tuple[Any, ...]) -> None:
         self._check()
         self._said.put((statement, values))
+
+    def _wait_for(self, written: _Written) -> None:
+        self._said.put(written)
+        self._urgent.set()
+        written.wait()
+        self._check()
 
     def _check(self) -> None:
         if self._error is not None:
@@ -278,16 +327,61 @@ class Journal:
             while not self._said.empty():
                 said.append(self._said.get())
             ended = None in said
-            try:
-                with self._writing:  # one transaction
-                    for statement, values in (entry for entry in said if isinstance(entry, tuple)):
-                        self._writing.execute(statement, [encode(x) if isinstance(x, Group) else x for x in values])
-            except Exception as error:
-                self._error = self._error or error
-            for entry in said:
-                if isinstance(entry, threading.Event):
-                    entry.set()
-        self._writing.close()
+            asked = [entry for entry in said if isinstance(entry, _Written)]
+            entries = [entry for entry in said if isinstance(entry, tuple)]
+            if self._error is None:  # else there would be a gap
+                try:
+                    self._transact(entries, durable=any(written.durable for written in asked))
+                except Exception as error:
+                    self._error = error
+            for written in asked:
+                written.set()
+        if self._writing is not None:
+            self._writing.close()
+
+    def _transact(self, entries: Sequence[tuple[str, tuple[Any, ...]]], durable: bool) -> None:
+        """All of the entries or none; durable: then everything so far is on the disk."""
+        if self._writing is None:
+            if entries:
+                raise PermissionError("it can only be read")
+            return
+        with self._writing:
+            for statement, values in entries:
+                self._writing.execute(statement, [encode(x) if isinstance(x, Group) else x for x in values])
+        if durable:
+            if self._log.is_file():  # no lock is held on it, so that closing it loses none
+                with self._log.open("rb") as log:
+                    os.fsync(log.fileno())
+            # Moves the log into the main file and syncs that; while somebody reads, the log itself stays.
+            self._writing.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
+            flush_directory(self.path.parent)
+
+
+class _Written(threading.Event):
+    """Set when every entry before it is written. durable: and on the disk."""
+
+    def __init__(self, durable: bool) -> None:
+        super().__init__()
+        self.durable = durable
+
+
+def _wanted(error: sqlite3.Error) -> str:
+    if _code(error) in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED):
+        return "another program holds it; close that and try again"
+    return "give the directory of a run, or move the file away to go on without it"
+
+
+def _code(error: sqlite3.Error) -> int:
+    """SQLite's primary code, 0 for an error of Python's own."""
+    return getattr(error, "sqlite_errorcode", 0) & 0xFF
+
+
+def _read(content: bytes, task: Task, ticket: int, version: int) -> Group | None:
+    """The group, or None where its bytes are damaged."""
+    try:
+        return decode(content, task, ticket, version)
+    except Exception:
+        return None
 
 
 def table_rows(

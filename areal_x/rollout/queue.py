@@ -115,10 +115,12 @@ class TrajectoryQueue:
         return ticket
 
     def _is_waited_for(self) -> bool:
-        """Whether the oldest live group waits to be admitted again, and everything for it: a run that goes on with fewer slots
-        than it had must not stand still."""
-        oldest_waits = bool(self._readmit) and self._readmit[-1] == next(iter(self._live))
-        return oldest_waits and not self._order and self.step == self.version
+        """Whether the oldest group that is not finished waits to be admitted again, and too few before it are for a step: a run
+        that goes on with fewer slots than it had must not stand still. Fewer than groups_per_step are ranked between it and
+        those consumed, so that (1) above holds."""
+        if not self._readmit or self._order or self.step != self.version or self._readmit[-1] != self._oldest_unfinished():
+            return False
+        return self.depth < self.groups_per_step or self._finished[self.groups_per_step - 1] > self._readmit[-1]
 
     def finish(self, ticket: int, group: Group) -> None:
         """The group may now be consumed."""

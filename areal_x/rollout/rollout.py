@@ -56,7 +56,7 @@ class Rollout:
         self.runner, self.engine = runner, runner.engine
         self.evaluation = evaluation or runner.workflow.greedy()
         self._workflows = [runner.workflow, *([evaluation] if evaluation else [])]  # to be closed
-        self._resume: Resumed | None = None
+        self.resumed: Resumed | None = None  # where the first `swap` begins
         self._running: asyncio.Task[None] | None = None
         self._taking: Future[list[Group]] | None = None
         self._thread: threading.Thread | None = None
@@ -75,7 +75,7 @@ class Rollout:
         """
         if self._thread is not None:
             raise RuntimeError("this rollout was started before: make a new one")
-        self._resume = resumed
+        self.resumed = resumed
         loop = self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=serve, args=(loop,), name="rollout", daemon=True)
         self._thread.start()
@@ -148,7 +148,7 @@ class Rollout:
             await self.runner.settled()
         paused = await self.engine.swap(staged)
         if self._running is None:
-            self.runner.begin(version, self._resume)
+            self.runner.begin(version, self.resumed)
             self._running = asyncio.create_task(self.runner.run())
         else:
             self.runner.published(version)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -15,7 +16,7 @@ from areal_x.data.batch import staleness
 from areal_x.data.stream import TaskStream
 from areal_x.monitor.measures import describe
 from areal_x.rollout.engine import Request, SamplingParams
-from areal_x.rollout.journal import Recorder
+from areal_x.rollout.journal import Recorder, Resumed
 from areal_x.rollout.queue import TrajectoryQueue
 from areal_x.rollout.rollout import Rollout
 from areal_x.rollout.runner import Runner
@@ -58,9 +59,15 @@ class FakeTrainer:
 
 
 async def ring(
-    rollout: Rollout, trainer: FakeTrainer, steps: int, watch: Callable[[list[Group]], None] | None = None
+    rollout: Rollout,
+    trainer: FakeTrainer,
+    steps: int,
+    watch: Callable[[list[Group]], None] | None = None,
+    resumed: Resumed | None = None,
+    save: Callable[[dict[str, Any]], None] | None = None,
 ) -> list[dict[str, float]]:
     """So many turns; of each the row that a run's metrics would have, in virtual seconds. watch: is shown what each consumes.
+    resumed: where a run that ended goes on, from the trainer's version. save: is given what a checkpoint after each turn holds.
 
     Beside a run's keys: slot_seconds, in which requests held slots of the engine, all slots together.
     """
@@ -68,6 +75,7 @@ async def ring(
     now = asyncio.get_running_loop().time
     await engine.start()
     try:
+        rollout.resumed = resumed
         await rollout.swap(engine.stage(trainer), trainer.version)
         rows = []
         for _ in range(steps):
@@ -84,6 +92,8 @@ async def ring(
             row = {"step": trainer.version, **describe(groups, ages), "wait_seconds": waited - began}
             row |= {"update_seconds": updated - waited, "publish_seconds": now() - updated, "pause_seconds": paused}
             rows.append(row | {"seconds": now() - began, "slot_seconds": engine.used() - used})
+            if save is not None:
+                save(rollout.runner.state())
         return rows
     finally:
         await rollout.end()

@@ -2,9 +2,12 @@
 
 import dataclasses
 import json
+import shutil
 import signal
+import sqlite3
 import subprocess
 import sys
+import threading
 
 import numpy as np
 import pytest
@@ -138,11 +141,42 @@ def test_a_run_without_a_journal_is_told_apart_from_one_that_has_drawn_nothing(t
 def test_a_group_that_is_admitted_again_has_the_newer_version(tmp_path):
     with Journal(tmp_path) as journal:
         write(journal)
-        journal.admitted(group(2, version=7), 2)
+        journal.admitted(group(2, version=1), 2)
         journal.finished(group(2))
         journal.flush()
         found = {g.ticket: g for _, g in journal.resumed(1, stream, 2).finished}
-    assert found[2].admitted_version == 7
+    assert found[2].admitted_version == 1
+
+
+def test_a_group_of_weights_that_are_lost_is_generated_again(tmp_path):
+    with Journal(tmp_path) as journal:
+        write(journal)
+        journal.admitted(group(2, version=3), 2)
+        journal.finished(group(2, version=3))
+        found = journal.resumed(1, stream, 2)  # steps 2 and 3 were never written down
+    assert [g.ticket for _, g in found.finished] == [4]
+    assert dict(found.unfinished) == {2: 2, 5: 5}
+
+
+def test_a_group_whose_bytes_are_damaged_is_generated_again(tmp_path):
+    with Journal(tmp_path) as journal:
+        write(journal)
+        journal.flush()
+        with journal._open() as connection, connection:
+            connection.execute("UPDATE groups SET content = ? WHERE ticket = 4", (b"nonsense",))
+        found = journal.resumed(1, stream, 2)
+    assert (dict(found.unfinished), found.finished) == ({2: 2, 4: 4, 5: 5}, [])
+
+
+def test_where_the_journals_end_is_missing_the_checkpoint_holds(tmp_path):
+    """Tickets 0 to 3 and 5 were consumed by then, and 4, 6 and 7 waited; of all this the journal says what `write` wrote."""
+    saved = {"position": 8, "next_ticket": 8, "unfinished": [[4, 4], [6, 6], [7, 7]]}
+    with Journal(tmp_path) as journal:
+        assert dict(journal.resumed(3, stream, 2, saved=saved).unfinished) == {4: 4, 6: 6, 7: 7}  # of an empty one
+        write(journal)
+        found = journal.resumed(3, stream, 2, saved=saved)
+    assert (found.position, found.next_ticket, dict(found.unfinished), found.order) == (8, 8, {6: 6, 7: 7}, [])
+    assert [g.ticket for _, g in found.finished] == [4]
 
 
 def test_steps_are_read_back_whole_and_in_order(tmp_path):
@@ -237,6 +271,108 @@ def test_what_goes_wrong_on_the_thread_is_told_by_the_next_call(tmp_path):
             journal.flush()
         with pytest.raises(UserError, match="could not be written"):
             journal.finished(group(0))
+
+
+def limited(pages, monkeypatch):
+    """A disk that is full at so many pages: SQLite says and does the same at this limit of its own."""
+    connect = Journal._connect
+
+    def connect_limited(journal):
+        connection = connect(journal)
+        connection.execute(f"PRAGMA max_page_count = {pages}").fetchall()
+        return connection
+
+    monkeypatch.setattr(Journal, "_connect", connect_limited)
+
+
+def test_after_a_transaction_that_failed_nothing_is_written_so_that_there_is_no_gap(tmp_path, monkeypatch):
+    limited(12, monkeypatch)
+    with Journal(tmp_path) as journal:
+        written = 0
+        try:
+            for written in range(100):
+                journal.admitted(group(written), written)
+                journal.finished(group(written, lengths=(500, 500)))
+                journal.flush()
+        except UserError as error:
+            told = str(error)
+        assert "could not be written (database or disk is full): make room and go on with --resume" in told
+        assert 0 < written < 50
+        journal._writing.execute("PRAGMA max_page_count = 1000000").fetchall()  # somebody made room
+        with pytest.raises(UserError, match="could not be written"):
+            journal.admitted(group(99), 99)
+        journal._said.put(("INSERT INTO consumed VALUES (9, 9, 9)", ()))  # as what was under way when it failed
+        with pytest.raises(UserError, match="could not be written"):
+            journal.flush()
+    monkeypatch.undo()
+    with Journal(tmp_path) as journal, journal._open() as connection:
+        assert connection.execute("SELECT ticket FROM groups ORDER BY ticket").fetchall() == [(i,) for i in range(written)]
+        assert connection.execute("SELECT count(*) FROM consumed").fetchone() == (0,)
+
+
+def test_a_write_waits_for_a_program_that_holds_the_file_and_then_gives_up_in_a_sentence(tmp_path, monkeypatch):
+    with Journal(tmp_path) as journal:
+        with sqlite3.connect(tmp_path / "journal.sqlite", isolation_level=None) as holding:
+            holding.execute("BEGIN EXCLUSIVE")
+            journal.admitted(group(0), 0)
+            waiting = threading.Thread(target=journal.flush)
+            waiting.start()
+            waiting.join(0.5)
+            assert waiting.is_alive()
+            holding.execute("COMMIT")
+            waiting.join(60)
+            assert not waiting.is_alive()
+        assert dict(journal.resumed(0, stream, 1).unfinished) == {0: 0}
+    monkeypatch.setattr("areal_x.rollout.journal.LOCKED_SECONDS", 0.01)
+    with Journal(tmp_path) as journal:
+        holding.execute("BEGIN EXCLUSIVE")
+        journal.admitted(group(1), 1)
+        with pytest.raises(UserError, match=r"journal .* could not be written \(database is locked\)"):
+            journal.flush()
+    holding.execute("COMMIT")
+    holding.execute("PRAGMA locking_mode = EXCLUSIVE")
+    holding.execute("DELETE FROM consumed")
+    with pytest.raises(UserError, match=r"cannot be opened \(database is locked\): another program holds it"):
+        Journal(tmp_path)
+    holding.close()
+
+
+@pytest.fixture
+def read_only(tmp_path):
+    """A folder that becomes one that cannot be written, also by root."""
+    folder = tmp_path / "read-only"
+    folder.mkdir()
+    mount = shutil.which("mount")
+    if mount is None or subprocess.run([mount, "-t", "tmpfs", "none", folder], capture_output=True, check=False).returncode:
+        pytest.skip("mounting a file system is not permitted here")
+    yield folder, lambda: subprocess.run([mount, "-o", "remount,ro", folder], check=True)
+    subprocess.run(["umount", "--lazy", folder], check=True)
+
+
+def test_a_journal_in_a_folder_that_cannot_be_written_is_read(read_only):
+    folder, lock = read_only
+    with Journal(folder) as journal:
+        write(journal)
+    lock()
+    with Journal(folder) as journal:
+        assert journal.steps() == [1]
+        assert_same(journal.groups_of(1, stream), [group(0), group(1)])
+        journal.admitted(group(0), 0)
+        with pytest.raises(UserError, match=r"could not be written \(it can only be read\)"):
+            journal.flush()
+
+
+def test_a_journal_that_was_killed_in_a_folder_that_cannot_be_written_is_a_sentence(read_only):
+    folder, lock = read_only
+    command = [sys.executable, "-c", KILLED, str(folder), "31"]
+    assert subprocess.run(command, check=False, capture_output=True).returncode == -signal.SIGKILL
+    (folder / "journal.sqlite-shm").unlink()
+    lock()
+    with (
+        Journal(folder) as journal,
+        pytest.raises(UserError, match=r"was not closed and is in a folder that cannot be written"),
+    ):
+        journal.steps()
 
 
 @settings(max_examples=50, deadline=None)

@@ -264,6 +264,17 @@ def test_fewer_slots_than_before_do_not_stop_a_resumed_run():
     assert queue.admit() == 8
 
 
+def test_fewer_slots_do_not_stop_a_resumed_run_whose_oldest_groups_are_too_few_for_a_step():
+    queue = TrajectoryQueue(groups_per_step=3, max_staleness=0)
+    queue.begin(5, 11, [1, 2], [Group(TASK, ticket, 5) for ticket in (0, *range(3, 11))])
+    assert queue.take() is None  # only 0 may be consumed before 1 and 2
+    for ticket in (1, 2):
+        assert queue.admit() == ticket
+        assert queue.admit() is None
+        queue.finish(ticket, Group(TASK, ticket, 5))
+    assert [group.ticket for group in queue.take()] == [0, 1, 2]
+
+
 def test_more_pending_tickets_than_slots_come_back_as_slots_become_free():
     driver = Driver(1, 0, 1, version=5, next_ticket=9, pending=[8, 3, 6])
     order = []
