@@ -220,13 +220,27 @@ MUTANTS: list[Mutant] = [
         ),
         (
             "a resumed run repeats the last task",
-            "            position=1 + position,",
-            "            position=position,",
+            "(0, 0) if newest is None else (1 + newest, 1 + position)",
+            "(0, 0) if newest is None else (1 + newest, position)",
+        ),
+        (
+            "the journal goes on after a transaction that failed",
+            "            if self._error is None:  # else there would be a gap",
+            "            if True:",
         ),
         (
             "a replay trains in another order",
             '"WHERE step = ? ORDER BY place"',
             '"WHERE step = ? ORDER BY place DESC"',
+        ),
+    ),
+    *planted(
+        R + "journal.py",
+        ("tests/test_resuming.py",),
+        (
+            "what the end of the journal lacks is trained on again",
+            "            rows = [row for row in rows if row[0] in waiting]",
+            "            pass",
         ),
     ),
     *planted(
@@ -274,6 +288,16 @@ MUTANTS: list[Mutant] = [
     *planted(
         "areal_x/experiment.py",
         ("tests/test_experiment.py",),
+        (
+            "a resumed run counts optimizer steps as its own",
+            "        step, skipped = began.step, 0",
+            "        step, skipped = trainer.version // self.minibatches, 0",
+        ),
+        (
+            "a checkpoint is on the disk before the journal that it was made from",
+            "                        journal.sync()",
+            "                        journal.flush()",
+        ),
         (
             "minibatches are counted as steps",
             "        means = {name: float(np.mean([row[name] for row in said if name in row])) for name in said[0] | said[-1]}",
