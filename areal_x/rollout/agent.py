@@ -67,7 +67,7 @@ class Started(Hosted):
 
     async def run(self, task: Task, engine: Generator) -> Result:
         with await self.open(engine) as session:
-            return self.episode(session, await self.outcome(task, session))
+            return await self.episode(session, await self.outcome(task, session))
 
     async def outcome(self, task: Task, session: Session) -> Outcome:
         """Raises: what the agent raised; EngineError where the engine was lost."""

@@ -22,6 +22,7 @@ from areal_x.rollout.chat.dialogue import Dialogue, Speaker
 from areal_x.rollout.chat.reading import Reply
 from areal_x.rollout.chat.rendering import PlainRenderer, Renderer, TemplateRenderer, Unrenderable
 from areal_x.rollout.engine import PromptTooLong
+from areal_x.rollout.thread import in_thread
 from areal_x.rollout.tools import Toolbox
 from areal_x.rollout.workflows import ABORTED, Generator, Judged, Result
 from areal_x.types import Failed, Message, Outcome, Scored, Task
@@ -39,8 +40,8 @@ class MultiTurn(Judged):
 
     reward: a function (task, text) -> number, or -> (number, {name: number}), called after each try; text is the completion
     without special tokens. turns: most tries. enough: a try whose reward is at least this is right, and the last.
-    feedback: what is said after a wrong try: a text, or a function (task, text, reward) -> text, which runs beside everything
-    else and so must be quick. discount_turns: the reward is multiplied by this for each try after the first, between 0 and 1.
+    feedback: what is said after a wrong try: a text, or a function (task, text, reward) -> text, which runs in a thread of this
+    process. discount_turns: the reward is multiplied by this for each try after the first, between 0 and 1.
     credit: what each try's tokens get of the reward.
     template: more variables of the chat template, as {"enable_thinking": False}.
     sampling: how completions are drawn, each of at most sampling.max_tokens; the model's end tokens are added to its stop
@@ -80,7 +81,8 @@ class MultiTurn(Judged):
             tries += 1
             if not isinstance(outcome, Scored) or outcome.reward >= self.enough:
                 break
-            answer = self.feedback if isinstance(self.feedback, str) else self.feedback(task, text, outcome.reward)
+            tell = self.feedback
+            answer = tell if isinstance(tell, str) else await in_thread(tell, task, text, outcome.reward)
             messages = [{"role": "user", "content": answer}]
         if isinstance(outcome, Scored):
             details = {**outcome.details, "tries": tries}

@@ -89,15 +89,15 @@ class Environment(Workflow):
         try:
             world = await thread.run(self._made)
             options = {name: task.metadata[name] for name in ("seed", "options") if name in task.metadata}
-            observation, _ = await thread.run(world.reset, **options)
-            return await self._play(task, dialogue, world, thread, observation)
+            shown = await thread.run(lambda: text_of(world.reset(**options)[0]))
+            return await self._play(task, dialogue, world, thread, shown)
         finally:
             if close := getattr(world, "close", None):
                 thread.tell(close)
             thread.close()
 
-    async def _play(self, task: Task, dialogue: Dialogue, world: Any, thread: OneThread, observation: Any) -> Result:
-        messages = opening(self.instructions, task.prompt, text_of(observation))
+    async def _play(self, task: Task, dialogue: Dialogue, world: Any, thread: OneThread, shown: str) -> Result:
+        messages = opening(self.instructions, task.prompt, shown)
         rewards: list[float] = []
         refused, over, room = 0, False, True
         while len(rewards) < self.turns and not over:
@@ -108,16 +108,15 @@ class Environment(Workflow):
             if aborted(dialogue):
                 return ABORTED
             try:
-                action = self._action(reply.content or "")
+                action = await thread.run(self._action, reply.content or "")
             except ValueError as error:
                 rewards.append(0.0)
                 refused += 1
                 messages = [{"role": "user", "content": sentence(error)}]
                 continue
-            observation, reward, terminated, truncated, _ = await thread.run(world.step, action)
-            rewards.append(float(reward))
-            over = bool(terminated or truncated)
-            messages = [{"role": "user", "content": text_of(observation)}]
+            shown, reward, over = await thread.run(taken, world, action)
+            rewards.append(reward)
+            messages = [{"role": "user", "content": shown}]
         details = {"turns": len(rewards), "refused_actions": refused, "ended": float(over), "had_room": float(room)}
         return episode_of_calls(rewarded(dialogue.calls, rewards), Scored(sum(rewards), details), self.credit)
 
@@ -142,6 +141,12 @@ def opening(instructions: str, prompt: str | Sequence[Message], observation: str
 def rewarded(calls: Sequence[Call], rewards: Sequence[float]) -> list[Call]:
     """Each call with what its turn earned."""
     return [replace(call, reward=reward) for call, reward in zip(calls, rewards, strict=True)]
+
+
+def taken(world: Any, action: Any) -> tuple[str, float, bool]:
+    """A step: what is shown of it, its reward, and whether it was the last."""
+    observation, reward, terminated, truncated, _ = world.step(action)
+    return text_of(observation), float(reward), bool(terminated or truncated)
 
 
 def text_of(observation: Any) -> str:

@@ -14,6 +14,7 @@ from areal_x.rollout.engine import SamplingParams
 from areal_x.rollout.gateway.live import Session
 from areal_x.rollout.gateway.serving import Gateway
 from areal_x.rollout.gateway.sessions import SessionLimits
+from areal_x.rollout.thread import beside
 from areal_x.rollout.vllm.renderer import ServerRenderer
 from areal_x.rollout.workflows import Generator, Result, Workflow, with_end
 from areal_x.types import Outcome
@@ -85,8 +86,10 @@ class Hosted(Workflow):
             raise UserError("rendering = 'server' needs vLLM servers (train.engine = 'vllm') and a model with a chat template")
         return ServerRenderer(renderer.tokenizer, servers.clients)
 
-    def episode(self, session: Session, outcome: Outcome) -> Result:
-        return episode_of_calls(session.calls(), outcome, self.credit)
+    async def episode(self, session: Session, outcome: Outcome) -> Result:
+        calls = session.calls()
+        size = sum(len(call.prompt) for call in calls) * len(calls)  # each prompt is compared with each line before it
+        return await beside(size, episode_of_calls, calls, outcome, self.credit)
 
     def hosting(self) -> Host:
         assert self.host is not None, "call setup(tokenizer) first"

@@ -133,7 +133,7 @@ class Online(Hosted):
         finally:
             self.seats.leave(seat)
         with session:
-            return self.episode(session, await session.ended())
+            return await self.episode(session, await session.ended())
 
     async def serve(self) -> None:
         host = self.hosting()

@@ -85,7 +85,9 @@ class FunctionTool:
             result = await in_thread(self.function, **arguments)
             if inspect.isawaitable(result):
                 result = await result
-        return result if isinstance(result, str) else json.dumps(result, ensure_ascii=False, default=str)
+        if isinstance(result, str):
+            return result
+        return await in_thread(json.dumps, result, ensure_ascii=False, default=str)  # which may be as large as it likes
 
 
 def tool_of(function: Callable[..., Any]) -> FunctionTool:

@@ -20,6 +20,8 @@ from areal_x.errors import UserError, at_least, positive
 from areal_x.rewards.pool import Limits, Reward, RewardPool
 from areal_x.rollout.engine import Completion, Request, SamplingParams
 from areal_x.rollout.pictures import for_template, read_pictures, reader_of, urls_of
+from areal_x.rollout.thread import beside
+from areal_x.rollout.tokenising import refuse_long, size_of, texts_of
 from areal_x.types import Episode, Failed, Images, Message, Outcome, Scored, Task, TimedOut, Trajectory
 
 Result = list[Trajectory] | Episode | Failed | TimedOut
@@ -135,7 +137,7 @@ class SingleTurn(Judged):
     async def run(self, task: Task, engine: Generator) -> Result:
         urls = urls_of(task.prompt)
         images = await asyncio.to_thread(read_pictures, self.tokenizer.name_or_path, urls) if urls else None
-        prompt = encode(self.tokenizer, task.prompt, images)
+        prompt = await beside(size_of(task.prompt), encode, self.tokenizer, task.prompt, images, engine.context)
         completion = await engine.generate(Request(prompt, self.sampling, images=images))
         if completion.finish_reason == "abort":
             return ABORTED
@@ -166,12 +168,18 @@ def text_of(tokenizer: Any, tokens: Int32[np.ndarray, " N"]) -> str:
     return str(tokenizer.decode(said.tolist(), skip_special_tokens=True))
 
 
-def encode(tokenizer: Any, prompt: str | Sequence[Message], images: Images | None = None) -> Int32[np.ndarray, " prompt"]:
+def encode(
+    tokenizer: Any, prompt: str | Sequence[Message], images: Images | None = None, most: int | None = None
+) -> Int32[np.ndarray, " prompt"]:
     """Token ids of a text as it is, or of messages in the chat template with the assistant's turn opened.
 
-    images: those of the messages, as `read_pictures` makes them. Raises UserError for messages where the tokenizer has no chat
-    template, or one without a place for images.
+    images: those of the messages, as `read_pictures` makes them. most: tokens that are of any use. Raises UserError for
+    messages where the tokenizer has no chat template, or one without a place for images; PromptTooLong for many
+    more than `most`.
     """
+    if most is not None:
+        texts = [prompt] if isinstance(prompt, str) else texts_of(prompt)
+        refuse_long(lambda piece: len(tokenizer.encode(piece, add_special_tokens=False)), texts, most)
     if isinstance(prompt, str):
         return np.asarray(tokenizer.encode(prompt), np.int32)
     if tokenizer.chat_template is None:

@@ -25,8 +25,9 @@ from jaxtyping import Int32
 
 from areal_x.rollout import json_bounds
 from areal_x.rollout.chat.reading import Reply
-from areal_x.rollout.chat.rendering import Renderer, Tools, Unrenderable, encoded, size_of, text_content
+from areal_x.rollout.chat.rendering import Renderer, Tools, Unrenderable, encoded, text_content
 from areal_x.rollout.thread import beside
+from areal_x.rollout.tokenising import size_of
 from areal_x.types import Message
 
 TRIES = 3  # replies, from the last one back, whose tokens a prompt may begin with: each costs a rendering

@@ -13,9 +13,10 @@ from jaxtyping import Int32
 from areal_x.rollout.chat.calls import Call
 from areal_x.rollout.chat.continuing import Held, Memory, prompt_of
 from areal_x.rollout.chat.reading import Reply
-from areal_x.rollout.chat.rendering import OF_A_TOKEN, Renderer, size_of, text_content
+from areal_x.rollout.chat.rendering import Renderer, text_content
 from areal_x.rollout.engine import Completion, Request, SamplingParams, room
 from areal_x.rollout.thread import beside
+from areal_x.rollout.tokenising import OF_A_TOKEN, size_of
 from areal_x.rollout.workflows import Generator
 from areal_x.types import Message
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, Protocol
 
@@ -14,15 +14,12 @@ from areal_x.data.endings import ends
 from areal_x.errors import UserError
 from areal_x.rollout import json_bounds
 from areal_x.rollout.chat.reading import MARKERS, THINK, THOUGHT, Reply, ToolCall, arguments_of, call_id, read
-from areal_x.rollout.engine import PromptTooLong
 from areal_x.rollout.thread import beside
+from areal_x.rollout.tokenising import OF_A_TOKEN, refuse_long, size_of
 from areal_x.types import Message
 
 Tools = Sequence[Mapping[str, Any]]
 
-OF_A_TOKEN = 8  # characters, as work: of most tokens fewer, but each is looked up
-PIECE = 1 << 16  # characters that are tokenised at once of a text that may be too long
-SEAM = 64  # tokens, more than a cut between two pieces can add
 OPENED_WITHIN = 16  # tokens at a prompt's end in which a template opens the reasoning, if it does
 ROLES = {"developer": "system"}  # OpenAI's newer name, of which chat templates do not know
 REASONING = ("reasoning_content", "reasoning", "thinking")  # what a tokenizer's own reading may call it
@@ -177,28 +174,6 @@ def encoded(renderer: Renderer, text: str, begins: bool, most: int | None) -> In
     if most is not None:
         refuse_long(lambda piece: len(renderer.encode(piece)), [text], most)
     return renderer.encode(text, begins=begins)
-
-
-def refuse_long(count: Callable[[str], int], texts: Iterable[str], most: int) -> None:
-    """Raises: PromptTooLong for texts that surely have more tokens, looking at no more of them than it takes to know. Texts of
-    one piece are left to whoever tokenises them."""
-    least = 0
-    for text in texts:
-        for start in range(0, len(text), PIECE) if len(text) > PIECE else ():
-            least += count(text[start : start + PIECE]) - SEAM
-            if least > most:
-                raise PromptTooLong(
-                    f"a prompt of more than {most} tokens leaves no room in a context of {most}: raise train.row_length"
-                )
-
-
-def size_of(value: Any) -> int:
-    """About how many characters messages or tools have, at the depth that JSON may have here."""
-    if isinstance(value, str):
-        return len(value)
-    if isinstance(value, Mapping):
-        return sum(16 + size_of(x) for x in value.values())
-    return sum(map(size_of, value)) if isinstance(value, Sequence) else 8
 
 
 def special_tokens(tokenizer: Any) -> frozenset[int]:

@@ -18,7 +18,6 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
-from areal_x.rollout.chat.rendering import OF_A_TOKEN
 from areal_x.rollout.gateway import messages, responses
 from areal_x.rollout.gateway.asking import Body, Exchange, Said
 from areal_x.rollout.gateway.chat_completions import ChatCompletions
@@ -28,6 +27,7 @@ from areal_x.rollout.gateway.messages import Messages
 from areal_x.rollout.gateway.responses import Responses
 from areal_x.rollout.gateway.streams import COMMENT, Answering, Refusal, dumped, dumped_slowly, event
 from areal_x.rollout.thread import INLINE, beside
+from areal_x.rollout.tokenising import OF_A_TOKEN, about
 
 LOG = logging.getLogger(__name__)
 
@@ -142,8 +142,11 @@ def application(host: Host) -> Starlette:
         body = await body_of(request, session.limits.body_megabytes)
         ask = await beside(len(body), messages.counted, body)
         await session.schemas.check(ask, Messages.tool_param, Messages.format_param)
-        prompt = await session.renderer.prompt(ask.messages, ask.tools, ask.template, ask.continue_final)
-        return told({"input_tokens": len(prompt)})
+        renderer = session.renderer
+        text = await renderer.rendered(ask.messages, ask.tools, ask.template, ask.continue_final)
+        return told(
+            {"input_tokens": await beside(len(text), about, lambda piece: len(renderer.encode(piece, begins=True)), text)}
+        )
 
     async def models(request: Request) -> ASGIApp:
         known = model(session_of(request))
