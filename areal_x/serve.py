@@ -85,7 +85,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     def work(config: Config) -> None:
         serve(gin.get_configurable("train")(), options.address)
 
-    return with_config(options.file, options.bindings, work)
+    return with_config(options.file, [*options.bindings, "train.serving = True"], work)
 
 
 def serve(experiment: Experiment, address: Path, say: Callable[[str], None] = print) -> None:

@@ -10,6 +10,7 @@ from areal_x.algorithms.algorithm import Algorithm
 from areal_x.algorithms.recipes import grpo
 from areal_x.errors import ConfigError, at_least, one_of, positive, within
 from areal_x.monitor.metrics import check_loggers
+from areal_x.rollout.distribution import check_distribution
 from areal_x.rollout.embedded import EmbeddedConfig
 from areal_x.rollout.journal import JournalConfig
 from areal_x.rollout.vllm.config import VLLMConfig
@@ -47,6 +48,7 @@ class Settings:
     episode_seconds: longest time an episode may take. evaluate_every, checkpoint_every: in steps; 0 is at the end only
     (evaluation also at the start). keep_checkpoints: how many of the newest stay.
     name: the directory below `runs`. loggers: "wandb" and "trackio", beside metrics.jsonl and TensorBoard (always written).
+    serving: whether the model is served and not trained (`areal_x.serve` sets it), so that any distribution may be sampled.
     """
 
     dataset: Sequence[Task]
@@ -80,6 +82,7 @@ class Settings:
     name: str | None = None
     runs: str = "runs"
     loggers: tuple[str, ...] = ()
+    serving: bool = False
 
     def __post_init__(self) -> None:
         find_backend(self.backend)
@@ -114,6 +117,8 @@ class Settings:
         if self.trainer.replay_experts and self.engine != "vllm":
             wanted = f"False with the engine {self.engine!r}, which records no experts"
             raise ConfigError("trainer.replay_experts", True, wanted)
+        if not self.serving:
+            check_distribution(self.workflow, self.engine, self.trainer.temperature)
         if self.deterministic:
             self._check_deterministic()
         if self.engine == "vllm" and self.max_staleness and not self.vllm.urls:

@@ -80,6 +80,15 @@ def test_every_problem_is_one_line_with_its_place_and_what_to_set(checked: Any, 
     assert lines[-1] == "3 problems"
 
 
+def test_sampling_that_the_trainer_does_not_compute_is_refused_with_its_place(
+    tiny_model_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for main in (check.main, train.main):
+        assert main(command("sampling.top_p = 0.9", model=tiny_model_dir, tmp_path=tmp_path)) == 1
+        said = capsys.readouterr().err
+        assert said.startswith('error: -b "sampling.top_p = 0.9": sampling.top_p = 0.9 cannot work: it must be 1.0 in training')
+
+
 def test_a_model_that_a_function_makes_is_not_made_while_there_are_problems(checked: Any, tmp_path: Path) -> None:
     status, lines = checked("model.path = @checked.maker", "checked.tasks.same = True")
     assert status == 1

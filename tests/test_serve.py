@@ -22,6 +22,7 @@ train.dataset = @arithmetic.problems()
 train.workflow = @single_turn()
 single_turn.reward = @math_answer
 sampling.max_tokens = 8
+sampling.top_p = 0.9  # which training refuses
 train.row_length = 64
 train.backend = '{backend}'
 embedded.slots = 8

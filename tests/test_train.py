@@ -219,13 +219,13 @@ def test_a_dry_run_prints_the_config_and_leaves_nothing(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(experiment.Experiment, "plan", lambda self: None)
-    assert train.main(["run.gin", "--dry-run", "-b", "sampling.top_k = 5"]) == 0
+    assert train.main(["run.gin", "--dry-run", "-b", "sampling.max_tokens = 5"]) == 0
     printed = capsys.readouterr().out
     for part in (
         "import command_test_tasks",
         "train.steps = 6",
         "train.dataset = @two_problems()",
-        "sampling.top_k = 5",
+        "sampling.max_tokens = 5",
         "grpo.clip_low = 0.2",
     ):
         assert part in printed

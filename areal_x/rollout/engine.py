@@ -18,7 +18,8 @@ from areal_x.types import Images
 class SamplingParams:
     """How a completion is drawn.
 
-    max_tokens: most new tokens. temperature: 0 is greedy. top_p: 1 keeps all. top_k: 0 keeps all.
+    max_tokens: most new tokens. temperature: 0 is greedy. top_p: 1 keeps all. top_k: 0 keeps all. Training samples from the
+    whole distribution, at a temperature above 0 (vLLM: of at least 0.01).
     stop_token_ids: tokens that end a completion and belong to it; a workflow adds the model's end tokens.
     """
 

@@ -32,8 +32,9 @@ OnOpen = Callable[[str | None], Awaitable[Session | None]]  # given the label th
 class Gateway:
     """Serves sessions to agents, on 127.0.0.1.
 
-    sampling: "run" draws as the run says, whatever temperature, top_p or top_k an agent asks for, so that what is trained on is
-    what the algorithm expects; "client" lets the agent choose. Either way no completion is longer than the run allows.
+    sampling: "run" draws as the run says, whatever temperature, top_p or top_k an agent asks for, as the trainer computes that
+    one distribution; "client" lets the agent choose, where nothing is trained (areal_x.serve; a run refuses it). Either way no
+    completion is longer than the run allows.
     port: 0 takes a free one. beat_seconds: how often a stream that waits for its completion says that it is alive.
     on_open: gives the session of an agent that asks for one with the gateway's own key (POST /sessions), or None while there is
     none; without it agents cannot ask.

@@ -8,6 +8,7 @@ from urllib.parse import urlsplit
 import gin
 
 from areal_x.errors import ConfigError, at_least, positive
+from areal_x.rollout.distribution import check_arguments
 from areal_x.rollout.vllm.direct import check_settings
 from areal_x.rollout.vllm.server import is_local
 
@@ -22,7 +23,8 @@ class VLLMConfig:
     train.row_length. concurrency: requests that one server works on at once. port: of the first server, the next ones count
     up; 0 takes free ports. threads: compute threads of a server on a CPU; 0 shares half the cores. devices: the GPUs or
     NPUs that each server sees, as "0" or "0,1"; none for all. staging: the folder that weights pass through, which every
-    server must see under the same path; '' is shared memory. arguments: more words for the server's command line.
+    server must see under the same path; '' is shared memory. arguments: more words for the server's command line, of which
+    none may change what is sampled or its log-probabilities.
     start_timeout_seconds: how long a start may take.
     slice_tokens: a completion is drawn in requests of this many new tokens, so that a lost server takes no more with it; 0
     draws it in one. rolling: whether servers take new weights one after the other, and the others go on meanwhile. adaptive:
@@ -78,6 +80,7 @@ class VLLMConfig:
         if len(set(self.urls)) != len(self.urls):
             raise ConfigError("vllm.urls", self.urls, "each server once: one that were updated twice at a time would break")
         check_settings(self)
+        check_arguments(self.arguments)
         far = [url for url in self.urls if not is_local(url)]
         if far and not self.staging and self.transport == "files":
             wanted = f"a folder that {far[0]} sees under the same path: shared memory ends at this machine"
