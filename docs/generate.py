@@ -73,6 +73,8 @@ def section(name: str, configurable: Any) -> str:
 
 def default(parameter: inspect.Parameter, wrapped: Any) -> str:
     value = parameter.default
+    if parameter.kind is parameter.VAR_KEYWORD:
+        return "none: any part by its own name ([algorithms.md](algorithms.md))"
     if value is parameter.empty:
         return "required"
     if repr(value) == "<factory>":
