@@ -114,8 +114,7 @@ def with_advantages(batches: Sequence[Batch], parts: Sequence[Part], algorithm: 
         return per_token(function, batches, parts, rewards)
     owners = [np.asarray(part.owner, np.int64) for part in parts]
     count = [len(part.episodes) for part in parts]
-    # A trajectory's reward is its episode's: several share it.
-    totals = [_mean_of_owner([r.sum() for r in own], owner, n) for own, owner, n in zip(rewards, owners, count, strict=True)]
+    totals = [episode_rewards(part, own) for part, own in zip(parts, rewards, strict=True)]
     lengths = [
         np.bincount(owner, [t.mask.sum() for t in part.trajectories], n)
         for part, owner, n in zip(parts, owners, count, strict=True)
@@ -133,6 +132,17 @@ def with_advantages(batches: Sequence[Batch], parts: Sequence[Part], algorithm: 
     ]
 
 
+def episode_rewards(part: Part, rewards: Sequence[np.ndarray]) -> np.ndarray:
+    """What each episode earned: the mean over its trajectories, which share its reward; without a trajectory its reward.
+
+    An episode without a trained token was scored all the same, so the others of its group are compared with it.
+    """
+    totals = np.array([episode.outcome.reward for episode in part.episodes], np.float64)  # type: ignore[union-attr]
+    owner = np.asarray(part.owner, np.int64)
+    has_any = np.bincount(owner, minlength=len(totals)) > 0
+    return np.where(has_any, _mean_of_owner([r.sum() for r in rewards], owner, len(totals)), totals)
+
+
 def credited(batch: Batch, part: Part) -> Batch:
     """Each token's advantage times what its trajectory says that it counts. A critic's targets stay as they are."""
     if all(trajectory.credit is None for trajectory in part.trajectories):
@@ -145,20 +155,21 @@ def per_token(
     function: Callable[..., Any], batches: Sequence[Batch], parts: Sequence[Part], rewards: Sequence[Sequence[np.ndarray]]
 ) -> list[Batch]:
     trajectories = [trajectory for part in parts for trajectory in part.trajectories]
-    if not trajectories:  # episodes that were scored without a token: no function of tokens has anything to say
-        nothing = [np.zeros(batch.shape, np.float32) for batch in batches]
-        return [batch.replace(advantages=x, returns=x) for batch, x in zip(batches, nothing, strict=True)]
-    tickets = [part.tickets[owner] for part in parts for owner in part.owner]
+    # An episode without a trajectory is a row of one token that is not trained on.
+    bare = [(part.episodes[e].outcome.reward, part.tickets[e]) for part in parts for e in without_trajectory(part)]  # type: ignore[union-attr]
+    nothing = [np.zeros(1)] * len(bare)
     given = {
-        "rewards": _rectangle([r for own in rewards for r in own], np.float64),
-        "mask": _rectangle([t.mask for t in trajectories], np.bool_),
-        "groups": np.asarray(tickets, np.int64),
+        "rewards": _rectangle([*(r for own in rewards for r in own), *(np.array([reward]) for reward, _ in bare)], np.float64),
+        "mask": _rectangle([*(t.mask for t in trajectories), *nothing], np.bool_),
+        "groups": np.asarray(
+            [part.tickets[owner] for part in parts for owner in part.owner] + [ticket for _, ticket in bare], np.int64
+        ),
     }
     if batches[0].old_values is not None:
         values = [
             v for batch, part in zip(batches, parts, strict=True) for v in part.packed.gather(np.asarray(batch.old_values))
         ]
-        given["values"] = _rectangle(values, np.float64)
+        given["values"] = _rectangle([*values, *nothing], np.float64)
     result = call_by_name(function, given)
     named = dict(zip(("advantages", "returns"), result if isinstance(result, tuple) else (result,), strict=False))
     made, first = [], 0
@@ -173,17 +184,24 @@ def per_token(
     return made
 
 
+def without_trajectory(part: Part) -> list[int]:
+    return sorted(set(range(len(part.episodes))) - set(part.owner))
+
+
 def token_rewards(batch: Batch, part: Part, algorithm: Algorithm) -> list[np.ndarray]:
     """What each token of each trajectory earned: the sequence's reward on its last trained token (so that an episode which ends
-    in a tool's output does not lose it), token rewards of its own, what its length is worth, less β · k1 to the reference."""
+    in a tool's output does not lose it), token rewards of its own, what its length is worth, less β · k1 to the reference.
+
+    Where no token is trained on the reward is the last one's: no gradient comes of it, and a baseline of the group counts it.
+    """
     lengths = np.array([trajectory.mask.sum() for trajectory in part.trajectories])
     shaped = np.zeros(len(lengths)) if algorithm.shaping is None else np.asarray(algorithm.shaping(lengths), np.float64)
     made = []
     for trajectory, owner, extra in zip(part.trajectories, part.owner, shaped, strict=True):
         earned = np.zeros(len(trajectory)) if trajectory.token_rewards is None else trajectory.token_rewards.astype(np.float64)
-        if trajectory.mask.any():
-            reward = part.episodes[owner].outcome.reward  # type: ignore[union-attr]  # only scored episodes are laid out
-            earned[np.flatnonzero(trajectory.mask)[-1]] += reward + extra
+        reward = part.episodes[owner].outcome.reward  # type: ignore[union-attr]  # only scored episodes are laid out
+        last = np.flatnonzero(trajectory.mask)[-1] if trajectory.mask.any() else -1
+        earned[last] += reward + extra
         made.append(earned)
     if algorithm.reward_kl:
         kl = part.packed.gather(np.asarray(k1(batch.behavior_logp, batch.reference_logp)))
