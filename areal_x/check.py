@@ -19,6 +19,7 @@ from typing import Any
 
 import gin
 
+from areal_x.algorithms.check import learns_from_reward
 from areal_x.checks import data, memory, places, servers, tokens, versions
 from areal_x.checks import model as models
 from areal_x.checks.finding import Finding, finding
@@ -84,7 +85,8 @@ def findings(config: Config) -> Iterator[Finding]:
     experiment: Experiment = made["settings"]
     workflow = data.rewarding(experiment.workflow)
     if workflow is not None and tasks["dataset"]:
-        yield look("reward", lambda: data.reward_works(workflow, tasks["dataset"][0]))
+        must_vary = workflow is experiment.workflow and learns_from_reward(experiment.algorithm)
+        yield look("reward", lambda: data.reward_works(workflow, tasks["dataset"], must_vary))
     yield look("run directory", lambda: places.run_directory(experiment))
     if engine == "vllm":
         yield look("servers", lambda: servers.generate(experiment.vllm))

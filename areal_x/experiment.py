@@ -146,7 +146,7 @@ class Experiment(Settings):
 
         with (
             Journal(run, self.journal.keep_steps) as journal,
-            self.create_rollout(engine, workflow, evaluation, journal) as rollout,
+            self.create_rollout(engine, workflow, evaluation, journal, message) as rollout,
             MetricsWriter(run, self.loggers, resumed_at=step if resume else None) as metrics,
             checkpoint.Saver(run, self.keep_checkpoints, message) as saver,
             timeline.recording(run) as spans,
@@ -185,7 +185,7 @@ class Experiment(Settings):
 
                 # ---- what it did
                 seconds = watch.total
-                row = {"step": step, **describe(groups, ages), **learned, **watch.laps, "seconds": seconds}
+                row = {"step": step, **describe(groups, ages, batches), **learned, **watch.laps, "seconds": seconds}
                 if computing is not None:
                     row["threads"] = computing
                     threads.after(row["logprob_seconds"] + row["update_seconds"], row["packed_tokens"])
@@ -331,7 +331,9 @@ class Experiment(Settings):
         sampling = getattr(workflow, "sampling", None)
         return sampling.temperature if sampling is not None else self.trainer.temperature
 
-    def create_rollout(self, engine: Engine, workflow: Workflow, evaluation: Workflow | None, journal: Journal) -> Rollout:
+    def create_rollout(
+        self, engine: Engine, workflow: Workflow, evaluation: Workflow | None, journal: Journal, message: Callable[[str], None]
+    ) -> Rollout:
         """Both workflows are set up. journal: told of every group."""
         runner = Runner(
             engine,
@@ -342,9 +344,11 @@ class Experiment(Settings):
             seed=self.seed,
             episode_seconds=self.episode_seconds,
             filters=self.algorithm.filters,
+            filtered_groups=self.filtered_groups,
             greedy="greedy" in self.algorithm.needs,
             recorder=journal,
             deterministic=self.deterministic,
+            message=message,
         )
         return Rollout(runner, evaluation)
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from areal_x import cores
 from areal_x.algorithms.algorithm import Algorithm
+from areal_x.algorithms.check import check_group_size
 from areal_x.algorithms.recipes import grpo
 from areal_x.errors import ConfigError, at_least, one_of, positive, within
 from areal_x.monitor.metrics import check_loggers
@@ -45,8 +46,10 @@ class Settings:
     the attempts at a task begin with once for as many of them as fit into a row; what is learnt is the same.
     deterministic: whether two runs of the same settings end in the same bits, asynchronous ones too. Admission, sampling and
     publication then depend on counts and never on clocks; the engine drains once a version (docs/concepts.md has the cost).
-    episode_seconds: longest time an episode may take. evaluate_every, checkpoint_every: in steps; 0 is at the end only
-    (evaluation also at the start). keep_checkpoints: how many of the newest stay.
+    filtered_groups: after so many scored groups in a row that the algorithm's filters gave back the run ends; by default
+    as many as 64 steps have. episode_seconds: longest time an episode may take.
+    evaluate_every, checkpoint_every: in steps; 0 is at the end only (evaluation also at the start). keep_checkpoints: how
+    many of the newest stay.
     name: the directory below `runs`. loggers: "wandb" and "trackio", beside metrics.jsonl and TensorBoard (always written).
     serving: whether the model is served and not trained (`areal_x.serve` sets it), so that any distribution may be sampled.
     """
@@ -74,6 +77,7 @@ class Settings:
     row_length: int = 1024
     share_prompts: bool = False
     deterministic: bool = False
+    filtered_groups: int | None = None
     episode_seconds: float = 600.0
     evaluate_every: int = 0
     checkpoint_every: int = 0
@@ -94,6 +98,9 @@ class Settings:
         for name in ("max_staleness", "evaluate_every", "checkpoint_every"):
             at_least(f"train.{name}", getattr(self, name), 0)
         within("train.minibatches", self.minibatches, 1, self.groups_per_step)
+        if self.filtered_groups is not None:
+            positive("train.filtered_groups", self.filtered_groups)
+        check_group_size(self.algorithm, self.group_size)
         for name in ("reference", "teacher"):
             server_urls(f"train.{name}", getattr(self, name))
         if "teacher_logits" in self.algorithm.needs and server_urls("train.teacher", self.teacher):

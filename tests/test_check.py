@@ -153,11 +153,56 @@ def test_a_vllm_whose_endpoints_are_others_is_refused(monkeypatch: pytest.Monkey
 
 def test_the_reward_is_called_in_a_process_of_its_own_and_ended_after_its_time() -> None:
     task = Task("one", "1+0=", "1")
-    assert "counts_ones gives 0.125 for its own answer" in data.reward_works(SingleTurn(reward=counts_ones), task)
+    assert "counts_ones gives 0.125 for its own answer" in data.reward_works(SingleTurn(reward=counts_ones), [task])
     with pytest.raises(UserError, match=r"fails failed on task 'one' \(ZeroDivisionError"):
-        data.reward_works(SingleTurn(reward=fails), task)
+        data.reward_works(SingleTurn(reward=fails), [task])
     with pytest.raises(UserError, match=r"sleeps was not done .* after 0\.2 seconds: .*reward_timeout_seconds"):
-        data.reward_works(SingleTurn(reward=sleeps, reward_timeout_seconds=0.2), task)
+        data.reward_works(SingleTurn(reward=sleeps, reward_timeout_seconds=0.2), [task])
+
+
+@pytest.mark.parametrize(
+    "reward, sentence",
+    [
+        ("blind", "blind never reads the text"),
+        ("generous", r"generous gives 1 for each of 14 different texts, among them an empty"),
+    ],
+)
+def test_a_reward_that_tells_no_answer_from_another_is_refused(reward: str, sentence: str) -> None:
+    tasks = [Task("one", "1+0=", "1"), Task("two", "1+1=", "2")]
+    with pytest.raises(UserError, match=sentence):
+        data.reward_works(SingleTurn(reward=globals()[reward]), tasks, must_vary=True)
+
+
+def test_a_reward_may_judge_all_samples_alike_where_it_could_give_more() -> None:
+    tasks = [Task("one", "1+0=", "1")]
+    assert data.reward_works(SingleTurn(reward=counts_ones), tasks, must_vary=True).endswith("to task 'one'")
+    assert "0 for its own answer to task 'one', and the same for 7 other" in data.reward_works(
+        SingleTurn(reward=demanding), tasks, must_vary=True
+    )
+
+
+def test_a_constant_reward_is_a_problem_where_the_algorithm_learns_from_rewards(checked: Any) -> None:
+    status, lines = checked("single_turn.reward = @checked.blind")
+    assert status == 1
+    assert "PROBLEM  reward: blind never reads the text" in lines[0]
+
+
+def test_a_group_of_one_is_refused_where_attempts_are_compared(tiny_model_dir: Path, tmp_path: Path, capsys: Any) -> None:
+    assert check.main(command("train.group_size = 1", model=tiny_model_dir, tmp_path=tmp_path)) == 1
+    said = capsys.readouterr().err
+    assert '-b "train.group_size = 1": train.group_size = 1 cannot work: it must be at least 2: grpo compares' in said
+
+
+def blind(task: Task, text: str) -> float:
+    return float(len(task.prompt))
+
+
+def generous(task: Task, text: str) -> float:
+    return 1.0 if "never said" not in text else 0.0
+
+
+def demanding(task: Task, text: str) -> float:
+    return float("def solve" in text)
 
 
 def fails(task: Task, text: str) -> float:

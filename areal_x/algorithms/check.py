@@ -10,10 +10,13 @@ import numpy as np
 from areal_x.algorithms.losses import Loss, each
 from areal_x.algorithms.parts import asked_for, call_by_name, is_own, name_of, plain
 from areal_x.errors import ConfigError
-from areal_x.types import Batch, Policy
+from areal_x.types import Batch, Episode, Group, Policy, Scored, Task
 
 if TYPE_CHECKING:
     from areal_x.algorithms.algorithm import Algorithm
+
+TEACHERS = frozenset({"teacher", "teacher_logits"})
+NOTHING = 1e-9  # an advantage that is no more than rounding
 
 
 def rehearse(algorithm: Algorithm) -> None:
@@ -76,3 +79,41 @@ def lacking(algorithm: Algorithm) -> list[str]:
         "logp": algorithm.head == "policy",
     }
     return [name for name, is_there in given.items() if not is_there]
+
+
+def learns_from_reward(algorithm: Algorithm) -> bool:
+    """Whether the rewards that episodes are given are all that it learns from."""
+    return algorithm.advantages is not None and algorithm.shaping is None and not algorithm.needs & TEACHERS
+
+
+def check_group_size(algorithm: Algorithm, group_size: int) -> None:
+    """Computes the algorithm's own advantages of groups of this size whose rewards all differ, and asks its filters about one.
+    Distillation learns without rewards, and a user's function is not called here. Raises: ConfigError where every advantage is
+    0 or every group is given back."""
+    function = algorithm.advantages
+    if function is None or algorithm.needs & TEACHERS:
+        return
+    scored = tuple(Episode(Scored(float(i))) for i in range(group_size))
+    refused = [keep for keep in algorithm.filters if is_own(keep) and not keep(Group(Task("", ""), 0, 0, scored))]
+    if refused:
+        wanted = f"at least 2: {algorithm.name}'s filter {name_of(plain(refused[0]))} gives every group of this size back"
+        raise ConfigError("train.group_size", group_size, wanted)
+    if is_own(function) and not np.any(np.abs(advantages_of_groups(algorithm, group_size)) > NOTHING):
+        wanted = (
+            f"at least 2: {algorithm.name} compares the rewards of a task's attempts with each other, and in groups of this "
+            "size every advantage is 0"
+        )
+        raise ConfigError("train.group_size", group_size, wanted)
+
+
+def advantages_of_groups(algorithm: Algorithm, group_size: int) -> np.ndarray:
+    """Of 3 groups with rewards that differ within them and between them, two tokens an episode."""
+    assert algorithm.advantages is not None
+    count = 3 * group_size
+    rewards, lengths, mask = np.arange(count) ** 2 / count, np.full(count, 2), np.ones((count, 2), np.bool_)
+    given = {"groups": np.repeat(np.arange(3), group_size), "lengths": lengths, "greedy_rewards": np.full(count, -1.0)}
+    given |= {"rewards": rewards, "mask": mask, "values": np.zeros((count, 2))}
+    if "mask" in asked_for(algorithm.advantages):
+        given["rewards"] = np.stack([np.zeros(count), rewards], axis=1)
+    found = call_by_name(algorithm.advantages, given)
+    return np.asarray(found[0] if isinstance(found, tuple) else found)

@@ -14,6 +14,7 @@ from areal_x.algorithms.mismatch import MOST_LAGS
 from areal_x.monitor.metrics import Row
 
 BARS = "▁▂▃▄▅▆▇█"
+UNLEARNT = 5  # steps in a row from most of whose groups nothing could be learnt, after which the user is warned
 
 
 class Display:
@@ -32,6 +33,8 @@ class Display:
         """The metrics of the step that just ended, or of step 0 before the first one."""
         self.rows.append(row)
         self._screen.show(line(row, self.steps, seconds_left(self.rows, self.steps)))
+        if text := warning(self.rows):
+            self._screen.message(text)
 
     def message(self, text: str) -> None:
         """Something that happened between steps: a server starts, a checkpoint is saved."""
@@ -60,6 +63,7 @@ def summary(row: Row) -> dict[str, str]:
         "accuracy": _number(row, "accuracy", "{:.1%}"),
         "generated": _tokens(row, "generation_tokens_per_second"),
         "trained": _tokens(row, "training_tokens_per_second"),
+        "truncated": _share(row, "truncated"),
         "staleness": _number(row, "staleness_mean", "{:.1f}") + _number(row, "staleness_max", " (at most {:.0f})"),
         "kl by age": kl_by_age(row),
         "queue": _number(row, "queue_depth", "{:.0f}"),
@@ -68,6 +72,23 @@ def summary(row: Row) -> dict[str, str]:
         "skipped": _count(row, "skipped"),
     }
     return {label: text for label, text in shown.items() if text}
+
+
+def warning(rows: list[Row]) -> str:
+    """A sentence where most groups have taught nothing for 5, 10, 20, … steps in a row, else nothing."""
+    unlearnt = 0
+    for row in reversed(rows):
+        if min(row.get("groups_without_variance") or 0, row.get("zero_advantages") or 0) <= 1 / 2:
+            break
+        unlearnt += 1
+    times, rest = divmod(unlearnt, UNLEARNT)
+    if rest or times.bit_count() != 1:
+        return ""
+    return (
+        f"in each of the last {unlearnt} steps most groups had no variance, that is equal rewards for all attempts at a task "
+        f"({rows[-1]['groups_without_variance']:.0%} of the groups in this one): their advantages are 0 and nothing is learnt "
+        "from them; look at the reward and at how hard the tasks are"
+    )
 
 
 def kl_by_age(row: Row) -> str:
@@ -205,6 +226,10 @@ def _newest(rows: list[Row]) -> dict[str, float]:
 
 def _number(row: Mapping[str, float], key: str, form: str) -> str:
     return form.format(row[key]) if row.get(key) is not None else ""
+
+
+def _share(row: Mapping[str, float], key: str) -> str:
+    return f"{row[key]:.0%}" if row.get(key) else ""
 
 
 def _tokens(row: Mapping[str, float], key: str) -> str:

@@ -13,7 +13,7 @@ from areal_x.algorithms.algorithm import Algorithm
 from areal_x.monitor import timeline
 from areal_x.rollout.runner import RolloutStats
 from areal_x.trainer import Trainer, is_largest
-from areal_x.types import Batch, Group, Policy, Scored
+from areal_x.types import NOT_THE_POLICY, Batch, Group, Policy, Scored, Trajectory
 
 LAPS = {  # what a step consists of, and what it is called on the timeline
     "wait_seconds": "wait",
@@ -41,22 +41,71 @@ class Stopwatch:
         return self.last - self.began
 
 
-def describe(groups: Sequence[Group], ages: Sequence[int]) -> dict[str, float]:
-    """What a step consumed: rewards with the verifier's own numbers, lengths, ages."""
-    outcomes = [episode.outcome for group in groups for episode in group.scored]
-    trajectories = [trajectory for group in groups for episode in group.scored for trajectory in episode.trajectories]
-    scored = [outcome for outcome in outcomes if isinstance(outcome, Scored)]
-    details = {name for outcome in scored for name in outcome.details}
+def describe(groups: Sequence[Group], ages: Sequence[int], batches: Sequence[Batch] = ()) -> dict[str, float]:
+    """What a step consumed: rewards with the verifier's own numbers, lengths, ages; with the batches, what it can learn from
+    them. What there is nothing of is left out. docs/metrics.md lists the keys."""
+    episodes = [episode for group in groups for episode in group.scored]
+    trajectories = [trajectory for episode in episodes for trajectory in episode.trajectories]
     return {
-        "reward": float(np.mean([outcome.reward for outcome in scored])),
-        **{
-            f"reward/{name}": float(np.mean([o.details[name] for o in scored if name in o.details])) for name in sorted(details)
-        },
-        "response_length": float(np.mean([trajectory.mask.sum() for trajectory in trajectories])),
+        **of_rewards([episode.outcome for episode in episodes if isinstance(episode.outcome, Scored)]),
+        **of_lengths(trajectories),
+        **entropy_estimate(trajectories),
+        **of_advantages(groups, batches),
         "trained_tokens": int(sum(trajectory.mask.sum() for trajectory in trajectories)),
         "packed_tokens": int(sum(len(trajectory) for trajectory in trajectories)),
         "staleness_mean": float(np.mean(ages)),
         "staleness_max": max(ages),
+    }
+
+
+def of_rewards(outcomes: Sequence[Scored]) -> dict[str, float]:
+    rewards = [outcome.reward for outcome in outcomes]
+    details = {name for outcome in outcomes for name in outcome.details}
+    return {
+        **spread("reward", rewards),
+        **({"reward_std": float(np.std(rewards))} if rewards else {}),
+        **{
+            f"reward/{name}": float(np.mean([o.details[name] for o in outcomes if name in o.details]))
+            for name in sorted(details)
+        },
+    }
+
+
+def of_lengths(trajectories: Sequence[Trajectory]) -> dict[str, float]:
+    """A prompt: the tokens before the first that is trained on. A response: the tokens that are."""
+    if not trajectories:
+        return {}
+    prompts = [int(t.mask.argmax()) if t.mask.any() else len(t) for t in trajectories]
+    return {
+        **spread("prompt_length", prompts),
+        **spread("response_length", [int(t.mask.sum()) for t in trajectories]),
+        "truncated": float(np.mean([t.finish_reason == "length" for t in trajectories])),
+    }
+
+
+def spread(name: str, values: Sequence[float]) -> dict[str, float]:
+    if not values:
+        return {}
+    return {name: float(np.mean(values)), f"{name}_min": float(min(values)), f"{name}_max": float(max(values))}
+
+
+def entropy_estimate(trajectories: Sequence[Trajectory]) -> dict[str, float]:
+    """The mean of -log b over the tokens that a policy b sampled, whose expectation is b's entropy: in nats a token."""
+    sampled = [t.logprobs[t.mask & (t.versions != NOT_THE_POLICY)] for t in trajectories]
+    count = sum(map(len, sampled))
+    return {"entropy_estimate": -float(sum(x.sum(dtype=np.float64) for x in sampled)) / count} if count else {}
+
+
+def of_advantages(groups: Sequence[Group], batches: Sequence[Batch]) -> dict[str, float]:
+    """What keeps a step from learning, where the algorithm has advantages: groups whose rewards are all equal, and trained
+    tokens whose advantage is 0."""
+    with_advantages = [batch for batch in batches if batch.advantages is not None]
+    if not with_advantages:
+        return {}
+    trained = np.concatenate([np.asarray(batch.advantages)[np.asarray(batch.mask)] for batch in with_advantages])
+    return {
+        "groups_without_variance": float(np.mean([len(set(group.rewards)) < 2 for group in groups])),
+        **({"zero_advantages": float(np.mean(trained == 0))} if len(trained) else {}),
     }
 
 

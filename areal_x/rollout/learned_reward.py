@@ -22,7 +22,7 @@ from areal_x.errors import ConfigError, positive
 from areal_x.model_dir import is_classifier, read_config, resolve
 from areal_x.rollout.engine import SamplingParams
 from areal_x.rollout.runner import episode_of
-from areal_x.rollout.workflows import Generator, Result, Workflow
+from areal_x.rollout.workflows import Generator, Result, Workflow, baseline_of
 from areal_x.trainer import ModelConfig, Trainer, TrainerConfig, create_trainer
 from areal_x.types import Episode, Scored, Task, Trajectory
 
@@ -65,7 +65,11 @@ class LearnedReward(Workflow):
         return replace(self, workflow=self.workflow.setup(tokenizer), judge=judge)
 
     def greedy(self) -> Workflow:
+        """For an evaluation: the inner workflow, with the verifier's reward."""
         return self.workflow.greedy()
+
+    def baseline(self) -> Workflow:
+        return replace(self, workflow=baseline_of(self.workflow))
 
     def state(self) -> Any:
         return self.workflow.state()

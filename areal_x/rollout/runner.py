@@ -15,19 +15,20 @@ from typing import Any
 
 import numpy as np
 
+from areal_x.algorithms.parts import name_of, plain
 from areal_x.data.stream import TaskStream
 from areal_x.errors import UserError, at_least, positive
 from areal_x.monitor import timeline
 from areal_x.rollout.engine import Completion, Engine, EngineError, Request
 from areal_x.rollout.journal import Recorder, Resumed, Unrecorded
 from areal_x.rollout.pacing import AtOnce, InWaves, Pace
+from areal_x.rollout.patience import Patience
 from areal_x.rollout.queue import TrajectoryQueue
-from areal_x.rollout.workflows import Result, Workflow
+from areal_x.rollout.workflows import Result, Workflow, baseline_of
 from areal_x.types import Episode, Failed, Group, Outcome, Scored, Task, TimedOut
 
 Filter = Callable[[Group], bool]  # True keeps the group
 
-PATIENCE = 10  # once something was scored, a run of failures may be this many times longer before the run ends
 DIFFERENT_ERRORS = 5  # whose first texts are kept for the display
 
 TRAINING, EVALUATION = 0, 1  # first in a seed's key, so that no evaluation repeats a training draw
@@ -99,10 +100,10 @@ class Runner:
     """Runs groups from the stream while the queue has slots and the engine has room.
 
     group_size: episodes a task. episode_seconds: longest time of one. filters: a group is kept when all say so.
-    failed_groups: after this many groups in a row without one scored episode the run ends with the first error, if nothing was
-    ever scored; after 10 times as many otherwise. greedy: also answer each task once greedily, for the group's greedy_reward.
-    recorder: told what becomes of each group, as the run's journal is. deterministic: whether admission, waves of requests and
-    publications depend on counts alone (areal_x.rollout.pacing).
+    failed_groups, filtered_groups: after how many groups in a row that failed, or that filters gave back, the run ends (see
+    Patience). greedy: also answer each task once greedily, for the group's greedy_reward. recorder: told what becomes of each
+    group, as the run's journal is. message: shows a sentence to the user. deterministic: whether admission, waves of
+    requests and publications depend on counts alone (areal_x.rollout.pacing).
     """
 
     def __init__(
@@ -117,17 +118,21 @@ class Runner:
         episode_seconds: float = 600.0,
         filters: Sequence[Filter] = (),
         failed_groups: int = 3,
+        filtered_groups: int | None = None,
         greedy: bool = False,
         recorder: Recorder | None = None,
         deterministic: bool = False,
+        message: Callable[[str], None] | None = None,
     ) -> None:
         at_least("train.group_size", group_size, 1)
-        at_least("train.failed_groups", failed_groups, 1)
         positive("train.episode_seconds", episode_seconds)
         self.engine, self.workflow, self.stream, self.queue = engine, workflow, stream, queue
         self.group_size, self.seed, self.episode_seconds = group_size, seed, episode_seconds
-        self.filters, self.failed_groups = tuple(filters), failed_groups
-        self.greedy = workflow.greedy() if greedy else None
+        self.filters = tuple(filters)
+        self.patience = Patience(
+            failed_groups, filtered_groups, queue.groups_per_step, is_open_ended(workflow), message or (lambda _: None)
+        )
+        self.greedy = baseline_of(workflow) if greedy else None
         self.recorder = recorder or Unrecorded()
         self._positions: dict[int, int] = {}  # of the tickets that are pending
         self._changed = asyncio.Event()
@@ -136,8 +141,6 @@ class Runner:
         self._wanted = 0  # places in the engine, by episodes in flight
         self._counts: Counter[type] = Counter()
         self._errors: Counter[str] = Counter()
-        self._failed_in_a_row = 0
-        self._first_error: str | None = None
         self._tokens = 0
         self._ended: BaseException | None = None
 
@@ -251,12 +254,16 @@ class Runner:
         group = replace(group, episodes=tuple(episode.result() for episode in running))
         if self.greedy is not None and isinstance(outcome := greedy.result().outcome, Scored):
             group = replace(group, greedy_reward=outcome.reward)
-        self._keep_patience(group)
-        complete = group.scored and (self.greedy is None or group.greedy_reward is not None)
-        if complete and all(keep(group) for keep in self.filters):
+        given_back_by = self._given_back_by(group)
+        if given_back_by is None:
+            self.patience.kept()
             self.recorder.finished(group)
             self.queue.finish(group.ticket, group)
         else:
+            if group.scored:
+                self.patience.filtered(group, given_back_by)
+            else:
+                self.patience.failed(error_of(group.episodes[0].outcome), ever_scored=self._counts[Scored] > 0)
             self.recorder.given_back(group)
             self.queue.give_back(group.ticket)
             del self._positions[group.ticket]
@@ -282,17 +289,14 @@ class Runner:
             self._errors[text] += 1
         return episode
 
-    def _keep_patience(self, group: Group) -> None:
-        if group.scored or is_open_ended(self.workflow):
-            self._failed_in_a_row = 0
-            return
-        if self._failed_in_a_row == 0:
-            self._first_error = error_of(group.episodes[0].outcome)
-        self._failed_in_a_row += 1
-        if self._failed_in_a_row >= self.failed_groups * (PATIENCE if self._counts[Scored] else 1):
-            raise UserError(
-                f"none of {self._failed_in_a_row} groups in a row had a scored episode; the first error: {self._first_error}"
-            )
+    def _given_back_by(self, group: Group) -> str | None:
+        """Why a group cannot be trained on; None if it can."""
+        if not group.scored:
+            return "no scored episode"
+        if self.greedy is not None and group.greedy_reward is None:
+            return "the lack of a scored greedy answer, with which the algorithm compares"
+        refused = next((keep for keep in self.filters if not keep(group)), None)
+        return None if refused is None else f"the filter {name_of(plain(refused))}"
 
     def _want(self, change: int) -> None:
         self._wanted += change

@@ -53,6 +53,11 @@ class Workflow(Protocol):
         """The same workflow with temperature 0, for evaluation. By default itself."""
         return self
 
+    def baseline(self) -> Workflow:
+        """The workflow whose reward of a greedy answer an algorithm takes off the others': judged as those are. By default
+        `greedy()`, of which an evaluation may judge otherwise."""
+        return self.greedy()
+
     async def run(self, task: Task, engine: Generator) -> Result:
         """One attempt at the task.
 
@@ -72,6 +77,11 @@ class Workflow(Protocol):
     async def close(self) -> None:
         """Ends what `setup` began; safe to call twice. By default nothing."""
         return
+
+
+def baseline_of(workflow: Workflow) -> Workflow:
+    """Its `baseline`; of a class that only has a workflow's other methods, `greedy`."""
+    return getattr(workflow, "baseline", workflow.greedy)()
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,8 @@ import dataclasses
 import numpy as np
 import pytest
 
-from areal_x.algorithms import losses
+from areal_x.algorithms import losses, recipes
+from areal_x.algorithms.check import check_group_size
 from areal_x.algorithms.recipes import decoupled_ppo, distill, grpo, sft
 from areal_x.algorithms.weighting import token_mean
 from areal_x.errors import ConfigError
@@ -60,3 +61,21 @@ def test_distillation_asks_for_the_teachers_logits_only_with_a_beta_and_brings_t
 def test_a_setting_that_cannot_work_is_refused_by_name(wrong, names):
     with pytest.raises(ConfigError, match=names):
         grpo(**wrong)
+
+
+@pytest.mark.parametrize("name", ["grpo", "dapo", "lite_ppo", "gspo", "rloo", "opo", "m2po", "decoupled_ppo"])
+def test_a_group_of_one_is_refused_where_attempts_are_compared(name):
+    algorithm = getattr(recipes, name)()
+    check_group_size(algorithm, 2)
+    with pytest.raises(ConfigError, match=rf"train\.group_size = 1 .* at least 2: {name}"):
+        check_group_size(algorithm, 1)
+
+
+def test_a_group_of_one_is_enough_where_they_are_not():
+    for algorithm in (recipes.reinforce_pp(), recipes.ppo(), recipes.remax(), sft(), recipes.dpo(), distill(rl=grpo())):
+        check_group_size(algorithm, 1)
+    with pytest.raises(ConfigError, match="at least 2: reinforce_pp compares"):
+        check_group_size(recipes.reinforce_pp(baseline=True), 1)
+    with pytest.raises(ConfigError, match="at least 2: ppo's filter varied"):
+        check_group_size(recipes.ppo(filters=(recipes.varied,)), 1)
+    check_group_size(grpo(advantages=lambda rewards: rewards), 1)  # a user's own is not called

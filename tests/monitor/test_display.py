@@ -104,3 +104,23 @@ def test_in_a_notebook_one_line_changes_in_place(monkeypatch: pytest.MonkeyPatch
 
 def test_outside_a_notebook_none_is_found() -> None:
     assert not in_notebook()
+
+
+def test_a_run_that_learns_nothing_from_most_groups_says_so_after_some_steps() -> None:
+    def shown(rows: list[dict[str, float]]) -> list[int]:
+        """The steps after which a warning was shown."""
+        display = Display(len(rows), stream := io.StringIO())
+        steps = []
+        for step, row in enumerate(rows):
+            display.show({"step": step, **row})
+            if "no variance" in stream.getvalue().splitlines()[-1]:
+                steps.append(step)
+        return steps
+
+    nothing = {"groups_without_variance": 0.75, "zero_advantages": 0.8}
+    assert shown([{}, *([nothing] * 21)]) == [5, 10, 20]
+    assert shown([{}, *([nothing] * 4), {"groups_without_variance": 0.5, "zero_advantages": 0.5}, *([nothing] * 5)]) == [10]
+    # Groups of one whose advantages compare the whole batch, and a credit that gives most tokens nothing.
+    assert shown([{"groups_without_variance": 1.0, "zero_advantages": 0.0}] * 9) == []
+    assert shown([{"groups_without_variance": 0.1, "zero_advantages": 0.9}] * 9) == []
+    assert shown([{"reward": 1.0}] * 9) == []

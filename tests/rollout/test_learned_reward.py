@@ -6,8 +6,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from areal_x.data.stream import TaskStream
 from areal_x.errors import ConfigError, UserError
 from areal_x.rollout.learned_reward import LearnedReward
+from areal_x.rollout.queue import TrajectoryQueue
+from areal_x.rollout.runner import EpisodeEngine, Runner, run_episode
 from areal_x.types import Failed, Task
 from tests.rollout.fakes import Doing, FakeEngine, Plain
 
@@ -96,6 +99,35 @@ def test_held_out_tasks_are_judged_by_the_workflow_itself():
     greedy = LearnedReward(workflow, "nowhere").greedy()
     assert isinstance(greedy, Plain)
     assert greedy.sampling.temperature == 0
+
+
+def test_a_greedy_answer_that_others_are_compared_with_is_judged_by_the_same_model(classifier_dir):
+    """ReMax takes the reward of the greedy answer off the others', so both must be the reward model's."""
+    workflow = LearnedReward(Plain(), classifier_dir, "jax", row_length=32).setup(None)
+
+    async def one_group():
+        runner = Runner(
+            FakeEngine(), workflow, TaskStream([Task("t", "")]), TrajectoryQueue(1, 0), group_size=2, greedy=True, seed=3
+        )
+        runner.begin(0)
+        running = asyncio.create_task(runner.run())
+        try:
+            (group,) = await runner.take()
+            greedy = await run_episode(runner.greedy, group.task, view(), None)
+            return group, greedy
+        finally:
+            running.cancel()
+            await asyncio.gather(running, return_exceptions=True)
+            await workflow.close()
+
+    def view():
+        return EpisodeEngine(FakeEngine(), (3, 0, 0, 2), lambda _: None, lambda _: None)
+
+    group, greedy = asyncio.run(one_group())
+    assert workflow.baseline().workflow.sampling.temperature == 0
+    assert greedy.outcome.details == {"verified": float(greedy.trajectories[0].tokens[3])}
+    assert group.greedy_reward == pytest.approx(greedy.outcome.reward, abs=1e-5)
+    assert abs(group.greedy_reward - greedy.outcome.details["verified"]) > 0.5
 
 
 def test_a_language_model_gives_no_rewards(tiny_model_dir):

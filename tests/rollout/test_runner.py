@@ -3,6 +3,7 @@ import asyncio
 import numpy as np
 import pytest
 
+from areal_x.algorithms.recipes import varied
 from areal_x.data.stream import TaskStream
 from areal_x.errors import ConfigError, UserError
 from areal_x.rollout.engine import EngineError, Request, SamplingParams
@@ -254,6 +255,103 @@ def test_after_a_success_the_run_is_ten_times_as_patient_but_not_for_ever():
             await runner.take()
 
     drive(test)
+
+
+def rewarded(reward):
+    """A workflow whose episodes have the reward that a function of the task gives."""
+
+    async def run(task, engine):
+        return [await trajectory(engine, reward(task))]
+
+    return Doing(run)
+
+
+def test_a_run_whose_filter_gives_everything_back_warns_and_ends_naming_the_filter_and_the_rewards():
+    said = []
+
+    async def test(begin):
+        same = rewarded(lambda task: float(len(task.id) % 2))
+        runner = make(FakeEngine(), same, filters=(varied,), groups_per_step=2, message=said.append)
+        begin(runner)
+        with pytest.raises(
+            UserError, match=r"^128 groups in a row .* the filter varied \(rewards seen: 0, 1\), so there is nothing"
+        ):
+            await runner.take()
+        return runner.stats().given_back
+
+    assert drive(test) == 127  # the last one ended the run
+    assert [text.split(" because")[0] for text in said] == [f"{n} groups in a row were given back" for n in (16, 32, 64)]
+    assert "after 128 the run ends (train.filtered_groups)" in said[0]
+
+
+def test_groups_that_are_kept_now_and_then_and_groups_that_fail_do_not_end_a_filtered_run():
+    kept = {f"task {n}" for n in range(0, 50, 8)}
+
+    async def test(begin):
+        def reward(task):
+            if int(task.id.split()[1]) % 2:
+                raise RuntimeError("no answer")
+            return 1.0
+
+        runner = make(FakeEngine(), rewarded(reward), filters=(lambda group: group.task.id in kept,), filtered_groups=4)
+        begin(runner)
+        taken = []
+        for step in range(1, 6):
+            taken += [group.task.id for group in await runner.take()]
+            runner.published(step)
+        return taken
+
+    assert len(set(drive(test)) & kept) == 7
+
+
+def test_failures_between_filtered_groups_do_not_keep_a_run_from_ending():
+    async def test(begin):
+        def reward(task):
+            if int(task.id.split()[1]) % 2:
+                raise RuntimeError("no answer")
+            return 1.0
+
+        runner = make(FakeEngine(), rewarded(reward), filters=(varied,), filtered_groups=6)
+        begin(runner)
+        with pytest.raises(UserError, match=r"^6 groups in a row .* \(rewards seen: 1\)"):
+            await runner.take()
+
+    drive(test)
+
+
+def test_greedy_answers_that_always_fail_end_the_run():
+    class Greedily(Plain):
+        async def run(self, task, engine):
+            if self.sampling.temperature == 0:
+                raise RuntimeError("no greedy answer")
+            return await super().run(task, engine)
+
+    async def test(begin):
+        runner = make(FakeEngine(), Greedily(), greedy=True, filtered_groups=5)
+        begin(runner)
+        with pytest.raises(
+            UserError, match=r"^5 groups in a row were given back because of the lack of a scored greedy answer"
+        ):
+            await runner.take()
+
+    drive(test)
+
+
+def test_nothing_ends_a_run_in_which_others_decide_but_it_says_that_groups_are_given_back():
+    said = []
+
+    class Opened(Doing):
+        open_ended = True
+
+    async def test(begin):
+        workflow = Opened(rewarded(lambda task: 1.0).function)
+        runner = make(FakeEngine(), workflow, filters=(varied,), filtered_groups=8, message=said.append)
+        running = begin(runner)
+        await until(lambda: runner.stats().given_back > 20)
+        assert not running.done()
+
+    drive(test)
+    assert len(said) == 3
 
 
 @pytest.mark.parametrize("error", [EngineError("the server died"), UserError("no chat template")])
