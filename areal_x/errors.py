@@ -21,6 +21,10 @@ class ConfigError(UserError, ValueError):
         self.binding = binding
 
 
+class TaskError(UserError):
+    """A task that this run cannot do, as its prompt is too long: fails its episodes, where another UserError ends the run."""
+
+
 def positive(binding: str, value: float) -> None:
     if not value > 0:
         raise ConfigError(binding, value, "greater than 0")

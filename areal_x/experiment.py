@@ -15,7 +15,6 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +45,7 @@ from areal_x.rollout.offline import NoEngine
 from areal_x.rollout.queue import TrajectoryQueue
 from areal_x.rollout.rollout import Rollout
 from areal_x.rollout.runner import Runner
+from areal_x.rollout.screening import screened
 from areal_x.rollout.vllm import server as servers
 from areal_x.rollout.vllm.direct import check_machine
 from areal_x.rollout.vllm.engine import VLLMEngine
@@ -130,8 +130,9 @@ class Experiment(Settings):
         # ---- what the ring consists of
         began = resuming.start(run, self.dataset, self.seed, message) if resume else resuming.BEGINNING
         directory = self.find(self.trainer.model.path)
-        workflow = self.workflow.setup(load_tokenizer(directory))
-        evaluation = self.evaluation and self.evaluation.setup(load_tokenizer(directory)).greedy()  # None: the workflow's own
+        tokenizer = load_tokenizer(directory)
+        workflow = self.workflow.setup(tokenizer)
+        evaluation = self.evaluation and self.evaluation.setup(tokenizer).greedy()  # None: the workflow's own
         models = self.create_models(directory, workflow)
         learned_by = self.losses()
         joined = self.join()
@@ -146,7 +147,7 @@ class Experiment(Settings):
 
         with (
             Journal(run, self.journal.keep_steps) as journal,
-            self.create_rollout(engine, workflow, evaluation, journal, message) as rollout,
+            self.create_rollout(engine, workflow, evaluation, journal, tokenizer, message) as rollout,
             MetricsWriter(run, self.loggers, resumed_at=step if resume else None) as metrics,
             checkpoint.Saver(run, self.keep_checkpoints, message) as saver,
             timeline.recording(run) as spans,
@@ -191,10 +192,7 @@ class Experiment(Settings):
                     threads.after(row["logprob_seconds"] + row["update_seconds"], row["packed_tokens"])
                 if self.share_prompts:
                     row["saved_tokens"] = saved_tokens(groups, batches)
-                row["pause_seconds"] = published.paused_seconds
-                if published.bytes:
-                    row["published_bytes_per_second"] = published.bytes / watch.laps["publish_seconds"]
-                row |= rates(row, before, rollout.stats())
+                row |= rates(row, before, rollout.stats(), published)
                 row["trainer_idle"] = watch.laps["wait_seconds"] / watch.total
                 row["rollout_idle"] = spans.idle_share(timeline.GENERATION, watch.began, watch.last)
                 if self.is_due(self.evaluate_every, step):
@@ -203,7 +201,7 @@ class Experiment(Settings):
                 if self.is_due(self.checkpoint_every, step):
                     with timeline.span("checkpoint", step=step):
                         journal.sync()  # what the checkpoint was made of
-                        saver.save(step, partial(save, models), {"rollout": rollout.state(), "drawn_from": drawn_from})
+                        saver.save(step, models.save, {"rollout": rollout.state(), "drawn_from": drawn_from})
                         journal.prune(min(checkpoint.steps(run), default=0), step)
                     spans.write(run)
                 yield Turn(row, groups, batches)
@@ -332,9 +330,16 @@ class Experiment(Settings):
         return sampling.temperature if sampling is not None else self.trainer.temperature
 
     def create_rollout(
-        self, engine: Engine, workflow: Workflow, evaluation: Workflow | None, journal: Journal, message: Callable[[str], None]
+        self,
+        engine: Engine,
+        workflow: Workflow,
+        evaluation: Workflow | None,
+        journal: Journal,
+        tokenizer: Any,
+        message: Callable[[str], None],
     ) -> Rollout:
         """Both workflows are set up. journal: told of every group."""
+        context = engine.context or self.row_length
         runner = Runner(
             engine,
             workflow,
@@ -346,6 +351,9 @@ class Experiment(Settings):
             filters=self.algorithm.filters,
             filtered_groups=self.filtered_groups,
             greedy="greedy" in self.algorithm.needs,
+            row_length=self.row_length,
+            together=2 if self.algorithm.pairs else 1,
+            screen=screened(self.dataset, workflow, tokenizer, self.longest_prompt, context, message),
             recorder=journal,
             deterministic=self.deterministic,
             message=message,
@@ -368,17 +376,3 @@ class Experiment(Settings):
         # Servers score a prompt at temperature 1, and record experts only of what they sample.
         says = None if experts or self.temperature(workflow) != 1 else trainer
         return VLLMEngine(config, directory, run / "logs", message, self.trainer.lora, experts, says)
-
-
-def save(models: Models, directory: Path) -> checkpoint.Wait | None:
-    """What `--resume` needs of the trainers; `trainer/` is a model directory. See Trainer.save_in_background."""
-    begun = [models.policy.save_in_background(directory / "trainer")]
-    if models.critic is not None:
-        begun.append(models.critic.save_in_background(directory / "critic"))
-    waits = [wait for wait in begun if wait is not None]
-
-    def wait_for_all() -> None:
-        for wait in waits:
-            wait()
-
-    return wait_for_all if waits else None

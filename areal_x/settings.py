@@ -46,6 +46,8 @@ class Settings:
     the attempts at a task begin with once for as many of them as fit into a row; what is learnt is the same.
     deterministic: whether two runs of the same settings end in the same bits, asynchronous ones too. Admission, sampling and
     publication then depend on counts and never on clocks; the engine drains once a version (docs/concepts.md has the cost).
+    longest_prompt: in tokens; tasks with longer ones are left out. By default what the context leaves beside an answer of
+    sampling.max_tokens, at least half of it. With answers that are written (the engine "none"), prompt and answer count.
     filtered_groups: after so many scored groups in a row that the algorithm's filters gave back the run ends; by default
     as many as 64 steps have. episode_seconds: longest time an episode may take.
     evaluate_every, checkpoint_every: in steps; 0 is at the end only (evaluation also at the start). keep_checkpoints: how
@@ -77,6 +79,7 @@ class Settings:
     row_length: int = 1024
     share_prompts: bool = False
     deterministic: bool = False
+    longest_prompt: int | None = None
     filtered_groups: int | None = None
     episode_seconds: float = 600.0
     evaluate_every: int = 0
@@ -98,6 +101,8 @@ class Settings:
         for name in ("max_staleness", "evaluate_every", "checkpoint_every"):
             at_least(f"train.{name}", getattr(self, name), 0)
         within("train.minibatches", self.minibatches, 1, self.groups_per_step)
+        if self.longest_prompt is not None:
+            within("train.longest_prompt", self.longest_prompt, 1, self.row_length)
         if self.filtered_groups is not None:
             positive("train.filtered_groups", self.filtered_groups)
         check_group_size(self.algorithm, self.group_size)

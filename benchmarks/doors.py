@@ -36,7 +36,8 @@ PART = ("tokens", "mask", "logprobs", "versions")
 async def episode(experiment: object) -> str:
     """A digest of the arrays of one episode, drawn with seeds that are always the same."""
     from areal_x.data.tokenizer import load_tokenizer
-    from areal_x.rollout.runner import EpisodeEngine, run_episode
+    from areal_x.rollout.episode import run_episode
+    from areal_x.rollout.runner import EpisodeEngine
 
     directory = experiment.find(experiment.trainer.model.path)  # type: ignore[attr-defined]
     workflow = experiment.workflow.setup(load_tokenizer(directory))  # type: ignore[attr-defined]

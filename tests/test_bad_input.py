@@ -18,8 +18,8 @@ from areal_x.data.batch import Models, make_batches
 from areal_x.errors import ConfigError, UserError
 from areal_x.experiment import Experiment
 from areal_x.monitor.display import panel
+from areal_x.rollout.episode import run_episode
 from areal_x.rollout.offline import Demonstrations
-from areal_x.rollout.runner import run_episode
 from areal_x.trainer import CriticConfig
 from areal_x.types import Batch, Episode, Failed, Group, Policy, Scored, Task, Trajectory
 from tests.conftest import write_model

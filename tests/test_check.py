@@ -76,7 +76,7 @@ def test_every_problem_is_one_line_with_its_place_and_what_to_set(checked: Any, 
     assert [line.split(":")[0].split("  ")[1] for line in lines[:-1]] == ["dataset", "devices and mesh", "lengths"]
     assert "two different tasks with the id '0'" in lines[0]
     assert "mesh.tensor = 3" in lines[1]
-    assert '-b "embedded.context = 4": embedded.context = 4 cannot work: it must be more than 4' in lines[2]
+    assert '-b "embedded.context = 4": embedded.context = 4 cannot work: it must be greater: all 5 tasks' in lines[2]
     assert lines[-1] == "3 problems"
 
 
@@ -359,7 +359,7 @@ def fit(experiment: Experiment, tasks: list[Task], of: model.Model) -> str:
 @pytest.mark.parametrize(
     "change, tasks, sentence",
     [
-        (lambda e: e, [*TASKS, Task("long", "1" * 40)], r"train\.row_length = 32 .* more than 40: the longest of the first 11"),
+        (lambda e: e, [Task("long", "1" * 40)], r"train\.row_length = 32 .* greater: all 1 tasks have prompts longer than 24"),
         (lambda e: replace(e, row_length=1024), TASKS, r"train\.row_length = 1024 .* at most 512, for which"),
         (lambda e: with_trainer(e, mesh=MeshConfig(context=3)), TASKS, r"a multiple of mesh\.context = 3"),
         (
@@ -376,6 +376,12 @@ def test_lengths_that_do_not_go_together(
     assert "the longest of the first 10 prompts has 4 tokens, answers up to 8, of 32" in fit(experiment, TASKS, tiny)
     with pytest.raises(UserError, match=sentence):
         fit(change(experiment), tasks, tiny)
+
+
+def test_prompts_that_are_too_long_are_counted_wherever_they_stand(experiment: Experiment, tiny: model.Model) -> None:
+    tasks = [*(Task(f"{i}", "1+1=") for i in range(500)), Task("long", "1" * 25), Task("last", "1+1=")]
+    said = fit(experiment, tasks, tiny)
+    assert "1 of 502 tasks have prompts longer than 24 tokens and are left out; the longest of the first 100 other" in said
 
 
 def test_an_answer_that_could_not_end(tiny: model.Model) -> None:

@@ -187,15 +187,42 @@ def test_groups_that_a_filter_refuses_are_replaced_and_counted(experiment):
     assert turns[-1].metrics["given_back"] > 0
 
 
-def test_a_prompt_longer_than_the_context_is_one_sentence_and_keeps_the_checkpoints(experiment):
-    experiment = replace(experiment, dataset=TASKS[:4], checkpoint_every=1)
-    experiment.dataset = [*TASKS[:3], Task("long", "1" * 40)]
-    run = experiment.open()
-    with pytest.raises(UserError, match=r"40 tokens leaves no room in a context of 32"):
-        for _ in experiment.turns(run):
-            pass
-    steps = [path.name for path in (run / "checkpoints").iterdir()]
-    assert all(step.isdecimal() for step in steps)
+def test_tasks_with_long_prompts_are_left_out_and_the_run_goes_on_and_resumes(experiment):
+    experiment = replace(experiment, dataset=[*TASKS[:3], Task("long", "1" * 40)], checkpoint_every=2, held_out=())
+    said, ids = [], []
+    for turn in experiment.turns(experiment.open(), message=said.append):
+        ids += [group.task.id for group in turn.groups]
+        if turn.metrics["step"] == 3:
+            break
+    for turn in experiment.turns(experiment.open(resume=True), resume=True, message=said.append):
+        ids += [group.task.id for group in turn.groups]
+    sentence = "1 of 4 tasks have prompts longer than 24 tokens and are left out (train.longest_prompt)"
+    assert said.count(sentence) == 2
+    assert len(ids) == 2 * 3 + 2 * 4
+    assert "long" not in ids
+    assert turn.metrics["left_out"] > 0
+
+
+def test_a_prompt_that_only_its_episode_finds_too_long_is_a_failed_episode(experiment):
+    """As an agent's may be: here nothing is looked at before."""
+
+    class Hidden:
+        def __init__(self, workflow):
+            self.workflow = workflow
+
+        def __getattr__(self, name):
+            return getattr(self.workflow, name)
+
+        def setup(self, tokenizer):
+            return Hidden(self.workflow.setup(tokenizer))
+
+    tasks = [*TASKS[:3], Task("long", "1" * 40)]
+    hidden = replace(experiment, dataset=tasks, workflow=Hidden(experiment.workflow), held_out=tasks, steps=3)
+    for turn in hidden.turns(hidden.open()):
+        assert all(group.task.id != "long" for group in turn.groups)
+    assert turn.metrics["failed"] > 0
+    assert turn.metrics["evaluation_failed"] == 1
+    assert turn.metrics["accuracy"] >= 0
 
 
 @pytest.mark.parametrize(

@@ -11,10 +11,12 @@ from areal_x.data.endings import FILES, named_ends, stop_tokens, turn_end
 from areal_x.errors import ConfigError, UserError
 from areal_x.experiment import Experiment
 from areal_x.rollout.pictures import images_of
+from areal_x.rollout.screening import screen_of
 from areal_x.rollout.workflows import encode
 from areal_x.types import Task
 
-LOOKED_AT = 100  # prompts
+LOOKED_AT = 100  # prompts whose images are read, and of which the longest is told
+LOOK_SECONDS = 5.0  # at all prompts, for those that are too long
 
 
 def end(tokenizer: Any, model: Model) -> str:
@@ -35,23 +37,26 @@ def end(tokenizer: Any, model: Model) -> str:
 
 
 def lengths(experiment: Experiment, tasks: Sequence[Task], tokenizer: Any, model: Model) -> str:
-    """Raises: UserError for prompts that cannot be read, ConfigError for a setting under which sequences do not fit or images
-    are not seen."""
+    """Raises: UserError for prompts that cannot be read, ConfigError for a setting under which sequences or all prompts do not
+    fit, or images are not seen."""
     trainer, row = experiment.trainer, experiment.row_length
     if row % trainer.mesh.context:
         raise ConfigError("train.row_length", row, f"a multiple of mesh.context = {trainer.mesh.context}")
-    looked = list(islice(tasks, LOOKED_AT))
+    name = {"embedded": "embedded.context", "vllm": "vllm.context"}.get(experiment.engine)
+    own = {"embedded": experiment.embedded.context, "vllm": experiment.vllm.context}.get(experiment.engine)
+    binding, context = (name, own) if name and own else ("train.row_length", row)
+    screen = screen_of(experiment.workflow, tokenizer, experiment.longest_prompt, context, binding)
+    left_out = screen and screen.look(tasks, LOOK_SECONDS)
+    fitting = (task for i, task in enumerate(tasks) if screen is None or screen.fits(i, task))
+    looked = list(islice(fitting, LOOKED_AT))
     seen = [images_of(tokenizer, task.prompt) for task in looked]
     if any(seen) and experiment.engine == "embedded" and experiment.backend != "torch":
         raise ConfigError("train.backend", experiment.backend, "'torch', whose embedded engine sees: the prompts have images")
     longest = max(len(encode(tokenizer, task.prompt, images)) for task, images in zip(looked, seen, strict=True))
-    name = {"embedded": "embedded.context", "vllm": "vllm.context"}.get(experiment.engine)
-    own = {"embedded": experiment.embedded.context, "vllm": experiment.vllm.context}.get(experiment.engine)
-    binding, context = (name, own) if name and own else ("train.row_length", row)
     made_for = model.config.get("max_position_embeddings")
     if made_for and context > made_for:
         raise ConfigError(binding, context, f"at most {made_for}, for which {model.directory} was made")
-    prompts = f"the longest of the first {len(looked)} prompts has {longest} tokens"
+    prompts = f"the longest of the first {len(looked)}{' other' if left_out else ''} prompts has {longest} tokens"
     if longest >= context:
         raise ConfigError(binding, context, f"more than {longest}: {prompts}")
     answers = getattr(getattr(experiment.workflow, "sampling", None), "max_tokens", 0)
@@ -59,4 +64,4 @@ def lengths(experiment: Experiment, tasks: Sequence[Task], tokenizer: Any, model
         wanted = f"at most {context - longest}, or {binding} = {context} raised: {prompts}, and longer answers would be cut"
         raise ConfigError("sampling.max_tokens", answers, wanted)
     beside = f", answers up to {answers}" if answers else ""
-    return f"{prompts}{beside}, of {context} of the context ({binding})"
+    return f"{f'{left_out}; ' if left_out else ''}{prompts}{beside}, of {context} of the context ({binding})"

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -34,6 +35,19 @@ class Models:
         """Those that a backend computes, by name; a server may score in the place of the reference."""
         found: dict[str, Any] = {"policy": self.policy, "reference": self.reference, "critic": self.critic}
         return {name: model for name, model in found.items() if hasattr(model, "restore")}
+
+    def save(self, directory: Path) -> Callable[[], None] | None:
+        """What `--resume` needs of the trainers; `trainer/` is a model directory. See Trainer.save_in_background."""
+        begun = [self.policy.save_in_background(directory / "trainer")]
+        if self.critic is not None:
+            begun.append(self.critic.save_in_background(directory / "critic"))
+        waits = [wait for wait in begun if wait is not None]
+
+        def wait_for_all() -> None:
+            for wait in waits:
+                wait()
+
+        return wait_for_all if waits else None
 
 
 @dataclass(frozen=True)

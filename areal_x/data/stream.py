@@ -40,5 +40,9 @@ class TaskStream:
 
     def task_at(self, position: int) -> Task:
         """The task that any stream of this dataset and seed draws at this position."""
-        epoch, index = divmod(position, len(self.dataset))
-        return self.dataset[int(self._order(epoch)[index])]
+        return self.dataset[self.index_at(position)]
+
+    def index_at(self, position: int) -> int:
+        """Where that task is in the dataset."""
+        epoch, place = divmod(position, len(self.dataset))
+        return int(self._order(epoch)[place])

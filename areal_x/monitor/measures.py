@@ -11,6 +11,7 @@ import numpy as np
 
 from areal_x.algorithms.algorithm import Algorithm
 from areal_x.monitor import timeline
+from areal_x.rollout.rollout import Published
 from areal_x.rollout.runner import RolloutStats
 from areal_x.trainer import Trainer, is_largest
 from areal_x.types import NOT_THE_POLICY, Batch, Group, Policy, Scored, Trajectory
@@ -142,8 +143,10 @@ def explained(batch: Batch) -> dict[str, float]:
     return {"explained_variance": 1 - float(np.var(returns - values)) / variance} if variance > 0 else {}
 
 
-def rates(row: Mapping[str, float], before: RolloutStats, after: RolloutStats) -> dict[str, float]:
-    """Tokens a second of generation (over the whole turn) and of training (while it trained); the rollout's counts so far."""
+def rates(row: Mapping[str, float], before: RolloutStats, after: RolloutStats, published: Published) -> dict[str, float]:
+    """Tokens a second of generation (over the whole turn) and of training (while it trained); the rollout's counts so far; what
+    publishing took."""
+    staged = {"published_bytes_per_second": published.bytes / row["publish_seconds"]} if published.bytes else {}
     return {
         "generated_tokens": after.generated_tokens,
         "generation_tokens_per_second": (after.generated_tokens - before.generated_tokens) / row["seconds"],
@@ -153,4 +156,7 @@ def rates(row: Mapping[str, float], before: RolloutStats, after: RolloutStats) -
         "failed": after.failed,
         "timed_out": after.timed_out,
         "given_back": after.given_back,
+        "left_out": after.left_out,
+        "pause_seconds": published.paused_seconds,
+        **staged,
     }

@@ -24,7 +24,7 @@ from areal_x.rollout.chat.rendering import PlainRenderer, Renderer, TemplateRend
 from areal_x.rollout.engine import PromptTooLong
 from areal_x.rollout.thread import in_thread
 from areal_x.rollout.tools import Toolbox
-from areal_x.rollout.workflows import ABORTED, Generator, Judged, Result
+from areal_x.rollout.workflows import ABORTED, Generator, Judged, Result, prompt_tokens
 from areal_x.types import Failed, Message, Outcome, Scored, Task
 
 Feedback = str | Callable[[Task, str, float], str]
@@ -62,6 +62,9 @@ class MultiTurn(Judged):
         super().__post_init__()
         at_least("multi_turn.turns", self.turns, 1)
         within("multi_turn.discount_turns", self.discount_turns, 0, 1)
+
+    def tokens_of(self, task: Task, tokenizer: Any) -> int | None:
+        return prompt_tokens(task.prompt, tokenizer)
 
     async def run(self, task: Task, engine: Generator) -> Result:
         renderer: Renderer = PlainRenderer(self.tokenizer)
@@ -126,6 +129,9 @@ class ToolUse(Judged):
         """Raises UserError for tools that cannot be ones, and as `single_turn` does."""
         toolbox = Toolbox(self.tools, self.tool_seconds, self.result_characters)
         return replace(super().setup(tokenizer), toolbox=toolbox)
+
+    def tokens_of(self, task: Task, tokenizer: Any) -> int | None:
+        return prompt_tokens(opening(task), tokenizer)
 
     async def run(self, task: Task, engine: Generator) -> Result:
         assert self.toolbox is not None, "call setup(tokenizer) first"

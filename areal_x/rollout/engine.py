@@ -9,7 +9,7 @@ import gin
 import numpy as np
 from jaxtyping import Float32, Int16, Int32
 
-from areal_x.errors import UserError, at_least, positive, within
+from areal_x.errors import TaskError, at_least, positive, within
 from areal_x.types import Images
 
 
@@ -75,18 +75,18 @@ class EngineError(RuntimeError):
     """The engine itself cannot go on (a server died, a program failed): ends the run with this sentence."""
 
 
-class PromptTooLong(UserError, ValueError):
+class PromptTooLong(TaskError, ValueError):
     """A prompt that leaves no room for a completion in the engine's context."""
 
 
 def room(request: Request, context: int, binding: str) -> int:
     """How many tokens may be generated: the request's max_tokens, cut to what the context leaves.
 
-    Raises: PromptTooLong naming `binding`, the setting to raise; UserError for an empty prompt.
+    Raises: PromptTooLong naming `binding`, the setting to raise; TaskError for an empty prompt.
     """
     prompt = len(request.tokens)
     if prompt == 0:
-        raise UserError("a prompt of no tokens cannot be continued: give at least one token")
+        raise TaskError("a prompt of no tokens cannot be continued: give at least one token")
     if prompt >= context:
         raise PromptTooLong(f"a prompt of {prompt} tokens leaves no room in a context of {context}: raise {binding}")
     return min(request.sampling.max_tokens, context - prompt)

@@ -18,10 +18,10 @@ import gin
 import numpy as np
 
 from areal_x.data.packing import pack
-from areal_x.errors import ConfigError, positive
+from areal_x.errors import ConfigError, TaskError, positive
 from areal_x.model_dir import is_classifier, read_config, resolve
 from areal_x.rollout.engine import SamplingParams
-from areal_x.rollout.runner import episode_of
+from areal_x.rollout.episode import episode_of, is_open_ended
 from areal_x.rollout.workflows import Generator, Result, Workflow, baseline_of
 from areal_x.trainer import ModelConfig, Trainer, TrainerConfig, create_trainer
 from areal_x.types import Episode, Scored, Task, Trajectory
@@ -50,6 +50,10 @@ class LearnedReward(Workflow):
         positive("learned_reward.row_length", self.row_length)
 
     @property
+    def open_ended(self) -> bool:  # type: ignore[override]
+        return is_open_ended(self.workflow)
+
+    @property
     def sampling(self) -> SamplingParams | None:
         return getattr(self.workflow, "sampling", None)
 
@@ -71,6 +75,9 @@ class LearnedReward(Workflow):
     def baseline(self) -> Workflow:
         return replace(self, workflow=baseline_of(self.workflow))
 
+    def tokens_of(self, task: Task, tokenizer: Any) -> int | None:
+        return self.workflow.tokens_of(task, tokenizer)
+
     def state(self) -> Any:
         return self.workflow.state()
 
@@ -82,6 +89,8 @@ class LearnedReward(Workflow):
         episode = episode_of(await self.workflow.run(task, engine))
         if not isinstance(episode.outcome, Scored):
             return episode
+        if (longest := max(map(len, episode.trajectories), default=0)) > self.row_length:
+            raise TaskError(f"a trajectory of {longest} tokens is longer than learned_reward.row_length = {self.row_length}")
         scores = await self.judge.score(episode.trajectories)
         details = {**episode.outcome.details, "verified": episode.outcome.reward}
         trajectories = tuple(replace(t, reward=score) for t, score in zip(episode.trajectories, scores, strict=True))

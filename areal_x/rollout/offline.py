@@ -18,7 +18,7 @@ import numpy as np
 
 from areal_x.data.endings import stop_tokens, text_ending, turn_ending
 from areal_x.rollout.engine import Completion, EngineError, Request
-from areal_x.rollout.pictures import images_of
+from areal_x.rollout.pictures import images_of, urls_of
 from areal_x.rollout.workflows import Generator, Result, Workflow, encode
 from areal_x.types import NOT_THE_POLICY, Episode, Scored, Task, Trajectory
 
@@ -33,6 +33,9 @@ class Demonstrations(Workflow):
     def setup(self, tokenizer: Any) -> Demonstrations:
         stop_tokens(tokenizer)
         return replace(self, tokenizer=tokenizer)
+
+    def tokens_of(self, task: Task, tokenizer: Any) -> int | None:
+        return None if urls_of(task.prompt) else len(written(tokenizer, task, task.answer))
 
     async def run(self, task: Task, engine: Generator) -> Result:
         return Episode(Scored(1.0), (written(self.tokenizer, task, task.answer),))
@@ -52,6 +55,11 @@ class PreferencePairs(Workflow):
     def setup(self, tokenizer: Any) -> PreferencePairs:
         stop_tokens(tokenizer)
         return replace(self, tokenizer=tokenizer)
+
+    def tokens_of(self, task: Task, tokenizer: Any) -> int | None:
+        if urls_of(task.prompt):
+            return None
+        return sum(len(written(tokenizer, task, task.answer[which])) for which in ("chosen", "rejected"))
 
     async def run(self, task: Task, engine: Generator) -> Result:
         answers = task.answer

@@ -20,11 +20,11 @@ from typing import Any
 import gin
 
 from areal_x.agents import ADDRESS
-from areal_x.errors import at_least
+from areal_x.errors import at_least, positive
 from areal_x.rollout.gateway.live import Session
 from areal_x.rollout.hosted import Hosted, documented
 from areal_x.rollout.workflows import Generator, Result
-from areal_x.types import Task
+from areal_x.types import Task, TimedOut
 
 
 @gin.configurable("online_tasks")
@@ -53,11 +53,12 @@ class Places(Sequence[Task]):
 
 @dataclass(eq=False)
 class Seat:
-    """An episode that waits for somebody. group: those that are compared with each other have the same."""
+    """An episode that waits for somebody. group: those that are compared with each other have the same. taken: None where
+    nobody came in time."""
 
     group: str
     engine: Generator
-    taken: asyncio.Future[Session]
+    taken: asyncio.Future[Session | None]
 
 
 class Seats:
@@ -71,6 +72,7 @@ class Seats:
         self._free: list[Seat] = []
         self._labels: dict[str, str] = {}  # of the groups that have one
         self._begun: set[str] = set()  # groups that somebody without a label has joined
+        self._closing: dict[str, asyncio.TimerHandle] = {}  # groups whose free seats wait only so long
 
     def wait(self, seat: Seat) -> None:
         self._free.append(seat)
@@ -82,6 +84,19 @@ class Seats:
         if not any(other.group == seat.group for other in self._free):
             self._labels = {group: label for group, label in self._labels.items() if group != seat.group}
             self._begun.discard(seat.group)
+            if (timer := self._closing.pop(seat.group, None)) is not None:
+                timer.cancel()
+
+    def close_after(self, group: str, seconds: float) -> None:
+        """Gives up the seats of the group that nobody has taken by then; counted from the first call."""
+        if group not in self._closing and any(seat.group == group for seat in self._free):
+            self._closing[group] = asyncio.get_running_loop().call_later(seconds, self._close, group)
+
+    def _close(self, group: str) -> None:
+        for seat in [seat for seat in self._free if seat.group == group]:
+            self.leave(seat)
+            if not seat.taken.done():
+                seat.taken.set_result(None)
 
     def take(self, label: str | None) -> Seat | None:
         """The seat of whoever comes, None where there is none for them."""
@@ -107,8 +122,10 @@ class Online(Hosted):
     """Episodes that somebody else begins, and ends with a reward, when they like.
 
     address_file: where the gateway's address and key are written, for this user alone, once it serves. A session that nobody
-    touches for limits.idle_seconds, or that has no reward in its end, is counted and gives its place to the next. An episode
-    may wait for as long as it takes: train.episode_seconds and train.failed_groups do not count here.
+    touches for limits.idle_seconds, or that has no reward in its end, is counted and gives its place to the next. A group may
+    wait for its first session as long as it takes: train.episode_seconds and train.failed_groups do not count here.
+    group_seconds: how long, after the first session of a group ended, its places that nobody took wait for the others of its
+    label; then the group goes on with the sessions that it has.
     """
 
     __doc__ = documented(__doc__, Hosted.__doc__)
@@ -116,7 +133,11 @@ class Online(Hosted):
     open_ended = True  # for the runner: how long an episode takes is others' to say
 
     address_file: str = ADDRESS
+    group_seconds: float = 600.0
     seats: Seats = field(default_factory=Seats)
+
+    def __post_init__(self) -> None:
+        positive("online.group_seconds", self.group_seconds)
 
     def setup(self, tokenizer: Any) -> Any:
         ready = super().setup(tokenizer)
@@ -132,8 +153,12 @@ class Online(Hosted):
             session = await seat.taken
         finally:
             self.seats.leave(seat)
+        if session is None:
+            return TimedOut(self.group_seconds)
         with session:
-            return await self.episode(session, await session.ended())
+            outcome = await session.ended()
+            self.seats.close_after(task.id, self.group_seconds)
+            return await self.episode(session, outcome)
 
     async def serve(self) -> None:
         host = self.hosting()

@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Int32
 
-from areal_x.errors import UserError
+from areal_x.errors import TaskError, UserError
 from areal_x.images import check_grids, patches_of
 from areal_x.model_dir import read_config
 from areal_x.types import Images, Message
@@ -35,7 +35,7 @@ KEPT = 16  # prompts whose pictures are kept, as the episodes of a group have th
 Urls = tuple[str, ...]
 
 
-class Unreadable(UserError, ValueError):
+class Unreadable(TaskError, ValueError):
     """A picture that is none, is too large, or would have to be fetched."""
 
 

@@ -7,7 +7,6 @@ stream ──task──▶ a ticket of the queue ──▶ group_size episodes a
 from __future__ import annotations
 
 import asyncio
-import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -17,15 +16,17 @@ import numpy as np
 
 from areal_x.algorithms.parts import name_of, plain
 from areal_x.data.stream import TaskStream
-from areal_x.errors import UserError, at_least, positive
+from areal_x.errors import at_least, positive
 from areal_x.monitor import timeline
-from areal_x.rollout.engine import Completion, Engine, EngineError, Request
+from areal_x.rollout.engine import Completion, Engine, Request
+from areal_x.rollout.episode import error_of, first_of, is_open_ended, run_episode
 from areal_x.rollout.journal import Recorder, Resumed, Unrecorded
 from areal_x.rollout.pacing import AtOnce, InWaves, Pace
 from areal_x.rollout.patience import Patience
 from areal_x.rollout.queue import TrajectoryQueue
-from areal_x.rollout.workflows import Result, Workflow, baseline_of
-from areal_x.types import Episode, Failed, Group, Outcome, Scored, Task, TimedOut
+from areal_x.rollout.screening import Screen
+from areal_x.rollout.workflows import Workflow, baseline_of
+from areal_x.types import Episode, Failed, Group, Scored, Task, TimedOut
 
 Filter = Callable[[Group], bool]  # True keeps the group
 
@@ -36,7 +37,8 @@ TRAINING, EVALUATION = 0, 1  # first in a seed's key, so that no evaluation repe
 
 @dataclass(frozen=True)
 class RolloutStats:
-    """Since the start. depth: groups that wait for the trainer. errors: the first few different ones, how often each came."""
+    """Since the start. depth: groups that wait for the trainer. errors: the first few different ones, how often each came.
+    left_out: times that a task whose prompt is too long was passed by."""
 
     scored: int = 0
     failed: int = 0
@@ -46,6 +48,7 @@ class RolloutStats:
     depth: int = 0
     unfinished: int = 0
     errors: Mapping[str, int] = field(default_factory=dict)
+    left_out: int = 0
 
 
 @dataclass
@@ -101,9 +104,10 @@ class Runner:
 
     group_size: episodes a task. episode_seconds: longest time of one. filters: a group is kept when all say so.
     failed_groups, filtered_groups: after how many groups in a row that failed, or that filters gave back, the run ends (see
-    Patience). greedy: also answer each task once greedily, for the group's greedy_reward. recorder: told what becomes of each
-    group, as the run's journal is. message: shows a sentence to the user. deterministic: whether admission, waves of
-    requests and publications depend on counts alone (areal_x.rollout.pacing).
+    Patience). greedy: also answer each task once greedily, for the group's greedy_reward. row_length, together: see
+    `check_fit`. screen: which tasks' prompts are too long. recorder: told what becomes of each group, as the run's journal
+    is. message: shows a sentence to the user. deterministic: whether admission, waves of requests and publications depend on
+    counts alone (areal_x.rollout.pacing).
     """
 
     def __init__(
@@ -120,6 +124,9 @@ class Runner:
         failed_groups: int = 3,
         filtered_groups: int | None = None,
         greedy: bool = False,
+        row_length: int | None = None,
+        together: int = 1,
+        screen: Screen | None = None,
         recorder: Recorder | None = None,
         deterministic: bool = False,
         message: Callable[[str], None] | None = None,
@@ -133,6 +140,7 @@ class Runner:
             failed_groups, filtered_groups, queue.groups_per_step, is_open_ended(workflow), message or (lambda _: None)
         )
         self.greedy = baseline_of(workflow) if greedy else None
+        self.row_length, self.together, self.screen = row_length, together, screen
         self.recorder = recorder or Unrecorded()
         self._positions: dict[int, int] = {}  # of the tickets that are pending
         self._changed = asyncio.Event()
@@ -168,6 +176,8 @@ class Runner:
         try:
             async with asyncio.TaskGroup() as groups:
                 while True:
+                    if self.screen is not None:
+                        await self.screen.pass_by(self.stream)
                     while not self._pace.has_room(self._wanted) or (ticket := self.queue.admit()) is None:
                         self._pace.release()
                         await self._change()
@@ -244,6 +254,7 @@ class Runner:
             depth=self.queue.depth,
             unfinished=self.queue.unfinished,
             errors=dict(self._errors),
+            left_out=0 if self.screen is None else self.screen.left_out,
         )
 
     async def _group(self, group: Group) -> None:
@@ -277,7 +288,7 @@ class Runner:
         try:
             with timeline.span("episode", **about, admitted_version=group.admitted_version) as span:
                 seconds = None if is_open_ended(workflow) else self.episode_seconds
-                episode = await run_episode(workflow, group.task, view, seconds)
+                episode = await run_episode(workflow, group.task, view, seconds, self.row_length, self.together)
                 span.note(outcome=type(episode.outcome).__name__)
         finally:
             view.want(-view.wanting)
@@ -312,73 +323,6 @@ class Runner:
         """Until something that a waiter may wait for has changed. All waiters wake; each looks for itself."""
         self._changed.clear()
         await self._changed.wait()
-
-
-def is_open_ended(workflow: Workflow) -> bool:
-    return getattr(workflow, "open_ended", False)
-
-
-async def run_episode(workflow: Workflow, task: Task, engine: EpisodeEngine, seconds: float | None) -> Episode:
-    """One episode, of at most so many seconds, and what became of it. Raises only what ends the run: EngineError, UserError and
-    cancellation."""
-    try:
-        async with asyncio.timeout(seconds) as limit:
-            result = await workflow.run(task, engine)
-        return episode_of(result)
-    except (EngineError, UserError):
-        raise
-    except asyncio.CancelledError:
-        current = asyncio.current_task()
-        if current is None or current.cancelling():
-            raise
-        return Episode(Failed("CancelledError: something that the episode waited for was cancelled"))
-    except Exception as error:
-        if isinstance(error, TimeoutError) and seconds is not None and limit.expired():
-            return Episode(TimedOut(seconds))
-        text = " ".join(str(error).split())
-        return Episode(Failed(f"{type(error).__name__}: {text}" if text else type(error).__name__))
-
-
-def episode_of(result: Result) -> Episode:
-    """A workflow's answer as an episode. Raises TypeError or ValueError for one that cannot be trained on."""
-    if isinstance(result, Failed | TimedOut):
-        return Episode(result)
-    if isinstance(result, Episode):
-        if isinstance(result.outcome, Scored) and not math.isfinite(result.outcome.reward):
-            raise ValueError(f"an episode needs a finite reward, the workflow's has {result.outcome.reward}")
-        episode = result
-    else:
-        trajectories = tuple(result)
-        if not trajectories:
-            raise ValueError("the workflow returned no trajectory")
-        rewards = [trajectory.reward for trajectory in trajectories]
-        finite = [float(reward) for reward in rewards if reward is not None and math.isfinite(reward)]
-        if len(finite) < len(rewards):
-            raise ValueError(f"every trajectory needs a finite reward, the workflow's have {rewards}")
-        episode = Episode(Scored(sum(finite) / len(finite)), trajectories)
-    for trajectory in episode.trajectories:
-        if trajectory.token_rewards is not None and not np.isfinite(trajectory.token_rewards).all():
-            raise ValueError("every token reward must be finite, the workflow's are not")
-        if trajectory.credit is not None and not np.isfinite(trajectory.credit).all():
-            raise ValueError("every token's credit must be finite, the workflow's are not")
-    return episode
-
-
-def error_of(outcome: Outcome) -> str | None:
-    match outcome:
-        case Failed(error):
-            return error
-        case TimedOut(seconds):
-            return f"ended after {seconds:g} seconds"
-        case _:
-            return None
-
-
-def first_of(error: BaseException) -> BaseException:
-    """The error itself, out of the groups that task groups wrap it in."""
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    return error
 
 
 def _nothing(_: int) -> None:

@@ -58,6 +58,11 @@ class Workflow(Protocol):
         `greedy()`, of which an evaluation may judge otherwise."""
         return self.greedy()
 
+    def tokens_of(self, task: Task, tokenizer: Any) -> int | None:
+        """How many tokens an episode begins with: its prompt, and answers that are written. By default None: only the episode
+        knows."""
+        return None
+
     async def run(self, task: Task, engine: Generator) -> Result:
         """One attempt at the task.
 
@@ -144,6 +149,9 @@ class SingleTurn(Judged):
 
     binding: ClassVar[str] = "single_turn"
 
+    def tokens_of(self, task: Task, tokenizer: Any) -> int | None:
+        return prompt_tokens(task.prompt, tokenizer)
+
     async def run(self, task: Task, engine: Generator) -> Result:
         urls = urls_of(task.prompt)
         images = await asyncio.to_thread(read_pictures, self.tokenizer.name_or_path, urls) if urls else None
@@ -176,6 +184,11 @@ def text_of(tokenizer: Any, tokens: Int32[np.ndarray, " N"]) -> str:
     """What a completion says, without special tokens and those that end one, which a tokenizer may not call special."""
     said = tokens[~np.isin(tokens, ends(tokenizer))]
     return str(tokenizer.decode(said.tolist(), skip_special_tokens=True))
+
+
+def prompt_tokens(prompt: str | Sequence[Message], tokenizer: Any) -> int | None:
+    """How many there are; None where it has images, of which only reading them tells."""
+    return None if urls_of(prompt) else len(encode(tokenizer, prompt))
 
 
 def encode(

@@ -27,7 +27,7 @@ import numpy as np
 
 from areal_x.errors import at_least, one_of, within
 from areal_x.rollout.engine import Request, SamplingParams
-from areal_x.rollout.runner import episode_of
+from areal_x.rollout.episode import episode_of
 from areal_x.rollout.workflows import Generator, Result, Workflow, encode
 from areal_x.types import Episode, Failed, Group, Scored, Task
 from examples.countdown.task import Problem, problems, task_of

@@ -13,7 +13,8 @@ import pytest
 from areal_x.config import load
 from areal_x.config_check import check_early, check_experiment
 from areal_x.rollout.engine import Completion
-from areal_x.rollout.runner import EpisodeEngine, run_episode
+from areal_x.rollout.episode import run_episode
+from areal_x.rollout.runner import EpisodeEngine
 from examples.arithmetic.model import END, encode, write_model
 from examples.arithmetic.task import demonstration
 

@@ -16,7 +16,7 @@ from areal_x.data.tokenizer import load_tokenizer
 from areal_x.errors import ConfigError
 from areal_x.rewards.countdown import countdown
 from areal_x.rollout.engine import Completion, Request
-from areal_x.rollout.runner import episode_of
+from areal_x.rollout.episode import episode_of
 from areal_x.rollout.workflows import SingleTurn
 from areal_x.types import Episode, Failed, Group, Scored, Task
 from examples.countdown.task import drawn_problems, problems

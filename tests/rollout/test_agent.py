@@ -19,8 +19,9 @@ from areal_x.errors import UserError
 from areal_x.rollout.agent import Agent, AgentProcess
 from areal_x.rollout.chat.credit import Credit
 from areal_x.rollout.engine import EngineError, SamplingParams
+from areal_x.rollout.episode import run_episode
 from areal_x.rollout.gateway.sessions import SessionLimits
-from areal_x.rollout.runner import EpisodeEngine, run_episode
+from areal_x.rollout.runner import EpisodeEngine
 from areal_x.types import Failed, Scored, Task, TimedOut
 from tests.rewards.reward_functions import length
 from tests.rollout.fakes import FakeEngine

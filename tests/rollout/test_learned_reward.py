@@ -7,11 +7,12 @@ import numpy as np
 import pytest
 
 from areal_x.data.stream import TaskStream
-from areal_x.errors import ConfigError, UserError
+from areal_x.errors import ConfigError
+from areal_x.rollout.episode import run_episode
 from areal_x.rollout.learned_reward import LearnedReward
 from areal_x.rollout.queue import TrajectoryQueue
-from areal_x.rollout.runner import EpisodeEngine, Runner, run_episode
-from areal_x.types import Failed, Task
+from areal_x.rollout.runner import EpisodeEngine, Runner
+from areal_x.types import Failed, Scored, Task, Trajectory
 from tests.rollout.fakes import Doing, FakeEngine, Plain
 
 SIZES = {
@@ -89,9 +90,21 @@ def test_what_failed_is_not_judged(classifier_dir):
     assert [e.outcome for e in episodes(LearnedReward(Doing(fails), classifier_dir, "jax"), 2)] == [Failed("no answer")] * 2
 
 
-def test_an_answer_that_does_not_fit_is_told_to_whoever_asked(classifier_dir):
-    with pytest.raises(UserError, match=r"a sequence of 8 tokens does not fit"):
-        episodes(LearnedReward(Plain(), classifier_dir, "jax", row_length=7), 2)
+def test_an_answer_that_is_too_long_for_the_reward_fails_alone(classifier_dir):
+    async def one_is_long(task, engine):
+        tokens = np.arange(2, 10 if task.id == "1" else 9, dtype=np.int32)
+        return [Trajectory.from_completion(tokens[:1], tokens[1:], np.zeros(len(tokens) - 1), np.zeros(len(tokens) - 1), 1.0)]
+
+    async def all_of_them():
+        workflow = LearnedReward(Doing(one_is_long), classifier_dir, "jax", row_length=7).setup(None)
+        try:
+            return await asyncio.gather(*(run_episode(workflow, Task(str(i), ""), None, None) for i in range(3)))
+        finally:
+            await workflow.close()
+
+    outcomes = [episode.outcome for episode in asyncio.run(all_of_them())]
+    assert [type(outcome) for outcome in outcomes] == [Scored, Failed, Scored]
+    assert "8 tokens is longer than learned_reward.row_length = 7" in outcomes[1].error
 
 
 def test_held_out_tasks_are_judged_by_the_workflow_itself():

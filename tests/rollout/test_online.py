@@ -13,12 +13,14 @@ from transformers import AutoTokenizer
 
 from areal_x.agents import SessionError, session
 from areal_x.data.stream import TaskStream
+from areal_x.rollout.episode import is_open_ended
 from areal_x.rollout.gateway.sessions import SessionLimits
+from areal_x.rollout.learned_reward import LearnedReward
 from areal_x.rollout.online import Online, Places, Seat, Seats, online_tasks
 from areal_x.rollout.queue import TrajectoryQueue
 from areal_x.rollout.runner import Runner
-from areal_x.types import Scored
-from tests.rollout.fakes import FakeEngine, until
+from areal_x.types import Scored, TimedOut
+from tests.rollout.fakes import FakeEngine, Plain, until
 from tests.rollout.test_agent import ask
 
 
@@ -154,6 +156,47 @@ def test_attempts_at_one_task_are_one_group(tokenizer, tmp_path):
             assert sorted(sorted(group.rewards) for group in groups) == [[1, 3], [2, 4]]
 
     asyncio.run(main())
+
+
+def test_a_label_that_never_comes_again_holds_nothing_up(tokenizer, tmp_path):
+    """Its group goes on with the sessions that it has, and its slot is another's."""
+
+    async def main():
+        settings = {"group_size": 3, "groups": 1, "group_seconds": 0.2}
+        async with Serving(tokenizer, tmp_path / "address.json", **settings) as serving:
+            await asyncio.gather(serving.somebody(1.0, "x"), serving.somebody(0.0, "x"))
+            (group,) = await serving.runner.take()
+            assert sorted(group.rewards) == [0.0, 1.0]
+            assert [e.outcome for e in group.episodes if not isinstance(e.outcome, Scored)] == [TimedOut(0.2)]
+            serving.runner.published(2)
+            await serving.somebody(reward=None, label="y")  # a group of which nothing can be learnt is given back
+            await until(lambda: serving.runner.stats().given_back == 1)
+            await asyncio.gather(*(serving.somebody(0.5, "z") for _ in range(3)))
+            (group,) = await serving.runner.take()
+            assert group.rewards == [0.5] * 3
+
+    asyncio.run(main())
+
+
+def test_a_group_waits_for_its_first_session_as_long_as_it_takes():
+    """Only a session that ended begins the time of the others."""
+
+    async def main():
+        made, seat = Seats(), Seat("a", None, asyncio.get_running_loop().create_future())
+        made.wait(seat)
+        made.close_after("b", 0.0)
+        await asyncio.sleep(0)
+        assert not seat.taken.done()
+        made.close_after("a", 0.0)
+        assert await seat.taken is None
+        assert made.take(None) is None
+
+    asyncio.run(main())
+
+
+def test_a_learned_reward_around_sessions_waits_as_they_do(tokenizer):
+    assert is_open_ended(LearnedReward(Online(), "nowhere"))
+    assert not is_open_ended(LearnedReward(Plain(), "nowhere"))
 
 
 def test_a_session_without_a_reward_gives_its_place_to_the_next_and_ends_nothing(tokenizer, tmp_path):

@@ -5,8 +5,9 @@ import pytest
 
 from areal_x.algorithms.recipes import varied
 from areal_x.data.stream import TaskStream
-from areal_x.errors import ConfigError, UserError
-from areal_x.rollout.engine import EngineError, Request, SamplingParams
+from areal_x.errors import ConfigError, TaskError, UserError
+from areal_x.rollout.engine import EngineError, PromptTooLong, Request, SamplingParams
+from areal_x.rollout.episode import first_of, run_episode
 from areal_x.rollout.journal import Resumed
 from areal_x.rollout.queue import TrajectoryQueue
 from areal_x.rollout.runner import EVALUATION, Runner, seed_of
@@ -369,6 +370,73 @@ def test_errors_that_are_not_the_episodes_end_the_run_and_every_episode(error):
         assert engine.waiting == 0
 
     drive(test)
+
+
+def outcome_of(raised, **row):
+    """What becomes of an episode whose workflow raises this, or returns it."""
+
+    async def run(task, engine):
+        if isinstance(raised, BaseException):
+            raise raised
+        return raised
+
+    return asyncio.run(run_episode(Doing(run), TASKS[0], None, 60.0, **row)).outcome
+
+
+LOST, TOO_LONG, BUG = EngineError("lost"), PromptTooLong("a prompt of 9 tokens leaves no room"), KeyError("x")
+
+
+@pytest.mark.parametrize(
+    "error",
+    [TOO_LONG, TaskError("no such picture"), BUG, ExceptionGroup("several", [BUG, ExceptionGroup("inner", [TOO_LONG])])],
+    ids=str,
+)
+def test_what_speaks_of_one_task_or_one_episode_fails_the_episode(error):
+    assert type(first_of(error)).__name__ in outcome_of(error).error
+
+
+@pytest.mark.parametrize(
+    "error",
+    [LOST, UserError("no key"), ExceptionGroup("several", [BUG, ExceptionGroup("inner", [TOO_LONG, LOST])])],
+    ids=str,
+)
+def test_what_speaks_of_the_run_ends_it_also_out_of_a_group_of_exceptions(error):
+    with pytest.raises((EngineError, UserError)) as raised:
+        outcome_of(error)
+    assert raised.value is first_of(error)
+
+
+def test_an_engine_that_is_lost_under_a_workflows_task_group_ends_the_run():
+    async def several(task, engine):
+        async with asyncio.TaskGroup() as calls:
+            for _ in range(3):
+                calls.create_task(trajectory(engine))
+        return []
+
+    async def test(begin):
+        engine = FakeEngine()
+        engine.error = EngineError("the server died")
+        runner = make(engine, Doing(several), failed_groups=100)
+        begin(runner)
+        with pytest.raises(EngineError, match="the server died"):
+            await runner.take()
+
+    drive(test)
+
+
+def test_a_trajectory_that_fits_no_row_is_a_failed_episode():
+    def of(length):
+        tokens = np.ones(length, np.int32)
+        return Trajectory.from_completion(tokens[:1], tokens[1:], np.zeros(length - 1), np.zeros(length - 1), reward=1.0)
+
+    assert isinstance(outcome_of([of(8), of(8)], row_length=8), Scored)
+    assert "a trajectory of 9 tokens does not fit into a row" in outcome_of([of(2), of(9)], row_length=8).error
+    assert isinstance(outcome_of([of(4), of(4)], row_length=8, together=2), Scored)
+    assert "a set of 2 trajectories of 9 tokens" in outcome_of([of(5), of(4)], row_length=8, together=2).error
+    assert (
+        "has none"
+        in outcome_of([Trajectory(*(np.zeros(0, kind) for kind in (np.int32, bool, np.float32, np.int32)), 1.0)]).error
+    )
 
 
 def test_what_a_workflow_keeps_is_part_of_the_state_and_given_back_before_any_episode():

@@ -16,7 +16,7 @@ from areal_x.data.tokenizer import load_tokenizer
 from areal_x.errors import ConfigError, UserError
 from areal_x.rollout import verifiers_environment as module
 from areal_x.rollout.agent import Agent
-from areal_x.rollout.runner import run_episode
+from areal_x.rollout.episode import run_episode
 from areal_x.rollout.verifiers_environment import verifiers_agent, verifiers_tasks
 from areal_x.types import Failed, Scored
 from examples.tiny.chat import CHAT_TEMPLATE, demonstration

@@ -11,7 +11,7 @@ import numpy as np
 from jaxtyping import Int32
 
 from areal_x.data.endings import ends
-from areal_x.errors import UserError
+from areal_x.errors import TaskError, UserError
 from areal_x.rollout import json_bounds
 from areal_x.rollout.chat.reading import MARKERS, THINK, THOUGHT, Reply, ToolCall, arguments_of, call_id, read
 from areal_x.rollout.thread import beside
@@ -25,7 +25,7 @@ ROLES = {"developer": "system"}  # OpenAI's newer name, of which chat templates 
 REASONING = ("reasoning_content", "reasoning", "thinking")  # what a tokenizer's own reading may call it
 
 
-class Unrenderable(UserError, ValueError):
+class Unrenderable(TaskError, ValueError):
     """Messages, tools or variables of which the model's chat template makes no prompt."""
 
 

@@ -14,10 +14,10 @@ from areal_x.rollout.chat.calls import Call
 from areal_x.rollout.chat.dialogue import Answer, Ask, Speaker
 from areal_x.rollout.chat.rendering import Renderer
 from areal_x.rollout.engine import EngineError, SamplingParams
+from areal_x.rollout.episode import first_of
 from areal_x.rollout.gateway.asking import KnownSchemas, Said, Wanted, disobeyed, sampling_for
 from areal_x.rollout.gateway.errors import ApiError
 from areal_x.rollout.gateway.sessions import SessionLimits, SessionState, over
-from areal_x.rollout.runner import first_of
 from areal_x.rollout.workflows import Generator
 from areal_x.types import Message, Outcome
 

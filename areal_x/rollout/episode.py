@@ -1,0 +1,124 @@
+"""What becomes of an episode: a workflow's answer as data, and which of its exceptions end the run.
+
+An exception fails the episode that raised it. An EngineError or a UserError ends the run, also out of a group of exceptions;
+a TaskError, which speaks of one task, does not.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+
+import numpy as np
+
+from areal_x.errors import TaskError, UserError
+from areal_x.rollout.engine import EngineError
+from areal_x.rollout.workflows import Generator, Result, Workflow
+from areal_x.types import Episode, Failed, Outcome, Scored, Task, TimedOut
+
+
+def is_open_ended(workflow: Workflow) -> bool:
+    return getattr(workflow, "open_ended", False)
+
+
+async def run_episode(
+    workflow: Workflow,
+    task: Task,
+    engine: Generator,
+    seconds: float | None,
+    row_length: int | None = None,
+    together: int = 1,
+) -> Episode:
+    """One episode, of at most so many seconds, and what became of it. row_length, together: see `check_fit`.
+
+    Raises only what ends the run: EngineError, UserError and cancellation, also out of a group of exceptions.
+    """
+    try:
+        async with asyncio.timeout(seconds) as limit:
+            result = await workflow.run(task, engine)
+        episode = episode_of(result)
+        if row_length is not None:
+            check_fit(episode, row_length, together)
+        return episode
+    except TaskError as error:
+        return Episode(Failed(failure(error)))
+    except (EngineError, UserError):
+        raise
+    except BaseExceptionGroup as errors:
+        if not isinstance(errors, Exception) or is_of_the_run(first := first_of(errors)):
+            raise first_of(errors) from errors
+        return Episode(Failed(failure(first)))
+    except asyncio.CancelledError:
+        current = asyncio.current_task()
+        if current is None or current.cancelling():
+            raise
+        return Episode(Failed("CancelledError: something that the episode waited for was cancelled"))
+    except Exception as error:
+        if isinstance(error, TimeoutError) and seconds is not None and limit.expired():
+            return Episode(TimedOut(seconds))
+        return Episode(Failed(failure(error)))
+
+
+def failure(error: BaseException) -> str:
+    """One line that names the exception."""
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
+def is_of_the_run(error: BaseException) -> bool:
+    """Whether an exception ends the run, and not only the episode that raised it."""
+    return isinstance(error, EngineError | UserError) and not isinstance(error, TaskError)
+
+
+def check_fit(episode: Episode, row_length: int, together: int) -> None:
+    """together: trajectories of an episode that lie in one row. Raises: TaskError for more tokens than a row has."""
+    lengths = [len(trajectory) for trajectory in episode.trajectories]
+    longest = max((sum(lengths[i : i + together]) for i in range(0, len(lengths), together)), default=0)
+    if longest > row_length:
+        what = "a trajectory" if together == 1 else f"a set of {together} trajectories"
+        raise TaskError(f"{what} of {longest} tokens does not fit into a row: raise train.row_length = {row_length}")
+
+
+def episode_of(result: Result) -> Episode:
+    """A workflow's answer as an episode. Raises TypeError or ValueError for one that cannot be trained on."""
+    if isinstance(result, Failed | TimedOut):
+        return Episode(result)
+    if isinstance(result, Episode):
+        if isinstance(result.outcome, Scored) and not math.isfinite(result.outcome.reward):
+            raise ValueError(f"an episode needs a finite reward, the workflow's has {result.outcome.reward}")
+        episode = result
+    else:
+        trajectories = tuple(result)
+        if not trajectories:
+            raise ValueError("the workflow returned no trajectory")
+        rewards = [trajectory.reward for trajectory in trajectories]
+        finite = [float(reward) for reward in rewards if reward is not None and math.isfinite(reward)]
+        if len(finite) < len(rewards):
+            raise ValueError(f"every trajectory needs a finite reward, the workflow's have {rewards}")
+        episode = Episode(Scored(sum(finite) / len(finite)), trajectories)
+    for trajectory in episode.trajectories:
+        if not len(trajectory):
+            raise ValueError("every trajectory needs a token, one of the workflow's has none")
+        if trajectory.token_rewards is not None and not np.isfinite(trajectory.token_rewards).all():
+            raise ValueError("every token reward must be finite, the workflow's are not")
+        if trajectory.credit is not None and not np.isfinite(trajectory.credit).all():
+            raise ValueError("every token's credit must be finite, the workflow's are not")
+    return episode
+
+
+def error_of(outcome: Outcome) -> str | None:
+    match outcome:
+        case Failed(error):
+            return error
+        case TimedOut(seconds):
+            return f"ended after {seconds:g} seconds"
+        case _:
+            return None
+
+
+def first_of(error: BaseException) -> BaseException:
+    """The error itself, out of the groups that task groups wrap it in: one that ends the run, where there is any."""
+    if not isinstance(error, BaseExceptionGroup):
+        return error
+    inner = [first_of(one) for one in error.exceptions]
+    return next((one for one in inner if not isinstance(one, Exception) or is_of_the_run(one)), inner[0])
