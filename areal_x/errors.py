@@ -21,6 +21,10 @@ class ConfigError(UserError, ValueError):
         self.binding = binding
 
 
+class EngineError(RuntimeError):
+    """The engine itself cannot go on (a server died, a program failed): ends the run with this sentence."""
+
+
 class TaskError(UserError):
     """A task that this run cannot do, as its prompt is too long: fails its episodes, where another UserError ends the run."""
 

@@ -18,6 +18,7 @@ from pathlib import Path
 
 import gin
 
+from areal_x import background
 from areal_x.agents import ADDRESS
 from areal_x.config import Config
 from areal_x.data.tokenizer import load_tokenizer
@@ -56,7 +57,7 @@ class Service:
     async def open(self, label: str | None) -> Session:
         self.opened += 1
         session = await self.hosted.open(EpisodeEngine(self.engine, (0, self.opened), nothing, nothing))
-        watching = asyncio.create_task(self.watch(session, label))
+        watching = background.start(self.watch(session, label), "the watch over a session")
         self.watching.add(watching)
         watching.add_done_callback(self.watching.discard)
         return session

@@ -23,6 +23,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from areal_x import background
+
 SILENCE_SECONDS = 30.0
 RHYTHMS = 3.0  # a silence is longer than so many steps of the run
 SHOWN = 4  # waits in a message; the log has all
@@ -91,10 +93,8 @@ def watching(
     """Reports silences until the body ends. message: shows a sentence. log: a folder. rhythm: seconds of a usual step."""
     ended = threading.Event()
     moved()
-    thread = threading.Thread(
-        target=_watch, args=(ended, message, log / FILE, rhythm, silence_seconds), name="waits", daemon=True
-    )
-    thread.start()
+    arguments = ended, message, log / FILE, rhythm, silence_seconds
+    thread = background.thread(_watch, *arguments, what="the watch over waits", failed=lambda e: message(f"{e}"), name="waits")
     try:
         yield
     finally:

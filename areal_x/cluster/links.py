@@ -37,6 +37,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from areal_x import background
 from areal_x.config import sentence
 from areal_x.errors import UserError
 
@@ -75,7 +76,8 @@ class Leader:
         self._ended = False
         self._changed = threading.Condition()  # guards everything above
         for rank, link in links.items():
-            threading.Thread(target=self._watch, args=(rank, link), name=f"process-{rank}", daemon=True).start()
+            what = f"the watch over process {rank}"
+            background.thread(self._watch, rank, link, what=what, failed=ended_by, name=f"process-{rank}")
 
     def __enter__(self) -> Leader:
         return self
@@ -165,7 +167,7 @@ class Leader:
 
     def _report(self, trouble: str) -> None:
         """Has the main thread raise it, or ends the process where that cannot be had."""
-        threading.Thread(target=self._insist, args=(trouble,), name="insist", daemon=True).start()
+        background.thread(self._insist, trouble, what="the report of another process's end", failed=ended_by, name="insist")
 
     def _insist(self, trouble: str) -> None:
         def heard() -> bool:
@@ -195,7 +197,7 @@ class Follower:
         self._ended = False  # this process's work
         self._over = False  # process 0's
         self._inbox: SimpleQueue[tuple[dict[str, Any], dict[str, np.ndarray]]] = SimpleQueue()
-        threading.Thread(target=self._watch, name="process-0", daemon=True).start()
+        background.thread(self._watch, what="the watch over process 0", failed=ended_by, name="process-0")
 
     def __enter__(self) -> Follower:
         return self
@@ -288,7 +290,7 @@ def meet(group: ProcessGroup, config: str) -> Leader | Follower:
 
 def accept(listener: Listener, count: int) -> tuple[dict[int, Connection], dict[int, str]]:
     """The links and configs of so many processes, by rank."""
-    came: Queue[Connection] = Queue()
+    came: Queue[Connection | BaseException] = Queue()
 
     def wait() -> None:
         left = count
@@ -297,7 +299,7 @@ def accept(listener: Listener, count: int) -> tuple[dict[int, Connection], dict[
                 came.put(listener.accept())
                 left -= 1
 
-    threading.Thread(target=wait, name="accept", daemon=True).start()
+    background.thread(wait, what="the meeting of the processes", failed=came.put, name="accept")
     links: dict[int, Connection] = {}
     configs: dict[int, str] = {}
     until = time.monotonic() + SECONDS_TO_MEET
@@ -310,6 +312,8 @@ def accept(listener: Listener, count: int) -> tuple[dict[int, Connection], dict[
             raise UserError(
                 f"processes {missing} did not come to {where}: MASTER_ADDR must be an address that all reach"
             ) from None
+        if isinstance(link, BaseException):
+            raise link
         hello, _ = receive(link)
         links[hello["rank"]], configs[hello["rank"]] = link, hello["config"]
     return links, configs
@@ -366,6 +370,11 @@ def described(error: BaseException) -> str:
         return "it was stopped"
     said = sentence(error).strip()
     return said if isinstance(error, UserError) else f"{type(error).__name__}: {said.splitlines()[0] if said else ''}"
+
+
+def ended_by(error: BaseException) -> None:
+    """For a thread without which this process would wait for ever: ends it with what ended the thread."""
+    end_now(f"{error}")
 
 
 def end_now(why: str) -> None:

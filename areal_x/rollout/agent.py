@@ -24,6 +24,7 @@ from typing import Any, TypeVar
 
 import gin
 
+from areal_x import background
 from areal_x.agents import Session as Address
 from areal_x.errors import ConfigError, at_least
 from areal_x.rewards.pool import Limits, Reward, RewardPool
@@ -155,8 +156,9 @@ class Apart:
         """What it gives, from another loop. Cancelling this cancels it there."""
         if self._loop is None:
             self._loop = asyncio.new_event_loop()
-            self._thread = threading.Thread(target=serve, args=(self._loop,), name="agents", daemon=True)
-            self._thread.start()
+            failed = background.on_loop()
+            background.watch(self._loop, failed)
+            self._thread = background.thread(serve, self._loop, what="the agents' thread", failed=failed, name="agents")
         return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, self._loop))
 
     def close(self) -> None:

@@ -20,6 +20,7 @@ from typing import Any
 import gin
 import numpy as np
 
+from areal_x import background
 from areal_x.errors import UserError, at_least, positive
 from areal_x.monitor import timeline
 from areal_x.rollout.engine import Completion, EngineError, Request, room
@@ -165,8 +166,8 @@ class EmbeddedEngine:
     async def start(self) -> None:
         if self._worker is None:
             self._loop = asyncio.get_running_loop()
-            self._worker = threading.Thread(target=self._work, name="embedded-engine", daemon=True)
-            self._worker.start()
+            what = "the embedded engine's thread"
+            self._worker = background.thread(self._work, what=what, failed=self._broken, name="embedded-engine")
 
     async def generate(self, request: Request) -> Completion:
         return await self.submit([request])[0]
@@ -293,6 +294,12 @@ class EmbeddedEngine:
             done = self._slots.record(decoded, self.version)
             answers = [(self._futures.pop(ticket, None), completion) for ticket, completion in done]
         self._answer(answers)
+
+    def _broken(self, error: BaseException) -> None:
+        failure = EngineError(f"{error}")
+        failure.__cause__ = error
+        with self._changed:
+            self._fail(failure)
 
     def _fail(self, error: EngineError) -> None:
         """Everyone who waits gets the error, and so does everyone who comes later."""

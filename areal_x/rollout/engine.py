@@ -9,6 +9,7 @@ import gin
 import numpy as np
 from jaxtyping import Float32, Int16, Int32
 
+from areal_x.errors import EngineError as EngineError  # part of the contract below
 from areal_x.errors import TaskError, at_least, positive, within
 from areal_x.types import Images
 
@@ -69,10 +70,6 @@ class Completion:
     versions: Int32[np.ndarray, " N"]
     finish_reason: str
     experts: Int16[np.ndarray, "P+N layers per_token"] | None = None
-
-
-class EngineError(RuntimeError):
-    """The engine itself cannot go on (a server died, a program failed): ends the run with this sentence."""
 
 
 class PromptTooLong(TaskError, ValueError):

@@ -53,6 +53,8 @@ async def run_episode(
         if current is None or current.cancelling():
             raise
         return Episode(Failed("CancelledError: something that the episode waited for was cancelled"))
+    except SystemExit as error:  # of a workflow's own code: left alone it would end the event loop
+        return Episode(Failed(failure(error)))
     except Exception as error:
         if isinstance(error, TimeoutError) and seconds is not None and limit.expired():
             return Episode(TimedOut(seconds))

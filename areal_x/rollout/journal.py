@@ -24,6 +24,7 @@ from typing import Any, Protocol
 
 import gin
 
+from areal_x import background
 from areal_x.checkpoint import flush_directory
 from areal_x.errors import UserError, at_least
 from areal_x.rollout.group_bytes import decode, encode
@@ -114,10 +115,9 @@ class Journal:
         self.path, self.keep_steps = run / FILE, keep_steps
         self._said: SimpleQueue[Any] = SimpleQueue()
         self._urgent = threading.Event()
-        self._error: Exception | None = None
+        self._error: BaseException | None = None
         self._writing = self._connect()  # the thread's
-        self._thread = threading.Thread(target=self._write, name="journal", daemon=True)
-        self._thread.start()
+        self._thread = background.thread(self._write, what="the journal's thread", failed=self._failed, name="journal")
 
     def __enter__(self) -> Journal:
         return self
@@ -309,7 +309,8 @@ class Journal:
     def _wait_for(self, written: _Written) -> None:
         self._said.put(written)
         self._urgent.set()
-        written.wait()
+        while not written.wait(1.0) and self._thread.is_alive():
+            pass
         self._check()
 
     def _check(self) -> None:
@@ -317,6 +318,12 @@ class Journal:
             raise UserError(
                 f"the journal {self.path} could not be written ({self._error}): make room and go on with --resume"
             ) from self._error
+
+    def _failed(self, error: BaseException) -> None:
+        self._error = self._error or error
+        while not self._said.empty():
+            if isinstance(entry := self._said.get(), threading.Event):
+                entry.set()
 
     def _write(self) -> None:
         ended = False

@@ -17,6 +17,7 @@ from typing import Any
 import gin
 import numpy as np
 
+from areal_x import background
 from areal_x.data.packing import pack
 from areal_x.errors import ConfigError, TaskError, positive
 from areal_x.model_dir import is_classifier, read_config, resolve
@@ -116,7 +117,7 @@ class Judge:
         mine = [(trajectory, loop.create_future()) for trajectory in trajectories]
         self._waiting += mine
         if self._serving is None or self._serving.done():
-            self._serving = asyncio.create_task(self._serve())
+            self._serving = background.start(self._serve(), "the learned reward")
         return list(await asyncio.gather(*(score for _, score in mine)))
 
     def close(self) -> None:

@@ -7,20 +7,36 @@ import gc
 import signal
 import threading
 from collections.abc import Callable, Coroutine, Iterable, Iterator
-from concurrent.futures import Future, wait
+from concurrent.futures import CancelledError, Future, wait
 from contextlib import contextmanager
 from typing import Any, TypeVar
+
+from areal_x import background
 
 T = TypeVar("T")
 
 
 def run(work: Coroutine[Any, Any, T], name: str) -> T:
-    """Runs a coroutine to its end on a loop and a thread of that name, both gone when this returns. An interrupt cancels it."""
+    """Runs a coroutine to its end on a loop and a thread of that name, both gone when this returns. An interrupt cancels it.
+
+    Raises what it raises, or what ended unexpectedly beside it.
+    """
     loop = asyncio.new_event_loop()
-    thread = threading.Thread(target=serve, args=(loop,), name=name, daemon=True)
-    thread.start()
+    future = asyncio.run_coroutine_threadsafe(work, loop)
+    failures: list[BaseException] = []
+
+    def failed(error: BaseException) -> None:
+        failures.append(error)
+        future.cancel()
+
+    background.watch(loop, failed)
+    thread = background.thread(serve, loop, what=f"the thread {name}", failed=failed, name=name)
     try:
-        return result(asyncio.run_coroutine_threadsafe(work, loop))
+        return result(future)
+    except CancelledError:
+        if failures:
+            raise failures[0] from failures[0].__cause__
+        raise
     finally:
         loop.call_soon_threadsafe(loop.stop)
         thread.join()
@@ -104,7 +120,7 @@ def serve(loop: asyncio.AbstractEventLoop) -> None:
     """Runs the loop until it is stopped, then cancels what is left on it: what a loop's own thread does."""
     asyncio.set_event_loop(loop)
     try:
-        loop.run_forever()
+        background.serve(loop)
     finally:
         left = asyncio.all_tasks(loop)
         for task in left:

@@ -11,6 +11,7 @@ from typing import Any
 
 import gin
 
+from areal_x import background
 from areal_x.errors import UserError, nearest, positive
 from areal_x.rollout.tools import Schema, Tool, ToolError, schema_of
 
@@ -129,7 +130,8 @@ class Connection:
             return
         self._end = asyncio.Event()
         ready: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-        self._task = asyncio.create_task(self._hold(ready, self._end))
+        # A connection that is lost is opened again by the next call.
+        self._task = background.start(self._hold(ready, self._end), "the connection to an MCP server", failed=lambda _: None)
         what = " ".join(self._server.command) or self._server.url
         try:
             async with asyncio.timeout(self._server.start_seconds):

@@ -10,11 +10,12 @@ import asyncio
 import threading
 import time
 from collections.abc import Coroutine, Sequence
-from concurrent.futures import Future
+from concurrent.futures import CancelledError, Future
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from areal_x import background
 from areal_x.errors import UserError
 from areal_x.monitor import timeline
 from areal_x.rollout.journal import Resumed
@@ -59,6 +60,8 @@ class Rollout:
         self.resumed: Resumed | None = None  # where the first `swap` begins
         self._running: asyncio.Task[None] | None = None
         self._taking: Future[list[Group]] | None = None
+        self._calls: set[Future[Any]] = set()
+        self._failure: BaseException | None = None  # of what runs beside the calls
         self._thread: threading.Thread | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
 
@@ -77,8 +80,8 @@ class Rollout:
             raise RuntimeError("this rollout was started before: make a new one")
         self.resumed = resumed
         loop = self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=serve, args=(loop,), name="rollout", daemon=True)
-        self._thread.start()
+        background.watch(loop, self._failed)
+        self._thread = background.thread(serve, loop, what="the rollout's thread", failed=self._failed, name="rollout")
         try:
             self._call(self.engine.start())
         except BaseException:
@@ -113,7 +116,7 @@ class Rollout:
         with interrupts_noted():
             if self._taking is None:
                 self._taking = self._submit(self.runner.take())
-            groups = result(self._taking)
+            groups = self._result(self._taking)
         self._taking = None
         return groups
 
@@ -136,7 +139,7 @@ class Rollout:
         if self._loop is None or self._thread is None:
             return
         try:
-            self._call(self.end())
+            result(asyncio.run_coroutine_threadsafe(self.end(), self._loop))
         finally:
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._thread.join()
@@ -149,7 +152,7 @@ class Rollout:
         paused = await self.engine.swap(staged)
         if self._running is None:
             self.runner.begin(version, self.resumed)
-            self._running = asyncio.create_task(self.runner.run())
+            self._running = background.start(self.runner.run(), "the rollout", failed=lambda _: None)  # whoever takes is told
         else:
             self.runner.published(version)
         return paused
@@ -175,16 +178,37 @@ class Rollout:
         if self._loop is None:
             work.close()
             raise RuntimeError("this rollout does not run: call start() first, once")
-        return asyncio.run_coroutine_threadsafe(work, self._loop)
+        if self._failure is not None:
+            work.close()
+            raise self._failure
+        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        self._calls.add(future)
+        future.add_done_callback(self._calls.discard)
+        return future
 
     def _call(self, work: Coroutine[Any, Any, T]) -> T:
         """Runs a coroutine on the rollout's loop and waits for it; an interrupt cancels it."""
         future = self._submit(work)
         try:
-            return result(future)
+            return self._result(future)
         except BaseException:
             future.cancel()
             raise
+
+    def _result(self, future: Future[T]) -> T:
+        try:
+            return result(future)
+        except CancelledError:
+            if self._failure is None:
+                raise
+            raise self._failure from self._failure.__cause__
+
+    def _failed(self, error: BaseException) -> None:
+        """Something beside the calls ended with this: whatever is called, now or later, raises it."""
+        self._failure = self._failure or error
+        self.runner.fail(error)
+        for future in list(self._calls):
+            future.cancel()
 
 
 async def _now(function: Any) -> Any:

@@ -192,9 +192,9 @@ class Runner:
                     self._pace.began(self._live[ticket])
                     groups.create_task(self._group(group))
         except BaseException as error:
-            self._ended = first_of(error)
+            self._ended = self._ended or first_of(error)
             self._notify()
-            raise self._ended from None
+            raise self._ended from self._ended.__cause__
 
     async def take(self) -> list[Group]:
         """The next step's groups, as soon as the queue gives them. Raises what ended `run`."""
@@ -208,6 +208,11 @@ class Runner:
                 return batch
             await self._change()
         raise self._ended
+
+    def fail(self, error: BaseException) -> None:
+        """Ends the rollout with an error from elsewhere: whoever takes gets it."""
+        self._ended = self._ended or error
+        self._notify()
 
     async def settled(self) -> None:
         """Until other weights may become current. Raises what ended `run`."""

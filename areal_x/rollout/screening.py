@@ -26,8 +26,8 @@ MARGIN = 8  # tokens a message: text beside a template's own may be split otherw
 
 
 class Screen:
-    """Which tasks of a dataset begin with at most `longest` tokens. setting: what that comes of, and its value, to be named where
-    no task fits. left_out: how often one that does not was passed by.
+    """Which tasks of a dataset begin with at most `longest` tokens. setting: the binding that this comes of, and its value, for
+    the error where no task fits. left_out: how often one that does not was passed by.
 
     A prompt has at most as many tokens as bytes, beside those of the chat template. So most are known to fit without a
     tokenizer. A task that cannot be counted (it has images, or it makes the workflow raise) is drawn: its episode shows why.

@@ -12,6 +12,8 @@ from contextlib import suppress
 from functools import partial
 from typing import Any, ParamSpec, TypeVar
 
+from areal_x import background
+
 P = ParamSpec("P")
 T = TypeVar("T")
 
@@ -72,8 +74,8 @@ class OneThread:
     def _put(self, work: Callable[[], None]) -> None:
         self._work.put(work)
         if self._thread is None:
-            self._thread = threading.Thread(target=self._serve, name=self._name, daemon=True)
-            self._thread.start()
+            failed = background.on_loop()
+            self._thread = background.thread(self._serve, what=f"the thread {self._name}", failed=failed, name=self._name)
 
     def _serve(self) -> None:
         while (work := self._work.get()) is not None:

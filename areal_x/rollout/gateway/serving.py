@@ -11,6 +11,7 @@ from collections.abc import Awaitable, Callable, Iterator
 import gin
 import uvicorn
 
+from areal_x import background
 from areal_x.errors import UserError, one_of, positive, within
 from areal_x.rollout.chat.rendering import Renderer
 from areal_x.rollout.engine import SamplingParams
@@ -75,7 +76,7 @@ class Gateway:
             timeout_graceful_shutdown=CLOSING_SECONDS,
         )
         self._server = _Server(config)
-        self._serving = asyncio.create_task(self._server.serve(sockets=[listener]))
+        self._serving = background.start(self._server.serve(sockets=[listener]), "the gateway")
         ready = asyncio.create_task(self._server.ready.wait())
         await asyncio.wait({ready, self._serving}, return_when=asyncio.FIRST_COMPLETED)
         ready.cancel()

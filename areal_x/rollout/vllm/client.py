@@ -99,6 +99,8 @@ class VLLMClient:
         """Whether the server answers within this time and its engine lives."""
         import aiohttp
 
+        if self._session.closed:
+            return False
         try:
             async with self._session.get(f"{self.url}/health", timeout=aiohttp.ClientTimeout(total=seconds)) as answer:
                 return bool(answer.status == 200)
@@ -282,6 +284,8 @@ class VLLMClient:
 
         timeout = aiohttp.ClientTimeout(total=seconds, sock_connect=CONNECT_SECONDS)
         for attempt in itertools.count(1):
+            if self._session.closed:
+                raise ServerLost(f"the connection to the vLLM server at {self.url} was closed before {path}")
             try:
                 async with self._session.request(method, self.url + path, json=body, timeout=timeout) as answer:
                     text = await answer.text()

@@ -16,13 +16,13 @@ from __future__ import annotations
 import asyncio
 import base64
 import os
-import threading
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
+from areal_x import background
 from areal_x.errors import ConfigError, one_of
 from areal_x.rollout.loop import together
 from areal_x.rollout.vllm.client import VLLMClient
@@ -212,7 +212,7 @@ class Direct:
             with suppress(RuntimeError):  # the loop has been closed
                 loop.call_soon_threadsafe(end, error)
 
-        threading.Thread(target=run, name="weights", daemon=True).start()
+        background.thread(run, what="sending weights", failed=background.on_loop(), name="weights")
         await outcome
 
 

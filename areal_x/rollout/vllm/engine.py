@@ -222,6 +222,8 @@ class VLLMEngine:
         try:
             for attempt in itertools.count(1):
                 server = await self._place(request, tokens)
+                if server not in self.fleet.members:  # it left before this could go on
+                    continue
                 least = self.fleet.members[server].version
                 replica = self.supervisor.replicas[server]
                 call = replica.client.generate(tokens, sampling, model, self.experts, stop, features)
@@ -355,7 +357,9 @@ class VLLMEngine:
 
     async def _update(self, name: str, staged: Staged) -> float | EngineError:
         """The seconds that the server stood still, or why it does not have the version."""
-        replica = self.supervisor.replicas[name]
+        replica = self.supervisor.replicas.get(name)
+        if replica is None:
+            return ServerLost(f"{name} left during the swap")
         call = replica.give(staged) if self.lora is None else self._load(replica, staged)
         try:
             stood_still = await self.supervisor.unless_lost(call, lambda: name in self.fleet.serving())
@@ -376,8 +380,10 @@ class VLLMEngine:
     async def _unload(self, unused: list[Staged]) -> None:
         for old in unused:
             for name in self.fleet.serving():
+                if (replica := self.supervisor.replicas.get(name)) is None:
+                    continue  # it left while another was asked
                 with contextlib.suppress(EngineError):  # it was started again meanwhile, and never had it
-                    await self.supervisor.replicas[name].client.unload_adapter(adapters.name_of(old.version))
+                    await replica.client.unload_adapter(adapters.name_of(old.version))
             shutil.rmtree(old.folder, ignore_errors=True)
 
     async def _send(self, unstaged: Unstaged) -> float:

@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 import numpy as np
 from jaxtyping import Float32
 
+from areal_x import background
 from areal_x.rollout.engine import EngineError
 from areal_x.rollout.vllm.agreement import disagreeing, distance
 from areal_x.rollout.vllm.client import ServerLost
@@ -84,7 +85,7 @@ class Supervisor:
 
     def watch(self) -> None:
         """From now on servers are looked after in the background."""
-        self._watching = asyncio.create_task(self._watch())
+        self._watching = background.start(self._watch(), "the watch over the vLLM servers")
 
     async def remove(self, name: str) -> None:
         """The server takes part no more; its requests go to others."""
@@ -144,11 +145,11 @@ class Supervisor:
             self.settle()
             sleep = self._config.heartbeat_seconds
             for name in self.fleet.due(now()):
-                self._tasks[name] = asyncio.create_task(self._bring_back(name))
+                self._tasks[name] = background.start(self._bring_back(name), f"bringing back {name}")
             for name, member in self.fleet.members.items():
                 busy = name in self._tasks and not self._tasks[name].done()
                 if member.state is State.GIVEN_UP and self.replicas[name].server is not None and not busy:
-                    self._tasks[name] = asyncio.create_task(self.replicas[name].close())
+                    self._tasks[name] = background.start(self.replicas[name].close(), f"closing {name}")
             retries = [m.retry_at - now() for m in self.fleet.members.values() if m.state is State.DOWN]
             with suppress(TimeoutError):
                 async with asyncio.timeout(max(LEAST_SLEEP_SECONDS, min([sleep, *retries]))):
@@ -163,7 +164,9 @@ class Supervisor:
         await asyncio.gather(*(self._heartbeat(name) for name in self.fleet.serving()))
 
     async def _heartbeat(self, name: str) -> None:
-        replica = self.replicas[name]
+        replica = self.replicas.get(name)
+        if replica is None:  # it left in this turn of the loop
+            return
         answered = await replica.client.is_healthy(self._config.heartbeat_seconds)
         self.fleet.heartbeat(name, answered, now())
         if answered and self._config.adaptive:
@@ -229,7 +232,7 @@ class Supervisor:
     def compare(self) -> None:
         """All servers hold one version now: what they say of the known prompt is compared in the background, with the trainer's
         words and with each other's, and kept for those that come back."""
-        self._comparing = asyncio.create_task(self._compare(self.fleet.target))
+        self._comparing = background.start(self._compare(self.fleet.target), "the comparison of the vLLM servers")
 
     async def _compare(self, version: int) -> None:
         names = [name for name, m in self.fleet.members.items() if m.serves and m.version == version]

@@ -7,14 +7,14 @@ import os
 import socket
 import subprocess
 import sys
-import threading
 import time
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 
-from areal_x.cluster.links import end_now
+from areal_x import background
+from areal_x.cluster.links import end_now, ended_by
 from areal_x.errors import ConfigError, UserError
 
 VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -105,7 +105,8 @@ def start_others(processes: int) -> None:
         # In a session of its own: Ctrl-C is process 0's to hear, which tells the others.
         child = subprocess.Popen(command, env=os.environ | own, stdin=subprocess.DEVNULL, start_new_session=True)
         atexit.register(child.kill)
-        threading.Thread(target=end_with_child, args=(rank, child), name=f"child-{rank}", daemon=True).start()
+        what = f"the watch over process {rank}"
+        background.thread(end_with_child, rank, child, what=what, failed=ended_by, name=f"child-{rank}")
 
 
 def end_with_child(rank: int, child: subprocess.Popen[bytes]) -> None:
@@ -126,4 +127,4 @@ def end_with_parent() -> None:
             time.sleep(POLL_SECONDS)
         end_now("process 0 is gone")
 
-    threading.Thread(target=watch, name="parent", daemon=True).start()
+    background.thread(watch, what="the watch over process 0", failed=ended_by, name="parent")
