@@ -1,6 +1,6 @@
 """What a run measured: one row a step, in metrics.jsonl, TensorBoard and whichever trackers are asked for.
 
-A row is a plain dict of numbers; `step` and `version` count, everything else is plotted. See `areal_x.experiment` for the keys.
+A row is a plain dict of numbers; `step` and `version` count, everything else is plotted. docs/metrics.md lists the keys.
 """
 
 from __future__ import annotations
