@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from tests.mutants import of_algorithms, of_runs, of_trainers
+from tests.mutants import of_algorithms, of_ends, of_runs, of_trainers
 
-MUTANTS = [*of_algorithms.MUTANTS, *of_trainers.MUTANTS, *of_runs.MUTANTS]
+MUTANTS = [*of_algorithms.MUTANTS, *of_trainers.MUTANTS, *of_runs.MUTANTS, *of_ends.MUTANTS]

@@ -48,19 +48,10 @@ MUTANTS: list[Mutant] = [
         ),
         ("evaluations draw what training draws", "TRAINING, EVALUATION = 0, 1 ", "TRAINING, EVALUATION = 0, 0 "),
         (
-            "an episode that raised counts as one without reward",
-            '        return Episode(Failed(f"{type(error).__name__}: {text}" if text else type(error).__name__))',
-            "        return Episode(Scored(0.0))",
-        ),
-        (
-            "an episode that took too long counts as one without reward",
-            "            return Episode(TimedOut(seconds))",
-            "            return Episode(Scored(0.0))",
-        ),
-        (
             "staleness is counted from when a group is finished",
-            "        self._keep_patience(group)\n",
-            "        group = replace(group, admitted_version=self.queue.version)\n        self._keep_patience(group)\n",
+            "        given_back_by = self._given_back_by(group)\n",
+            "        group = replace(group, admitted_version=self.queue.version)\n"
+            "        given_back_by = self._given_back_by(group)\n",
         ),
         (
             "each call of an episode has the same seed",
@@ -69,8 +60,8 @@ MUTANTS: list[Mutant] = [
         ),
         (
             "filters are not asked",
-            "        if complete and all(keep(group) for keep in self.filters):",
-            "        if complete:",
+            "next((keep for keep in self.filters if not keep(group)), None)",
+            "None",
         ),
     ),
     *planted(
@@ -262,8 +253,8 @@ MUTANTS: list[Mutant] = [
         ),
         (
             "a task of each epoch is left out",
-            "        epoch, index = divmod(position, len(self.dataset))",
-            "        epoch, index = divmod(position, max(len(self.dataset) - 1, 1))",
+            "        epoch, place = divmod(position, len(self.dataset))",
+            "        epoch, place = divmod(position, max(len(self.dataset) - 1, 1))",
         ),
     ),
     *planted(
