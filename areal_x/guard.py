@@ -17,15 +17,20 @@ import os
 import resource
 import shutil
 import signal
+import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from itertools import islice
 from pathlib import Path
 from select import select
 
 LOOK = 0.1  # seconds between two counts of processes
-TOO_MANY = signal.SIGUSR1  # how the guard ends where the worker had more processes than it may; else it ends by itself
+# How the guard ends where the worker had more processes, or they more memory, than they may; else it ends by itself.
+TOO_MANY, TOO_MUCH = signal.SIGUSR1, signal.SIGUSR2
+END_SECONDS = 10.0  # for a guard to end what it keeps, on a machine that is busy
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
 CLONE_NEWUSER, CLONE_NEWNET = 0x10000000, 0x40000000  # linux/sched.h
 LIBC = ctypes.CDLL(None, use_errno=True)
@@ -46,11 +51,14 @@ def keep(
     processes: int | None = None,
     folder: str | None = None,
     ends_with_worker: bool = False,
+    too_much: Callable[[], bool] | None = None,
+    afterwards: Callable[[], object] | None = None,
 ) -> None:
     """Does `work` in the worker, while this process becomes its guard; does not return in the guard.
 
     owners_fds: on which the owner waits for the worker, so that the guard must not hold them. processes: the most at once, the
-    worker among them. folder: removed at the end. ends_with_worker: all of it ends when the worker does, too.
+    worker among them. folder: removed at the end. ends_with_worker: all of it ends when the worker does, too. too_much: whether
+    what is below this process uses more memory than it may. afterwards: done when all has ended.
     """
     if sys.platform == "linux":
         LIBC.prctl(PR_SET_CHILD_SUBREAPER, 1)  # what is left without a parent below becomes the guard's child
@@ -59,32 +67,47 @@ def keep(
     if worker:
         for fd in owners_fds:
             os.close(fd)
-        guard(lifeline_fd, worker, processes, folder, ends_with_worker)
+        guard(lifeline_fd, worker, processes, folder, ends_with_worker, too_much, afterwards)
     os.setpgid(0, 0)
     os.close(lifeline_fd)
     die_with_parent(guarding)
     work()
 
 
-def guard(lifeline_fd: int, worker: int, processes: int | None, folder: str | None, ends_with_worker: bool = False) -> None:
+def guard(
+    lifeline_fd: int,
+    worker: int,
+    processes: int | None,
+    folder: str | None,
+    ends_with_worker: bool = False,
+    too_much: Callable[[], bool] | None = None,
+    afterwards: Callable[[], object] | None = None,
+) -> None:
     """Waits for the end of the lifeline, or of what else should end all of them, and then for that."""
     with suppress(OSError):
         os.setpgid(worker, worker)  # in both processes, so that the group exists whoever comes first
-    too_many = False
-    looks = processes is not None or ends_with_worker
-    while not too_many and not select([lifeline_fd], [], [], LOOK if looks else None)[0]:
+    beyond: signal.Signals | None = None
+    looks = processes is not None or ends_with_worker or too_much is not None
+    while beyond is None and not select([lifeline_fd], [], [], LOOK if looks else None)[0]:
         if ends_with_worker and os.waitid(os.P_PID, worker, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None:
             break
         for child in children(os.getpid()):
             if child != worker:  # not reaped yet, so that the number is still its own
                 os.waitpid(child, os.WNOHANG)
-        too_many = processes is not None and more_than(processes)
+        if processes is not None and more_than(processes):
+            beyond = TOO_MANY
+        elif too_much is not None and too_much():
+            beyond = TOO_MUCH
     code = end_all(worker)
+    if beyond is None and too_much is not None and too_much():  # the kernel was first
+        beyond = TOO_MUCH
     if folder is not None:
         remove(folder)
-    if too_many:
-        signal.signal(TOO_MANY, signal.SIG_DFL)
-        os.kill(os.getpid(), TOO_MANY)
+    if afterwards is not None:
+        afterwards()
+    if beyond is not None:
+        signal.signal(beyond, signal.SIG_DFL)
+        os.kill(os.getpid(), beyond)
     sys.exit(as_a_shell(code))
 
 
@@ -136,11 +159,38 @@ def children(pid: int) -> list[int]:
 
 
 def descendants(pid: int) -> Iterator[int]:
-    """Near ones first."""
-    below = children(pid)
-    yield from below
-    for child in below:
-        yield from descendants(child)
+    """Near ones first, however deep they are."""
+    waiting = deque([pid])
+    while waiting:
+        below = children(waiting.popleft())
+        yield from below
+        waiting += below
+
+
+def ended(guard: subprocess.Popen[bytes]) -> int:
+    """Waits for a guard whose lifeline is cut, in its owner; its exit code.
+
+    What it keeps may have stopped it, where no wall forbids that, and may do so again: it is woken until it ends. After
+    `END_SECONDS` it is killed with all that is below it.
+    """
+    end = time.monotonic() + END_SECONDS
+    while time.monotonic() < end:
+        with suppress(subprocess.TimeoutExpired):
+            return guard.wait(LOOK)
+        with suppress(OSError):
+            os.kill(guard.pid, signal.SIGCONT)  # not waited for yet, so that the number is its own
+    stopped: set[int] = set()
+    while found := {guard.pid, *descendants(guard.pid)} - stopped:  # so that none of them forks while the rest is found
+        _signal(found, signal.SIGSTOP)
+        stopped |= found
+    _signal({*descendants(guard.pid), guard.pid}, signal.SIGKILL)
+    return guard.wait()
+
+
+def _signal(pids: Iterable[int], number: signal.Signals) -> None:
+    for pid in pids:
+        with suppress(OSError):  # it has ended
+            os.kill(pid, number)
 
 
 def limit(kernels: Mapping[int, int]) -> None:

@@ -55,6 +55,23 @@ def test_processes_below_are_counted_no_further_than_asked_and_all_of_them_end()
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
+def test_processes_that_start_one_another_without_end_are_found_and_ended_however_deep_they_are(tmp_path):
+    deep = tmp_path / "deep.sh"
+    deep.write_text('if [ $1 = 0 ]; then echo x; exec sleep 1000; fi\nsh "$0" $(($1 - 1)) & wait')
+    lines = (
+        "import os, subprocess, sys",
+        "from areal_x import guard",
+        "guard.LIBC.prctl(guard.PR_SET_CHILD_SUBREAPER, 1)",
+        "child = subprocess.Popen(['sh', sys.argv[1], '1049'], stdout=subprocess.PIPE)",
+        "child.stdout.read(1)",
+        "print(len(list(guard.descendants(os.getpid()))), guard.end_all(child.pid), guard.children(os.getpid()))",
+    )
+    command = [sys.executable, "-c", "\n".join(lines), str(deep)]
+    ran = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert ran.stdout == "1050 -9 []\n"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
 def test_a_process_that_ends_while_it_is_looked_at_has_no_children(monkeypatch):
     def gone(path):
         raise FileNotFoundError(path)

@@ -12,6 +12,7 @@ import inspect
 import json
 import logging
 import os
+import secrets
 import signal
 import socket
 import subprocess
@@ -26,6 +27,7 @@ import cloudpickle
 import gin
 
 from areal_x import guard as guarding
+from areal_x import memory_group
 from areal_x.errors import UserError, at_least, positive
 from areal_x.monitor import timeline
 from areal_x.rewards import worker as worker_side
@@ -43,9 +45,9 @@ ANSWER_BYTES = 1 << 20
 class Limits:
     """What the process of a reward may use beside time; what goes beyond fails its episode.
 
-    memory_gb: of its own, in each process (10^9 bytes). processes: at once, itself and all that it started. files: open at once
-    in each process. file_gb: of one file that it writes. network: whether it may reach one, as a judge behind an API must; to
-    keep it from there, and to find each process that it started, needs Linux (a run says where it is not allowed).
+    memory_gb: of each process, and of all together (10^9 bytes). processes: at once, itself and all that it started. files:
+    open at once in each process. file_gb: of one file that it writes. network: whether it may reach one, as a judge behind an
+    API must; to keep it from there, and to find each process that it started, needs Linux (a run says where it is not allowed).
     """
 
     memory_gb: float = 8.0
@@ -78,11 +80,20 @@ class _Worker:
 class RewardPool:
     """Runs `function` in up to `workers` processes, started when they are first needed.
 
+    groups: control groups limit memory, where the run may make them.
+
     All methods but the constructor belong to one event loop, which they never block.
     Raises UserError for a function that cannot be sent to another process, ConfigError for numbers that cannot work.
     """
 
-    def __init__(self, function: Reward, workers: int = 4, timeout_seconds: float = 10.0, limits: Limits | None = None) -> None:
+    def __init__(
+        self,
+        function: Reward,
+        workers: int = 4,
+        timeout_seconds: float = 10.0,
+        limits: Limits | None = None,
+        groups: bool = True,
+    ) -> None:
         at_least("reward_workers", workers, 1)
         positive("reward_timeout_seconds", timeout_seconds)
         self.timeout_seconds = timeout_seconds
@@ -94,6 +105,8 @@ class RewardPool:
         self._idle: list[_Worker] = []
         self._all: set[_Worker] = set()
         self._ending: list[subprocess.Popen[bytes]] = []
+        self._may_group = groups
+        self._groups = f"areal_x_rewards_{secrets.token_hex(6)}"
 
     async def score(self, task: Task, text: str) -> Outcome:
         """What became of judging this text. The limit counts from when a worker is free and ready.
@@ -129,17 +142,21 @@ class RewardPool:
             self._end(worker)
         ending, self._ending = self._ending, []
         for guard in ending:
-            await asyncio.to_thread(guard.wait)
+            await asyncio.to_thread(guarding.ended, guard)
+        await asyncio.to_thread(memory_group.remove_all, f"{self._groups}.")  # of guards that were killed
 
     async def _start(self) -> _Worker:
         """A process that has imported the reward. Raises UserError with its words when it could not."""
+        name = f"{self._groups}.{secrets.token_hex(4)}"
         here, there = socket.socketpair()
         with there:
             reader, writer = await asyncio.open_connection(sock=here, limit=ANSWER_BYTES)
             lifeline_end, lifeline = os.pipe()
             try:
                 guard = subprocess.Popen(
-                    guarding.command(worker_side.__name__, there.fileno(), lifeline_end, asdict(self.limits)),
+                    guarding.command(
+                        worker_side.__name__, there.fileno(), lifeline_end, asdict(self.limits), name, self._may_group
+                    ),
                     stdin=subprocess.DEVNULL,
                     stdout=2,  # what a reward prints joins the ring's standard error
                     pass_fds=(there.fileno(), lifeline_end),
@@ -180,9 +197,11 @@ class RewardPool:
             self._ending = [guard for guard in self._ending if guard.poll() is None] + [worker.guard]
 
     async def _last_word(self, worker: _Worker) -> str:
-        code = await asyncio.to_thread(worker.guard.wait)
+        code = await asyncio.to_thread(guarding.ended, worker.guard)
         if code == -guarding.TOO_MANY:
             return f"it had more than {self.limits.processes} processes (reward_limits.processes)"
+        if code == -guarding.TOO_MUCH:
+            return f"its processes used more than {self.limits.memory_gb:g} GB of memory (reward_limits.memory_gb)"
         return signal.Signals(code - 128).name if code - 128 in signal.valid_signals() else f"exit status {code}"
 
 

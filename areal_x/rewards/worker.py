@@ -4,13 +4,14 @@
 
 It runs under a guard (areal_x.guard). Until the ring has sent its sys.path only the standard library and this package are
 imported; after that, what the reward's own module imports. What keeps a reward within its limits is the kernel (memory, files,
-network) or the guard (processes).
+network) or the guard (processes, and memory where no control group can be made).
 """
 
 from __future__ import annotations
 
 import json
 import math
+import os
 import resource
 import socket
 import sys
@@ -19,16 +20,34 @@ from functools import partial, reduce
 from importlib import import_module
 from typing import Any, BinaryIO
 
-from areal_x import guard
+from areal_x import footprint, guard, memory_group
 
 FRAME_BYTES = 8  # of the length before each message to the worker
+SPARE_BYTES = 50e6  # so that a single process meets the kernel's limit on it first, and can read what happened
 
 
-def main(socket_fd: int, lifeline_fd: int, limits: dict[str, Any]) -> None:
-    guard.keep(lambda: work(socket_fd, limits), lifeline_fd, (socket_fd,), limits["processes"])
+def main(socket_fd: int, lifeline_fd: int, limits: dict[str, Any], name: str, may_group: bool) -> None:
+    """name: of no other worker. may_group: whether a control group may be made."""
+    most = limits["memory_gb"] * 1e9 + SPARE_BYTES
+    place = memory_group.find(f"{name}.trial") if may_group else None
+    group = None if place is None else memory_group.create(place, f"{name}.all", most)
+
+    def too_much() -> bool:
+        return group.overrun() if group is not None else footprint.memory(list(guard.descendants(os.getpid())), most) > most
+
+    guard.keep(
+        lambda: work(socket_fd, limits, group),
+        lifeline_fd,
+        (socket_fd,),
+        limits["processes"],
+        too_much=too_much,
+        afterwards=partial(memory_group.remove_all, f"{name}."),
+    )
 
 
-def work(socket_fd: int, limits: dict[str, Any]) -> None:
+def work(socket_fd: int, limits: dict[str, Any], group: memory_group.MemoryGroup | None = None) -> None:
+    if group is not None:
+        group.enter()
     guard.limit(
         {
             resource.RLIMIT_DATA: int(limits["memory_gb"] * 1e9),

@@ -7,6 +7,7 @@ import json
 import os
 import signal
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 from areal_x import guard
@@ -54,12 +55,22 @@ async def run_program(
         )
     finally:
         os.close(lifeline)  # all of it ends, if it has not
-        code = await process.wait()
+        code = await ended(process)
     if code:
-        ended = signal.Signals(code - 128).name if code - 128 in signal.valid_signals() else f"exit status {code}"
+        how = signal.Signals(code - 128).name if code - 128 in signal.valid_signals() else f"exit status {code}"
         words_of = " ".join(complained.split())[-LAST_WORDS:]
-        raise ProgramFailed(f"{ended}: {words_of}" if words_of else ended)
+        raise ProgramFailed(f"{how}: {words_of}" if words_of else how)
     return printed
+
+
+async def ended(process: asyncio.subprocess.Process) -> int:
+    """Its exit code. The program may have stopped its guard, which is then woken."""
+    while True:
+        try:
+            return await asyncio.wait_for(process.wait(), guard.LOOK)
+        except TimeoutError:
+            with suppress(ProcessLookupError):
+                process.send_signal(signal.SIGCONT)
 
 
 async def last_bytes(stream: asyncio.StreamReader, most: int) -> str:

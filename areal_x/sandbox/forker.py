@@ -22,7 +22,7 @@ from functools import partial
 from importlib import import_module
 from typing import Any, NoReturn
 
-from areal_x import guard
+from areal_x import guard, memory_group
 from areal_x.sandbox import walls
 from areal_x.sandbox.keeper import keep, last
 
@@ -46,7 +46,8 @@ READY = (  # of the standard library, imported before a program asks for it
 
 def main(control_fd: int, lifeline_fd: int, base: str, settings: dict[str, Any]) -> None:
     """base: an empty folder of the pool's own, which the guard removes."""
-    guard.keep(partial(serve, control_fd, base, settings), lifeline_fd, (control_fd,), folder=base)
+    groups = partial(memory_group.remove_all, walls.group_name(base, ""))
+    guard.keep(partial(serve, control_fd, base, settings), lifeline_fd, (control_fd,), folder=base, afterwards=groups)
 
 
 def serve(control_fd: int, base: str, settings: Mapping[str, Any]) -> NoReturn:
@@ -58,7 +59,7 @@ def serve(control_fd: int, base: str, settings: Mapping[str, Any]) -> NoReturn:
             import_module(name)
         except Exception as error:
             missing[name] = f"{type(error).__name__}: {error}"
-    around = walls.build(base, settings["ways"], settings["readable"])
+    around = walls.build(base, settings["ways"], settings["readable"], settings["groups"])
     gc.collect()
     gc.freeze()  # so that no collection in a program copies what all have in common
     with socket.socket(fileno=control_fd) as control:

@@ -17,13 +17,14 @@ from pathlib import Path
 from select import POLLERR, poll, select
 from typing import Any, NoReturn
 
-from areal_x import guard
+from areal_x import footprint, guard, memory_group
 from areal_x.sandbox import program, view, walls
 from areal_x.sandbox.walls import Limits, Walls
 
 LENGTH_BYTES = 8  # of the length before the request
 AT_ONCE = 1 << 16  # bytes
 REPORT_BYTES = 1 << 20
+LOOK_FOR_MEMORY = 0.02  # seconds between two looks where the kernel does not limit it
 INTERPRETER_BYTES = (
     50e6  # not the program's; and so a single process meets the kernel's limit first, and can read what happened
 )
@@ -61,11 +62,13 @@ class Program:
     folder: str
     began: float
     kept: Kept
+    group: memory_group.MemoryGroup | None
     said: bytearray = field(default_factory=bytearray)
 
 
 def keep(pool: socket.socket, around: Walls, base: str, settings: Settings) -> None:
     """From the request to the answer. Returns without one when the pool has hung up."""
+    group: memory_group.MemoryGroup | None = None
     guard.LIBC.prctl(guard.PR_SET_CHILD_SUBREAPER, 1)
     noticed, notice = os.pipe()
     os.set_blocking(notice, False)
@@ -76,9 +79,14 @@ def keep(pool: socket.socket, around: Walls, base: str, settings: Settings) -> N
         return
     folder = walls.folder_for(around, base)
     try:
-        running = _start(pool, request, around, base, folder, noticed, settings)
+        if around.groups is not None:
+            name = walls.group_name(base, os.getpid())
+            group = memory_group.create(around.groups, name, settings["memory_mb"] * 1e6 + INTERPRETER_BYTES)
+        running = _start(pool, request, around, base, folder, noticed, group, settings)
         why = watch(running, pool, around, settings)
         code = guard.end_all(running.child)
+        if why == "ended" and group is not None and group.overrun():
+            why = "memory"
         if why == "hung up":
             return
         for _ in _read(running):
@@ -87,6 +95,8 @@ def keep(pool: socket.socket, around: Walls, base: str, settings: Settings) -> N
     finally:
         if not around.namespaces:
             guard.remove(folder)
+        if group is not None:
+            group.remove()
     kept = running.kept
     both = (kept.head, kept.tail) if kept.dropped else (kept.head + kept.tail, b"")
     parts = [bytes(part).decode(errors="replace") for part in both]
@@ -96,7 +106,14 @@ def keep(pool: socket.socket, around: Walls, base: str, settings: Settings) -> N
 
 
 def _start(
-    pool: socket.socket, request: dict[str, str], around: Walls, base: str, folder: str, noticed: int, settings: Settings
+    pool: socket.socket,
+    request: dict[str, str],
+    around: Walls,
+    base: str,
+    folder: str,
+    noticed: int,
+    group: memory_group.MemoryGroup | None,
+    settings: Settings,
 ) -> Program:
     began = time.monotonic()
     output, outputs = os.pipe()
@@ -111,20 +128,30 @@ def _start(
                 os.dup2(fd, number)
             os.closerange(4, 64)  # those of the keeper
             pool.detach()
-            last(partial(_inside, request["code"], around, base, folder, keeper, settings))
+            last(partial(_inside, request["code"], around, base, folder, keeper, group, settings))
     os.close(outputs)
     os.close(reports)
     os.set_blocking(output, False)
     os.set_blocking(report, False)
-    return Program(child, noticed, output, report, folder, began, Kept(2 * settings["output_characters"]))
+    return Program(child, noticed, output, report, folder, began, Kept(2 * settings["output_characters"]), group)
 
 
-def _inside(code: str, around: Walls, base: str, folder: str, keeper: int, settings: Settings) -> int:
+def _inside(
+    code: str,
+    around: Walls,
+    base: str,
+    folder: str,
+    keeper: int,
+    group: memory_group.MemoryGroup | None,
+    settings: Settings,
+) -> int:
     """The first process inside. The descriptors are 0 to 2 and, for the report, 3."""
     os.setsid()
     signal.set_wakeup_fd(-1)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     try:
+        if group is not None:
+            group.enter()
         walls.enter(around, base, folder, keeper, Limits(**{name: settings[name] for name in Limits.__dataclass_fields__}))
         guard.LIBC.prctl(guard.PR_SET_PDEATHSIG, signal.SIGKILL)  # with its keeper; a change of rights would have undone it
         if _unread(3):
@@ -166,7 +193,8 @@ def _open_standard_files() -> None:
 
 def watch(running: Program, pool: socket.socket, around: Walls, settings: Settings) -> str:
     """Until the program has ended, or what else ends it: "timeout", "memory", "processes", "files", "hung up"."""
-    end, look = running.began + settings["seconds"], running.began + guard.LOOK
+    every = guard.LOOK if running.group is not None else LOOK_FOR_MEMORY
+    end, look = running.began + settings["seconds"], running.began + every
 
     def patience() -> float:
         return float(min(end, look) - time.monotonic())
@@ -180,7 +208,7 @@ def watch(running: Program, pool: socket.socket, around: Walls, settings: Settin
         if now >= end:
             return "timeout"
         if now >= look:
-            look = now + guard.LOOK
+            look = now + every
             if beyond := _beyond(running, around, settings):
                 return beyond
     raise AssertionError("reading ends by a return")
@@ -213,27 +241,22 @@ def _beyond(running: Program, around: Walls, settings: Settings) -> str | None:
     below = list(islice(guard.descendants(os.getpid()), most + 1))
     if len(below) > most:
         return "processes"
-    most_bytes = settings["memory_mb"] * 1e6 + INTERPRETER_BYTES
-    if _memory(below) > most_bytes and _memory(below, shared=True) > most_bytes:
-        return "memory"
+    if not around.counts_processes and footprint.threads(below) > most:
+        return "processes"
+    if running.group is not None:
+        if running.group.overrun():
+            return "memory"
+    else:
+        most_bytes = settings["memory_mb"] * 1e6 + INTERPRETER_BYTES
+        in_memory = view.used(running.child) if around.namespaces else 0
+        if in_memory + footprint.memory(below, most_bytes - in_memory) > most_bytes:
+            return "memory"
     if not around.namespaces:
+        most_file = settings["file_mb"] * 1e6
         sizes = list(islice(_sizes(running.folder), settings["files"] + 2))
-        if len(sizes) > settings["files"] + 1 or sum(sizes) > settings["file_mb"] * 1e6:
+        if len(sizes) > settings["files"] + 1 or sum(sizes) + footprint.deleted(below, most_file) > most_file:
             return "files"
     return None
-
-
-def _memory(pids: list[int], shared: bool = False) -> int:
-    """Bytes that no file backs, of all together; shared: what several share is counted once, which takes the kernel longer."""
-    name, lines = ("smaps_rollup", ("Pss_Anon:", "Pss_Shmem:")) if shared else ("status", ("RssAnon:", "RssShmem:"))
-    return sum(_kilobytes(pid, name, lines) for pid in pids) * 1024
-
-
-def _kilobytes(pid: int, name: str, lines: tuple[str, ...]) -> int:
-    with suppress(OSError):  # it has ended
-        words = [line.split() for line in Path(f"/proc/{pid}/{name}").read_text().splitlines() if line.startswith(lines)]
-        return sum(int(number) for _, number, *_ in words)
-    return 0
 
 
 def _sizes(folder: str) -> Iterator[int]:
@@ -253,7 +276,7 @@ def verdict(why: str, code: int, said: bytes, settings: Settings) -> dict[str, A
         case "memory":
             return {"status": "memory", "error": f"the program used more than {settings['memory_mb']:g} MB of memory"}
         case "processes":
-            return {"status": "killed", "error": f"the program had more than {settings['processes']} processes"}
+            return {"status": "killed", "error": f"the program had more than {settings['processes']} processes or threads"}
         case "files":
             most = f"{settings['files']} files or {settings['file_mb']:g} MB"
             return {"status": "killed", "error": f"the program wrote more than {most}"}

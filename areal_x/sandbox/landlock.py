@@ -48,8 +48,10 @@ def restrict(readable: Iterable[str], writable: Iterable[str]) -> None:
             with suppress(FileNotFoundError):
                 place = os.open(path, os.O_PATH | os.O_CLOEXEC)
                 allowed = given & rights if os.path.isdir(path) else given & rights & OF_FILES  # noqa: PTH112
-                LIBC.syscall(ADD_RULE, ruleset, PATH_BENEATH, struct.pack("=Qi", allowed, place), 0)
+                taken = LIBC.syscall(ADD_RULE, ruleset, PATH_BENEATH, struct.pack("=Qi", allowed, place), 0)
                 os.close(place)
+                if taken != 0:
+                    raise OSError(f"Landlock takes no rule for {path}")
     if LIBC.syscall(RESTRICT_SELF, ruleset, 0) != 0:
         raise OSError("Landlock does not restrict this process")
     os.close(ruleset)

@@ -24,11 +24,12 @@ from typing import Any, Literal
 import gin
 
 from areal_x import guard as guarding
+from areal_x import memory_group
 from areal_x.errors import ConfigError, UserError, at_least, one_of, positive
 from areal_x.sandbox import forker as forker_side
 from areal_x.sandbox.keeper import LENGTH_BYTES
 from areal_x.sandbox.view import readable
-from areal_x.sandbox.walls import WAYS
+from areal_x.sandbox.walls import WAYS, group_name
 
 Status = Literal["ok", "error", "timeout", "memory", "killed"]
 
@@ -45,6 +46,7 @@ OPEN = {  # what to say where a wall is missing
     "files": "read and write this machine's files, as it allows neither namespaces nor Landlock",
     "network": "reach the network, as this machine allows no namespace without one",
     "processes": "send signals to this run's processes, as this machine allows no namespaces",
+    "calls": "make any system call, as this machine takes no filter of them",
 }
 
 
@@ -54,9 +56,10 @@ class SandboxLimits:
     """What a program may use. What goes beyond ends it, and the model is told.
 
     seconds: from start to end. cpu_seconds: of processor time, in each of its processes. memory_mb: of each process, and of all
-    together, in 10^6 bytes. output_characters: of what it prints; of more, the first and the last half are shown.
-    processes: at once, itself included (threads count too). file_mb: of all files in its folder, in 10^6 bytes.
-    files: in its folder, at once.
+    together with its files where they are in memory, in 10^6 bytes. output_characters: of what it prints; of more, the first
+    and the last half are shown. processes: at once, itself included (threads count too). file_mb: of all files in its folder,
+    in 10^6 bytes. files: in its folder, at once. require_confined: rather stop than run a program where a wall is missing
+    (docs/sandbox.md).
     """
 
     seconds: float = 10.0
@@ -66,6 +69,7 @@ class SandboxLimits:
     processes: int = 32
     file_mb: float = 64.0
     files: int = 1000
+    require_confined: bool = False
 
     def __post_init__(self) -> None:
         for name in ("seconds", "cpu_seconds", "file_mb"):
@@ -81,10 +85,10 @@ class Result:
     """What became of a program.
 
     output: what it printed, standard output and error in the order in which they came. error: what went wrong, a traceback or a
-    sentence; None where nothing did. truncated: whether something is missing in the middle of `output`, which says so itself.
-    seconds: from start to end. status: "ok"; "error" (it raised, or ended with an exit status other than 0); "timeout";
-    "memory"; "killed" (by a signal, or as it went beyond another limit). confined: whether every wall stood (files, network,
-    processes).
+    sentence, at most about as long as `output`; None where nothing did. truncated: whether something is missing in the middle
+    of `output`, which says so itself. seconds: from start to end. status: "ok"; "error" (it raised, or ended with an exit
+    status other than 0); "timeout"; "memory"; "killed" (by a signal, or as it went beyond another limit). confined: whether
+    every wall stood (files, network, processes, calls).
     """
 
     output: str
@@ -124,8 +128,9 @@ class _Forker:
         """Returns when all is gone; also when the guard, which does it, was itself killed."""
         os.close(self.lifeline)
         self.control.close()
-        await asyncio.to_thread(self.guard.wait)
+        await asyncio.to_thread(guarding.ended, self.guard)
         await asyncio.to_thread(guarding.remove, self.base)
+        await asyncio.to_thread(memory_group.remove_all, group_name(self.base, ""))
 
 
 class Sandbox:
@@ -134,6 +139,7 @@ class Sandbox:
     echo_last: the value of a last line that is an expression is printed, as a notebook does. packages: programs can import what
     is installed beside the run. imports: modules that are imported in advance, for programs that start faster.
     ways: to keep programs in, which are tried in the order of `WAYS`; where none is allowed they still run, after a warning.
+    groups: control groups limit memory, where the run may make them.
 
     All methods but the constructor belong to one event loop, which they never block. Nothing a program does raises.
     """
@@ -147,6 +153,7 @@ class Sandbox:
         packages: bool = True,
         imports: Sequence[str] = (),
         ways: Sequence[str] = WAYS,
+        groups: bool = True,
     ) -> None:
         at_least("workers", workers, 1)
         for way in ways:
@@ -159,6 +166,7 @@ class Sandbox:
             "packages": folders,
             "imports": list(imports),
             "ways": list(ways),
+            "groups": groups,
             "readable": readable(folders),
         }
         self._turn = asyncio.Semaphore(workers)
@@ -169,7 +177,7 @@ class Sandbox:
     async def start(self) -> None:
         """Makes the process that programs are forked from; `run` does it too where it is missing.
 
-        Raises UserError where there is no Linux, or for `imports` that fail.
+        Raises UserError where there is no Linux, for `imports` that fail, or where `require_confined` cannot be.
         """
         await self._ready()
 
@@ -229,17 +237,24 @@ class Sandbox:
         except TimeoutError:
             raise UserError(f"the sandbox did not start within {START_SECONDS:g} seconds") from None
         finally:
-            if hello is None or hello["missing"]:
+            missing = [wall for wall in OPEN if hello is not None and not hello["walls"][wall]]
+            refused = bool(missing) and self.limits.require_confined
+            if hello is None or hello["missing"] or refused:
                 os.close(lifeline)
                 here.close()
         if hello is None:
-            code = await asyncio.to_thread(guard.wait)
+            code = await asyncio.to_thread(guarding.ended, guard)
             raise UserError(f"the process of the sandbox ended at its start (exit status {code}): its own words are above")
         if hello["missing"]:
-            await asyncio.to_thread(guard.wait)
+            await asyncio.to_thread(guarding.ended, guard)
             name, error = next(iter(hello["missing"].items()))
             raise ConfigError("imports", name, f"a module that programs of the sandbox can import ({error})")
-        missing = [wall for wall in OPEN if not hello["walls"][wall]]
+        if refused:
+            await asyncio.to_thread(guarding.ended, guard)
+            raise UserError(
+                f"sandbox.require_confined = True, and programs here could {OPEN[missing[0]]}: start the run where namespaces "
+                "or Landlock are allowed (docs/sandbox.md), or set sandbox.require_confined = False"
+            )
         for wall in missing:
             if wall not in self._warned:
                 self._warned.add(wall)
@@ -268,7 +283,10 @@ class Sandbox:
             return Result("", "the program's process was ended from outside", False, 0.0, "killed", confined)
         head, tail = answer["output"]
         output, truncated = shortened(head, tail, answer["dropped"], self.limits.output_characters)
-        return Result(output, answer["error"], truncated, answer["seconds"], answer["status"], confined)
+        error = answer["error"]
+        if error is not None:
+            error, _ = shortened(error, "", False, self.limits.output_characters)
+        return Result(output, error, truncated, answer["seconds"], answer["status"], confined)
 
 
 def shortened(head: str, tail: str, dropped: bool, most: int) -> tuple[str, bool]:

@@ -1,71 +1,168 @@
 """System calls that a program of a model has no use for, refused by the kernel (Linux on x86-64 and arm64).
 
-Sockets, so that there is no network even where no namespace is allowed (`socketpair` stays: asyncio and multiprocessing need
-it). Namespaces and mounts, in which a program would be its own administrator. Memory that no limit counts. And calls whose only
-use here is an attack on the kernel. Refused means PermissionError, so that the program can read what happened.
+Sockets, so that there is no network even where no namespace is allowed (`socketpair` of streams stays: asyncio and
+multiprocessing need it; one of datagrams could send to any service's). Namespaces and mounts, in which a program would be its
+own administrator. Other processes: their limits, priorities, memory and descriptors. Memory that no limit counts, and what
+outlives its maker. And calls whose only use here is an attack on the kernel. Refused means PermissionError, so that the program
+can read what happened.
 """
 
 from __future__ import annotations
 
 import ctypes
 import errno
+import os
 import platform
+import socket
 import struct
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 from areal_x.guard import LIBC
 
 NEW_NAMESPACE = 0x7E020080  # every CLONE_NEW… of linux/sched.h
-PR_SET_NO_NEW_PRIVS, PR_SET_SECCOMP, FILTER = 38, 22, 2  # linux/prctl.h, linux/seccomp.h
+PR_SET_DUMPABLE, PR_GET_SECCOMP, PR_SET_SECCOMP, PR_SET_NO_NEW_PRIVS, PR_GET_NO_NEW_PRIVS = 4, 21, 22, 38, 39  # linux/prctl.h
+PR_SET_THP_DISABLE = 41
+FILTER = 2  # linux/seccomp.h
 ALLOW, REFUSE = 0x7FFF0000, 0x00050000
 LOAD, EQUAL, AT_LEAST, HAS_BITS, RETURN = 0x20, 0x15, 0x35, 0x45, 0x06  # linux/bpf_common.h
-NUMBER, ARCHITECTURE, FIRST_ARGUMENT = 0, 4, 16  # offsets in struct seccomp_data
+NUMBER, ARCHITECTURE, ARGUMENTS = 0, 4, 16  # offsets in struct seccomp_data
 FOREIGN = 0x40000000  # from here on: x86-64's calls for 32-bit pointers
+MAP_SHARED, MAP_ANONYMOUS, MAP_HUGETLB = 1, 0x20, 0x40000  # linux/mman.h; MAP_SHARED_VALIDATE has the bit of MAP_SHARED
+F_SETPIPE_SZ = 1031  # linux/fcntl.h
+DATAGRAM = 2  # the bit that SOCK_DGRAM and SOCK_RAW have, SOCK_STREAM and SOCK_SEQPACKET not
 
 ARCHITECTURES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}  # linux/audit.h
-CLONE = {"x86_64": 56, "aarch64": 220}
 CLONE3 = 435
-REFUSED = {  # from asm/unistd.h
-    "socket": {"x86_64": 41, "aarch64": 198},
-    "shmget": {"x86_64": 29, "aarch64": 194},
-    "memfd_create": {"x86_64": 319, "aarch64": 279},
-    "memfd_secret": {"x86_64": 447, "aarch64": 447},
-    "unshare": {"x86_64": 272, "aarch64": 97},
-    "setns": {"x86_64": 308, "aarch64": 268},
-    "mount": {"x86_64": 165, "aarch64": 40},
-    "umount2": {"x86_64": 166, "aarch64": 39},
-    "pivot_root": {"x86_64": 155, "aarch64": 41},
-    "open_tree": {"x86_64": 428, "aarch64": 428},
-    "move_mount": {"x86_64": 429, "aarch64": 429},
-    "fsopen": {"x86_64": 430, "aarch64": 430},
-    "mount_setattr": {"x86_64": 442, "aarch64": 442},
-    "ptrace": {"x86_64": 101, "aarch64": 117},
-    "process_vm_writev": {"x86_64": 311, "aarch64": 271},
-    "bpf": {"x86_64": 321, "aarch64": 280},
-    "perf_event_open": {"x86_64": 298, "aarch64": 241},
-    "userfaultfd": {"x86_64": 323, "aarch64": 282},
-    "io_uring_setup": {"x86_64": 425, "aarch64": 425},
-    "add_key": {"x86_64": 248, "aarch64": 217},
-    "request_key": {"x86_64": 249, "aarch64": 218},
-    "keyctl": {"x86_64": 250, "aarch64": 219},
-    "open_by_handle_at": {"x86_64": 304, "aarch64": 265},
+
+Numbers = tuple[int | None, int | None]  # on x86_64 and aarch64 (asm/unistd.h), None where there is no such call
+REFUSED: Mapping[str, Numbers] = {
+    "socket": (41, 198),
+    "connect": (42, 203),
+    "bind": (49, 200),
+    "listen": (50, 201),
+    "shmget": (29, 194),
+    "msgget": (68, 186),
+    "semget": (64, 190),
+    "mq_open": (240, 180),
+    "memfd_create": (319, 279),
+    "memfd_secret": (447, 447),
+    "vmsplice": (278, 75),
+    "unshare": (272, 97),
+    "setns": (308, 268),
+    "mount": (165, 40),
+    "umount2": (166, 39),
+    "pivot_root": (155, 41),
+    "open_tree": (428, 428),
+    "move_mount": (429, 429),
+    "fsopen": (430, 430),
+    "mount_setattr": (442, 442),
+    "ptrace": (101, 117),
+    "process_vm_readv": (310, 270),
+    "process_vm_writev": (311, 271),
+    "process_madvise": (440, 440),
+    "process_mrelease": (448, 448),
+    "pidfd_getfd": (438, 438),
+    "kcmp": (312, 272),
+    "migrate_pages": (256, 238),
+    "move_pages": (279, 239),
+    "bpf": (321, 280),
+    "perf_event_open": (298, 241),
+    "userfaultfd": (323, 282),
+    "io_uring_setup": (425, 425),
+    "io_uring_enter": (426, 426),
+    "io_uring_register": (427, 427),
+    "add_key": (248, 217),
+    "request_key": (249, 218),
+    "keyctl": (250, 219),
+    "open_by_handle_at": (304, 265),
+    "fanotify_init": (300, 262),
+}
+UNCOUNTED: Mapping[str, Numbers] = {  # each makes the kernel hold memory that /proc shows of no process
+    "sendmsg": (46, 211),  # descriptors in flight
+    "sendmmsg": (307, 269),
+    "setsockopt": (54, 208),  # larger buffers
+    "splice": (275, 76),
+    "tee": (276, 77),
+    "inotify_init": (253, None),
+    "inotify_init1": (294, 26),
 }
 
 
-def refuse_calls() -> bool:
-    """For this process and all that it starts, for good; whether this machine can. After it no program gains rights by being
-    executed."""
+class Test(NamedTuple):
+    """Of one word of an argument. argument: its place. operation: EQUAL or HAS_BITS. holds: False for the contrary."""
+
+    argument: int
+    operation: int
+    value: int
+    holds: bool = True
+    high: bool = False
+
+
+class Rule(NamedTuple):
+    """Refuses a call where all tests hold."""
+
+    numbers: Numbers
+    tests: Sequence[Test]
+
+
+def _for_others(numbers: Numbers, index: int = 0) -> Rule:
+    """The call for another process than the one that makes it, which is 0."""
+    return Rule(numbers, [Test(index, EQUAL, 0, holds=False)])
+
+
+PARTLY_REFUSED: Sequence[Rule] = (
+    Rule((56, 220), [Test(0, HAS_BITS, NEW_NAMESPACE)]),  # clone
+    Rule((53, 199), [Test(0, EQUAL, socket.AF_UNIX, holds=False)]),  # socketpair
+    Rule((53, 199), [Test(1, HAS_BITS, DATAGRAM)]),
+    Rule((44, 206), [Test(4, EQUAL, 0, holds=False)]),  # sendto an address
+    Rule((44, 206), [Test(4, EQUAL, 0, holds=False, high=True)]),
+    _for_others((302, 261)),  # prlimit64
+    _for_others((203, 122)),  # sched_setaffinity
+    _for_others((142, 118)),  # sched_setparam
+    _for_others((144, 119)),  # sched_setscheduler
+    _for_others((314, 274)),  # sched_setattr
+    _for_others((141, 140)),  # setpriority, whose first argument is 0 for a process
+    _for_others((141, 140), 1),
+    Rule((251, 30), [Test(0, EQUAL, 1, holds=False)]),  # ioprio_set, whose first argument is 1 for a process
+    _for_others((251, 30), 1),
+    Rule((157, 167), [Test(0, EQUAL, PR_SET_DUMPABLE)]),  # prctl: /proc would hide what the process holds
+    Rule((157, 167), [Test(0, EQUAL, PR_SET_THP_DISABLE)]),
+    Rule((9, 222), [Test(3, HAS_BITS, MAP_HUGETLB)]),  # mmap
+)
+PARTLY_UNCOUNTED: Sequence[Rule] = (
+    # Its pages stay when they are unmapped in part, or given back with MADV_DONTNEED, and /proc shows them of no process.
+    Rule((9, 222), [Test(3, HAS_BITS, MAP_SHARED), Test(3, HAS_BITS, MAP_ANONYMOUS)]),
+    Rule((72, 25), [Test(1, EQUAL, F_SETPIPE_SZ)]),  # fcntl
+)
+
+
+def refuse_calls(kernel_counts: bool) -> bool:
+    """For this process and all that it starts, for good; whether the filter is in force. After it no program gains rights by
+    being executed. kernel_counts: a control group limits memory, so that calls which hide it may stay."""
     machine = platform.machine()
     LIBC.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
     if machine not in ARCHITECTURES:
         return False
-    code = instructions(machine)
+    code = instructions(machine, kernel_counts)
     held = ctypes.create_string_buffer(code, len(code))
     program = struct.pack("@HP", len(code) // 8, ctypes.addressof(held))  # struct sock_fprog
-    return bool(LIBC.prctl(PR_SET_SECCOMP, FILTER, program, 0, 0) == 0)
+    return LIBC.prctl(PR_SET_SECCOMP, FILTER, program, 0, 0) == 0 and _in_force()
 
 
-def instructions(machine: str) -> bytes:
+def _in_force() -> bool:
+    """By the kernel's own word and by a refused call: a filter around this one, as a container's, may have dropped it."""
+    if LIBC.prctl(PR_GET_SECCOMP, 0, 0, 0, 0) != FILTER or LIBC.prctl(PR_GET_NO_NEW_PRIVS, 0, 0, 0, 0) != 1:
+        return False
+    opened = LIBC.socket(socket.AF_UNIX, socket.SOCK_STREAM, 0)
+    if opened >= 0:
+        os.close(opened)
+    return opened < 0 and ctypes.get_errno() == errno.EPERM
+
+
+def instructions(machine: str, kernel_counts: bool) -> bytes:
     """The filter as BPF: 8 bytes an instruction."""
+    which = list(ARCHITECTURES).index(machine)
     code = [
         _step(LOAD, ARCHITECTURE),
         _step(EQUAL, ARCHITECTURES[machine], 1, 0),
@@ -77,16 +174,26 @@ def instructions(machine: str) -> bytes:
         _step(EQUAL, CLONE3, 0, 1),
         _refuse(errno.ENOSYS),
     ]
-    for numbers in REFUSED.values():
-        code += [_step(EQUAL, numbers[machine], 0, 1), _refuse(errno.EPERM)]
-    code += [
-        _step(EQUAL, CLONE[machine], 0, 3),
-        _step(LOAD, FIRST_ARGUMENT),
-        _step(HAS_BITS, NEW_NAMESPACE, 0, 1),
-        _refuse(errno.EPERM),
-        _step(RETURN, ALLOW),
-    ]
-    return b"".join(code)
+    rules = [*(Rule(numbers, ()) for numbers in REFUSED.values()), *PARTLY_REFUSED]
+    if not kernel_counts:
+        rules += [*(Rule(numbers, ()) for numbers in UNCOUNTED.values()), *PARTLY_UNCOUNTED]
+    for numbers, tests in rules:
+        if (number := numbers[which]) is not None:
+            code += _rule(number, tests)
+    return b"".join([*code, _step(RETURN, ALLOW)])
+
+
+def _rule(number: int, tests: Sequence[Test]) -> list[bytes]:
+    """The number is loaded before and after it."""
+    if not tests:
+        return [_step(EQUAL, number, 0, 1), _refuse(errno.EPERM)]
+    body = []
+    for place, test in enumerate(tests):
+        otherwise = 2 * (len(tests) - place - 1) + 1  # behind the refusal
+        body.append(_step(LOAD, ARGUMENTS + 8 * test.argument + 4 * test.high))
+        body.append(_step(test.operation, test.value, *((0, otherwise) if test.holds else (otherwise, 0))))
+    body += [_refuse(errno.EPERM), _step(LOAD, NUMBER)]
+    return [_step(EQUAL, number, 0, len(body)), *body]
 
 
 def _step(operation: int, value: int, if_true: int = 0, if_false: int = 0) -> bytes:

@@ -28,7 +28,8 @@ PIVOT_ROOT = {"x86_64": 155, "aarch64": 41}
 CAPABILITIES_VERSION = 0x20080522  # _LINUX_CAPABILITY_VERSION_3
 
 SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32", "/etc/ld.so.cache")
-DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom")
+DEVICES = ("/dev/null", "/dev/full", "/dev/random", "/dev/urandom")
+ZERO = "/dev/zero"  # which gives memory that is shared, and that /proc shows of no process when nothing maps it
 
 
 def readable(packages: Sequence[str]) -> list[str]:
@@ -41,8 +42,9 @@ def readable(packages: Sequence[str]) -> list[str]:
     return found
 
 
-def prepare(base: str, own_users: bool, shown: Sequence[str]) -> None:
-    """Moves this process to namespaces of its own, without a network, and mounts below `base` what programs may read: `shown`.
+def prepare(base: str, own_users: bool, shown: Sequence[str], devices: Sequence[str]) -> None:
+    """Moves this process to namespaces of its own, without a network, and mounts below `base` what programs may read: `shown`,
+    and `devices`, which can be written to but not changed.
 
     own_users: by a namespace of users, which needs no right; else as the administrator. Raises OSError where that may not be.
     """
@@ -60,9 +62,9 @@ def prepare(base: str, own_users: bool, shown: Sequence[str]) -> None:
             place.symlink_to(os.readlink(path))  # noqa: PTH115 (as it is written)
         else:
             _show(path, place, MS_RDONLY | MS_NOSUID | MS_NODEV)
-    for path in DEVICES:
+    for path in devices:
         Path(base, "dev").mkdir(exist_ok=True)
-        _show(path, Path(base + path), MS_NOSUID)
+        _show(path, Path(base + path), MS_RDONLY | MS_NOSUID)  # else who owns it could change its mode for the whole machine
     Path(base + FOLDER).mkdir(parents=True, exist_ok=True)
     for link in (Path(base, "tmp"), Path(base, "dev/shm")):
         if not link.exists():  # as it does where the interpreter is in it
@@ -87,6 +89,16 @@ def enter(base: str, user: int | None, megabytes: float, files: int) -> None:
     else:
         become(user)
     drop_capabilities()
+
+
+def used(first: int) -> int:
+    """Bytes of the files of a program, which are in memory. first: of its processes."""
+    root = Path(f"/proc/{first}/root")
+    with suppress(OSError):  # it has not entered yet, or has ended
+        if Path(f"{root}{FOLDER}").stat().st_dev != root.stat().st_dev:
+            held = os.statvfs(f"{root}{FOLDER}")
+            return (held.f_blocks - held.f_bfree) * held.f_frsize
+    return 0
 
 
 def leave_processes() -> None:

@@ -2,6 +2,7 @@
 
 import ctypes
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -138,3 +139,34 @@ def loaded(task, text):
 @gin.configurable(module="reward_functions")
 def bound_by_gin(task, text, scale=1.0):
     return scale
+
+
+def shares(task, text):
+    """Memory that no process of its own holds, in pieces that are given back at once."""
+    import mmap
+
+    kept = [mmap.mmap(-1, 10_000_000) for _ in range(task.answer // 10_000_000)]
+    for piece in kept:
+        piece.write(bytes(10_000_000))
+    time.sleep(float(text or 0))
+    return len(kept)
+
+
+def divides(task, text):
+    """As much in each of several processes as one of them may have."""
+    for _ in range(4):
+        if os.fork() == 0:
+            kept = b"1" * task.answer
+            time.sleep(1000)
+            os._exit(len(kept))
+    time.sleep(1000)
+
+
+def stops_its_guard(task, text):
+    """text: in a child too, again and again."""
+    guard = os.getppid()
+    os.kill(guard, signal.SIGSTOP)
+    if text and os.fork() == 0:
+        while True:
+            os.kill(guard, signal.SIGSTOP)
+    return 1.0

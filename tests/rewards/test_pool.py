@@ -15,6 +15,7 @@ import gin
 import psutil
 import pytest
 
+from areal_x import guard
 from areal_x.errors import ConfigError, UserError
 from areal_x.rewards.pool import Limits, RewardPool
 from areal_x.types import Failed, Scored, Task, TimedOut
@@ -35,9 +36,9 @@ def processes_of(pool):
     """Every process that the pool is responsible for now."""
     guards = [worker.guard for worker in pool._all] + list(pool._ending)
     found = []
-    for guard in guards:
-        if not gone(guard.pid):
-            parent = psutil.Process(guard.pid)
+    for one in guards:
+        if not gone(one.pid):
+            parent = psutil.Process(one.pid)
             found += [parent.pid, *(child.pid for child in parent.children(recursive=True))]
     return found
 
@@ -183,6 +184,25 @@ def test_what_a_reward_uses_beyond_its_limits_is_a_failure(reward, asked, limits
     assert isinstance(outcome, Failed)
     assert words in outcome.error
     assert isinstance(score(reward, str(tmp_path / "file"), task), Scored)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs Linux")
+@pytest.mark.parametrize("groups", [True, False])
+@pytest.mark.parametrize(("reward", "asked"), [(rewards.shares, 600_000_000), (rewards.divides, 110_000_000)])
+def test_memory_that_is_shared_and_that_of_several_processes_counts_together(reward, asked, groups):
+    settings = {"limits": Limits(memory_gb=0.3), "timeout_seconds": 60, "groups": groups}
+    outcome = score(reward, "1000", Task("t", "p", asked), **settings)
+    assert outcome == Failed(
+        "the reward's process ended: its processes used more than 0.3 GB of memory (reward_limits.memory_gb)"
+    )
+    assert score(rewards.shares, "", Task("t", "p", 100_000_000), **settings) == Scored(10.0)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs Linux")
+@pytest.mark.parametrize("again", ["", "again"])
+def test_a_guard_that_a_reward_stops_does_not_keep_the_pool_open(again, monkeypatch):
+    monkeypatch.setattr(guard, "END_SECONDS", 1.0)
+    assert score(rewards.stops_its_guard, again) == Scored(1.0)  # and no process stays
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="needs Linux")
