@@ -82,7 +82,7 @@ async def measure(directory: Path, given: argparse.Namespace) -> dict[str, Door]
     from areal_x.rollout.vllm.config import VLLMConfig
     from areal_x.rollout.vllm.engine import VLLMEngine
 
-    tokenizer = AutoTokenizer.from_pretrained(directory / "model")
+    tokenizer = AutoTokenizer.from_pretrained(directory / "model", trust_remote_code=False)
     # Without the end token that setup adds: this model has none, and vLLM refuses what is not in its vocabulary.
     workflow = replace(Online().setup(tokenizer), sampling=SamplingParams(max_tokens=LONGEST))
     engine = VLLMEngine(VLLMConfig(threads=1, context=256), directory / "model", directory / "logs")

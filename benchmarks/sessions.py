@@ -55,7 +55,7 @@ async def serve(directory: Path, count: int) -> None:
 
     from areal_x.rollout.online import Online, write_address
 
-    workflow = Online().setup(AutoTokenizer.from_pretrained(directory / "model"))
+    workflow = Online().setup(AutoTokenizer.from_pretrained(directory / "model", trust_remote_code=False))
     engine, watching = Slow(), []
 
     async def watch(session: Any) -> dict[str, Any]:

@@ -41,6 +41,8 @@ def risky(source: str) -> Iterator[str]:
                     yield "shell"
                 if given.get("allow_pickle", "False") != "False":
                     yield "allow_pickle"
+                if name.endswith((".from_pretrained", ".from_config")) and given.get("trust_remote_code") != "False":
+                    yield "trust_remote_code"  # else a model may run its own Python files
                 if name == "torch.load" and given.get("weights_only") != "True":
                     yield "torch.load"
 
@@ -68,6 +70,8 @@ def test_no_code_of_the_project_unpickles_evaluates_or_listens_everywhere(folder
         ("np.load(x, allow_pickle=True)", "allow_pickle"),
         ("torch.load(x)", "torch.load"),
         ("serve(host='0.0.0.0')", "0.0.0.0"),
+        ("AutoConfig.from_pretrained(x)", "trust_remote_code"),
+        ("kind.from_config(x, trust_remote_code=True)", "trust_remote_code"),
     ],
 )
 def test_the_scan_sees_what_it_looks_for(source, found):

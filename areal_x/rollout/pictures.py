@@ -11,7 +11,6 @@ is what Hugging Face's processors do.
 from __future__ import annotations
 
 import base64
-import binascii
 import io
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -76,7 +75,12 @@ class Reader:
 
     def read(self, urls: Urls) -> Images:
         """Raises Unreadable."""
-        read = self.process(images=[_opened(url) for url in urls], return_tensors="np")
+        opened = [_opened(url) for url in urls]
+        try:
+            read = self.process(images=opened, return_tensors="np")
+        except (ValueError, ZeroDivisionError) as error:  # of a shape that the model does not see, as one of 1×300 pixels
+            sizes = ", ".join(f"{picture.width}×{picture.height}" for picture in opened)
+            raise Unreadable(f"the model's processor refuses an image (of {sizes} pixels): {error}") from error
         grids = np.asarray(read["image_grid_thw"], np.int32)
         check_grids(grids.tolist(), self.merge)
         return Images(np.asarray(read["pixel_values"], np.float32), grids)
@@ -123,7 +127,7 @@ def reader_of(directory: str) -> Reader:
         from transformers import AutoImageProcessor
 
         # Pillow everywhere: torchvision resizes otherwise, and what a model sees should not depend on what is installed.
-        process = AutoImageProcessor.from_pretrained(directory, backend="pil")
+        process = AutoImageProcessor.from_pretrained(directory, backend="pil", trust_remote_code=False)
     except (OSError, ValueError, ImportError) as error:
         reason = str(error).strip().split("\n")[0][:200]
         wanted = "copy preprocessor_config.json there, and pip install pillow"
@@ -154,5 +158,7 @@ def _opened(url: str) -> Any:
         if picture.width * picture.height > MOST_PIXELS:
             raise Unreadable(f"an image of {picture.width}×{picture.height} has over {MOST_PIXELS} pixels: make it smaller")
         return picture.convert("RGB")
-    except (binascii.Error, OSError, SyntaxError, Image.DecompressionBombError) as error:
+    except Unreadable:
+        raise
+    except Exception as error:  # what a decoder raises of damaged bytes is of any kind: struct.error, ValueError, zlib.error
         raise Unreadable(f"an image cannot be read as {', '.join(FORMATS)}: {error}") from error

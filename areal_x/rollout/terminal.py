@@ -62,16 +62,23 @@ class Folder:
     async def run(self, command: str) -> Ran:
         """What a command does stays. One that takes too much memory, files or processes leaves all as it was before."""
         async with self._turn:
-            ran, self._archive = await self._run(command)
+            ran, self._archive = await self._run(command, test=False)
             return ran
 
     async def look(self, command: str) -> Ran:
-        """What a command would do: nothing of it stays, so any number may look at once."""
-        return (await self._run(command))[0]
+        """What a command would do: nothing of it stays, so any number may look at once. It reads no settings from the folder,
+        and no module there in the place of Python's own."""
+        return (await self._run(command, test=True))[0]
 
-    async def _run(self, command: str) -> tuple[Ran, str]:
+    async def _run(self, command: str, test: bool) -> tuple[Ran, str]:
         limits, held = self._limits, self._archive
-        asked = {"archive": held, "command": command, "seconds": limits.seconds, "characters": limits.output_characters}
+        asked = {
+            "archive": held,
+            "command": command,
+            "seconds": limits.seconds,
+            "characters": limits.output_characters,
+            "test": test,
+        }
         result = await self._sandbox.run(PROGRAM, json.dumps(asked))
         if result.status != "ok" or result.truncated:
             why = "the folder would grow beyond its limit" if result.error is None else result.error.splitlines()[-1]
@@ -142,8 +149,9 @@ class Terminal(ToolUse):
     """Works in a folder with the tool `shell`, until a reply calls nothing; then hidden tests look at the files.
 
     A task's metadata holds "files", from name to text, and "tests", shell commands that run in the folder afterwards, each on
-    its own copy of it. Its answer is a list of what each of them should print, which never comes near the sandbox: a model
-    that writes to the folder what a test would like has to know it.
+    its own copy of it. A module of the folder cannot take the place of one of Python's own there; a test that should not run
+    what the model wrote at all says `python3 -I`. Its answer is a list of what each of them should print, which never comes
+    near the sandbox: a model that writes to the folder what a test would like has to know it.
 
     reward: a function (task, text) -> number, or -> (number, {name: number}), text being a JSON list of what the tests
     printed; by default the share of them that printed what they should.

@@ -1,8 +1,9 @@
 """A program for the sandbox, sent there as its text: one command of a shell, in a folder that comes and goes as an archive.
 
-Read from standard input, as JSON: archive (of the folder, a tar.gz in base64), command, seconds, characters. Printed, as JSON:
-archive (of the folder as it is now), output (of the command, of more than `characters` the first and the last half), code (its
-exit status, None where its time was over; a signal is negative).
+Read from standard input, as JSON: archive (of the folder, a tar.gz in base64), command, seconds, characters, test (whether the
+command judges what is in the folder, and so should not be changed by it). Printed, as JSON: archive (of the folder as it is
+now), output (of the command, of more than `characters` the first and the last half), code (its exit status, None where its time
+was over; a signal is negative).
 """
 
 from __future__ import annotations
@@ -20,13 +21,18 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-FOLDER, OUTPUT = Path("folder"), Path("output")  # beside this program, in the home that the sandbox gives it
+FOLDER, OUTPUT, HOME = (
+    Path("folder"),
+    Path("output"),
+    Path("home"),
+)  # beside this program, in the home that the sandbox gives it
+LAST = "import sys\nsys.path.remove({!r})\nsys.path.append({!r})\n"
 
 
 def main() -> None:
     asked = json.load(sys.stdin)
     unpack(asked["archive"])
-    code = run(asked["command"], asked["seconds"])
+    code = run(asked["command"], asked["seconds"], asked["test"])
     output = shown(asked["characters"])
     json.dump({"archive": pack(), "output": output, "code": code}, sys.stdout)
 
@@ -39,9 +45,11 @@ def unpack(archive: str) -> None:
         tar.extractall(FOLDER, **filtering)
 
 
-def run(command: str, seconds: float) -> int | None:
+def run(command: str, seconds: float, test: bool) -> int | None:
     """Its exit status. A file takes what it prints, so that the sandbox's limit on files is one on this too."""
     environment: dict[str, Any] = {**os.environ, "HOME": str(FOLDER.resolve()), "PYTHONDONTWRITEBYTECODE": "1"}
+    if test:
+        environment |= apart()
     environment["PATH"] = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     words = [shutil.which("bash") or "sh", "-c", command]
     with OUTPUT.open("wb") as output:
@@ -62,6 +70,15 @@ def run(command: str, seconds: float) -> int | None:
         with suppress(ProcessLookupError):  # what it left in the background would still write
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
+
+
+def apart() -> dict[str, str]:
+    """Variables with which a command reads no settings from the folder, and Python takes a module there only where there is no
+    other of that name."""
+    HOME.mkdir()
+    home, folder = str(HOME.resolve()), str(FOLDER.resolve())
+    (HOME / "sitecustomize.py").write_text(LAST.format(home, folder))
+    return {"HOME": home, "PYTHONPATH": home, "PYTHONSAFEPATH": "1", "PYTHONNOUSERSITE": "1"}
 
 
 def shown(characters: int) -> str:

@@ -24,8 +24,8 @@ import transformers  # noqa: E402
 def main(directory: str, requests_file: str) -> None:
     cases = json.loads(Path(requests_file).read_text())
     transformers.utils.logging.set_verbosity_error()
-    tokenizer = transformers.AutoTokenizer.from_pretrained(directory, padding_side="left")
-    model = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
+    tokenizer = transformers.AutoTokenizer.from_pretrained(directory, padding_side="left", trust_remote_code=False)
+    model = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, trust_remote_code=False).eval()
     sampling = {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0, "pad_token_id": tokenizer.pad_token_id}
     channel.send(versions={"transformers": transformers.__version__, "torch": torch.__version__})
     for command in channel.commands():

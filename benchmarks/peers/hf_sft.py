@@ -19,7 +19,7 @@ import transformers  # noqa: E402
 
 def main(directory: str, sequences: str) -> None:
     transformers.utils.logging.set_verbosity_error()
-    model = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).train()
+    model = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, trust_remote_code=False).train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, betas=(0.9, 0.98), weight_decay=0.0, fused=True)
     batch = [torch.tensor([tokens]) for tokens in json.loads(Path(sequences).read_text())]
     count = sum(tokens.shape[1] - 1 for tokens in batch)

@@ -71,7 +71,7 @@ def main(directory: str, prompts: str) -> None:
             args=config,
             reward_funcs=digits,
             train_dataset=Dataset.from_list([{"prompt": text} for text in json.loads(Path(prompts).read_text())]),
-            processing_class=transformers.AutoTokenizer.from_pretrained(directory),
+            processing_class=transformers.AutoTokenizer.from_pretrained(directory, trust_remote_code=False),
             callbacks=[OnCommand()],
         )
         trainer.train()

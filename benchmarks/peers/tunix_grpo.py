@@ -50,7 +50,7 @@ def main(directory: str, prompts_file: str) -> None:
         actor = load(directory, mesh)
     cluster = rl_cluster.RLCluster(
         actor=actor,
-        tokenizer=transformers.AutoTokenizer.from_pretrained(directory),
+        tokenizer=transformers.AutoTokenizer.from_pretrained(directory, trust_remote_code=False),
         cluster_config=rl_cluster.ClusterConfig(
             role_to_mesh=dict.fromkeys((rl_cluster.Role.ACTOR, rl_cluster.Role.REFERENCE, rl_cluster.Role.ROLLOUT), mesh),
             training_config=rl_cluster.RLTrainingConfig(

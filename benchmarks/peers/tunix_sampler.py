@@ -28,7 +28,7 @@ def main(directory: str, requests_file: str) -> None:
     mesh = jax.make_mesh((1, 1), ("fsdp", "tp"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
     with mesh:
         model = load(directory, mesh)
-    tokenizer = transformers.AutoTokenizer.from_pretrained(directory)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(directory, trust_remote_code=False)
     shape = model.config
     samplers: dict[int, Sampler] = {}  # by cache length: a sampler compiles for one
 

@@ -101,7 +101,7 @@ def write_model(directory: Path, seed: int) -> None:
     ids: dict[str, Any] = {name: int(encode(PIECES, piece)[0]) for name, piece in names.items()}
     config = AutoConfig.for_model("qwen2_5_vl", text_config=TEXT, vision_config=TOWER, tie_word_embeddings=False, **ids)
     torch.manual_seed(seed)
-    model = AutoModelForImageTextToText.from_config(config, dtype=torch.float32)
+    model = AutoModelForImageTextToText.from_config(config, dtype=torch.float32, trust_remote_code=False)
     for name, parameter in model.named_parameters():
         if parameter.ndim > 1:
             torch.nn.init.normal_(parameter, std=spread(name, tuple(parameter.shape)))

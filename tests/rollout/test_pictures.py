@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import io
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -13,10 +14,12 @@ import pytest
 pytest.importorskip("torch")
 Image = pytest.importorskip("PIL.Image")
 
+from PIL.PngImagePlugin import PngInfo  # noqa: E402
+
 from areal_x.data.tokenizer import load_tokenizer  # noqa: E402
 from areal_x.errors import UserError  # noqa: E402
 from areal_x.rollout import pictures  # noqa: E402
-from areal_x.rollout.pictures import images_of, reader_of, urls_of  # noqa: E402
+from areal_x.rollout.pictures import Unreadable, images_of, reader_of, urls_of  # noqa: E402
 from areal_x.rollout.workflows import SingleTurn, encode  # noqa: E402
 from areal_x.types import Episode, Task  # noqa: E402
 from examples.vision.task import as_url  # noqa: E402
@@ -112,6 +115,31 @@ def test_a_picture_that_is_fetched_or_large_or_none_is_refused(seeing: Path, mon
         monkeypatch.setattr(pictures, "MOST_BYTES", 2**20)
     with pytest.raises(UserError, match=reason):
         reader_of(str(seeing)).read(urls_of(shows(url)))
+
+
+@pytest.mark.parametrize("size", [(1, 300), (300, 1), (2, 4000)])
+def test_a_picture_of_a_shape_that_the_processor_refuses_is_refused(seeing: Path, size: tuple[int, int]) -> None:
+    with pytest.raises(Unreadable, match=rf"refuses an image \(of {size[1]}×{size[0]} pixels\)"):
+        images_of(load_tokenizer(seeing), shows(as_url(noise(*size))))
+
+
+def test_whatever_is_in_a_picture_it_is_read_or_refused(seeing: Path) -> None:
+    rng, reader = np.random.default_rng(0), reader_of(str(seeing))
+    for kind in ("PNG", "JPEG", "WEBP"):
+        file = io.BytesIO()
+        Image.fromarray(noise(24, 24)).save(file, kind)
+        for _ in range(100):
+            data = bytearray(file.getvalue())
+            for place in rng.integers(0, len(data), 3):
+                data[place] = rng.integers(256)
+            with suppress(Unreadable):
+                reader.read((f"data:image/x;base64,{base64.b64encode(data[: rng.integers(1, len(data) + 1)]).decode()}",))
+    bomb = io.BytesIO()
+    texts = PngInfo()
+    texts.add_text("x", "x" * (2 << 20), zip=True)
+    Image.fromarray(noise(24, 24)).save(bomb, "PNG", pnginfo=texts)
+    with pytest.raises(Unreadable, match="Decompressed data too large"):
+        reader.read((f"data:image/png;base64,{base64.b64encode(bomb.getvalue()).decode()}",))
 
 
 def test_a_part_without_a_url_and_a_text_with_an_image_token_are_refused(seeing: Path) -> None:

@@ -91,6 +91,39 @@ def test_commands_of_one_reply_run_one_after_the_other_and_looking_changes_nothi
     assert asyncio.run(main()) == "012345"
 
 
+def test_a_test_imports_no_module_of_the_model_in_the_place_of_pythons_own():
+    files = {
+        "json.py": "dumps = lambda x: 'forged'",
+        "helper.py": "import json\nsay = lambda: print(json.dumps([1]))",
+        "main.py": "import helper\nhelper.say()",
+        "sitecustomize.py": "print('forged')",
+        "usercustomize.py": "print('forged')",
+        ".gitconfig": "forged",
+    }
+    tests = [
+        "python3 -c 'import json; print(json.dumps([1]))'",
+        "python3 -c 'import helper; helper.say()'",
+        "python3 main.py",
+        "python3 -m main",
+        "python3 -I -c 'import json; print(json.dumps([1]))'",
+        "ls -A ~/.gitconfig 2>&1 | grep -c forged",
+    ]
+
+    async def go():
+        limits = SandboxLimits(seconds=60)
+        sandbox = sandbox_for(limits, 4.0, workers=2)
+        folder = Folder(sandbox, limits, files)
+        try:
+            ran = await asyncio.gather(*(folder.look(test) for test in tests))
+            return [one.output.strip() for one in ran], (await folder.run("python3 main.py")).output
+        finally:
+            await sandbox.close()
+
+    looked, worked = asyncio.run(go())
+    assert looked == ["[1]"] * 5 + ["0"]
+    assert worked == "forged\n"  # the model's own commands are as in any shell
+
+
 def test_the_reward_is_the_share_of_tests_that_print_what_they_should():
     task = Task("t", "", ["42", "a\nb", ""])
     assert share_of_tests(task, json.dumps(["42\n", "a  \nb\n\n", ""])) == 1.0

@@ -267,10 +267,31 @@ def test_as_many_processes_as_are_allowed_run(way):
     assert run(program, limits=SandboxLimits(processes=8), way=way).output == "all\n"
 
 
-def test_threads_are_counted_where_the_kernel_counts():
-    program = "import threading, time\nfor _ in range(50): threading.Thread(target=time.sleep, args=(1,), daemon=True).start()"
-    result = run(program, limits=SandboxLimits(processes=8))
-    assert result.error.endswith("RuntimeError: can't start new thread") or result.status == "ok"
+def test_threads_count_as_processes_do(way):
+    program = (
+        "import threading, time\n"
+        "for _ in range(50): threading.Thread(target=time.sleep, args=(1000,), daemon=True).start()\n"
+        "time.sleep(1000)"
+    )
+    result = run(program, limits=SandboxLimits(seconds=20, processes=8), way=way)
+    counted = result.error == "the program had more than 8 processes or threads"
+    assert counted or result.error.endswith("RuntimeError: can't start new thread")
+
+
+def test_files_that_are_deleted_and_still_held_count(way):
+    held = (
+        "import os, mmap, time\n"
+        "kept = []\n"
+        "for i in range(8):\n"
+        "    f = open('x', 'w+b')\n"
+        "    f.write(bytes(1_000_000))\n"
+        "    f.flush()\n"
+        "    os.unlink('x')\n"
+    )
+    by_descriptor = f"{held}    kept.append(f)\ntime.sleep(1000)"
+    by_mapping = f"{held}    kept.append(mmap.mmap(f.fileno(), 4096))\n    f.close()\ntime.sleep(1000)"
+    for result in run(by_descriptor, by_mapping, limits=SandboxLimits(seconds=20, file_mb=4), way=way):
+        assert "No space left" in result.error or result.error == "the program wrote more than 1000 files or 4 MB"
 
 
 def test_what_a_program_leaves_in_the_background_is_gone(way):
@@ -313,6 +334,20 @@ def test_endless_output_is_cut_in_the_middle_and_says_so(way):
 
 def test_a_long_error_is_cut_in_the_middle():
     result = run("raise ValueError('x' * 100_000 + 'end')", limits=SandboxLimits(output_characters=1000))
+    assert len(result.error) < 1100
+    assert result.error.endswith("end")
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        "import sys; sys.exit('x' * 500_000 + 'end')",
+        'import os; os.write(3, b\'{"status": "error", "error": "\' + b"x" * 50_000 + b\'end"}\'); os._exit(1)',
+    ],
+)
+def test_an_error_that_the_program_words_itself_is_cut_too(program):
+    result = run(program, limits=SandboxLimits(output_characters=1000))
+    assert result.status == "error"
     assert len(result.error) < 1100
     assert result.error.endswith("end")
 
@@ -527,6 +562,19 @@ def test_closing_ends_what_runs():
 
     result = asyncio.run(closed())
     assert (result.status, result.error) == ("killed", "the program's process was ended from outside")
+
+
+def test_closing_ends_a_guard_that_a_program_without_walls_has_stopped():
+    async def closed():
+        sandbox = Sandbox(workers=1, ways=())
+        await sandbox.start()
+        guard = sandbox._forker.guard.pid
+        result = await sandbox.run(f"import os, signal\nos.kill({guard}, signal.SIGSTOP)")
+        assert psutil.Process(guard).status() == psutil.STATUS_STOPPED
+        await sandbox.close()
+        return result.status, psutil.pid_exists(guard)
+
+    assert asyncio.run(closed()) == ("ok", False)
 
 
 @pytest.mark.parametrize("which", ["guard", "forker", "keeper"])

@@ -25,6 +25,8 @@ def check(config: TrainerConfig) -> Devices:
         lora.check_targets(directory, config.lora)
     sizes_of(config.mesh)
     check_model(directory, config.mesh, None, learns=not config.lora.rank)  # None: the memory is counted elsewhere
-    check_sharing(config.share_prompts, directory, AutoConfig.from_pretrained(directory, local_files_only=True))
+    check_sharing(
+        config.share_prompts, directory, AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
+    )
     attention.choose(config.model.attention, device, compute_dtype(config.precision, device))
     return Devices(device.type, 1 if device.type == "cpu" else torch.accelerator.device_count(), memory_of(device))

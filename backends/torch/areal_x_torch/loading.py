@@ -74,14 +74,17 @@ def build(directory: Path, head: str) -> PreTrainedModel:
     promised = {tensor: _Promised(shape) for tensor, shape in model_dir.shapes(directory).items()}
     with quiet():
         try:
-            described = AutoConfig.from_pretrained(directory, local_files_only=True, **changes)
+            described = AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False, **changes)
             with torch.device("meta"):
-                architecture = kind if issubclass(kind, PreTrainedModel) else type(kind.from_config(described))
+                architecture = (
+                    kind if issubclass(kind, PreTrainedModel) else type(kind.from_config(described, trust_remote_code=False))
+                )
             model, found = architecture.from_pretrained(
                 None,
                 config=described,
                 state_dict=promised,
                 dtype=torch.float32,
+                trust_remote_code=False,
                 ignore_mismatched_sizes=True,  # they are listed below, by name
                 output_loading_info=True,
             )
@@ -105,7 +108,7 @@ def build(directory: Path, head: str) -> PreTrainedModel:
 
 def scoring(directory: Path) -> type[PreTrainedModel]:
     """The class of a model that sees with a score in place of its head, which transformers has of models of text alone."""
-    config = AutoConfig.from_pretrained(directory, local_files_only=True)
+    config = AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
     writes: type[PreTrainedModel] = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING[type(config)]
 
     class Scores(writes):  # type: ignore[misc, valid-type]

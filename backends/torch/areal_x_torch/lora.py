@@ -80,8 +80,8 @@ def check_targets(directory: Path, config: LoRAConfig) -> None:
     """Raises: ConfigError for targets that the model of a directory has not, before any of it is read."""
     with quiet(), torch.device("meta"):
         try:
-            described = AutoConfig.from_pretrained(directory, local_files_only=True)
-            model = AutoModelForCausalLM.from_config(described)
+            described = AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
+            model = AutoModelForCausalLM.from_config(described, trust_remote_code=False)
         except (ValueError, KeyError):
             return  # loading it says what is wrong
     there = list(dict.fromkeys(name.rpartition(".")[2] for name in adaptable(model)))

@@ -91,7 +91,7 @@ def check_model(directory: Path, config: MeshConfig, memory: int | None, learns:
     than the memory of the devices, each of which has so many bytes. offload: see `make_mesh`.
     """
     if config.processes > 1:
-        described = AutoConfig.from_pretrained(directory, local_files_only=True)
+        described = AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
         check_context(described, config)
         experts = next((n for field in COUNTS if (n := getattr(described, field, None))), 0)
         if config.expert > 1 and (not experts or experts % config.expert):
