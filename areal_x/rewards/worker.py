@@ -70,6 +70,7 @@ def serve(ring: socket.socket, offline: bool) -> None:
     sys.path[:] = json.loads(receive(messages) or b"[]")
     from cloudpickle import loads  # what the ring sends its own child is trusted; what comes back is only JSON
 
+    import_module("areal_x.types")  # tasks are made of it, and no task's time should pay for that
     try:
         reward = resolve(*loads(receive(messages)))
     except BaseException as error:
