@@ -237,7 +237,7 @@ class Runner:
                 about = {"evaluation": index}
                 key = (self.seed, EVALUATION, index)
                 view = EpisodeEngine(self.engine, key, _nothing, _nothing, about=about, pace=self._pace)
-                episode = await run_episode(workflow, task, view, self.episode_seconds)
+                episode = await run_episode(workflow, task, view, self.episode_seconds, self.row_length, self.together)
             self._pace.ended()
             return episode
 

@@ -1,7 +1,7 @@
 """What an episode is: from a task to scored trajectories, calling the engine any number of times.
 
 A workflow of your own subclasses `Workflow` (or has the same methods) and needs only `run`. It raises what it likes: an episode
-that raises is a failed episode. Only EngineError and UserError end the run.
+that raises is a failed episode. Only EngineError and UserError end the run; a TaskError, which speaks of one task, does not.
 """
 
 from __future__ import annotations

@@ -439,6 +439,17 @@ def test_a_trajectory_that_fits_no_row_is_a_failed_episode():
     )
 
 
+def test_a_held_out_answer_that_fits_no_row_fails_alone():
+    async def long(task, engine):
+        tokens = np.ones(9 if task.id == "task 1" else 8, np.int32)
+        return [Trajectory.from_completion(tokens[:1], tokens[1:], tokens[1:] * 0.0, tokens[1:] * 0, reward=1.0)]
+
+    async def test(begin):
+        return await make(FakeEngine(), row_length=8).evaluate(TASKS[:3], Doing(long))
+
+    assert [type(episode.outcome) for episode in drive(test)] == [Scored, Failed, Scored]
+
+
 def test_what_a_workflow_keeps_is_part_of_the_state_and_given_back_before_any_episode():
     counts = {}
 
