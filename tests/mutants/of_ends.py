@@ -33,6 +33,10 @@ MUTANTS: list[Mutant] = [
             "or (first := first_of(errors)) is None",
         ),
         ("a trajectory longer than a row is let through", "    if longest > row_length:", "    if False:"),
+    ),
+    *planted(
+        R + "episode.py",
+        ("tests/test_background.py",),
         (
             "a workflow's sys.exit goes on to the event loop",
             "    except SystemExit as error:",
@@ -42,13 +46,17 @@ MUTANTS: list[Mutant] = [
     *planted(
         R + "patience.py",
         (f"{T}test_runner.py",),
-        ("filters may give groups back for ever", "        if self.filtered_in_a_row == bound and", "        if False and"),
+        (
+            "filters may give far more groups back than is said",
+            "self.filtered_in_a_row == bound and",
+            "self.filtered_in_a_row == 9 * bound and",
+        ),
         (
             "a kept group does not end the count",
             "self.failed_in_a_row = self.filtered_in_a_row = 0",
             "self.failed_in_a_row = 0",
         ),
-        ("groups may fail for ever", "        if self.failed_in_a_row >= ", "        if self.failed_in_a_row < 0 * "),
+        ("more groups may fail than is said", "self.failed_in_a_row >= self", "self.failed_in_a_row >= 7 * self"),
     ),
     *planted(
         "areal_x/algorithms/check.py",
