@@ -20,7 +20,7 @@ from typing import Any
 import gin
 from gin import config_parser
 
-from areal_x.errors import ConfigError, UserError, nearest
+from areal_x.errors import ConfigError, UserError, nearest, sentence
 
 # The modules of the core that register something with gin; the ring itself brings most of them. None imports a framework.
 CONFIGURABLES = (
@@ -131,11 +131,6 @@ def config_text() -> str:
         if header not in text.splitlines():
             text = f"{text.rstrip()}\n\n# Parameters for {section.rstrip()}\n"
     return text
-
-
-def sentence(error: BaseException) -> str:
-    """The message without the trail of configurables that gin appends to whatever passes through them."""
-    return str(error).split("\n  In call to configurable")[0]
 
 
 def is_reference(value: Any) -> bool:
@@ -287,8 +282,14 @@ def _import(statement: Any, place: str) -> None:
         missing = error.name or ""
         if statement.module != missing and not statement.module.startswith(missing + "."):
             raise UserError(f"{place}: {statement.module} needs the package {missing!r}, which is not installed") from error
-        parent, _, _ = missing.rpartition(".")
-        paths = importlib.import_module(parent).__path__ if parent else None
+        parent, _, last = missing.rpartition(".")
+        found = importlib.import_module(parent) if parent else None
+        if found is not None and not hasattr(found, "__path__"):
+            inside = f": write `import {parent}`, and @{last} where it is used" if hasattr(found, last) else ""
+            raise UserError(
+                f"{place}: {parent} is a module and no package, so {missing!r} cannot be imported{inside}"
+            ) from None
+        paths = None if found is None else found.__path__
         siblings = [m.name for m in pkgutil.iter_modules(paths, prefix=parent + "." if parent else "")]
         raise UserError(f"{place}: there is no module {missing!r} here or installed{nearest(missing, siblings)}") from None
     gin.parse_config(statement.format())  # so that the written config imports it too

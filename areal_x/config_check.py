@@ -157,7 +157,7 @@ def _fits(value: Any, hint: Any) -> bool:
     if origin in (Union, UnionType):
         return any(_fits(value, part) for part in parts)
     if is_reference(value):
-        return value.evaluate or not (hint in WORDS or is_dataclass(hint) or origin in (tuple, list, dict, Literal))
+        return value.evaluate or _takes_a_function(hint)
     if origin is Literal:
         return value in parts
     if hint in (None, NoneType):
@@ -175,6 +175,16 @@ def _fits(value: Any, hint: Any) -> bool:
     if (origin or hint) in (dict, Mapping):
         return isinstance(value, dict)
     return not (is_dataclass(hint) or (origin or hint) is Callable)
+
+
+def _takes_a_function(hint: Any) -> bool:
+    """Whether a function or class itself, and not what it returns, can be what the annotation says."""
+    kind = get_origin(hint) or hint
+    if kind in (Any, Callable, type, object):
+        return True
+    if kind is Literal:
+        return False
+    return not inspect.isclass(kind) or any("__call__" in vars(one) for one in kind.__mro__)
 
 
 def _describe(hint: Any) -> str:

@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+import sysconfig
+import traceback
 from collections.abc import Sequence
 from difflib import get_close_matches
+from pathlib import Path
 from typing import Any
 
 LONGEST = 100  # characters of a word that is compared with others: it may be a model's, and the time grows with their product
+
+
+# Found when this is imported: a process that is out of file descriptors still says where it failed.
+INSTALLED = tuple(Path(sysconfig.get_path(name)) for name in ("stdlib", "platstdlib", "purelib", "platlib"))
+TRACEBACK = 4000  # characters that are kept of one: the innermost frames and the message
 
 
 class UserError(Exception):
@@ -53,3 +61,37 @@ def nearest(word: str, choices: Sequence[str]) -> str:
     """The end of a sentence that names the closest valid choice, or nothing."""
     close = get_close_matches(str(word), choices, n=1) if len(str(word)) <= LONGEST else []
     return f"; did you mean {close[0]!r}?" if close else ""
+
+
+def sentence(error: BaseException) -> str:
+    """The message without the trail of configurables that gin appends to whatever passes through them."""
+    return str(error).split("\n  In call to configurable")[0]
+
+
+def place_of(error: BaseException) -> str:
+    """ "FILE:LINE in FUNCTION" of the innermost frame of a user's own code, "" where the error passed through none: frames of
+    this project, of its backends, of installed packages and of Python itself do not count."""
+    own = [frame for frame in traceback.extract_tb(error.__traceback__) if _is_users(frame.filename)]
+    if not own:
+        return ""
+    file = Path(own[-1].filename)
+    shown = file.relative_to(Path.cwd()) if file.is_relative_to(Path.cwd()) else file
+    return f"{shown}:{own[-1].lineno} in {own[-1].name}"
+
+
+def described(error: BaseException) -> str:
+    """One sentence about an error that a user's code raised: its type, its message, and where."""
+    text, place = " ".join(sentence(error).split()), place_of(error)
+    what = f"{type(error).__name__}: {text}" if text else type(error).__name__
+    return f"{what} ({place})" if place else what
+
+
+def traceback_of(error: BaseException, most: int = TRACEBACK) -> str:
+    """The end of the error's traceback, of so many characters at the most."""
+    return "".join(traceback.format_exception(error))[-most:]
+
+
+def _is_users(filename: str) -> bool:
+    file = Path(filename)
+    ours = {"site-packages", "dist-packages", "areal_x_jax", "areal_x_torch"} & set(file.parts)
+    return not (filename.startswith("<frozen") or ours or any(map(file.is_relative_to, (*INSTALLED, Path(__file__).parent))))

@@ -25,9 +25,9 @@ import gin
 
 from areal_x import checkpoint, run_dir
 from areal_x.cluster import ranks
-from areal_x.config import Config, config_text, load, sentence
+from areal_x.config import Config, config_text, load
 from areal_x.config_check import check_early, check_experiment
-from areal_x.errors import UserError
+from areal_x.errors import UserError, described, place_of, sentence, traceback_of
 
 FAILED, INTERRUPTED = 1, 130
 
@@ -64,9 +64,12 @@ def with_config(file: Path, bindings: Sequence[str], work: Callable[[Config], in
     except Exception as error:
         from areal_x.rollout.engine import EngineError
 
-        if not isinstance(error, EngineError):
-            raise
-        return fail(error)
+        if isinstance(error, EngineError):
+            return fail(error)
+        if not place_of(error):
+            raise  # ours: all of it is wanted
+        print(traceback_of(error), file=sys.stderr)
+        return fail(UserError(described(error)))
 
 
 def in_processes(config: Config, work: Callable[[], object]) -> None:

@@ -124,9 +124,13 @@ class Scored:
 
 @dataclass(frozen=True)
 class Failed:
-    """The episode raised: data to count and show, never a silent zero and never trained on."""
+    """The episode raised: data to count and show, never a silent zero and never trained on.
+
+    traceback: kept for the first few different errors of a run, "" for others.
+    """
 
     error: str
+    traceback: str = field(default="", compare=False)
 
 
 @dataclass(frozen=True)

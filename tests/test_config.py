@@ -66,7 +66,7 @@ class Picky:
 
 GOOD = """
 train.dataset = @slow_problems()
-train.workflow = @judge
+train.workflow = @single_turn()
 train.steps = 6
 optimizer:
     learning_rate = %rate
@@ -74,6 +74,7 @@ optimizer:
 rate = 1e-4
 train.algorithm = @grpo()
 grpo.clip_low = 0.1
+single_turn.reward = @judge
 """
 AFTER = GOOD.count("\n") + 1  # the line of what a test adds
 
@@ -152,6 +153,21 @@ def check(*bindings: str) -> None:
         (
             "import areal_x.trainr",
             "there is no module 'areal_x.trainr' here or installed; did you mean 'areal_x.trainer'?",
+        ),
+        (
+            "import areal_x.config.load",
+            "areal_x.config is a module and no package, so 'areal_x.config.load' cannot be imported: "
+            "write `import areal_x.config`, and @load where it is used",
+        ),
+        (
+            "train.dataset = @load_dataset",
+            "train.dataset = @load_dataset cannot work: it must be what load_dataset returns, not the function itself: "
+            "write @load_dataset()",
+        ),
+        (
+            "train.workflow = @single_turn",
+            "train.workflow = @single_turn cannot work: it must be what single_turn returns, not the function itself: "
+            "write @single_turn()",
         ),
         (
             "from __gin__ import dynamic_registration",

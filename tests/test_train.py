@@ -82,6 +82,26 @@ def test_the_command_itself_fails_with_one_line_and_status_1() -> None:
     assert done.stderr == "error: -b \"train.stepz = 3\": train has no parameter 'stepz'; did you mean 'steps'?\n"
 
 
+def test_an_exception_of_ones_own_code_ends_the_command_with_its_file_and_line(
+    ring: Ring, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path("mine.py").write_text("def broken():\n    return 1 / 0\n")
+    sys.path.insert(0, str(Path.cwd()))
+    try:
+        from mine import broken
+    finally:
+        sys.path.pop(0)
+        del sys.modules["mine"]
+    try:
+        broken()
+    except ZeroDivisionError as error:
+        ring.error, ring.stop_at = error, 1
+    assert train.main(["run.gin"]) == 1
+    told = capsys.readouterr().err
+    assert told.endswith("error: ZeroDivisionError: division by zero (mine.py:2 in broken)\n")
+    assert "return 1 / 0" in told  # the traceback stands above
+
+
 def test_importing_the_core_loads_no_framework() -> None:
     code = f"import sys, areal_x, areal_x.experiment, areal_x.train; print(sorted(set({HEAVY[:4]}) & set(sys.modules)))"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "[]"
@@ -200,8 +220,9 @@ def test_an_error_while_it_runs_is_one_sentence(
     assert capsys.readouterr().err == said
 
 
-def test_a_bug_keeps_its_traceback(ring: Ring) -> None:
-    ring.stop_at, ring.error = 1, ZeroDivisionError("a bug")
+def test_a_bug_of_ours_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(train, "place_of", lambda error: "")  # as of an error that passed through no user's code
+    monkeypatch.setattr(train, "run_named", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         train.main(["run.gin"])
 

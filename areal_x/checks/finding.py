@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from areal_x.config import Config, sentence
-from areal_x.errors import UserError
+from areal_x.config import Config
+from areal_x.errors import UserError, sentence
 from areal_x.rollout.engine import EngineError
 
 

@@ -38,8 +38,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from areal_x import background
-from areal_x.config import sentence
-from areal_x.errors import UserError
+from areal_x.errors import UserError, sentence
 
 SECONDS_TO_MEET = 300.0  # from the first process at the meeting place to the last
 SECONDS_TO_NOTICE = 8.0  # in a call that somebody else has left: longer than an error takes that all run into by themselves

@@ -9,7 +9,7 @@ from typing import Any
 
 import gin
 
-from areal_x.errors import UserError, nearest
+from areal_x.errors import UserError, described, nearest, place_of, sentence
 from areal_x.types import Task
 
 Record = Mapping[str, Any]
@@ -58,15 +58,36 @@ def _tasks(records: Iterator[tuple[str, Any]], split: str, to_task: ToTask) -> l
         if not isinstance(record, Mapping):
             raise UserError(f"{place} is not a JSON object but {type(record).__name__}: write one object a line")
         try:
-            tasks.append(to_task(record, f"{split}/{number}"))
-        except KeyError as error:
-            field = error.args[0]
-            if field in record:
-                raise
-            raise UserError(
-                f"{place} has no field {field!r}: it has {', '.join(map(repr, record)) or 'none'}{nearest(field, list(record))}"
-            ) from None
+            task = to_task(record, f"{split}/{number}")
+        except UserError:
+            raise
+        except Exception as error:
+            raise UserError(_refusal(error, place, record, to_task)) from error
+        tasks.append(_checked(task, place, to_task))
     return tasks
+
+
+def _refusal(error: Exception, place: str, record: Record, to_task: ToTask) -> str:
+    """What `to_task` could not do with the record of this place."""
+    lacking = sentence(error)  # not its args: gin hands on a copy without them
+    field = lacking[1:-1] if isinstance(error, KeyError) and lacking[:1] in ("'", '"') else None
+    if field is not None and field not in record:
+        there = ", ".join(map(repr, record)) or "none"
+        asked = f", which {where} asks for" if (where := place_of(error)) else ""
+        return f"{place} has no field {field!r}{asked}: it has {there}{nearest(field, list(record))}"
+    name = getattr(to_task, "__name__", repr(to_task))
+    return f"load_dataset.to_task = {name}, called as {name}(record, id) with {place}, raised {described(error)}"
+
+
+def _checked(task: Any, place: str, to_task: ToTask) -> Task:
+    name = getattr(to_task, "__name__", repr(to_task))
+    if not isinstance(task, Task):
+        made = f"load_dataset.to_task = {name} made {type(task).__name__} of {place}"
+        raise UserError(f"{made}: it must return areal_x.types.Task(id, prompt, answer)")
+    if not isinstance(task.prompt, (str, Sequence)) or not all(isinstance(m, (str, Mapping)) for m in task.prompt):
+        made = f"load_dataset.to_task = {name} made a task of {place} whose prompt is {type(task.prompt).__name__}"
+        raise UserError(f"{made}: it must be a text, or a list of messages such as {{'role': 'user', 'content': 'text'}}")
+    return task
 
 
 def _lines(file: Path) -> Iterator[tuple[str, Any]]:

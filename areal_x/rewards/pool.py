@@ -133,7 +133,9 @@ class RewardPool:
                     self._idle.append(worker)
             if answer is None:
                 return Failed(f"the reward's process ended: {await self._last_word(worker)}")
-            return Failed(answer["error"]) if "error" in answer else Scored(answer["reward"], answer["details"])
+            if "error" in answer:
+                return Failed(answer["error"], answer["traceback"])
+            return Scored(answer["reward"], answer["details"])
 
     async def close(self) -> None:
         """Ends every worker; returns when the processes are gone. Safe to call twice."""

@@ -21,6 +21,7 @@ from importlib import import_module
 from typing import Any, BinaryIO
 
 from areal_x import footprint, guard, memory_group
+from areal_x.errors import place_of, traceback_of
 
 FRAME_BYTES = 8  # of the length before each message to the worker
 SPARE_BYTES = 50e6  # so that a single process meets the kernel's limit on it first, and can read what happened
@@ -81,7 +82,7 @@ def serve(ring: socket.socket, offline: bool) -> None:
             task, text = loads(message)
             value, details = judged(reward(task, text))
         except BaseException as error:  # SystemExit too: a reward that calls exit() has failed
-            answer(error=one_line(error))
+            answer(error=one_line(error), traceback=traceback_of(error))
         else:
             answer(reward=value, details=details)
     return None
@@ -119,7 +120,10 @@ def number(what: str, value: Any) -> float:
 
 
 def one_line(error: BaseException) -> str:
-    return short(f"{type(error).__name__}: {error}" if str(error) else type(error).__name__)
+    """Its type and message, shortened, and the line of the user's code that it comes from."""
+    place = place_of(error)
+    text = short(f"{type(error).__name__}: {error}" if str(error) else type(error).__name__)
+    return f"{text} ({place})" if place else text
 
 
 def short(text: str, most: int = 300) -> str:

@@ -18,8 +18,7 @@ from typing import Any
 
 import gin
 
-from areal_x.config import sentence
-from areal_x.errors import UserError, at_least, positive
+from areal_x.errors import UserError, at_least, positive, sentence
 from areal_x.rollout.chat.calls import Call
 from areal_x.rollout.chat.credit import Credit, episode_of_calls
 from areal_x.rollout.chat.dialogue import Dialogue, Speaker

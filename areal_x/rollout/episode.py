@@ -11,7 +11,7 @@ import math
 
 import numpy as np
 
-from areal_x.errors import TaskError, UserError
+from areal_x.errors import TaskError, UserError, described, traceback_of
 from areal_x.rollout.engine import EngineError
 from areal_x.rollout.workflows import Generator, Result, Workflow
 from areal_x.types import Episode, Failed, Outcome, Scored, Task, TimedOut
@@ -41,30 +41,28 @@ async def run_episode(
             check_fit(episode, row_length, together)
         return episode
     except TaskError as error:
-        return Episode(Failed(failure(error)))
+        return Episode(failed_by(error))
     except (EngineError, UserError):
         raise
     except BaseExceptionGroup as errors:
         if not isinstance(errors, Exception) or is_of_the_run(first := first_of(errors)):
             raise first_of(errors) from errors
-        return Episode(Failed(failure(first)))
+        return Episode(failed_by(first))
     except asyncio.CancelledError:
         current = asyncio.current_task()
         if current is None or current.cancelling():
             raise
         return Episode(Failed("CancelledError: something that the episode waited for was cancelled"))
     except SystemExit as error:  # of a workflow's own code: left alone it would end the event loop
-        return Episode(Failed(failure(error)))
+        return Episode(failed_by(error))
     except Exception as error:
         if isinstance(error, TimeoutError) and seconds is not None and limit.expired():
             return Episode(TimedOut(seconds))
-        return Episode(Failed(failure(error)))
+        return Episode(failed_by(error))
 
 
-def failure(error: BaseException) -> str:
-    """One line that names the exception."""
-    text = " ".join(str(error).split())
-    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+def failed_by(error: BaseException) -> Failed:
+    return Failed(described(error), traceback_of(error))
 
 
 def is_of_the_run(error: BaseException) -> bool:
@@ -110,7 +108,7 @@ def episode_of(result: Result) -> Episode:
 
 def error_of(outcome: Outcome) -> str | None:
     match outcome:
-        case Failed(error):
+        case Failed(error=error):
             return error
         case TimedOut(seconds):
             return f"ended after {seconds:g} seconds"

@@ -400,7 +400,7 @@ def table_rows(
     for number, episode in enumerate(group.episodes):
         outcome = episode.outcome
         row = {**whose, "episode": number, "outcome": type(outcome).__name__, "reward": getattr(outcome, "reward", None)}
-        row |= {"error": getattr(outcome, "error", None), "details": getattr(outcome, "details", None)}
+        row |= {name: getattr(outcome, name, None) for name in ("error", "traceback", "details")}
         for t in episode.trajectories or (None,):
             arrays = {} if t is None else {name: getattr(t, name) for name in ("tokens", "mask", "logprobs", "versions")}
             yield row | ({} if t is None else {"length": len(t), "finish_reason": t.finish_reason, **arrays})

@@ -301,8 +301,18 @@ class Runner:
         if self._live[group.ticket]:  # the last one's group is not over before it is finished or given back
             self._pace.ended()
         self._counts[type(episode.outcome)] += 1
-        if (text := error_of(episode.outcome)) and (text in self._errors or len(self._errors) < DIFFERENT_ERRORS):
+        return self._noted(episode)
+
+    def _noted(self, episode: Episode) -> Episode:
+        """Counts the error of an episode that has one; its traceback is kept with the first of the first few different ones."""
+        text = error_of(episode.outcome)
+        if text is None:
+            return episode
+        is_new = text not in self._errors and len(self._errors) < DIFFERENT_ERRORS
+        if is_new or text in self._errors:
             self._errors[text] += 1
+        if isinstance(episode.outcome, Failed) and not is_new:
+            return replace(episode, outcome=replace(episode.outcome, traceback=""))
         return episode
 
     def _given_back_by(self, group: Group) -> str | None:

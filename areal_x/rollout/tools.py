@@ -20,8 +20,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import gin
 
-from areal_x.config import sentence
-from areal_x.errors import UserError, at_least, nearest, positive
+from areal_x.errors import UserError, at_least, nearest, positive, sentence
 from areal_x.rollout import json_bounds, schemas
 from areal_x.rollout.engine import EngineError
 from areal_x.rollout.schema_worker import why_no_schema

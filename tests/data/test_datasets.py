@@ -8,6 +8,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import gin
 import pytest
 
 from areal_x.data.datasets import load_dataset
@@ -98,3 +99,47 @@ def test_records_of_the_hub_become_tasks(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(load_dataset=fetch))
     with pytest.raises(UserError, match="record 1 of openai/gsm8k has no field 'prompt': it has 'answer'"):
         load_dataset("openai/gsm8k", "test", "main")
+
+
+def lacks_a_field(record, id):
+    return Task(id, record["missing"], record["answer"])
+
+
+def returns_a_dict(record, id):
+    return {"id": id, "prompt": record["prompt"]}
+
+
+def returns_a_number_as_prompt(record, id):
+    return Task(id, 5)
+
+
+def takes_one_argument(record):
+    return record
+
+
+def fails_in_a_library(record, id):
+    return json.loads("{")
+
+
+@pytest.mark.parametrize(
+    "to_task, sentence",
+    [
+        (
+            lacks_a_field,
+            r"jsonl:1 has no field 'missing', which .*test_datasets\.py:\d+ in lacks_a_field asks for: it has",
+        ),
+        (returns_a_dict, r"returns_a_dict made dict of .*data\.jsonl:1: it must return areal_x\.types\.Task"),
+        (returns_a_number_as_prompt, r"whose prompt is int: it must be a text, or a list of messages"),
+        (takes_one_argument, r"called as takes_one_argument\(record, id\) with .*takes 1 positional argument but 2 were given"),
+        (fails_in_a_library, r"JSONDecodeError: .*test_datasets\.py:\d+ in fails_in_a_library\)"),
+    ],
+)
+@pytest.mark.parametrize("by_gin", [False, True])
+def test_what_a_function_of_ones_own_does_wrong_is_one_sentence_with_its_line(tmp_path, to_task, sentence, by_gin):
+    file = tmp_path / "data.jsonl"
+    file.write_text('{"prompt": "1+1=", "answer": "2"}\n')
+    if by_gin:  # its wrapper raises a copy without args
+        to_task = gin.external_configurable(to_task, f"{to_task.__name__}_{tmp_path.name}")
+    with pytest.raises(UserError, match=sentence) as raised:
+        load_dataset(str(file), to_task=to_task)
+    assert "In call to configurable" not in str(raised.value).split("\n  In call to configurable 'load_dataset'")[0]

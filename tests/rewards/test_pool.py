@@ -4,6 +4,7 @@ import asyncio
 import functools
 import importlib
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -101,11 +102,16 @@ def test_numbers_of_other_libraries_are_numbers():
 
 
 def test_an_exception_is_a_failure_of_one_line():
-    assert score(rewards.raises) == Failed("ValueError: no such number")
+    failed = score(rewards.raises)
+    where = Path(rewards.__file__)
+    line = 1 + where.read_text().splitlines().index('    raise ValueError("no such\\nnumber")')
+    shown = where.relative_to(Path.cwd()) if where.is_relative_to(Path.cwd()) else where
+    assert failed == Failed(f"ValueError: no such number ({shown}:{line} in raises)")
+    assert 'raise ValueError("no such\\nnumber")' in failed.traceback
 
 
 def test_a_reward_that_exits_is_a_failure():
-    assert score(rewards.exits) == Failed("SystemExit: 3")
+    assert re.fullmatch(r"SystemExit: 3 \(.*reward_functions\.py:\d+ in exits\)", score(rewards.exits).error)
 
 
 def test_a_segfault_is_a_failure_that_names_the_signal():
