@@ -13,7 +13,7 @@ MUTANTS: list[Mutant] = [
         (f"{T}test_runner.py",),
         (
             "an episode that raised counts as one without reward",
-            "            return Episode(TimedOut(seconds))\n        return Episode(Failed(failure(error)))",
+            "            return Episode(TimedOut(seconds))\n        return Episode(failed_by(error))",
             "            return Episode(TimedOut(seconds))\n        return Episode(Scored(0.0))",
         ),
         (
@@ -24,7 +24,7 @@ MUTANTS: list[Mutant] = [
         ("a prompt that is too long ends the run", " and not isinstance(error, TaskError)", ""),
         (
             "an over-long prompt is raised out of its episode",
-            "    except TaskError as error:\n        return Episode(Failed(failure(error)))\n",
+            "    except TaskError as error:\n        return Episode(failed_by(error))\n",
             "",
         ),
         (
