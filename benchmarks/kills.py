@@ -3,14 +3,12 @@
     python -m benchmarks.kills [--kills 50] [--backend torch]
 
 Claim: however often its process is killed (SIGKILL), every task is consumed exactly once in each epoch, in the order of a run
-that was never killed; in synchronous greedy mode its last weights are those of that run, bit for bit.
+that was never killed; with `train.deterministic = True`, synchronous or not, its last weights are the same, bit for bit.
 
 How it is measured: a run of 150 steps of 3 groups on the embedded engine, with a checkpoint every third step, on a random model
 of 0.1M parameters. Each life of the process ends itself by SIGKILL: in a swap of weights, after an optimizer step, while a
 checkpoint is written (before and between its files, its manifest and its renaming), while something is said to the journal or a
-step consumed, at a random one of the next calls; or after a random time. The next life resumes. Behaviour log-probabilities
-depend in their last bits on which requests share a decoding step, which is a matter of timing: the proximal policy is the
-trainer's own (`proximal="recompute"`), so that nothing that is trained on depends on them.
+step consumed, at a random one of the next calls; or after a random time. The next life resumes.
 """
 
 from __future__ import annotations
@@ -44,22 +42,21 @@ from tests.conftest import write_model
 from tests.experiments import counts_ones, tiny_experiment
 
 STEPS, GROUPS, TASKS = 150, 3, 24
+RUNS: dict[str, dict[str, Any]] = {
+    "synchronous, deterministic": {"deterministic": True},
+    "`max_staleness = 2`, deterministic": {"deterministic": True, "max_staleness": 2},
+    "`max_staleness = 2`, `window = 4`": {"max_staleness": 2, "window": 4},
+}
 MOMENTS = ("swap", "update", "file of a checkpoint", "directory of a checkpoint", "journal", "consumption", "time")
 
 
-def experiment(directory: Path, name: str, backend: str, stale: bool) -> Experiment:
+def experiment(directory: Path, name: str, backend: str, kind: str) -> Experiment:
     tasks = [Task(str(i), f"{i % 10}+{7 * i % 10}=") for i in range(TASKS)]
-    sampling = replace(SingleTurn(counts_ones).sampling, max_tokens=8, top_k=0 if stale else 1)  # 1 is greedy
+    sampling = replace(SingleTurn(counts_ones).sampling, max_tokens=8)
     how: dict[str, Any] = {"dataset": tasks, "backend": backend, "steps": STEPS, "groups_per_step": GROUPS, "name": name}
     how |= {"workflow": SingleTurn(counts_ones, sampling, reward_workers=1), "checkpoint_every": 3, "seed": 1}
-    # A greedy group's answers are one: its reward alone says which way to go.
-    how |= {"algorithm": replace(rloo(), advantages=rewards, filters=(), proximal="recompute"), "group_size": 2}
-    how |= {"max_staleness": 2, "window": 4} if stale else {}
+    how |= {"algorithm": rloo(), "group_size": 2, **RUNS[kind]}
     return tiny_experiment(directory / "model", directory / "runs", **how)
-
-
-def rewards(rewards: Any) -> Any:
-    return rewards - 0.2
 
 
 def die_at(moment: str, call: int, seconds: float) -> None:
@@ -77,7 +74,7 @@ def die_at(moment: str, call: int, seconds: float) -> None:
         "swap": (EmbeddedEngine, "swap"),
         "update": (Experiment, "learn"),
         "file of a checkpoint": (checkpoint, "_flush_and_digest"),
-        "directory of a checkpoint": (checkpoint, "_flush_directory"),
+        "directory of a checkpoint": (checkpoint, "flush_directory"),
         "journal": (Journal, "_say"),
         "consumption": (Journal, "consumed"),
     }[moment]
@@ -96,9 +93,9 @@ def die_at(moment: str, call: int, seconds: float) -> None:
     setattr(module, name, counted)
 
 
-def live(directory: Path, name: str, backend: str, stale: bool, resume: bool) -> None:
+def live(directory: Path, name: str, backend: str, kind: str, resume: bool) -> None:
     """One life of the process."""
-    run = experiment(directory, name, backend, stale)
+    run = experiment(directory, name, backend, kind)
     for _ in run.turns(run.open(resume=resume), resume=resume, message=lambda _: None):
         pass
 
@@ -112,10 +109,10 @@ def consumed(run: Path) -> list[list[str]]:
         return [[group.task.id for group in journal.groups_of(step)] for step in journal.steps()]
 
 
-def lives(directory: Path, name: str, backend: str, stale: bool, kills: int) -> Counter[str]:
+def lives(directory: Path, name: str, backend: str, kind: str, kills: int) -> Counter[str]:
     """Starts it again until it ends by itself; how often it was killed at each moment."""
     rng, run, died = random.Random(0), directory / "runs" / name, Counter[str]()
-    command = [sys.executable, "-m", "benchmarks.kills", "--life", str(directory), name, backend, str(int(stale))]
+    command = [sys.executable, "-m", "benchmarks.kills", "--life", str(directory), name, backend, kind]
     while True:
         moment = MOMENTS[sum(died.values()) % len(MOMENTS)] if sum(died.values()) < kills else ""
         # Of what is called often in a step, a later call.
@@ -140,29 +137,29 @@ def main() -> None:
     parser.add_argument("--life", nargs="+", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.life:
-        directory, name, backend, stale, resume, moment, call, seconds = options.life
+        directory, name, backend, kind, resume, moment, call, seconds = options.life
         if moment:
             die_at(moment, int(call), float(seconds))
-        live(Path(directory), name, backend, bool(int(stale)), bool(int(resume)))
+        live(Path(directory), name, backend, kind, bool(int(resume)))
         return
     with tempfile.TemporaryDirectory() as made:
         directory = Path(made)
         write_model(directory / "model")
         print("| run | kills | tasks of each epoch consumed once | same tasks in the same order | last weights |")
         print("|---|---|---|---|---|")
-        for stale, what in ((False, "synchronous, greedy"), (True, "`max_staleness = 2`, `window = 4`, sampled")):
-            live(directory, f"whole-{stale}", options.backend, stale, resume=False)
+        for number, kind in enumerate(RUNS):
+            live(directory, f"whole-{number}", options.backend, kind, resume=False)
             began = time.monotonic()
-            died = lives(directory, f"killed-{stale}", options.backend, stale, options.kills)
+            died = lives(directory, f"killed-{number}", options.backend, kind, options.kills)
             runs = directory / "runs"
-            whole, killed = consumed(runs / f"whole-{stale}"), consumed(runs / f"killed-{stale}")
+            whole, killed = consumed(runs / f"whole-{number}"), consumed(runs / f"killed-{number}")
             flat = [task for step in killed for task in step]
             epochs = [flat[i : i + TASKS] for i in range(0, len(flat) - TASKS + 1, TASKS)]
             once = sum(len(set(epoch)) == TASKS for epoch in epochs)
-            one, other = (final_weights(runs / f"{name}-{stale}") for name in ("whole", "killed"))
+            one, other = (final_weights(runs / f"{name}-{number}") for name in ("whole", "killed"))
             same = all(np.array_equal(one[name], other[name]) for name in one)
-            last = "the same, bit for bit" if same else "–" if stale else "others"
-            print(f"| {what} | {sum(died.values())} | {once} of {len(epochs)} | {whole == killed} | {last} |")
+            last = "the same, bit for bit" if same else "others" if "deterministic" in RUNS[kind] else "–"
+            print(f"| {kind} | {sum(died.values())} | {once} of {len(epochs)} | {whole == killed} | {last} |")
             print(f"  {dict(died)}, {time.monotonic() - began:.0f} s", file=sys.stderr)
 
 
