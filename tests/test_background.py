@@ -30,6 +30,8 @@ from areal_x.rollout.vllm.supervisor import Supervisor
 from areal_x.types import Failed, Trajectory
 from tests.rollout.fakes import TASKS, Doing, FakeEngine, Plain
 
+pytestmark = pytest.mark.timeout(60)  # what nobody hears of is waited for for ever
+
 ROOT = Path(__file__).parents[1]
 SOURCES = [*(ROOT / "areal_x").rglob("*.py"), *(ROOT / "backends").glob("*/areal_x_*/**/*.py")]
 HELPER = ROOT / "areal_x" / "background.py"

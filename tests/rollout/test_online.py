@@ -158,6 +158,7 @@ def test_attempts_at_one_task_are_one_group(tokenizer, tmp_path):
     asyncio.run(main())
 
 
+@pytest.mark.timeout(60)  # a group that is held up is waited for for ever
 def test_a_label_that_never_comes_again_holds_nothing_up(tokenizer, tmp_path):
     """Its group goes on with the sessions that it has, and its slot is another's."""
 
