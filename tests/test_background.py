@@ -247,7 +247,8 @@ def test_a_workflow_that_exits_is_a_failed_episode() -> None:
         exits()
 
     episode = asyncio.run(run_episode(Doing(leaves), TASKS[0], None, None))  # type: ignore[arg-type]
-    assert episode.outcome == Failed("SystemExit: 3")
+    assert isinstance(episode.outcome, Failed)
+    assert episode.outcome.error.startswith("SystemExit: 3")
 
 
 def test_tasks_of_others_and_cancelled_ones_end_nothing() -> None:
