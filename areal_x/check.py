@@ -139,8 +139,9 @@ def build(config: Config, tasks: dict[str, Sequence[Task]]) -> Experiment:
 def of_backend(experiment: Experiment, model: models.Model) -> Devices:
     """Raises: UserError for what the backend would refuse in this config, this model and these devices."""
     check_head(model.directory, experiment.algorithm.head)
-    path, shares = replace_path(experiment.trainer.model, model), experiment.share_prompts
-    settings = replace(experiment.trainer, model=path, head=experiment.algorithm.head, share_prompts=shares)
+    path, head = replace_path(experiment.trainer.model, model), experiment.algorithm.head
+    settings = replace(experiment.trainer, model=path, head=head, share_prompts=experiment.share_prompts)
+    settings = replace(settings, row_length=experiment.row_length)
     module = find_backend(experiment.backend).load()
     if not hasattr(module, "check"):
         raise UserError(f"the {experiment.backend} backend offers no check of its devices: start the run to see")

@@ -280,9 +280,8 @@ class Experiment(Settings):
         The policy is the model at the temperature it is sampled at, so that both sides speak of one distribution.
         """
         temperature = self.temperature(workflow)
-        config = replace(
-            self.trainer, temperature=temperature, share_prompts=self.share_prompts, deterministic=self.deterministic
-        )
+        config = replace(self.trainer, temperature=temperature, share_prompts=self.share_prompts)
+        config = replace(config, deterministic=self.deterministic, row_length=self.row_length)
         needs = self.algorithm.needs
 
         def trainer(path: Path, **changes: Any) -> Trainer:

@@ -2,9 +2,13 @@
 
 A directory that a trainer saves holds config.json, the tokenizer's files and model.safetensors as Hugging Face names them, so
 it loads in transformers and vLLM as it is (a critic or a reward model as a sequence classifier with one label, whose matrix is
-`score.weight` [1, hidden]); optimizer.safetensors (AdamW's moments as `exp_avg.NAME` and `exp_avg_sq.NAME`) and
-trainer.json (version and optimizer step) make it a checkpoint that any backend can continue. With adapters, what
-areal_x.lora writes stands in place of model.safetensors.
+`score.weight` [1, hidden]); optimizer.safetensors (the moments of each tensor as `MOMENT.NAME`) and trainer.json (version and
+optimizer) make it a checkpoint that any backend can continue. With adapters, what areal_x.lora writes stands in place of
+model.safetensors.
+
+Moments are AdamW's `exp_avg` and `exp_avg_sq`, Muon's `trace` (and AdamW's of what Muon leaves to it), in the shape of the
+tensor, and Adafactor's `row` [..., 1] and `column` [1, ...], a vector being a matrix of one column. Where a backend keeps a
+state that other backends cannot have, it writes it under names of its own, and trainer.json names the "backend".
 """
 
 from __future__ import annotations
@@ -210,7 +214,7 @@ def write_state(
 
 
 def write_own_state(directory: Path | None, tensors: Iterable[tuple[str, np.ndarray]], state: Mapping[str, Any]) -> None:
-    """An optimizer's tensors under the names of one backend, and small numbers, beside the weights."""
+    """An optimizer's moments, or its tensors under the names of one backend, and small numbers, beside the weights."""
     if directory is None:
         return go_through(tensors)
     _write_files(directory, MOMENTS, tensors, {})
@@ -218,7 +222,7 @@ def write_own_state(directory: Path | None, tensors: Iterable[tuple[str, np.ndar
 
 
 def read_moments(directory: Path) -> Iterator[tuple[str, np.ndarray]]:
-    """Moments, AdamW's under `exp_avg.NAME` and `exp_avg_sq.NAME`, one at a time."""
+    """Moments under their names, one at a time."""
     for file in _files(directory, MOMENTS):
         yield from read_file(file)
 

@@ -72,19 +72,19 @@ class OptimizerConfig:
                 raise ConfigError(f"optimizer.{beta}", getattr(self, beta), "at most 0.996 with optimizer.moments = 'bf16'")
 
     def check_state(self, directory: Path, state: Mapping[str, Any], backend: str) -> None:
-        """Raises: UserError for a saved trainer's state (its trainer.json) that another optimizer left, or, of one whose state
-        each backend keeps in a way of its own, another backend."""
+        """Raises: UserError for a saved trainer's state (its trainer.json) that another optimizer left, or another backend in a
+        form of its own."""
         saved = state.get("optimizer", "adamw")
         if saved != self.name:
             raise UserError(
                 f"{directory} holds the state of {saved}, with which optimizer.name = {self.name!r} cannot go on: set "
                 f"optimizer.name = {saved!r}, or begin anew from its weights with model.path = {str(directory)!r}"
             )
-        if saved != "adamw" and state.get("backend", "jax") != backend:
+        if state.get("backend", backend) != backend:
             raise UserError(
-                f"{directory} holds the state of {saved} as the {state.get('backend', 'jax')} backend keeps it, with which "
-                f"{backend} cannot go on: of AdamW alone the state moves between backends. Go on there, or begin anew from its "
-                f"weights with model.path = {str(directory)!r}"
+                f"{directory} holds the state of {saved} as the {state['backend']} backend alone keeps it, and {backend} "
+                f"cannot go on with it: set train.backend = {state['backend']!r}, or begin anew from its weights with "
+                f"model.path = {str(directory)!r}"
             )
 
     def learning_rate_at(self, step: Array) -> Array:
@@ -176,7 +176,10 @@ class LoRAConfig:
 HEADS = ("policy", "value", "reward")
 
 
-@gin.configurable("trainer", denylist=["head", "entropy", "teacher", "divergence", "frozen", "share_prompts", "deterministic"])
+OF_RUN = ["head", "entropy", "teacher", "divergence", "frozen", "share_prompts", "deterministic", "row_length"]
+
+
+@gin.configurable("trainer", denylist=OF_RUN)
 @dataclass(frozen=True)
 class TrainerConfig:
     """Everything a backend needs to build a trainer.
@@ -191,7 +194,8 @@ class TrainerConfig:
     teacher: the directory of a frozen model with the same vocabulary. divergence: of the student's and the teacher's logits,
     both divided by the temperature, which the loss is given at each token. The two come together; the run chooses them.
     frozen: a model that is only asked, as a reference is: weights in the compute precision, no moments, no `update` or `save`.
-    share_prompts: whether batches have prefix_ids. deterministic: whether equal steps give equal bits. The run chooses both.
+    share_prompts: whether batches have prefix_ids. deterministic: whether equal steps give equal bits. row_length: tokens of a
+    row, the longest sequence; 0: not known beforehand. The run chooses the three.
     remat: what the backward pass computes again instead of keeping it: "layers" all of a layer; "products" all but products
     with kernels, which is faster and takes more memory; "auto" the one that fits.
     compile: whether torch compiles each decoder block, one program for all lengths of a row; JAX always compiles everything.
@@ -222,6 +226,7 @@ class TrainerConfig:
     frozen: bool = False
     share_prompts: bool = False
     deterministic: bool = False
+    row_length: int = 0
     remat: str = "auto"
     compile: bool = False
     offload: bool = False

@@ -24,6 +24,7 @@ from jaxtyping import Float32
 
 from areal_x.checkpoint import Wait
 from areal_x.cluster.links import Follower, Leader, described, meet
+from areal_x.cluster.slurm import check_tasks, tasks
 from areal_x.data.batch import Models
 from areal_x.errors import ConfigError
 from areal_x.model_dir import go_through
@@ -38,12 +39,15 @@ def join(backend: str, processes: int) -> Leader | Follower | None:
     """Meets the other processes, the first time it is called; None where there are none.
 
     Who this is say the variables RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, or what the backend finds by itself.
-    Raises: UserError for a number of processes that is not the one started, a backend that trains in one process alone, and
-    processes that were started with different configs or do not come.
+    Raises: UserError for a number of processes that is not the one started, a backend that trains in one process alone, tasks
+    of Slurm's that the backend does not make one run of, and processes that were started with different configs or do not come.
     """
     started = int(os.environ.get("WORLD_SIZE") or processes)
     if started != processes:
         raise ConfigError("mesh.processes", processes, f"{started}, as many processes as were started (WORLD_SIZE = {started})")
+    if tasks(os.environ) > 1:
+        finds_each_other = getattr(find_backend(backend).load(), "MEETS_BY_SLURM", False)
+        check_tasks(os.environ, processes, backend, finds_each_other)
     if processes == 1:
         return None
     if not _joined:

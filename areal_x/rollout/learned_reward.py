@@ -64,7 +64,7 @@ class LearnedReward(Workflow):
         if not is_classifier(read_config(directory)):
             raise ConfigError("learned_reward.path", str(directory), "a model with a score head, as reward_model trains it")
         backend = self.backend or min(entry_points(group="areal_x.backends").names)
-        config = TrainerConfig(model=ModelConfig(path=str(directory)), head="reward", frozen=True)
+        config = TrainerConfig(model=ModelConfig(path=str(directory)), head="reward", frozen=True, row_length=self.row_length)
         config = replace(config, mesh=config.mesh.within_one_process())
         judge = Judge(create_trainer(backend, config), self.row_length)
         return replace(self, workflow=self.workflow.setup(tokenizer), judge=judge)

@@ -16,7 +16,6 @@ from torch.distributed.device_mesh import init_device_mesh  # noqa: E402
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor  # noqa: E402
 
 from areal_x import model_dir  # noqa: E402
-from areal_x.errors import UserError  # noqa: E402
 from areal_x.trainer import OptimizerConfig  # noqa: E402
 from areal_x_torch.optimizers import Optimizer  # noqa: E402
 from tests.moving import LOSS, deviations, learn, recorded_batches, trainer  # noqa: E402
@@ -91,17 +90,6 @@ def test_the_first_step_from_bf16_moments_is_that_of_fp32(tiny_model_dir, batche
     exact, ours = (learn(["torch"], tiny_model_dir, batches[:2], optimizer=config_of(kind)) for kind in (name, f"{name}-bf16"))
     assert exact.losses[1] == ours.losses[1]
     assert 0 < deviations(ours, exact)[2] < 1e-3
-
-
-@pytest.mark.parametrize("first, second", [("jax", "torch"), ("torch", "jax")])
-def test_a_state_that_only_one_backend_reads_is_refused_in_a_sentence(tiny_model_dir, tmp_path, first, second):
-    pytest.importorskip("areal_x_jax")
-    trainer(first, tiny_model_dir, config_of("muon")).save(tmp_path)
-    other = trainer(second, tiny_model_dir, config_of("muon"))
-    with pytest.raises(UserError, match=f"state of muon as the {first} backend keeps it, with which {second} cannot go on"):
-        other.restore(tmp_path)
-    with pytest.raises(UserError, match=r"set optimizer\.name = 'muon', or"):
-        trainer(second, tiny_model_dir, config_of("adamw")).restore(tmp_path)
 
 
 def test_moments_go_on_in_the_type_that_is_kept_here(tiny_model_dir, tmp_path, batches):

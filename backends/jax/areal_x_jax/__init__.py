@@ -10,7 +10,9 @@ from areal_x_jax.checks import check
 from areal_x_jax.processes import join
 from areal_x_jax.trainer import Trainer
 
-__all__ = ["check", "create_trainer", "join"]
+__all__ = ["MEETS_BY_SLURM", "check", "create_trainer", "join"]
+
+MEETS_BY_SLURM = True  # `join` needs no more than the variables that srun sets
 
 
 def create_trainer(config: TrainerConfig) -> Trainer:

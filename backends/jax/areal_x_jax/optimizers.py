@@ -24,9 +24,9 @@ from areal_x import model_dir
 from areal_x.errors import UserError
 from areal_x.trainer import OptimizerConfig
 from areal_x_jax.layout import Layout, all_of, lay
-from areal_x_jax.parameters import Params
+from areal_x_jax.parameters import Params, in_layers
 from areal_x_jax.shape import Shape
-from areal_x_jax.weights import from_tensors, to_tensors
+from areal_x_jax.weights import places, put, saved_name
 
 STACKS = DictKey("layers"), DictKey("deepstack")
 # Muon's, of its reference and of torch.optim.Muon: the quintic's coefficients, its steps, the least norm, the momentum.
@@ -163,10 +163,15 @@ def _own(path: KeyPath) -> tuple[str, ...]:
     return tuple(key.key for key in takewhile(lambda key: isinstance(key, DictKey), reversed(path)))[::-1]
 
 
-def name_of(path: KeyPath) -> str:
-    """What a moment is called in a file: which it is and of which parameter, "trace.layers.q"."""
+def _which(path: KeyPath) -> str:
+    """Which moment a number of a state is of, "trace"; "" for a count."""
     own = _own(path)
-    return ".".join((path[-len(own) - 1].name, *own))
+    return str(path[-len(own) - 1].name) if own else ""
+
+
+def name_of(path: KeyPath) -> str:
+    """What a moment is called under this backend's own names: which it is and of which parameter, "trace.layers.q"."""
+    return ".".join((_which(path), *_own(path)))
 
 
 def shardings_of(state: Any, params: Params, lies: Params, replicated: NamedSharding) -> Any:
@@ -183,42 +188,107 @@ def shardings_of(state: Any, params: Params, lies: Params, replicated: NamedShar
     return tree_map_with_path(lie, state)
 
 
+class Kept(NamedTuple):
+    """A moment of a tensor: the path of its leaf's parameter, where it is called `which`, and the place in its stack."""
+
+    which: str
+    path: tuple[str, ...]
+    index: tuple[int, ...]
+    tensor: tuple[int, ...]  # its shape in a file
+    transposed: bool
+
+
+IN_FILES = {"trace": "trace", "mu": "exp_avg", "nu": "exp_avg_sq", "row": "row", "column": "column"}
+ACROSS = {"row": "column", "column": "row"}  # of what is stored transposed, in files
+
+
+def portable(config: OptimizerConfig, shape: Shape) -> bool:
+    """Whether a state is one of single tensors of the files, for any backend. AdamW's is in any case. Muon and Adafactor
+    compute with matrices: torch joins those of a mixture's experts, and makes others of a tower's kernel of five axes."""
+    mixture = any("{expert}" in leaf.name for leaf in in_layers(shape).values())
+    tower = shape.vision is not None and shape.adapters is None
+    return config.name == "adamw" or not (mixture or tower)
+
+
+def kept(shape: Shape, state: Any) -> dict[str, Kept]:
+    """The moments of a state by their names in a file, "exp_avg.model.norm.weight"."""
+    leaves = {(_which(path), _own(path)): x.shape for path, x in tree_leaves_with_path(state) if _own(path)}
+    found = {}
+    for which, in_file in IN_FILES.items():
+        for name, place in places(shape).items():
+            if (which, place.path) not in leaves:
+                continue
+            own = leaves[which, place.path][len(place.index) :]
+            of_file = ACROSS.get(in_file, in_file) if place.transposed else in_file
+            whole = place.tensor if which not in ACROSS else own[::-1] if place.transposed else own
+            found[f"{of_file}.{name}"] = Kept(which, place.path, place.index, whole, place.transposed)
+    return found
+
+
 def save(directory: Path | None, config: OptimizerConfig, shape: Shape, state: Any, described: Mapping[str, Any]) -> None:
-    """AdamW's moments under the names of tensors, for any backend; another optimizer's under those of this one's parameters.
-    described: what else to know of the state, at least its version."""
+    """The moments under the names of tensors, for any backend, or under those of this one's parameters where they are none's of
+    a tensor. described: what else to know of the state, at least its version."""
     described = {**described, "optimizer": config.name}
-    if config.name == "adamw":
-        first, second = (to_tensors(shape, optax.tree.get(state, which)) for which in ("mu", "nu"))
-        moments = ((name, m, v) for (name, m), (_, v) in zip(first, second, strict=True))
-        model_dir.write_state(directory, moments, described)
+    leaves = {(_which(path), _own(path)): x for path, x in tree_leaves_with_path(state) if _own(path)}
+
+    def fetched(x: Array) -> np.ndarray:
+        return np.asarray(jax.device_get(all_of(x)))
+
+    def in_file(own: Kept) -> np.ndarray:
+        whole = leaves[own.which, own.path]
+        value = fetched(whole[own.index] if own.index else whole)
+        return np.ascontiguousarray(value.T if own.transposed else value).reshape(own.tensor)
+
+    if portable(config, shape):
+        tensors = ((name, in_file(own)) for name, own in kept(shape, state).items())
     else:
-        leaves = ((path, x) for path, x in tree_leaves_with_path(state) if _own(path))
-        tensors = ((name_of(path), np.asarray(jax.device_get(all_of(x)))) for path, x in leaves)
-        model_dir.write_own_state(directory, tensors, {**described, "backend": "jax"})
+        described["backend"] = "jax"
+        tensors = ((".".join((which, *own)), fetched(x)) for (which, own), x in leaves.items())
+    model_dir.write_own_state(directory, tensors, described)
 
 
 def restored(directory: Path, config: OptimizerConfig, shape: Shape, state: Any, lies: Any, layout: Layout) -> Any:
     """The state that `save` wrote, in the types of `state`. Raises: UserError for what is not this optimizer's."""
     described = model_dir.read_state(directory)
     config.check_state(directory, described, "jax")
-    if config.name == "adamw":
-        both = [_adamw_moment(directory, prefix, shape, layout) for prefix in (model_dir.FIRST, model_dir.SECOND)]
-        kept = optax.tree.get(state, "mu")
-        mu, nu = (jax.tree.map(lambda x, old: x.astype(old.dtype), moment, kept) for moment in both)
-        state = optax.tree.set(state, mu=mu, nu=nu)
-    else:
+    if "backend" in described:
         state = _read_into(state, lies, directory)
+    elif portable(config, shape):
+        state = _read_tensors(shape, state, lies, directory)
+    else:
+        raise UserError(
+            f"{directory} holds the state of {config.name} for each tensor, and JAX keeps another one with this model: go on "
+            f"with the backend that wrote it, or begin anew from its weights with model.path = {str(directory)!r}"
+        )
     # From a host value, so that each of the optimizer's counts gets a buffer of its own to donate.
     return jax.device_put(optax.tree.set(state, count=np.int32(described["version"])), lies)
 
 
-def _adamw_moment(directory: Path, prefix: str, shape: Shape, layout: Layout) -> Params:
-    moment = ((n.removeprefix(prefix), x) for n, x in model_dir.read_moments(directory) if n.startswith(prefix))
-    return from_tensors(shape, moment, f"{directory} ({prefix}*)", layout)
+def _read_tensors(shape: Shape, state: Any, lies: Any, directory: Path) -> Any:
+    """The state with the moments of each tensor in a file, put where they lie one at a time."""
+    wanted, source = kept(shape, state), directory / model_dir.MOMENTS
+    of_leaves = zip(tree_leaves_with_path(state), jax.tree.leaves(lies), strict=True)
+    leaves = {(_which(path), _own(path)): (x, at) for (path, x), at in of_leaves if _own(path)}
+    made: dict[Any, Any] = {key: jax.ShapeDtypeStruct(x.shape, x.dtype) for key, (x, _) in leaves.items()}
+    for given, x in model_dir.read_moments(directory):
+        which, _, tensor = given.partition(".")
+        name = f"{which}.{saved_name(shape, tensor)}"
+        own = wanted.pop(name, None)
+        if own is None or own.tensor != x.shape:
+            raise UserError(f"{source} is of another model: its {given} has no place in this one")
+        old, at = leaves[own.which, own.path]
+        flat = x if own.which in ACROSS or x.ndim < 2 else x.reshape(len(x), -1)
+        value = np.asarray(flat.T if own.transposed else flat).astype(old.dtype)
+        if not np.isfinite(value).all():
+            raise UserError(f"{source}: {given} holds numbers that are not finite: the file is damaged")
+        made[own.which, own.path] = put(made[own.which, own.path], value, own.index, at)
+    if wanted:
+        raise UserError(f"{source} lacks {next(iter(wanted))}: copy the checkpoint again")
+    return tree_map_with_path(lambda path, x: made[_which(path), _own(path)] if _own(path) else x, state)
 
 
 def _read_into(state: Any, lies: Any, directory: Path) -> Any:
-    """The state with the moments of a file, fetched to where they lie one at a time."""
+    """The state with the moments of a file under this backend's own names, fetched to where they lie one at a time."""
     wanted = {name_of(path): (x, at) for (path, x), at in zip(tree_leaves_with_path(state), jax.tree.leaves(lies), strict=True)}
     found = {}
     for name, x in model_dir.read_moments(directory):

@@ -157,7 +157,8 @@ class Trainer:
         self._need_moments("state to save")
         if writes:
             model_dir.copy_others(directory, self.directory, self.config.head)
-            model_dir.write_numbers(directory, {"version": self.version, "optimizer": self.config.optimizer.name})
+            numbers = {"version": self.version, "optimizer": self.config.optimizer.name, "backend": "jax"}
+            model_dir.write_numbers(directory, numbers)
         return sharded.save(directory, self.params, self.moments)
 
     def restore(self, directory: Path) -> None:

@@ -22,6 +22,8 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
 from areal_x.errors import ConfigError, one_of
+from areal_x_torch import masks
+from areal_x_torch.masks import Visible, window_of
 
 ATTENTION = "areal_x_segments"
 NAMES = ("auto", "sdpa", "flash", "npu")
@@ -103,7 +105,7 @@ def attend(
     query: Queries,
     key: Keys,
     value: Keys,
-    attention_mask: None,
+    attention_mask: Visible | None,
     *,
     segments: Segments | None = None,
     scaling: float | None = None,
@@ -114,22 +116,24 @@ def attend(
     **_: Any,
 ) -> tuple[Attended, None]:
     """What transformers calls in each layer: softmax(scaling · query · key) · value over the keys of the query's own sequence,
-    itself and the `sliding_window` − 1 before it. softcap: scores are softcap · tanh(scores / softcap).
+    itself and those of its window before it, see `masks`. softcap: scores are softcap · tanh(scores / softcap).
 
-    Raises: NotImplementedError for attention with sinks or a bias.
+    Raises: NotImplementedError for attention with sinks, a bias or a mask of its own.
     """
     if s_aux is not None or position_bias is not None:
         raise NotImplementedError(f"{type(module).__name__} adds sinks or a bias to its attention")
+    window = window_of(module, attention_mask, sliding_window)
     if segments is None:
         segments = Segments.of((query.shape[2],), sdpa, query.device)
     # Under autocast a rotation leaves float32 behind, and a product the compute precision.
     query, key = query.to(value.dtype), key.to(value.dtype)
     scale = query.shape[3] ** -0.5 if scaling is None else scaling
-    window = None if sliding_window is None or sliding_window >= segments.longest else sliding_window
+    window = None if window is None or window >= segments.longest else window
     return segments.attend(query, key, value, segments, scale, window, softcap), None
 
 
 AttentionInterface.register(ATTENTION, attend)
+masks.register(ATTENTION)
 
 
 def choose(how: str, device: torch.device, dtype: torch.dtype) -> Attend:

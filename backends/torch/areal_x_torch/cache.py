@@ -18,6 +18,8 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, PreTrainedModel
 
+from areal_x_torch import masks
+from areal_x_torch.masks import Visible, window_of
 from areal_x_torch.model import decoder
 
 ATTENTION = "areal_x_cache"
@@ -40,6 +42,8 @@ class Probe:
         self.layers: dict[int, Layer] = {}
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float | None, window: int | None) -> Tensor:
+        if layer in self.layers:
+            raise NotImplementedError("it attends more than once in a layer")
         self.layers[layer] = Layer(layer, key.shape[1], key.shape[3], value.shape[3], window)
         return query.new_zeros(*query.shape[:3], value.shape[3])
 
@@ -150,7 +154,7 @@ def attend(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attention_mask: None,
+    attention_mask: Visible | None,
     *,
     cache: Probe | Prefill | Newest,
     scaling: float | None = None,
@@ -163,7 +167,9 @@ def attend(
     """What transformers calls in each layer. Raises NotImplementedError for attention that is not a plain softmax."""
     if softcap is not None or s_aux is not None or position_bias is not None:
         raise NotImplementedError(f"{type(module).__name__} caps or biases its attention, which the torch sampler does not do")
-    return cache.attend(module.layer_idx, query, key, value, scaling, sliding_window).transpose(1, 2), None
+    window = window_of(module, attention_mask, sliding_window)
+    return cache.attend(module.layer_idx, query, key, value, scaling, window).transpose(1, 2), None
 
 
 AttentionInterface.register(ATTENTION, attend)
+masks.register(ATTENTION)

@@ -20,8 +20,6 @@ from areal_x.trainer import MeshConfig
 from areal_x_torch.attention import Attend, Attended, Keys, Queries, Segments
 from areal_x_torch.parts import Exchanged
 
-OF_ROWS = {"dynamic", "longrope"}  # rotations that differ with the longest sequence among the tokens that a process has
-
 
 def check_context(model: PreTrainedConfig, mesh: MeshConfig) -> None:
     """Raises: ConfigError for a model whose tokens cannot be split over so many processes."""
@@ -33,10 +31,6 @@ def check_context(model: PreTrainedConfig, mesh: MeshConfig) -> None:
         return
     if hasattr(model, "vision_config"):
         raise wants("1, as torch does not split the rows of a model that sees yet: use mesh.fsdp")
-    rope = getattr(model, "rope_parameters", None) or {}
-    kinds = {of.get("rope_type") for of in (rope, *rope.values()) if isinstance(of, dict)}  # of all layers, or of each kind
-    if of_rows := kinds & OF_ROWS:
-        raise wants(f"1, as rotations of the type {of_rows.pop()} depend on the longest sequence of a row: use mesh.fsdp")
     if model.num_attention_heads % (mesh.context * mesh.tensor):
         over = f" / mesh.tensor = {model.num_attention_heads // mesh.tensor}" if mesh.tensor > 1 else ""
         raise wants(f"a divisor of the model's num_attention_heads = {model.num_attention_heads}{over}")

@@ -27,23 +27,17 @@ from transformers.utils import logging
 
 from areal_x import model_dir
 from areal_x.errors import UserError
-from areal_x_torch.attention import ATTENTION, Segments, sdpa
-from areal_x_torch.experts import EXPERTS, is_experts
+from areal_x_torch import probing
+from areal_x_torch.experts import is_experts
 from areal_x_torch.images import SEEING
 from areal_x_torch.model import (
     ADAPTER,
     SCORE,
-    Row,
     as_saved,
     from_numpy,
-    head,
-    hidden_states,
-    is_classifier,
     named_tensors,
-    sees,
 )
 from areal_x_torch.parts import Piece, local, own_part
-from areal_x_torch.stand_in import stand_in
 
 
 def frozen(directory: Path, device: torch.device, dtype: torch.dtype) -> PreTrainedModel:
@@ -102,7 +96,7 @@ def build(directory: Path, head: str) -> PreTrainedModel:
         model.score.to("meta")
     # transformers gives the padding token's embedding no gradient. Here padding never counts: it is a token like any other.
     model.get_input_embeddings().padding_idx = None
-    refuse_unusual(model, directory)
+    probing.prepare(model, directory)
     return model
 
 
@@ -236,38 +230,6 @@ class _Into:
                 return
             target, whole = target.of, self._joined.pop(of)
         local(target).copy_(own_part(whole, target))
-
-
-def refuse_unusual(model: PreTrainedModel, directory: Path) -> None:
-    """Raises UserError for what the trainer and the sampler would compute wrongly, as a stand-in for it shows on the CPU."""
-    kind = f"{directory} is a {type(model).__name__}"
-    if not model._supports_attention_backend:
-        raise UserError(f"{kind}, whose attention transformers does not let others replace: use a Qwen, Llama or Mistral model")
-    model.set_attn_implementation({"text_config": ATTENTION} if sees(model) else ATTENTION)
-    if any(is_experts(module) for module in model.modules()):
-        model.set_experts_implementation(EXPERTS)
-    model = stand_in(model)
-    held = {x.untyped_storage().data_ptr() for x in model.state_dict().values()}
-    if any(x.untyped_storage().data_ptr() not in held for x in named_tensors(model).values()):
-        raise UserError(f"{kind}, whose files hold other tensors than parts of the model's: use a Qwen, Llama or Mistral model")
-    # The second of two sequences in a row must be what it is alone. A classifier's logits are those of the last token that is
-    # not padding: of one token in any case.
-    first, second = torch.arange(1, 4), torch.arange(1 if is_classifier(model) else 4)
-    tokens, positions = torch.cat([first, second]), torch.cat([first - 1, second])
-    segments = Segments.of((len(first), len(second)), sdpa, tokens.device)
-    with torch.inference_mode():
-        try:
-            hidden = hidden_states(model, Row(tokens, positions, segments))[len(first) :]
-            alone = hidden_states(model, Row(second, second, Segments.of((len(second),), sdpa, tokens.device)))
-        except NotImplementedError as error:
-            raise UserError(f"{kind}, which the torch backend does not train: {error}") from error
-        if not torch.allclose(hidden, alone, rtol=1e-3, atol=1e-3):
-            raise UserError(f"{kind}, whose layers mix the sequences of a packed row: use a model that attends in all layers")
-        if sees(model) and is_classifier(model):  # `scoring` says what is behind the last states
-            return
-        ours = head(model).logits(hidden)
-        if not torch.allclose(model(second[None], use_cache=False).logits.reshape(ours.shape), ours, rtol=1e-3, atol=1e-3):
-            raise UserError(f"{kind}, which scales its logits after the head: use a model with a linear head, capped or not")
 
 
 @contextmanager

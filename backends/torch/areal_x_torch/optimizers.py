@@ -24,6 +24,7 @@ from torch.nn import Parameter
 from torch.optim.adamw import adamw
 
 from areal_x import model_dir
+from areal_x.errors import UserError
 from areal_x.trainer import OptimizerConfig
 from areal_x_torch import loading, model
 from areal_x_torch.parts import Piece, gathered_each, mesh_of
@@ -31,7 +32,6 @@ from areal_x_torch.parts import Piece, gathered_each, mesh_of
 # Muon's, of its reference and of torch.optim.Muon: the quintic's coefficients, its steps, the least norm, the momentum.
 QUINTIC, STEPS, LEAST, MOMENTUM = (3.4445, -4.7750, 2.0315), 5, 1e-7, 0.95
 TINY = 1e-30  # what Adafactor adds to squares
-MOMENT_NAMES = ("exp_avg", "exp_avg_sq")  # of AdamW
 IN_A_LAYER = re.compile(r"\b(layers|layer|blocks|block|h)\.\d+\.")  # how transformers names what is repeated with depth
 
 State = dict[str, Tensor]
@@ -201,17 +201,14 @@ def save(
     numbers: Mapping[str, Any],
     as_saved: AsSaved,
 ) -> None:
-    """AdamW's moments under the names of tensors, for any backend; another optimizer's under this backend's own.
+    """The moments under the names of tensors, for any backend, or under this backend's own where they are none's of a tensor.
     numbers: what else to know of the state, at least its version."""
     numbers = {**numbers, "optimizer": config.name}
-    if config.name == "adamw":
-        first, second = (as_saved(_of_each(optimizer, named, which)) for which in MOMENT_NAMES)
-        pairs = zip(gathered_each(first.items()), gathered_each(second.items()), strict=True)
-        both = ((name, model.to_numpy(one), model.to_numpy(other)) for (name, one), (_, other) in pairs)
-        model_dir.write_state(directory, both, numbers)
-    else:
-        own = ((name, model.to_numpy(x)) for name, x in gathered_each(moments(optimizer, named).items()))
-        model_dir.write_own_state(directory, own, {**numbers, "backend": "torch"})
+    if not portable(config, named, as_saved):
+        numbers["backend"] = "torch"
+    own = _under_names(config, optimizer, named, as_saved)
+    arrays = ((name, model.to_numpy(x)) for name, x in gathered_each(own.items()))
+    model_dir.write_own_state(directory, arrays, numbers)
 
 
 def restore(
@@ -220,12 +217,25 @@ def restore(
     """Takes the state that `save` wrote, in the types that this optimizer keeps. Raises: UserError for what is not its own."""
     described = model_dir.read_state(directory)
     config.check_state(directory, described, "torch")
-    own: dict[str, Tensor | Piece] = dict(moments(optimizer, named))
-    if config.name == "adamw":
-        each = {which: as_saved(_of_each(optimizer, named, which)) for which in MOMENT_NAMES}
-        own = {f"{which}.{name}": x for which, of_tensors in each.items() for name, x in of_tensors.items()}
+    if "backend" not in described and not portable(config, named, as_saved):
+        raise UserError(
+            f"{directory} holds the state of {config.name} for each tensor, and torch keeps another one with this model: go on "
+            f"with the backend that wrote it, or begin anew from its weights with model.path = {str(directory)!r}"
+        )
+    as_here = "backend" in described  # also of what an earlier release would not write so any more
+    own = moments(optimizer, named) if as_here else _under_names(config, optimizer, named, as_saved)
     loading.copy_in(own, model_dir.read_moments(directory), str(directory / model_dir.MOMENTS))
     optimizer.set_steps(int(described["version"]))
+
+
+def portable(config: OptimizerConfig, named: Mapping[str, Parameter], as_saved: AsSaved) -> bool:
+    """Whether a state is one of single tensors of the files. AdamW's is in any case. Muon and Adafactor compute with matrices,
+    of which a mixture's experts are other ones where transformers joins tensors; of more than two axes each backend makes its
+    own matrices."""
+    if config.name == "adamw":
+        return True
+    shapes = sorted(tuple(x.shape) for x in as_saved(dict(named)).values())
+    return shapes == sorted(tuple(p.shape) for p in named.values()) and all(len(shape) <= 2 for shape in shapes)
 
 
 def moments(optimizer: Optimizer, named: Mapping[str, Parameter]) -> State:
@@ -234,5 +244,12 @@ def moments(optimizer: Optimizer, named: Mapping[str, Parameter]) -> State:
     return {f"{which}.{name}": x for name, state in states for which, x in state.items() if which != "step"}
 
 
-def _of_each(optimizer: Optimizer, named: Mapping[str, Parameter], which: str) -> State:
-    return {name: optimizer.state[p][which] for name, p in named.items()}
+def _under_names(
+    config: OptimizerConfig, optimizer: Optimizer, named: Mapping[str, Parameter], as_saved: AsSaved
+) -> dict[str, Tensor | Piece]:
+    """The same under the parameter's name in the files, where it has one."""
+    if not portable(config, named, as_saved):
+        return dict(moments(optimizer, named))
+    kinds = dict.fromkeys(which for p in named.values() for which in optimizer.state[p] if which != "step")
+    of_kinds = {which: {n: state[which] for n, p in named.items() if which in (state := optimizer.state[p])} for which in kinds}
+    return {f"{which}.{name}": x for which, of in of_kinds.items() for name, x in as_saved(of).items()}

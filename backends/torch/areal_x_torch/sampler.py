@@ -21,6 +21,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from areal_x import cores
+from areal_x.errors import UserError
 from areal_x.rollout.lanes import Lanes, lanes_on_cpu
 from areal_x.rollout.sampler import Decoded, SlotRequest, equal
 from areal_x_torch import looking, lora
@@ -108,7 +109,13 @@ class Sampler(Lanes):
             p.data = p.data.to(dtype)
         on_cpu = model.device.type == "cpu"
         count = lanes or (lanes_on_cpu(slots) if on_cpu else 1)
-        layers = layers_of(self.model)
+        try:
+            layers = layers_of(self.model)
+        except NotImplementedError as error:
+            wanted = (
+                f"train.engine = 'vllm' with a {type(model).__name__}, which the torch sampler does not draw from ({error})"
+            )
+            raise UserError(f"the embedded engine cannot be used: set {wanted}") from error
         step = traced(self.model, layers)
         caches = [Cache(layers, slots // count, context, dtype, model.device) for _ in range(count)]
         begin = partial(torch.set_num_threads, max(1, cores.available() // count)) if on_cpu else None

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 Module = TypeVar("Module", bound=nn.Module)
 
@@ -20,7 +20,7 @@ def stand_in(model: PreTrainedModel) -> PreTrainedModel:
     decoder = copy.get_decoder()
     for name, blocks in list(decoder.named_children()):
         if isinstance(blocks, nn.ModuleList) and type(blocks[0]).__name__ in (copy._no_split_modules or ()):
-            setattr(decoder, name, blocks[: _with_every_kind(blocks)])
+            setattr(decoder, name, blocks[: _with_every_kind(blocks, copy.config.get_text_config())])
     copy.set_experts_implementation("eager")  # one expert after the other: a grouped product wants rows that do not overlap
     return drawn(copy)
 
@@ -45,9 +45,11 @@ def _random(like: Tensor, random: torch.Generator) -> Tensor:
     return line.to(like.dtype).as_strided(like.shape, (1,) * like.ndim)
 
 
-def _with_every_kind(blocks: nn.ModuleList) -> int:
-    """How many of the first blocks there are until all kinds are among them."""
-    kinds = [_kind(block) for block in blocks]
+def _with_every_kind(blocks: nn.ModuleList, config: PreTrainedConfig) -> int:
+    """How many of the first blocks there are until all kinds are among them: of blocks that are alike, and to which the config
+    says the same in its lists of one entry a layer."""
+    lists = [x for x in vars(config).values() if isinstance(x, list | tuple) and len(x) == len(blocks)]
+    kinds = [(_kind(block), *(str(x[i]) for x in lists)) for i, block in enumerate(blocks)]
     return 1 + max(kinds.index(kind) for kind in set(kinds))
 
 

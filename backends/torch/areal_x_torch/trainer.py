@@ -24,7 +24,7 @@ from areal_x.checkpoint import Wait
 from areal_x.errors import ConfigError
 from areal_x.trainer import Loss, TrainerConfig, is_largest, recorded_experts
 from areal_x.types import IMAGES, Batch, Policy
-from areal_x_torch import attention, blocks, context, experts, head, loading, lora, model, optimizers, sharded
+from areal_x_torch import attention, blocks, context, experts, head, loading, lora, model, optimizers, rotations, sharded
 from areal_x_torch.attention import Segments
 from areal_x_torch.device import compute_dtype, find_device, memory_of, repeat_exactly
 from areal_x_torch.images import check_images, check_sharing, seen_of
@@ -66,6 +66,7 @@ class Trainer:
         self.teacher = self._load_teacher(Path(config.teacher)) if config.teacher is not None else None
         self.model = loading.build(self.directory, config.head)
         check_sharing(config.share_prompts, self.directory, self.model.config)
+        rotations.check_length("train.row_length", config.row_length, self.model.config, self.directory)
         if config.frozen or config.lora.rank:
             loading.freeze(self.model, self.dtype)
         if self.teacher is not None and model.sees(self.teacher) != model.sees(self.model):
@@ -94,7 +95,7 @@ class Trainer:
         if batch.weights is None:
             raise ValueError("the batch has no weights: an algorithm's weighting gives them")
         self._need_moments("update")
-        check_images(batch, self.model.config)
+        self._check(batch)
         batch = batch.replace(experts=self._replayed(batch))
         self.optimizer.zero_grad()  # what a loss that raised has left behind
         tokens = max(int(np.sum(batch.mask)), 1)
@@ -179,6 +180,7 @@ class Trainer:
         from areal_x_torch.sampler import Sampler
 
         self._only_with("sampler", "policy")
+        rotations.check_length("embedded.context", context, self.model.config, self.directory)
         # Who has a part of the model alone, or one whose blocks are compiled, samples with a whole one beside it.
         own = self.mesh is None and not self.config.compile
         of = self.model if own else loading.frozen(self.directory, self.device, self.dtype)
@@ -208,7 +210,8 @@ class Trainer:
         self._need_moments("state to save")
         if writes:
             model_dir.copy_others(directory, self.directory, self.config.head)
-            model_dir.write_numbers(directory, {"version": self.version, "optimizer": self.config.optimizer.name})
+            numbers = {"version": self.version, "optimizer": self.config.optimizer.name, "backend": "torch"}
+            model_dir.write_numbers(directory, numbers)
         return sharded.save(directory, self._state(), together=self.mesh is not None)
 
     def restore(self, directory: Path) -> None:
@@ -236,6 +239,12 @@ class Trainer:
         """Every tensor of a checkpoint, or this process's part, without copying."""
         return model.own_tensors(self.model) | optimizers.moments(self.optimizer, self.trained)
 
+    def _check(self, batch: Batch) -> None:
+        check_images(batch, self.model.config)
+        for of, directory in ((self.model, self.directory), (self.teacher, self.config.teacher)):
+            if of is not None:
+                rotations.check_longest(int(np.max(batch.positions, initial=-1)) + 1, of.config, Path(str(directory)))
+
     def _replayed(self, batch: Batch) -> np.ndarray | None:
         """The recorded experts, where they are to be used."""
         if not self.config.replay_experts:
@@ -247,6 +256,7 @@ class Trainer:
         model_dir.check_vocabulary("train.teacher", directory, self.directory)
         check_model(directory, self.config.mesh, None, learns=False)
         teacher = loading.freeze(loading.build(directory, "policy"), self.dtype)
+        rotations.check_length("train.row_length", self.config.row_length, teacher.config, directory)
         blocks.prepare(teacher, self.config, self.dtype, None)
         spread(teacher, self.mesh, self.dtype, self.device, ends=False)  # the student's pass reads its head
         loading.fill(teacher, directory)
@@ -320,7 +330,7 @@ class Trainer:
     @torch.no_grad()  # what fully_shard gathers in inference mode could not be trained with afterwards
     def _everywhere(self, batch: Batch, name: str) -> Float32[np.ndarray, "rows length"]:
         """What the head says of all tokens."""
-        check_images(batch, self.model.config)
+        self._check(batch)
         read = {name: getattr(batch, name) for name in ("prefix_ids", *IMAGES)} | {"experts": self._replayed(batch)}
         packed = Batch(batch.tokens, batch.segment_ids, batch.positions, batch.mask, **read).map(np.asarray)
         share_of_row = np.arange(len(packed.tokens)) * self.shares // len(packed.tokens)

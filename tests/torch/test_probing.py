@@ -1,0 +1,147 @@
+"""What transformers computes with a model, the torch backend computes too, or refuses by name: windows, neighbours, lengths."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from transformers import AutoConfig  # noqa: E402
+
+import areal_x_torch  # noqa: E402
+from areal_x.data.packing import pack  # noqa: E402
+from areal_x.errors import ConfigError, UserError  # noqa: E402
+from areal_x.trainer import ModelConfig, TrainerConfig  # noqa: E402
+from areal_x_torch import attention, cache, loading, probing, rotations, stand_in  # noqa: E402
+from tests.families import compared, random_model, tiny  # noqa: E402
+from tests.models import SIZES, trajectories, write_config  # noqa: E402
+
+# With windows by the mask alone (the first two), by layer or everywhere, latent keys, mixtures, blocks in parallel.
+TAKEN = ["qwen2_moe", "phimoe", "exaone4", "gemma4_text", "deepseek_v3", "olmo3", "cohere2", "gpt_neox"]
+REFUSED = {
+    "doge": "does not train",  # computes its own mask
+    "gpt_oss": "sinks",
+    "llama4_text": "chunks of",
+    "deepseek_v32": "does not train",  # selects the tokens that it sees
+    "granitemoehybrid": "mix the sequences",
+    "bloom": "does not let others replace",
+}
+FACTORS = {"short_factor": [1.0] * 4, "long_factor": [8.0, 4.0, 3.0, 9.0]}
+LONGROPE = {"rope_type": "longrope", "rope_theta": 1e4, **FACTORS}
+PHI = {"max_position_embeddings": 128, "original_max_position_embeddings": 32, "pad_token_id": None, "eos_token_id": 1}
+DYNAMIC = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}
+STATIC = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 32}
+
+
+@pytest.mark.parametrize("model_type", TAKEN)
+def test_packed_rows_with_neighbours_and_samples_beyond_the_window_are_those_of_transformers(tmp_path, model_type):
+    assert compared(model_type, tmp_path).startswith("agrees")
+
+
+@pytest.mark.parametrize("model_type", REFUSED)
+def test_what_would_be_computed_otherwise_is_refused_by_name(tmp_path, model_type):
+    found = compared(model_type, tmp_path)
+    assert found.startswith("refused")
+    assert REFUSED[model_type] in found
+
+
+@pytest.fixture
+def ignored_masks(monkeypatch):
+    """Attention that knows no more of windows than what it is told beside the mask."""
+    monkeypatch.setattr(probing, "_passed", set())
+    for module in (attention, cache):
+        monkeypatch.setattr(module, "window_of", lambda layer, mask, sliding_window: sliding_window)
+
+
+@pytest.mark.parametrize("model_type", ["qwen2_moe", "phimoe"])
+def test_the_probe_sees_a_window_that_attention_does_not_know_of(ignored_masks, tmp_path, model_type):
+    assert "rules beyond a window" in compared(model_type, tmp_path)
+
+
+def test_the_probe_sees_windows_of_real_sizes(ignored_masks, tmp_path):
+    """No sequence of the probe has as many tokens as the window of the config."""
+    config = AutoConfig.for_model("phimoe", **SIZES, num_local_experts=2, sliding_window=2047)
+    random_model(config).save_pretrained(tmp_path)
+    with pytest.raises(UserError, match="rules beyond a window"):
+        loading.build(tmp_path, "policy")
+
+
+def test_what_is_short_stays_in_order_and_other_numbers_stay():
+    with torch.device("meta"):
+        model = stand_in.stand_in(random_of(tiny("gemma2")))
+    model.config.sliding_window, model.config.attention_chunk_size, model.config.max_window_layers = 4096, 8192, 28
+    assert probing.shorten(model) == [4, 7, 10]  # the layers' own is 5
+    assert (model.config.sliding_window, model.config.attention_chunk_size) == (7, 10)
+    assert {layer.self_attn.sliding_window for layer in model.model.layers} == {4, None}
+    assert model.config.max_window_layers == 28
+
+
+def random_of(config):
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_config(config)
+
+
+def test_a_model_is_probed_once_in_a_process(tmp_path, monkeypatch):
+    directory = write_config({**SIZES, "model_type": "llama", "head_dim": 4}, tmp_path)
+    loading.build(directory, "policy")
+    monkeypatch.setattr(probing, "stand_in", lambda model: pytest.fail("it is probed again"))
+    loading.build(directory, "policy")
+
+
+def test_check_refuses_what_construction_refuses(tmp_path):
+    random_model(tiny("llama4_text")).save_pretrained(tmp_path)
+    with pytest.raises(UserError, match="sees chunks"):
+        areal_x_torch.check(TrainerConfig(model=ModelConfig(str(tmp_path))))
+
+
+# ---- rotations that change with a sequence's length
+
+
+def turning(directory, rope):
+    """A model that turns sequences of up to 32 tokens alike."""
+    if rope["rope_type"] == "longrope":  # as Phi-3's files say it
+        return write_config({**SIZES, "model_type": "phi3", **PHI, "rope_parameters": rope}, directory)
+    return write_config({**SIZES, "model_type": "llama", "max_position_embeddings": 32, "rope_parameters": rope}, directory)
+
+
+def settings(directory, row_length=0):
+    return TrainerConfig(model=ModelConfig(str(directory)), row_length=row_length)
+
+
+@pytest.mark.parametrize("rope", [LONGROPE, DYNAMIC])
+def test_rows_of_sequences_that_may_be_turned_unlike_are_refused(tmp_path, rope):
+    directory, kind = turning(tmp_path, rope), rope["rope_type"]
+    for refuse in (areal_x_torch.check, areal_x_torch.create_trainer):
+        with pytest.raises(ConfigError, match=rf"train\.row_length = 33 .* at most 32 with .* rotations \({kind}\)"):
+            refuse(settings(directory, 33))
+    trainer = areal_x_torch.create_trainer(settings(directory, 32))
+    with pytest.raises(ConfigError, match=r"embedded\.context = 33 .* at most 32"):
+        trainer.sampler(2, 33)
+    with pytest.raises(UserError, match=r"a sequence has 33 tokens: give sequences of at most 32"):
+        trainer.logprobs(pack(trajectories(33), 40).batch)
+
+
+@pytest.mark.parametrize("rope", [LONGROPE, DYNAMIC])
+def test_up_to_that_length_a_sequence_is_what_it_is_alone(tmp_path, rope):
+    trainer = areal_x_torch.create_trainer(settings(turning(tmp_path, rope), 32))
+    both = pack(trajectories(32, 9), 64)
+    together = both.gather(trainer.logprobs(both.batch))
+    for i, length in enumerate((32, 9)):
+        alone = pack(trajectories(32, 9)[i : i + 1], 64)
+        np.testing.assert_allclose(together[i], alone.gather(trainer.logprobs(alone.batch))[0], atol=1e-5)
+        assert len(together[i]) == length
+
+
+def test_static_scalings_have_rows_of_any_length(tmp_path):
+    directory = turning(tmp_path, STATIC)
+    assert rotations.steady_length(AutoConfig.from_pretrained(directory)) is None
+    areal_x_torch.create_trainer(settings(directory, 1000))
+
+
+def test_the_length_of_one_kind_of_layers_counts():
+    config = AutoConfig.for_model("gemma3_text")
+    of_full = LONGROPE | {"original_max_position_embeddings": 32}
+    config.rope_parameters = {"full_attention": of_full, "sliding_attention": {"rope_type": "default", "rope_theta": 1e4}}
+    assert rotations.steady_length(config) == (32, "longrope")
