@@ -122,6 +122,8 @@ def of_model(
     if experiment.engine == "vllm" and experiment.vllm.transport == "files":
         yield look("staging", lambda: places.staging(experiment, model, on_cpu=bool(devices) and devices[0].kind == "cpu"))
     yield look("tokenizer", tokenizer)
+    if tokenizers and models.others(experiment):
+        yield look("other models", lambda: models.beside(experiment, model, tokenizers[0]))
     if tokenizers and tasks:
         yield look("lengths", lambda: tokens.lengths(experiment, tasks, tokenizers[0], model))
     if urls := experiment.scoring_urls():

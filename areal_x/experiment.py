@@ -28,9 +28,9 @@ from areal_x.cluster.links import Follower, Leader
 from areal_x.config import config_text
 from areal_x.data.batch import Models, make_batches, staleness
 from areal_x.data.stream import TaskStream
-from areal_x.data.tokenizer import load_tokenizer
+from areal_x.data.tokenizer import check_vocabulary, load_tokenizer
 from areal_x.errors import UserError
-from areal_x.model_dir import check_vocabulary, resolve
+from areal_x.model_dir import resolve
 from areal_x.monitor import timeline
 from areal_x.monitor.display import Display
 from areal_x.monitor.measures import Stopwatch, describe, explained, judge, rates, save_groups, saved_tokens
@@ -114,7 +114,7 @@ class Experiment(Settings):
     def plan(self) -> None:
         """Builds what needs no process and no device: the dataset and the workflow are there, the model can be found."""
         if not callable(self.trainer.model.path):
-            self.workflow.setup(load_tokenizer(resolve(self.trainer.model.path)))
+            self.workflow.computed_by(self.backend).setup(load_tokenizer(resolve(self.trainer.model.path)))
 
     def open(self, resume: bool = False) -> Path:
         """The run's directory, which this process then writes to alone. Raises: UserError when its name is taken or unknown."""
@@ -131,8 +131,8 @@ class Experiment(Settings):
         began = resuming.start(run, self.dataset, self.seed, message) if resume else resuming.BEGINNING
         directory = self.find(self.trainer.model.path)
         tokenizer = load_tokenizer(directory)
-        workflow = self.workflow.setup(tokenizer)
-        evaluation = self.evaluation and self.evaluation.setup(tokenizer).greedy()  # None: the workflow's own
+        workflow = self.workflow.computed_by(self.backend).setup(tokenizer)
+        evaluation = self.evaluation and self.evaluation.computed_by(self.backend).setup(tokenizer).greedy()  # None: its own
         models = self.create_models(directory, workflow)
         learned_by = self.losses()
         joined = self.join()

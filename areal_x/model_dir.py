@@ -16,12 +16,13 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from areal_x.errors import ConfigError, UserError
+from areal_x.errors import UserError
 
 WEIGHTS = "model.safetensors"
 MOMENTS = "optimizer.safetensors"
@@ -73,8 +74,18 @@ def _download(name: str) -> Path:
 
 
 def read_config(directory: Path) -> dict[str, Any]:
-    config: dict[str, Any] = json.loads((directory / "config.json").read_text())
-    return config
+    """Raises: UserError for a file that is no config."""
+    return _read_object(directory / "config.json")
+
+
+def _read_object(file: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:  # of JSON and of UTF-8
+        raise UserError(f"{file} is not JSON ({error}): copy it again, or mend it") from error
+    if not isinstance(found, dict):
+        raise UserError(f"{file} holds a {type(found).__name__} where an object is needed: copy it again, or mend it")
+    return found
 
 
 def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -115,13 +126,6 @@ def check_head(directory: Path, head: str) -> None:
         raise UserError(f"{kind} of {labels} labels: the head {head!r} needs a classifier with one, or a causal language model")
 
 
-def check_vocabulary(binding: str, other: Path, directory: Path) -> None:
-    """Raises: ConfigError for a model whose tokens are not those of the one that learns."""
-    theirs, ours = (text_config(read_config(path)).get("vocab_size") for path in (other, directory))
-    if theirs != ours:
-        raise ConfigError(binding, str(other), f"a model with the same {ours} tokens as {directory} (it has {theirs})")
-
-
 def tensor_files(directory: Path) -> list[Path]:
     """The safetensors files that hold the weights: those that the index names, or the single one, whatever its name."""
     files = _files(directory, WEIGHTS)
@@ -133,7 +137,10 @@ def _files(directory: Path, single: str) -> list[Path]:
     index = directory / f"{single}.index.json"
     if not index.is_file():
         return [directory / single]
-    files = sorted({directory / name for name in json.loads(index.read_text())["weight_map"].values()})
+    names = _read_object(index).get("weight_map")
+    if not isinstance(names, dict) or not names or not all(isinstance(name, str) for name in names.values()):
+        raise UserError(f"{index} has no weight_map from tensors to files: copy the model again")
+    files = sorted({directory / name for name in names.values()})
     missing = [f.name for f in files if not f.is_file()]
     if missing:
         raise UserError(f"{directory} lacks the files {', '.join(missing)} that {index.name} names: copy the model again")
@@ -158,11 +165,9 @@ def read_tensors(directory: Path, names: Collection[str] | None = None) -> Itera
 
 def shapes(directory: Path) -> dict[str, tuple[int, ...]]:
     """The shape of every tensor, of which nothing else is read."""
-    from safetensors import safe_open
-
     found: dict[str, tuple[int, ...]] = {}
     for file in tensor_files(directory):
-        with safe_open(file, framework="numpy") as opened:
+        with _opened(file) as opened:
             found |= {name: tuple(opened.get_slice(name).get_shape()) for name in opened.keys()}  # noqa: SIM118 - not a dict
     return found
 
@@ -246,12 +251,24 @@ def write_tensors(file: Path, tensors: Iterable[tuple[str, np.ndarray]]) -> None
 
 def read_file(file: Path, names: Collection[str] | None = None) -> Iterator[tuple[str, np.ndarray]]:
     """The tensors of one file, or those of these names, one at a time."""
-    from safetensors import safe_open
-
-    with safe_open(file, framework="numpy") as opened:
+    with _opened(file) as opened:
         for name in opened.keys():  # noqa: SIM118 - not a dict
             if names is None or name in names:
                 yield name, opened.get_tensor(name)
+
+
+@contextmanager
+def _opened(file: Path) -> Iterator[Any]:
+    """Raises: UserError for a file that is damaged or cut short, which its length says without a tensor being read."""
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(file, framework="numpy") as opened:
+            yield opened
+    except FileNotFoundError:
+        raise
+    except (SafetensorError, OSError) as error:
+        raise UserError(f"{file} is not a whole safetensors file ({error}): copy it again") from error
 
 
 def in_parts(tensors: Iterable[tuple[str, np.ndarray]], most_bytes: int) -> Iterator[dict[str, np.ndarray]]:

@@ -46,15 +46,16 @@ def replayed_logprobs(directory: Path, tokens: np.ndarray, experts: np.ndarray) 
         return hook
 
     for number, layer in enumerate(model.model.layers):
-        layer.mlp.gate.register_forward_hook(choose(number))
+        if hasattr(layer.mlp, "gate"):  # else it is dense
+            layer.mlp.gate.register_forward_hook(choose(number))
     with torch.no_grad():
         logits = model(torch.tensor(tokens[None]).long()).logits[0].numpy()
     return np.append(0, log_softmax(logits)[np.arange(len(tokens) - 1), tokens[1:]])
 
 
-def recorded(length: int, seed: int, count: int = 4) -> np.ndarray:
-    """Two of so many experts in each of two layers, but for the last token's."""
+def recorded(length: int, seed: int, count: int = 4, layers: int = 2) -> np.ndarray:
+    """Two of so many experts in each layer, but for the last token's."""
     rng = np.random.default_rng(seed)
-    drawn = rng.permuted(np.broadcast_to(np.arange(count), (length, 2, count)), axis=-1)[..., :2].astype(np.int16)
+    drawn = rng.permuted(np.broadcast_to(np.arange(count), (length, layers, count)), axis=-1)[..., :2].astype(np.int16)
     drawn[-1] = -1
     return drawn

@@ -47,6 +47,25 @@ MORE = {
     "qwen3-biased": {**QWEN3, "attention_bias": True, "num_key_value_heads": 4},
     "qwen3-moe": {**QWEN3, **EXPERTS, "model_type": "qwen3_moe", "num_experts": 4, "norm_topk_prob": True},
     "qwen3-moe-tied": {**QWEN3, **EXPERTS, "model_type": "qwen3_moe", "num_experts": 8, "tie_word_embeddings": True},
+    "qwen2-moe-between": {
+        **SIZES,
+        **EXPERTS,
+        "model_type": "qwen2_moe",
+        "num_experts": 4,
+        "num_hidden_layers": 5,
+        "shared_expert_intermediate_size": 40,
+        "mlp_only_layers": [0, 3],
+        "qkv_bias": False,
+    },
+    "qwen3-moe-between": {
+        **QWEN3,
+        **EXPERTS,
+        "model_type": "qwen3_moe",
+        "num_experts": 4,
+        "num_hidden_layers": 4,
+        "decoder_sparse_step": 2,
+        "norm_topk_prob": True,
+    },
     "llama3": {
         **SIZES,
         "model_type": "llama",
@@ -108,7 +127,11 @@ STAND_IN = 49
 EVEN = {"vocab_size": 64, "num_attention_heads": 8, "num_key_value_heads": 4}
 DIVISIBLE = {
     "even": QWEN3 | EVEN,
-    "even-moe": QWEN3 | EVEN | EXPERTS | {"model_type": "qwen3_moe", "num_experts": 8, "norm_topk_prob": True},
+    # Dense and sparse layers in turn.
+    "even-moe": QWEN3
+    | EVEN
+    | EXPERTS
+    | {"model_type": "qwen3_moe", "num_experts": 8, "norm_topk_prob": True, "num_hidden_layers": 4, "decoder_sparse_step": 2},
     "even-gemma3": GEMMA3 | EVEN | {"sliding_window": 5, "final_logit_softcapping": 3.0},
 }
 

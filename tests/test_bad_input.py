@@ -22,7 +22,7 @@ from areal_x.rollout.episode import run_episode
 from areal_x.rollout.offline import Demonstrations
 from areal_x.trainer import CriticConfig
 from areal_x.types import Batch, Episode, Failed, Group, Policy, Scored, Task, Trajectory
-from tests.conftest import write_model
+from tests.conftest import CHARACTERS, write_model, write_tokenizer
 from tests.experiments import TASKS, tiny_experiment
 from tests.rollout.fakes import Doing
 
@@ -283,9 +283,10 @@ def test_the_panel_shows_all_steps_that_were_skipped_so_far():
 
 
 def test_a_critic_of_other_tokens_is_refused_at_the_start(experiment, tmp_path):
-    other = write_model(tmp_path / "other", vocab_size=50)
+    other = write_model(tmp_path / "other")
+    write_tokenizer(other, CHARACTERS[::-1])
     run = replace(experiment, algorithm=recipes.ppo(), critic=CriticConfig(path=str(other)))
-    with pytest.raises(ConfigError, match=r"critic\.path = .*same 44 tokens"):
+    with pytest.raises(ConfigError, match=r"critic\.path = .* a model with the tokens of"):
         next(run.turns(run.open()))
 
 

@@ -14,11 +14,11 @@ from areal_x.algorithms import losses
 from areal_x.algorithms.distillation import generalized_jsd
 from areal_x.algorithms.weighting import token_mean
 from areal_x.data.packing import Packed, pack
-from areal_x.errors import ConfigError
+from areal_x.errors import ConfigError, UserError
 from areal_x.trainer import ModelConfig, OptimizerConfig, Trainer, TrainerConfig, create_trainer
 from areal_x.types import Batch, Policy, Trajectory
 from tests.algorithms.test_distillation import by_hand
-from tests.conftest import CHARACTERS, write_model
+from tests.conftest import CHARACTERS, write_model, write_tokenizer
 
 torch = pytest.importorskip("torch")
 
@@ -189,6 +189,32 @@ def test_a_teacher_and_a_divergence_come_together_and_to_a_policy_alone(changes,
 
 
 def test_a_teacher_with_other_tokens_is_refused(backend, tiny_model_dir, tmp_path):
-    other = write_model(tmp_path / "other", vocab_size=50)
-    with pytest.raises(ConfigError, match=r"train\.teacher .* same 44 tokens"):
+    other = write_model(tmp_path / "other")
+    write_tokenizer(other, CHARACTERS[::-1])
+    with pytest.raises(ConfigError, match=r"train\.teacher .* a model with the tokens of"):
         trainer_of(backend, tiny_model_dir, other)
+
+
+@pytest.mark.parametrize("padded", ["teacher", "student"])
+def test_embeddings_that_are_padded_further_are_compared_over_the_tokens_that_both_have(
+    padded: str, backend: str, tiny_model_dir: Path, tmp_path: Path
+) -> None:
+    """As Qwen2.5's of 7 billion parameters has more rows than that of 1.5 billion."""
+    wide = write_model(tmp_path / "wide", seed=3, vocab_size=VOCABULARY + 12)
+    student, teacher = (tiny_model_dir, wide) if padded == "teacher" else (wide, tiny_model_dir)
+    _, batch = packed_batch()
+    trainer = trainer_of(backend, student, teacher)
+    logits = zip(*(full_logits(directory)[0] for directory in (student, teacher)), strict=True)
+    expected = [
+        by_hand(s[t - 1, :VOCABULARY].tolist(), q[t - 1, :VOCABULARY].tolist(), BETA)
+        for (s, q), trajectory in zip(logits, written(), strict=True)
+        for t in np.flatnonzero(trajectory.mask)
+    ]
+    learned = trainer.update(batch, losses.divergence)
+    assert learned["loss"] == pytest.approx(np.mean(expected), rel=1e-5)
+    assert learned["grad_norm"] > 0
+    tokens = np.where(batch.mask, VOCABULARY + 5, batch.tokens)
+    with pytest.raises(
+        UserError, match=rf"token {VOCABULARY + 5} is outside the vocabulary of {VOCABULARY} of .*{tiny_model_dir}"
+    ):
+        trainer.update(batch.replace(tokens=tokens), losses.divergence)

@@ -75,6 +75,10 @@ class Algorithm:
         at_least(f"{self.name}.reward_kl", self.reward_kl, 0)
         if self.corrections is not None and self.proximal == "behavior":
             object.__setattr__(self, "proximal", "recompute")
+        if self.head != "policy" and self.proximal != "behavior":
+            raise ConfigError(
+                f"{self.name}.proximal", self.proximal, "'behavior': a reward model has no policy to take ratios of"
+            )
         for need in self.needs:
             one_of(f"{self.name}.needs", need, NEEDS)
         if {"reference", "teacher"} <= self.needs:

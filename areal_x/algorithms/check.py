@@ -13,7 +13,7 @@ from areal_x.errors import ConfigError
 from areal_x.types import Batch, Episode, Group, Policy, Scored, Task
 
 if TYPE_CHECKING:
-    from areal_x.algorithms.algorithm import Algorithm
+    from areal_x.algorithms.algorithm import Algorithm, Correction
 
 TEACHERS = frozenset({"teacher", "teacher_logits"})
 NOTHING = 1e-9  # an advantage that is no more than rounding
@@ -49,8 +49,28 @@ def rehearse(algorithm: Algorithm) -> None:
         call_by_name(algorithm.weighting, {"mask": mask, "segment_ids": ids, "groups_of_segments": np.zeros((1, 2), np.int32)})
     if algorithm.corrections is not None and is_own(algorithm.corrections):
         algorithm.corrections(floats - 1, mask, ids)
+    if algorithm.proximal == "interpolate" and algorithm.corrections is not None and looks_beyond_a_row(algorithm.corrections):
+        wanted = (
+            f"'recompute': {name_of(plain(algorithm.corrections))} looks at all sequences of an optimizer step together, and "
+            "around an interpolated policy it would be given those of one micro-batch"
+        )
+        raise ConfigError(f"{algorithm.name}.proximal", "interpolate", wanted)
     if algorithm.shaping is not None and is_own(algorithm.shaping):
         algorithm.shaping(ids[0])
+
+
+def looks_beyond_a_row(correction: Correction) -> bool:
+    """Whether a row's weights depend on the rows beside it, as rows of very different log-ratios show."""
+    log_ratio = np.geomspace(1e-6, 1e3, 10)[:, None] * np.array([[0.7, -1.0, 1.3]])
+    mask, ids = np.ones(log_ratio.shape, np.bool_), np.ones(log_ratio.shape, np.int32)
+    try:
+        together = np.asarray(correction(log_ratio, mask, ids))
+        alone = [np.asarray(correction(*(x[i : i + 1] for x in (log_ratio, mask, ids)))) for i in range(len(mask))]
+    except Exception:
+        if is_own(correction):
+            raise
+        return False  # a user's may know one framework alone
+    return not np.array_equal(together, np.concatenate(alone))
 
 
 GIVEN_BY = {

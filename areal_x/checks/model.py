@@ -9,7 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from areal_x import model_dir
+from areal_x.data.tokenizer import check_vocabulary
 from areal_x.errors import UserError
+from areal_x.experiment import Experiment
+from areal_x.rollout.learned_reward import LearnedReward
 
 SMALL = ("*.json", "*.jinja", "*.model", "*.txt")  # config and tokenizer
 
@@ -45,6 +48,29 @@ def find(path: str | Callable[[], str]) -> Model:
         return Model(directory, model_dir.shapes(directory))
     except Exception:
         return of_hub(name)
+
+
+def others(experiment: Experiment) -> dict[str, Path]:
+    """The models that read the policy's tokens, by the setting that names them: a reference or a teacher, a critic, a reward
+    model. Those that functions make, or a hub has, are left for the run."""
+    needs, workflow = experiment.algorithm.needs, experiment.workflow
+    given: dict[str, Any] = {
+        "train.teacher": experiment.teacher if needs & {"teacher", "teacher_logits"} else None,
+        "train.reference": experiment.reference if "reference" in needs else None,
+        "critic.path": experiment.critic.path if "values" in needs else None,
+        "learned_reward.path": workflow.path if isinstance(workflow, LearnedReward) else None,
+    }
+    return {binding: Path(path) for binding, path in given.items() if isinstance(path, str) and Path(path).is_dir()}
+
+
+def beside(experiment: Experiment, model: Model, tokenizer: Any) -> str:
+    """Raises: ConfigError for one of `others` with other tokens than the policy's."""
+    for binding, directory in others(experiment).items():
+        if isinstance(experiment.workflow, LearnedReward) and binding == "learned_reward.path":
+            experiment.workflow.find(tokenizer)
+        else:
+            check_vocabulary(binding, directory, model.directory)
+    return f"the policy's tokens: {', '.join(others(experiment))}"
 
 
 def is_hub_name(name: str) -> bool:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from importlib.metadata import entry_points
+from pathlib import Path
 from typing import Any
 
 import gin
@@ -19,6 +20,7 @@ import numpy as np
 
 from areal_x import background
 from areal_x.data.packing import pack
+from areal_x.data.tokenizer import check_tokens
 from areal_x.errors import ConfigError, TaskError, positive
 from areal_x.model_dir import is_classifier, read_config, resolve
 from areal_x.rollout.engine import SamplingParams
@@ -37,8 +39,9 @@ class LearnedReward(Workflow):
 
     workflow: what answers. Its own reward stays as the detail `verified`, and alone judges the greedy answers of an evaluation:
     the two together show what the learned reward is worth.
-    path: of the reward model: a directory, a hub name or a function that makes one. backend: what computes it, "jax" or
-    "torch"; by default one that is installed. row_length: the longest prompt and answer together.
+    path: of the reward model, which must have the policy's tokens: a directory, a hub name or a function that makes one.
+    backend: what computes it, "jax" or "torch"; by default what trains the run. row_length: the longest prompt and answer
+    together.
     """
 
     workflow: Workflow
@@ -58,11 +61,22 @@ class LearnedReward(Workflow):
     def sampling(self) -> SamplingParams | None:
         return getattr(self.workflow, "sampling", None)
 
-    def setup(self, tokenizer: Any) -> LearnedReward:
-        """Raises: ConfigError for a model that gives no rewards."""
+    def computed_by(self, backend: str) -> LearnedReward:
+        return replace(self, workflow=self.workflow.computed_by(backend), backend=self.backend or backend)
+
+    def find(self, tokenizer: Any) -> Path:
+        """The reward model's directory. tokenizer: the policy's, None for a workflow of numbers. Raises: ConfigError for a
+        model that gives no rewards, or of other tokens."""
         directory = resolve(self.path)
         if not is_classifier(read_config(directory)):
             raise ConfigError("learned_reward.path", str(directory), "a model with a score head, as reward_model trains it")
+        if tokenizer is not None:
+            check_tokens("learned_reward.path", directory, tokenizer.get_vocab(), "the policy, whose answers it reads")
+        return directory
+
+    def setup(self, tokenizer: Any) -> LearnedReward:
+        """Raises: as `find` does."""
+        directory = self.find(tokenizer)
         backend = self.backend or min(entry_points(group="areal_x.backends").names)
         config = TrainerConfig(model=ModelConfig(path=str(directory)), head="reward", frozen=True, row_length=self.row_length)
         config = replace(config, mesh=config.mesh.within_one_process())

@@ -45,6 +45,10 @@ class Workflow(Protocol):
 
     open_ended: bool = False
 
+    def computed_by(self, backend: str) -> Workflow:
+        """The workflow whose own models, where it has any, this backend computes, as it does the run's. By default itself."""
+        return self
+
     def setup(self, tokenizer: Any) -> Workflow:
         """The workflow made ready for this tokenizer, before any episode. By default itself."""
         return self

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -12,11 +13,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from areal_x import model_dir
 from areal_x.algorithms import losses
 from areal_x.algorithms.weighting import sequence_mean
 from areal_x.data.packing import pack
 from areal_x.errors import ConfigError, UserError
-from areal_x.trainer import ModelConfig, OptimizerConfig, TrainerConfig
+from areal_x.trainer import LoRAConfig, ModelConfig, OptimizerConfig, TrainerConfig
 from areal_x_jax.experts import Routing, imbalance, mixture, route
 from areal_x_jax.layout import ALONE
 from areal_x_jax.shape import Experts
@@ -113,6 +115,41 @@ def test_a_trainer_replays_the_experts_that_the_engine_recorded(model_dir_of: Ca
     batch = packed.batch.replace(weights=np.asarray(sequence_mean(packed.batch.mask, packed.batch.segment_ids), np.float32))
     expected = -float((batch.weights * trainer.logprobs(batch)).sum())
     assert trainer.update(batch, losses.sft)["loss"] == pytest.approx(expected, rel=1e-5)
+
+
+def test_experts_are_replayed_by_the_number_of_their_layer_where_dense_ones_stand_between(
+    model_dir_of: Callable[[str], Path],
+) -> None:
+    directory = model_dir_of("qwen3-moe-between")
+    made = [replace(t, experts=recorded(len(t), i, layers=4)) for i, t in enumerate(trajectories(12, 20))]
+    packed = pack(made, 32)
+    trainer = make_trainer(directory, replay_experts=True)
+    for one, said in zip(made, packed.gather(trainer.logprobs(packed.batch)), strict=True):
+        np.testing.assert_allclose(said, replayed_logprobs(directory, one.tokens, one.experts), atol=1e-4)
+
+
+def test_a_mixture_with_dense_layers_learns_is_saved_and_goes_on(model_dir_of: Callable[[str], Path], tmp_path: Path) -> None:
+    """Adapters stand beside the dense layers' kernels too, and what is published is the merged model."""
+    directory = model_dir_of("qwen3-moe-between")
+    batch = pack(trajectories(12, 7, 9, 5), 32).batch
+    batch = batch.replace(weights=np.asarray(sequence_mean(batch.mask, batch.segment_ids), np.float32))
+    for lora in (LoRAConfig(), LoRAConfig(rank=2)):
+        trainer = make_trainer(directory, lora=lora)
+        trainer.update(batch, losses.sft)
+        trainer.save(tmp_path / "saved")
+        expected = trainer.update(batch, losses.sft)
+        trainer.restore(tmp_path / "saved")
+        assert trainer.update(batch, losses.sft)["loss"] == expected["loss"]
+        model_dir.write_model(tmp_path / "published", directory, trainer.weights())
+        assert dict(model_dir.read_tensors(tmp_path / "published")).keys() == dict(model_dir.read_tensors(directory)).keys()
+        published = make_trainer(tmp_path / "published")
+        np.testing.assert_allclose(published.logprobs(batch), trainer.logprobs(batch), atol=1e-5)
+        if lora.rank:
+            names = [name for name, _ in trainer.adapter()]
+            assert any("layers.0.mlp.gate_proj" in name for name in names)
+            assert not any("layers.1.mlp" in name for name in names)
+        shutil.rmtree(tmp_path / "saved")
+        shutil.rmtree(tmp_path / "published")
 
 
 @pytest.mark.parametrize(("shape", "largest", "says"), REFUSED)

@@ -9,6 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from areal_x.errors import UserError
 from areal_x.model_dir import read_config, read_tensors
@@ -16,12 +18,15 @@ from areal_x_jax import head
 from areal_x_jax.dense import softcapped
 from areal_x_jax.model import head_kernel, hidden_states
 from areal_x_jax.parameters import Params, parameter_shapes
-from areal_x_jax.shape import Rope, Shape, shape_of
+from areal_x_jax.rope import Rope
+from areal_x_jax.segments import Segment, segments_of
+from areal_x_jax.shape import Shape, shape_of
 from areal_x_jax.weights import from_tensors, places, to_tensors
 from tests.models import MODELS, MORE, QWEN3, reference_model, sequences, torch_logits
 
 MadeModel = Callable[[str], Path]
 BASE = {**QWEN3, "architectures": ["Qwen3ForCausalLM"], "rms_norm_eps": 1e-6}
+MIXED = {**MORE["qwen3-moe-between"], "architectures": ["Qwen3MoeForCausalLM"]}
 
 
 def load(directory: Path) -> tuple[Shape, Params]:
@@ -84,7 +89,7 @@ def gradient_deviation(directory: Path) -> float:
     return max(float(np.abs(ours[name] - x).max() / max(np.abs(x).max(), 1e-6)) for name, x in theirs.items())
 
 
-@pytest.mark.parametrize("name", ["qwen2-moe", "qwen3-moe", "qwen3-biased", "llama3", "mistral-window", "gemma3"])
+@pytest.mark.parametrize("name", ["qwen2-moe-between", "qwen3-moe", "qwen3-biased", "llama3", "mistral-window", "gemma3"])
 def test_gradients_are_those_of_transformers(name: str, model_dir_of: MadeModel) -> None:
     assert gradient_deviation(model_dir_of(name)) < 1e-3
 
@@ -119,14 +124,36 @@ def test_recomputing_layers_gives_the_same_gradients(model_dir_of: MadeModel) ->
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-4, atol=1e-4), kept, recomputed)
 
 
-def test_the_program_does_not_grow_with_depth() -> None:
+@pytest.mark.parametrize("change", [{}, MIXED])
+def test_the_program_does_not_grow_with_depth(change: dict[str, Any]) -> None:
     def program(layers: int) -> int:
-        shape = shape_of({**BASE, "num_hidden_layers": layers})
+        shape = shape_of({**BASE, **change, "num_hidden_layers": layers})
         ids = jax.ShapeDtypeStruct((2, 8), jnp.int32)
         gradient = jax.grad(lambda p, ids: jnp.sum(hidden_states(shape, p, ids, ids, ids, False)[0]))
         return len(jax.jit(gradient).lower(parameter_shapes(shape), ids).as_text().splitlines())
 
-    assert program(2) == program(12)
+    assert program(4) == program(12)
+
+
+@pytest.mark.parametrize(
+    "kinds, expected",
+    [
+        ("ssss", [(0, 1, 4)]),
+        ("dsdsds", [(0, 2, 3)]),
+        ("dssss", [(0, 1, 1), (1, 1, 4)]),
+        ("ddsddsds", [(0, 3, 2), (6, 1, 1), (7, 1, 1)]),
+        ("sdssdd", [(0, 1, 1), (1, 1, 1), (2, 1, 2), (4, 1, 2)]),
+        ("d", [(0, 1, 1)]),
+    ],
+)
+def test_layers_are_scanned_in_the_fewest_kinds_of_bodies(kinds: str, expected: list[tuple[int, int, int]]) -> None:
+    assert segments_of(list(kinds)) == [Segment(*segment) for segment in expected]
+
+
+@given(st.lists(st.booleans(), min_size=1, max_size=12))
+def test_segments_hold_every_layer_once_and_repeat_what_they_say(kinds: list[bool]) -> None:
+    told = [kinds[segment.first + i % segment.period] for segment in segments_of(kinds) for i in range(segment.count)]
+    assert told == kinds
 
 
 @pytest.mark.parametrize("name", [*MODELS, *MORE])
@@ -184,8 +211,8 @@ def test_many_missing_tensors_are_counted_and_not_all_named(model_dir_of: MadeMo
         ({"rope_scaling": {"rope_type": "dynamic", "factor": 4.0}}, "rope scaling 'dynamic'"),
         ({"layer_types": ["full_attention", "chunked_attention"]}, "layers of the kind chunked_attention"),
         ({"hidden_act": "gelu"}, "the activation 'gelu'"),
-        ({"partial_rotary_factor": 0.5}, "a rotation of some features only"),
-        ({"architectures": ["Qwen3MoeForCausalLM"], "mlp_only_layers": [0]}, "dense layers between layers of experts"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor = 0.5"),
+        ({"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}, "a rotation of some features only"),
     ],
 )
 def test_what_the_decoder_does_not_do_is_refused_by_name(change: dict[str, Any], complaint: str) -> None:

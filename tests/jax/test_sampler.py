@@ -166,7 +166,7 @@ def test_an_extreme_uniform_still_draws_a_token_that_has_mass() -> None:
         assert np.isfinite(logprobs).all()
 
 
-@pytest.mark.parametrize("name", ["qwen2-tied-yarn", "qwen2-moe", "llama3", "mistral-window", "gemma3"])
+@pytest.mark.parametrize("name", ["qwen2-tied-yarn", "qwen2-moe-between", "llama3", "mistral-window", "gemma3"])
 def test_what_every_family_draws_has_the_probability_that_its_trainer_gives(
     name: str, model_dir_of: Callable[[str], Path]
 ) -> None:

@@ -1,18 +1,24 @@
 """A reward model as the judge, against transformers' own classifier."""
 
 import asyncio
+import shutil
 from dataclasses import replace
+from typing import ClassVar
 
 import numpy as np
 import pytest
 
+from areal_x.checks.model import beside, find, others
 from areal_x.data.stream import TaskStream
-from areal_x.errors import ConfigError
+from areal_x.data.tokenizer import load_tokenizer
+from areal_x.errors import ConfigError, UserError
 from areal_x.rollout.episode import run_episode
 from areal_x.rollout.learned_reward import LearnedReward
 from areal_x.rollout.queue import TrajectoryQueue
 from areal_x.rollout.runner import EpisodeEngine, Runner
 from areal_x.types import Failed, Scored, Task, Trajectory
+from tests.conftest import CHARACTERS, write_tokenizer
+from tests.experiments import tiny_experiment
 from tests.rollout.fakes import Doing, FakeEngine, Plain
 
 SIZES = {
@@ -150,3 +156,55 @@ def test_a_language_model_gives_no_rewards(tiny_model_dir):
 
 def test_the_run_samples_as_the_workflow_says():
     assert LearnedReward(Plain(), "nowhere").sampling == Plain().sampling
+
+
+def with_tokens(classifier_dir, directory, characters=CHARACTERS):
+    shutil.copytree(classifier_dir, directory)
+    write_tokenizer(directory, characters)
+    return str(directory)
+
+
+def test_a_reward_model_of_other_tokens_is_refused_and_one_of_the_policys_is_not(classifier_dir, tiny_model_dir, tmp_path):
+    tokenizer = load_tokenizer(tiny_model_dir)
+    LearnedReward(Plain(), with_tokens(classifier_dir, tmp_path / "same"), "jax").find(tokenizer)
+    other = with_tokens(classifier_dir, tmp_path / "other", CHARACTERS[::-1])
+    with pytest.raises(ConfigError, match=r"learned_reward\.path = .*other.* a model with the tokens of the policy"):
+        LearnedReward(Plain(), other, "jax").setup(tokenizer)
+    with pytest.raises(UserError, match="has no tokenizer"):
+        LearnedReward(Plain(), classifier_dir, "jax").setup(tokenizer)
+
+
+def test_check_names_a_reward_model_of_other_tokens(classifier_dir, tiny_model_dir, tmp_path):
+    run = tiny_experiment(tiny_model_dir, tmp_path / "runs")
+    model, tokenizer = find(str(tiny_model_dir)), load_tokenizer(tiny_model_dir)
+    assert others(run) == {}
+    paths = {
+        name: with_tokens(classifier_dir, tmp_path / name, of) for name, of in (("a", CHARACTERS), ("b", CHARACTERS[::-1]))
+    }
+    judged = {name: replace(run, workflow=LearnedReward(run.workflow, path)) for name, path in paths.items()}
+    assert beside(judged["a"], model, tokenizer) == "the policy's tokens: learned_reward.path"
+    with pytest.raises(ConfigError, match=r"learned_reward\.path"):
+        beside(judged["b"], model, tokenizer)
+
+
+class Shown(LearnedReward):
+    """Notes who computes the reward model."""
+
+    seen: ClassVar[list[str]] = []
+
+    def setup(self, tokenizer):
+        ready = super().setup(tokenizer)
+        self.seen.append(type(ready.judge._model).__module__)
+        return ready
+
+
+def test_a_reward_model_is_computed_by_the_backend_of_the_run(classifier_dir, tiny_model_dir, tmp_path, backend):
+    path = with_tokens(classifier_dir, tmp_path / "judge")
+    run = tiny_experiment(tiny_model_dir, tmp_path / "runs", backend=backend, steps=1)
+    run = replace(run, workflow=Shown(run.workflow, path, row_length=32))
+    Shown.seen.clear()
+    turns = run.turns(run.open())
+    next(turns)
+    turns.close()
+    assert Shown.seen == [f"areal_x_{backend}.trainer"]
+    assert LearnedReward(run.workflow, path, "torch").computed_by("jax").backend == "torch"

@@ -14,12 +14,14 @@ from areal_x.trainer import Devices, TrainerConfig
 from areal_x_jax import lora
 from areal_x_jax.layout import AXES, Layout, check_fit, sizes_of
 from areal_x_jax.shape import check_sharing, shape_of
+from areal_x_jax.weights import check_tensors
 
 
 def check(config: TrainerConfig) -> Devices:
     """See `areal_x.trainer.Devices`. Of several processes each is taken to have as many devices as this one.
 
-    Raises: UserError for a mesh that does not divide the devices or the model, and for a model or adapters that are not known.
+    Raises: UserError for a mesh that does not divide the devices or the model, and for a model, tensors or adapters that are
+    not known.
     """
     own = jax.local_devices()
     sizes = sizes_of(config.mesh, len(own) * config.mesh.processes)
@@ -31,5 +33,7 @@ def check(config: TrainerConfig) -> Devices:
     check_fit(Layout(mesh), shape)
     check_sharing(config.share_prompts, directory, shape)
     lora.trained_shape(shape, config.lora)
+    if any(directory.glob("*.safetensors")):  # else they are on the hub yet
+        check_tensors(shape, model_dir.shapes(directory), str(directory))
     memory = (own[0].memory_stats() or {}).get("bytes_limit")
     return Devices(own[0].platform, len(own), memory if own[0].platform != "cpu" else None)

@@ -28,11 +28,13 @@ NARROWEST = 512  # columns or positions even if their logits are more: narrower 
 
 
 class Teacher(NamedTuple):
-    """What a frozen model says of the same tokens, hidden @ kernel, and how far from it is measured."""
+    """What a frozen model says of the same tokens, hidden @ kernel, capped as its own config says, and how far from it is
+    measured: over the tokens that both have, as either's embedding may be padded further."""
 
     hidden: Float[Array, "rows length teacher_features"]
-    kernel: Float[Array, "teacher_features vocab"]
+    kernel: Float[Array, "teacher_features teacher_vocab"]
     divergence: Divergence
+    softcap: float = 0.0
 
 
 def logprobs(
@@ -70,7 +72,7 @@ def logprobs(
         return jax.tree.map(lambda x: _of_the_next(x, segment_ids), said)
     kernel = layout.pin(kernel, None, "vocab")
 
-    def logits_of(hidden: Array, kernel: Array) -> Float[Array, "rows columns vocab"]:
+    def logits_of(hidden: Array, kernel: Array, softcap: float) -> Float[Array, "rows columns vocab"]:
         logits = jnp.dot(hidden, kernel.astype(hidden.dtype), preferred_element_type=jnp.float32)
         return layout.pin(softcapped(logits, softcap) / temperature, "rows", None, "vocab")
 
@@ -81,10 +83,14 @@ def logprobs(
 
     def one(part: tuple[Array, Array, Array | None]) -> tuple[Array, Array | None, Array | None]:
         hidden, targets, of_teacher = part
-        logits = logits_of(hidden, kernel)
+        logits = logits_of(hidden, kernel, softcap)
         chosen = chosen_of(logits, targets)
         total = jax.nn.logsumexp(logits, axis=-1)
-        divergence = None if teacher is None else teacher.divergence(logits, logits_of(of_teacher, teacher.kernel))
+        divergence = None
+        if teacher is not None:
+            theirs = logits_of(of_teacher, teacher.kernel, teacher.softcap)
+            both = min(logits.shape[-1], theirs.shape[-1])
+            divergence = teacher.divergence(logits[..., :both], theirs[..., :both])
         return chosen - total, _entropy(logits - total[..., None]) if entropy else None, divergence
 
     whole = hidden[:, :-1], tokens[:, 1:], None if teacher is None else teacher.hidden[:, :-1]

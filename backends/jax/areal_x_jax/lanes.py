@@ -34,7 +34,7 @@ class Sampler(Lanes):
         size, calls = slots // (len(groups) * in_group), [FirstAlone() for _ in groups]
         self._groups = groups
         self._in_group = in_group
-        self._take_apart = jax.jit(partial(take_apart, layers=shape.layers))
+        self._take_apart = jax.jit(partial(take_apart, shape=shape))
         each = [(group, call) for group, call in zip(groups, calls, strict=True) for _ in range(in_group)]
         super().__init__([Lane(shape, size, context, call, group) for group, call in each], self._for_each_lane)
 

@@ -1,8 +1,9 @@
 """The decoder of every text family, from one description (areal_x_jax.shape), over packed rows.
 
-Layers are stacked on a leading axis and scanned, so that compile time does not grow with depth; what differs from layer to
-layer (its window, its rotation) is scanned with them. The functions below take one layer's parameters as a plain dict: the
-trainer scans them over rows, the sampler calls them for one token a slot. What a family has not, its dict has not.
+Layers are stacked on a leading axis and scanned (see areal_x_jax.segments), so that compile time does not grow with depth;
+what differs from layer to layer (its window, its rotation) is scanned with them. The functions below take one layer's
+parameters as a plain dict: the trainer scans them over rows, the sampler calls them for one token a slot. What a family has
+not, its dict has not.
 
 A training step of a small model on a CPU is as much memory traffic as arithmetic: `linear`, `attention.dense`, `rotations_of`
 and what `hidden_states` keeps are measured choices.
@@ -20,7 +21,7 @@ import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
-from areal_x_jax import attention, experts
+from areal_x_jax import attention, experts, segments
 from areal_x_jax.blocked import KEPT
 from areal_x_jax.layout import ALONE, AXES, Layout
 from areal_x_jax.parameters import Params, adaptable, beside, in_layers
@@ -80,7 +81,7 @@ def hidden_states(
     axes = {name: leaf.axes for name, leaf in (in_layers(shape) | beside(shape, adaptable(shape))).items()}
 
     def layer(x: Array, of_layer: tuple[Any, ...]) -> tuple[Array, Array | None]:
-        weights, window, rope_index, chosen, depth = of_layer
+        weights, (window, rope_index, chosen, depth) = of_layer
         weights = layout.gathered(weights, axes)
         query, key, value = project_qkv(shape, weights, x, _pick(rotations, rope_index))
         x, routing = finish_layer(shape, weights, x, attend(query, key, value, window), layout, chosen)
@@ -95,12 +96,12 @@ def hidden_states(
     ropes = np.array([shape.rope_of(i) for i in range(shape.layers)])
     chosen = None if recorded is None else jnp.moveaxis(recorded, 2, 0)
     depth = None if images is None or images.deepstack is None else np.arange(shape.layers)
-    each = params["layers"], np.array(shape.windows), ropes, chosen, depth
+    each = np.array(shape.windows), ropes, chosen, depth
     adapted = any(name.endswith("_lora_a") for name in params["layers"])
     kept = PRODUCTS_WITH_ADAPTERS if adapted else PRODUCTS
     layer = jax.checkpoint(layer, policy=jax.checkpoint_policies.nothing_saveable if remat else kept)
-    x, uneven = jax.lax.scan(layer, layout.pin(x, "rows", "length", None), each)
-    return rms_norm(x, params["norm"], shape), None if uneven is None else uneven.mean()
+    x, uneven = segments.scan(shape, layer, layout.pin(x, "rows", "length", None), params["layers"], each)
+    return rms_norm(x, params["norm"], shape), jnp.concatenate(uneven).mean() if uneven else None
 
 
 Attend = Callable[[Array, Array, Array, Array], Float[Array, "rows length features"]]  # query, key, value, the layer's window
@@ -191,7 +192,7 @@ def finish_layer(
     x = x + (rms_norm(y, layer["attention_out_norm"], shape) if "attention_out_norm" in layer else y)
     y = rms_norm(x, layer["mlp_norm"], shape)
     activation, routing = ACTIVATIONS[shape.activation], None
-    if shape.experts is None:
+    if shape.experts is None or "router" not in layer:
         y = gated(layer, "", y, activation)
     else:
         routing = experts.route(shape.experts, layer["router"], y, recorded)

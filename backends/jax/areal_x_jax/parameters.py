@@ -14,7 +14,8 @@ import jax.numpy as jnp
 from flax import nnx
 
 from areal_x.lora import WRAPPED
-from areal_x_jax.shape import MLP, OUT, QKV, Shape
+from areal_x_jax.families import MLP, OUT, QKV
+from areal_x_jax.shape import Shape
 from areal_x_jax.vision_shape import MODULES, VisionShape
 
 Params = dict[str, Any]
@@ -73,10 +74,12 @@ VISION_NAMES = {
 
 @dataclass(frozen=True)
 class Leaf:
-    """name: Hugging Face's, {expert} standing for a number. axes: what each is, as stored, without that of a stack."""
+    """name: Hugging Face's, {expert} standing for a number. axes: what each is, as stored, without that of a stack.
+    stack: the layers that have it (see `Shape.layers_in`)."""
 
     name: str
     axes: tuple[str, ...]
+    stack: str = "layers"
 
     @property
     def transposed(self) -> bool:
@@ -84,7 +87,7 @@ class Leaf:
 
 
 def in_layers(shape: Shape) -> dict[str, Leaf]:
-    """What each layer has."""
+    """What the layers have."""
     if shape.adapters is not None:
         return beside(shape, shape.adapters.kernels)
     found = {
@@ -104,29 +107,35 @@ def in_layers(shape: Shape) -> dict[str, Leaf]:
     if shape.out_norms:
         found["attention_out_norm"] = Leaf("post_attention_layernorm.weight", ("hidden",))
         found["mlp_out_norm"] = Leaf("post_feedforward_layernorm.weight", ("hidden",))
+    plain = mlp("", "mlp", "intermediate", MLP in shape.biases)
     if shape.experts is None:
-        return found | mlp("", "mlp", "intermediate", MLP in shape.biases)
-    found["router"] = Leaf("mlp.gate.weight", ("hidden", "experts"))
+        return found | plain
+    mixture = {"router": Leaf("mlp.gate.weight", ("hidden", "experts"))}
     one = mlp("", "mlp.experts.{expert}", "expert_intermediate", False)
-    found |= {f"experts_{name}": Leaf(leaf.name, ("experts", *leaf.axes)) for name, leaf in one.items()}
+    mixture |= {f"experts_{name}": Leaf(leaf.name, ("experts", *leaf.axes)) for name, leaf in one.items()}
     if shape.experts.shared:
-        found |= mlp("shared_", "mlp.shared_expert", "shared_intermediate", False)
-        found["shared_router"] = Leaf("mlp.shared_expert_gate.weight", ("hidden", "one"))
-    return found
+        mixture |= mlp("shared_", "mlp.shared_expert", "shared_intermediate", False)
+        mixture["shared_router"] = Leaf("mlp.shared_expert_gate.weight", ("hidden", "one"))
+    if not shape.experts.dense:
+        return found | mixture
+    # Both kinds of layers: each stack is of the layers that have the leaf.
+    found |= {name: replace(leaf, stack="dense") for name, leaf in plain.items()}
+    return found | {name: replace(leaf, stack="sparse") for name, leaf in mixture.items()}
 
 
 def adaptable(shape: Shape) -> tuple[str, ...]:
     """The kernels that adapters can stand beside. Experts and their routers have none."""
-    return ("q", "k", "v", "o") + (() if shape.experts else ("gate", "up", "down"))
+    return ("q", "k", "v", "o") + (("gate", "up", "down") if shape.experts is None or shape.experts.dense else ())
 
 
 def beside(shape: Shape, kernels: Iterable[str]) -> dict[str, Leaf]:
     """The adapters of these kernels under PEFT's names: q_lora_a [hidden, rank] and q_lora_b [rank, query] of q."""
     decoder, found = in_layers(replace(shape, adapters=None)), {}
     for kernel in kernels:
-        module, (into, out) = decoder[kernel].name.removesuffix(".weight"), decoder[kernel].axes
-        found[f"{kernel}_lora_a"] = Leaf(f"{module}.lora_A.weight", (into, "rank"))
-        found[f"{kernel}_lora_b"] = Leaf(f"{module}.lora_B.weight", ("rank", out))
+        of = decoder[kernel]
+        module, (into, out) = of.name.removesuffix(".weight"), of.axes
+        found[f"{kernel}_lora_a"] = Leaf(f"{module}.lora_A.weight", (into, "rank"), of.stack)
+        found[f"{kernel}_lora_b"] = Leaf(f"{module}.lora_B.weight", ("rank", out), of.stack)
     return found
 
 
@@ -186,7 +195,7 @@ def sizes_of(shape: Shape) -> dict[str, int]:
         "experts": experts.count if experts else 0,
         "expert_intermediate": experts.intermediate if experts else 0,
         "shared_intermediate": experts.shared if experts else 0,
-        "layers": shape.layers,
+        **{stack: len(shape.layers_in(stack)) for stack in ("layers", "dense", "sparse")},
         "rank": shape.adapters.rank if shape.adapters else 0,
         "one": 1,
     }
@@ -213,7 +222,7 @@ def sizes_of_vision(shape: VisionShape | None) -> dict[str, int]:
 
 def axes_of(shape: Shape) -> Params:
     """The tree of parameters with the kinds of their axes, as tuples, in place of arrays."""
-    layers = {name: ("layers", *leaf.axes) for name, leaf in in_layers(shape).items()}
+    layers = {name: (leaf.stack, *leaf.axes) for name, leaf in in_layers(shape).items()}
     found: Params = {**{name: leaf.axes for name, leaf in outside_layers(shape).items()}, "layers": layers}
     if shape.vision is not None and shape.adapters is None:
         found["vision"] = {}
@@ -236,9 +245,9 @@ class Parameters(nnx.Module):
 
 
 class Decoder(Parameters):
-    """embed [vocab, hidden], norm [hidden], layers (stacked: every leaf begins with the axis of layers), and score [hidden, 1]
-    or, unless it is tied, head [hidden, vocab]; vision: of a model that sees, its tower (see VISION). Of adapters: their
-    layers, and the score."""
+    """embed [vocab, hidden], norm [hidden], layers (stacked: every leaf begins with the axis of the layers that have it), and
+    score [hidden, 1] or, unless it is tied, head [hidden, vocab]; vision: of a model that sees, its tower (see VISION). Of
+    adapters: their layers, and the score."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__(axes_of(shape), sizes_of(shape))

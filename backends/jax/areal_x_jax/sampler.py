@@ -28,7 +28,7 @@ from areal_x_jax.dense import softcapped
 from areal_x_jax.draw import draw, uniform
 from areal_x_jax.layout import sampling_spec
 from areal_x_jax.model import embedded, finish_layer, head_kernel, project_qkv, rms_norm, rotations_of
-from areal_x_jax.parameters import Params
+from areal_x_jax.parameters import Params, in_layers
 from areal_x_jax.ring import Ring
 from areal_x_jax.shape import Shape
 
@@ -59,10 +59,13 @@ class Rows(NamedTuple):
     stops: Int[Array, "rows stops"]
 
 
-def take_apart(params: Params, layers: int) -> Params:
-    """The same parameters with a list of layers in place of the stack."""
-    stacked = params["layers"]
-    return {**params, "layers": [{name: x[i] for name, x in stacked.items()} for i in range(layers)]}
+def take_apart(params: Params, shape: Shape) -> Params:
+    """The same parameters with a list of layers, each with what it has, in place of the stacks."""
+    layers: list[Params] = [{} for _ in range(shape.layers)]
+    for name, leaf in in_layers(shape).items():
+        for index, layer in enumerate(shape.layers_in(leaf.stack)):
+            layers[layer][name] = params["layers"][name][index]
+    return {**params, "layers": layers}
 
 
 def prefill(shape: Shape, params: Params, ring: Ring, chunk: Chunk) -> Ring:

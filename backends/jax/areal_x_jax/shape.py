@@ -1,6 +1,6 @@
 """What a decoder is: sizes and features, read from a Hugging Face config.
 
-Families differ in fields, never in subclasses: whoever adds one says here which of the features it has.
+Families differ in fields, never in subclasses: areal_x_jax.families lists them.
 """
 
 from __future__ import annotations
@@ -10,80 +10,26 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from areal_x.errors import ConfigError, UserError
-from areal_x.model_dir import stem, text_config
+from areal_x.model_dir import text_config
+from areal_x_jax.families import Described, describe, refuse
+from areal_x_jax.rope import Rope, ropes_of
 from areal_x_jax.vision_shape import VisionShape, vision_shape_of
 
-QKV, OUT, MLP = "biases of queries, keys and values", "a bias of the attention's output", "biases in the MLP"
-LLAMA_BIASES = {"attention_bias": (QKV, OUT), "mlp_bias": (MLP,)}
-FAMILIES: dict[str, dict[str, Any]] = {
-    "Qwen3ForCausalLM": {"qk_norm": True, "biases": {"attention_bias": (QKV, OUT)}},
-    "Qwen3MoeForCausalLM": {"qk_norm": True, "biases": {"attention_bias": (QKV, OUT)}, "sparse": True},
-    "Qwen2ForCausalLM": {"always": (QKV,)},
-    "Qwen2MoeForCausalLM": {"biases": {"qkv_bias": (QKV,)}, "sparse": True},
-    "LlamaForCausalLM": {"biases": LLAMA_BIASES},
-    "MistralForCausalLM": {},
-    "Gemma3ForCausalLM": {"qk_norm": True, "gemma": True, "biases": {"attention_bias": (QKV, OUT)}},
-    "Qwen2_5_VLForConditionalGeneration": {"always": (QKV,), "sees": True},
-    "Qwen3VLForConditionalGeneration": {"qk_norm": True, "biases": {"attention_bias": (QKV, OUT)}, "sees": True},
-}
 ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
-
-
-@dataclass(frozen=True)
-class Rope:
-    """Rotary positions: base θ, and how it is stretched beyond the length that a model was first trained on.
-
-    kind: "default", "linear" (positions divided by factor), "llama3" or "yarn". low, high: where the frequencies begin to be
-    stretched and where they are no more; for yarn in rotations over the original length (beta_slow, beta_fast).
-    scale: of cosines and sines (yarn's attention factor).
-    """
-
-    theta: float = 10000.0
-    kind: str = "default"
-    factor: float = 1.0
-    low: float = 1.0
-    high: float = 4.0
-    original: int = 0
-    scale: float = 1.0
-
-    def frequencies(self, head_dim: int) -> np.ndarray:
-        """Radians a position of each pair of features, [head_dim / 2], in fp32.
-
-        Sources: RoFormer, arXiv 2104.09864; linear, arXiv 2306.15595; yarn, arXiv 2309.00071, eq. 23; llama3, arXiv 2407.21783.
-        """
-        plain = (self.theta ** (-np.arange(0, head_dim, 2, dtype=np.float32) / np.float32(head_dim))).astype(np.float32)
-        if self.kind == "default":
-            return plain
-        stretched = plain / np.float32(self.factor)
-        if self.kind == "linear":
-            return stretched
-        if self.kind == "llama3":
-            kept = (self.original * plain / (2 * np.pi) - self.low) / (self.high - self.low)
-        else:
-
-            def pair(rotations: float) -> float:
-                """Which pair turns so often over the original length."""
-                return float(head_dim * np.log(self.original / (rotations * 2 * np.pi)) / (2 * np.log(self.theta)))
-
-            first, last = max(np.floor(pair(self.high)), 0), min(np.ceil(pair(self.low)), head_dim - 1)
-            kept = 1 - (np.arange(head_dim // 2, dtype=np.float32) - first) / max(last - first, 0.001)
-        kept = np.clip(kept, 0, 1)
-        return (plain * kept + stretched * (1 - kept)).astype(np.float32)
 
 
 @dataclass(frozen=True)
 class Experts:
     """A mixture in place of each MLP. per_token: chosen for a token; normalised: whether their weights sum to 1; shared: width
-    of the expert that every token has, 0 for none."""
+    of the expert that every token has, 0 for none. dense: the layers that keep their MLP."""
 
     count: int
     per_token: int
     intermediate: int
     normalised: bool
     shared: int = 0
+    dense: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -135,6 +81,12 @@ class Shape:
     context: int = 0
     adapters: Adapters | None = None
 
+    def layers_in(self, stack: str) -> tuple[int, ...]:
+        """The layers that a stack of parameters is of: all "layers" or, of a mixture, the "dense" or the "sparse" ones."""
+        dense = self.experts.dense if self.experts else ()
+        every = tuple(range(self.layers))
+        return {"layers": every, "dense": dense, "sparse": tuple(layer for layer in every if layer not in dense)}[stack]
+
     def rope_of(self, layer: int) -> int:
         """Which of `ropes` a layer turns by."""
         return int(len(self.ropes) > 1 and self.windows[layer] > 0)
@@ -142,129 +94,117 @@ class Shape:
 
 def shape_of(config: Mapping[str, Any], head: str = "policy") -> Shape:
     """Reads a Hugging Face config. Raises: UserError naming what this decoder does not do and what would."""
-    given = (config.get("architectures") or ["none"])[0].replace("3TextFor", "3For")
-    architecture = next((known for known in FAMILIES if stem(known) == stem(given)), given)
-    if architecture not in FAMILIES:
-        raise UserError(
-            f"the JAX backend does not know the architecture {architecture}; it knows {', '.join(FAMILIES)} "
-            "(the torch backend trains any causal language model of transformers)"
-        )
-    family, whole, config = FAMILIES[architecture], config, text_config(config)
-    gemma = bool(family.get("gemma"))
-    activation = config.get("hidden_activation" if gemma else "hidden_act") or ("gelu_pytorch_tanh" if gemma else "silu")
-    layers, heads = config["num_hidden_layers"], config["num_attention_heads"]
-    windows, ropes = windows_of(config, architecture, layers), ropes_of(config, gemma)
-    refuse_unknown(
+    described = describe(config)
+    family, text = described.family, described.text
+    gemma, layers, heads = family.gemma, text.num_hidden_layers, text.num_attention_heads
+    vision = vision_shape_of(config) if family.sees else None
+    head_dim = getattr(text, "head_dim", None) or text.hidden_size // heads
+    kv_heads = text.num_key_value_heads or heads
+    activation = text.hidden_activation if gemma else text.hidden_act
+    windows, ropes = windows_of(described, config), ropes_of(described)
+    refuse(
         {
             f"the activation {activation!r}": activation not in ACTIVATIONS,
-            "dense layers between layers of experts": bool(family.get("sparse")) and not all_sparse(config),
-            "bidirectional attention": bool(config.get("use_bidirectional_attention")),
-            "a rotation of some features only": (config.get("partial_rotary_factor") or 1.0) != 1.0,
+            "bidirectional attention": bool(getattr(text, "use_bidirectional_attention", False)),
+            f"attn_logit_softcapping = {getattr(text, 'attn_logit_softcapping', None)}, which transformers leaves out": gemma
+            and bool(text.attn_logit_softcapping),
+            f"heads of {head_dim} features, which have no halves": head_dim % 2 > 0,
         }
     )
-    asked = [bias for key, named in family.get("biases", {}).items() if config.get(key, key == "qkv_bias") for bias in named]
-    head_dim = config.get("head_dim") or config["hidden_size"] // heads
+    if heads % kv_heads:
+        raise UserError(f"config.json: num_key_value_heads = {kv_heads} does not divide num_attention_heads = {heads}")
+    if family.model_type == "qwen2_5_vl" and head_dim * heads != text.hidden_size:
+        raise UserError(f"config.json: {heads} heads of head_dim = {head_dim} do not make up hidden_size = {text.hidden_size}")
+    asked = [bias for key, named in family.biases.items() if getattr(text, key) for bias in named]
     return Shape(
-        vocab=config["vocab_size"],
-        hidden=config["hidden_size"],
+        vocab=text.vocab_size,
+        hidden=text.hidden_size,
         layers=layers,
         heads=heads,
-        kv_heads=config.get("num_key_value_heads") or heads,
+        kv_heads=kv_heads,
         head_dim=head_dim,
-        intermediate=config["intermediate_size"],
-        eps=config.get("rms_norm_eps", 1e-6),
+        intermediate=text.intermediate_size,
+        eps=text.rms_norm_eps,
         ropes=ropes,
         windows=windows,
-        scale=(config.get("query_pre_attn_scalar", 256) if gemma else head_dim) ** -0.5,
-        biases=frozenset([*asked, *family.get("always", ())]),
-        qk_norm=bool(family.get("qk_norm")),
-        tied=bool(whole.get("tie_word_embeddings", config.get("tie_word_embeddings", gemma))),
+        scale=(text.query_pre_attn_scalar if gemma else head_dim) ** -0.5,
+        biases=frozenset([*asked, *family.always]),
+        qk_norm=family.qk_norm,
+        tied=bool(described.whole.tie_word_embeddings),
         scores=head != "policy",
         activation=ACTIVATIONS[activation],
-        embed_scale=config["hidden_size"] ** 0.5 if gemma else 1.0,
+        embed_scale=text.hidden_size**0.5 if gemma else 1.0,
         norm_offset=gemma,
         out_norms=gemma,
-        attention_softcap=config.get("attn_logit_softcapping") or 0.0,
-        logit_softcap=config.get("final_logit_softcapping") or 0.0,
-        experts=experts_of(config) if family.get("sparse") else None,
-        vision=vision_shape_of(whole) if family.get("sees") else None,
-        context=context_of(config, ropes[0]),
+        logit_softcap=(getattr(text, "final_logit_softcapping", None) or 0.0) if gemma else 0.0,
+        experts=experts_of(described),
+        vision=vision,
+        context=context_of(text.max_position_embeddings, ropes[0]),
     )
 
 
-def context_of(config: Mapping[str, Any], rope: Rope) -> int:
+def context_of(named: int, rope: Rope) -> int:
     """What the config names, stretched as its positions are. (What llama3's names is stretched already.)"""
-    named = int(config.get("max_position_embeddings") or 0)
     if rope.kind == "yarn":
-        return max(named, int((rope.original or named) * rope.factor))
+        return max(named, int(rope.original * rope.factor))
     return int(named * rope.factor) if rope.kind == "linear" else named
 
 
-def windows_of(config: Mapping[str, Any], architecture: str, layers: int) -> tuple[int, ...]:
-    """From the kinds of layers that newer configs list, or from the rule that each family has."""
-    width = config.get("sliding_window") or 0
-    kinds = config.get("layer_types")
-    if kinds is not None:
-        unknown = set(kinds) - {"full_attention", "sliding_attention"}
-        refuse_unknown({f"layers of the kind {', '.join(sorted(unknown))}": bool(unknown)})
-        sliding = [kind == "sliding_attention" for kind in kinds[:layers]]
-    elif architecture.startswith("Gemma3"):
-        every = config.get("sliding_window_pattern") or config.get("_sliding_window_pattern") or 6
-        sliding = [(layer + 1) % every > 0 for layer in range(layers)]
-    elif architecture.startswith("Mistral"):
-        sliding = [True] * layers
-    else:
-        first = config.get("max_window_layers", 28) if config.get("use_sliding_window") else layers
-        sliding = [layer >= first for layer in range(layers)]
-    return tuple(width if slides else 0 for slides in sliding)
+def windows_of(described: Described, config: Mapping[str, Any]) -> tuple[int, ...]:
+    """Of each layer how many tokens it sees, 0 for all: as transformers' rule for the family and its defaults have it.
 
-
-def ropes_of(config: Mapping[str, Any], gemma: bool) -> tuple[Rope, ...]:
-    given = config.get("rope_parameters") or {}
-    if "full_attention" in given:
-        return tuple(rope_of(given[kind], config) for kind in ("full_attention", "sliding_attention"))
-    main = rope_of({**(config.get("rope_scaling") or {}), **given}, {"rope_theta": 1e6 if gemma else 1e4, **config})
-    return (main, Rope(float(config.get("rope_local_base_freq", 10000.0)))) if gemma else (main,)
-
-
-def rope_of(given: Mapping[str, Any], config: Mapping[str, Any]) -> Rope:
-    kind = given.get("rope_type", given.get("type", "default"))
-    kind = "default" if kind == "mrope" else kind  # how positions have three axes says mrope_section
-    refuse_unknown({f"rope scaling {kind!r}": kind not in ("default", "linear", "llama3", "yarn") or "mscale" in given})
-    theta = float(given.get("rope_theta") or config.get("rope_theta") or 10000.0)
-    if kind == "default":
-        return Rope(theta)
-    factor = float(given["factor"])
-    original = int(given.get("original_max_position_embeddings") or config.get("max_position_embeddings") or 0)
-    if kind == "linear":
-        return Rope(theta, kind, factor)
-    if kind == "llama3":
-        return Rope(theta, kind, factor, float(given["low_freq_factor"]), float(given["high_freq_factor"]), original)
-    scale = float(given.get("attention_factor") or 0.1 * np.log(factor) + 1)
-    return Rope(theta, kind, factor, float(given.get("beta_slow") or 1), float(given.get("beta_fast") or 32), original, scale)
-
-
-def experts_of(config: Mapping[str, Any]) -> Experts:
-    return Experts(
-        count=config.get("num_experts") or config["num_local_experts"],
-        per_token=config["num_experts_per_tok"],
-        intermediate=config["moe_intermediate_size"],
-        normalised=bool(config.get("norm_topk_prob", False)),
-        shared=config.get("shared_expert_intermediate_size") or 0,
+    config: as it was written. Raises: UserError where it asks for windows that the family has not.
+    """
+    text, rule = described.text, described.family.windows
+    layers, width, kinds = text.num_hidden_layers, getattr(text, "sliding_window", None), getattr(text, "layer_types", None)
+    if text.model_type == "ministral":
+        rule = "layer_types"
+    unknown = ", ".join(sorted(set(kinds or ()) - {"full_attention", "sliding_attention"}))
+    refuse({f"layers of the kind {unknown}": bool(unknown)})
+    listed = [kind == "sliding_attention" for kind in kinds or ()]
+    every = {"layer_types": listed, "all": [width is not None] * layers, "none": [False] * layers}
+    sliding = every[rule][:layers]
+    written = text_config(config)
+    pattern = written.get("_sliding_window_pattern", 6)
+    refuse(
+        {
+            f"sliding_window = {width} in layers with a window": any(sliding) and not (width or 0) > 0,
+            "layer_types, which transformers leaves out in this family": bool(listed) and listed[:layers] != sliding,
+            f"sliding_window = {width}, which transformers leaves out in this family": rule == "none"
+            and bool(width)
+            and bool(getattr(text, "use_sliding_window", True)),
+            f"_sliding_window_pattern = {pattern} (sliding_window_pattern is read)": described.family.gemma
+            and pattern != 6
+            and not {"layer_types", "sliding_window_pattern"} & set(written),
+        },
+        "mend its config.json",
     )
+    return tuple(int(width or 0) if slides else 0 for slides in sliding)
 
 
-def all_sparse(config: Mapping[str, Any]) -> bool:
-    return not config.get("mlp_only_layers") and config.get("decoder_sparse_step", 1) == 1
-
-
-def refuse_unknown(features: Mapping[str, bool]) -> None:
-    """Raises: UserError for the first feature that is asked for."""
-    for feature, asked in features.items():
-        if asked:
-            raise UserError(
-                f"the JAX backend does not do {feature}, which the model's config asks for: use train.backend = 'torch'"
-            )
+def experts_of(described: Described) -> Experts | None:
+    """None where no layer has any."""
+    family, text = described.family, described.text
+    if not family.sparse:
+        return None
+    layers, plain = range(text.num_hidden_layers), set(text.mlp_only_layers)
+    sparse = [i for i in layers if i not in plain and (i + 1) % text.decoder_sparse_step == 0]
+    if not sparse or not text.num_experts:
+        return None
+    if text.num_experts_per_tok > text.num_experts:
+        raise UserError(
+            f"config.json: num_experts_per_tok = {text.num_experts_per_tok} are more than its num_experts = {text.num_experts}"
+        )
+    shared = text.shared_expert_intermediate_size if family.shared else 0
+    refuse({"a shared expert without features": family.shared and not shared})
+    return Experts(
+        count=text.num_experts,
+        per_token=text.num_experts_per_tok,
+        intermediate=text.moe_intermediate_size,
+        normalised=bool(text.norm_topk_prob),
+        shared=shared,
+        dense=tuple(i for i in layers if i not in sparse),
+    )
 
 
 def check_sharing(shares: bool, directory: Path, shape: Shape) -> None:

@@ -23,6 +23,7 @@ from jaxtyping import Array, Float32
 from areal_x import lora as adapter_files
 from areal_x import model_dir
 from areal_x.checkpoint import Wait
+from areal_x.data.tokenizer import check_known, check_vocabulary
 from areal_x.errors import ConfigError, UserError
 from areal_x.trainer import Loss, TrainerConfig, is_largest, recorded_experts
 from areal_x.types import IMAGES, Batch, Policy
@@ -109,6 +110,8 @@ class Trainer:
         if batch.weights is None:
             raise ValueError("the batch has no weights: an algorithm's weighting gives them")
         self._need_moments("update")
+        if self.teacher is not None:
+            check_known(batch.tokens, self.teacher_shape.vocab, Path(str(self.config.teacher)))
         rows, count = self._lay_out(batch)
         if loss not in self._steps:
             # Pinned shardings: left to the compiler, those of the second step's state could differ and compile it again.
@@ -218,7 +221,7 @@ class Trainer:
         return from_tensors(self.shape, tensors, str(directory), self.layout, jnp.float32 if learns else self.dtype)
 
     def _read_teacher(self, directory: Path) -> tuple[Shape, Params]:
-        model_dir.check_vocabulary("train.teacher", directory, self.directory)
+        check_vocabulary("train.teacher", directory, self.directory)
         model_dir.check_head(directory, "policy")
         shape = shape_of(model_dir.read_config(directory))
         if self.shape.vision is not None and (shape.vision is None or shape.vision.seen != self.shape.vision.seen):
@@ -249,12 +252,7 @@ class Trainer:
                 f"a sequence of {longest} tokens is longer than the {self.shape.context} that the model in {self.directory} "
                 "was made for: lower train.row_length, or stretch its positions (rope_scaling in its config.json)"
             )
-        largest = int(np.max(batch.tokens))
-        if largest >= self.shape.vocab:
-            raise UserError(
-                f"token {largest} is outside the vocabulary of {self.shape.vocab} of the model in {self.directory}: "
-                "its tokenizer must be the one that the model was made for"
-            )
+        check_known(batch.tokens, self.shape.vocab, self.directory)
         batch = batch.replace(experts=self._replayed(batch))
         images = image_arrays(batch.map(np.asarray), self.shape.vision)
         if images is not None:  # patches are what is large, and nothing computes with them in more than its precision
@@ -370,7 +368,7 @@ class Trainer:
             features = None if images is None else look(self.teacher_shape, teacher, images, False, self.layout, how)
             others = {"images": features, "prefix_ids": prefixes}
             of_teacher, _ = hidden_states(self.teacher_shape, teacher, *packed, False, self.layout, how, **others)
-            beside = head.Teacher(of_teacher, head_kernel(teacher), self.config.divergence)
+            beside = head.Teacher(of_teacher, head_kernel(teacher), self.config.divergence, self.teacher_shape.logit_softcap)
         hidden = self.layout.pin(hidden, "rows", None, None)  # the head looks at neighbours
         of_head = temperature, chunk, entropy, beside, self.shape.logit_softcap, self.layout, self.shape.tied
         said = head.logprobs(hidden, kernel, batch.tokens, batch.segment_ids, *of_head)
@@ -385,9 +383,11 @@ def _micro(rows: Rows, index: Array | int) -> Rows:
 def kept_numbers(shape: Shape) -> int:
     """What the backward pass keeps of each token without remat: the layers' inputs and all products with kernels."""
     attention = (shape.heads + 2 * shape.kv_heads) * shape.head_dim
-    experts = shape.experts
-    inner = shape.intermediate if experts is None else experts.per_token * experts.intermediate + experts.shared
-    return shape.layers * (3 * shape.hidden + attention + 2 * inner)
+    experts, inner = shape.experts, shape.layers * shape.intermediate
+    if experts is not None:
+        sparse, dense = len(shape.layers_in("sparse")), len(experts.dense)
+        inner = sparse * (experts.per_token * experts.intermediate + experts.shared) + dense * shape.intermediate
+    return shape.layers * (3 * shape.hidden + attention) + 2 * inner
 
 
 def kept_of_patch(shape: VisionShape) -> int:

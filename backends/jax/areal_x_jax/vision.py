@@ -20,7 +20,8 @@ from areal_x_jax import attention
 from areal_x_jax.layout import ALONE, AXES, Layout
 from areal_x_jax.model import PRODUCTS, ImageFeatures, Rotation, affine, gated, rope
 from areal_x_jax.parameters import Params, axes_of
-from areal_x_jax.shape import Rope, Shape
+from areal_x_jax.rope import Rope
+from areal_x_jax.shape import Shape
 from areal_x_jax.vision_shape import VisionShape
 
 EPS = 1e-6  # of every norm of both families: no config says it

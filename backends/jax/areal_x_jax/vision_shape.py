@@ -13,9 +13,8 @@ from typing import Any
 import numpy as np
 
 from areal_x.errors import UserError
-from areal_x.model_dir import stem, text_config
+from areal_x_jax.families import describe, refuse
 
-FAMILIES = {"Qwen2_5_VL": "qwen2_5_vl", "Qwen3VL": "qwen3_vl"}  # by the stem of the architecture
 # Where the decoder's tensors and the tower's lie in what transformers saves. On the hub there are also models of each family
 # under the names of the other.
 MODULES = {"qwen2_5_vl": ("model", "visual"), "qwen3_vl": ("model.language_model", "model.visual")}
@@ -67,39 +66,47 @@ class VisionShape:
 
 def vision_shape_of(config: Mapping[str, Any]) -> VisionShape:
     """Reads the vision tower of a Hugging Face config. Raises: UserError naming what this tower does not do."""
-    architecture = (config.get("architectures") or ["none"])[0]
-    family, vision, text = FAMILIES[stem(architecture)], config["vision_config"], text_config(config)
+    described = describe(config)
+    whole, text, vision = described.whole, described.text, described.whole.vision_config
+    family = described.family.model_type
     qwen3 = family == "qwen3_vl"
-    rope = {**(text.get("rope_scaling") or {}), **(text.get("rope_parameters") or {})}
-    sections, head_dim = rope.get("mrope_section"), text.get("head_dim") or text["hidden_size"] // text["num_attention_heads"]
-    if not sections or sum(sections) != head_dim // 2:
+    head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    sections = text.rope_parameters.get("mrope_section", [24, 20, 20] if qwen3 else [16, 24, 24])
+    if sum(sections) != head_dim // 2:
         raise UserError(f"mrope_section = {sections} of the model's config must add up to head_dim / 2 = {head_dim // 2}")
-    rope_parameters = vision.get("rope_parameters") or {}
-    deepstack = tuple(vision["deepstack_visual_indexes"]) if qwen3 else ()
-    activation, known = vision["hidden_act"], "gelu_pytorch_tanh" if qwen3 else "silu"
-    if activation != known:
-        raise UserError(f"the JAX backend does not do the activation {activation!r} of the vision tower; it does {known!r}")
+    interleaved = text.rope_parameters.get("mrope_interleaved", qwen3)
+    rope = {"rope_type": "default", "rope_theta": 10000.0} | (vision.rope_parameters or {})
+    deepstack = tuple(vision.deepstack_visual_indexes) if qwen3 else ()
+    known, sides = "gelu_pytorch_tanh" if qwen3 else "silu", (vision.patch_size, vision.temporal_patch_size)
+    refuse(
+        {
+            f"the activation {vision.hidden_act!r} of the vision tower": vision.hidden_act != known,
+            f"mrope_interleaved = {interleaved}": interleaved != qwen3,
+            f"patches of {sides}": not all(isinstance(side, int) for side in sides),
+            f"{rope} in the vision tower": rope["rope_type"] not in ("default", "axial") or len(rope) > 2,
+        }
+    )
     if list(deepstack) != sorted(set(deepstack)):
         raise UserError(f"deepstack_visual_indexes = {list(deepstack)}: the JAX backend wants them in ascending order")
-    size, merge = vision["patch_size"], vision["spatial_merge_size"]
+    size, merge = vision.patch_size, vision.spatial_merge_size
     return VisionShape(
         family=family,
-        patch=(vision.get("in_channels", 3), vision["temporal_patch_size"], size, size),
+        patch=(vision.in_channels, vision.temporal_patch_size, size, size),
         patch_bias=qwen3,
         merge=merge,
-        hidden=vision["hidden_size"],
-        layers=vision["depth"],
-        heads=vision["num_heads"],
-        intermediate=vision["intermediate_size"],
-        out=vision["out_hidden_size"],
-        rope_theta=float(rope_parameters.get("rope_theta", 10000.0)),
+        hidden=vision.hidden_size,
+        layers=vision.depth,
+        heads=vision.num_heads,
+        intermediate=vision.intermediate_size,
+        out=vision.out_hidden_size,
+        rope_theta=float(rope["rope_theta"]),
         gated=not qwen3,
         layer_norm=qwen3,
-        window=vision["window_size"] // merge // size * merge if not qwen3 else 0,
-        full_layers=tuple(vision["fullatt_block_indexes"]) if not qwen3 else (),
-        table=isqrt(vision["num_position_embeddings"]) if qwen3 else 0,
+        window=vision.window_size // merge // size * merge if not qwen3 else 0,
+        full_layers=tuple(vision.fullatt_block_indexes) if not qwen3 else (),
+        table=isqrt(vision.num_position_embeddings) if qwen3 else 0,
         deepstack=deepstack,
-        image_token=config["image_token_id"],
+        image_token=whole.image_token_id,
         sections=tuple(sections),
         interleaved=qwen3,
     )

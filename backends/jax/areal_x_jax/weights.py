@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cache, reduce
 from typing import Any
@@ -52,15 +52,19 @@ def places(shape: Shape) -> dict[str, Place]:
     if "embed" in outside:
         found[outside["embed"].name] = place(("embed",), outside["embed"])
     count = shape.experts.count if shape.experts else 0
+    leaves, stacks = in_layers(shape), {stack: shape.layers_in(stack) for stack in ("layers", "dense", "sparse")}
     for layer in range(shape.layers):
-        for name, leaf in in_layers(shape).items():
+        for name, leaf in leaves.items():
+            if layer not in stacks[leaf.stack]:
+                continue
+            index = stacks[leaf.stack].index(layer)
             full = f"{WRAPPED if shape.adapters else ''}{module_of(shape)}.layers.{layer}.{leaf.name}"
             path = "layers", name
             if "{expert}" in full:
                 for expert in range(count):
-                    found[full.format(expert=expert)] = place(path, leaf, layer, expert)
+                    found[full.format(expert=expert)] = place(path, leaf, index, expert)
             else:
-                found[full] = place(path, leaf, layer)
+                found[full] = place(path, leaf, index)
     for name, leaf in outside.items():
         found.setdefault(leaf.name, place((name,), leaf))
     if shape.vision is not None and shape.adapters is None:
@@ -97,13 +101,11 @@ def from_tensors(
     for given, tensor in tensors:
         name = saved_name(shape, given)
         if name not in where:
-            # Some save the tied head a second time, and what scores has no use for a language model's head.
-            if name != "lm_head.weight" or not (shape.tied or shape.scores):
+            if not is_left_out(shape, name):
                 left_over.append(given)
             continue
         place = where[name]
-        if tensor.shape != place.tensor:
-            raise UserError(f"{source}: {given} has the shape {tensor.shape}, but its config.json asks for {place.tensor}")
+        check_size(given, tensor.shape, place, source)
         value = np.asarray(tensor.reshape(len(tensor), -1).T if place.transposed else tensor, np.float32)
         if not np.isfinite(value).all():
             raise UserError(f"{source}: {given} holds numbers that are not finite: the file is damaged, or its training failed")
@@ -111,11 +113,38 @@ def from_tensors(
         holder, last = leaf_of(made, place.path[:-1]), place.path[-1]
         holder[last] = put(holder[last], value, place.index, leaf_of(lies, place.path))
         missing.discard(name)
+    refuse_others(missing, left_over, source)
+    return made
+
+
+def check_tensors(shape: Shape, tensors: Mapping[str, tuple[int, ...]], source: str) -> None:
+    """Raises: UserError for what `from_tensors` would refuse of tensors of these shapes, of which none is read. What scores may
+    lack its score, which then is 0."""
+    where = places(shape)
+    names = {saved_name(shape, given): given for given in tensors}
+    for name in names.keys() & where.keys():
+        check_size(names[name], tensors[names[name]], where[name], source)
+    missing = where.keys() - names.keys() - ({"score.weight"} if shape.scores else set())
+    refuse_others(
+        missing, [given for name, given in names.items() if name not in where and not is_left_out(shape, name)], source
+    )
+
+
+def is_left_out(shape: Shape, name: str) -> bool:
+    """Some save the tied head a second time, and what scores has no use for a language model's head."""
+    return name == "lm_head.weight" and (shape.tied or shape.scores)
+
+
+def check_size(name: str, size: tuple[int, ...], place: Place, source: str) -> None:
+    if size != place.tensor:
+        raise UserError(f"{source}: {name} has the shape {size}, but its config.json asks for {place.tensor}")
+
+
+def refuse_others(missing: Collection[str], left_over: list[str], source: str) -> None:
     if missing or left_over:
         complaints = {"missing": sorted(missing), "left over": left_over}
         listed = "; ".join(f"{what} {_listed(names)}" for what, names in complaints.items() if names)
         raise UserError(f"the tensors of {source} are not those that its config.json asks for: {listed}")
-    return made
 
 
 def leaf_of(tree: Params, path: tuple[str, ...]) -> Any:

@@ -32,7 +32,8 @@ Each = Float[Tensor, " positions"]
 
 
 class Teacher(NamedTuple):
-    """What a frozen model left behind at the same positions, its head, and how far from it is measured."""
+    """What a frozen model left behind at the same positions, its head, and how far from it is measured: over the tokens that
+    both have, as either's embedding may be padded further."""
 
     hidden: Float[Tensor, "positions teacher_features"]
     head: Head
@@ -196,7 +197,9 @@ def _by_chunks(
         logits = _logits(hidden, Head(weight, bias, head.softcap), temperature)
         if head.others is not None:
             logits = Joined.apply(logits, head.others)
-        divergence = teacher.divergence(logits, _logits(of_teacher, teacher.head, temperature))
+        theirs = _logits(of_teacher, teacher.head, temperature)
+        both = min(logits.shape[-1], theirs.shape[-1])
+        divergence = teacher.divergence(logits[..., :both], theirs[..., :both])
         logp = logits.log_softmax(-1)
         of_all = -(logp.exp() * logp).sum(-1) if entropy else None
         return logp.gather(1, targets[:, None])[:, 0], of_all, divergence

@@ -82,7 +82,7 @@ def build(directory: Path, head: str) -> PreTrainedModel:
                 ignore_mismatched_sizes=True,  # they are listed below, by name
                 output_loading_info=True,
             )
-        except (ValueError, KeyError, RuntimeError, OSError) as error:
+        except Exception as error:  # each of its configurations and models has its own
             reason = (str(error).strip() or type(error).__name__).splitlines()[0]
             raise UserError(f"transformers cannot load {directory} as {name}: {reason}") from error
     missing, left_over = set(found["missing_keys"]), set(found["unexpected_keys"])

@@ -82,7 +82,7 @@ def check_targets(directory: Path, config: LoRAConfig) -> None:
         try:
             described = AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
             model = AutoModelForCausalLM.from_config(described, trust_remote_code=False)
-        except (ValueError, KeyError):
+        except Exception:
             return  # loading it says what is wrong
     there = list(dict.fromkeys(name.rpartition(".")[2] for name in adaptable(model)))
     unknown = [target for target in config.targets if target not in there]

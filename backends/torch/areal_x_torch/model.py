@@ -93,6 +93,11 @@ def softcap_of(model: PreTrainedModel) -> float:
     return float(found or 0.0)
 
 
+def vocabulary(model: PreTrainedModel) -> int:
+    """How many tokens it knows."""
+    return int(model.config.get_text_config().vocab_size)
+
+
 def sees(model: PreTrainedModel) -> bool:
     return hasattr(model.config, "vision_config")
 

@@ -21,6 +21,7 @@ from transformers import PreTrainedModel
 from areal_x import lora as adapter_files
 from areal_x import model_dir
 from areal_x.checkpoint import Wait
+from areal_x.data.tokenizer import check_known, check_vocabulary
 from areal_x.errors import ConfigError
 from areal_x.trainer import Loss, TrainerConfig, is_largest, recorded_experts
 from areal_x.types import IMAGES, Batch, Policy
@@ -243,6 +244,7 @@ class Trainer:
         check_images(batch, self.model.config)
         for of, directory in ((self.model, self.directory), (self.teacher, self.config.teacher)):
             if of is not None:
+                check_known(batch.tokens, model.vocabulary(of), Path(str(directory)))
                 rotations.check_longest(int(np.max(batch.positions, initial=-1)) + 1, of.config, Path(str(directory)))
 
     def _replayed(self, batch: Batch) -> np.ndarray | None:
@@ -253,7 +255,7 @@ class Trainer:
         return recorded_experts(batch, self.directory, self.routers.layers, self.routers.per_token, self.routers.count)
 
     def _load_teacher(self, directory: Path) -> PreTrainedModel:
-        model_dir.check_vocabulary("train.teacher", directory, self.directory)
+        check_vocabulary("train.teacher", directory, self.directory)
         check_model(directory, self.config.mesh, None, learns=False)
         teacher = loading.freeze(loading.build(directory, "policy"), self.dtype)
         rotations.check_length("train.row_length", self.config.row_length, teacher.config, directory)

@@ -1,0 +1,117 @@
+"""Rotary positions: how a config stretches them, and the frequencies that follow."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from areal_x_jax.families import Described, refuse
+
+KINDS = ("default", "linear", "llama3", "yarn")
+# All that transformers knows in rope_parameters, whether the kind reads it or not.
+FIELDS = {
+    *("rope_type", "type", "rope_theta", "factor", "original_max_position_embeddings", "partial_rotary_factor"),
+    *("low_freq_factor", "high_freq_factor", "short_factor", "long_factor"),
+    *("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate", "finetuned"),
+    *("mrope_section", "mrope_interleaved"),
+}
+
+
+@dataclass(frozen=True)
+class Rope:
+    """Rotary positions: base θ, and how it is stretched beyond the length that a model was first trained on.
+
+    kind: "default", "linear" (positions divided by factor), "llama3" or "yarn". low, high: where the frequencies begin to be
+    stretched and where they are no more; for yarn in rotations over the original length (beta_slow, beta_fast), which truncate
+    widens to whole pairs of features. scale: of cosines and sines (yarn's attention factor).
+    """
+
+    theta: float = 10000.0
+    kind: str = "default"
+    factor: float = 1.0
+    low: float = 1.0
+    high: float = 4.0
+    original: int = 0
+    scale: float = 1.0
+    truncate: bool = True
+
+    def frequencies(self, head_dim: int) -> np.ndarray:
+        """Radians a position of each pair of features, [head_dim / 2], in fp32.
+
+        Sources: RoFormer, arXiv 2104.09864; linear, arXiv 2306.15595; yarn, arXiv 2309.00071, eq. 23; llama3, arXiv 2407.21783.
+        """
+        plain = (self.theta ** (-np.arange(0, head_dim, 2, dtype=np.float32) / np.float32(head_dim))).astype(np.float32)
+        if self.kind == "default":
+            return plain
+        stretched = plain / np.float32(self.factor)
+        if self.kind == "linear":
+            return stretched
+        if self.kind == "llama3":
+            kept = (self.original * plain / (2 * np.pi) - self.low) / (self.high - self.low)
+        else:
+            first, last = self._pair(self.high, head_dim), self._pair(self.low, head_dim)
+            if self.truncate:
+                first, last = np.floor(first), np.ceil(last)
+            first, last = max(first, 0), min(last, head_dim - 1)
+            kept = 1 - (np.arange(head_dim // 2, dtype=np.float32) - first) / (last - first if last != first else 0.001)
+        kept = np.clip(kept, 0, 1)
+        return (plain * kept + stretched * (1 - kept)).astype(np.float32)
+
+    def _pair(self, rotations: float, head_dim: int) -> float:
+        """Which pair of features turns so often over the original length."""
+        return float(head_dim * np.log(self.original / (rotations * 2 * np.pi)) / (2 * np.log(self.theta)))
+
+
+def ropes_of(described: Described) -> tuple[Rope, ...]:
+    """Of layers that see all and, where they differ, of those with a window. Raises: UserError for what is not known."""
+    text = described.text
+    parameters: Mapping[str, Any] = text.rope_parameters or {}
+    most = text.max_position_embeddings
+    if not described.family.gemma:
+        refuse({"a rotation for each kind of layers": "rope_type" not in parameters})
+        return (rope_of(parameters, most),)
+    kinds = ("full_attention", "sliding_attention")
+    beside = ", ".join(sorted(set(parameters) - set(kinds)))
+    refuse({f"rope_parameters for all layers alike ({beside})": bool(beside)})
+    # transformers looks for it beside the kinds of layers, where nothing can stand.
+    refuse({"truncate in one kind of layers": any("truncate" in parameters[kind] for kind in kinds)})
+    return tuple(rope_of(parameters[kind], most) for kind in kinds)
+
+
+def rope_of(given: Mapping[str, Any], longest: int) -> Rope:
+    """longest: sequence that the config names (max_position_embeddings)."""
+    kind, unknown = given["rope_type"], ", ".join(sorted(set(given) - FIELDS))
+    refuse(
+        {
+            f"rope scaling {kind!r}": kind not in KINDS,
+            f"{unknown} in rope_parameters": bool(unknown),
+            "a rotation of some features only": given.get("partial_rotary_factor") not in (None, 1),
+        }
+    )
+    theta, factor = float(given["rope_theta"]), given.get("factor")
+    if kind == "default":
+        return Rope(theta)
+    if kind == "linear":
+        return Rope(theta, kind, float(given["factor"]))
+    original = int(given["original_max_position_embeddings"])
+    if kind == "llama3":
+        low, high = float(given["low_freq_factor"]), float(given["high_freq_factor"])
+        return Rope(theta, kind, float(given["factor"]), low, high, original)
+    factor = float(longest / original if factor is None else factor)
+    low, high = float(given.get("beta_slow") or 1), float(given.get("beta_fast") or 32)
+    return Rope(theta, kind, factor, low, high, original, yarn_scale(given, factor), bool(given.get("truncate", True)))
+
+
+def yarn_scale(given: Mapping[str, Any], factor: float) -> float:
+    """Of cosines and sines: as given, or, as DeepSeek's mscale gives it, a quotient of two."""
+    if given.get("attention_factor") is not None:
+        return float(given["attention_factor"])
+
+    def of(mscale: float) -> float:
+        return float(0.1 * mscale * np.log(factor) + 1) if factor > 1 else 1.0
+
+    mscale, of_all = given.get("mscale"), given.get("mscale_all_dim")
+    return of(mscale) / of(of_all) if mscale and of_all else of(1)

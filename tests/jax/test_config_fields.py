@@ -1,0 +1,164 @@
+"""What a model's config.json says is done, or refused by name: every field that transformers reads, in every family."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import fields
+from importlib import import_module
+from inspect import getsource
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import CONFIG_MAPPING
+
+from areal_x.errors import UserError
+from areal_x_jax.families import FAMILIES
+from areal_x_jax.shape import shape_of
+from tests.models import GEMMA3, MORE, QWEN3, SEEING, SIZES
+
+from .config_fields import (
+    ARCHITECTURES,
+    BASES,
+    QWEN2_MOE,
+    QWEN3_MOE,
+    VALUES,
+    WINDOW,
+    WITHOUT_EFFECT,
+    YARN,
+    cases,
+    deviation,
+    known_fields,
+    vision_cases,
+)
+
+# What transformers' own models of a family leave out, so that there is nothing to do.
+IGNORED = {
+    *(f"{family} original_max_position_embeddings" for family in BASES),  # with a rotation that is not stretched
+    "gemma3_text rope_scaling",
+    "qwen3_moe max_window_layers",
+    "qwen3_vl num_local_experts",
+}
+# What was computed wrongly once, and its siblings.
+CHANGES: dict[str, dict[str, Any]] = {
+    "a mixture with windows in every other layer": QWEN2_MOE | WINDOW | {"max_window_layers": 2, "num_hidden_layers": 3},
+    "a mixture with windows in listed layers": QWEN2_MOE | WINDOW | {"layer_types": ["full_attention", "sliding_attention"]},
+    "a mixture with windows in all layers": QWEN3_MOE | WINDOW | {"max_window_layers": 1},
+    "windows in the first layers": QWEN3 | WINDOW | {"layer_types": ["sliding_attention", "full_attention"]},
+    "yarn that is not truncated": QWEN3 | {"rope_parameters": {**YARN, "truncate": False}},
+    "yarn as DeepSeek scales it": QWEN3 | {"rope_scaling": {**YARN, "mscale": 2.0, "mscale_all_dim": 0.5}},
+    "mistral as its successor": {
+        **SIZES,
+        "model_type": "mistral",
+        "sliding_window": 5,
+        "layer_types": ["full_attention", "sliding_attention"],
+    },
+    "gemma's two rotations": GEMMA3 | {"sliding_window": 5, "rope_theta": 500.0, "rope_local_base_freq": 100.0},
+    "dense layers between": MORE["qwen2-moe-between"] | WINDOW | {"max_window_layers": 3},
+}
+
+
+def with_architecture(config: dict[str, Any]) -> dict[str, Any]:
+    return {**config, "architectures": [ARCHITECTURES[str(config["model_type"])]]}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_packed_sequences_longer_than_any_window_have_transformers_numbers(name: str, tmp_path: Path) -> None:
+    found = deviation(with_architecture(CHANGES[name]), tmp_path)
+    assert isinstance(found, float), found
+    assert found < 1e-4
+
+
+@pytest.mark.parametrize("family", BASES)
+def test_every_field_changes_what_is_computed_or_is_refused_by_name(family: str) -> None:
+    """That it changes to the right numbers shows `python -m tests.jax.config_fields`."""
+    without_effect = {name for name in known_fields(family) if name not in WITHOUT_EFFECT and f"{family} {name}" not in IGNORED}
+    bases = [shape_of(with_architecture(base)) for base in BASES[family]]
+    for words, changed in cases(family):
+        if words.split()[2] not in without_effect:
+            continue
+        try:
+            if shape_of(changed) != bases[int(words.split()[1])]:
+                without_effect.discard(words.split()[2])
+        except UserError:
+            without_effect.discard(words.split()[2])
+    assert without_effect == set()
+
+
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl"])
+def test_every_field_of_a_tower_changes_what_is_computed_or_is_refused_by_name(family: str) -> None:
+    base, without_effect = shape_of({**SEEING[family], "architectures": [ARCHITECTURES[family]]}), set()
+    for words, changed in vision_cases(family):
+        try:
+            effect = shape_of(changed) != base
+        except UserError:
+            effect = True
+        without_effect |= set() if effect else {words.split()[2]}
+    # Of videos; and each tower's own activation.
+    assert without_effect - {"tokens_per_second"} == {"hidden_act"}
+
+
+@pytest.mark.parametrize("family", BASES)
+def test_no_field_that_transformers_models_read_is_left_out(family: str) -> None:
+    module = import_module(f"transformers.models.{family.removesuffix('_text')}.modeling_{family.removesuffix('_text')}")
+    read = set(re.findall(r"\bconfig\.([a-z]\w*)|getattr\((?:self\.)?config, \"(\w+)\"", getsource(module)))
+    read = {one or other for one, other in read}
+    vision = CONFIG_MAPPING[family].sub_configs.get("vision_config")
+    others = {field.name for field in fields(vision)} if vision else set()
+    of_class = {
+        "get_text_config",
+        "per_layer_config",
+        "standardize_rope_params",
+        "text_config",
+        "vision_config",
+        "mm_tokens_per_image",
+        "image_token_id",
+    }
+    of_class |= {"output_attentions", "output_hidden_states", "return_dict", "problem_type", "num_labels"}
+    assert read - others - of_class - known_fields(family) == set()
+
+
+@pytest.mark.parametrize("family", BASES)
+def test_what_a_config_leaves_out_is_what_transformers_takes(family: str) -> None:
+    kind = CONFIG_MAPPING[family]
+    least = {"model_type": family, "architectures": [ARCHITECTURES[family]]}
+    whole = kind().to_dict()
+    assert shape_of(least) == shape_of({**whole, "architectures": least["architectures"]})
+    text = kind().get_text_config()
+    shape = shape_of(least)
+    assert (shape.eps, shape.layers, shape.kv_heads) == (text.rms_norm_eps, text.num_hidden_layers, text.num_key_value_heads)
+
+
+def test_windows_that_a_config_leaves_out_are_transformers() -> None:
+    gemma = shape_of(with_architecture({key: x for key, x in GEMMA3.items() if key != "head_dim"}))
+    assert gemma.windows == (4096,) * 4
+    assert gemma.head_dim == 256
+    mistral = with_architecture({**SIZES, "model_type": "mistral"})
+    assert shape_of(mistral).windows == (4096, 4096)
+    assert shape_of(mistral | {"sliding_window": None}).windows == (0, 0)
+
+
+@pytest.mark.parametrize(
+    "change, complaint",
+    [
+        (
+            {"architectures": ["Gemma3ForConditionalGeneration"], "model_type": "gemma3"},
+            "does not do Gemma3ForConditionalGeneration with images",
+        ),
+        ({"architectures": ["Gemma3ForCausalLM"], "vision_config": {}}, "does not do Gemma3ForCausalLM with images"),
+        ({"architectures": ["Qwen3ForConditionalGeneration"]}, "trains Qwen3ForCausalLM"),
+        ({"model_type": "llama"}, "config.json says model_type = 'llama', but .* Qwen3ForCausalLM has 'qwen3'"),
+        ({"quantization_config": {"bits": 4}}, "quantization_config"),
+        ({"num_hidden_layers": "two"}, r"transformers cannot read the model's config.json \(.*num_hidden_layers"),
+        ({"final_logit_softcapping": 30.0}, r"final_logit_softcapping = 30\.0"),
+        ({"rope_scaling": {"rope_type": "longrope", "short_factor": [1.0], "long_factor": [1.0]}}, "rope scaling 'longrope'"),
+    ],
+)
+def test_what_a_family_has_not_is_refused_by_name(change: dict[str, Any], complaint: str) -> None:
+    with pytest.raises(UserError, match=complaint):
+        shape_of(with_architecture(QWEN3) | change)
+
+
+def test_every_family_is_here() -> None:
+    assert set(ARCHITECTURES.values()) == set(FAMILIES)
+    assert {name for family in BASES for name in known_fields(family)} <= set(VALUES)
