@@ -23,7 +23,7 @@ from pathlib import Path
 
 import gin
 
-from areal_x import checkpoint, run_dir
+from areal_x import checkpoint, open_files, run_dir
 from areal_x.cluster import ranks
 from areal_x.config import Config, config_text, load
 from areal_x.config_check import check_early, check_experiment
@@ -49,6 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def with_config(file: Path, bindings: Sequence[str], work: Callable[[Config], int | None]) -> int:
     """Does what a command does with its config. The exit status: what that gives, None being 0; 1 after one sentence about a
     mistake; 130 when stopped by Ctrl-C or SIGTERM."""
+    open_files.raise_limit()
     sys.path.insert(0, str(Path.cwd()))  # gin files import examples.arithmetic.task and the like
     config: Config | None = None
     try:

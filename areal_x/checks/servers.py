@@ -7,6 +7,7 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
+from areal_x import open_files
 from areal_x.data.tokenizer import load_tokenizer
 from areal_x.errors import UserError
 from areal_x.experiment import Experiment
@@ -14,6 +15,7 @@ from areal_x.rollout.loop import run
 from areal_x.rollout.vllm.client import VLLMClient
 from areal_x.rollout.vllm.config import VLLMConfig
 from areal_x.rollout.vllm.direct import TRANSPORTS, check_machine
+from areal_x.rollout.vllm.gate import open_door
 from areal_x.rollout.vllm.scorer import ServerScorer
 from areal_x.rollout.vllm.server import is_cpu_build
 
@@ -23,22 +25,24 @@ SECONDS = 20.0  # for one server to say what it serves
 def generate(config: VLLMConfig) -> str:
     """The engine's servers. Raises: UserError or EngineError for the first that is not as it must be."""
     check_machine(config)
+    few = filter(None, [open_files.enough_for(config.concurrency * (len(config.urls) or config.servers))])
     if not config.urls:
         kind = "CPU" if is_cpu_build() else "GPU"
-        return f"{config.servers} will be started, by vLLM for {kind}"
+        return "; ".join([f"{config.servers} will be started, by vLLM for {kind}", *few])
     key = os.environ.get(config.key_variable)
-    contexts = [run(asked(url, key, TRANSPORTS[config.transport]), "check") for url in config.urls]
-    return f"{len(contexts)} answer, with a context of {min(contexts)}"
+    found = [run(asked(url, key, TRANSPORTS[config.transport]), "check") for url in config.urls]
+    doors = [open_door(url) for url, (_, is_open) in zip(config.urls, found, strict=True) if is_open]
+    return "; ".join([f"{len(found)} answer, with a context of {min(context for context, _ in found)}", *doors, *few])
 
 
-async def asked(url: str, key: str | None, transfer: str) -> int:
-    """The server's context."""
+async def asked(url: str, key: str | None, transfer: str) -> tuple[int, bool]:
+    """The server's context, and whether anybody can steer it."""
     client = VLLMClient(url, key, transfer)
     try:
         async with asyncio.timeout(SECONDS):
             if not await client.is_healthy():
                 raise UserError(f"no healthy vLLM server answers at {url}: start it, or take it out of vllm.urls")
-            return await client.context()
+            return await client.context(), await client.is_open()
     except TimeoutError:
         raise UserError(f"the vLLM server at {url} did not say what it serves within {SECONDS:g} s: look at its log") from None
     finally:

@@ -87,7 +87,7 @@ class Server:
         self.engines: list[Any] = []
         self.calls: list[Any] = []
         self.refused = ""
-        self.version = "default"
+        self.paused = False
 
     def make_engines(self) -> None:
         from vllm.config.weight_transfer import WeightTransferConfig
@@ -116,6 +116,10 @@ class Server:
     async def do(self, path: str, body: Any) -> Any:
         if path == "/v1/models":
             return {"data": [{"id": "policy", "max_model_len": 64}]}
+        if path == "/is_paused":
+            return {"is_paused": self.paused}
+        if path in ("/pause", "/resume"):
+            self.paused = path == "/pause"
         if path == "/get_world_size":
             return {"world_size": self.workers}
         if path == "/init_weight_transfer_engine":

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from areal_x.errors import ConfigError
+from areal_x.errors import ConfigError, UserError
 from areal_x.rollout.engine import EngineError
 from areal_x.rollout.vllm.client import VLLMClient
 from areal_x.rollout.vllm.config import VLLMConfig
@@ -162,6 +162,7 @@ def test_what_the_trainer_sends_arrives_at_every_worker_in_the_order_of_a_swap(f
         paths = [path for path, _ in asked["calls"]]
         assert paths == [
             "/v1/models",
+            "/is_paused",
             "/shutdown_weight_transfer_engine",
             "/get_world_size",
             "/update_weight_version",
@@ -202,6 +203,7 @@ def test_a_server_that_refuses_ends_the_swap_though_the_broadcast_waits_for_it_a
     from tests.rollout.receivers import Communicator
 
     engine = first.engine
+    monkeypatch.setattr(engine._direct, "_broke_off", False)  # so that what this swap leaves does not concern the next test
     monkeypatch.setattr(Communicator, "broadcast", lambda *of, **more: threading.Event().wait())
     monkeypatch.setattr(VLLMClient, "receive", refused_by_one(VLLMClient.receive, receivers.urls[0]))
     receivers.ask(0, "/refuse", path)
@@ -212,6 +214,19 @@ def test_a_server_that_refuses_ends_the_swap_though_the_broadcast_waits_for_it_a
     for index in (0, 1):
         assert not [body for _, body in receivers.ask(index)["calls"] if body == {"weight_version": "9"}]
         assert receivers.ask(index)["calls"][-1][0] != "/resume"
+    with pytest.raises(EngineError, match="an earlier update broke off, and servers may hold parts of two policies"):
+        run(engine.swap(engine.stage(Torch(tensors), 9)))
+    assert all(receivers.ask(index)["calls"][-1][0] != "/resume" for index in (0, 1))
+
+
+def test_a_server_that_an_update_left_paused_is_not_taken_as_it_is(
+    first: FirstSwap, receivers: Receivers, tiny_model_dir: Path, tmp_path: Path, run: Run
+) -> None:
+    run(first.engine._clients[0].pause())
+    other = VLLMEngine(VLLMConfig(urls=receivers.urls[:1], transport="nccl"), tiny_model_dir, tmp_path)
+    with pytest.raises(UserError, match=r"is paused: .* parts of two policies; start it again"):
+        run(other.start())
+    run(first.engine._clients[0].resume())
 
 
 def refused_by_one(receive: Any, url: str) -> Any:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import base64
 import contextlib
 import io
-import itertools
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -22,6 +21,7 @@ from jaxtyping import Float32, Int16, Int32
 from areal_x.errors import UserError
 from areal_x.rollout.engine import Completion, EngineError, SamplingParams
 from areal_x.rollout.loop import together
+from areal_x.rollout.vllm.connections import exchange, session
 from areal_x.rollout.vllm.plugin import BACKEND
 from areal_x.types import NOT_RECORDED
 
@@ -29,11 +29,8 @@ VLLM_RELEASE = "0.32"
 MODEL = "policy"  # the name that servers serve the model under
 NO_LOGPROB = -9999.0  # what vLLM sends for a log-probability it does not have
 ROUNDING = 1e-3  # how far above 0 a log-probability may come out
-KEEP_ALIVE_SECONDS = 2.0  # the server closes idle connections after 5 s: a client that keeps them longer meets dead ones
-CONNECT_SECONDS = 30.0
 HEALTH_SECONDS = 5.0
 CONTROL_SECONDS = 600.0  # loading the weights of a large model from a shared folder
-ATTEMPTS = 3
 ADAPTER_METRIC = "vllm:lora_requests_info"  # there where a server was started with --enable-lora
 RECORD_EXPERTS = "--enable-return-routed-experts"
 WORDLESS = ("/v1/load_lora_adapter", "/v1/unload_lora_adapter")  # whose answer is a sentence and no JSON
@@ -46,6 +43,10 @@ class ServerLost(EngineError):
 
 class ServerRestarted(ServerLost):
     """Its answer shows that it does not hold the weights that it was given."""
+
+
+class ServerTorn(EngineError):
+    """An update broke off in the middle: the server holds parts of two policies, and is paused."""
 
 
 class ServerFailed(EngineError):
@@ -84,28 +85,21 @@ class VLLMClient:
     """
 
     def __init__(self, url: str, key: str | None, transfer: str = BACKEND) -> None:
-        import aiohttp
-
         self.url, self._transfer = url.rstrip("/"), transfer
-        self._session = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_SECONDS),
-            headers={"Authorization": f"Bearer {key}"} if key else {},
-        )
+        self._session = session(key)
 
     async def close(self) -> None:
         await self._session.close()
 
     async def is_healthy(self, seconds: float = HEALTH_SECONDS) -> bool:
-        """Whether the server answers within this time and its engine lives."""
-        import aiohttp
-
+        """Whether the server answers within this time and its engine lives. Raises: OutOfFiles where nothing can be asked."""
         if self._session.closed:
             return False
         try:
-            async with self._session.get(f"{self.url}/health", timeout=aiohttp.ClientTimeout(total=seconds)) as answer:
-                return bool(answer.status == 200)
-        except (aiohttp.ClientError, OSError, TimeoutError):
+            status, _ = await exchange(self._session, self.url, "GET", "/health", seconds=seconds)
+        except ConnectionError:
             return False
+        return status == 200
 
     async def context(self) -> int:
         """Longest prompt and completion together. Raises UserError when the server serves no model named `policy`."""
@@ -159,7 +153,7 @@ class VLLMClient:
         }
         if features is not None:
             body["features"] = features
-        answer = await self._call("POST", "/inference/v1/generate", body, retry=True, seconds=None)
+        answer = await self._call("POST", "/inference/v1/generate", body, retry=True, seconds=None, waits=True)
         completion = completion_from(answer)
         if not experts:
             return completion
@@ -167,7 +161,7 @@ class VLLMClient:
 
     async def render(self, body: Mapping[str, Any]) -> list[int]:
         """The tokens of a prompt, from the body of a chat completion without a model."""
-        answer = await self._call("POST", "/v1/chat/completions/render", {**body, "model": MODEL}, retry=True)
+        answer = await self._call("POST", "/v1/chat/completions/render", {**body, "model": MODEL}, retry=True, waits=True)
         tokens: list[int] = answer["token_ids"]
         return tokens
 
@@ -176,21 +170,21 @@ class VLLMClient:
         the chat completion that it answers. before: the last tokens of its prompt."""
         said = {"request_id": "areal-x", "choices": [{"index": 0, "token_ids": list(tokens), "finish_reason": "stop"}]}
         asked = {"generate_response": said, "chat_request": {**body, "model": MODEL}, "prompt_token_ids": list(before)}
-        answer = await self._call("POST", "/v1/chat/completions/derender", {"model": MODEL, **asked}, retry=True)
+        answer = await self._call("POST", "/v1/chat/completions/derender", {"model": MODEL, **asked}, retry=True, waits=True)
         message: dict[str, Any] = answer["choices"][0]["message"]
         return message
 
     async def tokenize(self, model: str, text: str) -> list[int]:
         """The text's tokens, without any that the model would put before or after it."""
         body = {"model": model, "prompt": text, "add_special_tokens": False}
-        tokens: list[int] = (await self._call("POST", "/tokenize", body, retry=True))["tokens"]
+        tokens: list[int] = (await self._call("POST", "/tokenize", body, retry=True, waits=True))["tokens"]
         return tokens
 
     async def score(self, model: str, tokens: Sequence[int]) -> Float32[np.ndarray, " T"]:
         """Log-probability of each token given those before it, at temperature 1; 0 for the first. At most context - 1 tokens
         can be scored, as the server generates one more. Never beside other requests on a server with adapters: see `probe`."""
         body = {"model": model, "prompt": list(tokens), "max_tokens": 1, "prompt_logprobs": 0}
-        return scores_from(await self._call("POST", "/v1/completions", body, retry=True, seconds=None), tokens)
+        return scores_from(await self._call("POST", "/v1/completions", body, retry=True, seconds=None, waits=True), tokens)
 
     async def probe(self, model: str, tokens: Sequence[int]) -> Float32[np.ndarray, " T"]:
         """The numbers of `score`, computed by the sampler: one request of one new token per position, at temperature 1.
@@ -207,7 +201,7 @@ class VLLMClient:
         # As many `logprobs` as named tokens are wanted, and as many entries come back, the sampled token's among them: hence 2.
         wanted = {"max_tokens": 1, "temperature": 1.0, "logprobs": 2, "logprob_token_ids": [token, token], "detokenize": False}
         body = {"model": model, "token_ids": list(tokens), "sampling_params": wanted}
-        answer = await self._call("POST", "/inference/v1/generate", body, retry=True, seconds=None)
+        answer = await self._call("POST", "/inference/v1/generate", body, retry=True, seconds=None, waits=True)
         return next_from(answer, token)
 
     async def pause(self) -> None:
@@ -217,6 +211,17 @@ class VLLMClient:
 
     async def resume(self, seconds: float = CONTROL_SECONDS) -> None:
         await self._call("POST", "/resume", retry=True, seconds=seconds)
+
+    async def is_paused(self) -> bool:
+        return bool((await self._call("GET", "/is_paused", retry=True))["is_paused"])
+
+    async def is_open(self) -> bool:
+        """True if it takes requests that steer it without a key."""
+        async with session(key=None) as stranger:
+            with contextlib.suppress(ConnectionError):
+                status, _ = await exchange(stranger, self.url, "GET", "/is_paused", seconds=HEALTH_SECONDS)
+                return status == 200
+        return False
 
     async def metrics(self) -> str:
         """In Prometheus' text; nothing of the engine's where the server was started with --disable-log-stats."""
@@ -233,6 +238,12 @@ class VLLMClient:
         except EngineError as error:
             raise EngineError(f"{error} (its weight-transfer backend must be {self._transfer!r})") from error
 
+    async def look_at(self, staging_root: Path, folder: Path) -> None:
+        """Raises EngineError where a staged folder is none that the server can load; changes nothing, and may be asked beside
+        running requests. (For servers whose weight-transfer backend is ours.)"""
+        info = {"staging_root": str(staging_root), "folder": str(folder)}
+        await self._call("POST", "/init_weight_transfer_engine", {"init_info": info}, retry=True)
+
     async def end_weight_transfer(self) -> None:
         """Frees what an earlier `init_weight_transfer` has set up, if any has."""
         await self._call("POST", "/shutdown_weight_transfer_engine")
@@ -247,6 +258,10 @@ class VLLMClient:
 
     async def finish_update(self, version: str) -> None:
         await self._call("POST", "/finish_weight_update", {"weight_version": version})
+
+    async def abandon_update(self) -> None:
+        """Ends an update that broke off and is open still; the weights are called what they were called."""
+        await self._call("POST", "/finish_weight_update", {"weight_version": None}, retry=True)
 
     async def load_adapter(self, name: str, folder: Path) -> None:
         """Under a name that no adapter has. Nothing waits for it but what asks for this name."""
@@ -276,32 +291,27 @@ class VLLMClient:
         return str((await self._call("GET", "/weight_info", retry=True))["weight_version"])
 
     async def _call(
-        self, method: str, path: str, body: Any = None, *, retry: bool = False, seconds: float | None = CONTROL_SECONDS
+        self,
+        method: str,
+        path: str,
+        body: Any = None,
+        *,
+        retry: bool = False,
+        seconds: float | None = CONTROL_SECONDS,
+        waits: bool = False,
     ) -> Any:
         """The answer's JSON. retry: safe to send again when the connection breaks before any answer, as it does when a pooled
-        one has been closed meanwhile, and after each internal error of the server."""
-        import aiohttp
-
-        timeout = aiohttp.ClientTimeout(total=seconds, sock_connect=CONNECT_SECONDS)
-        for attempt in itertools.count(1):
-            if self._session.closed:
-                raise ServerLost(f"the connection to the vLLM server at {self.url} was closed before {path}")
-            try:
-                async with self._session.request(method, self.url + path, json=body, timeout=timeout) as answer:
-                    text = await answer.text()
-                    break
-            except aiohttp.ClientConnectorError as error:
-                raise ServerLost(f"no vLLM server answers at {self.url}: {error.os_error.strerror or error}") from error
-            except (aiohttp.ServerDisconnectedError, aiohttp.ClientOSError) as error:
-                if not retry or attempt == ATTEMPTS:
-                    raise ServerLost(f"the vLLM server at {self.url} broke the connection during {path}") from error
-            except TimeoutError as error:
-                raise ServerLost(f"the vLLM server at {self.url} did not answer {path} within {seconds} s") from error
-            except aiohttp.ClientError as error:
-                raise ServerLost(f"the vLLM server at {self.url} failed during {path}: {error}") from error
-        if answer.status == 200:
+        one has been closed meanwhile, and after each internal error of the server. waits: see `exchange`."""
+        if self._session.closed:
+            raise ServerLost(f"the connection to the vLLM server at {self.url} was closed before {path}")
+        try:
+            how = {"body": body, "seconds": seconds, "retry": retry, "waits": waits}
+            status, text = await exchange(self._session, self.url, method, path, **how)
+        except ConnectionError as error:
+            raise ServerLost(f"{error}") from error
+        if status == 200:
             return text if path in TEXT else json.loads(text) if text else None
-        raise self._refusal(path, answer.status, words_of(text))
+        raise self._refusal(path, status, words_of(text))
 
     def _refusal(self, path: str, status: int, words: str) -> Exception:
         server, endpoint = f"the vLLM server at {self.url}", path.partition("?")[0]

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 from areal_x import background
 from areal_x.errors import ConfigError, one_of
+from areal_x.rollout.engine import EngineError
 from areal_x.rollout.loop import together
 from areal_x.rollout.vllm.client import VLLMClient
 from areal_x.rollout.vllm.plugin import BACKEND
@@ -121,6 +122,7 @@ class Direct:
         self._config, self._clients, self._sizes, self._explaining = config, clients, sizes, explaining
         self._source: Any = None
         self._sender: Any = None  # vLLM's TrainerWeightTransferEngine
+        self._broke_off = False
 
     def stage(self, trainer: Any, version: int) -> Unstaged:
         """Notes what to send; the trainer must stay as it is until it is sent. On the trainer's thread, whose GPU counts."""
@@ -136,8 +138,15 @@ class Direct:
             await self._beside(unstaged, self._meet)
 
     async def send(self, unstaged: Unstaged) -> None:
-        """Weights and version, to servers that stand still. After an error some may hold a part of them."""
-        await self._beside(unstaged, self._send)
+        """Weights and version, to servers that stand still. After an error some may hold a part of them, which vLLM's receiving
+        side would take for the beginning of the next version's: nothing is sent to them again."""
+        if self._broke_off:
+            raise EngineError("an earlier update broke off, and servers may hold parts of two policies: start the run again")
+        try:
+            await self._beside(unstaged, self._send)
+        except BaseException:
+            self._broke_off = True
+            raise
 
     def close(self) -> None:
         sender, self._sender = self._sender, None

@@ -24,6 +24,7 @@ import numpy as np
 from jaxtyping import Float32, Int32
 
 from areal_x import lora as adapter_files
+from areal_x import open_files
 from areal_x.errors import ConfigError, UserError
 from areal_x.model_dir import read_config, text_config
 from areal_x.monitor import timeline
@@ -34,10 +35,11 @@ from areal_x.rollout.vllm import adapters, slices
 from areal_x.rollout.vllm import server as servers
 from areal_x.rollout.vllm.adapters import Versions
 from areal_x.rollout.vllm.agreement import known_prompt, said_by
-from areal_x.rollout.vllm.client import MODEL, ServerFailed, ServerLost, ServerRestarted, VLLMClient
+from areal_x.rollout.vllm.client import MODEL, ServerFailed, ServerLost, ServerRestarted, ServerTorn, VLLMClient
 from areal_x.rollout.vllm.config import VLLMConfig
 from areal_x.rollout.vllm.direct import TRANSPORTS, Direct, Unstaged, check_machine
 from areal_x.rollout.vllm.features import features_for
+from areal_x.rollout.vllm.gate import open_door
 from areal_x.rollout.vllm.replica import Replica, given, launches_of
 from areal_x.rollout.vllm.routing import Prefixes
 from areal_x.rollout.vllm.supervisor import Supervisor
@@ -100,6 +102,8 @@ class VLLMEngine:
     async def start(self) -> None:
         atexit.register(self._end_processes)
         try:
+            if few := open_files.enough_for(self.concurrency):
+                self.report(few)
             self._staging = Staging(Path(self.config.staging).resolve() if self.config.staging else default_parent())
             for replica in self._replicas(self._staging.root):
                 self.supervisor.add(replica)
@@ -340,6 +344,9 @@ class VLLMEngine:
         if errors and not pauses and not any(isinstance(error, ServerLost) for error in errors.values()):
             self._current = previous
             self.supervisor.expect(self.version, None if previous is None else previous.said)
+            for name, error in errors.items():
+                if isinstance(error, ServerTorn):
+                    self.fleet.lost(name, f"{error}", time.monotonic())
             self.fleet.refused(time.monotonic())
             self.supervisor.settle()
             raise next(iter(errors.values()))
@@ -424,6 +431,8 @@ class VLLMEngine:
             raise UserError(
                 f"its context is {context}, the run's is {self.context}: start it with --max-model-len {self.context}"
             )
+        if not replica.ours and replica.name not in self._workers and await replica.client.is_open():
+            self.report(open_door(replica.client.url))
         self.context = min(self.context, context)
         self._workers[replica.name] = workers
         self._prefixes.forget(replica.name)

@@ -10,11 +10,12 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from areal_x.errors import UserError
 from areal_x.rollout.engine import EngineError
 from areal_x.rollout.publisher import Staged
 from areal_x.rollout.vllm import adapters
 from areal_x.rollout.vllm import server as servers
-from areal_x.rollout.vllm.client import HEALTH_SECONDS, ServerLost, VLLMClient
+from areal_x.rollout.vllm.client import HEALTH_SECONDS, ServerFailed, ServerLost, ServerTorn, VLLMClient
 from areal_x.rollout.vllm.config import VLLMConfig
 from areal_x.rollout.vllm.direct import TRANSPORTS
 from areal_x.rollout.vllm.plugin import BACKEND
@@ -36,6 +37,7 @@ class Replica:
         self.name, self.origin, self._seeds = name, origin, seeds
         self.server: servers.Server | None = None
         self._client: VLLMClient | None = None
+        self._staging_root = Path()
 
     @property
     def ours(self) -> bool:
@@ -67,11 +69,18 @@ class Replica:
 
     async def prepare(self, staging_root: Path, transport: str, lora: bool) -> tuple[int, int]:
         """Makes it ready to be given weights; those that it holds are called version 0. Returns its context, and its workers
-        where it must be known how many take part in a broadcast."""
+        where it must be known how many take part in a broadcast.
+
+        Raises: UserError for one that is paused where no whole weights will come from files: it may hold parts of two policies.
+        """
         client, workers = self.client, 0
         context = await client.context()
+        self._staging_root = staging_root
+        if (transport != "files" or lora) and await client.is_paused():
+            cause = "a run that was killed, or an update that broke off, may have left it with parts of two policies"
+            raise UserError(f"{self.name} is paused: {cause}; start it again")
         if transport == "files":
-            await client.resume()  # a run that was killed, or an update that broke off, may have left it paused
+            # One that is paused stays so until it has whole weights: see `give`.
             await client.init_weight_transfer({"staging_root": str(staging_root)})
         else:
             await client.end_weight_transfer()  # with the trainer of an earlier run
@@ -82,20 +91,36 @@ class Replica:
         return context, workers
 
     async def give(self, staged: Staged) -> float:
-        """Swaps its weights; returns the seconds that it stood still. After an error it goes on with the old ones."""
-        client, began = self.client, time.perf_counter()
+        """Swaps its weights; returns the seconds that it stood still.
+
+        Raises: ServerTorn when the update broke off in the middle, and the server stays paused, as it holds parts of two
+        policies. After any other EngineError it goes on with the weights that it had.
+        """
+        client, changing = self.client, False
+        await client.look_at(self._staging_root, staged.folder)
+        began = time.perf_counter()
         try:
             await client.pause()
-            await client.start_update()
+            await self._start_update()
+            changing = True
             await client.receive({"folder": str(staged.folder)})
             await client.finish_update(str(staged.version))
         except BaseException as error:
-            if not isinstance(error, ServerLost):
+            if not changing and not isinstance(error, ServerLost):
                 with contextlib.suppress(Exception):
                     await client.resume(HEALTH_SECONDS)
+            if changing and isinstance(error, EngineError) and not isinstance(error, ServerLost):
+                raise ServerTorn(f"{error}; it stays paused until it is given whole weights") from error
             raise
         await client.resume()
         return time.perf_counter() - began
+
+    async def _start_update(self) -> None:
+        try:
+            await self.client.start_update()
+        except ServerFailed:  # one that broke off is still open, of a run that was killed or in some of its workers
+            await self.client.abandon_update()
+            await self.client.start_update()
 
     async def hold(self, versions: Sequence[Staged]) -> None:
         """Makes these adapters the ones that it has."""

@@ -21,8 +21,9 @@ from urllib.parse import urlsplit
 from areal_x import cores
 from areal_x.errors import ConfigError, UserError
 from areal_x.model_dir import read_config
-from areal_x.rollout.vllm import adapters, guard
+from areal_x.rollout.vllm import adapters, gate, guard
 from areal_x.rollout.vllm.client import MODEL, RECORD_EXPERTS, VLLMClient
+from areal_x.rollout.vllm.connections import OutOfFiles
 from areal_x.rollout.vllm.features import NORMALISED
 from areal_x.rollout.vllm.plugin import BACKEND
 
@@ -165,6 +166,7 @@ def command(launch: Launch, port: int, cpu: bool) -> list[str]:
         "--weight-transfer-config": f'{{"backend": "{launch.transfer}"}}',
         # What a model directory recommends for chatting (a repetition penalty, a top-p) is not ours to sample with.
         "--generation-config": "vllm",
+        "--middleware": gate.GATE,
     }
     flags = ["--enable-scale-out", "--disable-uvicorn-access-log"]
     if not launch.metrics:
@@ -190,7 +192,8 @@ def sees(model: Path) -> bool:
 def environment(launch: Launch, key: str, cpu: bool) -> dict[str, str]:
     """The server's environment. The key goes this way, and never onto a command line or into a log."""
     env = dict(os.environ) | {
-        "VLLM_API_KEY": key,
+        gate.KEY: key,
+        gate.HOSTS: "",
         "VLLM_SERVER_DEV_MODE": "1",
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_HOST_IP": LOOPBACK,
@@ -223,7 +226,7 @@ async def wait_until_ready(server: Server, name: str, timeout_seconds: float, re
     began = reported = time.monotonic()
     report(f"{name} is starting (log: {server.log})")
     try:
-        while not await client.is_healthy():
+        while not await is_up(client):
             now = time.monotonic()
             if server.process.poll() is not None:
                 raise UserError(f"{name} died at start: {server.last_words()} (log: {server.log})")
@@ -237,6 +240,13 @@ async def wait_until_ready(server: Server, name: str, timeout_seconds: float, re
     finally:
         await client.close()
     report(f"{name} is ready after {time.monotonic() - began:.0f} s")
+
+
+async def is_up(client: VLLMClient) -> bool:
+    try:
+        return await client.is_healthy()
+    except OutOfFiles:  # other requests end meanwhile
+        return False
 
 
 # What vLLM puts before a line, as "(EngineCore pid=7) ERROR 11-20 13:50:51 [core.py:1] "

@@ -21,6 +21,7 @@ from areal_x.rollout.vllm.agreement import disagreeing, distance
 from areal_x.rollout.vllm.client import ServerLost
 from areal_x.rollout.vllm.concurrency import Load, adapted, load_from
 from areal_x.rollout.vllm.config import VLLMConfig
+from areal_x.rollout.vllm.connections import OutOfFiles
 from areal_x.rollout.vllm.fleet import Fleet, State
 from areal_x.rollout.vllm.replica import Replica
 
@@ -167,7 +168,11 @@ class Supervisor:
         replica = self.replicas.get(name)
         if replica is None:  # it left in this turn of the loop
             return
-        answered = await replica.client.is_healthy(self._config.heartbeat_seconds)
+        try:
+            answered = await replica.client.is_healthy(self._config.heartbeat_seconds)
+        except OutOfFiles as error:  # ours, not the server's
+            self._report(f"{error}")
+            return
         self.fleet.heartbeat(name, answered, now())
         if answered and self._config.adaptive:
             with suppress(EngineError):
