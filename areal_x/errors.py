@@ -95,3 +95,8 @@ def _is_users(filename: str) -> bool:
     file = Path(filename)
     ours = {"site-packages", "dist-packages", "areal_x_jax", "areal_x_torch"} & set(file.parts)
     return not (filename.startswith("<frozen") or ours or any(map(file.is_relative_to, (*INSTALLED, Path(__file__).parent))))
+
+
+def printable(text: str) -> str:
+    """The text for a terminal: whoever wrote it (an agent, a model, a program) may have put the terminal's commands into it."""
+    return "".join(letter if letter.isprintable() or letter in "\n\t" else "\N{REPLACEMENT CHARACTER}" for letter in text)

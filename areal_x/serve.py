@@ -22,6 +22,7 @@ from areal_x import background
 from areal_x.agents import ADDRESS
 from areal_x.config import Config
 from areal_x.data.tokenizer import load_tokenizer
+from areal_x.errors import printable
 from areal_x.experiment import Experiment
 from areal_x.rollout import loop
 from areal_x.rollout.engine import Engine, SamplingParams
@@ -66,7 +67,7 @@ class Service:
         with session:
             outcome = await session.ended()
         worth = f"reward {outcome.reward:g}" if isinstance(outcome, Scored) else type(outcome).__name__
-        self.say(f"session {session.id}{f' ({label})' if label else ''}: {len(session.calls())} calls, {worth}")
+        self.say(f"session {session.id}{f' ({printable(label)})' if label else ''}: {len(session.calls())} calls, {worth}")
 
     async def close(self) -> None:
         await self.hosted.close()

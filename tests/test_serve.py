@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from areal_x.agents import SessionError, session
+from areal_x.errors import printable
 from tests.rollout.test_agent import ask
 
 ROOT = Path(__file__).parents[1]
@@ -41,14 +42,18 @@ def test_the_command_serves_whoever_has_its_key_until_it_is_interrupted(backend,
         line = serving.stdout.readline()
         url = json.loads(address.read_text())["url"]
         assert line == f"serving at {url}; its address and key are in {address}\n"
-        with session(address, label="mine") as episode:
+        with session(address, label="mine\x1b[2J") as episode:
             said = ask(episode.base_url, episode.key, "1+2=")
             assert 1 <= said["usage"]["completion_tokens"] <= 8
             episode.reward(0.5)
-        assert serving.stdout.readline().endswith("(mine): 1 calls, reward 0.5\n")
+        assert serving.stdout.readline().endswith("(mine�[2J): 1 calls, reward 0.5\n")
         with pytest.raises(SessionError):
             episode.reward(0.5)
     finally:
         serving.send_signal(signal.SIGINT)
         serving.communicate(timeout=60)
     assert serving.returncode == 130
+
+
+def test_a_label_has_no_commands_for_the_terminal():
+    assert printable("\x1b]0;mine\x07é\u202e\n") == "�]0;mine�é�\n"

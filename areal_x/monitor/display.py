@@ -11,6 +11,7 @@ from types import TracebackType
 from typing import Any, Protocol, TextIO
 
 from areal_x.algorithms.mismatch import MOST_LAGS
+from areal_x.errors import printable
 from areal_x.monitor.metrics import Row
 
 BARS = "▁▂▃▄▅▆▇█"
@@ -38,7 +39,7 @@ class Display:
 
     def message(self, text: str) -> None:
         """Something that happened between steps: a server starts, a checkpoint is saved."""
-        self._screen.message(text)
+        self._screen.message(printable(text))
 
     def __enter__(self) -> Display:
         return self

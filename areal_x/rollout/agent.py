@@ -28,7 +28,7 @@ from areal_x import background
 from areal_x.agents import Session as Address
 from areal_x.errors import ConfigError, at_least
 from areal_x.rewards.pool import Limits, Reward, RewardPool
-from areal_x.rollout.agent_program import run_program
+from areal_x.rollout.agent_program import of_this_process, run_program
 from areal_x.rollout.gateway.live import Session
 from areal_x.rollout.hosted import Hosted, documented
 from areal_x.rollout.loop import serve
@@ -173,7 +173,9 @@ class Apart:
 class AgentProcess(Started):
     """Any command, in any language, that finds its address in the environment.
 
-    command: its words; in them {prompt} and {id} stand for the task's. No shell reads it. environment: more variables.
+    command: its words; in them {prompt} and {id} stand for the task's. No shell reads it. variables: names of the run's
+    environment variables that it gets beside PATH, HOME and others without a secret (as ("HTTPS_PROXY", "SEARCH_KEY")).
+    environment: more variables, with their values.
     directory: that it runs in. processes: most of its episodes' processes at once. output_kilobytes: of what it prints, the end
     of which is kept.
 
@@ -186,6 +188,7 @@ class AgentProcess(Started):
     __doc__ = documented(__doc__, Hosted.__doc__, Started.__doc__)
 
     command: tuple[str, ...]
+    variables: tuple[str, ...] = ()
     environment: Mapping[str, str] = field(default_factory=dict)
     directory: str = "."
     processes: int = 64
@@ -194,6 +197,8 @@ class AgentProcess(Started):
     def __post_init__(self) -> None:
         if isinstance(self.command, str) or not self.command:
             raise ConfigError("agent_process.command", self.command, 'a tuple of words, as ("node", "agent.mjs")')
+        if isinstance(self.variables, str):
+            raise ConfigError("agent_process.variables", self.variables, 'a tuple of names, as ("HTTPS_PROXY",)')
         at_least("agent_process.processes", self.processes, 1)
         at_least("agent_process.output_kilobytes", self.output_kilobytes, 1)
 
@@ -206,7 +211,7 @@ class AgentProcess(Started):
 
     async def work(self, task: Task, session: Session) -> Said:
         address = Address(session.url, session.key)
-        environment = {**address.environment, **self.environment}
+        environment = {**of_this_process(self.variables), **address.environment, **self.environment}
         most = self.output_kilobytes * 1024
         printed = await run_program(self.command, task, environment, self.directory, most, self.processes)
         return None if session.state.rewards else printed

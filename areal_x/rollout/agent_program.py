@@ -6,7 +6,7 @@ import asyncio
 import json
 import os
 import signal
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -14,6 +14,8 @@ from areal_x import guard
 from areal_x.types import Task
 
 MODULE = "areal_x.rollout.agent_guard"
+ORDINARY = ("HOME", "LANG", "LANGUAGE", "LOGNAME", "PATH", "SHELL", "TERM", "TMPDIR", "TZ", "USER", "VIRTUAL_ENV")
+LOCALE = "LC_"
 LAST_WORDS = 400  # characters of what it wrote to standard error, in the error of an episode that failed
 
 
@@ -24,8 +26,8 @@ class ProgramFailed(RuntimeError):
 async def run_program(
     command: Sequence[str], task: Task, environment: Mapping[str, str], directory: str, output_bytes: int, processes: int
 ) -> str:
-    """What it printed, at most the last `output_bytes` of it. processes: most at once. Cancelling this ends it and whatever it
-    started.
+    """What it printed, at most the last `output_bytes` of it. environment: all that it has beside AREAL_X_TASK. processes: most
+    at once. Cancelling this ends it and whatever it started.
 
     Raises: ProgramFailed with the end of its standard error.
     """
@@ -38,7 +40,7 @@ async def run_program(
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.PIPE,
             cwd=directory,
-            env={**os.environ, **environment, "AREAL_X_TASK": told(task)},
+            env={**environment, "AREAL_X_TASK": told(task)},
             pass_fds=(lifeline_end,),
             start_new_session=True,  # an interrupt at the terminal is the ring's to handle
         )
@@ -71,6 +73,13 @@ async def ended(process: asyncio.subprocess.Process) -> int:
         except TimeoutError:
             with suppress(ProcessLookupError):
                 process.send_signal(signal.SIGCONT)
+
+
+def of_this_process(names: Iterable[str]) -> dict[str, str]:
+    """The variables of this process that any program may need, and those of these names. Keys of other services, which a run's
+    environment holds as well, are none of a model's business."""
+    wanted = {*ORDINARY, *names}
+    return {name: value for name, value in os.environ.items() if name in wanted or name.startswith(LOCALE)}
 
 
 async def last_bytes(stream: asyncio.StreamReader, most: int) -> str:

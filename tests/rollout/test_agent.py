@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from transformers import AutoTokenizer
 
-from areal_x.errors import UserError
+from areal_x.errors import ConfigError, UserError
 from areal_x.rollout.agent import Agent, AgentProcess
 from areal_x.rollout.chat.credit import Credit
 from areal_x.rollout.engine import EngineError, SamplingParams
@@ -273,6 +273,19 @@ def test_a_program_may_reward_itself(tmp_path, tokenizer):
     of_program = of_process(tmp_path, tokenizer, code, environment={"ROOT": root})
     assert of_program.outcome.reward == 0.75
     assert len(of_program.trajectories) == 2
+
+
+def test_a_program_sees_of_the_runs_environment_what_is_named(tmp_path, tokenizer, monkeypatch):
+    monkeypatch.setenv("SEARCH_KEY", "for the search")
+    monkeypatch.setenv("CLUSTER_TOKEN", "of the run")
+    monkeypatch.setenv("LC_TIME", "C")
+    code = f"say('1'); open({str(tmp_path / 'names')!r}, 'w').write(json.dumps(list(os.environ)))"
+    of_process(tmp_path, tokenizer, code, reward=length, variables=("SEARCH_KEY",), environment={"MORE": "1"})
+    names = set(json.loads((tmp_path / "names").read_text()))
+    assert {"PATH", "HOME", "LC_TIME", "SEARCH_KEY", "MORE", "AREAL_X_TASK", "OPENAI_API_KEY"} <= names
+    assert "CLUSTER_TOKEN" not in names
+    with pytest.raises(ConfigError, match=r"agent_process\.variables"):
+        AgentProcess(command=("x",), variables="SEARCH_KEY")
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
 import threading
 import time
 from dataclasses import replace
@@ -231,6 +232,22 @@ def sent(watched, gateway, path, body, said):
             return await elsewhere(lambda: httpx.post(session.url + path, content=content, headers=headers, timeout=110))
 
     return watched(exchange())
+
+
+def test_a_body_in_chunks_of_a_byte_is_read_in_short_turns(watched, gateway):
+    """And so are many headers, with no key."""
+    chunks = (
+        b"POST /v1/models HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n" + b"1\r\na\r\n" * 40_000 + b"0\r\n\r\n"
+    )
+    headers = b"GET /v1/models HTTP/1.1\r\n" + b"a:\r\n" * 4_000 + b"\r\n"
+
+    def send(data):
+        with socket.create_connection(("127.0.0.1", gateway.port)) as one:
+            one.sendall(data)
+            return one.recv(100)
+
+    for data in (chunks, headers):
+        assert watched(elsewhere(lambda data=data: send(data))).startswith(b"HTTP/1.1 40")
 
 
 async def elsewhere(function):

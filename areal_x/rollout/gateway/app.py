@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import secrets
 import time
 import traceback
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Annotated, Any, Protocol
 
 from pydantic import Field
@@ -25,6 +27,7 @@ from areal_x.rollout.gateway.errors import ApiError, anthropic_body, api_error, 
 from areal_x.rollout.gateway.live import Session
 from areal_x.rollout.gateway.messages import Messages
 from areal_x.rollout.gateway.responses import Responses
+from areal_x.rollout.gateway.retries import Client, Given, attempt_at
 from areal_x.rollout.gateway.streams import COMMENT, Answering, Refusal, dumped, dumped_slowly, event
 from areal_x.rollout.thread import INLINE, beside
 from areal_x.rollout.tokenising import OF_A_TOKEN, about
@@ -36,6 +39,7 @@ MODEL = "policy"
 VERSIONS = ("", "/v1", "/v1/v1")
 MEGABYTE = 2**20
 LABEL_MEGABYTES = 1 / 64  # of bodies with a label, or a number
+BODY_SECONDS = 120.0  # for all of a request
 TRACEBACK_CALLS, TRACEBACK_CHARACTERS = 10, 4000  # in the log
 
 
@@ -44,9 +48,13 @@ class Host(Protocol):
 
     beat_seconds: float
 
+    def is_open(self, client: Client | None) -> bool: ...
+
     def find(self, name: str | None, keys: list[str]) -> Session: ...
 
-    async def opened(self, keys: list[str], label: str | None) -> Session: ...
+    def admit(self, keys: list[str]) -> None: ...
+
+    async def opened(self, label: str | None) -> Session: ...
 
 
 @dataclass(frozen=True)
@@ -100,21 +108,29 @@ def application(host: Host) -> Starlette:
     async def answer(request: Request, dialect: Dialect, prefix: str, make: Callable[[Session, bytes, str], Made]) -> ASGIApp:
         session = session_of(request)
         body = await body_of(request, session.limits.body_megabytes)
-        id = f"{prefix}{secrets.token_hex(12)}"
+        client = None if request.client is None else (request.client.host, request.client.port)
+        attempt = attempt_at(prefix, request.headers, body)
+        given = session.given.lost(attempt, client, host.is_open)
+        id = f"{prefix}{secrets.token_hex(12)}" if given is None else given.said[0].id
         exchange, keep = await beside(len(body), make, session, body, id)
         await session.schemas.check(exchange.ask, exchange.tool_param, exchange.format_param)
         ids = [id, *(f"{id}-{index}" for index in range(1, exchange.count))]
         ask = session.complete(exchange.ask, exchange.wanted)
+        if given is None:
+            session.given.begin(attempt)
 
         async def work() -> bytes | list[bytes]:
-            said = await session.answers(ask, ids)
+            said = await session.answers(ask, ids) if given is None else given.said
+            session.given.keep(Given(attempt, said, client))
+            session.state.seen(ids)
             if keep is not None:
                 keep(said)
             size = sum(len(one.answer.completion.tokens) for one in said) * OF_A_TOKEN
             return await beside(size, written, exchange, said, dumped if size <= INLINE else dumped_slowly)
 
         named = {"x-areal-call": ",".join(ids), "x-request-id": id, "request-id": id}
-        return Answering(work(), dialect.refusal, named, exchange.stream, dialect.beat, host.beat_seconds)
+        unsent = partial(session.state.unseen, ids)
+        return Answering(work(), dialect.refusal, unsent, named, exchange.stream, dialect.beat, host.beat_seconds)
 
     async def chat_completions(request: Request) -> ASGIApp:
         def make(session: Session, body: bytes, id: str) -> Made:
@@ -175,8 +191,9 @@ def application(host: Host) -> Starlette:
         return told(session_of(request).summary())
 
     async def open_session(request: Request) -> ASGIApp:
+        host.admit(keys_of(request))
         given = Opening.read(await body_of(request, LABEL_MEGABYTES) or b"{}")
-        session = await host.opened(keys_of(request), given.label)
+        session = await host.opened(given.label)
         about = {"id": session.id, "key": session.key, "url": session.url, "base_url": session.base_url}
         return Response(dumped(about), 201, media_type="application/json")
 
@@ -244,12 +261,16 @@ def keys_of(request: Request) -> list[str]:
 async def body_of(request: Request, megabytes: float) -> bytes:
     most = megabytes * MEGABYTE
     parts, size = [], 0
-    async for part in request.stream():
-        size += len(part)
-        if size > most:
-            limit = f"{megabytes:g} MB: raise session_limits.body_megabytes"
-            raise ApiError(413, f"the request is larger than {limit}", "request_too_large")
-        parts.append(part)
+    try:
+        async with asyncio.timeout(BODY_SECONDS):
+            async for part in request.stream():
+                size += len(part)
+                if size > most:
+                    limit = f"{megabytes:g} MB: raise session_limits.body_megabytes"
+                    raise ApiError(413, f"the request is larger than {limit}", "request_too_large")
+                parts.append(part)
+    except TimeoutError:
+        raise ApiError(408, f"the request did not come within {BODY_SECONDS:g} seconds", "request_too_slow") from None
     return b"".join(parts)
 
 

@@ -17,6 +17,7 @@ from areal_x.rollout.engine import EngineError, SamplingParams
 from areal_x.rollout.episode import first_of
 from areal_x.rollout.gateway.asking import KnownSchemas, Said, Wanted, disobeyed, sampling_for
 from areal_x.rollout.gateway.errors import ApiError
+from areal_x.rollout.gateway.retries import Answers
 from areal_x.rollout.gateway.sessions import SessionLimits, SessionState, over
 from areal_x.rollout.workflows import Generator
 from areal_x.types import Message, Outcome
@@ -54,6 +55,7 @@ class Session:
         self.conversations: dict[str, tuple[Message, ...]] = {}
         self.overruled: Counter[str] = Counter()
         self.schemas = KnownSchemas()
+        self.given = Answers()
         self._policy, self._told, self._closed = policy, told, closed
         self._running: set[asyncio.Future[Answer]] = set()
         self._changed = asyncio.Event()

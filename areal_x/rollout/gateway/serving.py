@@ -3,27 +3,24 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import secrets
 import socket
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable
 
 import gin
-import uvicorn
 
 from areal_x import background
 from areal_x.errors import UserError, one_of, positive, within
 from areal_x.rollout.chat.rendering import Renderer
 from areal_x.rollout.engine import SamplingParams
 from areal_x.rollout.gateway.app import application
+from areal_x.rollout.gateway.connections import Server
 from areal_x.rollout.gateway.errors import ApiError
 from areal_x.rollout.gateway.live import Session
 from areal_x.rollout.gateway.sessions import Doors, SessionLimits, same
 from areal_x.rollout.workflows import Generator
 
 LOOPBACK = "127.0.0.1"
-CLOSING_SECONDS = 5  # for answers that are being sent as the gateway closes
-IDLE_CONNECTION_SECONDS = 75  # longer than clients keep a connection that they do not use
 ASK_AGAIN_SECONDS = 1.0
 
 OnOpen = Callable[[str | None], Awaitable[Session | None]]  # given the label that the agent named, if it did
@@ -49,7 +46,7 @@ class Gateway:
         self.key = secrets.token_urlsafe(32)  # asks for sessions, and does nothing else
         self._doors: Doors[Session] = Doors()
         self._told: set[str] = set()
-        self._server: _Server | None = None
+        self._server: Server | None = None
         self._serving: asyncio.Task[None] | None = None
 
     @property
@@ -64,19 +61,8 @@ class Gateway:
         except OSError as error:
             raise UserError(f"gateway.port = {self.port} cannot be served ({error.strerror}): 0 takes a free one") from error
         self.port = listener.getsockname()[1]
-        config = uvicorn.Config(
-            application(self),
-            log_config=None,
-            log_level="warning",
-            access_log=False,
-            lifespan="off",
-            ws="none",
-            server_header=False,
-            timeout_keep_alive=IDLE_CONNECTION_SECONDS,
-            timeout_graceful_shutdown=CLOSING_SECONDS,
-        )
-        self._server = _Server(config)
-        self._serving = background.start(self._server.serve(sockets=[listener]), "the gateway")
+        self._server = Server(application(self), listener)
+        self._serving = background.start(self._server.serve(), "the gateway")
         ready = asyncio.create_task(self._server.ready.wait())
         await asyncio.wait({ready, self._serving}, return_when=asyncio.FIRST_COMPLETED)
         ready.cancel()
@@ -115,32 +101,24 @@ class Gateway:
             await self._serving
         self._server = self._serving = None
 
+    def is_open(self, client: tuple[str, int] | None) -> bool:
+        """For the routes: whether this client's connection is."""
+        return self._server is not None and self._server.is_open(client)
+
     def find(self, name: str | None, keys: list[str]) -> Session:
         """For the routes: see Doors.find."""
         return self._doors.find(name, keys)
 
-    async def opened(self, keys: list[str], label: str | None) -> Session:
-        """For the routes: the session of an agent that asks for one, by this label."""
+    def admit(self, keys: list[str]) -> None:
+        """For the routes. Raises: ApiError for who may not ask for a session."""
         if self.on_open is None:
             raise ApiError(404, "this run opens its sessions itself", "no_such_route")
         if not any(same(key, self.key) for key in keys):
             raise ApiError(401, "asking for a session needs the gateway's key", "invalid_api_key")
+
+    async def opened(self, label: str | None) -> Session:
+        """For the routes: the session of an agent that may ask for one, by this label."""
+        assert self.on_open is not None
         if (session := await self.on_open(label)) is None:
             raise ApiError(503, "no episode waits for an agent now", "no_session", retry_after=ASK_AGAIN_SECONDS)
         return session
-
-
-class _Server(uvicorn.Server):
-    """Leaves signals to the run, and says when it is ready."""
-
-    def __init__(self, config: uvicorn.Config) -> None:
-        super().__init__(config)
-        self.ready = asyncio.Event()
-
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup(sockets)
-        self.ready.set()
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import Generic, TypeVar
 
 import gin
+import numpy as np
 
 from areal_x.errors import at_least, positive
 from areal_x.rollout.chat.calls import Call
@@ -58,6 +59,7 @@ class SessionState:
     outcome: Outcome | None = None  # None while it goes on
     rewards: dict[str, float] = field(default_factory=dict)  # by call
     generated: int = 0  # tokens
+    _unseen: set[str] = field(default_factory=set)  # calls whose answer nobody was there to read
     _calls: dict[str, Call | None] = field(default_factory=dict)  # in the order in which they began; None while one runs
 
     def __post_init__(self) -> None:
@@ -68,9 +70,22 @@ class SessionState:
         return sum(call is None for call in self._calls.values())
 
     def calls(self) -> tuple[Call, ...]:
-        """Those that were finished, in the order in which they began, each with its reward where it was given one."""
+        """Those that were finished, in the order in which they began, each with its reward where it was given one.
+
+        One whose answer nobody was there to read is none of them, unless it was given a reward or a later one goes on from it.
+        """
         finished = [call for call in self._calls.values() if call is not None]
+        if self._unseen:
+            finished = [call for call in finished if call.id not in self._unseen or self._is_known(call, finished)]
         return tuple(replace(call, reward=self.rewards.get(call.id)) for call in finished)
+
+    def unseen(self, ids: Iterable[str]) -> None:
+        """Nobody was there to read the answer to these calls."""
+        self._unseen.update(ids)
+
+    def seen(self, ids: Iterable[str]) -> None:
+        """The answer to these calls is sent, maybe again."""
+        self._unseen.difference_update(ids)
 
     def touch(self, now: float) -> None:
         """Anything that a client asked for, also what it only wanted to know. Too late it changes nothing."""
@@ -142,6 +157,10 @@ class SessionState:
         if self.outcome is None and now >= self.deadline():
             self.outcome = TimedOut(now - self.opened)
         return self.outcome
+
+    def _is_known(self, call: Call, calls: Sequence[Call]) -> bool:
+        held = np.concatenate([call.prompt, call.completion.tokens])
+        return call.id in self.rewards or any(np.array_equal(other.prompt[: len(held)], held) for other in calls)
 
     def _go_on(self, now: float) -> None:
         self.touch(now)

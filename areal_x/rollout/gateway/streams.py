@@ -30,6 +30,7 @@ class Refusal:
 class Answering:
     """The ASGI response to one request while its answer is computed.
 
+    unsent: called where there was an answer and nobody to read it.
     work: gives a JSON body, or the events of a stream; it is cancelled when the client goes away first. refusal: of what `work`
     raised. A stream begins with its first event, or after `beat_seconds` with `beat`, which is sent again each time so many
     seconds have passed: so an error that comes soon still has its status.
@@ -37,6 +38,7 @@ class Answering:
 
     work: Coroutine[Any, Any, bytes | list[bytes]]
     refusal: Callable[[BaseException], Refusal]
+    unsent: Callable[[], None]
     headers: Mapping[str, str] = field(default_factory=dict)
     stream: bool = False
     beat: bytes = COMMENT
@@ -49,6 +51,9 @@ class Answering:
             begun = await self._wait(work, gone, send)
             if work.done():
                 await self._finish(work, begun, send)
+                if gone.done() and not work.exception():
+                    self.unsent()
+                await send({"type": "http.response.body", "body": b"", "more_body": False})
         finally:
             work.cancel()
             gone.cancel()
@@ -81,7 +86,6 @@ class Answering:
             if not begun:
                 await self._start(send, refusal.status, {**JSON, **refusal.headers})
             await _more(send, refusal.in_stream if begun else refusal.body)
-        await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def _start(self, send: Send, status: int, headers: Mapping[str, str]) -> None:
         pairs = [(name.encode(), value.encode()) for name, value in {**self.headers, **headers}.items()]
