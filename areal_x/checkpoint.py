@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from areal_x.errors import UserError
+from areal_x.waits import waiting
 
 MANIFEST, STATE = "manifest.json", "state.json"
 UNFINISHED = ".unfinished-"  # the start of the name of what is not yet, or no longer, a checkpoint
@@ -51,17 +52,19 @@ class Saver:
         """See `checkpoint.save`; the checkpoint is whole when this returns, unless `write` left something to the background.
         Raises: what went wrong with the checkpoint before, too."""
         self.wait()
-        begun = begin(self._run, step, write)
-        if begun.wait is None:
-            self._complete(begun, state)
-        else:
-            self._pending = self._thread.submit(self._complete, begun, state)
+        with waiting("the run", f"the checkpoint of step {step} to be written"):
+            begun = begin(self._run, step, write)
+            if begun.wait is None:
+                self._complete(begun, state)
+            else:
+                self._pending = self._thread.submit(self._complete, begun, state)
 
     def wait(self) -> None:
         """Until no checkpoint is being completed."""
         pending, self._pending = self._pending, None
         if pending is not None:
-            pending.result()
+            with waiting("the run", "the checkpoint before to be completed"):
+                pending.result()
 
     def _complete(self, begun: Begun, state: Mapping[str, Any]) -> None:
         complete(begun, state, self._keep)

@@ -55,6 +55,7 @@ from areal_x.run_dir import open_run
 from areal_x.settings import Settings
 from areal_x.trainer import LoRAConfig, Loss, Scorer, Trainer, create_trainer
 from areal_x.types import Batch, Group
+from areal_x.waits import waiting, watching
 
 PATIENCE = 3  # steps in a row that may be skipped as their loss or gradient is not finite
 
@@ -151,6 +152,7 @@ class Experiment(Settings):
             MetricsWriter(run, self.loggers, resumed_at=step if resume else None) as metrics,
             checkpoint.Saver(run, self.keep_checkpoints, message) as saver,
             timeline.recording(run) as spans,
+            watching(message, run / "logs", lambda: seconds if np.isfinite(seconds) else 0.0),
             self.create_threads(trainer) as threads,
             short_collections(),
         ):
@@ -169,9 +171,10 @@ class Experiment(Settings):
                 computing = threads.before(watch.total / seconds)
                 ages = staleness(groups, step)
                 how = self.algorithm, self.row_length, models, step, self.minibatches, self.share_prompts
-                batches = make_batches(groups, *how)
-                watch.lap("logprob_seconds")
-                learned = self.learn(batches, models, loss)
+                with waiting("the run", f"the trainer's step {step + 1}"):
+                    batches = make_batches(groups, *how)
+                    watch.lap("logprob_seconds")
+                    learned = self.learn(batches, models, loss)
                 lost = max(learned["skipped"], learned.get("critic/skipped", 0)) == self.minibatches
                 skipped = skipped + 1 if lost else 0
                 if skipped == PATIENCE:

@@ -6,6 +6,8 @@
     with watching(message, log, rhythm):      # around a run
         ...
 
+Who waits follows the work through tasks and threads: in `with on_behalf_of("episode 2")` code says `waiting(whose(), …)`.
+
 A wait that begins or ends is movement, and so is `moved()`, for work that goes on inside one wait. Silence is reported after 30
 seconds, or three times the run's own rhythm where that is longer, and again each time it has lasted twice as long; not while
 every wait is idle, as between two steps in a notebook.
@@ -18,8 +20,10 @@ import sys
 import threading
 import time
 import traceback
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -27,30 +31,32 @@ from areal_x import background
 
 SILENCE_SECONDS = 30.0
 RHYTHMS = 3.0  # a silence is longer than so many steps of the run
-SHOWN = 4  # waits in a message; the log has all
+SHOWN = 4  # who wait, in a message; the log has all
 FILE = "waits.log"  # below a run's logs/
 
 
 @dataclass(frozen=True)
 class Wait:
-    """who, what: as the sentence "who waits for what" reads. detail: more about the item, evaluated when it is reported. idle:
-    for something to do. since: in seconds of time.monotonic."""
+    """who, what: as the sentence "who waits for what" reads. detail: more about the item; a function is called when it is
+    reported. idle: for something to do. since: in seconds of time.monotonic."""
 
     who: str
     what: str
-    detail: Callable[[], str] | None = None
+    detail: str | Callable[[], str] = ""
     idle: bool = False
     since: float = field(default_factory=time.monotonic)
 
-    def sentence(self, now: float) -> str:
-        text = f"{self.who} has waited {now - self.since:.0f} s for {self.what}"
+    def about(self, now: float) -> str:
+        """For how long it has lasted, and for what."""
         try:
-            more = self.detail() if self.detail is not None else ""
+            more = self.detail if isinstance(self.detail, str) else self.detail()
         except Exception as error:  # what it looks at belongs to another thread
             more = f"unknown: {error}"
-        return f"{text} ({more})" if more else text
+        return f"{now - self.since:.0f} s for {self.what}{f' ({more})' if more else ''}"
 
 
+_whose: ContextVar[str] = ContextVar("whose", default="the run")
+_moves: ContextVar[bool] = ContextVar("moves", default=True)
 _open: dict[int, Wait] = {}  # every operation on it is one step to other threads
 _numbers = itertools.count()
 _last_moved = time.monotonic()
@@ -59,11 +65,29 @@ _last_moved = time.monotonic()
 def moved() -> None:
     """Something went on."""
     global _last_moved
-    _last_moved = time.monotonic()
+    if _moves.get():
+        _last_moved = time.monotonic()
+
+
+def whose() -> str:
+    """For whom the code that asks works."""
+    return _whose.get()
 
 
 @contextmanager
-def waiting(who: str, what: str, detail: Callable[[], str] | None = None, *, idle: bool = False) -> Iterator[None]:
+def on_behalf_of(who: str, *, moves: bool = True) -> Iterator[None]:
+    """Names whose work the body and all that it starts do. moves: False for what is repeated whether or not anything goes on,
+    as heartbeats and new attempts are: its waits are reported and are no movement."""
+    tokens = _whose.set(who), _moves.set(moves and _moves.get())
+    try:
+        yield
+    finally:
+        _whose.reset(tokens[0])
+        _moves.reset(tokens[1])
+
+
+@contextmanager
+def waiting(who: str, what: str, detail: str | Callable[[], str] = "", *, idle: bool = False) -> Iterator[None]:
     """Names the wait in the body. idle: a wait for something to do, as workers and listeners have: it is no movement, and where
     all waits are idle nothing is wrong. A loop that retries is one wait, or each attempt would count as movement."""
     number = next(_numbers)
@@ -83,14 +107,22 @@ def open_waits() -> list[Wait]:
     return sorted(_open.copy().values(), key=lambda wait: (wait.idle, wait.since))
 
 
+def doing(whose: str) -> str:
+    """What those do whose names begin so: of each the wait that it began last."""
+    last = {wait.who: wait for wait in sorted(_open.copy().values(), key=lambda wait: wait.since) if wait.who.startswith(whose)}
+    found = Counter(wait.what for wait in last.values())
+    return ", ".join(f"{count} {'waits' if count == 1 else 'wait'} for {what}" for what, count in found.most_common(SHOWN))
+
+
 @contextmanager
 def watching(
     message: Callable[[str], None],
     log: Path,
     rhythm: Callable[[], float] = lambda: 0.0,
-    silence_seconds: float = SILENCE_SECONDS,
+    silence_seconds: float | None = None,
 ) -> Iterator[None]:
     """Reports silences until the body ends. message: shows a sentence. log: a folder. rhythm: seconds of a usual step."""
+    silence_seconds = SILENCE_SECONDS if silence_seconds is None else silence_seconds
     ended = threading.Event()
     moved()
     arguments = ended, message, log / FILE, rhythm, silence_seconds
@@ -122,24 +154,30 @@ def is_due(silent: float, reported: float, limit: float, waits: Sequence[Wait]) 
 
 
 def report(silent_seconds: float) -> str:
-    """One paragraph: for how long nothing has moved, and the waits that are longest."""
-    now, waits = time.monotonic(), open_waits()
-    sentences = [wait.sentence(now) for wait in waits[:SHOWN]]
-    if len(waits) > SHOWN:
-        sentences.append(f"{len(waits) - SHOWN} more waits are in logs/{FILE}")
-    return f"nothing has moved for {silent_seconds:.0f} s: " + ("; ".join(sentences) or "and nobody waits")
+    """One paragraph: for how long nothing has moved, and those who have waited longest."""
+    sentences = sentences_of(open_waits())
+    more = [f"{len(sentences) - SHOWN} more wait, see logs/{FILE}"] if len(sentences) > SHOWN else []
+    return f"nothing has moved for {silent_seconds:.0f} s: " + ("; ".join(sentences[:SHOWN] + more) or "and nobody waits")
+
+
+def sentences_of(waits: Sequence[Wait]) -> list[str]:
+    """One of each who waits, in the order of their first waits: from the outermost wait to the innermost."""
+    now, of_each = time.monotonic(), dict[str, list[Wait]]()
+    for wait in waits:
+        of_each.setdefault(wait.who, []).append(wait)
+    return [f"{who} has waited {', of these '.join(wait.about(now) for wait in theirs)}" for who, theirs in of_each.items()]
 
 
 def write_log(log: Path, silent_seconds: float) -> None:
     """Appends every open wait and the stacks of all threads. What cannot be written is not: a watch ends no run."""
-    now = time.monotonic()
     lines = [f"{time.strftime('%Y-%m-%d %H:%M:%S')} nothing has moved for {silent_seconds:.0f} s"]
-    lines += [f"  {wait.sentence(now)}" for wait in open_waits()]
+    lines += [f"  {sentence}" for sentence in sentences_of(open_waits())]
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     for ident, frame in sys._current_frames().items():
         stack = "".join(traceback.format_stack(frame))
         lines += [f"  thread {names.get(ident, ident)}", *(f"    {line}" for line in stack.splitlines())]
     try:
+        log.parent.mkdir(exist_ok=True)
         with log.open("a", encoding="utf-8") as file:
             file.write("\n".join(lines) + "\n")
     except OSError:

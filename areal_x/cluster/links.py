@@ -39,6 +39,7 @@ import numpy as np
 
 from areal_x import background
 from areal_x.errors import UserError, sentence
+from areal_x.waits import waiting
 
 SECONDS_TO_MEET = 300.0  # from the first process at the meeting place to the last
 SECONDS_TO_NOTICE = 8.0  # in a call that somebody else has left: longer than an error takes that all run into by themselves
@@ -102,7 +103,8 @@ class Leader:
             self._send({**message, "call": self._call}, arrays)
             yield
             with self._changed:
-                self._changed.wait_for(lambda: self._trouble or min(self._done.values()) >= self._call)
+                with waiting("process 0", "the other processes to do their part", lambda: self._behind(message)):
+                    self._changed.wait_for(lambda: self._trouble or min(self._done.values()) >= self._call)
                 self._check()
         except Exception as error:
             with self._changed:
@@ -135,13 +137,17 @@ class Leader:
             self._ended = True
             self._changed.notify_all()
         self._send({"end": error or ""})
-        with self._changed:
+        with self._changed, waiting("process 0", "the other processes to end"):
             self._changed.wait_for(lambda: len(self._gone) == len(self._links), SECONDS_TO_END)
 
     def _send(self, message: Mapping[str, Any], arrays: Arrays | None = None) -> None:
         for link in self._links.values():
             with suppress(OSError):  # whoever watches this link says so
                 send(link, message, arrays)
+
+    def _behind(self, message: Mapping[str, Any]) -> str:
+        ranks = [rank for rank, call in self._done.items() if call < self._call]
+        return f"of {message.get('method', 'a call')}: processes {ranks} have not"
 
     def _check(self) -> None:
         if self._trouble:
@@ -217,7 +223,9 @@ class Follower:
         """The next message and its arrays; None at the end. Raises: UserError with what ended process 0."""
         while True:
             try:
-                message, arrays = self._inbox.get(timeout=0.5)  # in short waits, as a signal does not end a long one
+                # In short waits, as a signal does not end a long one.
+                with waiting(f"process {self.rank}", "process 0's next call", idle=True):
+                    message, arrays = self._inbox.get(timeout=0.5)
             except Empty:
                 continue
             if "end" not in message:
@@ -270,7 +278,8 @@ def meet(group: ProcessGroup, config: str) -> Leader | Follower:
                 f"{where} cannot be reached ({error.strerror}): MASTER_ADDR must be an address of its host"
             ) from None
         send(link, {"rank": group.rank, "config": config})
-        refused = receive(link)[0]["refused"]
+        with waiting(f"process {group.rank}", "process 0 to compare the configs"):
+            refused = receive(link)[0]["refused"]
         if refused:
             raise UserError(refused)
         return Follower(group.rank, link)
@@ -304,16 +313,17 @@ def accept(listener: Listener, count: int) -> tuple[dict[int, Connection], dict[
     until = time.monotonic() + SECONDS_TO_MEET
     while len(links) < count:
         try:
-            link = came.get(timeout=max(until - time.monotonic(), 0))
-        except Empty:
             missing = sorted(set(range(1, count + 1)) - set(links))
+            with waiting("process 0", "the other processes to come", f"processes {missing} have not"):
+                link = came.get(timeout=max(until - time.monotonic(), 0))
+                if isinstance(link, BaseException):
+                    raise link
+                hello, _ = receive(link)
+        except Empty:
             where = ":".join(map(str, listener.address))
             raise UserError(
                 f"processes {missing} did not come to {where}: MASTER_ADDR must be an address that all reach"
             ) from None
-        if isinstance(link, BaseException):
-            raise link
-        hello, _ = receive(link)
         links[hello["rank"]], configs[hello["rank"]] = link, hello["config"]
     return links, configs
 

@@ -32,6 +32,7 @@ from areal_x.errors import UserError, at_least, positive
 from areal_x.monitor import timeline
 from areal_x.rewards import worker as worker_side
 from areal_x.types import Failed, Outcome, Scored, Task, TimedOut
+from areal_x.waits import waiting, whose
 
 Reward = Callable[[Task, str], float | tuple[float, Mapping[str, float]]]
 
@@ -117,11 +118,14 @@ class RewardPool:
             message = cloudpickle.dumps((task, text))
         except Exception as error:
             return Failed(f"task {task.id} cannot be sent to a reward process: {worker_side.one_line(error)}")
-        async with self._turn:
+        with waiting(whose(), "a free reward process", self._name):
+            await self._turn.acquire()
+        try:
             worker = self._idle.pop() if self._idle else await self._start()
             answer: dict[str, Any] | None = None
             try:
-                with timeline.span("reward", task=task.id):
+                about = f"{self._name} of task {task.id} in process {worker.guard.pid}"
+                with timeline.span("reward", task=task.id), waiting(whose(), "its reward", about):
                     async with asyncio.timeout(self.timeout_seconds):
                         answer = await _ask(worker, message)
             except TimeoutError:
@@ -136,6 +140,8 @@ class RewardPool:
             if "error" in answer:
                 return Failed(answer["error"], answer["traceback"])
             return Scored(answer["reward"], answer["details"])
+        finally:
+            self._turn.release()
 
     async def close(self) -> None:
         """Ends every worker; returns when the processes are gone. Safe to call twice."""
@@ -143,9 +149,10 @@ class RewardPool:
         for worker in list(self._all):
             self._end(worker)
         ending, self._ending = self._ending, []
-        for guard in ending:
-            await asyncio.to_thread(guarding.ended, guard)
-        await asyncio.to_thread(memory_group.remove_all, f"{self._groups}.")  # of guards that were killed
+        with waiting("the rollout", "its reward processes to end", ", ".join(f"process {guard.pid}" for guard in ending)):
+            for guard in ending:
+                await asyncio.to_thread(guarding.ended, guard)
+            await asyncio.to_thread(memory_group.remove_all, f"{self._groups}.")  # of guards that were killed
 
     async def _start(self) -> _Worker:
         """A process that has imported the reward. Raises UserError with its words when it could not."""
@@ -174,9 +181,10 @@ class RewardPool:
         self._all.add(worker)
         answer: dict[str, Any] | None = None
         try:
-            async with asyncio.timeout(START_SECONDS):
-                path = json.dumps([entry or str(Path.cwd()) for entry in sys.path]).encode()
-                answer = await _ask(worker, path, self._reward)
+            path = json.dumps([entry or str(Path.cwd()) for entry in sys.path]).encode()
+            with waiting(whose(), "a reward process to start", f"{self._name} in process {guard.pid}"):
+                async with asyncio.timeout(START_SECONDS):
+                    answer = await _ask(worker, path, self._reward)
         except TimeoutError:
             raise UserError(f"the reward {self._name} did not start in its process within {START_SECONDS:g} seconds") from None
         finally:
@@ -199,7 +207,8 @@ class RewardPool:
             self._ending = [guard for guard in self._ending if guard.poll() is None] + [worker.guard]
 
     async def _last_word(self, worker: _Worker) -> str:
-        code = await asyncio.to_thread(guarding.ended, worker.guard)
+        with waiting(whose(), "its reward process to end", f"process {worker.guard.pid}"):
+            code = await asyncio.to_thread(guarding.ended, worker.guard)
         if code == -guarding.TOO_MANY:
             return f"it had more than {self.limits.processes} processes (reward_limits.processes)"
         if code == -guarding.TOO_MUCH:

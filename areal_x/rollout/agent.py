@@ -35,6 +35,7 @@ from areal_x.rollout.loop import serve
 from areal_x.rollout.thread import in_thread
 from areal_x.rollout.workflows import Generator, Result
 from areal_x.types import Failed, Outcome, Scored, Task
+from areal_x.waits import waiting, whose
 
 T = TypeVar("T")
 Said = float | str | None
@@ -74,7 +75,8 @@ class Started(Hosted):
         """Raises: what the agent raised; EngineError where the engine was lost."""
         working, ending = asyncio.ensure_future(self.work(task, session)), asyncio.ensure_future(session.ended())
         try:
-            await asyncio.wait({working, ending}, return_when=asyncio.FIRST_COMPLETED)
+            with waiting(whose(), "its agent", lambda: f"task {task.id}, {len(session.calls())} calls so far"):
+                await asyncio.wait({working, ending}, return_when=asyncio.FIRST_COMPLETED)
             if not ending.done():
                 return await self.judge(task, session, working.result())
             if isinstance(outcome := ending.result(), Scored):
@@ -134,7 +136,8 @@ class Agent(Started):
     async def close(self) -> None:
         await super().close()
         if self.apart is not None:
-            await asyncio.to_thread(self.apart.close)
+            with waiting("the rollout", "the agents' thread to end"):
+                await asyncio.to_thread(self.apart.close)
 
 
 async def called(function: Callable[..., Any], *arguments: Any) -> Any:

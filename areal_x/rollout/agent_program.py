@@ -12,6 +12,7 @@ from typing import Any
 
 from areal_x import guard
 from areal_x.types import Task
+from areal_x.waits import waiting, whose
 
 MODULE = "areal_x.rollout.agent_guard"
 ORDINARY = ("HOME", "LANG", "LANGUAGE", "LOGNAME", "PATH", "SHELL", "TERM", "TMPDIR", "TZ", "USER", "VIRTUAL_ENV")
@@ -57,7 +58,8 @@ async def run_program(
         )
     finally:
         os.close(lifeline)  # all of it ends, if it has not
-        code = await ended(process)
+        with waiting(whose(), "its agent's process to end", f"process {process.pid}"):
+            code = await ended(process)
     if code:
         how = signal.Signals(code - 128).name if code - 128 in signal.valid_signals() else f"exit status {code}"
         words_of = " ".join(complained.split())[-LAST_WORDS:]

@@ -25,6 +25,7 @@ from areal_x.errors import UserError, at_least, positive
 from areal_x.monitor import timeline
 from areal_x.rollout.engine import Completion, EngineError, Request, room
 from areal_x.rollout.sampler import Decoded, Sampler, SlotRequest
+from areal_x.waits import waiting
 
 STEPS = 64  # tokens a slot may grow between two looks at who waits, was cancelled, or wants the weights swapped
 BLIND = "and the embedded engine sees only with train.backend = 'torch' and a model that sees: set both"
@@ -233,7 +234,8 @@ class EmbeddedEngine:
             self._fail(EngineError("the engine was closed"))
             self._changed.notify()
         if self._worker is not None:
-            await asyncio.to_thread(self._worker.join)
+            with waiting("the rollout", "the embedded engine to end"):
+                await asyncio.to_thread(self._worker.join)
 
     def _check(self) -> None:
         if self._error is not None:
@@ -246,7 +248,8 @@ class EmbeddedEngine:
     def _work(self) -> None:
         while True:
             with self._changed:
-                self._changed.wait_for(self._has_work)
+                with waiting("the embedded engine", "requests", idle=True):
+                    self._changed.wait_for(self._has_work)
                 if self._closed:
                     return
                 swap = self._swaps.pop(0) if self._swaps else None
@@ -254,17 +257,18 @@ class EmbeddedEngine:
                 self._cancelled.clear()
                 # A swap computes the caches of all that runs: those admitted now need theirs too, once.
                 admitted = [] if swap is not None else self._slots.admit()
-                running, waiting = bool(self._slots.running), bool(self._slots.waiting)
+                running, more = bool(self._slots.running), bool(self._slots.waiting)
             try:
-                if freed:
-                    self._sampler.free(freed)
-                if swap is not None:
-                    self._load(*swap)
-                    continue
-                if admitted:
-                    self._sampler.fill(admitted)
-                if running:
-                    self._decode(max(1, self.concurrency // REFILL_SHARE) if waiting else self.concurrency)
+                with waiting("the embedded engine", "its sampler", f"{len(self._slots.running)} sequences run"):
+                    if freed:
+                        self._sampler.free(freed)
+                    if swap is not None:
+                        self._load(*swap)
+                        continue
+                    if admitted:
+                        self._sampler.fill(admitted)
+                    if running:
+                        self._decode(max(1, self.concurrency // REFILL_SHARE) if more else self.concurrency)
             except Exception as error:
                 failure = EngineError(f"the embedded sampler failed: {type(error).__name__}: {error}")
                 failure.__cause__ = error

@@ -15,6 +15,7 @@ from areal_x.errors import TaskError, UserError, described, traceback_of
 from areal_x.rollout.engine import EngineError
 from areal_x.rollout.workflows import Generator, Result, Workflow
 from areal_x.types import Episode, Failed, Outcome, Scored, Task, TimedOut
+from areal_x.waits import waiting, whose
 
 
 def is_open_ended(workflow: Workflow) -> bool:
@@ -35,7 +36,8 @@ async def run_episode(
     """
     try:
         async with asyncio.timeout(seconds) as limit:
-            result = await workflow.run(task, engine)
+            with waiting(whose(), "its workflow", type(workflow).__name__, idle=is_open_ended(workflow)):
+                result = await workflow.run(task, engine)
         episode = episode_of(result)
         if row_length is not None:
             check_fit(episode, row_length, together)

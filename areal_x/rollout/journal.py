@@ -29,6 +29,7 @@ from areal_x.checkpoint import flush_directory
 from areal_x.errors import UserError, at_least
 from areal_x.rollout.group_bytes import decode, encode
 from areal_x.types import Episode, Group, Task
+from areal_x.waits import waiting
 
 FILE = "journal.sqlite"
 ADMITTED, FINISHED, GIVEN_BACK = "admitted", "finished", "given back"
@@ -125,7 +126,8 @@ class Journal:
     def __exit__(self, *_: object) -> None:
         self._said.put(None)
         self._urgent.set()
-        self._thread.join()
+        with waiting("the run", "the journal to be closed", self._left):
+            self._thread.join()
 
     # ---- what a run says
 
@@ -309,9 +311,13 @@ class Journal:
     def _wait_for(self, written: _Written) -> None:
         self._said.put(written)
         self._urgent.set()
-        while not written.wait(1.0) and self._thread.is_alive():
-            pass
+        with waiting("the run", "the journal to be written", self._left):
+            while not written.wait(1.0) and self._thread.is_alive():
+                pass
         self._check()
+
+    def _left(self) -> str:
+        return f"{self._said.qsize()} entries of {self.path} are left"
 
     def _check(self) -> None:
         if self._error is not None:
@@ -328,7 +334,8 @@ class Journal:
     def _write(self) -> None:
         ended = False
         while not ended:
-            said = [self._said.get()]
+            with waiting("the journal", "entries", idle=True):
+                said = [self._said.get()]
             self._urgent.wait(GATHER_SECONDS)
             self._urgent.clear()
             while not self._said.empty():

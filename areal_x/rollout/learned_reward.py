@@ -28,6 +28,7 @@ from areal_x.rollout.episode import episode_of, is_open_ended
 from areal_x.rollout.workflows import Generator, Result, Workflow, baseline_of
 from areal_x.trainer import ModelConfig, Trainer, TrainerConfig, create_trainer
 from areal_x.types import Episode, Scored, Task, Trajectory
+from areal_x.waits import waiting, whose
 
 AT_ONCE = 256  # trajectories scored in one call
 
@@ -132,7 +133,8 @@ class Judge:
         self._waiting += mine
         if self._serving is None or self._serving.done():
             self._serving = background.start(self._serve(), "the learned reward")
-        return list(await asyncio.gather(*(score for _, score in mine)))
+        with waiting(whose(), "the learned reward", lambda: f"{len(self._waiting)} trajectories wait"):
+            return list(await asyncio.gather(*(score for _, score in mine)))
 
     def close(self) -> None:
         """Ends the thread; safe to call twice."""

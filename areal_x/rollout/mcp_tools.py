@@ -14,6 +14,7 @@ import gin
 from areal_x import background
 from areal_x.errors import UserError, nearest, positive
 from areal_x.rollout.tools import Schema, Tool, ToolError, schema_of
+from areal_x.waits import waiting, whose
 
 
 @gin.configurable("mcp_server")
@@ -89,7 +90,7 @@ class Connection:
     """To one server, held by a task of its own, as what opens it must close it. Opened anew for a call when it was lost."""
 
     def __init__(self, server: McpServer) -> None:
-        self._server = server
+        self._server, self._name = server, " ".join(server.command) or server.url
         self._opening = asyncio.Lock()
         self._task: asyncio.Task[None] | None = None
         self._end = asyncio.Event()
@@ -100,18 +101,20 @@ class Connection:
         async with self._opening:
             await self._open()
             tools, cursor = [], None
-            while True:
-                page = await self._client.list_tools(cursor=cursor)
-                tools += page.tools
-                if (cursor := page.next_cursor) is None:
-                    return tools
+            with waiting(whose(), "the MCP server to list its tools", self._name):
+                while True:
+                    page = await self._client.list_tools(cursor=cursor)
+                    tools += page.tools
+                    if (cursor := page.next_cursor) is None:
+                        return tools
 
     async def call(self, name: str, arguments: dict[str, Any]) -> Any:
         async with self._opening:
             await self._open()
         client = self._client
         try:
-            return await client.call_tool(name, arguments)
+            with waiting(whose(), "the MCP server to answer", f"{self._name}, tool {name}"):
+                return await client.call_tool(name, arguments)
         except Exception as error:
             if _is_closed(error) and client is self._client:
                 await self.close()
@@ -121,7 +124,8 @@ class Connection:
         task, self._task = self._task, None
         self._end.set()
         if task is not None:
-            await asyncio.wait([task])
+            with waiting(whose(), "the MCP server to end", self._name):
+                await asyncio.wait([task])
             with suppress(BaseException):  # of a server that was gone before
                 task.result()
 
@@ -132,10 +136,10 @@ class Connection:
         ready: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         # A connection that is lost is opened again by the next call.
         self._task = background.start(self._hold(ready, self._end), "the connection to an MCP server", failed=lambda _: None)
-        what = " ".join(self._server.command) or self._server.url
         try:
             async with asyncio.timeout(self._server.start_seconds):
-                self._client = await ready
+                with waiting(whose(), "the MCP server to start", self._name):
+                    self._client = await ready
         except ImportError:
             raise UserError("mcp_server needs the package mcp: pip install 'areal-x[mcp]'") from None
         except BaseException as error:
@@ -145,7 +149,7 @@ class Connection:
                 raise
             seconds = f"did not answer within {self._server.start_seconds:g} seconds"
             reason = seconds if isinstance(error, TimeoutError) else f"cannot be reached ({_sentence(error)})"
-            raise UserError(f"the MCP server {what!r} {reason}") from None
+            raise UserError(f"the MCP server {self._name!r} {reason}") from None
 
     async def _hold(self, ready: asyncio.Future[Any], end: asyncio.Event) -> None:
         """Keeps the connection until the end is wanted, or it is lost."""

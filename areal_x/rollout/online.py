@@ -25,6 +25,7 @@ from areal_x.rollout.gateway.live import Session
 from areal_x.rollout.hosted import Hosted, documented
 from areal_x.rollout.workflows import Generator, Result
 from areal_x.types import Task, TimedOut
+from areal_x.waits import waiting, whose
 
 
 @gin.configurable("online_tasks")
@@ -150,7 +151,8 @@ class Online(Hosted):
         seat = Seat(task.id, engine, asyncio.get_running_loop().create_future())
         self.seats.wait(seat)
         try:
-            session = await seat.taken
+            with waiting(whose(), "somebody to open a session", idle=True):
+                session = await seat.taken
         finally:
             self.seats.leave(seat)
         if session is None:

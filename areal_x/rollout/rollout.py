@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import CancelledError, Future
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
@@ -18,12 +18,14 @@ from typing import Any, TypeVar
 from areal_x import background
 from areal_x.errors import UserError
 from areal_x.monitor import timeline
+from areal_x.rollout.episode import is_open_ended
 from areal_x.rollout.journal import Resumed
 from areal_x.rollout.loop import interrupts_noted, result, serve
 from areal_x.rollout.runner import RolloutStats, Runner
 from areal_x.rollout.workflows import Workflow
 from areal_x.trainer import Trainer
 from areal_x.types import Episode, Group, Task
+from areal_x.waits import waiting
 
 T = TypeVar("T")
 
@@ -83,7 +85,8 @@ class Rollout:
         background.watch(loop, self._failed)
         self._thread = background.thread(serve, loop, what="the rollout's thread", failed=self._failed, name="rollout")
         try:
-            self._call(self.engine.start())
+            with waiting("the run", "the engine to start"):
+                self._call(self.engine.start())
         except BaseException:
             self.close()
             raise
@@ -93,10 +96,11 @@ class Rollout:
         that made them. The first call begins the rollout. version: of these weights, by default the trainer's."""
         version = trainer.version if version is None else version
         began = time.perf_counter()
-        with timeline.span("stage", version=version):
+        with timeline.span("stage", version=version), waiting("the trainer", f"the weights of version {version} to be staged"):
             staged = self.engine.stage(trainer, version)
         staged_seconds = time.perf_counter() - began
-        paused_seconds = self._call(self.swap(staged, version))
+        with waiting("the trainer", f"the engine to take version {version}"):
+            paused_seconds = self._call(self.swap(staged, version))
         return Published(staged_seconds, paused_seconds, getattr(staged, "bytes", 0))
 
     def join(self, url: str) -> None:
@@ -113,7 +117,9 @@ class Rollout:
         Raises what ended the rollout: EngineError, or UserError when nothing can be scored. An interrupted call loses nothing:
         the next one returns the same groups.
         """
-        with interrupts_noted():
+        runner = self.runner
+        step, idle = runner.queue.step + 1, is_open_ended(runner.workflow)
+        with interrupts_noted(), waiting("the trainer", f"the groups of step {step}", runner.doing, idle=idle):
             if self._taking is None:
                 self._taking = self._submit(self.runner.take())
             groups = self._result(self._taking)
@@ -122,33 +128,36 @@ class Rollout:
 
     def evaluate(self, tasks: Sequence[Task]) -> list[Episode]:
         """One episode a task under the weights that were published last, beside the rollout."""
-        return self._call(self.runner.evaluate(tasks, self.evaluation))
+        with waiting("the trainer", "the evaluation", self.runner.evaluating):
+            return self._call(self.runner.evaluate(tasks, self.evaluation))
 
     def state(self) -> dict[str, Any]:
         """{"position", "next_ticket", "unfinished": [[ticket, position], …]}, and "workflow" where that has a state of its own:
         a `Resumed` of it goes on exactly here and runs again the groups that were admitted and not taken. For a checkpoint,
         between `publish` and `take`."""
-        return self._call(_now(self.runner.state))
+        return self._look(self.runner.state)
 
     def stats(self) -> RolloutStats:
         """Counts since the start; also after `close`."""
-        return self._call(_now(self.runner.stats)) if self._loop is not None else self.runner.stats()
+        return self._look(self.runner.stats) if self._loop is not None else self.runner.stats()
 
     def close(self) -> None:
         """Ends the rollout, the workflow's processes and the engine. Safe to call twice and after a failed start."""
         if self._loop is None or self._thread is None:
             return
-        try:
-            result(asyncio.run_coroutine_threadsafe(self.end(), self._loop))
-        finally:
-            self._loop.call_soon_threadsafe(self._loop.stop)
-            self._thread.join()
-            self._loop = None
+        with waiting("the run", "the rollout to end"):
+            try:
+                result(asyncio.run_coroutine_threadsafe(self.end(), self._loop))
+            finally:
+                self._loop.call_soon_threadsafe(self._loop.stop)
+                self._thread.join()
+                self._loop = None
 
     async def swap(self, staged: Any, version: int) -> float:
         """What `publish` does on the rollout's loop: the seconds that generation stood still."""
         if self._running is not None:
-            await self.runner.settled()
+            with waiting("the publication", f"the groups that were admitted before version {version}", self.runner.doing):
+                await self.runner.settled()
         paused = await self.engine.swap(staged)
         if self._running is None:
             self.runner.begin(version, self.resumed)
@@ -195,6 +204,11 @@ class Rollout:
             future.cancel()
             raise
 
+    def _look(self, function: Callable[[], T]) -> T:
+        """What the function returns on the rollout's loop."""
+        with waiting("the trainer", "a turn of the rollout's loop"):
+            return self._call(_now(function))
+
     def _result(self, future: Future[T]) -> T:
         try:
             return result(future)
@@ -211,5 +225,5 @@ class Rollout:
             future.cancel()
 
 
-async def _now(function: Any) -> Any:
+async def _now(function: Callable[[], T]) -> T:
     return function()

@@ -27,6 +27,7 @@ from areal_x.rollout.queue import TrajectoryQueue
 from areal_x.rollout.screening import Screen
 from areal_x.rollout.workflows import Workflow, baseline_of
 from areal_x.types import Episode, Failed, Group, Scored, Task, TimedOut
+from areal_x.waits import doing, on_behalf_of, waiting
 
 Filter = Callable[[Group], bool]  # True keeps the group
 
@@ -64,6 +65,7 @@ class EpisodeEngine:
     wanting: int = 1  # counted by whoever makes the view
     about: Mapping[str, int] = field(default_factory=dict)  # what the timeline says of each call
     pace: Pace | None = None  # when a call reaches the engine, by default at once
+    whose: str = "a session"  # episode, for messages
 
     @property
     def context(self) -> int:
@@ -81,7 +83,11 @@ class EpisodeEngine:
         if self.calls > 1:
             self.want(1)
         try:
-            with timeline.span("generate", **self.about, call=self.calls) as span:
+            with (
+                timeline.span("generate", **self.about, call=self.calls) as span,
+                on_behalf_of(self.whose),
+                waiting(self.whose, "the engine", f"call {self.calls}, a prompt of {len(request.tokens)} tokens"),
+            ):
                 completion = await pace.generate(key, request)
                 span.note(tokens=len(completion.tokens), version=int(self.engine.version))
         finally:
@@ -92,6 +98,11 @@ class EpisodeEngine:
     def want(self, change: int) -> None:
         self.wanting += change
         self.wants(change)
+
+
+def group_name(ticket: int) -> str:
+    """What the names of a group's episodes begin with."""
+    return f"group {ticket}, "
 
 
 def seed_of(*key: int) -> int:
@@ -146,6 +157,7 @@ class Runner:
         self._changed = asyncio.Event()
         self._pace: Pace = InWaves(engine, self._notify) if deterministic else AtOnce(engine)
         self._live: Counter[int] = Counter()  # episodes of each ticket that have not ended
+        self._evaluated: dict[int, str] = {}  # tasks of the evaluation that are not answered
         self._wanted = 0  # places in the engine, by episodes in flight
         self._counts: Counter[type] = Counter()
         self._errors: Counter[str] = Counter()
@@ -180,7 +192,8 @@ class Runner:
                         await self.screen.pass_by(self.stream)
                     while not self._pace.has_room(self._wanted) or (ticket := self.queue.admit()) is None:
                         self._pace.release()
-                        await self._change()
+                        with waiting("the rollout", "room for another group", idle=True):
+                            await self._change()
                     if ticket not in self._positions:
                         self._positions[ticket], task = self.stream.next()
                     else:
@@ -235,19 +248,37 @@ class Runner:
         async def one(index: int, task: Task) -> Episode:
             async with places:
                 about = {"evaluation": index}
-                key = (self.seed, EVALUATION, index)
-                view = EpisodeEngine(self.engine, key, _nothing, _nothing, about=about, pace=self._pace)
-                episode = await run_episode(workflow, task, view, self.episode_seconds, self.row_length, self.together)
+                key, whose = (self.seed, EVALUATION, index), f"evaluation episode {index} (task {task.id})"
+                view = EpisodeEngine(self.engine, key, _nothing, _nothing, about=about, pace=self._pace, whose=whose)
+                with on_behalf_of(whose):
+                    episode = await run_episode(workflow, task, view, self.episode_seconds, self.row_length, self.together)
             self._pace.ended()
+            del self._evaluated[index]
             return episode
 
         self._pace.began(len(tasks))
+        self._evaluated = {index: task.id for index, task in enumerate(tasks)}
         try:
             async with asyncio.TaskGroup() as episodes:
                 running = [episodes.create_task(one(index, task)) for index, task in enumerate(tasks)]
         except BaseExceptionGroup as errors:
             raise first_of(errors) from None
         return [episode.result() for episode in running]
+
+    def doing(self) -> str:
+        """What the next step's groups wait for, for messages: any thread may ask."""
+        live, finished = list(self._live), f"{self.queue.depth} of {self.queue.groups_per_step} are finished"
+        if not live:
+            return f"{finished}; no other is in flight"
+        oldest = min(live)
+        task = self.stream.task_at(self._positions[oldest])
+        return f"{finished}; the oldest in flight is group {oldest} (task {task.id}): {doing(group_name(oldest))}"
+
+    def evaluating(self) -> str:
+        """What an evaluation waits for, for messages."""
+        missing = list(self._evaluated.values())
+        more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
+        return f"{len(missing)} answers are missing: tasks {', '.join(missing[:3])}{more}"
 
     def stats(self) -> RolloutStats:
         return RolloutStats(
@@ -289,9 +320,10 @@ class Runner:
 
     async def _episode(self, group: Group, index: int, workflow: Workflow) -> Episode:
         about, key = {"ticket": group.ticket, "index": index}, (self.seed, TRAINING, group.ticket, index)
-        view = EpisodeEngine(self.engine, key, self._want, self._generated, about=about, pace=self._pace)
+        whose = f"{group_name(group.ticket)}episode {index} (task {group.task.id})"
+        view = EpisodeEngine(self.engine, key, self._want, self._generated, about=about, pace=self._pace, whose=whose)
         try:
-            with timeline.span("episode", **about, admitted_version=group.admitted_version) as span:
+            with on_behalf_of(whose), timeline.span("episode", **about, admitted_version=group.admitted_version) as span:
                 seconds = None if is_open_ended(workflow) else self.episode_seconds
                 episode = await run_episode(workflow, group.task, view, seconds, self.row_length, self.together)
                 span.note(outcome=type(episode.outcome).__name__)

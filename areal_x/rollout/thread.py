@@ -13,6 +13,7 @@ from functools import partial
 from typing import Any, ParamSpec, TypeVar
 
 from areal_x import background
+from areal_x.waits import waiting, whose
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -56,7 +57,8 @@ class OneThread:
                 loop.call_soon_threadsafe(partial(tell, told, what))
 
         self._put(work)
-        return await done
+        with waiting(whose(), "a function on a thread", lambda: f"{name_of(function)} on {self._name}"):
+            return await done
 
     def tell(self, function: Callable[[], object]) -> None:
         """Does it after all that was asked before; nobody hears of how it went."""
@@ -78,7 +80,11 @@ class OneThread:
             self._thread = background.thread(self._serve, what=f"the thread {self._name}", failed=failed, name=self._name)
 
     def _serve(self) -> None:
-        while (work := self._work.get()) is not None:
+        while True:
+            with waiting(f"the thread {self._name}", "something to do", idle=True):
+                work = self._work.get()
+            if work is None:
+                return
             work()
             del work  # what it holds is not kept until there is other work
 
@@ -101,4 +107,10 @@ async def beside(size: int, function: Callable[P, T], *arguments: P.args, **name
 
 async def in_pool(pool: Executor, function: Callable[P, T], *arguments: P.args, **named: P.kwargs) -> T:
     context = contextvars.copy_context()
-    return await asyncio.get_running_loop().run_in_executor(pool, partial(context.run, function, *arguments, **named))
+    with waiting(whose(), "a function on a thread", lambda: name_of(function)):
+        return await asyncio.get_running_loop().run_in_executor(pool, partial(context.run, function, *arguments, **named))
+
+
+def name_of(function: Callable[..., object]) -> str:
+    """For messages."""
+    return str(getattr(function, "__qualname__", type(function).__name__))

@@ -26,6 +26,7 @@ from areal_x.rollout.engine import EngineError
 from areal_x.rollout.schema_worker import why_no_schema
 from areal_x.rollout.thread import in_thread
 from areal_x.sandbox.pool import Sandbox, SandboxLimits, shortened
+from areal_x.waits import waiting, whose
 
 Schema = Mapping[str, Any]  # {"type": "function", "function": {"name", "description", "parameters"}}, as OpenAI has it
 
@@ -243,7 +244,8 @@ class Toolbox:
         own = getattr(tool, "limits_itself", False)
         try:
             async with asyncio.timeout(None if own else self.tool_seconds) as limit:
-                return str(await tool.call(arguments))
+                with waiting(whose(), f"its tool {tool.name}"):
+                    return str(await tool.call(arguments))
         except (UserError, EngineError):
             raise
         except ToolError as error:

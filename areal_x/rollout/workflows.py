@@ -6,7 +6,6 @@ that raises is a failed episode. Only EngineError and UserError end the run; a T
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Protocol, Self
@@ -20,7 +19,7 @@ from areal_x.errors import UserError, at_least, positive
 from areal_x.rewards.pool import Limits, Reward, RewardPool
 from areal_x.rollout.engine import Completion, Request, SamplingParams
 from areal_x.rollout.pictures import for_template, read_pictures, reader_of, urls_of
-from areal_x.rollout.thread import beside
+from areal_x.rollout.thread import beside, in_thread
 from areal_x.rollout.tokenising import refuse_long, size_of, texts_of
 from areal_x.types import Episode, Failed, Images, Message, Outcome, Scored, Task, TimedOut, Trajectory
 
@@ -158,7 +157,7 @@ class SingleTurn(Judged):
 
     async def run(self, task: Task, engine: Generator) -> Result:
         urls = urls_of(task.prompt)
-        images = await asyncio.to_thread(read_pictures, self.tokenizer.name_or_path, urls) if urls else None
+        images = await in_thread(read_pictures, self.tokenizer.name_or_path, urls) if urls else None
         prompt = await beside(size_of(task.prompt), encode, self.tokenizer, task.prompt, images, engine.context)
         completion = await engine.generate(Request(prompt, self.sampling, images=images))
         if completion.finish_reason == "abort":

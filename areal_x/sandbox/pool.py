@@ -30,6 +30,7 @@ from areal_x.sandbox import forker as forker_side
 from areal_x.sandbox.keeper import LENGTH_BYTES
 from areal_x.sandbox.view import readable
 from areal_x.sandbox.walls import WAYS, group_name
+from areal_x.waits import waiting, whose
 
 Status = Literal["ok", "error", "timeout", "memory", "killed"]
 
@@ -128,9 +129,10 @@ class _Forker:
         """Returns when all is gone; also when the guard, which does it, was itself killed."""
         os.close(self.lifeline)
         self.control.close()
-        await asyncio.to_thread(guarding.ended, self.guard)
-        await asyncio.to_thread(guarding.remove, self.base)
-        await asyncio.to_thread(memory_group.remove_all, group_name(self.base, ""))
+        with waiting(whose(), "the sandbox to end", f"process {self.guard.pid}"):
+            await asyncio.to_thread(guarding.ended, self.guard)
+            await asyncio.to_thread(guarding.remove, self.base)
+            await asyncio.to_thread(memory_group.remove_all, group_name(self.base, ""))
 
 
 class Sandbox:
@@ -186,10 +188,15 @@ class Sandbox:
 
         Raises UserError as `start` does.
         """
-        async with self._turn:
+        with waiting(whose(), "a free place in the sandbox", f"{self.workers} programs run"):
+            await self._turn.acquire()
+        try:
             forker = await self._ready()
-            answer = await self._ask(forker, {"code": code, "stdin": stdin})
+            with waiting(whose(), "its program in the sandbox", f"{len(code)} characters"):
+                answer = await self._ask(forker, {"code": code, "stdin": stdin})
             return self._result(answer, forker.confined)
+        finally:
+            self._turn.release()
 
     async def close(self) -> None:
         """Ends everything; returns when the processes are gone. Safe to call twice."""
@@ -232,8 +239,9 @@ class Sandbox:
         here.setblocking(False)
         hello: dict[str, Any] | None = None
         try:
-            async with asyncio.timeout(START_SECONDS):
-                hello = await _first_line(here)
+            with waiting(whose(), "the sandbox to start", f"process {guard.pid}"):
+                async with asyncio.timeout(START_SECONDS):
+                    hello = await _first_line(here)
         except TimeoutError:
             raise UserError(f"the sandbox did not start within {START_SECONDS:g} seconds") from None
         finally:
@@ -243,14 +251,16 @@ class Sandbox:
                 os.close(lifeline)
                 here.close()
         if hello is None:
-            code = await asyncio.to_thread(guarding.ended, guard)
+            with waiting(whose(), "the sandbox to end", f"process {guard.pid}"):
+                code = await asyncio.to_thread(guarding.ended, guard)
             raise UserError(f"the process of the sandbox ended at its start (exit status {code}): its own words are above")
+        if hello["missing"] or refused:
+            with waiting(whose(), "the sandbox to end", f"process {guard.pid}"):
+                await asyncio.to_thread(guarding.ended, guard)
         if hello["missing"]:
-            await asyncio.to_thread(guarding.ended, guard)
             name, error = next(iter(hello["missing"].items()))
             raise ConfigError("imports", name, f"a module that programs of the sandbox can import ({error})")
         if refused:
-            await asyncio.to_thread(guarding.ended, guard)
             raise UserError(
                 f"sandbox.require_confined = True, and programs here could {OPEN[missing[0]]}: start the run where namespaces "
                 "or Landlock are allowed (docs/sandbox.md), or set sandbox.require_confined = False"

@@ -170,3 +170,28 @@ def stops_its_guard(task, text):
         while True:
             os.kill(guard, signal.SIGSTOP)
     return 1.0
+
+
+def waits_for_file(task, text):
+    while not Path(task.metadata["file"]).exists():
+        time.sleep(0.01)
+    return 1.0
+
+
+class Opened:
+    """Loading it in another process waits for a file."""
+
+    def __init__(self, file):
+        self.file = file
+
+    def __reduce__(self):
+        return _opened, (str(self.file),)
+
+    def __call__(self, task, text):
+        return 1.0
+
+
+def _opened(file):
+    while not Path(file).exists():
+        time.sleep(0.01)
+    return Opened(Path(file))

@@ -31,6 +31,7 @@ from areal_x.rollout.gateway.retries import Client, Given, attempt_at
 from areal_x.rollout.gateway.streams import COMMENT, Answering, Refusal, dumped, dumped_slowly, event
 from areal_x.rollout.thread import INLINE, beside
 from areal_x.rollout.tokenising import OF_A_TOKEN, about
+from areal_x.waits import waiting
 
 LOG = logging.getLogger(__name__)
 
@@ -262,13 +263,14 @@ async def body_of(request: Request, megabytes: float) -> bytes:
     most = megabytes * MEGABYTE
     parts, size = [], 0
     try:
-        async with asyncio.timeout(BODY_SECONDS):
-            async for part in request.stream():
-                size += len(part)
-                if size > most:
-                    limit = f"{megabytes:g} MB: raise session_limits.body_megabytes"
-                    raise ApiError(413, f"the request is larger than {limit}", "request_too_large")
-                parts.append(part)
+        with waiting("the gateway", "the body of a request", idle=True):
+            async with asyncio.timeout(BODY_SECONDS):
+                async for part in request.stream():
+                    size += len(part)
+                    if size > most:
+                        limit = f"{megabytes:g} MB: raise session_limits.body_megabytes"
+                        raise ApiError(413, f"the request is larger than {limit}", "request_too_large")
+                    parts.append(part)
     except TimeoutError:
         raise ApiError(408, f"the request did not come within {BODY_SECONDS:g} seconds", "request_too_slow") from None
     return b"".join(parts)

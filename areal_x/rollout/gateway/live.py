@@ -21,6 +21,7 @@ from areal_x.rollout.gateway.retries import Answers
 from areal_x.rollout.gateway.sessions import SessionLimits, SessionState, over
 from areal_x.rollout.workflows import Generator
 from areal_x.types import Message, Outcome
+from areal_x.waits import waiting, whose
 
 LOG = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -87,7 +88,8 @@ class Session:
             self._changed.clear()
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout_at(self.state.deadline()):
-                    await self._changed.wait()
+                    with waiting(whose(), "its session to end", idle=True):
+                        await self._changed.wait()
 
     def touch(self) -> None:
         self._do(self.state.touch)

@@ -19,6 +19,7 @@ from areal_x.rollout.gateway.errors import ApiError
 from areal_x.rollout.gateway.live import Session
 from areal_x.rollout.gateway.sessions import Doors, SessionLimits, same
 from areal_x.rollout.workflows import Generator
+from areal_x.waits import waiting, whose
 
 LOOPBACK = "127.0.0.1"
 ASK_AGAIN_SECONDS = 1.0
@@ -64,7 +65,8 @@ class Gateway:
         self._server = Server(application(self), listener)
         self._serving = background.start(self._server.serve(), "the gateway")
         ready = asyncio.create_task(self._server.ready.wait())
-        await asyncio.wait({ready, self._serving}, return_when=asyncio.FIRST_COMPLETED)
+        with waiting(whose(), "the gateway to serve"):
+            await asyncio.wait({ready, self._serving}, return_when=asyncio.FIRST_COMPLETED)
         ready.cancel()
         if self._serving.done():
             self._serving.result()
@@ -98,7 +100,8 @@ class Gateway:
             session.close()
         if self._server is not None and self._serving is not None:
             self._server.should_exit = True
-            await self._serving
+            with waiting("the rollout", "the gateway to end"):
+                await self._serving
         self._server = self._serving = None
 
     def is_open(self, client: tuple[str, int] | None) -> bool:

@@ -24,6 +24,7 @@ from areal_x.rollout.loop import together
 from areal_x.rollout.vllm.connections import exchange, session
 from areal_x.rollout.vllm.plugin import BACKEND
 from areal_x.types import NOT_RECORDED
+from areal_x.waits import waiting, whose
 
 VLLM_RELEASE = "0.32"
 MODEL = "policy"  # the name that servers serve the model under
@@ -96,7 +97,8 @@ class VLLMClient:
         if self._session.closed:
             return False
         try:
-            status, _ = await exchange(self._session, self.url, "GET", "/health", seconds=seconds)
+            with waiting(whose(), f"a sign of life from {self.url}", idle=True):
+                status, _ = await exchange(self._session, self.url, "GET", "/health", seconds=seconds)
         except ConnectionError:
             return False
         return status == 200
@@ -306,7 +308,8 @@ class VLLMClient:
             raise ServerLost(f"the connection to the vLLM server at {self.url} was closed before {path}")
         try:
             how = {"body": body, "seconds": seconds, "retry": retry, "waits": waits}
-            status, text = await exchange(self._session, self.url, method, path, **how)
+            with waiting(whose(), f"the vLLM server at {self.url} to answer {path}"):
+                status, text = await exchange(self._session, self.url, method, path, **how)
         except ConnectionError as error:
             raise ServerLost(f"{error}") from error
         if status == 200:

@@ -30,6 +30,7 @@ from areal_x.rollout.vllm.client import VLLMClient
 from areal_x.rollout.vllm.plugin import BACKEND
 from areal_x.rollout.vllm.server import LISTEN, LOCAL_HOSTS, LOOPBACK, is_cpu_build, is_local
 from areal_x.trainer import find_backend
+from areal_x.waits import waiting
 
 if TYPE_CHECKING:
     from areal_x.rollout.vllm.config import VLLMConfig
@@ -222,7 +223,8 @@ class Direct:
                 loop.call_soon_threadsafe(end, error)
 
         background.thread(run, what="sending weights", failed=background.on_loop(), name="weights")
-        await outcome
+        with waiting("the trainer", "its weights to be sent", f"version {unstaged.version} to {len(self._clients)} servers"):
+            await outcome
 
 
 class Calls:

@@ -44,6 +44,7 @@ from areal_x.rollout.vllm.replica import Replica, given, launches_of
 from areal_x.rollout.vllm.routing import Prefixes
 from areal_x.rollout.vllm.supervisor import Supervisor
 from areal_x.trainer import LoRAConfig, Scorer
+from areal_x.waits import waiting, whose
 
 T = TypeVar("T")
 ATTEMPTS = 10  # of one slice: what ten servers in a row fail at is not their fault
@@ -131,12 +132,14 @@ class VLLMEngine:
 
     async def close(self) -> None:
         if self._direct is not None:
-            await asyncio.to_thread(self._direct.close)
+            with waiting(whose(), "the sending of weights to end"):
+                await asyncio.to_thread(self._direct.close)
             self._direct = None
         await self.supervisor.close()
         for replica in self.supervisor.replicas.values():
             await replica.hang_up()
-        await asyncio.to_thread(self._end_processes)
+        with waiting(whose(), "the vLLM servers to end"):
+            await asyncio.to_thread(self._end_processes)
         atexit.unregister(self._end_processes)
 
     def _end_processes(self) -> None:
@@ -284,7 +287,12 @@ class VLLMEngine:
                 waited = f"no vLLM server was ready for {self.config.wait_seconds:g} s"
                 raise EngineError(f"{waited} ({reasons}): raise vllm.wait_seconds where they need longer")
             self._change.clear()
-            await self._change.wait()
+            with waiting(whose(), "a vLLM server to take its request", self._states):
+                await self._change.wait()
+
+    def _states(self) -> str:
+        members = self.fleet.members.copy().items()
+        return "; ".join(f"{name}: {m.state.value}{f', {m.reason}' if m.reason else ''}" for name, m in members)
 
     def _is_at(self, request: int, server: str) -> bool:
         return self.fleet.placed.get(request) == server
@@ -324,7 +332,8 @@ class VLLMEngine:
                     continue
                 if attempt <= 1:
                     self.report(f"{error}; staging is tried again for {self.config.wait_seconds:g} s")
-                time.sleep(FULL_SECONDS)
+                with waiting("the trainer", "room to stage weights", f"{error}"):
+                    time.sleep(FULL_SECONDS)
         raise AssertionError("unreachable")
 
     async def swap(self, staged: Staged | Unstaged) -> float:
@@ -443,9 +452,10 @@ class VLLMEngine:
         if self.lora is not None:
             await replica.hold([*self._versions.held(), self._current])
         else:
-            while not self._current.folder.exists():  # see `_with_room`
-                self._change.clear()
-                await self._change.wait()
+            with waiting(replica.name, "the next version to be staged"):
+                while not self._current.folder.exists():  # see `_with_room`
+                    self._change.clear()
+                    await self._change.wait()
             await replica.give(self._current)
         return True
 

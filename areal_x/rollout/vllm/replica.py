@@ -19,6 +19,7 @@ from areal_x.rollout.vllm.client import HEALTH_SECONDS, ServerFailed, ServerLost
 from areal_x.rollout.vllm.config import VLLMConfig
 from areal_x.rollout.vllm.direct import TRANSPORTS
 from areal_x.rollout.vllm.plugin import BACKEND
+from areal_x.waits import waiting
 
 
 @dataclass(frozen=True)
@@ -152,7 +153,8 @@ class Replica:
         """Lets go of one that is not ours; ends one that is."""
         await self.hang_up()
         if self.server is not None:
-            await asyncio.to_thread(self.server.stop)
+            with waiting(self.name, "its process to end", f"process {self.server.process.pid}"):
+                await asyncio.to_thread(self.server.stop)
             self.server = None
 
 

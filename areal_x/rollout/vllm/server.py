@@ -26,6 +26,7 @@ from areal_x.rollout.vllm.client import MODEL, RECORD_EXPERTS, VLLMClient
 from areal_x.rollout.vllm.connections import OutOfFiles
 from areal_x.rollout.vllm.features import NORMALISED
 from areal_x.rollout.vllm.plugin import BACKEND
+from areal_x.waits import waiting
 
 LOOPBACK = "127.0.0.1"
 LOCAL_HOSTS = (LOOPBACK, "localhost", "::1")
@@ -80,6 +81,13 @@ class Server:
         with self.log.open("rb") as log:
             log.seek(self.log_start)
             return reason_in(log.read().decode(errors="replace"))
+
+    def newest_line(self) -> str:
+        """Of the log."""
+        with self.log.open("rb") as log:
+            log.seek(max(self.log_start, log.seek(0, os.SEEK_END) - 4096))
+            lines = [line for line in log.read().decode(errors="replace").splitlines() if line.strip()]
+        return f"its log ends: {lines[-1][:300]}" if lines else "its log is empty"
 
     def stop(self) -> None:
         """Ends the server and everything it started; returns when they are gone. Harmless when it has ended already."""
@@ -226,17 +234,18 @@ async def wait_until_ready(server: Server, name: str, timeout_seconds: float, re
     began = reported = time.monotonic()
     report(f"{name} is starting (log: {server.log})")
     try:
-        while not await is_up(client):
-            now = time.monotonic()
-            if server.process.poll() is not None:
-                raise UserError(f"{name} died at start: {server.last_words()} (log: {server.log})")
-            if now - began > timeout_seconds:
-                late = f"{name} was not ready within {timeout_seconds:.0f} s"
-                raise UserError(f"{late}: see {server.log} or raise vllm.start_timeout_seconds")
-            if now - reported > REPORT_SECONDS:
-                report(f"{name} is starting: {now - began:.0f} s")
-                reported = now
-            await asyncio.sleep(POLL_SECONDS)
+        with waiting(name, "its process to be ready", server.newest_line):
+            while not await is_up(client):
+                now = time.monotonic()
+                if server.process.poll() is not None:
+                    raise UserError(f"{name} died at start: {server.last_words()} (log: {server.log})")
+                if now - began > timeout_seconds:
+                    late = f"{name} was not ready within {timeout_seconds:.0f} s"
+                    raise UserError(f"{late}: see {server.log} or raise vllm.start_timeout_seconds")
+                if now - reported > REPORT_SECONDS:
+                    report(f"{name} is starting: {now - began:.0f} s")
+                    reported = now
+                await asyncio.sleep(POLL_SECONDS)
     finally:
         await client.close()
     report(f"{name} is ready after {time.monotonic() - began:.0f} s")

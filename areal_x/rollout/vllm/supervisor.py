@@ -24,6 +24,7 @@ from areal_x.rollout.vllm.config import VLLMConfig
 from areal_x.rollout.vllm.connections import OutOfFiles
 from areal_x.rollout.vllm.fleet import Fleet, State
 from areal_x.rollout.vllm.replica import Replica
+from areal_x.waits import on_behalf_of, waiting
 
 T = TypeVar("T")
 Scores = Float32[np.ndarray, " T"]
@@ -86,7 +87,8 @@ class Supervisor:
 
     def watch(self) -> None:
         """From now on servers are looked after in the background."""
-        self._watching = background.start(self._watch(), "the watch over the vLLM servers")
+        with on_behalf_of("the watch over servers", moves=False):
+            self._watching = background.start(self._watch(), "the watch over the vLLM servers")
 
     async def remove(self, name: str) -> None:
         """The server takes part no more; its requests go to others."""
@@ -154,7 +156,8 @@ class Supervisor:
             retries = [m.retry_at - now() for m in self.fleet.members.values() if m.state is State.DOWN]
             with suppress(TimeoutError):
                 async with asyncio.timeout(max(LEAST_SLEEP_SECONDS, min([sleep, *retries]))):
-                    await self._hurry.wait()
+                    with waiting("the watch over servers", "the next heartbeat", idle=True):
+                        await self._hurry.wait()
             self._hurry.clear()
 
     async def _look(self) -> None:
@@ -188,7 +191,8 @@ class Supervisor:
 
     async def _bring_back(self, name: str) -> None:
         try:
-            await self.bring(name)
+            with on_behalf_of(f"the return of {name}", moves=False):
+                await self.bring(name)
         except Exception as error:  # whatever it was, the others go on
             self.fleet.lost(name, f"{error}" or type(error).__name__, now())
             self.settle()

@@ -1,0 +1,419 @@
+"""Stalls of what episodes do: rewards, threads, tools, sandboxes, agents, the gateway, the embedded engine."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import threading
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+
+from areal_x import guard
+from areal_x.rewards.pool import RewardPool
+from areal_x.rollout import agent_program
+from areal_x.rollout.agent import Agent, Apart, Started
+from areal_x.rollout.agent_program import run_program
+from areal_x.rollout.embedded import EmbeddedEngine
+from areal_x.rollout.gateway import serving
+from areal_x.rollout.gateway.serving import Gateway
+from areal_x.rollout.learned_reward import Judge
+from areal_x.rollout.mcp_tools import Connection, McpServer
+from areal_x.rollout.online import Online
+from areal_x.rollout.thread import OneThread, in_thread
+from areal_x.rollout.tools import Toolbox
+from areal_x.sandbox import pool as sandbox_pool
+from areal_x.sandbox.pool import Result, Sandbox
+from areal_x.types import Scored, Task, Trajectory
+from tests.rewards.reward_functions import Opened, exits_at_once, waits_for_file
+from tests.rollout.fakes import FakeEngine, until
+from tests.rollout.gateway.scripted import RUN, Letters, Scripted
+from tests.rollout.test_embedded import Counting, Model, request
+from tests.stalls import EPISODE_PATTERN, Stall, stall
+
+TASK = Task("t", "1+2=", "3")
+
+# ---- rewards
+
+
+class Judging:
+    """A pool of one process, and a reward in it that ends when the stall does."""
+
+    def __init__(self, stall: Stall) -> None:
+        self.stall, self.file = stall, stall.folder / "released"
+        self.pool = RewardPool(waits_for_file, 1, 100)
+        stall.release = self.file.touch  # type: ignore[method-assign]
+
+    def score(self) -> Any:
+        return self.pool.score(Task("t", "", metadata={"file": str(self.file)}), "text")
+
+
+@stall("its reward")
+async def _(stall: Stall) -> None:
+    judging = Judging(stall)
+    detail = r" \(waits_for_file of task t in process \d+\)"
+    assert isinstance(await stall.for_episode(judging.score(), detail), Scored)
+    await judging.pool.close()
+
+
+@stall("a free reward process")
+async def _(stall: Stall) -> None:
+    judging = Judging(stall)
+    first = asyncio.create_task(judging.score())
+    assert isinstance(await stall.for_episode(judging.score(), r" \(waits_for_file\)"), Scored)
+    await first
+    await judging.pool.close()
+
+
+@stall("a reward process to start")
+async def _(stall: Stall) -> None:
+    file = stall.folder / "released"
+    stall.release = file.touch  # type: ignore[method-assign]
+    pool = RewardPool(Opened(file), 1)
+    assert isinstance(await stall.for_episode(pool.score(TASK, ""), r" \(.* in process \d+\)"), Scored)
+    await pool.close()
+
+
+def slow_to_end(stall: Stall) -> None:
+    """What keeps processes takes its time to end."""
+    ended = guard.ended
+
+    def slowly(process: Any) -> int:
+        stall.hold()
+        return ended(process)
+
+    stall.request.getfixturevalue("monkeypatch").setattr(guard, "ended", slowly)
+
+
+@stall("its reward processes to end")
+async def _(stall: Stall) -> None:
+    judging = Judging(stall)
+    judging.file.touch()
+    await judging.score()
+    slow_to_end(stall)
+    stall.release = stall.gate.set  # type: ignore[method-assign]
+    await stall.through(judging.pool.close(), "the rollout", r"its reward processes to end \(process \d+\)")
+
+
+@stall("its reward process to end")
+async def _(stall: Stall) -> None:
+    pool = RewardPool(exits_at_once, 1)
+    slow_to_end(stall)
+    outcome = await stall.for_episode(pool.score(Task("t", "", 3), ""), r" \(process \d+\)")
+    assert "exit status 3" in outcome.error
+    await pool.close()
+
+
+@stall("the learned reward")
+async def _(stall: Stall) -> None:
+    def values(batch: Any) -> Any:
+        stall.hold()
+        return np.ones(np.shape(batch.tokens), np.float32)
+
+    judge = Judge(SimpleNamespace(values=values), 32)  # type: ignore[arg-type]
+    answer = np.arange(2, 4, dtype=np.int32)
+    trajectory = Trajectory.from_completion(answer, answer, np.zeros(2, np.float32), np.zeros(2, np.int32), 1.0)
+    assert await stall.for_episode(judge.score([trajectory])) == [1.0]
+    judge.close()
+
+
+# ---- threads and tools
+
+
+@stall("a function on a thread")
+async def _(stall: Stall) -> None:
+    await stall.for_episode(in_thread(stall.hold), r" \(Stall.hold on areal-x blocking\)")
+
+
+@stall("something to do")
+async def _(stall: Stall) -> None:
+    thread = OneThread("of a test")
+    await thread.run(str)
+    await stall.idle("the thread of a test")
+    assert await thread.run(str, 1) == "1"
+    thread.close()
+
+
+@dataclass(frozen=True)
+class Search:
+    stall: Stall
+    name: str = "search"
+    schema: Any = field(default_factory=lambda: {"function": {"name": "search", "parameters": {"type": "object"}}})
+
+    async def call(self, arguments: dict[str, Any]) -> str:
+        await self.stall.held()
+        return "nothing"
+
+
+@stall("its tool {}")
+async def _(stall: Stall) -> None:
+    answer = Toolbox([], tool_seconds=100)._answer(Search(stall), {})
+    assert await stall.through(answer, EPISODE_PATTERN, "its tool search") == "nothing"
+
+
+PAGE = SimpleNamespace(tools=["a tool"], next_cursor=None)
+
+
+def connection(stall: Stall) -> Connection:
+    """Open, to a server that answers when the stall is released."""
+
+    async def list_tools(cursor: Any) -> Any:
+        await stall.held()
+        return PAGE
+
+    async def call_tool(name: str, arguments: Any) -> str:
+        await stall.held()
+        return "the answer"
+
+    made = Connection(McpServer(command=("the-server",)))
+    made._client = SimpleNamespace(list_tools=list_tools, call_tool=call_tool)
+    made._task = asyncio.create_task(stall.held())
+    return made
+
+
+@stall("the MCP server to list its tools")
+async def _(stall: Stall) -> None:
+    assert await stall.for_episode(connection(stall).open(), r" \(the-server\)") == ["a tool"]
+
+
+@stall("the MCP server to answer")
+async def _(stall: Stall) -> None:
+    call = connection(stall).call("search", {})
+    assert await stall.for_episode(call, r" \(the-server, tool search\)") == "the answer"
+
+
+@stall("the MCP server to end")
+async def _(stall: Stall) -> None:
+    await stall.for_episode(connection(stall).close(), r" \(the-server\)")
+
+
+@stall("the MCP server to start")
+async def _(stall: Stall) -> None:
+    class Silent(Connection):
+        async def _hold(self, ready: asyncio.Future[Any], end: asyncio.Event) -> None:
+            await stall.held()
+            ready.set_result(SimpleNamespace(list_tools=listed))
+
+    async def listed(cursor: Any) -> Any:
+        return PAGE
+
+    assert await stall.for_episode(Silent(McpServer(command=("the-server",))).open(), r" \(the-server\)") == ["a tool"]
+
+
+# ---- the sandbox
+
+
+@stall("the sandbox to start")
+async def _(stall: Stall) -> None:
+    first_line = sandbox_pool._first_line
+
+    async def slowly(control: Any) -> Any:
+        await stall.held()
+        return await first_line(control)
+
+    stall.request.getfixturevalue("monkeypatch").setattr(sandbox_pool, "_first_line", slowly)
+    sandbox = Sandbox()
+    assert (await stall.for_episode(sandbox.run("print(42)"), r" \(process \d+\)")).output == "42\n"
+    await sandbox.close()
+
+
+class Kept(Sandbox):
+    """Its programs end when the stall does."""
+
+    def __init__(self, stall: Stall) -> None:
+        super().__init__(workers=1)
+        self.stall = stall
+
+    async def _ready(self) -> Any:
+        return SimpleNamespace(confined=True)
+
+    async def _ask(self, forker: Any, request: dict[str, str]) -> dict[str, Any]:
+        await self.stall.held()
+        return {"output": ["42\n", ""], "dropped": False, "error": None, "seconds": 1.0, "status": "ok"}
+
+
+@stall("its program in the sandbox")
+async def _(stall: Stall) -> None:
+    result: Result = await stall.for_episode(Kept(stall).run("print(42)"), r" \(9 characters\)")
+    assert result.output == "42\n"
+
+
+@stall("a free place in the sandbox")
+async def _(stall: Stall) -> None:
+    sandbox = Kept(stall)
+    first = asyncio.create_task(sandbox.run(""))
+    assert (await stall.for_episode(sandbox.run(""), r" \(1 programs run\)")).output == "42\n"
+    await first
+
+
+@stall("the sandbox to end")
+async def _(stall: Stall) -> None:
+    sandbox = Sandbox()
+    await sandbox.start()
+    slow_to_end(stall)
+    await stall.for_episode(sandbox.close(), r" \(process \d+\)")
+
+
+# ---- agents and the gateway
+
+
+class Working(Started):
+    """An agent that ends when the stall does."""
+
+    async def work(self, task: Task, session: Any) -> Any:
+        await session.held()
+        return 0.5
+
+
+@stall("its agent")
+async def _(stall: Stall) -> None:
+    calls = [object(), object()]
+    session: Any = SimpleNamespace(ended=asyncio.Event().wait, calls=lambda: calls, held=stall.held)
+    assert await stall.for_episode(Working().outcome(TASK, session), r" \(task t, 2 calls so far\)") == Scored(0.5)
+
+
+@stall("the agents' thread to end")
+async def _(stall: Stall) -> None:
+    async def work() -> None: ...
+
+    agent = Agent(solve=print, apart=Apart())
+    assert agent.apart is not None
+    await agent.apart.run(work())
+    assert agent.apart._loop is not None
+    agent.apart._loop.call_soon_threadsafe(stall.hold)
+    await stall.through(agent.close(), "the rollout")
+
+
+@stall("its agent's process to end")
+async def _(stall: Stall) -> None:
+    ended = agent_program.ended
+
+    async def slowly(process: Any) -> int:
+        await stall.held()
+        return await ended(process)
+
+    stall.request.getfixturevalue("monkeypatch").setattr(agent_program, "ended", slowly)
+    program = run_program((sys.executable, "-c", "print(42)"), TASK, {}, ".", 1024, 8)
+    assert await stall.for_episode(program, r" \(process \d+\)") == "42\n"
+
+
+@stall("its session to end")
+async def _(stall: Stall) -> None:
+    session = Gateway().open(Scripted("hello"), Letters(), RUN)
+    ending = asyncio.create_task(session.ended())
+    await stall.idle("the run")
+    session.end(1.0)
+    assert await ending == Scored(1.0)
+
+
+@stall("somebody to open a session")
+async def _(stall: Stall) -> None:
+    online = Online(address_file=str(stall.folder / "address"))
+    gateway = Gateway()
+
+    async def start() -> bool:
+        return False
+
+    host: Any = SimpleNamespace(start=start, gateway=gateway, renderer=Letters())
+    object.__setattr__(online, "host", host)
+    episode = asyncio.create_task(online.run(TASK, FakeEngine()))
+    await stall.idle("the run")
+    session = await online.opened(None)
+    assert session is not None
+    session.end(1.0)
+    await episode
+
+
+def slow_server(stall: Stall, method: str) -> None:
+    """A method of the gateway's server takes its time."""
+    inner = getattr(serving._Server, method)
+
+    async def slowly(*arguments: Any, **named: Any) -> None:
+        await stall.held()
+        await inner(*arguments, **named)
+
+    stall.request.getfixturevalue("monkeypatch").setattr(serving._Server, method, slowly)
+
+
+@stall("the gateway to serve")
+async def _(stall: Stall) -> None:
+    slow_server(stall, "startup")
+    gateway = Gateway()
+    await stall.for_episode(gateway.start())
+    await gateway.close()
+
+
+@stall("the gateway to end")
+async def _(stall: Stall) -> None:
+    slow_server(stall, "shutdown")
+    gateway = Gateway()
+    await gateway.start()
+    await stall.through(gateway.close(), "the rollout")
+
+
+@stall("the body of a request")
+async def _(stall: Stall) -> None:
+    gateway = Gateway()
+    await gateway.start()
+    session = gateway.open(Scripted("hello"), Letters(), RUN)
+    reader, writer = await asyncio.open_connection("127.0.0.1", gateway.port)
+    body = b'{"model": "policy", "messages": [{"role": "user", "content": "hello"}]}'
+    path = f"/sessions/{session.id}/v1/chat/completions"
+    head = f"POST {path} HTTP/1.1\r\nHost: 127.0.0.1:{gateway.port}\r\nAuthorization: Bearer {session.key}\r\n"
+    head += f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+    writer.write(head.encode())
+    await stall.idle("the gateway")
+    writer.write(body)
+    assert b"200" in await reader.readline()
+    writer.close()
+    await gateway.close()
+
+
+# ---- the embedded engine
+
+
+async def embedded(sampler: Counting) -> EmbeddedEngine:
+    engine = EmbeddedEngine(sampler)
+    await engine.start()
+    await engine.swap(engine.stage(Model(1)))
+    return engine
+
+
+@stall("its sampler")
+async def _(stall: Stall) -> None:
+    sampler = Counting(2)
+    sampler.free_running = False
+    engine = await embedded(sampler)
+    drawing = asyncio.create_task(engine.generate(request(3, 3)))
+    await stall.said("the embedded engine", r"its sampler \(\d+ sequences run\)")
+    sampler.free_running = True
+    sampler.decodes.release()
+    assert len((await drawing).tokens) == 3
+    await engine.close()
+
+
+@stall("requests")
+async def _(stall: Stall) -> None:
+    engine = await embedded(Counting(2))
+    await stall.idle("the embedded engine")
+    assert len((await engine.generate(request(3, 3))).tokens) == 3
+    await engine.close()
+
+
+@stall("the embedded engine to end")
+async def _(stall: Stall) -> None:
+    sampler = Counting(2)
+    engine = await embedded(sampler)
+    begun = threading.Event()
+
+    def load(snapshot: float) -> None:
+        begun.set()
+        stall.hold()
+
+    sampler.load = load  # type: ignore[method-assign]
+    swap = asyncio.create_task(engine.swap(engine.stage(Model(2))))
+    await until(begun.is_set)
+    await stall.through(engine.close(), "the rollout")
+    await asyncio.gather(swap, return_exceptions=True)

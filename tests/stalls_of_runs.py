@@ -1,0 +1,351 @@
+"""Stalls of the trainer's side: the ring's calls, checkpoints, the journal, the links between processes."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sqlite3
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from multiprocessing import Pipe
+from multiprocessing.connection import Client, Connection, Listener
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from areal_x import checkpoint, waits
+from areal_x.cluster import links
+from areal_x.data.stream import TaskStream
+from areal_x.rollout.engine import Completion
+from areal_x.rollout.journal import FILE, Journal
+from areal_x.rollout.queue import TrajectoryQueue
+from areal_x.rollout.rollout import Rollout
+from areal_x.rollout.runner import Runner
+from areal_x.types import Group, Task
+from tests.experiments import tiny_experiment
+from tests.rollout.fakes import TASKS, Doing, FakeEngine, Plain
+from tests.stalls import Stall, stall
+
+TRAINER = SimpleNamespace(version=0)
+
+
+@asynccontextmanager
+async def rollout(engine: Any, *, begun: bool = True, workflow: Any = None, **changes: Any) -> AsyncIterator[Rollout]:
+    """Over the engine, publishing begun; every call of it blocks and is for a thread."""
+    queue = TrajectoryQueue(1, changes.pop("max_staleness", 0))
+    runner = Runner(engine, workflow or Plain(), TaskStream(TASKS), queue, group_size=1, **changes)
+    made = Rollout(runner)
+    try:
+        if begun:
+            await asyncio.to_thread(made.start)
+            await asyncio.to_thread(made.publish, TRAINER, 0)
+        yield made
+    finally:
+        await asyncio.to_thread(made.close)
+
+
+class Gated(FakeEngine):
+    """One of its methods stalls."""
+
+    def __init__(self, stall: Stall, method: str) -> None:
+        super().__init__()
+        inner = getattr(self, method)
+
+        async def gated(*arguments: Any) -> Any:
+            await stall.held()
+            return await inner(*arguments)
+
+        def staged(*arguments: Any) -> Any:
+            stall.hold()
+            return inner(*arguments)
+
+        setattr(self, method, staged if method == "stage" else gated)
+
+
+@stall("the engine to start")
+async def _(stall: Stall) -> None:
+    async with rollout(Gated(stall, "start"), begun=False) as made:
+        await stall.threaded(made.start, "the run")
+        await asyncio.to_thread(made.publish, TRAINER, 0)
+
+
+@stall("the weights of version {} to be staged")
+async def _(stall: Stall) -> None:
+    async with rollout(Gated(stall, "stage"), begun=False) as made:
+        await asyncio.to_thread(made.start)
+        await stall.threaded(lambda: made.publish(TRAINER, 0), "the trainer", "the weights of version 0 to be staged")
+        assert len(await asyncio.to_thread(made.take)) == 1
+
+
+@stall("the engine to take version {}")
+async def _(stall: Stall) -> None:
+    async with rollout(Gated(stall, "swap"), begun=False) as made:
+        await asyncio.to_thread(made.start)
+        await stall.threaded(lambda: made.publish(TRAINER, 0), "the trainer", "the engine to take version 0")
+        assert len(await asyncio.to_thread(made.take)) == 1
+
+
+@stall("the groups of step {}")
+async def _(stall: Stall) -> None:
+    async with rollout(Gated(stall, "generate")) as made:
+        who = r"the trainer has waited \d+ s for the groups of step 1 \(0 of 1 are finished; the oldest in flight is group 0 "
+        task = asyncio.create_task(asyncio.to_thread(made.take))
+        await stall.said("the trainer", who.partition(" s for ")[2] + r"\(task task \d+\): 1 waits for the engine\)")
+        stall.release()
+        assert len(await task) == 1
+
+
+@stall("the engine")
+async def _(stall: Stall) -> None:
+    async with rollout(Gated(stall, "generate")) as made:
+        await stall.said(r"group 0, episode 0 \(task task \d+\)", r"the engine \(call 1, a prompt of 3 tokens\)")
+        stall.release()
+        assert len(await asyncio.to_thread(made.take)) == 1
+
+
+@stall("its workflow")
+async def _(stall: Stall) -> None:
+    async def work(task: Task, engine: Any) -> Any:
+        await stall.held()
+        return await Plain().run(task, engine)
+
+    async with rollout(FakeEngine(), workflow=Doing(work)) as made:
+        await stall.said(r"group 0, episode 0 \(task task \d+\)", r"its workflow \(Doing\)")
+        stall.release()
+        assert len(await asyncio.to_thread(made.take)) == 1
+
+
+@stall("room for another group")
+async def _(stall: Stall) -> None:
+    async with rollout(Gated(stall, "generate")) as made:
+        await stall.idle("the rollout")
+        stall.release()
+        assert len(await asyncio.to_thread(made.take)) == 1
+
+
+@stall("a turn of the rollout's loop")
+async def _(stall: Stall) -> None:
+    async with rollout(FakeEngine()) as made:
+        assert made._loop is not None
+        made._loop.call_soon_threadsafe(stall.hold)  # a callback that blocks
+        stats = await stall.threaded(made.stats, "the trainer")
+        assert stats.failed == 0
+
+
+@stall("the evaluation")
+async def _(stall: Stall) -> None:
+    engine = FakeEngine()
+    async with rollout(engine) as made:
+        await asyncio.to_thread(made.take)  # the next group waits for its version
+        engine.generate = Gated(stall, "generate").generate  # type: ignore[method-assign]
+        missing = r"the evaluation \(2 answers are missing: tasks task 0, task 1\)"
+        episodes = await stall.threaded(lambda: made.evaluate(TASKS[:2]), "the trainer", missing)
+        assert len(episodes) == 2
+
+
+class InTurn(FakeEngine):
+    """Answers the first wave of requests at once, and the second when a stall is released."""
+
+    def __init__(self, stall: Stall) -> None:
+        super().__init__()
+        self.stall, self.waves = stall, 0
+
+    def submit(self, requests: Any) -> list[asyncio.Future[Completion]]:
+        self.waves += 1
+        return [asyncio.ensure_future(self.answer(request, self.waves)) for request in requests]
+
+    async def answer(self, request: Any, wave: int) -> Completion:
+        if wave == 2:
+            await self.stall.held()
+        return await self.generate(request)
+
+
+@stall("the groups that were admitted before version {}")
+async def _(stall: Stall) -> None:
+    calls: list[str] = []
+
+    async def twice(task: Task, engine: Any) -> Any:
+        calls.append(task.id)
+        if len(calls) > 1:  # the second group calls again
+            await Plain().run(task, engine)
+        return await Plain().run(task, engine)
+
+    workflow = Doing(twice)
+    async with rollout(InTurn(stall), workflow=workflow, max_staleness=1, deterministic=True) as made:
+        await asyncio.to_thread(made.take)
+        unfinished = r"the groups that were admitted before version 1 \(0 of 1 are finished; the oldest in flight is group 1"
+        await stall.threaded(lambda: made.publish(TRAINER, 1), "the publication", unfinished)
+
+
+@stall("the rollout to end")
+async def _(stall: Stall) -> None:
+    async with rollout(Gated(stall, "close")) as made:
+        await stall.threaded(made.close, "the run")
+
+
+@stall("the trainer's step {}")
+async def _(stall: Stall) -> None:
+    model = stall.request.getfixturevalue("tiny_model_dir")
+    experiment = tiny_experiment(model, stall.folder, steps=1, groups_per_step=1, group_size=2, workflow=Plain())
+    experiment.create_engine = lambda *_: FakeEngine()  # type: ignore[method-assign]
+
+    def learn(*_: Any) -> dict[str, float]:  # nothing, so that nothing is compiled
+        stall.hold()
+        return {"skipped": 0.0}
+
+    experiment.learn = learn  # type: ignore[method-assign]
+    patch = stall.request.getfixturevalue("monkeypatch")
+    patch.setattr(waits, "SILENCE_SECONDS", 0.1)  # sooner than the test's own watch
+    run = experiment.open()
+    messages: list[str] = []
+    turns = await stall.threaded(
+        lambda: list(experiment.turns(run, message=messages.append)), "the run", "the trainer's step 1"
+    )
+    assert turns[-1].metrics["step"] == 1
+    assert "the trainer's step 1" in (run / "logs" / waits.FILE).read_text()
+    assert any("the trainer's step 1" in message for message in messages)  # and the display
+
+
+# ---- checkpoints and the journal
+
+
+def written(folder: Path) -> None:
+    (folder / "weights").write_text("weights")
+
+
+@stall("the checkpoint of step {} to be written")
+async def _(stall: Stall) -> None:
+    def write(folder: Path) -> None:
+        stall.hold()
+        written(folder)
+
+    with checkpoint.Saver(stall.folder, 1, print) as saver:
+        await stall.threaded(lambda: saver.save(4, write, {}), "the run", "the checkpoint of step 4 to be written")
+    assert checkpoint.steps(stall.folder) == [4]
+
+
+@stall("the checkpoint before to be completed")
+async def _(stall: Stall) -> None:
+    def write(folder: Path) -> checkpoint.Wait:
+        written(folder)
+        return stall.hold
+
+    with checkpoint.Saver(stall.folder, 1, print) as saver:
+        saver.save(4, write, {})
+        await stall.threaded(saver.wait, "the run")
+    assert checkpoint.steps(stall.folder) == [4]
+
+
+@contextmanager
+def locked(folder: Path) -> Iterator[sqlite3.Connection]:
+    """Another program has the journal."""
+    other = sqlite3.connect(folder / FILE, check_same_thread=False)
+    other.execute("BEGIN EXCLUSIVE")
+    try:
+        yield other
+    finally:
+        other.close()
+
+
+@stall("the journal to be written")
+async def _(stall: Stall) -> None:
+    with Journal(stall.folder) as journal, locked(stall.folder) as other:
+        journal.admitted(Group(TASKS[0], 0, 0), 0)
+        flushing = asyncio.create_task(asyncio.to_thread(journal.flush))
+        await stall.said("the run", rf"the journal to be written \(\d entries of {journal.path} are left\)")
+        other.rollback()
+        await flushing
+
+
+@stall("the journal to be closed")
+async def _(stall: Stall) -> None:
+    journal = Journal(stall.folder)
+    with locked(stall.folder) as other:
+        journal.admitted(Group(TASKS[0], 0, 0), 0)
+        closing = asyncio.create_task(asyncio.to_thread(journal.__exit__))
+        await stall.said("the run")
+        other.rollback()
+        await closing
+
+
+@stall("entries")
+async def _(stall: Stall) -> None:
+    with Journal(stall.folder) as journal:
+        await stall.idle("the journal")
+        journal.admitted(Group(TASKS[0], 0, 0), 0)
+        journal.flush()
+
+
+# ---- several processes
+
+
+@contextmanager
+def process_0() -> Iterator[tuple[links.Leader, Connection]]:
+    """And the other end of its link to process 1."""
+    ours, theirs = Pipe()
+    leader = links.Leader({1: ours})
+    try:
+        yield leader, theirs
+    finally:
+        leader._ended = True  # that process 1 goes is then no trouble
+        theirs.close()
+
+
+@stall("the other processes to do their part")
+async def _(stall: Stall) -> None:
+    with process_0() as (leader, process_1):
+
+        def call() -> None:
+            with leader.together({"method": "update"}):
+                pass
+
+        calling = asyncio.create_task(asyncio.to_thread(call))
+        behind = r"the other processes to do their part \(of update: processes \[1\] have not\)"
+        await stall.said("process 0", behind)
+        links.send(process_1, {"call": 1, "error": None})
+        await calling
+
+
+@stall("the other processes to end")
+async def _(stall: Stall) -> None:
+    with process_0() as (leader, process_1):
+        closing = asyncio.create_task(asyncio.to_thread(leader.close))
+        await stall.said("process 0")
+        process_1.close()
+        await closing
+
+
+@stall("process 0's next call")
+async def _(stall: Stall) -> None:
+    ours, theirs = Pipe()
+    follower = links.Follower(1, ours)
+    receiving = asyncio.create_task(asyncio.to_thread(follower.receive))
+    await stall.idle("process 1")
+    links.send(theirs, {"end": ""})
+    assert await receiving is None
+
+
+@stall("the other processes to come")
+async def _(stall: Stall) -> None:
+    with Listener(("127.0.0.1", 0), authkey=b"key") as listener:
+        accepting = asyncio.create_task(asyncio.to_thread(links.accept, listener, 1))
+        await stall.said("process 0", r"the other processes to come \(processes \[1\] have not\)")
+        with await asyncio.to_thread(Client, listener.address, authkey=b"key") as link:
+            links.send(link, {"rank": 1, "config": "the same"})
+            assert (await accepting)[1] == {1: "the same"}
+
+
+@stall("process 0 to compare the configs")
+async def _(stall: Stall) -> None:
+    with Listener(("127.0.0.1", 0), authkey=b"key") as listener:
+        host, port = listener.address
+        place = json.dumps({"host": host, "port": port, "key": b"key".hex()}).encode()
+        group: Any = SimpleNamespace(rank=1, size=2, broadcast=lambda _: place)
+        meeting = asyncio.create_task(asyncio.to_thread(links.meet, group, "the config"))
+        link = await asyncio.to_thread(listener.accept)
+        await stall.said("process 1")
+        links.send(link, {"refused": ""})
+        follower = await meeting
+        links.send(link, {"end": ""})
+        assert await asyncio.to_thread(follower.receive) is None  # type: ignore[union-attr]
+        stall.request.node._link = link  # open until this process is gone: see Follower.__exit__

@@ -1,0 +1,179 @@
+"""Stalls of vLLM servers and of what is between them and a run."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, nullcontext, suppress
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+
+from areal_x.rollout.publisher import NoRoom, Staged
+from areal_x.rollout.vllm import engine as engines
+from areal_x.rollout.vllm import server as servers
+from areal_x.rollout.vllm.client import VLLMClient
+from areal_x.rollout.vllm.config import VLLMConfig
+from areal_x.rollout.vllm.direct import Direct, Unstaged
+from areal_x.rollout.vllm.engine import VLLMEngine
+from areal_x.rollout.vllm.replica import Given, Replica
+from areal_x.rollout.vllm.supervisor import Supervisor
+from tests.stalls import EPISODE_PATTERN, Stall, stall
+
+SERVER = "the vLLM server at http://127.0.0.1:9"
+
+
+@asynccontextmanager
+async def silent_server(stall: Stall) -> AsyncIterator[str]:
+    """It takes requests, and answers when the stall is released. Gives its address."""
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with suppress(asyncio.IncompleteReadError, ConnectionError):
+            await reader.readuntil(b"\r\n\r\n")
+            await stall.held()
+            body = b'{"weight_version": "3"}'
+            writer.write(b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nConnection: close\r\n")
+            writer.write(f"Content-Length: {len(body)}\r\n\r\n".encode() + body)
+            await writer.drain()
+        writer.close()
+
+    server = await asyncio.start_server(answer, "127.0.0.1", 0)
+    async with server:
+        yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+
+
+@stall("the vLLM server at {} to answer {}")
+async def _(stall: Stall) -> None:
+    async with silent_server(stall) as url:
+        client = VLLMClient(url, None)
+        asked = f"the vLLM server at {url} to answer /weight_info"
+        version = await stall.through(client.version(), EPISODE_PATTERN, asked)
+        assert version == "3"
+        await client.close()
+
+
+@stall("a sign of life from {}")
+async def _(stall: Stall) -> None:
+    async with silent_server(stall) as url:
+        client = VLLMClient(url, None)
+        asking = asyncio.create_task(client.is_healthy(100))
+        await stall.idle("the run", f"a sign of life from {url}")
+        stall.release()
+        assert await asking
+        await client.close()
+
+
+def engine_of(stall: Stall) -> VLLMEngine:
+    """Over one server, that was not reached yet."""
+    model = stall.request.getfixturevalue("tiny_model_dir")
+    engine = VLLMEngine(VLLMConfig(urls=("http://127.0.0.1:9",)), model, stall.folder, lambda line: None)
+    engine.supervisor.add(Replica(SERVER, Given("http://127.0.0.1:9", None, "files"), iter(())))
+    return engine
+
+
+@stall("a vLLM server to take its request")
+async def _(stall: Stall) -> None:
+    engine = engine_of(stall)
+    engine.fleet.enter(0)
+
+    def reached() -> None:
+        engine.fleet.route = lambda *_: SERVER  # type: ignore[method-assign]
+        loop.call_soon_threadsafe(engine._change.set)
+
+    loop, stall.release = asyncio.get_running_loop(), reached  # type: ignore[method-assign]
+    placing = engine._place(0, np.arange(3, dtype=np.int32))
+    assert await stall.for_episode(placing, rf" \({SERVER}: \w+.*\)") == SERVER
+
+
+@stall("room to stage weights")
+async def _(stall: Stall) -> None:
+    engine = engine_of(stall)
+    engine._staging, engine._current = SimpleNamespace(keep=print), Staged(stall.folder, 1)  # type: ignore[assignment]
+    stall.request.getfixturevalue("monkeypatch").setattr(engines, "FULL_SECONDS", 5.0)
+
+    def stage(staging: Any) -> Staged:
+        if stall.gate.is_set():
+            return Staged(stall.folder, 2)
+        raise NoRoom("no room to stage the weights here")
+
+    def work() -> Staged:
+        return engine._with_room(stage)
+
+    staged = await stall.threaded(work, "the trainer", r"room to stage weights \(no room to stage the weights here\)")
+    assert staged.version == 2
+
+
+@stall("the next version to be staged")
+async def _(stall: Stall) -> None:
+    engine = engine_of(stall)
+    engine._current = Staged(stall.folder / "v1", 1)
+    loop = asyncio.get_running_loop()
+
+    async def give(staged: Staged) -> float:
+        return 0.0
+
+    def staged() -> None:
+        (stall.folder / "v1").mkdir()
+        loop.call_soon_threadsafe(engine._change.set)
+
+    stall.release = staged  # type: ignore[method-assign]
+    replica: Any = SimpleNamespace(name=SERVER, give=give)
+    assert await stall.through(engine._give(replica), SERVER)
+
+
+@stall("the vLLM servers to end")
+async def _(stall: Stall) -> None:
+    engine = engine_of(stall)
+    engine._end_processes = stall.hold  # type: ignore[method-assign]
+    await stall.for_episode(engine.close())
+
+
+@stall("the sending of weights to end")
+async def _(stall: Stall) -> None:
+    engine = engine_of(stall)
+    engine._direct = SimpleNamespace(close=stall.hold)  # type: ignore[assignment]
+    await stall.for_episode(engine.close())
+
+
+@stall("its weights to be sent")
+async def _(stall: Stall) -> None:
+    import torch
+
+    stall.request.getfixturevalue("monkeypatch").setattr(torch.cuda, "device", lambda index: nullcontext())
+    direct = Direct(VLLMConfig(transport="nccl", urls=("http://127.0.0.1:9",)), [object()], [1], print)  # type: ignore[list-item,arg-type]
+    direct._source = SimpleNamespace()
+    work = direct._beside(Unstaged(None, 5, 0), stall.hold)
+    await stall.through(work, "the trainer", r"its weights to be sent \(version 5 to 1 servers\)")
+
+
+@stall("its process to be ready")
+async def _(stall: Stall) -> None:
+    log = stall.folder / "server.log"
+    log.write_text("an earlier start\nloading weights\n")
+    process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    async with silent_server(stall) as url:
+        server = servers.Server(process, url, "key", log, len("an earlier start\n"))
+        ready = servers.wait_until_ready(server, "vLLM server 1 of 2", 100, lambda line: None)
+        await stall.through(ready, "vLLM server 1 of 2", r"its process to be ready \(its log ends: loading weights\)")
+    process.communicate(b"\n")
+
+
+@stall("its process to end")
+async def _(stall: Stall) -> None:
+    replica = Replica(SERVER, Given("http://127.0.0.1:9", None, "files"), iter(()))
+    replica.server = SimpleNamespace(stop=stall.hold, process=SimpleNamespace(pid=7))  # type: ignore[assignment]
+    await stall.through(replica.close(), SERVER, r"its process to end \(process 7\)")
+
+
+@stall("the next heartbeat")
+async def _(stall: Stall) -> None:
+    async def nothing(*_: Any) -> Any: ...
+
+    config = VLLMConfig(heartbeat_seconds=100.0)
+    supervisor = Supervisor(config, print, nothing, nothing, nothing, lambda: None)
+    supervisor.watch()
+    await stall.idle("the watch over servers")
+    await supervisor.close()
