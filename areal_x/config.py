@@ -12,6 +12,7 @@ import pkgutil
 import re
 import tokenize
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from pathlib import Path
@@ -133,6 +134,38 @@ def config_text() -> str:
     return text
 
 
+_noted: list[list[tuple[Any, Any]]] = []  # what is being noted, the innermost last
+
+
+class Reference(gin.config.ConfigurableReference):  # type: ignore[misc]
+    """One whose result is noted together with it, see `noting`."""
+
+    def __eq__(self, other: object) -> bool:
+        """As gin's own, with which gin compares it to see whether it can be written."""
+        return isinstance(other, gin.config.ConfigurableReference) and (self.configurable, self.evaluate) == (
+            other.configurable,
+            other.evaluate,
+        )
+
+    __hash__ = gin.config.ConfigurableReference.__hash__
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        made = super().__deepcopy__(memo)
+        if _noted:
+            _noted[-1].append((made, self))
+        return made
+
+
+@contextmanager
+def noting() -> Iterator[list[tuple[Any, Any]]]:
+    """What references give meanwhile, each with its reference: gin calls them where it copies what is bound."""
+    _noted.append([])
+    try:
+        yield _noted[-1]
+    finally:
+        _noted.pop()
+
+
 def is_reference(value: Any) -> bool:
     return isinstance(value, gin.config.ConfigurableReference)
 
@@ -221,7 +254,7 @@ class _Reader:
         except UserError as error:  # the parser would wrap it: raised when the statement is read
             self.problem = self.problem or str(error)
             return None
-        return gin.config.ConfigurableReference(scoped_name, evaluate)
+        return Reference(scoped_name, evaluate)
 
     def macro(self, name: str) -> Any:
         reference = gin.config.ParserDelegate().macro(name)

@@ -15,6 +15,7 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from areal_x.config import MACRO, Binding, Config, find_configurable, is_reference, parameters, registered, short_name
 from areal_x.errors import ConfigError, UserError
+from areal_x.recorded import only_in_python
 
 UNKNOWN = object()
 WORDS = {int: "a whole number", float: "a number", str: "text in quotes", bool: "True or False", NoneType: "None", None: "None"}
@@ -35,12 +36,23 @@ def check_early(config: Config) -> None:
                 raise config.locate(error, scope) from None
 
 
-def check_experiment(config: Config) -> None:
-    """Raises: UserError naming the parameters of `train` that have no default and are not bound."""
+def check_experiment(config: Config, without: Sequence[str] = ()) -> None:
+    """Raises: UserError naming the parameters of `train` that have no default and are not bound, and those that the program had
+    which wrote the file and no gin file can say, but for `without` (names of parameters)."""
     train = find_configurable("train", config.file)
     missing = _missing(train, _bound(train, "", config))
     if missing:
         raise UserError(f"{config.file} does not bind {', '.join('train.' + name for name in missing)}")
+    lacking = {
+        b.name: words for b in config.bindings.values() if b.parameter not in without and (words := only_in_python(b, config))
+    }
+    if lacking:
+        told = "; ".join(f"{name} ({', '.join(words)})" for name, words in lacking.items())
+        raise UserError(
+            f"{config.file} is of a run that was started from Python, and gin cannot say what it gave as {told}: bind it with "
+            "-b to something that is registered with gin.configurable, or go on from Python with the same objects, as "
+            "Experiment(...).run(resume=True)"
+        )
 
 
 def builds_settings(configurable: Any) -> bool:

@@ -25,7 +25,6 @@ from areal_x import checkpoint, cores, resuming
 from areal_x.algorithms import losses, mismatch
 from areal_x.cluster import ranks
 from areal_x.cluster.links import Follower, Leader
-from areal_x.config import config_text
 from areal_x.data.batch import Models, make_batches, staleness
 from areal_x.data.stream import TaskStream
 from areal_x.data.tokenizer import check_vocabulary, load_tokenizer
@@ -35,8 +34,9 @@ from areal_x.monitor import timeline
 from areal_x.monitor.display import Display
 from areal_x.monitor.measures import Stopwatch, describe, explained, judge, rates, save_groups, saved_tokens
 from areal_x.monitor.metrics import MetricsWriter, read
-from areal_x.monitor.plot import plot
-from areal_x.monitor.timeline_plot import PICTURE, plot_timeline
+from areal_x.monitor.plot import PLOT, drawn
+from areal_x.monitor.timeline_plot import PICTURE
+from areal_x.recorded import by_gin, text_of
 from areal_x.rollout.embedded import EmbeddedEngine
 from areal_x.rollout.engine import Engine
 from areal_x.rollout.journal import Journal
@@ -85,32 +85,36 @@ class Result:
     metrics: list[dict[str, float]]
 
 
+@by_gin
 @gin.configurable("train")
 @dataclass(kw_only=True)
 class Experiment(Settings):
     __doc__ = Settings.__doc__
 
-    def run(self, resume: bool = False) -> Result:
+    def run(self, resume: bool | str = False) -> Result:
         """Trains to the last step with a live display, and leaves a plot in the run's directory.
 
+        resume: goes on from the newest checkpoint; "auto" goes on where the run is, and begins where it is not.
         Of several processes each calls it; in all but the first it returns, without metrics, when the first has ended.
         """
         joined = self.join()
         if isinstance(joined, Follower):
             self.follow(joined)
             return Result(Path(self.runs), [])
-        run = self.open(resume)
-        with Display(self.steps) as display:
-            for turn in self.turns(run, resume, display.message):
+        goes_on = resuming.decided(resume, Path(self.runs), self.name, self.steps)
+        if goes_on is None:
+            ranks.tell(joined, ranks.FINISHED)
+            return Result(run := Path(self.runs, self.name or ""), read(run))
+        run = self.open(goes_on)
+        with Display(self.steps) as display, drawn(run) as draw:
+            for turn in self.turns(run, goes_on, display.message):
                 display.show(turn.metrics)
+                draw()
         if joined is not None:
             joined.done()
-        rows, picture = read(run), run / "plot.png"
-        plot(rows, picture)
-        plot_timeline(run, run / PICTURE)
-        print(f"run: {run}\nplot: {picture} (reward, accuracy and staleness over steps)")
+        print(f"run: {run}\nplot: {run / PLOT} (reward, accuracy and staleness over steps)")
         print(f"timeline: {run / PICTURE}, {run / timeline.FILE} (opens in ui.perfetto.dev)")
-        return Result(run, rows)
+        return Result(run, read(run))
 
     def plan(self) -> None:
         """Builds what needs no process and no device: the dataset and the workflow are there, the model can be found."""
@@ -119,11 +123,14 @@ class Experiment(Settings):
 
     def open(self, resume: bool = False) -> Path:
         """The run's directory, which this process then writes to alone. Raises: UserError when its name is taken or unknown."""
-        self.join()  # before anything looks at a device
+        joined = self.join()  # before anything looks at a device
+        name = resuming.named(Path(self.runs), self.name, resume)  # before models are loaded
         if self.engine == "vllm":
-            check_machine(self.vllm)  # before models are loaded
+            check_machine(self.vllm)
         resolve(self.trainer.model.path)  # a model that is not there should not leave a run behind
-        return open_run(Path(self.runs), self.name, config_text(), resume=resume)
+        run = open_run(Path(self.runs), name, lambda name: text_of(self, name=name), resume=resume)
+        ranks.tell(joined, ranks.BEGINS)
+        return run
 
     def turns(self, run: Path, resume: bool = False, message: Callable[[str], None] = print) -> Iterator[Turn]:
         """The ring, one turn at a time: for a notebook that wants to look, or stop, between two steps."""
@@ -156,7 +163,7 @@ class Experiment(Settings):
             self.create_threads(trainer) as threads,
             short_collections(),
         ):
-            rollout.start(began.rollout(journal, self.stream(), self.groups_per_step, self.deterministic))
+            rollout.start(began.rollout(journal, self.stream, self.groups_per_step, self.deterministic))
             rollout.publish(trainer, step)
             if not resume:
                 row = {"step": 0, **self.evaluate(rollout, models)}
@@ -211,6 +218,8 @@ class Experiment(Settings):
 
     def follow(self, process_0: Follower) -> None:
         """What every process but the first does: the same calls of the same trainers."""
+        if ranks.told(process_0) == ranks.FINISHED:
+            return
         directory = self.find(self.trainer.model.path)
         ranks.serve(process_0, self.create_models(directory, self.workflow), self.losses())
 

@@ -5,7 +5,8 @@
     python -m areal_x.replay runs/arithmetic-grpo-1 -b "train.backend = 'torch'"
 
 With nothing changed it gives the run's losses again; with another algorithm it answers what that would have made of the same
-data. The replay is a run of its own, beside the one it repeats. -b binds one parameter over the run's config.
+data. The replay is a run of its own, beside the one it repeats. -b binds one parameter over the run's config. Tasks and rewards
+are not looked at again: what they came to is in the journal.
 """
 
 from __future__ import annotations
@@ -30,6 +31,8 @@ from areal_x.rollout.offline import NoEngine
 from areal_x.rollout.replayed import Replayed
 from areal_x.train import fail, in_processes, parser_of, with_config
 
+NOT_USED = ("dataset", "held_out", "evaluation", "reward")  # parameters that only what generates looks at
+
 
 @dataclass(kw_only=True)
 class Replay(Experiment):
@@ -41,7 +44,7 @@ class Replay(Experiment):
         return NoEngine()
 
     def create_rollout(self, *_: Any) -> Any:
-        return Replayed(Journal(self.recorded), self.recorded_steps(), self.stream().task_at)
+        return Replayed(Journal(self.recorded), self.recorded_steps())
 
     def create_threads(self, trainer: Any) -> cores.Threads:
         return RecordedThreads(trainer, [row.get("threads") for row in read(self.recorded) if row["step"] > 0])
@@ -80,15 +83,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     def work(config: Config) -> None:
         in_processes(config, lambda: replay(options.run))
 
-    return with_config(options.run / run_dir.CONFIG, options.bindings, work)
+    return with_config(options.run / run_dir.CONFIG, options.bindings, work, without=NOT_USED)
 
 
 def replay(run: Path, say: Callable[[str], None] = print) -> Path:
     """Replays a run as the parameters of `train` say now; the replay's directory, `<run>-replay-1` and so on."""
+    for name, nothing in (("dataset", ()), ("held_out", ()), ("evaluation", None)):
+        gin.bind_parameter(f"train.{name}", nothing)  # so that they are not made
     experiment = gin.get_configurable("train")()
     given = {f.name: getattr(experiment, f.name) for f in fields(experiment)}
     name = run_dir.claim_name(run.parent, f"{run.name}-replay")
-    changes = {"held_out": (), "name": name, "runs": str(run.parent), "recorded": run}
+    changes = {"name": name, "runs": str(run.parent), "recorded": run}
     replayed = Replay(**given | changes)
     replayed.steps = min(replayed.steps, len(replayed.recorded_steps()))
     result = replayed.run()

@@ -7,8 +7,6 @@ resume: `train.minibatches`, learning rates, the algorithm, the backend.
 
 from __future__ import annotations
 
-import hashlib
-import json
 import sqlite3
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
@@ -16,16 +14,13 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
-from areal_x import checkpoint
+from areal_x import checkpoint, run_dir
 from areal_x.data.batch import Models
-from areal_x.data.stream import TaskStream
+from areal_x.data.stream import TaskStream, digest_of
 from areal_x.errors import ConfigError, UserError
 from areal_x.rollout.journal import FILE, LOCKED_SECONDS, Journal, Resumed
 from areal_x.types import Task
 
-READ = 10_000  # tasks of a dataset that its digest is of, at most: a long one need not be in memory
 Say = Callable[[str], None]
 
 
@@ -51,7 +46,7 @@ class Start:
         say(f"resumed from step {self.step}")
 
     def rollout(
-        self, journal: Journal, stream: TaskStream, groups_per_step: int, deterministic: bool = False
+        self, journal: Journal, stream: Callable[[], TaskStream], groups_per_step: int, deterministic: bool = False
     ) -> Resumed | None:
         """Where the rollout goes on; None at the beginning. What the journal lacks is run again.
 
@@ -60,11 +55,44 @@ class Start:
         if self.path is None:
             return None
         before = self.saved["next_ticket"] if deterministic else None
-        resumed = journal.resumed(self.step, stream.task_at, groups_per_step, before, self.saved)
+        resumed = journal.resumed(self.step, stream().task_at, groups_per_step, before, self.saved)
         return replace(resumed, workflow=self.saved.get("workflow")) if resumed else None
 
 
 BEGINNING = Start()
+AUTO = "auto"
+
+
+def automatic(runs: Path, name: str | None, steps: int, say: Say = print) -> bool | None:
+    """What a run that a scheduler starts again and again has to do: True to go on with its newest checkpoint, False to begin,
+    None where it has taken all of its steps. What ended before its first checkpoint is put aside and begun again.
+
+    Raises: ConfigError for a run without a name, UserError where another process writes to it.
+    """
+    if name is None:
+        raise ConfigError("train.name", None, "a name, by which a run that is started again is found")
+    run_dir.check(runs, None, resume=False)
+    run = runs / name
+    saved = checkpoint.steps(run)
+    if saved and saved[-1] >= steps and not checkpoint.find_damage(run / "checkpoints" / str(saved[-1])):
+        say(f"{run} has finished: it has taken {saved[-1]} of {steps} steps")
+        return None
+    if not saved and (aside := run_dir.put_aside(run)):
+        say(f"{run} ended before its first checkpoint and begins again; what there was of it is now {aside}")
+    return bool(saved)
+
+
+def decided(resume: bool | str, runs: Path, name: str | None, steps: int) -> bool | None:
+    """Whether a run goes on; None where it has finished and `resume` is "auto"."""
+    return automatic(runs, name, steps) if resume == AUTO else bool(resume)
+
+
+def named(runs: Path, name: str | None, resume: bool) -> str | None:
+    """The name of a run that is about to be opened. Raises: as `run_dir.check`, and UserError without a checkpoint."""
+    name = run_dir.check(runs, name, resume)
+    if resume and name is not None and not checkpoint.steps(runs / name):
+        raise UserError(f"{runs / name} has no checkpoint to resume from")
+    return name
 
 
 def start(run: Path, dataset: Sequence[Task], seed: int, say: Say) -> Start:
@@ -88,15 +116,8 @@ def start(run: Path, dataset: Sequence[Task], seed: int, say: Say) -> Start:
 
 
 def drawn_from(dataset: Sequence[Task], seed: int) -> dict[str, Any]:
-    """What decides which task is drawn when: the seed, how many tasks there are, and a digest of them in their order (of a long
-    dataset, of tasks at equal distances)."""
-    digest = hashlib.sha256()
-    for index in np.unique(np.linspace(0, max(len(dataset) - 1, 0), READ).astype(int)) if len(dataset) else ():
-        task = dataset[int(index)]
-        about = [getattr(task, name, None) for name in ("id", "prompt", "answer")]
-        # What has no form in JSON may look different in each process: its type alone counts.
-        digest.update(json.dumps(about, default=lambda x: type(x).__qualname__, skipkeys=True).encode())
-    return {"seed": seed, "tasks": len(dataset), "sha256": digest.hexdigest()}
+    """What decides which task is drawn when: the seed, how many tasks there are, and a digest of them."""
+    return {"seed": seed, "tasks": len(dataset), "sha256": digest_of(dataset)}
 
 
 def set_aside_if_damaged(run: Path, say: Say) -> None:

@@ -4,11 +4,14 @@
     python -m areal_x.train examples/arithmetic/grpo.gin -b "train.backend = 'torch'" -b "optimizer.learning_rate = 1e-4"
     python -m areal_x.train examples/arithmetic/grpo.gin --dry-run
     python -m areal_x.train examples/arithmetic/grpo.gin --resume
+    python -m areal_x.train examples/arithmetic/grpo.gin --resume=auto
 
 Of several processes that train one model (mesh.processes) each is started with the same command; the first writes.
 
 -b binds one parameter and wins over the file; text needs quotes. --resume goes on with train.name, or with the newest run of
-this file. --dry-run builds everything, starts nothing and prints the operative config.
+this file that has a checkpoint. --resume=auto is for what starts a command again and again (torchrun --max-restarts, Slurm's
+requeue): it goes on with train.name, or with the run that is called as this file, begins it where there is none, and does
+nothing where it has finished. --dry-run builds everything, starts nothing and prints the operative config.
 """
 
 from __future__ import annotations
@@ -23,11 +26,12 @@ from pathlib import Path
 
 import gin
 
-from areal_x import checkpoint, open_files, run_dir
+from areal_x import checkpoint, open_files, resuming, run_dir
 from areal_x.cluster import ranks
-from areal_x.config import Config, config_text, load
+from areal_x.config import Config, load
 from areal_x.config_check import check_early, check_experiment
 from areal_x.errors import UserError, described, place_of, sentence, traceback_of
+from areal_x.recorded import text_of
 
 FAILED, INTERRUPTED = 1, 130
 
@@ -38,24 +42,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     def work(config: Config) -> None:
         if options.dry_run:
-            gin.get_configurable("train")().plan()
-            print(config_text())
+            experiment = gin.get_configurable("train")()
+            experiment.plan()
+            print(text_of(experiment))
         else:
             in_processes(config, lambda: run_named(config, options))
 
     return with_config(options.file, options.bindings, work)
 
 
-def with_config(file: Path, bindings: Sequence[str], work: Callable[[Config], int | None]) -> int:
+def with_config(file: Path, bindings: Sequence[str], work: Callable[[Config], int | None], without: Sequence[str] = ()) -> int:
     """Does what a command does with its config. The exit status: what that gives, None being 0; 1 after one sentence about a
-    mistake; 130 when stopped by Ctrl-C or SIGTERM."""
+    mistake; 130 when stopped by Ctrl-C or SIGTERM. without: see `check_experiment`."""
     open_files.raise_limit()
     sys.path.insert(0, str(Path.cwd()))  # gin files import examples.arithmetic.task and the like
     config: Config | None = None
     try:
         config = load(file, bindings)
         check_early(config)
-        check_experiment(config)
+        check_experiment(config, without)
         return work(config) or 0
     except UserError as error:
         return fail(config.locate(error) if config else error)
@@ -84,16 +89,26 @@ def in_processes(config: Config, work: Callable[[], object]) -> None:
 
 
 def run_named(config: Config, options: argparse.Namespace) -> None:
-    """Names the run, unless the config does, and runs it."""
-    runs, claimed = Path(config.value("train.runs")), False
-    name = config.value("train.name")
-    if not config.is_bound("train.name"):
-        stem = run_dir.stem_of(options.file)
-        claimed = not options.resume
-        name = run_dir.claim_name(runs, stem) if claimed else run_dir.newest_name(runs, stem)
-        gin.bind_parameter("train.name", name)
+    """Names the run, unless the config does, and runs it. What its name alone tells is told before anything is made."""
+    runs, stem = Path(config.value("train.runs")), run_dir.stem_of(options.file)
+    bound = config.value("train.name") if config.is_bound("train.name") else None
+    resume, claimed = bool(options.resume), False
+    name = bound or stem
+    if options.resume == resuming.AUTO:
+        goes_on = resuming.automatic(runs, name, config.value("train.steps"))
+        if goes_on is None:
+            ranks.tell(ranks.join(config.value("train.backend"), config.value("mesh.processes")), ranks.FINISHED)
+            return
+        resume = goes_on
+    elif bound is not None:
+        resuming.named(runs, name, resume)
+    elif resume:
+        name = run_dir.newest_name(runs, stem)
+    else:
+        name, claimed = run_dir.claim_name(runs, stem), True
+    gin.bind_parameter("train.name", name)
     try:
-        gin.get_configurable("train")().run(resume=options.resume)
+        gin.get_configurable("train")().run(resume=resume)
     except KeyboardInterrupt:
         raise KeyboardInterrupt(_how_to_go_on(runs / name, options)) from None
     finally:
@@ -115,7 +130,10 @@ def parser_of(module: str, description: str | None) -> argparse.ArgumentParser:
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = parser_of("areal_x.train", __doc__)
     parser.add_argument("file", metavar="FILE.gin", type=Path)
-    parser.add_argument("--resume", action="store_true", help="continue from the newest whole checkpoint")
+    again = parser.add_mutually_exclusive_group()
+    again.add_argument("--resume", action="store_const", const="newest", help="continue from the newest whole checkpoint")
+    to_begin = "continue where the run is, else begin; nothing where it has finished"
+    again.add_argument("--resume=auto", dest="resume", action="store_const", const=resuming.AUTO, help=to_begin)
     parser.add_argument("--dry-run", action="store_true", help="build everything, start nothing, print the operative config")
     return parser.parse_args(arguments)
 
@@ -131,7 +149,8 @@ def _how_to_go_on(run: Path, options: argparse.Namespace) -> str:
     if not checkpoint.steps(run):
         return f": the run is in {run}; it has no checkpoint yet to resume from"
     bindings = [f"-b {_quote(binding)}" for binding in options.bindings]
-    command = " ".join(["python -m areal_x.train", shlex.quote(str(options.file)), *bindings, "--resume"])
+    again = "--resume=auto" if options.resume == resuming.AUTO else "--resume"
+    command = " ".join(["python -m areal_x.train", shlex.quote(str(options.file)), *bindings, again])
     return f": the run is in {run}; go on from step {checkpoint.steps(run)[-1]} with: {command}"
 
 

@@ -204,7 +204,7 @@ def test_a_damaged_journal_is_set_aside_and_the_checkpoint_goes_on_alone(tmp_pat
     assert said[0].startswith(f"the journal {file} is damaged (")
     assert (tmp_path / f"{FILE}.damaged-1").read_bytes() == content
     with Journal(tmp_path) as journal:
-        resumed = began.rollout(journal, TaskStream(TASKS, 3), 2)
+        resumed = began.rollout(journal, lambda: TaskStream(TASKS, 3), 2)
     assert (resumed.position, resumed.next_ticket, resumed.unfinished, resumed.finished) == (9, 9, {7: 7, 8: 8}, [])
 
 
@@ -224,7 +224,7 @@ def test_the_digest_of_tasks_is_the_same_in_every_process_and_does_not_read_all_
     odd = [Task("a", "b", object()), Task("b", [{"role": "user", "content": "x"}], {1: {2, 3}}), Task("c", "d", np.zeros(3))]
     again = [Task("a", "b", object()), Task("b", [{"role": "user", "content": "x"}], {1: {3, 2}}), Task("c", "d", np.ones(3))]
     assert resuming.drawn_from(odd, 0) == resuming.drawn_from(again, 0)
-    monkeypatch.setattr(resuming, "READ", 10)
+    monkeypatch.setattr("areal_x.data.stream.READ", 10)
     read: list[int] = []
 
     class Long:

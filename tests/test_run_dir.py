@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import errno
+import shutil
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import pytest
 
-from areal_x.errors import UserError
+from areal_x import checkpoint
+from areal_x.errors import ConfigError, UserError
 from areal_x.monitor.metrics import MetricsWriter, read
 from areal_x.run_dir import claim_name, newest_name, open_run, stem_of
 
@@ -63,10 +67,62 @@ def test_names_are_numbered_and_the_newest_is_the_highest(tmp_path: Path) -> Non
     (tmp_path / "grpo-x").mkdir()
     assert claim_name(tmp_path, "other") == "other-1"
     for name in ("grpo-2", "grpo-10", "other-1"):
-        open_run(tmp_path, name, "")
-    assert newest_name(tmp_path, "grpo") == "grpo-10"  # grpo-11 was claimed but never began
-    with pytest.raises(UserError, match="nothing to resume"):
+        checkpoint.save(open_run(tmp_path, name, ""), 1, lambda path: None, {})
+    said: list[str] = []
+    assert newest_name(tmp_path, "grpo", said.append) == "grpo-10"  # grpo-11 was claimed but never began
+    assert said == []
+    with pytest.raises(UserError, match=r"nothing to resume: .* holds no run sft-1, sft-2 …"):
         newest_name(tmp_path, "sft")
+
+
+def test_a_run_whose_start_failed_is_passed_over_and_named(tmp_path: Path) -> None:
+    checkpoint.save(open_run(tmp_path, "grpo-1", ""), 1, lambda path: None, {})
+    for name in ("grpo-2", "grpo-3"):
+        open_run(tmp_path, name, "")
+    said: list[str] = []
+    assert newest_name(tmp_path, "grpo", said.append) == "grpo-1"
+    assert said == [f"resuming {tmp_path}/grpo-1, as grpo-3, grpo-2 ended before a first checkpoint"]
+    open_run(tmp_path, "sft-1", "")
+    with pytest.raises(UserError, match=r"nothing to resume: of sft-1 ended before a first checkpoint"):
+        newest_name(tmp_path, "sft")
+
+
+def test_a_folder_that_cannot_be_written_is_a_sentence(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    mount = shutil.which("mount")
+    unwritable = [tmp_path / "file", tmp_path / "file" / "runs"]
+    locked = tmp_path / "locked"
+    locked.mkdir()
+    can_mount = (
+        mount and not subprocess.run([mount, "-t", "tmpfs", "none", locked], capture_output=True, check=False).returncode
+    )
+    try:
+        if can_mount:
+            (locked / "old" / "checkpoints" / "1").mkdir(parents=True)
+            subprocess.run([mount, "-o", "remount,ro", locked], check=True)
+            unwritable.append(locked)
+            with pytest.raises(ConfigError, match=r"train\.runs = .* it must be a folder that can be written"):
+                open_run(locked, "old", "", resume=True)
+        for runs in unwritable:
+            for make in (
+                partial(claim_name, stem="grpo"),
+                partial(open_run, name="new", config=""),
+                partial(open_run, name=None, config=""),
+            ):
+                with pytest.raises(ConfigError, match=r"train\.runs = .* it must be a folder"):
+                    make(runs)
+    finally:
+        if can_mount:
+            subprocess.run(["umount", "--lazy", locked], check=True)
+
+
+def test_what_only_the_system_knows_to_be_unwritable_is_a_sentence_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device", str(tmp_path))
+
+    monkeypatch.setattr(Path, "write_text", full)
+    with pytest.raises(ConfigError, match=r"train\.runs = .* a folder that can be written \(No space left on device: "):
+        open_run(tmp_path, "new", "")
 
 
 def test_runs_that_start_together_get_different_names(tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import gin
@@ -114,11 +114,13 @@ class Ring:
     stop_at: int = 0
     error: BaseException | None = None
     saves: bool = True
+    taken: list[int] = field(default_factory=list)
 
     def run(self, its: experiment.Experiment, resume: bool = False) -> None:
         run = open_run(Path(its.runs), its.name, gin.operative_config_str(), resume=resume)
         done = checkpoint.newest(run)[0] if resume else 0
         for step in range(done + 1, its.steps + 1):
+            self.taken.append(step)
             if self.saves:
                 checkpoint.save(run, step, lambda directory: None, {})
             if step == self.stop_at and self.error:
@@ -193,6 +195,73 @@ def test_the_written_config_names_the_run_it_resumes(ring: Ring) -> None:
     assert train.main(["run.gin"]) == 0
     assert train.main(["runs/play-run-1/config.gin", "--resume", "-b", "train.steps = 8"]) == 0
     assert checkpoint.steps(Path("runs/play-run-1"))[-1] == 8
+
+
+AUTO = ["run.gin", "--resume=auto"]
+
+
+def test_auto_begins_goes_on_and_ends_with_one_command(ring: Ring, capsys: pytest.CaptureFixture[str]) -> None:
+    """As torchrun --max-restarts and Slurm's requeue start it: the same command again and again."""
+    ring.stop_at, ring.error = 4, RuntimeError("the machine is gone")
+    with pytest.raises(RuntimeError):
+        train.main(AUTO)
+    ring.error = None
+    assert train.main(AUTO) == 0
+    assert [p.name for p in Path("runs").iterdir()] == ["play-run"]
+    assert ring.taken == [1, 2, 3, 4, 5, 6]
+    capsys.readouterr()
+    assert train.main(AUTO) == 0
+    assert capsys.readouterr().out == "runs/play-run has finished: it has taken 6 of 6 steps\n"
+    assert train.main([*AUTO, "-b", "train.steps = 8"]) == 0
+    assert ring.taken == [1, 2, 3, 4, 5, 6, 7, 8]
+
+
+def test_auto_goes_on_with_the_name_that_is_bound(ring: Ring) -> None:
+    named = ["-b", "train.name = 'mine'", "-b", "train.steps = 2"]
+    assert train.main([*AUTO, *named]) == 0
+    assert train.main([*AUTO, *named[:3], "train.steps = 3"]) == 0
+    assert [p.name for p in Path("runs").iterdir()] == ["mine"]
+    assert ring.taken == [1, 2, 3]
+
+
+def test_auto_begins_again_what_ended_before_its_first_checkpoint_and_keeps_what_there_was(
+    ring: Ring, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ring.stop_at, ring.error, ring.saves = 1, KeyboardInterrupt(), False
+    for _ in range(2):
+        assert train.main(AUTO) == 130
+    said = capsys.readouterr()
+    assert "runs/play-run ended before its first checkpoint and begins again; what there was of it is now" in said.out
+    ring.error, ring.saves = None, True
+    assert train.main(AUTO) == 0
+    assert sorted(p.name for p in Path("runs").iterdir()) == ["play-run", "play-run.before-1", "play-run.before-2"]
+
+
+def test_auto_does_not_take_a_run_from_a_process_that_writes_to_it(ring: Ring) -> None:
+    code = "from pathlib import Path; from areal_x.run_dir import open_run; open_run(Path('runs'), 'play-run', ''); input()"
+    with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE) as other:
+        while not Path("runs/play-run/config.gin").exists():
+            assert other.poll() is None
+        assert train.main(AUTO) == 1
+        other.communicate(b"\n")
+    assert Path("runs/play-run/config.gin").exists()
+
+
+@pytest.mark.parametrize("name", ["nowhere", "unbegun"])
+def test_a_name_that_cannot_be_resumed_is_refused_before_anything_is_made(
+    name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path("runs/unbegun/logs").mkdir(parents=True)
+    Path("made.py").write_text(
+        "import gin\n@gin.configurable(module='command_test')\ndef slow():\n    raise AssertionError('tasks were made')\n"
+    )
+    Path("run.gin").write_text("import made\n" + GOOD.replace("@two_problems", "@slow"))
+    assert train.main(["run.gin", "--resume", "-b", f"train.name = '{name}'"]) == 1
+    told = {
+        "nowhere": "error: there is no run runs/nowhere to resume\n",
+        "unbegun": "error: runs/unbegun has no checkpoint to resume from\n",
+    }
+    assert capsys.readouterr().err == told[name]
 
 
 def test_nothing_to_resume_is_a_sentence(ring: Ring, capsys: pytest.CaptureFixture[str]) -> None:

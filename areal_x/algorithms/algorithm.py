@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -13,7 +13,7 @@ import numpy as np
 from areal_x.algorithms import proximal
 from areal_x.algorithms.check import rehearse
 from areal_x.algorithms.losses import Loss, LossTerms, each
-from areal_x.algorithms.parts import name_of, plain
+from areal_x.algorithms.parts import Made, name_of, plain
 from areal_x.errors import ConfigError, at_least, one_of
 from areal_x.types import Array, Batch, Divergence, Group, Policy
 
@@ -51,7 +51,7 @@ class Algorithm:
         at each token, which only `divergence` sees), "values" (a critic), "greedy" (a greedy answer to each task).
     pairs: whether an episode's two trajectories, chosen and rejected, stay side by side in a row for the loss.
     head: of the model that learns, "policy" or "reward".
-    source: where it was published.
+    source: where it was published. made: by which recipe, of what; parts may have been replaced since.
     """
 
     name: str
@@ -69,6 +69,7 @@ class Algorithm:
     pairs: bool = False
     head: str = "policy"
     source: str = ""
+    made: Made | None = field(default=None, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         one_of(f"{self.name}.proximal", self.proximal, PROXIMAL)

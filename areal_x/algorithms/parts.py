@@ -4,10 +4,39 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
-from functools import partial
-from typing import Any
+from dataclasses import dataclass
+from functools import partial, wraps
+from typing import Any, TypeVar, cast
 
 from areal_x.types import Array
+
+
+@dataclass(frozen=True)
+class Made:
+    """How a recipe was called: with it, what it made can be written down and made again."""
+
+    recipe: Callable[..., Any]
+    arguments: Mapping[str, Any]
+
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def kept(recipe: F) -> F:
+    """A recipe whose algorithms know how they were made."""
+
+    @wraps(recipe)
+    def made(*positional: Any, **given: Any) -> Any:
+        bound = inspect.signature(recipe).bind(*positional, **given)
+        bound.apply_defaults()
+        arguments = {**bound.arguments, **bound.arguments.get("parts", {})}
+        arguments.pop("parts", None)
+        algorithm = recipe(*positional, **given)
+        object.__setattr__(algorithm, "made", Made(made, arguments))  # it is new, and nobody else's
+        return algorithm
+
+    made.__signature__ = inspect.signature(recipe)  # type: ignore[attr-defined]  # gin looks here for defaults
+    return cast(F, made)
 
 
 def is_own(function: Any) -> bool:

@@ -34,15 +34,19 @@ from areal_x.algorithms.algorithm import Algorithm
 from areal_x.algorithms.distillation import generalized_jsd
 from areal_x.algorithms.kl import ESTIMATORS
 from areal_x.algorithms.losses import Loss
+from areal_x.algorithms.parts import kept
 from areal_x.errors import ConfigError, at_least, nearest, one_of, positive, within
 from areal_x.rewards.shaping import overlong_penalty
 from areal_x.types import Array, Group
 
 PENALTIES = ("kl_coefficient", "kl_estimator", "entropy_coefficient")
-PARTS = tuple(field.name for field in fields(Algorithm) if field.name not in ("name", "needs", "pairs", "head", "source"))
+PARTS = tuple(
+    field.name for field in fields(Algorithm) if field.name not in ("name", "needs", "pairs", "head", "source", "made")
+)
 
 
 @gin.configurable
+@kept
 def grpo(clip_low: float = 0.2, clip_high: float = 0.2, **parts: Any) -> Algorithm:
     """Group relative policy optimisation: rewards normalised within the samples of one task, clipped ratios.
 
@@ -54,6 +58,7 @@ def grpo(clip_low: float = 0.2, clip_high: float = 0.2, **parts: Any) -> Algorit
 
 
 @gin.configurable
+@kept
 def dr_grpo(max_tokens: int, clip_low: float = 0.2, clip_high: float = 0.2, **parts: Any) -> Algorithm:
     """GRPO done right: neither a sequence's length nor a group's spread of rewards weighs its gradient.
 
@@ -66,6 +71,7 @@ def dr_grpo(max_tokens: int, clip_low: float = 0.2, clip_high: float = 0.2, **pa
 
 
 @gin.configurable
+@kept
 def dapo(
     max_tokens: int | None = None,
     overlong_buffer: int = 0,
@@ -88,6 +94,7 @@ def dapo(
 
 
 @gin.configurable
+@kept
 def lite_ppo(clip_low: float = 0.2, clip_high: float = 0.2, **parts: Any) -> Algorithm:
     """Lite PPO: the group's mean, the batch's deviation, every token counts the same."""
     loss, advantages = clipped("lite_ppo", clip_low, clip_high), partial(group_relative, scale="batch")
@@ -95,6 +102,7 @@ def lite_ppo(clip_low: float = 0.2, clip_high: float = 0.2, **parts: Any) -> Alg
 
 
 @gin.configurable
+@kept
 def gspo(clip_low: float = 3e-4, clip_high: float = 4e-4, **parts: Any) -> Algorithm:
     """Group sequence policy optimisation: one ratio a sequence, the geometric mean of its tokens', clipped as one."""
     loss = bounded("gspo", losses.gspo, clip_low, clip_high)
@@ -102,6 +110,7 @@ def gspo(clip_low: float = 3e-4, clip_high: float = 4e-4, **parts: Any) -> Algor
 
 
 @gin.configurable
+@kept
 def gmpo(clip_low: float = 0.4, clip_high: float = 0.4, **parts: Any) -> Algorithm:
     """Geometric-mean policy optimisation: tokens are clipped in log-ratios, then the sequence has their geometric mean."""
     loss = bounded("gmpo", losses.gmpo, clip_low, clip_high)
@@ -109,6 +118,7 @@ def gmpo(clip_low: float = 0.4, clip_high: float = 0.4, **parts: Any) -> Algorit
 
 
 @gin.configurable
+@kept
 def sapo(tau_positive: float = 1.0, tau_negative: float = 1.05, **parts: Any) -> Algorithm:
     """Soft adaptive policy optimisation: a smooth gate in place of the clip, narrower where the advantage is negative."""
     positive("sapo.tau_positive", tau_positive)
@@ -118,6 +128,7 @@ def sapo(tau_positive: float = 1.0, tau_negative: float = 1.05, **parts: Any) ->
 
 
 @gin.configurable
+@kept
 def cispo(clip_high: float = 0.28, clip_low: float | None = None, **parts: Any) -> Algorithm:
     """Clipped importance-sampled policy optimisation: the ratio is a bounded weight, and every token keeps its gradient."""
     at_least("cispo.clip_high", clip_high, 0)
@@ -128,12 +139,14 @@ def cispo(clip_high: float = 0.28, clip_low: float | None = None, **parts: Any) 
 
 
 @gin.configurable
+@kept
 def rloo(**parts: Any) -> Algorithm:
     """REINFORCE leave-one-out: a sample's baseline is the mean reward of the others."""
     return recipe("rloo", parts, losses.reinforce, weighting.sequence_sum, leave_one_out, source="2402.14740")
 
 
 @gin.configurable
+@kept
 def reinforce_pp(
     clip_low: float = 0.2, clip_high: float = 0.2, gamma: float = 1.0, baseline: bool = False, **parts: Any
 ) -> Algorithm:
@@ -148,6 +161,7 @@ def reinforce_pp(
 
 
 @gin.configurable
+@kept
 def ppo(
     clip_low: float = 0.2, clip_high: float = 0.2, value_clip: float = 0.2, gamma: float = 1.0, lam: float = 1.0, **parts: Any
 ) -> Algorithm:
@@ -166,6 +180,7 @@ def ppo(
 
 
 @gin.configurable
+@kept
 def m2po(threshold: float = 0.04, **parts: Any) -> Algorithm:
     """Second-moment trust policy optimisation: importance-weighted REINFORCE without the few tokens that have moved furthest.
 
@@ -179,6 +194,7 @@ def m2po(threshold: float = 0.04, **parts: Any) -> Algorithm:
 
 
 @gin.configurable
+@kept
 def decoupled_ppo(high: float = 5.0, clip_low: float = 0.2, clip_high: float = 0.2, **parts: Any) -> Algorithm:
     """AReaL's decoupled PPO: the step is clipped around the trainer's own policy before it, and what an older policy sampled is
     weighted by how much likelier it is now; tokens whose weight exceeds `high` are left out."""
@@ -189,6 +205,7 @@ def decoupled_ppo(high: float = 5.0, clip_low: float = 0.2, clip_high: float = 0
 
 
 @gin.configurable
+@kept
 def dppo(threshold_low: float = 0.15, threshold_high: float = 0.15, **parts: Any) -> Algorithm:
     """Divergence proximal policy optimisation: a token is left out by how far its probability moved, not by its ratio."""
     at_least("dppo.threshold_low", threshold_low, 0)
@@ -198,12 +215,14 @@ def dppo(threshold_low: float = 0.15, threshold_high: float = 0.15, **parts: Any
 
 
 @gin.configurable
+@kept
 def opo(**parts: Any) -> Algorithm:
     """On-policy optimisation with the baseline of least variance: the group's mean reward, weighted by length."""
     return recipe("opo", parts, losses.reinforce, weighting.sequence_sum, length_weighted_baseline, source="2505.23585")
 
 
 @gin.configurable
+@kept
 def remax(**parts: Any) -> Algorithm:
     """ReMax: the baseline of a sample is the reward of the greedy answer to the same task."""
     own: dict[str, Any] = {"needs": frozenset({"greedy"}), "source": "2310.10505"}
@@ -211,6 +230,7 @@ def remax(**parts: Any) -> Algorithm:
 
 
 @gin.configurable
+@kept
 def distill(beta: float | None = None, rl: Algorithm | None = None, rl_weight: float = 1.0, **parts: Any) -> Algorithm:
     """On-policy distillation: the student samples, and learns from what the teacher, train.teacher, finds likely there.
 
@@ -233,12 +253,14 @@ def distill(beta: float | None = None, rl: Algorithm | None = None, rl_weight: f
 
 
 @gin.configurable
+@kept
 def sft(**parts: Any) -> Algorithm:
     """Supervised fine-tuning: the mean negative log-likelihood of the demonstrated tokens."""
     return recipe("sft", parts, losses.sft, weighting.token_mean, None)
 
 
 @gin.configurable
+@kept
 def dpo(beta: float = 0.1, **parts: Any) -> Algorithm:
     """Direct preference optimisation over pairs of answers. beta: how dearly a move from the reference is bought."""
     positive("dpo.beta", beta)
@@ -247,6 +269,7 @@ def dpo(beta: float = 0.1, **parts: Any) -> Algorithm:
 
 
 @gin.configurable
+@kept
 def ipo(beta: float = 0.1, **parts: Any) -> Algorithm:
     """Identity preference optimisation: the margin of a pair is pulled to 1 / (2 beta), and no further."""
     positive("ipo.beta", beta)
@@ -255,6 +278,7 @@ def ipo(beta: float = 0.1, **parts: Any) -> Algorithm:
 
 
 @gin.configurable
+@kept
 def reward_model(**parts: Any) -> Algorithm:
     """A reward model from pairs of answers, by Bradley and Terry: the chosen one should score higher."""
     own: dict[str, Any] = {"pairs": True, "head": "reward", "source": "2203.02155"}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 from pathlib import Path
 
@@ -10,6 +9,7 @@ from areal_x.checks.model import Model
 from areal_x.errors import ConfigError
 from areal_x.experiment import Experiment
 from areal_x.rollout.publisher import default_parent
+from areal_x.run_dir import existing, writable
 from areal_x.trainer import computed_bytes
 
 JOURNAL_BYTES = 6  # of a token, as JournalConfig says
@@ -67,20 +67,6 @@ def journal_bytes(experiment: Experiment) -> int:
     """At most: each answer as long as a row."""
     steps = min(experiment.steps, experiment.journal.keep_steps or experiment.steps)
     return steps * experiment.groups_per_step * experiment.group_size * experiment.row_length * JOURNAL_BYTES
-
-
-def writable(binding: str, place: Path) -> None:
-    there = existing(place)
-    if not there.is_dir():
-        raise ConfigError(binding, str(place), f"a folder, or where one can be made ({there} is a file)")
-    if not os.access(there, os.W_OK | os.X_OK):
-        raise ConfigError(binding, str(place), f"a folder that can be written ({there} cannot)")
-
-
-def existing(place: Path) -> Path:
-    """The place itself, or the nearest one above it that is there."""
-    place = place.absolute()
-    return next(p for p in (place, *place.parents) if p.exists())
 
 
 def gb(size: float) -> str:

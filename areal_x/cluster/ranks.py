@@ -32,6 +32,7 @@ from areal_x.rollout.sampler import Sampler
 from areal_x.trainer import Loss, Trainer, find_backend
 from areal_x.types import Batch
 
+BEGINS, FINISHED = "the run begins", "the run has finished"  # what the others are told before anything else
 _joined: list[Leader | Follower] = []  # a process is in one group, for as long as it lives
 
 
@@ -56,6 +57,16 @@ def join(backend: str, processes: int) -> Leader | Follower | None:
             raise ConfigError("mesh.processes", processes, f"1, as the {backend} backend trains in one process")
         _joined.append(meet(module.join(processes), gin.config_str()))
     return _joined[0]
+
+
+def tell(joined: Leader | Follower | None, what: str) -> None:
+    """Process 0 tells the others whether there is anything to do; without others, nobody."""
+    if isinstance(joined, Leader):
+        joined.agree(lambda: what)
+
+
+def told(process_0: Follower) -> str:
+    return process_0.agree(lambda: "")
 
 
 class Led:

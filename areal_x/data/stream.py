@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Sequence
 from functools import lru_cache
 
@@ -10,6 +12,8 @@ from jaxtyping import Int64
 
 from areal_x.errors import UserError, at_least
 from areal_x.types import Task
+
+READ = 10_000  # tasks of a dataset that its digest is of, at most: a long one need not be in memory
 
 
 class TaskStream:
@@ -46,3 +50,14 @@ class TaskStream:
         """Where that task is in the dataset."""
         epoch, place = divmod(position, len(self.dataset))
         return int(self._order(epoch)[place])
+
+
+def digest_of(dataset: Sequence[Task]) -> str:
+    """Of the tasks in their order, the same in every process; of a long dataset, of tasks at equal distances."""
+    digest = hashlib.sha256()
+    for index in np.unique(np.linspace(0, len(dataset) - 1, READ).astype(int)) if len(dataset) else ():
+        task = dataset[int(index)]
+        about = [getattr(task, name, None) for name in ("id", "prompt", "answer")]
+        # What has no form in JSON may look different in each process: its type alone counts.
+        digest.update(json.dumps(about, default=lambda x: type(x).__qualname__, skipkeys=True).encode())
+    return digest.hexdigest()

@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from areal_x.monitor.metrics import Row
+from areal_x.monitor import timeline
+from areal_x.monitor.metrics import Row, read
+from areal_x.monitor.timeline_plot import PICTURE, plot_timeline
+
+PLOT = "plot.png"
+EVERY_SECONDS = 60.0  # that a run which goes on is drawn again,
+SHARE = 0.01  # and of its time at most that
 
 # Okabe and Ito's colours, which stay apart for colour-blind readers.
 BLUE, ORANGE, GREY = "#0072B2", "#D55E00", "#555555"
@@ -51,6 +59,38 @@ def plot(rows: Sequence[Row], path: str | Path | None = None) -> Any:
     if path is not None:
         figure.savefig(path, dpi=150)
     return figure
+
+
+@contextmanager
+def drawn(run: Path) -> Iterator[Callable[[], None]]:
+    """Leaves plot.png and timeline.png of what a run has measured, however the body ends. It gives what draws them again, now
+    and then, on the way."""
+    last = time.monotonic()
+    pause = EVERY_SECONDS
+
+    def again() -> None:
+        nonlocal last, pause
+        began = time.monotonic()
+        if began - last > pause:
+            draw(run)
+            last = time.monotonic()
+            pause = max(EVERY_SECONDS, (last - began) / SHARE)
+
+    try:
+        yield again
+    finally:
+        draw(run)
+
+
+def draw(run: Path) -> None:
+    """Draws both pictures, in one line of output where they cannot be: a run does not end for want of a picture."""
+    try:
+        if rows := read(run):
+            plot(rows, run / PLOT)
+        if (run / timeline.FILE).is_file():
+            plot_timeline(run, run / PICTURE)
+    except Exception as error:
+        print(f"no picture of {run} could be drawn ({type(error).__name__}: {' '.join(str(error).split())})")
 
 
 def _course(rows: Sequence[Row], key: str) -> tuple[list[float], list[float]]:

@@ -206,12 +206,16 @@ class Journal:
         unfinished: dict[int, int] = {}
         if saved is not None:
             waiting, drawn, drawn_to = dict(saved["unfinished"]), saved["next_ticket"], saved["position"]
-            # A journal that lost its end once, and went on after a later checkpoint than this one, has a gap.
-            waiting |= {ticket: drawn_to + ticket - drawn for ticket in range(drawn, next_ticket)}
-            recorded = {ticket for ticket, *_ in rows}
+            recorded = {ticket: position for ticket, position, *_ in rows}
+            # A journal that lost its end once, and went on after a later checkpoint than this one, has a gap: what comes
+            # after that is drawn again.
+            next_ticket, next_position = drawn, drawn_to
+            while next_ticket in recorded:
+                next_position = 1 + recorded[next_ticket]
+                next_ticket += 1
+            self._say("DELETE FROM groups WHERE ticket >= ?", (next_ticket,))
             unfinished = {ticket: position for ticket, position in waiting.items() if ticket not in recorded}
-            rows = [row for row in rows if row[0] in waiting]
-            next_ticket, next_position = max(next_ticket, drawn), max(next_position, drawn_to)
+            rows = [row for row in rows if row[0] in waiting or drawn <= row[0] < next_ticket]
         finished = {}
         for ticket, position, version, status, content in rows:
             group = _read(content, task_at(position), ticket, version) if status == FINISHED else None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from areal_x.rollout.journal import Journal, TaskAt
+from areal_x.rollout.journal import Journal
 from areal_x.rollout.rollout import Published
 from areal_x.rollout.runner import RolloutStats
 from areal_x.trainer import Trainer
@@ -14,8 +14,8 @@ from areal_x.types import Group
 class Replayed:
     """What the ring asks of a `Rollout`, of which nothing is left to do but to give the groups of one step after the other."""
 
-    def __init__(self, recorded: Journal, steps: Sequence[int], task_at: TaskAt) -> None:
-        self._recorded, self._task_at = recorded, task_at
+    def __init__(self, recorded: Journal, steps: Sequence[int]) -> None:
+        self._recorded = recorded
         self._steps: Iterator[int] = iter(steps)
 
     def __enter__(self) -> Replayed:
@@ -30,7 +30,7 @@ class Replayed:
         return Published(0.0, 0.0)
 
     def take(self) -> list[Group]:
-        return self._recorded.groups_of(next(self._steps), self._task_at)
+        return self._recorded.groups_of(next(self._steps))
 
     def state(self) -> dict[str, int]:
         return {}
