@@ -96,7 +96,9 @@ class Trainer:
         if batch.weights is None:
             raise ValueError("the batch has no weights: an algorithm's weighting gives them")
         self._need_moments("update")
-        self._check(batch)
+        self._check(batch, self.model, self.directory)
+        if self.teacher is not None:
+            self._check(batch, self.teacher, Path(str(self.config.teacher)))
         batch = batch.replace(experts=self._replayed(batch))
         self.optimizer.zero_grad()  # what a loss that raised has left behind
         tokens = max(int(np.sum(batch.mask)), 1)
@@ -240,12 +242,11 @@ class Trainer:
         """Every tensor of a checkpoint, or this process's part, without copying."""
         return model.own_tensors(self.model) | optimizers.moments(self.optimizer, self.trained)
 
-    def _check(self, batch: Batch) -> None:
-        check_images(batch, self.model.config)
-        for of, directory in ((self.model, self.directory), (self.teacher, self.config.teacher)):
-            if of is not None:
-                check_known(batch.tokens, model.vocabulary(of), Path(str(directory)))
-                rotations.check_longest(int(np.max(batch.positions, initial=-1)) + 1, of.config, Path(str(directory)))
+    def _check(self, batch: Batch, of: PreTrainedModel, directory: Path) -> None:
+        """Raises: UserError for tokens, images or lengths that the model of a directory cannot read."""
+        check_images(batch, of.config)
+        check_known(batch.tokens, model.vocabulary(of), directory)
+        rotations.check_longest(int(np.max(batch.positions, initial=-1)) + 1, of.config, directory)
 
     def _replayed(self, batch: Batch) -> np.ndarray | None:
         """The recorded experts, where they are to be used."""
@@ -332,7 +333,7 @@ class Trainer:
     @torch.no_grad()  # what fully_shard gathers in inference mode could not be trained with afterwards
     def _everywhere(self, batch: Batch, name: str) -> Float32[np.ndarray, "rows length"]:
         """What the head says of all tokens."""
-        self._check(batch)
+        self._check(batch, self.model, self.directory)
         read = {name: getattr(batch, name) for name in ("prefix_ids", *IMAGES)} | {"experts": self._replayed(batch)}
         packed = Batch(batch.tokens, batch.segment_ids, batch.positions, batch.mask, **read).map(np.asarray)
         share_of_row = np.arange(len(packed.tokens)) * self.shares // len(packed.tokens)
