@@ -29,6 +29,7 @@ from areal_x.data.batch import Models, make_batches, staleness
 from areal_x.data.stream import TaskStream
 from areal_x.data.tokenizer import check_vocabulary, load_tokenizer
 from areal_x.errors import UserError
+from areal_x.interrupts import check, noted, noted_in_each
 from areal_x.model_dir import resolve
 from areal_x.monitor import timeline
 from areal_x.monitor.display import Display
@@ -91,6 +92,7 @@ class Result:
 class Experiment(Settings):
     __doc__ = Settings.__doc__
 
+    @noted()
     def run(self, resume: bool | str = False) -> Result:
         """Trains to the last step with a live display, and leaves a plot in the run's directory.
 
@@ -132,6 +134,7 @@ class Experiment(Settings):
         ranks.tell(joined, ranks.BEGINS)
         return run
 
+    @noted_in_each
     def turns(self, run: Path, resume: bool = False, message: Callable[[str], None] = print) -> Iterator[Turn]:
         """The ring, one turn at a time: for a notebook that wants to look, or stop, between two steps."""
 
@@ -251,6 +254,7 @@ class Experiment(Settings):
         critic/skipped are how many of them changed nothing, as their loss or gradient was not finite."""
         said = []
         for batch in batches:
+            check()
             row = models.policy.update(batch, loss)
             if models.critic is not None and self.algorithm.value_loss is not None:
                 learned = models.critic.update(batch, self.algorithm.value_loss)

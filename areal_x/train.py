@@ -26,14 +26,14 @@ from pathlib import Path
 
 import gin
 
-from areal_x import checkpoint, open_files, resuming, run_dir
+from areal_x import checkpoint, interrupts, open_files, resuming, run_dir
 from areal_x.cluster import ranks
 from areal_x.config import Config, load
 from areal_x.config_check import check_early, check_experiment
 from areal_x.errors import UserError, described, place_of, sentence, traceback_of
 from areal_x.recorded import text_of
 
-FAILED, INTERRUPTED = 1, 130
+FAILED = 1
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -53,20 +53,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def with_config(file: Path, bindings: Sequence[str], work: Callable[[Config], int | None], without: Sequence[str] = ()) -> int:
     """Does what a command does with its config. The exit status: what that gives, None being 0; 1 after one sentence about a
-    mistake; 130 when stopped by Ctrl-C or SIGTERM. without: see `check_experiment`."""
+    mistake; 130 when stopped by Ctrl-C or SIGTERM, at the next place where it looks or, by a second signal, at once.
+    without: see `check_experiment`."""
     open_files.raise_limit()
     sys.path.insert(0, str(Path.cwd()))  # gin files import examples.arithmetic.task and the like
     config: Config | None = None
     try:
-        config = load(file, bindings)
-        check_early(config)
-        check_experiment(config, without)
-        return work(config) or 0
+        with interrupts.noted(at_once=True):
+            config = load(file, bindings)
+            interrupts.check()
+            check_early(config)
+            check_experiment(config, without)
+            interrupts.check()
+            return work(config) or 0
     except UserError as error:
         return fail(config.locate(error) if config else error)
     except KeyboardInterrupt as stopped:
         print(f"stopped{stopped}", file=sys.stderr)
-        return INTERRUPTED
+        return interrupts.INTERRUPTED
     except Exception as error:
         from areal_x.rollout.engine import EngineError
 
@@ -108,7 +112,10 @@ def run_named(config: Config, options: argparse.Namespace) -> None:
         name, claimed = run_dir.claim_name(runs, stem), True
     gin.bind_parameter("train.name", name)
     try:
-        gin.get_configurable("train")().run(resume=resume)
+        with interrupts.noted():  # what is left to raise is raised here, with the way to go on
+            experiment = gin.get_configurable("train")()
+            interrupts.check()
+            experiment.run(resume=resume)
     except KeyboardInterrupt:
         raise KeyboardInterrupt(_how_to_go_on(runs / name, options)) from None
     finally:

@@ -18,6 +18,7 @@ from jaxtyping import Float32
 
 from areal_x.checkpoint import Wait
 from areal_x.errors import ConfigError, UserError, at_least, one_of, positive, within
+from areal_x.interrupts import check
 from areal_x.rollout.sampler import Sampler
 from areal_x.types import Array, Batch, Divergence, Policy
 
@@ -393,7 +394,9 @@ def create_trainer(backend: str, config: TrainerConfig) -> Trainer:
 
     Raises: ConfigError that lists the installed backends when `backend` is not one of them.
     """
+    check()
     trainer: Trainer = find_backend(backend).load().create_trainer(config)
+    check()
     return trainer
 
 

@@ -159,17 +159,18 @@ def test_ctrl_c_says_where_the_run_is_and_resume_goes_on_with_it(ring: Ring, cap
 
 def test_a_scheduler_that_stops_the_run_is_obeyed_as_ctrl_c() -> None:
     Path("waits.py").write_text(
-        "import signal, gin\n"
+        "import sys, gin\n"
         "@gin.configurable(module='command_test')\n"
-        "def waiting():\n    print('ready', flush=True)\n    signal.pause()\n"
+        "def waiting():\n    print('ready', flush=True)\n    sys.stdin.readline()\n"
     )
     Path("run.gin").write_text("import waits\n" + GOOD.replace("@two_problems", "@waiting"))
     command = [sys.executable, "-m", "areal_x.train", "run.gin"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+    streams = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+    with subprocess.Popen(command, text=True, **streams) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == "ready\n"
         process.terminate()
-        _, said = process.communicate()
+        _, said = process.communicate()  # closes its input, so that the function returns
     assert (process.returncode, said) == (130, "stopped\n")
     assert os.listdir("runs") == []  # noqa: PTH208
 

@@ -37,7 +37,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from areal_x import background
+from areal_x import background, interrupts
 from areal_x.errors import UserError, sentence
 from areal_x.waits import waiting
 
@@ -95,6 +95,7 @@ class Leader:
 
         Raises: UserError naming the process that failed or is gone, and why; whatever the body raises, unless that came of it.
         """
+        interrupts.check()  # before the others begin, as none can leave a call alone
         with self._changed:
             self._check()
             self._call += 1
@@ -187,7 +188,8 @@ class Leader:
                 return
             if not self._busy:  # it waits for rollouts, or measures
                 self._interrupted = True
-                signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+                if not interrupts.note():
+                    signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
                 if self._changed.wait_for(heard, SECONDS_TO_END):
                     return
         end_now(trouble)
@@ -227,6 +229,7 @@ class Follower:
                 with waiting(f"process {self.rank}", "process 0's next call", idle=True):
                     message, arrays = self._inbox.get(timeout=0.5)
             except Empty:
+                interrupts.check()
                 continue
             if "end" not in message:
                 return message, arrays
@@ -312,14 +315,17 @@ def accept(listener: Listener, count: int) -> tuple[dict[int, Connection], dict[
     configs: dict[int, str] = {}
     until = time.monotonic() + SECONDS_TO_MEET
     while len(links) < count:
+        missing = sorted(set(range(1, count + 1)) - set(links))
         try:
-            missing = sorted(set(range(1, count + 1)) - set(links))
             with waiting("process 0", "the other processes to come", f"processes {missing} have not"):
-                link = came.get(timeout=max(until - time.monotonic(), 0))
+                link = came.get(timeout=min(max(until - time.monotonic(), 0), 0.5))
                 if isinstance(link, BaseException):
                     raise link
                 hello, _ = receive(link)
         except Empty:
+            interrupts.check()
+            if time.monotonic() < until:
+                continue
             where = ":".join(map(str, listener.address))
             raise UserError(
                 f"processes {missing} did not come to {where}: MASTER_ADDR must be an address that all reach"

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from areal_x import interrupts
 from areal_x.algorithms.algorithm import Algorithm
 from areal_x.algorithms.kl import k1
 from areal_x.algorithms.parts import asked_for, call_by_name
@@ -108,6 +109,7 @@ def lay_out(groups: Sequence[Group], row_length: int, together: int = 1, share_p
 
 def with_models(batch: Batch, algorithm: Algorithm, models: Models, version: int) -> Batch:
     """The batch with every log-probability and value that the algorithm asks for."""
+    interrupts.check()
     versions = np.asarray(batch.versions)
     ages = np.where(versions == NOT_THE_POLICY, 0, version - versions).astype(np.int32)
     batch = batch.replace(ages=ages)

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import signal
-import threading
-from collections.abc import Callable, Coroutine, Iterable, Iterator
+from collections.abc import Coroutine, Iterable, Iterator
 from concurrent.futures import CancelledError, Future, wait
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
 from areal_x import background
+from areal_x.interrupts import noted
 
 T = TypeVar("T")
 
@@ -44,7 +43,7 @@ def run(work: Coroutine[Any, Any, T], name: str) -> T:
 
 def result(future: Future[T]) -> T:
     """What the future gives or raises. Ctrl-C ends the waiting."""
-    with interrupts_noted() as check:
+    with noted() as check:
         while not future.done():
             check()
             wait([future], timeout=0.2)
@@ -76,44 +75,6 @@ def short_collections() -> Iterator[None]:
         yield
     finally:
         gc.unfreeze()
-
-
-class _Interrupts:
-    """A signal's handler that notes that it came."""
-
-    def __init__(self) -> None:
-        self.came = False
-
-    def __call__(self, *_: object) -> None:
-        self.came = True
-
-    def check(self) -> None:
-        if self.came:
-            raise KeyboardInterrupt
-
-
-@contextmanager
-def interrupts_noted() -> Iterator[Callable[[], None]]:
-    """Ctrl-C, and SIGTERM where it does the same, as a note: the function that this gives raises it, or leaving does.
-
-    As an exception it could come anywhere: in a callback of the interpreter's, which swallows it and Ctrl-C is lost, or between
-    taking a lock and holding it, and the lock would never be free again.
-    """
-    in_main = threading.current_thread() is threading.main_thread()  # signals are told to no other thread
-    current = signal.getsignal(signal.SIGINT)
-    if in_main and isinstance(current, _Interrupts):
-        yield current.check
-        return
-    noted = _Interrupts()
-    ours = [n for n in (signal.SIGINT, signal.SIGTERM) if in_main and signal.getsignal(n) is signal.default_int_handler]
-    for number in ours:
-        signal.signal(number, noted)
-    try:
-        yield noted.check
-    finally:
-        for number in ours:
-            signal.signal(number, signal.default_int_handler)
-    noted.check()
 
 
 def serve(loop: asyncio.AbstractEventLoop) -> None:

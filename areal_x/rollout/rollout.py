@@ -17,10 +17,11 @@ from typing import Any, TypeVar
 
 from areal_x import background
 from areal_x.errors import UserError
+from areal_x.interrupts import noted
 from areal_x.monitor import timeline
 from areal_x.rollout.episode import is_open_ended
 from areal_x.rollout.journal import Resumed
-from areal_x.rollout.loop import interrupts_noted, result, serve
+from areal_x.rollout.loop import result, serve
 from areal_x.rollout.runner import RolloutStats, Runner
 from areal_x.rollout.workflows import Workflow
 from areal_x.trainer import Trainer
@@ -119,7 +120,7 @@ class Rollout:
         """
         runner = self.runner
         step, idle = runner.queue.step + 1, is_open_ended(runner.workflow)
-        with interrupts_noted(), waiting("the trainer", f"the groups of step {step}", runner.doing, idle=idle):
+        with noted(), waiting("the trainer", f"the groups of step {step}", runner.doing, idle=idle):
             if self._taking is None:
                 self._taking = self._submit(self.runner.take())
             groups = self._result(self._taking)

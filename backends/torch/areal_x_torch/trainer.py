@@ -23,6 +23,7 @@ from areal_x import model_dir
 from areal_x.checkpoint import Wait
 from areal_x.data.tokenizer import check_known, check_vocabulary
 from areal_x.errors import ConfigError
+from areal_x.interrupts import check
 from areal_x.trainer import Loss, TrainerConfig, is_largest, recorded_experts
 from areal_x.types import IMAGES, Batch, Policy
 from areal_x_torch import attention, blocks, context, experts, head, loading, lora, model, optimizers, rotations, sharded
@@ -106,6 +107,8 @@ class Trainer:
         sums: dict[str, Tensor] = defaultdict(zero, loss=zero())
         largest: dict[str, Tensor] = defaultdict(zero)
         for shares in micro_batches(batch.map(np.asarray), self.config.micro_batch_rows, self.shares):
+            if self.mesh is None:  # others would wait in a collective
+                check()
             packed, passes = shares[self.share], self._passes(shares)
             rows = packed.map(lambda x: to_tensor(x, self.device))
             tally = None if self.routers is None else experts.Tally.of(self.routers, self.device)
