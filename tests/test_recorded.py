@@ -107,7 +107,7 @@ EXPRESSED = {
         "evaluation": SingleTurn(reward=a_reward, sampling=SamplingParams(max_tokens=50), reward_workers=1),
     },
     "a workflow of one's own": {
-        "workflow": OwnWorkflow(SingleTurn(reward=a_reward), 3, SamplingParams(top_k=7)),
+        "workflow": OwnWorkflow(SingleTurn(reward=a_reward), 3, SamplingParams(temperature=0.7)),
         "algorithm": m2po(threshold=0.1),
     },
 }

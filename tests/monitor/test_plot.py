@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 
 import numpy as np
+import pytest
 from matplotlib.image import imread
 
-from areal_x.monitor.plot import plot
+from areal_x.monitor.metrics import MetricsWriter
+from areal_x.monitor.plot import drawn, plot
 
 ROWS = [
     {"step": 0, "accuracy": 0.3},
@@ -47,3 +50,46 @@ def test_no_window_system_is_touched(tmp_path: Path) -> None:
         "plot([], sys.argv[1]); assert 'matplotlib.pyplot' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code, str(tmp_path / "x.png")], check=True)
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError, None])
+def test_a_run_has_its_pictures_however_it_ends(tmp_path: Path, error: type[BaseException] | None) -> None:
+    with pytest.raises(error) if error else nullcontext(), drawn(tmp_path):
+        with MetricsWriter(tmp_path) as metrics:
+            metrics.write({"step": 1, "reward": 0.5})
+        assert not (tmp_path / "plot.png").exists()
+        if error:
+            raise error
+    assert (tmp_path / "plot.png").stat().st_size > 0
+
+
+def test_a_run_that_measured_nothing_has_no_picture_and_one_that_cannot_be_drawn_ends_as_it_would(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with drawn(tmp_path):
+        pass
+    assert not (tmp_path / "plot.png").exists()
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "reward": 0.5}\n')
+    (tmp_path / "plot.png").mkdir()
+    with drawn(tmp_path):
+        pass
+    assert capsys.readouterr().out.startswith(f"no picture of {tmp_path} could be drawn (")
+
+
+def test_a_run_is_drawn_on_the_way_now_and_then_and_not_for_more_than_its_share(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now, at = 0.0, []
+    monkeypatch.setattr("time.monotonic", lambda: now)
+
+    def slow(_: Path) -> None:
+        nonlocal now
+        at.append(now)
+        now += 5
+
+    monkeypatch.setattr("areal_x.monitor.plot.draw", slow)
+    with drawn(tmp_path) as again:
+        for _ in range(1200):
+            now += 1
+            again()
+    assert at == [61.0, 61.0 + 5 + 501, 61.0 + 2 * (5 + 501), now - 5]
