@@ -314,23 +314,24 @@ def accept(listener: Listener, count: int) -> tuple[dict[int, Connection], dict[
     links: dict[int, Connection] = {}
     configs: dict[int, str] = {}
     until = time.monotonic() + SECONDS_TO_MEET
-    while len(links) < count:
-        missing = sorted(set(range(1, count + 1)) - set(links))
-        try:
-            with waiting("process 0", "the other processes to come", f"processes {missing} have not"):
+
+    def missing() -> str:
+        return f"processes {sorted(set(range(1, count + 1)) - set(links))}"
+
+    with waiting("process 0", "the other processes to come", lambda: f"{missing()} have not"):
+        while len(links) < count:
+            try:
                 link = came.get(timeout=min(max(until - time.monotonic(), 0), 0.5))
-                if isinstance(link, BaseException):
-                    raise link
-                hello, _ = receive(link)
-        except Empty:
-            interrupts.check()
-            if time.monotonic() < until:
-                continue
-            where = ":".join(map(str, listener.address))
-            raise UserError(
-                f"processes {missing} did not come to {where}: MASTER_ADDR must be an address that all reach"
-            ) from None
-        links[hello["rank"]], configs[hello["rank"]] = link, hello["config"]
+            except Empty:
+                interrupts.check()
+                if time.monotonic() < until:
+                    continue
+                where = ":".join(map(str, listener.address))
+                raise UserError(f"{missing()} did not come to {where}: MASTER_ADDR must be an address that all reach") from None
+            if isinstance(link, BaseException):
+                raise link
+            hello, _ = receive(link)
+            links[hello["rank"]], configs[hello["rank"]] = link, hello["config"]
     return links, configs
 
 
