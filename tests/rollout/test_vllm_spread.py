@@ -36,7 +36,7 @@ class Told:
         self.waiting: list[asyncio.Event] = []
         self.served: list[tuple[list[int], int]] = []
         self.pauses = 0
-        self.paused, self.frozen = False, False
+        self.paused, self.frozen, self.torn, self.door_is_open = False, False, False, False
 
     def _alive(self) -> None:
         if self.dead:
@@ -54,6 +54,7 @@ class Told:
         self._alive()
         if self.error is not None:
             raise self.error
+        assert not self.torn
         self.served.append((tokens.tolist(), sampling.max_tokens))
         if self.held:
             self.waiting.append(asyncio.Event())
@@ -83,14 +84,26 @@ class Told:
             await asyncio.Event().wait()
 
     async def resume(self, seconds: float = 1.0) -> None:
+        assert not self.torn, "it holds parts of two policies"
         self.paused = False
+
+    async def look_at(self, staging_root: Path, folder: Path) -> None:
+        self._alive()
+        if not folder.exists():
+            raise ServerFailed("nothing there")
+
+    async def is_paused(self) -> bool:
+        return self.paused
+
+    async def is_open(self) -> bool:
+        return self.door_is_open
 
     async def receive(self, info: Any) -> None:
         assert self.paused
+        self.torn = True
         if self.swap_error is not None:
             raise self.swap_error
-        if not Path(info["folder"]).exists():
-            raise ServerFailed("nothing there")
+        self.torn = False
 
     async def finish_update(self, version: str) -> None:
         self.holds = int(version)
@@ -269,7 +282,7 @@ def test_requests_wait_while_no_server_is_ready_but_not_forever(trying: Callable
     trying(attempt)
 
 
-@pytest.mark.loses(r":1 is lost \(out of memory\)")
+@pytest.mark.loses(r":1 is lost \(out of memory; it stays paused")
 def test_a_swap_that_one_server_fails_at_gives_the_others_the_weights(
     trying: Callable[..., list[str]], tiny_model_dir: Path
 ) -> None:
@@ -296,6 +309,36 @@ def test_a_swap_does_not_wait_for_a_server_that_hangs(trying: Callable[..., list
         assert engine.fleet.serving() == [f"the vLLM server at {URLS[1]}"]
 
     trying(attempt)
+
+
+@pytest.mark.loses(r":1 is lost \(a wrong shape; it stays paused", r":2 is lost \(a wrong shape; it stays paused")
+def test_servers_whose_update_broke_off_draw_only_after_they_have_whole_weights_again(
+    trying: Callable[..., list[str]], tiny_model_dir: Path
+) -> None:
+    async def attempt(engine: VLLMEngine, told: list[Told]) -> None:
+        await publish(engine, tiny_model_dir, 1)
+        for server in told[:2]:
+            server.swap_error = ServerFailed("a wrong shape")
+        with pytest.raises(EngineError, match="a wrong shape; it stays paused until it is given whole weights"):
+            await publish(engine, tiny_model_dir, 2)
+        assert [(server.torn, server.paused) for server in told[:2]] == [(True, True)] * 2
+        asked = asyncio.create_task(engine.generate(REQUEST))
+        for server in told[:2]:
+            server.swap_error = None
+        assert (await asked).versions.tolist() == [1] * 4
+        assert engine.version == 1
+
+    trying(attempt)
+
+
+def test_a_server_that_obeys_anybody_is_reported(trying: Callable[..., list[str]], tiny_model_dir: Path) -> None:
+    async def attempt(engine: VLLMEngine, told: list[Told]) -> None:
+        await publish(engine, tiny_model_dir, 1)
+        told[2].door_is_open = True
+        await engine.join(URLS[2])
+
+    (line,) = [line for line in trying(attempt) if "without a key" in line]
+    assert f"{URLS[2]} lets whoever reaches it replace its weights, without a key: start it with VLLM_API_KEY set" in line
 
 
 def test_weights_that_every_server_refuses_are_an_error_and_the_old_ones_go_on(

@@ -94,8 +94,6 @@ class VLLMClient:
 
     async def is_healthy(self, seconds: float = HEALTH_SECONDS) -> bool:
         """Whether the server answers within this time and its engine lives. Raises: OutOfFiles where nothing can be asked."""
-        if self._session.closed:
-            return False
         try:
             with waiting(whose(), f"a sign of life from {self.url}", idle=True):
                 status, _ = await exchange(self._session, self.url, "GET", "/health", seconds=seconds)
@@ -304,8 +302,6 @@ class VLLMClient:
     ) -> Any:
         """The answer's JSON. retry: safe to send again when the connection breaks before any answer, as it does when a pooled
         one has been closed meanwhile, and after each internal error of the server. waits: see `exchange`."""
-        if self._session.closed:
-            raise ServerLost(f"the connection to the vLLM server at {self.url} was closed before {path}")
         try:
             how = {"body": body, "seconds": seconds, "retry": retry, "waits": waits}
             with waiting(whose(), f"the vLLM server at {self.url} to answer {path}"):

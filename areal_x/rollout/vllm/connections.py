@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 import time
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
@@ -65,8 +64,10 @@ async def exchange(
     timeout = aiohttp.ClientTimeout(total=seconds, sock_connect=CONNECT_SECONDS)
     named = f"the vLLM server at {server}"
     async with places() if waits else nullcontext():
-        began = time.monotonic()
-        for attempt in itertools.count(1):
+        began, attempts = time.monotonic(), ATTEMPTS if retry else 1
+        while True:
+            if session.closed:
+                raise ConnectionError(f"the connection to {named} was closed before {path}")
             try:
                 async with session.request(method, server + path, json=body, timeout=timeout) as answer:
                     return answer.status, await answer.text()
@@ -77,16 +78,15 @@ async def exchange(
                     await asyncio.sleep(FILES_POLL_SECONDS)
                 elif isinstance(error, aiohttp.ClientConnectorError):
                     raise ConnectionError(f"no vLLM server answers at {server}: {error.os_error.strerror or error}") from error
-                elif not retry or attempt >= ATTEMPTS:
+                elif (attempts := attempts - 1) == 0:
                     raise ConnectionError(f"{named} broke the connection during {path}") from error
             except aiohttp.ServerDisconnectedError as error:
-                if not retry or attempt >= ATTEMPTS:
+                if (attempts := attempts - 1) == 0:
                     raise ConnectionError(f"{named} broke the connection during {path}") from error
             except TimeoutError as error:
                 raise ConnectionError(f"{named} did not answer {path} within {seconds} s") from error
             except aiohttp.ClientError as error:
                 raise ConnectionError(f"{named} failed during {path}: {error}") from error
-    raise AssertionError("unreachable")
 
 
 def out_of_files(server: str) -> OutOfFiles:
