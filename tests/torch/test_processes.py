@@ -55,7 +55,8 @@ MORE: dict[str, dict[str, Any]] = {
     "adapted-seeing": {"rank": 3},
 }
 
-SIX_EXPERTS = DIVISIBLE["even-moe"] | {"num_experts": 6}  # of which 4 processes have no even part
+# 6 experts, of which 4 processes have no even part, in both of two layers.
+SIX_EXPERTS = DIVISIBLE["even-moe"] | {"num_experts": 6, "num_hidden_layers": 2, "decoder_sparse_step": 1}
 
 
 @pytest.fixture(scope="module")
