@@ -51,7 +51,7 @@ from areal_x.rollout.vllm import server as servers
 from areal_x.rollout.vllm.direct import check_machine
 from areal_x.rollout.vllm.engine import VLLMEngine
 from areal_x.rollout.vllm.scorer import ServerScorer, server_urls
-from areal_x.rollout.workflows import Workflow
+from areal_x.rollout.workflows import Workflow, computed_by
 from areal_x.run_dir import open_run
 from areal_x.settings import Settings
 from areal_x.trainer import LoRAConfig, Loss, Scorer, Trainer, create_trainer
@@ -121,7 +121,7 @@ class Experiment(Settings):
     def plan(self) -> None:
         """Builds what needs no process and no device: the dataset and the workflow are there, the model can be found."""
         if not callable(self.trainer.model.path):
-            self.workflow.computed_by(self.backend).setup(load_tokenizer(resolve(self.trainer.model.path)))
+            computed_by(self.workflow, self.backend).setup(load_tokenizer(resolve(self.trainer.model.path)))
 
     def open(self, resume: bool = False) -> Path:
         """The run's directory, which this process then writes to alone. Raises: UserError when its name is taken or unknown."""
@@ -142,8 +142,8 @@ class Experiment(Settings):
         began = resuming.start(run, self.dataset, self.seed, message) if resume else resuming.BEGINNING
         directory = self.find(self.trainer.model.path)
         tokenizer = load_tokenizer(directory)
-        workflow = self.workflow.computed_by(self.backend).setup(tokenizer)
-        evaluation = self.evaluation and self.evaluation.computed_by(self.backend).setup(tokenizer).greedy()  # None: its own
+        workflow = computed_by(self.workflow, self.backend).setup(tokenizer)
+        evaluation = self.evaluation and computed_by(self.evaluation, self.backend).setup(tokenizer).greedy()  # None: its own
         models = self.create_models(directory, workflow)
         learned_by = self.losses()
         joined = self.join()

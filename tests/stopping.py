@@ -25,7 +25,7 @@ import gin
 import psutil
 
 from areal_x import checkpoint, experiment, interrupts, train
-from areal_x.monitor import display, metrics
+from areal_x.monitor import display, metrics, plot
 from areal_x.rollout import embedded, journal, rollout, runner
 from areal_x.rollout.workflows import SingleTurn
 from areal_x.types import Scored, Task
@@ -134,7 +134,7 @@ WHERE: dict[str, tuple[Any, str]] = {
     "a checkpoint's writing": (checkpoint, "complete"),
     "the journal": (journal.Journal, "sync"),
     "closing": (rollout.Rollout, "close"),
-    "plotting": (experiment, "plot"),
+    "plotting": (plot, "plot"),
 }
 MOMENTS = [
     "an import",

@@ -25,7 +25,7 @@ from areal_x.errors import ConfigError, TaskError, positive
 from areal_x.model_dir import is_classifier, read_config, resolve
 from areal_x.rollout.engine import SamplingParams
 from areal_x.rollout.episode import episode_of, is_open_ended
-from areal_x.rollout.workflows import Generator, Result, Workflow, baseline_of
+from areal_x.rollout.workflows import Generator, Result, Workflow, baseline_of, computed_by
 from areal_x.trainer import ModelConfig, Trainer, TrainerConfig, create_trainer
 from areal_x.types import Episode, Scored, Task, Trajectory
 from areal_x.waits import waiting, whose
@@ -63,7 +63,7 @@ class LearnedReward(Workflow):
         return getattr(self.workflow, "sampling", None)
 
     def computed_by(self, backend: str) -> LearnedReward:
-        return replace(self, workflow=self.workflow.computed_by(backend), backend=self.backend or backend)
+        return replace(self, workflow=computed_by(self.workflow, backend), backend=self.backend or backend)
 
     def find(self, tokenizer: Any) -> Path:
         """The reward model's directory. tokenizer: the policy's, None for a workflow of numbers. Raises: ConfigError for a

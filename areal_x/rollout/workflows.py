@@ -92,6 +92,12 @@ def baseline_of(workflow: Workflow) -> Workflow:
     return getattr(workflow, "baseline", workflow.greedy)()
 
 
+def computed_by(workflow: Any, backend: str) -> Any:
+    """See `Workflow.computed_by`. A workflow around another that only passes on what it lacks stays around it."""
+    own = getattr(type(workflow), "computed_by", None)
+    return workflow if own is None else own(workflow, backend)
+
+
 @dataclass(frozen=True)
 class Judged(Workflow):
     """A workflow that asks for completions and has a text of theirs judged. One that gin makes adds `run` and its own name.
