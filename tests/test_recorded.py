@@ -33,7 +33,7 @@ from tests.experiments import TASKS, counts_ones
 
 
 @gin.configurable(module="recorded_test")
-def ten_tasks(offset: int = 0) -> list[Task]:
+def ten_recorded_tasks(offset: int = 0) -> list[Task]:
     return [Task(str(i + offset), f"{i}=") for i in range(10)]
 
 
@@ -185,7 +185,7 @@ def test_what_gin_cannot_say_is_told_in_words_and_each_command_says_what_it_lack
         assert "train.dataset (10 tasks, the first '0', sha256 " in told
         assert "grpo.loss (tests.test_recorded.closing_over.<locals>.<lambda> (" in told
         assert told.endswith("as Experiment(...).run(resume=True)\n")
-    given = load(file, ["train.dataset = @ten_tasks()", "grpo.loss = @reinforce"])
+    given = load(file, ["train.dataset = @ten_recorded_tasks()", "grpo.loss = @reinforce"])
     check_early(given)
     check_experiment(given)
     assert len(gin.get_configurable("train")().dataset) == 10
@@ -202,8 +202,8 @@ BY_GIN = """
 import tests.test_recorded
 big/sampling.max_tokens = 77
 REWARD = @recorded_test.a_reward
-train.dataset = @ten_tasks()
-ten_tasks.offset = 5
+train.dataset = @ten_recorded_tasks()
+ten_recorded_tasks.offset = 5
 train.workflow = @single_turn()
 single_turn.reward = %REWARD
 single_turn.sampling = @big/sampling()
@@ -233,9 +233,9 @@ def test_what_an_object_holds_wins_over_what_gin_has_bound(tmp_path):
     bound = parsed(text := text_of(changed, name="mixed"))[1]
     assert bound["optimizer.learning_rate"] == "0.05"
     assert bound["train.steps"] == "3"
-    assert bound["train.dataset"] == "@ten_tasks()"  # gin made it, and can make it again
+    assert bound["train.dataset"] == "@ten_recorded_tasks()"  # gin made it, and can make it again
     again = read_again(text, tmp_path)
-    assert again.dataset == experiment.dataset == ten_tasks(5)
+    assert again.dataset == experiment.dataset == ten_recorded_tasks(5)
     assert again.trainer == changed.trainer
     assert again.workflow.sampling.max_tokens == 77
     assert again.algorithm.loss.keywords == {"clip_low": 0.2, "clip_high": 0.3}

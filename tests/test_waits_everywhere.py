@@ -74,6 +74,10 @@ ALLOWED: dict[str, Inside | Bounded | str] = {
     "rollout/gateway/app.py guarded.endpoint: await handler": Inside(CALL),
     "rollout/gateway/live.py Session._answer: await work": Inside(CALL),
     "rollout/gateway/live.py Session.answers: async with asyncio.TaskGroup": Inside(CALL),
+    "rollout/gateway/connections.py Server._accept: await asyncio.sleep": OURS_TO_END,
+    "rollout/gateway/connections.py Server._accept: await loop.connect_accepted_socket": AT_ONCE,
+    "rollout/gateway/connections.py Server._accept: await loop.sock_accept": OURS_TO_END,
+    "rollout/gateway/connections.py Server.shutdown: await asyncio.gather": AT_ONCE,
     "rollout/gateway/live.py Session.answers: task.result()": AT_ONCE,
     "rollout/gateway/serving.py Gateway.opened: await self.on_open": Inside("the gateway to serve"),
     "rollout/gateway/serving.py Gateway.start: self._server.ready.wait()": Inside("the gateway to serve"),
@@ -150,6 +154,12 @@ ALLOWED: dict[str, Inside | Bounded | str] = {
     "waits.py on_behalf_of: _moves.get()": AT_ONCE,
     "waits.py whose: _whose.get()": AT_ONCE,
     "waits.py watching: thread.join()": AT_ONCE,
+    "rollout/vllm/client.py VLLMClient.is_open: async with session": AT_ONCE,
+    "rollout/vllm/connections.py exchange: async with places": Inside("the vLLM server at {} to answer {}"),
+    "rollout/vllm/connections.py exchange: async with session.request": Inside("the vLLM server at {} to answer {}"),
+    "rollout/vllm/connections.py exchange: await answer.text": Inside("the vLLM server at {} to answer {}"),
+    "rollout/vllm/connections.py exchange: await asyncio.sleep": Inside("the vLLM server at {} to answer {}"),
+    "rollout/vllm/gate.py Gate.__call__: await self.app": OURS_TO_END,  # in the server's own process
 }
 
 
