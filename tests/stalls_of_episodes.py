@@ -328,13 +328,13 @@ async def _(stall: Stall) -> None:
 
 def slow_server(stall: Stall, method: str) -> None:
     """A method of the gateway's server takes its time."""
-    inner = getattr(serving._Server, method)
+    inner = getattr(serving.Server, method)
 
     async def slowly(*arguments: Any, **named: Any) -> None:
         await stall.held()
         await inner(*arguments, **named)
 
-    stall.request.getfixturevalue("monkeypatch").setattr(serving._Server, method, slowly)
+    stall.request.getfixturevalue("monkeypatch").setattr(serving.Server, method, slowly)
 
 
 @stall("the gateway to serve")
