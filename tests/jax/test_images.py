@@ -246,12 +246,11 @@ def test_models_are_read_as_they_are_on_the_hub(family: str, model_dir_of: MadeM
     assert len(renamed.keys() & tensors.keys()) == 1  # the head
     expected, found = (from_tensors(shape, x.items(), "made") for x in (tensors, renamed))
     jax.tree.map(np.testing.assert_array_equal, expected, found)
-    if family == "qwen2_5_vl":
-        text = dict(config["text_config"])
-        sections = text.pop("rope_parameters")["mrope_section"]
-        flat = {**text, **config, "rope_scaling": {"type": "mrope", "mrope_section": sections}, "rope_theta": 1e4}
-        del flat["text_config"]
-        assert shape_of(flat) == shape
+    text = dict(config["text_config"])
+    sections = text.pop("rope_parameters")["mrope_section"]
+    flat = {**text, **config, "rope_scaling": {"type": "mrope", "mrope_section": sections}, "rope_theta": 1e4}
+    del flat["text_config"]
+    assert shape_of(flat) == shape
 
 
 def test_tensors_of_the_tower_that_are_missing_or_of_another_shape_are_named(model_dir_of: MadeModel) -> None:

@@ -120,8 +120,16 @@ def as_transformers_reads(config: Mapping[str, Any], family: Family) -> Any:
 
     # As AutoConfig does: a Mistral whose layers differ is computed by the class of its successor.
     model_type = "ministral" if family.model_type == "mistral" and "layer_types" in config else family.model_type
+    given = {**deepcopy(dict(config)), "model_type": model_type}
+    if family.sees and "text_config" not in given:  # flat: not every class looks for the text's fields beside the tower's
+        beside = ("vision_config", "architectures", "model_type")
+        given["text_config"] = {name: value for name, value in given.items() if name not in beside}
+        scaling = given["text_config"].get("rope_scaling") or {}
+        if scaling.get("type") == "mrope":  # an older word for sections of an unscaled rotation
+            kept = {name: value for name, value in scaling.items() if name != "type"}
+            given["text_config"]["rope_scaling"] = {**kept, "rope_type": "default"}
     try:
-        return CONFIG_MAPPING[model_type].from_dict({**deepcopy(dict(config)), "model_type": model_type})
+        return CONFIG_MAPPING[model_type].from_dict(given)
     except Exception as error:  # of each field's validation, and of arithmetic with what is not a number
         reason = " ".join(str(error).split())[:200] or type(error).__name__
         raise UserError(f"transformers cannot read the model's config.json ({reason}): mend that field") from error
