@@ -46,7 +46,17 @@ def written_by(**changes: Any) -> set[str]:
 def written(tiny_model_dir: Path, model_dir_of: Any, tmp_path_factory: pytest.TempPathFactory) -> set[str]:
     """Every key of a few runs, one for each kind of algorithm, and of what needs a server or a mixture."""
     pytest.importorskip("areal_x_torch")
-    of = {"model": tiny_model_dir, "runs": tmp_path_factory.mktemp("runs")}
+    torch = pytest.importorskip("torch")
+    before = torch.get_num_threads()
+    torch.set_num_threads(cores.available())  # whatever a test before left: with one there is nothing to choose
+    try:
+        return written_by_all(tiny_model_dir, model_dir_of, tmp_path_factory.mktemp("runs"))
+    finally:
+        torch.set_num_threads(before)
+
+
+def written_by_all(tiny_model_dir: Path, model_dir_of: Any, runs: Path) -> set[str]:
+    of = {"model": tiny_model_dir, "runs": runs}
     offline = {**of, "engine": "none", "group_size": 1}
     answered = [replace(task, answer="11") for task in TASKS]
     pairs = [replace(task, answer={"chosen": "1", "rejected": "2"}) for task in TASKS]
