@@ -20,7 +20,7 @@ from typing import Any
 import gin
 
 from areal_x.algorithms.check import learns_from_reward
-from areal_x.checks import data, memory, places, servers, tokens, versions
+from areal_x.checks import algorithm, data, memory, places, servers, tokens, versions
 from areal_x.checks import model as models
 from areal_x.checks.finding import Finding, finding
 from areal_x.config import Config
@@ -83,6 +83,7 @@ def findings(config: Config) -> Iterator[Finding]:
     if not found.ok:
         return
     experiment: Experiment = made["settings"]
+    yield look("algorithm", lambda: trained(experiment, tasks["dataset"]))
     workflow = data.rewarding(experiment.workflow)
     if workflow is not None and tasks["dataset"]:
         must_vary = workflow is experiment.workflow and learns_from_reward(experiment.algorithm)
@@ -128,6 +129,10 @@ def of_model(
         yield look("lengths", lambda: tokens.lengths(experiment, tasks, tokenizers[0], model))
     if urls := experiment.scoring_urls():
         yield look("scoring servers", partial(servers.score, experiment, urls, model.directory))
+
+
+def trained(experiment: Experiment, tasks: Sequence[Task]) -> str:
+    return algorithm.trains(experiment.algorithm, experiment.backend, experiment.group_size, tasks[:3])
 
 
 def build(config: Config, tasks: dict[str, Sequence[Task]]) -> Experiment:

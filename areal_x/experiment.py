@@ -30,6 +30,7 @@ from areal_x.data.stream import TaskStream
 from areal_x.data.tokenizer import check_vocabulary, load_tokenizer
 from areal_x.errors import UserError
 from areal_x.interrupts import check, noted, noted_in_each
+from areal_x.loss import Loss
 from areal_x.model_dir import resolve
 from areal_x.monitor import timeline
 from areal_x.monitor.display import Display
@@ -54,7 +55,7 @@ from areal_x.rollout.vllm.scorer import ServerScorer, server_urls
 from areal_x.rollout.workflows import Workflow, computed_by
 from areal_x.run_dir import open_run
 from areal_x.settings import Settings
-from areal_x.trainer import LoRAConfig, Loss, Scorer, Trainer, create_trainer
+from areal_x.trainer import LoRAConfig, Scorer, Trainer, create_trainer
 from areal_x.types import Batch, Group
 from areal_x.waits import waiting, watching
 

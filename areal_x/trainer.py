@@ -19,10 +19,9 @@ from jaxtyping import Float32
 from areal_x.checkpoint import Wait
 from areal_x.errors import ConfigError, UserError, at_least, one_of, positive, within
 from areal_x.interrupts import check
+from areal_x.loss import Loss
 from areal_x.rollout.sampler import Sampler
 from areal_x.types import Array, Batch, Divergence, Policy
-
-Loss = Callable[[Policy, Batch], tuple[Array, dict[str, Array]]]
 
 
 @gin.configurable("optimizer")
@@ -291,6 +290,17 @@ class Devices:
     kind: str
     count: int
     memory: int | None = None
+
+
+class Differentiate(Protocol):
+    """What `areal_x.check` finds as `differentiate` of a backend's module, if it offers that."""
+
+    def __call__(self, loss: Loss, policy: Policy, batch: Batch) -> tuple[np.ndarray, Policy]:
+        """The terms of a loss, and the gradient of `sum(batch.weights * terms)` by each array of `policy`: taken as `update`
+        takes it, of arrays of numpy.
+
+        Raises: what the loss raises; UserError as `areal_x.loss.evaluate`."""
+        ...
 
 
 def is_largest(metric: str) -> bool:

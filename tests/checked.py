@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gin
 
-from areal_x.types import Task
+from areal_x.types import Array, Batch, Policy, Task
 
 
 @gin.configurable(module="checked")
@@ -25,3 +25,8 @@ def maker() -> str:
 @gin.configurable(module="checked")
 def blind(task: Task, text: str) -> float:
     return 1.0
+
+
+@gin.configurable(module="checked")
+def one_value(policy: Policy, batch: Batch) -> Array:
+    return (batch.advantages * policy.logp * batch.mask).sum()

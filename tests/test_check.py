@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 import time
@@ -16,8 +17,10 @@ import pytest
 from packaging.requirements import Requirement
 
 from areal_x import check, train
-from areal_x.algorithms.recipes import ppo
-from areal_x.checks import data, memory, model, places, servers, tokens, versions
+from areal_x.algorithms import recipes
+from areal_x.algorithms.arrays import masked
+from areal_x.checks import algorithm, data, memory, model, places, servers, tokens, versions
+from areal_x.checks.finding import finding
 from areal_x.errors import ConfigError, UserError
 from areal_x.experiment import Experiment
 from areal_x.rollout.embedded import EmbeddedConfig
@@ -25,8 +28,9 @@ from areal_x.rollout.engine import EngineError, SamplingParams
 from areal_x.rollout.vllm.engine import VLLMConfig
 from areal_x.rollout.workflows import SingleTurn
 from areal_x.trainer import Devices, LoRAConfig, MeshConfig, OptimizerConfig
-from areal_x.types import Task
+from areal_x.types import Batch, Group, Policy, Task
 from tests.experiments import TASKS, counts_ones, tiny_experiment
+from tests.test_bad_input import RECIPES
 
 GPU = Devices("cuda", 1, 80 * 10**9)
 ROOT = Path(__file__).parents[1]
@@ -125,6 +129,124 @@ def test_what_gsm8k_lacks_is_said(capsys: pytest.CaptureFixture[str], monkeypatc
     said = capsys.readouterr().out
     assert "PROBLEM  dataset: the dataset 'nowhere.jsonl' does not exist" in said
     assert "PROBLEM  model: -b \"model.path = './nowhere'\": model.path = './nowhere' is not a directory" in said
+
+
+# ---- the algorithm
+
+
+def one_value(policy: Policy, batch: Batch) -> Any:
+    return -(batch.advantages * policy.logp * batch.mask).sum()
+
+
+def a_sum(policy: Policy, batch: Batch) -> Any:
+    return one_value(policy, batch), {}
+
+
+def a_row_each(policy: Policy, batch: Batch) -> Any:
+    return (batch.advantages * policy.logp * batch.mask).sum(1), {}
+
+
+def a_number_as_metric(policy: Policy, batch: Batch) -> Any:
+    return masked(policy.logp, batch.mask), {"length": 3.0}
+
+
+def without_mask(policy: Policy, batch: Batch) -> Any:
+    return 1 + policy.logp, {}
+
+
+def not_finite(policy: Policy, batch: Batch) -> Any:
+    return masked(policy.logp, batch.mask) ** 0.5, {}
+
+
+def constant(policy: Policy, batch: Batch) -> Any:
+    return masked(batch.advantages, batch.mask) * 2, {}
+
+
+def misspelt(policy: Policy, batch: Batch) -> Any:
+    return batch.advantage * policy.logp, {}
+
+
+def well(policy: Policy, batch: Batch) -> Any:
+    return -masked(batch.advantages, batch.mask) * masked(policy.logp, batch.mask), {"seen": batch.mask * 1.0}
+
+
+@pytest.mark.parametrize(
+    "loss, error",
+    [
+        (one_value, r"the loss one_value gave an array \[\]: it must return \(terms, metrics\)"),
+        (a_sum, r"the loss a_sum gave an array \[\] as its terms: they must be one a token, an array \[\d+, 24\]"),
+        (a_row_each, r"the loss a_row_each gave an array \[\d+\] as its terms"),
+        (lambda policy, batch: None, "the loss <lambda> gave nothing"),
+        (a_number_as_metric, "the loss a_number_as_metric gave a float as its metric 'length'"),
+        (without_mask, "the loss without_mask is not 0 where batch.mask is False"),
+        (not_finite, "the loss not_finite or its gradient is not finite"),
+        (constant, "the loss constant has no gradient by policy.logp: nothing would be learnt"),
+    ],
+)
+def test_a_loss_that_cannot_be_trained_with_is_refused(loss: Any, error: str, backend: str) -> None:
+    with pytest.raises(UserError, match=error):
+        algorithm.trains(replace(recipes.grpo(), loss=loss), backend, 4)
+
+
+def test_a_loss_that_raises_is_a_problem_with_its_place(backend: str) -> None:
+    config: Any = None
+    found = finding(config, "algorithm", lambda: algorithm.trains(replace(recipes.grpo(), loss=misspelt), backend, 4))
+    assert not found.ok
+    assert re.match(r"AttributeError: .*'advantage'.* \(.*test_check\.py:\d+ in misspelt\)$", found.words)
+
+
+def of_values(policy: Policy, batch: Batch) -> Any:
+    return masked(policy.values - batch.returns, batch.mask).sum(), {}
+
+
+def test_a_critics_loss_is_looked_at_too(backend: str) -> None:
+    with pytest.raises(UserError, match="the loss of_values gave an array"):
+        algorithm.trains(replace(recipes.ppo(), value_loss=of_values), backend, 4)
+
+
+@pytest.mark.parametrize(
+    "parts, error",
+    [
+        ({"advantages": lambda rewards: rewards[:-1]}, r"<lambda> gave advantages of the shape \[11\]: it must be \[12\]"),
+        ({"advantages": lambda rewards, mask: rewards.sum(1)}, r"gave advantages of the shape \[12\]: it must be \[12, \d+\]"),
+        ({"weighting": lambda mask: mask.sum(1)}, r"<lambda> gave weighting of the shape"),
+        ({"corrections": lambda log_ratio, mask, segment_ids: 1.0}, r"<lambda> gave corrections of the shape \[\]"),
+        ({"shaping": lambda lengths: lengths.sum()}, r"<lambda> gave shaping of the shape \[\]: it must be \[12\]"),
+        ({"filters": (lambda group: None,)}, "the filter <lambda> gave no bool"),
+    ],
+)
+def test_a_part_of_another_shape_is_refused(parts: dict[str, Any], error: str) -> None:
+    with pytest.raises(UserError, match=error):
+        algorithm.trains(replace(recipes.grpo(), **parts), "torch", 4)
+
+
+OTHERS = {
+    "dpo": recipes.dpo(),
+    "ipo": recipes.ipo(),
+    "reward_model": recipes.reward_model(),
+    "own": replace(recipes.grpo(), loss=well),
+}
+
+
+@pytest.mark.parametrize("name", [*RECIPES, *OTHERS])
+def test_every_recipe_and_a_loss_that_is_well_have_no_problem(name: str, backend: str) -> None:
+    made = {**RECIPES, **OTHERS}[name]
+    size = 1 if made.advantages is None or "greedy" in made.needs else 4
+    assert algorithm.trains(made, backend, size).startswith(made.name)
+
+
+def test_a_filter_sees_the_runs_own_tasks() -> None:
+    def hard(group: Group) -> bool:
+        return bool(group.task.metadata["hard"])
+
+    tasks = [replace(task, metadata={"hard": True}) for task in TASKS]
+    assert algorithm.trains(replace(recipes.grpo(), filters=(hard,)), "torch", 4, tasks)
+
+
+def test_the_command_names_the_loss(checked: Any) -> None:
+    status, lines = checked("grpo.loss = @checked.one_value")
+    assert status == 1
+    assert lines[0].startswith("PROBLEM  algorithm: the loss one_value gave an array []")
 
 
 # ---- versions
@@ -272,7 +394,9 @@ def test_a_checkpoint_takes_what_was_counted(experiment: Experiment, tiny: model
     saved = once.run().directory / "checkpoints" / "1" / "trainer"
     tensors = sum(file.stat().st_size for file in saved.glob("*.safetensors"))
     assert places.checkpoint_bytes(experiment, tiny) == pytest.approx(tensors, rel=0.05)
-    assert places.checkpoint_bytes(replace(experiment, algorithm=ppo()), tiny) == 2 * places.checkpoint_bytes(experiment, tiny)
+    assert places.checkpoint_bytes(replace(experiment, algorithm=recipes.ppo()), tiny) == 2 * places.checkpoint_bytes(
+        experiment, tiny
+    )
 
 
 # ---- memory

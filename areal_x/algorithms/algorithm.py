@@ -12,9 +12,10 @@ import numpy as np
 
 from areal_x.algorithms import proximal
 from areal_x.algorithms.check import rehearse
-from areal_x.algorithms.losses import Loss, LossTerms, each
+from areal_x.algorithms.losses import each
 from areal_x.algorithms.parts import Made, name_of, plain
 from areal_x.errors import ConfigError, at_least, one_of
+from areal_x.loss import Loss, LossTerms, evaluate
 from areal_x.types import Array, Batch, Divergence, Group, Policy
 
 Advantages = Callable[..., Any]
@@ -134,7 +135,7 @@ class Interpolated:
     def __call__(self, policy: Policy, batch: Batch) -> LossTerms:
         ages: Array = batch.ages
         between = proximal.interpolate(policy.logp, batch.behavior_logp, -ages, 0)
-        terms, metrics = self.loss(policy, batch.replace(proximal_logp=between))
+        terms, metrics = evaluate(self.loss, policy, batch.replace(proximal_logp=between))
         if self.corrections is not None:
             terms = terms * self.corrections(between - batch.behavior_logp, batch.mask, batch.segment_ids)
         return terms, metrics

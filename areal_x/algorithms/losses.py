@@ -12,7 +12,6 @@ also a recipe's is called NAME_loss. A hyperparameter that cannot work is a Conf
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import gin
@@ -21,10 +20,8 @@ from array_api_compat import array_namespace
 from areal_x.algorithms.arrays import clamp, importance_ratio, masked, segment_mean, sigmoid, stop_gradient
 from areal_x.algorithms.kl import ESTIMATORS
 from areal_x.errors import ConfigError, at_least, one_of, positive
+from areal_x.loss import Loss, LossTerms, evaluate
 from areal_x.types import NOT_THE_POLICY, Array, Batch, Policy
-
-LossTerms = tuple[Array, dict[str, Array]]
-Loss = Callable[[Policy, Batch], LossTerms]
 
 
 @gin.configurable(module="losses")
@@ -231,9 +228,9 @@ class Combined:
     losses: tuple[Loss, ...]
 
     def __call__(self, policy: Policy, batch: Batch) -> LossTerms:
-        terms, metrics = self.losses[0](policy, batch)
+        terms, metrics = evaluate(self.losses[0], policy, batch)
         for loss in self.losses[1:]:
-            more, named = loss(policy, batch)
+            more, named = evaluate(loss, policy, batch)
             if twice := metrics.keys() & named.keys():
                 raise ValueError(f"two of the combined losses report the metric {sorted(twice)[0]!r}: rename one")
             terms, metrics = terms + more, metrics | named
@@ -248,7 +245,7 @@ class Scaled:
     factor: float
 
     def __call__(self, policy: Policy, batch: Batch) -> LossTerms:
-        terms, metrics = self.loss(policy, batch)
+        terms, metrics = evaluate(self.loss, policy, batch)
         return self.factor * terms, metrics
 
 

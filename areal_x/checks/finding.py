@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from areal_x.config import Config
-from areal_x.errors import UserError, sentence
+from areal_x.errors import UserError, described
 from areal_x.rollout.engine import EngineError
 
 
@@ -31,5 +31,4 @@ def finding(config: Config, about: str, look: Callable[[], str]) -> Finding:
     except EngineError as error:
         return Finding(False, about, str(error))
     except Exception as error:  # of a dataset, a workflow, a model's files: code and data that are the user's own
-        text = " ".join(sentence(error).split())
-        return Finding(False, about, f"{type(error).__name__}: {text}" if text else type(error).__name__)
+        return Finding(False, about, described(error))

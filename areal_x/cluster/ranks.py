@@ -27,9 +27,10 @@ from areal_x.cluster.links import Follower, Leader, described, meet
 from areal_x.cluster.slurm import check_tasks, tasks
 from areal_x.data.batch import Models
 from areal_x.errors import ConfigError
+from areal_x.loss import Loss
 from areal_x.model_dir import go_through
 from areal_x.rollout.sampler import Sampler
-from areal_x.trainer import Loss, Trainer, find_backend
+from areal_x.trainer import Trainer, find_backend
 from areal_x.types import Batch
 
 BEGINS, FINISHED = "the run begins", "the run has finished"  # what the others are told before anything else

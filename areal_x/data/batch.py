@@ -17,7 +17,7 @@ import numpy as np
 from areal_x import interrupts
 from areal_x.algorithms.algorithm import Algorithm
 from areal_x.algorithms.kl import k1
-from areal_x.algorithms.parts import asked_for, call_by_name
+from areal_x.algorithms.parts import asked_for, call_by_name, name_of, plain
 from areal_x.data.packing import Packed, pack
 from areal_x.errors import UserError
 from areal_x.trainer import Scorer, Trainer
@@ -141,7 +141,8 @@ def with_advantages(batches: Sequence[Batch], parts: Sequence[Part], algorithm: 
         "lengths": np.concatenate(lengths),
         "greedy_rewards": np.concatenate([np.asarray(part.greedy, np.float64) for part in parts]),
     }
-    advantages = np.split(np.asarray(call_by_name(function, given)), np.cumsum(count)[:-1])
+    of_episodes = shaped_as(given["rewards"], call_by_name(function, given), "advantages", function)
+    advantages = np.split(of_episodes, np.cumsum(count)[:-1])
     return [
         batch.replace(advantages=part.packed.spread(own[owner]))
         for batch, part, own, owner in zip(batches, parts, advantages, owners, strict=True)
@@ -187,7 +188,10 @@ def per_token(
         ]
         given["values"] = _rectangle([*values, *nothing], np.float64)
     result = call_by_name(function, given)
-    named = dict(zip(("advantages", "returns"), result if isinstance(result, tuple) else (result,), strict=False))
+    named = {
+        name: shaped_as(given["rewards"], x, name, function)
+        for name, x in zip(("advantages", "returns"), result if isinstance(result, tuple) else (result,), strict=False)
+    }
     made, first = [], 0
     for batch, part in zip(batches, parts, strict=True):
         rows = range(first, first + len(part.trajectories))
@@ -211,7 +215,9 @@ def token_rewards(batch: Batch, part: Part, algorithm: Algorithm) -> list[np.nda
     Where no token is trained on the reward is the last one's: no gradient comes of it, and a baseline of the group counts it.
     """
     lengths = np.array([trajectory.mask.sum() for trajectory in part.trajectories])
-    shaped = np.zeros(len(lengths)) if algorithm.shaping is None else np.asarray(algorithm.shaping(lengths), np.float64)
+    shaped = np.zeros(len(lengths))
+    if algorithm.shaping is not None:
+        shaped = shaped_as(shaped, algorithm.shaping(lengths), "shaping", algorithm.shaping).astype(np.float64)
     made = []
     for trajectory, owner, extra in zip(part.trajectories, part.owner, shaped, strict=True):
         earned = np.zeros(len(trajectory)) if trajectory.token_rewards is None else trajectory.token_rewards.astype(np.float64)
@@ -230,11 +236,21 @@ def weighted(batch: Batch, part: Part, algorithm: Algorithm) -> Batch:
     groups_of_segments = np.zeros((batch.shape[0], batch.shape[1] + 1), np.int64)
     groups_of_segments[part.packed.rows, part.packed.segments] = [part.tickets[owner] for owner in part.owner]
     given = {"mask": batch.mask, "segment_ids": batch.segment_ids, "groups_of_segments": groups_of_segments}
-    weights = np.asarray(call_by_name(algorithm.weighting, given))
+    weights = shaped_as(batch.mask, call_by_name(algorithm.weighting, given), "weighting", algorithm.weighting)
     if algorithm.corrections is not None and algorithm.proximal != "interpolate":
         log_ratio = np.where(batch.mask, np.asarray(batch.proximal_logp) - np.asarray(batch.behavior_logp), 0)
-        weights = weights * np.asarray(algorithm.corrections(log_ratio, batch.mask, batch.segment_ids))
+        factors = algorithm.corrections(log_ratio, batch.mask, batch.segment_ids)
+        weights = weights * shaped_as(batch.mask, factors, "corrections", algorithm.corrections)
     return batch.replace(weights=weights.astype(np.float32))
+
+
+def shaped_as(like: np.ndarray, given: Any, part: str, function: Callable[..., Any]) -> np.ndarray:
+    """What a part of an algorithm gave, as an array. Raises: UserError where its shape is another than it must be."""
+    array = given if isinstance(given, np.ndarray) else np.asarray(given)
+    if array.shape != like.shape:
+        name = name_of(plain(function))
+        raise UserError(f"{name} gave {part} of the shape {list(array.shape)}: it must be {list(like.shape)}")
+    return array
 
 
 def staleness(groups: Sequence[Group], version: int) -> list[int]:

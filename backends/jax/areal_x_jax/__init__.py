@@ -1,4 +1,4 @@
-"""The JAX backend of AReaL-X: `create_trainer`, `check` and `join` are what its entry point offers."""
+"""The JAX backend of AReaL-X; its entry point offers `create_trainer`, `check`, `differentiate` and `join`."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import os
 from pathlib import Path
 
 from areal_x.trainer import TrainerConfig
-from areal_x_jax.checks import check
+from areal_x_jax.checks import check, differentiate
 from areal_x_jax.processes import join
 from areal_x_jax.trainer import Trainer
 
-__all__ = ["MEETS_BY_SLURM", "check", "create_trainer", "join"]
+__all__ = ["MEETS_BY_SLURM", "check", "create_trainer", "differentiate", "join"]
 
 MEETS_BY_SLURM = True  # `join` needs no more than the variables that srun sets
 

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 from jax.sharding import AbstractMesh
 
 from areal_x import model_dir
 from areal_x.errors import ConfigError
+from areal_x.loss import Loss, evaluate
 from areal_x.trainer import Devices, TrainerConfig
+from areal_x.types import Batch, Policy
 from areal_x_jax import lora
 from areal_x_jax.layout import AXES, Layout, check_fit, sizes_of
 from areal_x_jax.shape import check_sharing, shape_of
@@ -37,3 +42,15 @@ def check(config: TrainerConfig) -> Devices:
         check_tensors(shape, model_dir.shapes(directory), str(directory))
     memory = (own[0].memory_stats() or {}).get("bytes_limit")
     return Devices(own[0].platform, len(own), memory if own[0].platform != "cpu" else None)
+
+
+def differentiate(loss: Loss, policy: Policy, batch: Batch) -> tuple[np.ndarray, Policy]:
+    """See `areal_x.trainer.Differentiate`; compiled, as an update is."""
+
+    def objective(policy: Policy, batch: Batch) -> tuple[jax.Array, jax.Array]:
+        terms, _ = evaluate(loss, policy, batch)
+        return jnp.sum(batch.weights * terms), terms
+
+    narrow = partial(jax.tree.map, lambda x: np.float32(x) if x.dtype == np.float64 else x)
+    gradient, terms = jax.jit(jax.grad(objective, has_aux=True))(narrow(policy), narrow(batch))
+    return np.asarray(terms), jax.tree.map(np.asarray, gradient)

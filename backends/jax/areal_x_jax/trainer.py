@@ -25,7 +25,8 @@ from areal_x import model_dir
 from areal_x.checkpoint import Wait
 from areal_x.data.tokenizer import check_known, check_vocabulary
 from areal_x.errors import ConfigError, UserError
-from areal_x.trainer import Loss, TrainerConfig, is_largest, recorded_experts
+from areal_x.loss import Loss, evaluate
+from areal_x.trainer import TrainerConfig, is_largest, recorded_experts
 from areal_x.types import IMAGES, Batch, Policy
 from areal_x_jax import head, lora, optimizers, sharded
 from areal_x_jax.images import image_arrays
@@ -295,7 +296,7 @@ class Trainer:
         def objective(params: Params, of_micro: Rows) -> tuple[Array, dict[str, Array]]:
             micro, _ = of_micro
             policy, uneven = self._policy(self._whole(params, base), of_micro, self.config.entropy, teacher)
-            terms, metrics = loss(policy, micro)
+            terms, metrics = evaluate(loss, policy, micro)
             masked = {name: jnp.where(micro.mask, x, 0) for name, x in metrics.items()}
             means = {name: jnp.max(x) if is_largest(name) else jnp.sum(x) / trained for name, x in masked.items()}
             if uneven is None:

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from pathlib import Path
 
+import numpy as np
 import torch
 
+from areal_x.loss import Loss, evaluate
 from areal_x.trainer import Devices, TrainerConfig
+from areal_x.types import Batch, Policy
 from areal_x_torch import attention, loading, lora, rotations
 from areal_x_torch.device import compute_dtype, find_device, memory_of
 from areal_x_torch.images import check_sharing
+from areal_x_torch.layout import to_tensor
 from areal_x_torch.parallel import check_model, sizes_of
 
 
@@ -29,3 +34,17 @@ def check(config: TrainerConfig) -> Devices:
     rotations.check_length("train.row_length", config.row_length, built, directory)
     attention.choose(config.model.attention, device, compute_dtype(config.precision, device))
     return Devices(device.type, 1 if device.type == "cpu" else torch.accelerator.device_count(), memory_of(device))
+
+
+def differentiate(loss: Loss, policy: Policy, batch: Batch) -> tuple[np.ndarray, Policy]:
+    """See `areal_x.trainer.Differentiate`."""
+    device = torch.device("cpu")
+    given = {f.name: to_tensor(x, device) for f in fields(Policy) if (x := getattr(policy, f.name)) is not None}
+    leaves = {name: x.requires_grad_() for name, x in given.items()}
+    rows = batch.map(lambda x: to_tensor(x, device))
+    terms, _ = evaluate(loss, Policy(**leaves), rows)
+    total = (rows.weights * terms).sum()
+    if total.requires_grad:
+        total.backward()
+    gradients = {name: np.zeros(x.shape) if x.grad is None else x.grad.numpy() for name, x in leaves.items()}
+    return terms.detach().numpy(), Policy(**gradients)

@@ -24,7 +24,8 @@ from areal_x.checkpoint import Wait
 from areal_x.data.tokenizer import check_known, check_vocabulary
 from areal_x.errors import ConfigError
 from areal_x.interrupts import check
-from areal_x.trainer import Loss, TrainerConfig, is_largest, recorded_experts
+from areal_x.loss import Loss, evaluate
+from areal_x.trainer import TrainerConfig, is_largest, recorded_experts
 from areal_x.types import IMAGES, Batch, Policy
 from areal_x_torch import attention, blocks, context, experts, head, loading, lora, model, optimizers, rotations, sharded
 from areal_x_torch.attention import Segments
@@ -113,7 +114,8 @@ class Trainer:
             rows = packed.map(lambda x: to_tensor(x, self.device))
             tally = None if self.routers is None else experts.Tally.of(self.routers, self.device)
             # Only what is trained on goes through the head: a loss masks everything else before it computes.
-            terms, metrics = loss(self._policy(packed, packed.mask, passes, self.config.entropy, self.teacher, tally), rows)
+            policy = self._policy(packed, packed.mask, passes, self.config.entropy, self.teacher, tally)
+            terms, metrics = evaluate(loss, policy, rows)
             total = (rows.weights * terms).sum()
             sums["loss"] += total.detach()
             if tally is not None:
