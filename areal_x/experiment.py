@@ -38,7 +38,8 @@ from areal_x.monitor.measures import Stopwatch, describe, explained, judge, rate
 from areal_x.monitor.metrics import MetricsWriter, read
 from areal_x.monitor.plot import PLOT, drawn
 from areal_x.monitor.timeline_plot import PICTURE
-from areal_x.recorded import by_gin, text_of
+from areal_x.monitor.trackers import Tracker, start
+from areal_x.recorded import by_gin, settings_of, text_of
 from areal_x.rollout.embedded import EmbeddedEngine
 from areal_x.rollout.engine import Engine
 from areal_x.rollout.journal import Journal
@@ -160,7 +161,7 @@ class Experiment(Settings):
         with (
             Journal(run, self.journal.keep_steps) as journal,
             self.create_rollout(engine, workflow, evaluation, journal, tokenizer, message) as rollout,
-            MetricsWriter(run, self.loggers, resumed_at=step if resume else None) as metrics,
+            MetricsWriter(run, self.trackers(run), resumed_at=step if resume else None) as metrics,
             checkpoint.Saver(run, self.keep_checkpoints, message) as saver,
             timeline.recording(run) as spans,
             watching(message, run / "logs", lambda: seconds if np.isfinite(seconds) else 0.0),
@@ -236,6 +237,9 @@ class Experiment(Settings):
         if joined is None or not callable(path):
             return resolve(path)
         return Path(joined.agree(lambda: str(resolve(path).absolute())))
+
+    def trackers(self, run: Path) -> list[Tracker]:
+        return [start(name, run, self.project, settings_of(run)) for name in self.loggers]
 
     def losses(self) -> dict[str, Loss]:
         """What the trainers minimise, by their names in Models."""

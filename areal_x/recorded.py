@@ -7,6 +7,7 @@ goes on from Python with the same objects.
 
 from __future__ import annotations
 
+import ast
 import functools
 import importlib
 import importlib.util
@@ -314,6 +315,18 @@ def parsed(text: str) -> tuple[list[str], dict[str, str]]:
             key = f"{section}.{statement.arg_name}" if statement.arg_name else section
             bound[key] = repr(statement.value)
     return statements, bound
+
+
+def settings_of(run: Path) -> dict[str, Any]:
+    """What a run's config.gin binds, by "configurable.parameter": plain values as they are, all else as it is written."""
+    return {name: _plain(value) for name, value in parsed((run / "config.gin").read_text(encoding="utf-8"))[1].items()}
+
+
+def _plain(text: str) -> Any:
+    try:
+        return ast.literal_eval(text)
+    except (ValueError, SyntaxError, RecursionError):  # a reference
+        return text
 
 
 def differences(before: str, now: str) -> list[str]:

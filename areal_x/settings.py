@@ -10,7 +10,7 @@ from areal_x.algorithms.algorithm import Algorithm
 from areal_x.algorithms.check import check_group_size
 from areal_x.algorithms.recipes import grpo
 from areal_x.errors import ConfigError, at_least, one_of, positive, within
-from areal_x.monitor.metrics import check_loggers
+from areal_x.monitor.trackers import PROJECT, check_loggers
 from areal_x.rollout.distribution import check_distribution
 from areal_x.rollout.embedded import EmbeddedConfig
 from areal_x.rollout.journal import JournalConfig
@@ -53,6 +53,7 @@ class Settings:
     evaluate_every, checkpoint_every: in steps; 0 is at the end only (evaluation also at the start). keep_checkpoints: how
     many of the newest stay.
     name: the directory below `runs`. loggers: "wandb" and "trackio", beside metrics.jsonl and TensorBoard (always written).
+    project: that they show the run in.
     serving: whether the model is served and not trained (`areal_x.serve` sets it), so that any distribution may be sampled.
     """
 
@@ -89,6 +90,7 @@ class Settings:
     name: str | None = None
     runs: str = "runs"
     loggers: tuple[str, ...] = ()
+    project: str = PROJECT
     serving: bool = False
 
     def __post_init__(self) -> None:

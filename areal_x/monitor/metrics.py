@@ -5,49 +5,38 @@ A row is a plain dict of numbers; `step` and `version` count, everything else is
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 from areal_x.checkpoint import is_disk_full
-from areal_x.errors import UserError, one_of
+from areal_x.errors import UserError
 from areal_x.monitor.tensorboard import ScalarWriter
+from areal_x.monitor.trackers import Tracker
 
 FILE = "metrics.jsonl"
-PROJECT = "areal-x"
-TRACKERS = ("wandb", "trackio")
 
 Row = Mapping[str, float]
-
-
-def check_loggers(loggers: Sequence[str]) -> None:
-    """Raises: ConfigError for a name that is not one of ours, UserError for one whose package is not installed."""
-    for name in loggers:
-        one_of("train.loggers", name, TRACKERS)
-        if importlib.util.find_spec(name) is None:
-            raise UserError(f"train.loggers asks for {name}, which is not installed: pip install {name}")
 
 
 class MetricsWriter:
     """Writes each row at once, so that a killed run has all its steps. Close it, or use it in a `with`.
 
-    loggers: "wandb" and "trackio" beside metrics.jsonl and TensorBoard, which are always written.
+    trackers: beside metrics.jsonl and TensorBoard, which are always written; they are finished with it.
     resumed_at: the step of the checkpoint that is gone on from; rows after it are cut, so that no step is there twice.
     """
 
-    def __init__(self, run: Path, loggers: Sequence[str] = (), resumed_at: int | None = None) -> None:
-        check_loggers(loggers)
+    def __init__(self, run: Path, trackers: Sequence[Tracker] = (), resumed_at: int | None = None) -> None:
         self.path = run / FILE
         if resumed_at is not None:
             cut(run, resumed_at)
         self._file = self.path.open("a", encoding="utf-8")
         self._tensorboard = ScalarWriter(run / "tensorboard", resumed_at)
-        self._trackers = [_start(name, run) for name in TRACKERS if name in loggers]
+        self._trackers = list(trackers)
 
     def write(self, row: Row) -> None:
         """One step's numbers. Raises: UserError when the disk is full."""
@@ -86,12 +75,26 @@ def to_json(row: Row) -> str:
 
 
 def read(run: Path) -> list[dict[str, Any]]:
-    """The rows of a run, in order; a last line that a crash left half written is not one."""
+    """The rows of a run, in order; a last line that a crash left half written is not one.
+
+    Raises: UserError for any other line that is not a row, with its place."""
     path = run / FILE
-    if not path.is_file():
+    if not path.exists():
         return []
-    lines = path.read_text(encoding="utf-8").split("\n")
-    return [json.loads(line) for line in lines[:-1] if line]
+    if not path.is_file():
+        raise UserError(f"{path} is no file: put it aside and go on")
+    lines = path.read_bytes().split(b"\n")
+    return [_row(line, f"{path}:{number}") for number, line in enumerate(lines[:-1], start=1) if line]
+
+
+def _row(line: bytes, place: str) -> dict[str, Any]:
+    try:
+        row = json.loads(line)
+    except (ValueError, RecursionError):  # of JSON and of UTF-8
+        row = None
+    if not isinstance(row, dict) or not isinstance(row.get("step"), int):
+        raise UserError(f"{place} is damaged: it is no row of metrics; delete that line and go on")
+    return row
 
 
 def cut(run: Path, step: int) -> None:
@@ -100,15 +103,6 @@ def cut(run: Path, step: int) -> None:
     rewritten = run / (FILE + ".new")
     rewritten.write_text("".join(to_json(row) + "\n" for row in kept), encoding="utf-8")
     rewritten.replace(run / FILE)
-
-
-def _start(name: str, run: Path) -> Any:
-    """A tracker's run, with `log` and `finish`. The run's name joins the parts of a resumed run."""
-    module = importlib.import_module(name)
-    start: Callable[..., Any] = module.init
-    if name == "wandb":
-        return start(project=PROJECT, name=run.name, id=run.name, dir=str(run), resume="allow")
-    return start(project=PROJECT, name=run.name, resume="allow")
 
 
 def _plain(value: Any) -> float | int | None:

@@ -7,7 +7,6 @@ import math
 import struct
 import subprocess
 import sys
-import types
 from pathlib import Path
 from typing import Any
 
@@ -118,30 +117,3 @@ def test_metrics_do_not_import_torch(tmp_path: Path) -> None:
         "MetricsWriter(Path(sys.argv[1])).close(); assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=True)
-
-
-@pytest.mark.parametrize("name", ["wandb", "trackio"])
-def test_a_tracker_gets_each_row_and_the_name_of_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    logged: list[Any] = []
-    run = types.SimpleNamespace(log=lambda row, step: logged.append((step, row)), finish=lambda: logged.append("finished"))
-    tracker = types.ModuleType(name)
-    tracker.__spec__ = types.SimpleNamespace()  # type: ignore[assignment]
-    tracker.init = lambda **given: logged.append((given["name"], given["resume"])) or run  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, name, tracker)
-    directory = tmp_path / "my-run"
-    directory.mkdir()
-    with MetricsWriter(directory, (name,)) as writer:
-        writer.write({"step": 4, "reward": 0.5, "accuracy": None})
-    assert logged == [("my-run", "allow"), (4, {"reward": 0.5}), "finished"]
-    assert metrics.read(directory) == [{"step": 4, "reward": 0.5, "accuracy": None}]
-
-
-def test_a_tracker_that_is_not_installed_says_how_to_get_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(UserError, match=r"train\.loggers asks for wandb, which is not installed: pip install wandb"):
-        MetricsWriter(tmp_path, ("wandb",))
-
-
-def test_an_unknown_tracker_is_refused_with_the_nearest(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"train.loggers = 'wandbb' cannot work: .*did you mean 'wandb'\?"):
-        MetricsWriter(tmp_path, ("wandbb",))
