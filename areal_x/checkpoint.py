@@ -179,7 +179,9 @@ def find_damage(path: Path) -> str:
         expected = {name: (entry["bytes"], entry["sha256"]) for name, entry in files.items()}
     except FileNotFoundError:
         return f"{MANIFEST} is missing"
-    except (ValueError, KeyError, TypeError, AttributeError):
+    except OSError as error:
+        return f"{MANIFEST} cannot be read: {error.strerror}"
+    except (ValueError, RecursionError, KeyError, TypeError, AttributeError):
         return f"{MANIFEST} cannot be read"
     if STATE not in expected:
         return f"{MANIFEST} does not list {STATE}"
@@ -189,7 +191,11 @@ def find_damage(path: Path) -> str:
             return f"{name} is missing"
         if file.stat().st_size != size:
             return f"{name} has {file.stat().st_size} bytes, not {size}"
-        if _digest(file) != digest:
+        try:
+            found = _digest(file)
+        except OSError as error:
+            return f"{name} cannot be read: {error.strerror}"
+        if found != digest:
             return f"{name} does not have its recorded sha256"
     return ""
 

@@ -10,9 +10,12 @@ model that they were trained beside, which must still be where it was; the optim
 from __future__ import annotations
 
 import argparse
+import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+
+import numpy as np
 
 from areal_x import checkpoint, lora, model_dir
 from areal_x.errors import UserError
@@ -36,7 +39,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def export(source: Path, directory: Path) -> None:
-    """Writes the model of a run, a checkpoint or a trainer's directory, one tensor in memory at a time.
+    """Writes the model of a run, a checkpoint or a trainer's directory, one tensor in memory at a time: all of it or nothing.
 
     Raises: UserError when there is no checkpoint, when something is at `directory`, or when the base of adapters is not what it
     was."""
@@ -44,20 +47,35 @@ def export(source: Path, directory: Path) -> None:
     if directory.exists() and not (directory.is_dir() and not any(directory.iterdir())):
         raise UserError(f"{directory} exists and is not overwritten: choose another directory")
     model_dir.check_portable(source)
+    directory = directory.absolute()
+    unfinished = directory.with_name(f".{directory.name}.unfinished")
+    shutil.rmtree(unfinished, ignore_errors=True)
+    try:
+        model_dir.write_model(unfinished, source, tensors_of(source))
+        unfinished.rename(directory)
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)
+
+
+def tensors_of(source: Path) -> Iterator[tuple[str, np.ndarray]]:
+    """Of a trainer's directory, with its adapters merged, one at a time. Raises: as `export`."""
     if not model_dir.is_adapter(source):
-        return model_dir.write_model(directory, source, model_dir.read_tensors(source))
+        return model_dir.read_tensors(source)
     found = lora.described(source)
     base = model_dir.resolve(found["base_model_name_or_path"])
-    if model_dir.read_state(source)["base"] != lora.fingerprint(base):
+    if model_dir.read_state(source).get("base") != lora.fingerprint(base):
         raise UserError(f"{base} is not the model that the adapters of {source} were trained beside: put that one there again")
     scale = found["lora_alpha"] / found["r"]
-    return model_dir.write_model(directory, source, lora.merged(model_dir.read_tensors(base), lora.read(source), scale))
+    return lora.merged(model_dir.read_tensors(base), lora.read(source), scale)
 
 
 def find(source: Path) -> Path:
     """The trainer's directory of a run, a checkpoint, or itself."""
     if (source / "checkpoints").is_dir():
         _, source, _ = checkpoint.newest(source)
+    for place in (source, source.parent):  # a checkpoint, or the trainer's directory in one
+        if (place / checkpoint.MANIFEST).exists() and (damage := checkpoint.find_damage(place)):
+            raise UserError(f"{place} is damaged ({damage}): take another checkpoint")
     if (source / "trainer").is_dir():
         source = source / "trainer"
     if not (source / model_dir.STATE).is_file():

@@ -107,6 +107,8 @@ def fingerprint(directory: Path) -> str:
 
 
 def described(directory: Path) -> dict[str, Any]:
-    """What adapter_config.json says."""
-    found: dict[str, Any] = json.loads((directory / CONFIG).read_text())
+    """What adapter_config.json says. Raises: UserError for a file that does not say what adapters are of."""
+    found = model_dir.read_object(directory / CONFIG)
+    if missing := [name for name in ("base_model_name_or_path", "r", "lora_alpha") if name not in found]:
+        raise UserError(f"{directory / CONFIG} has no {missing[0]}: copy it again")
     return found

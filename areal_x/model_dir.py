@@ -75,12 +75,15 @@ def _download(name: str) -> Path:
 
 def read_config(directory: Path) -> dict[str, Any]:
     """Raises: UserError for a file that is no config."""
-    return _read_object(directory / "config.json")
+    return read_object(directory / "config.json")
 
 
-def _read_object(file: Path) -> dict[str, Any]:
+def read_object(file: Path) -> dict[str, Any]:
+    """Of a JSON file. Raises: UserError for one that is not there, cannot be read, or holds anything else."""
     try:
         found = json.loads(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UserError(f"{file} cannot be read ({error.strerror}): copy it again") from error
     except (ValueError, RecursionError) as error:  # of JSON and of UTF-8
         raise UserError(f"{file} is not JSON ({error}): copy it again, or mend it") from error
     if not isinstance(found, dict):
@@ -137,7 +140,7 @@ def _files(directory: Path, single: str) -> list[Path]:
     index = directory / f"{single}.index.json"
     if not index.is_file():
         return [directory / single]
-    names = _read_object(index).get("weight_map")
+    names = read_object(index).get("weight_map")
     if not isinstance(names, dict) or not names or not all(isinstance(name, str) for name in names.values()):
         raise UserError(f"{index} has no weight_map from tensors to files: copy the model again")
     files = sorted({directory / name for name in names.values()})
@@ -238,7 +241,10 @@ def write_numbers(directory: Path, state: Mapping[str, Any]) -> None:
 
 
 def read_state(directory: Path) -> dict[str, Any]:
-    state: dict[str, Any] = json.loads((directory / STATE).read_text())
+    """Raises: UserError for a file that cannot be read, or has no version."""
+    state = read_object(directory / STATE)
+    if not isinstance(state.get("version"), int):
+        raise UserError(f"{directory / STATE} has no version: it is no trainer's, or damaged")
     return state
 
 
