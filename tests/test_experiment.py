@@ -6,12 +6,14 @@ import json
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from areal_x import checkpoint, model_dir
 from areal_x.algorithms.recipes import grpo
+from areal_x.data.batch import Models
 from areal_x.errors import ConfigError, UserError
 from areal_x.experiment import Experiment
 from areal_x.rollout.embedded import EmbeddedConfig
@@ -161,6 +163,13 @@ def test_resuming_runs_again_what_was_in_flight_and_consumes_every_task_once(exp
     tasks = [task for step in sorted(consumed) for task in consumed[step]]
     for epoch in range(2):  # 10 tasks, 2 a step
         assert sorted(tasks[10 * epoch : 10 * (epoch + 1)]) == sorted(task.id for task in TASKS)
+
+
+def test_a_steps_metrics_are_the_means_over_its_minibatches_and_skips_are_counted(experiment):
+    said = iter([{"loss": 1.0, "ratio": 2.0, "skipped": 0.0}, {"loss": 4.0, "ratio": 2.5, "skipped": 1.0}])
+    policy = SimpleNamespace(update=lambda batch, loss: next(said))
+    row = experiment.learn([None, None], Models(policy), None)
+    assert row == {"loss": 2.5, "ratio": 2.25, "skipped": 1.0}
 
 
 def test_a_penalty_to_the_reference_starts_at_zero_and_grows(experiment):

@@ -114,3 +114,32 @@ def test_a_step_of_episodes_without_any_token_changes_nothing() -> None:
         (batch,) = make_batches(groups, algorithm, 64, Models(Model(), Model(), Model()))  # type: ignore[arg-type]
         assert not batch.mask.any()
         assert not batch.advantages.any()
+
+
+def test_a_critic_learns_the_returns_and_not_what_is_whitened() -> None:
+    """Without a discount and with values of 0 a token's return is what its episode earned."""
+    (batch,) = make_batches([group()], recipes.ppo(), 64, Models(Model(), critic=Model()))  # type: ignore[arg-type]
+    np.testing.assert_allclose(batch.returns[batch.mask], -batch.behavior_logp[batch.mask], atol=1e-6)
+
+
+def test_a_correction_is_given_how_much_likelier_the_anchor_finds_a_token_than_its_sampler() -> None:
+    class Further(Model):
+        def logprobs(self, batch: Batch) -> np.ndarray:
+            return np.where(batch.mask, batch.behavior_logp + 0.5, 7.0).astype(np.float32)
+
+    def exponential(log_ratio: np.ndarray, mask: np.ndarray, segment_ids: np.ndarray) -> np.ndarray:
+        assert (log_ratio[~mask] == 0).all()
+        return np.exp(log_ratio)
+
+    corrected, plain = (
+        make_batches([group()], recipes.grpo(corrections=correction, proximal="recompute"), 64, Models(Further()))[0]  # type: ignore[arg-type]
+        for correction in (exponential, None)
+    )
+    np.testing.assert_allclose(corrected.weights, plain.weights * np.where(plain.mask, np.exp(0.5), 1), rtol=1e-5)
+
+
+def test_what_a_length_is_worth_is_asked_of_the_trained_tokens_alone() -> None:
+    algorithm = recipes.grpo(advantages=lambda rewards: rewards, shaping=lambda lengths: 10.0 * lengths)
+    (batch,) = make_batches([group()], algorithm, 64, Models(Model()))  # type: ignore[arg-type]
+    found = [batch.advantages[batch.mask & (batch.behavior_logp == -reward)] for reward in ANSWERS]
+    assert [x[0] for x in found] == [reward + 10 * length for reward, length in ANSWERS.items()]

@@ -11,6 +11,7 @@ ADVANTAGES = (f"{T}advantages.py", f"{T}properties.py")
 WEIGHTS = (f"{T}weighting.py", f"{T}properties.py")
 CORRECTIONS = (f"{T}corrections.py", f"{T}properties.py")
 BATCHES = (
+    "tests/data/test_batch.py",
     "tests/rollout/chat/test_credit.py",
     "tests/test_share_prompts.py",
     "tests/test_recipes_run.py",
@@ -312,7 +313,7 @@ MUTANTS: list[Mutant] = [
     ),
     *planted(
         A + "recipes.py",
-        (f"{T}recipes.py", "tests/test_docs.py", f"{T}advantages.py"),
+        (f"{T}recipes.py", "tests/test_docs.py", f"{T}advantages.py", "tests/data/test_batch.py"),
         (
             "GRPO averages over tokens where its paper averages over sequences",
             '    return recipe("grpo", parts, loss, weighting.sequence_mean,',

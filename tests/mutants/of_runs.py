@@ -262,7 +262,7 @@ MUTANTS: list[Mutant] = [
         ("tests/test_checkpoint.py",),
         (
             "a damaged checkpoint is resumed from",
-            "        if _digest(file) != digest:",
+            "        if found != digest:",
             "        if False:",
         ),
         (

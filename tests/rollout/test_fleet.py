@@ -334,6 +334,14 @@ def test_the_cached_beginning_is_the_common_one_in_whole_blocks(one: list[int], 
     assert prefixes.cached(np.int32(other), ["a", "b"]) == {"a": common // BLOCK * BLOCK, "b": 0}
 
 
+def test_a_block_is_in_cache_behind_the_same_beginning_alone() -> None:
+    first, other, second = (np.full(BLOCK, token, np.int32) for token in (1, 2, 3))
+    prefixes = Prefixes()
+    prefixes.remember(np.concatenate([first, second]), "a")
+    prefixes.remember(other, "a")
+    assert prefixes.cached(np.concatenate([other, second]), ["a"]) == {"a": BLOCK}
+
+
 def test_a_conversation_goes_on_where_its_beginning_was_and_new_weights_end_that() -> None:
     turn, longer = np.arange(40, dtype=np.int32), np.arange(60, dtype=np.int32)
     prefixes = Prefixes()

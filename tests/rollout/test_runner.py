@@ -148,6 +148,27 @@ def test_slots_bound_what_is_admitted_and_publication_frees_them():
     assert [g.admitted_version for g in first + second] == [0, 0, 1, 1]
 
 
+def test_a_groups_age_counts_from_its_admission_whatever_was_published_meanwhile():
+    async def test(begin):
+        release, began = asyncio.Event(), []
+
+        async def some_are_slow(task, engine):
+            if task.id in ("task 2", "task 3"):
+                began.append(task.id)
+                await release.wait()
+            return [await trajectory(engine)]
+
+        runner = make(FakeEngine(concurrency=20), Doing(some_are_slow), max_staleness=1, window=1)
+        begin(runner)
+        first = await runner.take()
+        await until(lambda: len(began) == 6)
+        runner.published(1)
+        release.set()
+        return first + await runner.take()
+
+    assert [(g.task.id, g.admitted_version) for g in drive(test)] == [(f"task {i}", 0) for i in range(4)]
+
+
 def test_failures_are_counted_and_never_trained_on_and_the_rest_of_the_group_stays():
     async def sometimes(task, engine):
         answer = await trajectory(engine)

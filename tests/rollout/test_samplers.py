@@ -68,6 +68,16 @@ def test_attempts_at_one_prompt_say_together_what_each_says_alone(trainer: Train
         np.testing.assert_allclose(logprobs, alone[slot][1], atol=1e-4)
 
 
+def test_tokens_of_one_completion_are_drawn_independently(trainer: Trainer) -> None:
+    """The tiny model finds all tokens nearly as likely as each other: one number for all draws would give one token for all."""
+    sampler = trainer.sampler(SLOTS, CONTEXT)
+    sampler.load(trainer.snapshot())
+    for tokens, _ in to_the_end(sampler, [slot_request(slot, 3, 200, seed=slot) for slot in range(4)]).values():
+        counts = np.bincount(tokens)
+        assert np.count_nonzero(counts) > 25
+        assert counts.max() < 0.2 * len(tokens)
+
+
 def test_logprobs_are_those_of_a_full_forward(engine, run, tiny_model_dir) -> None:
     run(conformance.check_logprobs_are_those_of_a_full_forward(engine, tiny_model_dir))
 

@@ -33,6 +33,7 @@ def test_slices_give_what_one_request_gives(most: int, slice_tokens: int, stop: 
     parts: list[Completion] = []
     while not parts or not ended(parts, most):
         done = sum(len(part.tokens) for part in parts)
+        assert done + next_length(done, most, slice_tokens) <= most
         parts.append(draw(context_of(prompt, parts), next_length(done, most, slice_tokens)))
         assert len(parts[-1].tokens) > 0
     whole = joined(parts)
