@@ -15,6 +15,7 @@ ELSEWHERE = (
     "agents.py",
     "guard.py",
     "rollout/agent_guard.py",
+    "rollout/mcp_worker.py",
     "rollout/schema_worker.py",
     "rollout/vllm/guard.py",
     "sandbox/keeper.py",

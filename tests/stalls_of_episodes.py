@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import sys
 import threading
 from dataclasses import dataclass, field
@@ -153,53 +154,75 @@ async def _(stall: Stall) -> None:
     assert await stall.through(answer, EPISODE_PATTERN, "its tool search") == "nothing"
 
 
-PAGE = SimpleNamespace(tools=["a tool"], next_cursor=None)
+TOLD = {"name": "search", "description": "", "parameters": {}}
 
 
-def connection(stall: Stall) -> Connection:
-    """Open, to a server that answers when the stall is released."""
+class Connected(Connection):
+    """To a server that is named, through a process that says these lines; before: what it waits for first."""
 
-    async def list_tools(cursor: Any) -> Any:
-        await stall.held()
-        return PAGE
+    def __init__(self, *lines: dict[str, Any], before: Any = None, ends: Any = None) -> None:
+        super().__init__(McpServer(command=("the-server",)))
+        self.lines, self.before, self.ends = lines, before, ends
 
-    async def call_tool(name: str, arguments: Any) -> str:
-        await stall.held()
-        return "the answer"
+    async def _started(self) -> Any:
+        if self.before is not None:
+            await self.before()
+        self.says = asyncio.StreamReader()
+        for line in self.lines:
+            self.say(line)
+        stdin = SimpleNamespace(write=lambda data: None, close=self.says.feed_eof, is_closing=lambda: False)
+        return SimpleNamespace(stdin=stdin, stdout=self.says, returncode=None, wait=self.ends or ended)
 
-    made = Connection(McpServer(command=("the-server",)))
-    made._client = SimpleNamespace(list_tools=list_tools, call_tool=call_tool)
-    made._task = asyncio.create_task(stall.held())
-    return made
+    def say(self, line: dict[str, Any]) -> None:
+        self.says.feed_data(json.dumps(line).encode() + b"\n")
+
+
+async def ended() -> int:
+    return 0
+
+
+OPEN: tuple[dict[str, Any], ...] = ({"connected": True}, {"tool": TOLD}, {"listed": True})
 
 
 @stall("the MCP server to list its tools")
 async def _(stall: Stall) -> None:
-    assert await stall.for_episode(connection(stall).open(), r" \(the-server\)") == ["a tool"]
+    made = Connected(*OPEN[:2])
+
+    async def listed() -> None:
+        await stall.held()
+        made.say(OPEN[2])
+
+    later = asyncio.create_task(listed())
+    assert await stall.for_episode(made.open(), r" \(the-server\)") == [TOLD]
+    await later
 
 
 @stall("the MCP server to answer")
 async def _(stall: Stall) -> None:
-    call = connection(stall).call("search", {})
-    assert await stall.for_episode(call, r" \(the-server, tool search\)") == "the answer"
+    made = Connected(*OPEN)
+
+    async def answered() -> None:
+        await stall.held()
+        made.say({"call": 0, "text": "the answer", "failed": False})
+
+    later = asyncio.create_task(answered())
+    answer = await stall.for_episode(made.call("search", {}), r" \(the-server, tool search\)")
+    assert answer["text"] == "the answer"
+    await later
+    await made.close()
 
 
 @stall("the MCP server to end")
 async def _(stall: Stall) -> None:
-    await stall.for_episode(connection(stall).close(), r" \(the-server\)")
+    made = Connected(*OPEN, ends=stall.held)
+    await made.open()
+    await stall.for_episode(made.close(), r" \(the-server\)")
 
 
 @stall("the MCP server to start")
 async def _(stall: Stall) -> None:
-    class Silent(Connection):
-        async def _hold(self, ready: asyncio.Future[Any], end: asyncio.Event) -> None:
-            await stall.held()
-            ready.set_result(SimpleNamespace(list_tools=listed))
-
-    async def listed(cursor: Any) -> Any:
-        return PAGE
-
-    assert await stall.for_episode(Silent(McpServer(command=("the-server",))).open(), r" \(the-server\)") == ["a tool"]
+    made = Connected(*OPEN, before=stall.held)
+    assert await stall.for_episode(made.open(), r" \(the-server\)") == [TOLD]
 
 
 # ---- the sandbox

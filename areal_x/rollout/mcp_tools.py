@@ -3,18 +3,31 @@
 from __future__ import annotations
 
 import asyncio
+import importlib.util
+import json
 import os
+import sys
 from collections.abc import Sequence
-from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass, field
+from itertools import count
 from typing import Any
 
 import gin
 
-from areal_x import background
+from areal_x import background, guard
 from areal_x.errors import UserError, nearest, positive
+from areal_x.rollout import json_bounds
+from areal_x.rollout.mcp_worker import LINE
 from areal_x.rollout.tools import Schema, Tool, ToolError, schema_of
 from areal_x.waits import waiting, whose
+
+MODULE = "areal_x.rollout.mcp_worker"
+KEPT_VARIABLES = ("HOME", "LANG", "LOGNAME", "PATH", "SHELL", "TERM", "TMPDIR", "USER")
+END_SECONDS = 10.0  # for the server to end by itself, and what MCP has for that
+
+
+class McpError(Exception):
+    """Of a server, in its words."""
 
 
 @gin.configurable("mcp_server")
@@ -52,14 +65,16 @@ class McpServer:
 
     async def setup(self) -> Sequence[Tool]:
         listed = await self.connection.open()
-        names = [tool.name for tool in listed]
+        names = [tool["name"] for tool in listed]
         for name in self.only:
             if name not in names:
                 raise UserError(f"mcp_server.only names {name!r}, but the server has {', '.join(names)}{nearest(name, names)}")
         return [
-            McpTool(self.connection, tool.name, schema_of(self.prefix + tool.name, tool.description or "", tool.input_schema))
+            McpTool(
+                self.connection, tool["name"], schema_of(self.prefix + tool["name"], tool["description"], tool["parameters"])
+            )
             for tool in listed
-            if not self.only or tool.name in self.only
+            if not self.only or tool["name"] in self.only
         ]
 
     async def close(self) -> None:
@@ -79,121 +94,139 @@ class McpTool:
         return str(self.schema["function"]["name"])
 
     async def call(self, arguments: dict[str, Any]) -> str:
-        result = await self.connection.call(self.own_name, arguments)
-        text = "\n".join(block.text if block.type == "text" else f"[{block.type}]" for block in result.content)
-        if result.is_error:
-            raise ToolError(f"The tool {self.name} failed: {text}")
-        return text
+        answer = await self.connection.call(self.own_name, arguments)
+        if answer["failed"]:
+            raise ToolError(f"The tool {self.name} failed: {answer['text']}")
+        return str(answer["text"])
 
 
 class Connection:
-    """To one server, held by a task of its own, as what opens it must close it. Opened anew for a call when it was lost."""
+    """To one server, held by a process of its own (areal_x.rollout.mcp_worker). Opened anew for a call when it was lost."""
 
     def __init__(self, server: McpServer) -> None:
         self._server, self._name = server, " ".join(server.command) or server.url
         self._opening = asyncio.Lock()
-        self._task: asyncio.Task[None] | None = None
-        self._end = asyncio.Event()
-        self._client: Any = None
+        self._process: asyncio.subprocess.Process | None = None
+        self._reading: asyncio.Task[None] | None = None
+        self._tools: list[dict[str, Any]] = []
+        self._asked: dict[int, asyncio.Future[dict[str, Any]]] = {}
+        self._numbers = count()
 
-    async def open(self) -> list[Any]:
-        """What the server lists. Raises UserError where it cannot be reached."""
+    async def open(self) -> list[dict[str, Any]]:
+        """The tools that the server lists, each its name, description and parameters. Raises UserError where it cannot be
+        reached."""
         async with self._opening:
             await self._open()
-            tools, cursor = [], None
-            with waiting(whose(), "the MCP server to list its tools", self._name):
-                while True:
-                    page = await self._client.list_tools(cursor=cursor)
-                    tools += page.tools
-                    if (cursor := page.next_cursor) is None:
-                        return tools
+            return self._tools
 
-    async def call(self, name: str, arguments: dict[str, Any]) -> Any:
+    async def call(self, tool: str, arguments: dict[str, Any]) -> dict[str, Any]:
+        """The text of the answer, and whether it is one of a failure. Raises: McpError."""
         async with self._opening:
             await self._open()
-        client = self._client
+            process = self._process
+        number, future = next(self._numbers), asyncio.get_running_loop().create_future()
+        self._asked[number] = future
         try:
-            with waiting(whose(), "the MCP server to answer", f"{self._name}, tool {name}"):
-                return await client.call_tool(name, arguments)
-        except Exception as error:
-            if _is_closed(error) and client is self._client:
-                await self.close()
-            raise
+            self._tell({"call": number, "tool": tool, "arguments": arguments})
+            with waiting(whose(), "the MCP server to answer", f"{self._name}, tool {tool}"):
+                answer: dict[str, Any] = await future
+        finally:
+            if self._asked.pop(number, None) is not None and not future.done():
+                self._tell({"cancel": number})
+        if answer.get("lost"):
+            async with self._opening:
+                if self._process is process:
+                    await self.close()
+        if "error" in answer:
+            raise McpError(answer["error"])
+        return answer
 
     async def close(self) -> None:
-        task, self._task = self._task, None
-        self._end.set()
-        if task is not None:
-            with waiting(whose(), "the MCP server to end", self._name):
-                await asyncio.wait([task])
-            with suppress(BaseException):  # of a server that was gone before
-                task.result()
+        process, self._process = self._process, None
+        if process is None:
+            return
+        assert process.stdin is not None
+        process.stdin.close()
+        with waiting(whose(), "the MCP server to end", self._name):
+            try:
+                async with asyncio.timeout(END_SECONDS):
+                    await process.wait()
+            except TimeoutError:
+                process.kill()
+                await process.wait()
+            if self._reading is not None:
+                await asyncio.wait([self._reading])
 
     async def _open(self) -> None:
-        if self._task is not None and not self._task.done():
+        if self._process is not None and self._process.returncode is None and self._reading and not self._reading.done():
             return
-        self._end = asyncio.Event()
-        ready: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-        # A connection that is lost is opened again by the next call.
-        self._task = background.start(self._hold(ready, self._end), "the connection to an MCP server", failed=lambda _: None)
+        await self.close()
+        if importlib.util.find_spec("mcp") is None:
+            raise UserError("mcp_server needs the package mcp: pip install 'areal-x[mcp]'")
+        key = self._server.key_variable
+        if key and key not in os.environ:
+            raise UserError(f"mcp_server.key_variable = {key!r} cannot work: there is no such environment variable")
         try:
             async with asyncio.timeout(self._server.start_seconds):
                 with waiting(whose(), "the MCP server to start", self._name):
-                    self._client = await ready
-        except ImportError:
-            raise UserError("mcp_server needs the package mcp: pip install 'areal-x[mcp]'") from None
+                    self._process = await self._started()
+                    await self._line()
+                with waiting(whose(), "the MCP server to list its tools", self._name):
+                    self._tools = []
+                    while tool := (await self._line()).get("tool"):
+                        self._tools.append(tool)
         except BaseException as error:
-            self._task.cancel()
+            if self._process is not None and self._process.returncode is None:
+                self._process.kill()
             await self.close()
-            if not isinstance(error, Exception) or isinstance(error, UserError):
+            if not isinstance(error, McpError | TimeoutError | ValueError | OSError):
                 raise
             seconds = f"did not answer within {self._server.start_seconds:g} seconds"
-            reason = seconds if isinstance(error, TimeoutError) else f"cannot be reached ({_sentence(error)})"
+            reason = seconds if isinstance(error, TimeoutError) else f"cannot be reached ({error})"
             raise UserError(f"the MCP server {self._name!r} {reason}") from None
+        # A connection that is lost is opened again by the next call.
+        self._reading = background.start(self._read(), "the connection to an MCP server", failed=lambda _: None)
 
-    async def _hold(self, ready: asyncio.Future[Any], end: asyncio.Event) -> None:
-        """Keeps the connection until the end is wanted, or it is lost."""
+    async def _started(self) -> asyncio.subprocess.Process:
+        server = self._server
+        names = {*KEPT_VARIABLES, *server.variables, server.key_variable} & os.environ.keys()
+        told = {
+            "command": server.command,
+            "url": server.url,
+            "variables": server.variables,
+            "key_variable": server.key_variable,
+        }
+        return await asyncio.create_subprocess_exec(
+            *guard.command(MODULE, sys.path, told, os.getpid()),
+            env={name: os.environ[name] for name in names},
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            limit=LINE,
+            start_new_session=True,  # an interrupt at the terminal is the run's to handle
+        )
+
+    async def _line(self) -> dict[str, Any]:
+        """What the process says next. Raises: McpError where it says that there is no server, or no more."""
+        assert self._process is not None
+        assert self._process.stdout is not None
+        line = await self._process.stdout.readline()
+        said: dict[str, Any] = json_bounds.loads(line) if line else {"refused": "the connection to it was lost"}
+        if "refused" in said:
+            raise McpError(said["refused"])
+        return said
+
+    async def _read(self) -> None:
+        """Hands on what calls are answered, until there are no more answers."""
         try:
-            from mcp import Client, StdioServerParameters
-            from mcp.client.streamable_http import streamable_http_client
+            while True:
+                answer = await self._line()
+                if future := self._asked.pop(answer["call"], None):
+                    future.set_result(answer)
+        finally:
+            for future in self._asked.values():
+                if not future.done():
+                    future.set_result({"error": "the connection to it was lost"})
 
-            server = self._server
-            async with AsyncExitStack() as stack:
-                if server.command:
-                    environment = {name: os.environ[name] for name in server.variables if name in os.environ}
-                    words = list(server.command)
-                    to: Any = StdioServerParameters(command=words[0], args=words[1:], env=environment)
-                else:
-                    http = await stack.enter_async_context(_http_client(server.key_variable))
-                    to = streamable_http_client(server.url, http_client=http)
-                client = await stack.enter_async_context(Client(to))
-                if not ready.done():  # else nobody waits for it any more
-                    ready.set_result(client)
-                await end.wait()
-        except BaseException as error:
-            if not ready.done():
-                ready.set_exception(error if isinstance(error, Exception) else RuntimeError(type(error).__name__))
-            raise
-
-
-def _http_client(key_variable: str) -> Any:
-    import httpx2
-
-    if key_variable and key_variable not in os.environ:
-        raise UserError(f"mcp_server.key_variable = {key_variable!r} cannot work: there is no such environment variable")
-    headers = {"Authorization": f"Bearer {os.environ[key_variable]}"} if key_variable else {}
-    return httpx2.AsyncClient(headers=headers, timeout=httpx2.Timeout(30.0, read=300.0))
-
-
-def _is_closed(error: Exception) -> bool:
-    from mcp import MCPError
-    from mcp_types import CONNECTION_CLOSED
-
-    return isinstance(error, MCPError) and error.code == CONNECTION_CLOSED
-
-
-def _sentence(error: BaseException) -> str:
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    text = " ".join(str(error).split())
-    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+    def _tell(self, message: dict[str, Any]) -> None:
+        if self._process is not None and self._process.stdin is not None and not self._process.stdin.is_closing():
+            self._process.stdin.write(json.dumps(message).encode() + b"\n")

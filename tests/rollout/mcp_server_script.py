@@ -5,8 +5,13 @@ import sys
 import threading
 
 from mcp.server.mcpserver import MCPServer
+from mcp_types import CallToolResult, TextContent, Tool
 
 server = MCPServer("test")
+
+
+async def listed(tools):
+    return tools
 
 
 @server.tool()
@@ -46,8 +51,27 @@ def process() -> int:
     return os.getpid()
 
 
+@server.tool()
+def answers(kind: str) -> CallToolResult:
+    """Far too much."""
+    match kind:
+        case "a text":
+            return CallToolResult(content=[TextContent(type="text", text="is it " * 10**6)])
+        case "many":
+            return CallToolResult(content=[TextContent(type="text", text="is")] * 10**5)
+        case "values":
+            return CallToolResult(content=[], structured_content={"a": [[i] for i in range(10**6)]})
+        case _:
+            return CallToolResult(content=[TextContent(type="text", text="\\" * 10**6)], meta={str(i): i for i in range(10**5)})
+
+
 if __name__ == "__main__":
     match sys.argv[1:]:
+        case ["many"]:
+            properties = {f"p{i}": {"type": "string"} for i in range(10**5)}
+            big = Tool(name="big", input_schema={"type": "object", "properties": properties})
+            server.list_tools = lambda *_, **__: listed([big])
+            server.run()
         case []:
             server.run()
         case ["hangs"]:

@@ -9,9 +9,11 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
+import sys
 import threading
 import time
 from dataclasses import replace
+from pathlib import Path
 
 import httpx
 import numpy as np
@@ -26,7 +28,8 @@ from areal_x.rollout.engine import Completion, SamplingParams
 from areal_x.rollout.environment import Environment
 from areal_x.rollout.gateway import Gateway
 from areal_x.rollout.hosted import Hosted
-from areal_x.rollout.tools import schema_of
+from areal_x.rollout.mcp_tools import McpServer
+from areal_x.rollout.tools import Toolbox, schema_of
 from areal_x.rollout.workflows import SingleTurn
 from areal_x.types import Scored, Task
 from tests.rollout.chat.speaking import tokenizer_of
@@ -394,3 +397,18 @@ def test_a_tree_of_many_branches_becomes_trajectories_in_short_turns(watched):
             await ready.close()
 
     assert len(watched(play()).trajectories) == 100
+
+
+@pytest.mark.parametrize("kind", ["a text", "many", "values", "escapes"])
+def test_what_a_tools_server_answers_is_read_in_short_turns(watched, kind):
+    pytest.importorskip("mcp")
+
+    async def call():
+        toolbox = Toolbox([McpServer((sys.executable, str(Path(__file__).with_name("mcp_server_script.py"))))])
+        try:
+            await toolbox.setup()
+            return await toolbox.call("answers", json.dumps({"kind": kind}))
+        finally:
+            await toolbox.close()
+
+    watched(call())

@@ -55,7 +55,7 @@ def test_a_servers_tools_are_listed_and_called():
         return schemas, sums, pid
 
     schemas, sums, pid = asyncio.run(run())
-    assert list(schemas) == ["add", "fails", "environment", "sleeps", "dies", "process"]
+    assert list(schemas) == ["add", "fails", "environment", "sleeps", "dies", "process", "answers"]
     assert schemas["add"]["description"] == "Adds two numbers."
     assert schemas["add"]["parameters"]["required"] == ["a", "b"]
     assert sums == [str(n + 1) for n in range(10)]
@@ -153,3 +153,58 @@ def test_without_the_package_it_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "mcp", None)
     with pytest.raises(UserError, match=r"pip install 'areal-x\[mcp\]'"):
         answers(McpServer(COMMAND))
+
+
+def test_a_tool_that_says_too_much_of_itself_is_refused():
+    with pytest.raises(UserError, match=r"what its tool 'big' says of itself has \d+ characters, more than 262144"):
+        answers(McpServer((*COMMAND, "many")))
+
+
+def test_an_answer_is_cut_and_says_so():
+    server = McpServer(COMMAND)
+
+    async def run():
+        (tool,) = [tool for tool in await server.setup() if tool.name == "answers"]
+        try:
+            return await tool.call({"kind": "a text"})
+        finally:
+            await server.close()
+
+    text = asyncio.run(run())
+    assert text.endswith("… (5737856 characters more)")
+    assert text.startswith("is it is it")
+
+
+def test_a_call_that_is_given_up_goes_on_nowhere():
+    """And the connection serves the next."""
+
+    async def run():
+        server = McpServer(COMMAND)
+        tools = {tool.name: tool for tool in await server.setup()}
+        try:
+            for _ in range(3):
+                with pytest.raises(TimeoutError):
+                    await asyncio.wait_for(tools["sleeps"].call({}), 0.2)
+            return await tools["add"].call({"a": 1, "b": 1}), server.connection._asked
+        finally:
+            await server.close()
+
+    assert asyncio.run(run()) == ("2", {})
+
+
+def test_the_processes_end_with_a_run_that_is_killed(tmp_path):
+    code = (
+        "import asyncio, sys\n"
+        "from areal_x.rollout.mcp_tools import McpServer\n"
+        "async def run():\n"
+        f"    tools = {{t.name: t for t in await McpServer({COMMAND!r}).setup()}}\n"
+        "    print(await tools['process'].call({}), flush=True)\n"
+        "    await asyncio.Event().wait()\n"
+        "asyncio.run(run())"
+    )
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as process:
+        pid = int(process.stdout.readline())
+        (worker,) = psutil.Process(process.pid).children()
+        process.kill()
+    while not (gone(pid) and gone(worker.pid)):
+        pass
