@@ -95,9 +95,7 @@ ALLOWED: dict[str, Inside | Bounded | str] = {
     "rollout/loop.py result: wait()": Inside(GROUPS),  # and in every other call of the rollout
     "rollout/loop.py run: thread.join()": AT_ONCE,
     "rollout/loop.py together: await asyncio.gather": Inside(SERVER),
-    "rollout/mcp_tools.py Connection._line: await self._process.stdout.readline": Inside(
-        MCP
-    ),  # or on the task that reads answers
+    "rollout/mcp_tools.py told_by: await process.stdout.readline": Inside(MCP),  # or on the task that reads answers
     "rollout/mcp_tools.py Connection._started: await asyncio.create_subprocess_exec": Inside(MCP),
     "rollout/mcp_tools.py Connection.call: async with self._opening": Inside(MCP),
     "rollout/mcp_tools.py Connection.open: async with self._opening": Inside(MCP),

@@ -23,6 +23,7 @@ from areal_x.waits import waiting, whose
 
 MODULE = "areal_x.rollout.mcp_worker"
 KEPT_VARIABLES = ("HOME", "LANG", "LOGNAME", "PATH", "SHELL", "TERM", "TMPDIR", "USER")
+LOST = "the connection to it was lost"
 END_SECONDS = 10.0  # for the server to end by itself, and what MCP has for that
 
 
@@ -131,7 +132,7 @@ class Connection:
             with waiting(whose(), "the MCP server to answer", f"{self._name}, tool {tool}"):
                 answer: dict[str, Any] = await future
         finally:
-            if self._asked.pop(number, None) is not None and not future.done():
+            if self._asked.pop(number, None) is not None:  # it was given up
                 self._tell({"cancel": number})
         if answer.get("lost"):
             async with self._opening:
@@ -169,11 +170,11 @@ class Connection:
         try:
             async with asyncio.timeout(self._server.start_seconds):
                 with waiting(whose(), "the MCP server to start", self._name):
-                    self._process = await self._started()
-                    await self._line()
+                    self._process = process = await self._started()
+                    await told_by(process)
                 with waiting(whose(), "the MCP server to list its tools", self._name):
                     self._tools = []
-                    while tool := (await self._line()).get("tool"):
+                    while tool := (await told_by(process)).get("tool"):
                         self._tools.append(tool)
         except BaseException as error:
             if self._process is not None and self._process.returncode is None:
@@ -185,7 +186,7 @@ class Connection:
             reason = seconds if isinstance(error, TimeoutError) else f"cannot be reached ({error})"
             raise UserError(f"the MCP server {self._name!r} {reason}") from None
         # A connection that is lost is opened again by the next call.
-        self._reading = background.start(self._read(), "the connection to an MCP server", failed=lambda _: None)
+        self._reading = background.start(self._read(process), "the connection to an MCP server", failed=lambda _: None)
 
     async def _started(self) -> asyncio.subprocess.Process:
         server = self._server
@@ -205,28 +206,31 @@ class Connection:
             start_new_session=True,  # an interrupt at the terminal is the run's to handle
         )
 
-    async def _line(self) -> dict[str, Any]:
-        """What the process says next. Raises: McpError where it says that there is no server, or no more."""
-        assert self._process is not None
-        assert self._process.stdout is not None
-        line = await self._process.stdout.readline()
-        said: dict[str, Any] = json_bounds.loads(line) if line else {"refused": "the connection to it was lost"}
-        if "refused" in said:
-            raise McpError(said["refused"])
-        return said
-
-    async def _read(self) -> None:
+    async def _read(self, process: asyncio.subprocess.Process) -> None:
         """Hands on what calls are answered, until there are no more answers."""
         try:
             while True:
-                answer = await self._line()
-                if future := self._asked.pop(answer["call"], None):
-                    future.set_result(answer)
+                answer = await told_by(process)
+                self._answer(answer["call"], answer)
         finally:
-            for future in self._asked.values():
-                if not future.done():
-                    future.set_result({"error": "the connection to it was lost"})
+            for number in list(self._asked):
+                self._answer(number, {"error": LOST})
+
+    def _answer(self, number: int, answer: dict[str, Any]) -> None:
+        future = self._asked.pop(number, None)
+        if future is not None and not future.done():  # else the call was given up
+            future.set_result(answer)
 
     def _tell(self, message: dict[str, Any]) -> None:
         if self._process is not None and self._process.stdin is not None and not self._process.stdin.is_closing():
             self._process.stdin.write(json.dumps(message).encode() + b"\n")
+
+
+async def told_by(process: asyncio.subprocess.Process) -> dict[str, Any]:
+    """What the process says next. Raises: McpError where it says that there is no server, or no more."""
+    assert process.stdout is not None
+    line = await process.stdout.readline()
+    said: dict[str, Any] = json_bounds.loads(line) if line else {"refused": LOST}
+    if "refused" in said:
+        raise McpError(said["refused"])
+    return said

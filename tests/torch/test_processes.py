@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -294,3 +295,32 @@ def test_who_raises_says_where_and_ends_the_others_and_the_run_goes_on(tiny_mode
     last = checkpoint.steps(run)[-1]
     finished([*command, "-b", f"train.steps = {last + 1}", "--resume"], 1, 1, folder)
     assert read(run)[-1]["step"] == last + 1
+
+
+@pytest.mark.parametrize("told", ["the first", "the other", "both"])
+def test_a_signal_ends_both_processes_and_says_how_to_go_on(told: str, tiny_model_dir: Path, tmp_path: Path) -> None:
+    """As Ctrl-C at a terminal tells both, a scheduler one of them."""
+    folder = tmp_path / "run"
+    command = command_of(tiny_model_dir, folder, WRITTEN, *TWO)
+    run = folder / "runs" / "run"
+    with started(command, 1, 1, folder) as (process,):
+        wait_for(lambda: checkpoint.steps(run), process, folder)
+        (other,) = psutil.Process(process.pid).children()
+        if told != "the other":
+            process.send_signal(signal.SIGINT)
+        if told != "the first":
+            other.send_signal(signal.SIGTERM)
+        code = process.wait(timeout=100)
+        assert not is_there(other)
+    said = (folder / "err-0").read_text()
+    assert "Traceback" not in said
+    if told == "the other":
+        assert (code, said) == (1, "stopped\nerror: process 1 ended: it was stopped\n")
+    else:
+        assert code == 130
+        goes_on = r"^stopped: the run is in .*; go on from step \d+ with: python -m areal_x\.train .* --resume$"
+        assert re.search(goes_on, said, flags=re.MULTILINE)
+    if told == "both":
+        last = checkpoint.steps(run)[-1]
+        finished([*command, "-b", f"train.steps = {last + 1}", "--resume"], 1, 1, folder)
+        assert [row["step"] for row in read(run)] == list(range(last + 2))
