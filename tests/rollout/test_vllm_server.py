@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import socket
@@ -17,6 +18,7 @@ import pytest
 
 from areal_x.errors import ConfigError
 from areal_x.rollout.vllm import guard
+from areal_x.rollout.vllm import server as servers
 from areal_x.rollout.vllm.config import VLLMConfig
 from areal_x.rollout.vllm.server import Launch, command, default_threads, environment, reason_in, reserve, start
 
@@ -67,8 +69,8 @@ def test_a_server_sees_the_devices_that_it_is_given_whatever_their_kind() -> Non
 
 def test_servers_together_get_at_most_half_the_cores_unless_they_are_more_than_that() -> None:
     cores = len(os.sched_getaffinity(0))
-    for servers in (1, 2, 100):
-        assert default_threads(servers) * servers <= max(cores // 2, servers)
+    for count in (1, 2, 100):
+        assert default_threads(count) * count <= max(cores // 2, count)
 
 
 def test_a_port_in_use_is_one_sentence() -> None:
@@ -84,6 +86,37 @@ def test_a_reserved_port_is_free_for_the_server_and_for_nobody_else() -> None:
         server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         server.bind(address)
         server.listen()
+
+
+SLOW = """
+import http.server, os, sys, time
+class Healthy(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200)
+        self.end_headers()
+    def log_message(self, *_): ...
+while not os.path.exists(sys.argv[2]):  # as long as vLLM takes to be imported
+    time.sleep(0.01)
+http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Healthy).serve_forever()
+"""
+
+
+def test_nobody_takes_a_servers_port_while_it_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def slow(launch: Launch, port: int, cpu: bool) -> list[str]:
+        return [sys.executable, "-c", SLOW, str(port), str(tmp_path / "imported")]
+
+    monkeypatch.setattr(servers, "command", slow)
+    server = start(replace(LAUNCH, log=tmp_path / "log", staging=tmp_path / "staging"))
+    try:
+        address = "127.0.0.1", int(server.url.rpartition(":")[2])
+        with socket.socket() as stranger, pytest.raises(OSError, match="in use"):
+            stranger.bind(address)
+        (tmp_path / "imported").touch()
+        asyncio.run(servers.wait_until_ready(server, "the server", 60, lambda line: None))
+        assert server.reserved is not None
+        assert server.reserved.fileno() == -1  # let go of
+    finally:
+        server.stop()
 
 
 def test_the_reason_is_the_error_that_others_point_at() -> None:

@@ -68,13 +68,15 @@ class Launch:
 
 @dataclass(frozen=True)
 class Server:
-    """A server process of ours. log_start: where in the log file its own lines begin."""
+    """A server process of ours. log_start: where in the log file its own lines begin. reserved: keeps its port for it until it
+    listens there, which takes as long as vLLM takes to be imported."""
 
     process: subprocess.Popen[bytes]
     url: str
     key: str = field(repr=False)
     log: Path
     log_start: int
+    reserved: socket.socket | None = field(default=None, repr=False, compare=False)
 
     def last_words(self) -> str:
         """The lines of the log that say why it ended."""
@@ -89,8 +91,14 @@ class Server:
             lines = [line for line in log.read().decode(errors="replace").splitlines() if line.strip()]
         return f"its log ends: {lines[-1][:300]}" if lines else "its log is empty"
 
+    def release(self) -> None:
+        """Lets go of the port."""
+        if self.reserved is not None:
+            self.reserved.close()
+
     def stop(self) -> None:
         """Ends the server and everything it started; returns when they are gone. Harmless when it has ended already."""
+        self.release()
         self.process.terminate()
         try:
             self.process.wait(STOP_SECONDS)
@@ -135,21 +143,26 @@ def start(launch: Launch) -> Server:
         raise ConfigError("trainer.replay_experts", True, wanted)
     key = secrets.token_urlsafe(32)
     launch.log.parent.mkdir(parents=True, exist_ok=True)
-    with reserve(launch.port) as reserved, launch.log.open("ab") as log:
-        port, log_start = reserved.getsockname()[1], log.tell()
-        process = subprocess.Popen(
-            [sys.executable, "-I", guard.__file__, str(os.getpid()), str(launch.staging), *command(launch, port, cpu)],
-            env=environment(launch, key, cpu),
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,  # Ctrl-C is for the run, which then stops its servers in order
-        )
-        return Server(process, f"http://{LOOPBACK}:{port}", key, launch.log, log_start)
+    reserved = reserve(launch.port)
+    try:
+        with launch.log.open("ab") as log:
+            port, log_start = reserved.getsockname()[1], log.tell()
+            process = subprocess.Popen(
+                [sys.executable, "-I", guard.__file__, str(os.getpid()), str(launch.staging), *command(launch, port, cpu)],
+                env=environment(launch, key, cpu),
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,  # Ctrl-C is for the run, which then stops its servers in order
+            )
+    except BaseException:
+        reserved.close()
+        raise
+    return Server(process, f"http://{LOOPBACK}:{port}", key, launch.log, log_start, reserved)
 
 
 def reserve(port: int) -> socket.socket:
-    """A bound socket that keeps a loopback port ours until the server, which binds with SO_REUSEADDR too, has taken it."""
+    """A bound socket that keeps a loopback port ours: only the server, which binds with SO_REUSEADDR too, can take it."""
     reserved = socket.socket()
     reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
@@ -247,6 +260,7 @@ async def wait_until_ready(server: Server, name: str, timeout_seconds: float, re
                     reported = now
                 await asyncio.sleep(POLL_SECONDS)
     finally:
+        server.release()
         await client.close()
     report(f"{name} is ready after {time.monotonic() - began:.0f} s")
 
