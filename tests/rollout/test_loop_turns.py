@@ -237,6 +237,78 @@ def sent(watched, gateway, path, body, said):
     return watched(exchange())
 
 
+FRAGMENTS = (
+    "is it raining? ", "a", " ", "\n", "\\", '"', "一二三", "\U0001f600", "\ud800", "<tool_call>", "</tool_call>", "{", "}",
+    "[", "]", ",", ":", "</think>", "placeholder1 ", "<|im_end|>", "^(a+)+$", "9", "-", "null", '{"name":"f","arguments":',
+)  # fmt: skip
+FIELDS = (
+    "role", "content", "type", "text", "tool_calls", "function", "name", "arguments", "id", "parameters", "properties", "$ref",
+    "$defs", "allOf", "anyOf", "pattern", "enum", "items", "description", "stop", "stream", "n", "logprobs", "max_tokens",
+    "temperature", "top_p", "tools", "tool_choice", "response_format", "json_schema", "schema", "strict", "metadata", "input",
+    "system", "tool_call_id", "seed", "reward", "user", "stop_sequences", "input_schema", "image_url", "url",
+)  # fmt: skip
+
+
+def random_text(rng, room=100_000):
+    text = "".join(FRAGMENTS[i] for i in rng.integers(len(FRAGMENTS), size=int(rng.integers(1, 5))))
+    return (text * int(10 ** rng.uniform(0, 4.7)))[:room]
+
+
+def random_value(rng, room=500_000):
+    """Of about so many characters at most."""
+    kind = rng.integers(7)
+    if room < 100 or kind < 2:
+        return random_text(rng, room)
+    if kind == 2:
+        return [0, 1, -1, 1.5, 10**400, float("nan"), True, False, None][rng.integers(9)]
+    if kind == 3:
+        value = random_value(rng, room // 9)
+        for _ in range(int(10 ** rng.uniform(0, 2.5))):
+            value = [value]
+        return value
+    if kind == 4:
+        value = random_value(rng, room // 9)
+        return [value] * int(min(10 ** rng.uniform(0, 4), 1 + room / (1 + len(repr(value)))))
+    return {str(rng.choice(FIELDS)): random_value(rng, room // 3) for _ in range(int(rng.integers(1, 6)))}
+
+
+def random_body(rng):
+    """Half of them requests that can be answered, of random texts and schemas; of the others any part may be anything."""
+    said = {"role": str(rng.choice(["user", "assistant"])), "content": random_text(rng)}
+    body = {"messages": [said, {"role": "user", "content": random_text(rng)}], "max_tokens": 20_000}
+    if rng.random() < 0.5:
+        optional = {
+            "tools": [tool({"type": "object", "properties": {"a": random_value(rng, 2_000)}}, f"f{i}") for i in range(3)],
+            "response_format": format_of({"type": "object", "properties": {"a": random_value(rng, 2_000)}}),
+            "stop": random_text(rng)[:100] or "a",
+            "stream": True,
+            "logprobs": True,
+            "n": 3,
+            "metadata": {"a": random_text(rng)[:400]},
+        }
+        return body | {name: optional[name] for name in optional if rng.random() < 0.25}
+    body["messages"][0]["content"] = random_value(rng)
+    for name in rng.choice(FIELDS, size=int(rng.integers(1, 6))):
+        body[str(name)] = random_value(rng)
+    data = json.dumps(body, ensure_ascii=bool(rng.integers(2))).encode(errors="surrogatepass")[: 4 * MEGABYTE]
+    if rng.random() < 0.3:
+        at, length = int(rng.integers(len(data))), int(rng.integers(1, 50))
+        data = data[:at] + data[at : at + length] * int(rng.integers(0, 3)) + data[at + length :]
+    return data
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_random_requests_are_answered_in_short_turns(watched, gateway, seed):
+    rng = np.random.default_rng(seed)
+    for _ in range(20):
+        path = str(
+            rng.choice(["/v1/chat/completions", "/v1/messages", "/v1/responses", "/v1/messages/count_tokens", "/reward"])
+        )
+        body, reply = random_body(rng), random_text(rng)[:50_000].encode(errors="replace").decode()
+        answer = sent(watched, gateway, path, body, tokens(reply))
+        assert answer.status_code in (200, 400, 413), (path, body[:500], answer.text[:500])
+
+
 def test_a_body_in_chunks_of_a_byte_is_read_in_short_turns(watched, gateway):
     """And so are many headers, with no key."""
     chunks = (
