@@ -72,10 +72,11 @@ def tensors_of(source: Path) -> Iterator[tuple[str, np.ndarray]]:
 def find(source: Path) -> Path:
     """The trainer's directory of a run, a checkpoint, or itself."""
     if (source / "checkpoints").is_dir():
-        _, source, _ = checkpoint.newest(source)
-    for place in (source, source.parent):  # a checkpoint, or the trainer's directory in one
-        if (place / checkpoint.MANIFEST).exists() and (damage := checkpoint.find_damage(place)):
-            raise UserError(f"{place} is damaged ({damage}): take another checkpoint")
+        _, source, _ = checkpoint.newest(source)  # whose digests it has read
+    else:
+        for place in (source, source.parent):  # a checkpoint, or the trainer's directory in one
+            if (place / checkpoint.MANIFEST).exists() and (damage := checkpoint.find_damage(place)):
+                raise UserError(f"{place} is damaged ({damage}): take another checkpoint")
     if (source / "trainer").is_dir():
         source = source / "trainer"
     if not (source / model_dir.STATE).is_file():

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import random
 import socket
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -16,9 +17,11 @@ from tests.conftest import QUICK, environment_with
 
 
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """Of those that no connection is given, as one would be to somebody else's before the processes listen there."""
+    while True:
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("127.0.0.1", port := random.randrange(20_000, 32_000)))
+            return port
 
 
 @contextmanager

@@ -15,6 +15,7 @@ import pytest
 from areal_x.errors import ConfigError, UserError
 from areal_x.rollout.mcp_tools import McpServer
 from areal_x.rollout.tools import Toolbox
+from tests.starting import free_port
 
 pytest.importorskip("mcp")
 
@@ -107,8 +108,7 @@ def test_some_tools_can_be_chosen_and_renamed():
 
 
 def test_a_server_at_an_address_is_reached_with_its_key(monkeypatch):
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    port = free_port()
     monkeypatch.setenv("MCP_KEY", "k")
     server = McpServer(url=f"http://127.0.0.1:{port}/mcp", key_variable="MCP_KEY")
     with subprocess.Popen([*COMMAND, "http", str(port)], stderr=subprocess.DEVNULL) as process:
