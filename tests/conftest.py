@@ -129,9 +129,12 @@ def model_dir_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Pa
 
 @pytest.fixture(autouse=True)
 def no_bindings() -> Iterator[None]:
-    """What a config binds ends with the test that read it."""
+    """What a config binds, and what is known of objects that gin made of it, ends with the test that read it."""
     yield
     gin.clear_config()
+    if recorded := sys.modules.get("areal_x.recorded"):
+        recorded._made.clear()
+        recorded._built.clear()
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -14,7 +14,7 @@ import json
 import os
 import sys
 from collections.abc import Callable, Mapping
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, suppress
 from typing import Any
 
 from areal_x import guard
@@ -90,7 +90,6 @@ async def calls(client: Any, tell: Callable[[Mapping[str, Any]], None]) -> None:
     lines = asyncio.StreamReader(limit=LINE)
     await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(lines), sys.stdin.buffer)
     running: dict[int, asyncio.Task[None]] = {}
-    lost = asyncio.Event()
 
     async def call(number: int, tool: str, arguments: dict[str, Any]) -> None:
         try:
@@ -98,27 +97,23 @@ async def calls(client: Any, tell: Callable[[Mapping[str, Any]], None]) -> None:
             text = "\n".join(block.text if block.type == "text" else f"[{block.type}]" for block in result.content)
             tell({"call": number, "text": shown(text), "failed": bool(result.is_error)})
         except Exception as error:
-            is_lost = is_closed(error)
-            tell({"call": number, "error": sentence(error), "lost": is_lost})
-            if is_lost:
-                lost.set()
+            tell({"call": number, "error": sentence(error), "lost": is_closed(error)})
+            if is_closed(error):
+                lines.set_exception(EOFError())  # nothing more can be asked
         finally:
             del running[number]
 
-    async def read() -> None:
-        while line := await lines.readline():
-            asked = json.loads(line)
-            if "cancel" in asked:
-                if asked["cancel"] in running:
-                    running[asked["cancel"]].cancel()
-            else:
-                number = asked["call"]
-                running[number] = asyncio.create_task(call(number, asked["tool"], asked["arguments"]))
-
-    ends = [asyncio.create_task(read()), asyncio.create_task(lost.wait())]
-    await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
-    for task in (*ends, *running.values()):
-        task.cancel()
+    async with asyncio.TaskGroup() as group:
+        with suppress(EOFError):
+            while line := await lines.readline():
+                asked = json.loads(line)
+                if "call" in asked:
+                    number = asked["call"]
+                    running[number] = group.create_task(call(number, asked["tool"], asked["arguments"]))
+                elif given_up := running.get(asked["cancel"]):
+                    given_up.cancel()
+        for task in running.values():
+            task.cancel()
 
 
 def shown(text: str) -> str:

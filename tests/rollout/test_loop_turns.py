@@ -228,10 +228,11 @@ def test_so_do_the_other_routes(watched, gateway, path, body, said):
 def sent(watched, gateway, path, body, said):
     """The answer to one request, while the loop is watched."""
 
+    content = body if isinstance(body, bytes) else json.dumps(body).encode()
+
     async def exchange():
         with gateway.open(Speaks(said), TemplateRenderer(TOKENIZER), SAMPLING) as session:
             headers = {"authorization": f"Bearer {session.key}"}
-            content = body if isinstance(body, bytes) else json.dumps(body).encode()
             return await elsewhere(lambda: httpx.post(session.url + path, content=content, headers=headers, timeout=110))
 
     return watched(exchange())

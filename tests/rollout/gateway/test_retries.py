@@ -126,6 +126,7 @@ def test_a_request_that_was_named_has_one_answer(talk):
 def test_an_answer_that_nobody_was_there_to_read_is_no_call(talk, gateway):
     """The client goes while its answer is written: it is larger than what sockets hold, and read by nobody."""
     one = talk("x" * 2000)
+    gateway._server._listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)  # of what it accepts from now on
     body = b'{"messages":[{"role":"user","content":"hi"}],"n":100,"stream":true}'
     head = f"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {one.session.key}\r\n"
     with socket.create_connection(("127.0.0.1", gateway.port)) as client:
