@@ -238,8 +238,8 @@ class Experiment(Settings):
             return resolve(path)
         return Path(joined.agree(lambda: str(resolve(path).absolute())))
 
-    def trackers(self, run: Path) -> list[Tracker]:
-        return [start(name, run, self.project, settings_of(run)) for name in self.loggers]
+    def trackers(self, run: Path) -> Iterator[Tracker]:
+        return (start(name, run, self.project, settings_of(run)) for name in self.loggers)
 
     def losses(self) -> dict[str, Loss]:
         """What the trainers minimise, by their names in Models."""

@@ -15,7 +15,7 @@ def evaluate(loss: Loss, policy: Policy, batch: Batch) -> LossTerms:
     """Terms and metrics of a loss that anybody may have written.
 
     Raises: UserError for anything else than a term for each token, `[rows, length]`, and a dict of arrays."""
-    given, name, wanted = loss(policy, batch), _name_of(loss), f"an array {list(batch.mask.shape)}"
+    given, name, wanted = loss(policy, batch), name_of(loss), f"an array {list(batch.mask.shape)}"
     if not (isinstance(given, tuple) and len(given) == 2 and isinstance(given[1], dict)):
         raise UserError(f"the loss {name} gave {in_brief(given)}: it must return (terms, metrics), of which metrics is a dict")
     terms, metrics = given
@@ -36,6 +36,6 @@ def in_brief(value: object) -> str:
     return "nothing" if value is None else f"a {type(value).__name__}"
 
 
-def _name_of(function: object) -> str:
+def name_of(function: object) -> str:
     inner = getattr(function, "func", function)  # of functools.partial
     return str(getattr(inner, "__name__", type(inner).__name__))

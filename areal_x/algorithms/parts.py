@@ -49,10 +49,6 @@ def plain(function: Any) -> Any:
     return inspect.unwrap(function.func if isinstance(function, partial) else function)
 
 
-def name_of(function: Any) -> str:
-    return str(getattr(function, "__name__", type(function).__name__))
-
-
 def asked_for(function: Callable[..., Any]) -> set[str]:
     """The parameters of a function that has to be given by name what is known."""
     return set(inspect.signature(function).parameters)

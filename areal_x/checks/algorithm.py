@@ -6,16 +6,17 @@ drawn.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import fields, replace
 
 import numpy as np
 
 from areal_x.algorithms.algorithm import Algorithm
-from areal_x.algorithms.parts import name_of, plain
+from areal_x.algorithms.check import lacking
+from areal_x.algorithms.parts import plain
 from areal_x.data.batch import Models, make_batches
 from areal_x.errors import UserError
-from areal_x.loss import Loss
+from areal_x.loss import Loss, name_of
 from areal_x.trainer import Differentiate, find_backend
 from areal_x.types import Batch, Episode, Group, Policy, Scored, Task, Trajectory
 
@@ -25,8 +26,6 @@ APART = 0.3  # nats, the spread of what two models say of a token
 
 class Drawn:
     """In the place of a trainer: log-probabilities and values near those that were sampled with."""
-
-    version = 1
 
     def __init__(self, seed: int) -> None:
         self._random = np.random.default_rng(seed)
@@ -51,18 +50,18 @@ def trains(algorithm: Algorithm, backend: str, group_size: int, tasks: Sequence[
     ]
     if refused:
         raise UserError(f"the filter {refused[0]} gave no bool: it must say of a group whether it is trained on")
-    needed = algorithm.needs
+    without = lacking(algorithm)
     models = Models(
         policy=Drawn(0),  # type: ignore[arg-type]  # nothing else of a trainer is asked here
-        reference=Drawn(1) if needed & {"reference", "teacher"} or algorithm.reward_kl else None,
-        critic=Drawn(2) if "values" in needed else None,  # type: ignore[arg-type]
+        reference=None if "reference_logp" in without else Drawn(1),
+        critic=None if "old_values" in without else Drawn(2),  # type: ignore[arg-type]
     )
     (batch,) = make_batches(groups, algorithm, ROW, models, version=1)
     of = find_backend(backend).load()
     differentiate: Differentiate | None = getattr(of, "differentiate", None)
     if differentiate is None:
         return f"{algorithm.name}; the {backend} backend offers no gradient of a loss: start the run to see"
-    learns(algorithm.step_loss(), policy_of(batch, algorithm), batch, differentiate)
+    learns(algorithm.step_loss(), policy_of(batch, without), batch, differentiate)
     if algorithm.value_loss is not None:
         learns(algorithm.value_loss, Policy(values=Drawn(3).values(batch)), batch, differentiate)
     return f"{algorithm.name}: its parts fit together and its loss has a gradient"
@@ -102,13 +101,13 @@ def groups_of(algorithm: Algorithm, group_size: int, tasks: Sequence[Task] = ())
     return [replace(group, greedy_reward=0.5) for group in made] if "greedy" in algorithm.needs else made
 
 
-def policy_of(batch: Batch, algorithm: Algorithm) -> Policy:
-    """What the algorithm's loss is given, a little apart from the policy that sampled."""
-    if algorithm.head != "policy":
+def policy_of(batch: Batch, without: Collection[str]) -> Policy:
+    """What the loss of an algorithm that does without these arrays is given, a little apart from the policy that sampled."""
+    if "logp" in without:
         return Policy(values=Drawn(4).values(batch))
     shown = np.where(batch.mask, np.random.default_rng(5).uniform(0.1, 2, batch.shape), 0).astype(np.float32)
     return Policy(
         logp=Drawn(6).logprobs(batch),
-        entropy=shown if "entropy" in algorithm.needs else None,
-        divergence=shown if "teacher_logits" in algorithm.needs else None,
+        entropy=None if "entropy" in without else shown,
+        divergence=None if "divergence" in without else shown,
     )

@@ -17,9 +17,10 @@ import numpy as np
 from areal_x import interrupts
 from areal_x.algorithms.algorithm import Algorithm
 from areal_x.algorithms.kl import k1
-from areal_x.algorithms.parts import asked_for, call_by_name, name_of, plain
+from areal_x.algorithms.parts import asked_for, call_by_name, plain
 from areal_x.data.packing import Packed, pack
 from areal_x.errors import UserError
+from areal_x.loss import name_of
 from areal_x.trainer import Scorer, Trainer
 from areal_x.types import NOT_THE_POLICY, Batch, Episode, Group, Trajectory
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
@@ -26,11 +26,11 @@ Row = Mapping[str, float]
 class MetricsWriter:
     """Writes each row at once, so that a killed run has all its steps. Close it, or use it in a `with`.
 
-    trackers: beside metrics.jsonl and TensorBoard, which are always written; they are finished with it.
+    trackers: beside metrics.jsonl and TensorBoard, which are always written; begun when those are open, and finished with it.
     resumed_at: the step of the checkpoint that is gone on from; rows after it are cut, so that no step is there twice.
     """
 
-    def __init__(self, run: Path, trackers: Sequence[Tracker] = (), resumed_at: int | None = None) -> None:
+    def __init__(self, run: Path, trackers: Iterable[Tracker] = (), resumed_at: int | None = None) -> None:
         self.path = run / FILE
         if resumed_at is not None:
             cut(run, resumed_at)

@@ -17,12 +17,12 @@ import gin
 from areal_x import background, guard
 from areal_x.errors import UserError, nearest, positive
 from areal_x.rollout import json_bounds
+from areal_x.rollout.agent_program import of_this_process
 from areal_x.rollout.mcp_worker import LINE
 from areal_x.rollout.tools import Schema, Tool, ToolError, schema_of
 from areal_x.waits import waiting, whose
 
 MODULE = "areal_x.rollout.mcp_worker"
-KEPT_VARIABLES = ("HOME", "LANG", "LOGNAME", "PATH", "SHELL", "TERM", "TMPDIR", "USER")
 LOST = "the connection to it was lost"
 END_SECONDS = 10.0  # for the server to end by itself, and what MCP has for that
 
@@ -190,7 +190,6 @@ class Connection:
 
     async def _started(self) -> asyncio.subprocess.Process:
         server = self._server
-        names = {*KEPT_VARIABLES, *server.variables, server.key_variable} & os.environ.keys()
         told = {
             "command": server.command,
             "url": server.url,
@@ -199,7 +198,7 @@ class Connection:
         }
         return await asyncio.create_subprocess_exec(
             *guard.command(MODULE, sys.path, told, os.getpid()),
-            env={name: os.environ[name] for name in names},
+            env=of_this_process((*server.variables, server.key_variable)),
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             limit=LINE,

@@ -14,9 +14,10 @@ from typing import Any
 
 import numpy as np
 
-from areal_x.algorithms.parts import name_of, plain
+from areal_x.algorithms.parts import plain
 from areal_x.data.stream import TaskStream
 from areal_x.errors import at_least, positive
+from areal_x.loss import name_of
 from areal_x.monitor import timeline
 from areal_x.rollout.engine import Completion, Engine, Request
 from areal_x.rollout.episode import error_of, first_of, is_open_ended, run_episode

@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 
 from areal_x.algorithms import recipes
-from areal_x.algorithms.parts import name_of, plain
+from areal_x.algorithms.parts import plain
 from areal_x.data.batch import Models, make_batches
+from areal_x.loss import name_of
 from areal_x.types import Batch, Episode, Group, Scored, Task, Trajectory
 
 ANSWERS = {1.0: 3, 0.25: 1, 3.0: 2}  # the rewards of episodes with trained tokens, and how many each has

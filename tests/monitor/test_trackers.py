@@ -105,6 +105,14 @@ def test_trackio_gets_each_row_under_a_name_of_its_own(tmp_path: Path, monkeypat
     assert metrics.read(directory) == [{"step": 4, "reward": 0.5, "accuracy": None}]
 
 
+def test_no_tracker_is_begun_for_a_run_that_cannot_go_on(tmp_path: Path) -> None:
+    (tmp_path / metrics.FILE).write_text("{]\n")
+    begun: list[str] = []
+    with pytest.raises(UserError, match="is damaged"):
+        MetricsWriter(tmp_path, (begun.append(name) for name in ("wandb",)), resumed_at=1)  # type: ignore[func-returns-value, misc]
+    assert begun == []
+
+
 def test_an_id_stays_with_the_run_wherever_it_is_moved_and_is_nobody_elses(tmp_path: Path) -> None:
     runs = [tmp_path / place / "a run/of:mine#1".replace("/", "-") for place in ("here", "there")]
     for run in runs:
