@@ -3,7 +3,7 @@
 The whole system is the ring in `areal_x.experiment`. Importing this package loads neither torch, jax nor vllm.
 """
 
-from areal_x import cores
+from areal_x.runtime import cores
 
 cores.spin()
 

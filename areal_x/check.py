@@ -20,14 +20,14 @@ from typing import Any
 import gin
 
 from areal_x.algorithms.check import learns_from_reward
-from areal_x.checks import algorithm, data, memory, places, servers, tokens, versions
-from areal_x.checks import model as models
-from areal_x.checks.finding import Finding, finding
-from areal_x.config import Config
-from areal_x.data.tokenizer import load_tokenizer
+from areal_x.config.reader import Config
 from areal_x.errors import UserError
 from areal_x.experiment import Experiment
-from areal_x.model_dir import check_head
+from areal_x.hf.model_dir import check_head
+from areal_x.hf.tokenizer import load_tokenizer
+from areal_x.preflight import algorithm, data, memory, places, servers, tokens, versions
+from areal_x.preflight import model as models
+from areal_x.preflight.finding import Finding, finding
 from areal_x.train import FAILED, parser_of, with_config
 from areal_x.trainer import Devices, ModelConfig, find_backend
 from areal_x.types import Task

@@ -21,44 +21,44 @@ from typing import Any
 import gin
 import numpy as np
 
-from areal_x import checkpoint, cores, resuming
 from areal_x.algorithms import losses, mismatch
+from areal_x.batching.batch import Models, make_batches, staleness
 from areal_x.cluster import ranks
 from areal_x.cluster.links import Follower, Leader
-from areal_x.data.batch import Models, make_batches, staleness
-from areal_x.data.stream import TaskStream
-from areal_x.data.tokenizer import check_vocabulary, load_tokenizer
+from areal_x.config.recorded import by_gin, settings_of, text_of
+from areal_x.engines.embedded import EmbeddedEngine
+from areal_x.engines.vllm import server as servers
+from areal_x.engines.vllm.direct import check_machine
+from areal_x.engines.vllm.engine import VLLMEngine
+from areal_x.engines.vllm.scorer import ServerScorer, server_urls
 from areal_x.errors import UserError
-from areal_x.interrupts import check, noted, noted_in_each
-from areal_x.loss import Loss
-from areal_x.model_dir import resolve
-from areal_x.monitor import timeline
+from areal_x.hf.model_dir import resolve
+from areal_x.hf.tokenizer import check_vocabulary, load_tokenizer
 from areal_x.monitor.display import Display
 from areal_x.monitor.measures import Stopwatch, describe, explained, judge, rates, save_groups, saved_tokens
 from areal_x.monitor.metrics import MetricsWriter, read
 from areal_x.monitor.plot import PLOT, drawn
 from areal_x.monitor.timeline_plot import PICTURE
 from areal_x.monitor.trackers import Tracker, start
-from areal_x.recorded import by_gin, settings_of, text_of
-from areal_x.rollout.embedded import EmbeddedEngine
-from areal_x.rollout.engine import Engine
-from areal_x.rollout.journal import Journal
-from areal_x.rollout.loop import short_collections
-from areal_x.rollout.offline import NoEngine
+from areal_x.protocols.engine import Engine
+from areal_x.protocols.loss import Loss
 from areal_x.rollout.queue import TrajectoryQueue
 from areal_x.rollout.rollout import Rollout
 from areal_x.rollout.runner import Runner
-from areal_x.rollout.screening import screened
-from areal_x.rollout.vllm import server as servers
-from areal_x.rollout.vllm.direct import check_machine
-from areal_x.rollout.vllm.engine import VLLMEngine
-from areal_x.rollout.vllm.scorer import ServerScorer, server_urls
-from areal_x.rollout.workflows import Workflow, computed_by
-from areal_x.run_dir import open_run
+from areal_x.run import checkpoint, resuming
+from areal_x.run.journal import Journal
+from areal_x.run.run_dir import open_run
+from areal_x.runtime import cores, timeline
+from areal_x.runtime.interrupts import check, noted, noted_in_each
+from areal_x.runtime.loop import short_collections
+from areal_x.runtime.waits import waiting, watching
 from areal_x.settings import Settings
+from areal_x.tasks.screening import screened
+from areal_x.tasks.stream import TaskStream
 from areal_x.trainer import LoRAConfig, Scorer, Trainer, create_trainer
 from areal_x.types import Batch, Group
-from areal_x.waits import waiting, watching
+from areal_x.workflows.offline import NoEngine
+from areal_x.workflows.single_turn import Workflow, computed_by
 
 PATIENCE = 3  # steps in a row that may be skipped as their loss or gradient is not finite
 

@@ -17,8 +17,9 @@ from pathlib import Path
 
 import numpy as np
 
-from areal_x import checkpoint, lora, model_dir
 from areal_x.errors import UserError
+from areal_x.hf import lora, model_dir
+from areal_x.run import checkpoint
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -17,14 +17,14 @@ from pathlib import Path
 
 import numpy as np
 
-from areal_x import run_dir
-from areal_x.config import Config, load
-from areal_x.config_check import check_early
+from areal_x.config.reader import Config, load
+from areal_x.config.types import check_early
 from areal_x.errors import ConfigError, UserError
 from areal_x.monitor.metrics import read
 from areal_x.monitor.plot import BLUE, GREY, ORANGE
-from areal_x.planning import STALENESS, Choice, Predicted, Profile, best, described, measured, search
-from areal_x.rollout.journal import FILE, Journal
+from areal_x.run import run_dir
+from areal_x.run.journal import FILE, Journal
+from areal_x.simulation.planning import STALENESS, Choice, Predicted, Profile, best, described, measured, search
 from areal_x.train import fail, parser_of
 
 STEPS_READ = 20  # of a run's journal, the newest

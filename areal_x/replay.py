@@ -20,16 +20,17 @@ from typing import Any
 
 import gin
 
-from areal_x import cores, run_dir
-from areal_x.config import Config
+from areal_x.config.reader import Config
 from areal_x.errors import UserError
 from areal_x.experiment import Experiment
 from areal_x.monitor.metrics import read
-from areal_x.rollout.engine import Engine
-from areal_x.rollout.journal import FILE, Journal
-from areal_x.rollout.offline import NoEngine
+from areal_x.protocols.engine import Engine
 from areal_x.rollout.replayed import Replayed
+from areal_x.run import run_dir
+from areal_x.run.journal import FILE, Journal
+from areal_x.runtime import cores
 from areal_x.train import fail, in_processes, parser_of, with_config
+from areal_x.workflows.offline import NoEngine
 
 NOT_USED = ("dataset", "held_out", "evaluation", "reward")  # parameters that only what generates looks at
 

@@ -18,18 +18,17 @@ from pathlib import Path
 
 import gin
 
-from areal_x import background
-from areal_x.agents import ADDRESS
-from areal_x.config import Config
-from areal_x.data.tokenizer import load_tokenizer
+from areal_x.agents.client import ADDRESS
+from areal_x.agents.gateway.live import Session
+from areal_x.agents.hosted import Hosted
+from areal_x.agents.online import Online, write_address
+from areal_x.config.reader import Config
 from areal_x.errors import printable
 from areal_x.experiment import Experiment
-from areal_x.rollout import loop
-from areal_x.rollout.engine import Engine, SamplingParams
-from areal_x.rollout.gateway.live import Session
-from areal_x.rollout.hosted import Hosted
-from areal_x.rollout.online import Online, write_address
+from areal_x.hf.tokenizer import load_tokenizer
+from areal_x.protocols.engine import Engine, SamplingParams
 from areal_x.rollout.runner import EpisodeEngine
+from areal_x.runtime import background, loop
 from areal_x.train import parser_of, with_config
 from areal_x.types import Scored
 

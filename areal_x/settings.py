@@ -5,21 +5,21 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from areal_x import cores
 from areal_x.algorithms.algorithm import Algorithm
 from areal_x.algorithms.check import check_group_size
 from areal_x.algorithms.recipes import grpo
+from areal_x.engines.distribution import check_distribution
+from areal_x.engines.embedded import EmbeddedConfig
+from areal_x.engines.vllm.config import VLLMConfig
+from areal_x.engines.vllm.direct import check_run
+from areal_x.engines.vllm.scorer import server_urls
 from areal_x.errors import ConfigError, at_least, one_of, positive, within
 from areal_x.monitor.trackers import PROJECT, check_loggers
-from areal_x.rollout.distribution import check_distribution
-from areal_x.rollout.embedded import EmbeddedConfig
-from areal_x.rollout.journal import JournalConfig
-from areal_x.rollout.vllm.config import VLLMConfig
-from areal_x.rollout.vllm.direct import check_run
-from areal_x.rollout.vllm.scorer import server_urls
-from areal_x.rollout.workflows import Workflow
+from areal_x.run.journal import JournalConfig
+from areal_x.runtime import cores
 from areal_x.trainer import CriticConfig, TrainerConfig, find_backend
 from areal_x.types import Task
+from areal_x.workflows.single_turn import Workflow
 
 ENGINES = ("embedded", "vllm", "none")
 

@@ -26,12 +26,13 @@ from pathlib import Path
 
 import gin
 
-from areal_x import checkpoint, interrupts, open_files, resuming, run_dir
 from areal_x.cluster import ranks
-from areal_x.config import Config, load
-from areal_x.config_check import check_early, check_experiment
+from areal_x.config.reader import Config, load
+from areal_x.config.recorded import text_of
+from areal_x.config.types import check_early, check_experiment
 from areal_x.errors import UserError, described, place_of, sentence, traceback_of
-from areal_x.recorded import text_of
+from areal_x.run import checkpoint, resuming, run_dir
+from areal_x.runtime import interrupts, open_files
 
 FAILED = 1
 
@@ -72,7 +73,7 @@ def with_config(file: Path, bindings: Sequence[str], work: Callable[[Config], in
         print(f"stopped{stopped}", file=sys.stderr)
         return interrupts.INTERRUPTED
     except Exception as error:
-        from areal_x.rollout.engine import EngineError
+        from areal_x.protocols.engine import EngineError
 
         if isinstance(error, EngineError):
             return fail(error)

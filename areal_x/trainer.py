@@ -16,11 +16,11 @@ import gin
 import numpy as np
 from jaxtyping import Float32
 
-from areal_x.checkpoint import Wait
 from areal_x.errors import ConfigError, UserError, at_least, one_of, positive, within
-from areal_x.interrupts import check
-from areal_x.loss import Loss
-from areal_x.rollout.sampler import Sampler
+from areal_x.protocols.loss import Loss
+from areal_x.protocols.sampler import Sampler
+from areal_x.run.checkpoint import Wait
+from areal_x.runtime.interrupts import check
 from areal_x.types import Array, Batch, Divergence, Policy
 
 
@@ -299,7 +299,7 @@ class Differentiate(Protocol):
         """The terms of a loss, and the gradient of `sum(batch.weights * terms)` by each array of `policy`: taken as `update`
         takes it, of arrays of numpy.
 
-        Raises: what the loss raises; UserError as `areal_x.loss.evaluate`."""
+        Raises: what the loss raises; UserError as `areal_x.protocols.loss.evaluate`."""
         ...
 
 
@@ -322,8 +322,8 @@ class Scorer(Protocol):
 class Trainer(Scorer, Protocol):
     """What every backend's trainer does. `version` counts its optimizer steps.
 
-    One on a CPU may have `threads: int | None`, which the ring then sets between steps (areal_x.cores): how many share an
-    operation, None where that is not this process's to say.
+    One on a CPU may have `threads: int | None`, which the ring then sets between steps (areal_x.runtime.cores): how many share
+    an operation, None where that is not this process's to say.
     """
 
     version: int

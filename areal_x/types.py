@@ -183,7 +183,7 @@ class Batch:
     the update is anchored to, and the frozen reference. ages: how many versions older than the trained one the token's is.
     weights: what each term counts in `sum(weights * terms)`. experts: `[rows, length, layers, per_token]`, see Trajectory.
     prefix_ids: the earlier segment of its row that a token attends to beside its own, 0 for none: a prompt that answers share,
-    after which their positions count on and of which no token is trained on (areal_x.data.sharing).
+    after which their positions count on and of which no token is trained on (areal_x.batching.sharing).
     patches `[rows, patches, features]`, grids `[rows, images, 3]`, image_segments `[rows, images]`: the images of each row, one
     after the other as their tokens stand in it (see `Images`), and whose each is; 0 is padding. None where no row has an image.
     The same dataclass holds numpy, jax or torch arrays.

@@ -18,7 +18,7 @@ import statistics
 import tempfile
 from pathlib import Path
 
-from areal_x.rollout.embedded import EmbeddedConfig
+from areal_x.engines.embedded import EmbeddedConfig
 from benchmarks.recipes import train
 from tests.conftest import write_model
 from tests.delays import delayed, digest

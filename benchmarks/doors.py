@@ -35,7 +35,7 @@ PART = ("tokens", "mask", "logprobs", "versions")
 
 async def episode(experiment: object) -> str:
     """A digest of the arrays of one episode, drawn with seeds that are always the same."""
-    from areal_x.data.tokenizer import load_tokenizer
+    from areal_x.hf.tokenizer import load_tokenizer
     from areal_x.rollout.episode import run_episode
     from areal_x.rollout.runner import EpisodeEngine
 

@@ -76,11 +76,11 @@ async def measure(directory: Path, given: argparse.Namespace) -> dict[str, Door]
     import psutil
     from transformers import AutoTokenizer
 
-    from areal_x.rollout.engine import SamplingParams
-    from areal_x.rollout.loop import short_collections
-    from areal_x.rollout.online import Online
-    from areal_x.rollout.vllm.config import VLLMConfig
-    from areal_x.rollout.vllm.engine import VLLMEngine
+    from areal_x.agents.online import Online
+    from areal_x.engines.vllm.config import VLLMConfig
+    from areal_x.engines.vllm.engine import VLLMEngine
+    from areal_x.protocols.engine import SamplingParams
+    from areal_x.runtime.loop import short_collections
 
     tokenizer = AutoTokenizer.from_pretrained(directory / "model", trust_remote_code=False)
     # Without the end token that setup adds: this model has none, and vLLM refuses what is not in its vocabulary.

@@ -44,8 +44,8 @@ import numpy as np
 from update import flops_of, packed, peak_flops, write_random
 
 from areal_x.algorithms import losses
-from areal_x.rollout.engine import SamplingParams
-from areal_x.rollout.sampler import SlotRequest
+from areal_x.protocols.engine import SamplingParams
+from areal_x.protocols.sampler import SlotRequest
 from areal_x.trainer import ModelConfig, OptimizerConfig, Trainer, TrainerConfig, create_trainer
 from areal_x.types import Batch
 from areal_x_jax.shape import Shape, shape_of

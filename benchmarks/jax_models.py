@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from areal_x.model_dir import read_tensors
+from areal_x.hf.model_dir import read_tensors
 from areal_x.trainer import ModelConfig, TrainerConfig
 from areal_x_jax.trainer import Trainer
 from tests.jax.test_images import image_gradient_deviation, image_logit_deviation

@@ -24,7 +24,7 @@ import gin
 
 from areal_x import experiment
 from areal_x.config import Config
-from areal_x.rollout.journal import Journal
+from areal_x.run.journal import Journal
 from areal_x.train import parser_of, with_config
 
 STEPS = 40

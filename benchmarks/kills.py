@@ -31,13 +31,14 @@ from typing import Any
 
 import numpy as np
 
-from areal_x import checkpoint, model_dir
 from areal_x.algorithms.recipes import rloo
+from areal_x.engines.embedded import EmbeddedEngine
 from areal_x.experiment import Experiment
-from areal_x.rollout.embedded import EmbeddedEngine
-from areal_x.rollout.journal import Journal
-from areal_x.rollout.workflows import SingleTurn
+from areal_x.hf import model_dir
+from areal_x.run import checkpoint
+from areal_x.run.journal import Journal
 from areal_x.types import Task
+from areal_x.workflows.single_turn import SingleTurn
 from tests.conftest import write_model
 from tests.experiments import counts_ones, tiny_experiment
 

@@ -19,7 +19,7 @@ import tempfile
 import threading
 from pathlib import Path
 
-from areal_x import model_dir
+from areal_x.hf import model_dir
 from areal_x.trainer import MeshConfig
 from tests.conftest import write_model
 

@@ -23,10 +23,10 @@ from pathlib import Path
 import numpy as np
 from model import write_model
 
-from areal_x.model_dir import read_tensors
-from areal_x.rollout.engine import Completion, Request, SamplingParams
-from areal_x.rollout.vllm.config import VLLMConfig
-from areal_x.rollout.vllm.engine import VLLMEngine
+from areal_x.engines.vllm.config import VLLMConfig
+from areal_x.engines.vllm.engine import VLLMEngine
+from areal_x.hf.model_dir import read_tensors
+from areal_x.protocols.engine import Completion, Request, SamplingParams
 
 NEW_TOKENS = 200
 BETWEEN_SWAPS_SECONDS = 0.5

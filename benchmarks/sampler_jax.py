@@ -20,8 +20,8 @@ from typing import Any
 
 import numpy as np
 
-from areal_x.rollout.embedded import EmbeddedEngine
-from areal_x.rollout.engine import Request, SamplingParams
+from areal_x.engines.embedded import EmbeddedEngine
+from areal_x.protocols.engine import Request, SamplingParams
 
 VOCABULARY = 99
 CONFIG = {

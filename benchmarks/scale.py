@@ -1,4 +1,4 @@
-"""The controller in front of 8 to 1,024 servers, as a markdown table: a simulation on a virtual clock (areal_x.testing).
+"""The controller in front of 8 to 1,024 servers, as a markdown table: a simulation on a virtual clock (areal_x.simulation).
 
     python -m benchmarks.scale [--servers 8 32 128 512 1024] [--steps 12] [--journal] [--profile]
 
@@ -27,10 +27,10 @@ from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from areal_x.rollout.journal import Journal, Recorder, Unrecorded
 from areal_x.rollout.queue import TrajectoryQueue
 from areal_x.rollout.runner import TRAINING, seed_of
-from areal_x.testing import FakeEngine, FakeTrainer, Speed, lognormal, simulate
+from areal_x.run.journal import Journal, Recorder, Unrecorded
+from areal_x.simulation import FakeEngine, FakeTrainer, Speed, lognormal, simulate
 from areal_x.types import Group
 
 SLOTS, PROMPT, GROUP_SIZE, GROUPS_A_SERVER, MAX_STALENESS = 8, 100, 8, 4, 2

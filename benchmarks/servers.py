@@ -34,10 +34,10 @@ from aiohttp import web
 from model import write_model
 from publish import Weights
 
-from areal_x.rollout.engine import Request, SamplingParams
-from areal_x.rollout.vllm import server as servers
-from areal_x.rollout.vllm.config import VLLMConfig
-from areal_x.rollout.vllm.engine import VLLMEngine
+from areal_x.engines.vllm import server as servers
+from areal_x.engines.vllm.config import VLLMConfig
+from areal_x.engines.vllm.engine import VLLMEngine
+from areal_x.protocols.engine import Request, SamplingParams
 
 NEW_TOKENS = 200
 BETWEEN_SWAPS_SECONDS = 3.0

@@ -42,7 +42,7 @@ class Slow:
         self._random = np.random.default_rng(0)
 
     async def generate(self, request: Any) -> Any:
-        from areal_x.rollout.engine import Completion
+        from areal_x.protocols.engine import Completion
 
         await asyncio.sleep(SECONDS * self._random.lognormal(0, 0.5))
         tokens = self._random.integers(1, 90, ANSWER).astype(np.int32)
@@ -53,7 +53,7 @@ async def serve(directory: Path, count: int) -> None:
     """Opens a session for each that asks, and writes what became of all of them."""
     from transformers import AutoTokenizer
 
-    from areal_x.rollout.online import Online, write_address
+    from areal_x.agents.online import Online, write_address
 
     workflow = Online().setup(AutoTokenizer.from_pretrained(directory / "model", trust_remote_code=False))
     engine, watching = Slow(), []

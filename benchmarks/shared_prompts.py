@@ -33,11 +33,11 @@ from typing import Any
 import numpy as np
 
 from areal_x.algorithms.recipes import grpo
-from areal_x.data.batch import Models, make_batches
-from areal_x.rollout.engine import Request, SamplingParams
-from areal_x.rollout.sampler import SlotRequest
-from areal_x.rollout.vllm.config import VLLMConfig
-from areal_x.rollout.vllm.engine import VLLMEngine
+from areal_x.batching.batch import Models, make_batches
+from areal_x.engines.vllm.config import VLLMConfig
+from areal_x.engines.vllm.engine import VLLMEngine
+from areal_x.protocols.engine import Request, SamplingParams
+from areal_x.protocols.sampler import SlotRequest
 from areal_x.trainer import ModelConfig, Trainer, TrainerConfig, create_trainer
 from areal_x.types import Batch, Episode, Group, Scored, Task, Trajectory
 from benchmarks.model import VOCABULARY, write_model

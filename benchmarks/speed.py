@@ -86,7 +86,7 @@ class LongTailed:
         return self
 
     async def run(self, task: Any, engine: Any) -> Any:
-        from areal_x.rollout.engine import Request, SamplingParams
+        from areal_x.protocols.engine import Request, SamplingParams
         from areal_x.types import Trajectory
 
         rng = np.random.default_rng(engine.key)
@@ -102,9 +102,9 @@ def run(directory: Path, name: str, setting: str, staleness: int, steps: int, le
     """Seconds of a run by what they went to, and the processor time of both sides."""
     import psutil
 
+    from areal_x.engines.vllm.config import VLLMConfig
     from areal_x.experiment import Experiment
     from areal_x.rollout.rollout import Rollout
-    from areal_x.rollout.vllm.config import VLLMConfig
     from areal_x.trainer import ModelConfig, OptimizerConfig, TrainerConfig
     from areal_x.types import Task
 

@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from areal_x.monitor import timeline
+from areal_x.runtime import timeline
 
 SPANS = 20_000
 

@@ -10,7 +10,7 @@ The work: random agents talk with a policy whose tokens are not those that a tok
 sometimes are any tokens at all. They go on, go back and try again, call tools, and send what was said in the spellings of
 different clients. A prompt behind a reply must begin with the tokens that were held, and go on with what the format puts
 there; where the format writes earlier turns in another way (Qwen3 leaves out reasoning) it must be the format's text of the
-whole. What the formats are is said once more in tests/rollout/chat/conversations.py, which knows nothing of our rendering.
+whole. What the formats are is said once more in tests/agents/chat/conversations.py, which knows nothing of our rendering.
 The last column is why: of how many calls the prompt's text, tokenised anew, would be other tokens.
 
 `--spoken` conversations of each family are then held with a real model, of random weights, through the embedded engine, and a
@@ -30,9 +30,9 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from tests.rollout.chat.conversations import FAMILIES
-from tests.rollout.chat.talking import talked
-from tests.rollout.chat.truth import truth_of
+from tests.agents.chat.conversations import FAMILIES
+from tests.agents.chat.talking import talked
+from tests.agents.chat.truth import truth_of
 
 
 def main() -> int:

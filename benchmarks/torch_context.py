@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from areal_x.algorithms import losses
-from areal_x.data.packing import pack
+from areal_x.batching.packing import pack
 from areal_x.trainer import MeshConfig, ModelConfig, TrainerConfig
 from areal_x.types import Trajectory
 from areal_x_torch import processes

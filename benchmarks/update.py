@@ -41,7 +41,7 @@ from peers.wire import Worker
 from safetensors.numpy import save_file
 
 from areal_x.algorithms.weighting import token_mean
-from areal_x.data.packing import pack
+from areal_x.batching.packing import pack
 from areal_x.types import Batch, Trajectory
 from areal_x_jax.parameters import parameter_shapes
 from areal_x_jax.shape import Shape, shape_of

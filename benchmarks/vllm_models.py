@@ -19,9 +19,9 @@ import numpy as np
 
 from areal_x.algorithms import losses
 from areal_x.algorithms.weighting import token_mean
-from areal_x.data.packing import pack
-from areal_x.rollout.vllm.config import VLLMConfig
-from areal_x.rollout.vllm.engine import VLLMEngine
+from areal_x.batching.packing import pack
+from areal_x.engines.vllm.config import VLLMConfig
+from areal_x.engines.vllm.engine import VLLMEngine
 from areal_x.trainer import ModelConfig, OptimizerConfig, TrainerConfig
 from areal_x_jax.trainer import Trainer
 from tests.conftest import CHARACTERS, write_tokenizer

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from areal_x.algorithms import recipes
-from areal_x.config import CONFIGURABLES, parameters, registered, short_name
+from areal_x.config.reader import CONFIGURABLES, parameters, registered, short_name
 
 PAGE = Path(__file__).with_name("configuration.md")
 HEAD = """# Configuration

@@ -12,12 +12,12 @@ import areal_x
 ROOT = Path(areal_x.__file__).parent
 # Programs of other processes, of which the run waits for an answer or an end; and what users' programs call.
 ELSEWHERE = (
-    "agents.py",
-    "guard.py",
-    "rollout/agent_guard.py",
-    "rollout/mcp_worker.py",
-    "rollout/schema_worker.py",
-    "rollout/vllm/guard.py",
+    "agents/client.py",
+    "runtime/guard.py",
+    "agents/agent_guard.py",
+    "agents/tools/mcp_worker.py",
+    "agents/tools/schema_worker.py",
+    "engines/vllm/guard.py",
     "sandbox/keeper.py",
     "sandbox/shell.py",
 )
@@ -43,7 +43,7 @@ def sources() -> dict[str, ast.Module]:
     return {
         name: ast.parse(path.read_text(encoding="utf-8"))
         for name, path in files.items()
-        if name not in ELSEWHERE and not name.startswith("testing/")
+        if name not in ELSEWHERE and not name.startswith("simulation/")
     }
 
 

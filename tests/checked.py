@@ -1,4 +1,4 @@
-"""What the gin file of tests/test_check.py is made of."""
+"""What the gin file of tests/preflight/test_check.py is made of."""
 
 from __future__ import annotations
 

@@ -17,6 +17,8 @@ import gin
 import pytest
 from hypothesis import settings
 
+from tests.servers import nothing_is_lost_unasked, run, vllm_engine, vllm_server, watch  # noqa: F401  (fixtures)
+
 # How long an example takes says how busy the machine is.
 settings.register_profile("any_speed", deadline=None)
 settings.load_profile("any_speed")
@@ -132,7 +134,7 @@ def no_bindings() -> Iterator[None]:
     """What a config binds, and what is known of objects that gin made of it, ends with the test that read it."""
     yield
     gin.clear_config()
-    if recorded := sys.modules.get("areal_x.recorded"):
+    if recorded := sys.modules.get("areal_x.config.recorded"):
         recorded._made.clear()
         recorded._built.clear()
 

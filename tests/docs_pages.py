@@ -29,7 +29,7 @@ ROOT = Path(__file__).parents[1]
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 MODULE = re.compile(r"# (\w+)\.py\b.*\n")
 NOT_RUN = {  # a line that only this block has, and why
-    "with session() as episode:": "needs a served run: tests/test_serve.py and tests/rollout/test_online.py run these lines",
+    "with session() as episode:": "needs a served run: tests/test_serve.py and tests/agents/test_online.py run these lines",
     'AutoProcessor.from_pretrained("Qwen/Qwen2.5-VL-3B-Instruct")': "needs the hub: tests/jax/test_images.py makes a processor",
 }
 Namespace = dict[str, Any]
@@ -59,8 +59,8 @@ def write_modules(folder: Path) -> None:
 def of_gateway() -> Namespace:
     from openai import OpenAI
 
-    from areal_x.agents import Session
-    from tests.rollout.gateway.scripted import RUN, Letters, Scripted
+    from areal_x.agents.client import Session
+    from tests.agents.gateway.scripted import RUN, Letters, Scripted
 
     def start_agent(base_url: str, key: str) -> threading.Thread:
         def work() -> None:
@@ -78,7 +78,7 @@ def of_gateway() -> Namespace:
 
 def a_run() -> Namespace:
     """runs/arithmetic-grpo-1, of three steps, and the experiment that made it."""
-    from areal_x.data.tokenizer import load_tokenizer
+    from areal_x.hf.tokenizer import load_tokenizer
     from tests.conftest import write_model
     from tests.experiments import tiny_experiment
 
@@ -101,13 +101,13 @@ SETTINGS: dict[str, Callable[[], Namespace]] = {"gateway.md": of_gateway, "journ
 def check_agents(found: Namespace) -> None:
     from dataclasses import replace
 
-    from areal_x.rollout.agent import Agent
-    from areal_x.rollout.engine import SamplingParams
-    from areal_x.rollout.tools import tool_of
-    from areal_x.rollout.workflows import with_end
+    from areal_x.agents.agent import Agent
+    from areal_x.agents.tools.tools import tool_of
+    from areal_x.protocols.engine import SamplingParams
     from areal_x.types import Scored, Task
-    from tests.rollout import test_agent
-    from tests.rollout.chat.speaking import Says, tokenizer_of
+    from areal_x.workflows.single_turn import with_end
+    from tests.agents import test_agent
+    from tests.agents.chat.speaking import Says, tokenizer_of
 
     assert found["hint"](None, "5", 0.0) == "No. It is not 5."
     assert tool_of(found["weather"]).schema["function"]["parameters"]["required"] == ["city"]
@@ -185,7 +185,7 @@ def check_journal(found: Namespace) -> None:
 
 
 def check_tools(found: Namespace) -> None:
-    from areal_x.rollout.tools import tool_of
+    from areal_x.agents.tools.tools import tool_of
 
     assert set(tool_of(found["weather"]).schema["function"]["parameters"]["properties"]) == {"city", "days"}
     game = found["my_game"]

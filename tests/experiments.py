@@ -5,12 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from areal_x.engines.embedded import EmbeddedConfig
 from areal_x.experiment import Experiment
-from areal_x.rollout.embedded import EmbeddedConfig
-from areal_x.rollout.engine import SamplingParams
-from areal_x.rollout.workflows import SingleTurn
+from areal_x.protocols.engine import SamplingParams
 from areal_x.trainer import ModelConfig, OptimizerConfig, TrainerConfig
 from areal_x.types import Task
+from areal_x.workflows.single_turn import SingleTurn
 
 TASKS = [Task(str(i), f"{i}+{7 * i % 10}=") for i in range(10)]
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from areal_x.data.packing import pack
+from areal_x.batching.packing import pack
 from areal_x.types import Batch
 from tests.models import log_softmax, reference_model, trajectories
 

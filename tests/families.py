@@ -13,8 +13,8 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from areal_x.errors import UserError
-from areal_x.rollout.engine import SamplingParams
-from areal_x.rollout.sampler import SlotRequest
+from areal_x.protocols.engine import SamplingParams
+from areal_x.protocols.sampler import SlotRequest
 from areal_x_torch import loading
 from areal_x_torch.attention import Segments, sdpa
 from areal_x_torch.model import Row, head, hidden_states

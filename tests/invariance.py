@@ -15,11 +15,11 @@ from typing import Any
 import numpy as np
 from array_api_compat import array_namespace
 
-from areal_x import model_dir
 from areal_x.algorithms import losses, preferences
 from areal_x.algorithms.distillation import generalized_jsd
 from areal_x.algorithms.weighting import pair_mean, sequence_mean
-from areal_x.data.packing import pack
+from areal_x.batching.packing import pack
+from areal_x.hf import model_dir
 from areal_x.trainer import ModelConfig, OptimizerConfig, Trainer, TrainerConfig, create_trainer
 from areal_x.types import Batch, Policy, Trajectory
 from tests.conftest import python_with, write_model

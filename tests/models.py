@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from areal_x.model_dir import read_config
+from areal_x.hf.model_dir import read_config
 from areal_x.types import Images, Trajectory
 
 SIZES = {

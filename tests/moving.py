@@ -12,7 +12,7 @@ import numpy as np
 
 from areal_x.algorithms import losses
 from areal_x.algorithms.weighting import sequence_mean
-from areal_x.data.packing import pack
+from areal_x.batching.packing import pack
 from areal_x.trainer import ModelConfig, OptimizerConfig, Trainer, TrainerConfig, create_trainer
 from areal_x.types import Batch, Trajectory
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from areal_x.waits import FILE, on_behalf_of, waiting
+from areal_x.runtime.waits import FILE, on_behalf_of, waiting
 
 EPISODE = "group 3, episode 1 (task t)"
 EPISODE_PATTERN = re.escape(EPISODE)

@@ -12,26 +12,26 @@ from typing import Any
 
 import numpy as np
 
-from areal_x import guard
+from areal_x.agents import agent_program
+from areal_x.agents.agent import Agent, Apart, Started
+from areal_x.agents.agent_program import run_program
+from areal_x.agents.gateway import serving
+from areal_x.agents.gateway.serving import Gateway
+from areal_x.agents.online import Online
+from areal_x.agents.tools.mcp_tools import Connection, McpServer
+from areal_x.agents.tools.tools import Toolbox
+from areal_x.engines.embedded import EmbeddedEngine
 from areal_x.rewards.pool import RewardPool
-from areal_x.rollout import agent_program
-from areal_x.rollout.agent import Agent, Apart, Started
-from areal_x.rollout.agent_program import run_program
-from areal_x.rollout.embedded import EmbeddedEngine
-from areal_x.rollout.gateway import serving
-from areal_x.rollout.gateway.serving import Gateway
-from areal_x.rollout.learned_reward import Judge
-from areal_x.rollout.mcp_tools import Connection, McpServer
-from areal_x.rollout.online import Online
-from areal_x.rollout.thread import OneThread, in_thread
-from areal_x.rollout.tools import Toolbox
+from areal_x.runtime import guard
+from areal_x.runtime.thread import OneThread, in_thread
 from areal_x.sandbox import pool as sandbox_pool
 from areal_x.sandbox.pool import Result, Sandbox
 from areal_x.types import Scored, Task, Trajectory
+from areal_x.workflows.learned_reward import Judge
+from tests.agents.gateway.scripted import RUN, Letters, Scripted
+from tests.engines.test_embedded import Counting, Model, request
 from tests.rewards.reward_functions import Opened, exits_at_once, waits_for_file
 from tests.rollout.fakes import FakeEngine, until
-from tests.rollout.gateway.scripted import RUN, Letters, Scripted
-from tests.rollout.test_embedded import Counting, Model, request
 from tests.stalls import EPISODE_PATTERN, Stall, stall
 
 TASK = Task("t", "1+2=", "3")

@@ -13,14 +13,15 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from areal_x import checkpoint, waits
 from areal_x.cluster import links
-from areal_x.data.stream import TaskStream
-from areal_x.rollout.engine import Completion
-from areal_x.rollout.journal import FILE, Journal
+from areal_x.protocols.engine import Completion
 from areal_x.rollout.queue import TrajectoryQueue
 from areal_x.rollout.rollout import Rollout
 from areal_x.rollout.runner import Runner
+from areal_x.run import checkpoint
+from areal_x.run.journal import FILE, Journal
+from areal_x.runtime import waits
+from areal_x.tasks.stream import TaskStream
 from areal_x.types import Group, Task
 from tests.experiments import tiny_experiment
 from tests.rollout.fakes import TASKS, Doing, FakeEngine, Plain

@@ -12,15 +12,15 @@ from typing import Any
 
 import numpy as np
 
-from areal_x.rollout.publisher import NoRoom, Staged
-from areal_x.rollout.vllm import engine as engines
-from areal_x.rollout.vllm import server as servers
-from areal_x.rollout.vllm.client import VLLMClient
-from areal_x.rollout.vllm.config import VLLMConfig
-from areal_x.rollout.vllm.direct import Direct, Unstaged
-from areal_x.rollout.vllm.engine import VLLMEngine
-from areal_x.rollout.vllm.replica import Given, Replica
-from areal_x.rollout.vllm.supervisor import Supervisor
+from areal_x.engines.vllm import engine as engines
+from areal_x.engines.vllm import server as servers
+from areal_x.engines.vllm.client import VLLMClient
+from areal_x.engines.vllm.config import VLLMConfig
+from areal_x.engines.vllm.direct import Direct, Unstaged
+from areal_x.engines.vllm.engine import VLLMEngine
+from areal_x.engines.vllm.publisher import NoRoom, Staged
+from areal_x.engines.vllm.replica import Given, Replica
+from areal_x.engines.vllm.supervisor import Supervisor
 from tests.stalls import EPISODE_PATTERN, Stall, stall
 
 SERVER = "the vLLM server at http://127.0.0.1:9"

@@ -24,11 +24,14 @@ from unittest import mock
 import gin
 import psutil
 
-from areal_x import checkpoint, experiment, interrupts, train
+from areal_x import experiment, train
+from areal_x.engines import embedded
 from areal_x.monitor import display, metrics, plot
-from areal_x.rollout import embedded, journal, rollout, runner
-from areal_x.rollout.workflows import SingleTurn
+from areal_x.rollout import rollout, runner
+from areal_x.run import checkpoint, journal
+from areal_x.runtime import interrupts
 from areal_x.types import Scored, Task
+from areal_x.workflows.single_turn import SingleTurn
 
 GIN = """
 import tests.stopping

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from areal_x.engines.embedded import EmbeddedConfig
 from areal_x.errors import ConfigError, UserError
 from areal_x.experiment import Experiment
-from areal_x.rollout.embedded import EmbeddedConfig
 from tests.delays import TwoCalls, delayed, digest
 
 

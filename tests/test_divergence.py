@@ -13,7 +13,7 @@ import pytest
 from areal_x.algorithms import losses
 from areal_x.algorithms.distillation import generalized_jsd
 from areal_x.algorithms.weighting import token_mean
-from areal_x.data.packing import Packed, pack
+from areal_x.batching.packing import Packed, pack
 from areal_x.errors import ConfigError, UserError
 from areal_x.trainer import ModelConfig, OptimizerConfig, Trainer, TrainerConfig, create_trainer
 from areal_x.types import Batch, Policy, Trajectory

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from areal_x import plan, train
-from areal_x.config import load
-from areal_x.config_check import check_early, check_experiment
+from areal_x.config.reader import load
+from areal_x.config.types import check_early, check_experiment
 from tests.docs_pages import BLOCK, NOT_RUN, ROOT, blocks, pages, write_modules
 
 EXAMPLE = "examples/arithmetic/grpo.gin"  # where a page says FILE.gin

@@ -11,17 +11,18 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from areal_x import checkpoint, model_dir
 from areal_x.algorithms.recipes import grpo
-from areal_x.data.batch import Models
+from areal_x.batching.batch import Models
+from areal_x.engines.embedded import EmbeddedConfig
 from areal_x.errors import ConfigError, UserError
 from areal_x.experiment import Experiment
-from areal_x.rollout.embedded import EmbeddedConfig
-from areal_x.rollout.journal import FILE, Journal
+from areal_x.hf import model_dir
+from areal_x.run import checkpoint
+from areal_x.run.journal import FILE, Journal
 from areal_x.trainer import TrainerConfig
 from areal_x.types import Task
 from tests.experiments import TASKS, tiny_experiment
-from tests.rollout.test_journal import limited
+from tests.run.test_journal import limited
 
 
 @pytest.fixture

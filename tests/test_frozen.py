@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from areal_x.algorithms import losses
-from areal_x.data.packing import pack
+from areal_x.batching.packing import pack
 from areal_x.trainer import ModelConfig, Trainer, TrainerConfig, create_trainer
 from areal_x.types import Batch, Trajectory
 

@@ -14,8 +14,8 @@ import pytest
 pytest.importorskip("torch")
 pytest.importorskip("areal_x_jax")
 
-from areal_x import model_dir
 from areal_x.errors import UserError
+from areal_x.hf import model_dir
 from areal_x.trainer import LoRAConfig, OptimizerConfig, Trainer
 from tests.models import write_random
 from tests.moving import LOSS, recorded_batches, trainer

@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from areal_x import checkpoint
 from areal_x.algorithms import recipes
 from areal_x.experiment import Experiment
 from areal_x.monitor.metrics import read
 from areal_x.replay import Replay, compared
-from areal_x.rollout.journal import Journal
+from areal_x.run import checkpoint
+from areal_x.run.journal import Journal
 from areal_x.trainer import LoRAConfig, ModelConfig, OptimizerConfig, TrainerConfig
 from tests.delays import delayed, digest
 

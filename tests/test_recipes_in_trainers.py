@@ -12,7 +12,7 @@ import pytest
 
 from areal_x.algorithms import corrections, recipes
 from areal_x.algorithms.algorithm import PROXIMAL, Algorithm
-from areal_x.data.batch import Models, make_batches
+from areal_x.batching.batch import Models, make_batches
 from areal_x.errors import ConfigError
 from areal_x.trainer import ModelConfig, OptimizerConfig, Trainer, TrainerConfig, create_trainer
 from areal_x.types import Episode, Group, Scored, Task, Trajectory

@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from areal_x import model_dir
 from areal_x.algorithms import corrections, recipes
 from areal_x.errors import ConfigError, UserError
 from areal_x.experiment import Experiment
-from areal_x.rollout.offline import Demonstrations, PreferencePairs
+from areal_x.hf import model_dir
 from areal_x.trainer import CriticConfig, OptimizerConfig
+from areal_x.workflows.offline import Demonstrations, PreferencePairs
 from tests.experiments import TASKS, tiny_experiment
 
 WRITTEN = [replace(task, answer="1" * (1 + i % 4)) for i, task in enumerate(TASKS)]

@@ -7,12 +7,13 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from areal_x import checkpoint, cores
 from areal_x.algorithms.recipes import gspo
 from areal_x.errors import UserError
 from areal_x.monitor.metrics import read
 from areal_x.replay import Replay, compared
-from areal_x.rollout.journal import FILE, Journal
+from areal_x.run import checkpoint
+from areal_x.run.journal import FILE, Journal
+from areal_x.runtime import cores
 from tests.experiments import tiny_experiment
 from tests.starting import ONLINE, command_of, finished
 

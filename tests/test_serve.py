@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from areal_x.agents import SessionError, session
+from areal_x.agents.client import SessionError, session
 from areal_x.errors import printable
-from tests.rollout.test_agent import ask
+from tests.agents.test_agent import ask
 
 ROOT = Path(__file__).parents[1]
 CONFIG = """

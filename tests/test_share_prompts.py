@@ -13,13 +13,13 @@ import numpy as np
 import pytest
 
 from areal_x.algorithms.recipes import dpo, grpo, ppo
+from areal_x.batching.batch import Models, make_batches
 from areal_x.check import of_backend
-from areal_x.checks.model import find
-from areal_x.data.batch import Models, make_batches
+from areal_x.engines.vllm.scorer import sequences
 from areal_x.errors import ConfigError
 from areal_x.monitor.trajectories import trained
+from areal_x.preflight.model import find
 from areal_x.replay import Replay
-from areal_x.rollout.vllm.scorer import sequences
 from areal_x.trainer import MeshConfig, ModelConfig, OptimizerConfig, Trainer, TrainerConfig, create_trainer
 from areal_x.types import Batch, Episode, Group, Scored, Task, Trajectory
 from tests.conftest import QUICK, python_with

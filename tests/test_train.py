@@ -11,10 +11,11 @@ from pathlib import Path
 import gin
 import pytest
 
-from areal_x import checkpoint, experiment, train
+from areal_x import experiment, train
 from areal_x.errors import ConfigError, UserError
-from areal_x.rollout.engine import EngineError
-from areal_x.run_dir import open_run
+from areal_x.protocols.engine import EngineError
+from areal_x.run import checkpoint
+from areal_x.run.run_dir import open_run
 
 HEAVY = ("jax", "torch", "transformers", "vllm", "datasets", "matplotlib")
 
@@ -238,7 +239,7 @@ def test_auto_begins_again_what_ended_before_its_first_checkpoint_and_keeps_what
 
 
 def test_auto_does_not_take_a_run_from_a_process_that_writes_to_it(ring: Ring) -> None:
-    code = "from pathlib import Path; from areal_x.run_dir import open_run; open_run(Path('runs'), 'play-run', ''); input()"
+    code = "from pathlib import Path; from areal_x.run.run_dir import open_run; open_run(Path('runs'), 'play-run', ''); input()"
     with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE) as other:
         while not Path("runs/play-run/config.gin").exists():
             assert other.poll() is None

@@ -15,7 +15,7 @@ from areal_x.algorithms.check import rehearse
 from areal_x.algorithms.losses import each
 from areal_x.algorithms.parts import Made, plain
 from areal_x.errors import ConfigError, at_least, one_of
-from areal_x.loss import Loss, LossTerms, evaluate, name_of
+from areal_x.protocols.loss import Loss, LossTerms, evaluate, name_of
 from areal_x.types import Array, Batch, Divergence, Group, Policy
 
 Advantages = Callable[..., Any]

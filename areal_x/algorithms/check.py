@@ -10,7 +10,7 @@ import numpy as np
 from areal_x.algorithms.losses import each
 from areal_x.algorithms.parts import asked_for, call_by_name, is_own, plain
 from areal_x.errors import ConfigError
-from areal_x.loss import Loss, name_of
+from areal_x.protocols.loss import Loss, name_of
 from areal_x.types import Batch, Episode, Group, Policy, Scored, Task
 
 if TYPE_CHECKING:

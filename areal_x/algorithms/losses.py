@@ -20,7 +20,7 @@ from array_api_compat import array_namespace
 from areal_x.algorithms.arrays import clamp, importance_ratio, masked, segment_mean, sigmoid, stop_gradient
 from areal_x.algorithms.kl import ESTIMATORS
 from areal_x.errors import ConfigError, at_least, one_of, positive
-from areal_x.loss import Loss, LossTerms, evaluate
+from areal_x.protocols.loss import Loss, LossTerms, evaluate
 from areal_x.types import NOT_THE_POLICY, Array, Batch, Policy
 
 

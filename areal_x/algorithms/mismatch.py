@@ -14,7 +14,7 @@ from array_api_compat import array_namespace
 
 from areal_x.algorithms.arrays import clamp, masked, stop_gradient
 from areal_x.algorithms.kl import k3
-from areal_x.loss import LossTerms
+from areal_x.protocols.loss import LossTerms
 from areal_x.types import NOT_THE_POLICY, Array, Batch, Policy
 
 PREFIX = "mismatch/"

@@ -11,7 +11,7 @@ import gin
 from array_api_compat import array_namespace
 
 from areal_x.algorithms.arrays import lift, masked, segment_sum, softplus
-from areal_x.loss import LossTerms
+from areal_x.protocols.loss import LossTerms
 from areal_x.types import Array, Batch, Policy
 
 

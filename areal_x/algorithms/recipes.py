@@ -34,9 +34,9 @@ from areal_x.algorithms.algorithm import Algorithm
 from areal_x.algorithms.distillation import generalized_jsd
 from areal_x.algorithms.kl import ESTIMATORS
 from areal_x.algorithms.parts import kept
+from areal_x.algorithms.shaping import overlong_penalty
 from areal_x.errors import ConfigError, at_least, nearest, one_of, positive, within
-from areal_x.loss import Loss
-from areal_x.rewards.shaping import overlong_penalty
+from areal_x.protocols.loss import Loss
 from areal_x.types import Array, Group
 
 PENALTIES = ("kl_coefficient", "kl_estimator", "entropy_coefficient")

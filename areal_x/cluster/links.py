@@ -37,9 +37,9 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from areal_x import background, interrupts
 from areal_x.errors import UserError, sentence
-from areal_x.waits import waiting
+from areal_x.runtime import background, interrupts
+from areal_x.runtime.waits import waiting
 
 SECONDS_TO_MEET = 300.0  # from the first process at the meeting place to the last
 SECONDS_TO_NOTICE = 8.0  # in a call that somebody else has left: longer than an error takes that all run into by themselves

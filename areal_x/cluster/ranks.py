@@ -22,14 +22,14 @@ import gin
 import numpy as np
 from jaxtyping import Float32
 
-from areal_x.checkpoint import Wait
+from areal_x.batching.batch import Models
 from areal_x.cluster.links import Follower, Leader, described, meet
 from areal_x.cluster.slurm import check_tasks, tasks
-from areal_x.data.batch import Models
 from areal_x.errors import ConfigError
-from areal_x.loss import Loss
-from areal_x.model_dir import go_through
-from areal_x.rollout.sampler import Sampler
+from areal_x.hf.model_dir import go_through
+from areal_x.protocols.loss import Loss
+from areal_x.protocols.sampler import Sampler
+from areal_x.run.checkpoint import Wait
 from areal_x.trainer import Trainer, find_backend
 from areal_x.types import Batch
 

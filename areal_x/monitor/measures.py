@@ -10,9 +10,9 @@ from pathlib import Path
 import numpy as np
 
 from areal_x.algorithms.algorithm import Algorithm
-from areal_x.monitor import timeline
 from areal_x.rollout.rollout import Published
 from areal_x.rollout.runner import RolloutStats
+from areal_x.runtime import timeline
 from areal_x.trainer import Trainer, is_largest
 from areal_x.types import NOT_THE_POLICY, Batch, Group, Policy, Scored, Trajectory
 

@@ -13,10 +13,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from areal_x.checkpoint import is_disk_full
 from areal_x.errors import UserError
 from areal_x.monitor.tensorboard import ScalarWriter
 from areal_x.monitor.trackers import Tracker
+from areal_x.run.checkpoint import is_disk_full
 
 FILE = "metrics.jsonl"
 

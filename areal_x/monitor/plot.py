@@ -8,9 +8,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from areal_x.monitor import timeline
 from areal_x.monitor.metrics import Row, read
 from areal_x.monitor.timeline_plot import PICTURE, plot_timeline
+from areal_x.runtime import timeline
 
 PLOT = "plot.png"
 EVERY_SECONDS = 60.0  # that a run which goes on is drawn again,

@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from areal_x.monitor import timeline
-from areal_x.monitor.timeline import ENGINE, GENERATION, REWARDS, TRAINER, Interval
+from areal_x.runtime import timeline
+from areal_x.runtime.timeline import ENGINE, GENERATION, REWARDS, TRAINER, Interval
 
 PICTURE = "timeline.png"
 STEPS = 8  # the last ones, each still wide enough to read

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from jaxtyping import Float
 
-from areal_x.data.batch import lay_out
+from areal_x.batching.batch import lay_out
 from areal_x.monitor.html import coloured_tokens
 from areal_x.types import NOT_THE_POLICY, Trajectory
 

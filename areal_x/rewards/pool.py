@@ -26,13 +26,12 @@ from typing import Any
 import cloudpickle
 import gin
 
-from areal_x import guard as guarding
-from areal_x import memory_group
 from areal_x.errors import UserError, at_least, positive
-from areal_x.monitor import timeline
 from areal_x.rewards import worker as worker_side
+from areal_x.runtime import guard as guarding
+from areal_x.runtime import memory_group, timeline
+from areal_x.runtime.waits import waiting, whose
 from areal_x.types import Failed, Outcome, Scored, Task, TimedOut
-from areal_x.waits import waiting, whose
 
 Reward = Callable[[Task, str], float | tuple[float, Mapping[str, float]]]
 
@@ -66,7 +65,7 @@ class Limits:
 
 @dataclass(frozen=True, eq=False)
 class _Worker:
-    """A worker seen from here: its guard (see areal_x.guard), the lifeline's only writing end, and the socket."""
+    """A worker seen from here: its guard (see areal_x.runtime.guard), the lifeline's only writing end, and the socket."""
 
     guard: subprocess.Popen[bytes]
     lifeline: int

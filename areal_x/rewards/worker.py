@@ -2,9 +2,9 @@
 
     ring ──(a reward, then tasks and texts)──▶ socket ──▶ worker        worker ──(JSON lines)──▶ socket ──▶ ring
 
-It runs under a guard (areal_x.guard). Until the ring has sent its sys.path only the standard library and this package are
-imported; after that, what the reward's own module imports. What keeps a reward within its limits is the kernel (memory, files,
-network) or the guard (processes, and memory where no control group can be made).
+It runs under a guard (areal_x.runtime.guard). Until the ring has sent its sys.path only the standard library and this package
+are imported; after that, what the reward's own module imports. What keeps a reward within its limits is the kernel (memory,
+files, network) or the guard (processes, and memory where no control group can be made).
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from functools import partial, reduce
 from importlib import import_module
 from typing import Any, BinaryIO
 
-from areal_x import footprint, guard, memory_group
 from areal_x.errors import place_of, traceback_of
+from areal_x.runtime import footprint, guard, memory_group
 
 FRAME_BYTES = 8  # of the length before each message to the worker
 SPARE_BYTES = 50e6  # so that a single process meets the kernel's limit on it first, and can read what happened

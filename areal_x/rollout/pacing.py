@@ -17,7 +17,7 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 from areal_x.errors import UserError
-from areal_x.rollout.engine import Completion, Engine, Request
+from areal_x.protocols.engine import Completion, Engine, Request
 
 LOOK_AHEAD = 1 / 8  # of the engine's concurrency: requests that wait where one ends, so that no slot idles meanwhile
 Key = tuple[int, ...]  # (seed, training or evaluation, ticket, episode, call)

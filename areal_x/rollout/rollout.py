@@ -15,18 +15,17 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from areal_x import background
 from areal_x.errors import UserError
-from areal_x.interrupts import noted
-from areal_x.monitor import timeline
 from areal_x.rollout.episode import is_open_ended
-from areal_x.rollout.journal import Resumed
-from areal_x.rollout.loop import result, serve
 from areal_x.rollout.runner import RolloutStats, Runner
-from areal_x.rollout.workflows import Workflow
+from areal_x.run.journal import Resumed
+from areal_x.runtime import background, timeline
+from areal_x.runtime.interrupts import noted
+from areal_x.runtime.loop import result, serve
+from areal_x.runtime.waits import waiting
 from areal_x.trainer import Trainer
 from areal_x.types import Episode, Group, Task
-from areal_x.waits import waiting
+from areal_x.workflows.single_turn import Workflow
 
 T = TypeVar("T")
 

@@ -15,20 +15,20 @@ from typing import Any
 import numpy as np
 
 from areal_x.algorithms.parts import plain
-from areal_x.data.stream import TaskStream
 from areal_x.errors import at_least, positive
-from areal_x.loss import name_of
-from areal_x.monitor import timeline
-from areal_x.rollout.engine import Completion, Engine, Request
+from areal_x.protocols.engine import Completion, Engine, Request
+from areal_x.protocols.loss import name_of
 from areal_x.rollout.episode import error_of, first_of, is_open_ended, run_episode
-from areal_x.rollout.journal import Recorder, Resumed, Unrecorded
 from areal_x.rollout.pacing import AtOnce, InWaves, Pace
 from areal_x.rollout.patience import Patience
 from areal_x.rollout.queue import TrajectoryQueue
-from areal_x.rollout.screening import Screen
-from areal_x.rollout.workflows import Workflow, baseline_of
+from areal_x.run.journal import Recorder, Resumed, Unrecorded
+from areal_x.runtime import timeline
+from areal_x.runtime.waits import doing, on_behalf_of, waiting
+from areal_x.tasks.screening import Screen
+from areal_x.tasks.stream import TaskStream
 from areal_x.types import Episode, Failed, Group, Scored, Task, TimedOut
-from areal_x.waits import doing, on_behalf_of, waiting
+from areal_x.workflows.single_turn import Workflow, baseline_of
 
 Filter = Callable[[Group], bool]  # True keeps the group
 

@@ -3,9 +3,9 @@
     pool ──(one byte and a socket: a program comes)──▶ forker ──fork──▶ keeper ──fork──▶ [ first ──fork──▶ program ]
     pool ──(the program)──▶ socket ──▶ keeper     program ──(output, report: pipes)──▶ keeper ──(what became of it)──▶ pool
 
-The forker runs under a guard (areal_x.guard). Each program has a keeper (areal_x.sandbox.keeper), which also ends it when the
-pool hangs up. Where namespaces are allowed the brackets are one of processes, whose first is `first`: when it ends, the kernel
-ends the rest. Elsewhere there is none, and the keeper looks for what is left as the guard does.
+The forker runs under a guard (areal_x.runtime.guard). Each program has a keeper (areal_x.sandbox.keeper), which also ends it
+when the pool hangs up. Where namespaces are allowed the brackets are one of processes, whose first is `first`: when it ends,
+the kernel ends the rest. Elsewhere there is none, and the keeper looks for what is left as the guard does.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from functools import partial
 from importlib import import_module
 from typing import Any, NoReturn
 
-from areal_x import guard, memory_group
+from areal_x.runtime import guard, memory_group
 from areal_x.sandbox import walls
 from areal_x.sandbox.keeper import keep, last
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from select import POLLERR, poll, select
 from typing import Any, NoReturn
 
-from areal_x import footprint, guard, memory_group
+from areal_x.runtime import footprint, guard, memory_group
 from areal_x.sandbox import program, view, walls
 from areal_x.sandbox.walls import Limits, Walls
 

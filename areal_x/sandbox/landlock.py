@@ -11,7 +11,7 @@ import struct
 from collections.abc import Iterable
 from contextlib import suppress
 
-from areal_x.guard import LIBC
+from areal_x.runtime.guard import LIBC
 
 CREATE_RULESET, ADD_RULE, RESTRICT_SELF = 444, 445, 446  # the same on every architecture
 VERSION, PATH_BENEATH = 1, 1

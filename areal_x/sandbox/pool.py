@@ -23,14 +23,14 @@ from typing import Any, Literal
 
 import gin
 
-from areal_x import guard as guarding
-from areal_x import memory_group
 from areal_x.errors import ConfigError, UserError, at_least, one_of, positive
+from areal_x.runtime import guard as guarding
+from areal_x.runtime import memory_group
+from areal_x.runtime.waits import waiting, whose
 from areal_x.sandbox import forker as forker_side
 from areal_x.sandbox.keeper import LENGTH_BYTES
 from areal_x.sandbox.view import readable
 from areal_x.sandbox.walls import WAYS, group_name
-from areal_x.waits import waiting, whose
 
 Status = Literal["ok", "error", "timeout", "memory", "killed"]
 
@@ -108,7 +108,8 @@ class Result:
 
 @dataclass(frozen=True, eq=False)
 class _Forker:
-    """A forker seen from here: its guard (areal_x.guard), the lifeline's only writing end, and where it is told of programs."""
+    """A forker seen from here: its guard (areal_x.runtime.guard), the lifeline's only writing end, and the socket on which it
+    is given programs."""
 
     guard: subprocess.Popen[bytes]
     lifeline: int

@@ -18,7 +18,7 @@ import struct
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from areal_x.guard import LIBC
+from areal_x.runtime.guard import LIBC
 
 NEW_NAMESPACE = 0x7E020080  # every CLONE_NEW… of linux/sched.h
 PR_SET_DUMPABLE, PR_GET_SECCOMP, PR_SET_SECCOMP, PR_SET_NO_NEW_PRIVS, PR_GET_NO_NEW_PRIVS = 4, 21, 22, 38, 39  # linux/prctl.h

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from areal_x.guard import CLONE_NEWNET, LIBC, enter_own_namespace
+from areal_x.runtime.guard import CLONE_NEWNET, LIBC, enter_own_namespace
 
 FOLDER = "/home/program"
 CLONE_NEWNS, CLONE_NEWUTS, CLONE_NEWIPC, CLONE_NEWUSER, CLONE_NEWPID = 0x20000, 0x4000000, 0x8000000, 0x10000000, 0x20000000

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from math import ceil
 
-from areal_x import guard, memory_group
+from areal_x.runtime import guard, memory_group
 from areal_x.sandbox import landlock, view
 from areal_x.sandbox.program import SPARE
 from areal_x.sandbox.seccomp import PR_SET_NO_NEW_PRIVS, PR_SET_THP_DISABLE, refuse_calls

@@ -13,12 +13,12 @@ import sys  # noqa: E402
 import tempfile  # noqa: E402
 from pathlib import Path  # noqa: E402
 
+from areal_x.engines.embedded import EmbeddedConfig  # noqa: E402
 from areal_x.experiment import Experiment  # noqa: E402
-from areal_x.rollout.embedded import EmbeddedConfig  # noqa: E402
-from areal_x.rollout.engine import SamplingParams  # noqa: E402
-from areal_x.rollout.workflows import SingleTurn  # noqa: E402
+from areal_x.protocols.engine import SamplingParams  # noqa: E402
 from areal_x.trainer import ModelConfig, OptimizerConfig, TrainerConfig  # noqa: E402
 from areal_x.types import Task  # noqa: E402
+from areal_x.workflows.single_turn import SingleTurn  # noqa: E402
 
 GROUPS, GROUP_SIZE, NEW_TOKENS = 8, 8, 64
 LONGEST_PROMPT = 20

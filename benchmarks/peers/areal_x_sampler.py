@@ -18,11 +18,11 @@ from pathlib import Path  # noqa: E402
 
 import numpy as np  # noqa: E402
 
-from areal_x.data.tokenizer import load_tokenizer  # noqa: E402
-from areal_x.rollout.embedded import EmbeddedEngine  # noqa: E402
-from areal_x.rollout.engine import Engine, Request, SamplingParams  # noqa: E402
-from areal_x.rollout.vllm.config import VLLMConfig  # noqa: E402
-from areal_x.rollout.vllm.engine import VLLMEngine  # noqa: E402
+from areal_x.engines.embedded import EmbeddedEngine  # noqa: E402
+from areal_x.engines.vllm.config import VLLMConfig  # noqa: E402
+from areal_x.engines.vllm.engine import VLLMEngine  # noqa: E402
+from areal_x.hf.tokenizer import load_tokenizer  # noqa: E402
+from areal_x.protocols.engine import Engine, Request, SamplingParams  # noqa: E402
 from areal_x.trainer import ModelConfig, TrainerConfig, create_trainer  # noqa: E402
 
 SLOTS, CONTEXT = 64, 32 + 256

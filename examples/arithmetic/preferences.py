@@ -13,16 +13,16 @@ from typing import Any
 
 import gin
 
-from areal_x.data.stream import TaskStream
-from areal_x.data.tokenizer import load_tokenizer
-from areal_x.rollout.embedded import EmbeddedEngine
-from areal_x.rollout.engine import SamplingParams
+from areal_x.engines.embedded import EmbeddedEngine
+from areal_x.hf.tokenizer import load_tokenizer
+from areal_x.protocols.engine import SamplingParams
 from areal_x.rollout.queue import TrajectoryQueue
 from areal_x.rollout.rollout import Rollout
 from areal_x.rollout.runner import Runner
-from areal_x.rollout.workflows import SingleTurn
+from areal_x.tasks.stream import TaskStream
 from areal_x.trainer import ModelConfig, TrainerConfig, create_trainer
 from areal_x.types import Group, Task
+from areal_x.workflows.single_turn import SingleTurn
 from examples.arithmetic.task import LONGEST, verify
 from examples.arithmetic.warm_start import warm_start
 from examples.tiny.kept import cache

@@ -18,8 +18,8 @@ from typing import Any, Protocol
 
 import gin
 
+from areal_x.agents.tools.tools import Toolbox, ToolError
 from areal_x.errors import at_least, one_of
-from areal_x.rollout.tools import Toolbox, ToolError
 from areal_x.types import Message, Task
 
 TRAINING, HELD_OUT = 4000, 200  # tasks

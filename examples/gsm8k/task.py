@@ -9,8 +9,8 @@ from collections.abc import Sequence
 
 import gin
 
-from areal_x.data.datasets import Record, load_dataset
 from areal_x.errors import at_least
+from areal_x.tasks.datasets import Record, load_dataset
 from areal_x.types import Task
 
 INSTRUCTION = r"Please reason step by step, and put your final answer within \boxed{}."  # as Qwen's own evaluation words it

@@ -26,10 +26,10 @@ import gin
 import numpy as np
 
 from areal_x.errors import at_least, one_of, within
-from areal_x.rollout.engine import Request, SamplingParams
+from areal_x.protocols.engine import Request, SamplingParams
 from areal_x.rollout.episode import episode_of
-from areal_x.rollout.workflows import Generator, Result, Workflow, encode
 from areal_x.types import Episode, Failed, Group, Scored, Task
+from areal_x.workflows.single_turn import Generator, Result, Workflow, encode
 from examples.countdown.task import Problem, problems, task_of
 
 SHORT = "?"

@@ -5,7 +5,8 @@
     scale(n) in scaling.py should return n times 7.     called with some numbers
     Delete the lines with ERROR from events.log.        the others are still there
 
-The reward is the share of tests that print what they should (areal_x.rollout.terminal); a folder left as it was earns nothing.
+The reward is the share of tests that print what they should (areal_x.agents.tools.terminal); a folder left as it was earns
+nothing.
 """
 
 from __future__ import annotations

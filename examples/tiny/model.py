@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Int32
 
-from areal_x.model_dir import WEIGHTS
+from areal_x.hf.model_dir import WEIGHTS
 
 PAD, END = 0, 1
 SPECIAL = ("<pad>", "<end>")  # before the pieces

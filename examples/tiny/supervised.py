@@ -10,9 +10,9 @@ from pathlib import Path
 import numpy as np
 from jaxtyping import Int32
 
-from areal_x import model_dir
 from areal_x.algorithms.recipes import sft
-from areal_x.data.packing import pack
+from areal_x.batching.packing import pack
+from areal_x.hf import model_dir
 from areal_x.trainer import MeshConfig, ModelConfig, OptimizerConfig, TrainerConfig, create_trainer
 from areal_x.types import NOT_THE_POLICY, Batch, Trajectory
 

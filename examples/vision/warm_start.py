@@ -16,7 +16,7 @@ from typing import Any
 import gin
 
 from areal_x.errors import at_least
-from areal_x.rollout.pictures import reader_of, urls_of
+from areal_x.hf.pictures import reader_of, urls_of
 from areal_x.types import Batch, Task, Trajectory
 from examples.tiny.kept import made_once
 from examples.tiny.model import END, PAD, SPECIAL, encode, write_tokenizer

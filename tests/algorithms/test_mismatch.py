@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from areal_x.algorithms.mismatch import ByLag, by_lag
-from areal_x.data.packing import pack
+from areal_x.batching.packing import pack
 from areal_x.trainer import ModelConfig, OptimizerConfig, TrainerConfig, create_trainer, is_largest
 from areal_x.types import NOT_THE_POLICY, Batch, Policy, Trajectory
 

@@ -14,12 +14,12 @@ import pytest
 from jaxtyping import Int32
 
 from areal_x import train
-from areal_x.config import load
-from areal_x.config_check import check_early, check_experiment
-from areal_x.data.tokenizer import load_tokenizer
-from areal_x.rollout.engine import Completion, Request
-from areal_x.rollout.workflows import Workflow
+from areal_x.config.reader import load
+from areal_x.config.types import check_early, check_experiment
+from areal_x.hf.tokenizer import load_tokenizer
+from areal_x.protocols.engine import Completion, Request
 from areal_x.types import Episode, Task, Trajectory
+from areal_x.workflows.single_turn import Workflow
 
 ROOT = Path(__file__).parents[2]
 
@@ -61,7 +61,7 @@ def trained(file: str, directory: Path, monkeypatch: pytest.MonkeyPatch, **bindi
 
 
 class Script:
-    """An engine that generates what it was given, turn by turn (areal_x.rollout.workflows.Generator)."""
+    """An engine that generates what it was given, turn by turn (areal_x.workflows.single_turn.Generator)."""
 
     context, version = 4096, 0
 

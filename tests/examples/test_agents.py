@@ -10,9 +10,9 @@ import gin
 import numpy as np
 import pytest
 
-from areal_x.config import load
-from areal_x.config_check import check_early, check_experiment
-from areal_x.rollout.engine import Completion
+from areal_x.config.reader import load
+from areal_x.config.types import check_early, check_experiment
+from areal_x.protocols.engine import Completion
 from areal_x.rollout.episode import run_episode
 from areal_x.rollout.runner import EpisodeEngine
 from examples.arithmetic.model import END, encode, write_model

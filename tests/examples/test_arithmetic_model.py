@@ -28,7 +28,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_the_tokenizer_has_one_token_a_character_in_transformers_too(model: Path) -> None:
-    from areal_x.data.tokenizer import load_tokenizer
+    from areal_x.hf.tokenizer import load_tokenizer
 
     tokenizer = load_tokenizer(model)
     text = "730+8594=0+4=4,3+9=12,7+5+1=13,0+8+1=9>9324"

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from areal_x.algorithms import recipes
-from areal_x.config import load
-from areal_x.config_check import check_early, check_experiment
+from areal_x.config.reader import load
+from areal_x.config.types import check_early, check_experiment
 from areal_x.types import Episode, Group, Scored, Task, Trajectory
 from examples.arithmetic import preferences as module
 from examples.arithmetic.model import END, encode, write_model

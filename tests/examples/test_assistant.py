@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from openai import APIConnectionError
 
-from areal_x.agents import SessionError
+from areal_x.agents.client import SessionError
 from examples.assistant.chat import NEW, conversations, judged
 from tests.examples.running import ROOT, check_file, gin_files, trained
 

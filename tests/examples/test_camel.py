@@ -7,7 +7,7 @@ from pathlib import Path
 import gin
 import pytest
 
-from areal_x.config import load
+from areal_x.config.reader import load
 from areal_x.types import Scored
 from examples.tiny.chat import CHAT_TEMPLATE, demonstration
 from examples.tiny.model import write_model

@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
+from areal_x.agents.agent import Agent
+from areal_x.agents.tools.tools import Toolbox, tool_of
 from areal_x.errors import ConfigError
-from areal_x.rollout.agent import Agent
-from areal_x.rollout.tools import Toolbox, tool_of
 from areal_x.types import Scored
 from examples.customer_service import warm_start as module
 from examples.customer_service.task import ALLOWED, OVER, POLICY, WISHES, Desk, Scripted, Simulated, serve, tasks

@@ -12,13 +12,13 @@ from random import Random
 import numpy as np
 import pytest
 
-from areal_x.data.tokenizer import load_tokenizer
 from areal_x.errors import ConfigError
+from areal_x.hf.tokenizer import load_tokenizer
+from areal_x.protocols.engine import Completion, Request
 from areal_x.rewards.countdown import countdown
-from areal_x.rollout.engine import Completion, Request
 from areal_x.rollout.episode import episode_of
-from areal_x.rollout.workflows import SingleTurn
 from areal_x.types import Episode, Failed, Group, Scored, Task
+from areal_x.workflows.single_turn import SingleTurn
 from examples.countdown.task import drawn_problems, problems
 from examples.countdown.warm_start import PIECES
 from examples.self_play import task as module

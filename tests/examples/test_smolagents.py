@@ -9,9 +9,9 @@ import gin
 import numpy as np
 import pytest
 
-from areal_x.config import load
-from areal_x.data.tokenizer import load_tokenizer
+from areal_x.config.reader import load
 from areal_x.errors import ConfigError
+from areal_x.hf.tokenizer import load_tokenizer
 from areal_x.rollout.episode import run_episode
 from areal_x.rollout.runner import EpisodeEngine
 from areal_x.types import Episode, Scored, Task, Trajectory

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from areal_x.data.tokenizer import load_tokenizer
+from areal_x.hf.tokenizer import load_tokenizer
 from examples.tiny import kept
 from examples.tiny.chat import CHAT_TEMPLATE, FRAME, Turn, calling, demonstration, opening
 from examples.tiny.kept import cache, made_once

@@ -7,11 +7,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from areal_x.agents.conversing import ToolUse
+from areal_x.agents.tools.tools import PythonExecutor
 from areal_x.errors import ConfigError
-from areal_x.rollout.conversing import ToolUse
-from areal_x.rollout.tools import PythonExecutor
-from areal_x.rollout.workflows import SingleTurn
 from areal_x.types import Scored, Task
+from areal_x.workflows.single_turn import SingleTurn
 from examples.tiny.chat import CHAT_TEMPLATE, demonstration
 from examples.tiny.model import write_model
 from examples.tools import warm_start as module

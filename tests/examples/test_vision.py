@@ -12,9 +12,9 @@ pytest.importorskip("torch")
 pytest.importorskip("PIL")
 
 from areal_x.errors import ConfigError
-from areal_x.rollout.pictures import images_of, reader_of, urls_of
-from areal_x.rollout.workflows import SingleTurn
+from areal_x.hf.pictures import images_of, reader_of, urls_of
 from areal_x.types import Scored, Task
+from areal_x.workflows.single_turn import SingleTurn
 from examples.vision import warm_start as module
 from examples.vision.task import CELLS, drawn, pictures, verify
 from examples.vision.warm_start import batches, shown, write_model

@@ -13,8 +13,8 @@ import pytest
 from safetensors.numpy import load_file
 
 from areal_x.errors import ConfigError
-from areal_x.rollout.engine import SamplingParams
-from areal_x.rollout.sampler import SlotRequest
+from areal_x.protocols.engine import SamplingParams
+from areal_x.protocols.sampler import SlotRequest
 from areal_x.trainer import ModelConfig, TrainerConfig, create_trainer
 from examples.arithmetic import warm_start as module
 from examples.arithmetic.model import END, PAD, VOCABULARY, encode

@@ -21,7 +21,7 @@ import numpy as np
 from transformers import CONFIG_MAPPING
 
 from areal_x.errors import UserError
-from areal_x.model_dir import read_config, read_tensors
+from areal_x.hf.model_dir import read_config, read_tensors
 from areal_x_jax.dense import softcapped
 from areal_x_jax.model import head_kernel, hidden_states
 from areal_x_jax.shape import Shape, shape_of

@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from areal_x.algorithms import losses
-from areal_x.rollout.sampler import Sampler
+from areal_x.protocols.sampler import Sampler
 from areal_x.trainer import MeshConfig, ModelConfig, OptimizerConfig, TrainerConfig
 from areal_x_jax.trainer import Trainer
-from tests.rollout.conformance import slot_request, to_the_end
+from tests.engines.conformance import slot_request, to_the_end
 
 from .meshes import batch_of
 

@@ -14,9 +14,9 @@ import pytest
 
 from areal_x.algorithms import losses
 from areal_x.algorithms.weighting import sequence_mean
-from areal_x.data.packing import Packed, pack
+from areal_x.batching.packing import Packed, pack
 from areal_x.errors import ConfigError, UserError
-from areal_x.model_dir import read_config, read_tensors
+from areal_x.hf.model_dir import read_config, read_tensors
 from areal_x.trainer import ModelConfig, OptimizerConfig, TrainerConfig
 from areal_x.types import Batch, Images, Trajectory
 from areal_x_jax import head
@@ -29,8 +29,8 @@ from areal_x_jax.trainer import Trainer
 from areal_x_jax.vision import look
 from areal_x_jax.vision_shape import MODULES, VisionShape
 from areal_x_jax.weights import from_tensors, saved_name, to_tensors
+from tests.engines.conformance import slot_request, to_the_end
 from tests.models import IMAGE, PROMPTS, log_softmax, reference_model, seen_logits, stand_in_reference, with_images
-from tests.rollout.conformance import slot_request, to_the_end
 
 from .meshes import learn, learn_on
 

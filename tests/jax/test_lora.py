@@ -13,10 +13,11 @@ import jax
 import numpy as np
 import pytest
 
-from areal_x import export, lora, model_dir
+from areal_x import export
 from areal_x.algorithms import losses
-from areal_x.data.packing import pack
+from areal_x.batching.packing import pack
 from areal_x.errors import ConfigError, UserError
+from areal_x.hf import lora, model_dir
 from areal_x.trainer import LoRAConfig, ModelConfig, TrainerConfig
 from areal_x.types import Batch, Policy
 from areal_x_jax.trainer import Trainer

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from areal_x.errors import UserError
-from areal_x.model_dir import read_config, read_tensors
+from areal_x.hf.model_dir import read_config, read_tensors
 from areal_x_jax import head
 from areal_x_jax.dense import softcapped
 from areal_x_jax.model import head_kernel, hidden_states

@@ -14,9 +14,9 @@ import numpy as np
 import optax
 import pytest
 
-from areal_x import model_dir
 from areal_x.algorithms import losses
 from areal_x.errors import ConfigError, UserError
+from areal_x.hf import model_dir
 from areal_x.trainer import ModelConfig, OptimizerConfig, TrainerConfig
 from areal_x.types import Batch
 from areal_x_jax.optimizers import make_optimizer, orthogonal

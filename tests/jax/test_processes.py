@@ -14,7 +14,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from areal_x import checkpoint, model_dir
+from areal_x.hf import model_dir
+from areal_x.run import checkpoint
 from tests.starting import ONLINE, WRITTEN, assert_measured_alike, command_of, finished, started
 
 MESHES = [

@@ -1,4 +1,4 @@
-"""What is the JAX sampler's own; what it shares with torch's stands in tests/rollout/test_samplers.py."""
+"""What is the JAX sampler's own; what it shares with torch's stands in tests/engines/test_samplers.py."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from areal_x.data.packing import pack
+from areal_x.batching.packing import pack
 from areal_x.errors import UserError
 from areal_x.trainer import ModelConfig, Trainer, TrainerConfig, create_trainer
 from areal_x.types import Trajectory
@@ -23,8 +23,8 @@ from areal_x_jax.draw import draw, uniform
 from areal_x_jax.lanes import Sampler
 from areal_x_jax.sampler import CPU_CHUNK
 from tests.conftest import write_model
-from tests.rollout import conformance
-from tests.rollout.conformance import slot_request, to_the_end
+from tests.engines import conformance
+from tests.engines.conformance import slot_request, to_the_end
 from tests.starting import finished
 
 from .sampling import sample

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from areal_x.errors import UserError
-from areal_x.model_dir import check_portable
+from areal_x.hf.model_dir import check_portable
 from tests.starting import finished
 
 from .resharding import make_trainer

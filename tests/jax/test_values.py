@@ -12,11 +12,11 @@ import jax
 import numpy as np
 import pytest
 
-from areal_x import model_dir
 from areal_x.algorithms import losses, preferences
 from areal_x.algorithms.weighting import sequence_mean
-from areal_x.data.packing import Packed, pack
+from areal_x.batching.packing import Packed, pack
 from areal_x.errors import UserError
+from areal_x.hf import model_dir
 from areal_x.trainer import ModelConfig, OptimizerConfig, TrainerConfig
 from areal_x.types import Batch
 from areal_x_jax.trainer import Trainer

@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 from areal_x.errors import UserError
-from areal_x.images import image_tokens, mrope_positions
-from areal_x.model_dir import read_config, read_tensors
+from areal_x.hf.images import image_tokens, mrope_positions
+from areal_x.hf.model_dir import read_config, read_tensors
 from areal_x_jax.images import image_places, patch_layout
 from areal_x_jax.parameters import Params, parameter_shapes
 from areal_x_jax.shape import Shape, shape_of

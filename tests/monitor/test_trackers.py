@@ -15,10 +15,10 @@ from typing import Any
 
 import pytest
 
+from areal_x.config.recorded import settings_of
 from areal_x.errors import UserError
 from areal_x.monitor import metrics, trackers
 from areal_x.monitor.metrics import MetricsWriter
-from areal_x.recorded import settings_of
 from tests.experiments import tiny_experiment
 
 SETTINGS = {"train.steps": 3, "grpo.loss": "@soft_clip"}

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from areal_x.algorithms.recipes import grpo
-from areal_x.data.tokenizer import load_tokenizer
 from areal_x.experiment import Turn
+from areal_x.hf.tokenizer import load_tokenizer
 from areal_x.monitor.trajectories import extremes, show_trajectory, show_turn, trained
 from areal_x.types import NOT_THE_POLICY, Trajectory
 from tests.experiments import tiny_experiment

@@ -11,8 +11,8 @@ ADVANTAGES = (f"{T}advantages.py", f"{T}properties.py")
 WEIGHTS = (f"{T}weighting.py", f"{T}properties.py")
 CORRECTIONS = (f"{T}corrections.py", f"{T}properties.py")
 BATCHES = (
-    "tests/data/test_batch.py",
-    "tests/rollout/chat/test_credit.py",
+    "tests/batching/test_batch.py",
+    "tests/agents/chat/test_credit.py",
     "tests/test_share_prompts.py",
     "tests/test_recipes_run.py",
     "tests/test_experiment.py",
@@ -313,7 +313,7 @@ MUTANTS: list[Mutant] = [
     ),
     *planted(
         A + "recipes.py",
-        (f"{T}recipes.py", "tests/test_docs.py", f"{T}advantages.py", "tests/data/test_batch.py"),
+        (f"{T}recipes.py", "tests/test_docs.py", f"{T}advantages.py", "tests/batching/test_batch.py"),
         (
             "GRPO averages over tokens where its paper averages over sequences",
             '    return recipe("grpo", parts, loss, weighting.sequence_mean,',
@@ -331,12 +331,12 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
-        "areal_x/rewards/shaping.py",
-        ("tests/rewards/test_shaping.py",),
+        "areal_x/algorithms/shaping.py",
+        ("tests/algorithms/test_shaping.py",),
         ("long answers are rewarded", "    return 0 - scale * share", "    return 0 + scale * share"),
     ),
     *planted(
-        "areal_x/data/batch.py",
+        "areal_x/batching/batch.py",
         BATCHES,
         (
             "the correction is taken the wrong way round",

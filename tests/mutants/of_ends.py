@@ -4,13 +4,10 @@ from __future__ import annotations
 
 from tests.mutants.mutant import Mutant, planted
 
-R = "areal_x/rollout/"
-T = "tests/rollout/"
-
 MUTANTS: list[Mutant] = [
     *planted(
-        R + "episode.py",
-        (f"{T}test_runner.py",),
+        "areal_x/rollout/episode.py",
+        ("tests/rollout/test_runner.py",),
         (
             "an episode that raised counts as one without reward",
             "            return Episode(TimedOut(seconds))\n        return Episode(failed_by(error))",
@@ -35,8 +32,8 @@ MUTANTS: list[Mutant] = [
         ("a trajectory longer than a row is let through", "    if longest > row_length:", "    if False:"),
     ),
     *planted(
-        R + "episode.py",
-        ("tests/test_background.py",),
+        "areal_x/rollout/episode.py",
+        ("tests/runtime/test_background.py",),
         (
             "a workflow's sys.exit goes on to the event loop",
             "    except SystemExit as error:",
@@ -44,8 +41,8 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
-        R + "patience.py",
-        (f"{T}test_runner.py",),
+        "areal_x/rollout/patience.py",
+        ("tests/rollout/test_runner.py",),
         (
             "filters may give far more groups back than is said",
             "self.filtered_in_a_row == bound and",
@@ -69,8 +66,8 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
-        R + "screening.py",
-        (f"{T}test_screening.py",),
+        "areal_x/tasks/screening.py",
+        ("tests/tasks/test_screening.py",),
         ("a long prompt is admitted", "        while not await self.fits_at(stream):", "        while False:"),
         (
             "a prompt counts as many tokens as characters",
@@ -85,8 +82,8 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
-        "areal_x/data/batch.py",
-        ("tests/data/test_batch.py",),
+        "areal_x/batching/batch.py",
+        ("tests/batching/test_batch.py",),
         (
             "an episode without a trajectory counts as 0 in its group",
             "    return np.where(has_any, ",
@@ -100,8 +97,8 @@ MUTANTS: list[Mutant] = [
         ("token advantages forget episodes without a trajectory", "for e in without_trajectory(part)]", "for e in ()]"),
     ),
     *planted(
-        R + "learned_reward.py",
-        (f"{T}test_learned_reward.py", f"{T}test_online.py"),
+        "areal_x/workflows/learned_reward.py",
+        ("tests/workflows/test_learned_reward.py", "tests/agents/test_online.py"),
         (
             "the greedy answer that others are compared with is judged by the verifier",
             "        return replace(self, workflow=baseline_of(self.workflow))",
@@ -115,8 +112,8 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
-        R + "online.py",
-        (f"{T}test_online.py",),
+        "areal_x/agents/online.py",
+        ("tests/agents/test_online.py",),
         (
             "a label that never comes holds its group up",
             "            self.seats.close_after(task.id, self.group_seconds)\n",
@@ -124,8 +121,8 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
-        "areal_x/background.py",
-        ("tests/test_background.py",),
+        "areal_x/runtime/background.py",
+        ("tests/runtime/test_background.py",),
         (
             "a task that ended with an exception is forgotten",
             "        report(task.get_loop(), described(what, error))",
@@ -143,8 +140,8 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
-        R + "vllm/supervisor.py",
-        ("tests/test_background.py",),
+        "areal_x/engines/vllm/supervisor.py",
+        ("tests/runtime/test_background.py",),
         (
             "a server that leaves during a heartbeat ends the watch",
             "        replica = self.replicas.get(name)\n        if replica is None:",
@@ -168,8 +165,8 @@ MUTANTS: list[Mutant] = [
         ("a run that learns nothing says nothing", "    if rest or times.bit_count() != 1:", "    if True:"),
     ),
     *planted(
-        "areal_x/checks/data.py",
-        ("tests/test_check.py",),
+        "areal_x/preflight/data.py",
+        ("tests/preflight/test_check.py",),
         ("a reward that never reads the text passes", "    if not reads_text(reward):", "    if False:"),
     ),
 ]

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from tests.mutants.mutant import Mutant, planted
 
-R = "areal_x/rollout/"
-T = "tests/rollout/"
-LINES = (f"{T}chat/test_lines.py", f"{T}chat/test_credit.py")
+LINES = ("tests/agents/chat/test_lines.py", "tests/agents/chat/test_credit.py")
 
 MUTANTS: list[Mutant] = [
     *planted(
-        R + "queue.py",
-        (f"{T}test_queue.py",),
+        "areal_x/rollout/queue.py",
+        ("tests/rollout/test_queue.py",),
         (
             "slow groups are passed over without bound",
             "        return self._taken(batch) if batch[-1] < self._oldest_unfinished() + self.window else None",
@@ -39,8 +37,8 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
-        R + "runner.py",
-        (f"{T}test_runner.py", f"{T}test_rollout.py"),
+        "areal_x/rollout/runner.py",
+        ("tests/rollout/test_runner.py", "tests/rollout/test_rollout.py"),
         (
             "the attempts of a group share a seed",
             "(self.seed, TRAINING, group.ticket, index)",
@@ -65,8 +63,8 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
-        R + "pacing.py",
-        (f"{T}test_pacing.py",),
+        "areal_x/rollout/pacing.py",
+        ("tests/rollout/test_pacing.py",),
         (
             "a wave enters in the order of arrival",
             "        wave = sorted(self._waiting.items(), key=lambda item: item[0])",
@@ -79,8 +77,8 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
-        R + "embedded.py",
-        (f"{T}test_embedded.py",),
+        "areal_x/engines/embedded.py",
+        ("tests/engines/test_embedded.py",),
         (
             "a completion's tokens all have the version that ended it",
             "            running.versions += [version] * count",
@@ -108,8 +106,8 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
-        R + "vllm/slices.py",
-        (f"{T}test_slices.py",),
+        "areal_x/engines/vllm/slices.py",
+        ("tests/engines/vllm/test_slices.py",),
         (
             "each slice may be as long as the whole",
             "    left = most - drawn\n",
@@ -127,8 +125,8 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
-        R + "vllm/routing.py",
-        (f"{T}test_fleet.py", f"{T}test_vllm_client.py"),
+        "areal_x/engines/vllm/routing.py",
+        ("tests/engines/vllm/test_fleet.py", "tests/engines/vllm/test_vllm_client.py"),
         (
             "a block's name does not depend on what stands before it",
             "        chain = hash((chain, data[end - BLOCK : end].tobytes()))",
@@ -136,8 +134,8 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
-        R + "vllm/fleet.py",
-        (f"{T}test_fleet.py",),
+        "areal_x/engines/vllm/fleet.py",
+        ("tests/engines/vllm/test_fleet.py",),
         (
             "a server that comes back serves with old weights",
             "        if not self._is(name, State.CHECKING) or version != self.target:",
@@ -150,7 +148,7 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
-        R + "chat/lines.py",
+        "areal_x/agents/chat/lines.py",
         LINES,
         (
             "a tool's output is trained on",
@@ -165,7 +163,7 @@ MUTANTS: list[Mutant] = [
         ("each call is trained on as if it had no history", "        if whole:\n", "        if not lines:\n"),
     ),
     *planted(
-        R + "chat/credit.py",
+        "areal_x/agents/chat/credit.py",
         LINES,
         (
             "earlier calls count more than later ones",
@@ -179,8 +177,8 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
-        R + "chat/continuing.py",
-        (f"{T}chat/test_continuing.py",),
+        "areal_x/agents/chat/continuing.py",
+        ("tests/agents/chat/test_continuing.py",),
         (
             "a conversation's history is tokenised anew",
             "        if text.startswith(held.before):\n",
@@ -188,8 +186,8 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
-        R + "workflows.py",
-        (f"{T}test_workflows.py", "tests/test_experiment.py"),
+        "areal_x/workflows/single_turn.py",
+        ("tests/workflows/test_workflows.py", "tests/test_experiment.py"),
         (
             "a greedy evaluation samples",
             "        return replace(self, sampling=replace(self.sampling, temperature=0.0))\n\n    async def score",
@@ -197,8 +195,8 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
-        R + "journal.py",
-        (f"{T}test_journal.py",),
+        "areal_x/run/journal.py",
+        ("tests/run/test_journal.py",),
         (
             "of the groups that a step consumed one is recorded",
             "            self._say(CONSUME, (step, place, group.ticket))",
@@ -226,8 +224,8 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
-        R + "journal.py",
-        ("tests/test_resuming.py",),
+        "areal_x/run/journal.py",
+        ("tests/run/test_resuming.py",),
         (
             "what the end of the journal lacks is trained on again",
             "            rows = [row for row in rows if row[0] in waiting or drawn <= row[0] < next_ticket]",
@@ -235,8 +233,8 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
-        R + "group_bytes.py",
-        (f"{T}test_journal.py",),
+        "areal_x/run/group_bytes.py",
+        ("tests/run/test_journal.py",),
         (
             "numbers are read back without what they are above",
             '    x = np.full(size, low, "<i8")',
@@ -244,8 +242,8 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
-        "areal_x/data/stream.py",
-        ("tests/data/test_stream.py",),
+        "areal_x/tasks/stream.py",
+        ("tests/tasks/test_stream.py",),
         (
             "every epoch has the order of the first",
             "np.random.default_rng([seed, epoch])",
@@ -258,8 +256,8 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
-        "areal_x/checkpoint.py",
-        ("tests/test_checkpoint.py",),
+        "areal_x/run/checkpoint.py",
+        ("tests/run/test_checkpoint.py",),
         (
             "a damaged checkpoint is resumed from",
             "        if found != digest:",

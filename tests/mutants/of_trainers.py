@@ -5,8 +5,8 @@ from __future__ import annotations
 from tests.mutants.mutant import Mutant, planted
 
 JAX, TORCH = "backends/jax/areal_x_jax/", "backends/torch/areal_x_torch/"
-PACKING = ("tests/data/test_packing.py", "tests/data/test_sharing.py", "tests/rollout/chat/test_lines.py")
-SAMPLERS = ("tests/rollout/test_samplers.py",)
+PACKING = ("tests/batching/test_packing.py", "tests/batching/test_sharing.py", "tests/agents/chat/test_lines.py")
+SAMPLERS = ("tests/engines/test_samplers.py",)
 
 MUTANTS: list[Mutant] = [
     *planted(
@@ -25,7 +25,7 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
-        "areal_x/data/packing.py",
+        "areal_x/batching/packing.py",
         PACKING,
         (
             "positions go on from one sequence of a row to the next",
@@ -173,7 +173,7 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
-        "areal_x/lora.py",
+        "areal_x/hf/lora.py",
         ("tests/test_export.py", "tests/jax/test_lora.py", "tests/torch/test_lora.py"),
         (
             "an exported adapter is scaled twice",

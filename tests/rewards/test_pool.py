@@ -16,9 +16,9 @@ import gin
 import psutil
 import pytest
 
-from areal_x import guard
 from areal_x.errors import ConfigError, UserError
 from areal_x.rewards.pool import Limits, RewardPool
+from areal_x.runtime import guard
 from areal_x.types import Failed, Scored, Task, TimedOut
 from tests.rewards import reward_functions as rewards
 

@@ -1,4 +1,4 @@
-"""An engine and workflows whose every step a test decides. (Those of areal_x.testing take time by a model.)"""
+"""An engine and workflows whose every step a test decides. (Those of areal_x.simulation take time by a model.)"""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from areal_x.rollout.engine import Completion, Request, SamplingParams
-from areal_x.rollout.workflows import Workflow
+from areal_x.protocols.engine import Completion, Request, SamplingParams
 from areal_x.types import Task, Trajectory
+from areal_x.workflows.single_turn import Workflow
 
 TASKS = [Task(f"task {i}", f"{i}+{i}=") for i in range(50)]
 

@@ -7,7 +7,7 @@ import asyncio
 import numpy as np
 import pytest
 
-from areal_x.rollout.engine import Completion, Request, SamplingParams
+from areal_x.protocols.engine import Completion, Request, SamplingParams
 from areal_x.rollout.pacing import InWaves
 from tests.rollout.fakes import until
 

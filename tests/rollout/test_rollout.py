@@ -10,14 +10,14 @@ from contextlib import contextmanager
 import numpy as np
 import pytest
 
-from areal_x.data.stream import TaskStream
 from areal_x.errors import UserError
-from areal_x.rollout.engine import EngineError
-from areal_x.rollout.journal import Resumed
+from areal_x.protocols.engine import EngineError
 from areal_x.rollout.queue import TrajectoryQueue
 from areal_x.rollout.rollout import Published, Rollout
 from areal_x.rollout.runner import Runner
-from areal_x.testing import FakeTrainer
+from areal_x.run.journal import Resumed
+from areal_x.simulation import FakeTrainer
+from areal_x.tasks.stream import TaskStream
 from areal_x.types import Failed, Scored
 from tests.rollout.fakes import TASKS, Doing, FakeEngine, Plain
 

@@ -5,13 +5,13 @@ import numpy as np
 import pytest
 
 from areal_x.algorithms.recipes import varied
-from areal_x.data.stream import TaskStream
 from areal_x.errors import ConfigError, TaskError, UserError
-from areal_x.rollout.engine import EngineError, PromptTooLong, Request, SamplingParams
+from areal_x.protocols.engine import EngineError, PromptTooLong, Request, SamplingParams
 from areal_x.rollout.episode import first_of, run_episode
-from areal_x.rollout.journal import Resumed
 from areal_x.rollout.queue import TrajectoryQueue
 from areal_x.rollout.runner import EVALUATION, Runner, seed_of
+from areal_x.run.journal import Resumed
+from areal_x.tasks.stream import TaskStream
 from areal_x.types import Episode, Failed, Scored, TimedOut, Trajectory
 from tests.rollout.fakes import TASKS, Doing, FakeEngine, Plain, until
 

@@ -13,7 +13,7 @@ import textwrap
 
 import pytest
 
-from areal_x import memory_group
+from areal_x.runtime import memory_group
 from areal_x.sandbox.pool import Sandbox, SandboxLimits
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs Linux")

@@ -21,11 +21,11 @@ from areal_x.algorithms import losses
 from areal_x.algorithms.distillation import generalized_jsd
 from areal_x.algorithms.mismatch import ByLag
 from areal_x.algorithms.weighting import token_mean
+from areal_x.batching.batch import Models
+from areal_x.batching.packing import pack
 from areal_x.cluster import ranks
 from areal_x.cluster.links import Follower
-from areal_x.data.batch import Models
-from areal_x.data.packing import pack
-from areal_x.model_dir import read_config
+from areal_x.hf.model_dir import read_config
 from areal_x.trainer import LoRAConfig, MeshConfig, ModelConfig, OptimizerConfig, TrainerConfig
 from areal_x.types import Batch, Policy, Trajectory
 from areal_x_torch.trainer import Trainer

@@ -18,7 +18,7 @@ from transformers import AutoConfig, AutoModelForCausalLM  # noqa: E402
 
 from areal_x.algorithms import losses  # noqa: E402
 from areal_x.algorithms.weighting import sequence_mean  # noqa: E402
-from areal_x.data.packing import pack  # noqa: E402
+from areal_x.batching.packing import pack  # noqa: E402
 from areal_x.errors import ConfigError, UserError  # noqa: E402
 from areal_x.trainer import MeshConfig, ModelConfig, OptimizerConfig, TrainerConfig, create_trainer  # noqa: E402
 from areal_x.types import Batch  # noqa: E402

@@ -12,11 +12,11 @@ torch = pytest.importorskip("torch")
 from transformers import AutoModelForCausalLM  # noqa: E402
 
 import areal_x_torch  # noqa: E402
-from areal_x import model_dir  # noqa: E402
 from areal_x.algorithms import losses  # noqa: E402
 from areal_x.algorithms.weighting import token_mean  # noqa: E402
-from areal_x.data.packing import pack  # noqa: E402
+from areal_x.batching.packing import pack  # noqa: E402
 from areal_x.errors import UserError  # noqa: E402
+from areal_x.hf import model_dir  # noqa: E402
 from areal_x.trainer import ModelConfig, OptimizerConfig, TrainerConfig  # noqa: E402
 from areal_x_torch import loading, model  # noqa: E402
 from areal_x_torch.attention import Segments, sdpa  # noqa: E402

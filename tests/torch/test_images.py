@@ -10,11 +10,11 @@ torch = pytest.importorskip("torch")
 from transformers import AutoModelForImageTextToText  # noqa: E402
 
 import areal_x_torch  # noqa: E402
-from areal_x import model_dir  # noqa: E402
 from areal_x.algorithms import losses  # noqa: E402
 from areal_x.algorithms.weighting import token_mean  # noqa: E402
-from areal_x.data.packing import pack  # noqa: E402
+from areal_x.batching.packing import pack  # noqa: E402
 from areal_x.errors import UserError  # noqa: E402
+from areal_x.hf import model_dir  # noqa: E402
 from areal_x.trainer import ModelConfig, OptimizerConfig, TrainerConfig, create_trainer  # noqa: E402
 from areal_x_torch import model  # noqa: E402
 from tests.models import PROMPTS, SEEING, reference_model, seen_logits, stand_in_reference, with_images  # noqa: E402

@@ -12,8 +12,9 @@ torch = pytest.importorskip("torch")
 
 from transformers import AutoModelForCausalLM  # noqa: E402
 
-from areal_x import export, lora, model_dir  # noqa: E402
+from areal_x import export  # noqa: E402
 from areal_x.errors import ConfigError, UserError  # noqa: E402
+from areal_x.hf import lora, model_dir  # noqa: E402
 from areal_x.trainer import LoRAConfig, OptimizerConfig  # noqa: E402
 from areal_x_torch import loading, model  # noqa: E402
 from areal_x_torch.lora import adaptable  # noqa: E402

@@ -15,7 +15,7 @@ from torch import distributed  # noqa: E402
 from torch.distributed.device_mesh import init_device_mesh  # noqa: E402
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor  # noqa: E402
 
-from areal_x import model_dir  # noqa: E402
+from areal_x.hf import model_dir  # noqa: E402
 from areal_x.trainer import OptimizerConfig  # noqa: E402
 from areal_x_torch.optimizers import Optimizer  # noqa: E402
 from tests.moving import LOSS, deviations, learn, recorded_batches, trainer  # noqa: E402

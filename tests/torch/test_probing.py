@@ -10,7 +10,7 @@ torch = pytest.importorskip("torch")
 from transformers import AutoConfig  # noqa: E402
 
 import areal_x_torch  # noqa: E402
-from areal_x.data.packing import pack  # noqa: E402
+from areal_x.batching.packing import pack  # noqa: E402
 from areal_x.errors import ConfigError, UserError  # noqa: E402
 from areal_x.trainer import ModelConfig, TrainerConfig  # noqa: E402
 from areal_x_torch import attention, cache, loading, probing, rotations, stand_in  # noqa: E402

@@ -21,9 +21,10 @@ import pytest
 
 pytest.importorskip("torch")
 
-from areal_x import checkpoint, lora, model_dir
 from areal_x.errors import UserError
+from areal_x.hf import lora, model_dir
 from areal_x.monitor.metrics import read
+from areal_x.run import checkpoint
 from areal_x_torch import processes
 from tests.models import DIVISIBLE, write_config, write_random
 from tests.starting import ONLINE, WRITTEN, assert_measured_alike, command_of, finished, started

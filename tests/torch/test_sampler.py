@@ -1,4 +1,4 @@
-"""What is the torch sampler's own; what it shares with JAX's stands in tests/rollout/test_samplers.py."""
+"""What is the torch sampler's own; what it shares with JAX's stands in tests/engines/test_samplers.py."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from areal_x_torch.draw import Drawing, draw, uniform  # noqa: E402
 from areal_x_torch.layout import by_length  # noqa: E402
 from areal_x_torch.sampler import Sampler  # noqa: E402
 from areal_x_torch.step import NextLogits  # noqa: E402
-from tests.rollout import conformance  # noqa: E402
-from tests.rollout.conformance import slot_request, to_the_end  # noqa: E402
+from tests.engines import conformance  # noqa: E402
+from tests.engines.conformance import slot_request, to_the_end  # noqa: E402
 
 SLOTS, CONTEXT = 16, 384
 

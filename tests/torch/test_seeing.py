@@ -10,17 +10,17 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from areal_x.data.packing import pack  # noqa: E402
+from areal_x.batching.packing import pack  # noqa: E402
+from areal_x.engines.embedded import EmbeddedEngine  # noqa: E402
 from areal_x.errors import UserError  # noqa: E402
-from areal_x.rollout.embedded import EmbeddedEngine  # noqa: E402
-from areal_x.rollout.engine import Completion, Request, SamplingParams  # noqa: E402
-from areal_x.rollout.sampler import SlotRequest  # noqa: E402
+from areal_x.protocols.engine import Completion, Request, SamplingParams  # noqa: E402
+from areal_x.protocols.sampler import SlotRequest  # noqa: E402
 from areal_x.trainer import ModelConfig, Trainer, TrainerConfig, create_trainer  # noqa: E402
 from areal_x.types import Images, Trajectory  # noqa: E402
 from areal_x_torch import looking, sampler  # noqa: E402
 from areal_x_torch.images import features_of  # noqa: E402
+from tests.engines.conformance import to_the_end  # noqa: E402
 from tests.models import IMAGE, PROMPTS, with_images  # noqa: E402
-from tests.rollout.conformance import to_the_end  # noqa: E402
 
 CONTEXT, ANSWER = 64, 24
 # A prompt's last token is text, as in every chat template.

@@ -15,11 +15,11 @@ from safetensors.numpy import load_file  # noqa: E402
 from transformers import AutoConfig, AutoModelForCausalLM  # noqa: E402
 
 import areal_x_torch  # noqa: E402
-from areal_x import model_dir  # noqa: E402
 from areal_x.algorithms import losses  # noqa: E402
 from areal_x.algorithms.weighting import token_mean  # noqa: E402
-from areal_x.data.packing import pack  # noqa: E402
+from areal_x.batching.packing import pack  # noqa: E402
 from areal_x.errors import ConfigError, UserError  # noqa: E402
+from areal_x.hf import model_dir  # noqa: E402
 from areal_x.trainer import MeshConfig, ModelConfig, OptimizerConfig, TrainerConfig  # noqa: E402
 from areal_x.types import Trajectory  # noqa: E402
 from areal_x_torch.parallel import check_model  # noqa: E402

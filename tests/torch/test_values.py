@@ -11,10 +11,10 @@ torch = pytest.importorskip("torch")
 
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification  # noqa: E402
 
-from areal_x import model_dir  # noqa: E402
 from areal_x.algorithms import losses, preferences  # noqa: E402
 from areal_x.algorithms.weighting import pair_mean, sequence_mean  # noqa: E402
 from areal_x.errors import UserError  # noqa: E402
+from areal_x.hf import model_dir  # noqa: E402
 from areal_x.trainer import OptimizerConfig  # noqa: E402
 from areal_x.types import Batch  # noqa: E402
 from tests.torch.test_trainer import SMALL, VOCABULARY, all_weights, batch_of, save_model, sequences, trainer_of  # noqa: E402

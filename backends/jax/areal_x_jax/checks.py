@@ -11,9 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AbstractMesh
 
-from areal_x import model_dir
 from areal_x.errors import ConfigError
-from areal_x.loss import Loss, evaluate
+from areal_x.hf import model_dir
+from areal_x.protocols.loss import Loss, evaluate
 from areal_x.trainer import Devices, TrainerConfig
 from areal_x.types import Batch, Policy
 from areal_x_jax import lora

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from areal_x.errors import UserError
-from areal_x.model_dir import CAUSAL, CLASSIFIER, CONDITIONAL, stem
+from areal_x.hf.model_dir import CAUSAL, CLASSIFIER, CONDITIONAL, stem
 
 QKV, OUT, MLP = "biases of queries, keys and values", "a bias of the attention's output", "biases in the MLP"
 ATTENTION_BIAS = {"attention_bias": (QKV, OUT)}

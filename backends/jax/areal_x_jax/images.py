@@ -11,7 +11,7 @@ import numpy as np
 from jaxtyping import Bool, Float, Int
 
 from areal_x.errors import UserError
-from areal_x.images import TEXT_ALONE, Grid, check_grids, image_tokens, mrope_positions, patches_of
+from areal_x.hf.images import TEXT_ALONE, Grid, check_grids, image_tokens, mrope_positions, patches_of
 from areal_x.types import Batch
 from areal_x_jax.vision import ImageArrays, PatchLayout
 from areal_x_jax.vision_shape import VisionShape

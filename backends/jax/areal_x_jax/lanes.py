@@ -10,7 +10,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh, NamedSharding
 
-from areal_x.rollout.lanes import Lanes, lanes_on_cpu
+from areal_x.engines.lanes import Lanes, lanes_on_cpu
 from areal_x_jax.layout import sampling_groups
 from areal_x_jax.parameters import Params
 from areal_x_jax.sampler import Lane, take_apart
@@ -18,7 +18,7 @@ from areal_x_jax.shape import Shape
 
 
 class Sampler(Lanes):
-    """An `areal_x.rollout.sampler.Sampler`: a lane for each group of the mesh's devices that decodes together (see
+    """An `areal_x.protocols.sampler.Sampler`: a lane for each group of the mesh's devices that decodes together (see
     areal_x_jax.layout.sampling_groups).
 
     On one device of a CPU there are several lanes: XLA runs programs as small as a decoding step on one core, so two on two

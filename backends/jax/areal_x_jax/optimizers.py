@@ -20,8 +20,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jax.tree_util import DictKey, KeyPath, tree_leaves_with_path, tree_map_with_path
 from jaxtyping import Array, Float, Int32
 
-from areal_x import model_dir
 from areal_x.errors import UserError
+from areal_x.hf import model_dir
 from areal_x.trainer import OptimizerConfig
 from areal_x_jax.layout import Layout, all_of, lay
 from areal_x_jax.parameters import Params, in_layers

@@ -13,7 +13,7 @@ from typing import Any
 import jax.numpy as jnp
 from flax import nnx
 
-from areal_x.lora import WRAPPED
+from areal_x.hf.lora import WRAPPED
 from areal_x_jax.families import MLP, OUT, QKV
 from areal_x_jax.shape import Shape
 from areal_x_jax.vision_shape import MODULES, VisionShape

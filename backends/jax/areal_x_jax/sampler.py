@@ -21,7 +21,7 @@ from jax.sharding import Mesh, NamedSharding
 from jaxtyping import Array, Bool, Float, Int
 
 from areal_x.errors import UserError
-from areal_x.rollout.sampler import Decoded, SlotRequest, equal
+from areal_x.protocols.sampler import Decoded, SlotRequest, equal
 from areal_x_jax import ring as rings
 from areal_x_jax.chunks import Chunk, packed
 from areal_x_jax.dense import softcapped

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from areal_x.errors import ConfigError, UserError
-from areal_x.model_dir import text_config
+from areal_x.hf.model_dir import text_config
 from areal_x_jax.families import Described, describe, refuse
 from areal_x_jax.rope import Rope, ropes_of
 from areal_x_jax.vision_shape import VisionShape, vision_shape_of

@@ -13,9 +13,9 @@ from typing import Any
 import jax
 from jax.tree_util import keystr, tree_flatten_with_path
 
-from areal_x.checkpoint import Wait
 from areal_x.errors import UserError
-from areal_x.model_dir import SHARDS
+from areal_x.hf.model_dir import SHARDS
+from areal_x.run.checkpoint import Wait
 from areal_x_jax.parameters import Params
 
 PLACE = SHARDS["jax"]

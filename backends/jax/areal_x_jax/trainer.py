@@ -20,12 +20,12 @@ import optax
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Float32
 
-from areal_x import lora as adapter_files
-from areal_x import model_dir
-from areal_x.checkpoint import Wait
-from areal_x.data.tokenizer import check_known, check_vocabulary
 from areal_x.errors import ConfigError, UserError
-from areal_x.loss import Loss, evaluate
+from areal_x.hf import lora as adapter_files
+from areal_x.hf import model_dir
+from areal_x.hf.tokenizer import check_known, check_vocabulary
+from areal_x.protocols.loss import Loss, evaluate
+from areal_x.run.checkpoint import Wait
 from areal_x.trainer import TrainerConfig, is_largest, recorded_experts
 from areal_x.types import IMAGES, Batch, Policy
 from areal_x_jax import head, lora, optimizers, sharded

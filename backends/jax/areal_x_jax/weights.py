@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from areal_x.errors import UserError
-from areal_x.lora import WRAPPED
+from areal_x.hf.lora import WRAPPED
 from areal_x_jax.layout import ALONE, Layout, all_of, lay, shardings
 from areal_x_jax.parameters import (
     Leaf,

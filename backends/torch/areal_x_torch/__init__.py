@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import numpy as np
 
-    from areal_x.loss import Loss
+    from areal_x.protocols.loss import Loss
     from areal_x.trainer import Devices, TrainerConfig
     from areal_x.types import Batch, Policy
     from areal_x_torch.processes import Processes

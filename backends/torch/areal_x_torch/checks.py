@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from areal_x.loss import Loss, evaluate
+from areal_x.protocols.loss import Loss, evaluate
 from areal_x.trainer import Devices, TrainerConfig
 from areal_x.types import Batch, Policy
 from areal_x_torch import attention, loading, lora, rotations

@@ -25,8 +25,8 @@ from transformers import (
 )
 from transformers.utils import logging
 
-from areal_x import model_dir
 from areal_x.errors import UserError
+from areal_x.hf import model_dir
 from areal_x_torch import probing
 from areal_x_torch.experts import is_experts
 from areal_x_torch.images import SEEING

@@ -16,8 +16,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from areal_x.errors import UserError
-from areal_x.images import Grid, image_tokens, mrope_positions
-from areal_x.rollout.sampler import SlotRequest
+from areal_x.hf.images import Grid, image_tokens, mrope_positions
+from areal_x.protocols.sampler import SlotRequest
 from areal_x.types import Images
 from areal_x_torch.images import features_of
 from areal_x_torch.layout import to_tensor

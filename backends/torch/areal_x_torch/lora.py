@@ -1,7 +1,7 @@
 """Low-rank adapters beside a frozen model: each adapted layer adds scale · B (A x) to what it gives.
 
-The names of the added parameters are PEFT's, so that the files of areal_x.lora need no others, and either backend goes on from
-them. Source: arXiv 2106.09685.
+The names of the added parameters are PEFT's, so that the files of areal_x.hf.lora need no others, and either backend goes on
+from them. Source: arXiv 2106.09685.
 
 Of a layer that is split over processes A is whole and B has a part of the rows, or A has a part of the columns and B is whole.
 Either way what each process computes from its own parts is what it adds to its part of the layer's product: nothing more is
@@ -23,7 +23,7 @@ from torch.nn.functional import linear
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from areal_x.errors import ConfigError
-from areal_x.lora import WRAPPED
+from areal_x.hf.lora import WRAPPED
 from areal_x.trainer import LoRAConfig
 from areal_x_torch.loading import quiet
 from areal_x_torch.model import ADAPTER, is_classifier, named_tensors

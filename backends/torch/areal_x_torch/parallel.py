@@ -30,8 +30,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
-from areal_x import model_dir
 from areal_x.errors import ConfigError
+from areal_x.hf import model_dir
 from areal_x.trainer import MeshConfig
 from areal_x_torch.blocks import blocks_of
 from areal_x_torch.context import check_context

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from areal_x import background
 from areal_x.cluster.links import end_now, ended_by
 from areal_x.errors import ConfigError, UserError
+from areal_x.runtime import background
 
 VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 PARENT = "AREAL_X_PARENT"  # the process id of the process 0 that started this one

@@ -1,6 +1,6 @@
 """The torch backend's batched sampler: any transformers model over a cache of its own, computing only what lives.
 
-A `Sampler` shares its slots out over lanes (areal_x.rollout.lanes), which share one copy of the model. In a lane, slots are
+A `Sampler` shares its slots out over lanes (areal_x.engines.lanes), which share one copy of the model. In a lane, slots are
 the caller's names; the sequences themselves lie in the first rows of the cache, without gaps: when one finishes, the last moves
 into its place, so that a step's cost falls with the number that still run and with the columns in use.
 
@@ -20,10 +20,10 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from areal_x import cores
+from areal_x.engines.lanes import Lanes, lanes_on_cpu
 from areal_x.errors import UserError
-from areal_x.rollout.lanes import Lanes, lanes_on_cpu
-from areal_x.rollout.sampler import Decoded, SlotRequest, equal
+from areal_x.protocols.sampler import Decoded, SlotRequest, equal
+from areal_x.runtime import cores
 from areal_x_torch import looking, lora
 from areal_x_torch.cache import ATTENTION, Cache, Prefill, layers_of
 from areal_x_torch.draw import Drawing, draw, uniform
@@ -100,7 +100,7 @@ class Rows:
 
 
 class Sampler(Lanes):
-    """An `areal_x.rollout.sampler.Sampler` over a copy of a transformers model."""
+    """An `areal_x.protocols.sampler.Sampler` over a copy of a transformers model."""
 
     def __init__(self, model: PreTrainedModel, slots: int, context: int, dtype: torch.dtype, lanes: int | None = None) -> None:
         self.model = lora.remove(copy.deepcopy(model)).requires_grad_(False)
@@ -171,7 +171,7 @@ class Lane:
 
     @torch.inference_mode()
     def decode(self, steps: int, until_free: int) -> Decoded:
-        """See `areal_x.rollout.sampler.Sampler`. A sequence's n-th token is drawn with a number that (seed, n) alone give."""
+        """See `areal_x.protocols.sampler.Sampler`. A sequence's n-th token is drawn with a number that (seed, n) alone give."""
         decoded = Decoded(
             tokens=np.zeros((self.slots, steps), np.int32),
             logprobs=np.zeros((self.slots, steps), np.float32),

@@ -22,9 +22,9 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 
-from areal_x.checkpoint import Wait
 from areal_x.errors import UserError
-from areal_x.model_dir import SHARDS
+from areal_x.hf.model_dir import SHARDS
+from areal_x.run.checkpoint import Wait
 
 INDEX = "shapes.json"  # of the whole tensors
 

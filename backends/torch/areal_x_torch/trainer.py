@@ -18,13 +18,13 @@ from jaxtyping import Bool, Float32
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from areal_x import lora as adapter_files
-from areal_x import model_dir
-from areal_x.checkpoint import Wait
-from areal_x.data.tokenizer import check_known, check_vocabulary
 from areal_x.errors import ConfigError
-from areal_x.interrupts import check
-from areal_x.loss import Loss, evaluate
+from areal_x.hf import lora as adapter_files
+from areal_x.hf import model_dir
+from areal_x.hf.tokenizer import check_known, check_vocabulary
+from areal_x.protocols.loss import Loss, evaluate
+from areal_x.run.checkpoint import Wait
+from areal_x.runtime.interrupts import check
 from areal_x.trainer import TrainerConfig, is_largest, recorded_experts
 from areal_x.types import IMAGES, Batch, Policy
 from areal_x_torch import attention, blocks, context, experts, head, loading, lora, model, optimizers, rotations, sharded

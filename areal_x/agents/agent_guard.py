@@ -1,0 +1,21 @@
+"""What is started for an agent's program: becomes its guard, and starts it. Imports little, as every episode waits for it."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+from areal_x.runtime import guard
+
+
+def main(lifeline_fd: int, words: list[str], processes: int) -> None:
+    """words: the command. processes: most that it may have at once."""
+
+    def work() -> None:
+        try:
+            os.execvp(words[0], words)
+        except OSError as error:
+            print(f"{words[0]}: {error.strerror}", file=sys.stderr)
+            os._exit(127)
+
+    guard.keep(work, lifeline_fd, owners_fds=(1, 2), processes=processes, ends_with_worker=True)

@@ -1,0 +1,129 @@
+"""From an episode's calls to trajectories in which every generated token is trained on exactly once.
+
+A line is a sequence of tokens that a conversation became. Each call either goes on where a line ends or begins a line:
+
+    first      the first call
+    continued  its prompt begins with all tokens of a line: what follows them is context, and the line goes on
+    rewritten  its prompt leaves a line within the line's last completion: a template or the agent changed what was said there
+    forked     anything else: a sub-agent, another answer to the same prompt, a history that was made shorter
+
+The last two, like the first, begin a line whose context is the whole prompt; the line that they left keeps its tokens. A line
+always ends with tokens that the policy generated: to cut it where a prompt leaves it would lose some of them.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+import numpy as np
+from jaxtyping import Int16, Int32
+
+from areal_x.agents.chat.calls import Call
+from areal_x.types import Trajectory
+
+Kind = Literal["first", "continued", "rewritten", "forked"]
+KINDS: tuple[Kind, ...] = ("first", "continued", "rewritten", "forked")
+
+
+@dataclass(frozen=True)
+class Span:
+    """Where a call's completion stands in a trajectory: `start : stop`. call: its place among the calls that were given."""
+
+    call: int
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True)
+class Line:
+    """A trajectory without a reward yet, and which calls generated what of it, in order."""
+
+    trajectory: Trajectory
+    spans: tuple[Span, ...]
+
+
+@dataclass(frozen=True)
+class Lines:
+    """counts: how many calls were of each kind, of those with something to train on; empty where nothing was merged."""
+
+    lines: tuple[Line, ...]
+    counts: Mapping[str, int] = field(default_factory=dict)
+
+
+def individual(calls: Sequence[Call]) -> Lines:
+    """Each call as a trajectory of its own. Calls without tokens and those that the engine aborted are left out."""
+    return Lines(tuple(_begun(index, call) for index, call in enumerate(calls) if trainable(call)))
+
+
+def merged(calls: Sequence[Call]) -> Lines:
+    """As few trajectories as hold every generated token once. Calls without tokens and those that the engine aborted are left
+    out. Among lines that a call could continue it continues the longest."""
+    lines: list[Line] = []
+    counts: Counter[Kind] = Counter()
+    for index, call in enumerate(calls):
+        if not trainable(call):
+            continue
+        shared = [common_prefix(line.trajectory.tokens, call.prompt) for line in lines]
+        whole = [i for i, line in enumerate(lines) if shared[i] == len(line.trajectory)]
+        if whole:
+            longest = max(whole, key=lambda i: shared[i])
+            lines[longest] = _continued(lines[longest], index, call)
+            counts["continued"] += 1
+            continue
+        lines.append(_begun(index, call))
+        counts[_kind(lines[:-1], shared, call)] += 1
+    return Lines(tuple(lines), {kind: counts[kind] for kind in KINDS})
+
+
+def trainable(call: Call) -> bool:
+    return len(call.completion.tokens) > 0 and call.completion.finish_reason != "abort"
+
+
+def common_prefix(a: Int32[np.ndarray, " A"], b: Int32[np.ndarray, " B"]) -> int:
+    """How many tokens both begin with."""
+    most = min(len(a), len(b))
+    different = np.flatnonzero(a[:most] != b[:most])
+    return int(different[0]) if len(different) else most
+
+
+def _kind(lines: Sequence[Line], shared: Sequence[int], call: Call) -> Kind:
+    """Why a call that continues none of the lines begins one."""
+    if not lines:
+        return "first"
+    nearest = max(range(len(lines)), key=lambda i: shared[i])
+    goes_on = len(call.prompt) > shared[nearest]
+    return "rewritten" if goes_on and shared[nearest] >= lines[nearest].spans[-1].start else "forked"
+
+
+def _begun(index: int, call: Call) -> Line:
+    said, context = call.completion, len(call.prompt)
+    trajectory = Trajectory.from_completion(
+        call.prompt, said.tokens, said.logprobs, said.versions, None, said.finish_reason, said.experts
+    )
+    return Line(trajectory, (Span(index, context, len(trajectory)),))
+
+
+def _continued(line: Line, index: int, call: Call) -> Line:
+    """The line with the rest of the call's prompt as context, and its completion."""
+    old, held = line.trajectory, len(line.trajectory)
+    new = _begun(index, call).trajectory  # its prompt begins with the old one's tokens: only what it says of them differs
+    trajectory = Trajectory(
+        tokens=new.tokens,
+        mask=np.concatenate([old.mask, new.mask[held:]]),
+        logprobs=np.concatenate([old.logprobs, new.logprobs[held:]]),
+        versions=np.concatenate([old.versions, new.versions[held:]]),
+        finish_reason=new.finish_reason,
+        experts=_experts(old, new),
+    )
+    return Line(trajectory, (*line.spans, Span(index, len(call.prompt), len(trajectory))))
+
+
+def _experts(old: Trajectory, new: Trajectory) -> Int16[np.ndarray, "T layers per_token"] | None:
+    """Those that a token went through when it was first read: of the old ones all but the last, which only the new call read.
+    None unless both were recorded."""
+    if old.experts is None or new.experts is None:
+        return None
+    return np.concatenate([old.experts[:-1], new.experts[len(old) - 1 :]])

@@ -1,0 +1,194 @@
+"""Workflows of several turns: tries with feedback in between, and tools.
+
+train.workflow = @multi_turn()
+multi_turn.reward = @arithmetic.verify
+multi_turn.turns = 3
+
+What a conversation becomes for the trainer, and what each of its turns gets of the reward, says docs/agents.md.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar, Self
+
+import gin
+
+from areal_x.agents.chat.credit import Credit, episode_of_calls
+from areal_x.agents.chat.dialogue import Dialogue, Speaker
+from areal_x.agents.chat.reading import Reply
+from areal_x.agents.chat.rendering import PlainRenderer, Renderer, TemplateRenderer, Unrenderable
+from areal_x.agents.tools.tools import Toolbox
+from areal_x.errors import at_least, within
+from areal_x.protocols.engine import PromptTooLong
+from areal_x.runtime.thread import in_thread
+from areal_x.types import Failed, Message, Outcome, Scored, Task
+from areal_x.workflows.single_turn import ABORTED, Generator, Judged, Result, prompt_tokens
+
+Feedback = str | Callable[[Task, str, float], str]
+
+
+@gin.configurable("multi_turn", denylist=["tokenizer", "pool"])
+@dataclass(frozen=True)
+class MultiTurn(Judged):
+    """Tries again after feedback, until an answer is right or no try is left. The reward is that of the last try.
+
+    A task's messages go through the model's chat template. A task's plain text is gone on with as it is: answer and feedback
+    follow each other in one text, so feedback begins and ends with the blanks that it needs.
+
+    reward: a function (task, text) -> number, or -> (number, {name: number}), called after each try; text is the completion
+    without special tokens. turns: most tries. enough: a try whose reward is at least this is right, and the last.
+    feedback: what is said after a wrong try: a text, or a function (task, text, reward) -> text, which runs in a thread of this
+    process. discount_turns: the reward is multiplied by this for each try after the first, between 0 and 1.
+    credit: what each try's tokens get of the reward.
+    template: more variables of the chat template, as {"enable_thinking": False}.
+    sampling: how completions are drawn, each of at most sampling.max_tokens; the model's end tokens are added to its stop
+    tokens. reward_workers: most processes that judge at once. reward_timeout_seconds: after which a reward is ended with its
+    process. reward_limits: what that process may use beside time.
+    """
+
+    binding: ClassVar[str] = "multi_turn"
+
+    turns: int = 2
+    feedback: Feedback = "That is not right. Try again."
+    enough: float = 1.0
+    discount_turns: float = 1.0
+    credit: Credit = field(default_factory=Credit)
+    template: Mapping[str, Any] | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        at_least("multi_turn.turns", self.turns, 1)
+        within("multi_turn.discount_turns", self.discount_turns, 0, 1)
+
+    def tokens_of(self, task: Task, tokenizer: Any) -> int | None:
+        return prompt_tokens(task.prompt, tokenizer)
+
+    async def run(self, task: Task, engine: Generator) -> Result:
+        renderer: Renderer = PlainRenderer(self.tokenizer)
+        messages = opening(task)
+        if not isinstance(task.prompt, str):
+            renderer = TemplateRenderer(self.tokenizer)
+        dialogue = Dialogue(Speaker(renderer, engine), self.sampling, template=self.template)
+        outcome: Outcome = ABORTED
+        tries = 0
+        while tries < self.turns:
+            if await said(dialogue, messages) is None:
+                break
+            if aborted(dialogue):
+                return ABORTED
+            text = dialogue.text
+            outcome = await self.score(task, text)
+            tries += 1
+            if not isinstance(outcome, Scored) or outcome.reward >= self.enough:
+                break
+            tell = self.feedback
+            answer = tell if isinstance(tell, str) else await in_thread(tell, task, text, outcome.reward)
+            messages = [{"role": "user", "content": answer}]
+        if isinstance(outcome, Scored):
+            details = {**outcome.details, "tries": tries}
+            outcome = Scored(outcome.reward * self.discount_turns ** (tries - 1), details)
+        return episode_of_calls(dialogue.calls, outcome, self.credit)
+
+
+@gin.configurable("tool_use", denylist=["tokenizer", "pool", "toolbox"])
+@dataclass(frozen=True)
+class ToolUse(Judged):
+    """Answers with the help of tools: what a reply calls is called and the results are shown, until a reply calls none.
+
+    The calls of one reply run together. The chat template must know of tools. A task's plain text is what the user says.
+
+    reward: a function (task, text) -> number, or -> (number, {name: number}); text is the last reply without special tokens.
+    tools: functions (see areal_x.agents.tools.tools.tool_of), python_executor, calculator, mcp_server, or objects with a name,
+    a schema and a coroutine call(arguments). max_turns: most replies; the last one is judged also where it calls a tool.
+    tool_seconds: after which the model is told that a tool did not answer. result_characters: most that is shown of a result.
+    credit: what each reply's tokens get of the reward.
+    template: more variables of the chat template, as {"enable_thinking": False}.
+    sampling: how completions are drawn, each of at most sampling.max_tokens; the model's end tokens are added to its stop
+    tokens. reward_workers: most processes that judge at once. reward_timeout_seconds: after which a reward is ended with its
+    process. reward_limits: what that process may use beside time.
+    """
+
+    binding: ClassVar[str] = "tool_use"
+
+    tools: Sequence[Any] = ()
+    max_turns: int = 8
+    tool_seconds: float = 30.0
+    result_characters: int = 16_000
+    credit: Credit = field(default_factory=Credit)
+    template: Mapping[str, Any] | None = None
+    toolbox: Toolbox | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        at_least("tool_use.max_turns", self.max_turns, 1)
+
+    def setup(self, tokenizer: Any) -> Self:
+        """Raises UserError for tools that cannot be ones, and as `single_turn` does."""
+        toolbox = Toolbox(self.tools, self.tool_seconds, self.result_characters)
+        return replace(super().setup(tokenizer), toolbox=toolbox)
+
+    def tokens_of(self, task: Task, tokenizer: Any) -> int | None:
+        return prompt_tokens(opening(task), tokenizer)
+
+    async def run(self, task: Task, engine: Generator) -> Result:
+        assert self.toolbox is not None, "call setup(tokenizer) first"
+        await self.toolbox.setup()
+        speaker = Speaker(TemplateRenderer(self.tokenizer), engine)
+        dialogue = Dialogue(speaker, self.sampling, tools=self.toolbox.schemas, template=self.template)
+        messages, called = opening(task), 0
+        for turn in range(self.max_turns):
+            try:
+                reply = await said(dialogue, messages)
+            except Unrenderable as error:
+                if turn == 0:
+                    raise
+                return Failed(f"{error}")  # of what the model called
+            if reply is None:
+                break
+            if aborted(dialogue):
+                return ABORTED
+            if not reply.tool_calls:
+                break
+            if turn < self.max_turns - 1:
+                called += len(reply.tool_calls)
+                messages = await self._results(reply)
+        outcome = await self.score(task, dialogue.text)
+        if isinstance(outcome, Scored):
+            details = {**outcome.details, "turns": len(dialogue.calls), "tool_calls": called}
+            outcome = Scored(outcome.reward, details)
+        return episode_of_calls(dialogue.calls, outcome, self.credit)
+
+    async def close(self) -> None:
+        await super().close()
+        if self.toolbox is not None:
+            await self.toolbox.close()
+
+    async def _results(self, reply: Reply) -> list[Message]:
+        assert self.toolbox is not None
+        texts = await asyncio.gather(*(self.toolbox.call(call.name, call.arguments) for call in reply.tool_calls))
+        return [
+            {"role": "tool", "tool_call_id": call.id, "name": call.name, "content": text}
+            for call, text in zip(reply.tool_calls, texts, strict=True)
+        ]
+
+
+def opening(task: Task) -> list[Message]:
+    """What a conversation about a task begins with."""
+    return [{"role": "user", "content": task.prompt}] if isinstance(task.prompt, str) else list(task.prompt)
+
+
+async def said(dialogue: Dialogue, messages: Sequence[Message]) -> Reply | None:
+    """The reply, or None where a conversation that had one before has grown beyond what the engine can hold."""
+    try:
+        return await dialogue.say(*messages)
+    except PromptTooLong:
+        if dialogue.latest is None:
+            raise
+        return None
+
+
+def aborted(dialogue: Dialogue) -> bool:
+    return dialogue.latest is not None and dialogue.latest.completion.finish_reason == "abort"

@@ -1,0 +1,287 @@
+"""The routes: who asks, what of, and in which API's words they are answered."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+import time
+import traceback
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Annotated, Any, Protocol
+
+from pydantic import Field
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.routing import Route
+from starlette.types import ASGIApp
+
+from areal_x.agents.gateway import messages, responses
+from areal_x.agents.gateway.asking import Body, Exchange, Said
+from areal_x.agents.gateway.chat_completions import ChatCompletions
+from areal_x.agents.gateway.errors import ApiError, anthropic_body, api_error, openai_body
+from areal_x.agents.gateway.live import Session
+from areal_x.agents.gateway.messages import Messages
+from areal_x.agents.gateway.responses import Responses
+from areal_x.agents.gateway.retries import Client, Given, attempt_at
+from areal_x.agents.gateway.streams import COMMENT, Answering, Refusal, dumped, dumped_slowly, event
+from areal_x.runtime.thread import INLINE, beside
+from areal_x.runtime.waits import waiting
+from areal_x.tasks.tokenising import OF_A_TOKEN, about
+
+LOG = logging.getLogger(__name__)
+
+MODEL = "policy"
+# Clients add the version or not: an OpenAI client's base_url holds it, an Anthropic client appends it, and people mix them up.
+VERSIONS = ("", "/v1", "/v1/v1")
+MEGABYTE = 2**20
+LABEL_MEGABYTES = 1 / 64  # of bodies with a label, or a number
+BODY_SECONDS = 120.0  # for all of a request
+TRACEBACK_CALLS, TRACEBACK_CHARACTERS = 10, 4000  # in the log
+
+
+class Host(Protocol):
+    """What the routes need of a Gateway."""
+
+    beat_seconds: float
+
+    def is_open(self, client: Client | None) -> bool: ...
+
+    def find(self, name: str | None, keys: list[str]) -> Session: ...
+
+    def admit(self, keys: list[str]) -> None: ...
+
+    async def opened(self, label: str | None) -> Session: ...
+
+
+@dataclass(frozen=True)
+class Dialect:
+    """How an API words an error, in a body and in a stream that has begun, and what its clients pass over while they wait."""
+
+    body: Callable[[ApiError], dict[str, Any]]
+    in_stream: Callable[[ApiError], bytes]
+    beat: bytes = COMMENT
+
+    def refusal(self, error: BaseException) -> Refusal:
+        told = api_error(error)
+        if told.code == "internal_error":
+            LOG.error("the gateway could not answer a request\n%s", last_words(error))
+        return Refusal(told.status, dumped(self.body(told)), told.headers, self.in_stream(told))
+
+    def refused(self, error: BaseException) -> Response:
+        refusal = self.refusal(error)
+        return Response(refusal.body, refusal.status, dict(refusal.headers), "application/json")
+
+
+OPENAI = Dialect(openai_body, lambda error: event(openai_body(error)))
+RESPONSES = Dialect(openai_body, lambda error: event({**openai_body(error), "type": "error"}, "error"))
+ANTHROPIC = Dialect(anthropic_body, lambda error: event(anthropic_body(error), "error"), event({"type": "ping"}, "ping"))
+
+Made = tuple[Exchange, Callable[[Any], None] | None]  # and what to do with its answers beside telling them
+Handler = Callable[[Request], Awaitable[ASGIApp]]
+
+
+class Reward(Body):
+    reward: float
+    call: str | None = None
+
+
+class End(Body):
+    reward: float | None = None
+
+
+class Opening(Body):
+    label: Annotated[str, Field(max_length=1024)] | None = None
+
+
+def application(host: Host) -> Starlette:
+    """All routes, each with and without a session in its path."""
+
+    def session_of(request: Request) -> Session:
+        session = host.find(request.path_params.get("session"), keys_of(request))
+        session.touch()
+        return session
+
+    async def answer(request: Request, dialect: Dialect, prefix: str, make: Callable[[Session, bytes, str], Made]) -> ASGIApp:
+        session = session_of(request)
+        body = await body_of(request, session.limits.body_megabytes)
+        client = None if request.client is None else (request.client.host, request.client.port)
+        attempt = attempt_at(prefix, request.headers, body)
+        given = session.given.lost(attempt, client, host.is_open)
+        id = f"{prefix}{secrets.token_hex(12)}" if given is None else given.said[0].id
+        exchange, keep = await beside(len(body), make, session, body, id)
+        await session.schemas.check(exchange.ask, exchange.tool_param, exchange.format_param)
+        ids = [id, *(f"{id}-{index}" for index in range(1, exchange.count))]
+        ask = session.complete(exchange.ask, exchange.wanted)
+        if given is None:
+            session.given.begin(attempt)
+
+        async def work() -> bytes | list[bytes]:
+            said = await session.answers(ask, ids) if given is None else given.said
+            session.given.keep(Given(attempt, said, client))
+            session.state.seen(ids)
+            if keep is not None:
+                keep(said)
+            size = sum(len(one.answer.completion.tokens) for one in said) * OF_A_TOKEN
+            return await beside(size, written, exchange, said, dumped if size <= INLINE else dumped_slowly)
+
+        named = {"x-areal-call": ",".join(ids), "x-request-id": id, "request-id": id}
+        unsent = partial(session.state.unseen, ids)
+        return Answering(work(), dialect.refusal, unsent, named, exchange.stream, dialect.beat, host.beat_seconds)
+
+    async def chat_completions(request: Request) -> ASGIApp:
+        def make(session: Session, body: bytes, id: str) -> Made:
+            return ChatCompletions(body, id, int(time.time()), session.renderer.text), None
+
+        return await answer(request, OPENAI, "chatcmpl-", make)
+
+    async def create_response(request: Request) -> ASGIApp:
+        def make(session: Session, body: bytes, id: str) -> Made:
+            exchange = Responses(body, id, int(time.time()), session.renderer.text, session.conversations)
+
+            def keep(said: Any) -> None:
+                if exchange.stores:
+                    session.conversations[id] = exchange.conversation(said)
+
+            return exchange, keep
+
+        return await answer(request, RESPONSES, responses.PREFIX, make)
+
+    async def create_message(request: Request) -> ASGIApp:
+        return await answer(request, ANTHROPIC, messages.PREFIX, lambda session, body, id: (Messages(body, id), None))
+
+    async def count_tokens(request: Request) -> ASGIApp:
+        session = session_of(request)
+        body = await body_of(request, session.limits.body_megabytes)
+        ask = await beside(len(body), messages.counted, body)
+        await session.schemas.check(ask, Messages.tool_param, Messages.format_param)
+        renderer = session.renderer
+        text = await renderer.rendered(ask.messages, ask.tools, ask.template, ask.continue_final)
+        return told(
+            {"input_tokens": await beside(len(text), about, lambda piece: len(renderer.encode(piece, begins=True)), text)}
+        )
+
+    async def models(request: Request) -> ASGIApp:
+        known = model(session_of(request))
+        return told({"object": "list", "data": [known], "has_more": False, "first_id": MODEL, "last_id": MODEL})
+
+    async def one_model(request: Request) -> ASGIApp:
+        session = session_of(request)
+        if (name := request.path_params["model"]) != MODEL:
+            raise ApiError(
+                404, f"there is no model {name!r}, only {MODEL!r} (which answers by any name)", "model_not_found", "model"
+            )
+        return told(model(session))
+
+    async def reward(request: Request) -> ASGIApp:
+        session = session_of(request)
+        given = Reward.read(await body_of(request, LABEL_MEGABYTES))
+        return told({"call": session.reward(given.reward, given.call), "reward": given.reward})
+
+    async def end(request: Request) -> ASGIApp:
+        session = session_of(request)
+        given = End.read(await body_of(request, LABEL_MEGABYTES) or b"{}")
+        session.end(given.reward)
+        return told(session.summary())
+
+    async def state(request: Request) -> ASGIApp:
+        return told(session_of(request).summary())
+
+    async def open_session(request: Request) -> ASGIApp:
+        host.admit(keys_of(request))
+        given = Opening.read(await body_of(request, LABEL_MEGABYTES) or b"{}")
+        session = await host.opened(given.label)
+        about = {"id": session.id, "key": session.key, "url": session.url, "base_url": session.base_url}
+        return Response(dumped(about), 201, media_type="application/json")
+
+    per_session = (
+        ("/chat/completions", "POST", OPENAI, chat_completions),
+        ("/responses", "POST", RESPONSES, create_response),
+        ("/messages", "POST", ANTHROPIC, create_message),
+        ("/messages/count_tokens", "POST", ANTHROPIC, count_tokens),
+        ("/models", "GET", OPENAI, models),
+        ("/models/{model:path}", "GET", OPENAI, one_model),
+        ("/reward", "POST", OPENAI, reward),
+        ("/end", "POST", OPENAI, end),
+        ("", "GET", OPENAI, state),
+    )
+    routes = [
+        Route(start + version + path, guarded(handler, dialect), methods=[method])
+        for path, method, dialect, handler in per_session
+        for version in VERSIONS
+        for start in ("/sessions/{session}", "")
+        if start + version + path
+    ]
+    routes.append(Route("/sessions", guarded(open_session, OPENAI), methods=["POST"]))
+    return Starlette(routes=routes, exception_handlers={HTTPException: unknown})
+
+
+def written(exchange: Exchange, said: Sequence[Said], dump: Callable[[Mapping[str, Any]], bytes]) -> bytes | list[bytes]:
+    return exchange.events(said) if exchange.stream else dump(exchange.whole(said))
+
+
+def guarded(handler: Handler, dialect: Dialect) -> Handler:
+    """The handler, whatever it raises worded as its API does."""
+
+    async def endpoint(request: Request) -> ASGIApp:
+        try:
+            return await handler(request)
+        except ClientDisconnect:
+            return Response(status_code=499)  # which nobody reads
+        except Exception as error:
+            return dialect.refused(error)
+
+    return endpoint
+
+
+async def unknown(request: Request, error: Exception) -> Response:
+    """No such route, or not with this method."""
+    assert isinstance(error, HTTPException)
+    dialect = ANTHROPIC if "anthropic-version" in request.headers else OPENAI
+    return dialect.refused(
+        ApiError(error.status_code, f"{request.method} {request.url.path} is not served here", "no_such_route")
+    )
+
+
+def last_words(error: BaseException) -> str:
+    """The end of its traceback, as many calls deep as it may be."""
+    return "".join(traceback.format_exception(error, limit=-TRACEBACK_CALLS))[-TRACEBACK_CHARACTERS:]
+
+
+def keys_of(request: Request) -> list[str]:
+    """Every key that the client gave: its environment may add one that is not ours."""
+    scheme, _, bearer = request.headers.get("authorization", "").partition(" ")
+    found = [bearer.strip()] if scheme.lower() == "bearer" else []
+    return [key for key in (*found, request.headers.get("x-api-key", "")) if key]
+
+
+async def body_of(request: Request, megabytes: float) -> bytes:
+    most = megabytes * MEGABYTE
+    parts, size = [], 0
+    try:
+        with waiting("the gateway", "the body of a request", idle=True):
+            async with asyncio.timeout(BODY_SECONDS):
+                async for part in request.stream():
+                    size += len(part)
+                    if size > most:
+                        limit = f"{megabytes:g} MB: raise session_limits.body_megabytes"
+                        raise ApiError(413, f"the request is larger than {limit}", "request_too_large")
+                    parts.append(part)
+    except TimeoutError:
+        raise ApiError(408, f"the request did not come within {BODY_SECONDS:g} seconds", "request_too_slow") from None
+    return b"".join(parts)
+
+
+def model(session: Session) -> dict[str, Any]:
+    """As both APIs describe one."""
+    opened = "1970-01-01T00:00:00Z"
+    openai = {"id": MODEL, "object": "model", "created": 0, "owned_by": "areal-x", "max_model_len": session.engine.context}
+    return {**openai, "type": "model", "display_name": MODEL, "created_at": opened}
+
+
+def told(data: Mapping[str, Any]) -> Response:
+    return Response(dumped(data), media_type="application/json")

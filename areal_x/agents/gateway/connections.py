@@ -1,0 +1,183 @@
+"""The gateway's connections: what anybody may cost it before a key was looked at.
+
+Whoever can open a socket can send headers without an end, or nothing, as often as there are descriptors. So headers are few,
+a request's must come soon, connections are fewer than the process may have open, and one of them feeds the parser no more in a
+turn of the loop than it takes milliseconds for.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import resource
+import socket
+from collections.abc import Iterator
+
+import uvicorn
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from areal_x.runtime import background
+
+LOG = logging.getLogger(__name__)
+
+HEADER_BYTES = 1 << 14  # h11 takes 10 µs for each header, of which one may have four bytes
+SLICE_BYTES = 1 << 13  # of what came, that the parser is given at once: a thousand chunks of a byte, say
+REQUEST_SECONDS = 10.0  # from a connection's first byte, or its opening, to the end of the headers
+IDLE_SECONDS = 75  # longer than clients keep a connection that they do not use
+CLOSING_SECONDS = 5  # for answers that are being sent as the gateway closes
+LEAST, MOST = 16, 4096  # connections at once
+AGAIN_SECONDS = 0.2  # after an accept that failed, where no connection can be given up for it
+TOLD_SECONDS = 60.0  # between two lines of the log that say so
+
+
+def most_connections() -> int:
+    """Half of what this process may have open: the rest is the engine's, and files."""
+    files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    return MOST if files == resource.RLIM_INFINITY else max(LEAST, min(MOST, files // 2))
+
+
+class Connection(H11Protocol):
+    """One connection, bounded."""
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._held = bytearray()
+        self._feeding: asyncio.Handle | None = None
+        self._late: asyncio.TimerHandle | None = None
+        self._wait()
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self._held.clear()
+        self._stop_waiting()
+        super().connection_lost(error)
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether a request is being answered."""
+        return self.cycle is not None and not self.cycle.response_complete
+
+    def data_received(self, data: bytes) -> None:
+        self._held += data
+        if self._feeding is None:
+            self._feed()
+
+    def _feed(self) -> None:
+        self._feeding = None
+        if self.transport.is_closing():
+            return
+        piece = bytes(self._held[:SLICE_BYTES])
+        del self._held[:SLICE_BYTES]
+        super().data_received(piece)
+        if self.is_busy:
+            self._stop_waiting()
+        elif self._late is None:  # not put off by every further byte
+            self._wait()
+        if self._held:
+            self.transport.pause_reading()
+            self._feeding = self.loop.call_soon(self._feed)
+        elif not self.flow.read_paused and not self.transport.is_closing():
+            self.transport.resume_reading()
+
+    def _wait(self) -> None:
+        self._late = self.loop.call_later(REQUEST_SECONDS, self._give_up)
+
+    def _stop_waiting(self) -> None:
+        if self._late is not None:
+            self._late.cancel()
+            self._late = None
+
+    def _give_up(self) -> None:
+        self._late = None
+        if not self.is_busy:
+            self.transport.abort()
+
+
+class Server(uvicorn.Server):
+    """Serves an application to what a listening socket accepts. Leaves signals to the run, and says when it is ready."""
+
+    def __init__(self, application: object, listener: socket.socket) -> None:
+        config = uvicorn.Config(
+            application,  # type: ignore[arg-type]
+            http=Connection,
+            h11_max_incomplete_event_size=HEADER_BYTES,
+            log_config=None,
+            log_level="error",  # who sends what is no HTTP gets an answer, and no line of the log
+            access_log=False,
+            lifespan="off",
+            ws="none",
+            server_header=False,
+            timeout_keep_alive=IDLE_SECONDS,
+            timeout_graceful_shutdown=CLOSING_SECONDS,
+        )
+        super().__init__(config)
+        self.ready = asyncio.Event()
+        self._listener, self._most = listener, most_connections()
+        self._open: dict[Connection, None] = {}  # in the order in which they came
+        self._accepting: asyncio.Task[None] | None = None
+        self._told = -TOLD_SECONDS
+
+    def is_open(self, client: tuple[str, int] | None) -> bool:
+        """Whether the connection of this client's address is."""
+        return any(connection.client == client for connection in self._connections())
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets=[])
+        self._listener.setblocking(False)
+        self._accepting = background.start(self._accept(), "the gateway's accepting of connections")
+        self.ready.set()
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        if self._accepting is not None:
+            self._accepting.cancel()
+            await asyncio.gather(self._accepting, return_exceptions=True)
+        self._listener.close()
+        await super().shutdown(sockets=[])
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+    async def _accept(self) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            try:
+                accepted, _ = await loop.sock_accept(self._listener)
+            except OSError as error:
+                self._tell(f"the gateway cannot accept connections: {error.strerror}")
+                await asyncio.sleep(0 if self._make_room() else AGAIN_SECONDS)
+                continue
+            if len(self._connections()) >= self._most and not self._make_room():
+                accepted.close()
+                self._tell(f"the gateway answers {self._most} requests at once and refuses more: raise `ulimit -n`")
+                continue
+            try:
+                # Headers and body of an answer are written one after the other: without this the body would wait for the
+                # client's acknowledgement of the headers, which takes 40 ms.
+                accepted.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                await loop.connect_accepted_socket(self._connected, accepted)
+            except OSError:  # it has gone
+                accepted.close()
+
+    def _connected(self) -> Connection:
+        made = Connection(config=self.config, server_state=self.server_state, app_state=self.lifespan.state)
+        self._open[made] = None
+        return made
+
+    def _connections(self) -> dict[Connection, None]:
+        for connection in [x for x in self._open if x.transport is not None and x.transport.is_closing()]:
+            del self._open[connection]
+        return self._open
+
+    def _make_room(self) -> bool:
+        """Ends the connection that has been without a request for longest; False where each has one."""
+        idle = next((x for x in self._connections() if x.transport is not None and not x.is_busy), None)
+        if idle is not None:
+            idle.transport.abort()
+        return idle is not None
+
+    def _tell(self, what: str) -> None:
+        now = asyncio.get_running_loop().time()
+        if now - self._told >= TOLD_SECONDS:
+            self._told = now
+            LOG.warning("%s", what)

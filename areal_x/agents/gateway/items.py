@@ -1,0 +1,119 @@
+"""The items that OpenAI's responses are made of: as messages where a client sends them, as events where a stream tells them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal
+
+from pydantic import Discriminator, Tag
+
+from areal_x.agents.gateway.asking import Lenient, Many, pieces
+from areal_x.types import Message
+
+
+class TextPart(Lenient):
+    type: Literal["input_text", "output_text"]
+    text: str
+
+
+class MessageItem(Lenient):
+    role: Literal["user", "assistant", "system", "developer"]
+    content: str | Many[TextPart]
+
+
+class ReasoningPart(Lenient):
+    text: str
+
+
+class ReasoningItem(Lenient):
+    content: Many[ReasoningPart] | None = None
+    summary: Many[ReasoningPart] | None = None
+
+
+class CallItem(Lenient):
+    call_id: str
+    name: str
+    arguments: str
+
+
+class CallOutputItem(Lenient):
+    call_id: str
+    output: str | Many[TextPart]
+
+
+def kind_of(item: Any) -> str:
+    return (item.get("type") if isinstance(item, dict) else None) or "message"
+
+
+Item = Annotated[
+    Annotated[MessageItem, Tag("message")]
+    | Annotated[ReasoningItem, Tag("reasoning")]
+    | Annotated[CallItem, Tag("function_call")]
+    | Annotated[CallOutputItem, Tag("function_call_output")],
+    Discriminator(kind_of),
+]
+
+
+def item_events(index: int, item: dict[str, Any]) -> list[dict[str, Any]]:
+    """One item of an output, begun, filled and done."""
+    where = {"item_id": item["id"], "output_index": index}
+    empty = {**item, "status": "in_progress"}
+    if item["type"] == "function_call":
+        empty["arguments"], name = "", "response.function_call_arguments"
+        filled = [{"type": f"{name}.delta", **where, "delta": piece} for piece in pieces(item["arguments"])]
+        filled.append({"type": f"{name}.done", **where, "arguments": item["arguments"], "name": item["name"]})
+    else:
+        empty["content"], (part,) = [], item["content"]
+        where["content_index"] = 0
+        said = part["type"] == "output_text"
+        name = "response.output_text" if said else "response.reasoning_text"
+        extra: dict[str, Any] = {"logprobs": []} if said else {}
+        blank = {**part, "text": "", **extra}
+        filled = [{"type": "response.content_part.added", **where, "part": blank}]
+        filled += [{"type": f"{name}.delta", **where, "delta": piece, **extra} for piece in pieces(part["text"])]
+        last = {"logprobs": part["logprobs"]} if said else {}
+        filled.append({"type": f"{name}.done", **where, "text": part["text"], **last})
+        filled.append({"type": "response.content_part.done", **where, "part": part})
+    return [
+        {"type": "response.output_item.added", "output_index": index, "item": empty},
+        *filled,
+        {"type": "response.output_item.done", "output_index": index, "item": item},
+    ]
+
+
+def messages_of(items: Sequence[MessageItem | ReasoningItem | CallItem | CallOutputItem]) -> list[Message]:
+    """Items as messages: the reasoning, text and calls that follow each other are one message of the assistant's."""
+    found: list[dict[str, Any]] = []
+    turn: dict[str, Any] | None = None  # the assistant's message that the next item may belong to
+
+    def belonging(fits: bool) -> dict[str, Any]:
+        nonlocal turn
+        if turn is None or not fits:
+            turn = {"role": "assistant", "content": None}
+            found.append(turn)
+        return turn
+
+    for item in items:
+        match item:
+            case ReasoningItem():
+                parts = item.content or item.summary or []
+                belonging(False)["reasoning_content"] = "\n".join(part.text for part in parts)
+            case CallItem():
+                about = {"name": item.name, "arguments": item.arguments}
+                call = {"id": item.call_id, "type": "function", "function": about}
+                belonging(True).setdefault("tool_calls", []).append(call)
+            case MessageItem(role="assistant"):
+                fresh = turn is not None and turn["content"] is None and "tool_calls" not in turn
+                belonging(fresh)["content"] = joined(item.content)
+            case CallOutputItem():
+                turn = None
+                found.append({"role": "tool", "content": joined(item.output), "tool_call_id": item.call_id})
+            case MessageItem():
+                turn = None
+                role = "user" if item.role == "user" else "system"
+                found.append({"role": role, "content": joined(item.content)})
+    return list(found)
+
+
+def joined(content: str | list[TextPart]) -> str:
+    return content if isinstance(content, str) else "\n".join(part.text for part in content)

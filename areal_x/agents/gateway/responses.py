@@ -1,0 +1,226 @@
+"""OpenAI's responses: POST /v1/responses."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from areal_x.agents.chat.dialogue import Answer, Ask
+from areal_x.agents.gateway.asking import (
+    WITHOUT_EFFECT,
+    Body,
+    Count,
+    Lenient,
+    Many,
+    Positive,
+    Said,
+    Share,
+    Temperature,
+    Text,
+    ToolName,
+    Wanted,
+    function,
+    is_cut,
+    logprobs_of,
+    named,
+    template_of,
+)
+from areal_x.agents.gateway.errors import SUPPORTED, ApiError, unsupported
+from areal_x.agents.gateway.formats import asked_for, schema_of
+from areal_x.agents.gateway.items import Item, MessageItem, item_events, messages_of
+from areal_x.agents.gateway.streams import event
+from areal_x.types import Message
+
+PREFIX = "resp_"
+LOGPROBS = "message.output_text.logprobs"
+
+
+class ToolGiven(Lenient):
+    type: Literal["function"]
+    name: ToolName
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+
+
+class NamedTool(Body):
+    type: Literal["function"]
+    name: str
+
+
+class Format(Lenient):
+    type: str
+    name: str | None = None
+    strict: bool | None = None
+    schema_: dict[str, Any] | None = Field(default=None, alias="schema")
+
+
+class TextSettings(Lenient):
+    format: Format | None = None
+
+
+class Reasoning(Lenient):
+    effort: str | None = None
+
+
+class ResponseRequest(Body):
+    model: str | None = None
+    input: str | Annotated[Many[Item], Field(min_length=1)]
+    instructions: str | None = None
+    previous_response_id: str | None = None
+    store: bool | None = None
+    tools: Many[ToolGiven] | None = None
+    tool_choice: Literal["auto", "none", "required"] | NamedTool | None = None
+    parallel_tool_calls: bool | None = None
+    max_output_tokens: Positive | None = None
+    temperature: Temperature | None = None
+    top_p: Share | None = None
+    top_k: Count | None = None
+    stream: bool | None = None
+    text: TextSettings | None = None
+    reasoning: Reasoning | None = None
+    include: list[str] | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=0)] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    background: Literal[False] | None = None
+    truncation: Literal["disabled"] | None = None
+    metadata: dict[str, str] | None = None
+    user: Any = WITHOUT_EFFECT
+    max_tool_calls: Any = WITHOUT_EFFECT
+    service_tier: Any = WITHOUT_EFFECT
+    safety_identifier: Any = WITHOUT_EFFECT
+    prompt_cache_key: Any = WITHOUT_EFFECT
+    prompt_cache_options: Any = WITHOUT_EFFECT
+    prompt_cache_retention: Any = WITHOUT_EFFECT
+    stream_options: Any = WITHOUT_EFFECT
+
+
+class Responses:
+    """One request. See `asking.Exchange`.
+
+    id: of the answer. created: in seconds of Unix time. text: of tokens, for their log-probabilities. earlier: conversations
+    that `previous_response_id` may continue, by the ids of their last answers.
+    Raises: ApiError or pydantic's ValidationError for a body that cannot be answered.
+    """
+
+    count = 1
+    tool_param, format_param = "tools.{}.parameters", "text.format"
+
+    def __init__(self, body: bytes, id: str, created: int, text: Text, earlier: Mapping[str, Sequence[Message]]) -> None:
+        asked = ResponseRequest.read(body)
+        if unknown := set(asked.include or ()) - {LOGPROBS, "reasoning.encrypted_content"}:
+            raise unsupported(f"include: {min(unknown)}", SUPPORTED)
+        before = asked.previous_response_id
+        if before is not None and before not in earlier:
+            raise ApiError(
+                400, f"this session keeps no response {before!r}", "previous_response_not_found", "previous_response_id"
+            )
+        self.id, self.created, self.text, self.asked = id, created, text, asked
+        self.stream, self.stores = bool(asked.stream), asked.store is not False
+        self.wanted = Wanted(asked.max_output_tokens, asked.temperature, asked.top_p, asked.top_k)
+        self.format = (asked.text and asked.text.format) or Format(type="text")
+        items = [MessageItem(role="user", content=asked.input)] if isinstance(asked.input, str) else asked.input
+        self.messages = (*(earlier[before] if before is not None else ()), *messages_of(items))
+        self.ask = self._ask()
+
+    def conversation(self, said: Sequence[Said]) -> tuple[Message, ...]:
+        """What a request that names this one goes on from: without the instructions, which each request gives anew."""
+        return (*self.messages, said[0].answer.reply.message())
+
+    def whole(self, said: Sequence[Said]) -> dict[str, Any]:
+        answer = said[0].answer
+        prompt, completion = len(answer.prompt), len(answer.completion.tokens)
+        usage = {
+            "input_tokens": prompt,
+            "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
+            "output_tokens": completion,
+            "output_tokens_details": {"reasoning_tokens": 0},
+            "total_tokens": prompt + completion,
+        }
+        cut = is_cut(answer)
+        return {
+            **self._begun(),
+            "status": "incomplete" if cut else "completed",
+            "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
+            "output": self._output(answer),
+            "usage": usage,
+        }
+
+    def events(self, said: Sequence[Said]) -> list[bytes]:
+        response = self.whole(said)
+        found: list[dict[str, Any]] = [
+            {"type": "response.created", "response": self._begun()},
+            {"type": "response.in_progress", "response": self._begun()},
+        ]
+        for index, item in enumerate(response["output"]):
+            found += item_events(index, item)
+        found.append({"type": f"response.{response['status']}", "response": response})
+        return [event({**data, "sequence_number": number}, data["type"]) for number, data in enumerate(found)]
+
+    def _ask(self) -> Ask:
+        asked, choice = self.asked, self.asked.tool_choice
+        tools = [
+            function(t.name, t.description, t.parameters, self.tool_param.format(i)) for i, t in enumerate(asked.tools or [])
+        ]
+        told: str | dict[str, Any] | None
+        if isinstance(choice, NamedTool):
+            named(choice.name, tools)
+            told = {"type": "function", "function": {"name": choice.name}}
+        else:
+            told = choice
+        effort = asked.reasoning.effort if asked.reasoning is not None else None
+        system: tuple[Message, ...] = ()
+        if asked.instructions is not None:
+            system = ({"role": "system", "content": asked.instructions},)
+        schema = schema_of(self.format.type, self.format.schema_, self.format_param)
+        return Ask(
+            messages=asked_for((*system, *self.messages), schema),
+            tools=() if choice == "none" else tuple(tools),
+            template=template_of(told, asked.parallel_tool_calls, effort, asked.chat_template_kwargs),
+            format=schema,
+        )
+
+    def _begun(self) -> dict[str, Any]:
+        """The response before anything was said."""
+        asked = self.asked
+        return {
+            "id": self.id,
+            "object": "response",
+            "created_at": self.created,
+            "status": "in_progress",
+            "error": None,
+            "incomplete_details": None,
+            "instructions": asked.instructions,
+            "max_output_tokens": asked.max_output_tokens,
+            "metadata": asked.metadata or {},
+            "model": asked.model or "policy",
+            "output": [],
+            "parallel_tool_calls": asked.parallel_tool_calls is not False,
+            "previous_response_id": asked.previous_response_id,
+            "temperature": asked.temperature,
+            "text": {"format": self.format.model_dump(by_alias=True, exclude_none=True)},
+            "tool_choice": asked.tool_choice.model_dump()
+            if isinstance(asked.tool_choice, NamedTool)
+            else asked.tool_choice or "auto",
+            "tools": [{"strict": False, **tool.model_dump()} for tool in asked.tools or []],
+            "top_p": asked.top_p,
+            "truncation": "disabled",
+            "usage": None,
+        }
+
+    def _output(self, answer: Answer) -> list[dict[str, Any]]:
+        reply, own = answer.reply, self.id.removeprefix(PREFIX)
+        status = "incomplete" if is_cut(answer) else "completed"
+        items: list[dict[str, Any]] = []
+        if reply.reasoning is not None:
+            content = [{"type": "reasoning_text", "text": reply.reasoning}]
+            items.append({"id": f"rs_{own}", "type": "reasoning", "summary": [], "content": content, "status": "completed"})
+        if reply.content or not (items or reply.tool_calls):
+            logprobs = logprobs_of(answer, self.text) if LOGPROBS in (self.asked.include or ()) else []
+            part = {"type": "output_text", "text": reply.content or "", "annotations": [], "logprobs": logprobs}
+            items.append({"id": f"msg_{own}", "type": "message", "role": "assistant", "status": status, "content": [part]})
+        for index, call in enumerate(reply.tool_calls):
+            about = {"call_id": call.id, "name": call.name, "arguments": call.arguments, "status": "completed"}
+            items.append({"id": f"fc_{own}_{index}", "type": "function_call", **about})
+        return items

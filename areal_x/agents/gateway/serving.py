@@ -1,0 +1,127 @@
+"""The gateway: an HTTP server of the run's own, on the event loop of its rollout."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import socket
+from collections.abc import Awaitable, Callable
+
+import gin
+
+from areal_x.agents.chat.rendering import Renderer
+from areal_x.agents.gateway.app import application
+from areal_x.agents.gateway.connections import Server
+from areal_x.agents.gateway.errors import ApiError
+from areal_x.agents.gateway.live import Session
+from areal_x.agents.gateway.sessions import Doors, SessionLimits, same
+from areal_x.errors import UserError, one_of, positive, within
+from areal_x.protocols.engine import SamplingParams
+from areal_x.runtime import background
+from areal_x.runtime.waits import waiting, whose
+from areal_x.workflows.single_turn import Generator
+
+LOOPBACK = "127.0.0.1"
+ASK_AGAIN_SECONDS = 1.0
+
+OnOpen = Callable[[str | None], Awaitable[Session | None]]  # given the label that the agent named, if it did
+
+
+@gin.configurable("gateway", denylist=["on_open"])
+class Gateway:
+    """Serves sessions to agents, on 127.0.0.1.
+
+    sampling: "run" draws as the run says, whatever temperature, top_p or top_k an agent asks for, as the trainer computes that
+    one distribution; "client" lets the agent choose, where nothing is trained (areal_x.serve; a run refuses it). Either way no
+    completion is longer than the run allows.
+    port: 0 takes a free one. beat_seconds: how often a stream that waits for its completion says that it is alive.
+    on_open: gives the session of an agent that asks for one with the gateway's own key (POST /sessions), or None while there is
+    none; without it agents cannot ask.
+    """
+
+    def __init__(self, sampling: str = "run", port: int = 0, beat_seconds: float = 10.0, on_open: OnOpen | None = None) -> None:
+        one_of("gateway.sampling", sampling, ("run", "client"))
+        within("gateway.port", port, 0, 65535)
+        positive("gateway.beat_seconds", beat_seconds)
+        self.sampling, self.port, self.beat_seconds, self.on_open = sampling, port, beat_seconds, on_open
+        self.key = secrets.token_urlsafe(32)  # asks for sessions, and does nothing else
+        self._doors: Doors[Session] = Doors()
+        self._told: set[str] = set()
+        self._server: Server | None = None
+        self._serving: asyncio.Task[None] | None = None
+
+    @property
+    def url(self) -> str:
+        """Known once it was started."""
+        return f"http://{LOOPBACK}:{self.port}"
+
+    async def start(self) -> None:
+        """Ready when this returns. Raises: UserError where the port is taken."""
+        try:
+            listener = socket.create_server((LOOPBACK, self.port), backlog=2048)
+        except OSError as error:
+            raise UserError(f"gateway.port = {self.port} cannot be served ({error.strerror}): 0 takes a free one") from error
+        self.port = listener.getsockname()[1]
+        self._server = Server(application(self), listener)
+        self._serving = background.start(self._server.serve(), "the gateway")
+        ready = asyncio.create_task(self._server.ready.wait())
+        with waiting(whose(), "the gateway to serve"):
+            await asyncio.wait({ready, self._serving}, return_when=asyncio.FIRST_COMPLETED)
+        ready.cancel()
+        if self._serving.done():
+            self._serving.result()
+
+    def open(
+        self, engine: Generator, renderer: Renderer, sampling: SamplingParams, limits: SessionLimits | None = None
+    ) -> Session:
+        """A session with a key of its own.
+
+        engine: an episode's view of it. sampling: the run's, with the tokens that end a completion.
+        """
+        id, key = secrets.token_hex(8), secrets.token_urlsafe(32)
+        session = Session(
+            id,
+            key,
+            f"{self.url}/sessions/{id}",
+            engine,
+            renderer,
+            sampling,
+            limits or SessionLimits(),
+            policy=self.sampling,
+            told=self._told,
+            closed=self._doors.close,
+        )
+        self._doors.open(id, key, session)
+        return session
+
+    async def close(self) -> None:
+        """Closes every session and then the server; safe to call twice and after a failed start."""
+        for session in self._doors.things():
+            session.close()
+        if self._server is not None and self._serving is not None:
+            self._server.should_exit = True
+            with waiting("the rollout", "the gateway to end"):
+                await self._serving
+        self._server = self._serving = None
+
+    def is_open(self, client: tuple[str, int] | None) -> bool:
+        """For the routes: whether this client's connection is."""
+        return self._server is not None and self._server.is_open(client)
+
+    def find(self, name: str | None, keys: list[str]) -> Session:
+        """For the routes: see Doors.find."""
+        return self._doors.find(name, keys)
+
+    def admit(self, keys: list[str]) -> None:
+        """For the routes. Raises: ApiError for who may not ask for a session."""
+        if self.on_open is None:
+            raise ApiError(404, "this run opens its sessions itself", "no_such_route")
+        if not any(same(key, self.key) for key in keys):
+            raise ApiError(401, "asking for a session needs the gateway's key", "invalid_api_key")
+
+    async def opened(self, label: str | None) -> Session:
+        """For the routes: the session of an agent that may ask for one, by this label."""
+        assert self.on_open is not None
+        if (session := await self.on_open(label)) is None:
+            raise ApiError(503, "no episode waits for an agent now", "no_session", retry_after=ASK_AGAIN_SECONDS)
+        return session

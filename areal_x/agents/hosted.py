@@ -1,0 +1,100 @@
+"""What the workflows of agents share: a gateway of the run's own, and episodes that are its sessions."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field, replace
+from inspect import cleandoc
+from typing import Any, TypeVar
+
+from areal_x.agents.chat.credit import Credit, episode_of_calls
+from areal_x.agents.chat.renderer import ServerRenderer
+from areal_x.agents.chat.rendering import PlainRenderer, Renderer, TemplateRenderer
+from areal_x.agents.gateway.live import Session
+from areal_x.agents.gateway.serving import Gateway
+from areal_x.agents.gateway.sessions import SessionLimits
+from areal_x.errors import UserError, one_of
+from areal_x.protocols.engine import SamplingParams
+from areal_x.runtime.thread import beside
+from areal_x.types import Outcome
+from areal_x.workflows.single_turn import Generator, Result, Workflow, with_end
+
+H = TypeVar("H", bound="Hosted")
+RENDERING = ("transformers", "server")
+
+
+def documented(*texts: str | None) -> str:
+    """What a workflow says of itself, and of the parameters that it shares with others."""
+    return "\n\n".join(cleandoc(text or "") for text in texts)
+
+
+class Host:
+    """A gateway that starts with its first session."""
+
+    def __init__(self, gateway: Gateway, renderer: TemplateRenderer | PlainRenderer) -> None:
+        self.gateway, self.renderer = gateway, renderer
+        self._starting = asyncio.Lock()
+        self._started = False
+
+    async def start(self) -> bool:
+        """Whether this call is what started it."""
+        async with self._starting:
+            started, self._started = self._started, True
+            if not started:
+                await self.gateway.start()
+            return not started
+
+    async def close(self) -> None:
+        await self.gateway.close()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Hosted(Workflow):
+    """sampling: how completions are drawn; the model's end tokens are added to its stop tokens. limits: what an episode may
+    use. credit: how its reward is shared out. gateway: where agents call. rendering: who makes tokens of messages and reads
+    replies: "transformers" with the model's chat template, or "server", the vLLM servers with theirs and their parsers."""
+
+    sampling: SamplingParams = field(default_factory=SamplingParams)
+    limits: SessionLimits = field(default_factory=SessionLimits)
+    credit: Credit = field(default_factory=Credit)
+    gateway: Gateway = field(default_factory=Gateway)
+    rendering: str = "transformers"
+    host: Host | None = None
+
+    def setup(self: H, tokenizer: Any) -> H:
+        """Raises UserError for a tokenizer without an end token."""
+        one_of("rendering", self.rendering, RENDERING)
+        by_template = tokenizer.chat_template is not None
+        host = Host(self.gateway, TemplateRenderer(tokenizer) if by_template else PlainRenderer(tokenizer))
+        return replace(self, sampling=with_end(self.sampling, tokenizer), host=host)
+
+    def greedy(self: H) -> H:
+        return replace(self, sampling=replace(self.sampling, temperature=0.0))
+
+    async def open(self, engine: Generator) -> Session:
+        """A session whose completions this episode's engine draws."""
+        host = self.hosting()
+        await host.start()
+        return host.gateway.open(engine, self.renderer(engine), self.sampling, self.limits)
+
+    def renderer(self, engine: Generator) -> Renderer:
+        renderer = self.hosting().renderer
+        if self.rendering == "transformers":
+            return renderer
+        servers = getattr(engine, "engine", engine)
+        if not hasattr(servers, "clients") or isinstance(renderer, PlainRenderer):
+            raise UserError("rendering = 'server' needs vLLM servers (train.engine = 'vllm') and a model with a chat template")
+        return ServerRenderer(renderer.tokenizer, servers.clients)
+
+    async def episode(self, session: Session, outcome: Outcome) -> Result:
+        calls = session.calls()
+        size = sum(len(call.prompt) for call in calls) * len(calls)  # each prompt is compared with each line before it
+        return await beside(size, episode_of_calls, calls, outcome, self.credit)
+
+    def hosting(self) -> Host:
+        assert self.host is not None, "call setup(tokenizer) first"
+        return self.host
+
+    async def close(self) -> None:
+        if self.host is not None:
+            await self.host.close()

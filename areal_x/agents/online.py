@@ -1,0 +1,189 @@
+"""Learning from whoever comes: people and programs that open sessions, and give them rewards when they have some.
+
+    train.dataset = @online_tasks()
+    train.workflow = @online()
+
+The run serves; each session that somebody opens (areal_x.agents.session, POST /sessions) is one episode of a group that waits
+for it, and a step is trained when its groups are full. Weights change under conversations that go on meanwhile.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import gin
+
+from areal_x.agents.client import ADDRESS
+from areal_x.agents.gateway.live import Session
+from areal_x.agents.hosted import Hosted, documented
+from areal_x.errors import at_least, positive
+from areal_x.runtime.waits import waiting, whose
+from areal_x.types import Task, TimedOut
+from areal_x.workflows.single_turn import Generator, Result
+
+
+@gin.configurable("online_tasks")
+def online_tasks(count: int = 1 << 16) -> Sequence[Task]:
+    """Places for groups in the order in which they are admitted; an agent brings its task with it. count: of an epoch."""
+    at_least("online_tasks.count", count, 1)
+    return Places(count)
+
+
+@dataclass(frozen=True)
+class Places(Sequence[Task]):
+    """Tasks that nobody reads, none of which is held in memory."""
+
+    size: int
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(self.size))]
+        if not -self.size <= index < self.size:
+            raise IndexError(index)
+        return Task(f"place-{index % self.size}", "")
+
+
+@dataclass(eq=False)
+class Seat:
+    """An episode that waits for somebody. group: those that are compared with each other have the same. taken: None where
+    nobody came in time."""
+
+    group: str
+    engine: Generator
+    taken: asyncio.Future[Session | None]
+
+
+class Seats:
+    """Who waits for whom. Knows no socket.
+
+    A label keeps sessions together: those that have the same are episodes of one group, as attempts at one task should be. A
+    session without one takes the first free seat of a group that has no label.
+    """
+
+    def __init__(self) -> None:
+        self._free: list[Seat] = []
+        self._labels: dict[str, str] = {}  # of the groups that have one
+        self._begun: set[str] = set()  # groups that somebody without a label has joined
+        self._closing: dict[str, asyncio.TimerHandle] = {}  # groups whose free seats wait only so long
+
+    def wait(self, seat: Seat) -> None:
+        self._free.append(seat)
+
+    def leave(self, seat: Seat) -> None:
+        """It waits no more; a group without seats is forgotten."""
+        if seat in self._free:
+            self._free.remove(seat)
+        if not any(other.group == seat.group for other in self._free):
+            self._labels = {group: label for group, label in self._labels.items() if group != seat.group}
+            self._begun.discard(seat.group)
+            if (timer := self._closing.pop(seat.group, None)) is not None:
+                timer.cancel()
+
+    def close_after(self, group: str, seconds: float) -> None:
+        """Gives up the seats of the group that nobody has taken by then; counted from the first call."""
+        if group not in self._closing and any(seat.group == group for seat in self._free):
+            self._closing[group] = asyncio.get_running_loop().call_later(seconds, self._close, group)
+
+    def _close(self, group: str) -> None:
+        for seat in [seat for seat in self._free if seat.group == group]:
+            self.leave(seat)
+            if not seat.taken.done():
+                seat.taken.set_result(None)
+
+    def take(self, label: str | None) -> Seat | None:
+        """The seat of whoever comes, None where there is none for them."""
+        seat = next((seat for seat in self._free if self._labels.get(seat.group) == label and self._fits(seat, label)), None)
+        if seat is None and label is not None:
+            seat = next((s for s in self._free if s.group not in self._labels and s.group not in self._begun), None)
+        if seat is None:
+            return None
+        if label is None:
+            self._begun.add(seat.group)
+        else:
+            self._labels[seat.group] = label
+        self.leave(seat)
+        return seat
+
+    def _fits(self, seat: Seat, label: str | None) -> bool:
+        return label is not None or seat.group not in self._labels
+
+
+@gin.configurable("online", denylist=["host", "seats"])
+@dataclass(frozen=True, kw_only=True)
+class Online(Hosted):
+    """Episodes that somebody else begins, and ends with a reward, when they like.
+
+    address_file: where the gateway's address and key are written, for this user alone, once it serves. A session that nobody
+    touches for limits.idle_seconds, or that has no reward in its end, is counted and gives its place to the next. A group may
+    wait for its first session as long as it takes: train.episode_seconds and train.failed_groups do not count here.
+    group_seconds: how long, after the first session of a group ended, its places that nobody took wait for the others of its
+    label; then the group goes on with the sessions that it has.
+    """
+
+    __doc__ = documented(__doc__, Hosted.__doc__)
+
+    open_ended = True  # for the runner: how long an episode takes is others' to say
+
+    address_file: str = ADDRESS
+    group_seconds: float = 600.0
+    seats: Seats = field(default_factory=Seats)
+
+    def __post_init__(self) -> None:
+        positive("online.group_seconds", self.group_seconds)
+
+    def setup(self, tokenizer: Any) -> Any:
+        ready = super().setup(tokenizer)
+        ready = replace(ready, seats=Seats())
+        ready.gateway.on_open = ready.opened
+        return ready
+
+    async def run(self, task: Task, engine: Generator) -> Result:
+        await self.serve()
+        seat = Seat(task.id, engine, asyncio.get_running_loop().create_future())
+        self.seats.wait(seat)
+        try:
+            with waiting(whose(), "somebody to open a session", idle=True):
+                session = await seat.taken
+        finally:
+            self.seats.leave(seat)
+        if session is None:
+            return TimedOut(self.group_seconds)
+        with session:
+            outcome = await session.ended()
+            self.seats.close_after(task.id, self.group_seconds)
+            return await self.episode(session, outcome)
+
+    async def serve(self) -> None:
+        host = self.hosting()
+        if await host.start():
+            write_address(Path(self.address_file), host.gateway.url, host.gateway.key)
+
+    async def opened(self, label: str | None) -> Session | None:
+        """For the gateway: the session of whoever asks for one."""
+        seat = self.seats.take(label)
+        if seat is None:
+            return None
+        session = await self.open(seat.engine)
+        if seat.taken.done():  # the run ended meanwhile
+            session.close()
+            return None
+        seat.taken.set_result(session)
+        return session
+
+
+def write_address(file: Path, url: str, key: str) -> None:
+    """Readable by this user alone, from its first byte."""
+    new = file.with_name(f"{file.name}.new")
+    new.unlink(missing_ok=True)
+    with os.fdopen(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as out:
+        json.dump({"url": url, "key": key}, out)
+    new.replace(file)

@@ -1,0 +1,140 @@
+"""A calculator for models: arithmetic read as a tree of numbers and operators, nothing else, and nothing too large."""
+
+from __future__ import annotations
+
+import ast
+import math
+import operator
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import gin
+
+from areal_x.agents.tools.tools import Schema, ToolError, schema_of
+from areal_x.errors import nearest, within
+
+Number = int | float
+
+CHARACTERS = 2000  # of an expression
+OPERATORS: Mapping[type[ast.operator], Callable[[Any, Any], Number]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+    ast.FloorDiv: operator.floordiv,
+    ast.Mod: operator.mod,
+    ast.Pow: operator.pow,
+}
+SIGNS: Mapping[type[ast.unaryop], Callable[[Any], Number]] = {ast.UAdd: operator.pos, ast.USub: operator.neg}
+PLACES = 5000  # beyond which rounding changes nothing, or leaves nothing, of a number that the calculator knows
+
+
+def rounded(value: Number, *places: int) -> Number:
+    """As `round`, which computes the power of ten that it is told, however large."""
+    return round(value, *(max(-PLACES, min(PLACES, n)) for n in places))
+
+
+FUNCTIONS: Mapping[str, Callable[..., Number]] = {
+    **{function.__name__: function for function in (abs, min, max)},
+    "round": rounded,
+    **{name: getattr(math, name) for name in ("ceil", "exp", "floor", "gcd", "hypot", "isqrt", "log", "log10", "log2", "sqrt")},
+    **{name: getattr(math, name) for name in ("acos", "asin", "atan", "atan2", "cos", "degrees", "radians", "sin", "tan")},
+}
+CONSTANTS = {"pi": math.pi, "e": math.e}
+
+
+@gin.configurable("calculator")
+@dataclass(frozen=True)
+class Calculator:
+    """The tool `calculator`: + - * / // % **, brackets, the usual functions, pi and e; whole numbers exactly.
+
+    digits: most decimal digits of a whole number on the way.
+    """
+
+    digits: int = 1000
+    name = "calculator"
+
+    def __post_init__(self) -> None:
+        within("calculator.digits", self.digits, 20, 4000)  # Python writes no number of more than 4300
+
+    @property
+    def schema(self) -> Schema:
+        description = (
+            f"Computes an arithmetic expression. Operators: + - * / // % **. Functions: {', '.join(sorted(FUNCTIONS))}."
+        )
+        expression = {"type": "string", "description": "The expression, for example (3 + 4) * sqrt(2)."}
+        parameters = {"type": "object", "properties": {"expression": expression}, "required": ["expression"]}
+        return schema_of(self.name, description, parameters)
+
+    async def call(self, arguments: dict[str, Any]) -> str:
+        return compute(arguments["expression"], self.digits)
+
+
+def compute(expression: str, digits: int = 1000) -> str:
+    """The value of an arithmetic expression: whole numbers with all their digits, others with 12.
+
+    Raises ToolError, in a sentence for the model, for what is no arithmetic, has no value, or is too large.
+    """
+    if len(expression) > CHARACTERS:
+        raise ToolError(f"The expression has {len(expression)} characters, more than {CHARACTERS}: compute it in parts.")
+    try:
+        value = _Reader(digits, 10**digits).value(ast.parse(expression.strip(), mode="eval").body)
+    except ZeroDivisionError:
+        raise ToolError("The expression divides by zero.") from None
+    except OverflowError:
+        raise ToolError("A number in the expression is too large.") from None
+    except (RecursionError, MemoryError):
+        raise ToolError("The expression is nested too deeply: compute it in parts.") from None
+    except SyntaxError as error:
+        raise ToolError(f"The expression cannot be read ({error.msg}): write arithmetic such as (3 + 4) * 2.") from None
+    except (ValueError, TypeError) as error:
+        raise ToolError(f"The expression has no value: {error}.") from None
+    return f"{value:d}" if isinstance(value, int) else f"{value:.12g}"
+
+
+@dataclass(frozen=True)
+class _Reader:
+    """limit: the first number that has more than `digits` digits."""
+
+    digits: int
+    limit: int
+
+    def value(self, node: ast.expr) -> Number:
+        match node:
+            case ast.Constant(int() | float() as value) if not isinstance(value, bool):
+                return self._small(value)
+            case ast.BinOp(left, kind, right) if type(kind) in OPERATORS:
+                return self._small(self._operate(type(kind), self.value(left), self.value(right)))
+            case ast.UnaryOp(kind, operand) if type(kind) in SIGNS:
+                return SIGNS[type(kind)](self.value(operand))
+            case ast.Name(name) if name in CONSTANTS:
+                return CONSTANTS[name]
+            case ast.Call(ast.Name(name), arguments, []) if name in FUNCTIONS:
+                return self._small(FUNCTIONS[name](*(self.value(argument) for argument in arguments)))
+            case ast.Name(name) | ast.Call(ast.Name(name)):
+                names = [*CONSTANTS, *FUNCTIONS]
+                raise ToolError(f"The calculator does not know {name!r}; it knows {', '.join(names)}{nearest(name, names)}.")
+            case ast.BinOp(_, ast.BitXor(), _):
+                raise ToolError("The calculator has no operator ^: write ** for a power.")
+        raise ToolError(f"The calculator cannot compute {ast.unparse(node)[:100]!r}: it knows arithmetic only.")
+
+    def _operate(self, kind: type[ast.operator], left: Number, right: Number) -> Number:
+        # Before it is computed, as a power of a few digits can have more than fit into memory.
+        if kind is ast.Pow and isinstance(left, int) and isinstance(right, int) and abs(left) > 1:
+            self._within(right * math.log10(abs(left)) < self.digits + 1)
+        return OPERATORS[kind](left, right)
+
+    def _small(self, value: Number) -> Number:
+        if isinstance(value, complex):
+            raise ToolError("The expression is no real number.")
+        if isinstance(value, float):
+            if not math.isfinite(value):
+                raise OverflowError
+        else:
+            self._within(abs(value) < self.limit)
+        return value
+
+    def _within(self, small: bool) -> None:
+        if not small:
+            raise ToolError(f"A whole number in the expression has more than {self.digits} digits.")

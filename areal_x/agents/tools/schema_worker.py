@@ -1,0 +1,109 @@
+"""A process that checks JSON against JSON schemas: what areal_x.agents.tools.schemas starts.
+
+    run ──(a line of JSON: schema, and a value or none)──▶ worker        worker ──(a line: what is wrong, or null)──▶ run
+
+Nothing else bounds such a check: the regular expressions of `pattern` backtrack, references double at each step, and most of
+it is within calls that keep Python's lock. So the kernel ends this process once a check has used its CPU time.
+"""
+
+from __future__ import annotations
+
+import json
+import resource
+import signal
+import sys
+from collections.abc import Callable, Mapping
+from functools import lru_cache
+from typing import Any
+
+from areal_x.errors import nearest
+
+Check = Callable[[Any], str | None]
+MEMORY_BYTES = 1 << 30
+DEEPEST = 10_000  # frames: a schema as deep as json_bounds allows needs about ten for each level
+KEPT = 64  # schemas, each of at most KEPT_CHARACTERS
+KEPT_CHARACTERS = 1 << 14
+SHOWN = 300  # characters of what is wrong, of which a schema or a value may be a part
+
+
+def main(path: list[str], cpu_seconds: float) -> None:
+    """path: to import from. cpu_seconds: after which a single check ends this process."""
+    sys.path[:] = path
+    sys.setrecursionlimit(DEEPEST)
+    resource.setrlimit(resource.RLIMIT_DATA, (MEMORY_BYTES, MEMORY_BYTES))
+    for line in sys.stdin.buffer:
+        signal.setitimer(signal.ITIMER_PROF, cpu_seconds)  # whose signal ends a process that does not handle it
+        answer = answered(*json.loads(line))
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        sys.stdout.buffer.write(json.dumps(answer).encode() + b"\n")
+        sys.stdout.buffer.flush()
+
+
+def answered(schema: str, value: str | None, closed: bool) -> str | None:
+    """What is wrong with a schema, or where there is a value with that. Both are JSON. closed: see `checker`."""
+    try:
+        if value is None:
+            return why_no_schema(json.loads(schema))
+        check = known(schema, closed) if len(schema) <= KEPT_CHARACTERS else checker(json.loads(schema), closed)
+        return check(json.loads(value))
+    except RecursionError:
+        return "the schema refers to itself without an end"
+    except Exception as error:  # of a library, for what nobody thought of: an answer, not the end of a process
+        return short(f"{type(error).__name__}: {error}")
+
+
+@lru_cache(maxsize=KEPT)
+def known(schema: str, closed: bool) -> Check:
+    return checker(json.loads(schema), closed)
+
+
+def why_no_schema(schema: Any) -> str | None:
+    """What is wrong with a JSON schema, or None."""
+    import jsonschema
+
+    try:
+        _kind(schema).check_schema(schema)
+    except jsonschema.SchemaError as error:
+        return short(error.message)
+    return None
+
+
+def checker(schema: Mapping[str, Any], closed: bool) -> Check:
+    """Returns a function that says what of a value does not fit a JSON schema, or None where all does.
+
+    closed: a property that the schema does not name does not fit where the schema says nothing of additional ones. Nothing that
+    the schema refers to is fetched.
+    """
+    from jsonschema.exceptions import best_match
+    from referencing import Registry
+    from referencing.exceptions import Unresolvable
+
+    known = schema.get("properties", {})
+    closed = closed and "additionalProperties" not in schema and "properties" in schema
+    validator = _kind(schema)(schema, registry=Registry())
+
+    def check(value: Any) -> str | None:
+        try:
+            error = best_match(validator.iter_errors(value))
+        except Unresolvable as missing:
+            return short(f"the schema refers to {missing.ref}, which is not in it")
+        if error is not None:
+            place = ".".join(map(str, error.absolute_path))
+            return short(f"{place}: {error.message}" if place else str(error.message))
+        extra = [name for name in value if name not in known] if closed and isinstance(value, dict) else []
+        if not extra:
+            return None
+        return short(f"{extra[0]!r} is unknown; known are: {', '.join(known) or 'none'}{nearest(extra[0], list(known))}")
+
+    return check
+
+
+def short(text: str) -> str:
+    text = " ".join(text.split())
+    return text if len(text) <= SHOWN else f"{text[: SHOWN // 2]} … {text[-SHOWN // 2 :]}"
+
+
+def _kind(schema: Any) -> Any:
+    from jsonschema.validators import Draft202012Validator, validator_for
+
+    return validator_for(schema, default=Draft202012Validator)

@@ -1,0 +1,338 @@
+"""Reads gin files and -b bindings so that a mistake is told at once: the file, the line, and the nearest valid name.
+
+gin's own parser reads the statements. This module looks at each of them before it is bound, because gin's errors name neither
+the valid choices nor, once a value is used, the line it came from. `areal_x.config.types` then looks at the values.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import pkgutil
+import re
+import tokenize
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+import gin
+from gin import config_parser
+
+from areal_x.errors import ConfigError, UserError, nearest, sentence
+
+# The modules of the core that register something with gin; the ring itself brings most of them. None imports a framework.
+CONFIGURABLES = (
+    "areal_x.experiment",
+    "areal_x.tasks.datasets",
+    "areal_x.tasks.reasoning",
+    "areal_x.rewards.countdown",
+    "areal_x.rewards.math",
+    "areal_x.workflows.learned_reward",
+    "areal_x.agents.tools.calculator",
+    "areal_x.agents.tools.mcp_tools",
+    "areal_x.agents.conversing",
+    "areal_x.agents.environment",
+    "areal_x.agents.tools.terminal",
+    "areal_x.agents.verifiers_environment",
+    "areal_x.agents.agent",
+    "areal_x.agents.online",
+)
+
+MACRO = "gin.macro"
+ON_COMMAND_LINE = "-b "
+Key = tuple[str, str, str]  # scope, complete selector, parameter: what gin binds a value to
+
+
+@dataclass(frozen=True)
+class Binding:
+    """One `scope/selector.parameter = value`. name: as a reader writes it. place: "FILE:LINE", or the -b text."""
+
+    scope: str
+    selector: str
+    parameter: str
+    value: Any
+    place: str
+
+    @property
+    def name(self) -> str:
+        if self.selector == MACRO:
+            return self.scope
+        return f"{self.scope}{'/' if self.scope else ''}{short_name(self.selector)}.{self.parameter}"
+
+
+@dataclass(frozen=True)
+class Config:
+    """What was read. bindings: the ones in effect (a later one replaces an earlier one). file: the first file."""
+
+    file: str
+    bindings: dict[Key, Binding]
+
+    def place(self, binding: Binding) -> str:
+        """Where the value stands: for a macro, where that is defined."""
+        while is_reference(binding.value) and binding.value.configurable.selector == MACRO:
+            binding = self.bindings["/".join(binding.value.scopes), MACRO, "value"]
+        return binding.place
+
+    def resolve(self, value: Any) -> Any:
+        """The value that a macro stands for; anything else as it is."""
+        while is_reference(value) and value.configurable.selector == MACRO:
+            value = self.bindings["/".join(value.scopes), MACRO, "value"].value
+        return value
+
+    def value(self, name: str) -> Any:
+        """What an unscoped parameter is bound to, else its default."""
+        selector, _, parameter = name.rpartition(".")
+        configurable = find_configurable(selector, self.file)
+        bound = self.bindings.get(("", configurable.selector, parameter))
+        return self.resolve(bound.value) if bound else parameters(configurable)[parameter].default
+
+    def is_bound(self, name: str) -> bool:
+        selector, _, parameter = name.rpartition(".")
+        return ("", find_configurable(selector, self.file).selector, parameter) in self.bindings
+
+    def locate(self, error: UserError, scope: str = "") -> UserError:
+        """The same sentence with the place of the binding it speaks of in front, where it speaks of one."""
+        begins = re.match(
+            r"(\w+\.\w+) = ", str(error)
+        )  # how a sentence about a binding begins, also where it is no ConfigError
+        name = getattr(error, "binding", None) or (begins and begins[1])
+        found = [b for b in self.bindings.values() if f"{short_name(b.selector)}.{b.parameter}" == name]
+        if not found and not isinstance(error, ConfigError):
+            return UserError(sentence(error))
+        if not found:
+            return UserError(f"{self.file}: {sentence(error)} (it is not bound: this is its default)")
+        return UserError(f"{self.place(min(found, key=lambda b: b.scope != scope))}: {sentence(error)}")
+
+
+def load(file: str | Path, bindings: Sequence[str] = ()) -> Config:
+    """Binds what a gin file says, then the given bindings, which win. What was bound before is forgotten.
+
+    Includes are looked for in the current directory, then beside the file that includes them.
+    Raises: UserError with the place, what is wrong there and the nearest valid name.
+    """
+    for module in CONFIGURABLES:
+        importlib.import_module(module)
+    gin.clear_config()
+    reader = _Reader()
+    reader.read_file(Path(file), place="", parents=())
+    for text in bindings:
+        reader.read_text(text, f'{ON_COMMAND_LINE}"{text}"', ())
+    reader.check_macros()
+    return Config(str(file), reader.bindings)
+
+
+def config_text() -> str:
+    """A gin file of the same experiment: every parameter in use, defaults too, and what is bound but not in use yet."""
+    text = gin.operative_config_str()
+    for section in gin.config_str().split("# Parameters for ")[1:]:
+        header = f"# Parameters for {section.splitlines()[0]}"
+        if header not in text.splitlines():
+            text = f"{text.rstrip()}\n\n# Parameters for {section.rstrip()}\n"
+    return text
+
+
+_noted: list[list[tuple[Any, Any]]] = []  # what is being noted, the innermost last
+
+
+class Reference(gin.config.ConfigurableReference):  # type: ignore[misc]
+    """One whose result is noted together with it, see `noting`."""
+
+    def __eq__(self, other: object) -> bool:
+        """As gin's own, with which gin compares it to see whether it can be written."""
+        return isinstance(other, gin.config.ConfigurableReference) and (self.configurable, self.evaluate) == (
+            other.configurable,
+            other.evaluate,
+        )
+
+    __hash__ = gin.config.ConfigurableReference.__hash__
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        made = super().__deepcopy__(memo)
+        if _noted:
+            _noted[-1].append((made, self))
+        return made
+
+
+@contextmanager
+def noting() -> Iterator[list[tuple[Any, Any]]]:
+    """What references give meanwhile, each with its reference: gin calls them where it copies what is bound."""
+    _noted.append([])
+    try:
+        yield _noted[-1]
+    finally:
+        _noted.pop()
+
+
+def is_reference(value: Any) -> bool:
+    return isinstance(value, gin.config.ConfigurableReference)
+
+
+def registered() -> dict[str, Any]:
+    """Every configurable by its complete selector, without gin's own."""
+    return {selector: c for selector, c in gin.config._REGISTRY.items() if not selector.startswith("gin.")}
+
+
+def short_name(selector: str) -> str:
+    name: str = gin.config._REGISTRY.minimal_selector(selector)
+    return name
+
+
+def parameters(configurable: Any) -> dict[str, inspect.Parameter]:
+    """The parameters that a binding may set."""
+    allowed, denied = configurable.allowlist, configurable.denylist or ()
+    found = inspect.signature(configurable.wrapped).parameters
+    return {name: p for name, p in found.items() if name not in denied and (not allowed or name in allowed)}
+
+
+@dataclass
+class _Reader:
+    """Reads statement by statement and keeps where each binding stood. gin's parser calls it at each @name and %name."""
+
+    bindings: dict[Key, Binding] = field(default_factory=dict)
+    macros_used: list[tuple[str, str]] = field(default_factory=list)  # name, place
+    problem: str = ""  # with a reference of the statement being parsed
+    macros: list[str] = field(default_factory=list)  # of the statement being parsed
+
+    def read_file(self, path: Path, place: str, parents: tuple[Path, ...]) -> None:
+        if path in parents:
+            raise UserError(f"{place}: {path} includes itself")
+        try:
+            text = path.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            why = (
+                "does not exist" if isinstance(error, FileNotFoundError) else f"cannot be read as text ({type(error).__name__})"
+            )
+            close = nearest(str(path), [str(p) for p in path.parent.glob("*.gin")]) if path.parent.is_dir() else ""
+            raise UserError(f"{place + ': ' if place else ''}the gin file {str(path)!r} {why}{close}") from None
+        self.read_text(text, str(path), (*parents, path))
+
+    def read_text(self, text: str, source: str, parents: tuple[Path, ...]) -> None:
+        for statement in self._statements(text, source):
+            place = _place(source, statement.location.line_num)
+            if self.problem:
+                raise UserError(f"{place}: {self.problem}")
+            self.macros_used += [(name, place) for name in self.macros]
+            self.macros.clear()
+            if isinstance(statement, config_parser.BindingStatement):
+                self._bind(statement, place)
+            elif isinstance(statement, config_parser.BlockDeclaration):
+                find_configurable(statement.selector, place)
+            elif isinstance(statement, config_parser.ImportStatement):
+                _import(statement, place)
+            else:
+                include = Path(statement.filename)
+                beside = parents[-1].parent / include if parents else include
+                self.read_file(beside if not include.exists() and beside.exists() else include, place, parents)
+
+    def _statements(self, text: str, source: str) -> Iterator[Any]:
+        try:
+            yield from config_parser.ConfigParser(text, self)
+        except tokenize.TokenError as error:
+            what, (line, _) = error.args
+            raise UserError(f"{_place(source, line)}: a bracket or quote is not closed ({what})") from None
+        except SyntaxError as error:
+            raise UserError(f"{_place(source, error.lineno or 1)}: {_syntax(error)}") from None
+
+    def _bind(self, statement: Any, place: str) -> None:
+        if not statement.arg_name:
+            scope = "/".join(filter(None, (statement.scope, statement.selector)))
+            binding = Binding(scope, MACRO, "value", statement.value, place)
+        else:
+            configurable = find_configurable(statement.selector, place)
+            check_parameter(configurable, statement.arg_name, place)
+            binding = Binding(statement.scope, configurable.selector, statement.arg_name, statement.value, place)
+        self.bindings[binding.scope, binding.selector, binding.parameter] = binding
+        scope = f"{binding.scope}/" if binding.scope else ""
+        gin.bind_parameter(f"{scope}{binding.selector}.{binding.parameter}", binding.value)
+
+    def configurable_reference(self, scoped_name: str, evaluate: bool) -> Any:
+        try:
+            find_configurable(scoped_name.rsplit("/", 1)[-1], "@" + scoped_name)
+        except UserError as error:  # the parser would wrap it: raised when the statement is read
+            self.problem = self.problem or str(error)
+            return None
+        return Reference(scoped_name, evaluate)
+
+    def macro(self, name: str) -> Any:
+        reference = gin.config.ParserDelegate().macro(name)
+        if reference.configurable.selector == MACRO:
+            self.macros.append(name)
+        return reference
+
+    def check_macros(self) -> None:
+        """A macro that is used must be defined; one that is not used is a binding that lacks the configurable's name."""
+        defined = {b.scope: b for b in self.bindings.values() if b.selector == MACRO}
+        for name, place in self.macros_used:
+            if name not in defined:
+                raise UserError(f"{place}: the macro %{name} is not defined{nearest(name, list(defined))}")
+        used = {name for name, _ in self.macros_used}
+        for name, binding in defined.items():
+            if name not in used:
+                known = {p: short_name(s) for s, c in sorted(registered().items(), reverse=True) for p in parameters(c)}
+                close = get_close_matches(name, known, n=1)
+                meant = f"; did you mean {known[close[0]]}.{close[0]}?" if close else ""
+                raise UserError(
+                    f"{binding.place}: {name} names no configurable, and no value uses it as the macro %{name}{meant}"
+                )
+
+
+def _place(source: str, line: int) -> str:
+    return source if source.startswith(ON_COMMAND_LINE) else f"{source}:{line}"
+
+
+def find_configurable(name: str, place: str) -> Any:
+    """The configurable of that name. Raises: UserError with the nearest name."""
+    matching = gin.config._REGISTRY.matching_selectors(name)
+    if len(matching) > 1:
+        raise UserError(f"{place}: {name!r} may be any of {', '.join(sorted(matching))}: write one of these")
+    if not matching:
+        known = sorted(short_name(selector) for selector in registered())
+        raise UserError(
+            f"{place}: nothing configurable is called {name!r}{nearest(name, known) or '; there are ' + ', '.join(known)}"
+        )
+    return gin.config._REGISTRY[matching[0]]
+
+
+def check_parameter(configurable: Any, name: str, place: str) -> None:
+    """Raises: UserError with the nearest parameter when the configurable has none of that name."""
+    known = parameters(configurable)
+    if name in known or any(p.kind is p.VAR_KEYWORD for p in known.values()):
+        return
+    hint = nearest(name, list(known)) or f"; it has {', '.join(known) or 'none'}"
+    raise UserError(f"{place}: {short_name(configurable.selector)} has no parameter {name!r}{hint}")
+
+
+def _import(statement: Any, place: str) -> None:
+    if statement.module.startswith("__gin__."):
+        feature = statement.module.removeprefix("__gin__.")
+        raise UserError(f"{place}: gin's {feature} is not supported: decorate with @gin.configurable instead")
+    try:
+        importlib.import_module(statement.module)
+    except ModuleNotFoundError as error:
+        missing = error.name or ""
+        if statement.module != missing and not statement.module.startswith(missing + "."):
+            raise UserError(f"{place}: {statement.module} needs the package {missing!r}, which is not installed") from error
+        parent, _, last = missing.rpartition(".")
+        found = importlib.import_module(parent) if parent else None
+        if found is not None and not hasattr(found, "__path__"):
+            inside = f": write `import {parent}`, and @{last} where it is used" if hasattr(found, last) else ""
+            raise UserError(
+                f"{place}: {parent} is a module and no package, so {missing!r} cannot be imported{inside}"
+            ) from None
+        paths = None if found is None else found.__path__
+        siblings = [m.name for m in pkgutil.iter_modules(paths, prefix=parent + "." if parent else "")]
+        raise UserError(f"{place}: there is no module {missing!r} here or installed{nearest(missing, siblings)}") from None
+    gin.parse_config(statement.format())  # so that the written config imports it too
+
+
+def _syntax(error: SyntaxError) -> str:
+    text = (error.text or "").strip()
+    unquoted = re.search(r"Failed to parse token '(.*)'", error.msg)
+    if unquoted:
+        return f"{unquoted[1]} is not a value: write text in quotes, a configurable as @name, a macro as %name (in {text!r})"
+    if error.msg == "Unable to parse value.":
+        return f"a value is missing or cannot be read in {text!r}"
+    return f"cannot read {text!r}: {' '.join(error.msg.split())}"

@@ -1,0 +1,329 @@
+"""The embedded engine: a backend's own batched sampler behind the engine's contract, in this process.
+
+    generate() ──▶ waiting ──fill──▶ slots ──decode──▶ slots … ──finished──▶ the awaiting coroutine
+
+`Slots` is the whole of the scheduling as a state machine without thread or device: who waits, who holds which slot, what each
+has said so far. `EmbeddedEngine` drives it from one worker thread, which alone touches the sampler.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from bisect import insort
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+import gin
+import numpy as np
+
+from areal_x.errors import UserError, at_least, positive
+from areal_x.protocols.engine import Completion, EngineError, Request, room
+from areal_x.protocols.sampler import Decoded, Sampler, SlotRequest
+from areal_x.runtime import background, timeline
+from areal_x.runtime.waits import waiting
+
+STEPS = 64  # tokens a slot may grow between two looks at who waits, was cancelled, or wants the weights swapped
+BLIND = "and the embedded engine sees only with train.backend = 'torch' and a model that sees: set both"
+REFILL_SHARE = 8  # decode returns early once 1/8 of the slots are free for those who wait: a refill costs about a step
+
+
+@gin.configurable("embedded")
+@dataclass(frozen=True)
+class EmbeddedConfig:
+    """The embedded engine's size.
+
+    slots: sequences decoded at once. context: longest prompt and completion together, in tokens; 0 takes train.row_length.
+    """
+
+    slots: int = 64
+    context: int = 0
+
+    def __post_init__(self) -> None:
+        positive("embedded.slots", self.slots)
+        at_least("embedded.context", self.context, 0)
+
+
+@dataclass
+class Running:
+    """A request and what has been generated for it so far."""
+
+    ticket: int
+    request: Request
+    seed: int
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+
+    def slot_request(self, slot: int) -> SlotRequest:
+        so_far = np.concatenate([self.request.tokens, np.asarray(self.tokens, np.int32)]).astype(np.int32)
+        return SlotRequest(slot, so_far, len(self.tokens), self.request.sampling, self.seed, self.request.images)
+
+    def completion(self) -> Completion:
+        stopped = bool(self.tokens) and self.tokens[-1] in self.request.sampling.stop_token_ids
+        return Completion(
+            tokens=np.asarray(self.tokens, np.int32),
+            logprobs=np.asarray(self.logprobs, np.float32),
+            versions=np.asarray(self.versions, np.int32),
+            finish_reason="stop" if stopped else "length",
+        )
+
+
+class Slots:
+    """Which request waits, which holds a slot, and what each has said. Knows no clock, thread or sampler.
+
+    A ticket names a request from `submit` to its completion or cancellation. Waiting requests get slots in the order they came,
+    the lowest first: with the same requests an idle engine computes the same, whatever it did before.
+    """
+
+    def __init__(self, slots: int) -> None:
+        self.free = list(range(slots))
+        self.waiting: dict[int, Running] = {}
+        self.running: dict[int, Running] = {}  # by slot
+        self._tickets = 0
+
+    def submit(self, request: Request, seed: int | None = None) -> int:
+        ticket = self._tickets
+        self._tickets += 1
+        self.waiting[ticket] = Running(ticket, request, ticket if seed is None else seed)
+        return ticket
+
+    def admit(self) -> list[SlotRequest]:
+        """Moves waiting requests into free slots; the result is to be filled."""
+        admitted = []
+        for ticket in list(self.waiting)[: len(self.free)]:
+            slot = self.free.pop(0)
+            self.running[slot] = self.waiting.pop(ticket)
+            admitted.append(self.running[slot].slot_request(slot))
+        return admitted
+
+    def refill(self) -> list[SlotRequest]:
+        """All that runs, prompt and what was generated so far: what new weights have to recompute."""
+        return [running.slot_request(slot) for slot, running in self.running.items()]
+
+    def record(self, decoded: Decoded, version: int) -> list[tuple[int, Completion]]:
+        """Appends what `version` decoded; the tickets that finished, with their completions. Their slots are free again."""
+        done = []
+        for slot, running in list(self.running.items()):
+            count = int(decoded.counts[slot])
+            running.tokens += decoded.tokens[slot, :count].tolist()
+            running.logprobs += decoded.logprobs[slot, :count].tolist()
+            running.versions += [version] * count
+            if decoded.finished[slot]:
+                done.append((running.ticket, self.running.pop(slot).completion()))
+                insort(self.free, slot)
+        return done
+
+    def cancel(self, ticket: int) -> int | None:
+        """Forgets a request; the slot to be freed if it held one."""
+        self.waiting.pop(ticket, None)
+        slot = next((s for s, running in self.running.items() if running.ticket == ticket), None)
+        if slot is not None:
+            del self.running[slot]
+            insort(self.free, slot)
+        return slot
+
+    def clear(self) -> None:
+        """Forgets everything that waits or runs."""
+        self.free = sorted([*self.free, *self.running])
+        self.waiting, self.running = {}, {}
+
+
+@dataclass(frozen=True)
+class Staged:
+    """A trainer's snapshot and the version that it is."""
+
+    snapshot: Any
+    version: int
+
+
+class EmbeddedEngine:
+    """Continuous batching over a backend's sampler: an `areal_x.protocols.engine.Engine`.
+
+    One thread loops: swap weights if asked, drop what was cancelled, fill free slots, decode; it sleeps when nothing is to do.
+    The first `swap` brings the first weights; a request before it waits for them.
+    """
+
+    def __init__(self, sampler: Sampler) -> None:
+        self.concurrency = sampler.slots
+        self.context = sampler.context
+        self.version = -1
+        self._sampler = sampler
+        self._slots = Slots(sampler.slots)
+        self._futures: dict[int, asyncio.Future[Completion]] = {}
+        self._cancelled: list[int] = []
+        self._swaps: list[tuple[Staged, asyncio.Future[float]]] = []
+        self._error: EngineError | None = None
+        self._closed = False
+        self._changed = threading.Condition()  # guards everything above; the worker holds it except while it computes
+        self._waking = False  # the event loop's own
+        self._worker: threading.Thread | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    async def start(self) -> None:
+        if self._worker is None:
+            self._loop = asyncio.get_running_loop()
+            what = "the embedded engine's thread"
+            self._worker = background.thread(self._work, what=what, failed=self._broken, name="embedded-engine")
+
+    async def generate(self, request: Request) -> Completion:
+        return await self.submit([request])[0]
+
+    def submit(self, requests: Sequence[Request]) -> list[asyncio.Future[Completion]]:
+        """The completions of requests that the worker sees together, in this order. Cancelling one drops its request; one that
+        cannot be continued has its UserError."""
+        loop = asyncio.get_running_loop()
+        futures: list[asyncio.Future[Completion]] = [loop.create_future() for _ in requests]
+        with self._changed:
+            self._check()
+            for request, future in zip(requests, futures, strict=True):
+                try:
+                    ticket = self._slots.submit(self._fitting(request), request.seed)
+                except UserError as error:
+                    future.set_exception(error)
+                    continue
+                self._futures[ticket] = future
+                future.add_done_callback(partial(self._forget, ticket))
+        self._wake_later()
+        return futures
+
+    def _fitting(self, request: Request) -> Request:
+        """The request with as many new tokens as the context leaves. Raises UserError for what no sampler could continue."""
+        if request.images is not None and not self._sampler.sees:
+            raise UserError(f"the prompt has images, {BLIND}")
+        limit = room(request, self.context, "train.row_length (and embedded.context, where it is set)")
+        return replace(request, sampling=replace(request.sampling, max_tokens=limit))
+
+    def _forget(self, ticket: int, future: asyncio.Future[Completion]) -> None:
+        """Drops a request whose caller was cancelled."""
+        if future.cancelled():
+            with self._changed:
+                self._futures.pop(ticket, None)
+                self._cancelled.append(ticket)
+                self._changed.notify()
+
+    def _wake_later(self) -> None:
+        """Wakes the worker after this turn of the event loop, so that requests made together are filled together."""
+        if not self._waking:
+            self._waking = True
+            asyncio.get_running_loop().call_soon(self._wake)
+
+    def _wake(self) -> None:
+        self._waking = False
+        with self._changed:
+            self._changed.notify()
+
+    def stage(self, trainer: Any, version: int | None = None) -> Staged:
+        return Staged(trainer.snapshot(), trainer.version if version is None else version)
+
+    async def swap(self, staged: Staged) -> float:
+        future: asyncio.Future[float] = asyncio.get_running_loop().create_future()
+        with self._changed:
+            self._check()
+            self._swaps.append((staged, future))
+            self._changed.notify()
+        return await future
+
+    async def close(self) -> None:
+        with self._changed:
+            self._closed = True
+            self._fail(EngineError("the engine was closed"))
+            self._changed.notify()
+        if self._worker is not None:
+            with waiting("the rollout", "the embedded engine to end"):
+                await asyncio.to_thread(self._worker.join)
+
+    def _check(self) -> None:
+        if self._error is not None:
+            raise self._error
+        if self._worker is None:
+            raise EngineError("the engine was not started: await engine.start() first")
+
+    # What follows runs on the worker's thread.
+
+    def _work(self) -> None:
+        while True:
+            with self._changed:
+                with waiting("the embedded engine", "requests", idle=True):
+                    self._changed.wait_for(self._has_work)
+                if self._closed:
+                    return
+                swap = self._swaps.pop(0) if self._swaps else None
+                freed = [slot for ticket in self._cancelled if (slot := self._slots.cancel(ticket)) is not None]
+                self._cancelled.clear()
+                # A swap computes the caches of all that runs: those admitted now need theirs too, once.
+                admitted = [] if swap is not None else self._slots.admit()
+                running, more = bool(self._slots.running), bool(self._slots.waiting)
+            try:
+                with waiting("the embedded engine", "its sampler", f"{len(self._slots.running)} sequences run"):
+                    if freed:
+                        self._sampler.free(freed)
+                    if swap is not None:
+                        self._load(*swap)
+                        continue
+                    if admitted:
+                        self._sampler.fill(admitted)
+                    if running:
+                        self._decode(max(1, self.concurrency // REFILL_SHARE) if more else self.concurrency)
+            except Exception as error:
+                failure = EngineError(f"the embedded sampler failed: {type(error).__name__}: {error}")
+                failure.__cause__ = error
+                with self._changed:
+                    if swap is not None:
+                        self._answer([(swap[1], failure)])
+                    self._fail(failure)
+                return
+
+    def _has_work(self) -> bool:
+        wanted = self._closed or bool(self._swaps or self._cancelled)
+        return wanted or (self.version >= 0 and bool(self._slots.waiting or self._slots.running))
+
+    def _load(self, staged: Staged, future: asyncio.Future[float]) -> None:
+        started = time.perf_counter()
+        with timeline.span("pause", version=staged.version):
+            self._sampler.load(staged.snapshot)
+            live = self._slots.refill()  # only this thread changes what runs
+            if live:
+                self._sampler.fill(live)
+        self.version = staged.version
+        self._answer([(future, time.perf_counter() - started)])
+
+    def _decode(self, until_free: int) -> None:
+        decoded = self._sampler.decode(STEPS, until_free)
+        with self._changed:
+            done = self._slots.record(decoded, self.version)
+            answers = [(self._futures.pop(ticket, None), completion) for ticket, completion in done]
+        self._answer(answers)
+
+    def _broken(self, error: BaseException) -> None:
+        failure = EngineError(f"{error}")
+        failure.__cause__ = error
+        with self._changed:
+            self._fail(failure)
+
+    def _fail(self, error: EngineError) -> None:
+        """Everyone who waits gets the error, and so does everyone who comes later."""
+        self._error = self._error or error
+        waiting: list[asyncio.Future[Any]] = [*self._futures.values(), *(future for _, future in self._swaps)]
+        self._answer([(future, self._error) for future in waiting])
+        self._futures.clear()
+        self._swaps.clear()
+        self._slots.clear()
+
+    def _answer(self, answers: Sequence[tuple[asyncio.Future[Any] | None, Any]]) -> None:
+        """Resolves futures on the event loop in one call; those whose coroutine was cancelled meanwhile are let go."""
+
+        def resolve() -> None:
+            for future, result in answers:
+                if future is None or future.done():
+                    continue
+                if isinstance(result, Exception):
+                    future.set_exception(result)
+                else:
+                    future.set_result(result)
+
+        if answers and self._loop is not None and not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(resolve)

@@ -1,0 +1,296 @@
+"""Weights from the trainer's GPU to those of the servers, without a file or a host's memory between: vLLM's own engines send.
+
+    nccl      a broadcast by the trainer's first process (rank 0) to all workers of all servers, which are ranks 1, 2, …
+    handles   CUDA's handles of the trainer's memory, one gibibyte of it after the other, which a server on the same GPU opens
+
+Neither can be staged: who sends waits for those who receive, and they can receive only while nothing else runs. So generation
+stands still for as long as the sending takes, where with files it does for the reading alone.
+
+vLLM's sender blocks, as NCCL does: it has a thread of its own, which speaks to the servers through the event loop's clients.
+NCCL's unique id goes to them that way, behind their keys. (vLLM's other way to meet is a store on an open port whose contents
+every process unpickles.)
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import os
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
+
+from areal_x.engines.vllm.client import VLLMClient
+from areal_x.engines.vllm.plugin import BACKEND
+from areal_x.engines.vllm.server import LISTEN, LOCAL_HOSTS, LOOPBACK, is_cpu_build, is_local
+from areal_x.errors import ConfigError, one_of
+from areal_x.protocols.engine import EngineError
+from areal_x.runtime import background
+from areal_x.runtime.loop import together
+from areal_x.runtime.waits import waiting
+from areal_x.trainer import find_backend
+
+if TYPE_CHECKING:
+    from areal_x.engines.vllm.config import VLLMConfig
+
+TRANSPORTS = {"files": BACKEND, "nccl": "nccl", "handles": "ipc"}  # by vllm.transport, what vLLM calls its side of it
+Explaining = Callable[[int, Coroutine[Any, Any, None]], Coroutine[Any, Any, None]]
+
+
+def check_settings(config: VLLMConfig) -> None:
+    """Raises: ConfigError for settings that this transport cannot work with."""
+    one_of("vllm.transport", config.transport, tuple(TRANSPORTS))
+    if config.transport != "handles":
+        if config.allow_unpickling:
+            wanted = "False without vllm.transport = 'handles', which alone needs it"
+            raise ConfigError("vllm.allow_unpickling", True, wanted)
+        if config.transport == "nccl" and not config.urls and not config.devices:
+            wanted = "each server's GPUs, none of them the trainer's, with vllm.transport = 'nccl'"
+            raise ConfigError("vllm.devices", (), wanted)
+        return
+    if config.urls:
+        raise ConfigError("vllm.urls", config.urls, "empty with vllm.transport = 'handles', for a server that the run starts")
+    if config.servers > 1:
+        raise ConfigError("vllm.servers", config.servers, "1 with vllm.transport = 'handles', for the trainer's own GPU")
+    if not config.allow_unpickling:
+        wanted = "True with vllm.transport = 'handles', as handles come pickled and a pickle can run any code"
+        raise ConfigError("vllm.allow_unpickling", False, wanted)
+
+
+def check_run(config: VLLMConfig, backend: str, processes: int, lora_rank: int) -> None:
+    """Raises: ConfigError for a trainer whose weights this transport cannot take."""
+    if config.transport == "files":
+        return
+    if config.transport not in getattr(find_backend(backend).load(), "TRANSPORTS", ("files",)):
+        wanted = f"'files' with train.backend = {backend!r}, which has no tensors of torch to send (the torch backend has)"
+        raise ConfigError("vllm.transport", config.transport, wanted)
+    if lora_rank:
+        raise ConfigError("vllm.transport", config.transport, "'files' with adapters, which are small, and stop nothing")
+    if config.transport == "handles" and processes > 1:
+        raise ConfigError("mesh.processes", processes, "1 with vllm.transport = 'handles', which are those of one GPU")
+
+
+def check_machine(config: VLLMConfig) -> None:
+    """Raises: ConfigError where this process can send no weights from its GPU, or not to the servers' GPUs."""
+    if config.transport == "files":
+        return
+    if find_spec("vllm") is None:
+        wanted = "'files' where vLLM is not installed beside the trainer (`pip install vllm`), as its own code sends"
+        raise ConfigError("vllm.transport", config.transport, wanted)
+    import torch
+
+    if not torch.cuda.is_available():
+        raise ConfigError("vllm.transport", config.transport, "'files' where torch finds no CUDA device")
+    if config.urls:
+        return
+    if is_cpu_build():
+        raise ConfigError("vllm.transport", config.transport, "'files' with the CPU build of vLLM that is installed")
+    own = own_gpu(torch.cuda.current_device())
+    if config.transport == "nccl" and any(own in device.split(",") for device in config.devices):
+        raise ConfigError("vllm.devices", config.devices, f"other GPUs than {own}, the trainer's, which NCCL takes only once")
+    if config.transport == "handles" and config.devices not in ((), (own,)):
+        raise ConfigError("vllm.devices", config.devices, f"({own!r},), the trainer's own GPU, with vllm.transport = 'handles'")
+
+
+def own_gpu(index: int) -> str:
+    """The GPU that torch calls `index`, as CUDA_VISIBLE_DEVICES names it."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+    return visible[index].strip() if index < len(visible) and visible[index] else str(index)
+
+
+@dataclass(frozen=True)
+class Unstaged:
+    """A version that still lies in the trainer alone. device: the index of its GPU."""
+
+    trainer: Any
+    version: int
+    device: int
+
+
+class Direct:
+    """The sending side of all servers of a run.
+
+    clients, sizes: of each server, and how many workers it has. explaining: puts into the error of a call to a server what is
+    known of that server.
+    """
+
+    def __init__(self, config: VLLMConfig, clients: Sequence[VLLMClient], sizes: Sequence[int], explaining: Explaining) -> None:
+        if config.transport == "handles" and list(sizes) != [1]:
+            wanted = f"without parallelism with vllm.transport = 'handles', for one GPU (this server has {sum(sizes)} workers)"
+            raise ConfigError("vllm.arguments", config.arguments, wanted)
+        self._config, self._clients, self._sizes, self._explaining = config, clients, sizes, explaining
+        self._source: Any = None
+        self._sender: Any = None  # vLLM's TrainerWeightTransferEngine
+        self._broke_off = False
+
+    def stage(self, trainer: Any, version: int) -> Unstaged:
+        """Notes what to send; the trainer must stay as it is until it is sent. On the trainer's thread, whose GPU counts."""
+        import torch
+
+        if self._source is None:
+            self._source = source_of(trainer)
+        return Unstaged(trainer, version, torch.cuda.current_device())
+
+    async def meet(self, unstaged: Unstaged) -> None:
+        """Connects both sides, the first time; generation goes on but while the servers do their part."""
+        if self._sender is None:
+            await self._beside(unstaged, self._meet)
+
+    async def send(self, unstaged: Unstaged) -> None:
+        """Weights and version, to servers that stand still. After an error some may hold a part of them, which vLLM's receiving
+        side would take for the beginning of the next version's: nothing is sent to them again."""
+        if self._broke_off:
+            raise EngineError("an earlier update broke off, and servers may hold parts of two policies: start the run again")
+        try:
+            await self._beside(unstaged, self._send)
+        except BaseException:
+            self._broke_off = True
+            raise
+
+    def close(self) -> None:
+        sender, self._sender = self._sender, None
+        if sender is not None:
+            sender.shutdown()
+
+    def _meet(self, calls: Calls) -> None:
+        from vllm.distributed.weight_transfer.ipc_engine import IPCTrainerInitInfo, IPCTrainerWeightTransferEngine
+
+        if self._config.transport == "nccl":
+            self._sender = self._meet_by_nccl(calls)
+        else:
+            init = IPCTrainerInitInfo(rank=0, packed=True)
+            self._sender = IPCTrainerWeightTransferEngine.trainer_init(init, client=calls, source=self._source)
+
+    def _meet_by_nccl(self, calls: Calls) -> Any:
+        import torch
+        from vllm.distributed.device_communicators.pynccl_wrapper import NCCLLibrary
+        from vllm.distributed.weight_transfer import nccl_common
+        from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerWeightTransferEngine
+        from vllm.utils.nccl import unpinned_nccl_env
+
+        if all(map(is_local, self._config.urls)) and os.environ.get("MASTER_ADDR", LOOPBACK) in LOCAL_HOSTS:
+            os.environ.setdefault(*LISTEN)
+        with unpinned_nccl_env():
+            unique_id = bytes(NCCLLibrary().ncclGetUniqueId().internal)
+        sender = NCCLTrainerWeightTransferEngine(client=calls, source=self._source, packed=True)
+        world_size = 1 + sum(self._sizes)
+        init = nccl_common.NCCLWeightTransferInitInfo(
+            nccl_unique_id_b64=base64.b64encode(unique_id).decode(),
+            rank_offset=1,
+            world_size=world_size,
+            packed=sender.packed,
+            packed_buffer_size_bytes=sender.packed_buffer_size_bytes,
+            packed_num_buffers=sender.packed_num_buffers,
+        )
+        joining = calls.begin_to_meet(nccl_common.worker_init_payload(init), self._sizes)
+        # Every rank waits here for all others.
+        device = torch.cuda.current_device()
+        sender.model_update_group = nccl_common.uid_init_process_group(unique_id, 0, world_size, device)
+        joining.result()
+        return sender
+
+    def _send(self, calls: Calls) -> None:
+        import torch
+
+        # vLLM packs on streams of its own, which would not wait for the optimizer's step on the trainer's.
+        torch.cuda.synchronize()
+        self._sender.client = calls
+        self._sender.send_weights()
+
+    async def _beside(self, unstaged: Unstaged, work: Callable[[Calls], None]) -> None:
+        """Does the work in a thread; ends with it, or with the first error of a server: then the thread may wait forever for
+        that server in a collective, and since it is a daemon nobody waits for it."""
+        loop = asyncio.get_running_loop()
+        outcome: asyncio.Future[None] = loop.create_future()
+
+        def end(error: BaseException | None) -> None:
+            if not outcome.done():
+                outcome.set_result(None) if error is None else outcome.set_exception(error)
+
+        def run() -> None:
+            import torch
+
+            error = None
+            try:
+                with torch.cuda.device(unstaged.device):
+                    self._source.trainer = unstaged.trainer
+                    work(Calls(self._clients, self._explaining, loop, str(unstaged.version), end))
+            except BaseException as raised:
+                error = raised
+            with suppress(RuntimeError):  # the loop has been closed
+                loop.call_soon_threadsafe(end, error)
+
+        background.thread(run, what="sending weights", failed=background.on_loop(), name="weights")
+        with waiting("the trainer", "its weights to be sent", f"version {unstaged.version} to {len(self._clients)} servers"):
+            await outcome
+
+
+class Calls:
+    """What vLLM's senders call of the receiving side (vLLM's `VLLMWeightSyncClient`), for all servers at once.
+
+    version: what the servers call their weights afterwards. failed: told of a server's error at once.
+    """
+
+    def __init__(
+        self,
+        clients: Sequence[VLLMClient],
+        explaining: Explaining,
+        loop: asyncio.AbstractEventLoop,
+        version: str,
+        failed: Callable[[BaseException], None],
+    ) -> None:
+        self._clients, self._explaining, self._loop = clients, explaining, loop
+        self._version, self._failed = version, failed
+
+    def begin_to_meet(self, init_info: Mapping[str, Any], sizes: Sequence[int]) -> Any:
+        """A future of all servers' answers. sizes: the workers of each, who are numbered from its rank_offset on."""
+        offsets = [init_info["rank_offset"] + sum(sizes[:index]) for index in range(len(sizes))]
+        infos = [{**init_info, "rank_offset": offset} for offset in offsets]
+        return self._begin([client.init_weight_transfer(info) for client, info in zip(self._clients, infos, strict=True)])
+
+    def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
+        self._begin([client.init_weight_transfer(init_info) for client in self._clients]).result()
+
+    def start_weight_update(self) -> None:
+        self._begin([client.start_update() for client in self._clients]).result()
+
+    def update_weights(self, update_info: Any) -> None:
+        from vllm.distributed.weight_transfer.clients import _json_safe_update_payload
+
+        info = _json_safe_update_payload(update_info)
+        self._begin([client.receive(info) for client in self._clients]).result()
+
+    def finish_weight_update(self, weight_version: str | None = None) -> None:
+        version = weight_version or self._version  # vLLM's senders give none
+        self._begin([client.finish_update(version) for client in self._clients]).result()
+
+    def _begin(self, calls: Sequence[Coroutine[Any, Any, None]]) -> Any:
+        async def make() -> None:
+            try:
+                await together(self._explaining(index, call) for index, call in enumerate(calls))
+            except Exception as error:
+                self._failed(error)
+                raise
+
+        return asyncio.run_coroutine_threadsafe(make(), self._loop)
+
+
+def source_of(trainer: Any) -> Any:
+    """vLLM's WeightSource of a trainer's tensors. What they are called and how large they are it learns from one pass, as only
+    the trainer knows what it makes of a parameter; all later passes give the same."""
+    from vllm.distributed.weight_transfer.base import ParamMeta, WeightSource
+
+    class Source(WeightSource):  # type: ignore[misc]
+        def __init__(self) -> None:
+            self.trainer = trainer
+            self._metadata = [ParamMeta(name, x.dtype, tuple(x.shape)) for name, x in trainer.device_weights()]
+
+        def metadata(self) -> list[Any]:
+            return self._metadata
+
+        def __iter__(self) -> Iterator[tuple[str, Any]]:
+            return iter(self.trainer.device_weights())
+
+    return Source()

@@ -1,0 +1,57 @@
+"""Inside the vLLM server: a weight-transfer backend that reads safetensors from a staging folder.
+
+vLLM finds `register` through the entry-point group `vllm.general_plugins` and calls it in each of its processes. Trainer and
+server need share no framework and no process group, only a folder (shared memory on one machine).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+BACKEND = "areal_x"
+
+
+@dataclass
+class InitInfo:
+    """staging_root: the only folder below which weights are ever read. folder: one that shall be read next, looked at before
+    anything is changed, and refused where it is outside the root or damaged."""
+
+    staging_root: str
+    folder: str = ""
+
+
+@dataclass
+class UpdateInfo:
+    """folder: holds the model's complete weights as *.safetensors under their Hugging Face names."""
+
+    folder: str
+
+
+def register() -> None:
+    from vllm.distributed.weight_transfer.base import WeightTransferEngine
+    from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+
+    from areal_x.engines.vllm import loading
+
+    class SafetensorsTransfer(WeightTransferEngine):  # type: ignore[misc]
+        init_info_cls = InitInfo
+        update_info_cls = UpdateInfo
+        staging_root = ""
+
+        def init_transfer_engine(self, init_info: InitInfo) -> None:
+            if init_info.folder:
+                loading.shards(init_info.staging_root, init_info.folder)
+            self.staging_root = init_info.staging_root
+
+        # The model is opened for loading only once the folder is known to be good, in `receive_weights`.
+        def start_weight_update(self) -> None: ...
+
+        def finish_weight_update(self) -> None: ...
+
+        def shutdown(self) -> None: ...
+
+        def receive_weights(self, update_info: UpdateInfo) -> None:
+            files = loading.shards(self.staging_root, update_info.folder)
+            loading.load(self.model, self.model_config, loading.read(files))
+
+    WeightTransferEngineFactory.register_engine(BACKEND, SafetensorsTransfer)

@@ -1,0 +1,122 @@
+"""Weights on their way to engines in other processes: staged as safetensors files, by default in shared memory.
+
+The trainer writes them while generation goes on; only reading them happens while generation stands still.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import secrets
+import shutil
+import tempfile
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO
+
+import numpy as np
+from jaxtyping import Float32
+
+from areal_x.errors import UserError
+from areal_x.hf.model_dir import in_parts
+
+PREFIX = "areal_x-"
+LOCK = "lock"
+SHARD_BYTES = 256 * 2**20  # the copy of the weights that exists in the trainer's memory at one time
+SHARED_MEMORY = Path("/dev/shm")
+Tensors = Iterable[tuple[str, np.ndarray]]
+
+
+@dataclass(frozen=True)
+class Staged:
+    """A complete set of weights in a folder: *.safetensors under Hugging Face names, or an adapter in PEFT's form.
+    bytes: of all its files. said: what the trainer says of a prompt under them, where somebody wants to compare."""
+
+    folder: Path
+    version: int
+    bytes: int = 0
+    said: Float32[np.ndarray, " T"] | None = None
+
+
+def default_parent() -> Path:
+    """Shared memory where there is some: written once, read by every server of this machine, never on a disk."""
+    return SHARED_MEMORY if os.access(SHARED_MEMORY, os.W_OK) else Path(tempfile.gettempdir())
+
+
+class NoRoom(UserError):
+    """The file system that weights are staged on is full."""
+
+
+class Staging:
+    """A folder of this run's own below `parent`, one folder a version in it. Folders that dead runs left there are removed.
+
+    A run holds a lock in its folder for as long as it lives. (The kernel drops it with the process, however that ends; a
+    process id in the name could belong to another container, or to a newer process.)
+    """
+
+    def __init__(self, parent: Path) -> None:
+        try:
+            parent.mkdir(parents=True, exist_ok=True)
+            remove_left_behind(parent)
+            # Made under a hidden name and locked before others can see it, so that nobody takes it for a dead run's.
+            hidden = Path(tempfile.mkdtemp(prefix=".", dir=parent))
+            self._lock: IO[bytes] | None = (hidden / LOCK).open("wb")
+            fcntl.flock(self._lock, fcntl.LOCK_EX)
+            self.root = hidden.rename(parent / f"{PREFIX}{os.getpid()}-{secrets.token_hex(4)}")
+        except OSError as error:
+            reason = f"weights cannot be staged in {parent} ({error.strerror})"
+            raise UserError(f"{reason}: set vllm.staging to a folder that can be written") from error
+
+    def stage(self, weights: Tensors, version: int, write: Callable[[Path, Tensors], None] | None = None) -> Staged:
+        """Writes the tensors, one shard in memory at a time. The folder appears under its name only when it is complete.
+
+        write: what fills the folder, by default `write_shards`.
+        Raises: NoRoom when the file system is full.
+        """
+        folder, partial = self.root / f"v{version:08d}", self.root / "partial"
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir()
+        try:
+            (write or write_shards)(partial, weights)
+        except Exception as error:
+            shutil.rmtree(partial, ignore_errors=True)
+            # The safetensors library wraps what the system said into its own error.
+            if getattr(error, "errno", None) == errno.ENOSPC or os.strerror(errno.ENOSPC) in str(error):
+                reason = f"no room to stage the weights in {self.root.parent}"
+                raise NoRoom(f"{reason}: set vllm.staging to a folder with more") from error
+            raise
+        shutil.rmtree(folder, ignore_errors=True)
+        partial.rename(folder)
+        return Staged(folder, version, sum(file.stat().st_size for file in folder.iterdir()))
+
+    def keep(self, staged: Staged | None) -> None:
+        """Forgets all versions but this one and newer ones; None forgets all."""
+        for folder in self.root.glob("v*"):
+            if staged is None or folder.name < staged.folder.name:
+                shutil.rmtree(folder, ignore_errors=True)
+
+    def close(self) -> None:
+        shutil.rmtree(self.root, ignore_errors=True)
+        if self._lock is not None:
+            self._lock.close()
+            self._lock = None
+
+
+def write_shards(folder: Path, weights: Tensors, shard_bytes: int = SHARD_BYTES) -> None:
+    from safetensors.numpy import save_file
+
+    for number, shard in enumerate(in_parts(weights, shard_bytes)):
+        save_file(shard, folder / f"{number:05d}.safetensors")
+
+
+def remove_left_behind(parent: Path) -> None:
+    """Removes the staging folders below `parent` whose runs have ended without removing them."""
+    for folder in parent.glob(f"{PREFIX}*"):
+        try:
+            with (folder / LOCK).open("rb") as lock:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(folder, ignore_errors=True)
+        except OSError:
+            continue  # alive, someone else's, or on a file system without locks

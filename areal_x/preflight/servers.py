@@ -1,0 +1,56 @@
+"""Whether the servers that a run depends on are there, with its key, and serve what it needs."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from areal_x.engines.vllm.client import VLLMClient
+from areal_x.engines.vllm.config import VLLMConfig
+from areal_x.engines.vllm.direct import TRANSPORTS, check_machine
+from areal_x.engines.vllm.gate import open_door
+from areal_x.engines.vllm.scorer import ServerScorer
+from areal_x.engines.vllm.server import is_cpu_build
+from areal_x.errors import UserError
+from areal_x.experiment import Experiment
+from areal_x.hf.tokenizer import load_tokenizer
+from areal_x.runtime import open_files
+from areal_x.runtime.loop import run
+
+SECONDS = 20.0  # for one server to say what it serves
+
+
+def generate(config: VLLMConfig) -> str:
+    """The engine's servers. Raises: UserError or EngineError for the first that is not as it must be."""
+    check_machine(config)
+    few = filter(None, [open_files.enough_for(config.concurrency * (len(config.urls) or config.servers))])
+    if not config.urls:
+        kind = "CPU" if is_cpu_build() else "GPU"
+        return "; ".join([f"{config.servers} will be started, by vLLM for {kind}", *few])
+    key = os.environ.get(config.key_variable)
+    found = [run(asked(url, key, TRANSPORTS[config.transport]), "check") for url in config.urls]
+    doors = [open_door(url) for url, (_, is_open) in zip(config.urls, found, strict=True) if is_open]
+    return "; ".join([f"{len(found)} answer, with a context of {min(context for context, _ in found)}", *doors, *few])
+
+
+async def asked(url: str, key: str | None, transfer: str) -> tuple[int, bool]:
+    """The server's context, and whether anybody can steer it."""
+    client = VLLMClient(url, key, transfer)
+    try:
+        async with asyncio.timeout(SECONDS):
+            if not await client.is_healthy():
+                raise UserError(f"no healthy vLLM server answers at {url}: start it, or take it out of vllm.urls")
+            return await client.context(), await client.is_open()
+    except TimeoutError:
+        raise UserError(f"the vLLM server at {url} did not say what it serves within {SECONDS:g} s: look at its log") from None
+    finally:
+        await client.close()
+
+
+def score(experiment: Experiment, urls: Sequence[str], directory: Path) -> str:
+    """A reference's or teacher's servers: they answer, take the key and split text as the model that learns does."""
+    temperature = getattr(getattr(experiment.workflow, "sampling", None), "temperature", experiment.trainer.temperature)
+    ServerScorer(urls, os.environ.get(experiment.vllm.key_variable), load_tokenizer(directory), temperature)
+    return f"{len(urls)} answer, with the same tokens"

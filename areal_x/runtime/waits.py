@@ -1,0 +1,184 @@
+"""Who waits for whom: every wait of a run by name, and a sentence when nothing has moved for too long.
+
+    with waiting("the trainer", "the groups of step 7", lambda: f"{done} of 16 are finished"):
+        groups = queue.take()
+
+    with watching(message, log, rhythm):      # around a run
+        ...
+
+Who waits follows the work through tasks and threads: in `with on_behalf_of("episode 2")` code says `waiting(whose(), …)`.
+
+A wait that begins or ends is movement, and so is `moved()`, for work that goes on inside one wait. Silence is reported after 30
+seconds, or three times the run's own rhythm where that is longer, and again each time it has lasted twice as long; not while
+every wait is idle, as between two steps in a notebook.
+"""
+
+from __future__ import annotations
+
+import itertools
+import sys
+import threading
+import time
+import traceback
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from areal_x.runtime import background
+
+SILENCE_SECONDS = 30.0
+RHYTHMS = 3.0  # a silence is longer than so many steps of the run
+SHOWN = 4  # who wait, in a message; the log has all
+FILE = "waits.log"  # below a run's logs/
+
+
+@dataclass(frozen=True)
+class Wait:
+    """who, what: as the sentence "who waits for what" reads. detail: more about the item; a function is called when it is
+    reported. idle: for something to do. since: in seconds of time.monotonic."""
+
+    who: str
+    what: str
+    detail: str | Callable[[], str] = ""
+    idle: bool = False
+    since: float = field(default_factory=time.monotonic)
+
+    def about(self, now: float) -> str:
+        """For how long it has lasted, and for what."""
+        try:
+            more = self.detail if isinstance(self.detail, str) else self.detail()
+        except Exception as error:  # what it looks at belongs to another thread
+            more = f"unknown: {error}"
+        return f"{now - self.since:.0f} s for {self.what}{f' ({more})' if more else ''}"
+
+
+_whose: ContextVar[str] = ContextVar("whose", default="the run")
+_moves: ContextVar[bool] = ContextVar("moves", default=True)
+_open: dict[int, Wait] = {}  # every operation on it is one step to other threads
+_numbers = itertools.count()
+_last_moved = time.monotonic()
+
+
+def moved() -> None:
+    """Something went on."""
+    global _last_moved
+    if _moves.get():
+        _last_moved = time.monotonic()
+
+
+def whose() -> str:
+    """For whom the code that asks works."""
+    return _whose.get()
+
+
+@contextmanager
+def on_behalf_of(who: str, *, moves: bool = True) -> Iterator[None]:
+    """Names whose work the body and all that it starts do. moves: False for what is repeated whether or not anything goes on,
+    as heartbeats and new attempts are: its waits are reported and are no movement."""
+    tokens = _whose.set(who), _moves.set(moves and _moves.get())
+    try:
+        yield
+    finally:
+        _whose.reset(tokens[0])
+        _moves.reset(tokens[1])
+
+
+@contextmanager
+def waiting(who: str, what: str, detail: str | Callable[[], str] = "", *, idle: bool = False) -> Iterator[None]:
+    """Names the wait in the body. idle: a wait for something to do, as workers and listeners have: it is no movement, and where
+    all waits are idle nothing is wrong. A loop that retries is one wait, or each attempt would count as movement."""
+    number = next(_numbers)
+    _open[number] = Wait(who, what, detail, idle)
+    if not idle:
+        moved()
+    try:
+        yield
+    finally:
+        del _open[number]
+        if not idle:
+            moved()
+
+
+def open_waits() -> list[Wait]:
+    """Those that have not ended: the longest first, the idle ones last."""
+    return sorted(_open.copy().values(), key=lambda wait: (wait.idle, wait.since))
+
+
+def doing(whose: str) -> str:
+    """What those do whose names begin so: of each the wait that it began last."""
+    last = {wait.who: wait for wait in sorted(_open.copy().values(), key=lambda wait: wait.since) if wait.who.startswith(whose)}
+    found = Counter(wait.what for wait in last.values())
+    return ", ".join(f"{count} {'waits' if count == 1 else 'wait'} for {what}" for what, count in found.most_common(SHOWN))
+
+
+@contextmanager
+def watching(
+    message: Callable[[str], None],
+    log: Path,
+    rhythm: Callable[[], float] = lambda: 0.0,
+    silence_seconds: float | None = None,
+) -> Iterator[None]:
+    """Reports silences until the body ends. message: shows a sentence. log: a folder. rhythm: seconds of a usual step."""
+    silence_seconds = SILENCE_SECONDS if silence_seconds is None else silence_seconds
+    ended = threading.Event()
+    moved()
+    arguments = ended, message, log / FILE, rhythm, silence_seconds
+    thread = background.thread(_watch, *arguments, what="the watch over waits", failed=lambda e: message(f"{e}"), name="waits")
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
+
+
+def _watch(
+    ended: threading.Event, message: Callable[[str], None], log: Path, rhythm: Callable[[], float], silence_seconds: float
+) -> None:
+    moved_then, reported = _last_moved, 0.0
+    while not ended.wait(silence_seconds / 30):
+        if _last_moved != moved_then:
+            moved_then, reported = _last_moved, 0.0
+        silent = time.monotonic() - moved_then
+        if is_due(silent, reported, max(silence_seconds, RHYTHMS * rhythm()), open_waits()):
+            reported = silent
+            write_log(log, silent)
+            message(report(silent))
+
+
+def is_due(silent: float, reported: float, limit: float, waits: Sequence[Wait]) -> bool:
+    """Whether a silence of so many seconds is to be reported. reported: how long it was when it was reported last, else 0."""
+    return silent >= max(limit, 2 * reported) and any(not wait.idle for wait in waits)
+
+
+def report(silent_seconds: float) -> str:
+    """One paragraph: for how long nothing has moved, and those who have waited longest."""
+    sentences = sentences_of(open_waits())
+    more = [f"{len(sentences) - SHOWN} more wait, see logs/{FILE}"] if len(sentences) > SHOWN else []
+    return f"nothing has moved for {silent_seconds:.0f} s: " + ("; ".join(sentences[:SHOWN] + more) or "and nobody waits")
+
+
+def sentences_of(waits: Sequence[Wait]) -> list[str]:
+    """One of each who waits, in the order of their first waits: from the outermost wait to the innermost."""
+    now, of_each = time.monotonic(), dict[str, list[Wait]]()
+    for wait in waits:
+        of_each.setdefault(wait.who, []).append(wait)
+    return [f"{who} has waited {', of these '.join(wait.about(now) for wait in theirs)}" for who, theirs in of_each.items()]
+
+
+def write_log(log: Path, silent_seconds: float) -> None:
+    """Appends every open wait and the stacks of all threads. What cannot be written is not: a watch ends no run."""
+    lines = [f"{time.strftime('%Y-%m-%d %H:%M:%S')} nothing has moved for {silent_seconds:.0f} s"]
+    lines += [f"  {sentence}" for sentence in sentences_of(open_waits())]
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    for ident, frame in sys._current_frames().items():
+        stack = "".join(traceback.format_stack(frame))
+        lines += [f"  thread {names.get(ident, ident)}", *(f"    {line}" for line in stack.splitlines())]
+    try:
+        log.parent.mkdir(exist_ok=True)
+        with log.open("a", encoding="utf-8") as file:
+            file.write("\n".join(lines) + "\n")
+    except OSError:
+        return

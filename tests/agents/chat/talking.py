@@ -1,0 +1,55 @@
+"""Conversations with a model that is there, through the embedded engine: what it said of each token, and a trainer says."""
+
+from __future__ import annotations
+
+import asyncio
+
+import numpy as np
+
+from areal_x.agents.chat.dialogue import Dialogue, Speaker
+from areal_x.agents.chat.lines import merged
+from areal_x.agents.chat.rendering import TemplateRenderer
+from areal_x.batching.packing import pack
+from areal_x.engines.embedded import EmbeddedEngine
+from areal_x.protocols.engine import SamplingParams
+from areal_x.trainer import ModelConfig, OptimizerConfig, TrainerConfig, create_trainer
+from tests.agents.chat.conversations import END, SAYINGS, TOOLS
+from tests.agents.chat.speaking import tokenizer_of
+from tests.conftest import write_model
+
+CONTEXT, TURNS, REPLY = 1536, 3, 12  # tokens, completions of a conversation, tokens of each at most
+
+
+def talked(family, backend, directory, seeds, slots=32):
+    """The trajectories of a conversation a seed, and of each of their trained tokens the log-probability by the engine, and by
+    the trainer."""
+    tokenizer = tokenizer_of(family)
+    write_model(directory, vocab_size=len(tokenizer), max_position_embeddings=CONTEXT)
+    config = TrainerConfig(model=ModelConfig(str(directory)), optimizer=OptimizerConfig(), micro_batch_rows=8)
+    trainer = create_trainer(backend, config)
+    engine = EmbeddedEngine(trainer.sampler(slots, CONTEXT))
+    end = tokenizer.convert_tokens_to_ids(END[family])
+    sampling = SamplingParams(max_tokens=REPLY, temperature=1.0, stop_token_ids=(end,))
+    free = asyncio.Semaphore(2 * slots)
+
+    async def talk(seed):
+        rng = np.random.default_rng(seed)
+        thinks = {"enable_thinking": False} if family == "qwen3" and rng.random() < 0.5 else {}
+        speaker = Speaker(TemplateRenderer(tokenizer), engine)
+        dialogue = Dialogue(speaker, sampling, tools=TOOLS if rng.random() < 0.3 else (), template=thinks)
+        async with free:
+            for _ in range(TURNS):
+                await dialogue.say({"role": "user", "content": str(rng.choice(SAYINGS))})
+        return [line.trajectory for line in merged(speaker.calls).lines]
+
+    async def work():
+        await engine.start()
+        try:
+            await engine.swap(engine.stage(trainer))
+            return [line for lines in await asyncio.gather(*map(talk, seeds)) for line in lines]
+        finally:
+            await engine.close()
+
+    trajectories = asyncio.run(work())
+    batch = pack(trajectories, CONTEXT, rows_multiple=8).batch
+    return trajectories, batch.behavior_logp[batch.mask], np.asarray(trainer.logprobs(batch))[batch.mask]

@@ -1,0 +1,60 @@
+"""Conversations with a `Speaker`: whether prompts are what they must be, and what was generated is what is trained on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from areal_x.agents.chat.dialogue import Ask, Speaker
+from areal_x.agents.chat.lines import merged
+from areal_x.agents.chat.rendering import TemplateRenderer
+from areal_x.protocols.engine import SamplingParams
+from tests.agents.chat.calls import generated, trained
+from tests.agents.chat.conversations import Conversation, Said
+from tests.agents.chat.speaking import Says, tokenizer_of
+
+
+@dataclass(frozen=True)
+class Truth:
+    """What one conversation showed. complaints: what was wrong, in words. kept: prompts that had to begin with held tokens, and
+    rewritten: that had to be made of text. different: prompts whose text, tokenised, would be other tokens."""
+
+    complaints: tuple[str, ...]
+    kept: int
+    rewritten: int
+    different: int
+    calls: int
+    tokens: int
+    lines: int
+
+
+async def truth_of(
+    family: str, seed: int, turns: int = 8, branches: float = 0.2, noise: float = 0.2, most_noise: int = 30
+) -> Truth:
+    """turns: completions that are asked for. noise: of how many the tokens are any at all."""
+    tokenizer = tokenizer_of(family)
+    engine = Says(context=10**6)
+    speaker = Speaker(TemplateRenderer(tokenizer), engine)
+    talk = Conversation(family, seed, tokenizer, noise, most_noise)
+
+    async def answer(messages, tools, template, tokens, ended):
+        engine.replies.append(tokens)
+        engine.finish_reason = "stop" if ended else "length"
+        got = await speaker.answer(Ask(tuple(messages), tuple(tools), SamplingParams(), (), template))
+        return Said(got.prompt, got.completion.tokens, got.reply.message())
+
+    await talk.run(answer, turns, branches)
+    lines = merged(speaker.calls)
+    complaints = list(talk.complaints)
+    if trained([line.trajectory for line in lines.lines]) != generated(speaker.calls):
+        complaints.append(f"{family}, seed {seed}: what is trained on is not what was generated")
+    if not all(np.array_equal(asked, call.prompt) for asked, call in zip(engine.prompts, speaker.calls, strict=True)):
+        complaints.append(f"{family}, seed {seed}: a call's prompt is not what the engine was given")
+    tokens = sum(len(call.completion.tokens) for call in speaker.calls)
+    different = sum(not np.array_equal(call.prompt, anew(tokenizer, call.prompt)) for call in speaker.calls)
+    return Truth(tuple(complaints), talk.kept, talk.rewritten, different, len(speaker.calls), tokens, len(lines.lines))
+
+
+def anew(tokenizer, tokens):
+    return tokenizer.encode(tokenizer.decode(tokens.tolist()), add_special_tokens=False)

@@ -1,0 +1,216 @@
+"""What every engine must do, whatever is behind it: each check takes a started engine and compares it with transformers.
+
+The engine serves the model in `directory`, as the version it says. Checks are coroutines for the loop that started it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from areal_x.errors import UserError
+from areal_x.protocols.engine import Completion, Engine, Request, SamplingParams
+from areal_x.protocols.sampler import Sampler, SlotRequest
+
+TOLERANCE = 1e-4
+
+
+@cache
+def reference(directory: Path) -> Any:
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
+
+
+def full_forward(directory: Path, tokens: np.ndarray, temperature: float = 1.0) -> np.ndarray:
+    """Log-probabilities [length, vocabulary] of what follows each token, by transformers."""
+    import torch
+
+    with torch.inference_mode():
+        logits = reference(directory)(torch.as_tensor(np.asarray(tokens))[None].long()).logits[0].double()
+    return torch.log_softmax(logits / temperature, -1).numpy()
+
+
+def expected_logprobs(directory: Path, request: Request, completion: Completion) -> np.ndarray:
+    """Each generated token's log-probability in one forward over prompt and completion (temperature 0 means 1)."""
+    prompt, count = len(request.tokens), len(completion.tokens)
+    table = full_forward(directory, np.concatenate([request.tokens, completion.tokens]), request.sampling.temperature or 1.0)
+    return table[np.arange(prompt - 1, prompt + count - 1), completion.tokens]
+
+
+def truncated(logprobs: np.ndarray, top_k: int, top_p: float) -> np.ndarray:
+    """The distribution [vocabulary] that top_k, then top_p, leave of these log-probabilities, entry by entry."""
+    order = np.argsort(-logprobs)
+    kept, mass = [], 0.0
+    most_likely = order[: top_k or len(order)]
+    within_k = np.exp(logprobs[most_likely]).sum()
+    for token in most_likely:
+        kept.append(token)
+        mass += np.exp(logprobs[token]) / within_k
+        if mass >= top_p:
+            break
+    left = np.zeros_like(logprobs)
+    left[kept] = np.exp(logprobs[kept])
+    return left / left.sum()
+
+
+def prompts(directory: Path, count: int, longest: int, seed: int = 0) -> list[np.ndarray]:
+    """Random prompts of 1 to `longest` tokens."""
+    rng = np.random.default_rng(seed)
+    vocabulary = reference(directory).config.vocab_size
+    return [rng.integers(2, vocabulary, rng.integers(1, longest + 1)).astype(np.int32) for _ in range(count)]
+
+
+async def all_of(engine: Engine, requests: list[Request]) -> list[Completion]:
+    return list(await asyncio.gather(*(engine.generate(request) for request in requests)))
+
+
+async def check_logprobs_are_those_of_a_full_forward(engine: Engine, directory: Path) -> None:
+    """Greedy and sampled, more requests than the engine runs at once, all of different lengths."""
+    count = min(2 * engine.concurrency + 3, 40)
+    temperatures = (0.0, 0.7, 1.0, 1.3)
+    requests = [
+        Request(prompt, SamplingParams(max_tokens=1 + 3 * i % 40, temperature=temperatures[i % 4]), seed=i)
+        for i, prompt in enumerate(prompts(directory, count, longest=engine.context // 2))
+    ]
+    for request, completion in zip(requests, await all_of(engine, requests), strict=True):
+        assert len(completion.tokens) == request.sampling.max_tokens
+        assert completion.finish_reason == "length"
+        assert (completion.versions == engine.version).all()
+        np.testing.assert_allclose(completion.logprobs, expected_logprobs(directory, request, completion), atol=TOLERANCE)
+
+
+async def check_greedy_takes_the_most_likely_token(engine: Engine, directory: Path) -> None:
+    (prompt,) = prompts(directory, 1, longest=8, seed=1)
+    completion = await engine.generate(Request(prompt, SamplingParams(max_tokens=24, temperature=0.0)))
+    table = full_forward(directory, np.concatenate([prompt, completion.tokens]))[len(prompt) - 1 : -1]
+    assert (completion.tokens == table.argmax(-1)).all()
+
+
+async def check_a_stop_token_ends_the_completion_and_belongs_to_it(engine: Engine, directory: Path) -> None:
+    """Any of several, as a model's turn may end with each; with its true log-probability, as every other token."""
+    (prompt,) = prompts(directory, 1, longest=8, seed=2)
+    free = await engine.generate(Request(prompt, SamplingParams(max_tokens=30, temperature=0.0)))
+    places = {int(token): int(np.flatnonzero(free.tokens == token)[0]) for token in free.tokens}
+    never = next(token for token in range(44) if token not in places)
+    late = sorted(places, key=places.__getitem__)[-2:]  # the two that come last for the first time
+    for stops in ((late[0],), (late[1],), (never, late[1], late[0])):
+        first = min(places[stop] for stop in stops if stop in places)
+        request = Request(prompt, SamplingParams(max_tokens=30, temperature=0.0, stop_token_ids=stops))
+        completion = await engine.generate(request)
+        assert completion.tokens.tolist() == free.tokens[: first + 1].tolist()
+        assert completion.finish_reason == "stop"
+        np.testing.assert_allclose(completion.logprobs, expected_logprobs(directory, request, completion), atol=TOLERANCE)
+
+
+async def check_truncated_sampling(
+    engine: Engine, directory: Path, top_k: int, top_p: float, samples: int = 400, deviations: float = 4
+) -> None:
+    """Frequencies (chi-square) and log-probabilities of one token against the distribution computed entry by entry.
+
+    deviations: where the statistic stands out; an engine that draws anew in every run needs more than one that has seeds.
+    """
+    (prompt,) = prompts(directory, 1, longest=8, seed=3)
+    sampling = SamplingParams(max_tokens=1, temperature=0.9, top_k=top_k, top_p=top_p)
+    expected = truncated(full_forward(directory, prompt, 0.9)[-1], top_k, top_p)
+    completions = await all_of(engine, [Request(prompt, sampling, seed=i) for i in range(samples)])
+    drawn = np.array([completion.tokens[0] for completion in completions])
+    logprobs = np.array([completion.logprobs[0] for completion in completions])
+    assert (expected[drawn] > 0).all()
+    np.testing.assert_allclose(logprobs, np.log(expected[drawn]), atol=TOLERANCE)
+    assert chi_square(np.bincount(drawn, minlength=len(expected)), expected * samples) < deviations
+
+
+def chi_square(counts: np.ndarray, expected: np.ndarray) -> float:
+    """How many standard deviations Pearson's statistic lies above its mean, rare tokens taken together as one cell."""
+    often = expected >= 5
+    counts = np.append(counts[often], counts[~often].sum())
+    expected = np.append(expected[often], expected[~often].sum())
+    there = expected > 0
+    statistic = ((counts - expected)[there] ** 2 / expected[there]).sum()
+    freedom = max(there.sum() - 1, 1)
+    return float((statistic - freedom) / np.sqrt(2 * freedom))
+
+
+async def check_weights_swapped_in_flight(engine: Engine, directory: Path, trainer: Any, after: Path) -> None:
+    """Each token has one true version: those before the swap have the old policy's log-probability, those after the new
+    one's in a full forward over everything before them. Nothing fails or is cut. `trainer` holds the model in `after`."""
+    before = engine.version
+    staged = await asyncio.to_thread(engine.stage, trainer)
+    count = min(engine.concurrency - 1, 8)
+    requests = [
+        Request(prompt, SamplingParams(max_tokens=engine.context - len(prompt)), seed=i)
+        for i, prompt in enumerate(prompts(directory, count, longest=20, seed=4))
+    ]
+    generating = [asyncio.ensure_future(engine.generate(request)) for request in requests]
+    short = Request(requests[0].tokens, SamplingParams(max_tokens=2))
+    await engine.generate(short)  # that this one ended says that decoding goes on
+    seconds = await engine.swap(staged)
+    assert 0 < seconds < 60
+    assert engine.version == trainer.version != before
+    completions = await asyncio.gather(*generating)
+    versions = np.concatenate([completion.versions for completion in completions])
+    assert set(versions) == {before, trainer.version}
+    for request, completion in zip(requests, completions, strict=True):
+        assert len(completion.tokens) == request.sampling.max_tokens
+        assert (np.diff(completion.versions) >= 0).all()
+        for version, model in ((before, directory), (trainer.version, after)):
+            mine = completion.versions == version
+            expected = expected_logprobs(model, request, completion)
+            np.testing.assert_allclose(completion.logprobs[mine], expected[mine], atol=TOLERANCE)
+
+
+async def check_a_cancelled_request_gives_its_place_to_others(engine: Engine, directory: Path) -> None:
+    (prompt,) = prompts(directory, 1, longest=4, seed=5)
+    endless = Request(prompt, SamplingParams(max_tokens=engine.context))
+    generating = [asyncio.ensure_future(engine.generate(endless)) for _ in range(2 * engine.concurrency)]
+    await engine.generate(Request(prompt, SamplingParams(max_tokens=1)))
+    for task in generating:
+        task.cancel()
+    results = await asyncio.gather(*generating, return_exceptions=True)
+    assert any(isinstance(result, asyncio.CancelledError) for result in results)
+    completion = await asyncio.wait_for(engine.generate(Request(prompt, SamplingParams(max_tokens=3))), timeout=60)
+    assert len(completion.tokens) == 3
+
+
+async def check_a_prompt_without_room_is_refused(engine: Engine, binding: str) -> None:
+    for length in (engine.context, engine.context + 7):
+        with pytest.raises(UserError, match=f"{length} tokens.*{engine.context}.*{binding}") as refused:
+            await engine.generate(Request(np.full(length, 3, np.int32), SamplingParams()))
+        assert isinstance(refused.value, ValueError)
+
+
+async def check_max_tokens_is_cut_to_the_room_left(engine: Engine) -> None:
+    prompt = np.full(engine.context - 5, 3, np.int32)
+    completion = await engine.generate(Request(prompt, SamplingParams(max_tokens=100)))
+    assert len(completion.tokens) == 5
+    assert completion.finish_reason == "length"
+
+
+# A sampler by itself.
+
+
+def slot_request(slot: int, prompt: int, most: int = 20, generated: int = 0, seed: int = 0, **sampling: Any) -> SlotRequest:
+    tokens = np.random.default_rng(prompt).integers(2, 40, prompt).astype(np.int32)
+    return SlotRequest(slot, tokens, generated, SamplingParams(max_tokens=most, **sampling), seed)
+
+
+def to_the_end(sampler: Sampler, requests: list[SlotRequest], steps: int = 7) -> dict[int, tuple[list[int], list[float]]]:
+    """What each slot says until all have finished."""
+    sampler.fill(requests)
+    said: dict[int, tuple[list[int], list[float]]] = {request.slot: ([], []) for request in requests}
+    live = set(said)
+    while live:
+        decoded = sampler.decode(steps, sampler.slots)
+        for slot in said:
+            said[slot][0].extend(decoded.tokens[slot, : decoded.counts[slot]].tolist())
+            said[slot][1].extend(decoded.logprobs[slot, : decoded.counts[slot]].tolist())
+            if decoded.finished[slot]:
+                live.remove(slot)
+    return said

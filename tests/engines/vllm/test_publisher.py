@@ -1,0 +1,143 @@
+"""Staged weights: complete, in bounded memory, and gone when nobody needs them."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from areal_x.engines.vllm import publisher
+from areal_x.engines.vllm.publisher import Staging, write_shards
+from areal_x.errors import UserError
+
+TENSORS = {f"layer.{i}": np.full((4, i + 1), i, np.float32) for i in range(6)}
+
+
+def read(folder: Path) -> dict[str, np.ndarray]:
+    return {name: x for file in sorted(folder.glob("*.safetensors")) for name, x in load_file(file).items()}
+
+
+@pytest.fixture
+def staging(tmp_path: Path) -> Iterator[Staging]:
+    staging = Staging(tmp_path)
+    yield staging
+    staging.close()
+
+
+def test_what_is_staged_is_what_was_given(staging: Staging) -> None:
+    staged = staging.stage(iter(TENSORS.items()), 7)
+    assert staged.version == 7
+    found = read(staged.folder)
+    assert found.keys() == TENSORS.keys()
+    for name, tensor in TENSORS.items():
+        np.testing.assert_array_equal(found[name], tensor)
+
+
+def test_no_shard_is_larger_than_the_limit_and_at_most_one_is_in_memory(tmp_path: Path) -> None:
+    alive = most = 0
+
+    class Counted(np.ndarray):
+        def __del__(self) -> None:
+            nonlocal alive
+            alive -= self.base is not None
+
+    def weights() -> Iterator[tuple[str, np.ndarray]]:
+        nonlocal alive, most
+        for i in range(20):
+            tensor = np.zeros(25, np.float32).view(Counted)
+            alive += 1
+            most = max(most, alive)
+            yield f"w{i}", tensor
+
+    write_shards(tmp_path, weights(), shard_bytes=300)
+    files = sorted(tmp_path.iterdir())
+    assert [len(load_file(file)) for file in files] == [3] * 6 + [2]
+    assert most <= 5  # a shard of three, the tensor that begins the next, the generator's own
+
+
+def test_the_shard_that_waits_to_be_written_is_bounded() -> None:
+    assert publisher.SHARD_BYTES <= 2**30
+
+
+def test_a_version_is_kept_until_a_newer_one_is(staging: Staging) -> None:
+    first, second, third = (staging.stage(TENSORS.items(), version) for version in (1, 2, 3))
+    staging.keep(second)
+    assert [staged.folder.exists() for staged in (first, second, third)] == [False, True, True]
+    staging.keep(None)
+    assert not third.folder.exists()
+
+
+def test_the_bytes_of_a_staged_version_are_those_of_its_files(staging: Staging) -> None:
+    tensors = sum(tensor.nbytes for tensor in TENSORS.values())
+    assert tensors < staging.stage(TENSORS.items(), 1).bytes < tensors + 1000 * len(TENSORS)
+
+
+def test_closing_removes_everything(tmp_path: Path) -> None:
+    staging = Staging(tmp_path)
+    staging.stage(TENSORS.items(), 1)
+    staging.close()
+    staging.close()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_weights_that_end_in_an_error_leave_no_folder_behind(staging: Staging) -> None:
+    def broken() -> Iterator[tuple[str, np.ndarray]]:
+        yield from TENSORS.items()
+        raise RuntimeError("the device is lost")
+
+    with pytest.raises(RuntimeError, match="the device is lost"):
+        staging.stage(broken(), 1)
+    assert [path.name for path in staging.root.iterdir()] == ["lock"]
+
+
+def test_a_full_file_system_is_one_sentence(staging: Staging, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        # What safetensors was seen to raise on a full tmpfs.
+        raise RuntimeError("Error while serializing: I/O error: No space left on device (os error 28)")
+
+    monkeypatch.setattr(publisher, "write_shards", full)
+    with pytest.raises(UserError, match=r"no room .* set vllm\.staging to a folder with more"):
+        staging.stage(TENSORS.items(), 1)
+    assert [path.name for path in staging.root.iterdir()] == ["lock"]
+
+
+def test_a_folder_that_cannot_be_made_is_one_sentence(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match=r"set vllm\.staging"):
+        Staging(tmp_path / "file" / "below")
+
+
+OWNER = """
+import sys
+from pathlib import Path
+from areal_x.engines.vllm.publisher import Staging
+staging = Staging(Path(sys.argv[1]))
+print(staging.root, flush=True)
+sys.stdin.read()
+"""
+
+
+def test_what_a_killed_run_left_is_removed_at_the_next_start_and_a_living_runs_is_not(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", OWNER, str(tmp_path)]
+    with (
+        subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as killed,
+        subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as spared,
+    ):
+        try:
+            dead, living = (Path(owner.stdout.readline().strip()) for owner in (killed, spared))
+            assert dead.is_dir()
+            assert living.is_dir()
+            killed.kill()
+            killed.wait()
+            mine = Staging(tmp_path)
+            assert not dead.exists()
+            assert living.is_dir()
+            mine.close()
+        finally:
+            killed.kill()
+            spared.kill()

@@ -1,0 +1,326 @@
+"""Weights that no file carries: what vLLM's own engines send and receive, without NCCL and CUDA."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import json
+import socket
+import subprocess
+import sys
+import threading
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from areal_x.engines.vllm.client import VLLMClient
+from areal_x.engines.vllm.config import VLLMConfig
+from areal_x.engines.vllm.direct import Calls, Direct
+from areal_x.engines.vllm.engine import VLLMEngine
+from areal_x.engines.vllm.server import UNPICKLE
+from areal_x.errors import ConfigError, UserError
+from areal_x.protocols.engine import EngineError
+from areal_x.trainer import ModelConfig, TrainerConfig, create_trainer
+from tests.servers import Run
+
+pytestmark = pytest.mark.xdist_group("vllm-direct")  # one other process for all
+
+HANDLES = VLLMConfig(transport="handles", allow_unpickling=True)
+ROOT = Path(__file__).parents[3]
+
+
+# ---- vLLM's own engines on both sides
+
+
+@dataclasses.dataclass
+class Torch:
+    """What a transport needs of a torch trainer."""
+
+    tensors: dict[str, Any]
+    version: int = 0
+
+    def device_weights(self) -> Iterator[tuple[str, Any]]:
+        yield from self.tensors.items()
+
+
+class Receivers:
+    """Two servers in another process, of two workers and of one."""
+
+    def __init__(self) -> None:
+        words = [sys.executable, "-m", "tests.engines.vllm.receivers", "2", "1"]
+        self.process = subprocess.Popen(words, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        self.urls: tuple[str, ...] = ()
+
+    def wait(self) -> None:
+        assert self.process.stdout is not None
+        self.urls = tuple(f"http://127.0.0.1:{port}" for port in self.process.stdout.readline().split())
+
+    def ask(self, index: int, path: str = "/asked", body: Any = None) -> Any:
+        request = urllib.request.Request(self.urls[index] + path, json.dumps(body).encode())
+        with urllib.request.urlopen(request) as answer:
+            return json.load(answer)
+
+
+@pytest.fixture(scope="module")
+def torch() -> Any:
+    pytest.importorskip("vllm")
+    return pytest.importorskip("torch")
+
+
+@pytest.fixture(scope="module")
+def receivers(torch: Any) -> Iterator[Receivers]:
+    receivers = Receivers()
+    with receivers.process:
+        try:
+            import vllm.distributed.weight_transfer.nccl_engine  # noqa: F401 - for seconds, while the other process does
+
+            receivers.wait()
+            yield receivers
+        finally:
+            receivers.process.kill()
+
+
+@pytest.fixture(scope="module")
+def module_patch() -> Iterator[pytest.MonkeyPatch]:
+    with pytest.MonkeyPatch.context() as patch:
+        yield patch
+
+
+@pytest.fixture(scope="module")
+def engine(
+    receivers: Receivers, tiny_model_dir: Path, tmp_path_factory: pytest.TempPathFactory, run: Run, module_patch: Any
+) -> Iterator[VLLMEngine]:
+    """An engine over both servers, before its first weights."""
+    from vllm.distributed.device_communicators import pynccl_wrapper
+
+    from tests.engines.vllm.receivers import without_gpu
+
+    class Library:
+        """NCCL's, with a unique id that says where to meet."""
+
+        def ncclGetUniqueId(self) -> Any:
+            with socket.create_server(("127.0.0.1", 0)) as free:
+                where = f"127.0.0.1:{free.getsockname()[1]}".encode()
+            unique_id = pynccl_wrapper.ncclUniqueId()
+            unique_id.internal[: len(where)] = where
+            return unique_id
+
+    without_gpu(module_patch.setattr)
+    module_patch.setattr(pynccl_wrapper, "NCCLLibrary", Library)
+    module_patch.setattr("areal_x.engines.vllm.engine.check_machine", lambda config: None)
+    module_patch.setenv("VLLM_API_KEY", "the key")
+    module_patch.setenv("NCCL_SOCKET_IFNAME", "lo")
+    config = VLLMConfig(urls=receivers.urls, transport="nccl")
+    engine = VLLMEngine(config, tiny_model_dir, tmp_path_factory.mktemp("logs"))
+    run(engine.start())
+    yield engine
+    run(engine.close())
+
+
+@dataclasses.dataclass
+class FirstSwap:
+    engine: VLLMEngine
+    trainer: Any
+    events: list[str]
+    asked: list[Any]
+    seconds: float
+
+
+@pytest.fixture(scope="module")
+def first(engine: VLLMEngine, receivers: Receivers, tiny_model_dir: Path, run: Run, torch: Any) -> FirstSwap:
+    """After the servers have got version 7 of a torch trainer: what was done here, and asked of them, until then."""
+    from tests.engines.vllm.receivers import Communicator
+
+    pytest.importorskip("areal_x_torch")
+    trainer = create_trainer("torch", TrainerConfig(ModelConfig(str(tiny_model_dir)), precision="bf16"))
+    events: list[str] = []
+    send = Communicator.broadcast
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.cuda, "synchronize", lambda: events.append("the optimizer's step is done"))
+        patch.setattr(Communicator, "broadcast", lambda *of, **more: (events.append("broadcast"), send(*of, **more)))
+        seconds = run(engine.swap(engine.stage(trainer, 7)))
+    assert engine.version == 7
+    return FirstSwap(engine, trainer, events, [receivers.ask(0), receivers.ask(1)], seconds)
+
+
+def test_what_the_trainer_sends_arrives_at_every_worker_in_the_order_of_a_swap(first: FirstSwap, torch: Any) -> None:
+    from tests.engines.vllm.receivers import digest
+
+    assert first.seconds > 0
+    assert first.events[0] == "the optimizer's step is done"
+    assert "broadcast" in first.events
+    trainer = first.trainer
+    expected = {name: digest(torch.from_numpy(x.astype(np.float32)).bfloat16()) for name, x in trainer.weights()}
+    for index, workers in enumerate((2, 1)):
+        asked = first.asked[index]
+        assert asked["loaded"] == [expected] * workers
+        paths = [path for path, _ in asked["calls"]]
+        assert paths == [
+            "/v1/models",
+            "/is_paused",
+            "/shutdown_weight_transfer_engine",
+            "/get_world_size",
+            "/update_weight_version",
+            "/init_weight_transfer_engine",
+            "/pause?mode=keep&clear_cache=true",
+            "/start_weight_update",
+            "/update_weights",
+            "/finish_weight_update",
+            "/resume",
+        ]
+        calls = dict(asked["calls"])
+        assert calls["/update_weight_version"] == {"new_version": "0"}
+        assert calls["/finish_weight_update"] == {"weight_version": "7"}
+        init = calls["/init_weight_transfer_engine"]["init_info"]
+        assert (init["rank_offset"], init["world_size"], init["packed"]) == ((1, 3)[index], 4, True)
+        assert "master_address" not in init
+
+
+def test_later_weights_take_the_same_connection(first: FirstSwap, receivers: Receivers, run: Run, torch: Any) -> None:
+    from tests.engines.vllm.receivers import digest
+
+    engine = first.engine
+    tensors = {m.name: torch.randn(m.shape).to(m.dtype) for m in engine._direct._source.metadata()}
+    run(engine.swap(engine.stage(Torch(tensors), 8)))
+    for index, workers in enumerate((2, 1)):
+        asked = receivers.ask(index)
+        assert asked["loaded"] == [{name: digest(x) for name, x in tensors.items()}] * workers
+        paths = [path for path, _ in asked["calls"]]
+        assert paths.count("/init_weight_transfer_engine") == 1
+        assert paths[-5:-3] == ["/pause?mode=keep&clear_cache=true", "/start_weight_update"]
+        assert asked["calls"][-2] == ["/finish_weight_update", {"weight_version": "8"}]
+
+
+@pytest.mark.parametrize("path", ["/start_weight_update", "/update_weights"])
+def test_a_server_that_refuses_ends_the_swap_though_the_broadcast_waits_for_it_and_none_goes_on(
+    path: str, first: FirstSwap, receivers: Receivers, run: Run, torch: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from tests.engines.vllm.receivers import Communicator
+
+    engine = first.engine
+    monkeypatch.setattr(engine._direct, "_broke_off", False)  # so that what this swap leaves does not concern the next test
+    monkeypatch.setattr(Communicator, "broadcast", lambda *of, **more: threading.Event().wait())
+    monkeypatch.setattr(VLLMClient, "receive", refused_by_one(VLLMClient.receive, receivers.urls[0]))
+    receivers.ask(0, "/refuse", path)
+    tensors = {m.name: torch.zeros(m.shape).to(m.dtype) for m in engine._direct._source.metadata()}
+    with pytest.raises(EngineError, match=f"{receivers.urls[0]} answered {path} with 500: it was told to refuse"):
+        run(engine.swap(engine.stage(Torch(tensors), 9)))
+    assert engine.version != 9
+    for index in (0, 1):
+        assert not [body for _, body in receivers.ask(index)["calls"] if body == {"weight_version": "9"}]
+        assert receivers.ask(index)["calls"][-1][0] != "/resume"
+    with pytest.raises(EngineError, match="an earlier update broke off, and servers may hold parts of two policies"):
+        run(engine.swap(engine.stage(Torch(tensors), 9)))
+    assert all(receivers.ask(index)["calls"][-1][0] != "/resume" for index in (0, 1))
+
+
+def test_a_server_that_an_update_left_paused_is_not_taken_as_it_is(
+    first: FirstSwap, receivers: Receivers, tiny_model_dir: Path, tmp_path: Path, run: Run
+) -> None:
+    run(first.engine._clients[0].pause())
+    other = VLLMEngine(VLLMConfig(urls=receivers.urls[:1], transport="nccl"), tiny_model_dir, tmp_path)
+    with pytest.raises(UserError, match=r"is paused: .* parts of two policies; start it again"):
+        run(other.start())
+    run(first.engine._clients[0].resume())
+
+
+def refused_by_one(receive: Any, url: str) -> Any:
+    """The other server, which would wait for the broadcast for ever, is not asked."""
+
+    async def ask(client: VLLMClient, info: Any) -> None:
+        if client.url == url:
+            await receive(client, info)
+
+    return ask
+
+
+def test_a_pause_that_fails_leaves_every_server_going_on(first: FirstSwap, receivers: Receivers, run: Run) -> None:
+    receivers.ask(1, "/refuse", "/pause")
+    with pytest.raises(EngineError, match="told to refuse"):
+        run(first.engine.swap(first.engine.stage(Torch({}), 10)))
+    for index in (0, 1):
+        assert receivers.ask(index)["calls"][-1][0] == "/resume"
+
+
+# ---- handles
+
+
+def test_handles_go_to_the_server_as_what_vllm_unpickles_only_where_it_may(
+    torch: Any, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from vllm.distributed.weight_transfer import ipc_engine
+    from vllm.distributed.weight_transfer.packed_tensor import PackedIpcChunk
+
+    from tests.engines.vllm.receivers import Server, without_gpu
+
+    without_gpu(monkeypatch.setattr)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: SimpleNamespace(uuid="the GPU"))
+    monkeypatch.setattr(torch.cuda, "ipc_collect", lambda: None)
+    handle = {"the GPU": ("a handle", 3)}
+
+    def chunks(iterator: Iterator[tuple[str, Any]], gpu_uuid: str, post_iter_func: Any, buffer_size_bytes: int) -> Any:
+        """A tensor in each; to share its memory needs a GPU."""
+        for name, x in iterator:
+            yield PackedIpcChunk([name], [list(x.shape)], ["float32"], [x.nbytes], {gpu_uuid: handle["the GPU"]})
+
+    monkeypatch.setattr(ipc_engine, "packed_ipc_producer", chunks)
+    server = Server(1)
+
+    async def send() -> None:
+        client = VLLMClient(f"http://127.0.0.1:{await server.start()}", "the key")
+        sender = Direct(HANDLES, [client], [1], lambda index, call: call)
+        unstaged = sender.stage(Torch({"a": torch.zeros(2), "b": torch.zeros(3)}), 4)
+        await sender.meet(unstaged)
+        await sender.send(unstaged)
+        await client.close()
+        sender.close()
+        await server.runner.cleanup()
+
+    run(send())
+    paths = [path for path, _ in server.calls]
+    assert paths == [
+        "/init_weight_transfer_engine",
+        "/start_weight_update",
+        "/update_weights",
+        "/update_weights",
+        "/finish_weight_update",
+    ]
+    assert ipc_engine.IPCWeightTransferInitInfo(**server.calls[0][1]["init_info"]).packed
+    sent = server.calls[3][1]["update_info"]
+    monkeypatch.delenv(UNPICKLE, raising=False)
+    with pytest.raises(ValueError, match=UNPICKLE):
+        ipc_engine.IPCWeightTransferUpdateInfo(**sent)
+    monkeypatch.setenv(UNPICKLE, "1")
+    received = ipc_engine.IPCWeightTransferUpdateInfo(**sent)
+    assert (received.names, received.shapes, received.tensor_sizes, received.ipc_handles) == (["b"], [[3]], [12], handle)
+    assert server.calls[-1][1] == {"weight_version": "4"}
+
+
+def test_handles_to_a_server_of_several_workers_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"vllm\.arguments .* without parallelism .* has 2 workers"):
+        Direct(HANDLES, [], [2], lambda index, call: call)
+
+
+# ---- what vLLM has that the stand-ins replace
+
+
+def test_what_stands_in_for_vllms_parts_takes_what_they_take(torch: Any) -> None:
+    from vllm.distributed.device_communicators.pynccl import PyNcclCommunicator
+    from vllm.distributed.device_communicators.pynccl_wrapper import NCCLLibrary, ncclUniqueId
+    from vllm.distributed.weight_transfer.base import VLLMWeightSyncClient
+    from vllm.distributed.weight_transfer.packed_tensor import packed_ipc_producer
+
+    from tests.engines.vllm.receivers import Communicator
+
+    for name in ("from_unique_id_bytes", "broadcast", "destroy"):
+        theirs, ours = (set(inspect.signature(getattr(of, name)).parameters) for of in (PyNcclCommunicator, Communicator))
+        assert ours <= theirs, name
+    assert list(inspect.signature(NCCLLibrary.ncclGetUniqueId).parameters) == ["self"]
+    assert len(bytes(ncclUniqueId().internal)) == 128
+    inspect.signature(packed_ipc_producer).bind([], gpu_uuid="", post_iter_func=None, buffer_size_bytes=1)
+    assert issubclass(Calls, VLLMWeightSyncClient)

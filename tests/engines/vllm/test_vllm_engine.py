@@ -1,0 +1,307 @@
+"""The engine against a real vLLM server, compared with transformers' own forward pass."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+
+from areal_x.engines.vllm.client import VLLMClient
+from areal_x.engines.vllm.config import VLLMConfig
+from areal_x.engines.vllm.engine import VLLMEngine
+from areal_x.engines.vllm.publisher import Staged
+from areal_x.errors import UserError
+from areal_x.hf.tokenizer import load_tokenizer
+from areal_x.protocols.engine import Completion, EngineError, Request, SamplingParams
+from tests.conftest import write_model
+from tests.engines import conformance
+from tests.engines.conformance import expected_logprobs
+from tests.servers import Run, Weights
+
+pytestmark = [pytest.mark.server, pytest.mark.xdist_group("vllm")]
+
+PROMPT = np.arange(2, 14, dtype=np.int32)
+
+
+@pytest.fixture(scope="module")
+def other_model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(tmp_path_factory.mktemp("other"), seed=5)
+
+
+@pytest.mark.parametrize(
+    "check",
+    [
+        conformance.check_logprobs_are_those_of_a_full_forward,
+        conformance.check_greedy_takes_the_most_likely_token,
+        conformance.check_a_stop_token_ends_the_completion_and_belongs_to_it,
+        conformance.check_a_cancelled_request_gives_its_place_to_others,
+    ],
+    ids=lambda check: check.__name__.removeprefix("check_"),
+)
+def test_it_does_what_every_engine_must(check: Any, vllm_engine: VLLMEngine, tiny_model_dir: Path, run: Run) -> None:
+    run(check(vllm_engine, tiny_model_dir))
+
+
+@pytest.mark.parametrize(("top_k", "top_p"), [(5, 1.0), (0, 0.8), (8, 0.7)])
+def test_truncated_sampling_is_what_every_engine_must_do(
+    top_k: int, top_p: float, vllm_engine: VLLMEngine, tiny_model_dir: Path, run: Run
+) -> None:
+    run(conformance.check_truncated_sampling(vllm_engine, tiny_model_dir, top_k, top_p, deviations=12))
+
+
+def test_the_context_ends_a_completion_and_refuses_a_prompt(vllm_engine: VLLMEngine, run: Run) -> None:
+    run(conformance.check_max_tokens_is_cut_to_the_room_left(vllm_engine))
+    run(conformance.check_a_prompt_without_room_is_refused(vllm_engine, "vllm.context"))
+
+
+def test_a_greedy_completions_logprobs_are_of_the_plain_softmax_whatever_top_p_and_top_k_say(
+    vllm_engine: VLLMEngine, tiny_model_dir: Path, run: Run
+) -> None:
+    async def beside_sampled_ones() -> Completion:
+        sampled = [Request(PROMPT, SamplingParams(max_tokens=40, top_p=0.9))] * 7
+        return (await conformance.all_of(vllm_engine, [greedy, *sampled]))[0]
+
+    greedy = Request(PROMPT, SamplingParams(max_tokens=40, temperature=0.0, top_p=0.5, top_k=1))
+    completion = run(beside_sampled_ones())
+    np.testing.assert_allclose(completion.logprobs, expected_logprobs(tiny_model_dir, greedy, completion), atol=1e-4)
+
+
+def test_the_models_end_token_ends_nothing_unless_the_request_says_so(vllm_engine: VLLMEngine, run: Run) -> None:
+    async def many() -> list[Completion]:
+        sampling = SamplingParams(max_tokens=200, temperature=2.0)
+        return await asyncio.gather(*(vllm_engine.generate(Request(PROMPT, sampling)) for _ in range(8)))
+
+    completions = run(many())
+    assert any(1 in completion.tokens for completion in completions)  # 1 is the end token of the model's config
+    assert [len(completion.tokens) for completion in completions] == [200] * 8
+
+
+def test_a_stop_text_ends_a_completion_with_the_token_that_completes_it(
+    vllm_engine: VLLMEngine, tiny_model_dir: Path, run: Run
+) -> None:
+    tokenizer, stop = load_tokenizer(tiny_model_dir), ("7", "12")
+    request = Request(PROMPT, SamplingParams(max_tokens=100, temperature=2.0), stop=stop)
+    completions = run(conformance.all_of(vllm_engine, [request] * 16))
+    ended = [completion for completion in completions if completion.finish_reason == "stop"]
+    assert len(ended) > 8
+    for completion in completions:
+        texts = [tokenizer.decode(completion.tokens[:count], skip_special_tokens=True) for count in (-1, None)]
+        assert [any(word in text for word in stop) for text in texts] == [False, completion.finish_reason == "stop"]
+        assert len(completion.tokens) == 100 or completion.finish_reason == "stop"
+        np.testing.assert_allclose(completion.logprobs, expected_logprobs(tiny_model_dir, request, completion), atol=1e-4)
+
+
+def test_tokens_carry_the_version_that_was_published_last(vllm_engine: VLLMEngine, other_model_dir: Path, run: Run) -> None:
+    # Longer than a block of the server's prefix cache (128 tokens), which must not survive the swap.
+    prompt = np.arange(200, dtype=np.int32) % 40 + 2
+    greedy = Request(prompt, SamplingParams(max_tokens=20, temperature=0.0))
+    before = run(vllm_engine.generate(greedy))
+    version = vllm_engine.version
+    np.testing.assert_array_equal(before.versions, version)
+    run(vllm_engine.swap(vllm_engine.stage(Weights(other_model_dir, version + 1))))
+    after = run(vllm_engine.generate(greedy))
+    np.testing.assert_array_equal(after.versions, version + 1)
+    np.testing.assert_allclose(after.logprobs, expected_logprobs(other_model_dir, greedy, after), atol=1e-4)
+
+
+def test_swaps_under_64_requests_lose_no_token_and_each_token_has_its_true_version_and_logprob(
+    vllm_engine: VLLMEngine, tiny_model_dir: Path, other_model_dir: Path, run: Run
+) -> None:
+    first = vllm_engine.version
+    policy = {first: tiny_model_dir, first + 1: other_model_dir, first + 2: tiny_model_dir}
+    requests = [
+        Request(np.arange(2, 8 + i % 30, dtype=np.int32), SamplingParams(max_tokens=200 + i % 15, temperature=0.9))
+        for i in range(64)
+    ]
+
+    async def generate_through_swaps() -> list[Completion]:
+        running = [asyncio.create_task(vllm_engine.generate(request)) for request in requests]
+        for version in (first + 1, first + 2):
+            await until_generating(vllm_engine, 20)
+            pause = await vllm_engine.swap(vllm_engine.stage(Weights(policy[version], version)))
+            assert pause > 0
+            assert not any(task.done() for task in running)
+        return await asyncio.gather(*running)
+
+    completions = run(generate_through_swaps())
+    assert [len(c.tokens) for c in completions] == [r.sampling.max_tokens for r in requests]
+    assert set(np.concatenate([c.versions for c in completions])) == set(policy)
+    for request, completion in list(zip(requests, completions, strict=True))[::8]:
+        assert (np.diff(completion.versions) >= 0).all()
+        by_version = [expected_logprobs(policy[version], request, completion) for version in sorted(policy)]
+        np.testing.assert_allclose(completion.logprobs, np.choose(completion.versions - first, by_version), atol=1e-4)
+
+
+async def until_generating(engine: VLLMEngine, tokens: int) -> None:
+    """Returns when a request that came after those in flight has got its tokens: then those have got about as many."""
+    await engine.generate(Request(PROMPT, SamplingParams(max_tokens=tokens)))
+
+
+@pytest.mark.log_errors(
+    "ValueError: refused to read weights from", "Exception: Call to collective_rpc method failed: refused to"
+)
+def test_a_folder_outside_the_staging_root_is_refused_and_generation_goes_on(
+    vllm_engine: VLLMEngine, other_model_dir: Path, run: Run
+) -> None:
+    version = vllm_engine.version
+    with pytest.raises(EngineError, match="outside the staging folder"):
+        run(vllm_engine.swap(Staged(other_model_dir, version + 1)))
+    completion = run(vllm_engine.generate(Request(PROMPT, SamplingParams(max_tokens=5))))
+    np.testing.assert_array_equal(completion.versions, version)
+    assert vllm_engine.version == version
+
+
+@pytest.fixture
+def given_url(vllm_engine: VLLMEngine, run: Run) -> Any:
+    """The running server's address and key; afterwards it belongs to the shared engine again."""
+    (server,) = vllm_engine._servers
+    yield server.url, server.key
+
+    async def give_back() -> None:
+        client = VLLMClient(server.url, server.key)
+        await client.init_weight_transfer({"staging_root": str(vllm_engine._staging.root)})
+        await client.close()
+
+    run(give_back())
+
+
+def test_a_server_says_how_many_workers_it_has_and_forgets_who_sent_it_weights(given_url: tuple[str, str], run: Run) -> None:
+    async def ask() -> int:
+        client = VLLMClient(*given_url)
+        await client.end_weight_transfer()
+        workers = await client.workers()
+        await client.close()
+        return workers
+
+    assert run(ask()) == 1
+
+
+def test_given_urls_are_used_as_they_are_and_left_running(
+    given_url: tuple[str, str], tiny_model_dir: Path, tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    url, key = given_url
+    monkeypatch.setenv("MY_KEY", key)
+    engine = VLLMEngine(VLLMConfig(urls=(url,), key_variable="MY_KEY"), tiny_model_dir, tmp_path)
+
+    async def use() -> list[Completion]:
+        await engine.start()
+        try:
+            await engine.swap(await asyncio.to_thread(engine.stage, Weights(tiny_model_dir, 1000)))
+            requests = [Request(PROMPT, SamplingParams(max_tokens=n)) for n in (3, 4, 5)]
+            return await asyncio.gather(*(engine.generate(request) for request in requests))
+        finally:
+            await engine.close()
+            await engine.close()
+
+    completions = run(use())
+    assert [len(completion.tokens) for completion in completions] == [3, 4, 5]
+    assert set(np.concatenate([completion.versions for completion in completions])) == {1000}
+    assert engine.context == 256  # the server's own, where the model would allow 512
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_wrong_key_is_one_sentence(
+    given_url: tuple[str, str], tiny_model_dir: Path, tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MY_KEY", "wrong")
+    engine = VLLMEngine(VLLMConfig(urls=(given_url[0],), key_variable="MY_KEY"), tiny_model_dir, tmp_path)
+    with pytest.raises(UserError, match=r"refused the key: .* vllm\.key_variable"):
+        run(engine.start())
+
+
+def test_a_url_where_no_server_is_is_one_sentence(tiny_model_dir: Path, tmp_path: Path, run: Run) -> None:
+    engine = VLLMEngine(VLLMConfig(urls=("http://127.0.0.1:1",)), tiny_model_dir, tmp_path)
+    with pytest.raises(UserError, match=r"no vLLM server answers at http://127\.0\.0\.1:1"):
+        run(engine.start())
+
+
+def test_a_server_that_dies_at_start_says_why_and_leaves_nothing(tiny_model_dir: Path, tmp_path: Path, run: Run) -> None:
+    config = VLLMConfig(context=256, arguments=("--no-such-flag",), staging=str(tmp_path / "staging"))
+    lines: list[str] = []
+    engine = VLLMEngine(config, tiny_model_dir, tmp_path / "logs", lines.append)
+    with pytest.raises(UserError, match=r"server 1 of 1 died at start: .*unrecognized arguments: --no-such-flag .*vllm-0\.log"):
+        run(engine.start())
+    assert engine._servers == []
+    assert list((tmp_path / "staging").iterdir()) == []
+    assert "vLLM server 1 of 1 is starting" in lines[0]
+    run(engine.close())
+
+
+OWNER = """
+import asyncio, sys
+from pathlib import Path
+from areal_x.engines.vllm.config import VLLMConfig
+from areal_x.engines.vllm.engine import VLLMEngine
+
+async def main():
+    model, logs, staging = map(Path, sys.argv[1:])
+    engine = VLLMEngine(VLLMConfig(context=128, staging=str(staging)), model, logs, report=lambda line: None)
+    await engine.start()
+    print(engine._servers[0].process.pid, flush=True)
+    await asyncio.sleep(600)
+
+asyncio.run(main())
+"""
+
+
+def test_a_run_killed_with_sigkill_leaves_no_server_and_no_weights(tiny_model_dir: Path, tmp_path: Path) -> None:
+    staging = tmp_path / "staging"
+    words = [sys.executable, "-c", OWNER, str(tiny_model_dir), str(tmp_path / "logs"), str(staging)]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as owner:
+        try:
+            guard = psutil.Process(int(owner.stdout.readline()))
+            processes = [guard, *guard.children(recursive=True)]
+            assert len(processes) >= 3  # the guard, the front end, the engine
+        finally:
+            owner.kill()
+    _, alive = psutil.wait_procs(processes, timeout=30)
+    assert alive == []
+    assert list(staging.iterdir()) == []
+
+
+@pytest.mark.loses(r"^vLLM server 1 of 2 is lost ")
+def test_a_server_killed_under_requests_takes_none_with_it_and_comes_back_with_the_newest_weights(
+    tiny_model_dir: Path, other_model_dir: Path, tmp_path: Path, run: Run
+) -> None:
+    lines: list[str] = []
+    config = VLLMConfig(context=256, servers=2, slice_tokens=32, heartbeat_seconds=1.0)
+    engine = VLLMEngine(config, tiny_model_dir, tmp_path, report=lines.append)
+    requests = [Request(PROMPT[: 4 + i % 8], SamplingParams(max_tokens=200 + i)) for i in range(24)]
+
+    async def kill_under_requests() -> tuple[list[Completion], Completion]:
+        await engine.start()
+        await engine.swap(engine.stage(Weights(tiny_model_dir, 1)))
+        running = [asyncio.create_task(engine.generate(request)) for request in requests]
+        await until_generating(engine, 5)
+        for process in psutil.Process(engine._servers[0].process.pid).children():
+            process.kill()
+        while len(engine.fleet.serving()) == 2:
+            await asyncio.sleep(0.01)
+        await engine.swap(engine.stage(Weights(other_model_dir, 2)))
+        completions = await asyncio.gather(*running)
+        while len(engine.fleet.serving()) < 2:
+            await asyncio.sleep(0.1)
+        ((_, first),) = [(name, r) for name, r in engine.supervisor.replicas.items() if name.startswith("vLLM server 1")]
+        return completions, await first.client.generate(PROMPT, SamplingParams(max_tokens=40))
+
+    try:
+        completions, back = run(kill_under_requests())
+    finally:
+        run(engine.close())
+    policy = {1: tiny_model_dir, 2: other_model_dir}
+    assert [len(completion.tokens) for completion in completions] == [request.sampling.max_tokens for request in requests]
+    for request, completion in zip(requests, completions, strict=True):
+        assert set(completion.versions.tolist()) <= {1, 2}
+        by_version = [expected_logprobs(policy[version], request, completion) for version in (1, 2)]
+        np.testing.assert_allclose(completion.logprobs, np.choose(completion.versions - 1, by_version), atol=1e-4)
+    np.testing.assert_array_equal(back.versions, 2)
+    expected = expected_logprobs(other_model_dir, Request(PROMPT, SamplingParams()), back)
+    np.testing.assert_allclose(back.logprobs, expected, atol=1e-4)
+    assert any("vLLM server 1 of 2 is lost" in line for line in lines)
+    assert lines[-1] == "vLLM server 1 of 2 serves again, with the weights of version 2"

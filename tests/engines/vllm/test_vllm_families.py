@@ -1,0 +1,108 @@
+"""Every family of models that the backends promise goes through a swap in vLLM, with a head of its own and a tied one."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from areal_x.hf.model_dir import read_tensors
+from areal_x.trainer import ModelConfig, TrainerConfig, create_trainer
+from tests.engines.families import FAMILIES
+from tests.models import MODELS, MORE, SEEING, write_random
+
+ROOT = Path(__file__).parents[3]
+STAND_IN = ROOT / "tests" / "rollout" / "torchvision_stand_in"
+
+
+@pytest.fixture(scope="module")
+def reports(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
+    """By family, from one process, which goes on to the next while a test compares."""
+    pytest.importorskip("vllm")
+    pytest.importorskip("torch")
+    path = [str(STAND_IN)] if find_spec("torchvision") is None else []
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([*path, os.environ.get("PYTHONPATH", "")])}
+    log = tmp_path_factory.mktemp("families") / "log"
+    words = [sys.executable, "-m", "tests.engines.families"]
+    with (
+        log.open("wb") as file,
+        subprocess.Popen(words, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=file, text=True) as process,
+    ):
+        assert process.stdout is not None
+        try:
+            yield Reports(process, log)
+        finally:
+            process.kill()
+
+
+class Reports(dict[str, Any]):
+    """Reads lines until one is of the family that is asked for."""
+
+    def __init__(self, process: subprocess.Popen[str], log: Path) -> None:
+        super().__init__()
+        self.process, self.log = process, log
+
+    def __missing__(self, name: str) -> Any:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            if line.startswith("{"):  # vLLM writes here too
+                report = json.loads(line)
+                self[report["name"]] = report
+                if report["name"] == name:
+                    return report
+        raise AssertionError(f"the process ended before {name}: {self.log.read_text()[-2000:]}")
+
+
+@pytest.mark.server
+@pytest.mark.xdist_group("vllm-families")
+@pytest.mark.parametrize("name", FAMILIES)
+def test_after_a_swap_a_family_says_what_the_new_weights_say_and_no_part_of_them_can_be_left_out(
+    name: str, reports: dict[str, Any]
+) -> None:
+    report = reports[name]
+    assert report.get("error") is None
+    assert report["before"] < 1e-4
+    assert report["after"] < 1e-4
+    assert report["unnoticed"] == []
+    assert report["again"] < 1e-4
+    assert report.get("image", 0.0) < 1e-4
+
+
+def test_every_family_of_the_table_is_swapped_with_a_head_of_its_own_and_a_tied_one() -> None:
+    pytest.importorskip("transformers")
+    from transformers.models.auto.modeling_auto import (
+        MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+        MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+    )
+
+    classes = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES | MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    swapped = {(classes[config["model_type"]], "tied" in name) for name, config in FAMILIES.items()}
+    promised = set(re.findall(r"`(\w+For(?:CausalLM|ConditionalGeneration))`", (ROOT / "docs" / "jax.md").read_text()))
+    assert len(promised) >= 9
+    assert {(name, tied) for name in promised for tied in (False, True)} <= swapped
+
+
+NAMES = [name for name in MODELS | MORE | SEEING if not name.endswith(("-window", "-yarn", "-biased", "-wide", "-deep"))]
+
+
+@pytest.mark.parametrize("backend", ["jax", "torch"])
+def test_what_a_trainer_publishes_has_the_names_and_shapes_of_the_models_files(backend: str, tmp_path: Path) -> None:
+    """So that a head is among them where it is the model's own, and only there."""
+    pytest.importorskip(f"areal_x_{backend}")
+    pytest.importorskip("torch")
+    heads = set()
+    for name in [*NAMES, "qwen2-tied-yarn"]:
+        directory = write_random(name, tmp_path / name)
+        given = {tensor: x.shape for tensor, x in read_tensors(directory)}
+        trainer = create_trainer(backend, TrainerConfig(ModelConfig(str(directory))))
+        assert {tensor: x.shape for tensor, x in trainer.weights()} == given, name
+        heads.add(("tied" in name or name == "gemma3", "lm_head.weight" in given))
+    assert heads == {(True, False), (False, True)}

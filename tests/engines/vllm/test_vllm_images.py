@@ -1,0 +1,164 @@
+"""Images beside the tokens of a request, and a real vLLM server that sees them: compared with the trainer's own forward pass.
+
+The server's models that see need torchvision, whose builds on PyPI are for CUDA: where there is none, the tests with a server
+are left out.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import json
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+msgpack = pytest.importorskip("msgpack")
+
+from areal_x.batching.packing import pack  # noqa: E402
+from areal_x.engines.vllm.config import VLLMConfig  # noqa: E402
+from areal_x.engines.vllm.engine import VLLMEngine  # noqa: E402
+from areal_x.engines.vllm.features import NORMALISED, RAW, features_of  # noqa: E402
+from areal_x.engines.vllm.server import Launch, command  # noqa: E402
+from areal_x.errors import UserError  # noqa: E402
+from areal_x.hf.model_dir import read_config  # noqa: E402
+from areal_x.hf.pictures import images_of  # noqa: E402
+from areal_x.hf.tokenizer import load_tokenizer  # noqa: E402
+from areal_x.protocols.engine import Completion, Request, SamplingParams  # noqa: E402
+from areal_x.trainer import ModelConfig, Trainer, TrainerConfig, create_trainer  # noqa: E402
+from areal_x.types import Trajectory  # noqa: E402
+from areal_x.workflows.single_turn import encode  # noqa: E402
+from examples.vision.task import pictures  # noqa: E402
+from examples.vision.warm_start import write_model  # noqa: E402
+from tests.models import IMAGE, with_images  # noqa: E402
+from tests.servers import Run, Weights  # noqa: E402
+
+LONGEST = 1024
+(SHOWN,) = with_images((3, (1, 4, 6), 2, (2, 4, 4), 1))
+PROMPT = SHOWN.tokens[~SHOWN.mask]
+
+
+def test_each_image_has_its_place_and_its_own_patches() -> None:
+    features = features_of(PROMPT, SHOWN.images, IMAGE, merge=2)
+    (first, second), images = features["mm_placeholders"]["image"], SHOWN.images
+    assert (first, second) == ({"offset": 4, "length": 6}, {"offset": 14, "length": 8})
+    assert len(set(features["mm_hashes"]["image"])) == 2
+    start = 0
+    for grid, packed in zip(images.grids, features["kwargs_data"]["image"], strict=True):
+        read = msgpack.unpackb(base64.b64decode(packed), ext_hook=lambda code, data: data if code == RAW else None)
+        kind, shape, data = read["pixel_values"]["data"]
+        patches = np.frombuffer(data, kind).reshape(shape)
+        np.testing.assert_array_equal(patches, images.patches[start : start + grid.prod()])
+        kind, shape, data = read["image_grid_thw"]["data"]
+        assert np.frombuffer(data, kind).reshape(shape).tolist() == grid.tolist()
+        start += grid.prod()
+
+
+@pytest.mark.parametrize("wrong", [PROMPT[PROMPT != IMAGE], PROMPT[:12], np.delete(PROMPT, 5)], ids=["none", "one", "short"])
+def test_tokens_that_are_not_of_the_images_are_refused(wrong: np.ndarray) -> None:
+    with pytest.raises(UserError, match=r"needs \d image tokens in a row"):
+        features_of(wrong, SHOWN.images, IMAGE, merge=2)
+
+
+def test_a_server_of_a_model_that_sees_takes_patches_as_they_are(model_dir_of, tiny_model_dir: Path, tmp_path: Path) -> None:
+    for model, told in ((model_dir_of("qwen2_5_vl"), True), (tiny_model_dir, False)):
+        launch = Launch(model, tmp_path / "log", tmp_path, context=64, concurrency=2, seed=0)
+        assert (NORMALISED in command(launch, 1, cpu=True)) == told
+
+
+# A real server.
+
+
+@pytest.fixture(scope="module")
+def trainers(tmp_path_factory: pytest.TempPathFactory) -> list[Trainer]:
+    """Of two models."""
+    made = []
+    for seed in (0, 1):
+        directory = tmp_path_factory.mktemp("seeing")
+        write_model(directory, seed)
+        config = read_config(directory)
+        config["text_config"]["max_position_embeddings"] = LONGEST
+        (directory / "config.json").write_text(json.dumps(config))
+        made.append(create_trainer("torch", TrainerConfig(model=ModelConfig(str(directory)))))
+    return made
+
+
+@pytest.fixture(scope="module")
+def engine(trainers: list[Trainer], tmp_path_factory: pytest.TempPathFactory, run: Run) -> Iterator[VLLMEngine]:
+    if not find_spec("torchvision"):
+        pytest.skip("vLLM's models that see need torchvision")
+    config = VLLMConfig(context=LONGEST, concurrency=8)
+    engine = VLLMEngine(config, trainers[0].directory, tmp_path_factory.mktemp("vllm"))
+    run(engine.start())
+    run(engine.swap(engine.stage(Weights(trainers[0].directory, 0))))
+    yield engine
+    run(engine.close())
+
+
+def asked(trainer: Trainer, most: int) -> list[Request]:
+    """Four pictures, each asked of twice, and twice plain text."""
+    tokenizer, how, made = load_tokenizer(trainer.directory), SamplingParams(max_tokens=most), []
+    for task in pictures(4) * 2:
+        images = images_of(tokenizer, task.prompt)
+        made.append(Request(encode(tokenizer, task.prompt, images), how, images=images))
+    return [*made, *[Request(np.arange(2, 12, dtype=np.int32), how)] * 2]
+
+
+def difference(trainer: Trainer, requests: list[Request], said: list[Completion], version: int) -> float:
+    """The largest between recorded log-probabilities of this version's tokens and the trainer's."""
+    made = [
+        Trajectory.from_completion(r.tokens, c.tokens, c.logprobs, c.versions, images=r.images)
+        for r, c in zip(requests, said, strict=True)
+    ]
+    packed = pack(made, LONGEST)
+    found = packed.gather(trainer.logprobs(packed.batch))
+    parts = [np.abs(t.logprobs - x)[t.mask & (t.versions == version)] for t, x in zip(made, found, strict=True)]
+    return float(np.concatenate(parts).max())
+
+
+@pytest.mark.server
+@pytest.mark.xdist_group("vllm")
+def test_a_server_says_of_images_what_the_trainer_says_also_after_new_weights(engine, trainers, run: Run) -> None:
+    """What its tower said of an image under old weights is said anew."""
+
+    async def all_of(requests: list[Request]) -> list[Completion]:
+        return list(await asyncio.gather(*map(engine.generate, requests)))
+
+    requests = asked(trainers[0], most=12)
+    for version, trainer in enumerate([*trainers, trainers[0]], engine.version + 1):
+        run(engine.swap(engine.stage(Weights(trainer.directory, version))))
+        assert difference(trainer, requests, run(all_of(requests)), version) < 1e-4
+
+
+@pytest.mark.server
+@pytest.mark.xdist_group("vllm")
+def test_weights_swapped_under_requests_with_images_lose_none_and_each_token_is_of_its_version(
+    engine, trainers, run: Run
+) -> None:
+    requests = asked(trainers[0], most=900)
+    old, new = engine.version + 1, engine.version + 2
+
+    async def through_a_swap() -> list[Completion]:
+        await engine.swap(engine.stage(Weights(trainers[0].directory, old)))
+        staged = engine.stage(Weights(trainers[1].directory, new))
+        running = [asyncio.create_task(engine.generate(request)) for request in requests[:8]]
+        await engine.generate(Request(np.arange(2, 9, dtype=np.int32), SamplingParams(max_tokens=2)))  # so decoding goes on
+        await engine.swap(staged)
+        return list(await asyncio.gather(*running))
+
+    said = run(through_a_swap())
+    assert [len(completion.tokens) for completion in said] == [900] * 8
+    assert {int(v) for completion in said for v in completion.versions} == {old, new}
+    for version, trainer in ((old, trainers[0]), (new, trainers[1])):
+        assert difference(trainer, requests[:8], said, version) < 1e-4
+
+
+@pytest.mark.server
+@pytest.mark.xdist_group("vllm")
+def test_images_for_a_server_of_text_are_refused(vllm_engine: VLLMEngine, trainers, run: Run) -> None:
+    with pytest.raises(UserError, match="reads text alone: train a model that sees"):
+        run(vllm_engine.generate(asked(trainers[0], most=2)[0]))

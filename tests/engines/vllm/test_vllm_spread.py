@@ -1,0 +1,513 @@
+"""What becomes of requests when servers are lost, with servers that do as they are told."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from areal_x.engines.vllm import engine, fleet
+from areal_x.engines.vllm.client import ServerFailed, ServerLost
+from areal_x.engines.vllm.config import VLLMConfig
+from areal_x.engines.vllm.engine import VLLMEngine
+from areal_x.engines.vllm.publisher import NoRoom, Staged
+from areal_x.errors import UserError
+from areal_x.protocols.engine import Completion, EngineError, Request, SamplingParams
+from areal_x.types import Batch
+from tests.rollout.fakes import until
+from tests.servers import Weights
+
+REQUEST = Request(np.int32([1, 2, 3]), SamplingParams(max_tokens=4))
+URLS = ("http://127.0.0.1:1", "http://127.0.0.1:2", "http://127.0.0.1:3")
+
+
+class Told:
+    """A server, in place of its client. holds: its version. dead: it answers nothing. held: requests wait until they are let
+    go. frozen: a pause never ends. offset: how far what it says of a prompt is from what a right server says. error and
+    swap_error: what it answers to each request and swap."""
+
+    def __init__(self, url: str) -> None:
+        self.url, self.holds, self.dead, self.held = url, 0, False, False
+        self.offset, self.swap_error, self.error = 0.0, None, None
+        self.waiting: list[asyncio.Event] = []
+        self.served: list[tuple[list[int], int]] = []
+        self.pauses = 0
+        self.paused, self.frozen, self.torn, self.door_is_open = False, False, False, False
+
+    def _alive(self) -> None:
+        if self.dead:
+            raise ServerLost(f"no vLLM server answers at {self.url}")
+
+    async def generate(
+        self,
+        tokens: np.ndarray,
+        sampling: SamplingParams,
+        model: str,
+        experts: bool,
+        stop: tuple[str, ...],
+        features: object,
+    ) -> Completion:
+        self._alive()
+        if self.error is not None:
+            raise self.error
+        assert not self.torn
+        self.served.append((tokens.tolist(), sampling.max_tokens))
+        if self.held:
+            self.waiting.append(asyncio.Event())
+            await self.waiting[-1].wait()
+        # As a deterministic model would: the next token is the last one plus one; 20 ends it.
+        drawn = [int(tokens[-1]) + 1 + i for i in range(sampling.max_tokens)]
+        if stop := set(sampling.stop_token_ids) & set(drawn):
+            drawn = drawn[: drawn.index(min(stop)) + 1]
+        logprobs = -np.float32(drawn) / 10
+        reason = "stop" if stop else "length"
+        return Completion(np.int32(drawn), logprobs, np.full(len(drawn), self.holds, np.int32), reason)
+
+    async def is_healthy(self, seconds: float) -> bool:
+        return not self.dead
+
+    async def context(self) -> int:
+        self._alive()
+        return 256
+
+    async def set_version(self, version: int) -> None:
+        self.holds = version
+
+    async def pause(self) -> None:
+        self._alive()
+        self.paused, self.pauses = True, self.pauses + 1
+        if self.frozen:
+            await asyncio.Event().wait()
+
+    async def resume(self, seconds: float = 1.0) -> None:
+        assert not self.torn, "it holds parts of two policies"
+        self.paused = False
+
+    async def look_at(self, staging_root: Path, folder: Path) -> None:
+        self._alive()
+        if not folder.exists():
+            raise ServerFailed("nothing there")
+
+    async def is_paused(self) -> bool:
+        return self.paused
+
+    async def is_open(self) -> bool:
+        return self.door_is_open
+
+    async def receive(self, info: Any) -> None:
+        assert self.paused
+        self.torn = True
+        if self.swap_error is not None:
+            raise self.swap_error
+        self.torn = False
+
+    async def finish_update(self, version: str) -> None:
+        self.holds = int(version)
+
+    async def probe(self, model: str, tokens: list[int]) -> np.ndarray:
+        self._alive()
+        return np.full(len(tokens), self.offset - self.holds, np.float32)
+
+    async def init_weight_transfer(self, info: Any) -> None: ...
+
+    async def start_update(self) -> None: ...
+
+    async def close(self) -> None: ...
+
+
+Try = Callable[[VLLMEngine, list[Told]], Coroutine[Any, Any, None]]
+
+
+@pytest.fixture
+def trying(tiny_model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[str]]:
+    """Runs a coroutine with a started engine over servers that do as they are told; gives what was reported."""
+    monkeypatch.setattr(fleet, "FIRST_RETRY_SECONDS", 0.01)
+    monkeypatch.setattr(fleet, "LONGEST_RETRY_SECONDS", 0.02)
+    told = {url: Told(url) for url in URLS}
+    monkeypatch.setattr("areal_x.engines.vllm.replica.VLLMClient", lambda url, key, transfer: told[url])
+    lines: list[str] = []
+
+    def run(attempt: Try, servers: int = 2, **settings: Any) -> list[str]:
+        settings = {"heartbeat_seconds": 0.01, "staging": str(tmp_path / "staging"), **settings}
+
+        async def main() -> None:
+            config = VLLMConfig(urls=URLS[:servers], **settings)
+            started = VLLMEngine(config, tiny_model_dir, tmp_path, lines.append)
+            await started.start()
+            try:
+                await attempt(started, [told[url] for url in URLS])
+            finally:
+                await started.close()
+
+        asyncio.run(main())
+        return lines
+
+    return run
+
+
+async def publish(engine: VLLMEngine, model: Path, version: int) -> float:
+    return await engine.swap(await asyncio.to_thread(engine.stage, Weights(model, version)))
+
+
+class Says:
+    """A trainer that says of every token what servers of version 0 do, less the version."""
+
+    version = 0
+
+    def logprobs(self, batch: Batch) -> np.ndarray:
+        return np.where(batch.segment_ids > 0, np.float32(-self.version), np.float32(0.0))
+
+
+def test_each_request_goes_to_the_server_with_the_fewest_in_flight(trying: Callable[..., list[str]]) -> None:
+    async def attempt(engine: VLLMEngine, told: list[Told]) -> None:
+        first, second, _ = told
+        first.held = second.held = True
+        tasks = [asyncio.create_task(engine.generate(REQUEST)) for _ in range(6)]
+        await until(lambda: len(first.waiting) + len(second.waiting) == 6)
+        assert [len(first.waiting), len(second.waiting)] == [3, 3]
+        for event in second.waiting:
+            event.set()
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        await until(lambda: sum(task.done() for task in tasks) == 3)
+        tasks += [asyncio.create_task(engine.generate(REQUEST)) for _ in range(4)]
+        await until(lambda: len(first.waiting) + len(second.waiting) == 10)
+        assert [len(first.waiting), len(second.waiting)] == [4, 6]
+        for event in first.waiting + second.waiting:
+            event.set()
+        await asyncio.gather(*tasks)
+        assert engine.fleet.placed == {}
+
+    trying(attempt)
+
+
+@pytest.mark.loses(r":1 (is lost \(no answer to 3 heartbeats|does not come back \(no vLLM server answers)")
+def test_a_dead_servers_requests_are_answered_by_another_and_it_comes_back_with_the_newest_weights(
+    trying: Callable[..., list[str]], tiny_model_dir: Path
+) -> None:
+    async def attempt(engine: VLLMEngine, told: list[Told]) -> None:
+        first, second, _ = told
+        await publish(engine, tiny_model_dir, 1)
+        first.held = True
+        tasks = [asyncio.create_task(engine.generate(REQUEST)) for _ in range(8)]
+        await until(lambda: len(first.waiting) == 4)
+        first.dead = True
+        done = await asyncio.gather(*tasks)
+        assert [completion.tokens.tolist() for completion in done] == [[4, 5, 6, 7]] * 8
+        assert len(second.served) == 8
+        await publish(engine, tiny_model_dir, 2)
+        assert engine.version == 2
+        first.dead = first.held = False
+        first.holds = 77  # as it was started anew with some weights of its own
+        await until(lambda: len(engine.fleet.serving()) == 2)
+        assert first.holds == 2
+
+    lines = trying(attempt)
+    assert any("no answer to 3 heartbeats" in line for line in lines)
+    assert lines[-1] == f"the vLLM server at {URLS[0]} serves again, with the weights of version 2"
+
+
+@pytest.mark.parametrize("slice_tokens", [0, 1, 3, 4, 64])
+def test_slices_change_nothing_about_a_completion(slice_tokens: int, trying: Callable[..., list[str]]) -> None:
+    async def attempt(engine: VLLMEngine, told: list[Told]) -> None:
+        for most, stop, wanted in ((9, (), "length"), (30, (10,), "stop"), (8, (11,), "stop"), (1, (), "length")):
+            said = await engine.generate(Request(REQUEST.tokens, SamplingParams(max_tokens=most, stop_token_ids=stop)))
+            count = next((i + 1 for i in range(most) if 4 + i in stop), most)
+            np.testing.assert_array_equal(said.tokens, np.arange(4, 4 + count))
+            np.testing.assert_allclose(said.logprobs, -np.arange(4, 4 + count) / 10, rtol=1e-6)
+            assert len(said.versions) == count
+            assert said.finish_reason == wanted
+
+    trying(attempt, slice_tokens=slice_tokens)
+
+
+@pytest.mark.loses(r":1 (is lost \(no answer to 3 heartbeats|does not come back \(no vLLM server answers)")
+def test_a_lost_server_takes_only_the_slice_with_it_that_it_was_drawing(trying: Callable[..., list[str]]) -> None:
+    async def attempt(engine: VLLMEngine, told: list[Told]) -> None:
+        first, second, _ = told
+        first.held = second.held = True
+        task = asyncio.create_task(engine.generate(Request(REQUEST.tokens, SamplingParams(max_tokens=6))))
+        await until(lambda: first.waiting)
+        first.waiting[0].set()
+        await until(lambda: len(first.waiting) + len(second.waiting) == 2)
+        (at,) = [server for server in (first, second) if len(server.waiting) == len(server.served) and server.served]
+        other = second if at is first else first
+        at.dead, other.held = True, False
+        assert (await task).tokens.tolist() == [4, 5, 6, 7, 8, 9]
+        assert (await task).finish_reason == "length"
+        assert [tokens for tokens, _ in other.served] == [[1, 2, 3, 4, 5], [1, 2, 3, 4, 5, 6, 7]]
+
+    trying(attempt, slice_tokens=2)
+
+
+@pytest.mark.loses(r":1 is lost \(500\)")
+def test_a_server_that_answers_with_errors_loses_no_request(trying: Callable[..., list[str]]) -> None:
+    async def attempt(engine: VLLMEngine, told: list[Told]) -> None:
+        told[0].error = ServerFailed("500")
+        done = await asyncio.gather(*(engine.generate(REQUEST) for _ in range(20)))
+        assert all(len(completion.tokens) == 4 for completion in done)
+
+    trying(attempt)
+
+
+@pytest.mark.loses(r"is lost \(500: no kernel for this\)")
+def test_what_every_server_fails_at_ends_with_its_reason(trying: Callable[..., list[str]]) -> None:
+    async def attempt(engine: VLLMEngine, told: list[Told]) -> None:
+        for server in told:
+            server.error = ServerFailed("500: no kernel for this")
+        with pytest.raises(EngineError, match=r"10 servers in a row failed .* no kernel for this"):
+            await engine.generate(REQUEST)
+
+    trying(attempt)
+
+
+@pytest.mark.loses(r"is lost \(no answer to 3 heartbeats", r"does not come back \(no vLLM server answers")
+def test_requests_wait_while_no_server_is_ready_but_not_forever(trying: Callable[..., list[str]]) -> None:
+    async def attempt(engine: VLLMEngine, told: list[Told]) -> None:
+        for server in told:
+            server.dead = True
+        await until(lambda: not engine.fleet.serving())
+        task = asyncio.create_task(engine.generate(REQUEST))
+        await until(lambda: engine.fleet.placed)
+        told[1].dead = False
+        assert len((await task).tokens) == 4
+        told[1].dead = True
+        engine.config = VLLMConfig(urls=URLS, wait_seconds=0.05)
+        with pytest.raises(EngineError, match=r"no vLLM server was ready for 0\.05 s .*no answer.* vllm\.wait_seconds"):
+            await engine.generate(REQUEST)
+
+    trying(attempt)
+
+
+@pytest.mark.loses(r":1 is lost \(out of memory; it stays paused")
+def test_a_swap_that_one_server_fails_at_gives_the_others_the_weights(
+    trying: Callable[..., list[str]], tiny_model_dir: Path
+) -> None:
+    async def attempt(engine: VLLMEngine, told: list[Told]) -> None:
+        first, second, _ = told
+        first.swap_error = ServerFailed("out of memory")
+        await publish(engine, tiny_model_dir, 1)
+        assert (engine.version, second.holds, engine.fleet.serving()) == (1, 1, [f"the vLLM server at {URLS[1]}"])
+        first.swap_error = None
+        await until(lambda: len(engine.fleet.serving()) == 2)
+        assert first.holds == 1
+
+    assert any("out of memory" in line for line in trying(attempt))
+
+
+@pytest.mark.loses(r":1 is lost \(no answer to 3 heartbeats")
+def test_a_swap_does_not_wait_for_a_server_that_hangs(trying: Callable[..., list[str]], tiny_model_dir: Path) -> None:
+    async def attempt(engine: VLLMEngine, told: list[Told]) -> None:
+        told[0].frozen = True
+        swap = asyncio.create_task(publish(engine, tiny_model_dir, 1))
+        await until(lambda: told[0].pauses)
+        told[0].dead = True
+        await swap
+        assert engine.fleet.serving() == [f"the vLLM server at {URLS[1]}"]
+
+    trying(attempt)
+
+
+@pytest.mark.loses(r":1 is lost \(a wrong shape; it stays paused", r":2 is lost \(a wrong shape; it stays paused")
+def test_servers_whose_update_broke_off_draw_only_after_they_have_whole_weights_again(
+    trying: Callable[..., list[str]], tiny_model_dir: Path
+) -> None:
+    async def attempt(engine: VLLMEngine, told: list[Told]) -> None:
+        await publish(engine, tiny_model_dir, 1)
+        for server in told[:2]:
+            server.swap_error = ServerFailed("a wrong shape")
+        with pytest.raises(EngineError, match="a wrong shape; it stays paused until it is given whole weights"):
+            await publish(engine, tiny_model_dir, 2)
+        assert [(server.torn, server.paused) for server in told[:2]] == [(True, True)] * 2
+        asked = asyncio.create_task(engine.generate(REQUEST))
+        for server in told[:2]:
+            server.swap_error = None
+        assert (await asked).versions.tolist() == [1] * 4
+        assert engine.version == 1
+
+    trying(attempt)
+
+
+def test_a_server_that_obeys_anybody_is_reported(trying: Callable[..., list[str]], tiny_model_dir: Path) -> None:
+    async def attempt(engine: VLLMEngine, told: list[Told]) -> None:
+        await publish(engine, tiny_model_dir, 1)
+        told[2].door_is_open = True
+        await engine.join(URLS[2])
+
+    (line,) = [line for line in trying(attempt) if "without a key" in line]
+    assert f"{URLS[2]} lets whoever reaches it replace its weights, without a key: start it with VLLM_API_KEY set" in line
+
+
+def test_weights_that_every_server_refuses_are_an_error_and_the_old_ones_go_on(
+    trying: Callable[..., list[str]], tiny_model_dir: Path, tmp_path: Path
+) -> None:
+    async def attempt(engine: VLLMEngine, told: list[Told]) -> None:
+        await publish(engine, tiny_model_dir, 1)
+        with pytest.raises(EngineError, match="nothing there"):
+            await engine.swap(Staged(tmp_path / "nothing", 2))
+        assert (await engine.generate(REQUEST)).versions.tolist() == [1] * 4
+        assert engine.version == 1
+
+    trying(attempt)
+
+
+def test_rolling_swaps_stop_one_server_at_a_time(trying: Callable[..., list[str]], tiny_model_dir: Path) -> None:
+    most = 0
+
+    async def attempt(engine: VLLMEngine, told: list[Told]) -> None:
+        async def note(server: Told, info: Any) -> None:
+            nonlocal most
+            most = max(most, sum(other.paused for other in told))
+            await asyncio.sleep(0)
+            said = await asyncio.gather(*(engine.generate(REQUEST) for _ in range(4)))
+            assert {int(v) for completion in said for v in completion.versions} <= {0, 1}
+
+        for server in told:
+            server.receive = lambda info, server=server: note(server, info)
+        await publish(engine, tiny_model_dir, 1)
+        assert [server.holds for server in told] == [1, 1, 1]
+        assert (await engine.generate(REQUEST)).versions.tolist() == [1] * 4
+
+    trying(attempt, servers=3, rolling=True)
+    assert most == 1
+
+
+@pytest.mark.loses(
+    r":1 (is lost \(no answer to 3 heartbeats|does not come back \(no vLLM server answers)",
+    r":1 was quarantined: .* 0\.5 nats a token from the others'",
+)
+def test_a_server_that_comes_back_and_says_something_else_is_quarantined(
+    trying: Callable[..., list[str]], tiny_model_dir: Path
+) -> None:
+    async def attempt(engine: VLLMEngine, told: list[Told]) -> None:
+        await publish(engine, tiny_model_dir, 1)
+        told[0].dead = True
+        await until(lambda: len(engine.fleet.serving()) == 1)
+        told[0].dead, told[0].offset = False, 0.5
+        await until(lambda: any(m.state is fleet.State.QUARANTINED for m in engine.fleet.members.values()))
+        assert len((await engine.generate(REQUEST)).tokens) == 4
+
+    assert "0.5 nats a token" in trying(attempt)[-1]
+
+
+@pytest.mark.loses(r":3 was quarantined: .* 0\.5 nats a token from most others'")
+def test_of_three_servers_the_one_that_drifts_is_quarantined_after_a_swap(
+    trying: Callable[..., list[str]], tiny_model_dir: Path
+) -> None:
+    async def attempt(engine: VLLMEngine, told: list[Told]) -> None:
+        told[2].offset = 0.5
+        await publish(engine, tiny_model_dir, 1)
+        await until(lambda: len(engine.fleet.serving()) == 2)
+        assert [await engine.generate(REQUEST) for _ in range(3)]
+        assert told[2].served == []
+
+    assert "quarantined" in trying(attempt, servers=3)[-1]
+
+
+@pytest.mark.loses(r":1 was quarantined: .* 2 nats a token from the trainer's")
+@pytest.mark.parametrize("servers", [1, 2])
+def test_a_server_that_drifts_from_the_trainer_is_quarantined_after_a_swap(
+    trying: Callable[..., list[str]], tiny_model_dir: Path, servers: int
+) -> None:
+    async def attempt(engine: VLLMEngine, told: list[Told]) -> None:
+        engine.scorer = says = Says()
+        for says.version in (1, 2):
+            await publish(engine, tiny_model_dir, says.version)
+            await until(lambda: engine.supervisor._agreed is not None and engine.supervisor._agreed[0] == says.version)
+        assert len(engine.fleet.serving()) == servers
+        says.version, told[0].offset = 3, -2.0
+        await publish(engine, tiny_model_dir, 3)
+        await until(lambda: len(engine.fleet.serving()) == servers - 1)
+        if servers == 1:
+            with pytest.raises(EngineError, match=r"no vLLM server is left: .* from the trainer's \(vllm\.drift\)"):
+                await engine.generate(REQUEST)
+        else:
+            assert len((await engine.generate(REQUEST)).tokens) == 4
+
+    assert "quarantined" in trying(attempt, servers=servers)[-1]
+
+
+@pytest.mark.loses(
+    r":1 (is lost \(no answer to 3 heartbeats|does not come back \(no vLLM server answers)",
+    r":1 was quarantined: .* 4 nats a token from the trainer's",
+)
+def test_a_server_that_comes_back_far_from_the_trainer_is_quarantined(
+    trying: Callable[..., list[str]], tiny_model_dir: Path
+) -> None:
+    async def attempt(engine: VLLMEngine, told: list[Told]) -> None:
+        engine.scorer = says = Says()
+        says.version = 1
+        await publish(engine, tiny_model_dir, 1)
+        told[0].dead = True
+        await until(lambda: not engine.fleet.serving())
+        told[0].dead, told[0].offset = False, 4.0
+        await until(lambda: bool(engine.fleet.hopeless()))
+
+    assert "4 nats a token from the trainer's" in trying(attempt, servers=1)[-1]
+
+
+def test_servers_join_and_leave_while_requests_are_in_flight(trying: Callable[..., list[str]], tiny_model_dir: Path) -> None:
+    async def attempt(engine: VLLMEngine, told: list[Told]) -> None:
+        await publish(engine, tiny_model_dir, 3)
+        told[0].held = True
+        tasks = [asyncio.create_task(engine.generate(REQUEST)) for _ in range(2)]
+        await until(lambda: len(told[0].waiting) == 2)
+        await engine.join(URLS[2])
+        assert (told[2].holds, engine.concurrency) == (3, 128)
+        await engine.leave(URLS[0])
+        assert [len(completion.tokens) for completion in await asyncio.gather(*tasks)] == [4, 4]
+        assert len(told[2].served) == 2
+        with pytest.raises(UserError, match="no server at http://nowhere takes part"):
+            await engine.leave("http://nowhere")
+        told[1].dead = True
+        with pytest.raises(UserError, match="cannot join: no vLLM server answers"):
+            await engine.join(URLS[1])
+        assert list(engine.supervisor.replicas) == [f"the vLLM server at {URLS[2]}"]
+
+    trying(attempt, servers=1)
+
+
+def test_a_full_file_system_is_waited_for(
+    trying: Callable[..., list[str]], tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine, "FULL_SECONDS", 0.001)
+
+    async def attempt(engine: VLLMEngine, told: list[Told]) -> None:
+        full = 3
+        stage = engine._staging.stage
+
+        def refusing(*arguments: Any) -> Staged:
+            nonlocal full
+            full -= 1
+            if full >= 0:
+                raise NoRoom("no room to stage the weights")
+            return stage(*arguments)
+
+        monkeypatch.setattr(engine._staging, "stage", refusing)
+        with pytest.raises(NoRoom):  # the first version, which nothing says will ever fit
+            await publish(engine, tiny_model_dir, 1)
+        full = 0
+        await publish(engine, tiny_model_dir, 1)
+        full = 3
+        await publish(engine, tiny_model_dir, 2)
+        assert told[0].holds == 2
+
+    lines = trying(attempt)
+    assert len([line for line in lines if "staging is tried again" in line]) == 1
+
+
+def test_a_request_that_is_wanted_no_longer_leaves_nothing(trying: Callable[..., list[str]]) -> None:
+    async def attempt(engine: VLLMEngine, told: list[Told]) -> None:
+        told[0].held = told[1].held = True
+        task = asyncio.create_task(engine.generate(REQUEST))
+        await until(lambda: told[0].waiting or told[1].waiting)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert engine.fleet.placed == {}
+        assert engine.supervisor._calls == {}
+
+    trying(attempt)

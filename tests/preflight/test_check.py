@@ -1,0 +1,519 @@
+"""What is found before a run: each finding is provoked once, and the example that ships has none."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from importlib.metadata import distribution
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from packaging.requirements import Requirement
+
+from areal_x import check, train
+from areal_x.algorithms import recipes
+from areal_x.algorithms.arrays import masked
+from areal_x.engines.embedded import EmbeddedConfig
+from areal_x.engines.vllm.engine import VLLMConfig
+from areal_x.errors import ConfigError, UserError
+from areal_x.experiment import Experiment
+from areal_x.preflight import algorithm, data, memory, model, places, servers, tokens, versions
+from areal_x.preflight.finding import finding
+from areal_x.protocols.engine import EngineError, SamplingParams
+from areal_x.trainer import Devices, LoRAConfig, MeshConfig, OptimizerConfig
+from areal_x.types import Batch, Group, Policy, Task
+from areal_x.workflows.single_turn import SingleTurn
+from tests.config.test_bad_input import RECIPES
+from tests.experiments import TASKS, counts_ones, tiny_experiment
+
+GPU = Devices("cuda", 1, 80 * 10**9)
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def experiment(tiny_model_dir: Path, tmp_path: Path) -> Experiment:
+    return tiny_experiment(tiny_model_dir, tmp_path / "runs")
+
+
+@pytest.fixture
+def tiny(tiny_model_dir: Path) -> model.Model:
+    return model.find(str(tiny_model_dir))
+
+
+def command(*bindings: str, model: Path, tmp_path: Path) -> list[str]:
+    file = tmp_path / "run.gin"
+    file.write_text(
+        "import tests.checked\n"
+        f"model.path = '{model}'\ntrain.dataset = @checked.tasks()\ntrain.workflow = @single_turn()\n"
+        f"single_turn.reward = @checked.ones\nsampling.max_tokens = 8\ntrain.row_length = 32\ntrain.runs = '{tmp_path}/runs'\n"
+    )
+    return [str(file), *(word for binding in bindings for word in ("-b", binding))]
+
+
+@pytest.fixture
+def checked(tiny_model_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Any:
+    """The status and the problems of the command with these bindings."""
+
+    def look(*bindings: str) -> tuple[int, list[str]]:
+        status = check.main(command(*bindings, model=tiny_model_dir, tmp_path=tmp_path))
+        lines = capsys.readouterr().out.splitlines()
+        return status, [line for line in lines if not line.startswith("ok ")]
+
+    return look
+
+
+def test_a_run_that_can_begin_has_no_problem_on_either_backend(checked: Any, backend: str) -> None:
+    assert checked(f"train.backend = '{backend}'") == (0, ["no problem"])
+
+
+def test_every_problem_is_one_line_with_its_place_and_what_to_set(checked: Any, backend: str) -> None:
+    status, lines = checked(
+        f"train.backend = '{backend}'", "embedded.context = 4", "mesh.tensor = 3", "checked.tasks.same = True"
+    )
+    assert status == 1
+    assert [line.split(":")[0].split("  ")[1] for line in lines[:-1]] == ["dataset", "devices and mesh", "lengths"]
+    assert "two different tasks with the id '0'" in lines[0]
+    assert "mesh.tensor = 3" in lines[1]
+    assert '-b "embedded.context = 4": embedded.context = 4 cannot work: it must be greater: all 5 tasks' in lines[2]
+    assert lines[-1] == "3 problems"
+
+
+def test_sampling_that_the_trainer_does_not_compute_is_refused_with_its_place(
+    tiny_model_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for main in (check.main, train.main):
+        assert main(command("sampling.top_p = 0.9", model=tiny_model_dir, tmp_path=tmp_path)) == 1
+        said = capsys.readouterr().err
+        assert said.startswith('error: -b "sampling.top_p = 0.9": sampling.top_p = 0.9 cannot work: it must be 1.0 in training')
+
+
+def test_a_model_that_a_function_makes_is_not_made_while_there_are_problems(checked: Any, tmp_path: Path) -> None:
+    status, lines = checked("model.path = @checked.maker", "checked.tasks.same = True")
+    assert status == 1
+    assert "not made by maker while there are problems" in lines[1]
+    _, lines = checked("model.path = @checked.maker")
+    assert "RuntimeError: made now" in lines[0]
+
+
+def test_what_the_config_itself_refuses_is_the_sentence_of_train(
+    tiny_model_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert train.main(command("train.stepz = 3", model=tiny_model_dir, tmp_path=tmp_path)) == 1
+    said = capsys.readouterr().err
+    assert check.main(command("train.stepz = 3", model=tiny_model_dir, tmp_path=tmp_path)) == 1
+    assert capsys.readouterr().err == said
+
+
+def test_the_arithmetic_example_has_no_problem_as_a_command(tmp_path: Path) -> None:
+    """Of a random model: to make the example's own is half a minute's work."""
+    from examples.arithmetic.model import write_model
+
+    write_model(tmp_path / "model", 0)
+    bindings = ["-b", f"model.path = '{tmp_path}/model'", "-b", f"train.runs = '{tmp_path}'"]
+    command = [sys.executable, "-m", "areal_x.check", "examples/arithmetic/grpo.gin", *bindings]
+    said = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert said.returncode == 0, said.stdout
+    assert "20,000 tasks" in said.stdout
+
+
+def test_what_gsm8k_lacks_is_said(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    bindings = ["-b", "gsm8k.path = 'nowhere.jsonl'", "-b", "model.path = './nowhere'", "-b", "train.backend = 'jax'"]
+    assert check.main(["examples/gsm8k/grpo.gin", *bindings]) == 1
+    said = capsys.readouterr().out
+    assert "PROBLEM  dataset: the dataset 'nowhere.jsonl' does not exist" in said
+    assert "PROBLEM  model: -b \"model.path = './nowhere'\": model.path = './nowhere' is not a directory" in said
+
+
+# ---- the algorithm
+
+
+def one_value(policy: Policy, batch: Batch) -> Any:
+    return -(batch.advantages * policy.logp * batch.mask).sum()
+
+
+def a_sum(policy: Policy, batch: Batch) -> Any:
+    return one_value(policy, batch), {}
+
+
+def a_row_each(policy: Policy, batch: Batch) -> Any:
+    return (batch.advantages * policy.logp * batch.mask).sum(1), {}
+
+
+def a_number_as_metric(policy: Policy, batch: Batch) -> Any:
+    return masked(policy.logp, batch.mask), {"length": 3.0}
+
+
+def without_mask(policy: Policy, batch: Batch) -> Any:
+    return 1 + policy.logp, {}
+
+
+def not_finite(policy: Policy, batch: Batch) -> Any:
+    return masked(policy.logp, batch.mask) ** 0.5, {}
+
+
+def constant(policy: Policy, batch: Batch) -> Any:
+    return masked(batch.advantages, batch.mask) * 2, {}
+
+
+def misspelt(policy: Policy, batch: Batch) -> Any:
+    return batch.advantage * policy.logp, {}
+
+
+def well(policy: Policy, batch: Batch) -> Any:
+    return -masked(batch.advantages, batch.mask) * masked(policy.logp, batch.mask), {"seen": batch.mask * 1.0}
+
+
+@pytest.mark.parametrize(
+    "loss, error",
+    [
+        (one_value, r"the loss one_value gave an array \[\]: it must return \(terms, metrics\)"),
+        (a_sum, r"the loss a_sum gave an array \[\] as its terms: they must be one a token, an array \[\d+, 24\]"),
+        (a_row_each, r"the loss a_row_each gave an array \[\d+\] as its terms"),
+        (lambda policy, batch: None, "the loss <lambda> gave nothing"),
+        (a_number_as_metric, "the loss a_number_as_metric gave a float as its metric 'length'"),
+        (without_mask, "the loss without_mask is not 0 where batch.mask is False"),
+        (not_finite, "the loss not_finite or its gradient is not finite"),
+        (constant, "the loss constant has no gradient by policy.logp: nothing would be learnt"),
+    ],
+)
+def test_a_loss_that_cannot_be_trained_with_is_refused(loss: Any, error: str, backend: str) -> None:
+    with pytest.raises(UserError, match=error):
+        algorithm.trains(replace(recipes.grpo(), loss=loss), backend, 4)
+
+
+def test_a_loss_that_raises_is_a_problem_with_its_place(backend: str) -> None:
+    config: Any = None
+    found = finding(config, "algorithm", lambda: algorithm.trains(replace(recipes.grpo(), loss=misspelt), backend, 4))
+    assert not found.ok
+    assert re.match(r"AttributeError: .*'advantage'.* \(.*test_check\.py:\d+ in misspelt\)$", found.words)
+
+
+def of_values(policy: Policy, batch: Batch) -> Any:
+    return masked(policy.values - batch.returns, batch.mask).sum(), {}
+
+
+def test_a_critics_loss_is_looked_at_too(backend: str) -> None:
+    with pytest.raises(UserError, match="the loss of_values gave an array"):
+        algorithm.trains(replace(recipes.ppo(), value_loss=of_values), backend, 4)
+
+
+@pytest.mark.parametrize(
+    "parts, error",
+    [
+        ({"advantages": lambda rewards: rewards[:-1]}, r"<lambda> gave advantages of the shape \[11\]: it must be \[12\]"),
+        ({"advantages": lambda rewards, mask: rewards.sum(1)}, r"gave advantages of the shape \[12\]: it must be \[12, \d+\]"),
+        ({"weighting": lambda mask: mask.sum(1)}, r"<lambda> gave weighting of the shape"),
+        ({"corrections": lambda log_ratio, mask, segment_ids: 1.0}, r"<lambda> gave corrections of the shape \[\]"),
+        ({"shaping": lambda lengths: lengths.sum()}, r"<lambda> gave shaping of the shape \[\]: it must be \[12\]"),
+        ({"filters": (lambda group: None,)}, "the filter <lambda> gave no bool"),
+    ],
+)
+def test_a_part_of_another_shape_is_refused(parts: dict[str, Any], error: str) -> None:
+    with pytest.raises(UserError, match=error):
+        algorithm.trains(replace(recipes.grpo(), **parts), "torch", 4)
+
+
+OTHERS = {
+    "dpo": recipes.dpo(),
+    "ipo": recipes.ipo(),
+    "reward_model": recipes.reward_model(),
+    "own": replace(recipes.grpo(), loss=well),
+}
+
+
+@pytest.mark.parametrize("name", [*RECIPES, *OTHERS])
+def test_every_recipe_and_a_loss_that_is_well_have_no_problem(name: str, backend: str) -> None:
+    made = {**RECIPES, **OTHERS}[name]
+    size = 1 if made.advantages is None or "greedy" in made.needs else 4
+    assert algorithm.trains(made, backend, size).startswith(made.name)
+
+
+def test_a_filter_sees_the_runs_own_tasks() -> None:
+    def hard(group: Group) -> bool:
+        return bool(group.task.metadata["hard"])
+
+    tasks = [replace(task, metadata={"hard": True}) for task in TASKS]
+    assert algorithm.trains(replace(recipes.grpo(), filters=(hard,)), "torch", 4, tasks)
+
+
+def test_the_command_names_the_loss(checked: Any) -> None:
+    status, lines = checked("grpo.loss = @checked.one_value")
+    assert status == 1
+    assert lines[0].startswith("PROBLEM  algorithm: the loss one_value gave an array []")
+
+
+# ---- versions
+
+
+def test_a_package_of_another_version_or_none_is_named_with_what_installs_it() -> None:
+    found = list(versions.conflicts([Requirement("numpy>=1"), Requirement("numpy<1"), Requirement("no-such-thing>=2")], False))
+    assert found == [
+        f"needs numpy<1, and {distribution('numpy').version} is installed: pip install 'numpy<1'",
+        "needs no-such-thing>=2, which is not installed: pip install 'no-such-thing>=2'",
+    ]
+    assert list(versions.conflicts([Requirement("no-such-thing>=2")], True)) == []
+
+
+def test_a_vllm_whose_endpoints_are_others_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    other = SimpleNamespace(name="vllm", version="0.33.1", requires=[])
+    find = versions.find
+    monkeypatch.setattr(versions, "find", lambda name: other if name in versions.VLLM else find(name))
+    with pytest.raises(UserError, match=r"vllm 0\.33\.1 is installed, .* pip install 'vllm==0\.32\.\*'"):
+        versions.fit("jax", with_vllm=True)
+    assert "vllm" not in versions.fit("jax", with_vllm=False)
+
+
+# ---- tasks and rewards
+
+
+def test_the_reward_is_called_in_a_process_of_its_own_and_ended_after_its_time() -> None:
+    task = Task("one", "1+0=", "1")
+    assert "counts_ones gives 0.125 for its own answer" in data.reward_works(SingleTurn(reward=counts_ones), [task])
+    with pytest.raises(UserError, match=r"fails failed on task 'one' \(ZeroDivisionError"):
+        data.reward_works(SingleTurn(reward=fails), [task])
+    with pytest.raises(UserError, match=r"sleeps was not done .* after 0\.2 seconds: .*reward_timeout_seconds"):
+        data.reward_works(SingleTurn(reward=sleeps, reward_timeout_seconds=0.2), [task])
+
+
+@pytest.mark.parametrize(
+    "reward, sentence",
+    [
+        ("blind", "blind never reads the text"),
+        ("generous", r"generous gives 1 for each of 14 different texts, among them an empty"),
+    ],
+)
+def test_a_reward_that_tells_no_answer_from_another_is_refused(reward: str, sentence: str) -> None:
+    tasks = [Task("one", "1+0=", "1"), Task("two", "1+1=", "2")]
+    with pytest.raises(UserError, match=sentence):
+        data.reward_works(SingleTurn(reward=globals()[reward]), tasks, must_vary=True)
+
+
+def test_a_reward_may_judge_all_samples_alike_where_it_could_give_more() -> None:
+    tasks = [Task("one", "1+0=", "1")]
+    assert data.reward_works(SingleTurn(reward=counts_ones), tasks, must_vary=True).endswith("to task 'one'")
+    assert "0 for its own answer to task 'one', and the same for 7 other" in data.reward_works(
+        SingleTurn(reward=demanding), tasks, must_vary=True
+    )
+
+
+def test_a_constant_reward_is_a_problem_where_the_algorithm_learns_from_rewards(checked: Any) -> None:
+    status, lines = checked("single_turn.reward = @checked.blind")
+    assert status == 1
+    assert "PROBLEM  reward: blind never reads the text" in lines[0]
+
+
+def test_a_group_of_one_is_refused_where_attempts_are_compared(tiny_model_dir: Path, tmp_path: Path, capsys: Any) -> None:
+    assert check.main(command("train.group_size = 1", model=tiny_model_dir, tmp_path=tmp_path)) == 1
+    said = capsys.readouterr().err
+    assert '-b "train.group_size = 1": train.group_size = 1 cannot work: it must be at least 2: grpo compares' in said
+
+
+def blind(task: Task, text: str) -> float:
+    return float(len(task.prompt))
+
+
+def generous(task: Task, text: str) -> float:
+    return 1.0 if "never said" not in text else 0.0
+
+
+def demanding(task: Task, text: str) -> float:
+    return float("def solve" in text)
+
+
+def fails(task: Task, text: str) -> float:
+    return 1 / 0
+
+
+def sleeps(task: Task, text: str) -> float:
+    time.sleep(600)
+    return 1.0
+
+
+@pytest.mark.parametrize(
+    "tasks, sentence",
+    [
+        ([], "has no tasks"),
+        (["a prompt"], "holds a str and not tasks"),
+        ([Task("a", "1"), Task("a", "2")], "two different tasks with the id 'a'"),
+        ([Task("a", "1", "x"), Task("a", "1", "y")], "two different tasks with the id 'a'"),
+    ],
+)
+def test_tasks_that_cannot_be_trained_on(tasks: list[Any], sentence: str) -> None:
+    with pytest.raises(UserError, match=sentence):
+        data.readable("train.dataset", tasks)
+
+
+def test_a_task_that_comes_twice_is_no_problem() -> None:
+    assert data.readable("train.dataset", [Task("a", "1"), Task("a", "1")]) == "2 tasks, 1 of them different; the first is 'a'"
+
+
+# ---- folders
+
+
+def test_a_run_that_exists_and_a_folder_that_is_a_file(experiment: Experiment, tmp_path: Path) -> None:
+    assert "can be written" in places.run_directory(experiment)
+    (tmp_path / "runs" / "run").mkdir(parents=True)
+    (tmp_path / "runs" / "run" / "config.gin").touch()
+    with pytest.raises(ConfigError, match=r"train\.name = 'run' .* exists"):
+        places.run_directory(experiment)
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match=r"train\.runs = .* is a file"):
+        places.run_directory(replace(experiment, runs=str(tmp_path / "file" / "runs")))
+
+
+def test_a_folder_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.access", lambda place, mode: False)
+    with pytest.raises(ConfigError, match=r"vllm\.staging = .* that can be written"):
+        places.writable("vllm.staging", tmp_path)
+
+
+def test_checkpoints_and_weights_that_will_not_fit_on_the_disk(
+    experiment: Experiment, tiny: model.Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("shutil.disk_usage", lambda place: SimpleNamespace(free=1_000_000))
+    with pytest.raises(
+        ConfigError, match=r"train\.keep_checkpoints = 2 .* 3 times a checkpoint of 1\.[0-9]+ MB .* 1 MB are free"
+    ):
+        places.room(experiment, tiny)
+    many = replace(experiment, vllm=VLLMConfig(staging="/tmp"))
+    assert "1 MB are free" in places.staging(many, tiny, on_cpu=True)
+    monkeypatch.setattr("shutil.disk_usage", lambda place: SimpleNamespace(free=1000))
+    with pytest.raises(ConfigError, match=r"vllm\.staging = '/tmp' .* the size of the weights"):
+        places.staging(many, tiny, on_cpu=True)
+
+
+def test_a_checkpoint_takes_what_was_counted(experiment: Experiment, tiny: model.Model) -> None:
+    once = replace(experiment, steps=1, engine="embedded")
+    saved = once.run().directory / "checkpoints" / "1" / "trainer"
+    tensors = sum(file.stat().st_size for file in saved.glob("*.safetensors"))
+    assert places.checkpoint_bytes(experiment, tiny) == pytest.approx(tensors, rel=0.05)
+    assert places.checkpoint_bytes(replace(experiment, algorithm=recipes.ppo()), tiny) == 2 * places.checkpoint_bytes(
+        experiment, tiny
+    )
+
+
+# ---- memory
+
+
+def qwen(parameters: int) -> Any:
+    config = {"hidden_size": 1536, "num_hidden_layers": 28, "intermediate_size": 8960, "num_attention_heads": 12}
+    return SimpleNamespace(parameters=parameters, config={**config, "num_key_value_heads": 2, "head_dim": 128})
+
+
+def with_trainer(experiment: Experiment, **changes: Any) -> Experiment:
+    return replace(experiment, trainer=replace(experiment.trainer, **changes))
+
+
+def test_memory_is_counted_by_parameter_and_by_token(experiment: Experiment) -> None:
+    experiment = replace(experiment, engine="none", row_length=1024)
+    need = memory.estimate(experiment, qwen(10**9), GPU)
+    assert need.state == 18e9  # weight, gradient and two moments in fp32, and bf16 to compute with
+    per_layer = 3 * 1536 + (12 + 2 * 2) * 128 + 2 * 8960
+    assert need.activations == 4 * 1024 * 28 * per_layer * 2
+    split = with_trainer(experiment, mesh=MeshConfig(fsdp=4, tensor=2, processes=8))
+    assert memory.estimate(split, qwen(10**9), GPU).state == 18e9 / 8
+    adapters = with_trainer(experiment, lora=LoRAConfig(rank=8))
+    assert memory.estimate(adapters, qwen(10**9), GPU).state == 2e9
+    fewer = with_trainer(experiment, optimizer=OptimizerConfig(name="adafactor"))
+    assert memory.estimate(fewer, qwen(10**9), GPU).state == 10e9
+
+
+@pytest.mark.parametrize(
+    "parameters, changes, binding",
+    [
+        (10**10, {"engine": "none"}, "mesh.fsdp"),
+        (4 * 10**9, {"engine": "none", "row_length": 16384}, "trainer.micro_batch_rows"),
+        (10**9, {"engine": "vllm"}, "vllm.arguments"),
+        (10**9, {"embedded": EmbeddedConfig(slots=100_000), "row_length": 1024}, "embedded.slots"),
+    ],
+)
+def test_what_does_not_fit_names_what_to_lower(experiment: Experiment, parameters: int, changes: Any, binding: str) -> None:
+    with pytest.raises(ConfigError) as raised:
+        memory.enough(replace(experiment, **changes), qwen(parameters), GPU)
+    assert raised.value.binding == binding
+    assert "of the 80 GB that each device has" in str(raised.value)
+
+
+def test_servers_on_gpus_of_their_own_take_nothing_of_the_trainers(experiment: Experiment) -> None:
+    shared = replace(experiment, engine="vllm", vllm=VLLMConfig(arguments=("--gpu-memory-utilization", "0.4")))
+    assert memory.estimate(shared, qwen(10**9), GPU).engine == 0.4 * 80e9
+    assert memory.estimate(replace(experiment, engine="vllm", vllm=VLLMConfig(devices=("1",))), qwen(10**9), GPU).engine == 0
+
+
+# ---- servers
+
+
+def test_servers_that_are_not_there(experiment: Experiment, tiny_model_dir: Path) -> None:
+    with pytest.raises(UserError, match=r"no healthy vLLM server answers at http://127\.0\.0\.1:1:"):
+        servers.generate(VLLMConfig(urls=("http://127.0.0.1:1",)))
+    with pytest.raises((UserError, EngineError), match=r"no vLLM server answers at http://127\.0\.0\.1:1"):
+        servers.score(experiment, ["http://127.0.0.1:1"], tiny_model_dir)
+
+
+# ---- tokens
+
+
+def test_prompts_with_images_need_a_model_and_an_engine_that_see(experiment, tiny, tmp_path) -> None:
+    pytest.importorskip("torch")
+    from examples.vision.task import pictures
+    from examples.vision.warm_start import write_model
+
+    write_model(tmp_path / "seeing", 0)
+    seeing = model.find(str(tmp_path / "seeing"))
+    assert "22 tokens" in fit(replace(experiment, backend="torch"), pictures(3), seeing)
+    with pytest.raises(ConfigError, match=r"train\.backend = 'jax' .* 'torch', whose embedded engine sees"):
+        fit(replace(experiment, backend="jax"), pictures(3), seeing)
+    with pytest.raises(UserError, match="reads text alone"):
+        fit(replace(experiment, backend="torch"), pictures(3), tiny)
+
+
+def fit(experiment: Experiment, tasks: list[Task], of: model.Model) -> str:
+    from areal_x.hf.tokenizer import load_tokenizer
+
+    return tokens.lengths(experiment, tasks, load_tokenizer(of.directory), of)
+
+
+@pytest.mark.parametrize(
+    "change, tasks, sentence",
+    [
+        (lambda e: e, [Task("long", "1" * 40)], r"train\.row_length = 32 .* greater: all 1 tasks have prompts longer than 24"),
+        (lambda e: replace(e, row_length=1024), TASKS, r"train\.row_length = 1024 .* at most 512, for which"),
+        (lambda e: with_trainer(e, mesh=MeshConfig(context=3)), TASKS, r"a multiple of mesh\.context = 3"),
+        (
+            lambda e: replace(e, workflow=SingleTurn(reward=counts_ones, sampling=SamplingParams(max_tokens=30))),
+            TASKS,
+            r"sampling\.max_tokens = 30 .* at most 28, or train\.row_length = 32 raised",
+        ),
+        (lambda e: e, [Task("chat", [{"role": "user", "content": "1"}])], "the tokenizer has no chat template"),
+    ],
+)
+def test_lengths_that_do_not_go_together(
+    experiment: Experiment, tiny: model.Model, change: Callable[[Any], Any], tasks: list[Task], sentence: str
+) -> None:
+    assert "the longest of the first 10 prompts has 4 tokens, answers up to 8, of 32" in fit(experiment, TASKS, tiny)
+    with pytest.raises(UserError, match=sentence):
+        fit(change(experiment), tasks, tiny)
+
+
+def test_prompts_that_are_too_long_are_counted_wherever_they_stand(experiment: Experiment, tiny: model.Model) -> None:
+    tasks = [*(Task(f"{i}", "1+1=") for i in range(500)), Task("long", "1" * 25), Task("last", "1+1=")]
+    said = fit(experiment, tasks, tiny)
+    assert "1 of 502 tasks have prompts longer than 24 tokens and are left out; the longest of the first 100 other" in said
+
+
+def test_an_answer_that_could_not_end(tiny: model.Model) -> None:
+    class Ending:
+        def __init__(self, token: int | None) -> None:
+            self.eos_token_id, self.name_or_path = token, "x"
+
+    with pytest.raises(UserError, match="has no end token"):
+        tokens.end(Ending(None), tiny)
+    with pytest.raises(UserError, match="the end token 99 is outside the vocabulary of 44"):
+        tokens.end(Ending(99), tiny)

@@ -1,0 +1,195 @@
+"""Every wait in the code has a name, or a reason not to need one; and of each name a stall is named right."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+
+from areal_x.runtime.waits import watching
+from tests import blocking
+from tests.stalls import STALLS, Stall
+
+for part in ("of_runs", "of_episodes", "of_servers"):
+    import_module(f"tests.stalls_{part}")
+
+SILENCE = 0.3  # seconds: short, so that the tests are
+
+
+@dataclass(frozen=True)
+class Inside:
+    """It is called only while a wait of this name, or of those that it calls in turn, is open."""
+
+    name: str
+
+
+@dataclass(frozen=True)
+class Bounded:
+    """It has a time limit: a constant of its module, of so many seconds at most."""
+
+    constant: str
+
+
+AT_ONCE = "ends at once: what it asks for is there, or it asks without waiting, or cancels first"
+OURS_TO_END = "waits for something to do, on a task or thread that its owner ends"
+
+REWARD, SERVER, STEP, AGENT = "its reward", "the vLLM server at {} to answer {}", "the trainer's step {}", "its agent"
+TOOL, GROUPS, EVALUATION, ENGINE = "its tool {}", "the groups of step {}", "the evaluation", "the engine"
+SANDBOX, MCP, SENT = "its program in the sandbox", "the MCP server to start", "its weights to be sent"
+CHECKPOINT, ROLLOUT_END, CALL = "the checkpoint before to be completed", "the rollout to end", "the engine"
+
+ALLOWED: dict[str, Inside | Bounded | str] = {
+    "run/checkpoint.py Saver.__exit__: self.wait()": Inside(CHECKPOINT),
+    "run/checkpoint.py Saver.save: self.wait()": Inside(CHECKPOINT),
+    "run/checkpoint.py complete: begun.wait()": Inside(CHECKPOINT),
+    "batching/batch.py Models.save.wait_for_all: wait()": Inside(CHECKPOINT),
+    "cluster/links.py Follower._watch: time.sleep()": Bounded("SECONDS_TO_FOLLOW"),
+    "cluster/links.py Leader._insist: self._changed.wait_for()": Bounded("SECONDS_TO_END"),
+    "cluster/links.py Leader.together: self._changed.wait_for()": Bounded("SECONDS_TO_NOTICE"),  # one second
+    "cluster/links.py accept.wait: listener.accept()": Inside("the other processes to come"),
+    "cluster/links.py receive: link.recv_bytes()": OURS_TO_END,  # on the threads that watch, else inside the two meetings
+    "runtime/memory_group.py _remove: time.sleep()": Bounded("REMOVAL_SECONDS"),
+    "rewards/pool.py RewardPool._start: await asyncio.open_connection": AT_ONCE,  # over a socket that is connected
+    "rewards/pool.py _ask: await worker.reader.readline": Inside(REWARD),
+    "rewards/pool.py _ask: await worker.writer.drain": Inside(REWARD),
+    "agents/agent.py Apart.close: self._thread.join()": Inside("the agents' thread to end"),
+    "agents/agent.py Apart.run: await asyncio.wrap_future": Inside(AGENT),
+    "agents/agent.py Started.outcome: await asyncio.gather": AT_ONCE,
+    "agents/agent.py Started.outcome: await asyncio.wait": Bounded("GRACE_SECONDS"),
+    "agents/agent.py Started.outcome: ending.result()": AT_ONCE,
+    "agents/agent.py Started.outcome: working.result()": AT_ONCE,
+    "agents/agent.py called: await function": Inside(AGENT),
+    "agents/agent.py called: await given": Inside(AGENT),
+    "agents/agent_program.py ended: await asyncio.wait_for": Inside("its agent's process to end"),
+    "agents/agent_program.py ended: process.wait()": Inside("its agent's process to end"),
+    "agents/agent_program.py run_program: await asyncio.create_subprocess_exec": Inside(AGENT),
+    "agents/agent_program.py run_program: await asyncio.gather": Inside(AGENT),
+    "agents/conversing.py ToolUse._results: await asyncio.gather": Inside(TOOL),
+    "engines/embedded.py EmbeddedEngine.generate: await self.submit([request])[0]": Inside(ENGINE),
+    "engines/embedded.py EmbeddedEngine.swap: await future": Inside("the engine to take version {}"),
+    "agents/gateway/app.py guarded.endpoint: await handler": Inside(CALL),
+    "agents/gateway/live.py Session._answer: await work": Inside(CALL),
+    "agents/gateway/live.py Session.answers: async with asyncio.TaskGroup": Inside(CALL),
+    "agents/gateway/connections.py Server._accept: await asyncio.sleep": OURS_TO_END,
+    "agents/gateway/connections.py Server._accept: await loop.connect_accepted_socket": AT_ONCE,
+    "agents/gateway/connections.py Server._accept: await loop.sock_accept": OURS_TO_END,
+    "agents/gateway/connections.py Server.shutdown: await asyncio.gather": AT_ONCE,
+    "agents/gateway/live.py Session.answers: task.result()": AT_ONCE,
+    "agents/gateway/serving.py Gateway.opened: await self.on_open": Inside("the gateway to serve"),
+    "agents/gateway/serving.py Gateway.start: self._server.ready.wait()": Inside("the gateway to serve"),
+    "agents/gateway/serving.py Gateway.start: self._serving.result()": AT_ONCE,
+    "agents/gateway/streams.py Answering.__call__: await asyncio.gather": AT_ONCE,
+    "agents/gateway/streams.py Answering._finish: await asyncio.sleep": AT_ONCE,
+    "agents/gateway/streams.py Answering._finish: work.result()": AT_ONCE,
+    "agents/gateway/streams.py Answering._wait: await asyncio.wait": Inside(CALL),
+    "agents/hosted.py Host.start: async with self._starting": Inside("the gateway to serve"),
+    "run/journal.py Journal._failed: self._said.get()": AT_ONCE,
+    "run/journal.py Journal._write: self._said.get()": AT_ONCE,
+    "run/journal.py Journal._write: self._urgent.wait()": Bounded("GATHER_SECONDS"),
+    "workflows/learned_reward.py Judge._serve: await loop.run_in_executor": Inside("the learned reward"),
+    "runtime/loop.py result: future.result()": AT_ONCE,
+    "runtime/loop.py result: wait()": Inside(GROUPS),  # and in every other call of the rollout
+    "runtime/loop.py run: thread.join()": AT_ONCE,
+    "runtime/loop.py together: await asyncio.gather": Inside(SERVER),
+    "agents/tools/mcp_tools.py told_by: await process.stdout.readline": Inside(MCP),  # or on the task that reads answers
+    "agents/tools/mcp_tools.py Connection._started: await asyncio.create_subprocess_exec": Inside(MCP),
+    "agents/tools/mcp_tools.py Connection.call: async with self._opening": Inside(MCP),
+    "agents/tools/mcp_tools.py Connection.open: async with self._opening": Inside(MCP),
+    "agents/online.py Online.run: self.seats.wait()": AT_ONCE,
+    "rollout/pacing.py InWaves._deliver: done.result()": AT_ONCE,
+    "rollout/pacing.py InWaves.generate: await future": Inside(ENGINE),
+    "engines/vllm/publisher.py Staging.__init__: fcntl.flock()": AT_ONCE,  # of a file that nobody else sees yet
+    "engines/vllm/publisher.py remove_left_behind: fcntl.flock()": AT_ONCE,
+    "rollout/rollout.py Rollout.end: async with AsyncExitStack": Inside(ROLLOUT_END),
+    "rollout/rollout.py Rollout.end: await asyncio.wait": Inside(ROLLOUT_END),
+    "rollout/runner.py Runner._change: await self._changed.wait": Inside(GROUPS),
+    "rollout/runner.py Runner._group: async with asyncio.TaskGroup": Inside("its workflow"),
+    "rollout/runner.py Runner._group: episode.result()": AT_ONCE,
+    "rollout/runner.py Runner._group: greedy.result()": AT_ONCE,
+    "rollout/runner.py Runner.evaluate.one: async with places": Inside(EVALUATION),
+    "rollout/runner.py Runner.evaluate: async with asyncio.TaskGroup": Inside(EVALUATION),
+    "rollout/runner.py Runner.evaluate: episode.result()": AT_ONCE,
+    "rollout/runner.py Runner.run: async with asyncio.TaskGroup": Inside("its workflow"),
+    "agents/tools/schemas.py _ended: process.communicate()": AT_ONCE,
+    "agents/tools/terminal.py Folder.run: async with self._turn": Inside(SANDBOX),
+    "agents/tools/terminal.py Terminal.score: await asyncio.gather": Inside(SANDBOX),
+    "agents/tools/tools.py FunctionTool.call: await result": Inside(TOOL),
+    "agents/tools/tools.py FunctionTool.call: await self.function": Inside(TOOL),
+    "agents/tools/tools.py Toolbox.setup: async with self._starting": Inside(MCP),
+    "agents/verifiers_environment.py verifiers_agent: async with AsyncOpenAI": Inside(AGENT),
+    "agents/verifiers_environment.py verifiers_agent: await _environment().run_rollout": Inside(AGENT),
+    "engines/vllm/direct.py Calls.finish_weight_update: self._begin().result()": Inside(SENT),
+    "engines/vllm/direct.py Calls.init_weight_transfer_engine: self._begin().result()": Inside(SENT),
+    "engines/vllm/direct.py Calls.start_weight_update: self._begin().result()": Inside(SENT),
+    "engines/vllm/direct.py Calls.update_weights: self._begin().result()": Inside(SENT),
+    "engines/vllm/direct.py Direct._meet_by_nccl: joining.result()": Inside(SENT),
+    "engines/vllm/engine.py VLLMEngine._explaining: await call": Inside(SERVER),
+    "agents/chat/renderer.py ServerRenderer._any: await ask": Inside(SERVER),
+    "engines/vllm/scorer.py ServerScorer._clients: async with AsyncExitStack": AT_ONCE,
+    "engines/vllm/scorer.py ServerScorer._look: async with self._clients": AT_ONCE,
+    "engines/vllm/scorer.py ServerScorer._score.score: async with free": Inside(SERVER),  # of those that are asked already
+    "engines/vllm/scorer.py ServerScorer._score: async with self._clients": AT_ONCE,
+    "engines/vllm/server.py Server.stop: self.process.wait()": Bounded("STOP_SECONDS"),
+    "engines/vllm/supervisor.py Supervisor._compare: await asyncio.gather": Inside(SERVER),
+    "engines/vllm/supervisor.py Supervisor._look: await asyncio.gather": Inside(SERVER),
+    "engines/vllm/supervisor.py Supervisor.hurry: self._watching.result()": AT_ONCE,
+    "engines/vllm/supervisor.py Supervisor.unless_lost: await asyncio.wait": Inside(SERVER),
+    "engines/vllm/supervisor.py Supervisor.unless_lost: task.result()": AT_ONCE,
+    "engines/vllm/supervisor.py ended: await asyncio.wait": AT_ONCE,
+    "run/run_dir.py _lock: fcntl.flock()": AT_ONCE,
+    "sandbox/pool.py Sandbox._ask: await asyncio.open_connection": AT_ONCE,
+    "sandbox/pool.py Sandbox._ready: async with self._starting": Inside("the sandbox to start"),
+    "sandbox/pool.py _Forker.gone: self.control.recv()": AT_ONCE,
+    "sandbox/pool.py _first_line: await asyncio.get_running_loop().sock_recv": Inside("the sandbox to start"),
+    "serve.py Service.close: await asyncio.gather": AT_ONCE,  # the sessions were closed before
+    "serve.py serve.until_interrupted: await asyncio.Event().wait": OURS_TO_END,  # no run: it serves until Ctrl-C
+    "runtime/waits.py _watch: ended.wait()": OURS_TO_END,
+    "runtime/waits.py moved: _moves.get()": AT_ONCE,
+    "runtime/waits.py on_behalf_of: _moves.get()": AT_ONCE,
+    "runtime/waits.py whose: _whose.get()": AT_ONCE,
+    "runtime/waits.py watching: thread.join()": AT_ONCE,
+    "engines/vllm/client.py VLLMClient.is_open: async with session": AT_ONCE,
+    "engines/vllm/connections.py exchange: async with places": Inside("the vLLM server at {} to answer {}"),
+    "engines/vllm/connections.py exchange: async with session.request": Inside("the vLLM server at {} to answer {}"),
+    "engines/vllm/connections.py exchange: await answer.text": Inside("the vLLM server at {} to answer {}"),
+    "engines/vllm/connections.py exchange: await asyncio.sleep": Inside("the vLLM server at {} to answer {}"),
+    "engines/vllm/gate.py Gate.__call__: await self.app": OURS_TO_END,  # in the server's own process
+}
+
+
+def test_every_wait_has_a_name_or_a_reason_not_to_need_one() -> None:
+    found = {str(place) for place in blocking.unnamed()}
+    assert sorted(found - ALLOWED.keys()) == [], "name them: with waiting(who, what): …"
+    assert sorted(ALLOWED.keys() - found) == [], "these are there no more"
+
+
+def test_the_reasons_hold() -> None:
+    names = blocking.names()
+    for place, reason in ALLOWED.items():
+        if isinstance(reason, Inside):
+            assert reason.name in names, place
+        elif isinstance(reason, Bounded):
+            module = place.split()[0].removesuffix(".py").replace("/", ".")
+            assert 0 < getattr(import_module(f"areal_x.{module}"), reason.constant) <= 120, place
+
+
+def test_the_documentation_lists_every_name() -> None:
+    text = Path("docs/monitoring.md").read_text(encoding="utf-8").partition("## When nothing moves")[2].partition("\n## ")[0]
+    plain = re.sub(r"\b(N|NAME|URL|PATH)\b", "{}", text)
+    assert [name for name in blocking.names() if name not in plain] == []
+
+
+def test_of_every_name_there_is_a_stall() -> None:
+    assert set(blocking.names()) == set(STALLS)
+
+
+@pytest.mark.parametrize("name", sorted(STALLS))
+def test_a_stall_is_named_and_its_end_is_seen(name: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    stall = Stall(tmp_path, name, request)
+    with watching(stall.heard.put, tmp_path, silence_seconds=SILENCE):
+        asyncio.run(asyncio.wait_for(STALLS[name](stall), 300))
+    assert stall.named

@@ -1,0 +1,129 @@
+"""Predictions against what can be computed by hand, and the command from a run's directory to its sentence."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from areal_x import plan
+from areal_x.monitor.metrics import MetricsWriter
+from areal_x.run.journal import Journal
+from areal_x.simulation import FakeEngine, FakeTrainer, Speed, fixed, simulate
+from areal_x.simulation.planning import Choice, Predicted, Profile, best, choices, described, predict, search
+
+# 16 tokens in steps of 1/8 s; a batch of 2 x 4 sequences of 16 + 8 tokens trains in 3 s on one accelerator.
+PROFILE = Profile(0.125, 0.0, np.inf, 1 / 64, 0.5, 0.25, np.full(5, 16, np.int32), 8, 8)
+CHOICE = Choice(1, 1, max_staleness=0, window=1, concurrency=8, groups_per_step=2, group_size=4)
+
+
+def test_without_staleness_a_step_is_the_sum_of_its_parts():
+    predicted = predict(PROFILE, CHOICE)
+    assert predicted.step_seconds == 2 + 3 + 0.5 + 0.25
+    assert predicted.trainer_idle == 2 / 5.75
+    assert predicted.generation_idle == 1 - 2 / 5.75
+    assert (predicted.staleness_mean, predicted.staleness_max) == (0, 0)
+    assert predicted.tokens_per_second == 2 * 4 * 16 / 5.75
+
+
+def test_with_staleness_a_step_is_the_longer_of_its_parts():
+    assert predict(PROFILE, replace(CHOICE, max_staleness=2)).step_seconds == 3 + 0.5 + 0.25
+    quick = predict(replace(PROFILE, train_token_seconds=1 / 1024, publish_seconds=0.0), replace(CHOICE, max_staleness=2))
+    assert quick.step_seconds == pytest.approx(2.25, abs=0.25)
+
+
+def test_twice_the_accelerators_halve_what_they_do():
+    assert predict(PROFILE, replace(CHOICE, training=2)).step_seconds == 2 + 1.5 + 0.75
+    halved = replace(PROFILE, decode_step_seconds=0.0, decode_request_seconds=0.125 / 8)
+    assert predict(halved, replace(CHOICE, generation=2)).step_seconds == 1 + 3 + 0.75
+
+
+def test_the_splits_leave_each_side_one_and_are_not_many():
+    assert [(c.generation, c.training) for c in choices(3, CHOICE)] == [(1, 2), (2, 1)]
+    assert [c.generation for c in choices(64, CHOICE)] == [8, 16, 24, 32, 40, 48, 56]
+
+
+def test_the_best_is_the_least_stale_of_those_that_are_nearly_as_fast():
+    def made(seconds, staleness):
+        return Predicted(CHOICE, seconds, 0.0, 0.0, staleness, 1, 1.0)
+
+    assert best([made(10.0, 4.0), made(10.1, 2.0), made(11.0, 0.0)]).step_seconds == 10.1
+
+
+def test_the_search_finds_the_split_at_which_both_sides_are_busy():
+    # A step is 128 new tokens; an accelerator generates 16 a second alone, and trains on them in 24 s: 1 to 3 in balance.
+    profile = replace(PROFILE, decode_step_seconds=0.0, decode_request_seconds=1 / 16, train_token_seconds=1 / 8)
+    profile = replace(profile, publish_seconds=0.0, swap_seconds=0.0)
+    found = search(profile, 4, CHOICE)
+    assert (best(found).choice.generation, best(found).choice.training) == (1, 3)
+    assert best(found).choice.max_staleness > 0
+    assert [p.step_seconds for p in found] == sorted(p.step_seconds for p in found)
+
+
+def test_sizes_become_seconds_by_the_arithmetic_of_the_roofline():
+    profile = described(
+        1e9, flops=1e14, bandwidth=1e12, mean_length=100, most=400, prompt_tokens=8, concurrency=8, efficiency=0.5
+    )
+    assert profile.decode_step_seconds == 2e9 / 0.5e12
+    assert 1 / profile.prefill == profile.decode_request_seconds == 2e9 / 0.5e14
+    assert profile.train_token_seconds == 8e9 / 0.5e14
+    assert profile.lengths.max() == 400
+    assert 85 < profile.lengths.mean() <= 102  # the mean before the cut is 100
+
+
+def recorded(run, steps=8, **ring):
+    """The directory that a simulated run leaves, as a real one does."""
+    run.mkdir(parents=True)
+    settings = {"groups_per_step": 2, "group_size": 4, "max_staleness": 0} | ring
+    engine = FakeEngine(Speed(np.inf, lambda n: 8.0 * n, 0.25), concurrency=8, length=fixed(16))
+    with Journal(run) as journal, MetricsWriter(run) as metrics:
+        for row in simulate(engine, FakeTrainer(3.0, 0.5), steps=steps, recorder=journal, **settings):
+            metrics.write(row | {"logprob_seconds": 0.0, "publish_seconds": row["publish_seconds"]})
+    (run / "config.gin").write_text(
+        "import examples.arithmetic.task\ntrain.dataset = @arithmetic.problems()\ntrain.workflow = @single_turn()\n"
+        "single_turn.reward = @arithmetic.verify\ntrain.engine = 'embedded'\nembedded.slots = 8\n"
+        + "".join(f"train.{name} = {value}\n" for name, value in settings.items())
+    )
+    return run
+
+
+def test_a_runs_measurements_give_the_run_again(tmp_path):
+    ran, profile = plan.from_run(recorded(tmp_path / "run"))
+    assert ran == CHOICE
+    assert profile.lengths.tolist() == [16] * len(profile.lengths)
+    assert profile.prompt_tokens == 100
+    assert profile.train_token_seconds == pytest.approx(3 / (8 * 116))
+    assert predict(profile, ran).step_seconds == pytest.approx(2 + 3 + 0.5 + 0.25, rel=0.02)
+
+
+def test_the_command_says_what_to_bind_and_draws_it(tmp_path, capsys):
+    run = recorded(tmp_path / "run")
+    picture = tmp_path / "plan.png"
+    assert plan.main([str(run / "config.gin"), "--from", str(run), "--accelerators", "4", "--plot", str(picture)]) == 0
+    said = capsys.readouterr().out
+    assert "recommended (the least staleness within 2 % of the fastest): " in said
+    assert "embedded.slots = " in said
+    assert picture.stat().st_size > 10_000
+
+
+@pytest.mark.parametrize(
+    "arguments, sentence",
+    [
+        (["--accelerators", "1"], "error: --accelerators = 1 cannot work: it must be at least 2: one that generates and one"),
+        (["--accelerators", "4"], "error: nothing says how fast things are: give --from RUN, or also --parameters, --flops"),
+        (
+            ["--accelerators", "4", "--from", "nowhere"],
+            "error: --from nowhere has 0 steps to learn from: give the directory of",
+        ),
+        (
+            ["--accelerators", "4", "--parameters", "-1", "--flops", "1", "--bandwidth", "1", "--mean-length", "9"],
+            "error: --parameters = -1.0 cannot work: it must be greater than 0",
+        ),
+    ],
+)
+def test_a_mistake_is_one_sentence(tmp_path, capsys, arguments, sentence):
+    file = tmp_path / "run.gin"
+    file.write_text("train.engine = 'vllm'\n")
+    assert plan.main([str(file), *arguments]) == 1
+    said = capsys.readouterr().err
+    assert sentence in said
+    assert said.count("\n") == 1
