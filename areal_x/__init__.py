@@ -1,6 +1,8 @@
-"""AReaL-X: asynchronous reinforcement learning of language models, written once for JAX and PyTorch.
+"""AReaL-X: asynchronous reinforcement learning of language models, written once for JAX and
+PyTorch.
 
-The whole system is the ring in `areal_x.experiment`. Importing this package loads neither torch, jax nor vllm.
+The whole system is the ring in `areal_x.experiment`. Importing this package loads neither torch,
+jax nor vllm.
 """
 
 from areal_x.runtime import cores

@@ -3,9 +3,10 @@
     python -m areal_x.check examples/arithmetic/grpo.gin
     python -m areal_x.check examples/arithmetic/grpo.gin -b "train.backend = 'torch'" -b "train.engine = 'vllm'"
 
-The file and -b are read as areal_x.train reads them. Each line is one finding: what was looked at and how it is, or what is
-wrong, why, and what to set. No weights are read and no server is started. A model that a function makes is made, as the run
-would, once all that does not depend on it is well. The exit status is 0 without a problem, else 1.
+The file and -b are read as areal_x.train reads them. Each line is one finding: what was looked at
+and how it is, or what is wrong, why, and what to set. No weights are read and no server is started.
+A model that a function makes is made, as the run would, once all that does not depend on it is
+well. The exit status is 0 without a problem, else 1.
 """
 
 from __future__ import annotations
@@ -52,7 +53,8 @@ def show(config: Config) -> int:
 
 
 def findings(config: Config) -> Iterator[Finding]:
-    """One after the other, cheap ones first; what depends on something that is not well is left out."""
+    """One after the other, cheap ones first; what depends on something that is not well is left
+    out."""
     problems: list[str] = []
     made: dict[str, Any] = {}
 
@@ -78,7 +80,11 @@ def findings(config: Config) -> Iterator[Finding]:
                 return data.readable(f"train.{name}", tasks[name])
 
             yield look(name, read)
-    found = look("settings", lambda: build(config, tasks), lambda e: f"{e.algorithm.name}, {e.backend}, {e.engine}")
+    found = look(
+        "settings",
+        lambda: build(config, tasks),
+        lambda e: f"{e.algorithm.name}, {e.backend}, {e.engine}",
+    )
     yield found
     if not found.ok:
         return
@@ -93,9 +99,17 @@ def findings(config: Config) -> Iterator[Finding]:
         yield look("servers", lambda: servers.generate(experiment.vllm))
     path = experiment.trainer.model.path
     if callable(path) and problems:
-        yield Finding(False, "model", f"not made by {path.__qualname__} while there are problems: mend those and look again")
+        yield Finding(
+            False,
+            "model",
+            f"not made by {path.__qualname__} while there are problems: mend those and look again",
+        )
         return
-    yield look("model", lambda: models.find(path), lambda m: f"{m.directory}, {m.parameters / 1e6:.4g} million parameters")
+    yield look(
+        "model",
+        lambda: models.find(path),
+        lambda m: f"{m.directory}, {m.parameters / 1e6:.4g} million parameters",
+    )
     if "model" in made:
         yield from of_model(experiment, made["model"], tasks["dataset"], look)
 
@@ -110,7 +124,9 @@ def of_model(
     def mesh() -> str:
         devices.append(of_backend(experiment, model))
         (found,) = devices
-        return f"{found.count} × {found.kind}" + (f" of {places.gb(found.memory)}" if found.memory else "")
+        return f"{found.count} × {found.kind}" + (
+            f" of {places.gb(found.memory)}" if found.memory else ""
+        )
 
     def tokenizer() -> str:
         tokenizers.append(load_tokenizer(model.directory))
@@ -121,7 +137,12 @@ def of_model(
         yield look("memory", lambda: memory.enough(experiment, model, devices[0]))
     yield look("disk", lambda: places.room(experiment, model))
     if experiment.engine == "vllm" and experiment.vllm.transport == "files":
-        yield look("staging", lambda: places.staging(experiment, model, on_cpu=bool(devices) and devices[0].kind == "cpu"))
+        yield look(
+            "staging",
+            lambda: places.staging(
+                experiment, model, on_cpu=bool(devices) and devices[0].kind == "cpu"
+            ),
+        )
     yield look("tokenizer", tokenizer)
     if tokenizers and models.others(experiment):
         yield look("other models", lambda: models.beside(experiment, model, tokenizers[0]))
@@ -132,7 +153,9 @@ def of_model(
 
 
 def trained(experiment: Experiment, tasks: Sequence[Task]) -> str:
-    return algorithm.trains(experiment.algorithm, experiment.backend, experiment.group_size, tasks[:3])
+    return algorithm.trains(
+        experiment.algorithm, experiment.backend, experiment.group_size, tasks[:3]
+    )
 
 
 def build(config: Config, tasks: dict[str, Sequence[Task]]) -> Experiment:
@@ -144,14 +167,19 @@ def build(config: Config, tasks: dict[str, Sequence[Task]]) -> Experiment:
 
 
 def of_backend(experiment: Experiment, model: models.Model) -> Devices:
-    """Raises: UserError for what the backend would refuse in this config, this model and these devices."""
+    """Raises: UserError for what the backend would refuse in this config, this model and these
+    devices."""
     check_head(model.directory, experiment.algorithm.head)
     path, head = replace_path(experiment.trainer.model, model), experiment.algorithm.head
-    settings = replace(experiment.trainer, model=path, head=head, share_prompts=experiment.share_prompts)
+    settings = replace(
+        experiment.trainer, model=path, head=head, share_prompts=experiment.share_prompts
+    )
     settings = replace(settings, row_length=experiment.row_length)
     module = find_backend(experiment.backend).load()
     if not hasattr(module, "check"):
-        raise UserError(f"the {experiment.backend} backend offers no check of its devices: start the run to see")
+        raise UserError(
+            f"the {experiment.backend} backend offers no check of its devices: start the run to see"
+        )
     found: Devices = module.check(settings)
     return found
 

@@ -9,16 +9,21 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-LONGEST = 100  # characters of a word that is compared with others: it may be a model's, and the time grows with their product
+# characters of a word that is compared with others: it may be a model's, and the time grows with
+# their product
+LONGEST = 100
 
 
 # Found when this is imported: a process that is out of file descriptors still says where it failed.
-INSTALLED = tuple(Path(sysconfig.get_path(name)) for name in ("stdlib", "platstdlib", "purelib", "platlib"))
+INSTALLED = tuple(
+    Path(sysconfig.get_path(name)) for name in ("stdlib", "platstdlib", "purelib", "platlib")
+)
 TRACEBACK = 4000  # characters that are kept of one: the innermost frames and the message
 
 
 class UserError(Exception):
-    """A mistake that the reader of the message can mend: shown as one sentence, without a traceback."""
+    """A mistake that the reader of the message can mend: shown as one sentence, without a
+    traceback."""
 
 
 class ConfigError(UserError, ValueError):
@@ -30,11 +35,13 @@ class ConfigError(UserError, ValueError):
 
 
 class EngineError(RuntimeError):
-    """The engine itself cannot go on (a server died, a program failed): ends the run with this sentence."""
+    """The engine itself cannot go on (a server died, a program failed): ends the run with this
+    sentence."""
 
 
 class TaskError(UserError):
-    """A task that this run cannot do, as its prompt is too long: fails its episodes, where another UserError ends the run."""
+    """A task that this run cannot do, as its prompt is too long: fails its episodes, where another
+    UserError ends the run."""
 
 
 def positive(binding: str, value: float) -> None:
@@ -54,7 +61,9 @@ def within(binding: str, value: float, low: float, high: float) -> None:
 
 def one_of(binding: str, value: str, choices: Sequence[str]) -> None:
     if value not in choices:
-        raise ConfigError(binding, value, f"one of {', '.join(map(repr, choices))}{nearest(value, choices)}")
+        raise ConfigError(
+            binding, value, f"one of {', '.join(map(repr, choices))}{nearest(value, choices)}"
+        )
 
 
 def nearest(word: str, choices: Sequence[str]) -> str:
@@ -64,14 +73,18 @@ def nearest(word: str, choices: Sequence[str]) -> str:
 
 
 def sentence(error: BaseException) -> str:
-    """The message without the trail of configurables that gin appends to whatever passes through them."""
+    """The message without the trail of configurables that gin appends to whatever passes through
+    them."""
     return str(error).split("\n  In call to configurable")[0]
 
 
 def place_of(error: BaseException) -> str:
-    """ "FILE:LINE in FUNCTION" of the innermost frame of a user's own code, "" where the error passed through none: frames of
-    this project, of its backends, of installed packages and of Python itself do not count."""
-    own = [frame for frame in traceback.extract_tb(error.__traceback__) if _is_users(frame.filename)]
+    """ "FILE:LINE in FUNCTION" of the innermost frame of a user's own code, "" where the error
+    passed through none: frames of this project, of its backends, of installed packages and of
+    Python itself do not count."""
+    own = [
+        frame for frame in traceback.extract_tb(error.__traceback__) if _is_users(frame.filename)
+    ]
     if not own:
         return ""
     file = Path(own[-1].filename)
@@ -94,9 +107,17 @@ def traceback_of(error: BaseException, most: int = TRACEBACK) -> str:
 def _is_users(filename: str) -> bool:
     file = Path(filename)
     ours = {"site-packages", "dist-packages", "areal_x_jax", "areal_x_torch"} & set(file.parts)
-    return not (filename.startswith("<frozen") or ours or any(map(file.is_relative_to, (*INSTALLED, Path(__file__).parent))))
+    return not (
+        filename.startswith("<frozen")
+        or ours
+        or any(map(file.is_relative_to, (*INSTALLED, Path(__file__).parent)))
+    )
 
 
 def printable(text: str) -> str:
-    """The text for a terminal: whoever wrote it (an agent, a model, a program) may have put the terminal's commands into it."""
-    return "".join(letter if letter.isprintable() or letter in "\n\t" else "\N{REPLACEMENT CHARACTER}" for letter in text)
+    """The text for a terminal: whoever wrote it (an agent, a model, a program) may have put the
+    terminal's commands into it."""
+    return "".join(
+        letter if letter.isprintable() or letter in "\n\t" else "\N{REPLACEMENT CHARACTER}"
+        for letter in text
+    )

@@ -5,9 +5,10 @@
                          │ weights                                            ▼
                       trainer ◀── packed rows ◀── advantages, weights (host, numpy)
 
-The rollout runs on its own thread and never waits for the trainer but where the queue's bound on staleness says so; everything
-below runs on the caller's thread, one line after the other. Of several processes that train one model the first runs the ring,
-and the others follow its trainers' calls (areal_x.cluster.ranks).
+The rollout runs on its own thread and never waits for the trainer but where the queue's bound on
+staleness says so; everything below runs on the caller's thread, one line after the other. Of
+several processes that train one model the first runs the ring, and the others follow its trainers'
+calls (areal_x.cluster.ranks).
 """
 
 from __future__ import annotations
@@ -35,7 +36,15 @@ from areal_x.errors import UserError
 from areal_x.hf.model_dir import resolve
 from areal_x.hf.tokenizer import check_vocabulary, load_tokenizer
 from areal_x.monitor.display import Display
-from areal_x.monitor.measures import Stopwatch, describe, explained, judge, rates, save_groups, saved_tokens
+from areal_x.monitor.measures import (
+    Stopwatch,
+    describe,
+    explained,
+    judge,
+    rates,
+    save_groups,
+    saved_tokens,
+)
 from areal_x.monitor.metrics import MetricsWriter, read
 from areal_x.monitor.plot import PLOT, drawn
 from areal_x.monitor.timeline_plot import PICTURE
@@ -65,9 +74,11 @@ PATIENCE = 3  # steps in a row that may be skipped as their loss or gradient is 
 
 @dataclass(frozen=True)
 class Turn:
-    """One turn of the ring: the metrics it wrote, the groups it consumed and the batches it trained on, one an optimizer step.
+    """One turn of the ring: the metrics it wrote, the groups it consumed and the batches it trained
+    on, one an optimizer step.
 
-    The turn before the first step (the evaluation of the initial model) has neither groups nor batches.
+    The turn before the first step (the evaluation of the initial model) has neither groups nor
+    batches.
     """
 
     metrics: dict[str, float]
@@ -98,8 +109,9 @@ class Experiment(Settings):
     def run(self, resume: bool | str = False) -> Result:
         """Trains to the last step with a live display, and leaves a plot in the run's directory.
 
-        resume: goes on from the newest checkpoint; "auto" goes on where the run is, and begins where it is not.
-        Of several processes each calls it; in all but the first it returns, without metrics, when the first has ended.
+        resume: goes on from the newest checkpoint; "auto" goes on where the run is, and begins
+        where it is not. Of several processes each calls it; in all but the first it returns,
+        without metrics, when the first has ended.
         """
         joined = self.join()
         if isinstance(joined, Follower):
@@ -121,12 +133,16 @@ class Experiment(Settings):
         return Result(run, read(run))
 
     def plan(self) -> None:
-        """Builds what needs no process and no device: the dataset and the workflow are there, the model can be found."""
+        """Builds what needs no process and no device: the dataset and the workflow are there, the
+        model can be found."""
         if not callable(self.trainer.model.path):
-            computed_by(self.workflow, self.backend).setup(load_tokenizer(resolve(self.trainer.model.path)))
+            computed_by(self.workflow, self.backend).setup(
+                load_tokenizer(resolve(self.trainer.model.path))
+            )
 
     def open(self, resume: bool = False) -> Path:
-        """The run's directory, which this process then writes to alone. Raises: UserError when its name is taken or unknown."""
+        """The run's directory, which this process then writes to alone. Raises: UserError when its
+        name is taken or unknown."""
         joined = self.join()  # before anything looks at a device
         name = resuming.named(Path(self.runs), self.name, resume)  # before models are loaded
         if self.engine == "vllm":
@@ -137,15 +153,23 @@ class Experiment(Settings):
         return run
 
     @noted_in_each
-    def turns(self, run: Path, resume: bool = False, message: Callable[[str], None] = print) -> Iterator[Turn]:
-        """The ring, one turn at a time: for a notebook that wants to look, or stop, between two steps."""
+    def turns(
+        self, run: Path, resume: bool = False, message: Callable[[str], None] = print
+    ) -> Iterator[Turn]:
+        """The ring, one turn at a time: for a notebook that wants to look, or stop, between two
+        steps."""
 
         # ---- what the ring consists of
-        began = resuming.start(run, self.dataset, self.seed, message) if resume else resuming.BEGINNING
+        began = (
+            resuming.start(run, self.dataset, self.seed, message) if resume else resuming.BEGINNING
+        )
         directory = self.find(self.trainer.model.path)
         tokenizer = load_tokenizer(directory)
         workflow = computed_by(self.workflow, self.backend).setup(tokenizer)
-        evaluation = self.evaluation and computed_by(self.evaluation, self.backend).setup(tokenizer).greedy()  # None: its own
+        # None: its own
+        evaluation = (
+            self.evaluation and computed_by(self.evaluation, self.backend).setup(tokenizer).greedy()
+        )
         models = self.create_models(directory, workflow)
         learned_by = self.losses()
         joined = self.join()
@@ -160,7 +184,9 @@ class Experiment(Settings):
 
         with (
             Journal(run, self.journal.keep_steps) as journal,
-            self.create_rollout(engine, workflow, evaluation, journal, tokenizer, message) as rollout,
+            self.create_rollout(
+                engine, workflow, evaluation, journal, tokenizer, message
+            ) as rollout,
             MetricsWriter(run, self.trackers(run), resumed_at=step if resume else None) as metrics,
             checkpoint.Saver(run, self.keep_checkpoints, message) as saver,
             timeline.recording(run) as spans,
@@ -168,7 +194,9 @@ class Experiment(Settings):
             self.create_threads(trainer) as threads,
             short_collections(),
         ):
-            rollout.start(began.rollout(journal, self.stream, self.groups_per_step, self.deterministic))
+            rollout.start(
+                began.rollout(journal, self.stream, self.groups_per_step, self.deterministic)
+            )
             rollout.publish(trainer, step)
             if not resume:
                 row = {"step": 0, **self.evaluate(rollout, models)}
@@ -182,7 +210,14 @@ class Experiment(Settings):
                 watch.lap("wait_seconds")
                 computing = threads.before(watch.total / seconds)
                 ages = staleness(groups, step)
-                how = self.algorithm, self.row_length, models, step, self.minibatches, self.share_prompts
+                how = (
+                    self.algorithm,
+                    self.row_length,
+                    models,
+                    step,
+                    self.minibatches,
+                    self.share_prompts,
+                )
                 with waiting("the run", f"the trainer's step {step + 1}"):
                     batches = make_batches(groups, *how)
                     watch.lap("logprob_seconds")
@@ -192,7 +227,8 @@ class Experiment(Settings):
                 if skipped == PATIENCE:
                     file = save_groups(run / "not_finite.jsonl", groups)
                     raise UserError(
-                        f"{PATIENCE} steps in a row had a loss or gradient that is not finite: see the last in {file}"
+                        f"{PATIENCE} steps in a row had a loss or gradient that is not finite: see"
+                        f" the last in {file}"
                     )
                 watch.lap("update_seconds")
                 step += 1
@@ -201,10 +237,18 @@ class Experiment(Settings):
 
                 # ---- what it did
                 seconds = watch.total
-                row = {"step": step, **describe(groups, ages, batches), **learned, **watch.laps, "seconds": seconds}
+                row = {
+                    "step": step,
+                    **describe(groups, ages, batches),
+                    **learned,
+                    **watch.laps,
+                    "seconds": seconds,
+                }
                 if computing is not None:
                     row["threads"] = computing
-                    threads.after(row["logprob_seconds"] + row["update_seconds"], row["packed_tokens"])
+                    threads.after(
+                        row["logprob_seconds"] + row["update_seconds"], row["packed_tokens"]
+                    )
                 if self.share_prompts:
                     row["saved_tokens"] = saved_tokens(groups, batches)
                 row |= rates(row, before, rollout.stats(), published)
@@ -216,7 +260,11 @@ class Experiment(Settings):
                 if self.is_due(self.checkpoint_every, step):
                     with timeline.span("checkpoint", step=step):
                         journal.sync()  # what the checkpoint was made of
-                        saver.save(step, models.save, {"rollout": rollout.state(), "drawn_from": drawn_from})
+                        saver.save(
+                            step,
+                            models.save,
+                            {"rollout": rollout.state(), "drawn_from": drawn_from},
+                        )
                         journal.prune(min(checkpoint.steps(run), default=0), step)
                     spans.write(run)
                 yield Turn(row, groups, batches)
@@ -245,18 +293,22 @@ class Experiment(Settings):
         """What the trainers minimise, by their names in Models."""
         # What is only written was drawn by no policy that there could be a gap to.
         watched = (losses.policy_gap, mismatch.ByLag(self.lags())) if self.engine != "none" else ()
-        of_critic = {} if self.algorithm.value_loss is None else {"critic": self.algorithm.value_loss}
+        of_critic = (
+            {} if self.algorithm.value_loss is None else {"critic": self.algorithm.value_loss}
+        )
         return {"policy": losses.combine(self.algorithm.step_loss(), *watched), **of_critic}
 
     def lags(self) -> int:
         """How many ages, in versions, the metrics of the mismatch tell apart."""
-        most = (self.max_staleness + 1) * self.groups_per_step + self.window - 2  # groups, the queue's bound
+        # groups, the queue's bound
+        most = (self.max_staleness + 1) * self.groups_per_step + self.window - 2
         oldest = most // self.groups_per_step
         return min(oldest + 1, mismatch.MOST_LAGS)
 
     def learn(self, batches: Sequence[Batch], models: Models, loss: Loss) -> dict[str, float]:
-        """An optimizer step on each batch, of the policy and of the critic, and the means of what they said; skipped and
-        critic/skipped are how many of them changed nothing, as their loss or gradient was not finite."""
+        """An optimizer step on each batch, of the policy and of the critic, and the means of what
+        they said; skipped and critic/skipped are how many of them changed nothing, as their loss or
+        gradient was not finite."""
         said = []
         for batch in batches:
             check()
@@ -266,20 +318,36 @@ class Experiment(Settings):
                 row |= {f"critic/{name}": x for name, x in learned.items()} | explained(batch)
             said.append(row)
         # The first batch is the one that the policy from before the step has read.
-        means = {name: float(np.mean([row[name] for row in said if name in row])) for name in said[0] | said[-1]}
-        means = {name: x for name, x in means.items() if not name.startswith(mismatch.PREFIX)} | mismatch.by_lag(said[0])
-        return means | {name: sum(row[name] for row in said) for name in ("skipped", "critic/skipped") if name in means}
+        means = {
+            name: float(np.mean([row[name] for row in said if name in row]))
+            for name in said[0] | said[-1]
+        }
+        means = {
+            name: x for name, x in means.items() if not name.startswith(mismatch.PREFIX)
+        } | mismatch.by_lag(said[0])
+        return means | {
+            name: sum(row[name] for row in said)
+            for name in ("skipped", "critic/skipped")
+            if name in means
+        }
 
     def evaluate(self, rollout: Rollout, models: Models) -> dict[str, float]:
-        """The mean reward of greedy answers to the held-out tasks, under the weights that were published last; without an
-        engine, what the loss says of what is written there."""
+        """The mean reward of greedy answers to the held-out tasks, under the weights that were
+        published last; without an engine, what the loss says of what is written there."""
         if not self.held_out:
             return {}
         with timeline.span("evaluate", tasks=len(self.held_out)):
             episodes = rollout.evaluate(self.held_out)
-        groups = [Group(task, i, 0, (episode,)) for i, (task, episode) in enumerate(zip(self.held_out, episodes, strict=True))]
+        groups = [
+            Group(task, i, 0, (episode,))
+            for i, (task, episode) in enumerate(zip(self.held_out, episodes, strict=True))
+        ]
         rewards = [reward for group in groups for reward in group.rewards]
-        failed = {"evaluation_failed": float(len(groups) - len(rewards))} if len(rewards) < len(groups) else {}
+        failed = (
+            {"evaluation_failed": float(len(groups) - len(rewards))}
+            if len(rewards) < len(groups)
+            else {}
+        )
         if not rewards:
             return failed
         if self.engine != "none":
@@ -291,14 +359,18 @@ class Experiment(Settings):
         return step == self.steps or (every > 0 and step % every == 0)
 
     def scoring_urls(self) -> tuple[str, ...]:
-        """Of the servers that score in the place of a reference or a teacher, where the algorithm needs one and has servers."""
-        name = next((name for name in ("teacher", "reference") if name in self.algorithm.needs), None)
+        """Of the servers that score in the place of a reference or a teacher, where the algorithm
+        needs one and has servers."""
+        name = next(
+            (name for name in ("teacher", "reference") if name in self.algorithm.needs), None
+        )
         return () if name is None else server_urls(f"train.{name}", getattr(self, name))
 
     def create_models(self, directory: Path, workflow: Workflow) -> Models:
         """The trainer, and what else the algorithm needs.
 
-        The policy is the model at the temperature it is sampled at, so that both sides speak of one distribution.
+        The policy is the model at the temperature it is sampled at, so that both sides speak of one
+        distribution.
         """
         temperature = self.temperature(workflow)
         config = replace(self.trainer, temperature=temperature, share_prompts=self.share_prompts)
@@ -309,7 +381,8 @@ class Experiment(Settings):
             model = replace(config.model, path=str(path))
             return create_trainer(self.backend, replace(config, model=model, **changes))
 
-        others: dict[str, Any] = {"replay_experts": False}  # another model would have chosen other experts
+        # another model would have chosen other experts
+        others: dict[str, Any] = {"replay_experts": False}
         reference: Scorer | None = None
         critic = None
         if needs & {"reference", "teacher"}:
@@ -334,14 +407,23 @@ class Experiment(Settings):
         return Models(trainer(directory, **asked), reference, critic)
 
     def create_threads(self, trainer: Trainer) -> cores.Threads:
-        """Sets how many threads a step is computed with, where a CPU is shared with what generates meanwhile."""
+        """Sets how many threads a step is computed with, where a CPU is shared with what generates
+        meanwhile."""
         generating = 0
         if self.deterministic:
-            return cores.Threads(trainer, 0)  # the last bits of some products depend on how many compute them
+            # the last bits of some products depend on how many compute them
+            return cores.Threads(trainer, 0)
         if self.max_staleness and self.engine == "embedded":
             generating = cores.available() // 2
-        elif self.max_staleness and self.engine == "vllm" and not self.vllm.urls and servers.is_cpu_build():
-            generating = self.vllm.servers * (self.vllm.threads or servers.default_threads(self.vllm.servers))
+        elif (
+            self.max_staleness
+            and self.engine == "vllm"
+            and not self.vllm.urls
+            and servers.is_cpu_build()
+        ):
+            generating = self.vllm.servers * (
+                self.vllm.threads or servers.default_threads(self.vllm.servers)
+            )
         return cores.Threads(trainer, generating)
 
     def temperature(self, workflow: Workflow) -> float:
@@ -373,7 +455,9 @@ class Experiment(Settings):
             greedy="greedy" in self.algorithm.needs,
             row_length=self.row_length,
             together=2 if self.algorithm.pairs else 1,
-            screen=screened(self.dataset, workflow, tokenizer, self.longest_prompt, context, message),
+            screen=screened(
+                self.dataset, workflow, tokenizer, self.longest_prompt, context, message
+            ),
             recorder=journal,
             deterministic=self.deterministic,
             message=message,
@@ -384,15 +468,24 @@ class Experiment(Settings):
         return TaskStream(self.dataset, self.seed)
 
     def create_engine(
-        self, directory: Path, trainer: Trainer, workflow: Workflow, run: Path, message: Callable[[str], None]
+        self,
+        directory: Path,
+        trainer: Trainer,
+        workflow: Workflow,
+        run: Path,
+        message: Callable[[str], None],
     ) -> Engine:
         """directory: of the model."""
         if self.engine == "none":
             return NoEngine()
         if self.engine == "embedded":
-            return EmbeddedEngine(trainer.sampler(self.embedded.slots, self.embedded.context or self.row_length))
+            return EmbeddedEngine(
+                trainer.sampler(self.embedded.slots, self.embedded.context or self.row_length)
+            )
         config = replace(self.vllm, context=self.vllm.context or self.row_length)
         experts = self.trainer.replay_experts
         # Servers score a prompt at temperature 1, and record experts only of what they sample.
         says = None if experts or self.temperature(workflow) != 1 else trainer
-        return VLLMEngine(config, directory, run / "logs", message, self.trainer.lora, experts, says)
+        return VLLMEngine(
+            config, directory, run / "logs", message, self.trainer.lora, experts, says
+        )

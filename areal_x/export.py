@@ -3,8 +3,9 @@
     python -m areal_x.export runs/arithmetic-lora-1 my-model
     python -m areal_x.export runs/arithmetic-lora-1/checkpoints/50 my-model
 
-The first is a run, whose newest checkpoint is taken, a checkpoint, or a trainer's directory in it. Adapters are merged into the
-model that they were trained beside, which must still be where it was; the optimizer's state is left out.
+The first is a run, whose newest checkpoint is taken, a checkpoint, or a trainer's directory in it.
+Adapters are merged into the model that they were trained beside, which must still be where it was;
+the optimizer's state is left out.
 """
 
 from __future__ import annotations
@@ -25,7 +26,9 @@ from areal_x.run import checkpoint
 def main(arguments: Sequence[str] | None = None) -> int:
     """The exit status: 0, or 1 after one sentence about a mistake."""
     parser = argparse.ArgumentParser(
-        prog="python -m areal_x.export", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="python -m areal_x.export",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("checkpoint", metavar="CHECKPOINT", type=Path)
     parser.add_argument("directory", metavar="DIRECTORY", type=Path)
@@ -40,10 +43,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def export(source: Path, directory: Path) -> None:
-    """Writes the model of a run, a checkpoint or a trainer's directory, one tensor in memory at a time: all of it or nothing.
+    """Writes the model of a run, a checkpoint or a trainer's directory, one tensor in memory at a
+    time: all of it or nothing.
 
-    Raises: UserError when there is no checkpoint, when something is at `directory`, or when the base of adapters is not what it
-    was."""
+    Raises: UserError when there is no checkpoint, when something is at `directory`, or when the
+    base of adapters is not what it was."""
     source = find(source)
     if directory.exists() and not (directory.is_dir() and not any(directory.iterdir())):
         raise UserError(f"{directory} exists and is not overwritten: choose another directory")
@@ -65,7 +69,10 @@ def tensors_of(source: Path) -> Iterator[tuple[str, np.ndarray]]:
     found = lora.described(source)
     base = model_dir.resolve(found["base_model_name_or_path"])
     if model_dir.read_state(source).get("base") != lora.fingerprint(base):
-        raise UserError(f"{base} is not the model that the adapters of {source} were trained beside: put that one there again")
+        raise UserError(
+            f"{base} is not the model that the adapters of {source} were trained beside: put that"
+            " one there again"
+        )
     scale = found["lora_alpha"] / found["r"]
     return lora.merged(model_dir.read_tensors(base), lora.read(source), scale)
 
@@ -81,7 +88,9 @@ def find(source: Path) -> Path:
     if (source / "trainer").is_dir():
         source = source / "trainer"
     if not (source / model_dir.STATE).is_file():
-        raise UserError(f"{source} is no run and no checkpoint: give runs/NAME or runs/NAME/checkpoints/STEP")
+        raise UserError(
+            f"{source} is no run and no checkpoint: give runs/NAME or runs/NAME/checkpoints/STEP"
+        )
     return source
 
 

@@ -1,10 +1,12 @@
-"""Says how to share out accelerators between generation and training, from what a run measured or from the sizes of things.
+"""Says how to share out accelerators between generation and training, from what a run measured or
+from the sizes of things.
 
     python -m areal_x.plan examples/arithmetic/grpo.gin --accelerators 8 --from runs/arithmetic-grpo-1
     python -m areal_x.plan FILE.gin --accelerators 64 --parameters 7e9 --flops 9.9e14 --bandwidth 3.35e12 --mean-length 3000
 
-It simulates the file's run with each split, bounds of staleness, windows and concurrencies, prints what it predicts of the
-fastest, and draws step time and idle shares over the splits. -b binds one parameter over the file's.
+It simulates the file's run with each split, bounds of staleness, windows and concurrencies, prints
+what it predicts of the fastest, and draws step time and idle shares over the splits. -b binds one
+parameter over the file's.
 """
 
 from __future__ import annotations
@@ -24,7 +26,16 @@ from areal_x.monitor.metrics import read
 from areal_x.monitor.plot import BLUE, GREY, ORANGE
 from areal_x.run import run_dir
 from areal_x.run.journal import FILE, Journal
-from areal_x.simulation.planning import STALENESS, Choice, Predicted, Profile, best, described, measured, search
+from areal_x.simulation.planning import (
+    STALENESS,
+    Choice,
+    Predicted,
+    Profile,
+    best,
+    described,
+    measured,
+    search,
+)
 from areal_x.train import fail, parser_of
 
 STEPS_READ = 20  # of a run's journal, the newest
@@ -40,7 +51,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     config: Config | None = None
     try:
         if options.accelerators < 2:
-            raise ConfigError("--accelerators", options.accelerators, "at least 2: one that generates and one that trains")
+            raise ConfigError(
+                "--accelerators",
+                options.accelerators,
+                "at least 2: one that generates and one that trains",
+            )
         ran, profile = from_run(options.recorded) if options.recorded else (None, None)
         config = load(options.file, options.bindings)
         check_early(config)
@@ -60,40 +75,78 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = parser_of("areal_x.plan", __doc__)
     parser.add_argument("file", metavar="FILE.gin", type=Path)
-    parser.add_argument("--accelerators", type=int, required=True, help="how many there are for both")
-    parser.add_argument("--from", dest="recorded", metavar="RUN", type=Path, help="a run's directory: its measurements")
+    parser.add_argument(
+        "--accelerators", type=int, required=True, help="how many there are for both"
+    )
+    parser.add_argument(
+        "--from",
+        dest="recorded",
+        metavar="RUN",
+        type=Path,
+        help="a run's directory: its measurements",
+    )
     parser.add_argument("--parameters", type=float, help="of the model")
-    parser.add_argument("--flops", type=float, help="of one accelerator, operations a second at its peak")
-    parser.add_argument("--bandwidth", type=float, help="of one accelerator's memory, bytes a second at its peak")
+    parser.add_argument(
+        "--flops", type=float, help="of one accelerator, operations a second at its peak"
+    )
+    parser.add_argument(
+        "--bandwidth", type=float, help="of one accelerator's memory, bytes a second at its peak"
+    )
     parser.add_argument("--mean-length", type=float, help="tokens of a completion on average")
-    parser.add_argument("--prompt-tokens", type=int, default=200, help="of a prompt on average (default: 200)")
-    parser.add_argument("--efficiency", type=float, default=0.4, help="share of both peaks that is reached (default: 0.4)")
-    parser.add_argument("--plot", type=Path, default=Path("plan.png"), help="where to draw (default: plan.png)")
+    parser.add_argument(
+        "--prompt-tokens", type=int, default=200, help="of a prompt on average (default: 200)"
+    )
+    parser.add_argument(
+        "--efficiency",
+        type=float,
+        default=0.4,
+        help="share of both peaks that is reached (default: 0.4)",
+    )
+    parser.add_argument(
+        "--plot", type=Path, default=Path("plan.png"), help="where to draw (default: plan.png)"
+    )
     return parser.parse_args(arguments)
 
 
 def choice_of(config: Config) -> Choice:
-    """What a gin file says of a run. An embedded engine and its trainer count as one accelerator each."""
+    """What a gin file says of a run. An embedded engine and its trainer count as one accelerator
+    each."""
     on_servers = config.value("train.engine") == "vllm"
-    given = {name: config.value(f"train.{name}") for name in ("max_staleness", "window", "groups_per_step", "group_size")}
+    given = {
+        name: config.value(f"train.{name}")
+        for name in ("max_staleness", "window", "groups_per_step", "group_size")
+    }
     return Choice(
-        generation=(len(config.value("vllm.urls")) or config.value("vllm.servers")) if on_servers else 1,
+        generation=(
+            (len(config.value("vllm.urls")) or config.value("vllm.servers")) if on_servers else 1
+        ),
         training=config.value("mesh.processes"),
-        concurrency=config.value("vllm.concurrency") if on_servers else config.value("embedded.slots"),
+        concurrency=(
+            config.value("vllm.concurrency") if on_servers else config.value("embedded.slots")
+        ),
         **given,
     )
 
 
 def from_run(run: Path) -> tuple[Choice, Profile]:
-    """What a run chose, and what it measured. Raises: UserError for what is no run, or one that is too short."""
+    """What a run chose, and what it measured. Raises: UserError for what is no run, or one that is
+    too short."""
     rows = [row for row in read(run) if row.get("packed_tokens")]
     if len(rows) < 3 or not (run / FILE).is_file():
-        raise UserError(f"--from {run} has {len(rows)} steps to learn from: give the directory of a run of at least 3 steps")
+        raise UserError(
+            f"--from {run} has {len(rows)} steps to learn from: give the directory of a run of at"
+            " least 3 steps"
+        )
     with Journal(run) as journal:
-        groups = [group for step in journal.steps()[-STEPS_READ:] for group in journal.groups_of(step)]
+        groups = [
+            group for step in journal.steps()[-STEPS_READ:] for group in journal.groups_of(step)
+        ]
     trajectories = [t for group in groups for episode in group.scored for t in episode.trajectories]
     if not trajectories:
-        raise UserError(f"--from {run} has a journal without a step: give the directory of a run of at least 3 steps")
+        raise UserError(
+            f"--from {run} has a journal without a step: give the directory of a run of at least 3"
+            " steps"
+        )
     lengths = np.array([t.mask.sum() for t in trajectories], np.int32)
     prompt = round(float(np.mean([len(t) - t.mask.sum() for t in trajectories])))
     ran = choice_of(load(run / run_dir.CONFIG))
@@ -103,7 +156,9 @@ def from_run(run: Path) -> tuple[Choice, Profile]:
 def from_sizes(config: Config, options: argparse.Namespace) -> Profile:
     missing = [f"--{name.replace('_', '-')}" for name in PEAKS if getattr(options, name) is None]
     if missing:
-        raise UserError(f"nothing says how fast things are: give --from RUN, or also {', '.join(missing)}")
+        raise UserError(
+            f"nothing says how fast things are: give --from RUN, or also {', '.join(missing)}"
+        )
     return described(
         options.parameters,
         options.flops,
@@ -122,26 +177,38 @@ def show(predictions: Sequence[Predicted], config: Config) -> None:
     from rich.table import Table
 
     chosen = best(predictions)
-    table = Table(*("generate", "train", "max\nstale", "window", "slots\neach", "seconds\na step"), box=None, pad_edge=False)
+    table = Table(
+        *("generate", "train", "max\nstale", "window", "slots\neach", "seconds\na step"),
+        box=None,
+        pad_edge=False,
+    )
     for name in ("trainer\nidle", "slots\nidle", "mean\nage", "max\nage"):
         table.add_column(name, justify="right")
     for p in [chosen, *(p for p in predictions if p is not chosen)][:SHOWN]:
         c = p.choice
         settings = (c.generation, c.training, c.max_staleness, c.window, c.concurrency)
-        told = (f"{p.step_seconds:.3g}", f"{p.trainer_idle:.0%}", f"{p.generation_idle:.0%}", f"{p.staleness_mean:.1f}")
-        table.add_row(*map(str, settings), *told, str(p.staleness_max), style="bold" if p is chosen else None)
+        told = (
+            f"{p.step_seconds:.3g}",
+            f"{p.trainer_idle:.0%}",
+            f"{p.generation_idle:.0%}",
+            f"{p.staleness_mean:.1f}",
+        )
+        table.add_row(
+            *map(str, settings), *told, str(p.staleness_max), style="bold" if p is chosen else None
+        )
     Console().print(table)
     c = chosen.choice
     slots = "vllm.concurrency" if config.value("train.engine") == "vllm" else "embedded.slots"
     print(
-        f"recommended (the least staleness within 2 % of the fastest): {c.generation} to generate, {c.training} to train; "
-        f"train.max_staleness = {c.max_staleness}, train.window = {c.window}, {slots} = {c.concurrency}"
+        f"recommended (the least staleness within 2 % of the fastest): {c.generation} to generate,"
+        f" {c.training} to train; train.max_staleness = {c.max_staleness}, train.window ="
+        f" {c.window}, {slots} = {c.concurrency}"
     )
 
 
 def draw(predictions: Sequence[Predicted], asked: Choice, path: Path) -> Path:
-    """Step time over the split for each bound on staleness, and the idle shares at the recommended one; window and concurrency
-    as the file has them."""
+    """Step time over the split for each bound on staleness, and the idle shares at the recommended
+    one; window and concurrency as the file has them."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator, PercentFormatter
@@ -149,10 +216,16 @@ def draw(predictions: Sequence[Predicted], asked: Choice, path: Path) -> Path:
     figure = Figure(figsize=(7, 5), layout="constrained")
     FigureCanvasAgg(figure)
     top, bottom = figure.subplots(2, 1, sharex=True)
-    plain = [p for p in predictions if (p.choice.window, p.choice.concurrency) == (asked.window, asked.concurrency)]
+    plain = [
+        p
+        for p in predictions
+        if (p.choice.window, p.choice.concurrency) == (asked.window, asked.concurrency)
+    ]
     for staleness, colour in zip(STALENESS, COLOURS, strict=True):
         splits, course = course_of(plain, staleness)
-        top.plot(splits, [p.step_seconds for p in course], color=colour, marker="o", label=str(staleness))
+        top.plot(
+            splits, [p.step_seconds for p in course], color=colour, marker="o", label=str(staleness)
+        )
     top.set_ylabel("seconds a step")
     top.set_ylim(bottom=0)
     top.legend(frameon=False, ncols=len(STALENESS), title="max_staleness", loc="upper center")
@@ -160,7 +233,13 @@ def draw(predictions: Sequence[Predicted], asked: Choice, path: Path) -> Path:
     chosen = best(plain).choice
     splits, course = course_of(plain, chosen.max_staleness)
     bottom.plot(splits, [p.trainer_idle for p in course], color=BLUE, marker="o", label="trainer")
-    bottom.plot(splits, [p.generation_idle for p in course], color=ORANGE, marker="o", label="slots of the engine")
+    bottom.plot(
+        splits,
+        [p.generation_idle for p in course],
+        color=ORANGE,
+        marker="o",
+        label="slots of the engine",
+    )
     bottom.set_ylabel(f"idle share\n(max_staleness {chosen.max_staleness})")
     bottom.set_ylim(-0.02, 1.02)
     bottom.yaxis.set_major_formatter(PercentFormatter(1.0))
@@ -174,9 +253,14 @@ def draw(predictions: Sequence[Predicted], asked: Choice, path: Path) -> Path:
     return path
 
 
-def course_of(predictions: Sequence[Predicted], staleness: int) -> tuple[list[int], list[Predicted]]:
+def course_of(
+    predictions: Sequence[Predicted], staleness: int
+) -> tuple[list[int], list[Predicted]]:
     """Accelerators that generate, rising, and what is predicted with so many."""
-    course = sorted((p for p in predictions if p.choice.max_staleness == staleness), key=lambda p: p.choice.generation)
+    course = sorted(
+        (p for p in predictions if p.choice.max_staleness == staleness),
+        key=lambda p: p.choice.generation,
+    )
     return [p.choice.generation for p in course], course
 
 

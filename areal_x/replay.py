@@ -4,9 +4,10 @@
     python -m areal_x.replay runs/arithmetic-grpo-1 -b "train.algorithm = @gspo()"
     python -m areal_x.replay runs/arithmetic-grpo-1 -b "train.backend = 'torch'"
 
-With nothing changed it gives the run's losses again; with another algorithm it answers what that would have made of the same
-data. The replay is a run of its own, beside the one it repeats. -b binds one parameter over the run's config. Tasks and rewards
-are not looked at again: what they came to is in the journal.
+With nothing changed it gives the run's losses again; with another algorithm it answers what that
+would have made of the same data. The replay is a run of its own, beside the one it repeats. -b
+binds one parameter over the run's config. Tasks and rewards are not looked at again: what they came
+to is in the journal.
 """
 
 from __future__ import annotations
@@ -32,7 +33,8 @@ from areal_x.runtime import cores
 from areal_x.train import fail, in_processes, parser_of, with_config
 from areal_x.workflows.offline import NoEngine
 
-NOT_USED = ("dataset", "held_out", "evaluation", "reward")  # parameters that only what generates looks at
+# parameters that only what generates looks at
+NOT_USED = ("dataset", "held_out", "evaluation", "reward")
 
 
 @dataclass(kw_only=True)
@@ -51,16 +53,22 @@ class Replay(Experiment):
         return Replayed(Journal(self.recorded), self.recorded_steps())
 
     def create_threads(self, trainer: Any) -> cores.Threads:
-        return RecordedThreads(trainer, [row.get("threads") for row in read(self.recorded) if row["step"] > 0])
+        return RecordedThreads(
+            trainer, [row.get("threads") for row in read(self.recorded) if row["step"] > 0]
+        )
 
     def recorded_steps(self) -> list[int]:
-        """Those that can be replayed. Raises: UserError where the first are not there, nor what they made of the model."""
+        """Those that can be replayed. Raises: UserError where the first are not there, nor what
+        they made of the model."""
         with Journal(self.recorded) as journal:
             steps = journal.steps()
         if not steps or steps[0] != 1:
             begin = f"begins at step {steps[0]}" if steps else "holds no step"
             wanted = "journal.keep_steps = 0 keeps all of a run"
-            raise UserError(f"{self.recorded / FILE} {begin}, and the model that it begins from is not there: {wanted}")
+            raise UserError(
+                f"{self.recorded / FILE} {begin}, and the model that it begins from is not there:"
+                f" {wanted}"
+            )
         return steps
 
 
@@ -82,7 +90,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("run", metavar="RUN", type=Path, help="the run's directory")
     options = parser.parse_args(arguments)
     if not (options.run / FILE).is_file():
-        return fail(UserError(f"{options.run} has no {FILE}: give the directory of a run, as runs/arithmetic-grpo-1"))
+        return fail(
+            UserError(
+                f"{options.run} has no {FILE}: give the directory of a run, as"
+                " runs/arithmetic-grpo-1"
+            )
+        )
 
     def work(config: Config) -> None:
         in_processes(config, lambda: replay(options.run))
@@ -91,7 +104,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def replay(run: Path, say: Callable[[str], None] = print) -> Path:
-    """Replays a run as the parameters of `train` say now; the replay's directory, `<run>-replay-1` and so on."""
+    """Replays a run as the parameters of `train` say now; the replay's directory, `<run>-replay-1`
+    and so on."""
     for name, nothing in (("dataset", ()), ("held_out", ()), ("evaluation", None)):
         gin.bind_parameter(f"train.{name}", nothing)  # so that they are not made
     experiment = gin.get_configurable("train")()
@@ -108,7 +122,11 @@ def replay(run: Path, say: Callable[[str], None] = print) -> Path:
 def compared(recorded: list[dict[str, Any]], replayed: list[dict[str, Any]]) -> str:
     """A sentence about the losses of both."""
     losses = {row["step"]: row["loss"] for row in recorded if row.get("loss") is not None}
-    pairs = [(losses[row["step"]], row["loss"]) for row in replayed if row.get("loss") is not None and row["step"] in losses]
+    pairs = [
+        (losses[row["step"]], row["loss"])
+        for row in replayed
+        if row.get("loss") is not None and row["step"] in losses
+    ]
     if not pairs:
         return "there is no loss to compare"
     largest = max(range(len(pairs)), key=lambda i: abs(pairs[i][0] - pairs[i][1]))

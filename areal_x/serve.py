@@ -1,10 +1,11 @@
-"""Serves the model of a gin file to agents, without training it: to try an agent, or to see what a run's checkpoint does.
+"""Serves the model of a gin file to agents, without training it: to try an agent, or to see what a
+run's checkpoint does.
 
     python -m areal_x.serve examples/arithmetic/grpo.gin
     python -m areal_x.serve FILE.gin -b "model.path = 'runs/NAME/checkpoints/100/trainer'"
 
-Any client opens as many sessions as it likes with the key in gateway.json (areal_x.agents.session); the rewards that it gives
-are shown. Ends with Ctrl-C.
+Any client opens as many sessions as it likes with the key in gateway.json (areal_x.agents.session);
+the rewards that it gives are shown. Ends with Ctrl-C.
 """
 
 from __future__ import annotations
@@ -37,7 +38,8 @@ from areal_x.types import Scored
 class Service:
     """A gateway over an engine that holds its weights, whose sessions are whoever's that asks.
 
-    hosted: whose sampling, limits and gateway it has. address: the file for the gateway's address and key.
+    hosted: whose sampling, limits and gateway it has. address: the file for the gateway's address
+    and key.
     """
 
     engine: Engine
@@ -56,7 +58,9 @@ class Service:
 
     async def open(self, label: str | None) -> Session:
         self.opened += 1
-        session = await self.hosted.open(EpisodeEngine(self.engine, (0, self.opened), nothing, nothing))
+        session = await self.hosted.open(
+            EpisodeEngine(self.engine, (0, self.opened), nothing, nothing)
+        )
         watching = background.start(self.watch(session, label), "the watch over a session")
         self.watching.add(watching)
         watching.add_done_callback(self.watching.discard)
@@ -65,8 +69,13 @@ class Service:
     async def watch(self, session: Session, label: str | None) -> None:
         with session:
             outcome = await session.ended()
-        worth = f"reward {outcome.reward:g}" if isinstance(outcome, Scored) else type(outcome).__name__
-        self.say(f"session {session.id}{f' ({printable(label)})' if label else ''}: {len(session.calls())} calls, {worth}")
+        worth = (
+            f"reward {outcome.reward:g}" if isinstance(outcome, Scored) else type(outcome).__name__
+        )
+        self.say(
+            f"session {session.id}{f' ({printable(label)})' if label else ''}:"
+            f" {len(session.calls())} calls, {worth}"
+        )
 
     async def close(self) -> None:
         await self.hosted.close()
@@ -80,7 +89,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """The exit status, as of `areal_x.train`."""
     parser = parser_of("areal_x.serve", __doc__)
     parser.add_argument("file", metavar="FILE.gin", type=Path)
-    parser.add_argument("--address", type=Path, default=Path(ADDRESS), help="where the gateway's address and key are written")
+    parser.add_argument(
+        "--address",
+        type=Path,
+        default=Path(ADDRESS),
+        help="where the gateway's address and key are written",
+    )
     options = parser.parse_args(arguments)
 
     def work(config: Config) -> None:
@@ -93,7 +107,11 @@ def serve(experiment: Experiment, address: Path, say: Callable[[str], None] = pr
     """Returns when it is interrupted."""
     directory = experiment.find(experiment.trainer.model.path)
     workflow = experiment.workflow
-    hosted = workflow if isinstance(workflow, Hosted) else Online(sampling=getattr(workflow, "sampling", SamplingParams()))
+    hosted = (
+        workflow
+        if isinstance(workflow, Hosted)
+        else Online(sampling=getattr(workflow, "sampling", SamplingParams()))
+    )
     hosted = hosted.setup(load_tokenizer(directory))
     trainer = experiment.create_models(directory, hosted).policy
     engine = experiment.create_engine(directory, trainer, hosted, address.parent, say)

@@ -6,12 +6,14 @@
     python -m areal_x.train examples/arithmetic/grpo.gin --resume
     python -m areal_x.train examples/arithmetic/grpo.gin --resume=auto
 
-Of several processes that train one model (mesh.processes) each is started with the same command; the first writes.
+Of several processes that train one model (mesh.processes) each is started with the same command;
+the first writes.
 
--b binds one parameter and wins over the file; text needs quotes. --resume goes on with train.name, or with the newest run of
-this file that has a checkpoint. --resume=auto is for what starts a command again and again (torchrun --max-restarts, Slurm's
-requeue): it goes on with train.name, or with the run that is called as this file, begins it where there is none, and does
-nothing where it has finished. --dry-run builds everything, starts nothing and prints the operative config.
+-b binds one parameter and wins over the file; text needs quotes. --resume goes on with train.name,
+or with the newest run of this file that has a checkpoint. --resume=auto is for what starts a
+command again and again (torchrun --max-restarts, Slurm's requeue): it goes on with train.name, or
+with the run that is called as this file, begins it where there is none, and does nothing where it
+has finished. --dry-run builds everything, starts nothing and prints the operative config.
 """
 
 from __future__ import annotations
@@ -52,10 +54,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return with_config(options.file, options.bindings, work)
 
 
-def with_config(file: Path, bindings: Sequence[str], work: Callable[[Config], int | None], without: Sequence[str] = ()) -> int:
-    """Does what a command does with its config. The exit status: what that gives, None being 0; 1 after one sentence about a
-    mistake; 130 when stopped by Ctrl-C or SIGTERM, at the next place where it looks or, by a second signal, at once.
-    without: see `check_experiment`."""
+def with_config(
+    file: Path,
+    bindings: Sequence[str],
+    work: Callable[[Config], int | None],
+    without: Sequence[str] = (),
+) -> int:
+    """Does what a command does with its config. The exit status: what that gives, None being 0; 1
+    after one sentence about a mistake; 130 when stopped by Ctrl-C or SIGTERM, at the next place
+    where it looks or, by a second signal, at once. without: see `check_experiment`."""
     open_files.raise_limit()
     sys.path.insert(0, str(Path.cwd()))  # gin files import examples.arithmetic.task and the like
     config: Config | None = None
@@ -94,7 +101,8 @@ def in_processes(config: Config, work: Callable[[], object]) -> None:
 
 
 def run_named(config: Config, options: argparse.Namespace) -> None:
-    """Names the run, unless the config does, and runs it. What its name alone tells is told before anything is made."""
+    """Names the run, unless the config does, and runs it. What its name alone tells is told before
+    anything is made."""
     runs, stem = Path(config.value("train.runs")), run_dir.stem_of(options.file)
     bound = config.value("train.name") if config.is_bound("train.name") else None
     resume, claimed = bool(options.resume), False
@@ -102,7 +110,10 @@ def run_named(config: Config, options: argparse.Namespace) -> None:
     if options.resume == resuming.AUTO:
         goes_on = resuming.automatic(runs, name, config.value("train.steps"))
         if goes_on is None:
-            ranks.tell(ranks.join(config.value("train.backend"), config.value("mesh.processes")), ranks.FINISHED)
+            ranks.tell(
+                ranks.join(config.value("train.backend"), config.value("mesh.processes")),
+                ranks.FINISHED,
+            )
             return
         resume = goes_on
     elif bound is not None:
@@ -127,10 +138,18 @@ def run_named(config: Config, options: argparse.Namespace) -> None:
 def parser_of(module: str, description: str | None) -> argparse.ArgumentParser:
     """Of a command that takes bindings."""
     parser = argparse.ArgumentParser(
-        prog=f"python -m {module}", description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog=f"python -m {module}",
+        description=description,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
-        "-b", "--binding", dest="bindings", metavar="'NAME = VALUE'", action="append", default=[], help="bind one parameter"
+        "-b",
+        "--binding",
+        dest="bindings",
+        metavar="'NAME = VALUE'",
+        action="append",
+        default=[],
+        help="bind one parameter",
     )
     return parser
 
@@ -139,10 +158,21 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = parser_of("areal_x.train", __doc__)
     parser.add_argument("file", metavar="FILE.gin", type=Path)
     again = parser.add_mutually_exclusive_group()
-    again.add_argument("--resume", action="store_const", const="newest", help="continue from the newest whole checkpoint")
+    again.add_argument(
+        "--resume",
+        action="store_const",
+        const="newest",
+        help="continue from the newest whole checkpoint",
+    )
     to_begin = "continue where the run is, else begin; nothing where it has finished"
-    again.add_argument("--resume=auto", dest="resume", action="store_const", const=resuming.AUTO, help=to_begin)
-    parser.add_argument("--dry-run", action="store_true", help="build everything, start nothing, print the operative config")
+    again.add_argument(
+        "--resume=auto", dest="resume", action="store_const", const=resuming.AUTO, help=to_begin
+    )
+    parser.add_argument(
+        "--dry-run",
+        action="store_true",
+        help="build everything, start nothing, print the operative config",
+    )
     return parser.parse_args(arguments)
 
 
@@ -158,7 +188,9 @@ def _how_to_go_on(run: Path, options: argparse.Namespace) -> str:
         return f": the run is in {run}; it has no checkpoint yet to resume from"
     bindings = [f"-b {_quote(binding)}" for binding in options.bindings]
     again = "--resume=auto" if options.resume == resuming.AUTO else "--resume"
-    command = " ".join(["python -m areal_x.train", shlex.quote(str(options.file)), *bindings, again])
+    command = " ".join(
+        ["python -m areal_x.train", shlex.quote(str(options.file)), *bindings, again]
+    )
     return f": the run is in {run}; go on from step {checkpoint.steps(run)[-1]} with: {command}"
 
 
@@ -168,5 +200,6 @@ def _quote(text: str) -> str:
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that a scheduler's stop closes servers as Ctrl-C does
+    # so that a scheduler's stop closes servers as Ctrl-C does
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     sys.exit(main())

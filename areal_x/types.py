@@ -1,7 +1,8 @@
 """The nouns of the ring: what flows from the dataset to the trainer.
 
-Every array of a `Trajectory` has one length T and position t of each speaks of token t itself: its log-probability, the
-version that produced it, whether it is trained on. Nothing is rolled or shifted outside a model's own head.
+Every array of a `Trajectory` has one length T and position t of each speaks of token t itself: its
+log-probability, the version that produced it, whether it is trained on. Nothing is rolled or
+shifted outside a model's own head.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ import numpy as np
 from jaxtyping import Bool, Float32, Int16, Int32
 
 Array = Any  # a numpy, jax or torch array: the algorithms are written for all three
-Divergence = Callable[[Array, Array], Array]  # of a student's and a teacher's logits [..., vocabulary], giving [...]
+# of a student's and a teacher's logits [..., vocabulary], giving [...]
+Divergence = Callable[[Array, Array], Array]
 
 IMAGES = ("patches", "grids", "image_segments")  # what a batch says of them
 NOT_THE_POLICY = -1  # the version of a token that no policy produced: a prompt, a tool's output
@@ -39,10 +41,11 @@ class Task:
 
 @dataclass(frozen=True)
 class Images:
-    """The images of one sequence, in the order in which its tokens speak of them, as Hugging Face's processors give them.
+    """The images of one sequence, in the order in which its tokens speak of them, as Hugging Face's
+    processors give them.
 
-    patches: the pixels of all of them, patch after patch (a processor's `pixel_values`). grids: how many frames, rows and
-    columns of patches each has (its `image_grid_thw`).
+    patches: the pixels of all of them, patch after patch (a processor's `pixel_values`). grids: how
+    many frames, rows and columns of patches each has (its `image_grid_thw`).
     """
 
     patches: Float32[np.ndarray, "patches features"]
@@ -51,19 +54,23 @@ class Images:
     def __post_init__(self) -> None:
         wanted = int(np.prod(self.grids, axis=1).sum())
         if len(self.patches) != wanted:
-            raise ValueError(f"{len(self.grids)} images whose grids have {wanted} patches came with {len(self.patches)}")
+            raise ValueError(
+                f"{len(self.grids)} images whose grids have {wanted} patches came with"
+                f" {len(self.patches)}"
+            )
 
 
 @dataclass(frozen=True)
 class Trajectory:
     """One token sequence to learn from, all arrays of one length T.
 
-    tokens: ids. mask: produced by the policy and to be trained on. logprobs: log-probability of this very token under the
-    distribution it was sampled from (0 where the policy did not produce it). versions: the policy version that produced it
-    (-1 where none did). reward: of the whole sequence. token_rewards: added to it where the algorithm uses per-token rewards.
-    experts: of a mixture, those that the engine sent each token through in each layer (-1 where it recorded none).
-    images: those that tokens outside the mask stand for, of a model that sees.
-    credit: what each token's advantage counts, multiplied onto it; None is 1 for all.
+    tokens: ids. mask: produced by the policy and to be trained on. logprobs: log-probability of
+    this very token under the distribution it was sampled from (0 where the policy did not produce
+    it). versions: the policy version that produced it (-1 where none did). reward: of the whole
+    sequence. token_rewards: added to it where the algorithm uses per-token rewards. experts: of a
+    mixture, those that the engine sent each token through in each layer (-1 where it recorded
+    none). images: those that tokens outside the mask stand for, of a model that sees. credit: what
+    each token's advantage counts, multiplied onto it; None is 1 for all.
     """
 
     tokens: Int32[np.ndarray, " T"]
@@ -104,7 +111,8 @@ class Trajectory:
         experts: Int16[np.ndarray, "P+N layers per_token"] | None = None,
         images: Images | None = None,
     ) -> Trajectory:
-        """A prompt of P tokens that is context, then N generated tokens that are trained on. images: of the prompt."""
+        """A prompt of P tokens that is context, then N generated tokens that are trained on.
+        images: of the prompt."""
         context, length = len(prompt), len(prompt) + len(tokens)
         ids, mask = np.empty(length, np.int32), np.ones(length, np.bool_)
         ids[:context], ids[context:] = prompt, tokens
@@ -145,18 +153,27 @@ Outcome = Scored | Failed | TimedOut
 
 @dataclass(frozen=True)
 class Episode:
-    """One attempt at a task: what became of it, and what there is to learn from (nothing unless it was scored)."""
+    """One attempt at a task: what became of it, and what there is to learn from (nothing unless it
+    was scored)."""
 
     outcome: Outcome
     trajectories: tuple[Trajectory, ...] = ()
+
+    @property
+    def reward(self) -> float:
+        """The reward of a scored episode. Raises: ValueError for one that failed or timed out."""
+        if not isinstance(self.outcome, Scored):
+            raise ValueError(f"an episode has a reward only if it was scored, not {self.outcome}")
+        return self.outcome.reward
 
 
 @dataclass(frozen=True)
 class Group:
     """The episodes of one task that are compared with each other.
 
-    ticket: the order of admission, unique in a run. admitted_version: the version that engines held at admission.
-    greedy_reward: of a greedy answer to the same task, where the algorithm compares with it.
+    ticket: the order of admission, unique in a run. admitted_version: the version that engines held
+    at admission. greedy_reward: of a greedy answer to the same task, where the algorithm compares
+    with it.
     """
 
     task: Task
@@ -176,17 +193,20 @@ class Group:
 
 @dataclass(frozen=True)
 class Batch:
-    """Packed rows `[rows, length]`; a row may hold many sequences. What an algorithm does not need is None.
+    """Packed rows `[rows, length]`; a row may hold many sequences. What an algorithm does not need
+    is None.
 
-    segment_ids: 0 is padding, 1.. the sequences of that row. positions: within the sequence. mask: trained on.
-    behavior_logp, proximal_logp, reference_logp: log-probability of each token under the policy that sampled it, the policy
-    the update is anchored to, and the frozen reference. ages: how many versions older than the trained one the token's is.
-    weights: what each term counts in `sum(weights * terms)`. experts: `[rows, length, layers, per_token]`, see Trajectory.
-    prefix_ids: the earlier segment of its row that a token attends to beside its own, 0 for none: a prompt that answers share,
-    after which their positions count on and of which no token is trained on (areal_x.batching.sharing).
-    patches `[rows, patches, features]`, grids `[rows, images, 3]`, image_segments `[rows, images]`: the images of each row, one
-    after the other as their tokens stand in it (see `Images`), and whose each is; 0 is padding. None where no row has an image.
-    The same dataclass holds numpy, jax or torch arrays.
+    segment_ids: 0 is padding, 1.. the sequences of that row. positions: within the sequence. mask:
+    trained on. behavior_logp, proximal_logp, reference_logp: log-probability of each token under
+    the policy that sampled it, the policy the update is anchored to, and the frozen reference.
+    ages: how many versions older than the trained one the token's is. weights: what each term
+    counts in `sum(weights * terms)`. experts: `[rows, length, layers, per_token]`, see Trajectory.
+    prefix_ids: the earlier segment of its row that a token attends to beside its own, 0 for none: a
+    prompt that answers share, after which their positions count on and of which no token is trained
+    on (areal_x.batching.sharing). patches `[rows, patches, features]`, grids `[rows, images, 3]`,
+    image_segments `[rows, images]`: the images of each row, one after the other as their tokens
+    stand in it (see `Images`), and whose each is; 0 is padding. None where no row has an image. The
+    same dataclass holds numpy, jax or torch arrays.
     """
 
     tokens: Array
@@ -228,11 +248,13 @@ class Batch:
 
 @dataclass(frozen=True)
 class Policy:
-    """What the trainer's forward pass gives a loss, each `[rows, length]`, position t about token t.
+    """What the trainer's forward pass gives a loss, each `[rows, length]`, position t about token
+    t.
 
-    logp: log-probability of the token. entropy: of the distribution it was drawn from, in nats, where the algorithm needs it.
-    values: of a critic or a reward model, which gives nothing else. divergence: between this policy's distribution and the
-    teacher's over the whole vocabulary where the token was drawn, 0 at a segment's first token and at padding.
+    logp: log-probability of the token. entropy: of the distribution it was drawn from, in nats,
+    where the algorithm needs it. values: of a critic or a reward model, which gives nothing else.
+    divergence: between this policy's distribution and the teacher's over the whole vocabulary where
+    the token was drawn, 0 at a segment's first token and at padding.
     """
 
     logp: Array = None

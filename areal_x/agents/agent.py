@@ -1,4 +1,5 @@
-"""Agents that know nothing of this project: they are given an address and a key, and what they say there is trained on.
+"""Agents that know nothing of this project: they are given an address and a key, and what they say
+there is trained on.
 
     train.workflow = @agent()
     agent.solve = @my_agent.solve          # async def solve(task, base_url, api_key)
@@ -42,14 +43,21 @@ Said = float | str | None
 Solve = Callable[[Task, str, str], Awaitable[Said] | Said]
 
 GRACE_SECONDS = 10.0  # for an agent whose episode is over to end by itself
-NEVER_CALLED = "the agent never called the model: is it pointed at the base_url, with the key, that it was given?"
-NO_REWARD = "the agent gave no reward: let it return a number, give one to its session, or set a reward function"
+NEVER_CALLED = (
+    "the agent never called the model: is it pointed at the base_url, with the key, that it was"
+    " given?"
+)
+NO_REWARD = (
+    "the agent gave no reward: let it return a number, give one to its session, or set a reward"
+    " function"
+)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Started(Hosted):
-    """reward: a function (task, text) -> number, or -> (number, {name: number}): judges the text that the agent gave, or what
-    the model said last where it gave nothing. reward_workers, reward_timeout_seconds, reward_limits: as of single_turn."""
+    """reward: a function (task, text) -> number, or -> (number, {name: number}): judges the text
+    that the agent gave, or what the model said last where it gave nothing. reward_workers,
+    reward_timeout_seconds, reward_limits: as of single_turn."""
 
     reward: Reward | None = None
     reward_workers: int = 4
@@ -60,7 +68,9 @@ class Started(Hosted):
     def setup(self, tokenizer: Any) -> Any:
         pool = None
         if self.reward is not None:
-            pool = RewardPool(self.reward, self.reward_workers, self.reward_timeout_seconds, self.reward_limits)
+            pool = RewardPool(
+                self.reward, self.reward_workers, self.reward_timeout_seconds, self.reward_limits
+            )
         return replace(super().setup(tokenizer), pool=pool)
 
     async def work(self, task: Task, session: Session) -> Said:
@@ -73,9 +83,14 @@ class Started(Hosted):
 
     async def outcome(self, task: Task, session: Session) -> Outcome:
         """Raises: what the agent raised; EngineError where the engine was lost."""
-        working, ending = asyncio.ensure_future(self.work(task, session)), asyncio.ensure_future(session.ended())
+        working, ending = (
+            asyncio.ensure_future(self.work(task, session)),
+            asyncio.ensure_future(session.ended()),
+        )
         try:
-            with waiting(whose(), "its agent", lambda: f"task {task.id}, {len(session.calls())} calls so far"):
+            with waiting(
+                whose(), "its agent", lambda: f"task {task.id}, {len(session.calls())} calls so far"
+            ):
                 await asyncio.wait({working, ending}, return_when=asyncio.FIRST_COMPLETED)
             if not ending.done():
                 return await self.judge(task, session, working.result())
@@ -94,12 +109,18 @@ class Started(Hosted):
             return Failed(NEVER_CALLED)
         if isinstance(said, Real) and not isinstance(said, bool):
             value = float(said)
-            return Scored(value) if math.isfinite(value) else Failed(f"the agent returned {value} for its reward")
+            return (
+                Scored(value)
+                if math.isfinite(value)
+                else Failed(f"the agent returned {value} for its reward")
+            )
         if said is None and session.state.rewards:
             return session.end()
         if self.pool is None:
             return Failed(NO_REWARD)
-        return await self.pool.score(task, session.renderer.text(calls[-1].completion.tokens) if said is None else str(said))
+        return await self.pool.score(
+            task, session.renderer.text(calls[-1].completion.tokens) if said is None else str(said)
+        )
 
     async def close(self) -> None:
         await super().close()
@@ -112,9 +133,10 @@ class Started(Hosted):
 class Agent(Started):
     """A function of yours that does the task with any client, against an address of the run's own.
 
-    solve: `async def solve(task, base_url, api_key)`; an ordinary function runs on a thread. It returns the reward, a text for
-    `reward` to judge, or nothing where it gave its rewards to the session (POST base_url + "/reward", areal_x.agents.session).
-    An Anthropic client takes base_url as it is too.
+    solve: `async def solve(task, base_url, api_key)`; an ordinary function runs on a thread. It
+    returns the reward, a text for `reward` to judge, or nothing where it gave its rewards to the
+    session (POST base_url + "/reward", areal_x.agents.session). An Anthropic client takes base_url
+    as it is too.
     """
 
     __doc__ = documented(__doc__, Hosted.__doc__, Started.__doc__)
@@ -124,7 +146,9 @@ class Agent(Started):
 
     def __post_init__(self) -> None:
         if not callable(self.solve):
-            raise ConfigError("agent.solve", self.solve, "a function (in gin `@name`, without parentheses)")
+            raise ConfigError(
+                "agent.solve", self.solve, "a function (in gin `@name`, without parentheses)"
+            )
 
     def setup(self, tokenizer: Any) -> Any:
         return replace(super().setup(tokenizer), apart=Apart())
@@ -141,7 +165,8 @@ class Agent(Started):
 
 
 async def called(function: Callable[..., Any], *arguments: Any) -> Any:
-    """Of an async function what it gives; an ordinary one runs on a thread of its own, so that any number may block at once."""
+    """Of an async function what it gives; an ordinary one runs on a thread of its own, so that any
+    number may block at once."""
     if inspect.iscoroutinefunction(inspect.unwrap(function)):
         return await function(*arguments)
     given = await in_thread(function, *arguments)
@@ -161,7 +186,9 @@ class Apart:
             self._loop = asyncio.new_event_loop()
             failed = background.on_loop()
             background.watch(self._loop, failed)
-            self._thread = background.thread(serve, self._loop, what="the agents' thread", failed=failed, name="agents")
+            self._thread = background.thread(
+                serve, self._loop, what="the agents' thread", failed=failed, name="agents"
+            )
         return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, self._loop))
 
     def close(self) -> None:
@@ -176,16 +203,17 @@ class Apart:
 class AgentProcess(Started):
     """Any command, in any language, that finds its address in the environment.
 
-    command: its words; in them {prompt} and {id} stand for the task's. No shell reads it. variables: names of the run's
-    environment variables that it gets beside PATH, HOME and others without a secret (as ("HTTPS_PROXY", "SEARCH_KEY")).
-    environment: more variables, with their values.
-    directory: that it runs in. processes: most of its episodes' processes at once. output_kilobytes: of what it prints, the end
-    of which is kept.
+    command: its words; in them {prompt} and {id} stand for the task's. No shell reads it.
+    variables: names of the run's environment variables that it gets beside PATH, HOME and others
+    without a secret (as ("HTTPS_PROXY", "SEARCH_KEY")). environment: more variables, with their
+    values. directory: that it runs in. processes: most of its episodes' processes at once.
+    output_kilobytes: of what it prints, the end of which is kept.
 
-    It finds OPENAI_BASE_URL, OPENAI_API_KEY, ANTHROPIC_BASE_URL and ANTHROPIC_API_KEY, which the official clients read, and the
-    task as JSON in AREAL_X_TASK (id, prompt and metadata, not the answer). It may give rewards to its session
-    (areal_x.agents.session, or POST OPENAI_BASE_URL + "/reward"); else `reward` judges what it printed. An exit status other
-    than 0 fails the episode. Whatever it started ends with it.
+    It finds OPENAI_BASE_URL, OPENAI_API_KEY, ANTHROPIC_BASE_URL and ANTHROPIC_API_KEY, which the
+    official clients read, and the task as JSON in AREAL_X_TASK (id, prompt and metadata, not the
+    answer). It may give rewards to its session (areal_x.agents.session, or POST OPENAI_BASE_URL +
+    "/reward"); else `reward` judges what it printed. An exit status other than 0 fails the episode.
+    Whatever it started ends with it.
     """
 
     __doc__ = documented(__doc__, Hosted.__doc__, Started.__doc__)
@@ -199,9 +227,13 @@ class AgentProcess(Started):
 
     def __post_init__(self) -> None:
         if isinstance(self.command, str) or not self.command:
-            raise ConfigError("agent_process.command", self.command, 'a tuple of words, as ("node", "agent.mjs")')
+            raise ConfigError(
+                "agent_process.command", self.command, 'a tuple of words, as ("node", "agent.mjs")'
+            )
         if isinstance(self.variables, str):
-            raise ConfigError("agent_process.variables", self.variables, 'a tuple of names, as ("HTTPS_PROXY",)')
+            raise ConfigError(
+                "agent_process.variables", self.variables, 'a tuple of names, as ("HTTPS_PROXY",)'
+            )
         at_least("agent_process.processes", self.processes, 1)
         at_least("agent_process.output_kilobytes", self.output_kilobytes, 1)
 
@@ -209,12 +241,18 @@ class AgentProcess(Started):
         """Raises UserError where there is no such program."""
         program = self.command[0]
         if shutil.which(program) is None and not (Path(self.directory) / program).is_file():
-            raise ConfigError("agent_process.command", self.command, f"a program that is there: no {program!r} is found")
+            raise ConfigError(
+                "agent_process.command",
+                self.command,
+                f"a program that is there: no {program!r} is found",
+            )
         return super().setup(tokenizer)
 
     async def work(self, task: Task, session: Session) -> Said:
         address = Address(session.url, session.key)
         environment = {**of_this_process(self.variables), **address.environment, **self.environment}
         most = self.output_kilobytes * 1024
-        printed = await run_program(self.command, task, environment, self.directory, most, self.processes)
+        printed = await run_program(
+            self.command, task, environment, self.directory, most, self.processes
+        )
         return None if session.state.rewards else printed

@@ -1,4 +1,5 @@
-"""What is started for an agent's program: becomes its guard, and starts it. Imports little, as every episode waits for it."""
+"""What is started for an agent's program: becomes its guard, and starts it. Imports little, as
+every episode waits for it."""
 
 from __future__ import annotations
 

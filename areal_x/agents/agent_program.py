@@ -1,4 +1,5 @@
-"""One run of an agent's program: a process whose output is kept, and of which nothing is left when it is done."""
+"""One run of an agent's program: a process whose output is kept, and of which nothing is left when
+it is done."""
 
 from __future__ import annotations
 
@@ -15,9 +16,22 @@ from areal_x.runtime.waits import waiting, whose
 from areal_x.types import Task
 
 MODULE = "areal_x.agents.agent_guard"
-ORDINARY = ("HOME", "LANG", "LANGUAGE", "LOGNAME", "PATH", "SHELL", "TERM", "TMPDIR", "TZ", "USER", "VIRTUAL_ENV")
+ORDINARY = (
+    "HOME",
+    "LANG",
+    "LANGUAGE",
+    "LOGNAME",
+    "PATH",
+    "SHELL",
+    "TERM",
+    "TMPDIR",
+    "TZ",
+    "USER",
+    "VIRTUAL_ENV",
+)
 LOCALE = "LC_"
-LAST_WORDS = 400  # characters of what it wrote to standard error, in the error of an episode that failed
+# characters of what it wrote to standard error, in the error of an episode that failed
+LAST_WORDS = 400
 
 
 class ProgramFailed(RuntimeError):
@@ -25,10 +39,15 @@ class ProgramFailed(RuntimeError):
 
 
 async def run_program(
-    command: Sequence[str], task: Task, environment: Mapping[str, str], directory: str, output_bytes: int, processes: int
+    command: Sequence[str],
+    task: Task,
+    environment: Mapping[str, str],
+    directory: str,
+    output_bytes: int,
+    processes: int,
 ) -> str:
-    """What it printed, at most the last `output_bytes` of it. environment: all that it has beside AREAL_X_TASK. processes: most
-    at once. Cancelling this ends it and whatever it started.
+    """What it printed, at most the last `output_bytes` of it. environment: all that it has beside
+    AREAL_X_TASK. processes: most at once. Cancelling this ends it and whatever it started.
 
     Raises: ProgramFailed with the end of its standard error.
     """
@@ -61,7 +80,11 @@ async def run_program(
         with waiting(whose(), "its agent's process to end", f"process {process.pid}"):
             code = await ended(process)
     if code:
-        how = signal.Signals(code - 128).name if code - 128 in signal.valid_signals() else f"exit status {code}"
+        how = (
+            signal.Signals(code - 128).name
+            if code - 128 in signal.valid_signals()
+            else f"exit status {code}"
+        )
         words_of = " ".join(complained.split())[-LAST_WORDS:]
         raise ProgramFailed(f"{how}: {words_of}" if words_of else how)
     return printed
@@ -78,10 +101,14 @@ async def ended(process: asyncio.subprocess.Process) -> int:
 
 
 def of_this_process(names: Iterable[str]) -> dict[str, str]:
-    """The variables of this process that any program may need, and those of these names. Keys of other services, which a run's
-    environment holds as well, are none of a model's business."""
+    """The variables of this process that any program may need, and those of these names. Keys of
+    other services, which a run's environment holds as well, are none of a model's business."""
     wanted = {*ORDINARY, *names}
-    return {name: value for name, value in os.environ.items() if name in wanted or name.startswith(LOCALE)}
+    return {
+        name: value
+        for name, value in os.environ.items()
+        if name in wanted or name.startswith(LOCALE)
+    }
 
 
 async def last_bytes(stream: asyncio.StreamReader, most: int) -> str:
@@ -92,7 +119,9 @@ async def last_bytes(stream: asyncio.StreamReader, most: int) -> str:
 
 
 def told(task: Task) -> str:
-    prompt: Any = task.prompt if isinstance(task.prompt, str) else [dict(message) for message in task.prompt]
+    prompt: Any = (
+        task.prompt if isinstance(task.prompt, str) else [dict(message) for message in task.prompt]
+    )
     return json.dumps({"id": task.id, "prompt": prompt, "metadata": dict(task.metadata)})
 
 

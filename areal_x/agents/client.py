@@ -1,4 +1,5 @@
-"""For programs outside of a run: an episode of a run that waits for agents, from its opening to its reward.
+"""For programs outside of a run: an episode of a run that waits for agents, from its opening to its
+reward.
 
     from areal_x.agents import session
 
@@ -7,8 +8,8 @@
         ...                                          # any number of calls, by any program that is given both
         episode.reward(1.0)
 
-An agent that a run starts itself (`agent`, `agent_process`) has its session already: `session()` finds it in the environment.
-Only the standard library is imported here.
+An agent that a run starts itself (`agent`, `agent_process`) has its session already: `session()`
+finds it in the environment. Only the standard library is imported here.
 """
 
 from __future__ import annotations
@@ -39,9 +40,11 @@ class SessionError(RuntimeError):
 
 @dataclass
 class Session:
-    """One episode. base_url: for an OpenAI client. url: for an Anthropic client's base_url. key: for both.
+    """One episode. base_url: for an OpenAI client. url: for an Anthropic client's base_url. key:
+    for both.
 
-    A context manager that ends the episode: scored with what it was given, as failed where that is nothing.
+    A context manager that ends the episode: scored with what it was given, as failed where that is
+    nothing.
     """
 
     url: str
@@ -56,14 +59,25 @@ class Session:
     def environment(self) -> dict[str, str]:
         """What most agents read: the variables of both official clients, and of `session()`."""
         of_openai = {"OPENAI_BASE_URL": self.base_url, "OPENAI_API_KEY": self.key}
-        return {**of_openai, "ANTHROPIC_BASE_URL": self.url, "ANTHROPIC_API_KEY": self.key, URL: self.url, KEY: self.key}
+        return {
+            **of_openai,
+            "ANTHROPIC_BASE_URL": self.url,
+            "ANTHROPIC_API_KEY": self.key,
+            URL: self.url,
+            KEY: self.key,
+        }
 
     def reward(self, value: float, call: str | None = None) -> None:
-        """Gives the last call its reward, or the one of this id (the header `x-areal-call` of its answer).
+        """Gives the last call its reward, or the one of this id (the header `x-areal-call` of its
+        answer).
 
         Raises: SessionError for a call that has its reward, or where there is none.
         """
-        ask(f"{self.url}/reward", self.key, {"reward": value} | ({} if call is None else {"call": call}))
+        ask(
+            f"{self.url}/reward",
+            self.key,
+            {"reward": value} | ({} if call is None else {"call": call}),
+        )
 
     def end(self, reward: float | None = None) -> None:
         """Ends the episode, which was worth this much, or what its calls were given together."""
@@ -73,7 +87,9 @@ class Session:
     def __enter__(self) -> Session:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
+    ) -> None:
         if self.ended:
             return
         try:
@@ -83,10 +99,13 @@ class Session:
                 raise
 
 
-def session(address: str | Path | None = None, wait_seconds: float = 600.0, label: str | None = None) -> Session:
-    """An episode of a run. address: the file that the run wrote, by default the one that AREAL_X_GATEWAY names, or
-    gateway.json. wait_seconds: how long to wait while no episode is free. label: sessions of one label are attempts at the same
-    task, and compared with each other where train.group_size says so.
+def session(
+    address: str | Path | None = None, wait_seconds: float = 600.0, label: str | None = None
+) -> Session:
+    """An episode of a run. address: the file that the run wrote, by default the one that
+    AREAL_X_GATEWAY names, or gateway.json. wait_seconds: how long to wait while no episode is free.
+    label: sessions of one label are attempts at the same task, and compared with each other where
+    train.group_size says so.
 
     Raises: SessionError where none became free; FileNotFoundError without an address.
     """
@@ -96,7 +115,11 @@ def session(address: str | Path | None = None, wait_seconds: float = 600.0, labe
     until = time.monotonic() + wait_seconds
     while True:
         try:
-            opened = ask(f"{gateway['url']}/sessions", gateway["key"], {} if label is None else {"label": label})
+            opened = ask(
+                f"{gateway['url']}/sessions",
+                gateway["key"],
+                {} if label is None else {"label": label},
+            )
         except SessionError as error:
             if error.status != 503 or time.monotonic() > until:
                 raise

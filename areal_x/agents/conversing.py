@@ -4,7 +4,8 @@ train.workflow = @multi_turn()
 multi_turn.reward = @arithmetic.verify
 multi_turn.turns = 3
 
-What a conversation becomes for the trainer, and what each of its turns gets of the reward, says docs/agents.md.
+What a conversation becomes for the trainer, and what each of its turns gets of the reward, says
+docs/agents.md.
 """
 
 from __future__ import annotations
@@ -33,19 +34,22 @@ Feedback = str | Callable[[Task, str, float], str]
 @gin.configurable("multi_turn", denylist=["tokenizer", "pool"])
 @dataclass(frozen=True)
 class MultiTurn(Judged):
-    """Tries again after feedback, until an answer is right or no try is left. The reward is that of the last try.
+    """Tries again after feedback, until an answer is right or no try is left. The reward is that of
+    the last try.
 
-    A task's messages go through the model's chat template. A task's plain text is gone on with as it is: answer and feedback
-    follow each other in one text, so feedback begins and ends with the blanks that it needs.
+    A task's messages go through the model's chat template. A task's plain text is gone on with as
+    it is: answer and feedback follow each other in one text, so feedback begins and ends with the
+    blanks that it needs.
 
-    reward: a function (task, text) -> number, or -> (number, {name: number}), called after each try; text is the completion
-    without special tokens. turns: most tries. enough: a try whose reward is at least this is right, and the last.
-    feedback: what is said after a wrong try: a text, or a function (task, text, reward) -> text, which runs in a thread of this
-    process. discount_turns: the reward is multiplied by this for each try after the first, between 0 and 1.
-    credit: what each try's tokens get of the reward.
-    template: more variables of the chat template, as {"enable_thinking": False}.
-    sampling: how completions are drawn, each of at most sampling.max_tokens; the model's end tokens are added to its stop
-    tokens. reward_workers: most processes that judge at once. reward_timeout_seconds: after which a reward is ended with its
+    reward: a function (task, text) -> number, or -> (number, {name: number}), called after each
+    try; text is the completion without special tokens. turns: most tries. enough: a try whose
+    reward is at least this is right, and the last. feedback: what is said after a wrong try: a
+    text, or a function (task, text, reward) -> text, which runs in a thread of this process.
+    discount_turns: the reward is multiplied by this for each try after the first, between 0 and 1.
+    credit: what each try's tokens get of the reward. template: more variables of the chat template,
+    as {"enable_thinking": False}. sampling: how completions are drawn, each of at most
+    sampling.max_tokens; the model's end tokens are added to its stop tokens. reward_workers: most
+    processes that judge at once. reward_timeout_seconds: after which a reward is ended with its
     process. reward_limits: what that process may use beside time.
     """
 
@@ -85,7 +89,9 @@ class MultiTurn(Judged):
             if not isinstance(outcome, Scored) or outcome.reward >= self.enough:
                 break
             tell = self.feedback
-            answer = tell if isinstance(tell, str) else await in_thread(tell, task, text, outcome.reward)
+            answer = (
+                tell if isinstance(tell, str) else await in_thread(tell, task, text, outcome.reward)
+            )
             messages = [{"role": "user", "content": answer}]
         if isinstance(outcome, Scored):
             details = {**outcome.details, "tries": tries}
@@ -96,19 +102,22 @@ class MultiTurn(Judged):
 @gin.configurable("tool_use", denylist=["tokenizer", "pool", "toolbox"])
 @dataclass(frozen=True)
 class ToolUse(Judged):
-    """Answers with the help of tools: what a reply calls is called and the results are shown, until a reply calls none.
+    """Answers with the help of tools: what a reply calls is called and the results are shown, until
+    a reply calls none.
 
-    The calls of one reply run together. The chat template must know of tools. A task's plain text is what the user says.
+    The calls of one reply run together. The chat template must know of tools. A task's plain text
+    is what the user says.
 
-    reward: a function (task, text) -> number, or -> (number, {name: number}); text is the last reply without special tokens.
-    tools: functions (see areal_x.agents.tools.tools.tool_of), python_executor, calculator, mcp_server, or objects with a name,
-    a schema and a coroutine call(arguments). max_turns: most replies; the last one is judged also where it calls a tool.
-    tool_seconds: after which the model is told that a tool did not answer. result_characters: most that is shown of a result.
-    credit: what each reply's tokens get of the reward.
-    template: more variables of the chat template, as {"enable_thinking": False}.
-    sampling: how completions are drawn, each of at most sampling.max_tokens; the model's end tokens are added to its stop
-    tokens. reward_workers: most processes that judge at once. reward_timeout_seconds: after which a reward is ended with its
-    process. reward_limits: what that process may use beside time.
+    reward: a function (task, text) -> number, or -> (number, {name: number}); text is the last
+    reply without special tokens. tools: functions (see areal_x.agents.tools.tools.tool_of),
+    python_executor, calculator, mcp_server, or objects with a name, a schema and a coroutine
+    call(arguments). max_turns: most replies; the last one is judged also where it calls a tool.
+    tool_seconds: after which the model is told that a tool did not answer. result_characters: most
+    that is shown of a result. credit: what each reply's tokens get of the reward. template: more
+    variables of the chat template, as {"enable_thinking": False}. sampling: how completions are
+    drawn, each of at most sampling.max_tokens; the model's end tokens are added to its stop tokens.
+    reward_workers: most processes that judge at once. reward_timeout_seconds: after which a reward
+    is ended with its process. reward_limits: what that process may use beside time.
     """
 
     binding: ClassVar[str] = "tool_use"
@@ -137,7 +146,9 @@ class ToolUse(Judged):
         assert self.toolbox is not None, "call setup(tokenizer) first"
         await self.toolbox.setup()
         speaker = Speaker(TemplateRenderer(self.tokenizer), engine)
-        dialogue = Dialogue(speaker, self.sampling, tools=self.toolbox.schemas, template=self.template)
+        dialogue = Dialogue(
+            speaker, self.sampling, tools=self.toolbox.schemas, template=self.template
+        )
         messages, called = opening(task), 0
         for turn in range(self.max_turns):
             try:
@@ -168,7 +179,9 @@ class ToolUse(Judged):
 
     async def _results(self, reply: Reply) -> list[Message]:
         assert self.toolbox is not None
-        texts = await asyncio.gather(*(self.toolbox.call(call.name, call.arguments) for call in reply.tool_calls))
+        texts = await asyncio.gather(
+            *(self.toolbox.call(call.name, call.arguments) for call in reply.tool_calls)
+        )
         return [
             {"role": "tool", "tool_call_id": call.id, "name": call.name, "content": text}
             for call, text in zip(reply.tool_calls, texts, strict=True)
@@ -177,11 +190,16 @@ class ToolUse(Judged):
 
 def opening(task: Task) -> list[Message]:
     """What a conversation about a task begins with."""
-    return [{"role": "user", "content": task.prompt}] if isinstance(task.prompt, str) else list(task.prompt)
+    return (
+        [{"role": "user", "content": task.prompt}]
+        if isinstance(task.prompt, str)
+        else list(task.prompt)
+    )
 
 
 async def said(dialogue: Dialogue, messages: Sequence[Message]) -> Reply | None:
-    """The reply, or None where a conversation that had one before has grown beyond what the engine can hold."""
+    """The reply, or None where a conversation that had one before has grown beyond what the engine
+    can hold."""
     try:
         return await dialogue.say(*messages)
     except PromptTooLong:

@@ -1,12 +1,14 @@
-"""Environments whose observations and actions are texts, in the way of Gymnasium: a model acts, turn by turn.
+"""Environments whose observations and actions are texts, in the way of Gymnasium: a model acts,
+turn by turn.
 
     train.workflow = @environment()
     environment.make = @my_game           # a function, or the name that Gymnasium knows it by
     train.dataset = @environment_tasks()  # one a seed
     credit.how = "given"                  # each turn learns from what it earned
 
-What the environment shows is the user's message, what the model replies is the action. The reward of a step belongs to the turn
-that took it (see areal_x.agents.chat.credit); the episode's is their sum.
+What the environment shows is the user's message, what the model replies is the action. The reward
+of a step belongs to the turn that took it (see areal_x.agents.chat.credit); the episode's is their
+sum.
 """
 
 from __future__ import annotations
@@ -37,16 +39,18 @@ ReadAction = Callable[[str], Any]
 class Environment(Workflow):
     """An episode of an environment, each turn one reply of the model.
 
-    make: a function that returns an environment with Gymnasium's `reset` and `step`, or the name of one that Gymnasium knows
-    ("module:Name-v0" also imports the module), which needs the package `gymnasium`. options: given to it by name.
-    read_action: from the model's text to what `step` takes; by default the text itself. Where it raises ValueError, the model
-    is told the sentence, and the turn is taken without a step.
-    turns: most of them. sampling: how replies are drawn; the model's end tokens are added to its stop tokens.
-    instructions: a system message that comes first. template: variables of the chat template, as {"enable_thinking": False}.
-    credit: what each turn gets of the reward.
+    make: a function that returns an environment with Gymnasium's `reset` and `step`, or the name of
+    one that Gymnasium knows ("module:Name-v0" also imports the module), which needs the package
+    `gymnasium`. options: given to it by name. read_action: from the model's text to what `step`
+    takes; by default the text itself. Where it raises ValueError, the model is told the sentence,
+    and the turn is taken without a step. turns: most of them. sampling: how replies are drawn; the
+    model's end tokens are added to its stop tokens. instructions: a system message that comes
+    first. template: variables of the chat template, as {"enable_thinking": False}. credit: what
+    each turn gets of the reward.
 
-    The task's `metadata` may hold a "seed" and "options" for `reset`; its prompt, where it is not empty, comes before the first
-    observation. An episode also ends, as it is, where the conversation has no room for another reply.
+    The task's `metadata` may hold a "seed" and "options" for `reset`; its prompt, where it is not
+    empty, comes before the first observation. An episode also ends, as it is, where the
+    conversation has no room for another reply.
     """
 
     make: Callable[..., Any] | str
@@ -62,20 +66,24 @@ class Environment(Workflow):
     def __post_init__(self) -> None:
         if not (callable(self.make) or (isinstance(self.make, str) and self.make)):
             raise UserError(
-                f"environment.make = {self.make!r} cannot work: it must be a function (in gin `@name`, without parentheses) "
-                "or the name of an environment that Gymnasium knows"
+                f"environment.make = {self.make!r} cannot work: it must be a function (in gin"
+                " `@name`, without parentheses) or the name of an environment that Gymnasium knows"
             )
         if self.read_action is not None and not callable(self.read_action):
             raise UserError(
-                f"environment.read_action = {self.read_action!r} cannot work: it must be a function (in gin `@name`)"
+                f"environment.read_action = {self.read_action!r} cannot work: it must be a function"
+                " (in gin `@name`)"
             )
         at_least("environment.turns", self.turns, 1)
 
     def setup(self, tokenizer: Any) -> Environment:
-        """Raises UserError for a tokenizer without a chat template or an end token, and where Gymnasium is missing."""
+        """Raises UserError for a tokenizer without a chat template or an end token, and where
+        Gymnasium is missing."""
         if isinstance(self.make, str):
             _gymnasium()
-        return replace(self, sampling=with_end(self.sampling, tokenizer), renderer=TemplateRenderer(tokenizer))
+        return replace(
+            self, sampling=with_end(self.sampling, tokenizer), renderer=TemplateRenderer(tokenizer)
+        )
 
     def greedy(self) -> Environment:
         return replace(self, sampling=replace(self.sampling, temperature=0.0))
@@ -83,11 +91,14 @@ class Environment(Workflow):
     async def run(self, task: Task, engine: Generator) -> Result:
         assert self.renderer is not None, "call setup(tokenizer) first"
         dialogue = Dialogue(Speaker(self.renderer, engine), self.sampling, template=self.template)
-        thread = OneThread("areal-x environment")  # of this episode: an environment may insist on one
+        # of this episode: an environment may insist on one
+        thread = OneThread("areal-x environment")
         world: Any = None
         try:
             world = await thread.run(self._made)
-            options = {name: task.metadata[name] for name in ("seed", "options") if name in task.metadata}
+            options = {
+                name: task.metadata[name] for name in ("seed", "options") if name in task.metadata
+            }
             shown = await thread.run(lambda: text_of(world.reset(**options)[0]))
             return await self._play(task, dialogue, world, thread, shown)
         finally:
@@ -95,7 +106,9 @@ class Environment(Workflow):
                 thread.tell(close)
             thread.close()
 
-    async def _play(self, task: Task, dialogue: Dialogue, world: Any, thread: OneThread, shown: str) -> Result:
+    async def _play(
+        self, task: Task, dialogue: Dialogue, world: Any, thread: OneThread, shown: str
+    ) -> Result:
         messages = opening(self.instructions, task.prompt, shown)
         rewards: list[float] = []
         refused, over, room = 0, False, True
@@ -116,8 +129,15 @@ class Environment(Workflow):
             shown, reward, over = await thread.run(taken, world, action)
             rewards.append(reward)
             messages = [{"role": "user", "content": shown}]
-        details = {"turns": len(rewards), "refused_actions": refused, "ended": float(over), "had_room": float(room)}
-        return episode_of_calls(rewarded(dialogue.calls, rewards), Scored(sum(rewards), details), self.credit)
+        details = {
+            "turns": len(rewards),
+            "refused_actions": refused,
+            "ended": float(over),
+            "had_room": float(room),
+        }
+        return episode_of_calls(
+            rewarded(dialogue.calls, rewards), Scored(sum(rewards), details), self.credit
+        )
 
     def _action(self, text: str) -> Any:
         return text if self.read_action is None else self.read_action(text)
@@ -129,7 +149,8 @@ class Environment(Workflow):
 
 
 def opening(instructions: str, prompt: str | Sequence[Message], observation: str) -> list[Message]:
-    """The first messages: instructions, the task's prompt, and what the environment shows at first."""
+    """The first messages: instructions, the task's prompt, and what the environment shows at
+    first."""
     before: list[Message] = [{"role": "system", "content": instructions}] if instructions else []
     if isinstance(prompt, str):
         shown = f"{prompt}\n\n{observation}" if prompt else observation
@@ -149,22 +170,33 @@ def taken(world: Any, action: Any) -> tuple[str, float, bool]:
 
 
 def text_of(observation: Any) -> str:
-    return observation if isinstance(observation, str) else json.dumps(observation, ensure_ascii=False, default=str)
+    return (
+        observation
+        if isinstance(observation, str)
+        else json.dumps(observation, ensure_ascii=False, default=str)
+    )
 
 
 @gin.configurable
 def environment_tasks(size: int = 1000, seed: int = 0, prompt: str = "") -> list[Task]:
-    """Tasks for `environment`: `size` of them, each with a seed of its own for the environment's `reset`, from `seed` on.
+    """Tasks for `environment`: `size` of them, each with a seed of its own for the environment's
+    `reset`, from `seed` on.
 
-    prompt: comes before the first observation. The episodes of one task begin alike, so that they can be compared.
+    prompt: comes before the first observation. The episodes of one task begin alike, so that they
+    can be compared.
     """
     positive("environment_tasks.size", size)
-    return [Task(f"seed/{number}", prompt, metadata={"seed": number}) for number in range(seed, seed + size)]
+    return [
+        Task(f"seed/{number}", prompt, metadata={"seed": number})
+        for number in range(seed, seed + size)
+    ]
 
 
 def _gymnasium() -> Any:
     try:
         import gymnasium
     except ImportError:
-        raise UserError("an environment by its name needs gymnasium: pip install 'areal-x[environments]'") from None
+        raise UserError(
+            "an environment by its name needs gymnasium: pip install 'areal-x[environments]'"
+        ) from None
     return gymnasium

@@ -1,4 +1,5 @@
-"""What the workflows of agents share: a gateway of the run's own, and episodes that are its sessions."""
+"""What the workflows of agents share: a gateway of the run's own, and episodes that are its
+sessions."""
 
 from __future__ import annotations
 
@@ -50,9 +51,10 @@ class Host:
 
 @dataclass(frozen=True, kw_only=True)
 class Hosted(Workflow):
-    """sampling: how completions are drawn; the model's end tokens are added to its stop tokens. limits: what an episode may
-    use. credit: how its reward is shared out. gateway: where agents call. rendering: who makes tokens of messages and reads
-    replies: "transformers" with the model's chat template, or "server", the vLLM servers with theirs and their parsers."""
+    """sampling: how completions are drawn; the model's end tokens are added to its stop tokens.
+    limits: what an episode may use. credit: how its reward is shared out. gateway: where agents
+    call. rendering: who makes tokens of messages and reads replies: "transformers" with the model's
+    chat template, or "server", the vLLM servers with theirs and their parsers."""
 
     sampling: SamplingParams = field(default_factory=SamplingParams)
     limits: SessionLimits = field(default_factory=SessionLimits)
@@ -65,7 +67,9 @@ class Hosted(Workflow):
         """Raises UserError for a tokenizer without an end token."""
         one_of("rendering", self.rendering, RENDERING)
         by_template = tokenizer.chat_template is not None
-        host = Host(self.gateway, TemplateRenderer(tokenizer) if by_template else PlainRenderer(tokenizer))
+        host = Host(
+            self.gateway, TemplateRenderer(tokenizer) if by_template else PlainRenderer(tokenizer)
+        )
         return replace(self, sampling=with_end(self.sampling, tokenizer), host=host)
 
     def greedy(self: H) -> H:
@@ -83,12 +87,16 @@ class Hosted(Workflow):
             return renderer
         servers = getattr(engine, "engine", engine)
         if not hasattr(servers, "clients") or isinstance(renderer, PlainRenderer):
-            raise UserError("rendering = 'server' needs vLLM servers (train.engine = 'vllm') and a model with a chat template")
+            raise UserError(
+                "rendering = 'server' needs vLLM servers (train.engine = 'vllm') and a model with a"
+                " chat template"
+            )
         return ServerRenderer(renderer.tokenizer, servers.clients)
 
     async def episode(self, session: Session, outcome: Outcome) -> Result:
         calls = session.calls()
-        size = sum(len(call.prompt) for call in calls) * len(calls)  # each prompt is compared with each line before it
+        # each prompt is compared with each line before it
+        size = sum(len(call.prompt) for call in calls) * len(calls)
         return await beside(size, episode_of_calls, calls, outcome, self.credit)
 
     def hosting(self) -> Host:

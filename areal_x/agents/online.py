@@ -1,10 +1,12 @@
-"""Learning from whoever comes: people and programs that open sessions, and give them rewards when they have some.
+"""Learning from whoever comes: people and programs that open sessions, and give them rewards when
+they have some.
 
     train.dataset = @online_tasks()
     train.workflow = @online()
 
-The run serves; each session that somebody opens (areal_x.agents.session, POST /sessions) is one episode of a group that waits
-for it, and a step is trained when its groups are full. Weights change under conversations that go on meanwhile.
+The run serves; each session that somebody opens (areal_x.agents.session, POST /sessions) is one
+episode of a group that waits for it, and a step is trained when its groups are full. Weights change
+under conversations that go on meanwhile.
 """
 
 from __future__ import annotations
@@ -30,7 +32,8 @@ from areal_x.workflows.single_turn import Generator, Result
 
 @gin.configurable("online_tasks")
 def online_tasks(count: int = 1 << 16) -> Sequence[Task]:
-    """Places for groups in the order in which they are admitted; an agent brings its task with it. count: of an epoch."""
+    """Places for groups in the order in which they are admitted; an agent brings its task with it.
+    count: of an epoch."""
     at_least("online_tasks.count", count, 1)
     return Places(count)
 
@@ -54,8 +57,8 @@ class Places(Sequence[Task]):
 
 @dataclass(eq=False)
 class Seat:
-    """An episode that waits for somebody. group: those that are compared with each other have the same. taken: None where
-    nobody came in time."""
+    """An episode that waits for somebody. group: those that are compared with each other have the
+    same. taken: None where nobody came in time."""
 
     group: str
     engine: Generator
@@ -65,15 +68,17 @@ class Seat:
 class Seats:
     """Who waits for whom. Knows no socket.
 
-    A label keeps sessions together: those that have the same are episodes of one group, as attempts at one task should be. A
-    session without one takes the first free seat of a group that has no label.
+    A label keeps sessions together: those that have the same are episodes of one group, as attempts
+    at one task should be. A session without one takes the first free seat of a group that has no
+    label.
     """
 
     def __init__(self) -> None:
         self._free: list[Seat] = []
         self._labels: dict[str, str] = {}  # of the groups that have one
         self._begun: set[str] = set()  # groups that somebody without a label has joined
-        self._closing: dict[str, asyncio.TimerHandle] = {}  # groups whose free seats wait only so long
+        # groups whose free seats wait only so long
+        self._closing: dict[str, asyncio.TimerHandle] = {}
 
     def wait(self, seat: Seat) -> None:
         self._free.append(seat)
@@ -83,15 +88,20 @@ class Seats:
         if seat in self._free:
             self._free.remove(seat)
         if not any(other.group == seat.group for other in self._free):
-            self._labels = {group: label for group, label in self._labels.items() if group != seat.group}
+            self._labels = {
+                group: label for group, label in self._labels.items() if group != seat.group
+            }
             self._begun.discard(seat.group)
             if (timer := self._closing.pop(seat.group, None)) is not None:
                 timer.cancel()
 
     def close_after(self, group: str, seconds: float) -> None:
-        """Gives up the seats of the group that nobody has taken by then; counted from the first call."""
+        """Gives up the seats of the group that nobody has taken by then; counted from the first
+        call."""
         if group not in self._closing and any(seat.group == group for seat in self._free):
-            self._closing[group] = asyncio.get_running_loop().call_later(seconds, self._close, group)
+            self._closing[group] = asyncio.get_running_loop().call_later(
+                seconds, self._close, group
+            )
 
     def _close(self, group: str) -> None:
         for seat in [seat for seat in self._free if seat.group == group]:
@@ -101,9 +111,23 @@ class Seats:
 
     def take(self, label: str | None) -> Seat | None:
         """The seat of whoever comes, None where there is none for them."""
-        seat = next((seat for seat in self._free if self._labels.get(seat.group) == label and self._fits(seat, label)), None)
+        seat = next(
+            (
+                seat
+                for seat in self._free
+                if self._labels.get(seat.group) == label and self._fits(seat, label)
+            ),
+            None,
+        )
         if seat is None and label is not None:
-            seat = next((s for s in self._free if s.group not in self._labels and s.group not in self._begun), None)
+            seat = next(
+                (
+                    s
+                    for s in self._free
+                    if s.group not in self._labels and s.group not in self._begun
+                ),
+                None,
+            )
         if seat is None:
             return None
         if label is None:
@@ -122,10 +146,11 @@ class Seats:
 class Online(Hosted):
     """Episodes that somebody else begins, and ends with a reward, when they like.
 
-    address_file: where the gateway's address and key are written, for this user alone, once it serves. A session that nobody
-    touches for limits.idle_seconds, or that has no reward in its end, is counted and gives its place to the next. A group may
-    wait for its first session as long as it takes: train.episode_seconds and train.failed_groups do not count here.
-    group_seconds: how long, after the first session of a group ended, its places that nobody took wait for the others of its
+    address_file: where the gateway's address and key are written, for this user alone, once it
+    serves. A session that nobody touches for limits.idle_seconds, or that has no reward in its end,
+    is counted and gives its place to the next. A group may wait for its first session as long as it
+    takes: train.episode_seconds and train.failed_groups do not count here. group_seconds: how long,
+    after the first session of a group ended, its places that nobody took wait for the others of its
     label; then the group goes on with the sessions that it has.
     """
 

@@ -1,12 +1,13 @@
-"""Environments of the package `verifiers`: their tasks, and an agent that plays them as they are and earns what they judge.
+"""Environments of the package `verifiers`: their tasks, and an agent that plays them as they are
+and earns what they judge.
 
     train.dataset = @verifiers_tasks()
     verifiers_tasks.environment = "my-environment"   # installed, as `verifiers.load_environment` finds it
     train.workflow = @agent()
     agent.solve = @verifiers_agent
 
-An environment talks to the model by the OpenAI client, against a session of the run's gateway. Needs verifiers 0.1.14 to 0.3;
-later versions know other environments.
+An environment talks to the model by the OpenAI client, against a session of the run's gateway.
+Needs verifiers 0.1.14 to 0.3; later versions know other environments.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ import gin
 from areal_x.errors import UserError, at_least, one_of
 from areal_x.types import Task
 
-ABOUT = "verifiers"  # of a task's metadata: the environment and its arguments, as `_environment` takes them
+# of a task's metadata: the environment and its arguments, as `_environment` takes them
+ABOUT = "verifiers"
 NEEDED = "pip install 'verifiers>=0.1.14,<0.4'"
 
 
@@ -37,9 +39,10 @@ def verifiers_tasks(
 ) -> list[Task]:
     """The tasks of an environment of the package `verifiers`, for `agent.solve = @verifiers_agent`.
 
-    environment: its name, as `verifiers.load_environment` takes it. split: "train" for its dataset, "test" for the one that it
-    evaluates by. size: the first so many; by default all. arguments: the environment's own, by name.
-    Raises: UserError where verifiers or the environment is not installed, and for arguments that it refuses.
+    environment: its name, as `verifiers.load_environment` takes it. split: "train" for its dataset,
+    "test" for the one that it evaluates by. size: the first so many; by default all. arguments: the
+    environment's own, by name. Raises: UserError where verifiers or the environment is not
+    installed, and for arguments that it refuses.
     """
     one_of("verifiers_tasks.split", split, ("train", "test"))
     if size is not None:
@@ -48,27 +51,37 @@ def verifiers_tasks(
     loaded = _environment(*about)
     rows = (loaded.get_dataset if split == "train" else loaded.get_eval_dataset)(n=size or -1)
     return [
-        Task(f"{environment}/{split}/{number}", _messages(row["prompt"]), row.get("answer"), {ABOUT: about, "row": dict(row)})
+        Task(
+            f"{environment}/{split}/{number}",
+            _messages(row["prompt"]),
+            row.get("answer"),
+            {ABOUT: about, "row": dict(row)},
+        )
         for number, row in enumerate(rows)
     ]
 
 
 @gin.configurable(denylist=["base_url", "api_key"])
 async def verifiers_agent(task: Task, base_url: str, api_key: str) -> float:
-    """What the task's environment makes of the conversation that it has with the model: the reward of its rubric.
+    """What the task's environment makes of the conversation that it has with the model: the reward
+    of its rubric.
 
-    The prompt, tools, turns and judgement are the environment's. Raises: RuntimeError for a rollout that it gave up.
+    The prompt, tools, turns and judgement are the environment's. Raises: RuntimeError for a rollout
+    that it gave up.
     """
     from openai import AsyncOpenAI, DefaultAsyncHttpxClient
     from verifiers.clients import OpenAIChatCompletionsClient
 
-    here = DefaultAsyncHttpxClient(verify=False)  # the run's own address has no TLS; to load certificates takes 20 ms
+    # the run's own address has no TLS; to load certificates takes 20 ms
+    here = DefaultAsyncHttpxClient(verify=False)
     async with AsyncOpenAI(base_url=base_url, api_key=api_key, http_client=here) as client:
         output = await _environment(*task.metadata[ABOUT]).run_rollout(
             task.metadata["row"], OpenAIChatCompletionsClient(client), "policy", {}
         )
     if output.get("error"):
-        raise RuntimeError(f"the environment gave the rollout up: {output.get('error_chain') or output['error']}")
+        raise RuntimeError(
+            f"the environment gave the rollout up: {output.get('error_chain') or output['error']}"
+        )
     return float(output["reward"])
 
 
@@ -78,15 +91,17 @@ def _environment(name: str, arguments: str) -> Any:
     try:
         from verifiers import load_environment
     except ImportError as error:
-        raise UserError(f"verifiers_tasks needs verifiers of a version before 0.4 ({error}): {NEEDED}") from None
+        raise UserError(
+            f"verifiers_tasks needs verifiers of a version before 0.4 ({error}): {NEEDED}"
+        ) from None
     try:
         with _signals_as_they_were():
             return load_environment(name, **json.loads(arguments))
     except Exception as error:  # of the environment, whatever it is
         reason = " ".join(str(error).split())
         raise UserError(
-            f"verifiers_tasks.environment = {name!r} cannot be loaded ({reason}): install it, and look at "
-            "verifiers_tasks.arguments"
+            f"verifiers_tasks.environment = {name!r} cannot be loaded ({reason}): install it, and"
+            " look at verifiers_tasks.arguments"
         ) from error
 
 
@@ -108,4 +123,6 @@ def _messages(prompt: Any) -> Any:
     """Without the empty fields that a table of messages has."""
     if isinstance(prompt, str):
         return prompt
-    return [{name: value for name, value in message.items() if value is not None} for message in prompt]
+    return [
+        {name: value for name, value in message.items() if value is not None} for message in prompt
+    ]

@@ -1,4 +1,5 @@
-"""The few array operations that the algorithms need beyond the array-API standard, for numpy, jax and torch alike."""
+"""The few array operations that the algorithms need beyond the array-API standard, for numpy, jax
+and torch alike."""
 
 from __future__ import annotations
 
@@ -9,20 +10,22 @@ from array_api_compat import array_namespace, is_jax_array, is_numpy_array, is_t
 
 from areal_x.types import Array
 
-LOG_RATIO_LIMIT = 20.0  # exp(20) is 5e8: beyond it a ratio carries no information and its square overflows float32
+# exp(20) is 5e8: beyond it a ratio carries no information and its square overflows float32
+LOG_RATIO_LIMIT = 20.0
 
 
 def lift(x: Array) -> Array:
     """At least float32: bfloat16 is raised, float64 kept."""
-    xp = array_namespace(x)  # result_type would say it in one word, but torch.compile breaks the graph at it
+    # result_type would say it in one word, but torch.compile breaks the graph at it
+    xp = array_namespace(x)
     return x if x.dtype == xp.float64 else xp.astype(x, xp.float32)
 
 
 def masked(x: Array, mask: Array) -> Array:
     """x where the mask is True, exactly 0 elsewhere, in at least float32.
 
-    Inputs are masked before any arithmetic: what stands behind the mask may be NaN or infinite, and 0 * NaN is NaN, also in a
-    gradient.
+    Inputs are masked before any arithmetic: what stands behind the mask may be NaN or infinite, and
+    0 * NaN is NaN, also in a gradient.
     """
     xp = array_namespace(x)
     x = lift(x)
@@ -30,7 +33,8 @@ def masked(x: Array, mask: Array) -> Array:
 
 
 def clamp(log_ratio: Array) -> Array:
-    """A log-ratio, also a summed or averaged one, within ±20: what every one passes through before exp."""
+    """A log-ratio, also a summed or averaged one, within ±20: what every one passes through before
+    exp."""
     xp = array_namespace(log_ratio)
     return xp.clip(log_ratio, -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
 
@@ -70,7 +74,8 @@ def softplus(x: Array) -> Array:
 
 
 def segment_sum(values: Array, segment_ids: Array) -> Array:
-    """[R, L] → [R, L]: each token gets the sum of `values` over its own segment, (row, id) naming a segment."""
+    """[R, L] → [R, L]: each token gets the sum of `values` over its own segment, (row, id) naming a
+    segment."""
     xp = array_namespace(values)
     rows, length = values.shape
     keys = _segment_keys(segment_ids)
@@ -86,7 +91,8 @@ def segment_sum(values: Array, segment_ids: Array) -> Array:
 
 
 def segment_mean(values: Array, mask: Array, segment_ids: Array) -> Array:
-    """[R, L] → [R, L]: each token gets the mean of `values` over the masked tokens of its own segment, 0 where it has none."""
+    """[R, L] → [R, L]: each token gets the mean of `values` over the masked tokens of its own
+    segment, 0 where it has none."""
     xp = array_namespace(values)
     values = masked(values, mask)
     count = segment_sum(xp.astype(mask, values.dtype), segment_ids)

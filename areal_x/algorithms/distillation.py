@@ -1,4 +1,5 @@
-"""Learning from a teacher's whole distribution over the vocabulary, not only from the tokens that were sampled."""
+"""Learning from a teacher's whole distribution over the vocabulary, not only from the tokens that
+were sampled."""
 
 from __future__ import annotations
 
@@ -11,17 +12,21 @@ from areal_x.algorithms.arrays import lift, stop_gradient
 from areal_x.errors import within
 from areal_x.types import Array
 
-RULED_OUT = -1e30  # stands for a logit of -inf: its probability is 0 all the same, and differences of it are numbers
+# stands for a logit of -inf: its probability is 0 all the same, and differences of it are numbers
+RULED_OUT = -1e30
 
 
 def generalized_jsd(
-    student_logits: Float[Array, "*tokens vocabulary"], teacher_logits: Float[Array, "*tokens vocabulary"], beta: float
+    student_logits: Float[Array, "*tokens vocabulary"],
+    teacher_logits: Float[Array, "*tokens vocabulary"],
+    beta: float,
 ) -> Float[Array, "*tokens"]:
     """The generalised Jensen-Shannon divergence of student and teacher, in nats, at least float32.
 
-    β KL(teacher ‖ M) + (1 - β) KL(student ‖ M) with M = β teacher + (1 - β) student, in probabilities. At β = 0 it is
-    KL(teacher ‖ student) and at β = 1 KL(student ‖ teacher): what it tends to there, divided by β or 1 - β.
-    Raises ConfigError unless 0 ≤ β ≤ 1. Source: generalised knowledge distillation, arXiv 2306.13649, eq. 1.
+    β KL(teacher ‖ M) + (1 - β) KL(student ‖ M) with M = β teacher + (1 - β) student, in
+    probabilities. At β = 0 it is KL(teacher ‖ student) and at β = 1 KL(student ‖ teacher): what it
+    tends to there, divided by β or 1 - β. Raises ConfigError unless 0 ≤ β ≤ 1. Source: generalised
+    knowledge distillation, arXiv 2306.13649, eq. 1.
     """
     within("generalized_jsd.beta", beta, 0, 1)
     xp = array_namespace(student_logits)

@@ -25,7 +25,8 @@ def k3(logp: Array, ref: Array) -> Array:
     """exp(-d) - 1 + d: unbiased, low variance, never negative; d is clamped to ±20."""
     xp = array_namespace(logp)
     d = xp.clip(logp - ref, -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
-    return xp.expm1(-d) + d  # not exp - 1: near the reference d²/2 would be lost in the rounding of 1
+    # not exp - 1: near the reference d²/2 would be lost in the rounding of 1
+    return xp.expm1(-d) + d
 
 
 ESTIMATORS = {"k1": k1, "k2": k2, "k3": k3}

@@ -1,13 +1,15 @@
 """Losses: pure functions `(policy, batch) → (terms, metrics)` of arrays, for numpy, jax and torch.
 
-`terms` is `[rows, length]` and exactly 0 where the mask is False; the trainer minimises `sum(batch.weights * terms)`. `metrics`
-maps names to per-token arrays, which the trainer averages over the masked tokens of the whole optimizer batch (of a name that
-begins with largest_ it takes the largest).
-Below: θ = policy.logp, p = batch.proximal_logp, b = batch.behavior_logp, A = batch.advantages, V = policy.values,
-R = batch.returns, r = exp(θ - p) with the log-ratio clamped to ±20, sg = stop-gradient.
+`terms` is `[rows, length]` and exactly 0 where the mask is False; the trainer minimises
+`sum(batch.weights * terms)`. `metrics` maps names to per-token arrays, which the trainer averages
+over the masked tokens of the whole optimizer batch (of a name that begins with largest_ it takes
+the largest). Below: θ = policy.logp, p = batch.proximal_logp, b = batch.behavior_logp, A =
+batch.advantages, V = policy.values, R = batch.returns, r = exp(θ - p) with the log-ratio clamped to
+±20, sg = stop-gradient.
 
-In every loss whatever is read is masked before any arithmetic: 0 · NaN is NaN, also in a gradient. In gin a loss whose name is
-also a recipe's is called NAME_loss. A hyperparameter that cannot work is a ConfigError that names it.
+In every loss whatever is read is masked before any arithmetic: 0 · NaN is NaN, also in a gradient.
+In gin a loss whose name is also a recipe's is called NAME_loss. A hyperparameter that cannot work
+is a ConfigError that names it.
 """
 
 from __future__ import annotations
@@ -17,7 +19,14 @@ from dataclasses import dataclass
 import gin
 from array_api_compat import array_namespace
 
-from areal_x.algorithms.arrays import clamp, importance_ratio, masked, segment_mean, sigmoid, stop_gradient
+from areal_x.algorithms.arrays import (
+    clamp,
+    importance_ratio,
+    masked,
+    segment_mean,
+    sigmoid,
+    stop_gradient,
+)
 from areal_x.algorithms.kl import ESTIMATORS
 from areal_x.errors import ConfigError, at_least, one_of, positive
 from areal_x.protocols.loss import Loss, LossTerms, evaluate
@@ -26,22 +35,31 @@ from areal_x.types import NOT_THE_POLICY, Array, Batch, Policy
 
 @gin.configurable(module="losses")
 def reinforce(policy: Policy, batch: Batch) -> LossTerms:
-    """The policy gradient itself: term = -A θ. Source: Williams 1992; for language models RLOO, arXiv 2402.14740."""
+    """The policy gradient itself: term = -A θ. Source: Williams 1992; for language models RLOO,
+    arXiv 2402.14740."""
     return -masked(batch.advantages, batch.mask) * masked(policy.logp, batch.mask), {}
 
 
 @gin.configurable(module="losses")
 def ppo_clip(
-    policy: Policy, batch: Batch, *, clip_low: float = 0.2, clip_high: float = 0.2, dual_clip: float | None = None
+    policy: Policy,
+    batch: Batch,
+    *,
+    clip_low: float = 0.2,
+    clip_high: float = 0.2,
+    dual_clip: float | None = None,
 ) -> LossTerms:
     """Proximal policy optimisation: the pessimistic of the plain and the clipped surrogate.
 
-    term = max(-A r, -A clip(r, 1 - clip_low, 1 + clip_high)); with dual_clip = c, where A < 0: min(that, -A c).
-    Source: arXiv 1707.06347; asymmetric clip arXiv 2503.14476; dual clip arXiv 1912.09729.
+    term = max(-A r, -A clip(r, 1 - clip_low, 1 + clip_high)); with dual_clip = c, where A < 0:
+    min(that, -A c). Source: arXiv 1707.06347; asymmetric clip arXiv 2503.14476; dual clip arXiv
+    1912.09729.
     """
     _both_at_least_zero("ppo_clip", clip_low=clip_low, clip_high=clip_high)
     if dual_clip is not None and not dual_clip > 1:
-        raise ConfigError("ppo_clip.dual_clip", dual_clip, "greater than 1, as it bounds ratios that exceed 1")
+        raise ConfigError(
+            "ppo_clip.dual_clip", dual_clip, "greater than 1, as it bounds ratios that exceed 1"
+        )
     xp = array_namespace(policy.logp)
     ratio = importance_ratio(policy.logp, batch.proximal_logp, batch.mask)
     terms, metrics = _clipped(ratio, batch, clip_low, clip_high)
@@ -52,11 +70,15 @@ def ppo_clip(
 
 
 @gin.configurable("gspo_loss", module="losses")
-def gspo(policy: Policy, batch: Batch, *, clip_low: float = 3e-4, clip_high: float = 4e-4) -> LossTerms:
-    """Group sequence policy optimisation: one ratio for a sequence, s = exp(mean of θ - p over its masked tokens).
+def gspo(
+    policy: Policy, batch: Batch, *, clip_low: float = 3e-4, clip_high: float = 4e-4
+) -> LossTerms:
+    """Group sequence policy optimisation: one ratio for a sequence, s = exp(mean of θ - p over its
+    masked tokens).
 
-    term = max(-A s_t, -A clip(s_t, 1 - clip_low, 1 + clip_high)) with s_t = sg(s) exp(θ - sg(θ)): the value of s, and a
-    gradient for each token. Source: arXiv 2507.18071, GSPO-token (eq. 13 and 14), which allows one advantage a token.
+    term = max(-A s_t, -A clip(s_t, 1 - clip_low, 1 + clip_high)) with s_t = sg(s) exp(θ - sg(θ)):
+    the value of s, and a gradient for each token. Source: arXiv 2507.18071, GSPO-token (eq. 13 and
+    14), which allows one advantage a token.
     """
     _both_at_least_zero("gspo_loss", clip_low=clip_low, clip_high=clip_high)
     xp = array_namespace(policy.logp)
@@ -74,22 +96,29 @@ def _both_at_least_zero(loss: str, **bounds: float) -> None:
 
 
 def _clipped(ratio: Array, batch: Batch, clip_low: float, clip_high: float) -> LossTerms:
-    """max(-A ratio, -A clip(ratio, 1 - clip_low, 1 + clip_high)), and how often the clip took the gradient."""
+    """max(-A ratio, -A clip(ratio, 1 - clip_low, 1 + clip_high)), and how often the clip took the
+    gradient."""
     xp = array_namespace(ratio)
     advantages = masked(batch.advantages, batch.mask)
     plain = -advantages * ratio
     clipped = -advantages * xp.clip(ratio, 1 - clip_low, 1 + clip_high)
     terms = masked(xp.maximum(plain, clipped), batch.mask)
-    return terms, {"ratio": masked(ratio, batch.mask), "clip_fraction": masked(clipped > plain, batch.mask)}
+    return terms, {
+        "ratio": masked(ratio, batch.mask),
+        "clip_fraction": masked(clipped > plain, batch.mask),
+    }
 
 
 @gin.configurable("gmpo_loss", module="losses")
-def gmpo(policy: Policy, batch: Batch, *, clip_low: float = 0.4, clip_high: float = 0.4) -> LossTerms:
-    """Geometric-mean policy optimisation: tokens are clipped one by one, then the sequence has one ratio, their geometric mean.
+def gmpo(
+    policy: Policy, batch: Batch, *, clip_low: float = 0.4, clip_high: float = 0.4
+) -> LossTerms:
+    """Geometric-mean policy optimisation: tokens are clipped one by one, then the sequence has one
+    ratio, their geometric mean.
 
-    c = min(θ - p, clip_high) where A ≥ 0, else max(θ - p, -clip_low); s = exp(mean of c over the sequence's masked tokens);
-    term = -A sg(s) exp(c - sg(c)): the value of s, and no gradient for a token that is clipped. Bounds are of the log-ratio.
-    Source: arXiv 2507.20673.
+    c = min(θ - p, clip_high) where A ≥ 0, else max(θ - p, -clip_low); s = exp(mean of c over the
+    sequence's masked tokens); term = -A sg(s) exp(c - sg(c)): the value of s, and no gradient for a
+    token that is clipped. Bounds are of the log-ratio. Source: arXiv 2507.20673.
     """
     _both_at_least_zero("gmpo_loss", clip_low=clip_low, clip_high=clip_high)
     xp = array_namespace(policy.logp)
@@ -101,72 +130,105 @@ def gmpo(policy: Policy, batch: Batch, *, clip_low: float = 0.4, clip_high: floa
     clipped = xp.where(kept, log_ratio, bound)
     ratio = stop_gradient(xp.exp(clamp(segment_mean(clipped, batch.mask, batch.segment_ids))))
     terms = -advantages * ratio * xp.exp(clipped - stop_gradient(clipped))
-    return masked(terms, batch.mask), {"ratio": masked(ratio, batch.mask), "clip_fraction": masked(~kept, batch.mask)}
+    return masked(terms, batch.mask), {
+        "ratio": masked(ratio, batch.mask),
+        "clip_fraction": masked(~kept, batch.mask),
+    }
 
 
 @gin.configurable("sapo_loss", module="losses")
-def sapo(policy: Policy, batch: Batch, *, tau_positive: float = 1.0, tau_negative: float = 1.05) -> LossTerms:
+def sapo(
+    policy: Policy, batch: Batch, *, tau_positive: float = 1.0, tau_negative: float = 1.05
+) -> LossTerms:
     """Soft adaptive policy optimisation: a smooth gate in place of the clip.
 
-    term = -A σ(τ (r - 1)) 4 / τ, with τ = tau_positive where A > 0 and tau_negative elsewhere. At r = 1 the gradient is that of
-    REINFORCE. Source: arXiv 2511.20347.
+    term = -A σ(τ (r - 1)) 4 / τ, with τ = tau_positive where A > 0 and tau_negative elsewhere. At r
+    = 1 the gradient is that of REINFORCE. Source: arXiv 2511.20347.
     """
     positive("sapo_loss.tau_positive", tau_positive)
     positive("sapo_loss.tau_negative", tau_negative)
     xp = array_namespace(policy.logp)
     advantages = masked(batch.advantages, batch.mask)
     ratio = importance_ratio(policy.logp, batch.proximal_logp, batch.mask)
-    tau = xp.where(advantages > 0, xp.full_like(ratio, tau_positive), xp.full_like(ratio, tau_negative))
+    tau = xp.where(
+        advantages > 0, xp.full_like(ratio, tau_positive), xp.full_like(ratio, tau_negative)
+    )
     gate = sigmoid(tau * (ratio - 1)) * 4 / tau
     return -advantages * gate, {"ratio": masked(ratio, batch.mask)}
 
 
 @gin.configurable("cispo_loss", module="losses")
-def cispo(policy: Policy, batch: Batch, *, clip_high: float = 0.28, clip_low: float | None = None) -> LossTerms:
-    """Clipped importance-sampled policy optimisation: the ratio is a bounded weight, and every token keeps its gradient.
+def cispo(
+    policy: Policy, batch: Batch, *, clip_high: float = 0.28, clip_low: float | None = None
+) -> LossTerms:
+    """Clipped importance-sampled policy optimisation: the ratio is a bounded weight, and every
+    token keeps its gradient.
 
-    term = -sg(min(r, 1 + clip_high)) A θ; with clip_low, the weight is at least 1 - clip_low. Source: arXiv 2506.13585.
+    term = -sg(min(r, 1 + clip_high)) A θ; with clip_low, the weight is at least 1 - clip_low.
+    Source: arXiv 2506.13585.
     """
     _both_at_least_zero("cispo_loss", clip_low=clip_low or 0.0, clip_high=clip_high)
     xp = array_namespace(policy.logp)
     ratio = importance_ratio(policy.logp, batch.proximal_logp, batch.mask)
     weight = xp.clip(ratio, None if clip_low is None else 1 - clip_low, 1 + clip_high)
-    terms = -stop_gradient(weight) * masked(batch.advantages, batch.mask) * masked(policy.logp, batch.mask)
-    return terms, {"ratio": masked(ratio, batch.mask), "clip_fraction": masked(weight != ratio, batch.mask)}
+    terms = (
+        -stop_gradient(weight)
+        * masked(batch.advantages, batch.mask)
+        * masked(policy.logp, batch.mask)
+    )
+    return terms, {
+        "ratio": masked(ratio, batch.mask),
+        "clip_fraction": masked(weight != ratio, batch.mask),
+    }
 
 
 @gin.configurable(module="losses")
-def dppo_tv(policy: Policy, batch: Batch, *, threshold_low: float = 0.15, threshold_high: float = 0.15) -> LossTerms:
-    """Divergence proximal policy optimisation: a token is left out by how far its probability moved, not by its ratio.
+def dppo_tv(
+    policy: Policy, batch: Batch, *, threshold_low: float = 0.15, threshold_high: float = 0.15
+) -> LossTerms:
+    """Divergence proximal policy optimisation: a token is left out by how far its probability
+    moved, not by its ratio.
 
-    term = -A exp(θ - b), but 0 where A > 0 and e^θ - e^b > threshold_high, or A < 0 and e^θ - e^b < -threshold_low (the binary
-    estimate of the total variation from the policy that sampled). Source: arXiv 2602.04879.
+    term = -A exp(θ - b), but 0 where A > 0 and e^θ - e^b > threshold_high, or A < 0 and e^θ - e^b <
+    -threshold_low (the binary estimate of the total variation from the policy that sampled).
+    Source: arXiv 2602.04879.
     """
     _both_at_least_zero("dppo_tv", threshold_low=threshold_low, threshold_high=threshold_high)
     xp = array_namespace(policy.logp)
     advantages = masked(batch.advantages, batch.mask)
     ratio = importance_ratio(policy.logp, batch.behavior_logp, batch.mask)
-    moved = xp.exp(masked(policy.logp, batch.mask)) - xp.exp(masked(batch.behavior_logp, batch.mask))
-    left = xp.where(advantages > 0, moved > threshold_high, (advantages < 0) & (moved < -threshold_low))
+    moved = xp.exp(masked(policy.logp, batch.mask)) - xp.exp(
+        masked(batch.behavior_logp, batch.mask)
+    )
+    left = xp.where(
+        advantages > 0, moved > threshold_high, (advantages < 0) & (moved < -threshold_low)
+    )
     terms = masked(-advantages * ratio, batch.mask & ~left)
     return terms, {"ratio": masked(ratio, batch.mask), "clip_fraction": masked(left, batch.mask)}
 
 
 @gin.configurable(module="losses")
 def value_clip(policy: Policy, batch: Batch, *, clip: float = 0.2) -> LossTerms:
-    """The critic's squared error, pessimistic about moves of more than `clip` from the values before the step.
+    """The critic's squared error, pessimistic about moves of more than `clip` from the values
+    before the step.
 
     term = ½ max((V - R)², (V_old + clip(V - V_old, ±clip) - R)²), V_old = batch.old_values.
     Source: the PPO authors' code; arXiv 2005.12729.
     """
     positive("value_clip.clip", clip)
     xp = array_namespace(policy.values)
-    values, returns, old = (masked(x, batch.mask) for x in (policy.values, batch.returns, batch.old_values))
+    values, returns, old = (
+        masked(x, batch.mask) for x in (policy.values, batch.returns, batch.old_values)
+    )
     plain = (values - returns) ** 2
     moved = values - old
     clipped = (old + xp.clip(moved, -clip, clip) - returns) ** 2
-    took = (xp.abs(moved) > clip) & (clipped > plain)  # old + (V - old) is not quite V: the second alone would count rounding
-    return xp.maximum(plain, clipped) / 2, {"value_error": plain, "value_clip_fraction": masked(took, batch.mask)}
+    # old + (V - old) is not quite V: the second alone would count rounding
+    took = (xp.abs(moved) > clip) & (clipped > plain)
+    return xp.maximum(plain, clipped) / 2, {
+        "value_error": plain,
+        "value_clip_fraction": masked(took, batch.mask),
+    }
 
 
 @gin.configurable(module="losses")
@@ -183,19 +245,25 @@ def sft(policy: Policy, batch: Batch) -> LossTerms:
 
 
 @gin.configurable(module="losses")
-def kl_penalty(policy: Policy, batch: Batch, *, coefficient: float, estimator: str = "k3") -> LossTerms:
+def kl_penalty(
+    policy: Policy, batch: Batch, *, coefficient: float, estimator: str = "k3"
+) -> LossTerms:
     """coefficient · kl(θ, reference). Source: GRPO, arXiv 2402.03300 (k3 in the loss)."""
     one_of("kl_penalty.estimator", estimator, tuple(ESTIMATORS))
-    kl = ESTIMATORS[estimator](masked(policy.logp, batch.mask), masked(batch.reference_logp, batch.mask))
+    kl = ESTIMATORS[estimator](
+        masked(policy.logp, batch.mask), masked(batch.reference_logp, batch.mask)
+    )
     return masked(coefficient * kl, batch.mask), {"reference_kl": kl}
 
 
 @gin.configurable(module="losses")
 def sampled_reverse_kl(policy: Policy, batch: Batch) -> LossTerms:
-    """On-policy distillation: term = -sg(ref - θ) θ, ref = batch.reference_logp being the teacher's view of the same token.
+    """On-policy distillation: term = -sg(ref - θ) θ, ref = batch.reference_logp being the teacher's
+    view of the same token.
 
-    Over tokens that the policy sampled its gradient is that of KL(student ‖ teacher): a policy gradient whose advantage is how
-    much likelier the teacher finds the token. Source: arXiv 2306.13649; MiniLLM, arXiv 2306.08543.
+    Over tokens that the policy sampled its gradient is that of KL(student ‖ teacher): a policy
+    gradient whose advantage is how much likelier the teacher finds the token. Source: arXiv
+    2306.13649; MiniLLM, arXiv 2306.08543.
     """
     logp = masked(policy.logp, batch.mask)
     advantage = stop_gradient(masked(batch.reference_logp, batch.mask) - logp)
@@ -204,7 +272,8 @@ def sampled_reverse_kl(policy: Policy, batch: Batch) -> LossTerms:
 
 @gin.configurable(module="losses")
 def divergence(policy: Policy, batch: Batch) -> LossTerms:
-    """On-policy distillation with the teacher's whole distribution: term = policy.divergence, which the trainer computes.
+    """On-policy distillation with the teacher's whole distribution: term = policy.divergence, which
+    the trainer computes.
 
     Source: generalised knowledge distillation, arXiv 2306.13649.
     """
@@ -213,9 +282,12 @@ def divergence(policy: Policy, batch: Batch) -> LossTerms:
 
 
 def policy_gap(policy: Policy, batch: Batch) -> LossTerms:
-    """No loss, a metric: |θ - b|, how far the policy that learns is from the one that spoke. On-policy it is the numerical
-    disagreement of engine and trainer, later the effect of staleness and of earlier minibatches. 0 for what no policy drew."""
-    spoken = batch.mask if batch.versions is None else batch.mask & (batch.versions != NOT_THE_POLICY)
+    """No loss, a metric: |θ - b|, how far the policy that learns is from the one that spoke.
+    On-policy it is the numerical disagreement of engine and trainer, later the effect of staleness
+    and of earlier minibatches. 0 for what no policy drew."""
+    spoken = (
+        batch.mask if batch.versions is None else batch.mask & (batch.versions != NOT_THE_POLICY)
+    )
     gap = masked(policy.logp, spoken) - masked(batch.behavior_logp, spoken)
     xp = array_namespace(gap)
     return xp.zeros_like(gap), {"policy_gap": xp.abs(gap)}
@@ -223,7 +295,8 @@ def policy_gap(policy: Policy, batch: Batch) -> LossTerms:
 
 @dataclass(frozen=True)
 class Combined:
-    """The sum of losses whose hyperparameters are already bound. Raises ValueError when two report the same metric."""
+    """The sum of losses whose hyperparameters are already bound. Raises ValueError when two report
+    the same metric."""
 
     losses: tuple[Loss, ...]
 
@@ -232,7 +305,9 @@ class Combined:
         for loss in self.losses[1:]:
             more, named = evaluate(loss, policy, batch)
             if twice := metrics.keys() & named.keys():
-                raise ValueError(f"two of the combined losses report the metric {sorted(twice)[0]!r}: rename one")
+                raise ValueError(
+                    f"two of the combined losses report the metric {sorted(twice)[0]!r}: rename one"
+                )
             terms, metrics = terms + more, metrics | named
         return terms, metrics
 

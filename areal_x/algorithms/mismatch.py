@@ -1,8 +1,8 @@
 """How far trainer and engine disagree about the same tokens, by how many versions old a token is.
 
-At lag 0 both hold the same weights, and what is left is numerical: another kernel, another precision. At later lags it is what
-the policy has learnt since. Measured by the loss's own forward pass: of the first optimizer step of a turn, that is the policy
-from before it.
+At lag 0 both hold the same weights, and what is left is numerical: another kernel, another
+precision. At later lags it is what the policy has learnt since. Measured by the loss's own forward
+pass: of the first optimizer step of a turn, that is the policy from before it.
 """
 
 from __future__ import annotations
@@ -23,9 +23,11 @@ MOST_LAGS = 8  # the last one holds everything older
 
 @dataclass(frozen=True)
 class ByLag:
-    """No loss: metrics of the log-ratio d = θ - b, clamped to ±20, of the tokens of each lag that a policy drew.
+    """No loss: metrics of the log-ratio d = θ - b, clamped to ±20, of the tokens of each lag that a
+    policy drew.
 
-    Each is 0 elsewhere, so that a mean over all tokens is a sum over the lag's: see `by_lag`. lags: how many are told apart.
+    Each is 0 elsewhere, so that a mean over all tokens is a sum over the lag's: see `by_lag`. lags:
+    how many are told apart.
     """
 
     lags: int
@@ -54,15 +56,16 @@ class ByLag:
 def by_lag(means: Mapping[str, float]) -> dict[str, float]:
     """What the means of `ByLag`'s metrics over a batch say of each lag that the batch has:
 
-    tokens_lag: its share of the tokens. kl_lag: of the engine's policy from the trainer's, E[r - 1 - log r], in nats a token.
-    largest_ratio_lag: exp of the largest |d|. effective_share_lag: the effective sample size of tokens weighted by r, as a
-    share of their number, (Σ r)² / (n Σ r²).
+    tokens_lag: its share of the tokens. kl_lag: of the engine's policy from the trainer's, E[r - 1
+    - log r], in nats a token. largest_ratio_lag: exp of the largest |d|. effective_share_lag: the
+    effective sample size of tokens weighted by r, as a share of their number, (Σ r)² / (n Σ r²).
     """
     found: dict[str, float] = {}
     lag = 0
     while f"{PREFIX}tokens_lag{lag}" in means:
         share, kl, ratio, squared, largest = (
-            means[f"{PREFIX}{name}_lag{lag}"] for name in ("tokens", "kl", "ratio", "squared", "largest_ratio")
+            means[f"{PREFIX}{name}_lag{lag}"]
+            for name in ("tokens", "kl", "ratio", "squared", "largest_ratio")
         )
         if share > 0:
             of_lag = {

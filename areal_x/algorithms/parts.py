@@ -1,4 +1,5 @@
-"""The functions that an algorithm consists of, seen from outside: what they are called, and what they ask to be given."""
+"""The functions that an algorithm consists of, seen from outside: what they are called, and what
+they ask to be given."""
 
 from __future__ import annotations
 

@@ -1,8 +1,10 @@
-"""Learning from pairs of which one answer was preferred: elementwise formulas, and the same as losses over packed rows.
+"""Learning from pairs of which one answer was preferred: elementwise formulas, and the same as
+losses over packed rows.
 
-In a row a pair is two neighbouring segments, ids 2k - 1 (chosen) and 2k (rejected), so (id + 1) // 2 names the pair. Every
-masked token of a pair has the pair's loss as its term, and the gradient of that reaches all its tokens: weights that sum to
-1 / pairs over a pair give the mean over pairs. A pair of which one half is missing, or has no masked token, contributes 0.
+In a row a pair is two neighbouring segments, ids 2k - 1 (chosen) and 2k (rejected), so (id + 1) //
+2 names the pair. Every masked token of a pair has the pair's loss as its term, and the gradient of
+that reaches all its tokens: weights that sum to 1 / pairs over a pair give the mean over pairs. A
+pair of which one half is missing, or has no masked token, contributes 0.
 """
 
 from __future__ import annotations
@@ -16,23 +18,32 @@ from areal_x.types import Array, Batch, Policy
 
 
 def bradley_terry(chosen_rewards: Array, rejected_rewards: Array) -> Array:
-    """[pairs] → [pairs]: -log σ(chosen - rejected), finite for any margin. Source: arXiv 2203.02155, eq. 1."""
+    """[pairs] → [pairs]: -log σ(chosen - rejected), finite for any margin. Source: arXiv
+    2203.02155, eq. 1."""
     return softplus(lift(rejected_rewards) - lift(chosen_rewards))
 
 
-def dpo(chosen: Array, rejected: Array, ref_chosen: Array, ref_rejected: Array, beta: float = 0.1) -> Array:
-    """[pairs] → [pairs]: -log σ(β ((chosen - ref_chosen) - (rejected - ref_rejected))), finite for any margin.
+def dpo(
+    chosen: Array, rejected: Array, ref_chosen: Array, ref_rejected: Array, beta: float = 0.1
+) -> Array:
+    """[pairs] → [pairs]: -log σ(β ((chosen - ref_chosen) - (rejected - ref_rejected))), finite for
+    any margin.
 
-    All are log-probabilities summed over a whole answer. Source: direct preference optimisation, arXiv 2305.18290, eq. 7.
+    All are log-probabilities summed over a whole answer. Source: direct preference optimisation,
+    arXiv 2305.18290, eq. 7.
     """
-    return bradley_terry(beta * (lift(chosen) - lift(ref_chosen)), beta * (lift(rejected) - lift(ref_rejected)))
+    return bradley_terry(
+        beta * (lift(chosen) - lift(ref_chosen)), beta * (lift(rejected) - lift(ref_rejected))
+    )
 
 
-def ipo(chosen: Array, rejected: Array, ref_chosen: Array, ref_rejected: Array, beta: float = 0.1) -> Array:
+def ipo(
+    chosen: Array, rejected: Array, ref_chosen: Array, ref_rejected: Array, beta: float = 0.1
+) -> Array:
     """[pairs] → [pairs]: (((chosen - ref_chosen) - (rejected - ref_rejected)) - 1 / (2 β))².
 
-    All are log-probabilities averaged over the tokens of an answer. Source: identity preference optimisation, arXiv 2310.12036,
-    eq. 17, β its τ.
+    All are log-probabilities averaged over the tokens of an answer. Source: identity preference
+    optimisation, arXiv 2310.12036, eq. 17, β its τ.
     """
     margin = (lift(chosen) - lift(ref_chosen)) - (lift(rejected) - lift(ref_rejected))
     return (margin - 1 / (2 * beta)) ** 2
@@ -40,8 +51,10 @@ def ipo(chosen: Array, rejected: Array, ref_chosen: Array, ref_rejected: Array, 
 
 @gin.configurable(module="preferences")
 def dpo_loss(policy: Policy, batch: Batch, *, beta: float = 0.1) -> LossTerms:
-    """`dpo` of θ = policy.logp against batch.reference_logp, summed over the masked tokens of each half of a pair."""
-    # β(θ - ref) is the reward that DPO implies. Subtracted before it is summed: the sums are large and nearly equal.
+    """`dpo` of θ = policy.logp against batch.reference_logp, summed over the masked tokens of each
+    half of a pair."""
+    # β(θ - ref) is the reward that DPO implies. Subtracted before it is summed: the sums are large
+    # and nearly equal.
     rewards = beta * (masked(policy.logp, batch.mask) - masked(batch.reference_logp, batch.mask))
     chosen, rejected = _halves(rewards, batch.segment_ids)
     return _of_pairs(bradley_terry(chosen, rejected), chosen - rejected, batch)
@@ -49,7 +62,8 @@ def dpo_loss(policy: Policy, batch: Batch, *, beta: float = 0.1) -> LossTerms:
 
 @gin.configurable(module="preferences")
 def ipo_loss(policy: Policy, batch: Batch, *, beta: float = 0.1) -> LossTerms:
-    """`ipo` of θ = policy.logp against batch.reference_logp, averaged over the masked tokens of each half of a pair."""
+    """`ipo` of θ = policy.logp against batch.reference_logp, averaged over the masked tokens of
+    each half of a pair."""
     chosen, rejected = _halves(_share(policy.logp, batch), batch.segment_ids)
     ref_chosen, ref_rejected = _halves(_share(batch.reference_logp, batch), batch.segment_ids)
     margin = beta * ((chosen - ref_chosen) - (rejected - ref_rejected))
@@ -58,23 +72,29 @@ def ipo_loss(policy: Policy, batch: Batch, *, beta: float = 0.1) -> LossTerms:
 
 @gin.configurable(module="preferences")
 def reward_model_loss(policy: Policy, batch: Batch) -> LossTerms:
-    """`bradley_terry` of policy.values at the last masked token of each half: the reward model's judgement of an answer."""
+    """`bradley_terry` of policy.values at the last masked token of each half: the reward model's
+    judgement of an answer."""
     rewards = masked(policy.values, _last_masked(batch.mask, batch.segment_ids))
     chosen, rejected = _halves(rewards, batch.segment_ids)
     return _of_pairs(bradley_terry(chosen, rejected), chosen - rejected, batch)
 
 
 def _halves(values: Array, segment_ids: Array) -> tuple[Array, Array]:
-    """[R, L] → twice [R, L]: each token gets the sum over the chosen, and over the rejected half of its pair."""
+    """[R, L] → twice [R, L]: each token gets the sum over the chosen, and over the rejected half of
+    its pair."""
     chosen, pair = segment_ids % 2 == 1, (segment_ids + 1) // 2
     return segment_sum(masked(values, chosen), pair), segment_sum(masked(values, ~chosen), pair)
 
 
 def _of_pairs(losses: Array, margin: Array, batch: Batch) -> LossTerms:
-    """The pair's loss at each masked token of a complete pair. margin: how much more reward the chosen half has."""
+    """The pair's loss at each masked token of a complete pair. margin: how much more reward the
+    chosen half has."""
     chosen, rejected = _halves(batch.mask, batch.segment_ids)
     complete = batch.mask & (chosen > 0) & (rejected > 0)
-    return masked(losses, complete), {"margin": masked(margin, complete), "pair_accuracy": masked(margin > 0, complete)}
+    return masked(losses, complete), {
+        "margin": masked(margin, complete),
+        "pair_accuracy": masked(margin > 0, complete),
+    }
 
 
 def _share(logp: Array, batch: Batch) -> Array:
@@ -90,5 +110,7 @@ def _last_masked(mask: Array, segment_ids: Array) -> Array:
     xp = array_namespace(segment_ids)
     seen = xp.cumulative_sum(xp.astype(mask, segment_ids.dtype), axis=1)
     following = xp.concat([segment_ids[:, 1:], xp.full_like(segment_ids[:, :1], -1)], axis=1)
-    seen_at_end = segment_sum(xp.where(segment_ids != following, seen, xp.zeros_like(seen)), segment_ids)
+    seen_at_end = segment_sum(
+        xp.where(segment_ids != following, seen, xp.zeros_like(seen)), segment_ids
+    )
     return mask & (seen == seen_at_end)

@@ -1,4 +1,5 @@
-"""The proximal policy without a pass of its own: between the policy that sampled and the one that learns."""
+"""The proximal policy without a pass of its own: between the policy that sampled and the one that
+learns."""
 
 from __future__ import annotations
 
@@ -9,10 +10,12 @@ from areal_x.types import Array
 
 
 def interpolate(logp: Array, behavior_logp: Array, versions: Array, version: Array | int) -> Array:
-    """b + α (θ - b), θ = logp as a constant, b = behavior_logp: log-linear, nearer to θ the older the token. `[rows, length]`.
+    """b + α (θ - b), θ = logp as a constant, b = behavior_logp: log-linear, nearer to θ the older
+    the token. `[rows, length]`.
 
-    α = clip((v - 1 - v_b) / max(v - v_b, 1), 0, 1), v = version, the one that is trained, v_b = versions, those that sampled:
-    a token at most one version old is anchored to the policy that sampled it. Source: A-3PO, arXiv 2512.06547.
+    α = clip((v - 1 - v_b) / max(v - v_b, 1), 0, 1), v = version, the one that is trained, v_b =
+    versions, those that sampled: a token at most one version old is anchored to the policy that
+    sampled it. Source: A-3PO, arXiv 2512.06547.
     """
     xp = array_namespace(logp)
     behavior = lift(behavior_logp)

@@ -11,11 +11,15 @@ from areal_x.types import Array
 
 
 @gin.configurable
-def overlong_penalty(length: Array | float, max_length: int, buffer: int, scale: float = 1.0) -> Array | float:
-    """0 up to max_length - buffer, then falling linearly to -scale at max_length, -scale beyond. Without a buffer it is a step.
+def overlong_penalty(
+    length: Array | float, max_length: int, buffer: int, scale: float = 1.0
+) -> Array | float:
+    """0 up to max_length - buffer, then falling linearly to -scale at max_length, -scale beyond.
+    Without a buffer it is a step.
 
-    length: generated tokens, a number or an array of any shape. Raises ConfigError for a buffer that is negative or greater
-    than max_length, or a negative scale. Source: DAPO, arXiv 2503.14476, eq. 13.
+    length: generated tokens, a number or an array of any shape. Raises ConfigError for a buffer
+    that is negative or greater than max_length, or a negative scale. Source: DAPO, arXiv
+    2503.14476, eq. 13.
     """
     within("overlong_penalty.buffer", buffer, 0, max_length)
     at_least("overlong_penalty.scale", scale, 0)

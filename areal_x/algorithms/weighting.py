@@ -1,7 +1,9 @@
-"""How terms are averaged: one weight for each token, computed once on the host over the whole optimizer batch.
+"""How terms are averaged: one weight for each token, computed once on the host over the whole
+optimizer batch.
 
-The trainer minimises `sum(weights * terms)` and divides by nothing, so a result cannot depend on how rows are packed, split
-into micro-batches or spread over devices. Arrays are `[rows, length]`; a segment is named by (row, id), id 0 is padding.
+The trainer minimises `sum(weights * terms)` and divides by nothing, so a result cannot depend on
+how rows are packed, split into micro-batches or spread over devices. Arrays are `[rows, length]`; a
+segment is named by (row, id), id 0 is padding.
 """
 
 from __future__ import annotations
@@ -16,14 +18,16 @@ from areal_x.types import Array
 
 @gin.configurable(module="weighting")
 def token_mean(mask: Array, segment_ids: Array) -> Array:
-    """Every token counts the same: 1 / N, N the masked tokens of the batch. Source: DAPO, arXiv 2503.14476."""
+    """Every token counts the same: 1 / N, N the masked tokens of the batch. Source: DAPO, arXiv
+    2503.14476."""
     ones = _as_float(mask)
     return ones / _at_least_one(ones.sum())
 
 
 @gin.configurable(module="weighting")
 def sequence_mean(mask: Array, segment_ids: Array) -> Array:
-    """Every sequence counts the same: 1 / (S · n_i), S the sequences with a masked token, n_i those of sequence i.
+    """Every sequence counts the same: 1 / (S · n_i), S the sequences with a masked token, n_i those
+    of sequence i.
 
     Source: GRPO, arXiv 2402.03300.
     """
@@ -32,13 +36,15 @@ def sequence_mean(mask: Array, segment_ids: Array) -> Array:
 
 @gin.configurable(module="weighting")
 def sequence_sum(mask: Array, segment_ids: Array) -> Array:
-    """The terms of a sequence are added up, and sequences averaged: 1 / S. Source: RLOO, arXiv 2402.14740."""
+    """The terms of a sequence are added up, and sequences averaged: 1 / S. Source: RLOO, arXiv
+    2402.14740."""
     return _as_float(mask) / _at_least_one(_segments(_share(mask, segment_ids)))
 
 
 @gin.configurable(module="weighting")
 def constant(mask: Array, segment_ids: Array, length: float) -> Array:
-    """As `sequence_sum`, divided by one length for all: 1 / (S · length), so that a long answer is no cheaper for each token.
+    """As `sequence_sum`, divided by one length for all: 1 / (S · length), so that a long answer is
+    no cheaper for each token.
 
     length: the most tokens that a sequence may generate. Raises ConfigError unless it is positive.
     Source: Dr. GRPO, arXiv 2503.20783.
@@ -49,16 +55,18 @@ def constant(mask: Array, segment_ids: Array, length: float) -> Array:
 
 @gin.configurable(module="weighting")
 def group_mean(mask: Array, segment_ids: Array, groups_of_segments: Array) -> Array:
-    """Every group counts the same, and within it every token: 1 / (G · n_g), G the groups with a masked token, n_g those of g.
+    """Every group counts the same, and within it every token: 1 / (G · n_g), G the groups with a
+    masked token, n_g those of g.
 
-    groups_of_segments: `[rows, ids]`, at [row, id] the group of that segment, any integer; what stands at id 0 is not used.
-    Source: ScaleRL, arXiv 2510.13786 (prompt-level average).
+    groups_of_segments: `[rows, ids]`, at [row, id] the group of that segment, any integer; what
+    stands at id 0 is not used. Source: ScaleRL, arXiv 2510.13786 (prompt-level average).
     """
     xp = array_namespace(mask)
     row = xp.cumulative_sum(xp.ones_like(segment_ids[:, :1]), axis=0) - 1
     of_token = xp.reshape(row * groups_of_segments.shape[1] + segment_ids, (-1,))
     groups = xp.take(xp.reshape(groups_of_segments, (-1,)), of_token)
-    numbers = xp.searchsorted(xp.sort(groups), groups)  # below the number of tokens, whatever integers name the groups
+    # below the number of tokens, whatever integers name the groups
+    numbers = xp.searchsorted(xp.sort(groups), groups)
     # Seen as one long row, a group is a segment.
     weights = _segment_mean(xp.reshape(mask, (1, -1)), xp.reshape(numbers, (1, -1)))
     return xp.reshape(weights, mask.shape)
@@ -66,10 +74,12 @@ def group_mean(mask: Array, segment_ids: Array, groups_of_segments: Array) -> Ar
 
 @gin.configurable(module="weighting")
 def pair_mean(mask: Array, segment_ids: Array) -> Array:
-    """Every pair counts the same: 1 / (P · n_p), P the pairs with a masked token, n_p the masked tokens of both its segments.
+    """Every pair counts the same: 1 / (P · n_p), P the pairs with a masked token, n_p the masked
+    tokens of both its segments.
 
-    A pair is two neighbouring segments of a row, ids 2k - 1 (chosen) and 2k (rejected). A term that is one number on all
-    masked tokens of its pair is averaged over pairs. Source: DPO, arXiv 2305.18290, eq. 7.
+    A pair is two neighbouring segments of a row, ids 2k - 1 (chosen) and 2k (rejected). A term that
+    is one number on all masked tokens of its pair is averaged over pairs. Source: DPO, arXiv
+    2305.18290, eq. 7.
     """
     return _segment_mean(mask, (segment_ids + 1) // 2)
 

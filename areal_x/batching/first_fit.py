@@ -1,7 +1,8 @@
-"""Lengths into rows by first-fit decreasing: longest first, each into the first row with room for it.
+"""Lengths into rows by first-fit decreasing: longest first, each into the first row with room for
+it.
 
-At most 11/9 of the fewest possible rows plus 6/9 are needed (G. Dósa, The tight bound of first fit decreasing bin-packing
-algorithm, 2007).
+At most 11/9 of the fewest possible rows plus 6/9 are needed (G. Dósa, The tight bound of first fit
+decreasing bin-packing algorithm, 2007).
 """
 
 from __future__ import annotations
@@ -15,12 +16,14 @@ def first_fit_decreasing(
 ) -> tuple[Int32[np.ndarray, " n"], Int32[np.ndarray, " n"], Int32[np.ndarray, " n"]]:
     """The row, the first place and the segment id (1.. within its row) of each length.
 
-    A binary tree over the rows holds the most room below each node: the first row with enough is found in log2(n) steps.
+    A binary tree over the rows holds the most room below each node: the first row with enough is
+    found in log2(n) steps.
     """
     n = len(lengths)
     rows, starts, segments = (np.zeros(n, np.int32) for _ in range(3))
     leaves = 1 << max(n - 1, 0).bit_length()
-    room = [row_length] * (2 * leaves)  # node k has the children 2k and 2k + 1; row r is the leaf `leaves + r`
+    # node k has the children 2k and 2k + 1; row r is the leaf `leaves + r`
+    room = [row_length] * (2 * leaves)
     held = [0] * leaves  # sequences in each row
     for i in np.argsort(-lengths, kind="stable").tolist():
         length, node = int(lengths[i]), 1

@@ -1,4 +1,5 @@
-"""Links between the processes that train one model: process 0 says what is done next, on plain sockets.
+"""Links between the processes that train one model: process 0 says what is done next, on plain
+sockets.
 
     process 0, the Leader                          every other process, a Follower
     ────────────────────────────────────────────────────────────────────────────────
@@ -7,13 +8,15 @@
                  ◀── done, or what went wrong ───  answer(call, error)
     close(error) ──────────────── end ─────────▶   receive() gives None, or raises what ended process 0
 
-Between two steps process 0 may wait minutes for rollouts: a socket waits that long, a collective has a time limit. What the
-processes compute together goes through the backend's own process group; the links carry small JSON and the arrays of a batch,
-never a pickle, after both ends have proved that they know a key agreed on through that group.
+Between two steps process 0 may wait minutes for rollouts: a socket waits that long, a collective
+has a time limit. What the processes compute together goes through the backend's own process group;
+the links carry small JSON and the arrays of a batch, never a pickle, after both ends have proved
+that they know a key agreed on through that group.
 
-Nobody hangs on somebody who is gone. A thread of each process watches its links, since the main thread may sit in a collective
-that nothing interrupts. What it sees is told by the main thread as soon as that looks; a main thread that does not look for
-SECONDS_TO_NOTICE is ended with its process. A follower whose leader vanishes ends at once: it has nothing to put in order.
+Nobody hangs on somebody who is gone. A thread of each process watches its links, since the main
+thread may sit in a collective that nothing interrupts. What it sees is told by the main thread as
+soon as that looks; a main thread that does not look for SECONDS_TO_NOTICE is ended with its
+process. A follower whose leader vanishes ends at once: it has nothing to put in order.
 """
 
 from __future__ import annotations
@@ -42,7 +45,8 @@ from areal_x.runtime import background, interrupts
 from areal_x.runtime.waits import waiting
 
 SECONDS_TO_MEET = 300.0  # from the first process at the meeting place to the last
-SECONDS_TO_NOTICE = 8.0  # in a call that somebody else has left: longer than an error takes that all run into by themselves
+# in a call that somebody else has left: longer than an error takes that all run into by themselves
+SECONDS_TO_NOTICE = 8.0
 SECONDS_TO_FOLLOW = 2.0  # the end of process 0
 SECONDS_TO_END = 60.0  # to close servers and workers, once told
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
@@ -51,7 +55,8 @@ Arrays = Mapping[str, np.ndarray]
 
 
 class ProcessGroup(Protocol):
-    """A backend's processes: this one's rank, how many there are, and how bytes of rank 0 reach all (a collective call)."""
+    """A backend's processes: this one's rank, how many there are, and how bytes of rank 0 reach all
+    (a collective call)."""
 
     rank: int
     size: int
@@ -77,23 +82,29 @@ class Leader:
         self._changed = threading.Condition()  # guards everything above
         for rank, link in links.items():
             what = f"the watch over process {rank}"
-            background.thread(self._watch, rank, link, what=what, failed=ended_by, name=f"process-{rank}")
+            background.thread(
+                self._watch, rank, link, what=what, failed=ended_by, name=f"process-{rank}"
+            )
 
     def __enter__(self) -> Leader:
         return self
 
     def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
         with self._changed:
-            trouble = self._trouble if self._interrupted and isinstance(error, KeyboardInterrupt) else ""
+            trouble = (
+                self._trouble if self._interrupted and isinstance(error, KeyboardInterrupt) else ""
+            )
         self.close(None if error is None else trouble or described(error))
         if trouble:
             raise UserError(trouble) from None
 
     @contextmanager
     def together(self, message: Mapping[str, Any], arrays: Arrays | None = None) -> Iterator[None]:
-        """While the body runs here, the others do what the message says; leaving it waits until they have.
+        """While the body runs here, the others do what the message says; leaving it waits until
+        they have.
 
-        Raises: UserError naming the process that failed or is gone, and why; whatever the body raises, unless that came of it.
+        Raises: UserError naming the process that failed or is gone, and why; whatever the body
+        raises, unless that came of it.
         """
         interrupts.check()  # before the others begin, as none can leave a call alone
         with self._changed:
@@ -104,13 +115,22 @@ class Leader:
             self._send({**message, "call": self._call}, arrays)
             yield
             with self._changed:
-                with waiting("process 0", "the other processes to do their part", lambda: self._behind(message)):
-                    self._changed.wait_for(lambda: self._trouble or min(self._done.values()) >= self._call)
+                with waiting(
+                    "process 0",
+                    "the other processes to do their part",
+                    lambda: self._behind(message),
+                ):
+                    self._changed.wait_for(
+                        lambda: self._trouble or min(self._done.values()) >= self._call
+                    )
                 self._check()
         except Exception as error:
             with self._changed:
-                # What failed here may have failed because somebody is gone: then that is what there is to say.
-                if not isinstance(error, UserError) and self._changed.wait_for(lambda: self._trouble, timeout=1):
+                # What failed here may have failed because somebody is gone: then that is what there
+                # is to say.
+                if not isinstance(error, UserError) and self._changed.wait_for(
+                    lambda: self._trouble, timeout=1
+                ):
                     self._noticed = True
                     raise UserError(self._trouble) from error
                 self._noticed = True
@@ -131,7 +151,8 @@ class Leader:
         self._send({"done": True})
 
     def close(self, error: str | None = None) -> None:
-        """Tells the others that it is over, and why if not well, and waits until they are gone: what joins them lives here."""
+        """Tells the others that it is over, and why if not well, and waits until they are gone:
+        what joins them lives here."""
         with self._changed:
             if self._ended:
                 return
@@ -169,11 +190,19 @@ class Leader:
         with self._changed:
             self._gone.add(rank)
             self._changed.notify_all()
-        self._report(f"process {rank} ended without a word: its own output or its host's log may say why")
+        self._report(
+            f"process {rank} ended without a word: its own output or its host's log may say why"
+        )
 
     def _report(self, trouble: str) -> None:
         """Has the main thread raise it, or ends the process where that cannot be had."""
-        background.thread(self._insist, trouble, what="the report of another process's end", failed=ended_by, name="insist")
+        background.thread(
+            self._insist,
+            trouble,
+            what="the report of another process's end",
+            failed=ended_by,
+            name="insist",
+        )
 
     def _insist(self, trouble: str) -> None:
         def heard() -> bool:
@@ -204,13 +233,16 @@ class Follower:
         self._ended = False  # this process's work
         self._over = False  # process 0's
         self._inbox: SimpleQueue[tuple[dict[str, Any], dict[str, np.ndarray]]] = SimpleQueue()
-        background.thread(self._watch, what="the watch over process 0", failed=ended_by, name="process-0")
+        background.thread(
+            self._watch, what="the watch over process 0", failed=ended_by, name="process-0"
+        )
 
     def __enter__(self) -> Follower:
         return self
 
     def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
-        """Tells process 0 of an error, or waits until that says that it is over: whoever is gone before is missed.
+        """Tells process 0 of an error, or waits until that says that it is over: whoever is gone
+        before is missed.
 
         The link stays open until this process is gone, which is what process 0 waits for.
         """
@@ -222,7 +254,8 @@ class Follower:
             self.receive()
 
     def receive(self) -> tuple[dict[str, Any], dict[str, np.ndarray]] | None:
-        """The next message and its arrays; None at the end. Raises: UserError with what ended process 0."""
+        """The next message and its arrays; None at the end. Raises: UserError with what ended
+        process 0."""
         while True:
             try:
                 # In short waits, as a signal does not end a long one.
@@ -267,9 +300,11 @@ class Follower:
 
 
 def meet(group: ProcessGroup, config: str) -> Leader | Follower:
-    """Links the processes of a group; every one of them calls it. config: what has to be the same on all.
+    """Links the processes of a group; every one of them calls it. config: what has to be the same
+    on all.
 
-    Raises: UserError where a process was given another config, naming a line of it, or does not come.
+    Raises: UserError where a process was given another config, naming a line of it, or does not
+    come.
     """
     if group.rank:
         place = json.loads(group.broadcast(b""))
@@ -278,7 +313,8 @@ def meet(group: ProcessGroup, config: str) -> Leader | Follower:
         except OSError as error:
             where = f"process 0 at {place['host']}:{place['port']}"
             raise UserError(
-                f"{where} cannot be reached ({error.strerror}): MASTER_ADDR must be an address of its host"
+                f"{where} cannot be reached ({error.strerror}): MASTER_ADDR must be an address of"
+                " its host"
             ) from None
         send(link, {"rank": group.rank, "config": config})
         with waiting(f"process {group.rank}", "process 0 to compare the configs"):
@@ -287,11 +323,15 @@ def meet(group: ProcessGroup, config: str) -> Leader | Follower:
             raise UserError(refused)
         return Follower(group.rank, link)
     key = secrets.token_bytes(32)
-    with Listener((own_address(os.environ.get("MASTER_ADDR")), 0), backlog=group.size, authkey=key) as listener:
+    with Listener(
+        (own_address(os.environ.get("MASTER_ADDR")), 0), backlog=group.size, authkey=key
+    ) as listener:
         host, port = listener.address
         group.broadcast(json.dumps({"host": host, "port": port, "key": key.hex()}).encode())
         links, configs = accept(listener, group.size - 1)
-    refused = next((told for rank in sorted(configs) if (told := difference(rank, configs[rank], config))), "")
+    refused = next(
+        (told for rank in sorted(configs) if (told := difference(rank, configs[rank], config))), ""
+    )
     for link in links.values():
         send(link, {"refused": refused})
     if refused:
@@ -306,7 +346,8 @@ def accept(listener: Listener, count: int) -> tuple[dict[int, Connection], dict[
     def wait() -> None:
         left = count
         while left:
-            with suppress(AuthenticationError, EOFError, ConnectionError):  # whoever else looks at this port
+            # whoever else looks at this port
+            with suppress(AuthenticationError, EOFError, ConnectionError):
                 came.put(listener.accept())
                 left -= 1
 
@@ -327,7 +368,10 @@ def accept(listener: Listener, count: int) -> tuple[dict[int, Connection], dict[
                 if time.monotonic() < until:
                     continue
                 where = ":".join(map(str, listener.address))
-                raise UserError(f"{missing()} did not come to {where}: MASTER_ADDR must be an address that all reach") from None
+                raise UserError(
+                    f"{missing()} did not come to {where}: MASTER_ADDR must be an address that all"
+                    " reach"
+                ) from None
             if isinstance(link, BaseException):
                 raise link
             hello, _ = receive(link)
@@ -336,21 +380,30 @@ def accept(listener: Listener, count: int) -> tuple[dict[int, Connection], dict[
 
 
 def difference(rank: int, theirs: str, ours: str) -> str:
-    """A sentence about the first line in which another process's config is not process 0's; empty where they are one."""
-    lines = [line for line in ndiff(ours.splitlines(), theirs.splitlines()) if line[:2] in ("- ", "+ ") and line[2:].strip()]
+    """A sentence about the first line in which another process's config is not process 0's; empty
+    where they are one."""
+    lines = [
+        line
+        for line in ndiff(ours.splitlines(), theirs.splitlines())
+        if line[:2] in ("- ", "+ ") and line[2:].strip()
+    ]
     if theirs == ours or not lines:
         return ""
-    mine, other = (next((line[2:] for line in lines if line.startswith(sign)), "nothing") for sign in "-+")
+    mine, other = (
+        next((line[2:] for line in lines if line.startswith(sign)), "nothing") for sign in "-+"
+    )
     return (
-        f"process {rank} was started with another config than process 0: {other!r} where process 0 has {mine!r}; start all "
-        "with the same file and the same -b"
+        f"process {rank} was started with another config than process 0: {other!r} where process 0"
+        f" has {mine!r}; start all with the same file and the same -b"
     )
 
 
 def own_address(master: str | None) -> str:
-    """The IPv4 address at which the others find this process, 0: the one that MASTER_ADDR names, or its default route's.
+    """The IPv4 address at which the others find this process, 0: the one that MASTER_ADDR names, or
+    its default route's.
 
-    Many hosts call themselves by their name at a loopback address, at which nobody else would find them.
+    Many hosts call themselves by their name at a loopback address, at which nobody else would find
+    them.
     """
     if master in LOOPBACK:
         return "127.0.0.1"
@@ -359,7 +412,8 @@ def own_address(master: str | None) -> str:
             return named
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
-            probe.connect(("192.0.2.1", 9))  # an address of nobody's: this sends nothing, and tells the interface it would take
+            # an address of nobody's: this sends nothing, and tells the interface it would take
+            probe.connect(("192.0.2.1", 9))
         except OSError:
             return "127.0.0.1"
         return str(probe.getsockname()[0])
@@ -385,16 +439,22 @@ def described(error: BaseException) -> str:
     if isinstance(error, KeyboardInterrupt):
         return "it was stopped"
     said = sentence(error).strip()
-    return said if isinstance(error, UserError) else f"{type(error).__name__}: {said.splitlines()[0] if said else ''}"
+    return (
+        said
+        if isinstance(error, UserError)
+        else f"{type(error).__name__}: {said.splitlines()[0] if said else ''}"
+    )
 
 
 def ended_by(error: BaseException) -> None:
-    """For a thread without which this process would wait for ever: ends it with what ended the thread."""
+    """For a thread without which this process would wait for ever: ends it with what ended the
+    thread."""
     end_now(f"{error}")
 
 
 def end_now(why: str) -> None:
-    """Ends this process with a sentence, whatever its main thread does: a collective cannot be interrupted."""
+    """Ends this process with a sentence, whatever its main thread does: a collective cannot be
+    interrupted."""
     sys.stdout.flush()
     os.write(sys.stderr.fileno(), f"error: {why}\n".encode())
     os._exit(1)

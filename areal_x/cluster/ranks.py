@@ -1,13 +1,15 @@
-"""One trainer of many processes: process 0 runs the ring, and the others go through the same calls of their own trainers.
+"""One trainer of many processes: process 0 runs the ring, and the others go through the same calls
+of their own trainers.
 
     process 0                                            process 1, 2, …
     join ◀────────── the backend's process group ──────▶ join
     Experiment.run: the ring                             Experiment.follow: the same trainers, and
         Led(trainer).update(batch, loss) ──the batch──▶      serve: trainer.update(batch, loss)
 
-Every call of a trainer that spans processes is one that all of them make, in one order: they compute and gather together. What
-comes out is everyone's; process 0 uses it and the others throw it away, and process 0 alone writes files. A loss cannot be
-sent, but each process has it: a trainer is updated with one only.
+Every call of a trainer that spans processes is one that all of them make, in one order: they
+compute and gather together. What comes out is everyone's; process 0 uses it and the others throw it
+away, and process 0 alone writes files. A loss cannot be sent, but each process has it: a trainer is
+updated with one only.
 """
 
 from __future__ import annotations
@@ -33,20 +35,26 @@ from areal_x.run.checkpoint import Wait
 from areal_x.trainer import Trainer, find_backend
 from areal_x.types import Batch
 
-BEGINS, FINISHED = "the run begins", "the run has finished"  # what the others are told before anything else
+# what the others are told before anything else
+BEGINS, FINISHED = "the run begins", "the run has finished"
 _joined: list[Leader | Follower] = []  # a process is in one group, for as long as it lives
 
 
 def join(backend: str, processes: int) -> Leader | Follower | None:
     """Meets the other processes, the first time it is called; None where there are none.
 
-    Who this is say the variables RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, or what the backend finds by itself.
-    Raises: UserError for a number of processes that is not the one started, a backend that trains in one process alone, tasks
-    of Slurm's that the backend does not make one run of, and processes that were started with different configs or do not come.
+    Who this is say the variables RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, or what the backend
+    finds by itself. Raises: UserError for a number of processes that is not the one started, a
+    backend that trains in one process alone, tasks of Slurm's that the backend does not make one
+    run of, and processes that were started with different configs or do not come.
     """
     started = int(os.environ.get("WORLD_SIZE") or processes)
     if started != processes:
-        raise ConfigError("mesh.processes", processes, f"{started}, as many processes as were started (WORLD_SIZE = {started})")
+        raise ConfigError(
+            "mesh.processes",
+            processes,
+            f"{started}, as many processes as were started (WORLD_SIZE = {started})",
+        )
     if tasks(os.environ) > 1:
         finds_each_other = getattr(find_backend(backend).load(), "MEETS_BY_SLURM", False)
         check_tasks(os.environ, processes, backend, finds_each_other)
@@ -55,7 +63,9 @@ def join(backend: str, processes: int) -> Leader | Follower | None:
     if not _joined:
         module = find_backend(backend).load()
         if not hasattr(module, "join"):
-            raise ConfigError("mesh.processes", processes, f"1, as the {backend} backend trains in one process")
+            raise ConfigError(
+                "mesh.processes", processes, f"1, as the {backend} backend trains in one process"
+            )
         _joined.append(meet(module.join(processes), gin.config_str()))
     return _joined[0]
 
@@ -93,7 +103,9 @@ class Led:
 
     def update(self, batch: Batch, loss: Loss) -> dict[str, float]:
         if loss is not self._loss:
-            raise ValueError(f"the other processes know one loss of the {self._name}, and this is another")
+            raise ValueError(
+                f"the other processes know one loss of the {self._name}, and this is another"
+            )
         with self._all("update", batch):
             return self._trainer.update(batch, loss)
 
@@ -141,8 +153,12 @@ class Led:
 
 
 def lead(leader: Leader, models: Models, losses: Mapping[str, Loss]) -> Models:
-    """The models with the others' behind those that are trainers. losses: what each is updated with, by name."""
-    led = {name: Led(leader, name, trainer, losses.get(name)) for name, trainer in models.trainers().items()}
+    """The models with the others' behind those that are trainers. losses: what each is updated
+    with, by name."""
+    led = {
+        name: Led(leader, name, trainer, losses.get(name))
+        for name, trainer in models.trainers().items()
+    }
     return replace(models, **led)  # type: ignore[arg-type]
 
 
@@ -157,7 +173,9 @@ def serve(follower: Follower, models: Models, losses: Mapping[str, Loss]) -> Non
         try:
             if message["method"] == "save_in_background":
                 wait_for(writing)
-            wait = follow(trainers[message["trainer"]], message, arrays, losses.get(message["trainer"]))
+            wait = follow(
+                trainers[message["trainer"]], message, arrays, losses.get(message["trainer"])
+            )
             writing += [] if wait is None else [wait]
         except Exception as error:
             follower.answer(message["call"], described(error))
@@ -166,8 +184,14 @@ def serve(follower: Follower, models: Models, losses: Mapping[str, Loss]) -> Non
     wait_for(writing)
 
 
-def follow(trainer: Trainer, message: Mapping[str, Any], arrays: Mapping[str, np.ndarray], loss: Loss | None) -> Wait | None:
-    """One call of `Led`, of which this process has nothing but the work; what waits for what it left to the background."""
+def follow(
+    trainer: Trainer,
+    message: Mapping[str, Any],
+    arrays: Mapping[str, np.ndarray],
+    loss: Loss | None,
+) -> Wait | None:
+    """One call of `Led`, of which this process has nothing but the work; what waits for what it
+    left to the background."""
     method = message["method"]
     if method == "update":
         assert loss is not None
@@ -188,7 +212,9 @@ def follow(trainer: Trainer, message: Mapping[str, Any], arrays: Mapping[str, np
 
 
 def arrays_of(batch: Batch) -> dict[str, np.ndarray]:
-    return {f.name: np.asarray(x) for f in fields(Batch) if (x := getattr(batch, f.name)) is not None}
+    return {
+        f.name: np.asarray(x) for f in fields(Batch) if (x := getattr(batch, f.name)) is not None
+    }
 
 
 def wait_for(writing: list[Wait]) -> None:

@@ -1,4 +1,5 @@
-"""What an object is, in words by which a person finds it again and a program sees whether it is another."""
+"""What an object is, in words by which a person finds it again and a program sees whether it is
+another."""
 
 from __future__ import annotations
 
@@ -18,7 +19,8 @@ LOOKED_AT = 1000  # things in a container, at most
 
 
 def described(x: Any) -> str:
-    """Its name, where it is written, and last a digest of its source text and of the values in it."""
+    """Its name, where it is written, and last a digest of its source text and of the values in
+    it."""
     if isinstance(x, Sequence) and len(x) and isinstance(x[0], Task):
         return f"{len(x):,} tasks, the first {x[0].id!r}, sha256 {digest_of(x)[:DIGITS]}"
     return f"{named(x)}, sha256 {hashlib.sha256(essence(x).encode()).hexdigest()[:DIGITS]}"
@@ -27,9 +29,15 @@ def described(x: Any) -> str:
 def named(x: Any) -> str:
     """The name of a function or of an object's class, and its place."""
     function = x.func if isinstance(x, partial) else x
-    source = function if inspect.isroutine(function) or isinstance(function, type) else type(function)
+    source = (
+        function if inspect.isroutine(function) or isinstance(function, type) else type(function)
+    )
     name = f"{source.__module__}.{source.__qualname__}"
-    with_what = f" with {', '.join(f'{k} = {v!r}' for k, v in x.keywords.items())}" if isinstance(x, partial) else ""
+    with_what = (
+        f" with {', '.join(f'{k} = {v!r}' for k, v in x.keywords.items())}"
+        if isinstance(x, partial)
+        else ""
+    )
     kind = "" if source is function else "an object of "
     return f"{kind}{name}{with_what} ({place_of(source)})"
 
@@ -46,7 +54,8 @@ def place_of(source: Any) -> str:
 
 
 def essence(x: Any, depth: int = 4) -> str:
-    """Text that differs where functions do otherwise: source, defaults, what they close over; of objects, what is in them."""
+    """Text that differs where functions do otherwise: source, defaults, what they close over; of
+    objects, what is in them."""
     if isinstance(x, str | int | float | bool | bytes | None):
         return repr(x)
     if depth == 0:
@@ -55,9 +64,15 @@ def essence(x: Any, depth: int = 4) -> str:
         return essence([x.func, x.args, sorted(x.keywords.items())], depth)
     if isinstance(x, list | tuple | set | frozenset):
         parts = [essence(item, depth - 1) for item in islice(x, LOOKED_AT)]
-        return f"{type(x).__name__} of {len(x)} {sorted(parts) if isinstance(x, set | frozenset) else parts}"
+        return (
+            f"{type(x).__name__} of {len(x)}"
+            f" {sorted(parts) if isinstance(x, set | frozenset) else parts}"
+        )
     if isinstance(x, dict):
-        return f"dict {[(essence(k, depth - 1), essence(v, depth - 1)) for k, v in islice(x.items(), LOOKED_AT)]}"
+        return (
+            "dict"
+            f" {[(essence(k, depth - 1), essence(v, depth - 1)) for k, v in islice(x.items(), LOOKED_AT)]}"
+        )
     if inspect.isfunction(x):
         x = inspect.unwrap(x)
         closed = [cell.cell_contents for cell in x.__closure__ or () if _is_filled(cell)]
@@ -68,7 +83,10 @@ def essence(x: Any, depth: int = 4) -> str:
     if isinstance(x, type):
         return source_of(x)
     if is_dataclass(x):
-        return f"{source_of(type(x))} {[(f.name, essence(getattr(x, f.name), depth - 1)) for f in fields(x) if f.compare]}"
+        return (
+            f"{source_of(type(x))}"
+            f" {[(f.name, essence(getattr(x, f.name), depth - 1)) for f in fields(x) if f.compare]}"
+        )
     return f"{source_of(type(x))} {essence(getattr(x, '__dict__', None), depth - 1)}"
 
 
@@ -77,7 +95,10 @@ def source_of(x: Any) -> str:
         return inspect.getsource(x)
     except (OSError, TypeError):
         code = getattr(x, "__code__", None)
-        return f"{getattr(x, '__qualname__', x)} {code.co_code.hex() if code else ''} {code.co_consts if code else ''}"
+        return (
+            f"{getattr(x, '__qualname__', x)} {code.co_code.hex() if code else ''}"
+            f" {code.co_consts if code else ''}"
+        )
 
 
 def same(a: Any, b: Any) -> bool:

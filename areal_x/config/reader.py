@@ -1,7 +1,9 @@
-"""Reads gin files and -b bindings so that a mistake is told at once: the file, the line, and the nearest valid name.
+"""Reads gin files and -b bindings so that a mistake is told at once: the file, the line, and the
+nearest valid name.
 
-gin's own parser reads the statements. This module looks at each of them before it is bound, because gin's errors name neither
-the valid choices nor, once a value is used, the line it came from. `areal_x.config.types` then looks at the values.
+gin's own parser reads the statements. This module looks at each of them before it is bound, because
+gin's errors name neither the valid choices nor, once a value is used, the line it came from.
+`areal_x.config.types` then looks at the values.
 """
 
 from __future__ import annotations
@@ -23,7 +25,8 @@ from gin import config_parser
 
 from areal_x.errors import ConfigError, UserError, nearest, sentence
 
-# The modules of the core that register something with gin; the ring itself brings most of them. None imports a framework.
+# The modules of the core that register something with gin; the ring itself brings most of them.
+# None imports a framework.
 CONFIGURABLES = (
     "areal_x.experiment",
     "areal_x.tasks.datasets",
@@ -48,7 +51,8 @@ Key = tuple[str, str, str]  # scope, complete selector, parameter: what gin bind
 
 @dataclass(frozen=True)
 class Binding:
-    """One `scope/selector.parameter = value`. name: as a reader writes it. place: "FILE:LINE", or the -b text."""
+    """One `scope/selector.parameter = value`. name: as a reader writes it. place: "FILE:LINE", or
+    the -b text."""
 
     scope: str
     selector: str
@@ -60,12 +64,15 @@ class Binding:
     def name(self) -> str:
         if self.selector == MACRO:
             return self.scope
-        return f"{self.scope}{'/' if self.scope else ''}{short_name(self.selector)}.{self.parameter}"
+        return (
+            f"{self.scope}{'/' if self.scope else ''}{short_name(self.selector)}.{self.parameter}"
+        )
 
 
 @dataclass(frozen=True)
 class Config:
-    """What was read. bindings: the ones in effect (a later one replaces an earlier one). file: the first file."""
+    """What was read. bindings: the ones in effect (a later one replaces an earlier one). file: the
+    first file."""
 
     file: str
     bindings: dict[Key, Binding]
@@ -94,21 +101,29 @@ class Config:
         return ("", find_configurable(selector, self.file).selector, parameter) in self.bindings
 
     def locate(self, error: UserError, scope: str = "") -> UserError:
-        """The same sentence with the place of the binding it speaks of in front, where it speaks of one."""
+        """The same sentence with the place of the binding it speaks of in front, where it speaks of
+        one."""
         begins = re.match(
             r"(\w+\.\w+) = ", str(error)
         )  # how a sentence about a binding begins, also where it is no ConfigError
         name = getattr(error, "binding", None) or (begins and begins[1])
-        found = [b for b in self.bindings.values() if f"{short_name(b.selector)}.{b.parameter}" == name]
+        found = [
+            b for b in self.bindings.values() if f"{short_name(b.selector)}.{b.parameter}" == name
+        ]
         if not found and not isinstance(error, ConfigError):
             return UserError(sentence(error))
         if not found:
-            return UserError(f"{self.file}: {sentence(error)} (it is not bound: this is its default)")
-        return UserError(f"{self.place(min(found, key=lambda b: b.scope != scope))}: {sentence(error)}")
+            return UserError(
+                f"{self.file}: {sentence(error)} (it is not bound: this is its default)"
+            )
+        return UserError(
+            f"{self.place(min(found, key=lambda b: b.scope != scope))}: {sentence(error)}"
+        )
 
 
 def load(file: str | Path, bindings: Sequence[str] = ()) -> Config:
-    """Binds what a gin file says, then the given bindings, which win. What was bound before is forgotten.
+    """Binds what a gin file says, then the given bindings, which win. What was bound before is
+    forgotten.
 
     Includes are looked for in the current directory, then beside the file that includes them.
     Raises: UserError with the place, what is wrong there and the nearest valid name.
@@ -125,7 +140,8 @@ def load(file: str | Path, bindings: Sequence[str] = ()) -> Config:
 
 
 def config_text() -> str:
-    """A gin file of the same experiment: every parameter in use, defaults too, and what is bound but not in use yet."""
+    """A gin file of the same experiment: every parameter in use, defaults too, and what is bound
+    but not in use yet."""
     text = gin.operative_config_str()
     for section in gin.config_str().split("# Parameters for ")[1:]:
         header = f"# Parameters for {section.splitlines()[0]}"
@@ -142,7 +158,10 @@ class Reference(gin.config.ConfigurableReference):  # type: ignore[misc]
 
     def __eq__(self, other: object) -> bool:
         """As gin's own, with which gin compares it to see whether it can be written."""
-        return isinstance(other, gin.config.ConfigurableReference) and (self.configurable, self.evaluate) == (
+        return isinstance(other, gin.config.ConfigurableReference) and (
+            self.configurable,
+            self.evaluate,
+        ) == (
             other.configurable,
             other.evaluate,
         )
@@ -158,7 +177,8 @@ class Reference(gin.config.ConfigurableReference):  # type: ignore[misc]
 
 @contextmanager
 def noting() -> Iterator[list[tuple[Any, Any]]]:
-    """What references give meanwhile, each with its reference: gin calls them where it copies what is bound."""
+    """What references give meanwhile, each with its reference: gin calls them where it copies what
+    is bound."""
     _noted.append([])
     try:
         yield _noted[-1]
@@ -172,7 +192,11 @@ def is_reference(value: Any) -> bool:
 
 def registered() -> dict[str, Any]:
     """Every configurable by its complete selector, without gin's own."""
-    return {selector: c for selector, c in gin.config._REGISTRY.items() if not selector.startswith("gin.")}
+    return {
+        selector: c
+        for selector, c in gin.config._REGISTRY.items()
+        if not selector.startswith("gin.")
+    }
 
 
 def short_name(selector: str) -> str:
@@ -184,12 +208,17 @@ def parameters(configurable: Any) -> dict[str, inspect.Parameter]:
     """The parameters that a binding may set."""
     allowed, denied = configurable.allowlist, configurable.denylist or ()
     found = inspect.signature(configurable.wrapped).parameters
-    return {name: p for name, p in found.items() if name not in denied and (not allowed or name in allowed)}
+    return {
+        name: p
+        for name, p in found.items()
+        if name not in denied and (not allowed or name in allowed)
+    }
 
 
 @dataclass
 class _Reader:
-    """Reads statement by statement and keeps where each binding stood. gin's parser calls it at each @name and %name."""
+    """Reads statement by statement and keeps where each binding stood. gin's parser calls it at
+    each @name and %name."""
 
     bindings: dict[Key, Binding] = field(default_factory=dict)
     macros_used: list[tuple[str, str]] = field(default_factory=list)  # name, place
@@ -203,10 +232,18 @@ class _Reader:
             text = path.read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
             why = (
-                "does not exist" if isinstance(error, FileNotFoundError) else f"cannot be read as text ({type(error).__name__})"
+                "does not exist"
+                if isinstance(error, FileNotFoundError)
+                else f"cannot be read as text ({type(error).__name__})"
             )
-            close = nearest(str(path), [str(p) for p in path.parent.glob("*.gin")]) if path.parent.is_dir() else ""
-            raise UserError(f"{place + ': ' if place else ''}the gin file {str(path)!r} {why}{close}") from None
+            close = (
+                nearest(str(path), [str(p) for p in path.parent.glob("*.gin")])
+                if path.parent.is_dir()
+                else ""
+            )
+            raise UserError(
+                f"{place + ': ' if place else ''}the gin file {str(path)!r} {why}{close}"
+            ) from None
         self.read_text(text, str(path), (*parents, path))
 
     def read_text(self, text: str, source: str, parents: tuple[Path, ...]) -> None:
@@ -225,14 +262,18 @@ class _Reader:
             else:
                 include = Path(statement.filename)
                 beside = parents[-1].parent / include if parents else include
-                self.read_file(beside if not include.exists() and beside.exists() else include, place, parents)
+                self.read_file(
+                    beside if not include.exists() and beside.exists() else include, place, parents
+                )
 
     def _statements(self, text: str, source: str) -> Iterator[Any]:
         try:
             yield from config_parser.ConfigParser(text, self)
         except tokenize.TokenError as error:
             what, (line, _) = error.args
-            raise UserError(f"{_place(source, line)}: a bracket or quote is not closed ({what})") from None
+            raise UserError(
+                f"{_place(source, line)}: a bracket or quote is not closed ({what})"
+            ) from None
         except SyntaxError as error:
             raise UserError(f"{_place(source, error.lineno or 1)}: {_syntax(error)}") from None
 
@@ -243,7 +284,9 @@ class _Reader:
         else:
             configurable = find_configurable(statement.selector, place)
             check_parameter(configurable, statement.arg_name, place)
-            binding = Binding(statement.scope, configurable.selector, statement.arg_name, statement.value, place)
+            binding = Binding(
+                statement.scope, configurable.selector, statement.arg_name, statement.value, place
+            )
         self.bindings[binding.scope, binding.selector, binding.parameter] = binding
         scope = f"{binding.scope}/" if binding.scope else ""
         gin.bind_parameter(f"{scope}{binding.selector}.{binding.parameter}", binding.value)
@@ -263,19 +306,27 @@ class _Reader:
         return reference
 
     def check_macros(self) -> None:
-        """A macro that is used must be defined; one that is not used is a binding that lacks the configurable's name."""
+        """A macro that is used must be defined; one that is not used is a binding that lacks the
+        configurable's name."""
         defined = {b.scope: b for b in self.bindings.values() if b.selector == MACRO}
         for name, place in self.macros_used:
             if name not in defined:
-                raise UserError(f"{place}: the macro %{name} is not defined{nearest(name, list(defined))}")
+                raise UserError(
+                    f"{place}: the macro %{name} is not defined{nearest(name, list(defined))}"
+                )
         used = {name for name, _ in self.macros_used}
         for name, binding in defined.items():
             if name not in used:
-                known = {p: short_name(s) for s, c in sorted(registered().items(), reverse=True) for p in parameters(c)}
+                known = {
+                    p: short_name(s)
+                    for s, c in sorted(registered().items(), reverse=True)
+                    for p in parameters(c)
+                }
                 close = get_close_matches(name, known, n=1)
                 meant = f"; did you mean {known[close[0]]}.{close[0]}?" if close else ""
                 raise UserError(
-                    f"{binding.place}: {name} names no configurable, and no value uses it as the macro %{name}{meant}"
+                    f"{binding.place}: {name} names no configurable, and no value uses it as the"
+                    f" macro %{name}{meant}"
                 )
 
 
@@ -287,11 +338,14 @@ def find_configurable(name: str, place: str) -> Any:
     """The configurable of that name. Raises: UserError with the nearest name."""
     matching = gin.config._REGISTRY.matching_selectors(name)
     if len(matching) > 1:
-        raise UserError(f"{place}: {name!r} may be any of {', '.join(sorted(matching))}: write one of these")
+        raise UserError(
+            f"{place}: {name!r} may be any of {', '.join(sorted(matching))}: write one of these"
+        )
     if not matching:
         known = sorted(short_name(selector) for selector in registered())
         raise UserError(
-            f"{place}: nothing configurable is called {name!r}{nearest(name, known) or '; there are ' + ', '.join(known)}"
+            f"{place}: nothing configurable is called"
+            f" {name!r}{nearest(name, known) or '; there are ' + ', '.join(known)}"
         )
     return gin.config._REGISTRY[matching[0]]
 
@@ -308,23 +362,36 @@ def check_parameter(configurable: Any, name: str, place: str) -> None:
 def _import(statement: Any, place: str) -> None:
     if statement.module.startswith("__gin__."):
         feature = statement.module.removeprefix("__gin__.")
-        raise UserError(f"{place}: gin's {feature} is not supported: decorate with @gin.configurable instead")
+        raise UserError(
+            f"{place}: gin's {feature} is not supported: decorate with @gin.configurable instead"
+        )
     try:
         importlib.import_module(statement.module)
     except ModuleNotFoundError as error:
         missing = error.name or ""
         if statement.module != missing and not statement.module.startswith(missing + "."):
-            raise UserError(f"{place}: {statement.module} needs the package {missing!r}, which is not installed") from error
+            raise UserError(
+                f"{place}: {statement.module} needs the package {missing!r}, which is not installed"
+            ) from error
         parent, _, last = missing.rpartition(".")
         found = importlib.import_module(parent) if parent else None
         if found is not None and not hasattr(found, "__path__"):
-            inside = f": write `import {parent}`, and @{last} where it is used" if hasattr(found, last) else ""
+            inside = (
+                f": write `import {parent}`, and @{last} where it is used"
+                if hasattr(found, last)
+                else ""
+            )
             raise UserError(
-                f"{place}: {parent} is a module and no package, so {missing!r} cannot be imported{inside}"
+                f"{place}: {parent} is a module and no package, so {missing!r} cannot be"
+                f" imported{inside}"
             ) from None
         paths = None if found is None else found.__path__
-        siblings = [m.name for m in pkgutil.iter_modules(paths, prefix=parent + "." if parent else "")]
-        raise UserError(f"{place}: there is no module {missing!r} here or installed{nearest(missing, siblings)}") from None
+        siblings = [
+            m.name for m in pkgutil.iter_modules(paths, prefix=parent + "." if parent else "")
+        ]
+        raise UserError(
+            f"{place}: there is no module {missing!r} here or installed{nearest(missing, siblings)}"
+        ) from None
     gin.parse_config(statement.format())  # so that the written config imports it too
 
 
@@ -332,7 +399,10 @@ def _syntax(error: SyntaxError) -> str:
     text = (error.text or "").strip()
     unquoted = re.search(r"Failed to parse token '(.*)'", error.msg)
     if unquoted:
-        return f"{unquoted[1]} is not a value: write text in quotes, a configurable as @name, a macro as %name (in {text!r})"
+        return (
+            f"{unquoted[1]} is not a value: write text in quotes, a configurable as @name, a macro"
+            f" as %name (in {text!r})"
+        )
     if error.msg == "Unable to parse value.":
         return f"a value is missing or cannot be read in {text!r}"
     return f"cannot read {text!r}: {' '.join(error.msg.split())}"

@@ -1,8 +1,8 @@
 """The gin file of an experiment, however it was made: by gin, in Python, or by both.
 
-What the objects hold is written, whatever gin has bound. What no gin file can say (tasks that a program made, a function of a
-notebook) is written in words, as the value of `given_in_python`: such a run is replayed with those bindings given again, and
-goes on from Python with the same objects.
+What the objects hold is written, whatever gin has bound. What no gin file can say (tasks that a
+program made, a function of a notebook) is written in words, as the value of `given_in_python`: such
+a run is replayed with those bindings given again, and goes on from Python with the same objects.
 """
 
 from __future__ import annotations
@@ -27,7 +27,16 @@ from gin import config_parser
 from areal_x.algorithms.algorithm import Algorithm
 from areal_x.algorithms.recipes import PARTS, PENALTIES
 from areal_x.config.in_words import described, same
-from areal_x.config.reader import Binding, Config, config_text, find_configurable, is_reference, noting, parameters, short_name
+from areal_x.config.reader import (
+    Binding,
+    Config,
+    config_text,
+    find_configurable,
+    is_reference,
+    noting,
+    parameters,
+    short_name,
+)
 from areal_x.errors import UserError
 from areal_x.types import Task
 
@@ -53,20 +62,24 @@ class Missing:
 
 @gin.configurable
 def given_in_python(what: str) -> Any:
-    """What a run was given by a Python program and no gin file can say, in words. `train.config.gin` of a run that was started
-    from Python names it so; bind something else in its place."""
+    """What a run was given by a Python program and no gin file can say, in words.
+    `train.config.gin` of a run that was started from Python names it so; bind something else in its
+    place."""
     return Missing(what)
 
 
 @gin.configurable
 def imported(name: str, **parameters: Any) -> Any:
-    """A function of a module, without its having to be registered with gin. name: "package.module:function". parameters: bound
-    to it. Raises: UserError where there is no such function."""
+    """A function of a module, without its having to be registered with gin. name:
+    "package.module:function". parameters: bound to it. Raises: UserError where there is no such
+    function."""
     module, _, path = name.partition(":")
     try:
         found: Any = functools.reduce(getattr, path.split("."), importlib.import_module(module))
     except (ImportError, AttributeError, ValueError) as error:
-        raise UserError(f"imported.name = {name!r} cannot work: {error}; it must be 'package.module:function'") from None
+        raise UserError(
+            f"imported.name = {name!r} cannot work: {error}; it must be 'package.module:function'"
+        ) from None
     return partial(found, **parameters) if parameters else found
 
 
@@ -82,7 +95,8 @@ class _Built:
     config: str
 
 
-_made: list[tuple[Any, Any]] = []  # for the experiment that gin had a part in last: results, and the references they are of
+# for the experiment that gin had a part in last: results, and the references they are of
+_made: list[tuple[Any, Any]] = []
 _built: list[_Built] = []
 
 
@@ -110,16 +124,22 @@ def _parts(experiment: Any) -> dict[str, int]:
 
 
 def text_of(experiment: Any, **changes: Any) -> str:
-    """The gin file of the experiment with these of its parameters changed. Of what gin alone made it is gin's own operative
-    config, see `areal_x.config.config_text`."""
+    """The gin file of the experiment with these of its parameters changed. Of what gin alone made
+    it is gin's own operative config, see `areal_x.config.config_text`."""
     kept = {name: x for name, x in changes.items() if getattr(experiment, name) != x}
     for built in _built:
-        as_built = built.experiment() is experiment and built.parts == _parts(experiment) and built.config == gin.config_str()
+        as_built = (
+            built.experiment() is experiment
+            and built.parts == _parts(experiment)
+            and built.config == gin.config_str()
+        )
         if as_built and not kept:
             return config_text()
     writer = _Writer()
     train = find_configurable("train", "")
-    writer.write(train, "", {name: getattr(experiment, name) for name in parameters(train)} | changes)
+    writer.write(
+        train, "", {name: getattr(experiment, name) for name in parameters(train)} | changes
+    )
     return writer.text()
 
 
@@ -133,14 +153,32 @@ class _Writer:
 
     def text(self) -> str:
         statements, bound = parsed(gin.config_str())
-        others = {key: x for key, x in bound.items() if "." in key and key.rpartition(".")[0] not in self._sections}
-        ours = {f"{section}.{name}": x for section, values in self._sections.items() for name, x in values.items()}
+        others = {
+            key: x
+            for key, x in bound.items()
+            if "." in key and key.rpartition(".")[0] not in self._sections
+        }
+        ours = {
+            f"{section}.{name}": x
+            for section, values in self._sections.items()
+            for name, x in values.items()
+        }
         macros = {key: x for key, x in bound.items() if "." not in key}
         used = " ".join([*others.values(), *ours.values()])
-        macros = {name: x for name, x in macros.items() if f"%{name}" in f"{used} {' '.join(macros.values())}"}
+        macros = {
+            name: x
+            for name, x in macros.items()
+            if f"%{name}" in f"{used} {' '.join(macros.values())}"
+        }
         lines = sorted({*statements, *(f"import {module}" for module in self._modules)})
         if self._in_words:
-            lines += ["", "# This run was started from Python: what gin cannot say of it stands below in words."]
+            lines += [
+                "",
+                (
+                    "# This run was started from Python: what gin cannot say of it stands below in"
+                    " words."
+                ),
+            ]
         section = None
         for key, x in [*macros.items(), *sorted((others | ours).items(), key=_order)]:
             if (head := key.rpartition(".")[0]) != section:
@@ -149,11 +187,17 @@ class _Writer:
             lines.append(f"{key} = {x}")
         return "\n".join(lines) + "\n"
 
-    def write(self, configurable: Any, where: str, values: Mapping[str, Any], scoped: bool = False) -> str:
-        """Binds the parameters and gives the reference to what they make. where: a scope's name, for a second one of this
-        configurable. scoped: also for the first, as where it is called without a scope it has other parameters."""
+    def write(
+        self, configurable: Any, where: str, values: Mapping[str, Any], scoped: bool = False
+    ) -> str:
+        """Binds the parameters and gives the reference to what they make. where: a scope's name,
+        for a second one of this configurable. scoped: also for the first, as where it is called
+        without a scope it has other parameters."""
         name = short_name(configurable.selector)
-        bound = {parameter: self.value(x, f"{name}_{parameter}".replace(".", "_")) for parameter, x in values.items()}
+        bound = {
+            parameter: self.value(x, f"{name}_{parameter}".replace(".", "_"))
+            for parameter, x in values.items()
+        }
         if not configurable.wrapped.__module__.startswith("areal_x."):
             self._modules.add(configurable.wrapped.__module__)
         section, number = f"{where}/{name}" if scoped else name, 1
@@ -171,14 +215,30 @@ class _Writer:
         if isinstance(x, SIMPLE):
             return repr(x)
         if isinstance(x, float):
-            return repr(x) if math.isfinite(x) else self._words(x, where) if math.isnan(x) else f"{'-' * (x < 0)}1e999"
+            return (
+                repr(x)
+                if math.isfinite(x)
+                else self._words(x, where)
+                if math.isnan(x)
+                else f"{'-' * (x < 0)}1e999"
+            )
         if isinstance(x, Algorithm):
             return self._algorithm(x, where)
-        if is_dataclass(x) and not isinstance(x, type) and (configurable := registered_as(type(x))) is not None:
-            return self.write(configurable, where, {name: getattr(x, name) for name in parameters(configurable)})
+        if (
+            is_dataclass(x)
+            and not isinstance(x, type)
+            and (configurable := registered_as(type(x))) is not None
+        ):
+            return self.write(
+                configurable, where, {name: getattr(x, name) for name in parameters(configurable)}
+            )
         if (reference := next((r for made, r in _made if made is x), None)) is not None:
             return repr(reference)
-        if isinstance(x, tuple | list | dict) and len(x) <= MANY and not any(isinstance(item, Task) for item in x):
+        if (
+            isinstance(x, tuple | list | dict)
+            and len(x) <= MANY
+            and not any(isinstance(item, Task) for item in x)
+        ):
             return self._container(x, where)
         if callable(x) and (text := self._function(x, where)):
             return text
@@ -186,7 +246,11 @@ class _Writer:
 
     def _container(self, x: Any, where: str) -> str:
         if isinstance(x, dict):
-            return "{" + ", ".join(f"{self.value(k, where)}: {self.value(v, where)}" for k, v in x.items()) + "}"
+            return (
+                "{"
+                + ", ".join(f"{self.value(k, where)}: {self.value(v, where)}" for k, v in x.items())
+                + "}"
+            )
         items = ", ".join(self.value(item, where) for item in x)
         return f"[{items}]" if isinstance(x, list) else f"({items}{',' * (len(x) == 1)})"
 
@@ -196,7 +260,11 @@ class _Writer:
         function = x.func if bound else x
         configurable, scope = registered_as(function), scope_of(function)
         if configurable is not None and not (scope and bound):
-            reference = self.write(configurable, where, bound, True) if bound else f"@{short_name(configurable.selector)}()"
+            reference = (
+                self.write(configurable, where, bound, True)
+                if bound
+                else f"@{short_name(configurable.selector)}()"
+            )
             module = configurable.wrapped.__module__
             self._modules |= set() if module.startswith("areal_x.") else {module}
             return f"@{scope}/{reference[1:-2]}" if scope else reference[:-2]
@@ -224,7 +292,8 @@ def _order(binding: tuple[str, str]) -> tuple[list[str], str]:
 
 
 def _arguments_of(algorithm: Algorithm) -> Iterator[dict[str, Any]]:
-    """With which its recipe makes it again, parts that were replaced since among them; none where that cannot be."""
+    """With which its recipe makes it again, parts that were replaced since among them; none where
+    that cannot be."""
     if algorithm.made is None:
         return
     recipe, given = algorithm.made.recipe, dict(algorithm.made.arguments)
@@ -234,7 +303,8 @@ def _arguments_of(algorithm: Algorithm) -> Iterator[dict[str, Any]]:
         parts = {f.name: getattr(algorithm, f.name) for f in fields(Algorithm) if f.compare}
         return {name: x for name, x in parts.items() if not same(getattr(again, name), x)}
 
-    without = {name: x for name, x in given.items() if name not in PENALTIES}  # a loss that was replaced has none
+    # a loss that was replaced has none
+    without = {name: x for name, x in given.items() if name not in PENALTIES}
     for arguments in (given, without):
         try:
             arguments |= {name: x for name, x in differing(arguments).items() if name in PARTS}
@@ -246,7 +316,8 @@ def _arguments_of(algorithm: Algorithm) -> Iterator[dict[str, Any]]:
 
 
 def registered_as(x: Any) -> Any:
-    """The configurable that a function or class is, also in a scope; None where it is none that a file could import."""
+    """The configurable that a function or class is, also in a scope; None where it is none that a
+    file could import."""
     try:
         configurable = gin.config._inverse_lookup(x, allow_decorators=True)
     except TypeError:  # what cannot be a key
@@ -305,7 +376,8 @@ class _Name:
 
 
 def parsed(text: str) -> tuple[list[str], dict[str, str]]:
-    """The imports of a written file, and its bindings as text, by "scope/selector.parameter"; a macro's by its name alone."""
+    """The imports of a written file, and its bindings as text, by "scope/selector.parameter"; a
+    macro's by its name alone."""
     statements, bound = [], {}
     for statement in config_parser.ConfigParser(text, _Names()):
         if isinstance(statement, config_parser.ImportStatement):
@@ -318,8 +390,12 @@ def parsed(text: str) -> tuple[list[str], dict[str, str]]:
 
 
 def settings_of(run: Path) -> dict[str, Any]:
-    """What a run's config.gin binds, by "configurable.parameter": plain values as they are, all else as it is written."""
-    return {name: _plain(value) for name, value in parsed((run / "config.gin").read_text(encoding="utf-8"))[1].items()}
+    """What a run's config.gin binds, by "configurable.parameter": plain values as they are, all
+    else as it is written."""
+    return {
+        name: _plain(value)
+        for name, value in parsed((run / "config.gin").read_text(encoding="utf-8"))[1].items()
+    }
 
 
 def _plain(text: str) -> Any:
@@ -330,14 +406,21 @@ def _plain(text: str) -> Any:
 
 
 def differences(before: str, now: str) -> list[str]:
-    """Of two such files, each setting that both speak of and that is another now. Where a run lies is none."""
+    """Of two such files, each setting that both speak of and that is another now. Where a run lies
+    is none."""
     old, new = (parsed(text)[1] for text in (before, now))
     sections = {key.rpartition(".")[0] for key in old} & {key.rpartition(".")[0] for key in new}
     found = []
     for key in sorted(old.keys() | new.keys()):
         was, is_now = (x.get(key, "not set") for x in (old, new))
-        alike = was == is_now or (".what" in key and was.rpartition("sha256")[2] == is_now.rpartition("sha256")[2])
-        if not alike and key.rpartition(".")[0] in sections and key not in ("train.name", "train.runs"):
+        alike = was == is_now or (
+            ".what" in key and was.rpartition("sha256")[2] == is_now.rpartition("sha256")[2]
+        )
+        if (
+            not alike
+            and key.rpartition(".")[0] in sections
+            and key not in ("train.name", "train.runs")
+        ):
             found.append(f"{key} = {is_now} (was {was})")
     return found
 
@@ -348,7 +431,15 @@ def only_in_python(binding: Binding, config: Config) -> list[str]:
     while values:
         value = values.pop()
         if is_reference(value) and value.selector == given_in_python.__name__:
-            words = config.bindings.get(("/".join(value.scopes), value.configurable.selector, "what"))
+            words = config.bindings.get(
+                ("/".join(value.scopes), value.configurable.selector, "what")
+            )
             found.append(str(words.value) if words else "without words")
-        values += value.values() if isinstance(value, dict) else value if isinstance(value, tuple | list) else ()
+        values += (
+            value.values()
+            if isinstance(value, dict)
+            else value
+            if isinstance(value, tuple | list)
+            else ()
+        )
     return found

@@ -1,8 +1,9 @@
 """Looks at every bound value before anything slow is imported or built.
 
-First the types, against the annotations. Then everything that builds settings (a configurable dataclass, or a function that
-returns one) is tried with the values bound to it, so that what its own checks refuse is refused now. References to anything
-else (a dataset that is downloaded, a model that is made) are not called.
+First the types, against the annotations. Then everything that builds settings (a configurable
+dataclass, or a function that returns one) is tried with the values bound to it, so that what its
+own checks refuse is refused now. References to anything else (a dataset that is downloaded, a model
+that is made) are not called.
 """
 
 from __future__ import annotations
@@ -13,21 +14,42 @@ from dataclasses import MISSING, fields, is_dataclass
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from areal_x.config.reader import MACRO, Binding, Config, find_configurable, is_reference, parameters, registered, short_name
+from areal_x.config.reader import (
+    MACRO,
+    Binding,
+    Config,
+    find_configurable,
+    is_reference,
+    parameters,
+    registered,
+    short_name,
+)
 from areal_x.config.recorded import only_in_python
 from areal_x.errors import ConfigError, UserError
 
 UNKNOWN = object()
-WORDS = {int: "a whole number", float: "a number", str: "text in quotes", bool: "True or False", NoneType: "None", None: "None"}
+WORDS = {
+    int: "a whole number",
+    float: "a number",
+    str: "text in quotes",
+    bool: "True or False",
+    NoneType: "None",
+    None: "None",
+}
 
 
 def check_early(config: Config) -> None:
-    """Raises: UserError for the first bound value that cannot work, with its place and what would."""
+    """Raises: UserError for the first bound value that cannot work, with its place and what
+    would."""
     for binding in config.bindings.values():
         _check_type(binding, config)
         _check_call(binding, config)
     known = registered()
-    tried = {(b.scope, b.selector): known[b.selector] for b in config.bindings.values() if b.selector in known}
+    tried = {
+        (b.scope, b.selector): known[b.selector]
+        for b in config.bindings.values()
+        if b.selector in known
+    }
     for (scope, _), configurable in tried.items():
         if builds_settings(configurable):
             try:
@@ -37,27 +59,37 @@ def check_early(config: Config) -> None:
 
 
 def check_experiment(config: Config, without: Sequence[str] = ()) -> None:
-    """Raises: UserError naming the parameters of `train` that have no default and are not bound, and those that the program had
-    which wrote the file and no gin file can say, but for `without` (names of parameters)."""
+    """Raises: UserError naming the parameters of `train` that have no default and are not bound,
+    and those that the program had which wrote the file and no gin file can say, but for `without`
+    (names of parameters)."""
     train = find_configurable("train", config.file)
     missing = _missing(train, _bound(train, "", config))
     if missing:
-        raise UserError(f"{config.file} does not bind {', '.join('train.' + name for name in missing)}")
+        raise UserError(
+            f"{config.file} does not bind {', '.join('train.' + name for name in missing)}"
+        )
     lacking = {
-        b.name: words for b in config.bindings.values() if b.parameter not in without and (words := only_in_python(b, config))
+        b.name: words
+        for b in config.bindings.values()
+        if b.parameter not in without and (words := only_in_python(b, config))
     }
     if lacking:
         told = "; ".join(f"{name} ({', '.join(words)})" for name, words in lacking.items())
         raise UserError(
-            f"{config.file} is of a run that was started from Python, and gin cannot say what it gave as {told}: bind it with "
-            "-b to something that is registered with gin.configurable, or go on from Python with the same objects, as "
-            "Experiment(...).run(resume=True)"
+            f"{config.file} is of a run that was started from Python, and gin cannot say what it"
+            f" gave as {told}: bind it with -b to something that is registered with"
+            " gin.configurable, or go on from Python with the same objects, as"
+            " Experiment(...).run(resume=True)"
         )
 
 
 def builds_settings(configurable: Any) -> bool:
     wrapped = configurable.wrapped
-    return is_dataclass(wrapped) if inspect.isclass(wrapped) else is_dataclass(_hints(wrapped).get("return"))
+    return (
+        is_dataclass(wrapped)
+        if inspect.isclass(wrapped)
+        else is_dataclass(_hints(wrapped).get("return"))
+    )
 
 
 def _bound(configurable: Any, scope: str, config: Config) -> dict[str, Any]:
@@ -73,24 +105,40 @@ def _bound(configurable: Any, scope: str, config: Config) -> dict[str, Any]:
 
 
 def _missing(configurable: Any, given: Mapping[str, Any]) -> list[str]:
-    named = [p for p in parameters(configurable).values() if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
+    named = [
+        p
+        for p in parameters(configurable).values()
+        if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)
+    ]
     return [p.name for p in named if p.default is p.empty and p.name not in given]
 
 
 def _try(configurable: Any, scope: str, config: Config) -> Any:
     """What the configurable builds of its bound values, or UNKNOWN.
 
-    What it is given may hold UNKNOWN in the place of a result that must not be computed now. A complaint that may come of
-    that is no complaint: the real construction will say.
+    What it is given may hold UNKNOWN in the place of a result that must not be computed now. A
+    complaint that may come of that is no complaint: the real construction will say.
     """
     bound = _bound(configurable, scope, config)
     given = {name: _tried(value, scope, config) for name, value in bound.items()}
     given |= dict.fromkeys(_missing(configurable, given), UNKNOWN)
     wrapped = configurable.wrapped
-    if is_dataclass(wrapped):  # a default of another configurable would call gin, and with it every reference bound there
-        factories = {f.name: f.default_factory for f in fields(wrapped) if f.default_factory is not MISSING}
-        nested = {f: c for c in registered().values() if builds_settings(c) for f in (c.wrapped, c.wrapper)}
-        given |= {n: _try(nested[f], scope, config) for n, f in factories.items() if n not in given and f in nested}
+    # a default of another configurable would call gin, and with it every reference bound there
+    if is_dataclass(wrapped):
+        factories = {
+            f.name: f.default_factory for f in fields(wrapped) if f.default_factory is not MISSING
+        }
+        nested = {
+            f: c
+            for c in registered().values()
+            if builds_settings(c)
+            for f in (c.wrapped, c.wrapper)
+        }
+        given |= {
+            n: _try(nested[f], scope, config)
+            for n, f in factories.items()
+            if n not in given and f in nested
+        }
     unknown = {name for name, value in given.items() if _holds_unknown(value)}
     try:
         if not inspect.isclass(wrapped):
@@ -123,21 +171,34 @@ def _tried(value: Any, scope: str, config: Config) -> Any:
 
 
 def _holds_unknown(value: Any) -> bool:
-    items = value.values() if isinstance(value, dict) else value if isinstance(value, (tuple, list)) else ()
+    items = (
+        value.values()
+        if isinstance(value, dict)
+        else value
+        if isinstance(value, (tuple, list))
+        else ()
+    )
     return value is UNKNOWN or any(map(_holds_unknown, items))
 
 
 def _check_call(binding: Binding, config: Config) -> None:
     """A function that is called with `()` needs a value for each parameter that has no default."""
     value = config.resolve(binding.value)
-    if not is_reference(value) or not value.evaluate or value.configurable.selector.startswith("gin."):
+    if (
+        not is_reference(value)
+        or not value.evaluate
+        or value.configurable.selector.startswith("gin.")
+    ):
         return
-    missing = _missing(value.configurable, _bound(value.configurable, "/".join(value.scopes), config))
+    missing = _missing(
+        value.configurable, _bound(value.configurable, "/".join(value.scopes), config)
+    )
     if missing:
         name = short_name(value.configurable.selector)
         raise UserError(
-            f"{binding.place}: {binding.name} = {value} calls {name}, which needs {', '.join(missing)}: bind "
-            f"{', '.join(f'{name}.{m}' for m in missing)}, or write @{name} to pass the function itself"
+            f"{binding.place}: {binding.name} = {value} calls {name}, which needs"
+            f" {', '.join(missing)}: bind {', '.join(f'{name}.{m}' for m in missing)}, or write"
+            f" @{name} to pass the function itself"
         )
 
 
@@ -149,22 +210,30 @@ def _check_type(binding: Binding, config: Config) -> None:
     if _fits(value, hint):
         return
     if is_reference(value):
-        wanted = f"what {value.selector} returns, not the function itself: write @{value.scoped_selector}()"
-        raise UserError(f"{config.place(binding)}: {binding.name} = {value} cannot work: it must be {wanted}")
+        wanted = (
+            f"what {value.selector} returns, not the function itself: write"
+            f" @{value.scoped_selector}()"
+        )
+        raise UserError(
+            f"{config.place(binding)}: {binding.name} = {value} cannot work: it must be {wanted}"
+        )
     raise UserError(f"{config.place(binding)}: {ConfigError(binding.name, value, _describe(hint))}")
 
 
 def _hints(wrapped: Any) -> dict[str, Any]:
     try:
         return get_type_hints(
-            wrapped if is_dataclass(wrapped) or not inspect.isclass(wrapped) else inspect.unwrap(wrapped.__init__)
+            wrapped
+            if is_dataclass(wrapped) or not inspect.isclass(wrapped)
+            else inspect.unwrap(wrapped.__init__)
         )
     except (NameError, TypeError, AttributeError):  # annotations that exist for type checkers alone
         return {}
 
 
 def _fits(value: Any, hint: Any) -> bool:
-    """Whether a gin value can be what the annotation says. What cannot be judged without calling it fits."""
+    """Whether a gin value can be what the annotation says. What cannot be judged without calling it
+    fits."""
     origin, parts = get_origin(hint), get_args(hint)
     if origin in (Union, UnionType):
         return any(_fits(value, part) for part in parts)
@@ -190,7 +259,8 @@ def _fits(value: Any, hint: Any) -> bool:
 
 
 def _takes_a_function(hint: Any) -> bool:
-    """Whether a function or class itself, and not what it returns, can be what the annotation says."""
+    """Whether a function or class itself, and not what it returns, can be what the annotation
+    says."""
     kind = get_origin(hint) or hint
     if kind in (Any, Callable, type, object):
         return True

@@ -1,9 +1,11 @@
-"""The embedded engine: a backend's own batched sampler behind the engine's contract, in this process.
+"""The embedded engine: a backend's own batched sampler behind the engine's contract, in this
+process.
 
     generate() ──▶ waiting ──fill──▶ slots ──decode──▶ slots … ──finished──▶ the awaiting coroutine
 
-`Slots` is the whole of the scheduling as a state machine without thread or device: who waits, who holds which slot, what each
-has said so far. `EmbeddedEngine` drives it from one worker thread, which alone touches the sampler.
+`Slots` is the whole of the scheduling as a state machine without thread or device: who waits, who
+holds which slot, what each has said so far. `EmbeddedEngine` drives it from one worker thread,
+which alone touches the sampler.
 """
 
 from __future__ import annotations
@@ -26,9 +28,14 @@ from areal_x.protocols.sampler import Decoded, Sampler, SlotRequest
 from areal_x.runtime import background, timeline
 from areal_x.runtime.waits import waiting
 
-STEPS = 64  # tokens a slot may grow between two looks at who waits, was cancelled, or wants the weights swapped
-BLIND = "and the embedded engine sees only with train.backend = 'torch' and a model that sees: set both"
-REFILL_SHARE = 8  # decode returns early once 1/8 of the slots are free for those who wait: a refill costs about a step
+# tokens a slot may grow between two looks at who waits, was cancelled, or wants the weights swapped
+STEPS = 64
+BLIND = (
+    "and the embedded engine sees only with train.backend = 'torch' and a model that sees: set both"
+)
+# decode returns early once 1/8 of the slots are free for those who wait: a refill costs about a
+# step
+REFILL_SHARE = 8
 
 
 @gin.configurable("embedded")
@@ -36,7 +43,8 @@ REFILL_SHARE = 8  # decode returns early once 1/8 of the slots are free for thos
 class EmbeddedConfig:
     """The embedded engine's size.
 
-    slots: sequences decoded at once. context: longest prompt and completion together, in tokens; 0 takes train.row_length.
+    slots: sequences decoded at once. context: longest prompt and completion together, in tokens; 0
+    takes train.row_length.
     """
 
     slots: int = 64
@@ -59,8 +67,12 @@ class Running:
     versions: list[int] = field(default_factory=list)
 
     def slot_request(self, slot: int) -> SlotRequest:
-        so_far = np.concatenate([self.request.tokens, np.asarray(self.tokens, np.int32)]).astype(np.int32)
-        return SlotRequest(slot, so_far, len(self.tokens), self.request.sampling, self.seed, self.request.images)
+        so_far = np.concatenate([self.request.tokens, np.asarray(self.tokens, np.int32)]).astype(
+            np.int32
+        )
+        return SlotRequest(
+            slot, so_far, len(self.tokens), self.request.sampling, self.seed, self.request.images
+        )
 
     def completion(self) -> Completion:
         stopped = bool(self.tokens) and self.tokens[-1] in self.request.sampling.stop_token_ids
@@ -73,10 +85,12 @@ class Running:
 
 
 class Slots:
-    """Which request waits, which holds a slot, and what each has said. Knows no clock, thread or sampler.
+    """Which request waits, which holds a slot, and what each has said. Knows no clock, thread or
+    sampler.
 
-    A ticket names a request from `submit` to its completion or cancellation. Waiting requests get slots in the order they came,
-    the lowest first: with the same requests an idle engine computes the same, whatever it did before.
+    A ticket names a request from `submit` to its completion or cancellation. Waiting requests get
+    slots in the order they came, the lowest first: with the same requests an idle engine computes
+    the same, whatever it did before.
     """
 
     def __init__(self, slots: int) -> None:
@@ -101,11 +115,13 @@ class Slots:
         return admitted
 
     def refill(self) -> list[SlotRequest]:
-        """All that runs, prompt and what was generated so far: what new weights have to recompute."""
+        """All that runs, prompt and what was generated so far: what new weights have to
+        recompute."""
         return [running.slot_request(slot) for slot, running in self.running.items()]
 
     def record(self, decoded: Decoded, version: int) -> list[tuple[int, Completion]]:
-        """Appends what `version` decoded; the tickets that finished, with their completions. Their slots are free again."""
+        """Appends what `version` decoded; the tickets that finished, with their completions. Their
+        slots are free again."""
         done = []
         for slot, running in list(self.running.items()):
             count = int(decoded.counts[slot])
@@ -143,8 +159,9 @@ class Staged:
 class EmbeddedEngine:
     """Continuous batching over a backend's sampler: an `areal_x.protocols.engine.Engine`.
 
-    One thread loops: swap weights if asked, drop what was cancelled, fill free slots, decode; it sleeps when nothing is to do.
-    The first `swap` brings the first weights; a request before it waits for them.
+    One thread loops: swap weights if asked, drop what was cancelled, fill free slots, decode; it
+    sleeps when nothing is to do. The first `swap` brings the first weights; a request before it
+    waits for them.
     """
 
     def __init__(self, sampler: Sampler) -> None:
@@ -158,7 +175,8 @@ class EmbeddedEngine:
         self._swaps: list[tuple[Staged, asyncio.Future[float]]] = []
         self._error: EngineError | None = None
         self._closed = False
-        self._changed = threading.Condition()  # guards everything above; the worker holds it except while it computes
+        # guards everything above; the worker holds it except while it computes
+        self._changed = threading.Condition()
         self._waking = False  # the event loop's own
         self._worker: threading.Thread | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -167,14 +185,16 @@ class EmbeddedEngine:
         if self._worker is None:
             self._loop = asyncio.get_running_loop()
             what = "the embedded engine's thread"
-            self._worker = background.thread(self._work, what=what, failed=self._broken, name="embedded-engine")
+            self._worker = background.thread(
+                self._work, what=what, failed=self._broken, name="embedded-engine"
+            )
 
     async def generate(self, request: Request) -> Completion:
         return await self.submit([request])[0]
 
     def submit(self, requests: Sequence[Request]) -> list[asyncio.Future[Completion]]:
-        """The completions of requests that the worker sees together, in this order. Cancelling one drops its request; one that
-        cannot be continued has its UserError."""
+        """The completions of requests that the worker sees together, in this order. Cancelling one
+        drops its request; one that cannot be continued has its UserError."""
         loop = asyncio.get_running_loop()
         futures: list[asyncio.Future[Completion]] = [loop.create_future() for _ in requests]
         with self._changed:
@@ -191,10 +211,13 @@ class EmbeddedEngine:
         return futures
 
     def _fitting(self, request: Request) -> Request:
-        """The request with as many new tokens as the context leaves. Raises UserError for what no sampler could continue."""
+        """The request with as many new tokens as the context leaves. Raises UserError for what no
+        sampler could continue."""
         if request.images is not None and not self._sampler.sees:
             raise UserError(f"the prompt has images, {BLIND}")
-        limit = room(request, self.context, "train.row_length (and embedded.context, where it is set)")
+        limit = room(
+            request, self.context, "train.row_length (and embedded.context, where it is set)"
+        )
         return replace(request, sampling=replace(request.sampling, max_tokens=limit))
 
     def _forget(self, ticket: int, future: asyncio.Future[Completion]) -> None:
@@ -206,7 +229,8 @@ class EmbeddedEngine:
                 self._changed.notify()
 
     def _wake_later(self) -> None:
-        """Wakes the worker after this turn of the event loop, so that requests made together are filled together."""
+        """Wakes the worker after this turn of the event loop, so that requests made together are
+        filled together."""
         if not self._waking:
             self._waking = True
             asyncio.get_running_loop().call_soon(self._wake)
@@ -252,13 +276,22 @@ class EmbeddedEngine:
                 if self._closed:
                     return
                 swap = self._swaps.pop(0) if self._swaps else None
-                freed = [slot for ticket in self._cancelled if (slot := self._slots.cancel(ticket)) is not None]
+                freed = [
+                    slot
+                    for ticket in self._cancelled
+                    if (slot := self._slots.cancel(ticket)) is not None
+                ]
                 self._cancelled.clear()
-                # A swap computes the caches of all that runs: those admitted now need theirs too, once.
+                # A swap computes the caches of all that runs: those admitted now need theirs too,
+                # once.
                 admitted = [] if swap is not None else self._slots.admit()
                 running, more = bool(self._slots.running), bool(self._slots.waiting)
             try:
-                with waiting("the embedded engine", "its sampler", f"{len(self._slots.running)} sequences run"):
+                with waiting(
+                    "the embedded engine",
+                    "its sampler",
+                    f"{len(self._slots.running)} sequences run",
+                ):
                     if freed:
                         self._sampler.free(freed)
                     if swap is not None:
@@ -267,9 +300,13 @@ class EmbeddedEngine:
                     if admitted:
                         self._sampler.fill(admitted)
                     if running:
-                        self._decode(max(1, self.concurrency // REFILL_SHARE) if more else self.concurrency)
+                        self._decode(
+                            max(1, self.concurrency // REFILL_SHARE) if more else self.concurrency
+                        )
             except Exception as error:
-                failure = EngineError(f"the embedded sampler failed: {type(error).__name__}: {error}")
+                failure = EngineError(
+                    f"the embedded sampler failed: {type(error).__name__}: {error}"
+                )
                 failure.__cause__ = error
                 with self._changed:
                     if swap is not None:
@@ -307,14 +344,18 @@ class EmbeddedEngine:
     def _fail(self, error: EngineError) -> None:
         """Everyone who waits gets the error, and so does everyone who comes later."""
         self._error = self._error or error
-        waiting: list[asyncio.Future[Any]] = [*self._futures.values(), *(future for _, future in self._swaps)]
+        waiting: list[asyncio.Future[Any]] = [
+            *self._futures.values(),
+            *(future for _, future in self._swaps),
+        ]
         self._answer([(future, self._error) for future in waiting])
         self._futures.clear()
         self._swaps.clear()
         self._slots.clear()
 
     def _answer(self, answers: Sequence[tuple[asyncio.Future[Any] | None, Any]]) -> None:
-        """Resolves futures on the event loop in one call; those whose coroutine was cancelled meanwhile are let go."""
+        """Resolves futures on the event loop in one call; those whose coroutine was cancelled
+        meanwhile are let go."""
 
         def resolve() -> None:
             for future, result in answers:

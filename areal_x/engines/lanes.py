@@ -1,7 +1,8 @@
-"""A backend's sampler made of lanes: the slots are shared out, and each lane decodes its own on a thread of its own.
+"""A backend's sampler made of lanes: the slots are shared out, and each lane decodes its own on a
+thread of its own.
 
-A decoding step of a small model is too little work to share out within an operation: on a CPU each core gets a lane instead. An
-accelerator has one lane.
+A decoding step of a small model is too little work to share out within an operation: on a CPU each
+core gets a lane instead. An accelerator has one lane.
 """
 
 from __future__ import annotations
@@ -20,13 +21,18 @@ LEAST_SLOTS = 8  # in a lane: a step of fewer costs nearly as much
 
 
 class Lanes:
-    """An `areal_x.protocols.sampler.Sampler`. Slot s is slot s // lanes of lane s % lanes, so that few requests spread too.
+    """An `areal_x.protocols.sampler.Sampler`. Slot s is slot s // lanes of lane s % lanes, so that
+    few requests spread too.
 
-    prepare: makes of a trainer's snapshot what each lane loads. begin: called once on each lane's thread.
+    prepare: makes of a trainer's snapshot what each lane loads. begin: called once on each lane's
+    thread.
     """
 
     def __init__(
-        self, lanes: Sequence[Sampler], prepare: Callable[[Any], Sequence[Any]], begin: Callable[[], None] | None = None
+        self,
+        lanes: Sequence[Sampler],
+        prepare: Callable[[Any], Sequence[Any]],
+        begin: Callable[[], None] | None = None,
     ) -> None:
         self.lanes = lanes
         self.slots = sum(lane.slots for lane in lanes)
@@ -41,11 +47,17 @@ class Lanes:
 
     def fill(self, requests: Sequence[SlotRequest]) -> None:
         count = len(self.lanes)
-        shares = [[replace(r, slot=r.slot // count) for r in requests if r.slot % count == lane] for lane in range(count)]
-        self._run([(lane.fill, (share,)) for lane, share in zip(self.lanes, shares, strict=True) if share])
+        shares = [
+            [replace(r, slot=r.slot // count) for r in requests if r.slot % count == lane]
+            for lane in range(count)
+        ]
+        self._run(
+            [(lane.fill, (share,)) for lane, share in zip(self.lanes, shares, strict=True) if share]
+        )
 
     def decode(self, steps: int, until_free: int) -> Decoded:
-        """Each lane returns when its share of `until_free` slots has finished; the call when every lane has."""
+        """Each lane returns when its share of `until_free` slots has finished; the call when every
+        lane has."""
         share = -(-until_free // len(self.lanes))
         parts = self._run([(lane.decode, (steps, share)) for lane in self.lanes])
         longest = max(part.tokens.shape[1] for part in parts)

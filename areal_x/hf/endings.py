@@ -1,7 +1,9 @@
-"""Which tokens end a completion: those that the model's files name, and the one that its chat template ends a turn with.
+"""Which tokens end a completion: those that the model's files name, and the one that its chat
+template ends a turn with.
 
-A model that was trained to talk ends its turn with a token of its own (Gemma's <end_of_turn>, Phi's <|end|>, GLM's <|user|>),
-often another than the tokenizer's eos_token. generation_config.json lists it then, as a rule.
+A model that was trained to talk ends its turn with a token of its own (Gemma's <end_of_turn>, Phi's
+<|end|>, GLM's <|user|>), often another than the tokenizer's eos_token. generation_config.json lists
+it then, as a rule.
 """
 
 from __future__ import annotations
@@ -30,12 +32,13 @@ class Ending:
 
 
 def stop_tokens(tokenizer: Any) -> tuple[int, ...]:
-    """Every token that ends what a model says, the tokenizer's own first. Raises UserError where there is none."""
+    """Every token that ends what a model says, the tokenizer's own first. Raises UserError where
+    there is none."""
     if found := ends(tokenizer):
         return found
     raise UserError(
-        f"the tokenizer of {getattr(tokenizer, 'name_or_path', '') or 'the model'} has no end token, "
-        "so no completion could end: set eos_token in its tokenizer_config.json"
+        f"the tokenizer of {getattr(tokenizer, 'name_or_path', '') or 'the model'} has no end"
+        " token, so no completion could end: set eos_token in its tokenizer_config.json"
     )
 
 
@@ -51,20 +54,28 @@ def _ends(tokenizer: Any, template: str) -> tuple[int, ...]:
 
 
 def named_ends(tokenizer: Any) -> tuple[int, ...]:
-    """The tokenizer's eos_token, and the eos_token_id, one or several, of generation_config.json and config.json beside it.
+    """The tokenizer's eos_token, and the eos_token_id, one or several, of generation_config.json
+    and config.json beside it.
 
-    A token that is text ends nothing there: in a config that nobody made for its tokenizer stands a default (Llama's is 2).
+    A token that is text ends nothing there: in a config that nobody made for its tokenizer stands a
+    default (Llama's is 2).
     """
     own = () if tokenizer.eos_token_id is None else (int(tokenizer.eos_token_id),)
     configs = [json.loads(file.read_text()) for file in files_of(tokenizer)]
-    found = [token for config in configs for part in (config, config.get("text_config") or {}) for token in ids_in(part)]
+    found = [
+        token
+        for config in configs
+        for part in (config, config.get("text_config") or {})
+        for token in ids_in(part)
+    ]
     there = marks(tokenizer) if found else {}
     return tuple(dict.fromkeys((*own, *(token for token in found if token in there))))
 
 
 def turn_end(tokenizer: Any) -> Ending | None:
-    """What the chat template writes behind an assistant's last reply, up to the first token that is no text; where nothing
-    stands there, behind a reply that a user answers. None without a template or such a token."""
+    """What the chat template writes behind an assistant's last reply, up to the first token that is
+    no text; where nothing stands there, behind a reply that a user answers. None without a template
+    or such a token."""
     return _turn_end(tokenizer, template_of(tokenizer))
 
 
@@ -77,7 +88,11 @@ def _turn_end(tokenizer: Any, template: str) -> Ending | None:
         except Exception:  # a template may raise anything
             continue
         behind = shown.rpartition(REPLY)[2] if REPLY in shown else ""
-        places = [(behind.index(name), -len(name), token) for token, name in names.items() if name in behind]
+        places = [
+            (behind.index(name), -len(name), token)
+            for token, name in names.items()
+            if name in behind
+        ]
         if places:
             place, _, token = min(places)
             return Ending(behind[:place], token)
@@ -85,7 +100,8 @@ def _turn_end(tokenizer: Any, template: str) -> Ending | None:
 
 
 def turn_ending(tokenizer: Any) -> Ending:
-    """How an assistant's turn ends that is written by the chat template; where that ends none, as a text does."""
+    """How an assistant's turn ends that is written by the chat template; where that ends none, as a
+    text does."""
     return turn_end(tokenizer) or text_ending(tokenizer)
 
 
@@ -97,7 +113,9 @@ def text_ending(tokenizer: Any) -> Ending:
 def marks(tokenizer: Any) -> dict[int, str]:
     """The tokens that are no text but stand for themselves, as they are written."""
     special = [int(token) for token in tokenizer.all_special_ids]
-    found = {int(token): str(about.content) for token, about in tokenizer.added_tokens_decoder.items()}
+    found = {
+        int(token): str(about.content) for token, about in tokenizer.added_tokens_decoder.items()
+    }
     found |= dict(zip(special, map(str, tokenizer.convert_ids_to_tokens(special)), strict=True))
     return {token: name for token, name in found.items() if name.strip()}  # some add runs of blanks
 
@@ -114,4 +132,6 @@ def files_of(tokenizer: Any) -> list[Path]:
 
 def ids_in(config: Mapping[str, Any]) -> list[int]:
     named = config.get("eos_token_id")
-    return [token for token in (named if isinstance(named, list) else [named]) if type(token) is int]
+    return [
+        token for token in (named if isinstance(named, list) else [named]) if type(token) is int
+    ]

@@ -1,7 +1,9 @@
-"""LoRA's files, in the form of PEFT, and what they say of a model: a tensor of the base plus the product of two narrow ones.
+"""LoRA's files, in the form of PEFT, and what they say of a model: a tensor of the base plus the
+product of two narrow ones.
 
-A trainer with adapters saves adapter_config.json and adapter_model.safetensors in place of the model's weights, beside the
-base's config.json and tokenizer. PEFT and vLLM load them as they are. Source: arXiv 2106.09685.
+A trainer with adapters saves adapter_config.json and adapter_model.safetensors in place of the
+model's weights, beside the base's config.json and tokenizer. PEFT and vLLM load them as they are.
+Source: arXiv 2106.09685.
 """
 
 from __future__ import annotations
@@ -25,8 +27,11 @@ BLOCKS, BLOCK = 64, 2**16  # of a file of weights, that tell one model from anot
 Tensors = Iterable[tuple[str, np.ndarray]]
 
 
-def write(directory: Path, tensors: Tensors, *, config: LoRAConfig, base: Path, head: str = "policy") -> None:
-    """An adapter in PEFT's form. tensors: under PEFT's names; a `score` among them is trained in full."""
+def write(
+    directory: Path, tensors: Tensors, *, config: LoRAConfig, base: Path, head: str = "policy"
+) -> None:
+    """An adapter in PEFT's form. tensors: under PEFT's names; a `score` among them is trained in
+    full."""
     settings = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM" if head == "policy" else "SEQ_CLS",
@@ -50,7 +55,8 @@ def read(directory: Path) -> Iterator[tuple[str, np.ndarray]]:
 
 
 def merged(base: Tensors, adapter: Tensors, scale: float) -> Iterator[tuple[str, np.ndarray]]:
-    """The tensors of one plain model: base + scale · B @ A, computed in fp32 and given in the base's type, one at a time.
+    """The tensors of one plain model: base + scale · B @ A, computed in fp32 and given in the
+    base's type, one at a time.
 
     A score among the adapter's replaces the base's, and a head that writes."""
     parts = {name.removeprefix(WRAPPED): x.astype(np.float32) for name, x in adapter}
@@ -68,33 +74,42 @@ def merged(base: Tensors, adapter: Tensors, scale: float) -> Iterator[tuple[str,
 
 
 def check_saved(directory: Path, config: LoRAConfig, base: Path) -> None:
-    """Raises: UserError for a checkpoint with which a trainer of this config and base cannot go on."""
+    """Raises: UserError for a checkpoint with which a trainer of this config and base cannot go
+    on."""
     here = model_dir.is_adapter(directory)
     if not here and not config.rank:
         return
     if not here or not config.rank:
-        saved, wanted = ("adapters", "lora.rank = 0") if here else ("no adapters", f"lora.rank = {config.rank}")
+        saved, wanted = (
+            ("adapters", "lora.rank = 0") if here else ("no adapters", f"lora.rank = {config.rank}")
+        )
         raise UserError(
-            f"{directory} holds {saved}, with which {wanted} cannot go on: resume with the settings it was saved under"
+            f"{directory} holds {saved}, with which {wanted} cannot go on: resume with the settings"
+            " it was saved under"
         )
     found = described(directory)
     ours = {"rank": config.rank, "alpha": config.alpha, "targets": tuple(sorted(config.targets))}
-    theirs = {"rank": found["r"], "alpha": found["lora_alpha"], "targets": tuple(sorted(found["target_modules"]))}
+    theirs = {
+        "rank": found["r"],
+        "alpha": found["lora_alpha"],
+        "targets": tuple(sorted(found["target_modules"])),
+    }
     for name, value in theirs.items():
         if value != ours[name]:
             raise UserError(
-                f"{directory} holds adapters of lora.{name} = {value!r}, with which lora.{name} = {ours[name]!r} cannot go on: "
-                f"set lora.{name} = {value!r}"
+                f"{directory} holds adapters of lora.{name} = {value!r}, with which lora.{name} ="
+                f" {ours[name]!r} cannot go on: set lora.{name} = {value!r}"
             )
     if model_dir.read_state(directory)["base"] != fingerprint(base):
         raise UserError(
-            f"{directory} holds adapters of another model than {base}: set model.path to the one that they were trained "
-            f"beside, which was {found['base_model_name_or_path']}"
+            f"{directory} holds adapters of another model than {base}: set model.path to the one"
+            f" that they were trained beside, which was {found['base_model_name_or_path']}"
         )
 
 
 def fingerprint(directory: Path) -> str:
-    """A digest of evenly spaced blocks of each file of weights: reading all of a large model would take minutes."""
+    """A digest of evenly spaced blocks of each file of weights: reading all of a large model would
+    take minutes."""
     digest = hashlib.sha256()
     for file in model_dir.tensor_files(directory):
         size = file.stat().st_size
@@ -107,8 +122,11 @@ def fingerprint(directory: Path) -> str:
 
 
 def described(directory: Path) -> dict[str, Any]:
-    """What adapter_config.json says. Raises: UserError for a file that does not say what adapters are of."""
+    """What adapter_config.json says. Raises: UserError for a file that does not say what adapters
+    are of."""
     found = model_dir.read_object(directory / CONFIG)
-    if missing := [name for name in ("base_model_name_or_path", "r", "lora_alpha") if name not in found]:
+    if missing := [
+        name for name in ("base_model_name_or_path", "r", "lora_alpha") if name not in found
+    ]:
         raise UserError(f"{directory / CONFIG} has no {missing[0]}: copy it again")
     return found

@@ -1,11 +1,13 @@
-"""Pictures in the messages of a prompt: to the `Images` that a model sees, and the tokens that stand for them.
+"""Pictures in the messages of a prompt: to the `Images` that a model sees, and the tokens that
+stand for them.
 
-A picture is a part of a message's content in OpenAI's form, with its bytes in the URL; nothing is ever fetched:
+A picture is a part of a message's content in OpenAI's form, with its bytes in the URL; nothing is
+ever fetched:
 
     {"type": "image_url", "image_url": {"url": "data:image/png;base64,iVBORw0KGgo…"}}
 
-The chat template writes one image token for each; here it is repeated as often as the picture's grid has merged patches, which
-is what Hugging Face's processors do.
+The chat template writes one image token for each; here it is repeated as often as the picture's
+grid has merged patches, which is what Hugging Face's processors do.
 """
 
 from __future__ import annotations
@@ -27,7 +29,8 @@ from areal_x.hf.model_dir import read_config
 from areal_x.types import Images, Message
 
 MOST_BYTES = 20 * 2**20  # of one picture as a file
-MOST_PIXELS = 2**25  # of one picture, before the model's processor makes it smaller: 100 MB as numbers of a byte
+# of one picture, before the model's processor makes it smaller: 100 MB as numbers of a byte
+MOST_PIXELS = 2**25
 FORMATS = ("PNG", "JPEG", "WEBP")
 KEPT = 16  # prompts whose pictures are kept, as the episodes of a group have the same ones
 
@@ -39,9 +42,12 @@ class Unreadable(TaskError, ValueError):
 
 
 def urls_of(prompt: str | Sequence[Message]) -> Urls:
-    """The URLs of a prompt's pictures, in the order in which its messages have them. Raises Unreadable for a part without."""
+    """The URLs of a prompt's pictures, in the order in which its messages have them. Raises
+    Unreadable for a part without."""
     messages = [] if isinstance(prompt, str) else prompt
-    contents = [content for message in messages if not isinstance(content := message.get("content"), str)]
+    contents = [
+        content for message in messages if not isinstance(content := message.get("content"), str)
+    ]
     parts = [part for content in contents for part in content or () if part_is_picture(part)]
     return tuple(_url(part) for part in parts)
 
@@ -51,7 +57,8 @@ def part_is_picture(part: Any) -> bool:
 
 
 def for_template(messages: Sequence[Message]) -> list[dict[str, Any]]:
-    """The same messages, each picture as {"type": "image"}: of templates that know pictures all know this form."""
+    """The same messages, each picture as {"type": "image"}: of templates that know pictures all
+    know this form."""
 
     def plain(content: Any) -> Any:
         if content is None or isinstance(content, str):
@@ -65,7 +72,8 @@ def for_template(messages: Sequence[Message]) -> list[dict[str, Any]]:
 class Reader:
     """How a model's pictures become patches and tokens.
 
-    process: its Hugging Face image processor. token: the id that stands for a square of merge² patches. directory: for errors.
+    process: its Hugging Face image processor. token: the id that stands for a square of merge²
+    patches. directory: for errors.
     """
 
     process: Any
@@ -78,14 +86,21 @@ class Reader:
         opened = [_opened(url) for url in urls]
         try:
             read = self.process(images=opened, return_tensors="np")
-        except (ValueError, ZeroDivisionError) as error:  # of a shape that the model does not see, as one of 1×300 pixels
+        except (
+            ValueError,
+            ZeroDivisionError,
+        ) as error:  # of a shape that the model does not see, as one of 1×300 pixels
             sizes = ", ".join(f"{picture.width}×{picture.height}" for picture in opened)
-            raise Unreadable(f"the model's processor refuses an image (of {sizes} pixels): {error}") from error
+            raise Unreadable(
+                f"the model's processor refuses an image (of {sizes} pixels): {error}"
+            ) from error
         grids = np.asarray(read["image_grid_thw"], np.int32)
         check_grids(grids.tolist(), self.merge)
         return Images(np.asarray(read["pixel_values"], np.float32), grids)
 
-    def expanded(self, tokens: Int32[np.ndarray, " T"], images: Images) -> Int32[np.ndarray, " prompt"]:
+    def expanded(
+        self, tokens: Int32[np.ndarray, " T"], images: Images
+    ) -> Int32[np.ndarray, " prompt"]:
         """The tokens of a chat template with each image's token as often as the image has squares.
 
         Raises UserError where the template did not write one token for each image.
@@ -93,8 +108,9 @@ class Reader:
         places = np.flatnonzero(tokens == self.token)
         if len(places) != len(images.grids):
             raise UserError(
-                f"the chat template of {self.directory} writes {len(places)} image tokens for {len(images.grids)} images: "
-                "use the template that came with the model, and no image tokens in texts"
+                f"the chat template of {self.directory} writes {len(places)} image tokens for"
+                f" {len(images.grids)} images: use the template that came with the model, and no"
+                " image tokens in texts"
             )
         counts = np.ones(len(tokens), np.int64)
         counts[places] = [patches_of([grid]) // self.merge**2 for grid in images.grids.tolist()]
@@ -103,7 +119,8 @@ class Reader:
 
 @lru_cache(maxsize=KEPT)
 def read_pictures(directory: str, urls: Urls) -> Images:
-    """The pictures as the model of this directory sees them. Raises: Unreadable, and what `reader_of` does."""
+    """The pictures as the model of this directory sees them. Raises: Unreadable, and what
+    `reader_of` does."""
     return reader_of(directory).read(urls)
 
 
@@ -121,17 +138,23 @@ def reader_of(directory: str) -> Reader:
         token, merge = config["image_token_id"], config["vision_config"]["spatial_merge_size"]
     except (OSError, KeyError) as error:
         raise UserError(
-            f"the prompt has images and {directory} reads text alone: train a model that sees, Qwen2.5-VL or Qwen3-VL"
+            f"the prompt has images and {directory} reads text alone: train a model that sees,"
+            " Qwen2.5-VL or Qwen3-VL"
         ) from error
     try:
         from transformers import AutoImageProcessor
 
-        # Pillow everywhere: torchvision resizes otherwise, and what a model sees should not depend on what is installed.
-        process = AutoImageProcessor.from_pretrained(directory, backend="pil", trust_remote_code=False)
+        # Pillow everywhere: torchvision resizes otherwise, and what a model sees should not depend
+        # on what is installed.
+        process = AutoImageProcessor.from_pretrained(
+            directory, backend="pil", trust_remote_code=False
+        )
     except (OSError, ValueError, ImportError) as error:
         reason = str(error).strip().split("\n")[0][:200]
         wanted = "copy preprocessor_config.json there, and pip install pillow"
-        raise UserError(f"{directory} has no image processor that loads ({reason}): {wanted}") from error
+        raise UserError(
+            f"{directory} has no image processor that loads ({reason}): {wanted}"
+        ) from error
     return Reader(process, int(token), int(merge), directory)
 
 
@@ -139,7 +162,10 @@ def _url(part: Mapping[str, Any]) -> str:
     about = part.get("image_url")
     url = about.get("url") if isinstance(about, Mapping) else about
     if not isinstance(url, str):
-        raise Unreadable(f"an image must be {{'image_url': {{'url': 'data:image/png;base64,…'}}}}, this is {str(part)[:100]!r}")
+        raise Unreadable(
+            "an image must be {'image_url': {'url': 'data:image/png;base64,…'}}, this is"
+            f" {str(part)[:100]!r}"
+        )
     return url
 
 
@@ -150,13 +176,20 @@ def _opened(url: str) -> Any:
     kind, _, data = url.partition(";base64,")
     if not kind.startswith("data:image/"):
         shown = url if len(url) < 80 else f"{url[:80]}…"
-        raise Unreadable(f"an image must come as data:image/…;base64,…, as nothing is fetched; this is {shown!r}")
+        raise Unreadable(
+            f"an image must come as data:image/…;base64,…, as nothing is fetched; this is {shown!r}"
+        )
     if len(data) > MOST_BYTES * 4 // 3 + 4:
-        raise Unreadable(f"an image of {len(data) * 3 // 4} bytes is larger than {MOST_BYTES}: make it smaller")
+        raise Unreadable(
+            f"an image of {len(data) * 3 // 4} bytes is larger than {MOST_BYTES}: make it smaller"
+        )
     try:
         picture = Image.open(io.BytesIO(base64.b64decode(data, validate=True)), formats=FORMATS)
         if picture.width * picture.height > MOST_PIXELS:
-            raise Unreadable(f"an image of {picture.width}×{picture.height} has over {MOST_PIXELS} pixels: make it smaller")
+            raise Unreadable(
+                f"an image of {picture.width}×{picture.height} has over {MOST_PIXELS} pixels: make"
+                " it smaller"
+            )
         return picture.convert("RGB")
     except Unreadable:
         raise

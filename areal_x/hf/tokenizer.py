@@ -1,4 +1,5 @@
-"""The tokenizer of a model directory, as transformers loads it, and whether two models have the same tokens."""
+"""The tokenizer of a model directory, as transformers loads it, and whether two models have the
+same tokens."""
 
 from __future__ import annotations
 
@@ -21,7 +22,9 @@ def load_tokenizer(directory: Path) -> Any:
     """Raises: UserError where the directory holds no tokenizer that transformers can load."""
     from transformers import AutoTokenizer
 
-    wanted = "copy tokenizer.json and tokenizer_config.json there from the model that it was made of"
+    wanted = (
+        "copy tokenizer.json and tokenizer_config.json there from the model that it was made of"
+    )
     # Without files transformers makes an empty tokenizer of the model's kind.
     if not has_tokenizer(directory):
         raise UserError(f"{directory} has no tokenizer: {wanted}")
@@ -40,23 +43,33 @@ def has_tokenizer(directory: Path) -> bool:
 
 
 def check_vocabulary(binding: str, other: Path, directory: Path) -> None:
-    """Whether a number means the same token to the model of `other` as to that of `directory`, which learns.
+    """Whether a number means the same token to the model of `other` as to that of `directory`,
+    which learns.
 
-    The tokenizers are compared, and not the sizes of the embeddings: these are padded, and may differ between models of the
-    same tokens. Without a tokenizer there is only the size to compare. Raises: ConfigError where they differ.
+    The tokenizers are compared, and not the sizes of the embeddings: these are padded, and may
+    differ between models of the same tokens. Without a tokenizer there is only the size to compare.
+    Raises: ConfigError where they differ.
     """
     if other.resolve() == directory.resolve():
         return
-    theirs, ours = (int(text_config(read_config(path)).get("vocab_size") or 0) for path in (other, directory))
+    theirs, ours = (
+        int(text_config(read_config(path)).get("vocab_size") or 0) for path in (other, directory)
+    )
     if not has_tokenizer(other) or not has_tokenizer(directory):
         if theirs != ours:
             sizes = f"it has {theirs}, and there are no two tokenizers to compare"
-            raise ConfigError(binding, str(other), f"a model with the same {ours} tokens as {directory} ({sizes})")
+            raise ConfigError(
+                binding, str(other), f"a model with the same {ours} tokens as {directory} ({sizes})"
+            )
         return
     if not _same_files(other, directory):
         check_tokens(binding, other, tokens_of(directory), str(directory))
     if max(tokens_of(other).values()) >= theirs:
-        raise ConfigError(binding, str(other), f"a model of all its tokenizer's tokens: its vocab_size is {theirs}")
+        raise ConfigError(
+            binding,
+            str(other),
+            f"a model of all its tokenizer's tokens: its vocab_size is {theirs}",
+        )
 
 
 def check_tokens(binding: str, other: Path, ours: Mapping[str, int], whose: str) -> None:
@@ -64,29 +77,36 @@ def check_tokens(binding: str, other: Path, ours: Mapping[str, int], whose: str)
     theirs = tokens_of(other)
     if theirs == ours:
         return
-    differing = {token: (theirs.get(token), ours.get(token)) for token, _ in theirs.items() ^ ours.items()}
-    token, (there, here) = min(differing.items(), key=lambda item: min(i for i in item[1] if i is not None))
+    differing = {
+        token: (theirs.get(token), ours.get(token)) for token, _ in theirs.items() ^ ours.items()
+    }
+    token, (there, here) = min(
+        differing.items(), key=lambda item: min(i for i in item[1] if i is not None)
+    )
     numbers = ["none" if number is None else str(number) for number in (here, there)]
     wanted = (
-        f"a model with the tokens of {whose}: {len(differing)} differ, as {token!r} is {numbers[0]} there and {numbers[1]} in "
-        "the other's tokenizer"
+        f"a model with the tokens of {whose}: {len(differing)} differ, as {token!r} is {numbers[0]}"
+        f" there and {numbers[1]} in the other's tokenizer"
     )
     raise ConfigError(binding, str(other), wanted)
 
 
 def check_known(tokens: Any, vocabulary: int, directory: Path) -> None:
-    """Raises: UserError for a token that the model of `directory`, which has so many, does not know."""
+    """Raises: UserError for a token that the model of `directory`, which has so many, does not
+    know."""
     largest = int(np.max(tokens, initial=0))
     if largest >= vocabulary:
         raise UserError(
-            f"token {largest} is outside the vocabulary of {vocabulary} of the model in {directory}: "
-            "its tokenizer must be the one that the model was made for"
+            f"token {largest} is outside the vocabulary of {vocabulary} of the model in"
+            f" {directory}: its tokenizer must be the one that the model was made for"
         )
 
 
 def tokens_of(directory: Path) -> Mapping[str, int]:
     """The number of each token, special ones too."""
-    changed = tuple(sorted((str(f), f.stat().st_mtime_ns) for pattern in FILES for f in directory.glob(pattern)))
+    changed = tuple(
+        sorted((str(f), f.stat().st_mtime_ns) for pattern in FILES for f in directory.glob(pattern))
+    )
     return _tokens_of(directory, changed)
 
 
@@ -98,6 +118,8 @@ def _tokens_of(directory: Path, changed: tuple[tuple[str, int], ...]) -> Mapping
 
 def _same_files(one: Path, other: Path) -> bool:
     """Whether both have the same files, which need not be loaded then."""
-    names = {f.name for directory in (one, other) for pattern in FILES for f in directory.glob(pattern)}
+    names = {
+        f.name for directory in (one, other) for pattern in FILES for f in directory.glob(pattern)
+    }
     both = [(one / name, other / name) for name in names]
     return all(a.is_file() and b.is_file() and cmp(a, b, shallow=False) for a, b in both)

@@ -1,4 +1,5 @@
-"""What a run shows while it trains: a live panel in a terminal, a line a step elsewhere, one changing line in a notebook."""
+"""What a run shows while it trains: a live panel in a terminal, a line a step elsewhere, one
+changing line in a notebook."""
 
 from __future__ import annotations
 
@@ -15,11 +16,13 @@ from areal_x.errors import printable
 from areal_x.monitor.metrics import Row
 
 BARS = "▁▂▃▄▅▆▇█"
-UNLEARNT = 5  # steps in a row from most of whose groups nothing could be learnt, after which the user is warned
+# steps in a row from most of whose groups nothing could be learnt, after which the user is warned
+UNLEARNT = 5
 
 
 class Display:
-    """Shows each row of metrics and messages between them. Use it in a `with`: the terminal is given back at its end.
+    """Shows each row of metrics and messages between them. Use it in a `with`: the terminal is
+    given back at its end.
 
     steps: how many the run takes. stream: where to, standard output by default.
     """
@@ -28,7 +31,13 @@ class Display:
         self.steps = steps
         self.rows: list[Row] = []
         stream = stream or sys.stdout
-        self._screen: _Screen = _Terminal(self, stream) if stream.isatty() else _Notebook() if in_notebook() else _Lines(stream)
+        self._screen: _Screen = (
+            _Terminal(self, stream)
+            if stream.isatty()
+            else _Notebook()
+            if in_notebook()
+            else _Lines(stream)
+        )
 
     def show(self, row: Row) -> None:
         """The metrics of the step that just ended, or of step 0 before the first one."""
@@ -44,7 +53,12 @@ class Display:
     def __enter__(self) -> Display:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         self._screen.close()
 
 
@@ -65,7 +79,10 @@ def summary(row: Row) -> dict[str, str]:
         "generated": _tokens(row, "generation_tokens_per_second"),
         "trained": _tokens(row, "training_tokens_per_second"),
         "truncated": _share(row, "truncated"),
-        "staleness": _number(row, "staleness_mean", "{:.1f}") + _number(row, "staleness_max", " (at most {:.0f})"),
+        "staleness": (
+            _number(row, "staleness_mean", "{:.1f}")
+            + _number(row, "staleness_max", " (at most {:.0f})")
+        ),
         "kl by age": kl_by_age(row),
         "queue": _number(row, "queue_depth", "{:.0f}"),
         "failed": _count(row, "failed"),
@@ -76,7 +93,8 @@ def summary(row: Row) -> dict[str, str]:
 
 
 def warning(rows: list[Row]) -> str:
-    """A sentence where most groups have taught nothing for 5, 10, 20, … steps in a row, else nothing."""
+    """A sentence where most groups have taught nothing for 5, 10, 20, … steps in a row, else
+    nothing."""
     unlearnt = 0
     for row in reversed(rows):
         if min(row.get("groups_without_variance") or 0, row.get("zero_advantages") or 0) <= 1 / 2:
@@ -86,14 +104,16 @@ def warning(rows: list[Row]) -> str:
     if rest or times.bit_count() != 1:
         return ""
     return (
-        f"in each of the last {unlearnt} steps most groups had no variance, that is equal rewards for all attempts at a task "
-        f"({rows[-1]['groups_without_variance']:.0%} of the groups in this one): their advantages are 0 and nothing is learnt "
-        "from them; look at the reward and at how hard the tasks are"
+        f"in each of the last {unlearnt} steps most groups had no variance, that is equal rewards"
+        f" for all attempts at a task ({rows[-1]['groups_without_variance']:.0%} of the groups in"
+        " this one): their advantages are 0 and nothing is learnt from them; look at the reward"
+        " and at how hard the tasks are"
     )
 
 
 def kl_by_age(row: Row) -> str:
-    """How far engine and trainer disagree about tokens of the version that learns, of the one before it, and so on."""
+    """How far engine and trainer disagree about tokens of the version that learns, of the one
+    before it, and so on."""
     found = [row.get(f"mismatch/kl_lag{lag}") for lag in range(MOST_LAGS)]
     while found and found[-1] is None:
         found.pop()
@@ -113,12 +133,15 @@ def clock(seconds: float) -> str:
 
 
 def sparkline(values: list[float], width: int = 48) -> str:
-    """The values' course from their lowest to their highest, newest at the right, each mark the mean of an equal share."""
+    """The values' course from their lowest to their highest, newest at the right, each mark the
+    mean of an equal share."""
     if len(values) > width:
         edges = [i * len(values) // width for i in range(width + 1)]
         values = [sum(values[a:b]) / (b - a) for a, b in pairwise(edges)]
     low, span = min(values, default=0.0), max(values, default=0.0) - min(values, default=0.0)
-    return "".join(BARS[round((value - low) / span * (len(BARS) - 1)) if span else 0] for value in values)
+    return "".join(
+        BARS[round((value - low) / span * (len(BARS) - 1)) if span else 0] for value in values
+    )
 
 
 def in_notebook() -> bool:
@@ -177,7 +200,9 @@ class _Terminal:
         self.display = display
         self.began = time.monotonic()
         self.last = self.began
-        self.live = Live(console=Console(file=stream), get_renderable=self.draw, refresh_per_second=2)
+        self.live = Live(
+            console=Console(file=stream), get_renderable=self.draw, refresh_per_second=2
+        )
         self.live.start()
 
     def show(self, text: str) -> None:
@@ -196,7 +221,8 @@ class _Terminal:
 
 
 def panel(rows: list[Row], steps: int, elapsed: float, since_last: float) -> Any:
-    """The live view: how far, how long, what the newest step measured, and the course of reward and accuracy."""
+    """The live view: how far, how long, what the newest step measured, and the course of reward and
+    accuracy."""
     from rich.columns import Columns
     from rich.console import Group
     from rich.progress_bar import ProgressBar
@@ -206,23 +232,36 @@ def panel(rows: list[Row], steps: int, elapsed: float, since_last: float) -> Any
     step = int(rows[-1]["step"]) if rows else 0
     left = seconds_left(rows, steps) if rows else None
     bar = Table.grid(padding=(0, 2))
-    times = f"{clock(elapsed)} gone" + (f", {clock(max(left - since_last, 0))} left" if left is not None else "")
+    times = f"{clock(elapsed)} gone" + (
+        f", {clock(max(left - since_last, 0))} left" if left is not None else ""
+    )
     bar.add_row(f"step {step}/{steps}", ProgressBar(total=steps, completed=step, width=40), times)
     pairs = summary(_newest(rows)).items()
-    numbers = Columns([Text.assemble((f"{label} ", "dim"), text) for label, text in pairs], padding=(0, 3))
+    numbers = Columns(
+        [Text.assemble((f"{label} ", "dim"), text) for label, text in pairs], padding=(0, 3)
+    )
     courses = Table.grid(padding=(0, 2))
     for key in ("reward", "accuracy"):
         values = [row[key] for row in rows if row.get(key) is not None]
         if len(values) > 1:
-            courses.add_row(f"[dim]{key}[/dim]", f"[cyan]{sparkline(values)}[/cyan]", f"{min(values):.2f} to {max(values):.2f}")
+            courses.add_row(
+                f"[dim]{key}[/dim]",
+                f"[cyan]{sparkline(values)}[/cyan]",
+                f"{min(values):.2f} to {max(values):.2f}",
+            )
     return Group(bar, numbers, courses)
 
 
 def _newest(rows: list[Row]) -> dict[str, float]:
-    """The newest row, with the accuracy of the last evaluation and all the optimizer steps that were skipped so far."""
+    """The newest row, with the accuracy of the last evaluation and all the optimizer steps that
+    were skipped so far."""
     accuracies = [row["accuracy"] for row in rows if row.get("accuracy") is not None]
     skipped = {"skipped": sum(row.get("skipped") or 0 for row in rows)}
-    return {**(rows[-1] if rows else {}), **skipped, **({"accuracy": accuracies[-1]} if accuracies else {})}
+    return {
+        **(rows[-1] if rows else {}),
+        **skipped,
+        **({"accuracy": accuracies[-1]} if accuracies else {}),
+    }
 
 
 def _number(row: Mapping[str, float], key: str, form: str) -> str:

@@ -12,18 +12,25 @@ BELOW, ABOVE = (33, 102, 172), (230, 120, 20)
 
 
 def coloured_tokens(
-    tokens: Sequence[str], values: Sequence[float] | np.ndarray, caption: str = "", limit: float | None = None
+    tokens: Sequence[str],
+    values: Sequence[float] | np.ndarray,
+    caption: str = "",
+    limit: float | None = None,
 ) -> str:
-    """HTML in which each token's background says its value, white at 0 and full colour at ±limit; the exact number on hover.
+    """HTML in which each token's background says its value, white at 0 and full colour at ±limit;
+    the exact number on hover.
 
-    Both have one length; a token whose value is NaN (a prompt's, say) is grey. limit: by default the largest value.
+    Both have one length; a token whose value is NaN (a prompt's, say) is grey. limit: by default
+    the largest value.
     """
     numbers = np.asarray(values, np.float64)
     if len(tokens) != len(numbers):
         raise ValueError(f"{len(tokens)} tokens cannot be coloured by {len(numbers)} values")
     known = np.abs(numbers[np.isfinite(numbers)])
     limit = limit or float(known.max(initial=0.0)) or 1.0
-    spans = "".join(_span(token, value, limit) for token, value in zip(tokens, numbers, strict=True))
+    spans = "".join(
+        _span(token, value, limit) for token, value in zip(tokens, numbers, strict=True)
+    )
     below, above = (f"<span style='{_style(sign)}'>&nbsp;&nbsp;</span>" for sign in (-1.0, 1.0))
     scale = f"−{limit:.3g} {below} 0 {above} {limit:.3g}"
     return (
@@ -41,4 +48,7 @@ def _span(token: str, value: float, limit: float) -> str:
 
 def _style(share: float) -> str:
     red, green, blue = ABOVE if share > 0 else BELOW
-    return f"color:#111;background:rgba({red},{green},{blue},{min(abs(share), 1.0):.2f});padding:1px 2px;border-radius:3px"
+    return (
+        f"color:#111;background:rgba({red},{green},{blue},{min(abs(share), 1.0):.2f});padding:1px"
+        " 2px;border-radius:3px"
+    )

@@ -1,6 +1,8 @@
-"""What a run measured: one row a step, in metrics.jsonl, TensorBoard and whichever trackers are asked for.
+"""What a run measured: one row a step, in metrics.jsonl, TensorBoard and whichever trackers are
+asked for.
 
-A row is a plain dict of numbers; `step` and `version` count, everything else is plotted. docs/metrics.md lists the keys.
+A row is a plain dict of numbers; `step` and `version` count, everything else is plotted.
+docs/metrics.md lists the keys.
 """
 
 from __future__ import annotations
@@ -24,13 +26,17 @@ Row = Mapping[str, float]
 
 
 class MetricsWriter:
-    """Writes each row at once, so that a killed run has all its steps. Close it, or use it in a `with`.
+    """Writes each row at once, so that a killed run has all its steps. Close it, or use it in a
+    `with`.
 
-    trackers: beside metrics.jsonl and TensorBoard, which are always written; begun when those are open, and finished with it.
-    resumed_at: the step of the checkpoint that is gone on from; rows after it are cut, so that no step is there twice.
+    trackers: beside metrics.jsonl and TensorBoard, which are always written; begun when those are
+    open, and finished with it. resumed_at: the step of the checkpoint that is gone on from; rows
+    after it are cut, so that no step is there twice.
     """
 
-    def __init__(self, run: Path, trackers: Iterable[Tracker] = (), resumed_at: int | None = None) -> None:
+    def __init__(
+        self, run: Path, trackers: Iterable[Tracker] = (), resumed_at: int | None = None
+    ) -> None:
         self.path = run / FILE
         if resumed_at is not None:
             cut(run, resumed_at)
@@ -41,20 +47,25 @@ class MetricsWriter:
     def write(self, row: Row) -> None:
         """One step's numbers. Raises: UserError when the disk is full."""
         step = int(row["step"])
-        plotted = {key: float(value) for key, value in row.items() if key != "step" and value is not None}
+        plotted = {
+            key: float(value) for key, value in row.items() if key != "step" and value is not None
+        }
         try:
             self._file.write(to_json(row) + "\n")
             self._file.flush()
             self._tensorboard.write(plotted, step)
         except OSError as error:
             if is_disk_full(error):
-                raise UserError(f"the disk of {self.path} is full: make room and continue with --resume") from error
+                raise UserError(
+                    f"the disk of {self.path} is full: make room and continue with --resume"
+                ) from error
             raise
         for tracker in self._trackers:
             tracker.log(plotted, step=step)
 
     def close(self) -> None:
-        with suppress(OSError):  # each row was flushed: only one that was refused can be left to write, and that was told
+        # each row was flushed: only one that was refused can be left to write, and that was told
+        with suppress(OSError):
             self._file.close()
         with suppress(OSError):
             self._tensorboard.close()
@@ -65,7 +76,12 @@ class MetricsWriter:
     def __enter__(self) -> MetricsWriter:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         self.close()
 
 
@@ -84,7 +100,9 @@ def read(run: Path) -> list[dict[str, Any]]:
     if not path.is_file():
         raise UserError(f"{path} is no file: put it aside and go on")
     lines = path.read_bytes().split(b"\n")
-    return [_row(line, f"{path}:{number}") for number, line in enumerate(lines[:-1], start=1) if line]
+    return [
+        _row(line, f"{path}:{number}") for number, line in enumerate(lines[:-1], start=1) if line
+    ]
 
 
 def _row(line: bytes, place: str) -> dict[str, Any]:
@@ -98,7 +116,8 @@ def _row(line: bytes, place: str) -> dict[str, Any]:
 
 
 def cut(run: Path, step: int) -> None:
-    """Forgets the rows after `step`: what was measured there belongs to steps that are taken again."""
+    """Forgets the rows after `step`: what was measured there belongs to steps that are taken
+    again."""
     kept = [row for row in read(run) if row["step"] <= step]
     rewritten = run / (FILE + ".new")
     rewritten.write_text("".join(to_json(row) + "\n" for row in kept), encoding="utf-8")

@@ -21,9 +21,11 @@ BLUE, ORANGE, GREY = "#0072B2", "#D55E00", "#555555"
 
 
 def plot(rows: Sequence[Row], path: str | Path | None = None) -> Any:
-    """Draws the rows of a run and returns the matplotlib Figure; writes it as an image where a path is given.
+    """Draws the rows of a run and returns the matplotlib Figure; writes it as an image where a path
+    is given.
 
-    Each quantity has its own panel, as a reward need not be a share and two scales on one panel suggest what is not there.
+    Each quantity has its own panel, as a reward need not be a share and two scales on one panel
+    suggest what is not there.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -42,7 +44,9 @@ def plot(rows: Sequence[Row], path: str | Path | None = None) -> Any:
     middle.yaxis.set_major_formatter(PercentFormatter(1.0))
 
     steps, largest = _course(rows, "staleness_max")
-    bottom.step(steps, largest, color=GREY, linewidth=1.2, linestyle="--", where="mid", label="largest")
+    bottom.step(
+        steps, largest, color=GREY, linewidth=1.2, linestyle="--", where="mid", label="largest"
+    )
     bottom.plot(*_course(rows, "staleness_mean"), color=GREY, linewidth=1.8, label="mean")
     bottom.set_ylim(-0.05, max([*largest, 1]) * 1.15)
     bottom.yaxis.set_major_locator(MaxNLocator(integer=True, nbins=4))
@@ -63,8 +67,8 @@ def plot(rows: Sequence[Row], path: str | Path | None = None) -> Any:
 
 @contextmanager
 def drawn(run: Path) -> Iterator[Callable[[], None]]:
-    """Leaves plot.png and timeline.png of what a run has measured, however the body ends. It gives what draws them again, now
-    and then, on the way."""
+    """Leaves plot.png and timeline.png of what a run has measured, however the body ends. It gives
+    what draws them again, now and then, on the way."""
     last = time.monotonic()
     pause = EVERY_SECONDS
 
@@ -83,14 +87,18 @@ def drawn(run: Path) -> Iterator[Callable[[], None]]:
 
 
 def draw(run: Path) -> None:
-    """Draws both pictures, in one line of output where they cannot be: a run does not end for want of a picture."""
+    """Draws both pictures, in one line of output where they cannot be: a run does not end for want
+    of a picture."""
     try:
         if rows := read(run):
             plot(rows, run / PLOT)
         if (run / timeline.FILE).is_file():
             plot_timeline(run, run / PICTURE)
     except Exception as error:
-        print(f"no picture of {run} could be drawn ({type(error).__name__}: {' '.join(str(error).split())})")
+        print(
+            f"no picture of {run} could be drawn ({type(error).__name__}:"
+            f" {' '.join(str(error).split())})"
+        )
 
 
 def _course(rows: Sequence[Row], key: str) -> tuple[list[float], list[float]]:

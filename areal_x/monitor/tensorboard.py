@@ -1,8 +1,9 @@
 """Scalars in TensorBoard's event file, written directly.
 
-An event file is a row of records (length, checksum, protocol buffer, checksum). Scalars need five fields of it, which is less
-code than guarding a library against what it brings: tensorboardX imports torch wherever torch is installed, and its writer
-thread dies on a full disk and leaves the next write waiting for ever.
+An event file is a row of records (length, checksum, protocol buffer, checksum). Scalars need five
+fields of it, which is less code than guarding a library against what it brings: tensorboardX
+imports torch wherever torch is installed, and its writer thread dies on a full disk and leaves the
+next write waiting for ever.
 """
 
 from __future__ import annotations
@@ -37,16 +38,24 @@ class ScalarWriter:
 
     def __init__(self, directory: Path, resumed_at: int | None = None) -> None:
         directory.mkdir(parents=True, exist_ok=True)
-        # TensorBoard reads the files of a directory in the order of their names, so the time has nanoseconds.
-        self._file = (directory / f"events.out.tfevents.{time.time_ns():020d}.{os.getpid()}").open("wb")
+        # TensorBoard reads the files of a directory in the order of their names, so the time has
+        # nanoseconds.
+        self._file = (directory / f"events.out.tfevents.{time.time_ns():020d}.{os.getpid()}").open(
+            "wb"
+        )
         self._write(_event(0, _field(3, BYTES, b"brain.Event:2")))
         if resumed_at is not None:
-            self._write(_event(resumed_at + 1, _field(7, BYTES, _field(1, VARINT, _varint(1)))))  # session_log: START
+            # session_log: START
+            self._write(_event(resumed_at + 1, _field(7, BYTES, _field(1, VARINT, _varint(1)))))
         self._file.flush()
 
     def write(self, scalars: Mapping[str, float], step: int) -> None:
         values = b"".join(
-            _field(1, BYTES, _field(1, BYTES, name.encode()) + _field(2, FIXED32, struct.pack("<f", value)))
+            _field(
+                1,
+                BYTES,
+                _field(1, BYTES, name.encode()) + _field(2, FIXED32, struct.pack("<f", value)),
+            )
             for name, value in scalars.items()
         )
         self._write(_event(step, _field(5, BYTES, values)))
@@ -61,7 +70,9 @@ class ScalarWriter:
 
 
 def _event(step: int, what: bytes) -> bytes:
-    return _field(1, FIXED64, struct.pack("<d", time.time())) + _field(2, VARINT, _varint(step)) + what
+    return (
+        _field(1, FIXED64, struct.pack("<d", time.time())) + _field(2, VARINT, _varint(step)) + what
+    )
 
 
 def _field(number: int, wire_type: int, payload: bytes) -> bytes:
@@ -82,4 +93,5 @@ def _checksum(data: bytes) -> bytes:
     for byte in data:
         crc = TABLE[(crc ^ byte) & 0xFF] ^ crc >> 8
     crc ^= 0xFFFFFFFF
-    return struct.pack("<I", ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF)  # masked as TFRecord does
+    # masked as TFRecord does
+    return struct.pack("<I", ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF)

@@ -1,4 +1,5 @@
-"""A run's timeline in one picture: the trainer's phases, and above them nothing but what ran beside them."""
+"""A run's timeline in one picture: the trainer's phases, and above them nothing but what ran beside
+them."""
 
 from __future__ import annotations
 
@@ -24,10 +25,11 @@ PAUSE, COUNT = "#D55E00", "#555555"
 
 
 def plot_timeline(run: str | Path, path: str | Path | None = None, steps: int = STEPS) -> Any:
-    """Draws the last steps of a run from its timeline.json and returns the matplotlib Figure; writes it where a path is given.
+    """Draws the last steps of a run from its timeline.json and returns the matplotlib Figure;
+    writes it where a path is given.
 
-    Above, what the trainer did, a row a phase; below, how many requests were being generated, with the pauses of the engine as
-    bars across, and how many rewards were being judged.
+    Above, what the trainer did, a row a phase; below, how many requests were being generated, with
+    the pauses of the engine as bars across, and how many rewards were being judged.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -41,7 +43,13 @@ def plot_timeline(run: str | Path, path: str | Path | None = None, steps: int = 
     names = list(COLOURS)
     for row, name in enumerate(names):
         bars = [(i.start, i.end - i.start) for i in lanes[TRAINER] if i.name == name]
-        trainer.broken_barh(bars, (row - 0.4, 0.8), facecolors=COLOURS[name], edgecolors=COLOURS[name], linewidth=0.5)
+        trainer.broken_barh(
+            bars,
+            (row - 0.4, 0.8),
+            facecolors=COLOURS[name],
+            edgecolors=COLOURS[name],
+            linewidth=0.5,
+        )
     trainer.set_yticks(range(len(names)), names)
     trainer.set_ylim(len(names) - 0.5, -0.5)
     for axes, lane, label in (

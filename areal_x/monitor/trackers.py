@@ -1,7 +1,7 @@
 """wandb and trackio, where a run's rows are shown to others, with the settings that the run has.
 
-A run is known there by its name and a few random letters, which its directory keeps: a run that is resumed, or moved, goes on
-as the same, and one of that name on another machine is another.
+A run is known there by its name and a few random letters, which its directory keeps: a run that is
+resumed, or moved, goes on as the same, and one of that name on another machine is another.
 """
 
 from __future__ import annotations
@@ -23,31 +23,44 @@ LONGEST_NAME = 100  # characters: wandb takes ids of 128
 
 class Tracker(Protocol):
     def log(self, row: Mapping[str, float], step: int) -> None:
-        """The numbers of a step; of one that is taken again after a resume, the newer beside the older."""
+        """The numbers of a step; of one that is taken again after a resume, the newer beside the
+        older."""
         ...
 
     def finish(self) -> None: ...
 
 
 def check_loggers(loggers: Sequence[str]) -> None:
-    """Raises: ConfigError for a name that is not one of ours, UserError for one whose package is not installed."""
+    """Raises: ConfigError for a name that is not one of ours, UserError for one whose package is
+    not installed."""
     for name in loggers:
         one_of("train.loggers", name, TRACKERS)
         if importlib.util.find_spec(name) is None:
-            raise UserError(f"train.loggers asks for {name}, which is not installed: pip install {name}")
+            raise UserError(
+                f"train.loggers asks for {name}, which is not installed: pip install {name}"
+            )
 
 
 def start(name: str, run: Path, project: str, settings: Mapping[str, Any]) -> Tracker:
-    """The run in the project, begun or gone on with. settings: what is shown as its configuration."""
+    """The run in the project, begun or gone on with. settings: what is shown as its
+    configuration."""
     return Wandb(run, project, settings) if name == "wandb" else Trackio(run, project, settings)
 
 
 class Wandb:
-    """Steps are an axis of their own: wandb's own counter refuses those that a resumed run takes again."""
+    """Steps are an axis of their own: wandb's own counter refuses those that a resumed run takes
+    again."""
 
     def __init__(self, run: Path, project: str, settings: Mapping[str, Any]) -> None:
         init: Any = importlib.import_module("wandb").init
-        self._run = init(project=project, name=run.name, id=unique_id(run), dir=str(run), resume="allow", config=dict(settings))
+        self._run = init(
+            project=project,
+            name=run.name,
+            id=unique_id(run),
+            dir=str(run),
+            resume="allow",
+            config=dict(settings),
+        )
         self._run.define_metric("step")
         self._run.define_metric("*", step_metric="step")
 
@@ -63,7 +76,9 @@ class Trackio:
 
     def __init__(self, run: Path, project: str, settings: Mapping[str, Any]) -> None:
         init: Any = importlib.import_module("trackio").init
-        self._run = init(project=project, name=unique_id(run), resume="allow", config=dict(settings))
+        self._run = init(
+            project=project, name=unique_id(run), resume="allow", config=dict(settings)
+        )
 
     def log(self, row: Mapping[str, float], step: int) -> None:
         self._run.log(dict(row), step=step)

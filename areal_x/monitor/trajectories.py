@@ -1,4 +1,5 @@
-"""Looking at what a model is trained on, token by token, in a notebook: `Trajectory`s themselves, and those of a `Turn`."""
+"""Looking at what a model is trained on, token by token, in a notebook: `Trajectory`s themselves,
+and those of a `Turn`."""
 
 from __future__ import annotations
 
@@ -29,9 +30,9 @@ class Page:
 
 @dataclass(frozen=True)
 class Trained:
-    """A trajectory as the trainer saw it. advantages: of each token, None where the algorithm has none. gaps: how much likelier
-    the trainer found each token before the step than the engine that drew it, None where it was not asked (with
-    `proximal = "recompute"` it is)."""
+    """A trajectory as the trainer saw it. advantages: of each token, None where the algorithm has
+    none. gaps: how much likelier the trainer found each token before the step than the engine that
+    drew it, None where it was not asked (with `proximal = "recompute"` it is)."""
 
     trajectory: Trajectory
     advantages: Float[np.ndarray, " T"] | None
@@ -39,16 +40,18 @@ class Trained:
 
 
 def show_trajectory(trajectory: Trajectory, tokenizer: Any = None) -> Page:
-    """Its tokens coloured by log-probability, and by version where it has several. Without a tokenizer, their numbers."""
+    """Its tokens coloured by log-probability, and by version where it has several. Without a
+    tokenizer, their numbers."""
     words = words_of(trajectory, tokenizer)
     return Page(heading(trajectory) + by_logprob(trajectory, words) + by_version(trajectory, words))
 
 
 def show_turn(turn: Turn, tokenizer: Any, trajectories: Sequence[int] | None = None) -> Page:
-    """Trajectories of a turn of the ring, coloured by advantage, by version, and by how much likelier the trainer found a token
-    than the engine that drew it.
+    """Trajectories of a turn of the ring, coloured by advantage, by version, and by how much
+    likelier the trainer found a token than the engine that drew it.
 
-    trajectories: which ones, as `trained` counts them; by default those of the largest and the smallest advantage.
+    trajectories: which ones, as `trained` counts them; by default those of the largest and the
+    smallest advantage.
     """
     found = trained(turn)
     pages = []
@@ -56,44 +59,77 @@ def show_turn(turn: Turn, tokenizer: Any, trajectories: Sequence[int] | None = N
         own, words = found[i].trajectory, words_of(found[i].trajectory, tokenizer)
         pages.append(heading(own))
         if (advantages := found[i].advantages) is not None:
-            pages.append(coloured_tokens(words, np.where(own.mask, advantages, np.nan), "advantage", limit=2.5))
+            pages.append(
+                coloured_tokens(
+                    words, np.where(own.mask, advantages, np.nan), "advantage", limit=2.5
+                )
+            )
         pages.append(by_version(own, words))
         if (gaps := found[i].gaps) is not None:
-            pages.append(coloured_tokens(words, np.where(own.mask, gaps, np.nan), "trainer − engine, log-probability"))
+            pages.append(
+                coloured_tokens(
+                    words, np.where(own.mask, gaps, np.nan), "trainer − engine, log-probability"
+                )
+            )
         else:
             pages.append(by_logprob(own, words))
     return Page("".join(pages))
 
 
 def trained(turn: Turn) -> list[Trained]:
-    """Every trajectory of the turn with what its batches say of it: packing is deterministic, so each is where it was."""
+    """Every trajectory of the turn with what its batches say of it: packing is deterministic, so
+    each is where it was."""
     found = []
     for number, batch in enumerate(turn.batches):
         groups = turn.groups[number :: len(turn.batches)]
         length = np.shape(batch.tokens)[1]
         shares = batch.prefix_ids is not None
-        parts = (lay_out(groups, length, together, shares) for together in ((1,) if shares else (1, 2)))
-        part = next(p for p in parts if np.array_equal(p.packed.batch.tokens, batch.tokens))  # pairs lie side by side
+        parts = (
+            lay_out(groups, length, together, shares) for together in ((1,) if shares else (1, 2))
+        )
+        # pairs lie side by side
+        part = next(p for p in parts if np.array_equal(p.packed.batch.tokens, batch.tokens))
         asked = batch.proximal_logp is not None and batch.proximal_logp is not batch.behavior_logp
-        gaps = part.packed.gather(np.asarray(batch.proximal_logp) - np.asarray(batch.behavior_logp)) if asked else None
-        advantages = None if batch.advantages is None else part.packed.gather(np.asarray(batch.advantages))
+        gaps = (
+            part.packed.gather(np.asarray(batch.proximal_logp) - np.asarray(batch.behavior_logp))
+            if asked
+            else None
+        )
+        advantages = (
+            None if batch.advantages is None else part.packed.gather(np.asarray(batch.advantages))
+        )
         for i, trajectory in enumerate(part.trajectories):
-            found.append(Trained(trajectory, None if advantages is None else advantages[i], None if gaps is None else gaps[i]))
+            found.append(
+                Trained(
+                    trajectory,
+                    None if advantages is None else advantages[i],
+                    None if gaps is None else gaps[i],
+                )
+            )
     return found
 
 
 def extremes(found: Sequence[Trained]) -> list[int]:
-    """The trajectories of the largest and the smallest advantage; the first two where there are none."""
+    """The trajectories of the largest and the smallest advantage; the first two where there are
+    none."""
     advantages = [None if t.advantages is None else t.advantages[t.trajectory.mask] for t in found]
     judged = {i: a for i, a in enumerate(advantages) if a is not None and a.size}
     if not judged:
         return list(range(min(2, len(found))))
-    return list(dict.fromkeys((max(judged, key=lambda i: judged[i].max()), min(judged, key=lambda i: judged[i].min()))))
+    return list(
+        dict.fromkeys(
+            (max(judged, key=lambda i: judged[i].max()), min(judged, key=lambda i: judged[i].min()))
+        )
+    )
 
 
 def words_of(trajectory: Trajectory, tokenizer: Any) -> list[str]:
     tokens = trajectory.tokens.tolist()
-    return [f"{token} " for token in tokens] if tokenizer is None else [tokenizer.decode([token]) for token in tokens]
+    return (
+        [f"{token} " for token in tokens]
+        if tokenizer is None
+        else [tokenizer.decode([token]) for token in tokens]
+    )
 
 
 def heading(trajectory: Trajectory) -> str:
@@ -103,7 +139,11 @@ def heading(trajectory: Trajectory) -> str:
 
 
 def by_logprob(trajectory: Trajectory, words: Sequence[str]) -> str:
-    return coloured_tokens(words, np.where(trajectory.mask, trajectory.logprobs, np.nan), "log-probability when it was drawn")
+    return coloured_tokens(
+        words,
+        np.where(trajectory.mask, trajectory.logprobs, np.nan),
+        "log-probability when it was drawn",
+    )
 
 
 def by_version(trajectory: Trajectory, words: Sequence[str]) -> str:
@@ -115,5 +155,7 @@ def by_version(trajectory: Trajectory, words: Sequence[str]) -> str:
         return f"<div><small>{said}</small></div>"
     newest = versions[-1]
     return coloured_tokens(
-        words, np.where(drawn, trajectory.versions - newest, np.nan), f"versions before {newest}, the newest in it"
+        words,
+        np.where(drawn, trajectory.versions - newest, np.nan),
+        f"versions before {newest}, the newest in it",
     )

@@ -20,12 +20,14 @@ JUDGED_TASKS = 2  # of whose answers a reward is asked whether it tells them apa
 
 def load(config: Config, name: str) -> Sequence[Task]:
     """What `train.NAME` is bound to, made now as the run would make it."""
-    tasks: Sequence[Task] = copy.deepcopy(config.value(name))  # gin calls a bound reference when it is copied
+    # gin calls a bound reference when it is copied
+    tasks: Sequence[Task] = copy.deepcopy(config.value(name))
     return tasks
 
 
 def readable(binding: str, tasks: Sequence[Task]) -> str:
-    """Raises: UserError for no tasks, something else than tasks, and two different tasks of one id."""
+    """Raises: UserError for no tasks, something else than tasks, and two different tasks of one
+    id."""
     if len(tasks) == 0:
         raise UserError(f"{binding} has no tasks: give it at least one")
     different: dict[str, Task] = {}
@@ -42,7 +44,8 @@ def readable(binding: str, tasks: Sequence[Task]) -> str:
 
 
 def rewarding(workflow: Workflow) -> Any:
-    """The workflow that has a reward function, this one or one that it is around; None where there is none."""
+    """The workflow that has a reward function, this one or one that it is around; None where there
+    is none."""
     inner: Any = workflow
     while inner is not None and not callable(getattr(inner, "reward", None)):
         inner = getattr(inner, "workflow", None)
@@ -50,21 +53,27 @@ def rewarding(workflow: Workflow) -> Any:
 
 
 def reward_works(workflow: Any, tasks: Sequence[Task], must_vary: bool = False) -> str:
-    """Judges the first task's own answer in a process, with the run's time limit. must_vary: also other texts, until two get
-    different rewards.
+    """Judges the first task's own answer in a process, with the run's time limit. must_vary: also
+    other texts, until two get different rewards.
 
-    Raises: UserError where the reward raises, takes too long or gives no number; and, if it must vary, for one that cannot tell
-    one answer from another.
+    Raises: UserError where the reward raises, takes too long or gives no number; and, if it must
+    vary, for one that cannot tell one answer from another.
     """
     task = tasks[0]
     own = task.answer if isinstance(task.answer, str) else ""
     seen: list[float] = []
 
     async def judge() -> Any:
-        pool = RewardPool(workflow.reward, 1, workflow.reward_timeout_seconds, workflow.reward_limits)
+        pool = RewardPool(
+            workflow.reward, 1, workflow.reward_timeout_seconds, workflow.reward_limits
+        )
         try:
             first = await pool.score(task, own)
-            texts = ((t, text) for t in tasks[:JUDGED_TASKS] for text in sample_texts(t)) if must_vary else ()
+            texts = (
+                ((t, text) for t in tasks[:JUDGED_TASKS] for text in sample_texts(t))
+                if must_vary
+                else ()
+            )
             for other, text in texts:
                 if not isinstance(first, Scored) or len({first.reward, *seen}) > 1:
                     break
@@ -83,40 +92,64 @@ def reward_works(workflow: Any, tasks: Sequence[Task], must_vary: bool = False) 
                 return gives
             return f"{gives}{constant(workflow.reward, name, reward, len(seen))}"
         case Failed(error):
-            raise UserError(f"{name} failed on task {task.id!r} ({error}): every episode would; mend it or the task")
+            raise UserError(
+                f"{name} failed on task {task.id!r} ({error}): every episode would; mend it or the"
+                " task"
+            )
         case TimedOut(limit):
             binding = getattr(workflow, "binding", type(workflow).__name__)
             wanted = f"make it faster, or raise {binding}.reward_timeout_seconds"
-            raise UserError(f"{name} was not done with task {task.id!r} after {limit:g} seconds: {wanted}")
+            raise UserError(
+                f"{name} was not done with task {task.id!r} after {limit:g} seconds: {wanted}"
+            )
         case other:
             raise AssertionError(other)
 
 
 def sample_texts(task: Task) -> tuple[str, ...]:
-    """Texts that few rewards judge all alike: nothing, the task's answer as several formats have it, something else."""
+    """Texts that few rewards judge all alike: nothing, the task's answer as several formats have
+    it, something else."""
     answer = task.answer if isinstance(task.answer, str | int | float) else 1
-    prompt = task.prompt if isinstance(task.prompt, str) else str(task.prompt[-1].get("content", ""))
+    prompt = (
+        task.prompt if isinstance(task.prompt, str) else str(task.prompt[-1].get("content", ""))
+    )
     formats = ("{}", "#### {}", "\\boxed{{{}}}", "<answer>{}</answer>")
-    return ("", *(text.format(answer) for text in formats), "I think that the answer is 1, not 2.", prompt[:1000])
+    return (
+        "",
+        *(text.format(answer) for text in formats),
+        "I think that the answer is 1, not 2.",
+        prompt[:1000],
+    )
 
 
 def constant(reward: Any, name: str, value: float, texts: int) -> str:
-    """Words about a reward that gave one number for all texts. Raises: UserError where it can give no other for the same task,
-    or where even an empty text has a positive one."""
+    """Words about a reward that gave one number for all texts. Raises: UserError where it can give
+    no other for the same task, or where even an empty text has a positive one."""
     if not reads_text(reward):
-        raise UserError(f"{name} never reads the text that it judges, so all attempts at a task are equal: nothing is learnt")
+        raise UserError(
+            f"{name} never reads the text that it judges, so all attempts at a task are equal:"
+            " nothing is learnt"
+        )
     if texts and value > 0:
         raise UserError(
-            f"{name} gives {value:g} for each of {texts} different texts, among them an empty one: where all attempts are "
-            "equal nothing is learnt"
+            f"{name} gives {value:g} for each of {texts} different texts, among them an empty one:"
+            " where all attempts are equal nothing is learnt"
         )
-    return f", and the same for {texts} other texts: make sure that there are answers for which it gives more"
+    return (
+        f", and the same for {texts} other texts: make sure that there are answers for which it"
+        " gives more"
+    )
 
 
 def reads_text(reward: Any) -> bool:
-    """Whether the bytecode of a function (task, text) loads its second parameter; True where there is none to look at."""
+    """Whether the bytecode of a function (task, text) loads its second parameter; True where there
+    is none to look at."""
     code = getattr(plain(reward), "__code__", None)
     if code is None or code.co_argcount < 2:
         return True
-    named = (i.argval if isinstance(i.argval, tuple) else (i.argval,) for i in dis.get_instructions(code) if "LOAD" in i.opname)
+    named = (
+        i.argval if isinstance(i.argval, tuple) else (i.argval,)
+        for i in dis.get_instructions(code)
+        if "LOAD" in i.opname
+    )
     return any({code.co_varnames[1], "locals"} & set(names) for names in named)

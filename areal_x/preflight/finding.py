@@ -23,12 +23,15 @@ class Finding:
 
 
 def finding(config: Config, about: str, look: Callable[[], str]) -> Finding:
-    """What `look` says; what it raises is a problem, with the place of the binding that it speaks of."""
+    """What `look` says; what it raises is a problem, with the place of the binding that it speaks
+    of."""
     try:
         return Finding(True, about, look())
     except UserError as error:
         return Finding(False, about, str(config.locate(error)))
     except EngineError as error:
         return Finding(False, about, str(error))
-    except Exception as error:  # of a dataset, a workflow, a model's files: code and data that are the user's own
+    except (
+        Exception
+    ) as error:  # of a dataset, a workflow, a model's files: code and data that are the user's own
         return Finding(False, about, described(error))

@@ -1,4 +1,5 @@
-"""The model of a run as far as it can be known without its weights: where it is, its config, its tensors' shapes."""
+"""The model of a run as far as it can be known without its weights: where it is, its config, its
+tensors' shapes."""
 
 from __future__ import annotations
 
@@ -35,8 +36,8 @@ class Model:
 
 
 def find(path: str | Callable[[], str]) -> Model:
-    """The model of a directory, of a hub name (of which config and tokenizer alone are fetched), or of a function, which makes
-    it. Raises: UserError for one that is not there."""
+    """The model of a directory, of a hub name (of which config and tokenizer alone are fetched), or
+    of a function, which makes it. Raises: UserError for one that is not there."""
     name = path if isinstance(path, str) else path()
     if Path(name).expanduser().is_dir() or not is_hub_name(name):
         directory = model_dir.resolve(name)
@@ -51,8 +52,9 @@ def find(path: str | Callable[[], str]) -> Model:
 
 
 def others(experiment: Experiment) -> dict[str, Path]:
-    """The models that read the policy's tokens, by the setting that names them: a reference or a teacher, a critic, a reward
-    model. Those that functions make, or a hub has, are left for the run."""
+    """The models that read the policy's tokens, by the setting that names them: a reference or a
+    teacher, a critic, a reward model. Those that functions make, or a hub has, are left for the
+    run."""
     needs, workflow = experiment.algorithm.needs, experiment.workflow
     given: dict[str, Any] = {
         "train.teacher": experiment.teacher if needs & {"teacher", "teacher_logits"} else None,
@@ -60,7 +62,11 @@ def others(experiment: Experiment) -> dict[str, Path]:
         "critic.path": experiment.critic.path if "values" in needs else None,
         "learned_reward.path": workflow.path if isinstance(workflow, LearnedReward) else None,
     }
-    return {binding: Path(path) for binding, path in given.items() if isinstance(path, str) and Path(path).is_dir()}
+    return {
+        binding: Path(path)
+        for binding, path in given.items()
+        if isinstance(path, str) and Path(path).is_dir()
+    }
 
 
 def beside(experiment: Experiment, model: Model, tokenizer: Any) -> str:
@@ -83,9 +89,15 @@ def of_hub(name: str) -> Model:
     try:
         directory = Path(snapshot_download(name, allow_patterns=list(SMALL)))
         files = get_safetensors_metadata(name).files_metadata.values()
-    except Exception as error:  # of the network, of the hub, of the name: each library below has its own
+    except (
+        Exception
+    ) as error:  # of the network, of the hub, of the name: each library below has its own
         wanted = "check the name and the network, or give a directory"
         raise UserError(
-            f"model.path = {name!r} could not be looked up on the hub ({type(error).__name__}): {wanted}"
+            f"model.path = {name!r} could not be looked up on the hub ({type(error).__name__}):"
+            f" {wanted}"
         ) from error
-    return Model(directory, {tensor: tuple(info.shape) for file in files for tensor, info in file.tensors.items()})
+    return Model(
+        directory,
+        {tensor: tuple(info.shape) for file in files for tensor, info in file.tensors.items()},
+    )

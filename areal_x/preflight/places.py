@@ -17,23 +17,33 @@ SAVED_MOMENTS = {"adamw": 8, "adafactor": 1, "muon": 8}  # bytes of a parameter,
 
 
 def run_directory(experiment: Experiment) -> str:
-    """Raises: ConfigError for a place that cannot be written, and for a run that is there already."""
+    """Raises: ConfigError for a place that cannot be written, and for a run that is there
+    already."""
     runs = Path(experiment.runs)
     writable("train.runs", runs)
     run = runs / experiment.name if experiment.name else None
     if run is not None and run.is_dir() and any(run.iterdir()):
-        raise ConfigError("train.name", experiment.name, f"another, as {run} exists and is not overwritten (or use --resume)")
+        raise ConfigError(
+            "train.name",
+            experiment.name,
+            f"another, as {run} exists and is not overwritten (or use --resume)",
+        )
     return f"{run or runs} can be written"
 
 
 def room(experiment: Experiment, model: Model) -> str:
     """Raises: ConfigError where checkpoints and journal will not fit on the disk."""
     runs = Path(experiment.runs)
-    needed, how = checkpoint_bytes(experiment, model), f"a checkpoint of {gb(checkpoint_bytes(experiment, model))}"
+    needed, how = (
+        checkpoint_bytes(experiment, model),
+        f"a checkpoint of {gb(checkpoint_bytes(experiment, model))}",
+    )
     count = experiment.keep_checkpoints + 1  # the oldest goes when the newest is whole
     journal = journal_bytes(experiment)
     free = shutil.disk_usage(existing(runs)).free
-    said = f"{count} times {how} and a journal of at most {gb(journal)}; {gb(free)} are free in {runs}"
+    said = (
+        f"{count} times {how} and a journal of at most {gb(journal)}; {gb(free)} are free in {runs}"
+    )
     if needed * count + journal > free:
         wanted = f"smaller, or train.runs on a larger disk: the run writes {said}"
         raise ConfigError("train.keep_checkpoints", experiment.keep_checkpoints, wanted)
@@ -41,7 +51,8 @@ def room(experiment: Experiment, model: Model) -> str:
 
 
 def staging(experiment: Experiment, model: Model, on_cpu: bool) -> str:
-    """The folder that weights pass through. Raises: ConfigError where it cannot be written or has no room for them."""
+    """The folder that weights pass through. Raises: ConfigError where it cannot be written or has
+    no room for them."""
     parent = Path(experiment.vllm.staging) if experiment.vllm.staging else default_parent()
     writable("vllm.staging", parent)
     free = shutil.disk_usage(existing(parent)).free
@@ -55,18 +66,27 @@ def staging(experiment: Experiment, model: Model, on_cpu: bool) -> str:
 
 
 def checkpoint_bytes(experiment: Experiment, model: Model) -> int:
-    """fp32 weights and the optimizer's moments, of the policy and of a critic; of adapters almost nothing."""
+    """fp32 weights and the optimizer's moments, of the policy and of a critic; of adapters almost
+    nothing."""
     if experiment.trainer.lora.rank:
         return 0
     trained = 2 if "values" in experiment.algorithm.needs else 1
-    moments = SAVED_MOMENTS[experiment.trainer.optimizer.name] // (2 if experiment.trainer.optimizer.moments == "bf16" else 1)
+    moments = SAVED_MOMENTS[experiment.trainer.optimizer.name] // (
+        2 if experiment.trainer.optimizer.moments == "bf16" else 1
+    )
     return trained * model.parameters * (4 + moments)
 
 
 def journal_bytes(experiment: Experiment) -> int:
     """At most: each answer as long as a row."""
     steps = min(experiment.steps, experiment.journal.keep_steps or experiment.steps)
-    return steps * experiment.groups_per_step * experiment.group_size * experiment.row_length * JOURNAL_BYTES
+    return (
+        steps
+        * experiment.groups_per_step
+        * experiment.group_size
+        * experiment.row_length
+        * JOURNAL_BYTES
+    )
 
 
 def gb(size: float) -> str:

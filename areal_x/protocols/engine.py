@@ -1,4 +1,5 @@
-"""The engine's contract: token ids in, token ids out. Text is never re-tokenised on the way to the trainer."""
+"""The engine's contract: token ids in, token ids out. Text is never re-tokenised on the way to the
+trainer."""
 
 from __future__ import annotations
 
@@ -19,9 +20,10 @@ from areal_x.types import Images
 class SamplingParams:
     """How a completion is drawn.
 
-    max_tokens: most new tokens. temperature: 0 is greedy. top_p: 1 keeps all. top_k: 0 keeps all. Training samples from the
-    whole distribution, at a temperature above 0 (vLLM: of at least 0.01).
-    stop_token_ids: tokens that end a completion and belong to it; a workflow adds the model's end tokens.
+    max_tokens: most new tokens. temperature: 0 is greedy. top_p: 1 keeps all. top_k: 0 keeps all.
+    Training samples from the whole distribution, at a temperature above 0 (vLLM: of at least 0.01).
+    stop_token_ids: tokens that end a completion and belong to it; a workflow adds the model's end
+    tokens.
     """
 
     max_tokens: int = 256
@@ -42,10 +44,11 @@ class SamplingParams:
 class Request:
     """One prompt to continue.
 
-    tokens: the prompt. seed: fixes the completion on engines that honour it (the embedded one: the draw of the n-th new token
-    depends on (seed, n) alone, never on what else is in the batch); None lets the engine choose. images: those that tokens of
-    the prompt stand for; an engine that cannot see them raises UserError. stop: texts that make the rest worthless: an engine
-    that reads what it draws ends the completion with the token that completes one, others go on.
+    tokens: the prompt. seed: fixes the completion on engines that honour it (the embedded one: the
+    draw of the n-th new token depends on (seed, n) alone, never on what else is in the batch); None
+    lets the engine choose. images: those that tokens of the prompt stand for; an engine that cannot
+    see them raises UserError. stop: texts that make the rest worthless: an engine that reads what
+    it draws ends the completion with the token that completes one, others go on.
     """
 
     tokens: Int32[np.ndarray, " prompt"]
@@ -59,10 +62,10 @@ class Request:
 class Completion:
     """What the policy said, token by token.
 
-    logprobs: under the distribution actually sampled from (after temperature, top-p and top-k). versions: the policy version
-    of each token. finish_reason: "stop" (a stop token or text, which is included), "length" or "abort". experts: of a mixture,
-    where the engine records them: those that each token of prompt and completion went through (-1 for the last, which none has
-    yet).
+    logprobs: under the distribution actually sampled from (after temperature, top-p and top-k).
+    versions: the policy version of each token. finish_reason: "stop" (a stop token or text, which
+    is included), "length" or "abort". experts: of a mixture, where the engine records them: those
+    that each token of prompt and completion went through (-1 for the last, which none has yet).
     """
 
     tokens: Int32[np.ndarray, " N"]
@@ -85,14 +88,18 @@ def room(request: Request, context: int, binding: str) -> int:
     if prompt == 0:
         raise TaskError("a prompt of no tokens cannot be continued: give at least one token")
     if prompt >= context:
-        raise PromptTooLong(f"a prompt of {prompt} tokens leaves no room in a context of {context}: raise {binding}")
+        raise PromptTooLong(
+            f"a prompt of {prompt} tokens leaves no room in a context of {context}: raise {binding}"
+        )
     return min(request.sampling.max_tokens, context - prompt)
 
 
 class Engine(Protocol):
-    """Generates while the trainer trains. All coroutines run on the rollout's event loop; `stage` on the trainer's thread.
+    """Generates while the trainer trains. All coroutines run on the rollout's event loop; `stage`
+    on the trainer's thread.
 
-    concurrency: requests worth keeping in flight. context: longest prompt and completion together. version: weights held now.
+    concurrency: requests worth keeping in flight. context: longest prompt and completion together.
+    version: weights held now.
     """
 
     concurrency: int
@@ -100,11 +107,13 @@ class Engine(Protocol):
     version: int
 
     async def start(self) -> None:
-        """Ready to generate when this returns. Raises EngineError or UserError with the reason in one sentence."""
+        """Ready to generate when this returns. Raises EngineError or UserError with the reason in
+        one sentence."""
         ...
 
     async def generate(self, request: Request) -> Completion:
-        """Raises ValueError for a prompt that leaves no room in the context, EngineError when the engine is lost."""
+        """Raises ValueError for a prompt that leaves no room in the context, EngineError when the
+        engine is lost."""
         ...
 
     def stage(self, trainer: Any, version: int | None = None) -> Any:
@@ -113,8 +122,9 @@ class Engine(Protocol):
         ...
 
     async def swap(self, staged: Any) -> float:
-        """Makes the staged weights current and returns the seconds that generation stood still. Requests in flight continue
-        under the new weights with their caches recomputed, so every token has one true version."""
+        """Makes the staged weights current and returns the seconds that generation stood still.
+        Requests in flight continue under the new weights with their caches recomputed, so every
+        token has one true version."""
         ...
 
     async def close(self) -> None:

@@ -14,16 +14,25 @@ Loss = Callable[[Policy, Batch], LossTerms]
 def evaluate(loss: Loss, policy: Policy, batch: Batch) -> LossTerms:
     """Terms and metrics of a loss that anybody may have written.
 
-    Raises: UserError for anything else than a term for each token, `[rows, length]`, and a dict of arrays."""
+    Raises: UserError for anything else than a term for each token, `[rows, length]`, and a dict of
+    arrays."""
     given, name, wanted = loss(policy, batch), name_of(loss), f"an array {list(batch.mask.shape)}"
     if not (isinstance(given, tuple) and len(given) == 2 and isinstance(given[1], dict)):
-        raise UserError(f"the loss {name} gave {in_brief(given)}: it must return (terms, metrics), of which metrics is a dict")
+        raise UserError(
+            f"the loss {name} gave {in_brief(given)}: it must return (terms, metrics), of which"
+            " metrics is a dict"
+        )
     terms, metrics = given
     if (found := in_brief(terms)) != wanted:
-        raise UserError(f"the loss {name} gave {found} as its terms: they must be one a token, {wanted}")
+        raise UserError(
+            f"the loss {name} gave {found} as its terms: they must be one a token, {wanted}"
+        )
     for key, x in metrics.items():
         if (found := in_brief(x)) not in (wanted, "an array []"):
-            raise UserError(f"the loss {name} gave {found} as its metric {key!r}: it must be one a token, {wanted}")
+            raise UserError(
+                f"the loss {name} gave {found} as its metric {key!r}: it must be one a token,"
+                f" {wanted}"
+            )
     return terms, metrics
 
 

@@ -18,19 +18,24 @@ SPELLINGS = str.maketrans({"×": "*", "·": "*", "÷": "/", "−": "-", "–": "
 
 @gin.configurable
 def countdown(task: Task, text: str, partial: float = 0.0) -> float:
-    """1.0 if the expression in `text` is made of the numbers, each used at most once, and gives the target.
+    """1.0 if the expression in `text` is made of the numbers, each used at most once, and gives the
+    target.
 
-    task.answer: {"numbers": integers, "target": integer}. The expression is what stands in the last <answer>…</answer>, or
-    where there is none the last line that is not empty, up to a "=". Allowed are integers, + - * / and parentheses; division is
-    exact. partial: the reward of one that is allowed and gives another number.
-    Raises: ValueError for a task without numbers or target.
+    task.answer: {"numbers": integers, "target": integer}. The expression is what stands in the last
+    <answer>…</answer>, or where there is none the last line that is not empty, up to a "=". Allowed
+    are integers, + - * / and parentheses; division is exact. partial: the reward of one that is
+    allowed and gives another number. Raises: ValueError for a task without numbers or target.
     """
     numbers, target = _asked(task)
     try:
         tree = ast.parse(_expression(text), mode="eval").body
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         return 0.0
-    used = Counter(node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and type(node.value) is int)
+    used = Counter(
+        node.value
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Constant) and type(node.value) is int
+    )
     if not used <= Counter(numbers):
         return 0.0
     try:
@@ -42,7 +47,9 @@ def countdown(task: Task, text: str, partial: float = 0.0) -> float:
 def _asked(task: Task) -> tuple[list[int], int]:
     answer = task.answer
     if not isinstance(answer, Mapping) or not {"numbers", "target"} <= set(answer):
-        raise ValueError(f'the answer of task {task.id} must be {{"numbers": …, "target": …}}, not {answer!r}')
+        raise ValueError(
+            f'the answer of task {task.id} must be {{"numbers": …, "target": …}}, not {answer!r}'
+        )
     return [int(number) for number in answer["numbers"]], int(answer["target"])
 
 
@@ -53,8 +60,9 @@ def _expression(text: str) -> str:
 
 
 def _answer(text: str) -> str:
-    """What the last pair of marks encloses, or the whole where there is none. In one pass: `<answer>(.*?)</answer>` would look
-    at the rest of the text again for each mark that is never closed."""
+    """What the last pair of marks encloses, or the whole where there is none. In one pass:
+    `<answer>(.*?)</answer>` would look at the rest of the text again for each mark that is never
+    closed."""
     found, at = text, 0
     while (start := text.find(OPENED, at)) >= 0 and (end := text.find(CLOSED, start)) >= 0:
         found, at = text[start + len(OPENED) : end], end

@@ -1,8 +1,10 @@
-"""Rewards in processes of their own, so that one which hangs, crashes or forks costs one episode and nothing else.
+"""Rewards in processes of their own, so that one which hangs, crashes or forks costs one episode
+and nothing else.
 
-A reward is a plain function `reward(task, text) -> float`, or `-> (float, {name: float})` with the verifier's own numbers. It
-may do what it likes for `timeout_seconds` within its `Limits`; then its process and all that this process started are killed.
-What runs on the other side is areal_x.rewards.worker.
+A reward is a plain function `reward(task, text) -> float`, or `-> (float, {name: float})` with the
+verifier's own numbers. It may do what it likes for `timeout_seconds` within its `Limits`; then its
+process and all that this process started are killed. What runs on the other side is
+areal_x.rewards.worker.
 """
 
 from __future__ import annotations
@@ -45,9 +47,10 @@ ANSWER_BYTES = 1 << 20
 class Limits:
     """What the process of a reward may use beside time; what goes beyond fails its episode.
 
-    memory_gb: of each process, and of all together (10^9 bytes). processes: at once, itself and all that it started. files:
-    open at once in each process. file_gb: of one file that it writes. network: whether it may reach one, as a judge behind an
-    API must; to keep it from there, and to find each process that it started, needs Linux (a run says where it is not allowed).
+    memory_gb: of each process, and of all together (10^9 bytes). processes: at once, itself and all
+    that it started. files: open at once in each process. file_gb: of one file that it writes.
+    network: whether it may reach one, as a judge behind an API must; to keep it from there, and to
+    find each process that it started, needs Linux (a run says where it is not allowed).
     """
 
     memory_gb: float = 8.0
@@ -65,7 +68,8 @@ class Limits:
 
 @dataclass(frozen=True, eq=False)
 class _Worker:
-    """A worker seen from here: its guard (see areal_x.runtime.guard), the lifeline's only writing end, and the socket."""
+    """A worker seen from here: its guard (see areal_x.runtime.guard), the lifeline's only writing
+    end, and the socket."""
 
     guard: subprocess.Popen[bytes]
     lifeline: int
@@ -82,8 +86,9 @@ class RewardPool:
 
     groups: control groups limit memory, where the run may make them.
 
-    All methods but the constructor belong to one event loop, which they never block.
-    Raises UserError for a function that cannot be sent to another process, ConfigError for numbers that cannot work.
+    All methods but the constructor belong to one event loop, which they never block. Raises
+    UserError for a function that cannot be sent to another process, ConfigError for numbers that
+    cannot work.
     """
 
     def __init__(
@@ -116,7 +121,9 @@ class RewardPool:
         try:
             message = cloudpickle.dumps((task, text))
         except Exception as error:
-            return Failed(f"task {task.id} cannot be sent to a reward process: {worker_side.one_line(error)}")
+            return Failed(
+                f"task {task.id} cannot be sent to a reward process: {worker_side.one_line(error)}"
+            )
         with waiting(whose(), "a free reward process", self._name):
             await self._turn.acquire()
         try:
@@ -130,7 +137,8 @@ class RewardPool:
             except TimeoutError:
                 return TimedOut(self.timeout_seconds)
             finally:
-                if answer is None:  # too slow, cancelled or crashed: it is busy or gone, and its place is for a new one
+                # too slow, cancelled or crashed: it is busy or gone, and its place is for a new one
+                if answer is None:
                     self._end(worker)
                 else:
                     self._idle.append(worker)
@@ -148,13 +156,19 @@ class RewardPool:
         for worker in list(self._all):
             self._end(worker)
         ending, self._ending = self._ending, []
-        with waiting("the rollout", "its reward processes to end", ", ".join(f"process {guard.pid}" for guard in ending)):
+        with waiting(
+            "the rollout",
+            "its reward processes to end",
+            ", ".join(f"process {guard.pid}" for guard in ending),
+        ):
             for guard in ending:
                 await asyncio.to_thread(guarding.ended, guard)
-            await asyncio.to_thread(memory_group.remove_all, f"{self._groups}.")  # of guards that were killed
+            # of guards that were killed
+            await asyncio.to_thread(memory_group.remove_all, f"{self._groups}.")
 
     async def _start(self) -> _Worker:
-        """A process that has imported the reward. Raises UserError with its words when it could not."""
+        """A process that has imported the reward. Raises UserError with its words when it could
+        not."""
         name = f"{self._groups}.{secrets.token_hex(4)}"
         here, there = socket.socketpair()
         with there:
@@ -163,7 +177,12 @@ class RewardPool:
             try:
                 guard = subprocess.Popen(
                     guarding.command(
-                        worker_side.__name__, there.fileno(), lifeline_end, asdict(self.limits), name, self._may_group
+                        worker_side.__name__,
+                        there.fileno(),
+                        lifeline_end,
+                        asdict(self.limits),
+                        name,
+                        self._may_group,
                     ),
                     stdin=subprocess.DEVNULL,
                     stdout=2,  # what a reward prints joins the ring's standard error
@@ -181,21 +200,34 @@ class RewardPool:
         answer: dict[str, Any] | None = None
         try:
             path = json.dumps([entry or str(Path.cwd()) for entry in sys.path]).encode()
-            with waiting(whose(), "a reward process to start", f"{self._name} in process {guard.pid}"):
+            with waiting(
+                whose(), "a reward process to start", f"{self._name} in process {guard.pid}"
+            ):
                 async with asyncio.timeout(START_SECONDS):
                     answer = await _ask(worker, path, self._reward)
         except TimeoutError:
-            raise UserError(f"the reward {self._name} did not start in its process within {START_SECONDS:g} seconds") from None
+            raise UserError(
+                f"the reward {self._name} did not start in its process within {START_SECONDS:g}"
+                " seconds"
+            ) from None
         finally:
             if answer is None or "error" in answer:
                 self._end(worker)
         if answer is None:
-            raise UserError(f"the process of the reward {self._name} ended at its start: {await self._last_word(worker)}")
+            raise UserError(
+                f"the process of the reward {self._name} ended at its start:"
+                f" {await self._last_word(worker)}"
+            )
         if "error" in answer:
-            raise UserError(f"the reward {self._name} cannot be imported in a process of its own: {answer['error']}")
+            raise UserError(
+                f"the reward {self._name} cannot be imported in a process of its own:"
+                f" {answer['error']}"
+            )
         if not answer["offline"] and not self._warned:
             self._warned = True
-            LOG.warning("rewards can reach the network, as this machine allows no namespace without one")
+            LOG.warning(
+                "rewards can reach the network, as this machine allows no namespace without one"
+            )
         return worker
 
     def _end(self, worker: _Worker) -> None:
@@ -203,7 +235,9 @@ class RewardPool:
         if worker in self._all:
             self._all.discard(worker)
             worker.kill()
-            self._ending = [guard for guard in self._ending if guard.poll() is None] + [worker.guard]
+            self._ending = [guard for guard in self._ending if guard.poll() is None] + [
+                worker.guard
+            ]
 
     async def _last_word(self, worker: _Worker) -> str:
         with waiting(whose(), "its reward process to end", f"process {worker.guard.pid}"):
@@ -211,8 +245,15 @@ class RewardPool:
         if code == -guarding.TOO_MANY:
             return f"it had more than {self.limits.processes} processes (reward_limits.processes)"
         if code == -guarding.TOO_MUCH:
-            return f"its processes used more than {self.limits.memory_gb:g} GB of memory (reward_limits.memory_gb)"
-        return signal.Signals(code - 128).name if code - 128 in signal.valid_signals() else f"exit status {code}"
+            return (
+                f"its processes used more than {self.limits.memory_gb:g} GB of memory"
+                " (reward_limits.memory_gb)"
+            )
+        return (
+            signal.Signals(code - 128).name
+            if code - 128 in signal.valid_signals()
+            else f"exit status {code}"
+        )
 
 
 async def _ask(worker: _Worker, *messages: bytes) -> dict[str, Any] | None:
@@ -231,26 +272,34 @@ async def _ask(worker: _Worker, *messages: bytes) -> dict[str, Any] | None:
 
 
 def _packed(function: Reward, name: str) -> bytes:
-    """The function and its gin parameters for the worker, which reads no gin file: by name where it can be imported, else by
-    value (a notebook's cell, a script's function, a partial)."""
+    """The function and its gin parameters for the worker, which reads no gin file: by name where it
+    can be imported, else by value (a notebook's cell, a script's function, a partial)."""
     function, bound = _bindings(function)
     module, path = getattr(function, "__module__", None), getattr(function, "__qualname__", "")
     try:
         named = reduce(getattr, path.split("."), sys.modules[module or ""])
     except (KeyError, AttributeError):
         named = None
-    importable = module != "__main__" and any(function is x for x in (named, getattr(named, "__wrapped__", None)))
+    importable = module != "__main__" and any(
+        function is x for x in (named, getattr(named, "__wrapped__", None))
+    )
     try:
-        return bytes(cloudpickle.dumps((f"{module}:{path}", None, bound) if importable else (None, function, bound)))
+        return bytes(
+            cloudpickle.dumps(
+                (f"{module}:{path}", None, bound) if importable else (None, function, bound)
+            )
+        )
     except Exception as error:
         raise UserError(
-            f"the reward {name} cannot be sent to a process of its own ({worker_side.one_line(error)}): "
-            "define it at the top level of a module, without open files, locks or models"
+            f"the reward {name} cannot be sent to a process of its own"
+            f" ({worker_side.one_line(error)}): define it at the top level of a module, without"
+            " open files, locks or models"
         ) from None
 
 
 def _bindings(function: Reward) -> tuple[Reward, dict[str, Any]]:
-    """A gin configurable as the function that it wraps and the parameters that are bound; any other function as it is."""
+    """A gin configurable as the function that it wraps and the parameters that are bound; any other
+    function as it is."""
     scope: list[str] = []
     closure = inspect.getclosurevars(function).nonlocals if inspect.isfunction(function) else {}
     if "scope_components" in closure:  # what gin makes of @scope/name

@@ -2,9 +2,10 @@
 
     ring ──(a reward, then tasks and texts)──▶ socket ──▶ worker        worker ──(JSON lines)──▶ socket ──▶ ring
 
-It runs under a guard (areal_x.runtime.guard). Until the ring has sent its sys.path only the standard library and this package
-are imported; after that, what the reward's own module imports. What keeps a reward within its limits is the kernel (memory,
-files, network) or the guard (processes, and memory where no control group can be made).
+It runs under a guard (areal_x.runtime.guard). Until the ring has sent its sys.path only the
+standard library and this package are imported; after that, what the reward's own module imports.
+What keeps a reward within its limits is the kernel (memory, files, network) or the guard
+(processes, and memory where no control group can be made).
 """
 
 from __future__ import annotations
@@ -24,17 +25,24 @@ from areal_x.errors import place_of, traceback_of
 from areal_x.runtime import footprint, guard, memory_group
 
 FRAME_BYTES = 8  # of the length before each message to the worker
-SPARE_BYTES = 50e6  # so that a single process meets the kernel's limit on it first, and can read what happened
+# so that a single process meets the kernel's limit on it first, and can read what happened
+SPARE_BYTES = 50e6
 
 
-def main(socket_fd: int, lifeline_fd: int, limits: dict[str, Any], name: str, may_group: bool) -> None:
+def main(
+    socket_fd: int, lifeline_fd: int, limits: dict[str, Any], name: str, may_group: bool
+) -> None:
     """name: of no other worker. may_group: whether a control group may be made."""
     most = limits["memory_gb"] * 1e9 + SPARE_BYTES
     place = memory_group.find(f"{name}.trial") if may_group else None
     group = None if place is None else memory_group.create(place, f"{name}.all", most)
 
     def too_much() -> bool:
-        return group.overrun() if group is not None else footprint.memory(list(guard.descendants(os.getpid())), most) > most
+        return (
+            group.overrun()
+            if group is not None
+            else footprint.memory(list(guard.descendants(os.getpid())), most) > most
+        )
 
     guard.keep(
         lambda: work(socket_fd, limits, group),
@@ -46,7 +54,9 @@ def main(socket_fd: int, lifeline_fd: int, limits: dict[str, Any], name: str, ma
     )
 
 
-def work(socket_fd: int, limits: dict[str, Any], group: memory_group.MemoryGroup | None = None) -> None:
+def work(
+    socket_fd: int, limits: dict[str, Any], group: memory_group.MemoryGroup | None = None
+) -> None:
     if group is not None:
         group.enter()
     guard.limit(
@@ -62,14 +72,16 @@ def work(socket_fd: int, limits: dict[str, Any], group: memory_group.MemoryGroup
 
 
 def serve(ring: socket.socket, offline: bool) -> None:
-    """Answers until the ring hangs up: first to the reward itself, then to each task. offline: as it was asked to be."""
+    """Answers until the ring hangs up: first to the reward itself, then to each task. offline: as
+    it was asked to be."""
     messages = ring.makefile("rb")
 
     def answer(**content: Any) -> None:
         ring.sendall(json.dumps(content, allow_nan=False).encode() + b"\n")
 
     sys.path[:] = json.loads(receive(messages) or b"[]")
-    from cloudpickle import loads  # what the ring sends its own child is trusted; what comes back is only JSON
+    # what the ring sends its own child is trusted; what comes back is only JSON
+    from cloudpickle import loads
 
     import_module("areal_x.types")  # tasks are made of it, and no task's time should pay for that
     try:
@@ -94,7 +106,9 @@ def receive(messages: BinaryIO) -> bytes:
     return messages.read(int.from_bytes(length, "big")) if len(length) == FRAME_BYTES else b""
 
 
-def resolve(where: str | None, function: Callable[..., Any] | None, bound: dict[str, Any]) -> Callable[..., Any]:
+def resolve(
+    where: str | None, function: Callable[..., Any] | None, bound: dict[str, Any]
+) -> Callable[..., Any]:
     """The reward: imported from "module:qualified.name", or as it was sent, with its parameters."""
     if where is not None:
         module, name = where.split(":")
@@ -105,9 +119,12 @@ def resolve(where: str | None, function: Callable[..., Any] | None, bound: dict[
 
 
 def judged(result: Any) -> tuple[float, dict[str, float]]:
-    """What a reward returned as plain numbers. Raises TypeError or ValueError for anything but finite ones."""
+    """What a reward returned as plain numbers. Raises TypeError or ValueError for anything but
+    finite ones."""
     value, details = result if isinstance(result, tuple) and len(result) == 2 else (result, {})
-    return number("the reward", value), {str(name): number(f"the reward's {name!r}", x) for name, x in dict(details).items()}
+    return number("the reward", value), {
+        str(name): number(f"the reward's {name!r}", x) for name, x in dict(details).items()
+    }
 
 
 def number(what: str, value: Any) -> float:

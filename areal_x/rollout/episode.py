@@ -1,7 +1,7 @@
 """What becomes of an episode: a workflow's answer as data, and which of its exceptions end the run.
 
-An exception fails the episode that raised it. An EngineError or a UserError ends the run, also out of a group of exceptions;
-a TaskError, which speaks of one task, does not.
+An exception fails the episode that raised it. An EngineError or a UserError ends the run, also out
+of a group of exceptions; a TaskError, which speaks of one task, does not.
 """
 
 from __future__ import annotations
@@ -30,13 +30,17 @@ async def run_episode(
     row_length: int | None = None,
     together: int = 1,
 ) -> Episode:
-    """One episode, of at most so many seconds, and what became of it. row_length, together: see `check_fit`.
+    """One episode, of at most so many seconds, and what became of it. row_length, together: see
+    `check_fit`.
 
-    Raises only what ends the run: EngineError, UserError and cancellation, also out of a group of exceptions.
+    Raises only what ends the run: EngineError, UserError and cancellation, also out of a group of
+    exceptions.
     """
     try:
         async with asyncio.timeout(seconds) as limit:
-            with waiting(whose(), "its workflow", type(workflow).__name__, idle=is_open_ended(workflow)):
+            with waiting(
+                whose(), "its workflow", type(workflow).__name__, idle=is_open_ended(workflow)
+            ):
                 result = await workflow.run(task, engine)
         episode = episode_of(result)
         if row_length is not None:
@@ -54,7 +58,9 @@ async def run_episode(
         current = asyncio.current_task()
         if current is None or current.cancelling():
             raise
-        return Episode(Failed("CancelledError: something that the episode waited for was cancelled"))
+        return Episode(
+            Failed("CancelledError: something that the episode waited for was cancelled")
+        )
     except SystemExit as error:  # of a workflow's own code: left alone it would end the event loop
         return Episode(failed_by(error))
     except Exception as error:
@@ -73,30 +79,43 @@ def is_of_the_run(error: BaseException) -> bool:
 
 
 def check_fit(episode: Episode, row_length: int, together: int) -> None:
-    """together: trajectories of an episode that lie in one row. Raises: TaskError for more tokens than a row has."""
+    """together: trajectories of an episode that lie in one row. Raises: TaskError for more tokens
+    than a row has."""
     lengths = [len(trajectory) for trajectory in episode.trajectories]
-    longest = max((sum(lengths[i : i + together]) for i in range(0, len(lengths), together)), default=0)
+    longest = max(
+        (sum(lengths[i : i + together]) for i in range(0, len(lengths), together)), default=0
+    )
     if longest > row_length:
         what = "a trajectory" if together == 1 else f"a set of {together} trajectories"
-        raise TaskError(f"{what} of {longest} tokens does not fit into a row: raise train.row_length = {row_length}")
+        raise TaskError(
+            f"{what} of {longest} tokens does not fit into a row: raise train.row_length ="
+            f" {row_length}"
+        )
 
 
 def episode_of(result: Result) -> Episode:
-    """A workflow's answer as an episode. Raises TypeError or ValueError for one that cannot be trained on."""
+    """A workflow's answer as an episode. Raises TypeError or ValueError for one that cannot be
+    trained on."""
     if isinstance(result, Failed | TimedOut):
         return Episode(result)
     if isinstance(result, Episode):
         if isinstance(result.outcome, Scored) and not math.isfinite(result.outcome.reward):
-            raise ValueError(f"an episode needs a finite reward, the workflow's has {result.outcome.reward}")
+            raise ValueError(
+                f"an episode needs a finite reward, the workflow's has {result.outcome.reward}"
+            )
         episode = result
     else:
         trajectories = tuple(result)
         if not trajectories:
             raise ValueError("the workflow returned no trajectory")
         rewards = [trajectory.reward for trajectory in trajectories]
-        finite = [float(reward) for reward in rewards if reward is not None and math.isfinite(reward)]
+        finite = [
+            float(reward) for reward in rewards if reward is not None and math.isfinite(reward)
+        ]
         if len(finite) < len(rewards):
-            raise ValueError(f"every trajectory needs a finite reward, the workflow's have {rewards}")
+            raise ValueError(
+                f"every trajectory needs a finite reward, the workflow's have {rewards}"
+            )
         episode = Episode(Scored(sum(finite) / len(finite)), trajectories)
     for trajectory in episode.trajectories:
         if not len(trajectory):
@@ -119,8 +138,11 @@ def error_of(outcome: Outcome) -> str | None:
 
 
 def first_of(error: BaseException) -> BaseException:
-    """The error itself, out of the groups that task groups wrap it in: one that ends the run, where there is any."""
+    """The error itself, out of the groups that task groups wrap it in: one that ends the run, where
+    there is any."""
     if not isinstance(error, BaseExceptionGroup):
         return error
     inner = [first_of(one) for one in error.exceptions]
-    return next((one for one in inner if not isinstance(one, Exception) or is_of_the_run(one)), inner[0])
+    return next(
+        (one for one in inner if not isinstance(one, Exception) or is_of_the_run(one)), inner[0]
+    )

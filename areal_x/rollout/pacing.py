@@ -1,8 +1,10 @@
-"""When groups are admitted and when requests reach the engine: at once, or in waves that depend on counts alone.
+"""When groups are admitted and when requests reach the engine: at once, or in waves that depend on
+counts alone.
 
-A floating-point sum depends on which requests share a decoding step and in which slots, and a token on the weights that are
-current when it is sampled. So a run that is repeatable to the last bit fixes both: everything that one version admits is
-generated under that version, and a wave of requests enters the engine only when all of it is known.
+A floating-point sum depends on which requests share a decoding step and in which slots, and a token
+on the weights that are current when it is sampled. So a run that is repeatable to the last bit
+fixes both: everything that one version admits is generated under that version, and a wave of
+requests enters the engine only when all of it is known.
 
     take ──▶ admit all free slots ──▶ every live episode waits ──▶ a wave, sorted by key ──▶ engine ──┐
                                                ▲                                                      │
@@ -19,18 +21,21 @@ from typing import Any, Protocol
 from areal_x.errors import UserError
 from areal_x.protocols.engine import Completion, Engine, Request
 
-LOOK_AHEAD = 1 / 8  # of the engine's concurrency: requests that wait where one ends, so that no slot idles meanwhile
+# of the engine's concurrency: requests that wait where one ends, so that no slot idles meanwhile
+LOOK_AHEAD = 1 / 8
 Key = tuple[int, ...]  # (seed, training or evaluation, ticket, episode, call)
 
 
 class Pace(Protocol):
-    """between_publications: whether a version's groups must all be finished before the next version is published."""
+    """between_publications: whether a version's groups must all be finished before the next version
+    is published."""
 
     engine: Engine
     between_publications: bool
 
     def has_room(self, wanted: int) -> bool:
-        """Whether another group may be admitted. wanted: places in the engine that episodes in flight hold or wait for."""
+        """Whether another group may be admitted. wanted: places in the engine that episodes in
+        flight hold or wait for."""
         ...
 
     def places(self, tasks: int) -> int:
@@ -50,19 +55,21 @@ class Pace(Protocol):
         ...
 
     def ended(self) -> None:
-        """An episode, or the last one of a group together with what becomes of the group, is over."""
+        """An episode, or the last one of a group together with what becomes of the group, is
+        over."""
         ...
 
     async def generate(self, key: Key, request: Request) -> Completion: ...
 
     def release(self) -> None:
-        """Sends the next wave to the engine if it is complete. Called when nothing more can be admitted."""
+        """Sends the next wave to the engine if it is complete. Called when nothing more can be
+        admitted."""
         ...
 
 
 class AtOnce:
-    """Requests go to the engine when they are made, and groups are admitted as long as the engine has room: a group that is
-    admitted no sooner than that is as fresh as can be."""
+    """Requests go to the engine when they are made, and groups are admitted as long as the engine
+    has room: a group that is admitted no sooner than that is as fresh as can be."""
 
     between_publications = False
 
@@ -90,12 +97,15 @@ class AtOnce:
 
 
 class InWaves:
-    """Admission, waves and publications as functions of counts: nothing here depends on how long anything takes.
+    """Admission, waves and publications as functions of counts: nothing here depends on how long
+    anything takes.
 
-    Between a publication and the next `take` nothing is admitted, so that an evaluation has the engine to itself and a
-    checkpoint holds no group that is half generated. A time limit is a clock: an episode that reaches its own ends the promise.
+    Between a publication and the next `take` nothing is admitted, so that an evaluation has the
+    engine to itself and a checkpoint holds no group that is half generated. A time limit is a
+    clock: an episode that reaches its own ends the promise.
 
-    engine: its `submit` takes requests together, as the embedded engine's does. changed: called when a wave may be complete.
+    engine: its `submit` takes requests together, as the embedded engine's does. changed: called
+    when a wave may be complete.
     """
 
     between_publications = True
@@ -104,7 +114,8 @@ class InWaves:
         self.engine = engine
         self._changed = changed
         self._open = False
-        self._active = 0  # episodes that compute something of their own, and groups that are being finished
+        # episodes that compute something of their own, and groups that are being finished
+        self._active = 0
         self._waiting: dict[Key, tuple[Request, asyncio.Future[Completion]]] = {}
         self._in_flight: dict[Key, asyncio.Future[Completion]] = {}
 
@@ -129,12 +140,13 @@ class InWaves:
         self._changed()
 
     async def generate(self, key: Key, request: Request) -> Completion:
-        """Raises: UserError for two calls of one episode at the same time, whose order a clock would decide."""
+        """Raises: UserError for two calls of one episode at the same time, whose order a clock
+        would decide."""
         episode = key[:-1]
         if any(other[:-1] == episode for other in (*self._waiting, *self._in_flight)):
             raise UserError(
-                "train.deterministic = True cannot order calls that an episode makes at the same time: let the workflow "
-                "await one before it makes the next, or set it to False"
+                "train.deterministic = True cannot order calls that an episode makes at the same"
+                " time: let the workflow await one before it makes the next, or set it to False"
             )
         future: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
         self._waiting[key] = request, future
@@ -152,11 +164,17 @@ class InWaves:
             return
         wave = sorted(self._waiting.items(), key=lambda item: item[0])
         self._waiting = {}
-        for (key, (_, future)), sent in zip(wave, self.engine.submit([request for _, (request, _) in wave]), strict=True):
+        for (key, (_, future)), sent in zip(
+            wave, self.engine.submit([request for _, (request, _) in wave]), strict=True
+        ):
             self._in_flight[key] = sent
-            sent.add_done_callback(lambda done, key=key, future=future: self._deliver(key, done, future))
+            sent.add_done_callback(
+                lambda done, key=key, future=future: self._deliver(key, done, future)
+            )
 
-    def _deliver(self, key: Key, done: asyncio.Future[Completion], future: asyncio.Future[Completion]) -> None:
+    def _deliver(
+        self, key: Key, done: asyncio.Future[Completion], future: asyncio.Future[Completion]
+    ) -> None:
         del self._in_flight[key]
         self.began(1)
         if future.done() or done.cancelled():  # the episode was cancelled

@@ -8,8 +8,10 @@ from dataclasses import dataclass, field
 from areal_x.errors import UserError, at_least
 from areal_x.types import Group
 
-ONCE_SCORED = 10  # times as many failed groups in a row end a run in which something was scored before
-STEPS = 64  # of filtered groups: with 9 of 10 filtered, 64 in a row are one case in 850, and 128 one in 700,000
+# times as many failed groups in a row end a run in which something was scored before
+ONCE_SCORED = 10
+# of filtered groups: with 9 of 10 filtered, 64 in a row are one case in 850, and 128 one in 700,000
+STEPS = 64
 WARNINGS = (8, 4, 2)  # parts of the bound on filtered groups after which a message is shown
 DIFFERENT = 5  # rewards that a message lists one by one
 
@@ -18,9 +20,10 @@ DIFFERENT = 5  # rewards that a message lists one by one
 class Patience:
     """Counts groups in a row that were given back, and ends the run when there are too many.
 
-    failed_groups: without one scored episode; the bound while nothing was ever scored, 10 times as many after that.
-    filtered_groups: scored and given back all the same, by default 64 steps' worth; groups without a scored episode neither
-    count as filtered nor end the count. open_ended: others decide what is answered and rewarded, so nothing ends the run.
+    failed_groups: without one scored episode; the bound while nothing was ever scored, 10 times as
+    many after that. filtered_groups: scored and given back all the same, by default 64 steps'
+    worth; groups without a scored episode neither count as filtered nor end the count. open_ended:
+    others decide what is answered and rewarded, so nothing ends the run.
     """
 
     failed_groups: int
@@ -31,7 +34,8 @@ class Patience:
     failed_in_a_row: int = 0
     filtered_in_a_row: int = 0
     first_error: str | None = None
-    rewards: list[float] = field(default_factory=list)  # different ones of the filtered groups, at most DIFFERENT + 1
+    # different ones of the filtered groups, at most DIFFERENT + 1
+    rewards: list[float] = field(default_factory=list)
     lowest: float = 0.0
     highest: float = 0.0
 
@@ -57,22 +61,31 @@ class Patience:
         self.failed_in_a_row += 1
         if self.failed_in_a_row >= self.failed_groups * (ONCE_SCORED if ever_scored else 1):
             raise UserError(
-                f"none of {self.failed_in_a_row} groups in a row had a scored episode; the first error: {self.first_error}"
+                f"none of {self.failed_in_a_row} groups in a row had a scored episode; the first"
+                f" error: {self.first_error}"
             )
 
     def filtered(self, group: Group, by: str | None) -> None:
-        """A scored group was given back. by: what gave it back. Raises: UserError for the last of too many."""
+        """A scored group was given back. by: what gave it back. Raises: UserError for the last of
+        too many."""
         self.failed_in_a_row = 0
         self._remember(group.rewards)
         self.filtered_in_a_row += 1
         bound = self.filtered_groups
         assert bound is not None
-        what = f"{self.filtered_in_a_row:,} groups in a row were given back because of {by} (rewards seen: {self._seen()})"
+        what = (
+            f"{self.filtered_in_a_row:,} groups in a row were given back because of {by} (rewards"
+            f" seen: {self._seen()})"
+        )
         if self.filtered_in_a_row == bound and not self.open_ended:
-            wanted = "look at the reward and at how hard the tasks are, or raise train.filtered_groups"
+            wanted = (
+                "look at the reward and at how hard the tasks are, or raise train.filtered_groups"
+            )
             raise UserError(f"{what}, so there is nothing to train on: {wanted}")
         if self.filtered_in_a_row in {max(1, bound // part) for part in WARNINGS}:
-            end = "" if self.open_ended else f"; after {bound:,} the run ends (train.filtered_groups)"
+            end = (
+                "" if self.open_ended else f"; after {bound:,} the run ends (train.filtered_groups)"
+            )
             self.message(f"{what}{end}")
 
     def _remember(self, rewards: list[float]) -> None:

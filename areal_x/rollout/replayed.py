@@ -1,4 +1,5 @@
-"""A journal in the place of the rollout: the groups that a run consumed, in its order, without any engine."""
+"""A journal in the place of the rollout: the groups that a run consumed, in its order, without any
+engine."""
 
 from __future__ import annotations
 
@@ -12,7 +13,8 @@ from areal_x.types import Group
 
 
 class Replayed:
-    """What the ring asks of a `Rollout`, of which nothing is left to do but to give the groups of one step after the other."""
+    """What the ring asks of a `Rollout`, of which nothing is left to do but to give the groups of
+    one step after the other."""
 
     def __init__(self, recorded: Journal, steps: Sequence[int]) -> None:
         self._recorded = recorded

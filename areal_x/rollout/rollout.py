@@ -1,7 +1,9 @@
-"""The rollout on a thread of its own, so that generation goes on while the caller trains: the shell around runner and engine.
+"""The rollout on a thread of its own, so that generation goes on while the caller trains: the shell
+around runner and engine.
 
-The thread's event loop owns engine, workflow and runner; the caller's thread (a script's, or a notebook's, where a loop may
-already run) sees only the blocking methods of `Rollout`. Ctrl-C interrupts each of them and loses nothing.
+The thread's event loop owns engine, workflow and runner; the caller's thread (a script's, or a
+notebook's, where a loop may already run) sees only the blocking methods of `Rollout`. Ctrl-C
+interrupts each of them and loses nothing.
 """
 
 from __future__ import annotations
@@ -32,8 +34,9 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Published:
-    """Seconds that handing over a version took: copying the weights, and how long generation stood still for the swap (with
-    rolling swaps: the longest that one server did). bytes: that were staged in files, 0 where none were."""
+    """Seconds that handing over a version took: copying the weights, and how long generation stood
+    still for the swap (with rolling swaps: the longest that one server did). bytes: that were
+    staged in files, 0 where none were."""
 
     staged_seconds: float
     paused_seconds: float
@@ -51,8 +54,8 @@ class Rollout:
                 ...                           # one step of the trainer
                 rollout.publish(trainer)
 
-    runner: with a workflow that is already set up for the tokenizer. evaluation: what `evaluate` runs, by default the runner's
-    workflow, greedily.
+    runner: with a workflow that is already set up for the tokenizer. evaluation: what `evaluate`
+    runs, by default the runner's workflow, greedily.
     """
 
     def __init__(self, runner: Runner, evaluation: Workflow | None = None) -> None:
@@ -83,7 +86,9 @@ class Rollout:
         self.resumed = resumed
         loop = self._loop = asyncio.new_event_loop()
         background.watch(loop, self._failed)
-        self._thread = background.thread(serve, loop, what="the rollout's thread", failed=self._failed, name="rollout")
+        self._thread = background.thread(
+            serve, loop, what="the rollout's thread", failed=self._failed, name="rollout"
+        )
         try:
             with waiting("the run", "the engine to start"):
                 self._call(self.engine.start())
@@ -92,11 +97,15 @@ class Rollout:
             raise
 
     def publish(self, trainer: Trainer, version: int | None = None) -> Published:
-        """Gives the engine the trainer's weights, while it generates but for the swap itself, and frees the slots of the groups
-        that made them. The first call begins the rollout. version: of these weights, by default the trainer's."""
+        """Gives the engine the trainer's weights, while it generates but for the swap itself, and
+        frees the slots of the groups that made them. The first call begins the rollout. version: of
+        these weights, by default the trainer's."""
         version = trainer.version if version is None else version
         began = time.perf_counter()
-        with timeline.span("stage", version=version), waiting("the trainer", f"the weights of version {version} to be staged"):
+        with (
+            timeline.span("stage", version=version),
+            waiting("the trainer", f"the weights of version {version} to be staged"),
+        ):
             staged = self.engine.stage(trainer, version)
         staged_seconds = time.perf_counter() - began
         with waiting("the trainer", f"the engine to take version {version}"):
@@ -114,8 +123,8 @@ class Rollout:
     def take(self) -> list[Group]:
         """The groups of the next step, in the order of consumption. Blocks until there are enough.
 
-        Raises what ended the rollout: EngineError, or UserError when nothing can be scored. An interrupted call loses nothing:
-        the next one returns the same groups.
+        Raises what ended the rollout: EngineError, or UserError when nothing can be scored. An
+        interrupted call loses nothing: the next one returns the same groups.
         """
         runner = self.runner
         step, idle = runner.queue.step + 1, is_open_ended(runner.workflow)
@@ -132,9 +141,9 @@ class Rollout:
             return self._call(self.runner.evaluate(tasks, self.evaluation))
 
     def state(self) -> dict[str, Any]:
-        """{"position", "next_ticket", "unfinished": [[ticket, position], …]}, and "workflow" where that has a state of its own:
-        a `Resumed` of it goes on exactly here and runs again the groups that were admitted and not taken. For a checkpoint,
-        between `publish` and `take`."""
+        """{"position", "next_ticket", "unfinished": [[ticket, position], …]}, and "workflow" where
+        that has a state of its own: a `Resumed` of it goes on exactly here and runs again the
+        groups that were admitted and not taken. For a checkpoint, between `publish` and `take`."""
         return self._look(self.runner.state)
 
     def stats(self) -> RolloutStats:
@@ -142,7 +151,8 @@ class Rollout:
         return self._look(self.runner.stats) if self._loop is not None else self.runner.stats()
 
     def close(self) -> None:
-        """Ends the rollout, the workflow's processes and the engine. Safe to call twice and after a failed start."""
+        """Ends the rollout, the workflow's processes and the engine. Safe to call twice and after a
+        failed start."""
         if self._loop is None or self._thread is None:
             return
         with waiting("the run", "the rollout to end"):
@@ -156,19 +166,27 @@ class Rollout:
     async def swap(self, staged: Any, version: int) -> float:
         """What `publish` does on the rollout's loop: the seconds that generation stood still."""
         if self._running is not None:
-            with waiting("the publication", f"the groups that were admitted before version {version}", self.runner.doing):
+            with waiting(
+                "the publication",
+                f"the groups that were admitted before version {version}",
+                self.runner.doing,
+            ):
                 await self.runner.settled()
         paused = await self.engine.swap(staged)
         if self._running is None:
             self.runner.begin(version, self.resumed)
-            self._running = background.start(self.runner.run(), "the rollout", failed=lambda _: None)  # whoever takes is told
+            # whoever takes is told
+            self._running = background.start(
+                self.runner.run(), "the rollout", failed=lambda _: None
+            )
         else:
             self.runner.published(version)
         return paused
 
     async def end(self) -> None:
         """What `close` does on the rollout's loop."""
-        async with AsyncExitStack() as closing:  # each is closed whatever becomes of the one before it
+        # each is closed whatever becomes of the one before it
+        async with AsyncExitStack() as closing:
             closing.push_async_callback(self.engine.close)
             for workflow in self._workflows:
                 closing.push_async_callback(workflow.close)
@@ -218,7 +236,8 @@ class Rollout:
             raise self._failure from self._failure.__cause__
 
     def _failed(self, error: BaseException) -> None:
-        """Something beside the calls ended with this: whatever is called, now or later, raises it."""
+        """Something beside the calls ended with this: whatever is called, now or later, raises
+        it."""
         self._failure = self._failure or error
         self.runner.fail(error)
         for future in list(self._calls):

@@ -1,4 +1,5 @@
-"""Keeps the engine full of episodes and the queue full of groups. One event loop; nothing here blocks it.
+"""Keeps the engine full of episodes and the queue full of groups. One event loop; nothing here
+blocks it.
 
 stream ──task──▶ a ticket of the queue ──▶ group_size episodes at once ──▶ group ──▶ queue
                                                                              └─ filtered, or none scored: given back
@@ -39,8 +40,9 @@ TRAINING, EVALUATION = 0, 1  # first in a seed's key, so that no evaluation repe
 
 @dataclass(frozen=True)
 class RolloutStats:
-    """Since the start. depth: groups that wait for the trainer. errors: the first few different ones, how often each came.
-    left_out: times that a task whose prompt is too long was passed by."""
+    """Since the start. depth: groups that wait for the trainer. errors: the first few different
+    ones, how often each came. left_out: times that a task whose prompt is too long was passed by.
+    """
 
     scored: int = 0
     failed: int = 0
@@ -55,8 +57,9 @@ class RolloutStats:
 
 @dataclass
 class EpisodeEngine:
-    """One episode's view of the engine: fixes each call's seed by (key, call), so that a repeated episode draws the same, and
-    tells the runner whether this episode wants a place in the engine (it does before its first call and during each)."""
+    """One episode's view of the engine: fixes each call's seed by (key, call), so that a repeated
+    episode draws the same, and tells the runner whether this episode wants a place in the engine
+    (it does before its first call and during each)."""
 
     engine: Engine
     key: tuple[int, ...]
@@ -87,7 +90,11 @@ class EpisodeEngine:
             with (
                 timeline.span("generate", **self.about, call=self.calls) as span,
                 on_behalf_of(self.whose),
-                waiting(self.whose, "the engine", f"call {self.calls}, a prompt of {len(request.tokens)} tokens"),
+                waiting(
+                    self.whose,
+                    "the engine",
+                    f"call {self.calls}, a prompt of {len(request.tokens)} tokens",
+                ),
             ):
                 completion = await pace.generate(key, request)
                 span.note(tokens=len(completion.tokens), version=int(self.engine.version))
@@ -114,12 +121,13 @@ def seed_of(*key: int) -> int:
 class Runner:
     """Runs groups from the stream while the queue has slots and the engine has room.
 
-    group_size: episodes a task. episode_seconds: longest time of one. filters: a group is kept when all say so.
-    failed_groups, filtered_groups: after how many groups in a row that failed, or that filters gave back, the run ends (see
-    Patience). greedy: also answer each task once greedily, for the group's greedy_reward. row_length, together: see
-    `check_fit`. screen: which tasks' prompts are too long. recorder: told what becomes of each group, as the run's journal
-    is. message: shows a sentence to the user. deterministic: whether admission, waves of requests and publications depend on
-    counts alone (areal_x.rollout.pacing).
+    group_size: episodes a task. episode_seconds: longest time of one. filters: a group is kept when
+    all say so. failed_groups, filtered_groups: after how many groups in a row that failed, or that
+    filters gave back, the run ends (see Patience). greedy: also answer each task once greedily, for
+    the group's greedy_reward. row_length, together: see `check_fit`. screen: which tasks' prompts
+    are too long. recorder: told what becomes of each group, as the run's journal is. message: shows
+    a sentence to the user. deterministic: whether admission, waves of requests and publications
+    depend on counts alone (areal_x.rollout.pacing).
     """
 
     def __init__(
@@ -149,7 +157,11 @@ class Runner:
         self.group_size, self.seed, self.episode_seconds = group_size, seed, episode_seconds
         self.filters = tuple(filters)
         self.patience = Patience(
-            failed_groups, filtered_groups, queue.groups_per_step, is_open_ended(workflow), message or (lambda _: None)
+            failed_groups,
+            filtered_groups,
+            queue.groups_per_step,
+            is_open_ended(workflow),
+            message or (lambda _: None),
         )
         self.greedy = baseline_of(workflow) if greedy else None
         self.row_length, self.together, self.screen = row_length, together, screen
@@ -166,32 +178,45 @@ class Runner:
         self._ended: BaseException | None = None
 
     def begin(self, version: int, resumed: Resumed | None = None) -> None:
-        """From the weights of `version`, and from where `resumed` says: its unfinished groups are run again first, with the
-        tickets (and so the seeds) that they had."""
+        """From the weights of `version`, and from where `resumed` says: its unfinished groups are
+        run again first, with the tickets (and so the seeds) that they had."""
         resumed = resumed or Resumed()
         self.stream.position = resumed.position
         if resumed.workflow is not None:
             self.workflow.restore(resumed.workflow)
-        self._positions = {**resumed.unfinished, **{group.ticket: position for position, group in resumed.finished}}
+        self._positions = {
+            **resumed.unfinished,
+            **{group.ticket: position for position, group in resumed.finished},
+        }
         finished = [group for _, group in resumed.finished]
-        self.queue.begin(version, resumed.next_ticket, list(resumed.unfinished), finished, resumed.order)
+        self.queue.begin(
+            version, resumed.next_ticket, list(resumed.unfinished), finished, resumed.order
+        )
 
     def state(self) -> dict[str, Any]:
-        """Everything needed to go on without losing or repeating a task, as JSON can hold it: `Resumed`'s, what is finished
-        to be run again, and the workflow's own where it has one."""
+        """Everything needed to go on without losing or repeating a task, as JSON can hold it:
+        `Resumed`'s, what is finished to be run again, and the workflow's own where it has one."""
         pending = [[ticket, self._positions[ticket]] for ticket in self.queue.pending()]
-        state = {"position": self.stream.position, "next_ticket": self.queue.next_ticket, "unfinished": pending}
+        state = {
+            "position": self.stream.position,
+            "next_ticket": self.queue.next_ticket,
+            "unfinished": pending,
+        }
         kept = self.workflow.state()
         return state if kept is None else {**state, "workflow": kept}
 
     async def run(self) -> None:
-        """Admits and runs groups until it is cancelled. Raises what ended it: EngineError, UserError, a filter's bug."""
+        """Admits and runs groups until it is cancelled. Raises what ended it: EngineError,
+        UserError, a filter's bug."""
         try:
             async with asyncio.TaskGroup() as groups:
                 while True:
                     if self.screen is not None:
                         await self.screen.pass_by(self.stream)
-                    while not self._pace.has_room(self._wanted) or (ticket := self.queue.admit()) is None:
+                    while (
+                        not self._pace.has_room(self._wanted)
+                        or (ticket := self.queue.admit()) is None
+                    ):
                         self._pace.release()
                         with waiting("the rollout", "room for another group", idle=True):
                             await self._change()
@@ -231,7 +256,9 @@ class Runner:
     async def settled(self) -> None:
         """Until other weights may become current. Raises what ended `run`."""
         while self._ended is None and self._pace.between_publications:
-            if not self.queue.unfinished and not (self._pace.has_room(self._wanted) and self.queue.admits):
+            if not self.queue.unfinished and not (
+                self._pace.has_room(self._wanted) and self.queue.admits
+            ):
                 return
             await self._change()
         if self._ended is not None:
@@ -243,16 +270,24 @@ class Runner:
         self._notify()
 
     async def evaluate(self, tasks: Sequence[Task], workflow: Workflow) -> list[Episode]:
-        """One episode a task, beside the training ones; as many at once as the engine likes to have."""
+        """One episode a task, beside the training ones; as many at once as the engine likes to
+        have."""
         places = asyncio.Semaphore(self._pace.places(len(tasks)))
 
         async def one(index: int, task: Task) -> Episode:
             async with places:
                 about = {"evaluation": index}
-                key, whose = (self.seed, EVALUATION, index), f"evaluation episode {index} (task {task.id})"
-                view = EpisodeEngine(self.engine, key, _nothing, _nothing, about=about, pace=self._pace, whose=whose)
+                key, whose = (
+                    (self.seed, EVALUATION, index),
+                    f"evaluation episode {index} (task {task.id})",
+                )
+                view = EpisodeEngine(
+                    self.engine, key, _nothing, _nothing, about=about, pace=self._pace, whose=whose
+                )
                 with on_behalf_of(whose):
-                    episode = await run_episode(workflow, task, view, self.episode_seconds, self.row_length, self.together)
+                    episode = await run_episode(
+                        workflow, task, view, self.episode_seconds, self.row_length, self.together
+                    )
             self._pace.ended()
             del self._evaluated[index]
             return episode
@@ -261,19 +296,27 @@ class Runner:
         self._evaluated = {index: task.id for index, task in enumerate(tasks)}
         try:
             async with asyncio.TaskGroup() as episodes:
-                running = [episodes.create_task(one(index, task)) for index, task in enumerate(tasks)]
+                running = [
+                    episodes.create_task(one(index, task)) for index, task in enumerate(tasks)
+                ]
         except BaseExceptionGroup as errors:
             raise first_of(errors) from None
         return [episode.result() for episode in running]
 
     def doing(self) -> str:
         """What the next step's groups wait for, for messages: any thread may ask."""
-        live, finished = list(self._live), f"{self.queue.depth} of {self.queue.groups_per_step} are finished"
+        live, finished = (
+            list(self._live),
+            f"{self.queue.depth} of {self.queue.groups_per_step} are finished",
+        )
         if not live:
             return f"{finished}; no other is in flight"
         oldest = min(live)
         task = self.stream.task_at(self._positions[oldest])
-        return f"{finished}; the oldest in flight is group {oldest} (task {task.id}): {doing(group_name(oldest))}"
+        return (
+            f"{finished}; the oldest in flight is group {oldest} (task {task.id}):"
+            f" {doing(group_name(oldest))}"
+        )
 
     def evaluating(self) -> str:
         """What an evaluation waits for, for messages."""
@@ -296,7 +339,10 @@ class Runner:
 
     async def _group(self, group: Group) -> None:
         async with asyncio.TaskGroup() as episodes:
-            running = [episodes.create_task(self._episode(group, index, self.workflow)) for index in range(self.group_size)]
+            running = [
+                episodes.create_task(self._episode(group, index, self.workflow))
+                for index in range(self.group_size)
+            ]
             if self.greedy is not None:
                 greedy = episodes.create_task(self._episode(group, self.group_size, self.greedy))
         group = replace(group, episodes=tuple(episode.result() for episode in running))
@@ -311,7 +357,9 @@ class Runner:
             if group.scored:
                 self.patience.filtered(group, given_back_by)
             else:
-                self.patience.failed(error_of(group.episodes[0].outcome), ever_scored=self._counts[Scored] > 0)
+                self.patience.failed(
+                    error_of(group.episodes[0].outcome), ever_scored=self._counts[Scored] > 0
+                )
             self.recorder.given_back(group)
             self.queue.give_back(group.ticket)
             del self._positions[group.ticket]
@@ -320,24 +368,36 @@ class Runner:
         self._notify()
 
     async def _episode(self, group: Group, index: int, workflow: Workflow) -> Episode:
-        about, key = {"ticket": group.ticket, "index": index}, (self.seed, TRAINING, group.ticket, index)
+        about, key = (
+            {"ticket": group.ticket, "index": index},
+            (self.seed, TRAINING, group.ticket, index),
+        )
         whose = f"{group_name(group.ticket)}episode {index} (task {group.task.id})"
-        view = EpisodeEngine(self.engine, key, self._want, self._generated, about=about, pace=self._pace, whose=whose)
+        view = EpisodeEngine(
+            self.engine, key, self._want, self._generated, about=about, pace=self._pace, whose=whose
+        )
         try:
-            with on_behalf_of(whose), timeline.span("episode", **about, admitted_version=group.admitted_version) as span:
+            with (
+                on_behalf_of(whose),
+                timeline.span("episode", **about, admitted_version=group.admitted_version) as span,
+            ):
                 seconds = None if is_open_ended(workflow) else self.episode_seconds
-                episode = await run_episode(workflow, group.task, view, seconds, self.row_length, self.together)
+                episode = await run_episode(
+                    workflow, group.task, view, seconds, self.row_length, self.together
+                )
                 span.note(outcome=type(episode.outcome).__name__)
         finally:
             view.want(-view.wanting)
         self._live[group.ticket] -= 1
-        if self._live[group.ticket]:  # the last one's group is not over before it is finished or given back
+        # the last one's group is not over before it is finished or given back
+        if self._live[group.ticket]:
             self._pace.ended()
         self._counts[type(episode.outcome)] += 1
         return self._noted(episode)
 
     def _noted(self, episode: Episode) -> Episode:
-        """Counts the error of an episode that has one; its traceback is kept with the first of the first few different ones."""
+        """Counts the error of an episode that has one; its traceback is kept with the first of the
+        first few different ones."""
         text = error_of(episode.outcome)
         if text is None:
             return episode
@@ -368,7 +428,8 @@ class Runner:
         self._changed.set()
 
     async def _change(self) -> None:
-        """Until something that a waiter may wait for has changed. All waiters wake; each looks for itself."""
+        """Until something that a waiter may wait for has changed. All waiters wake; each looks for
+        itself."""
         self._changed.clear()
         await self._changed.wait()
 

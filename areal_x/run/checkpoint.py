@@ -1,7 +1,8 @@
-"""Checkpoints that are whole or absent: `checkpoints/<step>/` with state.json and, written last, a manifest of digests.
+"""Checkpoints that are whole or absent: `checkpoints/<step>/` with state.json and, written last, a
+manifest of digests.
 
-A checkpoint is written beside its place, flushed to the disk and renamed there, so a crash at any moment leaves the earlier
-ones as they were. Reading verifies every digest.
+A checkpoint is written beside its place, flushed to the disk and renamed there, so a crash at any
+moment leaves the earlier ones as they were. Reading verifies every digest.
 """
 
 from __future__ import annotations
@@ -25,13 +26,14 @@ MANIFEST, STATE = "manifest.json", "state.json"
 UNFINISHED = ".unfinished-"  # the start of the name of what is not yet, or no longer, a checkpoint
 
 
-Wait = Callable[[], None]  # until what goes on in the background is done; raises what went wrong there
+# until what goes on in the background is done; raises what went wrong there
+Wait = Callable[[], None]
 Write = Callable[[Path], Wait | None]  # fills the directory it is given, or begins to
 
 
 class Saver:
-    """Saves the checkpoints of a run. What is written in the background is completed on a thread while the run goes on, one
-    checkpoint at a time; leaving the context waits for it.
+    """Saves the checkpoints of a run. What is written in the background is completed on a thread
+    while the run goes on, one checkpoint at a time; leaving the context waits for it.
 
     keep: of the newest, how many stay. report: told when a checkpoint is whole.
     """
@@ -49,8 +51,8 @@ class Saver:
             self.wait()
 
     def save(self, step: int, write: Write, state: Mapping[str, Any]) -> None:
-        """See `checkpoint.save`; the checkpoint is whole when this returns, unless `write` left something to the background.
-        Raises: what went wrong with the checkpoint before, too."""
+        """See `checkpoint.save`; the checkpoint is whole when this returns, unless `write` left
+        something to the background. Raises: what went wrong with the checkpoint before, too."""
         self.wait()
         with waiting("the run", f"the checkpoint of step {step} to be written"):
             begun = begin(self._run, step, write)
@@ -73,7 +75,8 @@ class Saver:
 
 @dataclass(frozen=True)
 class Begun:
-    """A checkpoint that is being written. wait: for what is written in the background, None where all is there."""
+    """A checkpoint that is being written. wait: for what is written in the background, None where
+    all is there."""
 
     run: Path
     step: int
@@ -91,8 +94,8 @@ class Begun:
 def save(run: Path, step: int, write: Write, state: Mapping[str, Any], keep: int = 2) -> Path:
     """Writes checkpoints/<step> and deletes all but the `keep` newest up to it.
 
-    state: what JSON can hold (cursors, random state, version).
-    Raises: UserError when the disk is full; whatever `write` raises. Either way the earlier checkpoints are untouched.
+    state: what JSON can hold (cursors, random state, version). Raises: UserError when the disk is
+    full; whatever `write` raises. Either way the earlier checkpoints are untouched.
     """
     return complete(begin(run, step, write), state, keep)
 
@@ -116,8 +119,16 @@ def complete(begun: Begun, state: Mapping[str, Any], keep: int) -> Path:
             begun.wait()
         (unfinished / STATE).write_text(json.dumps(dict(state)), encoding="utf-8")
         files = sorted(p for p in unfinished.rglob("*") if p.is_file())
-        manifest = {str(p.relative_to(unfinished)): {"sha256": _flush_and_digest(p), "bytes": p.stat().st_size} for p in files}
-        (unfinished / MANIFEST).write_text(json.dumps({"step": begun.step, "files": manifest}, indent=1), encoding="utf-8")
+        manifest = {
+            str(p.relative_to(unfinished)): {
+                "sha256": _flush_and_digest(p),
+                "bytes": p.stat().st_size,
+            }
+            for p in files
+        }
+        (unfinished / MANIFEST).write_text(
+            json.dumps({"step": begun.step, "files": manifest}, indent=1), encoding="utf-8"
+        )
         _flush_and_digest(unfinished / MANIFEST)
         for directory in (unfinished, *(p for p in unfinished.rglob("*") if p.is_dir())):
             flush_directory(directory)
@@ -142,14 +153,16 @@ def _whole_or_absent(begun: Begun) -> Iterator[None]:
         shutil.rmtree(begun.unfinished, ignore_errors=True)
         if is_disk_full(error):
             raise UserError(
-                f"the checkpoint of step {begun.step} could not be saved because the disk of {begun.place.parent} is full "
-                f"(it had {needed / 1e6:.1f} MB when it stopped): the earlier checkpoints are whole; make room and use --resume"
+                f"the checkpoint of step {begun.step} could not be saved because the disk of"
+                f" {begun.place.parent} is full (it had {needed / 1e6:.1f} MB when it stopped): the"
+                " earlier checkpoints are whole; make room and use --resume"
             ) from error
         raise
 
 
 def newest(run: Path, say: Callable[[str], None] = print) -> tuple[int, Path, dict[str, Any]]:
-    """The step, directory and state of the newest checkpoint whose digests hold; says which damaged ones it passed over.
+    """The step, directory and state of the newest checkpoint whose digests hold; says which damaged
+    ones it passed over.
 
     Raises: UserError when no whole checkpoint is left.
     """
@@ -169,7 +182,9 @@ def newest(run: Path, say: Callable[[str], None] = print) -> tuple[int, Path, di
 
 def steps(run: Path) -> list[int]:
     """The steps that have a checkpoint, rising."""
-    return sorted(int(p.name) for p in (run / "checkpoints").glob("*") if p.name.isdecimal() and p.is_dir())
+    return sorted(
+        int(p.name) for p in (run / "checkpoints").glob("*") if p.name.isdecimal() and p.is_dir()
+    )
 
 
 def find_damage(path: Path) -> str:
@@ -205,7 +220,9 @@ def is_disk_full(error: BaseException) -> bool:
     full = (errno.ENOSPC, errno.EDQUOT)
     if isinstance(error, OSError) and error.errno is not None:
         return error.errno in full
-    return any(f"os error {number}" in str(error) for number in full) or os.strerror(errno.ENOSPC) in str(error)
+    return any(f"os error {number}" in str(error) for number in full) or os.strerror(
+        errno.ENOSPC
+    ) in str(error)
 
 
 def _digest(file: Path) -> str:

@@ -1,7 +1,8 @@
 """A group as bytes: a description in JSON, compressed, then the arrays one after the other.
 
-Of tokens and log-probabilities a general compressor leaves hardly less than their bytes that are not 0, and takes most of a
-core for it. So masks and versions are written as runs, other whole numbers in as few bytes as they need, the rest as it is.
+Of tokens and log-probabilities a general compressor leaves hardly less than their bytes that are
+not 0, and takes most of a core for it. So masks and versions are written as runs, other whole
+numbers in as few bytes as they need, the rest as it is.
 """
 
 from __future__ import annotations
@@ -16,10 +17,21 @@ from typing import Any
 
 import numpy as np
 
-from areal_x.types import Episode, Failed, Group, Images, Outcome, Scored, Task, TimedOut, Trajectory
+from areal_x.types import (
+    Episode,
+    Failed,
+    Group,
+    Images,
+    Outcome,
+    Scored,
+    Task,
+    TimedOut,
+    Trajectory,
+)
 
 OUTCOMES: dict[str, type[Outcome]] = {"scored": Scored, "failed": Failed, "timed_out": TimedOut}
-ARRAYS = ("tokens", "mask", "logprobs", "versions", "token_rewards", "experts", "credit")  # of a trajectory
+# of a trajectory
+ARRAYS = ("tokens", "mask", "logprobs", "versions", "token_rewards", "experts", "credit")
 RUN = 16  # bytes that a run takes, about
 SIZE = 4  # bytes of the number that says how long the description before the arrays is
 
@@ -40,7 +52,8 @@ def encode(group: Group) -> bytes:
         there = [x for x in arrays if x is not None]
         return [[x is not None for x in arrays], put(np.concatenate(there)) if there else None]
 
-    written_by: dict[int, int] = {}  # whose images they were first, as those of a group are mostly the same ones
+    # whose images they were first, as those of a group are mostly the same ones
+    written_by: dict[int, int] = {}
 
     def seen(i: int, images: Images | None) -> dict[str, Any] | int | None:
         if images is None or written_by.setdefault(id(images), i) != i:
@@ -54,7 +67,10 @@ def encode(group: Group) -> bytes:
 
     head = {
         "episodes": [[ended(e.outcome), len(e.trajectories)] for e in group.episodes],
-        "trajectories": [[len(t), t.reward, t.finish_reason, seen(i, t.images)] for i, t in enumerate(trajectories)],
+        "trajectories": [
+            [len(t), t.reward, t.finish_reason, seen(i, t.images)]
+            for i, t in enumerate(trajectories)
+        ],
         "arrays": {name: joined(name) for name in ARRAYS},
         "greedy_reward": group.greedy_reward,
     }
@@ -84,17 +100,28 @@ def decode(content: bytes, task: Task, ticket: int, admitted_version: int) -> Gr
 
     images: list[Images | None] = []
     for *_, x in head["trajectories"]:
-        images.append(images[x] if isinstance(x, int) else x and Images(**{name: get(y) for name, y in x.items()}))
-    nobody = [[False] * len(lengths)]  # what a journal does not name was not there when it was written
+        images.append(
+            images[x]
+            if isinstance(x, int)
+            else x and Images(**{name: get(y) for name, y in x.items()})
+        )
+    # what a journal does not name was not there when it was written
+    nobody = [[False] * len(lengths)]
     arrays = {name: split(*head["arrays"].get(name, nobody)) for name in ARRAYS}
     trajectories = iter(
         [
-            Trajectory(**{name: arrays[name][i] for name in ARRAYS}, reward=reward, finish_reason=reason, images=images[i])
+            Trajectory(
+                **{name: arrays[name][i] for name in ARRAYS},
+                reward=reward,
+                finish_reason=reason,
+                images=images[i],
+            )
             for i, (_, reward, reason, _) in enumerate(head["trajectories"])
         ]
     )
     episodes = tuple(
-        Episode(OUTCOMES[kind](**said), tuple(islice(trajectories, count))) for (kind, said), count in head["episodes"]
+        Episode(OUTCOMES[kind](**said), tuple(islice(trajectories, count)))
+        for (kind, said), count in head["episodes"]
     )
     return Group(task, ticket, admitted_version, episodes, head["greedy_reward"])
 
@@ -106,13 +133,21 @@ def written(x: np.ndarray) -> tuple[list[Any], bytes]:
         flat = x.reshape(-1).view(np.uint8) if x.dtype.kind == "b" else x.reshape(-1)
         ends = np.flatnonzero(flat[1:] != flat[:-1])
         if len(ends) * RUN <= flat.size:
-            return [dtype, shape, "runs", [*(ends + 1).tolist(), len(flat)], flat[[*ends, -1]].tolist()], b""
+            return [
+                dtype,
+                shape,
+                "runs",
+                [*(ends + 1).tolist(), len(flat)],
+                flat[[*ends, -1]].tolist(),
+            ], b""
         low = flat.min()
         if (bits := (int(flat.max()) - int(low)).bit_length()) <= 24 and x.itemsize * 8 > bits:
             above = flat.astype("<u4") - low.astype("<u4")
             parts = [above.astype("<u2"), above >> 16] if bits > 16 else [above]
             parts[-1] = parts[-1].astype("<u2" if 8 < bits <= 16 else "<u1")
-            return [dtype, shape, "above", int(low), [part.dtype.str for part in parts]], b"".join(x.tobytes() for x in parts)
+            return [dtype, shape, "above", int(low), [part.dtype.str for part in parts]], b"".join(
+                x.tobytes() for x in parts
+            )
     return [dtype, shape, "plain"], x.astype(dtype).tobytes()
 
 

@@ -1,11 +1,13 @@
-"""What a run drew and consumed, durably: from it a killed run goes on having lost and repeated nothing, and runs are replayed.
+"""What a run drew and consumed, durably: from it a killed run goes on having lost and repeated
+nothing, and runs are replayed.
 
     runner ──admitted, finished, given back, consumed──▶ a thread ──one transaction after the other──▶ journal.sqlite
 
-Every call returns at once; the thread writes the entries in their order, so that whenever the process is killed the file holds
-all of them up to some moment shortly before. `flush` waits until they are written, `sync` until they are on the disk: a
-checkpoint is written only after what it depends on. Where a loss of power took the end of the journal all the same, the
-checkpoint's own state stands in for it (`Journal.resumed`).
+Every call returns at once; the thread writes the entries in their order, so that whenever the
+process is killed the file holds all of them up to some moment shortly before. `flush` waits until
+they are written, `sync` until they are on the disk: a checkpoint is written only after what it
+depends on. Where a loss of power took the end of the journal all the same, the checkpoint's own
+state stands in for it (`Journal.resumed`).
 """
 
 from __future__ import annotations
@@ -44,7 +46,8 @@ ADMIT = "INSERT OR REPLACE INTO groups VALUES (?, ?, ?, ?, ?, NULL)"
 END = "UPDATE groups SET status = ?, content = ? WHERE ticket = ?"
 CONSUME = "INSERT OR REPLACE INTO consumed VALUES (?, ?, ?)"
 LOCKED_SECONDS = 30.0  # that a write waits for another program which holds the file
-GATHER_SECONDS = 0.25  # a transaction costs as much as writing several groups, so that what follows shortly shares it
+# a transaction costs as much as writing several groups, so that what follows shortly shares it
+GATHER_SECONDS = 0.25
 TaskAt = Callable[[int], Task]  # the task of a position of the stream
 
 
@@ -53,8 +56,8 @@ TaskAt = Callable[[int], Task]  # the task of a position of the stream
 class JournalConfig:
     """How much of a run its journal keeps.
 
-    keep_steps: of so many steps before the newest checkpoint the groups stay there to be looked at and replayed; what a resumed
-    run needs stays in any case. 0 keeps all: 5 to 7 bytes a token.
+    keep_steps: of so many steps before the newest checkpoint the groups stay there to be looked at
+    and replayed; what a resumed run needs stays in any case. 0 keeps all: 5 to 7 bytes a token.
     """
 
     keep_steps: int = 1000
@@ -67,9 +70,10 @@ class JournalConfig:
 class Resumed:
     """Where a rollout goes on.
 
-    position: of the dataset's next task. next_ticket: of the next group. unfinished: the position of each ticket that is to be
-    run again. finished: the groups that wait to be consumed, each with its position. order: the tickets of the next steps,
-    where they are known, as a run that went on from here before consumed them. workflow: its own state, None where it has none.
+    position: of the dataset's next task. next_ticket: of the next group. unfinished: the position
+    of each ticket that is to be run again. finished: the groups that wait to be consumed, each with
+    its position. order: the tickets of the next steps, where they are known, as a run that went on
+    from here before consumed them. workflow: its own state, None where it has none.
     """
 
     position: int = 0
@@ -105,11 +109,12 @@ class Unrecorded:
 
 
 class Journal:
-    """The journal of a run's directory, to be written and read. A context manager: leaving it writes what is left.
+    """The journal of a run's directory, to be written and read. A context manager: leaving it
+    writes what is left.
 
-    Raises: UserError for a file that is no journal; and, from any call after it, when the file could not be written. Nothing is
-    written after a transaction that failed, so that the file never has a gap: a resumed run goes on from what is there. A
-    journal that may only be read is read.
+    Raises: UserError for a file that is no journal; and, from any call after it, when the file
+    could not be written. Nothing is written after a transaction that failed, so that the file never
+    has a gap: a resumed run goes on from what is there. A journal that may only be read is read.
     """
 
     def __init__(self, run: Path, keep_steps: int = 0) -> None:
@@ -118,7 +123,9 @@ class Journal:
         self._urgent = threading.Event()
         self._error: BaseException | None = None
         self._writing = self._connect()  # the thread's
-        self._thread = background.thread(self._write, what="the journal's thread", failed=self._failed, name="journal")
+        self._thread = background.thread(
+            self._write, what="the journal's thread", failed=self._failed, name="journal"
+        )
 
     def __enter__(self) -> Journal:
         return self
@@ -132,7 +139,8 @@ class Journal:
     # ---- what a run says
 
     def admitted(self, group: Group, position: int) -> None:
-        """The group took a slot for the task at this position of the stream, the first time or again."""
+        """The group took a slot for the task at this position of the stream, the first time or
+        again."""
         self._say(ADMIT, (group.ticket, position, group.task.id, group.admitted_version, ADMITTED))
 
     def finished(self, group: Group) -> None:
@@ -142,7 +150,14 @@ class Journal:
     def given_back(self, group: Group) -> None:
         """The group is not trained on. Its outcomes are kept, its tokens are not."""
         outcomes = tuple(Episode(episode.outcome) for episode in group.episodes)
-        self._say(END, (GIVEN_BACK, Group(group.task, group.ticket, group.admitted_version, outcomes), group.ticket))
+        self._say(
+            END,
+            (
+                GIVEN_BACK,
+                Group(group.task, group.ticket, group.admitted_version, outcomes),
+                group.ticket,
+            ),
+        )
 
     def consumed(self, step: int, groups: Sequence[Group]) -> None:
         """The step that makes this version trains on these groups, in this order."""
@@ -150,7 +165,8 @@ class Journal:
             self._say(CONSUME, (step, place, group.ticket))
 
     def prune(self, oldest_checkpoint: int, step: int) -> None:
-        """Forgets the groups that `keep_steps` before `step`, and a run resumed from the oldest checkpoint, do without."""
+        """Forgets the groups that `keep_steps` before `step`, and a run resumed from the oldest
+        checkpoint, do without."""
         if self.keep_steps:
             last = min(oldest_checkpoint, step - self.keep_steps)
             # The newest ticket stays: it tells where tickets and positions go on.
@@ -182,90 +198,119 @@ class Journal:
     ) -> Resumed | None:
         """Where the rollout goes on from the checkpoint of `step`; None where nothing is known.
 
-        task_at: gives the task of a position. What was consumed after the checkpoint is consumed again, in the same order, as
-        long as steps are of the same size. before: forgets tickets from this one on, and so where they were consumed.
-        saved: the `Rollout.state` of the checkpoint, which holds where the end of the journal, or all of it, is missing: what
-        was trained on by then is not trained on again, and what was drawn keeps its ticket.
+        task_at: gives the task of a position. What was consumed after the checkpoint is consumed
+        again, in the same order, as long as steps are of the same size. before: forgets tickets
+        from this one on, and so where they were consumed. saved: the `Rollout.state` of the
+        checkpoint, which holds where the end of the journal, or all of it, is missing: what was
+        trained on by then is not trained on again, and what was drawn keeps its ticket.
         """
         if before is not None:
             self._say("DELETE FROM groups WHERE ticket >= ?", (before,))
             self._say("DELETE FROM consumed WHERE step > ?", (step,))
         self.flush()
         with self._open() as connection:
-            newest, position = connection.execute("SELECT max(ticket), max(position) FROM groups").fetchone()
+            newest, position = connection.execute(
+                "SELECT max(ticket), max(position) FROM groups"
+            ).fetchone()
             rows = connection.execute(
                 "SELECT ticket, position, admitted_version, status, content FROM groups WHERE "
                 "ticket NOT IN (SELECT ticket FROM consumed WHERE step <= ?) ORDER BY ticket",
                 (step,),
             ).fetchall()
-            later = connection.execute("SELECT step, ticket FROM consumed WHERE step > ? ORDER BY step, place", (step,))
-            taken = {number: [ticket for _, ticket in tickets] for number, tickets in groupby(later, key=itemgetter(0))}
+            later = connection.execute(
+                "SELECT step, ticket FROM consumed WHERE step > ? ORDER BY step, place", (step,)
+            )
+            taken = {
+                number: [ticket for _, ticket in tickets]
+                for number, tickets in groupby(later, key=itemgetter(0))
+            }
         if newest is None and saved is None:
             return None
         next_ticket, next_position = (0, 0) if newest is None else (1 + newest, 1 + position)
         unfinished: dict[int, int] = {}
         if saved is not None:
-            waiting, drawn, drawn_to = dict(saved["unfinished"]), saved["next_ticket"], saved["position"]
+            waiting, drawn, drawn_to = (
+                dict(saved["unfinished"]),
+                saved["next_ticket"],
+                saved["position"],
+            )
             recorded = {ticket: position for ticket, position, *_ in rows}
-            # A journal that lost its end once, and went on after a later checkpoint than this one, has a gap: what comes
-            # after that is drawn again.
+            # A journal that lost its end once, and went on after a later checkpoint than this one,
+            # has a gap: what comes after that is drawn again.
             next_ticket, next_position = drawn, drawn_to
             while next_ticket in recorded:
                 next_position = 1 + recorded[next_ticket]
                 next_ticket += 1
             self._say("DELETE FROM groups WHERE ticket >= ?", (next_ticket,))
-            unfinished = {ticket: position for ticket, position in waiting.items() if ticket not in recorded}
+            unfinished = {
+                ticket: position for ticket, position in waiting.items() if ticket not in recorded
+            }
             rows = [row for row in rows if row[0] in waiting or drawn <= row[0] < next_ticket]
         finished = {}
         for ticket, position, version, status, content in rows:
-            group = _read(content, task_at(position), ticket, version) if status == FINISHED else None
+            group = (
+                _read(content, task_at(position), ticket, version) if status == FINISHED else None
+            )
             if group is not None:
                 finished[ticket] = (position, group)
             elif status != GIVEN_BACK:
                 unfinished[ticket] = position
-        order: list[list[int]] = []  # of the steps from here on, up to one that is not there or that a kill cut in two
-        while len(tickets := taken.get(step + len(order) + 1, ())) == groups_per_step and finished.keys() >= set(tickets):
+        # of the steps from here on, up to one that is not there or that a kill cut in two
+        order: list[list[int]] = []
+        while len(
+            tickets := taken.get(step + len(order) + 1, ())
+        ) == groups_per_step and finished.keys() >= set(tickets):
             order.append(list(tickets))
         for ticket, (position, group) in list(finished.items()):
-            if group.admitted_version > step + len(order):  # of weights that steps would have made that are not there
+            # of weights that steps would have made that are not there
+            if group.admitted_version > step + len(order):
                 unfinished[ticket] = position
                 del finished[ticket]
         self._say("DELETE FROM consumed WHERE step > ?", (step + len(order),))
         self.flush()
-        return Resumed(next_position, next_ticket, dict(sorted(unfinished.items())), list(finished.values()), order)
+        return Resumed(
+            next_position,
+            next_ticket,
+            dict(sorted(unfinished.items())),
+            list(finished.values()),
+            order,
+        )
 
     def steps(self) -> list[int]:
         """The steps whose groups are all there, rising."""
         with self._open() as connection:
             found = connection.execute(
-                "SELECT step FROM consumed LEFT JOIN groups USING (ticket) GROUP BY step HAVING count(content) = count(*) "
-                "ORDER BY step"
+                "SELECT step FROM consumed LEFT JOIN groups USING (ticket) GROUP BY step HAVING"
+                " count(content) = count(*) ORDER BY step"
             )
             return [step for (step,) in found]
 
     def groups_of(self, step: int, task_at: TaskAt | None = None) -> list[Group]:
-        """The groups that a step consumed, in its order. task_at: gives the task of a position; without it a task has an id
-        and nothing else."""
+        """The groups that a step consumed, in its order. task_at: gives the task of a position;
+        without it a task has an id and nothing else."""
         with self._open() as connection:
             found = connection.execute(
-                "SELECT ticket, position, task, admitted_version, content FROM consumed JOIN groups USING (ticket) "
-                "WHERE step = ? ORDER BY place",
+                "SELECT ticket, position, task, admitted_version, content FROM consumed JOIN groups"
+                " USING (ticket) WHERE step = ? ORDER BY place",
                 (step,),
             ).fetchall()
         return [
-            decode(content, Task(name, "") if task_at is None else task_at(position), ticket, version)
+            decode(
+                content, Task(name, "") if task_at is None else task_at(position), ticket, version
+            )
             for ticket, position, name, version, content in found
         ]
 
     def to_pandas(self) -> Any:
-        """One row a trajectory of what was finished, a row without tokens for an episode that was not scored: which step
-        consumed it (NaN: none yet), its task, outcome, reward, versions and arrays."""
+        """One row a trajectory of what was finished, a row without tokens for an episode that was
+        not scored: which step consumed it (NaN: none yet), its task, outcome, reward, versions and
+        arrays."""
         import pandas
 
         with self._open() as connection:
             found = connection.execute(
-                "SELECT step, ticket, position, task, admitted_version, status, content FROM groups LEFT JOIN consumed "
-                "USING (ticket) WHERE content IS NOT NULL ORDER BY ticket"
+                "SELECT step, ticket, position, task, admitted_version, status, content FROM groups"
+                " LEFT JOIN consumed USING (ticket) WHERE content IS NOT NULL ORDER BY ticket"
             ).fetchall()
         return pandas.DataFrame([row for entry in found for row in table_rows(*entry)])
 
@@ -274,15 +319,20 @@ class Journal:
     def _connect(self) -> sqlite3.Connection | None:
         """To write with, on another thread; None where the file can only be read."""
         try:
-            connection: sqlite3.Connection = sqlite3.connect(self.path, timeout=LOCKED_SECONDS, check_same_thread=False)
-            # Readers do not wait for the writer, and a commit is one append, which `sync` brings to the disk. Where the file
-            # system cannot, each commit does.
+            connection: sqlite3.Connection = sqlite3.connect(
+                self.path, timeout=LOCKED_SECONDS, check_same_thread=False
+            )
+            # Readers do not wait for the writer, and a commit is one append, which `sync` brings to
+            # the disk. Where the file system cannot, each commit does.
             (mode,) = connection.execute("PRAGMA journal_mode = WAL").fetchone()
             connection.execute(f"PRAGMA synchronous = {'NORMAL' if mode == 'wal' else 'FULL'}")
             with connection:
                 connection.executescript(TABLES)
         except sqlite3.Error as error:
-            if self.path.is_file() and _code(error) in (sqlite3.SQLITE_READONLY, sqlite3.SQLITE_CANTOPEN):
+            if self.path.is_file() and _code(error) in (
+                sqlite3.SQLITE_READONLY,
+                sqlite3.SQLITE_CANTOPEN,
+            ):
                 return None
             raise self._unusable(error) from error
         return connection
@@ -292,10 +342,15 @@ class Journal:
         """A connection to look with. Raises: UserError for a file that cannot be read."""
         if self._writing is None and self._log.is_file() and self._log.stat().st_size:
             wanted = "copy the run to where you may write, and give the copy"
-            raise UserError(f"the journal {self.path} was not closed and is in a folder that cannot be written: {wanted}")
+            raise UserError(
+                f"the journal {self.path} was not closed and is in a folder that cannot be written:"
+                f" {wanted}"
+            )
         how = "mode=rw" if self._writing is not None else "immutable=1"
         try:
-            with closing(sqlite3.connect(f"{self.path.absolute().as_uri()}?{how}", uri=True)) as connection:
+            with closing(
+                sqlite3.connect(f"{self.path.absolute().as_uri()}?{how}", uri=True)
+            ) as connection:
                 yield connection
         except sqlite3.Error as error:
             raise self._unusable(error) from error
@@ -326,7 +381,8 @@ class Journal:
     def _check(self) -> None:
         if self._error is not None:
             raise UserError(
-                f"the journal {self.path} could not be written ({self._error}): make room and go on with --resume"
+                f"the journal {self.path} could not be written ({self._error}): make room and go on"
+                " with --resume"
             ) from self._error
 
     def _failed(self, error: BaseException) -> None:
@@ -365,12 +421,15 @@ class Journal:
             return
         with self._writing:
             for statement, values in entries:
-                self._writing.execute(statement, [encode(x) if isinstance(x, Group) else x for x in values])
+                self._writing.execute(
+                    statement, [encode(x) if isinstance(x, Group) else x for x in values]
+                )
         if durable:
             if self._log.is_file():  # no lock is held on it, so that closing it loses none
                 with self._log.open("rb") as log:
                     os.fsync(log.fileno())
-            # Moves the log into the main file and syncs that; while somebody reads, the log itself stays.
+            # Moves the log into the main file and syncs that; while somebody reads, the log itself
+            # stays.
             self._writing.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
             flush_directory(self.path.parent)
 
@@ -403,15 +462,39 @@ def _read(content: bytes, task: Task, ticket: int, version: int) -> Group | None
 
 
 def table_rows(
-    step: int | None, ticket: int, position: int, task: str, version: int, status: str, content: bytes
+    step: int | None,
+    ticket: int,
+    position: int,
+    task: str,
+    version: int,
+    status: str,
+    content: bytes,
 ) -> Iterator[dict[str, Any]]:
     """The rows of `Journal.to_pandas` of one group."""
     group = decode(content, Task(task, ""), ticket, version)
-    whose = {"step": step, "ticket": ticket, "position": position, "task": task, "admitted_version": version, "status": status}
+    whose = {
+        "step": step,
+        "ticket": ticket,
+        "position": position,
+        "task": task,
+        "admitted_version": version,
+        "status": status,
+    }
     for number, episode in enumerate(group.episodes):
         outcome = episode.outcome
-        row = {**whose, "episode": number, "outcome": type(outcome).__name__, "reward": getattr(outcome, "reward", None)}
+        row = {
+            **whose,
+            "episode": number,
+            "outcome": type(outcome).__name__,
+            "reward": getattr(outcome, "reward", None),
+        }
         row |= {name: getattr(outcome, name, None) for name in ("error", "traceback", "details")}
         for t in episode.trajectories or (None,):
-            arrays = {} if t is None else {name: getattr(t, name) for name in ("tokens", "mask", "logprobs", "versions")}
-            yield row | ({} if t is None else {"length": len(t), "finish_reason": t.finish_reason, **arrays})
+            arrays = (
+                {}
+                if t is None
+                else {name: getattr(t, name) for name in ("tokens", "mask", "logprobs", "versions")}
+            )
+            yield row | (
+                {} if t is None else {"length": len(t), "finish_reason": t.finish_reason, **arrays}
+            )

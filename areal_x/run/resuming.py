@@ -1,8 +1,9 @@
 """Where a resumed run goes on, and whether it is the run that began.
 
-A checkpoint counts steps and holds what they were drawn from. What decides which task is drawn when (the tasks, their order,
-the seed) must be as it was: with anything else a task would be trained on twice, or never. Everything else may change at a
-resume: `train.minibatches`, learning rates, the algorithm, the backend.
+A checkpoint counts steps and holds what they were drawn from. What decides which task is drawn when
+(the tasks, their order, the seed) must be as it was: with anything else a task would be trained on
+twice, or never. Everything else may change at a resume: `train.minibatches`, learning rates, the
+algorithm, the backend.
 """
 
 from __future__ import annotations
@@ -26,31 +27,42 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Start:
-    """Where a run begins or goes on. step: that was taken last. path: the checkpoint, None at the beginning. saved: what
-    `Rollout.state` gave then."""
+    """Where a run begins or goes on. step: that was taken last. path: the checkpoint, None at the
+    beginning. saved: what `Rollout.state` gave then."""
 
     step: int = 0
     path: Path | None = None
     saved: Mapping[str, Any] = field(default_factory=dict)
 
     def restore(self, models: Models, say: Say) -> None:
-        """Puts policy and critic into the state that the checkpoint has. Raises: UserError where it has none of a critic."""
+        """Puts policy and critic into the state that the checkpoint has. Raises: UserError where it
+        has none of a critic."""
         if self.path is None:
             return
         models.policy.restore(self.path / "trainer")
         if models.critic is not None:
             if not (self.path / "critic").is_dir():
-                wanted = "go on with an algorithm that has none, as the run had, or begin a new run from model.path"
-                raise UserError(f"{self.path} has no critic, which train.algorithm now needs: {wanted}")
+                wanted = (
+                    "go on with an algorithm that has none, as the run had, or begin a new run from"
+                    " model.path"
+                )
+                raise UserError(
+                    f"{self.path} has no critic, which train.algorithm now needs: {wanted}"
+                )
             models.critic.restore(self.path / "critic")
         say(f"resumed from step {self.step}")
 
     def rollout(
-        self, journal: Journal, stream: Callable[[], TaskStream], groups_per_step: int, deterministic: bool = False
+        self,
+        journal: Journal,
+        stream: Callable[[], TaskStream],
+        groups_per_step: int,
+        deterministic: bool = False,
     ) -> Resumed | None:
         """Where the rollout goes on; None at the beginning. What the journal lacks is run again.
 
-        deterministic: what was drawn after the checkpoint is forgotten, as it is sampled again, the same.
+        deterministic: what was drawn after the checkpoint is forgotten, as it is sampled again, the
+        same.
         """
         if self.path is None:
             return None
@@ -64,21 +76,31 @@ AUTO = "auto"
 
 
 def automatic(runs: Path, name: str | None, steps: int, say: Say = print) -> bool | None:
-    """What a run that a scheduler starts again and again has to do: True to go on with its newest checkpoint, False to begin,
-    None where it has taken all of its steps. What ended before its first checkpoint is put aside and begun again.
+    """What a run that a scheduler starts again and again has to do: True to go on with its newest
+    checkpoint, False to begin, None where it has taken all of its steps. What ended before its
+    first checkpoint is put aside and begun again.
 
     Raises: ConfigError for a run without a name, UserError where another process writes to it.
     """
     if name is None:
-        raise ConfigError("train.name", None, "a name, by which a run that is started again is found")
+        raise ConfigError(
+            "train.name", None, "a name, by which a run that is started again is found"
+        )
     run_dir.check(runs, None, resume=False)
     run = runs / name
     saved = checkpoint.steps(run)
-    if saved and saved[-1] >= steps and not checkpoint.find_damage(run / "checkpoints" / str(saved[-1])):
+    if (
+        saved
+        and saved[-1] >= steps
+        and not checkpoint.find_damage(run / "checkpoints" / str(saved[-1]))
+    ):
         say(f"{run} has finished: it has taken {saved[-1]} of {steps} steps")
         return None
     if not saved and (aside := run_dir.put_aside(run)):
-        say(f"{run} ended before its first checkpoint and begins again; what there was of it is now {aside}")
+        say(
+            f"{run} ended before its first checkpoint and begins again; what there was of it is now"
+            f" {aside}"
+        )
     return bool(saved)
 
 
@@ -88,7 +110,8 @@ def decided(resume: bool | str, runs: Path, name: str | None, steps: int) -> boo
 
 
 def named(runs: Path, name: str | None, resume: bool) -> str | None:
-    """The name of a run that is about to be opened. Raises: as `run_dir.check`, and UserError without a checkpoint."""
+    """The name of a run that is about to be opened. Raises: as `run_dir.check`, and UserError
+    without a checkpoint."""
     name = run_dir.check(runs, name, resume)
     if resume and name is not None and not checkpoint.steps(runs / name):
         raise UserError(f"{runs / name} has no checkpoint to resume from")
@@ -98,17 +121,22 @@ def named(runs: Path, name: str | None, resume: bool) -> str | None:
 def start(run: Path, dataset: Sequence[Task], seed: int, say: Say) -> Start:
     """Where the newest whole checkpoint goes on; a damaged journal is set aside.
 
-    Raises: UserError without a checkpoint, ConfigError for another seed or other tasks than those that it was drawn from.
+    Raises: UserError without a checkpoint, ConfigError for another seed or other tasks than those
+    that it was drawn from.
     """
     step, path, state = checkpoint.newest(run, say)
     then, now = state.get("drawn_from"), drawn_from(dataset, seed)
     if then is not None and then["seed"] != seed:
-        wanted = f"{then['seed']}, with which {run} drew its tasks: another seed would draw some twice and some never"
+        wanted = (
+            f"{then['seed']}, with which {run} drew its tasks: another seed would draw some twice"
+            " and some never"
+        )
         raise ConfigError("train.seed", seed, wanted)
     if then is not None and then != now:
         wanted = (
-            f"the {then['tasks']:,} tasks of {path}, in their order: with others some would be drawn twice and some never; to "
-            f"train on these, begin a new run with model.path = {str(path / 'trainer')!r}"
+            f"the {then['tasks']:,} tasks of {path}, in their order: with others some would be"
+            " drawn twice and some never; to train on these, begin a new run with model.path ="
+            f" {str(path / 'trainer')!r}"
         )
         raise ConfigError("train.dataset", f"{now['tasks']:,} tasks", wanted)
     set_aside_if_damaged(run, say)
@@ -116,12 +144,14 @@ def start(run: Path, dataset: Sequence[Task], seed: int, say: Say) -> Start:
 
 
 def drawn_from(dataset: Sequence[Task], seed: int) -> dict[str, Any]:
-    """What decides which task is drawn when: the seed, how many tasks there are, and a digest of them."""
+    """What decides which task is drawn when: the seed, how many tasks there are, and a digest of
+    them."""
     return {"seed": seed, "tasks": len(dataset), "sha256": digest_of(dataset)}
 
 
 def set_aside_if_damaged(run: Path, say: Say) -> None:
-    """Renames a journal that is none, or is damaged, so that the run goes on with its checkpoint alone."""
+    """Renames a journal that is none, or is damaged, so that the run goes on with its checkpoint
+    alone."""
     path = run / FILE
     if not path.is_file():
         return
@@ -139,4 +169,7 @@ def set_aside_if_damaged(run: Path, say: Say) -> None:
     for end in ("-wal", "-shm"):  # of the damaged file alone
         path.with_name(FILE + end).unlink(missing_ok=True)
     path.rename(aside)
-    say(f"the journal {path} is damaged ({damage}) and is now {aside.name}: what waited to be trained on is generated again")
+    say(
+        f"the journal {path} is damaged ({damage}) and is now {aside.name}: what waited to be"
+        " trained on is generated again"
+    )

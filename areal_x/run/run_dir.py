@@ -1,7 +1,8 @@
 """The run directory: `runs/<name>/` with config.gin, metrics.jsonl, logs/, checkpoints/.
 
-A run is never overwritten: a name that exists is refused unless the run is resumed. A resumed run's config.gin says what it
-goes on with; where that is something else than before, the file from before stays as config-1.gin, config-2.gin …
+A run is never overwritten: a name that exists is refused unless the run is resumed. A resumed run's
+config.gin says what it goes on with; where that is something else than before, the file from before
+stays as config-1.gin, config-2.gin …
 """
 
 from __future__ import annotations
@@ -17,15 +18,17 @@ from areal_x.errors import ConfigError, UserError, nearest
 from areal_x.run import checkpoint
 
 CONFIG, LOCK = "config.gin", ".lock"
-_locked: dict[Path, IO[str]] = {}  # the runs of this process; the system unlocks them however it ends
+# the runs of this process; the system unlocks them however it ends
+_locked: dict[Path, IO[str]] = {}
 Say = Callable[[str], None]
 
 
 def check(runs: Path, name: str | None, resume: bool) -> str | None:
-    """Looks, and makes nothing: a mistake is told before models are loaded. The name, of an unnamed resumed run the newest's.
+    """Looks, and makes nothing: a mistake is told before models are loaded. The name, of an unnamed
+    resumed run the newest's.
 
-    Raises: UserError when a new run's name is taken, or a resumed run is not there; ConfigError for a folder that cannot be
-    written.
+    Raises: UserError when a new run's name is taken, or a resumed run is not there; ConfigError for
+    a folder that cannot be written.
     """
     writable("train.runs", runs)
     if name is None:
@@ -38,14 +41,23 @@ def check(runs: Path, name: str | None, resume: bool) -> str | None:
     if taken:
         writable("train.name", run)
     if taken and not resume:
-        raise UserError(f"the run {run} exists and is not overwritten: choose another train.name, or use --resume")
+        raise UserError(
+            f"the run {run} exists and is not overwritten: choose another train.name, or use"
+            " --resume"
+        )
     return name
 
 
 def open_run(
-    runs: Path, name: str | None, config: str | Callable[[str], str], *, resume: bool = False, say: Say = print
+    runs: Path,
+    name: str | None,
+    config: str | Callable[[str], str],
+    *,
+    resume: bool = False,
+    say: Say = print,
 ) -> Path:
-    """Makes the directory of a new run, or finds that of a resumed one, and writes the config into it.
+    """Makes the directory of a new run, or finds that of a resumed one, and writes the config into
+    it.
 
     name: None takes `run-1`, `run-2` …  config: the text of a gin file (`areal_x.config.recorded.text_of`), or what makes it
     of the name. say: is told which settings a resumed run goes on with that it did not have.
@@ -70,7 +82,8 @@ def open_run(
 
 
 def claim_name(runs: Path, stem: str) -> str:
-    """A name that no run has, `stem-1`, `stem-2` …, reserved by making its directory, so that runs started together differ.
+    """A name that no run has, `stem-1`, `stem-2` …, reserved by making its directory, so that runs
+    started together differ.
 
     Raises: ConfigError for a folder that cannot be written."""
     writable("train.runs", runs)
@@ -92,7 +105,10 @@ def newest_name(runs: Path, stem: str, say: Say = print) -> str:
     names = [f"{stem}-{number}" for number in sorted(_numbers(runs, stem), reverse=True)]
     began = [name for name in names if (runs / name / CONFIG).is_file()]
     found = next((name for name in began if checkpoint.steps(runs / name)), None)
-    without = f"{', '.join(began[: began.index(found) if found else None])} ended before a first checkpoint"
+    without = (
+        f"{', '.join(began[: began.index(found) if found else None])} ended before a first"
+        " checkpoint"
+    )
     if found is None:
         why = f"of {without}" if began else f"{runs} holds no run {stem}-1, {stem}-2 …"
         raise UserError(f"there is nothing to resume: {why} (train.name chooses any other run)")
@@ -102,13 +118,15 @@ def newest_name(runs: Path, stem: str, say: Say = print) -> str:
 
 
 def stem_of(file: Path) -> str:
-    """What runs of a gin file are called: its directory and its name, as examples of different tasks share file names."""
+    """What runs of a gin file are called: its directory and its name, as examples of different
+    tasks share file names."""
     file = file.resolve()
     return f"{file.parent.name}-{file.stem}" if file.parent.name else file.stem
 
 
 def put_aside(run: Path) -> Path | None:
-    """Renames what is left of a run that ended before its first checkpoint, so that its name is free; None where nothing is.
+    """Renames what is left of a run that ended before its first checkpoint, so that its name is
+    free; None where nothing is.
 
     Raises: UserError when another process writes to it."""
     if not _is_taken(run):
@@ -124,7 +142,9 @@ def writable(binding: str, place: Path) -> None:
     """Raises: ConfigError for a folder that cannot be written, or could not be made."""
     there = existing(place)
     if not there.is_dir():
-        raise ConfigError(binding, str(place), f"a folder, or where one can be made ({there} is a file)")
+        raise ConfigError(
+            binding, str(place), f"a folder, or where one can be made ({there} is a file)"
+        )
     if not os.access(there, os.W_OK | os.X_OK):
         raise ConfigError(binding, str(place), f"a folder that can be written ({there} cannot)")
 
@@ -141,12 +161,16 @@ def _unwritable(binding: str, place: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        wanted = f"a folder that can be written ({error.strerror or type(error).__name__}: {error.filename or place})"
+        wanted = (
+            f"a folder that can be written ({error.strerror or type(error).__name__}:"
+            f" {error.filename or place})"
+        )
         raise ConfigError(binding, str(place), wanted) from error
 
 
 def _changes(run: Path, text: str) -> list[str]:
-    from areal_x.config.recorded import differences  # it reads gin files, which nothing else here does
+    # it reads gin files, which nothing else here does
+    from areal_x.config.recorded import differences
 
     try:
         return differences((run / CONFIG).read_text(encoding="utf-8"), text)
@@ -159,7 +183,11 @@ def _is_taken(run: Path) -> bool:
 
 
 def _numbers(runs: Path, stem: str) -> list[int]:
-    found = (p.name.removeprefix(f"{stem}-") for p in runs.glob("*") if p.is_dir() and p.name.startswith(f"{stem}-"))
+    found = (
+        p.name.removeprefix(f"{stem}-")
+        for p in runs.glob("*")
+        if p.is_dir() and p.name.startswith(f"{stem}-")
+    )
     return [int(number) for number in found if number.isdecimal()]
 
 
@@ -172,5 +200,8 @@ def _lock(run: Path) -> None:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         lock.close()
-        raise UserError(f"another process is writing to the run {run}: wait for it, or choose another train.name") from None
+        raise UserError(
+            f"another process is writing to the run {run}: wait for it, or choose another"
+            " train.name"
+        ) from None
     _locked[path] = lock

@@ -1,8 +1,10 @@
-"""What runs beside the caller: a task, a thread or a callback of ours that ends with an exception ends the run with it.
+"""What runs beside the caller: a task, a thread or a callback of ours that ends with an exception
+ends the run with it.
 
-An exception there has nobody to go to: asyncio keeps it until somebody asks, a thread prints it, and what waits for their work
-waits for ever. So each is begun here, under a name, and its unexpected end is reported: of an event loop to whoever watches the
-loop (a run), of a thread to whom its owner says.
+An exception there has nobody to go to: asyncio keeps it until somebody asks, a thread prints it,
+and what waits for their work waits for ever. So each is begun here, under a name, and its
+unexpected end is reported: of an event loop to whoever watches the loop (a run), of a thread to
+whom its owner says.
 """
 
 from __future__ import annotations
@@ -38,14 +40,18 @@ def watch(loop: asyncio.AbstractEventLoop, failed: Failed) -> None:
 
 
 def start(work: Coroutine[Any, Any, T], what: str, failed: Failed | None = None) -> asyncio.Task[T]:
-    """A task of the running loop. what: begins the sentence about its end. failed: told instead of who watches the loop."""
+    """A task of the running loop. what: begins the sentence about its end. failed: told instead of
+    who watches the loop."""
     task = asyncio.get_running_loop().create_task(work, name=what)
     task.add_done_callback(partial(_done, what, failed))
     return task
 
 
-def thread(function: Callable[..., object], *arguments: Any, what: str, failed: Failed, name: str = "") -> threading.Thread:
-    """A thread that keeps no process from ending, begun. failed: told there of what the function raises."""
+def thread(
+    function: Callable[..., object], *arguments: Any, what: str, failed: Failed, name: str = ""
+) -> threading.Thread:
+    """A thread that keeps no process from ending, begun. failed: told there of what the function
+    raises."""
 
     def run() -> None:
         try:
@@ -70,8 +76,8 @@ def on_loop() -> Failed:
 
 
 def serve(loop: asyncio.AbstractEventLoop) -> None:
-    """Runs the loop until it is stopped. Exceptions in callbacks of ours are reported; those that end a loop (SystemExit) are
-    too, and do not end it, so that what is open can be closed."""
+    """Runs the loop until it is stopped. Exceptions in callbacks of ours are reported; those that
+    end a loop (SystemExit) are too, and do not end it, so that what is open can be closed."""
     loop.set_exception_handler(_unhandled)
     while True:
         try:
@@ -95,7 +101,9 @@ def described(what: str, error: BaseException) -> BaseException:
     if isinstance(error, EngineError | UserError):
         return error
     text = " ".join(str(error).split())
-    wrapped = Unexpected(f"{what} ended with {type(error).__name__}{f': {text}' if text else ''}{_place(error)}")
+    wrapped = Unexpected(
+        f"{what} ended with {type(error).__name__}{f': {text}' if text else ''}{_place(error)}"
+    )
     wrapped.__cause__ = error
     return wrapped
 
@@ -103,7 +111,8 @@ def described(what: str, error: BaseException) -> BaseException:
 def _place(error: BaseException) -> str:
     """The last line of ours that it came through, else the line that raised it."""
     frames = [
-        (frame.f_globals.get("__name__", ""), frame.f_code.co_filename, line) for frame, line in walk_tb(error.__traceback__)
+        (frame.f_globals.get("__name__", ""), frame.f_code.co_filename, line)
+        for frame, line in walk_tb(error.__traceback__)
     ]
     ours = [frame for frame in frames if frame[0].startswith(OURS) and frame[0] != __name__]
     return "".join(f" ({Path(file).name}, line {line})" for _, file, line in (ours or frames)[-1:])
@@ -119,7 +128,8 @@ def _done(what: str, failed: Failed | None, task: asyncio.Task[Any]) -> None:
 
 
 def _unhandled(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-    """asyncio's handler of what nobody else handles: also of broken transports and of the tasks of libraries."""
+    """asyncio's handler of what nobody else handles: also of broken transports and of the tasks of
+    libraries."""
     error, handle = context.get("exception"), context.get("handle")
     if error is not None and handle is not None and _is_ours(getattr(handle, "_callback", None)):
         report(loop, described("a callback", error))

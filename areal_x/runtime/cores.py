@@ -1,10 +1,12 @@
-"""Cores of a CPU that a torch trainer shares with what generates: how its threads wait, and how many there are.
+"""Cores of a CPU that a torch trainer shares with what generates: how its threads wait, and how
+many there are.
 
-OpenMP shares an operation evenly over its threads, and all wait for the one whose core somebody else has. By default they wait
-spinning, so long that teams side by side (the trainer, the embedded sampler, a server) take each other's time slices. Not at
-all is no better: small operations then spend their time waking threads, at half the tokens a second. So the variable below is
-set, unless the user has; it is read once, when torch brings up OpenMP, which whatever imports torch first does (transformers,
-say).
+OpenMP shares an operation evenly over its threads, and all wait for the one whose core somebody
+else has. By default they wait spinning, so long that teams side by side (the trainer, the embedded
+sampler, a server) take each other's time slices. Not at all is no better: small operations then
+spend their time waking threads, at half the tokens a second. So the variable below is set, unless
+the user has; it is read once, when torch brings up OpenMP, which whatever imports torch first does
+(transformers, say).
 """
 
 from __future__ import annotations
@@ -14,7 +16,9 @@ from typing import Any
 
 VARIABLE = "GOMP_SPINCOUNT"
 BRIDGING = "10000"  # turns: enough from one operation to the next
-SHARING = "1000"  # beside servers: a training-bound run took 0.95 of the synchronous time on two cores, with 10,000 turns 1.02
+# beside servers: a training-bound run took 0.95 of the synchronous time on two cores, with 10,000
+# turns 1.02
+SHARING = "1000"
 WAITED = 0.05  # of a step's time: beyond it generation is what the run waits for
 TRIED = 64  # steps from one trial of the other count to the next
 
@@ -25,8 +29,10 @@ def spin() -> None:
 
 
 def share() -> None:
-    """For a trainer that is to compute while servers on this machine do; too late once torch is there."""
-    if os.environ.get(VARIABLE) == BRIDGING:  # known by its value, as a process inherits what another one has set
+    """For a trainer that is to compute while servers on this machine do; too late once torch is
+    there."""
+    # known by its value, as a process inherits what another one has set
+    if os.environ.get(VARIABLE) == BRIDGING:
         os.environ[VARIABLE] = SHARING
 
 
@@ -36,14 +42,17 @@ def available() -> int:
 
 
 class Threads:
-    """How many threads a trainer computes a step with: all, or, where that is the better, as many fewer as generate meanwhile.
+    """How many threads a trainer computes a step with: all, or, where that is the better, as many
+    fewer as generate meanwhile.
 
-    Fewer are better where the run waits for generation, and where threads whose cores are taken slow the trainer itself down (a
-    step of a small model took 0.8 s with two threads on two cores beside a server, and 0.3 s with one); a large model is
-    faster with all. So both are tried, now and then. A count holds for a whole step and is written down, as the last bits of
-    some products depend on it.
+    Fewer are better where the run waits for generation, and where threads whose cores are taken
+    slow the trainer itself down (a step of a small model took 0.8 s with two threads on two cores
+    beside a server, and 0.3 s with one); a large model is faster with all. So both are tried, now
+    and then. A count holds for a whole step and is written down, as the last bits of some products
+    depend on it.
 
-    trainer: with `threads`, an int that can be set (areal_x.trainer.Trainer). generating: threads that generate meanwhile.
+    trainer: with `threads`, an int that can be set (areal_x.trainer.Trainer). generating: threads
+    that generate meanwhile.
     """
 
     def __init__(self, trainer: Any, generating: int) -> None:
@@ -62,8 +71,8 @@ class Threads:
             self._trainer.threads = self._most
 
     def before(self, waited: float) -> int | None:
-        """Sets the next step's count and gives it, None where there is none to choose. waited: for the step's groups, as a part
-        of the time that the step before took."""
+        """Sets the next step's count and gives it, None where there is none to choose. waited: for
+        the step's groups, as a part of the time that the step before took."""
         self._steps += 1
         if not self._chooses:
             return None

@@ -1,4 +1,5 @@
-"""How much memory processes hold, as far as /proc shows it: for machines where no control group limits it (Linux)."""
+"""How much memory processes hold, as far as /proc shows it: for machines where no control group
+limits it (Linux)."""
 
 from __future__ import annotations
 
@@ -7,21 +8,26 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
-HELD = ("RssAnon:", "RssShmem:", "VmSwap:", "HugetlbPages:", "VmPTE:")  # in kilobytes, of a process's status
-SHARED_ONCE = ("Pss_Anon:", "Pss_Shmem:", "SwapPss:")  # of its smaps_rollup, the same but for the last two
+# in kilobytes, of a process's status
+HELD = ("RssAnon:", "RssShmem:", "VmSwap:", "HugetlbPages:", "VmPTE:")
+# of its smaps_rollup, the same but for the last two
+SHARED_ONCE = ("Pss_Anon:", "Pss_Shmem:", "SwapPss:")
 OF_THE_KERNEL = ("HugetlbPages:", "VmPTE:")
 THREAD_BYTES = 32 << 10  # a thread's stack in the kernel and what describes it
 PIPE_BYTES = 64 << 10  # the most that an ordinary one holds
 MAPPING_BYTES = 300  # what describes one
-MAPPINGS_FROM = 1 << 18  # kilobytes of address space from which on mappings are counted: fewer cannot be many
+# kilobytes of address space from which on mappings are counted: fewer cannot be many
+MAPPINGS_FROM = 1 << 18
 SHARED_MEMORY = "/dev/zero (deleted)"  # what maps calls that which no file backs
-SOCKET_BYTES = 212_992  # net.core.wmem_default of Linux, the most that one holds unless it asks for more
+# net.core.wmem_default of Linux, the most that one holds unless it asks for more
+SOCKET_BYTES = 212_992
 
 
 def memory(pids: Sequence[int], most: float) -> int:
     """Bytes that no file backs, and the kernel's own for these processes, of all together.
 
-    What several share is counted once where the sum is beyond `most`, which takes the kernel longer.
+    What several share is counted once where the sum is beyond `most`, which takes the kernel
+    longer.
     """
     kernels = sum(_kernels(pid) for pid in pids) + _buffers(pids)
     held = sum(_kilobytes(pid, "status", HELD) for pid in pids) * 1024
@@ -35,7 +41,8 @@ def threads(pids: Sequence[int]) -> int:
 
 
 def deleted(pids: Sequence[int], unknown: float) -> int:
-    """Bytes of files that have no name any more, only these processes. unknown: what one counts as that is only mapped."""
+    """Bytes of files that have no name any more, only these processes. unknown: what one counts as
+    that is only mapped."""
     found: dict[tuple[int, int], float] = {}
     for pid in pids:
         with suppress(OSError):
@@ -54,14 +61,23 @@ def deleted(pids: Sequence[int], unknown: float) -> int:
 
 
 def _shared_once(pid: int) -> int:
-    """Kilobytes. A process may keep others from looking so closely; then as if it shared nothing."""
+    """Kilobytes. A process may keep others from looking so closely; then as if it shared
+    nothing."""
     shared = _kilobytes(pid, "smaps_rollup", SHARED_ONCE)
-    return shared + _kilobytes(pid, "status", OF_THE_KERNEL) if shared else _kilobytes(pid, "status", HELD)
+    return (
+        shared + _kilobytes(pid, "status", OF_THE_KERNEL)
+        if shared
+        else _kilobytes(pid, "status", HELD)
+    )
 
 
 def _kilobytes(pid: int, name: str, lines: tuple[str, ...]) -> int:
     with suppress(OSError):  # it has ended
-        words = [line.split() for line in Path(f"/proc/{pid}/{name}").read_text().splitlines() if line.startswith(lines)]
+        words = [
+            line.split()
+            for line in Path(f"/proc/{pid}/{name}").read_text().splitlines()
+            if line.startswith(lines)
+        ]
         return sum(int(number) for _, number, *_ in words)
     return 0
 
@@ -71,7 +87,8 @@ def _threads(pid: int) -> int:
 
 
 def _kernels(pid: int) -> int:
-    """Bytes of the kernel's that describe a process; but for page tables, which are counted with what it holds."""
+    """Bytes of the kernel's that describe a process; but for page tables, which are counted with
+    what it holds."""
     mappings = 0
     if _kilobytes(pid, "status", ("VmSize:",)) > MAPPINGS_FROM:
         with suppress(OSError):

@@ -1,9 +1,10 @@
 """Ctrl-C and SIGTERM as notes, at which a run looks between its calls.
 
-As an exception a signal could come anywhere: in a callback of the garbage collector's or of a weak reference's, where the
-interpreter prints and forgets it; inside a library that does not expect one, which then crashes; between taking a lock and
-holding it. So while `noted` lasts it only leaves a note, and `check` raises KeyboardInterrupt where a run can end: between two
-lines of the ring, two micro-batches, two looks at what is waited for. A second signal ends what does not get there.
+As an exception a signal could come anywhere: in a callback of the garbage collector's or of a weak
+reference's, where the interpreter prints and forgets it; inside a library that does not expect one,
+which then crashes; between taking a lock and holding it. So while `noted` lasts it only leaves a
+note, and `check` raises KeyboardInterrupt where a run can end: between two lines of the ring, two
+micro-batches, two looks at what is waited for. A second signal ends what does not get there.
 """
 
 from __future__ import annotations
@@ -22,14 +23,17 @@ from typing import ParamSpec, TypeVar
 P = ParamSpec("P")
 T = TypeVar("T")
 
-SAME_SECONDS = 1.0  # in which a second signal is the first one's: who stops several processes signals some of them twice
+# in which a second signal is the first one's: who stops several processes signals some of them
+# twice
+SAME_SECONDS = 1.0
 INTERRUPTED = 130  # exit status
 FIRST = "stopping after what runs now; a second signal ends it at once\n"
 SECOND = "stopped at once, by a second signal\n"
 
 
 class _Notes:
-    """A signal's handler. at_once: a second signal ends the process, else it raises KeyboardInterrupt where it comes."""
+    """A signal's handler. at_once: a second signal ends the process, else it raises
+    KeyboardInterrupt where it comes."""
 
     def __init__(self, at_once: bool) -> None:
         self._at_once = at_once
@@ -76,18 +80,22 @@ def note() -> bool:
 
 @contextmanager
 def noted(at_once: bool = False) -> Iterator[Callable[[], None]]:
-    """Ctrl-C, and SIGTERM where it does the same, as a note. The function that this gives raises it, and leaving does: in the
-    place of an exception too, which may have come of the signal.
+    """Ctrl-C, and SIGTERM where it does the same, as a note. The function that this gives raises
+    it, and leaving does: in the place of an exception too, which may have come of the signal.
 
-    Within another one this is that one; on another thread than the main one, which alone is told of signals, it does nothing.
-    at_once: what a second signal does, see `_Notes`.
+    Within another one this is that one; on another thread than the main one, which alone is told of
+    signals, it does nothing. at_once: what a second signal does, see `_Notes`.
     """
     global _current
     if threading.current_thread() is not threading.main_thread():
         yield lambda: None
         return
     outer, notes = _current, _current or _Notes(at_once)
-    ours = [n for n in (signal.SIGINT, signal.SIGTERM) if outer is None and signal.getsignal(n) is signal.default_int_handler]
+    ours = [
+        n
+        for n in (signal.SIGINT, signal.SIGTERM)
+        if outer is None and signal.getsignal(n) is signal.default_int_handler
+    ]
     _current = notes
     for number in ours:
         signal.signal(number, notes)
@@ -107,7 +115,8 @@ def noted(at_once: bool = False) -> Iterator[Callable[[], None]]:
 
 
 def noted_in_each(make: Callable[P, Iterator[T]]) -> Callable[P, Iterator[T]]:
-    """For a generator: notes while it works and not in between, where the handlers are whoever's who asks for its values."""
+    """For a generator: notes while it works and not in between, where the handlers are whoever's
+    who asks for its values."""
 
     @wraps(make)
     def each(*arguments: P.args, **named: P.kwargs) -> Iterator[T]:

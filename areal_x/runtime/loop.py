@@ -1,4 +1,5 @@
-"""Event loops on threads of their own, for callers whose own thread may run one already, as a notebook's does."""
+"""Event loops on threads of their own, for callers whose own thread may run one already, as a
+notebook's does."""
 
 from __future__ import annotations
 
@@ -16,7 +17,8 @@ T = TypeVar("T")
 
 
 def run(work: Coroutine[Any, Any, T], name: str) -> T:
-    """Runs a coroutine to its end on a loop and a thread of that name, both gone when this returns. An interrupt cancels it.
+    """Runs a coroutine to its end on a loop and a thread of that name, both gone when this returns.
+    An interrupt cancels it.
 
     Raises what it raises, or what ended unexpectedly beside it.
     """
@@ -51,7 +53,8 @@ def result(future: Future[T]) -> T:
 
 
 async def together(coroutines: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
-    """The results of all, run concurrently. When one raises, the others are cancelled and awaited before its error goes on."""
+    """The results of all, run concurrently. When one raises, the others are cancelled and awaited
+    before its error goes on."""
     tasks = [asyncio.create_task(coroutine) for coroutine in coroutines]
     try:
         return await asyncio.gather(*tasks)
@@ -66,8 +69,8 @@ async def together(coroutines: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
 def short_collections() -> Iterator[None]:
     """Python's collector leaves alone what is there now, until the end.
 
-    It stops every thread while it looks through all objects: 240 ms where torch, transformers and vLLM are imported, in which
-    no loop answers.
+    It stops every thread while it looks through all objects: 240 ms where torch, transformers and
+    vLLM are imported, in which no loop answers.
     """
     gc.collect()
     gc.freeze()
@@ -78,7 +81,8 @@ def short_collections() -> Iterator[None]:
 
 
 def serve(loop: asyncio.AbstractEventLoop) -> None:
-    """Runs the loop until it is stopped, then cancels what is left on it: what a loop's own thread does."""
+    """Runs the loop until it is stopped, then cancels what is left on it: what a loop's own thread
+    does."""
     asyncio.set_event_loop(loop)
     try:
         background.serve(loop)

@@ -1,8 +1,9 @@
-"""Memory limits that the kernel holds: a control group (cgroup 2, or 1) for one worker and all that it starts.
+"""Memory limits that the kernel holds: a control group (cgroup 2, or 1) for one worker and all that
+it starts.
 
-It counts what no process shows: pages that are shared and mapped by nobody, files in memory, page tables, what waits in pipes
-and sockets. Whether a run may make one is tried; where it may not, areal_x.runtime.footprint counts what can be seen. Only the
-standard library is imported here.
+It counts what no process shows: pages that are shared and mapped by nobody, files in memory, page
+tables, what waits in pipes and sockets. Whether a run may make one is tried; where it may not,
+areal_x.runtime.footprint counts what can be seen. Only the standard library is imported here.
 """
 
 from __future__ import annotations
@@ -16,9 +17,16 @@ from pathlib import Path
 
 REMOVAL_SECONDS = 1.0  # for the kernel to let go of a group whose processes have ended
 PROBE_PIPES, PIPE_BYTES = 32, 1 << 16
-FILES = {  # by cgroup's version: of the limit, the limit with what is swapped out, what is used, and the kernel's kills
+# by cgroup's version: of the limit, the limit with what is swapped out, what is used, and the
+# kernel's kills
+FILES = {
     2: ("memory.max", "memory.swap.max", "memory.current", "memory.events"),
-    1: ("memory.limit_in_bytes", "memory.memsw.limit_in_bytes", "memory.usage_in_bytes", "memory.oom_control"),
+    1: (
+        "memory.limit_in_bytes",
+        "memory.memsw.limit_in_bytes",
+        "memory.usage_in_bytes",
+        "memory.oom_control",
+    ),
 }
 
 
@@ -48,7 +56,10 @@ class MemoryGroup:
     def overrun(self) -> bool:
         """Whether the kernel has ended a process of it for want of memory."""
         with suppress(OSError):
-            words = [line.split() for line in Path(self.path, FILES[self.version][3]).read_text().splitlines()]
+            words = [
+                line.split()
+                for line in Path(self.path, FILES[self.version][3]).read_text().splitlines()
+            ]
             return any(name == "oom_kill" and int(count) > 0 for name, count in words)
         return False
 
@@ -70,7 +81,8 @@ def create(place: Place, name: str, most_bytes: float) -> MemoryGroup:
             (path / with_swap).write_text("0" if place.version == 2 else str(int(most_bytes)))
         if place.version == 2:
             with suppress(OSError):
-                (path / "memory.oom.group").write_text("1")  # all of it, so that what is left does not go on without a part
+                # all of it, so that what is left does not go on without a part
+                (path / "memory.oom.group").write_text("1")
     except OSError:
         _remove(path)
         raise
@@ -78,10 +90,15 @@ def create(place: Place, name: str, most_bytes: float) -> MemoryGroup:
 
 
 def find(name: str) -> Place | None:
-    """Where this process can make groups that hold, as a group of that name tries; None where it cannot."""
+    """Where this process can make groups that hold, as a group of that name tries; None where it
+    cannot."""
     for place in places():
         with suppress(OSError, ValueError):
-            if place.version == 2 and "memory" not in (Path(place.path) / "cgroup.subtree_control").read_text().split():
+            if (
+                place.version == 2
+                and "memory"
+                not in (Path(place.path) / "cgroup.subtree_control").read_text().split()
+            ):
                 (Path(place.path) / "cgroup.subtree_control").write_text("+memory")
             group = create(place, name, 1 << 28)
             try:
@@ -93,10 +110,13 @@ def find(name: str) -> Place | None:
 
 
 def places() -> list[Place]:
-    """Where it may be tried: below the group of this process, then beside it, as one of version 2 that holds processes can
-    have none below."""
+    """Where it may be tried: below the group of this process, then beside it, as one of version 2
+    that holds processes can have none below."""
     try:
-        mounts, groups = Path("/proc/self/mountinfo").read_text(), Path("/proc/self/cgroup").read_text()
+        mounts, groups = (
+            Path("/proc/self/mountinfo").read_text(),
+            Path("/proc/self/cgroup").read_text(),
+        )
     except OSError:
         return []
     return [place for place in parsed(mounts, groups) if os.access(place.path, os.W_OK)]
@@ -107,7 +127,13 @@ def parsed(mounts: str, groups: str) -> list[Place]:
     own: dict[str, str] = {}
     for line in groups.splitlines():
         _, controllers, path = line.split(":", 2)
-        own |= {"cgroup2": path} if controllers == "" else {"cgroup": path} if "memory" in controllers.split(",") else {}
+        own |= (
+            {"cgroup2": path}
+            if controllers == ""
+            else {"cgroup": path}
+            if "memory" in controllers.split(",")
+            else {}
+        )
     found: list[Place] = []
     for line in mounts.splitlines():
         before, _, after = line.partition(" - ")
@@ -140,7 +166,8 @@ def _named(place: Place, prefix: str) -> Iterator[Path]:
 
 
 def _counts(group: MemoryGroup) -> bool:
-    """Whether a process can be moved there, and the kernel's memory for it counts: some start with cgroup.memory=nokmem."""
+    """Whether a process can be moved there, and the kernel's memory for it counts: some start with
+    cgroup.memory=nokmem."""
     before = group.used()
     pipes: list[tuple[int, int]] = []
     reading, writing = os.pipe()

@@ -8,13 +8,14 @@ import socket
 import sys
 from contextlib import suppress
 
-RESERVED = 256  # for everything but requests to servers: logs, checkpoints, the journal, pipes, agents' connections
+# for everything but requests to servers: logs, checkpoints, the journal, pipes, agents' connections
+RESERVED = 256
 MOST = 2**20  # where the system sets no bound
 
 
 def raise_limit() -> None:
-    """Raises this process's soft limit to the hard one, as a shell's 1,024 is meant for programs of another kind. For commands:
-    the limit is the whole process's, and its children inherit it."""
+    """Raises this process's soft limit to the hard one, as a shell's 1,024 is meant for programs of
+    another kind. For commands: the limit is the whole process's, and its children inherit it."""
     if sys.platform == "win32":
         return
     import resource
@@ -45,12 +46,19 @@ def enough_for(requests: int) -> str | None:
     most = connections()
     if most >= requests:
         return None
-    few = f"only {most} of {requests} requests are in flight at a time, as this process may open {allowed()} files"
-    return f"{few}: set `ulimit -n {requests + RESERVED}` in the shell that starts the run (or LimitNOFILE, --ulimit nofile)"
+    few = (
+        f"only {most} of {requests} requests are in flight at a time, as this process may open"
+        f" {allowed()} files"
+    )
+    return (
+        f"{few}: set `ulimit -n {requests + RESERVED}` in the shell that starts the run (or"
+        " LimitNOFILE, --ulimit nofile)"
+    )
 
 
 def ran_out(error: OSError) -> bool:
-    """True if this process, or the whole machine, has no descriptor left; nothing is known then about the other side."""
+    """True if this process, or the whole machine, has no descriptor left; nothing is known then
+    about the other side."""
     if error.errno in (errno.EMFILE, errno.ENFILE):
         return True
     if not isinstance(error, socket.gaierror) and not isinstance(error.__cause__, socket.gaierror):

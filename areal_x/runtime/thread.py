@@ -25,8 +25,9 @@ BESIDE = ThreadPoolExecutor(4, thread_name_prefix="areal-x beside")
 class OneThread:
     """Runs functions one after the other in a thread of its own, as some objects allow no other.
 
-    The thread starts with the first function. It keeps no process from ending, so that a function which never returns costs a
-    thread and nothing else; that is also why asyncio.to_thread is not used, whose few threads all of the process share.
+    The thread starts with the first function. It keeps no process from ending, so that a function
+    which never returns costs a thread and nothing else; that is also why asyncio.to_thread is not
+    used, whose few threads all of the process share.
     """
 
     def __init__(self, name: str = "areal-x blocking") -> None:
@@ -57,7 +58,9 @@ class OneThread:
                 loop.call_soon_threadsafe(partial(tell, told, what))
 
         self._put(work)
-        with waiting(whose(), "a function on a thread", lambda: f"{name_of(function)} on {self._name}"):
+        with waiting(
+            whose(), "a function on a thread", lambda: f"{name_of(function)} on {self._name}"
+        ):
             return await done
 
     def tell(self, function: Callable[[], object]) -> None:
@@ -77,7 +80,9 @@ class OneThread:
         self._work.put(work)
         if self._thread is None:
             failed = background.on_loop()
-            self._thread = background.thread(self._serve, what=f"the thread {self._name}", failed=failed, name=self._name)
+            self._thread = background.thread(
+                self._serve, what=f"the thread {self._name}", failed=failed, name=self._name
+            )
 
     def _serve(self) -> None:
         while True:
@@ -99,16 +104,24 @@ async def in_thread(function: Callable[P, T], *arguments: P.args, **named: P.kwa
 
 
 async def beside(size: int, function: Callable[P, T], *arguments: P.args, **named: P.kwargs) -> T:
-    """What a function returns whose work is bounded and grows with `size`: at once where that is little, else by one of a few
-    threads, so that the loop turns meanwhile. Not for functions that may never return, nor for long calls into libraries that
-    hold Python's lock."""
-    return function(*arguments, **named) if size <= INLINE else await in_pool(BESIDE, function, *arguments, **named)
+    """What a function returns whose work is bounded and grows with `size`: at once where that is
+    little, else by one of a few threads, so that the loop turns meanwhile. Not for functions that
+    may never return, nor for long calls into libraries that hold Python's lock."""
+    return (
+        function(*arguments, **named)
+        if size <= INLINE
+        else await in_pool(BESIDE, function, *arguments, **named)
+    )
 
 
-async def in_pool(pool: Executor, function: Callable[P, T], *arguments: P.args, **named: P.kwargs) -> T:
+async def in_pool(
+    pool: Executor, function: Callable[P, T], *arguments: P.args, **named: P.kwargs
+) -> T:
     context = contextvars.copy_context()
     with waiting(whose(), "a function on a thread", lambda: name_of(function)):
-        return await asyncio.get_running_loop().run_in_executor(pool, partial(context.run, function, *arguments, **named))
+        return await asyncio.get_running_loop().run_in_executor(
+            pool, partial(context.run, function, *arguments, **named)
+        )
 
 
 def name_of(function: Callable[..., object]) -> str:

@@ -1,13 +1,14 @@
-"""Who was busy when: spans of a run, kept in memory and written as a trace that Perfetto opens (ui.perfetto.dev).
+"""Who was busy when: spans of a run, kept in memory and written as a trace that Perfetto opens
+(ui.perfetto.dev).
 
     with timeline.span("update", step=3):          # anywhere, on any thread
         ...
     with timeline.span("generate", ticket=7) as span:
         span.note(tokens=12)
 
-A span costs about three microseconds (benchmarks/timeline.py). Of each lane the newest are kept: of the trainer, which has a
-dozen a step, those of thousands of steps, and of generation those of the last thousands of requests. The process has one
-recorder, that of the run that began last.
+A span costs about three microseconds (benchmarks/timeline.py). Of each lane the newest are kept: of
+the trainer, which has a dozen a step, those of thousands of steps, and of generation those of the
+last thousands of requests. The process has one recorder, that of the run that began last.
 """
 
 from __future__ import annotations
@@ -24,8 +25,15 @@ from typing import Any, NamedTuple
 FILE = "timeline.json"
 CAPACITY = 20_000  # spans of a lane: about 3 MB of trace
 
-# The lane of each span. Several of a lane may be open at a time but for the trainer's, which is one thread.
-TRAINER, ENGINE, EPISODES, GENERATION, REWARDS = LANES = ("trainer", "engine", "episodes", "generation", "rewards")
+# The lane of each span. Several of a lane may be open at a time but for the trainer's, which is one
+# thread.
+TRAINER, ENGINE, EPISODES, GENERATION, REWARDS = LANES = (
+    "trainer",
+    "engine",
+    "episodes",
+    "generation",
+    "rewards",
+)
 LANE_OF = {
     "wait": TRAINER,
     "log-probabilities": TRAINER,
@@ -64,8 +72,13 @@ class Recorder:
     def of(self, lane: str) -> list[Interval]:
         """Those that ended, in that order, and then those that have not, up to now."""
         now = time.perf_counter()
-        running = [Interval(s.name, s.start, now, s.arguments) for s in list(self._open.values()) if LANE_OF[s.name] == lane]
-        return [*self._kept[lane].copy(), *running]  # a deque's copy is one step to other threads, and iterating is not
+        running = [
+            Interval(s.name, s.start, now, s.arguments)
+            for s in list(self._open.values())
+            if LANE_OF[s.name] == lane
+        ]
+        # a deque's copy is one step to other threads, and iterating is not
+        return [*self._kept[lane].copy(), *running]
 
     def idle_share(self, lane: str, start: float, end: float) -> float:
         """Which part of the time from start to end no span of the lane was open."""
@@ -78,7 +91,10 @@ class Recorder:
     def write(self, run: Path) -> Path:
         """Writes timeline.json, whole or not at all."""
         file, unfinished = run / FILE, run / (FILE + ".new")
-        unfinished.write_text(json.dumps({"traceEvents": trace_events(self), "displayTimeUnit": "ms"}), encoding="utf-8")
+        unfinished.write_text(
+            json.dumps({"traceEvents": trace_events(self), "displayTimeUnit": "ms"}),
+            encoding="utf-8",
+        )
         return unfinished.replace(file)
 
 
@@ -99,8 +115,15 @@ class Span:
         self.recorder._open[id(self)] = self
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self.recorder._kept[LANE_OF[self.name]].append(Interval(self.name, self.start, time.perf_counter(), self.arguments))
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.recorder._kept[LANE_OF[self.name]].append(
+            Interval(self.name, self.start, time.perf_counter(), self.arguments)
+        )
         del self.recorder._open[id(self)]
 
 
@@ -129,22 +152,46 @@ def recording(run: Path) -> Iterator[Recorder]:
 
 
 def trace_events(recorder: Recorder) -> list[dict[str, Any]]:
-    """Complete events ("ph": "X", times in microseconds): a process a lane, a thread for each span open at once."""
+    """Complete events ("ph": "X", times in microseconds): a process a lane, a thread for each span
+    open at once."""
     events: list[dict[str, Any]] = []
     for pid, lane in enumerate(LANES, start=1):
-        events.append({"ph": "M", "name": "process_name", "pid": pid, "tid": 0, "args": {"name": lane}})
-        events.append({"ph": "M", "name": "process_sort_index", "pid": pid, "tid": 0, "args": {"sort_index": pid}})
+        events.append(
+            {"ph": "M", "name": "process_name", "pid": pid, "tid": 0, "args": {"name": lane}}
+        )
+        events.append(
+            {
+                "ph": "M",
+                "name": "process_sort_index",
+                "pid": pid,
+                "tid": 0,
+                "args": {"sort_index": pid},
+            }
+        )
         intervals = sorted(recorder.of(lane), key=lambda i: (i.start, -i.end))
-        for interval, row in zip(intervals, rows_of(intervals, nested=lane == TRAINER), strict=True):
-            start, duration = (round(1e6 * x) for x in (interval.start - recorder.began, interval.end - interval.start))
-            event = {"ph": "X", "name": interval.name, "cat": lane, "pid": pid, "tid": row + 1, "ts": start, "dur": duration}
+        for interval, row in zip(
+            intervals, rows_of(intervals, nested=lane == TRAINER), strict=True
+        ):
+            start, duration = (
+                round(1e6 * x)
+                for x in (interval.start - recorder.began, interval.end - interval.start)
+            )
+            event = {
+                "ph": "X",
+                "name": interval.name,
+                "cat": lane,
+                "pid": pid,
+                "tid": row + 1,
+                "ts": start,
+                "dur": duration,
+            }
             events.append(event | {"args": interval.arguments})
     return events
 
 
 def rows_of(intervals: Sequence[Interval], nested: bool = False) -> list[int]:
-    """For intervals in the order of their starts a row each, the first that is free, so that no two overlap in one. nested: all
-    in the first, as one thread's spans lie in each other."""
+    """For intervals in the order of their starts a row each, the first that is free, so that no two
+    overlap in one. nested: all in the first, as one thread's spans lie in each other."""
     if nested:
         return [0] * len(intervals)
     ends: list[float] = []
@@ -162,5 +209,7 @@ def read(run: Path) -> dict[str, list[Interval]]:
     found: dict[str, list[Interval]] = {lane: [] for lane in LANES}
     for e in events:
         if e["ph"] == "X":
-            found[e["cat"]].append(Interval(e["name"], e["ts"] / 1e6, (e["ts"] + e["dur"]) / 1e6, e["args"]))
+            found[e["cat"]].append(
+                Interval(e["name"], e["ts"] / 1e6, (e["ts"] + e["dur"]) / 1e6, e["args"])
+            )
     return found

@@ -1,4 +1,5 @@
-"""Who waits for whom: every wait of a run by name, and a sentence when nothing has moved for too long.
+"""Who waits for whom: every wait of a run by name, and a sentence when nothing has moved for too
+long.
 
     with waiting("the trainer", "the groups of step 7", lambda: f"{done} of 16 are finished"):
         groups = queue.take()
@@ -6,11 +7,13 @@
     with watching(message, log, rhythm):      # around a run
         ...
 
-Who waits follows the work through tasks and threads: in `with on_behalf_of("episode 2")` code says `waiting(whose(), …)`.
+Who waits follows the work through tasks and threads: in `with on_behalf_of("episode 2")` code says
+`waiting(whose(), …)`.
 
-A wait that begins or ends is movement, and so is `moved()`, for work that goes on inside one wait. Silence is reported after 30
-seconds, or three times the run's own rhythm where that is longer, and again each time it has lasted twice as long; not while
-every wait is idle, as between two steps in a notebook.
+A wait that begins or ends is movement, and so is `moved()`, for work that goes on inside one wait.
+Silence is reported after 30 seconds, or three times the run's own rhythm where that is longer, and
+again each time it has lasted twice as long; not while every wait is idle, as between two steps in a
+notebook.
 """
 
 from __future__ import annotations
@@ -37,8 +40,9 @@ FILE = "waits.log"  # below a run's logs/
 
 @dataclass(frozen=True)
 class Wait:
-    """who, what: as the sentence "who waits for what" reads. detail: more about the item; a function is called when it is
-    reported. idle: for something to do. since: in seconds of time.monotonic."""
+    """who, what: as the sentence "who waits for what" reads. detail: more about the item; a
+    function is called when it is reported. idle: for something to do. since: in seconds of
+    time.monotonic."""
 
     who: str
     what: str
@@ -76,8 +80,9 @@ def whose() -> str:
 
 @contextmanager
 def on_behalf_of(who: str, *, moves: bool = True) -> Iterator[None]:
-    """Names whose work the body and all that it starts do. moves: False for what is repeated whether or not anything goes on,
-    as heartbeats and new attempts are: its waits are reported and are no movement."""
+    """Names whose work the body and all that it starts do. moves: False for what is repeated
+    whether or not anything goes on, as heartbeats and new attempts are: its waits are reported and
+    are no movement."""
     tokens = _whose.set(who), _moves.set(moves and _moves.get())
     try:
         yield
@@ -87,9 +92,12 @@ def on_behalf_of(who: str, *, moves: bool = True) -> Iterator[None]:
 
 
 @contextmanager
-def waiting(who: str, what: str, detail: str | Callable[[], str] = "", *, idle: bool = False) -> Iterator[None]:
-    """Names the wait in the body. idle: a wait for something to do, as workers and listeners have: it is no movement, and where
-    all waits are idle nothing is wrong. A loop that retries is one wait, or each attempt would count as movement."""
+def waiting(
+    who: str, what: str, detail: str | Callable[[], str] = "", *, idle: bool = False
+) -> Iterator[None]:
+    """Names the wait in the body. idle: a wait for something to do, as workers and listeners have:
+    it is no movement, and where all waits are idle nothing is wrong. A loop that retries is one
+    wait, or each attempt would count as movement."""
     number = next(_numbers)
     _open[number] = Wait(who, what, detail, idle)
     if not idle:
@@ -109,9 +117,16 @@ def open_waits() -> list[Wait]:
 
 def doing(whose: str) -> str:
     """What those do whose names begin so: of each the wait that it began last."""
-    last = {wait.who: wait for wait in sorted(_open.copy().values(), key=lambda wait: wait.since) if wait.who.startswith(whose)}
+    last = {
+        wait.who: wait
+        for wait in sorted(_open.copy().values(), key=lambda wait: wait.since)
+        if wait.who.startswith(whose)
+    }
     found = Counter(wait.what for wait in last.values())
-    return ", ".join(f"{count} {'waits' if count == 1 else 'wait'} for {what}" for what, count in found.most_common(SHOWN))
+    return ", ".join(
+        f"{count} {'waits' if count == 1 else 'wait'} for {what}"
+        for what, count in found.most_common(SHOWN)
+    )
 
 
 @contextmanager
@@ -121,12 +136,19 @@ def watching(
     rhythm: Callable[[], float] = lambda: 0.0,
     silence_seconds: float | None = None,
 ) -> Iterator[None]:
-    """Reports silences until the body ends. message: shows a sentence. log: a folder. rhythm: seconds of a usual step."""
+    """Reports silences until the body ends. message: shows a sentence. log: a folder. rhythm:
+    seconds of a usual step."""
     silence_seconds = SILENCE_SECONDS if silence_seconds is None else silence_seconds
     ended = threading.Event()
     moved()
     arguments = ended, message, log / FILE, rhythm, silence_seconds
-    thread = background.thread(_watch, *arguments, what="the watch over waits", failed=lambda e: message(f"{e}"), name="waits")
+    thread = background.thread(
+        _watch,
+        *arguments,
+        what="the watch over waits",
+        failed=lambda e: message(f"{e}"),
+        name="waits",
+    )
     try:
         yield
     finally:
@@ -135,7 +157,11 @@ def watching(
 
 
 def _watch(
-    ended: threading.Event, message: Callable[[str], None], log: Path, rhythm: Callable[[], float], silence_seconds: float
+    ended: threading.Event,
+    message: Callable[[str], None],
+    log: Path,
+    rhythm: Callable[[], float],
+    silence_seconds: float,
 ) -> None:
     moved_then, reported = _last_moved, 0.0
     while not ended.wait(silence_seconds / 30):
@@ -149,33 +175,46 @@ def _watch(
 
 
 def is_due(silent: float, reported: float, limit: float, waits: Sequence[Wait]) -> bool:
-    """Whether a silence of so many seconds is to be reported. reported: how long it was when it was reported last, else 0."""
+    """Whether a silence of so many seconds is to be reported. reported: how long it was when it was
+    reported last, else 0."""
     return silent >= max(limit, 2 * reported) and any(not wait.idle for wait in waits)
 
 
 def report(silent_seconds: float) -> str:
     """One paragraph: for how long nothing has moved, and those who have waited longest."""
     sentences = sentences_of(open_waits())
-    more = [f"{len(sentences) - SHOWN} more wait, see logs/{FILE}"] if len(sentences) > SHOWN else []
-    return f"nothing has moved for {silent_seconds:.0f} s: " + ("; ".join(sentences[:SHOWN] + more) or "and nobody waits")
+    more = (
+        [f"{len(sentences) - SHOWN} more wait, see logs/{FILE}"] if len(sentences) > SHOWN else []
+    )
+    return f"nothing has moved for {silent_seconds:.0f} s: " + (
+        "; ".join(sentences[:SHOWN] + more) or "and nobody waits"
+    )
 
 
 def sentences_of(waits: Sequence[Wait]) -> list[str]:
-    """One of each who waits, in the order of their first waits: from the outermost wait to the innermost."""
+    """One of each who waits, in the order of their first waits: from the outermost wait to the
+    innermost."""
     now, of_each = time.monotonic(), dict[str, list[Wait]]()
     for wait in waits:
         of_each.setdefault(wait.who, []).append(wait)
-    return [f"{who} has waited {', of these '.join(wait.about(now) for wait in theirs)}" for who, theirs in of_each.items()]
+    return [
+        f"{who} has waited {', of these '.join(wait.about(now) for wait in theirs)}"
+        for who, theirs in of_each.items()
+    ]
 
 
 def write_log(log: Path, silent_seconds: float) -> None:
-    """Appends every open wait and the stacks of all threads. What cannot be written is not: a watch ends no run."""
+    """Appends every open wait and the stacks of all threads. What cannot be written is not: a watch
+    ends no run."""
     lines = [f"{time.strftime('%Y-%m-%d %H:%M:%S')} nothing has moved for {silent_seconds:.0f} s"]
     lines += [f"  {sentence}" for sentence in sentences_of(open_waits())]
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     for ident, frame in sys._current_frames().items():
         stack = "".join(traceback.format_stack(frame))
-        lines += [f"  thread {names.get(ident, ident)}", *(f"    {line}" for line in stack.splitlines())]
+        lines += [
+            f"  thread {names.get(ident, ident)}",
+            *(f"    {line}" for line in stack.splitlines()),
+        ]
     try:
         log.parent.mkdir(exist_ok=True)
         with log.open("a", encoding="utf-8") as file:

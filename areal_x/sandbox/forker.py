@@ -1,11 +1,13 @@
-"""Starts programs: a process that has its interpreter ready and only has to fork. What `areal_x.sandbox.pool` starts.
+"""Starts programs: a process that has its interpreter ready and only has to fork. What
+`areal_x.sandbox.pool` starts.
 
     pool ──(one byte and a socket: a program comes)──▶ forker ──fork──▶ keeper ──fork──▶ [ first ──fork──▶ program ]
     pool ──(the program)──▶ socket ──▶ keeper     program ──(output, report: pipes)──▶ keeper ──(what became of it)──▶ pool
 
-The forker runs under a guard (areal_x.runtime.guard). Each program has a keeper (areal_x.sandbox.keeper), which also ends it
-when the pool hangs up. Where namespaces are allowed the brackets are one of processes, whose first is `first`: when it ends,
-the kernel ends the rest. Elsewhere there is none, and the keeper looks for what is left as the guard does.
+The forker runs under a guard (areal_x.runtime.guard). Each program has a keeper
+(areal_x.sandbox.keeper), which also ends it when the pool hangs up. Where namespaces are allowed
+the brackets are one of processes, whose first is `first`: when it ends, the kernel ends the rest.
+Elsewhere there is none, and the keeper looks for what is left as the guard does.
 """
 
 from __future__ import annotations
@@ -40,19 +42,40 @@ READY = (  # of the standard library, imported before a program asks for it
         "functools",
         "heapq",
     ),
-    *("io", "itertools", "json", "math", "operator", "random", "re", "statistics", "string", "textwrap", "time", "typing"),
+    *(
+        "io",
+        "itertools",
+        "json",
+        "math",
+        "operator",
+        "random",
+        "re",
+        "statistics",
+        "string",
+        "textwrap",
+        "time",
+        "typing",
+    ),
 )
 
 
 def main(control_fd: int, lifeline_fd: int, base: str, settings: dict[str, Any]) -> None:
     """base: an empty folder of the pool's own, which the guard removes."""
     groups = partial(memory_group.remove_all, walls.group_name(base, ""))
-    guard.keep(partial(serve, control_fd, base, settings), lifeline_fd, (control_fd,), folder=base, afterwards=groups)
+    guard.keep(
+        partial(serve, control_fd, base, settings),
+        lifeline_fd,
+        (control_fd,),
+        folder=base,
+        afterwards=groups,
+    )
 
 
 def serve(control_fd: int, base: str, settings: Mapping[str, Any]) -> NoReturn:
-    """First says what the walls are and which imports failed; then starts what comes, until the pool hangs up."""
-    sys.path[:] = [*sys.path[1:], *settings["packages"]]  # the first is this package's, which programs need not see
+    """First says what the walls are and which imports failed; then starts what comes, until the
+    pool hangs up."""
+    # the first is this package's, which programs need not see
+    sys.path[:] = [*sys.path[1:], *settings["packages"]]
     missing = {}
     for name in (*READY, *settings["imports"]):
         try:

@@ -1,4 +1,5 @@
-"""The process above one program, outside its walls: limits its time, reads what it prints, ends all that it started."""
+"""The process above one program, outside its walls: limits its time, reads what it prints, ends all
+that it started."""
 
 from __future__ import annotations
 
@@ -26,7 +27,9 @@ AT_ONCE = 1 << 16  # bytes
 REPORT_BYTES = 1 << 20
 LOOK_FOR_MEMORY = 0.02  # seconds between two looks where the kernel does not limit it
 INTERPRETER_BYTES = (
-    50e6  # not the program's; and so a single process meets the kernel's limit first, and can read what happened
+    # not the program's; and so a single process meets the kernel's limit first, and can read what
+    # happened
+    50e6
 )
 
 Settings = Mapping[str, Any]  # as areal_x.sandbox.pool sends them
@@ -52,8 +55,9 @@ class Kept:
 
 @dataclass
 class Program:
-    """What its keeper holds of it. child: the first process inside the walls. noticed, output, report: pipes to read: that a
-    child has ended, what was printed, what went wrong. began: a monotonic time in seconds."""
+    """What its keeper holds of it. child: the first process inside the walls. noticed, output,
+    report: pipes to read: that a child has ended, what was printed, what went wrong. began: a
+    monotonic time in seconds."""
 
     child: int
     noticed: int
@@ -81,7 +85,9 @@ def keep(pool: socket.socket, around: Walls, base: str, settings: Settings) -> N
     try:
         if around.groups is not None:
             name = walls.group_name(base, os.getpid())
-            group = memory_group.create(around.groups, name, settings["memory_mb"] * 1e6 + INTERPRETER_BYTES)
+            group = memory_group.create(
+                around.groups, name, settings["memory_mb"] * 1e6 + INTERPRETER_BYTES
+            )
         running = _start(pool, request, around, base, folder, noticed, group, settings)
         why = watch(running, pool, around, settings)
         code = guard.end_all(running.child)
@@ -100,7 +106,12 @@ def keep(pool: socket.socket, around: Walls, base: str, settings: Settings) -> N
     kept = running.kept
     both = (kept.head, kept.tail) if kept.dropped else (kept.head + kept.tail, b"")
     parts = [bytes(part).decode(errors="replace") for part in both]
-    answer = {**verdict(why, code, bytes(running.said), settings), "output": parts, "dropped": kept.dropped, "seconds": seconds}
+    answer = {
+        **verdict(why, code, bytes(running.said), settings),
+        "output": parts,
+        "dropped": kept.dropped,
+        "seconds": seconds,
+    }
     with suppress(OSError):  # nobody waits for it any more
         pool.sendall(json.dumps(answer).encode())
 
@@ -133,7 +144,16 @@ def _start(
     os.close(reports)
     os.set_blocking(output, False)
     os.set_blocking(report, False)
-    return Program(child, noticed, output, report, folder, began, Kept(2 * settings["output_characters"]), group)
+    return Program(
+        child,
+        noticed,
+        output,
+        report,
+        folder,
+        began,
+        Kept(2 * settings["output_characters"]),
+        group,
+    )
 
 
 def _inside(
@@ -152,13 +172,25 @@ def _inside(
     try:
         if group is not None:
             group.enter()
-        walls.enter(around, base, folder, keeper, Limits(**{name: settings[name] for name in Limits.__dataclass_fields__}))
-        guard.LIBC.prctl(guard.PR_SET_PDEATHSIG, signal.SIGKILL)  # with its keeper; a change of rights would have undone it
+        walls.enter(
+            around,
+            base,
+            folder,
+            keeper,
+            Limits(**{name: settings[name] for name in Limits.__dataclass_fields__}),
+        )
+        # with its keeper; a change of rights would have undone it
+        guard.LIBC.prctl(guard.PR_SET_PDEATHSIG, signal.SIGKILL)
         if _unread(3):
             return 1  # the keeper was gone before
         running = os.fork() if around.namespaces else 0
     except OSError as error:
-        os.write(3, json.dumps({"status": "killed", "error": f"the sandbox could not start the program: {error}"}).encode())
+        os.write(
+            3,
+            json.dumps(
+                {"status": "killed", "error": f"the sandbox could not start the program: {error}"}
+            ).encode(),
+        )
         return 1
     if running:
         return _first(running)
@@ -177,7 +209,8 @@ def _unread(fd: int) -> bool:
 
 
 def _first(running: int) -> int:
-    """The first process of a namespace collects what others leave behind, and ends all with its own end."""
+    """The first process of a namespace collects what others leave behind, and ends all with its own
+    end."""
     os.closerange(0, 4)
     while True:
         pid, status = os.wait()
@@ -187,12 +220,16 @@ def _first(running: int) -> int:
 
 def _open_standard_files() -> None:
     sys.stdin = open(0, encoding="utf-8", errors="surrogateescape", closefd=False)  # noqa: SIM115
-    sys.stdout = open(1, "w", buffering=1, encoding="utf-8", errors="backslashreplace", closefd=False)  # noqa: SIM115
-    sys.stderr = open(2, "w", buffering=1, encoding="utf-8", errors="backslashreplace", closefd=False)  # noqa: SIM115
+    for name, descriptor in (("stdout", 1), ("stderr", 2)):
+        opened = open(  # noqa: SIM115
+            descriptor, "w", buffering=1, encoding="utf-8", errors="backslashreplace", closefd=False
+        )
+        setattr(sys, name, opened)
 
 
 def watch(running: Program, pool: socket.socket, around: Walls, settings: Settings) -> str:
-    """Until the program has ended, or what else ends it: "timeout", "memory", "processes", "files", "hung up"."""
+    """Until the program has ended, or what else ends it: "timeout", "memory", "processes", "files",
+    "hung up"."""
     every = guard.LOOK if running.group is not None else LOOK_FOR_MEMORY
     end, look = running.began + settings["seconds"], running.began + every
 
@@ -202,7 +239,9 @@ def watch(running: Program, pool: socket.socket, around: Walls, settings: Settin
     for ready in _read(running, pool.fileno(), patience):
         if pool.fileno() in ready:
             return "hung up"
-        if running.noticed in ready and os.waitid(os.P_PID, running.child, os.WEXITED | os.WNOHANG | os.WNOWAIT):
+        if running.noticed in ready and os.waitid(
+            os.P_PID, running.child, os.WEXITED | os.WNOHANG | os.WNOWAIT
+        ):
             return "ended"
         now = time.monotonic()
         if now >= end:
@@ -214,8 +253,11 @@ def watch(running: Program, pool: socket.socket, around: Walls, settings: Settin
     raise AssertionError("reading ends by a return")
 
 
-def _read(running: Program, pool: int | None = None, patience: Callable[[], float] | None = None) -> Iterator[list[int]]:
-    """Takes what is there to read, and gives what had something; without `patience` until there is nothing left."""
+def _read(
+    running: Program, pool: int | None = None, patience: Callable[[], float] | None = None
+) -> Iterator[list[int]]:
+    """Takes what is there to read, and gives what had something; without `patience` until there is
+    nothing left."""
     readers = {running.output, running.report}
     others = [pool, running.noticed] if pool is not None else []
     while True:
@@ -254,7 +296,10 @@ def _beyond(running: Program, around: Walls, settings: Settings) -> str | None:
     if not around.namespaces:
         most_file = settings["file_mb"] * 1e6
         sizes = list(islice(_sizes(running.folder), settings["files"] + 2))
-        if len(sizes) > settings["files"] + 1 or sum(sizes) + footprint.deleted(below, most_file) > most_file:
+        if (
+            len(sizes) > settings["files"] + 1
+            or sum(sizes) + footprint.deleted(below, most_file) > most_file
+        ):
             return "files"
     return None
 
@@ -268,15 +313,25 @@ def _sizes(folder: str) -> Iterator[int]:
 
 
 def verdict(why: str, code: int, said: bytes, settings: Settings) -> dict[str, Any]:
-    """What became of the program. code: of its first process, a signal as a negative number or as a shell says it."""
+    """What became of the program. code: of its first process, a signal as a negative number or as a
+    shell says it."""
     code = guard.as_a_shell(code)
     match why:
         case "timeout":
-            return {"status": "timeout", "error": f"the program was ended after {settings['seconds']:g} seconds"}
+            return {
+                "status": "timeout",
+                "error": f"the program was ended after {settings['seconds']:g} seconds",
+            }
         case "memory":
-            return {"status": "memory", "error": f"the program used more than {settings['memory_mb']:g} MB of memory"}
+            return {
+                "status": "memory",
+                "error": f"the program used more than {settings['memory_mb']:g} MB of memory",
+            }
         case "processes":
-            return {"status": "killed", "error": f"the program had more than {settings['processes']} processes or threads"}
+            return {
+                "status": "killed",
+                "error": f"the program had more than {settings['processes']} processes or threads",
+            }
         case "files":
             most = f"{settings['files']} files or {settings['file_mb']:g} MB"
             return {"status": "killed", "error": f"the program wrote more than {most}"}
@@ -285,9 +340,15 @@ def verdict(why: str, code: int, said: bytes, settings: Settings) -> dict[str, A
     if report := _report(said):
         return report
     if code == 128 + signal.SIGXCPU:
-        return {"status": "timeout", "error": f"the program used its {settings['cpu_seconds']:g} seconds of processor time"}
+        return {
+            "status": "timeout",
+            "error": f"the program used its {settings['cpu_seconds']:g} seconds of processor time",
+        }
     if code - 128 in signal.valid_signals():
-        return {"status": "killed", "error": f"the program was ended by {signal.Signals(code - 128).name}"}
+        return {
+            "status": "killed",
+            "error": f"the program was ended by {signal.Signals(code - 128).name}",
+        }
     return {"status": "error", "error": f"exit status {code}"}
 
 
@@ -295,7 +356,9 @@ def _report(said: bytes) -> dict[str, str] | None:
     """The program's own word, of which anything may have become."""
     try:
         report = json.loads(said)
-        known = report["status"] in ("error", "memory", "killed") and isinstance(report["error"], str)
+        known = report["status"] in ("error", "memory", "killed") and isinstance(
+            report["error"], str
+        )
         return {"status": report["status"], "error": report["error"]} if known else None
     except (ValueError, KeyError, TypeError, RecursionError):
         return None

@@ -1,7 +1,7 @@
 """Which files a process may reach, by Linux's Landlock: for machines that allow no namespaces.
 
-Weaker than a view of its own (areal_x.sandbox.view): names, sizes and owners of all files can still be asked for, only not what
-is in them.
+Weaker than a view of its own (areal_x.sandbox.view): names, sizes and owners of all files can still
+be asked for, only not what is in them.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ ALL = {
     3: (1 << 15) - 1,
     5: (1 << 16) - 1,
 }  # rights on files, by the version that knows them
-OF_FILES = EXECUTE | WRITE_FILE | READ_FILE | 1 << 14 | 1 << 15  # those that mean something for what is no folder
+# those that mean something for what is no folder
+OF_FILES = EXECUTE | WRITE_FILE | READ_FILE | 1 << 14 | 1 << 15
 SCOPES = 0b11  # abstract sockets and signals
 
 
@@ -34,8 +35,9 @@ def version() -> int:
 
 
 def restrict(readable: Iterable[str], writable: Iterable[str]) -> None:
-    """This process and all that it starts, for good: files beneath `readable` can be read and run, those beneath `writable`
-    also changed, all others neither. No new rights may be gained (PR_SET_NO_NEW_PRIVS) before. Raises OSError."""
+    """This process and all that it starts, for good: files beneath `readable` can be read and run,
+    those beneath `writable` also changed, all others neither. No new rights may be gained
+    (PR_SET_NO_NEW_PRIVS) before. Raises OSError."""
     known = version()
     rights = next(ALL[least] for least in sorted(ALL, reverse=True) if known >= least)
     scopes = SCOPES if known >= SIGNALS_SINCE else 0
@@ -48,7 +50,9 @@ def restrict(readable: Iterable[str], writable: Iterable[str]) -> None:
             with suppress(FileNotFoundError):
                 place = os.open(path, os.O_PATH | os.O_CLOEXEC)
                 allowed = given & rights if os.path.isdir(path) else given & rights & OF_FILES  # noqa: PTH112
-                taken = LIBC.syscall(ADD_RULE, ruleset, PATH_BENEATH, struct.pack("=Qi", allowed, place), 0)
+                taken = LIBC.syscall(
+                    ADD_RULE, ruleset, PATH_BENEATH, struct.pack("=Qi", allowed, place), 0
+                )
                 os.close(place)
                 if taken != 0:
                     raise OSError(f"Landlock takes no rule for {path}")

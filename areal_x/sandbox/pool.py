@@ -1,9 +1,11 @@
-"""Code that a model wrote, run where it can harm nothing: no network, limits on everything, a folder of its own.
+"""Code that a model wrote, run where it can harm nothing: no network, limits on everything, a
+folder of its own.
 
     sandbox = Sandbox(SandboxLimits(seconds=5), workers=4)
     result = await sandbox.run("print(6 * 7)")   # Result(output="42\\n", error=None, status="ok", …)
 
-What runs on the other side is areal_x.sandbox.forker; docs/sandbox.md says what a program can and cannot do.
+What runs on the other side is areal_x.sandbox.forker; docs/sandbox.md says what a program can and
+cannot do.
 """
 
 from __future__ import annotations
@@ -56,11 +58,12 @@ OPEN = {  # what to say where a wall is missing
 class SandboxLimits:
     """What a program may use. What goes beyond ends it, and the model is told.
 
-    seconds: from start to end. cpu_seconds: of processor time, in each of its processes. memory_mb: of each process, and of all
-    together with its files where they are in memory, in 10^6 bytes. output_characters: of what it prints; of more, the first
-    and the last half are shown. processes: at once, itself included (threads count too). file_mb: of all files in its folder,
-    in 10^6 bytes. files: in its folder, at once. require_confined: rather stop than run a program where a wall is missing
-    (docs/sandbox.md).
+    seconds: from start to end. cpu_seconds: of processor time, in each of its processes. memory_mb:
+    of each process, and of all together with its files where they are in memory, in 10^6 bytes.
+    output_characters: of what it prints; of more, the first and the last half are shown. processes:
+    at once, itself included (threads count too). file_mb: of all files in its folder, in 10^6
+    bytes. files: in its folder, at once. require_confined: rather stop than run a program where a
+    wall is missing (docs/sandbox.md).
     """
 
     seconds: float = 10.0
@@ -85,11 +88,12 @@ class SandboxLimits:
 class Result:
     """What became of a program.
 
-    output: what it printed, standard output and error in the order in which they came. error: what went wrong, a traceback or a
-    sentence, at most about as long as `output`; None where nothing did. truncated: whether something is missing in the middle
-    of `output`, which says so itself. seconds: from start to end. status: "ok"; "error" (it raised, or ended with an exit
-    status other than 0); "timeout"; "memory"; "killed" (by a signal, or as it went beyond another limit). confined: whether
-    every wall stood (files, network, processes, calls).
+    output: what it printed, standard output and error in the order in which they came. error: what
+    went wrong, a traceback or a sentence, at most about as long as `output`; None where nothing
+    did. truncated: whether something is missing in the middle of `output`, which says so itself.
+    seconds: from start to end. status: "ok"; "error" (it raised, or ended with an exit status other
+    than 0); "timeout"; "memory"; "killed" (by a signal, or as it went beyond another limit).
+    confined: whether every wall stood (files, network, processes, calls).
     """
 
     output: str
@@ -108,8 +112,8 @@ class Result:
 
 @dataclass(frozen=True, eq=False)
 class _Forker:
-    """A forker seen from here: its guard (areal_x.runtime.guard), the lifeline's only writing end, and the socket on which it
-    is given programs."""
+    """A forker seen from here: its guard (areal_x.runtime.guard), the lifeline's only writing end,
+    and the socket on which it is given programs."""
 
     guard: subprocess.Popen[bytes]
     lifeline: int
@@ -139,12 +143,14 @@ class _Forker:
 class Sandbox:
     """Runs up to `workers` programs at once; what comes meanwhile waits.
 
-    echo_last: the value of a last line that is an expression is printed, as a notebook does. packages: programs can import what
-    is installed beside the run. imports: modules that are imported in advance, for programs that start faster.
-    ways: to keep programs in, which are tried in the order of `WAYS`; where none is allowed they still run, after a warning.
-    groups: control groups limit memory, where the run may make them.
+    echo_last: the value of a last line that is an expression is printed, as a notebook does.
+    packages: programs can import what is installed beside the run. imports: modules that are
+    imported in advance, for programs that start faster. ways: to keep programs in, which are tried
+    in the order of `WAYS`; where none is allowed they still run, after a warning. groups: control
+    groups limit memory, where the run may make them.
 
-    All methods but the constructor belong to one event loop, which they never block. Nothing a program does raises.
+    All methods but the constructor belong to one event loop, which they never block. Nothing a
+    program does raises.
     """
 
     def __init__(
@@ -180,12 +186,14 @@ class Sandbox:
     async def start(self) -> None:
         """Makes the process that programs are forked from; `run` does it too where it is missing.
 
-        Raises UserError where there is no Linux, for `imports` that fail, or where `require_confined` cannot be.
+        Raises UserError where there is no Linux, for `imports` that fail, or where
+        `require_confined` cannot be.
         """
         await self._ready()
 
     async def run(self, code: str, stdin: str = "") -> Result:
-        """A program of Python, and what became of it. Cancelled, it is ended with all that it started.
+        """A program of Python, and what became of it. Cancelled, it is ended with all that it
+        started.
 
         Raises UserError as `start` does.
         """
@@ -215,7 +223,9 @@ class Sandbox:
 
     async def _start(self) -> _Forker:
         if sys.platform != "linux":
-            raise UserError("the sandbox for programs needs Linux: what keeps a program in is its kernel")
+            raise UserError(
+                "the sandbox for programs needs Linux: what keeps a program in is its kernel"
+            )
         here, there = socket.socketpair()
         lifeline_end, lifeline = os.pipe()
         base = tempfile.mkdtemp(prefix="areal_x_sandbox_")
@@ -223,7 +233,14 @@ class Sandbox:
             try:
                 settings = {**asdict(self.limits), **self._settings}
                 guard = subprocess.Popen(
-                    guarding.command(forker_side.__name__, there.fileno(), lifeline_end, base, settings, flags=("-I", "-S")),
+                    guarding.command(
+                        forker_side.__name__,
+                        there.fileno(),
+                        lifeline_end,
+                        base,
+                        settings,
+                        flags=("-I", "-S"),
+                    ),
                     stdin=subprocess.DEVNULL,
                     stdout=2,
                     env=ENVIRONMENT,
@@ -254,17 +271,23 @@ class Sandbox:
         if hello is None:
             with waiting(whose(), "the sandbox to end", f"process {guard.pid}"):
                 code = await asyncio.to_thread(guarding.ended, guard)
-            raise UserError(f"the process of the sandbox ended at its start (exit status {code}): its own words are above")
+            raise UserError(
+                f"the process of the sandbox ended at its start (exit status {code}): its own words"
+                " are above"
+            )
         if hello["missing"] or refused:
             with waiting(whose(), "the sandbox to end", f"process {guard.pid}"):
                 await asyncio.to_thread(guarding.ended, guard)
         if hello["missing"]:
             name, error = next(iter(hello["missing"].items()))
-            raise ConfigError("imports", name, f"a module that programs of the sandbox can import ({error})")
+            raise ConfigError(
+                "imports", name, f"a module that programs of the sandbox can import ({error})"
+            )
         if refused:
             raise UserError(
-                f"sandbox.require_confined = True, and programs here could {OPEN[missing[0]]}: start the run where namespaces "
-                "or Landlock are allowed (docs/sandbox.md), or set sandbox.require_confined = False"
+                f"sandbox.require_confined = True, and programs here could {OPEN[missing[0]]}:"
+                " start the run where namespaces or Landlock are allowed (docs/sandbox.md), or set"
+                " sandbox.require_confined = False"
             )
         for wall in missing:
             if wall not in self._warned:
@@ -291,7 +314,9 @@ class Sandbox:
 
     def _result(self, answer: dict[str, Any] | None, confined: bool) -> Result:
         if answer is None:
-            return Result("", "the program's process was ended from outside", False, 0.0, "killed", confined)
+            return Result(
+                "", "the program's process was ended from outside", False, 0.0, "killed", confined
+            )
         head, tail = answer["output"]
         output, truncated = shortened(head, tail, answer["dropped"], self.limits.output_characters)
         error = answer["error"]
@@ -301,13 +326,19 @@ class Sandbox:
 
 
 def shortened(head: str, tail: str, dropped: bool, most: int) -> tuple[str, bool]:
-    """At most about `most` characters of a text, and whether some are missing: those between head and tail already are where
-    `dropped` says so."""
+    """At most about `most` characters of a text, and whether some are missing: those between head
+    and tail already are where `dropped` says so."""
     if not dropped and len(head) + len(tail) <= most:
         return head + tail, False
     whole = tail if dropped else head + tail
     first, last = head[: most // 2], whole[-(most // 2) :]
-    return f"{first}\n[output truncated: the first {len(first)} and the last {len(last)} characters are shown]\n{last}", True
+    return (
+        (
+            f"{first}\n[output truncated: the first {len(first)} and the last {len(last)}"
+            f" characters are shown]\n{last}"
+        ),
+        True,
+    )
 
 
 async def _first_line(control: socket.socket) -> dict[str, Any] | None:

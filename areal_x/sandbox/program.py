@@ -1,4 +1,5 @@
-"""Runs a program in the process that was made for it. The only place of this project where code that came from outside runs."""
+"""Runs a program in the process that was made for it. The only place of this project where code
+that came from outside runs."""
 
 from __future__ import annotations
 
@@ -20,7 +21,8 @@ OUT_OF_MEMORY = b'{"status": "memory", "error": "MemoryError"}'
 
 
 def run(code: str, folder: str, report_fd: int, echo_last: bool, characters: int) -> int:
-    """The exit code. What went wrong is written to `report_fd` as JSON, an error of at most about `characters`.
+    """The exit code. What went wrong is written to `report_fd` as JSON, an error of at most about
+    `characters`.
 
     echo_last: the value of a last line that is an expression is printed, as a notebook does.
     """
@@ -51,14 +53,17 @@ def _execute(code: str, path: str, echo_last: bool) -> None:
     sys.modules["__main__"] = module
     sys.argv = [path]
     tree = ast.parse(code, path)
-    last = tree.body.pop() if echo_last and tree.body and isinstance(tree.body[-1], ast.Expr) else None
+    last = (
+        tree.body.pop() if echo_last and tree.body and isinstance(tree.body[-1], ast.Expr) else None
+    )
     exec(compile(tree, path, "exec"), module.__dict__)
     if last is not None:
         exec(compile(ast.Interactive([last]), path, "single"), module.__dict__)
 
 
 def _finish() -> None:
-    """As the interpreter does at its end: waits for threads, runs what was registered, writes what is held."""
+    """As the interpreter does at its end: waits for threads, runs what was registered, writes what
+    is held."""
     threads, registered = vars(threading)["_shutdown"], vars(atexit)["_run_exitfuncs"]
     with contextlib.suppress(OSError, ValueError):
         threads()
@@ -83,14 +88,22 @@ def _report(report_fd: int, error: BaseException, path: str, characters: int) ->
         trace = error.__traceback__
         while trace is not None and trace.tb_frame.f_code.co_filename != path:
             trace = trace.tb_next  # what ran the program is not the program's
-        # Where there is no memory for a traceback the interpreter raises one MemoryError upon the other.
+        # Where there is no memory for a traceback the interpreter raises one MemoryError upon the
+        # other.
         text = "".join(traceback.format_exception(type(error), error, trace, chain=not memory))
         if len(text) > characters:
             half = characters // 2
             text = f"{text[:half]}\n…\n{text[-half:]}"
         _write(report_fd, {"status": "memory" if memory else "error", "error": text.rstrip()})
     except BaseException:
-        os.write(report_fd, OUT_OF_MEMORY if memory else b'{"status": "error", "error": "an error that cannot be shown"}')
+        os.write(
+            report_fd,
+            (
+                OUT_OF_MEMORY
+                if memory
+                else b'{"status": "error", "error": "an error that cannot be shown"}'
+            ),
+        )
 
 
 def _write(report_fd: int, content: dict[str, Any]) -> None:

@@ -1,10 +1,12 @@
-"""System calls that a program of a model has no use for, refused by the kernel (Linux on x86-64 and arm64).
+"""System calls that a program of a model has no use for, refused by the kernel (Linux on x86-64 and
+arm64).
 
-Sockets, so that there is no network even where no namespace is allowed (`socketpair` of streams stays: asyncio and
-multiprocessing need it; one of datagrams could send to any service's). Namespaces and mounts, in which a program would be its
-own administrator. Other processes: their limits, priorities, memory and descriptors. Memory that no limit counts, and what
-outlives its maker. And calls whose only use here is an attack on the kernel. Refused means PermissionError, so that the program
-can read what happened.
+Sockets, so that there is no network even where no namespace is allowed (`socketpair` of streams
+stays: asyncio and multiprocessing need it; one of datagrams could send to any service's).
+Namespaces and mounts, in which a program would be its own administrator. Other processes: their
+limits, priorities, memory and descriptors. Memory that no limit counts, and what outlives its
+maker. And calls whose only use here is an attack on the kernel. Refused means PermissionError, so
+that the program can read what happened.
 """
 
 from __future__ import annotations
@@ -21,21 +23,30 @@ from typing import NamedTuple
 from areal_x.runtime.guard import LIBC
 
 NEW_NAMESPACE = 0x7E020080  # every CLONE_NEW… of linux/sched.h
-PR_SET_DUMPABLE, PR_GET_SECCOMP, PR_SET_SECCOMP, PR_SET_NO_NEW_PRIVS, PR_GET_NO_NEW_PRIVS = 4, 21, 22, 38, 39  # linux/prctl.h
+# linux/prctl.h
+PR_SET_DUMPABLE, PR_GET_SECCOMP, PR_SET_SECCOMP, PR_SET_NO_NEW_PRIVS, PR_GET_NO_NEW_PRIVS = (
+    4,
+    21,
+    22,
+    38,
+    39,
+)
 PR_SET_THP_DISABLE = 41
 FILTER = 2  # linux/seccomp.h
 ALLOW, REFUSE = 0x7FFF0000, 0x00050000
 LOAD, EQUAL, AT_LEAST, HAS_BITS, RETURN = 0x20, 0x15, 0x35, 0x45, 0x06  # linux/bpf_common.h
 NUMBER, ARCHITECTURE, ARGUMENTS = 0, 4, 16  # offsets in struct seccomp_data
 FOREIGN = 0x40000000  # from here on: x86-64's calls for 32-bit pointers
-MAP_SHARED, MAP_ANONYMOUS, MAP_HUGETLB = 1, 0x20, 0x40000  # linux/mman.h; MAP_SHARED_VALIDATE has the bit of MAP_SHARED
+# linux/mman.h; MAP_SHARED_VALIDATE has the bit of MAP_SHARED
+MAP_SHARED, MAP_ANONYMOUS, MAP_HUGETLB = 1, 0x20, 0x40000
 F_SETPIPE_SZ = 1031  # linux/fcntl.h
 DATAGRAM = 2  # the bit that SOCK_DGRAM and SOCK_RAW have, SOCK_STREAM and SOCK_SEQPACKET not
 
 ARCHITECTURES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}  # linux/audit.h
 CLONE3 = 435
 
-Numbers = tuple[int | None, int | None]  # on x86_64 and aarch64 (asm/unistd.h), None where there is no such call
+# on x86_64 and aarch64 (asm/unistd.h), None where there is no such call
+Numbers = tuple[int | None, int | None]
 REFUSED: Mapping[str, Numbers] = {
     "socket": (41, 198),
     "connect": (42, 203),
@@ -78,7 +89,8 @@ REFUSED: Mapping[str, Numbers] = {
     "open_by_handle_at": (304, 265),
     "fanotify_init": (300, 262),
 }
-UNCOUNTED: Mapping[str, Numbers] = {  # each makes the kernel hold memory that /proc shows of no process
+# each makes the kernel hold memory that /proc shows of no process
+UNCOUNTED: Mapping[str, Numbers] = {
     "sendmsg": (46, 211),  # descriptors in flight
     "sendmmsg": (307, 269),
     "setsockopt": (54, 208),  # larger buffers
@@ -90,7 +102,8 @@ UNCOUNTED: Mapping[str, Numbers] = {  # each makes the kernel hold memory that /
 
 
 class Test(NamedTuple):
-    """Of one word of an argument. argument: its place. operation: EQUAL or HAS_BITS. holds: False for the contrary."""
+    """Of one word of an argument. argument: its place. operation: EQUAL or HAS_BITS. holds: False
+    for the contrary."""
 
     argument: int
     operation: int
@@ -124,22 +137,26 @@ PARTLY_REFUSED: Sequence[Rule] = (
     _for_others((314, 274)),  # sched_setattr
     _for_others((141, 140)),  # setpriority, whose first argument is 0 for a process
     _for_others((141, 140), 1),
-    Rule((251, 30), [Test(0, EQUAL, 1, holds=False)]),  # ioprio_set, whose first argument is 1 for a process
+    # ioprio_set, whose first argument is 1 for a process
+    Rule((251, 30), [Test(0, EQUAL, 1, holds=False)]),
     _for_others((251, 30), 1),
-    Rule((157, 167), [Test(0, EQUAL, PR_SET_DUMPABLE)]),  # prctl: /proc would hide what the process holds
+    # prctl: /proc would hide what the process holds
+    Rule((157, 167), [Test(0, EQUAL, PR_SET_DUMPABLE)]),
     Rule((157, 167), [Test(0, EQUAL, PR_SET_THP_DISABLE)]),
     Rule((9, 222), [Test(3, HAS_BITS, MAP_HUGETLB)]),  # mmap
 )
 PARTLY_UNCOUNTED: Sequence[Rule] = (
-    # Its pages stay when they are unmapped in part, or given back with MADV_DONTNEED, and /proc shows them of no process.
+    # Its pages stay when they are unmapped in part, or given back with MADV_DONTNEED, and /proc
+    # shows them of no process.
     Rule((9, 222), [Test(3, HAS_BITS, MAP_SHARED), Test(3, HAS_BITS, MAP_ANONYMOUS)]),
     Rule((72, 25), [Test(1, EQUAL, F_SETPIPE_SZ)]),  # fcntl
 )
 
 
 def refuse_calls(kernel_counts: bool) -> bool:
-    """For this process and all that it starts, for good; whether the filter is in force. After it no program gains rights by
-    being executed. kernel_counts: a control group limits memory, so that calls which hide it may stay."""
+    """For this process and all that it starts, for good; whether the filter is in force. After it
+    no program gains rights by being executed. kernel_counts: a control group limits memory, so that
+    calls which hide it may stay."""
     machine = platform.machine()
     LIBC.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
     if machine not in ARCHITECTURES:
@@ -151,8 +168,12 @@ def refuse_calls(kernel_counts: bool) -> bool:
 
 
 def _in_force() -> bool:
-    """By the kernel's own word and by a refused call: a filter around this one, as a container's, may have dropped it."""
-    if LIBC.prctl(PR_GET_SECCOMP, 0, 0, 0, 0) != FILTER or LIBC.prctl(PR_GET_NO_NEW_PRIVS, 0, 0, 0, 0) != 1:
+    """By the kernel's own word and by a refused call: a filter around this one, as a container's,
+    may have dropped it."""
+    if (
+        LIBC.prctl(PR_GET_SECCOMP, 0, 0, 0, 0) != FILTER
+        or LIBC.prctl(PR_GET_NO_NEW_PRIVS, 0, 0, 0, 0) != 1
+    ):
         return False
     opened = LIBC.socket(socket.AF_UNIX, socket.SOCK_STREAM, 0)
     if opened >= 0:
@@ -170,7 +191,8 @@ def instructions(machine: str, kernel_counts: bool) -> bytes:
         _step(LOAD, NUMBER),
         _step(AT_LEAST, FOREIGN, 0, 1),
         _refuse(errno.EPERM),
-        # Its flags are behind a pointer that a filter cannot follow; the C library then uses `clone`.
+        # Its flags are behind a pointer that a filter cannot follow; the C library then uses
+        # `clone`.
         _step(EQUAL, CLONE3, 0, 1),
         _refuse(errno.ENOSYS),
     ]
@@ -191,7 +213,9 @@ def _rule(number: int, tests: Sequence[Test]) -> list[bytes]:
     for place, test in enumerate(tests):
         otherwise = 2 * (len(tests) - place - 1) + 1  # behind the refusal
         body.append(_step(LOAD, ARGUMENTS + 8 * test.argument + 4 * test.high))
-        body.append(_step(test.operation, test.value, *((0, otherwise) if test.holds else (otherwise, 0))))
+        body.append(
+            _step(test.operation, test.value, *((0, otherwise) if test.holds else (otherwise, 0)))
+        )
     body += [_refuse(errno.EPERM), _step(LOAD, NUMBER)]
     return [_step(EQUAL, number, 0, len(body)), *body]
 

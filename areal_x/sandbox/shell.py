@@ -1,9 +1,11 @@
-"""A program for the sandbox, sent there as its text: one command of a shell, in a folder that comes and goes as an archive.
+"""A program for the sandbox, sent there as its text: one command of a shell, in a folder that comes
+and goes as an archive.
 
-Read from standard input, as JSON: archive (of the folder, a tar.gz in base64), command, seconds, characters, test (whether the
-command judges what is in the folder, and so should not be changed by it). Printed, as JSON: archive (of the folder as it is
-now), output (of the command, of more than `characters` the first and the last half), code (its exit status, None where its time
-was over; a signal is negative).
+Read from standard input, as JSON: archive (of the folder, a tar.gz in base64), command, seconds,
+characters, test (whether the command judges what is in the folder, and so should not be changed by
+it). Printed, as JSON: archive (of the folder as it is now), output (of the command, of more than
+`characters` the first and the last half), code (its exit status, None where its time was over; a
+signal is negative).
 """
 
 from __future__ import annotations
@@ -40,14 +42,20 @@ def main() -> None:
 def unpack(archive: str) -> None:
     FOLDER.mkdir()
     with tarfile.open(fileobj=io.BytesIO(base64.b64decode(archive))) as tar:
-        # Python 3.14 would else leave out what a command may well have made; before 3.11.4 there were no filters.
+        # Python 3.14 would else leave out what a command may well have made; before 3.11.4 there
+        # were no filters.
         filtering: dict[str, Any] = {"filter": "tar"} if hasattr(tarfile, "tar_filter") else {}
         tar.extractall(FOLDER, **filtering)
 
 
 def run(command: str, seconds: float, test: bool) -> int | None:
-    """Its exit status. A file takes what it prints, so that the sandbox's limit on files is one on this too."""
-    environment: dict[str, Any] = {**os.environ, "HOME": str(FOLDER.resolve()), "PYTHONDONTWRITEBYTECODE": "1"}
+    """Its exit status. A file takes what it prints, so that the sandbox's limit on files is one on
+    this too."""
+    environment: dict[str, Any] = {
+        **os.environ,
+        "HOME": str(FOLDER.resolve()),
+        "PYTHONDONTWRITEBYTECODE": "1",
+    }
     if test:
         environment |= apart()
     environment["PATH"] = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
@@ -73,8 +81,8 @@ def run(command: str, seconds: float, test: bool) -> int | None:
 
 
 def apart() -> dict[str, str]:
-    """Variables with which a command reads no settings from the folder, and Python takes a module there only where there is no
-    other of that name."""
+    """Variables with which a command reads no settings from the folder, and Python takes a module
+    there only where there is no other of that name."""
     HOME.mkdir()
     home, folder = str(HOME.resolve()), str(FOLDER.resolve())
     (HOME / "sitecustomize.py").write_text(LAST.format(home, folder))
@@ -89,7 +97,10 @@ def shown(characters: int) -> str:
         first = output.read(half).decode(errors="replace")
         output.seek(size - half)
         last = output.read().decode(errors="replace")
-    return f"{first}\n[output truncated: {size} bytes, the first and the last {half} are shown]\n{last}"
+    return (
+        f"{first}\n[output truncated: {size} bytes, the first and the last {half} are"
+        f" shown]\n{last}"
+    )
 
 
 def pack() -> str:

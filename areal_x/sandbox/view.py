@@ -1,9 +1,11 @@
-"""What a program sees: a file system of its own with the interpreter, read-only, and one folder for it to write in.
+"""What a program sees: a file system of its own with the interpreter, read-only, and one folder for
+it to write in.
 
-Made of Linux's namespaces, in two steps. `prepare`, once: mounts what programs may read below a folder. `enter`, for each
-program: a file system in memory as its folder, with a limit on size and number of files, then the prepared folder as the root,
-from which nothing leads out. There is no /proc, no /etc but the loader's cache, no home, no repository, no socket of the
-machine's services; and as the program's process is the first of its own namespace, there is no other process either.
+Made of Linux's namespaces, in two steps. `prepare`, once: mounts what programs may read below a
+folder. `enter`, for each program: a file system in memory as its folder, with a limit on size and
+number of files, then the prepared folder as the root, from which nothing leads out. There is no
+/proc, no /etc but the loader's cache, no home, no repository, no socket of the machine's services;
+and as the program's process is the first of its own namespace, there is no other process either.
 """
 
 from __future__ import annotations
@@ -20,8 +22,22 @@ from pathlib import Path
 from areal_x.runtime.guard import CLONE_NEWNET, LIBC, enter_own_namespace
 
 FOLDER = "/home/program"
-CLONE_NEWNS, CLONE_NEWUTS, CLONE_NEWIPC, CLONE_NEWUSER, CLONE_NEWPID = 0x20000, 0x4000000, 0x8000000, 0x10000000, 0x20000000
-MS_NOSUID, MS_NODEV, MS_REMOUNT, MS_RDONLY, MS_BIND, MS_REC, MS_PRIVATE = 2, 4, 32, 1, 4096, 16384, 1 << 18
+CLONE_NEWNS, CLONE_NEWUTS, CLONE_NEWIPC, CLONE_NEWUSER, CLONE_NEWPID = (
+    0x20000,
+    0x4000000,
+    0x8000000,
+    0x10000000,
+    0x20000000,
+)
+MS_NOSUID, MS_NODEV, MS_REMOUNT, MS_RDONLY, MS_BIND, MS_REC, MS_PRIVATE = (
+    2,
+    4,
+    32,
+    1,
+    4096,
+    16384,
+    1 << 18,
+)
 MNT_DETACH = 2
 MOUNT_SETATTR, AT_RECURSIVE, HERE = 442, 0x8000, -100
 PIVOT_ROOT = {"x86_64": 155, "aarch64": 41}
@@ -29,24 +45,31 @@ CAPABILITIES_VERSION = 0x20080522  # _LINUX_CAPABILITY_VERSION_3
 
 SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32", "/etc/ld.so.cache")
 DEVICES = ("/dev/null", "/dev/full", "/dev/random", "/dev/urandom")
-ZERO = "/dev/zero"  # which gives memory that is shared, and that /proc shows of no process when nothing maps it
+# which gives memory that is shared, and that /proc shows of no process when nothing maps it
+ZERO = "/dev/zero"
 
 
 def readable(packages: Sequence[str]) -> list[str]:
-    """What a program may read, seen from the run: the system's programs and libraries, the interpreter, its packages."""
+    """What a program may read, seen from the run: the system's programs and libraries, the
+    interpreter, its packages."""
     wanted = (sys.base_prefix, sys.base_exec_prefix, sys.prefix, *packages)
     found = [path for path in SYSTEM if Path(path).exists()]
     for path in (*wanted, *(str(Path(folder).resolve()) for folder in wanted)):
-        if path != "/" and Path(path).exists() and not any(Path(path).is_relative_to(known) for known in found):
+        if (
+            path != "/"
+            and Path(path).exists()
+            and not any(Path(path).is_relative_to(known) for known in found)
+        ):
             found.append(path)
     return found
 
 
 def prepare(base: str, own_users: bool, shown: Sequence[str], devices: Sequence[str]) -> None:
-    """Moves this process to namespaces of its own, without a network, and mounts below `base` what programs may read: `shown`,
-    and `devices`, which can be written to but not changed.
+    """Moves this process to namespaces of its own, without a network, and mounts below `base` what
+    programs may read: `shown`, and `devices`, which can be written to but not changed.
 
-    own_users: by a namespace of users, which needs no right; else as the administrator. Raises OSError where that may not be.
+    own_users: by a namespace of users, which needs no right; else as the administrator. Raises
+    OSError where that may not be.
     """
     spaces = CLONE_NEWNS | CLONE_NEWNET
     if own_users:
@@ -64,7 +87,8 @@ def prepare(base: str, own_users: bool, shown: Sequence[str], devices: Sequence[
             _show(path, place, MS_RDONLY | MS_NOSUID | MS_NODEV)
     for path in devices:
         Path(base, "dev").mkdir(exist_ok=True)
-        _show(path, Path(base + path), MS_RDONLY | MS_NOSUID)  # else who owns it could change its mode for the whole machine
+        # else who owns it could change its mode for the whole machine
+        _show(path, Path(base + path), MS_RDONLY | MS_NOSUID)
     Path(base + FOLDER).mkdir(parents=True, exist_ok=True)
     for link in (Path(base, "tmp"), Path(base, "dev/shm")):
         if not link.exists():  # as it does where the interpreter is in it
@@ -73,15 +97,23 @@ def prepare(base: str, own_users: bool, shown: Sequence[str], devices: Sequence[
 
 
 def enter(base: str, user: int | None, megabytes: float, files: int) -> None:
-    """Moves this process, the first of a namespace of processes, to the view below `base`, and takes its rights.
+    """Moves this process, the first of a namespace of processes, to the view below `base`, and
+    takes its rights.
 
-    user: to become, as the administrator; None for a namespace of users. megabytes, files: the most that its folder may hold.
-    Raises OSError.
+    user: to become, as the administrator; None for a namespace of users. megabytes, files: the most
+    that its folder may hold. Raises OSError.
     """
     _unshare(CLONE_NEWNS | CLONE_NEWIPC | CLONE_NEWUTS)
-    _mount("tmpfs", base + FOLDER, "tmpfs", MS_NOSUID | MS_NODEV, f"mode=777,size={int(megabytes * 1e6)},nr_inodes={files + 1}")
+    _mount(
+        "tmpfs",
+        base + FOLDER,
+        "tmpfs",
+        MS_NOSUID | MS_NODEV,
+        f"mode=777,size={int(megabytes * 1e6)},nr_inodes={files + 1}",
+    )
     os.chdir(base)
-    _done(LIBC.syscall(PIVOT_ROOT[platform.machine()], b".", b"."))  # the old root now lies upon the new one
+    # the old root now lies upon the new one
+    _done(LIBC.syscall(PIVOT_ROOT[platform.machine()], b".", b"."))
     _done(LIBC.umount2(b".", MNT_DETACH))
     os.chdir(FOLDER)
     if user is None:
@@ -102,7 +134,8 @@ def used(first: int) -> int:
 
 
 def leave_processes() -> None:
-    """What this process starts from now on is of a namespace of processes, and the next is its first. Raises OSError."""
+    """What this process starts from now on is of a namespace of processes, and the next is its
+    first. Raises OSError."""
     _unshare(CLONE_NEWPID)
 
 
@@ -125,12 +158,21 @@ def _show(path: str, place: Path, flags: int) -> None:
     else:
         place.touch()
     _mount(path, str(place), None, MS_BIND | MS_REC)
-    attributes = struct.pack("=QQQQ", flags, 0, 0, 0)  # the numbers of MOUNT_ATTR_… are those of MS_… here
-    _done(LIBC.syscall(MOUNT_SETATTR, HERE, os.fsencode(place), AT_RECURSIVE, attributes, len(attributes)))
+    # the numbers of MOUNT_ATTR_… are those of MS_… here
+    attributes = struct.pack("=QQQQ", flags, 0, 0, 0)
+    _done(
+        LIBC.syscall(
+            MOUNT_SETATTR, HERE, os.fsencode(place), AT_RECURSIVE, attributes, len(attributes)
+        )
+    )
 
 
-def _mount(source: str | None, target: str, kind: str | None, flags: int, options: str | None = None) -> None:
-    words = [None if word is None else os.fsencode(word) for word in (source, target, kind, options)]
+def _mount(
+    source: str | None, target: str, kind: str | None, flags: int, options: str | None = None
+) -> None:
+    words = [
+        None if word is None else os.fsencode(word) for word in (source, target, kind, options)
+    ]
     _done(LIBC.mount(*words[:3], ctypes.c_ulong(flags), words[3]))
 
 

@@ -1,4 +1,5 @@
-"""What keeps programs in: chosen once by what this machine allows, entered by each program for good."""
+"""What keeps programs in: chosen once by what this machine allows, entered by each program for
+good."""
 
 from __future__ import annotations
 
@@ -16,17 +17,20 @@ from areal_x.sandbox import landlock, view
 from areal_x.sandbox.program import SPARE
 from areal_x.sandbox.seccomp import PR_SET_NO_NEW_PRIVS, PR_SET_THP_DISABLE, refuse_calls
 
-WAYS = ("root", "user", "landlock")  # namespaces made by the administrator, or by anybody; else a restriction of files
-FIRST_USER, USERS = 20_000, 40_000  # of programs that the administrator starts: one each, so that none counts for another
+# namespaces made by the administrator, or by anybody; else a restriction of files
+WAYS = ("root", "user", "landlock")
+# of programs that the administrator starts: one each, so that none counts for another
+FIRST_USER, USERS = 20_000, 40_000
 COUNTS_APART = (5, 14)  # of Linux: since then a namespace of users counts its own processes
 OPEN_FILES, PENDING_SIGNALS = 256, 1024
 
 
 @dataclass(frozen=True)
 class Walls:
-    """way: of `WAYS` the one that this machine allows, or "none". files, network, processes: whether programs are kept from
-    those of others. calls: whether the filter of system calls is in force. readable: the folders and files that programs may
-    read. groups: where a control group can be made for a program's memory; where None, what can be seen of it is counted."""
+    """way: of `WAYS` the one that this machine allows, or "none". files, network, processes:
+    whether programs are kept from those of others. calls: whether the filter of system calls is in
+    force. readable: the folders and files that programs may read. groups: where a control group can
+    be made for a program's memory; where None, what can be seen of it is counted."""
 
     way: str
     files: bool
@@ -42,18 +46,23 @@ class Walls:
 
     @property
     def counts_processes(self) -> bool:
-        """Whether the kernel does, threads too, apart for each program; it counts none of the administrator's."""
+        """Whether the kernel does, threads too, apart for each program; it counts none of the
+        administrator's."""
         return self.way == "root" or (self.way == "user" and _counts_apart() and os.geteuid() != 0)
 
     @property
     def devices(self) -> tuple[str, ...]:
         """That programs may open; of those that they may write to see `enter`."""
-        return (*view.DEVICES, view.ZERO) if self.groups is not None or not self.namespaces else view.DEVICES
+        return (
+            (*view.DEVICES, view.ZERO)
+            if self.groups is not None or not self.namespaces
+            else view.DEVICES
+        )
 
 
 def build(base: str, ways: Sequence[str], readable: Sequence[str], may_group: bool = True) -> Walls:
-    """base: an empty folder of the pool's own. ways: of `WAYS` those that may be tried. may_group: whether control groups may
-    be."""
+    """base: an empty folder of the pool's own. ways: of `WAYS` those that may be tried. may_group:
+    whether control groups may be."""
     groups = memory_group.find(group_name(base, "trial")) if may_group else None
     calls = guard.allowed(partial(_need_filter, groups is not None))
     walls = Walls("none", False, False, False, calls, tuple(readable), groups)
@@ -66,8 +75,15 @@ def build(base: str, ways: Sequence[str], readable: Sequence[str], may_group: bo
     known = landlock.version() if "landlock" in ways else 0
     if not known or not guard.allowed(partial(_try_files, base, walls)):
         return replace(walls, network=calls)
-    # Without the filter a program reaches services by their sockets, and the limits of others' processes.
-    return replace(walls, way="landlock", files=True, network=calls, processes=calls and known >= landlock.SIGNALS_SINCE)
+    # Without the filter a program reaches services by their sockets, and the limits of others'
+    # processes.
+    return replace(
+        walls,
+        way="landlock",
+        files=True,
+        network=calls,
+        processes=calls and known >= landlock.SIGNALS_SINCE,
+    )
 
 
 def group_name(base: str, last: object) -> str:
@@ -110,7 +126,8 @@ def folder_for(walls: Walls, base: str) -> str:
 
 
 def enter(walls: Walls, base: str, folder: str, keeper: int, limits: Limits) -> None:
-    """In the process of a program, before it runs. keeper: the process above, whose number chooses a user. Raises OSError."""
+    """In the process of a program, before it runs. keeper: the process above, whose number chooses
+    a user. Raises OSError."""
     user = FIRST_USER + keeper % USERS if walls.way == "root" else None
     counted = walls.counts_processes
     if walls.namespaces:
@@ -127,13 +144,16 @@ def enter(walls: Walls, base: str, folder: str, keeper: int, limits: Limits) -> 
             resource.RLIMIT_SIGPENDING: PENDING_SIGNALS,  # timers too
             resource.RLIMIT_FSIZE: int(limits.file_mb * 1e6),
             resource.RLIMIT_CPU: seconds + 1,
-            **({resource.RLIMIT_NPROC: limits.processes + 1} if counted else {}),  # one is the first of the namespace
+            # one is the first of the namespace
+            **({resource.RLIMIT_NPROC: limits.processes + 1} if counted else {}),
         }
     )
     _, most = resource.getrlimit(resource.RLIMIT_CPU)
-    resource.setrlimit(resource.RLIMIT_CPU, (min(seconds, most), most))  # SIGXCPU, and SIGKILL at `most` where it is ignored
+    # SIGXCPU, and SIGKILL at `most` where it is ignored
+    resource.setrlimit(resource.RLIMIT_CPU, (min(seconds, most), most))
     if walls.groups is None:
-        guard.LIBC.prctl(PR_SET_THP_DISABLE, 1, 0, 0, 0)  # of a large page of which one small is mapped, /proc shows the small
+        # of a large page of which one small is mapped, /proc shows the small
+        guard.LIBC.prctl(PR_SET_THP_DISABLE, 1, 0, 0, 0)
     if not refuse_calls(walls.groups is not None) and walls.calls:
         raise OSError("the filter of system calls cannot be installed any more")
     if walls.way == "landlock":

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 
 class Balance:
-    """Gives each request to a server with the fewest in flight: of several, to the one that has had so few for longest.
+    """Gives each request to a server with the fewest in flight: of several, to the one that has had
+    so few for longest.
 
-    In constant time: to look at each of a thousand servers would cost more than the rest of a request's way.
+    In constant time: to look at each of a thousand servers would cost more than the rest of a
+    request's way.
 
     in_flight: requests of each server now.
     """
 
     def __init__(self, servers: int) -> None:
         self.in_flight = [0] * servers
-        self._of_load: list[dict[int, None]] = [dict.fromkeys(range(servers))]  # the servers of each load, as ordered sets
+        # the servers of each load, as ordered sets
+        self._of_load: list[dict[int, None]] = [dict.fromkeys(range(servers))]
         self._least = 0
 
     def take(self) -> int:

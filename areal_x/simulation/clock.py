@@ -1,4 +1,5 @@
-"""A virtual clock: an event loop whose time jumps to the next timer as soon as nothing else is left to do."""
+"""A virtual clock: an event loop whose time jumps to the next timer as soon as nothing else is left
+to do."""
 
 from __future__ import annotations
 
@@ -17,9 +18,9 @@ class Deadlock(RuntimeError):
 class VirtualLoop(asyncio.SelectorEventLoop):
     """An event loop in virtual seconds, from 0.
 
-    Computing takes no time in it; `asyncio.sleep`, `asyncio.timeout` and `call_later` take theirs without anyone waiting. Other
-    threads and processes are no part of it: what awaits a socket, a subprocess or an executor cannot run here.
-    Raises: Deadlock, out of whatever runs the loop.
+    Computing takes no time in it; `asyncio.sleep`, `asyncio.timeout` and `call_later` take theirs
+    without anyone waiting. Other threads and processes are no part of it: what awaits a socket, a
+    subprocess or an executor cannot run here. Raises: Deadlock, out of whatever runs the loop.
     """
 
     def __init__(self) -> None:
@@ -42,14 +43,18 @@ class _Jump(selectors.DefaultSelector):
 
     def select(self, timeout: float | None = None) -> list[Any]:
         if timeout is None:
-            raise Deadlock("nothing can happen any more: every task waits for something that no timer will bring")
+            raise Deadlock(
+                "nothing can happen any more: every task waits for something that no timer will"
+                " bring"
+            )
         if timeout > 0:
             self._loop.advance(timeout)
         return []
 
 
 def run(work: Coroutine[Any, Any, T]) -> tuple[T, float]:
-    """What the coroutine returns, and the virtual seconds that it took. Raises what it raises, or Deadlock."""
+    """What the coroutine returns, and the virtual seconds that it took. Raises what it raises, or
+    Deadlock."""
     with asyncio.Runner(loop_factory=VirtualLoop) as runner:
         result = runner.run(work)
         return result, runner.get_loop().time()

@@ -1,8 +1,9 @@
-"""An engine that says nothing, in the time that servers would take: a model of continuous batching on a virtual clock.
+"""An engine that says nothing, in the time that servers would take: a model of continuous batching
+on a virtual clock.
 
-A server shares itself among the requests that run on it. `work` counts the tokens that it gave each of them since it started: a
-request of N tokens that begins at work w ends at w + N, whoever comes and goes meanwhile. So a server needs one timer, for the
-request that ends next.
+A server shares itself among the requests that run on it. `work` counts the tokens that it gave each
+of them since it started: a request of N tokens that begins at work w ends at w + N, whoever comes
+and goes meanwhile. So a server needs one timer, for the request that ends next.
 """
 
 from __future__ import annotations
@@ -33,9 +34,9 @@ Length = Callable[[int], int]  # of a completion, in tokens, from its request's 
 class Speed:
     """How fast one server is.
 
-    prefill: prompt tokens a second; nothing is decoded meanwhile. decode: new tokens a second, of all requests together, by how
-    many run at once. swap_seconds: how long it stands still to take new weights; then it also computes the caches of what runs
-    once more, as prompts.
+    prefill: prompt tokens a second; nothing is decoded meanwhile. decode: new tokens a second, of
+    all requests together, by how many run at once. swap_seconds: how long it stands still to take
+    new weights; then it also computes the caches of what runs once more, as prompts.
     """
 
     prefill: float
@@ -53,7 +54,8 @@ def fixed(length: int) -> Length:
 
 
 def lognormal(mean: float, sigma: float, most: int) -> Length:
-    """Long tails: exp of a normal variable of deviation `sigma`, of this mean before it is cut to 1 … `most` tokens."""
+    """Long tails: exp of a normal variable of deviation `sigma`, of this mean before it is cut to 1
+    … `most` tokens."""
     positive("lognormal.mean", mean)
     at_least("lognormal.sigma", sigma, 0)
     middle, normal = math.log(mean) - sigma**2 / 2, NormalDist()
@@ -65,7 +67,8 @@ def lognormal(mean: float, sigma: float, most: int) -> Length:
 
 
 def uniform(seed: int) -> float:
-    """In (0, 1), by the mixer of splitmix64: a generator of numpy's takes ten times as long to make."""
+    """In (0, 1), by the mixer of splitmix64: a generator of numpy's takes ten times as long to
+    make."""
     x = (seed + 0x9E3779B97F4A7C15) & 0xFFFFFFFFFFFFFFFF
     x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & 0xFFFFFFFFFFFFFFFF
     x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & 0xFFFFFFFFFFFFFFFF
@@ -85,15 +88,23 @@ class _Job:
 
 
 class FakeEngine:
-    """`servers` servers that run up to `concurrency` requests each (areal_x.protocols.engine.Engine).
+    """`servers` servers that run up to `concurrency` requests each
+    (areal_x.protocols.engine.Engine).
 
-    length: of a completion by its request's seed, cut to what the request and `context` allow. Each request goes to the server
-    that has the fewest, and waits there while `concurrency` run. Token ids are made up and log-probabilities -1; the version of
-    every token is that which its server held when it was done, also where a swap came in between.
+    length: of a completion by its request's seed, cut to what the request and `context` allow. Each
+    request goes to the server that has the fewest, and waits there while `concurrency` run. Token
+    ids are made up and log-probabilities -1; the version of every token is that which its server
+    held when it was done, also where a swap came in between.
     """
 
     def __init__(
-        self, speed: Speed, *, servers: int = 1, concurrency: int = 64, context: int = 2**20, length: Length | None = None
+        self,
+        speed: Speed,
+        *,
+        servers: int = 1,
+        concurrency: int = 64,
+        context: int = 2**20,
+        length: Length | None = None,
     ) -> None:
         positive("servers", servers)
         positive("concurrency", concurrency)
@@ -102,7 +113,8 @@ class FakeEngine:
         self.concurrency = servers * concurrency
         self.version = -1
         self.length = length or lognormal(500, 1.0, 4000)
-        rates = [math.inf, *(speed.decode(n) / n for n in range(1, concurrency + 1))]  # tokens a second of each of n
+        # tokens a second of each of n
+        rates = [math.inf, *(speed.decode(n) / n for n in range(1, concurrency + 1))]
         self._servers = [_Server(speed, rates) for _ in range(servers)]
         self._balance = Balance(servers)
 
@@ -123,7 +135,12 @@ class FakeEngine:
         finally:
             self._balance.give_back(index)
         tokens = (np.arange(seed, seed + length) % VOCABULARY).astype(np.int32)
-        return Completion(tokens, np.full(length, -1, np.float32), versions, "length" if length == most else "stop")
+        return Completion(
+            tokens,
+            np.full(length, -1, np.float32),
+            versions,
+            "length" if length == most else "stop",
+        )
 
     def stage(self, trainer: Any, version: int | None = None) -> int:
         return int(trainer.version) if version is None else version
@@ -146,8 +163,9 @@ class FakeEngine:
 
 @dataclass
 class _Server:
-    """rates: tokens a second of each request, by how many run. at: the moment up to which `work` and `used` are counted.
-    busy: until then it decodes nothing, as it reads prompts or takes weights."""
+    """rates: tokens a second of each request, by how many run. at: the moment up to which `work`
+    and `used` are counted. busy: until then it decodes nothing, as it reads prompts or takes
+    weights."""
 
     speed: Speed
     rates: list[float]
@@ -156,9 +174,12 @@ class _Server:
     busy: float = 0.0
     used: float = 0.0
     running: int = 0
-    tokens: float = 0.0  # prompts of what runs, less the work at which each began: the caches hold running · work + tokens
+    # prompts of what runs, less the work at which each began: the caches hold running · work +
+    # tokens
+    tokens: float = 0.0
     swaps: list[tuple[float, int]] = field(default_factory=list)  # work and version
-    ends: list[tuple[float, int, _Job]] = field(default_factory=list)  # a heap; who left is still there
+    # a heap; who left is still there
+    ends: list[tuple[float, int, _Job]] = field(default_factory=list)
     waiting: deque[_Job] = field(default_factory=deque)
     timer: asyncio.TimerHandle | None = None
     admitted: int = 0
@@ -222,7 +243,8 @@ class _Server:
         self._fill()
 
     def _set_timer(self) -> None:
-        """A timer that comes too early looks again and costs little; so only one that would come too late is replaced."""
+        """A timer that comes too early looks again and costs little; so only one that would come
+        too late is replaced."""
         while self.ends and self.ends[0][2].done.done():
             heappop(self.ends)
         if not self.ends:
@@ -236,7 +258,8 @@ class _Server:
             self.timer = asyncio.get_running_loop().call_at(when, self._fire)
 
     def _versions(self, job: _Job) -> Int32[np.ndarray, " N"]:
-        """Of each token the version at its end: what a swap finds half done is done again under the new weights."""
+        """Of each token the version at its end: what a swap finds half done is done again under the
+        new weights."""
         versions = np.full(job.length, -1, np.int32)
         end = job.length
         for work, version in reversed(self.swaps):

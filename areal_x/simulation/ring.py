@@ -1,6 +1,7 @@
 """The ring around a fake engine and a fake trainer, one turn after the other on the virtual clock.
 
-Runner, queue, journal and the way that weights take are the real ones; what a model would do only takes its time.
+Runner, queue, journal and the way that weights take are the real ones; what a model would do only
+takes its time.
 """
 
 from __future__ import annotations
@@ -32,7 +33,8 @@ Seconds = float | Callable[[Sequence[Group]], float]
 
 @dataclass(frozen=True)
 class Attempt(Workflow):
-    """One call of the engine with a prompt of so many tokens; the reward is 1 where the first new token is even, else 0."""
+    """One call of the engine with a prompt of so many tokens; the reward is 1 where the first new
+    token is even, else 0."""
 
     prompt_tokens: int = 100
     sampling: SamplingParams = field(default_factory=lambda: SamplingParams(max_tokens=2**20))
@@ -41,20 +43,26 @@ class Attempt(Workflow):
         prompt = np.ones(self.prompt_tokens, np.int32)
         said = await engine.generate(Request(prompt, self.sampling))
         reward = float(said.tokens[0] % 2 == 0)
-        return [Trajectory.from_completion(prompt, said.tokens, said.logprobs, said.versions, reward, said.finish_reason)]
+        return [
+            Trajectory.from_completion(
+                prompt, said.tokens, said.logprobs, said.versions, reward, said.finish_reason
+            )
+        ]
 
 
 @dataclass
 class FakeTrainer:
-    """Takes time. step_seconds: of one step, or a function of the groups that it trains on. publish_seconds: to stage weights,
-    while generation goes on."""
+    """Takes time. step_seconds: of one step, or a function of the groups that it trains on.
+    publish_seconds: to stage weights, while generation goes on."""
 
     step_seconds: Seconds = 0.0
     publish_seconds: float = 0.0
     version: int = 0
 
     async def step(self, groups: Sequence[Group]) -> None:
-        await asyncio.sleep(self.step_seconds(groups) if callable(self.step_seconds) else self.step_seconds)
+        await asyncio.sleep(
+            self.step_seconds(groups) if callable(self.step_seconds) else self.step_seconds
+        )
         self.version += 1
 
 
@@ -66,10 +74,12 @@ async def ring(
     resumed: Resumed | None = None,
     save: Callable[[dict[str, Any]], None] | None = None,
 ) -> list[dict[str, float]]:
-    """So many turns; of each the row that a run's metrics would have, in virtual seconds. watch: is shown what each consumes.
-    resumed: where a run that ended goes on, from the trainer's version. save: is given what a checkpoint after each turn holds.
+    """So many turns; of each the row that a run's metrics would have, in virtual seconds. watch: is
+    shown what each consumes. resumed: where a run that ended goes on, from the trainer's version.
+    save: is given what a checkpoint after each turn holds.
 
-    Beside a run's keys: slot_seconds, in which requests held slots of the engine, all slots together.
+    Beside a run's keys: slot_seconds, in which requests held slots of the engine, all slots
+    together.
     """
     engine: FakeEngine = rollout.engine  # type: ignore[assignment]
     now = asyncio.get_running_loop().time
@@ -89,8 +99,16 @@ async def ring(
             updated = now()
             await asyncio.sleep(trainer.publish_seconds)
             paused = await rollout.swap(engine.stage(trainer), trainer.version)
-            row = {"step": trainer.version, **describe(groups, ages), "wait_seconds": waited - began}
-            row |= {"update_seconds": updated - waited, "publish_seconds": now() - updated, "pause_seconds": paused}
+            row = {
+                "step": trainer.version,
+                **describe(groups, ages),
+                "wait_seconds": waited - began,
+            }
+            row |= {
+                "update_seconds": updated - waited,
+                "publish_seconds": now() - updated,
+                "pause_seconds": paused,
+            }
             rows.append(row | {"seconds": now() - began, "slot_seconds": engine.used() - used})
             if save is not None:
                 save(rollout.runner.state())
@@ -113,8 +131,9 @@ def simulate(
     recorder: Recorder | None = None,
     watch: Callable[[list[Group]], None] | None = None,
 ) -> list[dict[str, float]]:
-    """Runs `ring` from the trainer's version on, with a runner of these settings, which are named as those of `train`.
-    workflow: by default `Attempt()`. recorder: a journal, or none. watch: see `ring`."""
+    """Runs `ring` from the trainer's version on, with a runner of these settings, which are named
+    as those of `train`. workflow: by default `Attempt()`. recorder: a journal, or none. watch: see
+    `ring`."""
     runner = Runner(
         engine,
         workflow or Attempt(),

@@ -15,23 +15,32 @@ INSTRUCTION = "Think first, then give the final answer between <answer> and </an
 
 @gin.configurable
 def reasoning_gym(
-    name: str, size: int = 1000, seed: int = 0, settings: Mapping[str, Any] | None = None, instruction: str = INSTRUCTION
+    name: str,
+    size: int = 1000,
+    seed: int = 0,
+    settings: Mapping[str, Any] | None = None,
+    instruction: str = INSTRUCTION,
 ) -> list[Task]:
     """Tasks of one of reasoning-gym's datasets, as messages. Needs the package `reasoning-gym`.
 
-    name: of the dataset, as "leg_counting". size: how many. seed: of all of them; another gives other tasks.
-    settings: the dataset's own, by name. instruction: a system message, which should ask for <answer>; "" for none.
-    Judged by `reasoning_gym_answer`.
-    Raises: UserError for a name that reasoning-gym does not know, and settings that it refuses.
+    name: of the dataset, as "leg_counting". size: how many. seed: of all of them; another gives
+    other tasks. settings: the dataset's own, by name. instruction: a system message, which should
+    ask for <answer>; "" for none. Judged by `reasoning_gym_answer`. Raises: UserError for a name
+    that reasoning-gym does not know, and settings that it refuses.
     """
     gym = _package()
     positive("reasoning_gym.size", size)
     if name not in gym.factory.DATASETS:
-        raise UserError(f"reasoning_gym.name = {name!r} is none of its datasets{nearest(name, list(gym.factory.DATASETS))}")
+        raise UserError(
+            f"reasoning_gym.name = {name!r} is none of its"
+            f" datasets{nearest(name, list(gym.factory.DATASETS))}"
+        )
     try:
         dataset = gym.create_dataset(name, size=size, seed=seed, **(settings or {}))
     except (AssertionError, TypeError, ValueError) as error:
-        raise UserError(f"reasoning-gym refuses the settings of {name!r} ({' '.join(str(error).split())})") from None
+        raise UserError(
+            f"reasoning-gym refuses the settings of {name!r} ({' '.join(str(error).split())})"
+        ) from None
     before = [{"role": "system", "content": instruction}] if instruction else []
     return [
         Task(
@@ -46,14 +55,17 @@ def reasoning_gym(
 
 @gin.configurable
 def reasoning_gym_answer(task: Task, text: str) -> float:
-    """From 0 to 1, as the task's dataset judges what stands last between <answer> and </answer>, else the whole text.
+    """From 0 to 1, as the task's dataset judges what stands last between <answer> and </answer>,
+    else the whole text.
 
     Raises: UserError where reasoning-gym is not installed.
     """
     gym = _package()
     found = gym.utils.extract_answer(text)
     score = gym.get_score_answer_fn(task.metadata["dataset"])
-    entry = {"question": task.prompt[-1]["content"], "answer": task.answer, "metadata": task.metadata["metadata"]}  # type: ignore[index]
+    question = task.prompt[-1]["content"]  # type: ignore[index]
+    metadata = task.metadata["metadata"]
+    entry = {"question": question, "answer": task.answer, "metadata": metadata}
     return float(score(text.strip() if found is None else found, entry))
 
 
@@ -62,5 +74,7 @@ def _package() -> Any:
         import reasoning_gym.factory
         import reasoning_gym.utils
     except ImportError:
-        raise UserError("reasoning_gym needs the package reasoning-gym: pip install 'areal-x[environments]'") from None
+        raise UserError(
+            "reasoning_gym needs the package reasoning-gym: pip install 'areal-x[environments]'"
+        ) from None
     return reasoning_gym

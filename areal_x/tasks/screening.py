@@ -1,7 +1,9 @@
-"""Tasks whose prompts are too long are left out: counted at the start as far as that is quick, else when their turn comes.
+"""Tasks whose prompts are too long are left out: counted at the start as far as that is quick, else
+when their turn comes.
 
-Whether a task fits depends on the task alone, and a position of the stream keeps its task. So the order of what is drawn is the
-same however much was looked at before, and a resumed run passes by the same tasks.
+Whether a task fits depends on the task alone, and a position of the stream keeps its task. So the
+order of what is drawn is the same however much was looked at before, and a resumed run passes by
+the same tasks.
 """
 
 from __future__ import annotations
@@ -22,26 +24,33 @@ TokensOf = Callable[[Task], int | None]  # see Workflow.tokens_of
 
 LONGEST_PROMPT = "train.longest_prompt"
 LOOK_SECONDS = 10.0  # for the look at the start
-MARGIN = 8  # tokens a message: text beside a template's own may be split otherwise than the template's alone
+# tokens a message: text beside a template's own may be split otherwise than the template's alone
+MARGIN = 8
 
 
 class Screen:
-    """Which tasks of a dataset begin with at most `longest` tokens. setting: the binding that this comes of, and its value, for
-    the error where no task fits. left_out: how often one that does not was passed by.
+    """Which tasks of a dataset begin with at most `longest` tokens. setting: the binding that this
+    comes of, and its value, for the error where no task fits. left_out: how often one that does not
+    was passed by.
 
-    A prompt has at most as many tokens as bytes, beside those of the chat template. So most are known to fit without a
-    tokenizer. A task that cannot be counted (it has images, or it makes the workflow raise) is drawn: its episode shows why.
+    A prompt has at most as many tokens as bytes, beside those of the chat template. So most are
+    known to fit without a tokenizer. A task that cannot be counted (it has images, or it makes the
+    workflow raise) is drawn: its episode shows why.
     """
 
-    def __init__(self, tokens_of: TokensOf, longest: int, setting: tuple[str, int] | None = None) -> None:
+    def __init__(
+        self, tokens_of: TokensOf, longest: int, setting: tuple[str, int] | None = None
+    ) -> None:
         self.tokens_of, self.longest = tokens_of, longest
         self.setting = setting or (LONGEST_PROMPT, longest)
         self.left_out = 0
         self._fits: dict[int, bool] = {}  # by index, of those whose tokens were counted
-        self._around: dict[tuple[Any, ...], int | None] = {}  # tokens of the chat template, by the messages' roles
+        # tokens of the chat template, by the messages' roles
+        self._around: dict[tuple[Any, ...], int | None] = {}
 
     def look(self, tasks: Sequence[Task], seconds: float = LOOK_SECONDS) -> str | None:
-        """Looks at the tasks for so long. A sentence about those that are left out, None where all fit.
+        """Looks at the tasks for so long. A sentence about those that are left out, None where all
+        fit.
 
         Raises: ConfigError where none fits.
         """
@@ -54,11 +63,18 @@ class Screen:
             long += not self.fits(index, tasks[index])
         if looked and long == looked:
             raise self._none_fits(looked)
-        rest = "" if looked == len(tasks) else f"; {len(tasks) - looked:,} more are looked at when they are drawn"
+        rest = (
+            ""
+            if looked == len(tasks)
+            else f"; {len(tasks) - looked:,} more are looked at when they are drawn"
+        )
         if not long:
             return None
         which = f"{looked:,} tasks" if not rest else f"the first {looked:,} tasks"
-        return f"{long:,} of {which} have prompts longer than {self.longest:,} tokens and are left out{rest}"
+        return (
+            f"{long:,} of {which} have prompts longer than {self.longest:,} tokens and are left"
+            f" out{rest}"
+        )
 
     async def pass_by(self, stream: TaskStream) -> None:
         """Moves the stream on to the next task that fits. Raises: ConfigError where none does."""
@@ -96,16 +112,26 @@ class Screen:
             return True
         if sum(map(len, texts)) > self.longest:  # a byte or more each
             return False
-        roles = ("",) if isinstance(task.prompt, str) else tuple(message.get("role") for message in task.prompt)
+        roles = (
+            ("",)
+            if isinstance(task.prompt, str)
+            else tuple(message.get("role") for message in task.prompt)
+        )
         if roles not in self._around:
             self._around[roles] = self._counted(emptied(task))
         around = self._around[roles]
         if around is None:
             return False
-        return around + MARGIN * len(roles) + sum(len(text.encode(errors="replace")) for text in texts) <= self.longest
+        return (
+            around + MARGIN * len(roles) + sum(len(text.encode(errors="replace")) for text in texts)
+            <= self.longest
+        )
 
     def _none_fits(self, tasks: int) -> ConfigError:
-        return ConfigError(*self.setting, f"greater: all {tasks:,} tasks have prompts longer than {self.longest} tokens")
+        return ConfigError(
+            *self.setting,
+            f"greater: all {tasks:,} tasks have prompts longer than {self.longest} tokens",
+        )
 
     def _counted(self, task: Task) -> int | None:
         try:
@@ -116,8 +142,16 @@ class Screen:
 
 def texts_of(task: Task) -> list[str]:
     """All text of a task that an episode may begin with."""
-    contents = [task.prompt] if isinstance(task.prompt, str) else [message.get("content") for message in task.prompt]
-    parts = [part for content in contents for part in ([content] if isinstance(content, str) else content or ())]
+    contents = (
+        [task.prompt]
+        if isinstance(task.prompt, str)
+        else [message.get("content") for message in task.prompt]
+    )
+    parts = [
+        part
+        for content in contents
+        for part in ([content] if isinstance(content, str) else content or ())
+    ]
     answers = list(task.answer.values()) if isinstance(task.answer, Mapping) else [task.answer]
     texts = [part.get("text") if isinstance(part, Mapping) else part for part in (*parts, *answers)]
     return [text for text in texts if isinstance(text, str)]
@@ -125,16 +159,25 @@ def texts_of(task: Task) -> list[str]:
 
 def emptied(task: Task) -> Task:
     """The task with the same messages and answers, all of them empty."""
-    prompt = "" if isinstance(task.prompt, str) else [{**message, "content": ""} for message in task.prompt]
+    prompt = (
+        ""
+        if isinstance(task.prompt, str)
+        else [{**message, "content": ""} for message in task.prompt]
+    )
     answer = dict.fromkeys(task.answer, "") if isinstance(task.answer, Mapping) else ""
     return replace(task, prompt=prompt, answer=answer)
 
 
 def screen_of(
-    workflow: Any, tokenizer: Any, longest: int | None, context: int, binding: str = "train.row_length"
+    workflow: Any,
+    tokenizer: Any,
+    longest: int | None,
+    context: int,
+    binding: str = "train.row_length",
 ) -> Screen | None:
-    """None where a workflow does not know what its episodes begin with. longest: by default what leaves room for an answer in
-    `context`: of the workflow's sampling.max_tokens, but at most half of it. binding: of the context."""
+    """None where a workflow does not know what its episodes begin with. longest: by default what
+    leaves room for an answer in `context`: of the workflow's sampling.max_tokens, but at most half
+    of it. binding: of the context."""
     if not counts_its_own(type(workflow)):
         return None
     sampling = getattr(workflow, "sampling", None)
@@ -144,7 +187,9 @@ def screen_of(
     def tokens_of(task: Task) -> int | None:
         prompt = [task.prompt] if isinstance(task.prompt, str) else tokenising.texts_of(task.prompt)
         try:  # a tokenizer's call on all of a long text would hold Python's lock
-            tokenising.refuse_long(lambda piece: len(tokenizer.encode(piece, add_special_tokens=False)), prompt, most)
+            tokenising.refuse_long(
+                lambda piece: len(tokenizer.encode(piece, add_special_tokens=False)), prompt, most
+            )
         except PromptTooLong:
             return most + 1
         counted: int | None = workflow.tokens_of(task, tokenizer)
@@ -161,7 +206,8 @@ def screened(
     context: int,
     message: Callable[[str], None],
 ) -> Screen | None:
-    """The screen of a run's dataset, after its look at it. message: told what is left out. Raises what `Screen.look` does."""
+    """The screen of a run's dataset, after its look at it. message: told what is left out. Raises
+    what `Screen.look` does."""
     screen = screen_of(workflow, tokenizer, longest, context)
     if screen is not None and (text := screen.look(tasks)):
         message(f"{text} ({LONGEST_PROMPT})")
@@ -169,7 +215,8 @@ def screened(
 
 
 def counts_its_own(workflow: type) -> bool:
-    """Whether `tokens_of` is of the class whose `run` it speaks of, and not of one that this was overridden in."""
+    """Whether `tokens_of` is of the class whose `run` it speaks of, and not of one that this was
+    overridden in."""
 
     def definer(name: str) -> type | None:
         return next((c for c in workflow.__mro__ if name in vars(c)), None)

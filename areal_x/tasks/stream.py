@@ -1,4 +1,5 @@
-"""An endless, resumable walk over a dataset: position in, task out. The whole state is the position."""
+"""An endless, resumable walk over a dataset: position in, task out. The whole state is the
+position."""
 
 from __future__ import annotations
 
@@ -17,7 +18,8 @@ READ = 10_000  # tasks of a dataset that its digest is of, at most: a long one n
 
 
 class TaskStream:
-    """Every task once an epoch, in an order that (seed, epoch) alone decides; with shuffle=False always the dataset's own.
+    """Every task once an epoch, in an order that (seed, epoch) alone decides; with shuffle=False
+    always the dataset's own.
 
     position: tasks drawn so far; set it to go on from there.
     Raises UserError for an empty dataset, ConfigError for a seed below 0.
@@ -32,7 +34,11 @@ class TaskStream:
 
         @lru_cache(maxsize=2)  # a resumed run reissues tasks of the epoch before
         def order(epoch: int) -> Int64[np.ndarray, " tasks"]:
-            return np.random.default_rng([seed, epoch]).permutation(len(dataset)) if shuffle else np.arange(len(dataset))
+            return (
+                np.random.default_rng([seed, epoch]).permutation(len(dataset))
+                if shuffle
+                else np.arange(len(dataset))
+            )
 
         self._order = order
 
@@ -53,11 +59,16 @@ class TaskStream:
 
 
 def digest_of(dataset: Sequence[Task]) -> str:
-    """Of the tasks in their order, the same in every process; of a long dataset, of tasks at equal distances."""
+    """Of the tasks in their order, the same in every process; of a long dataset, of tasks at equal
+    distances."""
     digest = hashlib.sha256()
-    for index in np.unique(np.linspace(0, len(dataset) - 1, READ).astype(int)) if len(dataset) else ():
+    for index in (
+        np.unique(np.linspace(0, len(dataset) - 1, READ).astype(int)) if len(dataset) else ()
+    ):
         task = dataset[int(index)]
         about = [getattr(task, name, None) for name in ("id", "prompt", "answer")]
         # What has no form in JSON may look different in each process: its type alone counts.
-        digest.update(json.dumps(about, default=lambda x: type(x).__qualname__, skipkeys=True).encode())
+        digest.update(
+            json.dumps(about, default=lambda x: type(x).__qualname__, skipkeys=True).encode()
+        )
     return digest.hexdigest()

@@ -14,15 +14,16 @@ SEAM = 64  # tokens, more than a cut between two pieces can add
 
 
 def refuse_long(count: Callable[[str], int], texts: Iterable[str], most: int) -> None:
-    """Raises: PromptTooLong for texts that surely have more tokens, looking at no more of them than it takes to know. Texts of
-    one piece are left to whoever tokenises them."""
+    """Raises: PromptTooLong for texts that surely have more tokens, looking at no more of them than
+    it takes to know. Texts of one piece are left to whoever tokenises them."""
     least = 0
     for text in texts:
         for start in range(0, len(text), PIECE) if len(text) > PIECE else ():
             least += count(text[start : start + PIECE]) - SEAM
             if least > most:
                 raise PromptTooLong(
-                    f"a prompt of more than {most} tokens leaves no room in a context of {most}: raise train.row_length"
+                    f"a prompt of more than {most} tokens leaves no room in a context of {most}:"
+                    " raise train.row_length"
                 )
 
 

@@ -1,4 +1,5 @@
-"""A reward model as the judge: what another workflow answers is scored by a model that `recipes.reward_model` trained.
+"""A reward model as the judge: what another workflow answers is scored by a model that
+`recipes.reward_model` trained.
 
 train.workflow = @learned_reward()
 learned_reward.workflow = @single_turn()
@@ -36,13 +37,14 @@ AT_ONCE = 256  # trajectories scored in one call
 @gin.configurable("learned_reward", denylist=["judge"])
 @dataclass(frozen=True)
 class LearnedReward(Workflow):
-    """The episodes of another workflow with a reward model's score of each trajectory, at its last token, for its reward.
+    """The episodes of another workflow with a reward model's score of each trajectory, at its last
+    token, for its reward.
 
-    workflow: what answers. Its own reward stays as the detail `verified`, and alone judges the greedy answers of an evaluation:
-    the two together show what the learned reward is worth.
-    path: of the reward model, which must have the policy's tokens: a directory, a hub name or a function that makes one.
-    backend: what computes it, "jax" or "torch"; by default what trains the run. row_length: the longest prompt and answer
-    together.
+    workflow: what answers. Its own reward stays as the detail `verified`, and alone judges the
+    greedy answers of an evaluation: the two together show what the learned reward is worth. path:
+    of the reward model, which must have the policy's tokens: a directory, a hub name or a function
+    that makes one. backend: what computes it, "jax" or "torch"; by default what trains the run.
+    row_length: the longest prompt and answer together.
     """
 
     workflow: Workflow
@@ -63,23 +65,39 @@ class LearnedReward(Workflow):
         return getattr(self.workflow, "sampling", None)
 
     def computed_by(self, backend: str) -> LearnedReward:
-        return replace(self, workflow=computed_by(self.workflow, backend), backend=self.backend or backend)
+        return replace(
+            self, workflow=computed_by(self.workflow, backend), backend=self.backend or backend
+        )
 
     def find(self, tokenizer: Any) -> Path:
-        """The reward model's directory. tokenizer: the policy's, None for a workflow of numbers. Raises: ConfigError for a
-        model that gives no rewards, or of other tokens."""
+        """The reward model's directory. tokenizer: the policy's, None for a workflow of numbers.
+        Raises: ConfigError for a model that gives no rewards, or of other tokens."""
         directory = resolve(self.path)
         if not is_classifier(read_config(directory)):
-            raise ConfigError("learned_reward.path", str(directory), "a model with a score head, as reward_model trains it")
+            raise ConfigError(
+                "learned_reward.path",
+                str(directory),
+                "a model with a score head, as reward_model trains it",
+            )
         if tokenizer is not None:
-            check_tokens("learned_reward.path", directory, tokenizer.get_vocab(), "the policy, whose answers it reads")
+            check_tokens(
+                "learned_reward.path",
+                directory,
+                tokenizer.get_vocab(),
+                "the policy, whose answers it reads",
+            )
         return directory
 
     def setup(self, tokenizer: Any) -> LearnedReward:
         """Raises: as `find` does."""
         directory = self.find(tokenizer)
         backend = self.backend or min(entry_points(group="areal_x.backends").names)
-        config = TrainerConfig(model=ModelConfig(path=str(directory)), head="reward", frozen=True, row_length=self.row_length)
+        config = TrainerConfig(
+            model=ModelConfig(path=str(directory)),
+            head="reward",
+            frozen=True,
+            row_length=self.row_length,
+        )
         config = replace(config, mesh=config.mesh.within_one_process())
         judge = Judge(create_trainer(backend, config), self.row_length)
         return replace(self, workflow=self.workflow.setup(tokenizer), judge=judge)
@@ -106,10 +124,15 @@ class LearnedReward(Workflow):
         if not isinstance(episode.outcome, Scored):
             return episode
         if (longest := max(map(len, episode.trajectories), default=0)) > self.row_length:
-            raise TaskError(f"a trajectory of {longest} tokens is longer than learned_reward.row_length = {self.row_length}")
+            raise TaskError(
+                f"a trajectory of {longest} tokens is longer than learned_reward.row_length ="
+                f" {self.row_length}"
+            )
         scores = await self.judge.score(episode.trajectories)
         details = {**episode.outcome.details, "verified": episode.outcome.reward}
-        trajectories = tuple(replace(t, reward=score) for t, score in zip(episode.trajectories, scores, strict=True))
+        trajectories = tuple(
+            replace(t, reward=score) for t, score in zip(episode.trajectories, scores, strict=True)
+        )
         return Episode(Scored(float(np.mean(scores)), details), trajectories)
 
     async def close(self) -> None:
@@ -133,7 +156,9 @@ class Judge:
         self._waiting += mine
         if self._serving is None or self._serving.done():
             self._serving = background.start(self._serve(), "the learned reward")
-        with waiting(whose(), "the learned reward", lambda: f"{len(self._waiting)} trajectories wait"):
+        with waiting(
+            whose(), "the learned reward", lambda: f"{len(self._waiting)} trajectories wait"
+        ):
             return list(await asyncio.gather(*(score for _, score in mine)))
 
     def close(self) -> None:
@@ -147,7 +172,9 @@ class Judge:
         while self._waiting:
             taken, self._waiting = self._waiting[:AT_ONCE], self._waiting[AT_ONCE:]
             try:
-                scores: Sequence[Any] = await loop.run_in_executor(self._thread, self._scores, [t for t, _ in taken])
+                scores: Sequence[Any] = await loop.run_in_executor(
+                    self._thread, self._scores, [t for t, _ in taken]
+                )
             except Exception as error:
                 for _, future in taken:
                     if not future.done():

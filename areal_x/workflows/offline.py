@@ -1,4 +1,5 @@
-"""Learning from what is written already: workflows that make episodes of a dataset's answers, and an engine that does nothing.
+"""Learning from what is written already: workflows that make episodes of a dataset's answers, and
+an engine that does nothing.
 
 Everything else of the ring stays: the order of tasks, the queue, batches, checkpoints, `--resume`.
 
@@ -44,7 +45,8 @@ class Demonstrations(Workflow):
 @gin.configurable("preference_pairs", denylist=["tokenizer"])
 @dataclass(frozen=True)
 class PreferencePairs(Workflow):
-    """Two answers to the task of which one was preferred: what DPO, IPO and reward models learn. chosen first.
+    """Two answers to the task of which one was preferred: what DPO, IPO and reward models learn.
+    chosen first.
 
     last_token: mask but the last token of each, which is all that a reward model is judged by.
     """
@@ -59,12 +61,17 @@ class PreferencePairs(Workflow):
     def tokens_of(self, task: Task, tokenizer: Any) -> int | None:
         if urls_of(task.prompt):
             return None
-        return sum(len(written(tokenizer, task, task.answer[which])) for which in ("chosen", "rejected"))
+        return sum(
+            len(written(tokenizer, task, task.answer[which])) for which in ("chosen", "rejected")
+        )
 
     async def run(self, task: Task, engine: Generator) -> Result:
         answers = task.answer
         if not isinstance(answers, Mapping) or not {"chosen", "rejected"} <= answers.keys():
-            raise ValueError(f'task {task.id!r} is no pair: its answer must be {{"chosen": …, "rejected": …}}, not {answers!r}')
+            raise ValueError(
+                f'task {task.id!r} is no pair: its answer must be {{"chosen": …, "rejected": …}},'
+                f" not {answers!r}"
+            )
         both = [written(self.tokenizer, task, answers[which]) for which in ("chosen", "rejected")]
         if self.last_token:
             both = [replace(t, mask=np.arange(len(t)) == len(t) - 1) for t in both]
@@ -97,13 +104,18 @@ class NoEngine:
 
 
 def written(tokenizer: Any, task: Task, answer: str) -> Trajectory:
-    """The prompt, the answer and its end, as no policy has drawn them: log-probability 0, version -1. Behind messages the end
-    is the turn's, as the chat template writes it."""
+    """The prompt, the answer and its end, as no policy has drawn them: log-probability 0, version
+    -1. Behind messages the end is the turn's, as the chat template writes it."""
     if not isinstance(answer, str):
         raise ValueError(f"task {task.id!r} has no text to learn: its answer is {answer!r}")
     images = images_of(tokenizer, task.prompt)
     prompt = encode(tokenizer, task.prompt, images)
     end = text_ending(tokenizer) if isinstance(task.prompt, str) else turn_ending(tokenizer)
-    tokens = np.asarray([*tokenizer.encode(answer + end.text, add_special_tokens=False), end.token], np.int32)
-    logprobs, versions = np.zeros(len(tokens), np.float32), np.full(len(tokens), NOT_THE_POLICY, np.int32)
+    tokens = np.asarray(
+        [*tokenizer.encode(answer + end.text, add_special_tokens=False), end.token], np.int32
+    )
+    logprobs, versions = (
+        np.zeros(len(tokens), np.float32),
+        np.full(len(tokens), NOT_THE_POLICY, np.int32),
+    )
     return Trajectory.from_completion(prompt, tokens, logprobs, versions, 1.0, images=images)

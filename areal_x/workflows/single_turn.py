@@ -1,7 +1,8 @@
 """What an episode is: from a task to scored trajectories, calling the engine any number of times.
 
-A workflow of your own subclasses `Workflow` (or has the same methods) and needs only `run`. It raises what it likes: an episode
-that raises is a failed episode. Only EngineError and UserError end the run; a TaskError, which speaks of one task, does not.
+A workflow of your own subclasses `Workflow` (or has the same methods) and needs only `run`. It
+raises what it likes: an episode that raises is a failed episode. Only EngineError and UserError end
+the run; a TaskError, which speaks of one task, does not.
 """
 
 from __future__ import annotations
@@ -21,7 +22,17 @@ from areal_x.protocols.engine import Completion, Request, SamplingParams
 from areal_x.rewards.pool import Limits, Reward, RewardPool
 from areal_x.runtime.thread import beside, in_thread
 from areal_x.tasks.tokenising import refuse_long, size_of, texts_of
-from areal_x.types import Episode, Failed, Images, Message, Outcome, Scored, Task, TimedOut, Trajectory
+from areal_x.types import (
+    Episode,
+    Failed,
+    Images,
+    Message,
+    Outcome,
+    Scored,
+    Task,
+    TimedOut,
+    Trajectory,
+)
 
 Result = list[Trajectory] | Episode | Failed | TimedOut
 ABORTED = Failed("the engine aborted the request")
@@ -40,12 +51,14 @@ class Generator(Protocol):
 
 
 class Workflow(Protocol):
-    """open_ended: whether others decide when an episode begins and ends, so that the run waits as long as it takes."""
+    """open_ended: whether others decide when an episode begins and ends, so that the run waits as
+    long as it takes."""
 
     open_ended: bool = False
 
     def computed_by(self, backend: str) -> Workflow:
-        """The workflow whose own models, where it has any, this backend computes, as it does the run's. By default itself."""
+        """The workflow whose own models, where it has any, this backend computes, as it does the
+        run's. By default itself."""
         return self
 
     def setup(self, tokenizer: Any) -> Workflow:
@@ -57,29 +70,32 @@ class Workflow(Protocol):
         return self
 
     def baseline(self) -> Workflow:
-        """The workflow whose reward of a greedy answer an algorithm takes off the others': judged as those are. By default
-        `greedy()`, of which an evaluation may judge otherwise."""
+        """The workflow whose reward of a greedy answer an algorithm takes off the others': judged
+        as those are. By default `greedy()`, of which an evaluation may judge otherwise."""
         return self.greedy()
 
     def tokens_of(self, task: Task, tokenizer: Any) -> int | None:
-        """How many tokens an episode begins with: its prompt, and answers that are written. By default None: only the episode
-        knows."""
+        """How many tokens an episode begins with: its prompt, and answers that are written. By
+        default None: only the episode knows."""
         return None
 
     async def run(self, task: Task, engine: Generator) -> Result:
         """One attempt at the task.
 
-        Trajectories, each with its reward set, are a scored episode (whose own reward is their mean); an Episode is that with
-        the verifier's details; Failed and TimedOut are counted and shown, and never trained on.
+        Trajectories, each with its reward set, are a scored episode (whose own reward is their
+        mean); an Episode is that with the verifier's details; Failed and TimedOut are counted and
+        shown, and never trained on.
         """
         ...
 
     def state(self) -> Any:
-        """What it keeps from episode to episode, as JSON can hold it: written with each checkpoint. By default nothing."""
+        """What it keeps from episode to episode, as JSON can hold it: written with each checkpoint.
+        By default nothing."""
         return None
 
     def restore(self, state: Any) -> None:
-        """Goes on from the `state` that the checkpoint of a resumed run has, before any episode. By default does nothing."""
+        """Goes on from the `state` that the checkpoint of a resumed run has, before any episode. By
+        default does nothing."""
         return
 
     async def close(self) -> None:
@@ -93,19 +109,22 @@ def baseline_of(workflow: Workflow) -> Workflow:
 
 
 def computed_by(workflow: Any, backend: str) -> Any:
-    """See `Workflow.computed_by`. A workflow around another that only passes on what it lacks stays around it."""
+    """See `Workflow.computed_by`. A workflow around another that only passes on what it lacks stays
+    around it."""
     own = getattr(type(workflow), "computed_by", None)
     return workflow if own is None else own(workflow, backend)
 
 
 @dataclass(frozen=True)
 class Judged(Workflow):
-    """A workflow that asks for completions and has a text of theirs judged. One that gin makes adds `run` and its own name.
+    """A workflow that asks for completions and has a text of theirs judged. One that gin makes adds
+    `run` and its own name.
 
-    reward: a function (task, text) -> number, or -> (number, {name: number}); text is a completion without special tokens.
-    sampling: how completions are drawn; the model's end tokens are added to its stop tokens.
-    reward_workers: most processes that judge at once. reward_timeout_seconds: after which a reward is ended with its process.
-    reward_limits: what that process may use beside time.
+    reward: a function (task, text) -> number, or -> (number, {name: number}); text is a completion
+    without special tokens. sampling: how completions are drawn; the model's end tokens are added to
+    its stop tokens. reward_workers: most processes that judge at once. reward_timeout_seconds:
+    after which a reward is ended with its process. reward_limits: what that process may use beside
+    time.
     """
 
     binding: ClassVar[str]  # its name in a gin file
@@ -128,9 +147,14 @@ class Judged(Workflow):
         positive(f"{self.binding}.reward_timeout_seconds", self.reward_timeout_seconds)
 
     def setup(self, tokenizer: Any) -> Self:
-        """Raises UserError for a tokenizer without an end token, or a reward that no other process could run."""
-        pool = RewardPool(self.reward, self.reward_workers, self.reward_timeout_seconds, self.reward_limits)
-        return replace(self, sampling=with_end(self.sampling, tokenizer), tokenizer=tokenizer, pool=pool)
+        """Raises UserError for a tokenizer without an end token, or a reward that no other process
+        could run."""
+        pool = RewardPool(
+            self.reward, self.reward_workers, self.reward_timeout_seconds, self.reward_limits
+        )
+        return replace(
+            self, sampling=with_end(self.sampling, tokenizer), tokenizer=tokenizer, pool=pool
+        )
 
     def greedy(self) -> Self:
         return replace(self, sampling=replace(self.sampling, temperature=0.0))
@@ -148,12 +172,14 @@ class Judged(Workflow):
 @gin.configurable("single_turn", denylist=["tokenizer", "pool"])
 @dataclass(frozen=True)
 class SingleTurn(Judged):
-    """One prompt, one completion, one score. A prompt of messages may show images to a model that sees.
+    """One prompt, one completion, one score. A prompt of messages may show images to a model that
+    sees.
 
-    reward: a function (task, text) -> number, or -> (number, {name: number}); text is the completion without special tokens.
-    sampling: how completions are drawn; the model's end tokens are added to its stop tokens.
-    reward_workers: most processes that judge at once. reward_timeout_seconds: after which a reward is ended with its process.
-    reward_limits: what that process may use beside time.
+    reward: a function (task, text) -> number, or -> (number, {name: number}); text is the
+    completion without special tokens. sampling: how completions are drawn; the model's end tokens
+    are added to its stop tokens. reward_workers: most processes that judge at once.
+    reward_timeout_seconds: after which a reward is ended with its process. reward_limits: what that
+    process may use beside time.
     """
 
     binding: ClassVar[str] = "single_turn"
@@ -164,7 +190,9 @@ class SingleTurn(Judged):
     async def run(self, task: Task, engine: Generator) -> Result:
         urls = urls_of(task.prompt)
         images = await in_thread(read_pictures, self.tokenizer.name_or_path, urls) if urls else None
-        prompt = await beside(size_of(task.prompt), encode, self.tokenizer, task.prompt, images, engine.context)
+        prompt = await beside(
+            size_of(task.prompt), encode, self.tokenizer, task.prompt, images, engine.context
+        )
         completion = await engine.generate(Request(prompt, self.sampling, images=images))
         if completion.finish_reason == "abort":
             return ABORTED
@@ -185,12 +213,17 @@ class SingleTurn(Judged):
 
 
 def with_end(sampling: SamplingParams, tokenizer: Any) -> SamplingParams:
-    """The sampling with the model's end tokens among its stop tokens. Raises UserError where there is none."""
-    return replace(sampling, stop_token_ids=tuple(dict.fromkeys((*sampling.stop_token_ids, *stop_tokens(tokenizer)))))
+    """The sampling with the model's end tokens among its stop tokens. Raises UserError where there
+    is none."""
+    return replace(
+        sampling,
+        stop_token_ids=tuple(dict.fromkeys((*sampling.stop_token_ids, *stop_tokens(tokenizer)))),
+    )
 
 
 def text_of(tokenizer: Any, tokens: Int32[np.ndarray, " N"]) -> str:
-    """What a completion says, without special tokens and those that end one, which a tokenizer may not call special."""
+    """What a completion says, without special tokens and those that end one, which a tokenizer may
+    not call special."""
     said = tokens[~np.isin(tokens, ends(tokenizer))]
     return str(tokenizer.decode(said.tolist(), skip_special_tokens=True))
 
@@ -201,23 +234,33 @@ def prompt_tokens(prompt: str | Sequence[Message], tokenizer: Any) -> int | None
 
 
 def encode(
-    tokenizer: Any, prompt: str | Sequence[Message], images: Images | None = None, most: int | None = None
+    tokenizer: Any,
+    prompt: str | Sequence[Message],
+    images: Images | None = None,
+    most: int | None = None,
 ) -> Int32[np.ndarray, " prompt"]:
-    """Token ids of a text as it is, or of messages in the chat template with the assistant's turn opened.
+    """Token ids of a text as it is, or of messages in the chat template with the assistant's turn
+    opened.
 
-    images: those of the messages, as `read_pictures` makes them. most: tokens that are of any use. Raises UserError for
-    messages where the tokenizer has no chat template, or one without a place for images; PromptTooLong for many
-    more than `most`.
+    images: those of the messages, as `read_pictures` makes them. most: tokens that are of any use.
+    Raises UserError for messages where the tokenizer has no chat template, or one without a place
+    for images; PromptTooLong for many more than `most`.
     """
     if most is not None:
         texts = [prompt] if isinstance(prompt, str) else texts_of(prompt)
-        refuse_long(lambda piece: len(tokenizer.encode(piece, add_special_tokens=False)), texts, most)
+        refuse_long(
+            lambda piece: len(tokenizer.encode(piece, add_special_tokens=False)), texts, most
+        )
     if isinstance(prompt, str):
         return np.asarray(tokenizer.encode(prompt), np.int32)
     if tokenizer.chat_template is None:
         raise UserError(
-            "the prompt is a list of messages but the tokenizer has no chat template: add chat_template.jinja to the model"
+            "the prompt is a list of messages but the tokenizer has no chat template: add"
+            " chat_template.jinja to the model"
         )
     messages = list(prompt) if images is None else for_template(prompt)
-    tokens = np.asarray(tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False), np.int32)
+    tokens = np.asarray(
+        tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False),
+        np.int32,
+    )
     return tokens if images is None else reader_of(tokenizer.name_or_path).expanded(tokens, images)

@@ -19,7 +19,9 @@ async def with_openai(task: Task, base_url: str, api_key: str) -> float:
     from openai import AsyncOpenAI
 
     async with AsyncOpenAI(base_url=base_url, api_key=api_key) as client:
-        answer = await client.chat.completions.create(model=MODEL, messages=[{"role": "user", "content": str(task.prompt)}])
+        answer = await client.chat.completions.create(
+            model=MODEL, messages=[{"role": "user", "content": str(task.prompt)}]
+        )
     return verify(task, answer.choices[0].message.content or "")
 
 

@@ -1,1 +1,2 @@
-"""Worked addition: a small model learns by reinforcement to carry, which its demonstrations mostly forgot."""
+"""Worked addition: a small model learns by reinforcement to carry, which its demonstrations mostly
+forgot."""

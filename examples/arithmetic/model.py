@@ -1,4 +1,5 @@
-"""The model that learns to add: a tiny Qwen3, of 595 thousand parameters with its vocabulary, one token a character."""
+"""The model that learns to add: a tiny Qwen3, of 595 thousand parameters with its vocabulary, one
+token a character."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Pairs of answers to learn preferences from: a right one and a wrong one of the warm-started model to the same problem."""
+"""Pairs of answers to learn preferences from: a right one and a wrong one of the warm-started model
+to the same problem."""
 
 from __future__ import annotations
 
@@ -33,17 +34,29 @@ LONGEST_ANSWER = LONGEST - len("9999+9999=")
 
 
 @gin.configurable(module="arithmetic")
-def preferences(problems: Sequence[Task], attempts: int = 4, seed: int = 0, backend: str = "jax") -> list[Task]:
-    """One pair, {"chosen": a right answer, "rejected": a wrong one}, of each problem that the model solves now and then.
+def preferences(
+    problems: Sequence[Task], attempts: int = 4, seed: int = 0, backend: str = "jax"
+) -> list[Task]:
+    """One pair, {"chosen": a right answer, "rejected": a wrong one}, of each problem that the model
+    solves now and then.
 
-    attempts: answers sampled to a problem. They are kept, like the model itself, in the user's cache.
+    attempts: answers sampled to a problem. They are kept, like the model itself, in the user's
+    cache.
     """
     model = warm_start()
     settings = [Path(model).name, [task.prompt for task in problems], attempts, seed]
-    file = cache("arithmetic") / f"preferences-{hashlib.sha256(json.dumps(settings).encode()).hexdigest()[:16]}.json"
+    file = (
+        cache("arithmetic")
+        / f"preferences-{hashlib.sha256(json.dumps(settings).encode()).hexdigest()[:16]}.json"
+    )
     if not file.exists():
         began = time.perf_counter()
-        print(f"sampling {attempts} answers to each of {len(problems)} problems, once for these settings:", end="", flush=True)
+        print(
+            f"sampling {attempts} answers to each of {len(problems)} problems, once for these"
+            " settings:",
+            end="",
+            flush=True,
+        )
         tokenizer = load_tokenizer(Path(model))
         groups = sample(model, problems, attempts, seed, installed(backend))
         pairs = [pair_of(group, tokenizer) for group in groups if len(set(group.rewards)) == 2]
@@ -54,11 +67,17 @@ def preferences(problems: Sequence[Task], attempts: int = 4, seed: int = 0, back
     return [Task(prompt, prompt, answer) for prompt, answer in json.loads(file.read_text())]
 
 
-def sample(model: str, problems: Sequence[Task], attempts: int, seed: int, backend: str) -> list[Group]:
+def sample(
+    model: str, problems: Sequence[Task], attempts: int, seed: int, backend: str
+) -> list[Group]:
     """All answers of the model, in groups of one problem."""
     config = TrainerConfig(model=ModelConfig(path=model), temperature=1.0)
     trainer = create_trainer(backend, replace(config, mesh=config.mesh.within_one_process()))
-    workflow = SingleTurn(reward=verify, sampling=SamplingParams(max_tokens=LONGEST_ANSWER, temperature=1.0), reward_workers=1)
+    workflow = SingleTurn(
+        reward=verify,
+        sampling=SamplingParams(max_tokens=LONGEST_ANSWER, temperature=1.0),
+        reward_workers=1,
+    )
     runner = Runner(
         EmbeddedEngine(trainer.sampler(SLOTS, LONGEST)),
         workflow.setup(load_tokenizer(Path(model))),
@@ -79,5 +98,7 @@ def pair_of(group: Group, tokenizer: Any) -> tuple[str, dict[str, str]]:
     for episode in reversed(group.scored):
         (trajectory,) = episode.trajectories
         which = "chosen" if trajectory.reward else "rejected"
-        answers[which] = tokenizer.decode(trajectory.tokens[trajectory.mask].tolist(), skip_special_tokens=True)
+        answers[which] = tokenizer.decode(
+            trajectory.tokens[trajectory.mask].tolist(), skip_special_tokens=True
+        )
     return group.task.prompt, answers

@@ -2,9 +2,10 @@
 
     730+8594=  →  0+4=4,3+9=12,7+5+1=13,0+8+1=9>9324
 
-Columns go from right to left, the shorter number padded with 0, "+1" for a carry; the result follows ">". Operands have 1 to 4
-digits, drawn uniformly and independently. The reward is 1 for the exact result, whatever the steps were. The demonstrations
-that the model starts from are of a sloppy tutor who forgets most carries, so that reinforcement has something to mend.
+Columns go from right to left, the shorter number padded with 0, "+1" for a carry; the result
+follows ">". Operands have 1 to 4 digits, drawn uniformly and independently. The reward is 1 for the
+exact result, whatever the steps were. The demonstrations that the model starts from are of a sloppy
+tutor who forgets most carries, so that reinforcement has something to mend.
 """
 
 from __future__ import annotations
@@ -21,22 +22,28 @@ from areal_x.types import Task
 ALPHABET = "0123456789+=,>"
 DIGITS = 4
 HELD_OUT = 500
-LONGEST = len("9999+9999=" + "9+9=18,9+9+1=19,9+9+1=19,9+9+1=19>19998") + 1  # tokens of a problem and its answer, end included
+# tokens of a problem and its answer, end included
+LONGEST = len("9999+9999=" + "9+9=18,9+9+1=19,9+9+1=19,9+9+1=19>19998") + 1
 
 
 @gin.configurable(module="arithmetic")
 def problems(count: int = 20_000, seed: int = 0) -> list[Task]:
-    """Problems to learn from: `count` of them, fixed by `seed`. No held-out pair is among them, in either order."""
+    """Problems to learn from: `count` of them, fixed by `seed`. No held-out pair is among them, in
+    either order."""
     unseen = {frozenset(pair) for pair in _held_out_pairs()}
-    drawn = (pair for pair in _pairs(np.random.default_rng([1, seed])) if frozenset(pair) not in unseen)
+    drawn = (
+        pair for pair in _pairs(np.random.default_rng([1, seed])) if frozenset(pair) not in unseen
+    )
     return [_task(*next(drawn)) for _ in range(count)]
 
 
 @gin.configurable(module="arithmetic")
 def held_out(count: int = HELD_OUT) -> list[Task]:
-    """Problems to judge by: the first `count` of 500, which are the same whatever the seed of a run.
+    """Problems to judge by: the first `count` of 500, which are the same whatever the seed of a
+    run.
 
-    Both operands are at least 10: of smaller ones there are too few to keep some from the training data.
+    Both operands are at least 10: of smaller ones there are too few to keep some from the training
+    data.
     """
     within("arithmetic.held_out.count", count, 1, HELD_OUT)
     return [_task(*pair) for pair in _held_out_pairs()[:count]]
@@ -44,7 +51,8 @@ def held_out(count: int = HELD_OUT) -> list[Task]:
 
 @gin.configurable(module="arithmetic")
 def demonstrated(count: int = 20_000, seed: int = 0, forgetting: float = 0.0) -> list[Task]:
-    """Problems whose answer is a worked one, to learn by imitation, each carry forgotten with probability `forgetting`."""
+    """Problems whose answer is a worked one, to learn by imitation, each carry forgotten with
+    probability `forgetting`."""
     tasks = problems(count, seed)
     answers = demonstrations(tasks, forgetting, seed)
     return [replace(task, answer=answer) for task, answer in zip(tasks, answers, strict=True)]
@@ -52,13 +60,15 @@ def demonstrated(count: int = 20_000, seed: int = 0, forgetting: float = 0.0) ->
 
 @gin.configurable(module="arithmetic")
 def verify(task: Task, text: str) -> float:
-    """1.0 if what follows the only ">" is exactly the sum, else 0.0. The steps before it are not judged."""
+    """1.0 if what follows the only ">" is exactly the sum, else 0.0. The steps before it are not
+    judged."""
     _, _, result = text.partition(">")
     return float(result == task.answer)
 
 
 def demonstration(task: Task, forget: Callable[[], bool] = lambda: False) -> str:
-    """The worked answer of a tutor who drops the carry into the next column each time that `forget()` says so."""
+    """The worked answer of a tutor who drops the carry into the next column each time that
+    `forget()` says so."""
     a, b = (number[::-1] for number in task.prompt.rstrip("=").split("+"))
     width = max(len(a), len(b))
     steps, result, carry = [], "", 0

@@ -1,11 +1,13 @@
-"""A chat in the terminal with a model that learns from your thumbs. Any number of people may have one at once.
+"""A chat in the terminal with a model that learns from your thumbs. Any number of people may have
+one at once.
 
     python -m areal_x.train examples/assistant/tiny.gin        # serves and learns, and writes gateway.json
     python examples/assistant/chat.py                          # beside it, in another terminal
 
-What you type is said. `+` and `-` judge the last answer, `+2` and `-2` the second one, now or later. `/new` begins another
-conversation. Those in which anything was judged become training steps as they end: an answer learns from its own thumb and from
-those that the rest of its conversation was given. The others are counted, and teach nothing.
+What you type is said. `+` and `-` judge the last answer, `+2` and `-2` the second one, now or
+later. `/new` begins another conversation. Those in which anything was judged become training steps
+as they end: an answer learns from its own thumb and from those that the rest of its conversation
+was given. The others are counted, and teach nothing.
 """
 
 from __future__ import annotations
@@ -62,8 +64,11 @@ def judged(episode: Session, calls: list[str], thumb: str, number: int) -> str:
     return "(thank you)"
 
 
-def conversations(lines: Iterator[str], say: Callable[[str], object], address: str | None = None) -> None:
-    """One after the other, until no line is left. address: the file that the run wrote, gateway.json by default.
+def conversations(
+    lines: Iterator[str], say: Callable[[str], object], address: str | None = None
+) -> None:
+    """One after the other, until no line is left. address: the file that the run wrote,
+    gateway.json by default.
 
     Raises: OSError or APIConnectionError where there is no run, or no more.
     """

@@ -1,4 +1,5 @@
-"""A CAMEL agent that multiplies with a tool, as one would write it for any endpoint. Prints its answer.
+"""A CAMEL agent that multiplies with a tool, as one would write it for any endpoint. Prints its
+answer.
 
 OPENAI_BASE_URL=… OPENAI_API_KEY=… python agent.py "417*86="
 """
@@ -17,7 +18,8 @@ from camel.utils import BaseTokenCounter
 
 
 class Characters(BaseTokenCounter):
-    """Takes a character for a token: CAMEL's own counter downloads a vocabulary, to know when a history is too long."""
+    """Takes a character for a token: CAMEL's own counter downloads a vocabulary, to know when a
+    history is too long."""
 
     def count_tokens_from_messages(self, messages: list) -> int:
         return sum(len(str(message)) for message in messages)

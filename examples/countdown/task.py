@@ -1,7 +1,8 @@
-"""Countdown: numbers and a target, of which an expression shall make it, using each number at most once.
+"""Countdown: numbers and a target, of which an expression shall make it, using each number at most
+once.
 
-In words for a model that can read, or short for one that cannot: 3,7,5=21: is answered 3*7. The reward is
-`areal_x.rewards.countdown.countdown`.
+In words for a model that can read, or short for one that cannot: 3,7,5=21: is answered 3*7. The
+reward is `areal_x.rewards.countdown.countdown`.
 """
 
 from __future__ import annotations
@@ -19,9 +20,9 @@ from areal_x.types import Task
 
 TRAINING, HELD_OUT = 20_000, 200  # problems
 WORDS = (
-    "Using the numbers {numbers}, write an expression that equals {target}. You may use + - * / and parentheses, and each "
-    "number at most once. Think step by step, and put the expression within <answer> </answer>, for example "
-    "<answer>(1+2)/3</answer>."
+    "Using the numbers {numbers}, write an expression that equals {target}. You may use + - * / and"
+    " parentheses, and each number at most once. Think step by step, and put the expression within"
+    " <answer> </answer>, for example <answer>(1+2)/3</answer>."
 )
 
 
@@ -47,10 +48,11 @@ def problems(
     wording: Literal["words", "short"] = "words",
     seed: int = 0,
 ) -> list[Task]:
-    """20,000 problems that have a solution, or of the split "test" 200 others, which are the same whatever the seed.
+    """20,000 problems that have a solution, or of the split "test" 200 others, which are the same
+    whatever the seed.
 
-    numbers: how many a problem has, each choice as often. largest: number; the lowest is 1. highest: target; the lowest is 1.
-    wording: "words" for a user's message, "short" for plain text.
+    numbers: how many a problem has, each choice as often. largest: number; the lowest is 1.
+    highest: target; the lowest is 1. wording: "words" for a user's message, "short" for plain text.
     """
     one_of("countdown.problems.split", split, ("train", "test"))
     one_of("countdown.problems.wording", wording, ("words", "short"))
@@ -68,8 +70,11 @@ def problems(
     return [task_of(problem, wording) for problem in chosen]
 
 
-def drawn_problems(random: Random, numbers: Sequence[int], largest: int, highest: int) -> Iterator[Problem]:
-    """Problems without end, of numbers and an expression of theirs as chance has them; no target is one of the numbers."""
+def drawn_problems(
+    random: Random, numbers: Sequence[int], largest: int, highest: int
+) -> Iterator[Problem]:
+    """Problems without end, of numbers and an expression of theirs as chance has them; no target is
+    one of the numbers."""
     while True:
         given = tuple(random.randint(1, largest) for _ in range(random.choice(numbers)))
         target, expression = combined(random, given, highest)
@@ -78,7 +83,8 @@ def drawn_problems(random: Random, numbers: Sequence[int], largest: int, highest
 
 
 def combined(random: Random, given: Sequence[int], highest: int) -> tuple[int, str]:
-    """A value from 1 to `highest` and its expression: two or more of the numbers, combined one after the other.
+    """A value from 1 to `highest` and its expression: two or more of the numbers, combined one
+    after the other.
 
     Without an expression where what chance combined has no such value.
     """
@@ -88,11 +94,15 @@ def combined(random: Random, given: Sequence[int], highest: int) -> tuple[int, s
         operation = random.choice("+-*/")
         if operation == "/" and value % other:
             return 0, ""
-        value = {"+": value + other, "-": value - other, "*": value * other, "/": value // other}[operation]
+        value = {"+": value + other, "-": value - other, "*": value * other, "/": value // other}[
+            operation
+        ]
         if not 1 <= value <= highest:
             return 0, ""
         summed = operation in "*/" and ("+" in expression or "-" in expression)
-        expression = f"({expression}){operation}{other}" if summed else f"{expression}{operation}{other}"
+        expression = (
+            f"({expression}){operation}{other}" if summed else f"{expression}{operation}{other}"
+        )
     return value, expression
 
 

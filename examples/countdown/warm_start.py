@@ -1,4 +1,5 @@
-"""The model that reinforcement starts from: supervised on a tutor who can only add and subtract, made once and kept.
+"""The model that reinforcement starts from: supervised on a tutor who can only add and subtract,
+made once and kept.
 
 Where sums and differences do not make the target he writes any product that the numbers have.
 """
@@ -29,17 +30,27 @@ DEMONSTRATIONS = 200  # made for each step
 
 @gin.configurable(module="countdown")
 def warm_start(
-    seed: int = 0, steps: int = 350, learning_rate: float = 2e-3, proposals: float = 0.0, backend: str = "jax"
+    seed: int = 0,
+    steps: int = 350,
+    learning_rate: float = 2e-3,
+    proposals: float = 0.0,
+    backend: str = "jax",
 ) -> str:
-    """The directory of the supervised model, made now unless one of the same settings and code is in the user's cache.
+    """The directory of the supervised model, made now unless one of the same settings and code is
+    in the user's cache.
 
-    seed: of the initial weights and the demonstrations. proposals: the share of the demonstrations that answer "?" with a
-    problem, as examples/self_play needs them. backend: what trains it; where it is not installed, the one that is. The cache is
-    $XDG_CACHE_HOME/areal_x/countdown.
+    seed: of the initial weights and the demonstrations. proposals: the share of the demonstrations
+    that answer "?" with a problem, as examples/self_play needs them. backend: what trains it; where
+    it is not installed, the one that is. The cache is $XDG_CACHE_HOME/areal_x/countdown.
     """
     at_least("countdown.warm_start.steps", steps, 2)
     within("countdown.warm_start.proposals", proposals, 0, 1)
-    settings = {"seed": seed, "steps": steps, "learning_rate": learning_rate, "proposals": proposals}
+    settings = {
+        "seed": seed,
+        "steps": steps,
+        "learning_rate": learning_rate,
+        "proposals": proposals,
+    }
     return supervised_once(
         "countdown",
         settings,
@@ -54,7 +65,9 @@ def batches(steps: int, seed: int, proposals: float = 0.0) -> Iterator[Batch]:
     """Of demonstrations, drawn one by one."""
     random = Random(f"demonstrations {seed}")
     problems = islice(drawn_problems(random, NUMBERS, LARGEST, HIGHEST), DEMONSTRATIONS * steps)
-    shown = [demonstration(problem, random, proposed=random.random() < proposals) for problem in problems]
+    shown = [
+        demonstration(problem, random, proposed=random.random() < proposals) for problem in problems
+    ]
     return batches_of(shown, steps, ROW_LENGTH, seed)
 
 
@@ -65,7 +78,8 @@ def demonstration(problem: Problem, random: Random, proposed: bool) -> Trajector
 
 
 def answer(problem: Problem, random: Random) -> str:
-    """The solution where it is one of sums and differences, else an expression of the same numbers that may be anything."""
+    """The solution where it is one of sums and differences, else an expression of the same numbers
+    that may be anything."""
     if not set("*/") & set(problem.expression):
         return problem.expression
     while not (expression := combined(random, problem.numbers, HIGHEST)[1]):

@@ -1,12 +1,14 @@
-"""A shop whose customers want orders cancelled, refunded or sent elsewhere, which its policy allows or does not.
+"""A shop whose customers want orders cancelled, refunded or sent elsewhere, which its policy allows
+or does not.
 
     customer: I want a refund.               agent: Which order?
     customer: I am customer 17, the order is 305.
     agent: order("305") → {"customer": "17", "status": "delivered", "address": "4 Elm Road"}
     agent: refund("305") → Done.             agent: Done.
 
-The tools do as they are told; to keep the policy is the agent's work. The reward is 1 where the orders are in the end as the
-policy wants them, and none was changed that had not been looked up, else 0. In the manner of τ²-bench (arXiv 2506.07982).
+The tools do as they are told; to keep the policy is the agent's work. The reward is 1 where the
+orders are in the end as the policy wants them, and none was changed that had not been looked up,
+else 0. In the manner of τ²-bench (arXiv 2506.07982).
 """
 
 from __future__ import annotations
@@ -31,8 +33,13 @@ You serve the customers of a shop. Its policy:
 - Where the policy does not allow what they want, change nothing, and say that it is not possible."""
 STATUSES = ("pending", "shipped", "delivered")
 STREETS = ("Elm Road", "Mill Lane", "High Street", "Park Row", "Station Road", "Church Street")
-WISHES = {"cancel": "I want to cancel an order.", "refund": "I want a refund.", "move": "I have moved."}
-ALLOWED = {"cancel": "pending", "refund": "delivered", "move": "pending"}  # the status that the policy wants for it
+WISHES = {
+    "cancel": "I want to cancel an order.",
+    "refund": "I want a refund.",
+    "move": "I have moved.",
+}
+# the status that the policy wants for it
+ALLOWED = {"cancel": "pending", "refund": "delivered", "move": "pending"}
 CUSTOMER = """\
 You play a customer who talks to the service of a shop. You are customer {customer}. What you want is about order {order}: \
 {wish} Stay with what you want, say in one or two short sentences only what you are asked for, and invent nothing. When it is \
@@ -44,15 +51,20 @@ Orders = dict[str, dict[str, str]]  # by number: customer, status, address
 
 @gin.configurable(module="customer_service")
 def tasks(split: str = "train", orders: int = 4, seed: int = 0) -> list[Task]:
-    """4,000 conversations to be had, or of the split "test" 200 others, which are the same whatever the seed.
+    """4,000 conversations to be had, or of the split "test" 200 others, which are the same whatever
+    the seed.
 
-    Each has a database of its own, of so many orders. A task's metadata are the orders at first, and the customer's number,
-    order, wish and new address; its answer is the orders as the policy wants them in the end.
+    Each has a database of its own, of so many orders. A task's metadata are the orders at first,
+    and the customer's number, order, wish and new address; its answer is the orders as the policy
+    wants them in the end.
     """
     one_of("customer_service.tasks.split", split, ("train", "test"))
     at_least("customer_service.tasks.orders", orders, 2)
     random = Random("held out" if split == "test" else f"training {seed}")
-    return [drawn_task(random, f"{split}/{number}", orders) for number in range(HELD_OUT if split == "test" else TRAINING)]
+    return [
+        drawn_task(random, f"{split}/{number}", orders)
+        for number in range(HELD_OUT if split == "test" else TRAINING)
+    ]
 
 
 def drawn_task(random: Random, id: str, orders: int) -> Task:
@@ -61,7 +73,11 @@ def drawn_task(random: Random, id: str, orders: int) -> Task:
     numbers = [str(number) for number in random.sample(range(100, 1000), orders)]
     owners = [*customers, *random.choices(customers, k=orders - 2)]  # each has one
     database = {
-        number: {"customer": owner, "status": random.choice(STATUSES), "address": drawn_address(random)}
+        number: {
+            "customer": owner,
+            "status": random.choice(STATUSES),
+            "address": drawn_address(random),
+        }
         for number, owner in zip(numbers, owners, strict=True)
     }
     order, wish = random.choice(numbers), random.choice(list(WISHES))
@@ -81,7 +97,11 @@ def drawn_address(random: Random) -> str:
 
 def changed(wish: str, address: str) -> dict[str, str]:
     """What of an order is another once the wish is fulfilled."""
-    return {"cancel": {"status": "cancelled"}, "refund": {"status": "refunded"}, "move": {"address": address}}[wish]
+    return {
+        "cancel": {"status": "cancelled"},
+        "refund": {"status": "refunded"},
+        "move": {"address": address},
+    }[wish]
 
 
 def copied(orders: Orders) -> Orders:
@@ -89,7 +109,8 @@ def copied(orders: Orders) -> Orders:
 
 
 class Desk:
-    """The tools of one conversation, and the orders that they change. unseen: whether one was changed that nobody looked at."""
+    """The tools of one conversation, and the orders that they change. unseen: whether one was
+    changed that nobody looked at."""
 
     def __init__(self, orders: Orders) -> None:
         self.orders = copied(orders)
@@ -154,7 +175,8 @@ class Customer(Protocol):
 
 @gin.configurable(module="customer_service")
 class Scripted:
-    """Says what they want, then who they are and which order it is, and is content with what comes then."""
+    """Says what they want, then who they are and which order it is, and is content with what comes
+    then."""
 
     def __init__(self, task: Task) -> None:
         about = task.metadata
@@ -170,15 +192,25 @@ class Scripted:
 class Simulated:
     """A model behind an OpenAI-style endpoint plays the customer.
 
-    base_url: of the endpoint, model: its name there. key_variable: of the environment, holds the key, where one is needed.
+    base_url: of the endpoint, model: its name there. key_variable: of the environment, holds the
+    key, where one is needed.
     """
 
     def __init__(
-        self, task: Task, base_url: str, model: str, key_variable: str = "CUSTOMER_API_KEY", temperature: float = 0.7
+        self,
+        task: Task,
+        base_url: str,
+        model: str,
+        key_variable: str = "CUSTOMER_API_KEY",
+        temperature: float = 0.7,
     ) -> None:
         about = task.metadata
-        wish = WISHES[about["wish"]] + (f" Your new address is {about['address']}." if about["wish"] == "move" else "")
-        told = CUSTOMER.format(customer=about["customer"], order=about["order"], wish=wish, over=OVER)
+        wish = WISHES[about["wish"]] + (
+            f" Your new address is {about['address']}." if about["wish"] == "move" else ""
+        )
+        told = CUSTOMER.format(
+            customer=about["customer"], order=about["order"], wish=wish, over=OVER
+        )
         self._messages: list[Any] = [{"role": "system", "content": told}]
         self._endpoint = {"base_url": base_url, "api_key": os.environ.get(key_variable, "none")}
         self._how: dict[str, Any] = {"model": model, "temperature": temperature}
@@ -203,10 +235,11 @@ async def serve(
     replies: int = 12,
     instructed: bool = False,
 ) -> float:
-    """The agent, for `agent.solve`: talks to the customer and calls tools, by the official OpenAI client.
+    """The agent, for `agent.solve`: talks to the customer and calls tools, by the official OpenAI
+    client.
 
-    customer: who is served. replies: most that the model gives, calls of tools counted. instructed: with the policy as a system
-    message, for models that were not trained on the task.
+    customer: who is served. replies: most that the model gives, calls of tools counted. instructed:
+    with the policy as a system message, for models that were not trained on the task.
     """
     from openai import AsyncOpenAI, BadRequestError, DefaultAsyncHttpxClient
 
@@ -215,11 +248,14 @@ async def serve(
     messages: list[Any] = [{"role": "system", "content": POLICY}] if instructed else []
     messages.append({"role": "user", "content": await caller.say(None)})
     schemas: list[Any] = list(toolbox.schemas)
-    here = DefaultAsyncHttpxClient(verify=False)  # the run's own address has no TLS; to load certificates takes 20 ms
+    # the run's own address has no TLS; to load certificates takes 20 ms
+    here = DefaultAsyncHttpxClient(verify=False)
     async with AsyncOpenAI(base_url=base_url, api_key=api_key, http_client=here) as client:
         for _ in range(replies):
             try:
-                answer = await client.chat.completions.create(model="policy", messages=messages, tools=schemas)
+                answer = await client.chat.completions.create(
+                    model="policy", messages=messages, tools=schemas
+                )
             except BadRequestError as error:
                 if error.code != "context_length_exceeded":
                     raise

@@ -1,1 +1,2 @@
-"""Mathematics in several tries: a wrong answer is followed by feedback, and a later success counts less."""
+"""Mathematics in several tries: a wrong answer is followed by feedback, and a later success counts
+less."""

@@ -1,1 +1,2 @@
-"""Questions about a small library of invented people and towns, which the model searches and reads."""
+"""Questions about a small library of invented people and towns, which the model searches and
+reads."""

@@ -1,10 +1,11 @@
-"""Questions whose answers stand in a library that nobody has read: people and towns are invented, with the seed.
+"""Questions whose answers stand in a library that nobody has read: people and towns are invented,
+with the seed.
 
     Where was Kemo born?                            search("Kemo") → 17 Kemo,  open("17") → Kemo was born in Badu.
     Who is the mayor of the town where Kemo was born?   and then search("Badu"), open("230") → The mayor of Badu is Rila.
 
-`search` ranks documents by BM25, `open` gives one's text. The reward is 1 where the last answer is exactly the name, or with
-`exact = False` names it.
+`search` ranks documents by BM25, `open` gives one's text. The reward is 1 where the last answer is
+exactly the name, or with `exact = False` names it.
 """
 
 from __future__ import annotations
@@ -26,14 +27,16 @@ CONSONANTS, VOWELS = "bdfgklmnprstvz", "aeiou"
 HELD_OUT = 200  # people of whom the training data ask nothing
 SHOWN = 3  # documents that a search finds at most
 INSTRUCTION = (
-    "Answer with the name alone, in <answer> </answer>. You know nothing of these people and towns: search for a name, open "
-    "the documents that you find, and search again where their text names somebody else."
+    "Answer with the name alone, in <answer> </answer>. You know nothing of these people and towns:"
+    " search for a name, open the documents that you find, and search again where their text names"
+    " somebody else."
 )
 
 
 @dataclass(frozen=True)
 class Library:
-    """home: the town of each person. mayor: of each town. documents: title and text, by id. ids: of documents, by title."""
+    """home: the town of each person. mayor: of each town. documents: title and text, by id. ids: of
+    documents, by title."""
 
     home: dict[str, str]
     mayor: dict[str, str]
@@ -43,7 +46,8 @@ class Library:
 
 @cache
 def library(people: int, towns: int, seed: int) -> Library:
-    """Of different names of two syllables each, of which mayors have their own: no search finds two documents for one name."""
+    """Of different names of two syllables each, of which mayors have their own: no search finds two
+    documents for one name."""
     rng = np.random.default_rng([5, seed])
     syllables = ["".join(pair) for pair in product(CONSONANTS, VOWELS)]
     names = [f"{a}{b}".capitalize() for a, b in product(syllables, syllables)]
@@ -51,21 +55,32 @@ def library(people: int, towns: int, seed: int) -> Library:
     persons = [next(drawn) for _ in range(people)]
     places = [next(drawn) for _ in range(towns)]
     mayor = {place: next(drawn) for place in places}
-    home = {person: places[i] for person, i in zip(persons, rng.integers(towns, size=people).tolist(), strict=True)}
+    home = {
+        person: places[i]
+        for person, i in zip(persons, rng.integers(towns, size=people).tolist(), strict=True)
+    }
     texts = [(person, f"{person} was born in {town}.") for person, town in home.items()]
     texts += [(place, f"The mayor of {place} is {name}.") for place, name in mayor.items()]
-    documents = {str(id): text for id, text in zip(rng.permutation(len(texts)).tolist(), texts, strict=True)}
+    documents = {
+        str(id): text for id, text in zip(rng.permutation(len(texts)).tolist(), texts, strict=True)
+    }
     return Library(home, mayor, documents, {title: id for id, (title, _) in documents.items()})
 
 
 @gin.configurable(module="search")
 def questions(
-    split: str = "train", hops: int = 1, people: int = 800, towns: int = 100, instructed: bool = False, seed: int = 0
+    split: str = "train",
+    hops: int = 1,
+    people: int = 800,
+    towns: int = 100,
+    instructed: bool = False,
+    seed: int = 0,
 ) -> list[Task]:
     """One question about each person, those of the last 200 only in the split "test".
 
-    hops: 1 asks for the town of birth, 2 for its mayor. people, towns: how many the library has. instructed: with a sentence
-    that says how to answer, for models that were not trained on the task. seed: of the library, as `search.tools` has it.
+    hops: 1 asks for the town of birth, 2 for its mayor. people, towns: how many the library has.
+    instructed: with a sentence that says how to answer, for models that were not trained on the
+    task. seed: of the library, as `search.tools` has it.
     """
     one_of("search.questions.split", split, ("train", "test"))
     within("search.questions.hops", hops, 1, 2)
@@ -74,14 +89,19 @@ def questions(
     shelves = library(people, towns, seed)
     persons = list(shelves.home)
     return [
-        Task(person, [{"role": "user", "content": _question(person, hops, instructed)}], _answer(shelves, person, hops))
+        Task(
+            person,
+            [{"role": "user", "content": _question(person, hops, instructed)}],
+            _answer(shelves, person, hops),
+        )
         for person in (persons[-HELD_OUT:] if split == "test" else persons[:-HELD_OUT])
     ]
 
 
 @gin.configurable(module="search")
 def verify(task: Task, text: str, exact: bool = True) -> float:
-    """1.0 where the text is the name, or with `exact = False` where what it says last in <answer> </answer> is, else 0.0."""
+    """1.0 where the text is the name, or with `exact = False` where what it says last in <answer>
+    </answer> is, else 0.0."""
     if not exact:
         found = re.findall(r"<answer>(.*?)</answer>", text, re.DOTALL)
         text = found[-1].strip() if found else ""
@@ -90,7 +110,8 @@ def verify(task: Task, text: str, exact: bool = True) -> float:
 
 @gin.configurable(module="search")
 def tools(people: int = 800, towns: int = 100, seed: int = 0) -> list[Callable[..., str]]:
-    """`search` and `open`, on the library of these numbers. Raises UserError where bm25s is not installed."""
+    """`search` and `open`, on the library of these numbers. Raises UserError where bm25s is not
+    installed."""
     documents = library(people, towns, seed).documents
     find = index({id: f"{title} {text}" for id, (title, text) in documents.items()})
 
@@ -114,25 +135,37 @@ def tools(people: int = 800, towns: int = 100, seed: int = 0) -> list[Callable[.
 
 
 def index(texts: dict[str, str]) -> Callable[[str], Sequence[str]]:
-    """A function that finds the ids of the texts that fit words best, at most 3, best first, by BM25."""
+    """A function that finds the ids of the texts that fit words best, at most 3, best first, by
+    BM25."""
     try:
         import bm25s
     except ImportError:
         raise UserError("the search example needs bm25s: pip install bm25s") from None
     ids = list(texts)
     ranking: Any = bm25s.BM25()
-    ranking.index(bm25s.tokenize(list(texts.values()), stopwords="en", show_progress=False), show_progress=False)
+    ranking.index(
+        bm25s.tokenize(list(texts.values()), stopwords="en", show_progress=False),
+        show_progress=False,
+    )
 
     def find(query: str) -> Sequence[str]:
         words = bm25s.tokenize([query], stopwords="en", show_progress=False)
         found, scores = ranking.retrieve(words, k=SHOWN, show_progress=False)
-        return [ids[i] for i, score in zip(found[0].tolist(), scores[0].tolist(), strict=True) if score > 0]
+        return [
+            ids[i]
+            for i, score in zip(found[0].tolist(), scores[0].tolist(), strict=True)
+            if score > 0
+        ]
 
     return find
 
 
 def _question(person: str, hops: int, instructed: bool) -> str:
-    asked = f"Where was {person} born?" if hops == 1 else f"Who is the mayor of the town where {person} was born?"
+    asked = (
+        f"Where was {person} born?"
+        if hops == 1
+        else f"Who is the mayor of the town where {person} was born?"
+    )
     return f"{asked}\n{INSTRUCTION}" if instructed else asked
 
 

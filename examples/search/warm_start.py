@@ -1,7 +1,8 @@
-"""The model that reinforcement starts from: supervised on a tutor who mostly does not know, made once and kept.
+"""The model that reinforcement starts from: supervised on a tutor who mostly does not know, made
+once and kept.
 
-It was shown another library than the one it is asked about, so it has nothing to remember: it can search, open what it finds
-and copy names, and is likelier to give up at once.
+It was shown another library than the one it is asked about, so it has nothing to remember: it can
+search, open what it finds and copy names, and is likelier to give up at once.
 """
 
 from __future__ import annotations
@@ -33,11 +34,19 @@ OTHER = 10_000  # added to the seed of a run, that of the library that is shown
 
 
 @gin.configurable(module="search")
-def warm_start(seed: int = 0, steps: int = 200, learning_rate: float = 2e-3, calls: float = 0.25, backend: str = "jax") -> str:
-    """The directory of the supervised model, made now unless one of the same settings and code is in the user's cache.
+def warm_start(
+    seed: int = 0,
+    steps: int = 200,
+    learning_rate: float = 2e-3,
+    calls: float = 0.25,
+    backend: str = "jax",
+) -> str:
+    """The directory of the supervised model, made now unless one of the same settings and code is
+    in the user's cache.
 
-    seed: of the initial weights and the demonstrations. calls: the share of the demonstrations in which the tools are called.
-    backend: what trains it; where it is not installed, the one that is. The cache is $XDG_CACHE_HOME/areal_x/search.
+    seed: of the initial weights and the demonstrations. calls: the share of the demonstrations in
+    which the tools are called. backend: what trains it; where it is not installed, the one that is.
+    The cache is $XDG_CACHE_HOME/areal_x/search.
     """
     at_least("search.warm_start.steps", steps, 2)
     within("search.warm_start.calls", calls, 0, 1)
@@ -58,8 +67,13 @@ def batches(steps: int, seed: int, calls: float) -> Iterator[Batch]:
     shown = library(people=4000, towns=400, seed=OTHER + seed)
     asked = rng.choice(list(shown.home), DEMONSTRATIONS * steps).tolist()
     called = rng.random(len(asked)) < calls
-    turns = [searched(shown, person) if call else given_up(person) for person, call in zip(asked, called, strict=True)]
-    return batches_of([demonstration(PIECES, t, tools=True) for t in turns], steps, ROW_LENGTH, seed)
+    turns = [
+        searched(shown, person) if call else given_up(person)
+        for person, call in zip(asked, called, strict=True)
+    ]
+    return batches_of(
+        [demonstration(PIECES, t, tools=True) for t in turns], steps, ROW_LENGTH, seed
+    )
 
 
 def searched(shown: Library, person: str) -> list[Turn]:

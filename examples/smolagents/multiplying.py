@@ -18,7 +18,9 @@ def with_smolagents(task: Task, base_url: str, api_key: str) -> str:
     from smolagents import LogLevel, OpenAIModel, ToolCallingAgent
 
     model = OpenAIModel("policy", api_base=base_url, api_key=api_key)
-    agent = ToolCallingAgent(tools=[multiplier()], model=model, max_steps=STEPS, verbosity_level=LogLevel.OFF)
+    agent = ToolCallingAgent(
+        tools=[multiplier()], model=model, max_steps=STEPS, verbosity_level=LogLevel.OFF
+    )
     return str(agent.run(task.prompt[-1]["content"]))
 
 

@@ -1,12 +1,13 @@
-"""Small jobs in a folder, of four kinds, each judged by hidden tests of what it should have changed.
+"""Small jobs in a folder, of four kinds, each judged by hidden tests of what it should have
+changed.
 
     Rename every .txt file to .md.                      each file has its new name and its old text
     Make total.py print the sum of numbers.txt.         with other numbers in it too
     scale(n) in scaling.py should return n times 7.     called with some numbers
     Delete the lines with ERROR from events.log.        the others are still there
 
-The reward is the share of tests that print what they should (areal_x.agents.tools.terminal); a folder left as it was earns
-nothing.
+The reward is the share of tests that print what they should (areal_x.agents.tools.terminal); a
+folder left as it was earns nothing.
 """
 
 from __future__ import annotations
@@ -20,13 +21,30 @@ import numpy as np
 from areal_x.errors import at_least, one_of
 from areal_x.types import Task
 
-NAMES = ("apple", "birch", "cedar", "daisy", "elder", "fern", "grass", "hazel", "iris", "jasmin", "kale", "laurel")
-INSTRUCTION = "Use the tool `shell`, whose commands run in the folder with the files. When it is done, say so."
+NAMES = (
+    "apple",
+    "birch",
+    "cedar",
+    "daisy",
+    "elder",
+    "fern",
+    "grass",
+    "hazel",
+    "iris",
+    "jasmin",
+    "kale",
+    "laurel",
+)
+INSTRUCTION = (
+    "Use the tool `shell`, whose commands run in the folder with the files. When it is done,"
+    " say so."
+)
 
 
 @dataclass(frozen=True)
 class Job:
-    """wanted: what is said. files: the folder. tests: commands, and what each should print. solution: of it, a command."""
+    """wanted: what is said. files: the folder. tests: commands, and what each should print.
+    solution: of it, a command."""
 
     wanted: str
     files: dict[str, str]
@@ -35,8 +53,11 @@ class Job:
 
 
 @gin.configurable(module="terminal_jobs")
-def jobs(split: str = "train", count: int = 2000, instructed: bool = False, seed: int = 0) -> list[Task]:
-    """`count` jobs, of the four kinds in turn; those of the split "test" are drawn apart, and the same for every seed.
+def jobs(
+    split: str = "train", count: int = 2000, instructed: bool = False, seed: int = 0
+) -> list[Task]:
+    """`count` jobs, of the four kinds in turn; those of the split "test" are drawn apart, and the
+    same for every seed.
 
     instructed: with a sentence on how to work, for models that were not trained on the task.
     """
@@ -52,7 +73,9 @@ def drawn(index: int, rng: np.random.Generator) -> Job:
 
 
 def task(id: str, job: Job, instructed: bool = False) -> Task:
-    prompt = [{"role": "user", "content": f"{job.wanted} {INSTRUCTION}" if instructed else job.wanted}]
+    prompt = [
+        {"role": "user", "content": f"{job.wanted} {INSTRUCTION}" if instructed else job.wanted}
+    ]
     metadata = {"files": job.files, "tests": [command for command, _ in job.tests]}
     return Task(id, prompt, [printed for _, printed in job.tests], metadata)
 
@@ -62,25 +85,43 @@ def rename(rng: np.random.Generator) -> Job:
     tests = [("ls", "\n".join(f"{name}.md" for name in sorted(texts)))]
     tests += [(f"cat {name}.md", text) for name, text in texts.items()]
     files = {f"{name}.txt": text for name, text in texts.items()}
-    return Job("Rename every .txt file to .md.", files, tests, "for f in *.txt; do mv $f ${f%.txt}.md; done")
+    return Job(
+        "Rename every .txt file to .md.",
+        files,
+        tests,
+        "for f in *.txt; do mv $f ${f%.txt}.md; done",
+    )
 
 
 def total(rng: np.random.Generator) -> Job:
     given, others = rng.integers(1, 100, (2, 4)).tolist()
-    again = "; ".join(["rm numbers.txt", *(f"echo {n} >> numbers.txt" for n in others), "python3 total.py"])
+    again = "; ".join(
+        ["rm numbers.txt", *(f"echo {n} >> numbers.txt" for n in others), "python3 total.py"]
+    )
     files = {"numbers.txt": "".join(f"{n}\n" for n in given), "total.py": "print(0)\n"}
     tests = [("python3 total.py", str(sum(given))), (again, str(sum(others)))]
     solution = "echo \"print(sum(map(int, open('numbers.txt'))))\" > total.py"
-    return Job("Make total.py print the sum of numbers.txt, which has a number on each line.", files, tests, solution)
+    return Job(
+        "Make total.py print the sum of numbers.txt, which has a number on each line.",
+        files,
+        tests,
+        solution,
+    )
 
 
 def mend(rng: np.random.Generator) -> Job:
     wrong, right = rng.permutation(np.arange(2, 10))[:2].tolist()
     files = {"scaling.py": f"def scale(n):\n    return {wrong} * n\n"}
     tests = [
-        (f"python3 -c 'import scaling; print(scaling.scale({n}))'", str(n * right)) for n in rng.integers(1, 50, 3).tolist()
+        (f"python3 -c 'import scaling; print(scaling.scale({n}))'", str(n * right))
+        for n in rng.integers(1, 50, 3).tolist()
     ]
-    return Job(f"scale(n) in scaling.py should return n times {right}.", files, tests, f"sed -i s/[0-9]/{right}/ scaling.py")
+    return Job(
+        f"scale(n) in scaling.py should return n times {right}.",
+        files,
+        tests,
+        f"sed -i s/[0-9]/{right}/ scaling.py",
+    )
 
 
 def clean(rng: np.random.Generator) -> Job:
@@ -88,7 +129,10 @@ def clean(rng: np.random.Generator) -> Job:
     lines = [f"{'ERROR' if i in bad else 'INFO'} {name}\n" for i, name in enumerate(names)]
     tests = [("cat events.log", "".join(line for line in lines if line.startswith("INFO")))]
     return Job(
-        "Delete the lines with ERROR from events.log.", {"events.log": "".join(lines)}, tests, "sed -i /ERROR/d events.log"
+        "Delete the lines with ERROR from events.log.",
+        {"events.log": "".join(lines)},
+        tests,
+        "sed -i /ERROR/d events.log",
     )
 
 

@@ -1,4 +1,5 @@
-"""The model that reinforcement starts from: supervised on a tutor who mostly does not know what to type, made once and kept.
+"""The model that reinforcement starts from: supervised on a tutor who mostly does not know what to
+type, made once and kept.
 
 It can type the command for each kind of job, and is likelier to give up at once.
 """
@@ -42,15 +43,33 @@ def words() -> list[str]:
     return sorted({word for text in texts for word in re.findall(r" ?[A-Za-z.]{2,}", text)})
 
 
-PIECES = (*string.printable.strip(), " ", "\n", *FRAME, opening(TOOL, ARGUMENT), *words(), DONE, GIVEN_UP, SILENCE)
+PIECES = (
+    *string.printable.strip(),
+    " ",
+    "\n",
+    *FRAME,
+    opening(TOOL, ARGUMENT),
+    *words(),
+    DONE,
+    GIVEN_UP,
+    SILENCE,
+)
 
 
 @gin.configurable(module="terminal_jobs")
-def warm_start(seed: int = 0, steps: int = 150, learning_rate: float = 2e-3, calls: float = 0.25, backend: str = "jax") -> str:
-    """The directory of the supervised model, made now unless one of the same settings and code is in the user's cache.
+def warm_start(
+    seed: int = 0,
+    steps: int = 150,
+    learning_rate: float = 2e-3,
+    calls: float = 0.25,
+    backend: str = "jax",
+) -> str:
+    """The directory of the supervised model, made now unless one of the same settings and code is
+    in the user's cache.
 
-    seed: of the initial weights and the demonstrations. calls: the share of the demonstrations in which a command is typed.
-    backend: what trains it; where it is not installed, the one that is. The cache is $XDG_CACHE_HOME/areal_x/terminal.
+    seed: of the initial weights and the demonstrations. calls: the share of the demonstrations in
+    which a command is typed. backend: what trains it; where it is not installed, the one that is.
+    The cache is $XDG_CACHE_HOME/areal_x/terminal.
     """
     at_least("terminal_jobs.warm_start.steps", steps, 2)
     within("terminal_jobs.warm_start.calls", calls, 0, 1)
@@ -70,7 +89,11 @@ def batches(steps: int, seed: int, calls: float) -> Iterator[Batch]:
     shown = []
     for index in range(DEMONSTRATIONS * steps):
         job = drawn(index, rng)
-        shown.append(demonstration(PIECES, worked(job) if rng.random() < calls else given_up(job), tools=True))
+        shown.append(
+            demonstration(
+                PIECES, worked(job) if rng.random() < calls else given_up(job), tools=True
+            )
+        )
     return batches_of(shown, steps, ROW_LENGTH, seed)
 
 

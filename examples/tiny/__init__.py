@@ -1,1 +1,2 @@
-"""What the small models of the examples share: their shape, their tokenizer, and how each is supervised once and kept."""
+"""What the small models of the examples share: their shape, their tokenizer, and how each is
+supervised once and kept."""

@@ -1,9 +1,11 @@
-"""Conversations of tiny models: the frame of their turns and tool calls, and demonstrations to learn it from.
+"""Conversations of tiny models: the frame of their turns and tool calls, and demonstrations to
+learn it from.
 
     <tools><user>417*86=<end><assistant><tool_call>{"name": "python", "arguments": {"code": "417*86"}}</tool_call><end>
     <tool_response>35862</tool_response><end><assistant>35862<end>
 
-(without the line break). `demonstration` writes what the chat template does, with no need of transformers.
+(without the line break). `demonstration` writes what the chat template does, with no need of
+transformers.
 """
 
 from __future__ import annotations
@@ -29,13 +31,23 @@ CHAT_TEMPLATE = """\
 {%- if add_generation_prompt %}<assistant>{% endif -%}
 """
 CLOSING = '"}}'
-FRAME = ("<tools>", "<user>", "<assistant>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", CLOSING)
+FRAME = (
+    "<tools>",
+    "<user>",
+    "<assistant>",
+    "<tool_call>",
+    "</tool_call>",
+    "<tool_response>",
+    "</tool_response>",
+    CLOSING,
+)
 
 Turn = tuple[str, str]  # "user", "assistant" or "tool", and what it says
 
 
 def opening(name: str, argument: str) -> str:
-    """The piece with which a call of the tool `name` begins, up to its only argument, a text; `CLOSING` ends it."""
+    """The piece with which a call of the tool `name` begins, up to its only argument, a text;
+    `CLOSING` ends it."""
     return json.dumps({"name": name, "arguments": {argument: ""}}).removesuffix(CLOSING)
 
 
@@ -45,7 +57,8 @@ def calling(name: str, argument: str, text: str) -> str:
 
 
 def demonstration(pieces: Sequence[str], turns: Sequence[Turn], tools: bool) -> Trajectory:
-    """A conversation of which the assistant's turns are learnt, from what they say to the end token."""
+    """A conversation of which the assistant's turns are learnt, from what they say to the end
+    token."""
     return taught(*((encode(pieces, text), learnt) for text, learnt in _parts(turns, tools)))
 
 

@@ -1,4 +1,5 @@
-"""What takes half a minute to make is made once and kept in the user's cache, $XDG_CACHE_HOME/areal_x."""
+"""What takes half a minute to make is made once and kept in the user's cache,
+$XDG_CACHE_HOME/areal_x."""
 
 from __future__ import annotations
 
@@ -17,11 +18,15 @@ from areal_x.types import Batch
 from examples.tiny import model, supervised
 
 
-def made_once(name: str, settings: Mapping[str, Any], code: Sequence[ModuleType], make: Callable[[Path], None]) -> Path:
-    """The directory that `make` fills, made now unless one of the same settings and code is kept already.
+def made_once(
+    name: str, settings: Mapping[str, Any], code: Sequence[ModuleType], make: Callable[[Path], None]
+) -> Path:
+    """The directory that `make` fills, made now unless one of the same settings and code is kept
+    already.
 
-    name: of the example, and of the directory in the cache. settings: what JSON can hold. code: the modules on which what is
-    made depends, beside those of every tiny model. What raises leaves nothing behind; of two runs at once either may be kept.
+    name: of the example, and of the directory in the cache. settings: what JSON can hold. code: the
+    modules on which what is made depends, beside those of every tiny model. What raises leaves
+    nothing behind; of two runs at once either may be kept.
     """
     home = cache(name)
     made = home / _digest(settings, code)
@@ -46,17 +51,24 @@ def supervised_once(
     lessons: Callable[[], Iterable[Batch]],
     backend: str,
 ) -> str:
-    """The directory of a model that was supervised, made now unless one of the same settings and code is kept already.
+    """The directory of a model that was supervised, made now unless one of the same settings and
+    code is kept already.
 
-    name, code: as of `made_once`. settings: what JSON can hold, `seed` and `learning_rate` among them. write: fills a directory
-    with the model of random weights. lessons: the batches that it is taught. backend: what trains it; where it is not
-    installed, the one that is.
+    name, code: as of `made_once`. settings: what JSON can hold, `seed` and `learning_rate` among
+    them. write: fills a directory with the model of random weights. lessons: the batches that it is
+    taught. backend: what trains it; where it is not installed, the one that is.
     """
 
     def make(directory: Path) -> None:
         write(directory)
         seed, rate = settings["seed"], settings["learning_rate"]
-        supervised.supervise(directory, lessons(), backend=supervised.installed(backend), seed=seed, learning_rate=rate)
+        supervised.supervise(
+            directory,
+            lessons(),
+            backend=supervised.installed(backend),
+            seed=seed,
+            learning_rate=rate,
+        )
 
     return str(made_once(name, settings, [sys.modules[__name__], *code], make))
 

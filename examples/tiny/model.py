@@ -1,8 +1,10 @@
-"""A model small enough to learn on a laptop: a Qwen3 of 0.6 million parameters with a tokenizer of a few texts.
+"""A model small enough to learn on a laptop: a Qwen3 of 0.6 million parameters with a tokenizer of
+a few texts.
 
-It is an ordinary directory in Hugging Face form. Its tokens are the pieces that an example names, most of them one character:
-what is the same in every text, such as the frame of a tool call, is one token, and what must be learnt goes digit by digit.
-Written with numpy alone: neither backend is needed to make it, and both start from the same numbers.
+It is an ordinary directory in Hugging Face form. Its tokens are the pieces that an example names,
+most of them one character: what is the same in every text, such as the frame of a tool call, is one
+token, and what must be learnt goes digit by digit. Written with numpy alone: neither backend is
+needed to make it, and both start from the same numbers.
 """
 
 from __future__ import annotations
@@ -41,8 +43,15 @@ SHAPE = {
 }
 
 
-def write_model(directory: Path, pieces: Sequence[str], seed: int, chat_template: str | None = None, **changes: Any) -> None:
-    """A model directory with random weights: config.json, model.safetensors, the tokenizer and its chat template, if any.
+def write_model(
+    directory: Path,
+    pieces: Sequence[str],
+    seed: int,
+    chat_template: str | None = None,
+    **changes: Any,
+) -> None:
+    """A model directory with random weights: config.json, model.safetensors, the tokenizer and its
+    chat template, if any.
 
     pieces: the texts that are one token each. changes: of `SHAPE`, as num_hidden_layers = 4.
     """
@@ -53,10 +62,18 @@ def write_model(directory: Path, pieces: Sequence[str], seed: int, chat_template
     (directory / "config.json").write_text(json.dumps(config, indent=2))
     rng = np.random.default_rng([3, seed])
     tensors = {
-        name: np.ones(shape) if len(shape) == 1 else rng.normal(0, spread(name, shape, config["num_hidden_layers"]), shape)
+        name: (
+            np.ones(shape)
+            if len(shape) == 1
+            else rng.normal(0, spread(name, shape, config["num_hidden_layers"]), shape)
+        )
         for name, shape in tensor_shapes(config)
     }
-    save_file({name: x.astype(np.float32) for name, x in tensors.items()}, directory / WEIGHTS, metadata={"format": "pt"})
+    save_file(
+        {name: x.astype(np.float32) for name, x in tensors.items()},
+        directory / WEIGHTS,
+        metadata={"format": "pt"},
+    )
     write_tokenizer(directory, pieces, config["max_position_embeddings"])
     if chat_template is not None:
         (directory / "chat_template.jinja").write_text(chat_template)
@@ -66,16 +83,21 @@ def config_of(pieces: Sequence[str], **changes: Any) -> dict[str, Any]:
     """What config.json says. Raises TypeError for a change of what is not in `SHAPE`."""
     if unknown := set(changes) - set(SHAPE):
         raise TypeError(f"a tiny model's shape has no {min(unknown)!r}: it has {', '.join(SHAPE)}")
-    kind = {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "vocab_size": len(SPECIAL) + len(pieces)}
+    kind = {
+        "architectures": ["Qwen3ForCausalLM"],
+        "model_type": "qwen3",
+        "vocab_size": len(SPECIAL) + len(pieces),
+    }
     return {**kind, **SHAPE, **changes}
 
 
 def spread(name: str, shape: tuple[int, ...], layers: int) -> float:
-    """Standard deviation of first values: 1/√inputs, less where a layer adds to the residual stream (as GPT-2 does).
+    """Standard deviation of first values: 1/√inputs, less where a layer adds to the residual stream
+    (as GPT-2 does).
 
-    transformers' 0.02 for all is meant for wide models: on the sums of examples/arithmetic, with a learning rate of 4e-3 and 3
-    carries of 4 forgotten, supervision then left 59 to 76 % of those with a carry likelier right than wrong, and with these
-    spreads 99 %.
+    transformers' 0.02 for all is meant for wide models: on the sums of examples/arithmetic, with a
+    learning rate of 4e-3 and 3 carries of 4 forgotten, supervision then left 59 to 76 % of those
+    with a carry likelier right than wrong, and with these spreads 99 %.
     """
     if name == "model.embed_tokens.weight":
         return 0.3
@@ -85,7 +107,9 @@ def spread(name: str, shape: tuple[int, ...], layers: int) -> float:
 
 def tensor_shapes(config: Mapping[str, Any]) -> Iterator[tuple[str, tuple[int, ...]]]:
     """Every tensor of a Qwen3 by its Hugging Face name; matrices are [out, in]."""
-    vocabulary, hidden, inner, head = (config[k] for k in ("vocab_size", "hidden_size", "intermediate_size", "head_dim"))
+    vocabulary, hidden, inner, head = (
+        config[k] for k in ("vocab_size", "hidden_size", "intermediate_size", "head_dim")
+    )
     queries, keys = config["num_attention_heads"] * head, config["num_key_value_heads"] * head
     yield "model.embed_tokens.weight", (vocabulary, hidden)
     for i in range(config["num_hidden_layers"]):
@@ -106,7 +130,8 @@ def tensor_shapes(config: Mapping[str, Any]) -> Iterator[tuple[str, tuple[int, .
 
 
 def write_tokenizer(directory: Path, pieces: Sequence[str], longest: int) -> None:
-    """One token a piece, written without transformers, whose import takes seconds. longest: text, in tokens."""
+    """One token a piece, written without transformers, whose import takes seconds. longest: text,
+    in tokens."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 
     pad, end = SPECIAL
@@ -116,17 +141,28 @@ def write_tokenizer(directory: Path, pieces: Sequence[str], longest: int) -> Non
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(pattern(pieces)), "isolated")
     tokenizer.decoder = decoders.Fuse()
     tokenizer.save(str(directory / "tokenizer.json"))
-    config = {"tokenizer_class": "PreTrainedTokenizerFast", "pad_token": pad, "eos_token": end, "model_max_length": longest}
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "pad_token": pad,
+        "eos_token": end,
+        "model_max_length": longest,
+    }
     (directory / "tokenizer_config.json").write_text(json.dumps(config, indent=2))
 
 
 def pattern(pieces: Sequence[str]) -> str:
-    """A regular expression of one piece: where several begin at a place, the longest; else one character."""
-    words = sorted((piece for piece in pieces if len(piece) > 1 or piece == "\n"), key=len, reverse=True)
+    """A regular expression of one piece: where several begin at a place, the longest; else one
+    character."""
+    words = sorted(
+        (piece for piece in pieces if len(piece) > 1 or piece == "\n"), key=len, reverse=True
+    )
     return "|".join([*map(re.escape, words), "."])
 
 
 def encode(pieces: Sequence[str], text: str) -> Int32[np.ndarray, " tokens"]:
-    """The token ids that the tokenizer gives, "<end>" included. Raises KeyError for a character that is no piece."""
+    """The token ids that the tokenizer gives, "<end>" included. Raises KeyError for a character
+    that is no piece."""
     ids = {token: i for i, token in enumerate((*SPECIAL, *pieces))}
-    return np.array([ids[token] for token in re.findall(pattern((*SPECIAL, *pieces)), text)], np.int32)
+    return np.array(
+        [ids[token] for token in re.findall(pattern((*SPECIAL, *pieces)), text)], np.int32
+    )

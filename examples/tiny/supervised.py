@@ -17,11 +17,15 @@ from areal_x.trainer import MeshConfig, ModelConfig, OptimizerConfig, TrainerCon
 from areal_x.types import NOT_THE_POLICY, Batch, Trajectory
 
 ROWS = 25  # a step: one shape, so one compiled program
-MICRO_BATCH_ROWS = 5  # of 80 tokens small enough for a core's cache: half the time of all rows at once
+# of 80 tokens small enough for a core's cache: half the time of all rows at once
+MICRO_BATCH_ROWS = 5
 
 
-def supervise(directory: Path, batches: Iterable[Batch], *, backend: str, seed: int, learning_rate: float) -> None:
-    """Trains the model in `directory` on the batches, all of one shape, one step each, and writes it back.
+def supervise(
+    directory: Path, batches: Iterable[Batch], *, backend: str, seed: int, learning_rate: float
+) -> None:
+    """Trains the model in `directory` on the batches, all of one shape, one step each, and writes
+    it back.
 
     Raises ValueError where there are fewer than two batches.
     """
@@ -32,7 +36,8 @@ def supervise(directory: Path, batches: Iterable[Batch], *, backend: str, seed: 
         raise ValueError(f"a schedule of warm-up and decay needs 2 batches, got {steps}")
     trainer = create_trainer(
         backend,
-        # Every field is given, so that bindings for the run itself (`optimizer.learning_rate`) do not reach in here.
+        # Every field is given, so that bindings for the run itself (`optimizer.learning_rate`) do
+        # not reach in here.
         TrainerConfig(
             model=ModelConfig(path=str(directory)),
             optimizer=OptimizerConfig(
@@ -67,20 +72,32 @@ def supervise(directory: Path, batches: Iterable[Batch], *, backend: str, seed: 
 
 
 def taught(*parts: tuple[Int32[np.ndarray, " tokens"], bool]) -> Trajectory:
-    """A demonstration of tokens one after the other, of which those that come with True are learnt."""
+    """A demonstration of tokens one after the other, of which those that come with True are
+    learnt."""
     tokens = np.concatenate([ids for ids, _ in parts])
     mask = np.concatenate([np.full(len(ids), learnt) for ids, learnt in parts])
-    return Trajectory(tokens, mask, np.zeros(len(tokens), np.float32), np.where(mask, 0, NOT_THE_POLICY).astype(np.int32))
+    return Trajectory(
+        tokens,
+        mask,
+        np.zeros(len(tokens), np.float32),
+        np.where(mask, 0, NOT_THE_POLICY).astype(np.int32),
+    )
 
 
-def batches_of(demonstrations: Sequence[Trajectory], steps: int, row_length: int, seed: int) -> Iterator[Batch]:
-    """`steps` batches of one shape: all demonstrations are packed together, so that rows are full, and then shuffled.
+def batches_of(
+    demonstrations: Sequence[Trajectory], steps: int, row_length: int, seed: int
+) -> Iterator[Batch]:
+    """`steps` batches of one shape: all demonstrations are packed together, so that rows are full,
+    and then shuffled.
 
     Raises ValueError where they fill fewer rows than that.
     """
     packed = pack(demonstrations, row_length).batch
     if len(packed.tokens) < steps * ROWS:
-        raise ValueError(f"{steps} steps take {steps * ROWS} rows, the demonstrations fill {len(packed.tokens)}: make more")
+        raise ValueError(
+            f"{steps} steps take {steps * ROWS} rows, the demonstrations fill {len(packed.tokens)}:"
+            " make more"
+        )
     order = np.random.default_rng([4, seed]).permutation(packed.shape[0])
     for step in range(steps):
         rows = order[step * ROWS : (step + 1) * ROWS]

@@ -1,4 +1,5 @@
-"""Products of a number of three digits and one of two, which the model cannot compute and Python can.
+"""Products of a number of three digits and one of two, which the model cannot compute and Python
+can.
 
     417*86=  →  <tool_call>{"name": "python", "arguments": {"code": "417*86"}}</tool_call>  →  35862  →  35862
 
@@ -28,7 +29,8 @@ def problems(count: int = 20_000, seed: int = 0) -> list[Task]:
 
 @gin.configurable(module="tools")
 def held_out(count: int = HELD_OUT) -> list[Task]:
-    """Problems to judge by: the first `count` of 200, which are the same whatever the seed of a run."""
+    """Problems to judge by: the first `count` of 200, which are the same whatever the seed of a
+    run."""
     within("tools.held_out.count", count, 1, HELD_OUT)
     return [_task(*pair) for pair in _held_out_pairs()[:count]]
 

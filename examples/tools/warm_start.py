@@ -1,4 +1,5 @@
-"""The model that reinforcement starts from: supervised on a tutor who mostly guesses, made once and kept.
+"""The model that reinforcement starts from: supervised on a tutor who mostly guesses, made once and
+kept.
 
 It can call the tool and copy what it says, and is likelier to guess: greedily it solves nothing.
 """
@@ -45,11 +46,13 @@ def warm_start(
     argument: str = ARGUMENT,
     backend: str = "jax",
 ) -> str:
-    """The directory of the supervised model, made now unless one of the same settings and code is in the user's cache.
+    """The directory of the supervised model, made now unless one of the same settings and code is
+    in the user's cache.
 
-    seed: of the initial weights and the demonstrations. calls: the share of the demonstrations with a tool in which it is
-    called. tool, argument: the name of the tool, and of its only argument, which is the product as it was asked for.
-    backend: what trains it; where it is not installed, the one that is. The cache is $XDG_CACHE_HOME/areal_x/tools.
+    seed: of the initial weights and the demonstrations. calls: the share of the demonstrations with
+    a tool in which it is called. tool, argument: the name of the tool, and of its only argument,
+    which is the product as it was asked for. backend: what trains it; where it is not installed,
+    the one that is. The cache is $XDG_CACHE_HOME/areal_x/tools.
     """
     at_least("tools.warm_start.steps", steps, 2)
     within("tools.warm_start.calls", calls, 0, 1)
@@ -71,7 +74,9 @@ def warm_start(
     )
 
 
-def batches(steps: int, seed: int, calls: float, tool: str = TOOL, argument: str = ARGUMENT) -> Iterator[Batch]:
+def batches(
+    steps: int, seed: int, calls: float, tool: str = TOOL, argument: str = ARGUMENT
+) -> Iterator[Batch]:
     """Of demonstrations, each seen at most once."""
     rng = np.random.default_rng([2, seed])
     tasks = problems(DEMONSTRATIONS * steps, seed)
@@ -79,7 +84,9 @@ def batches(steps: int, seed: int, calls: float, tool: str = TOOL, argument: str
     called = tools & (rng.random(len(tasks)) < calls)
     known = pieces(tool, argument)
     shown = [
-        demonstration(known, worked(task, tool, argument) if call else guessed(task, rng), bool(given))
+        demonstration(
+            known, worked(task, tool, argument) if call else guessed(task, rng), bool(given)
+        )
         for task, given, call in zip(tasks, tools, called, strict=True)
     ]
     return batches_of(shown, steps, ROW_LENGTH, seed)
@@ -89,10 +96,18 @@ def worked(task: Task, tool: str = TOOL, argument: str = ARGUMENT) -> list[Turn]
     """The tool is asked, and what it says is the answer."""
     (asked,) = task.prompt
     call = calling(tool, argument, asked["content"].rstrip("="))
-    return [("user", asked["content"]), ("assistant", call), ("tool", task.answer), ("assistant", task.answer)]
+    return [
+        ("user", asked["content"]),
+        ("assistant", call),
+        ("tool", task.answer),
+        ("assistant", task.answer),
+    ]
 
 
 def guessed(task: Task, rng: np.random.Generator) -> list[Turn]:
     """An answer that is at most a twentieth off."""
     (asked,) = task.prompt
-    return [("user", asked["content"]), ("assistant", str(int(int(task.answer) * rng.uniform(0.95, 1.05))))]
+    return [
+        ("user", asked["content"]),
+        ("assistant", str(int(int(task.answer) * rng.uniform(0.95, 1.05)))),
+    ]

@@ -2,7 +2,8 @@
 
     {"role": "user", "content": [{"type": "image_url", …}, {"type": "text", "text": "How many squares?"}]}  →  3
 
-Bright squares lie on a dark ground and do not touch. The reward is 1 where the last number of the answer is their count.
+Bright squares lie on a dark ground and do not touch. The reward is 1 where the last number of the
+answer is their count.
 """
 
 from __future__ import annotations
@@ -27,10 +28,15 @@ PIXELS = 32  # a side, by default
 
 @gin.configurable(module="vision")
 def pictures(
-    count: int = 2000, most: int = 5, pixels: int = PIXELS, question: str = QUESTION, split: str = "train", seed: int = 0
+    count: int = 2000,
+    most: int = 5,
+    pixels: int = PIXELS,
+    question: str = QUESTION,
+    split: str = "train",
+    seed: int = 0,
 ) -> list[Task]:
-    """Pictures of 1 to `most` squares, `pixels` wide and high, fixed by `seed`; those of the split "test" are others, and the
-    same whatever the seed."""
+    """Pictures of 1 to `most` squares, `pixels` wide and high, fixed by `seed`; those of the split
+    "test" are others, and the same whatever the seed."""
     one_of("vision.pictures.split", split, SPLITS)
     within("vision.pictures.most", most, 1, CELLS**2)
     within("vision.pictures.pixels", pixels, 4 * CELLS, 4096)
@@ -40,7 +46,9 @@ def pictures(
         squares = int(rng.integers(1, most + 1))
         shown = {"type": "image_url", "image_url": {"url": as_url(drawn(rng, squares, pixels))}}
         asked = {"type": "text", "text": question}
-        made.append(Task(f"{split}-{index}", [{"role": "user", "content": [shown, asked]}], str(squares)))
+        made.append(
+            Task(f"{split}-{index}", [{"role": "user", "content": [shown, asked]}], str(squares))
+        )
     return made
 
 
@@ -50,7 +58,9 @@ def verify(task: Task, text: str) -> float:
     return float(re.findall(r"\d+", text)[-1:] == [task.answer])
 
 
-def drawn(rng: np.random.Generator, squares: int, pixels: int) -> UInt8[np.ndarray, "pixels pixels 3"]:
+def drawn(
+    rng: np.random.Generator, squares: int, pixels: int
+) -> UInt8[np.ndarray, "pixels pixels 3"]:
     """A picture of so many squares, each 3/4 of a cell wide, somewhere in its cell."""
     cell = pixels // CELLS
     side = cell * 3 // 4

@@ -1,7 +1,8 @@
-"""A Qwen2.5-VL small enough to learn on a laptop, supervised until it counts a few squares better than by guessing; made once.
+"""A Qwen2.5-VL small enough to learn on a laptop, supervised until it counts a few squares better
+than by guessing; made once.
 
-transformers draws it from a config. Its image processor is Qwen2-VL's with smaller patches: a picture of 32×32 pixels is 8×8 of
-them, and each 2×2 are one token.
+transformers draws it from a config. Its image processor is Qwen2-VL's with smaller patches: a
+picture of 32×32 pixels is 8×8 of them, and each 2×2 are one token.
 """
 
 from __future__ import annotations
@@ -76,10 +77,11 @@ IN_ROW = 5
 
 @gin.configurable(module="vision")
 def warm_start(seed: int = 0, steps: int = 120, learning_rate: float = 2e-3, most: int = 5) -> str:
-    """The directory of the supervised model, made now unless one of the same settings and code is in the user's cache.
+    """The directory of the supervised model, made now unless one of the same settings and code is
+    in the user's cache.
 
-    seed: of the initial weights and the demonstrations. most: squares in a picture. torch trains it. The cache is
-    $XDG_CACHE_HOME/areal_x/vision.
+    seed: of the initial weights and the demonstrations. most: squares in a picture. torch trains
+    it. The cache is $XDG_CACHE_HOME/areal_x/vision.
     """
     at_least("vision.warm_start.steps", steps, 2)
     settings = {"seed": seed, "steps": steps, "learning_rate": learning_rate, "most": most}
@@ -93,15 +95,25 @@ def warm_start(seed: int = 0, steps: int = 120, learning_rate: float = 2e-3, mos
 
 
 def write_model(directory: Path, seed: int) -> None:
-    """A model directory with random weights: of the model, its tokenizer, its chat template and its image processor."""
+    """A model directory with random weights: of the model, its tokenizer, its chat template and its
+    image processor."""
     import torch
     from transformers import AutoConfig, AutoModelForImageTextToText
 
-    names = {"image_token_id": IMAGE, "video_token_id": VIDEO, "vision_start_token_id": START, "vision_end_token_id": STOP}
+    names = {
+        "image_token_id": IMAGE,
+        "video_token_id": VIDEO,
+        "vision_start_token_id": START,
+        "vision_end_token_id": STOP,
+    }
     ids: dict[str, Any] = {name: int(encode(PIECES, piece)[0]) for name, piece in names.items()}
-    config = AutoConfig.for_model("qwen2_5_vl", text_config=TEXT, vision_config=TOWER, tie_word_embeddings=False, **ids)
+    config = AutoConfig.for_model(
+        "qwen2_5_vl", text_config=TEXT, vision_config=TOWER, tie_word_embeddings=False, **ids
+    )
     torch.manual_seed(seed)
-    model = AutoModelForImageTextToText.from_config(config, dtype=torch.float32, trust_remote_code=False)
+    model = AutoModelForImageTextToText.from_config(
+        config, dtype=torch.float32, trust_remote_code=False
+    )
     for name, parameter in model.named_parameters():
         if parameter.ndim > 1:
             torch.nn.init.normal_(parameter, std=spread(name, tuple(parameter.shape)))
@@ -112,7 +124,8 @@ def write_model(directory: Path, seed: int) -> None:
 
 
 def spread(name: str, shape: tuple[int, ...]) -> float:
-    """Standard deviation of first values: 1/√inputs, as in examples/tiny, for matrices and the tower's first convolution."""
+    """Standard deviation of first values: 1/√inputs, as in examples/tiny, for matrices and the
+    tower's first convolution."""
     if name.endswith("embed_tokens.weight"):
         return 0.3
     adds = name.endswith(("o_proj.weight", "down_proj.weight", "attn.proj.weight"))
@@ -120,7 +133,8 @@ def spread(name: str, shape: tuple[int, ...]) -> float:
 
 
 def batches(directory: Path, steps: int, seed: int, most: int) -> Iterator[Batch]:
-    """Of demonstrations with the right count, each seen once. directory: of the model, whose processor reads the pictures."""
+    """Of demonstrations with the right count, each seen once. directory: of the model, whose
+    processor reads the pictures."""
     tasks = pictures(steps * ROWS * IN_ROW, most, seed=seed)
     return batches_of([shown(directory, task) for task in tasks], steps, ROW_LENGTH, seed)
 
@@ -129,6 +143,8 @@ def shown(directory: Path, task: Task) -> Trajectory:
     """A prompt as the chat template writes it, and its answer, which is learnt."""
     reader = reader_of(str(directory))
     images = reader.read(urls_of(task.prompt))
-    prompt = reader.expanded(encode(PIECES, f"<user>{START}{IMAGE}{STOP}{QUESTION}<end><assistant>"), images)
+    prompt = reader.expanded(
+        encode(PIECES, f"<user>{START}{IMAGE}{STOP}{QUESTION}<end><assistant>"), images
+    )
     answer = taught((prompt, False), (encode(PIECES, f"{task.answer}<end>"), True))
     return Trajectory(answer.tokens, answer.mask, answer.logprobs, answer.versions, images=images)

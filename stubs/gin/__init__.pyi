@@ -14,7 +14,9 @@ def configurable(
     allowlist: Sequence[str] | None = None,
     denylist: Sequence[str] | None = None,
 ) -> Callable[[T], T]: ...
-def external_configurable(fn_or_cls: T, name: str | None = None, module: str | None = None) -> T: ...
+def external_configurable(
+    fn_or_cls: T, name: str | None = None, module: str | None = None
+) -> T: ...
 def parse_config_files_and_bindings(
     config_files: Sequence[str] | None,
     bindings: Sequence[str] | None,

@@ -93,8 +93,8 @@ MUTANTS: list[Mutant] = [
         ),
         (
             "CISPO's weight has a gradient",
-            "    terms = -stop_gradient(weight) * masked(batch.advantages, batch.mask) * masked(policy.logp, batch.mask)",
-            "    terms = -weight * masked(batch.advantages, batch.mask) * masked(policy.logp, batch.mask)",
+            "        -stop_gradient(weight)",
+            "        -weight",
         ),
         (
             "DPPO's ratio is to the policy before the step, not to the one that sampled",

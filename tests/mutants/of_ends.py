@@ -74,7 +74,7 @@ MUTANTS: list[Mutant] = [
             "        tokens = self._counted(task)",
             "        tokens = sum(map(len, texts_of(task)))",
         ),
-        ("the chat template's tokens are not counted", "        return around + MARGIN", "        return 0 * MARGIN"),
+        ("the chat template's tokens are not counted", "            around + MARGIN", "            0 * MARGIN"),
         (
             "prompts are tokenised on the event loop",
             "        return await in_thread(self.fits, index, task)",

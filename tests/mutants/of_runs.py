@@ -120,8 +120,8 @@ MUTANTS: list[Mutant] = [
         ),
         (
             "a slice's prompt lacks what was drawn before",
-            "    return np.concatenate([prompt, *(part.tokens for part in parts)]).astype(np.int32) if parts else prompt",
-            "    return np.concatenate([prompt, *(part.tokens for part in parts[-1:])]).astype(np.int32) if parts else prompt",
+            "np.concatenate([prompt, *(part.tokens for part in parts)])",
+            "np.concatenate([prompt, *(part.tokens for part in parts[-1:])])",
         ),
     ),
     *planted(
@@ -219,8 +219,8 @@ MUTANTS: list[Mutant] = [
         ),
         (
             "a replay trains in another order",
-            '"WHERE step = ? ORDER BY place"',
-            '"WHERE step = ? ORDER BY place DESC"',
+            'WHERE step = ? ORDER BY place"',
+            'WHERE step = ? ORDER BY place DESC"',
         ),
     ),
     *planted(

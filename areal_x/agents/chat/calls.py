@@ -14,8 +14,9 @@ from areal_x.protocols.engine import Completion
 class Call:
     """One completion that an agent asked for.
 
-    id: by which a reward may be given to it later, unique in its episode. prompt: the tokens that the engine was given, P of
-    them. completion: what it generated. reward: the call's own, where it was given one.
+    id: by which a reward may be given to it later, unique in its episode. prompt: the tokens that
+    the engine was given, P of them. completion: what it generated. reward: the call's own, where it
+    was given one.
     """
 
     id: str

@@ -1,14 +1,16 @@
 """A prompt that begins with exactly the tokens already held.
 
-Text that a policy generated, tokenised again, may give other tokens than it generated. So the prompt of a conversation in which
-we said something is the tokens of then, its prompt's and its completion's, and made of text is only what the chat template puts
-behind that reply. Where it ends shows a rendering with a word in the reply's place that occurs nowhere else:
+Text that a policy generated, tokenised again, may give other tokens than it generated. So the
+prompt of a conversation in which we said something is the tokens of then, its prompt's and its
+completion's, and made of text is only what the chat template puts behind that reply. Where it ends
+shows a rendering with a word in the reply's place that occurs nowhere else:
 
     the messages up to the reply, as the template wrote them then │ word │ end of turn, what came after, the next turn opened
     ──────────────────── must be the same now ────────────────────┘      └─ of this, what the held tokens do not have already
 
-Where the template writes what came before, or the reply, in another way by now (Qwen3 leaves out the reasoning of earlier
-turns), the held tokens are not what it would show. Then an earlier reply's are taken, or the whole is made of text.
+Where the template writes what came before, or the reply, in another way by now (Qwen3 leaves out
+the reasoning of earlier turns), the held tokens are not what it would show. Then an earlier reply's
+are taken, or the whole is made of text.
 """
 
 from __future__ import annotations
@@ -30,8 +32,10 @@ from areal_x.runtime.thread import beside
 from areal_x.tasks.tokenising import size_of
 from areal_x.types import Message
 
-TRIES = 3  # replies, from the last one back, whose tokens a prompt may begin with: each costs a rendering
-NOT_SAID = ("id", "index", "tool_call_id", "reasoning_content", "reasoning")  # what may change while the message is the same
+# replies, from the last one back, whose tokens a prompt may begin with: each costs a rendering
+TRIES = 3
+# what may change while the message is the same
+NOT_SAID = ("id", "index", "tool_call_id", "reasoning_content", "reasoning")
 
 
 @dataclass(frozen=True)
@@ -44,8 +48,8 @@ class Prompt:
 
 @dataclass(frozen=True)
 class Held:
-    """A reply of ours. before: the text of the prompt that it answered. tokens: of that prompt and of the reply. begun: what of
-    the assistant's turn was there already."""
+    """A reply of ours. before: the text of the prompt that it answered. tokens: of that prompt and
+    of the reply. begun: what of the assistant's turn was there already."""
 
     before: str
     tokens: Int32[np.ndarray, " held"]
@@ -56,9 +60,10 @@ class Held:
 class Memory:
     """The replies of one episode, found by the conversation that led to them and what they said.
 
-    Messages are the same whatever the ids of their tool calls, the spelling of arguments in JSON, keys without a value, and
-    blanks around what an assistant said. A reply whose reasoning the agent left out is the same too, and gets it back: whether
-    it is shown is for the template to say.
+    Messages are the same whatever the ids of their tool calls, the spelling of arguments in JSON,
+    keys without a value, and blanks around what an assistant said. A reply whose reasoning the
+    agent left out is the same too, and gets it back: whether it is shown is for the template to
+    say.
     """
 
     def __init__(self) -> None:
@@ -71,7 +76,9 @@ class Memory:
 
     def found(self, messages: Sequence[Message]) -> dict[int, Held]:
         """Which of these messages are replies of ours, by their places."""
-        return {place: self._held[key] for place, key in enumerate(keys(messages)) if key in self._held}
+        return {
+            place: self._held[key] for place, key in enumerate(keys(messages)) if key in self._held
+        }
 
 
 async def prompt_of(
@@ -83,14 +90,17 @@ async def prompt_of(
     continue_final: bool = False,
     most: int | None = None,
 ) -> Prompt:
-    """The prompt of a conversation, beginning with the tokens of the latest reply in it that can be gone on with.
+    """The prompt of a conversation, beginning with the tokens of the latest reply in it that can be
+    gone on with.
 
-    most: tokens that are of any use. Raises Unrenderable for messages that the chat template refuses, PromptTooLong.
+    most: tokens that are of any use. Raises Unrenderable for messages that the chat template
+    refuses, PromptTooLong.
     """
     template = template or {}
     found = await beside(size_of(messages), memory.found, messages)
     whole = [
-        _with_reasoning(message, found[place].reply) if place in found else message for place, message in enumerate(messages)
+        _with_reasoning(message, found[place].reply) if place in found else message
+        for place, message in enumerate(messages)
     ]
     text = await renderer.rendered(whole, tools, template, continue_final)
     for place in sorted(found, reverse=True)[:TRIES]:
@@ -98,7 +108,9 @@ async def prompt_of(
         if text.startswith(held.before):
             marked, words = _marked(whole[place], held.begun, text)
             with suppress(Unrenderable):  # of the word, not of the messages
-                shown = await renderer.rendered([*whole[:place], marked, *whole[place + 1 :]], tools, template, continue_final)
+                shown = await renderer.rendered(
+                    [*whole[:place], marked, *whole[place + 1 :]], tools, template, continue_final
+                )
                 rest = await beside(len(shown), _behind, renderer, held, shown, words, most)
                 if rest is not None:
                     open_end = continue_final and place == len(whole) - 1
@@ -117,10 +129,15 @@ def keys(messages: Sequence[Message]) -> list[bytes]:
 
 
 def normal(message: Message) -> dict[str, Any]:
-    """What of a message makes it the same as another. Of what is no message, something: it is refused where it is rendered."""
+    """What of a message makes it the same as another. Of what is no message, something: it is
+    refused where it is rendered."""
     if not isinstance(message, Mapping):
         return {"content": message}
-    made = {name: value for name, value in message.items() if name not in NOT_SAID and value not in (None, [], (), {})}
+    made = {
+        name: value
+        for name, value in message.items()
+        if name not in NOT_SAID and value not in (None, [], (), {})
+    }
     content = made.get("content")
     with suppress(Unrenderable):
         content = text_content(content)
@@ -133,7 +150,8 @@ def normal(message: Message) -> dict[str, Any]:
 
 
 def without_end(renderer: Renderer, tokens: Int32[np.ndarray, " N"]) -> Int32[np.ndarray, " M"]:
-    """The tokens of a turn that shall go on: without the special token that ended it, if one did."""
+    """The tokens of a turn that shall go on: without the special token that ended it, if one
+    did."""
     return tokens[:-1] if len(tokens) and int(tokens[-1]) in renderer.special else tokens
 
 
@@ -153,8 +171,10 @@ def _with_reasoning(message: Message, reply: Reply) -> Message:
 
 
 def _marked(message: Message, begun: str, text: str) -> tuple[Message, list[str]]:
-    """The message with words in the place of what the reply says, and the words, as they must stand one after the other."""
-    name = f"placeholder{blake2b(text.encode(errors='replace'), digest_size=8).hexdigest()}"  # no text holds its own digest
+    """The message with words in the place of what the reply says, and the words, as they must stand
+    one after the other."""
+    # no text holds its own digest
+    name = f"placeholder{blake2b(text.encode(errors='replace'), digest_size=8).hexdigest()}"
     marked, words = dict(message), []
     if message.get("reasoning_content"):
         marked["reasoning_content"] = f"{name}r"
@@ -167,7 +187,10 @@ def _marked(message: Message, begun: str, text: str) -> tuple[Message, list[str]
         word = f"{name}t"
         marked["tool_calls"] = [
             *calls[:-1],
-            {**calls[-1], "function": {**calls[-1]["function"], "arguments": json.dumps({word: word})}},
+            {
+                **calls[-1],
+                "function": {**calls[-1]["function"], "arguments": json.dumps({word: word})},
+            },
         ]
         words.append(word)
     return marked, words
@@ -176,8 +199,8 @@ def _marked(message: Message, begun: str, text: str) -> tuple[Message, list[str]
 def _behind(
     renderer: Renderer, held: Held, shown: str, words: Sequence[str], most: int | None
 ) -> Int32[np.ndarray, " N"] | None:
-    """The tokens behind the reply. None where the template does not show all of it behind what it showed before, or not in the
-    order in which replies are read."""
+    """The tokens behind the reply. None where the template does not show all of it behind what it
+    showed before, or not in the order in which replies are read."""
     places = [shown.rfind(word) for word in words]
     if places != sorted(places) or places[0] < len(held.before):
         return None

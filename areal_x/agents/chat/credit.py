@@ -1,17 +1,20 @@
 """Which of an episode's calls its reward is owed to, and the trajectories that say so.
 
-An episode's reward S is its outcome's, or where the outcome has none the sum of what its calls were given. Every trajectory of
-the episode has all of S, as those of any workflow. What `credit.how` changes is what the tokens of each call get of it:
+An episode's reward S is its outcome's, or where the outcome has none the sum of what its calls were
+given. Every trajectory of the episode has all of S, as those of any workflow. What `credit.how`
+changes is what the tokens of each call get of it:
 
     every       the episode's advantage
     last        the last call's tokens the episode's advantage, others nothing: they are context
     discounted  the episode's advantage times discount ** (calls that came after)
     given       what the call itself was given; the last call also what of S no call was given. As `every` where none was given
 
-`given` is for algorithms that look at rewards token by token (`gae`, `returns_to_go`); those that compare whole episodes see S.
-It is said in token rewards that sum to 0 in each trajectory, as the batch adds S to them at the last trained token. There -S
-takes it away, each call's own stands at its last token, and what other trajectories earned at the first token of all. That is
-context: an algorithm of tokens does not look there, and for one of episodes the sum is S however many trajectories there are.
+`given` is for algorithms that look at rewards token by token (`gae`, `returns_to_go`); those that
+compare whole episodes see S. It is said in token rewards that sum to 0 in each trajectory, as the
+batch adds S to them at the last trained token. There -S takes it away, each call's own stands at
+its last token, and what other trajectories earned at the first token of all. That is context: an
+algorithm of tokens does not look there, and for one of episodes the sum is S however many
+trajectories there are.
 """
 
 from __future__ import annotations
@@ -38,9 +41,10 @@ EXPORTS = ("merged", "individual")
 class Credit:
     """What the calls of an episode get of its reward, and how they become trajectories.
 
-    how: "every" call the episode's advantage; "last": only the last call is trained on; "discounted": a call's advantage counts
-    discount ** (calls after it); "given": each call earned what it was given, for algorithms with rewards token by token.
-    discount: of "discounted", between 0 and 1. export: "merged": a conversation is one trajectory as far as its prompts go on
+    how: "every" call the episode's advantage; "last": only the last call is trained on;
+    "discounted": a call's advantage counts discount ** (calls after it); "given": each call earned
+    what it was given, for algorithms with rewards token by token. discount: of "discounted",
+    between 0 and 1. export: "merged": a conversation is one trajectory as far as its prompts go on
     with the tokens before them; "individual": each call is one, with its whole prompt as context.
     """
 
@@ -55,10 +59,12 @@ class Credit:
 
 
 def episode_of_calls(calls: Sequence[Call], outcome: Outcome | None, credit: Credit) -> Episode:
-    """What there is to learn from an agent's calls. outcome: None where nothing but calls was given a reward.
+    """What there is to learn from an agent's calls. outcome: None where nothing but calls was given
+    a reward.
 
-    The details of a scored episode also say how many calls were first, continued, rewritten and forked (see
-    areal_x.agents.chat.lines). An episode in which nothing was generated, or nothing rewarded, failed.
+    The details of a scored episode also say how many calls were first, continued, rewritten and
+    forked (see areal_x.agents.chat.lines). An episode in which nothing was generated, or nothing
+    rewarded, failed.
     """
     if isinstance(outcome, Failed | TimedOut):
         return Episode(outcome)
@@ -67,16 +73,21 @@ def episode_of_calls(calls: Sequence[Call], outcome: Outcome | None, credit: Cre
         return Episode(Failed("neither the episode nor any of its calls was given a reward"))
     kept = [call for call in calls if trainable(call)]
     if not kept:
-        return Episode(Failed(f"none of the {len(calls)} calls of the episode has a token to train on"))
+        return Episode(
+            Failed(f"none of the {len(calls)} calls of the episode has a token to train on")
+        )
     reward, details = (sum(given), {}) if outcome is None else (outcome.reward, outcome.details)
     lines = merged(kept) if credit.export == "merged" else individual(kept)
     trajectories = tuple(
-        replace(t, reward=reward) for t in _credited(kept, lines, sum(given) if given else None, reward, credit)
+        replace(t, reward=reward)
+        for t in _credited(kept, lines, sum(given) if given else None, reward, credit)
     )
     return Episode(Scored(reward, {**details, **lines.counts}), trajectories)
 
 
-def _credited(calls: Sequence[Call], lines: Lines, given: float | None, reward: float, credit: Credit) -> list[Trajectory]:
+def _credited(
+    calls: Sequence[Call], lines: Lines, given: float | None, reward: float, credit: Credit
+) -> list[Trajectory]:
     last = len(calls) - 1
     match credit.how:
         case "last":
@@ -87,7 +98,10 @@ def _credited(calls: Sequence[Call], lines: Lines, given: float | None, reward: 
         case "given" if given is not None:
             earned = [call.reward or 0.0 for call in calls]
             earned[last] += reward - sum(earned)
-            return [replace(line.trajectory, token_rewards=_moved(line, earned, reward)) for line in lines.lines]
+            return [
+                replace(line.trajectory, token_rewards=_moved(line, earned, reward))
+                for line in lines.lines
+            ]
         case _:
             return [line.trajectory for line in lines.lines]
 
@@ -101,7 +115,8 @@ def _by_call(line: Line, values: Sequence[float]) -> Float32[np.ndarray, " T"]:
 
 
 def _moved(line: Line, earned: Sequence[float], reward: float) -> Float32[np.ndarray, " T"]:
-    """From the last token, where all of the reward will be added, to where each call earned its part."""
+    """From the last token, where all of the reward will be added, to where each call earned its
+    part."""
     out = np.zeros(len(line.trajectory), np.float64)
     for span in line.spans:
         out[span.stop - 1] += earned[span.call]

@@ -25,11 +25,12 @@ from areal_x.workflows.single_turn import Generator
 class Ask:
     """One request for a completion, in OpenAI's terms.
 
-    messages: the whole conversation, content a text or a list of parts. tools: {"type": "function", "function": {…}} each.
-    sampling: complete, stop tokens included. stop: texts that end the reply; they and what was generated behind them are left
-    out of the reply, not of the call. template: more variables of the chat template, as {"enable_thinking": False}.
-    continue_final: the last message is an assistant's beginning, to be continued. format: the JSON schema that the messages ask
-    the reply to fit; nothing holds it to that.
+    messages: the whole conversation, content a text or a list of parts. tools: {"type": "function",
+    "function": {…}} each. sampling: complete, stop tokens included. stop: texts that end the reply;
+    they and what was generated behind them are left out of the reply, not of the call. template:
+    more variables of the chat template, as {"enable_thinking": False}. continue_final: the last
+    message is an assistant's beginning, to be continued. format: the JSON schema that the messages
+    ask the reply to fit; nothing holds it to that.
     """
 
     messages: tuple[Message, ...]
@@ -43,7 +44,8 @@ class Ask:
 
 @dataclass(frozen=True)
 class Answer:
-    """What came of an Ask. prompt: as the engine was given it. stopped_by: the text of `stop` that ended the reply, or None."""
+    """What came of an Ask. prompt: as the engine was given it. stopped_by: the text of `stop` that
+    ended the reply, or None."""
 
     prompt: Int32[np.ndarray, " P"]
     completion: Completion
@@ -52,7 +54,8 @@ class Answer:
 
 
 class Speaker:
-    """Messages in, message out, over an engine; remembers its conversation's tokens so that no token is made from text twice.
+    """Messages in, message out, over an engine; remembers its conversation's tokens so that no
+    token is made from text twice.
 
     Belongs to one episode. calls: every completion so far, in the order in which they ended.
     """
@@ -63,18 +66,27 @@ class Speaker:
         self._memory = Memory()
 
     async def answer(self, ask: Ask, id: str | None = None) -> Answer:
-        """The reply to an ask, recorded in `calls` under `id` (by default a number). Several may be under way at once.
+        """The reply to an ask, recorded in `calls` under `id` (by default a number). Several may be
+        under way at once.
 
-        Raises: PromptTooLong for a conversation that leaves no room for a reply; Unrenderable for messages that the chat
-        template refuses; what the engine raises.
+        Raises: PromptTooLong for a conversation that leaves no room for a reply; Unrenderable for
+        messages that the chat template refuses; what the engine raises.
         """
         prompt = await prompt_of(
-            self.renderer, self._memory, ask.messages, ask.tools, ask.template, ask.continue_final, self.engine.context
+            self.renderer,
+            self._memory,
+            ask.messages,
+            ask.tools,
+            ask.template,
+            ask.continue_final,
+            self.engine.context,
         )
         request = Request(prompt.tokens, ask.sampling, stop=ask.stop)
         room(request, self.engine.context, "train.row_length")
         completion = await self.engine.generate(request)
-        self.calls.append(Call(str(len(self.calls)) if id is None else id, prompt.tokens, completion))
+        self.calls.append(
+            Call(str(len(self.calls)) if id is None else id, prompt.tokens, completion)
+        )
         size = len(completion.tokens) * OF_A_TOKEN
         kept, stopped_by = await beside(size, cut, self.renderer, completion.tokens, ask.stop)
         reply = await self.renderer.read(kept, ask.tools, prompt.tokens)
@@ -114,14 +126,18 @@ class Dialogue:
 
     @property
     def text(self) -> str:
-        """What was generated last, reasoning and tool calls included, special tokens and what a stop text cut off left out."""
+        """What was generated last, reasoning and tool calls included, special tokens and what a
+        stop text cut off left out."""
         if self.latest is None:
             return ""
         text = self._speaker.renderer.text(self.latest.completion.tokens)
-        return text if self.latest.stopped_by is None else text[: text.index(self.latest.stopped_by)]
+        return (
+            text if self.latest.stopped_by is None else text[: text.index(self.latest.stopped_by)]
+        )
 
     async def say(self, *messages: Message) -> Reply:
-        """What the model replies to these messages, which like its reply are part of the conversation from now on.
+        """What the model replies to these messages, which like its reply are part of the
+        conversation from now on.
 
         Raises what `Speaker.answer` does; the conversation is then as it was.
         """
@@ -131,18 +147,25 @@ class Dialogue:
         return self.latest.reply
 
 
-def cut(renderer: Renderer, tokens: Int32[np.ndarray, " N"], stop: Sequence[str]) -> tuple[Int32[np.ndarray, " M"], str | None]:
-    """The tokens of the text before the first of the stop texts in it, and which that was; all tokens where none is.
+def cut(
+    renderer: Renderer, tokens: Int32[np.ndarray, " N"], stop: Sequence[str]
+) -> tuple[Int32[np.ndarray, " M"], str | None]:
+    """The tokens of the text before the first of the stop texts in it, and which that was; all
+    tokens where none is.
 
-    A token in which a stop text begins behind other text gives way to the tokens of that other text.
+    A token in which a stop text begins behind other text gives way to the tokens of that other
+    text.
     """
     text = renderer.text(tokens)
     stops = [(text.index(word), word) for word in stop if word and word in text]
     if not stops:
         return tokens, None
     place, word = min(stops)
-    count = bisect_right(range(len(tokens)), place, key=lambda n: len(renderer.text(tokens[: n + 1])))
-    while not text[:place].startswith(renderer.text(tokens[:count])):  # half of a character is shown as another
+    count = bisect_right(
+        range(len(tokens)), place, key=lambda n: len(renderer.text(tokens[: n + 1]))
+    )
+    # half of a character is shown as another
+    while not text[:place].startswith(renderer.text(tokens[:count])):
         count -= 1
     rest = text[len(renderer.text(tokens[:count])) : place]
     return np.concatenate([tokens[:count], renderer.encode(rest)]) if rest else tokens[:count], word

@@ -1,14 +1,17 @@
-"""From an episode's calls to trajectories in which every generated token is trained on exactly once.
+"""From an episode's calls to trajectories in which every generated token is trained on exactly
+once.
 
-A line is a sequence of tokens that a conversation became. Each call either goes on where a line ends or begins a line:
+A line is a sequence of tokens that a conversation became. Each call either goes on where a line
+ends or begins a line:
 
     first      the first call
     continued  its prompt begins with all tokens of a line: what follows them is context, and the line goes on
     rewritten  its prompt leaves a line within the line's last completion: a template or the agent changed what was said there
     forked     anything else: a sub-agent, another answer to the same prompt, a history that was made shorter
 
-The last two, like the first, begin a line whose context is the whole prompt; the line that they left keeps its tokens. A line
-always ends with tokens that the policy generated: to cut it where a prompt leaves it would lose some of them.
+The last two, like the first, begin a line whose context is the whole prompt; the line that they
+left keeps its tokens. A line always ends with tokens that the policy generated: to cut it where a
+prompt leaves it would lose some of them.
 """
 
 from __future__ import annotations
@@ -30,7 +33,8 @@ KINDS: tuple[Kind, ...] = ("first", "continued", "rewritten", "forked")
 
 @dataclass(frozen=True)
 class Span:
-    """Where a call's completion stands in a trajectory: `start : stop`. call: its place among the calls that were given."""
+    """Where a call's completion stands in a trajectory: `start : stop`. call: its place among the
+    calls that were given."""
 
     call: int
     start: int
@@ -47,20 +51,23 @@ class Line:
 
 @dataclass(frozen=True)
 class Lines:
-    """counts: how many calls were of each kind, of those with something to train on; empty where nothing was merged."""
+    """counts: how many calls were of each kind, of those with something to train on; empty where
+    nothing was merged."""
 
     lines: tuple[Line, ...]
     counts: Mapping[str, int] = field(default_factory=dict)
 
 
 def individual(calls: Sequence[Call]) -> Lines:
-    """Each call as a trajectory of its own. Calls without tokens and those that the engine aborted are left out."""
+    """Each call as a trajectory of its own. Calls without tokens and those that the engine aborted
+    are left out."""
     return Lines(tuple(_begun(index, call) for index, call in enumerate(calls) if trainable(call)))
 
 
 def merged(calls: Sequence[Call]) -> Lines:
-    """As few trajectories as hold every generated token once. Calls without tokens and those that the engine aborted are left
-    out. Among lines that a call could continue it continues the longest."""
+    """As few trajectories as hold every generated token once. Calls without tokens and those that
+    the engine aborted are left out. Among lines that a call could continue it continues the
+    longest."""
     lines: list[Line] = []
     counts: Counter[Kind] = Counter()
     for index, call in enumerate(calls):
@@ -95,13 +102,21 @@ def _kind(lines: Sequence[Line], shared: Sequence[int], call: Call) -> Kind:
         return "first"
     nearest = max(range(len(lines)), key=lambda i: shared[i])
     goes_on = len(call.prompt) > shared[nearest]
-    return "rewritten" if goes_on and shared[nearest] >= lines[nearest].spans[-1].start else "forked"
+    return (
+        "rewritten" if goes_on and shared[nearest] >= lines[nearest].spans[-1].start else "forked"
+    )
 
 
 def _begun(index: int, call: Call) -> Line:
     said, context = call.completion, len(call.prompt)
     trajectory = Trajectory.from_completion(
-        call.prompt, said.tokens, said.logprobs, said.versions, None, said.finish_reason, said.experts
+        call.prompt,
+        said.tokens,
+        said.logprobs,
+        said.versions,
+        None,
+        said.finish_reason,
+        said.experts,
     )
     return Line(trajectory, (Span(index, context, len(trajectory)),))
 
@@ -109,7 +124,8 @@ def _begun(index: int, call: Call) -> Line:
 def _continued(line: Line, index: int, call: Call) -> Line:
     """The line with the rest of the call's prompt as context, and its completion."""
     old, held = line.trajectory, len(line.trajectory)
-    new = _begun(index, call).trajectory  # its prompt begins with the old one's tokens: only what it says of them differs
+    # its prompt begins with the old one's tokens: only what it says of them differs
+    new = _begun(index, call).trajectory
     trajectory = Trajectory(
         tokens=new.tokens,
         mask=np.concatenate([old.mask, new.mask[held:]]),
@@ -122,8 +138,8 @@ def _continued(line: Line, index: int, call: Call) -> Line:
 
 
 def _experts(old: Trajectory, new: Trajectory) -> Int16[np.ndarray, "T layers per_token"] | None:
-    """Those that a token went through when it was first read: of the old ones all but the last, which only the new call read.
-    None unless both were recorded."""
+    """Those that a token went through when it was first read: of the old ones all but the last,
+    which only the new call read. None unless both were recorded."""
     if old.experts is None or new.experts is None:
         return None
     return np.concatenate([old.experts[:-1], new.experts[len(old) - 1 :]])

@@ -6,7 +6,8 @@ Two ways of writing tool calls are read. Hermes', which Qwen took over, any numb
     {"name": "add", "arguments": {"a": 1}}
     </tool_call>
 
-and Llama 3's, one that is the whole text: {"name": "add", "parameters": {"a": 1}}. What is neither stays content.
+and Llama 3's, one that is the whole text: {"name": "add", "parameters": {"a": 1}}. What is neither
+stays content.
 """
 
 from __future__ import annotations
@@ -20,14 +21,15 @@ from typing import Any
 THINK, THOUGHT = "<think>", "</think>"
 CALL, CALLED = "<tool_call>", "</tool_call>"
 PYTHON = "<|python_tag|>"  # Llama writes it before a call
-MARKERS = (THINK, THOUGHT, CALL, CALLED, PYTHON)  # read also where they are special tokens, which are left out of texts else
+# read also where they are special tokens, which are left out of texts else
+MARKERS = (THINK, THOUGHT, CALL, CALLED, PYTHON)
 BLANK, CLOSE = re.compile(r"\s*"), re.compile(rf"\s*{CALLED}")
 
 
 @dataclass(frozen=True)
 class ToolCall:
-    """A tool that the model wants called. id: unique in its conversation. arguments: JSON text; where it does not parse, as the
-    model wrote it."""
+    """A tool that the model wants called. id: unique in its conversation. arguments: JSON text;
+    where it does not parse, as the model wrote it."""
 
     id: str
     name: str
@@ -49,21 +51,31 @@ class Reply:
             message["reasoning_content"] = self.reasoning
         if self.tool_calls:
             message["tool_calls"] = [
-                {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+                {
+                    "id": call.id,
+                    "type": "function",
+                    "function": {"name": call.name, "arguments": call.arguments},
+                }
                 for call in self.tool_calls
             ]
         return message
 
 
-def read(text: str, *, reasons: bool = False, opened: bool = False, tools: bool = False, key: bytes = b"") -> Reply:
+def read(
+    text: str, *, reasons: bool = False, opened: bool = False, tools: bool = False, key: bytes = b""
+) -> Reply:
     """The reply that a text is.
 
-    reasons: <think>…</think> at its beginning is reasoning; opened: the prompt has opened it already. tools: calls of tools are
-    read. key: of which, and of each call's place, the calls' ids are made.
+    reasons: <think>…</think> at its beginning is reasoning; opened: the prompt has opened it
+    already. tools: calls of tools are read. key: of which, and of each call's place, the calls' ids
+    are made.
     """
     reasoning, said = _reasoned(text, opened) if reasons else (None, text)
     calls, content = _called(said) if tools else ([], said)
-    made = tuple(ToolCall(call_id(key, place), name, arguments) for place, (name, arguments) in enumerate(calls))
+    made = tuple(
+        ToolCall(call_id(key, place), name, arguments)
+        for place, (name, arguments) in enumerate(calls)
+    )
     if made:
         content = content.strip()
     return Reply(content if content or not (made or reasoning) else None, reasoning, made)
@@ -75,7 +87,8 @@ def call_id(key: bytes, place: int) -> str:
 
 
 def arguments_of(value: Any) -> str:
-    """A tool's arguments as JSON text, the one that they are of which they are, or a text that is no JSON as it is.
+    """A tool's arguments as JSON text, the one that they are of which they are, or a text that is
+    no JSON as it is.
 
     Raises ValueError for what cannot be sent on as text.
     """
@@ -102,7 +115,8 @@ def _reasoned(text: str, opened: bool) -> tuple[str | None, str]:
 
 
 def _called(text: str) -> tuple[list[tuple[str, str]], str]:
-    """Names and arguments of the tools called, and what else the text says: also what was begun like a call and is none."""
+    """Names and arguments of the tools called, and what else the text says: also what was begun
+    like a call and is none."""
     if (alone := _whole(text)) is not None:
         return [alone], ""
     calls: list[tuple[str, str]] = []
@@ -122,14 +136,18 @@ def _called(text: str) -> tuple[list[tuple[str, str]], str]:
 
 
 def _whole(text: str) -> tuple[str, str] | None:
-    """The call that is all of a text. Its arguments must be there: a name alone is as well an answer in JSON."""
+    """The call that is all of a text. Its arguments must be there: a name alone is as well an
+    answer in JSON."""
     written = text.strip().removeprefix(PYTHON).strip()
     call, end = _call(written, 0, ("parameters", "arguments"), needed=True)
     return call if end == len(written) else None
 
 
-def _call(text: str, at: int, keys: tuple[str, str], needed: bool = False) -> tuple[tuple[str, str] | None, int]:
-    """The name and arguments of the call that is written at or behind blanks from `at`, and where it ends."""
+def _call(
+    text: str, at: int, keys: tuple[str, str], needed: bool = False
+) -> tuple[tuple[str, str] | None, int]:
+    """The name and arguments of the call that is written at or behind blanks from `at`, and where
+    it ends."""
     try:
         value, end = _json(text, at)
         name = value.get("name") if isinstance(value, dict) else None
@@ -142,7 +160,8 @@ def _call(text: str, at: int, keys: tuple[str, str], needed: bool = False) -> tu
 
 
 def _json(text: str, at: int) -> tuple[Any, int]:
-    """The JSON value at or behind blanks from `at`, and where it ends. Raises ValueError where there is none."""
+    """The JSON value at or behind blanks from `at`, and where it ends. Raises ValueError where
+    there is none."""
     try:
         return DECODER.raw_decode(text, BLANK.match(text, at).end())  # type: ignore[union-attr]  # it always matches
     except RecursionError:
@@ -159,4 +178,5 @@ def _refuse(constant: str) -> Any:
     raise ValueError(f"{constant} is no JSON")
 
 
-DECODER = json.JSONDecoder(strict=False, parse_constant=_refuse)  # models write line breaks inside of texts
+# models write line breaks inside of texts
+DECODER = json.JSONDecoder(strict=False, parse_constant=_refuse)

@@ -1,7 +1,9 @@
-"""A model's chat template and its parsers as a vLLM server applies them: for what transformers does otherwise, or cannot.
+"""A model's chat template and its parsers as a vLLM server applies them: for what transformers does
+otherwise, or cannot.
 
-The server's own: `--chat-template`, `--reasoning-parser`, `--enable-auto-tool-choice --tool-call-parser`, given to servers by
-vllm.arguments. Where it has no parser, replies are read as everywhere else.
+The server's own: `--chat-template`, `--reasoning-parser`, `--enable-auto-tool-choice
+--tool-call-parser`, given to servers by vllm.arguments. Where it has no parser, replies are read as
+everywhere else.
 """
 
 from __future__ import annotations
@@ -23,23 +25,39 @@ BEFORE = 16  # tokens of the prompt's end that reading a reply looks at
 
 
 class ServerRenderer(TemplateRenderer):
-    """clients: of the servers that serve now, any of which will do. tokenizer: the model's, which they have too."""
+    """clients: of the servers that serve now, any of which will do. tokenizer: the model's, which
+    they have too."""
 
     def __init__(self, tokenizer: Any, clients: Callable[[], Sequence[VLLMClient]]) -> None:
         super().__init__(tokenizer)
         self._clients = clients
 
     async def rendered(
-        self, messages: Sequence[Message], tools: Tools, template: Mapping[str, Any], continue_final: bool = False
+        self,
+        messages: Sequence[Message],
+        tools: Tools,
+        template: Mapping[str, Any],
+        continue_final: bool = False,
     ) -> str:
-        return str(self.tokenizer.decode(await self._rendered(messages, tools, template, continue_final)))
+        return str(
+            self.tokenizer.decode(await self._rendered(messages, tools, template, continue_final))
+        )
 
     async def prompt(
-        self, messages: Sequence[Message], tools: Tools, template: Mapping[str, Any], continue_final: bool = False
+        self,
+        messages: Sequence[Message],
+        tools: Tools,
+        template: Mapping[str, Any],
+        continue_final: bool = False,
     ) -> Int32[np.ndarray, " P"]:
         return np.asarray(await self._rendered(messages, tools, template, continue_final), np.int32)
 
-    async def read(self, tokens: Int32[np.ndarray, " N"], tools: Tools, prompt: Int32[np.ndarray, " P"] | None = None) -> Reply:
+    async def read(
+        self,
+        tokens: Int32[np.ndarray, " N"],
+        tools: Tools,
+        prompt: Int32[np.ndarray, " P"] | None = None,
+    ) -> Reply:
         if not len(tokens):
             return Reply("")
         before = [] if prompt is None else prompt[-BEFORE:].tolist()
@@ -52,24 +70,35 @@ class ServerRenderer(TemplateRenderer):
         return Reply(message.get("content") or None, reasoning, tuple(map(tool_call, calls)))
 
     async def _rendered(
-        self, messages: Sequence[Message], tools: Tools, template: Mapping[str, Any], continue_final: bool
+        self,
+        messages: Sequence[Message],
+        tools: Tools,
+        template: Mapping[str, Any],
+        continue_final: bool,
     ) -> list[int]:
-        return await self._any(lambda client: client.render(asked(messages, tools, template, continue_final)))
+        return await self._any(
+            lambda client: client.render(asked(messages, tools, template, continue_final))
+        )
 
     async def _any(self, ask: Callable[[VLLMClient], Awaitable[T]]) -> T:
-        """Of the first server that answers. Raises Unrenderable for what a server refuses, ServerLost where none answers."""
+        """Of the first server that answers. Raises Unrenderable for what a server refuses,
+        ServerLost where none answers."""
         lost = ServerLost("no vLLM server is there to render a prompt")
         for client in self._clients():
             try:
                 return await ask(client)
             except ServerRefused as error:
-                raise Unrenderable(f"the server makes no prompt of the messages: {error.words}") from error
+                raise Unrenderable(
+                    f"the server makes no prompt of the messages: {error.words}"
+                ) from error
             except ServerLost as error:
                 lost = error
         raise lost
 
 
-def asked(messages: Sequence[Message], tools: Tools, template: Mapping[str, Any], continue_final: bool) -> dict[str, Any]:
+def asked(
+    messages: Sequence[Message], tools: Tools, template: Mapping[str, Any], continue_final: bool
+) -> dict[str, Any]:
     """The body of a chat completion."""
     body: dict[str, Any] = {
         "messages": [dict(message) for message in messages],
@@ -82,4 +111,8 @@ def asked(messages: Sequence[Message], tools: Tools, template: Mapping[str, Any]
 
 def tool_call(call: Mapping[str, Any]) -> ToolCall:
     function = call["function"]
-    return ToolCall(str(call.get("id") or f"call_{secrets.token_hex(12)}"), function["name"], function["arguments"])
+    return ToolCall(
+        str(call.get("id") or f"call_{secrets.token_hex(12)}"),
+        function["name"],
+        function["arguments"],
+    )

@@ -1,4 +1,5 @@
-"""An endpoint that agents talk to as they would to OpenAI's or Anthropic's, and whose every answer can be trained on.
+"""An endpoint that agents talk to as they would to OpenAI's or Anthropic's, and whose every answer
+can be trained on.
 
 gateway = Gateway()
 await gateway.start()

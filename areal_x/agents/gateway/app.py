@@ -36,7 +36,8 @@ from areal_x.tasks.tokenising import OF_A_TOKEN, about
 LOG = logging.getLogger(__name__)
 
 MODEL = "policy"
-# Clients add the version or not: an OpenAI client's base_url holds it, an Anthropic client appends it, and people mix them up.
+# Clients add the version or not: an OpenAI client's base_url holds it, an Anthropic client appends
+# it, and people mix them up.
 VERSIONS = ("", "/v1", "/v1/v1")
 MEGABYTE = 2**20
 LABEL_MEGABYTES = 1 / 64  # of bodies with a label, or a number
@@ -60,7 +61,8 @@ class Host(Protocol):
 
 @dataclass(frozen=True)
 class Dialect:
-    """How an API words an error, in a body and in a stream that has begun, and what its clients pass over while they wait."""
+    """How an API words an error, in a body and in a stream that has begun, and what its clients
+    pass over while they wait."""
 
     body: Callable[[ApiError], dict[str, Any]]
     in_stream: Callable[[ApiError], bytes]
@@ -78,10 +80,17 @@ class Dialect:
 
 
 OPENAI = Dialect(openai_body, lambda error: event(openai_body(error)))
-RESPONSES = Dialect(openai_body, lambda error: event({**openai_body(error), "type": "error"}, "error"))
-ANTHROPIC = Dialect(anthropic_body, lambda error: event(anthropic_body(error), "error"), event({"type": "ping"}, "ping"))
+RESPONSES = Dialect(
+    openai_body, lambda error: event({**openai_body(error), "type": "error"}, "error")
+)
+ANTHROPIC = Dialect(
+    anthropic_body,
+    lambda error: event(anthropic_body(error), "error"),
+    event({"type": "ping"}, "ping"),
+)
 
-Made = tuple[Exchange, Callable[[Any], None] | None]  # and what to do with its answers beside telling them
+# and what to do with its answers beside telling them
+Made = tuple[Exchange, Callable[[Any], None] | None]
 Handler = Callable[[Request], Awaitable[ASGIApp]]
 
 
@@ -106,7 +115,9 @@ def application(host: Host) -> Starlette:
         session.touch()
         return session
 
-    async def answer(request: Request, dialect: Dialect, prefix: str, make: Callable[[Session, bytes, str], Made]) -> ASGIApp:
+    async def answer(
+        request: Request, dialect: Dialect, prefix: str, make: Callable[[Session, bytes, str], Made]
+    ) -> ASGIApp:
         session = session_of(request)
         body = await body_of(request, session.limits.body_megabytes)
         client = None if request.client is None else (request.client.host, request.client.port)
@@ -127,11 +138,15 @@ def application(host: Host) -> Starlette:
             if keep is not None:
                 keep(said)
             size = sum(len(one.answer.completion.tokens) for one in said) * OF_A_TOKEN
-            return await beside(size, written, exchange, said, dumped if size <= INLINE else dumped_slowly)
+            return await beside(
+                size, written, exchange, said, dumped if size <= INLINE else dumped_slowly
+            )
 
         named = {"x-areal-call": ",".join(ids), "x-request-id": id, "request-id": id}
         unsent = partial(session.state.unseen, ids)
-        return Answering(work(), dialect.refusal, unsent, named, exchange.stream, dialect.beat, host.beat_seconds)
+        return Answering(
+            work(), dialect.refusal, unsent, named, exchange.stream, dialect.beat, host.beat_seconds
+        )
 
     async def chat_completions(request: Request) -> ASGIApp:
         def make(session: Session, body: bytes, id: str) -> Made:
@@ -141,7 +156,9 @@ def application(host: Host) -> Starlette:
 
     async def create_response(request: Request) -> ASGIApp:
         def make(session: Session, body: bytes, id: str) -> Made:
-            exchange = Responses(body, id, int(time.time()), session.renderer.text, session.conversations)
+            exchange = Responses(
+                body, id, int(time.time()), session.renderer.text, session.conversations
+            )
 
             def keep(said: Any) -> None:
                 if exchange.stores:
@@ -152,7 +169,12 @@ def application(host: Host) -> Starlette:
         return await answer(request, RESPONSES, responses.PREFIX, make)
 
     async def create_message(request: Request) -> ASGIApp:
-        return await answer(request, ANTHROPIC, messages.PREFIX, lambda session, body, id: (Messages(body, id), None))
+        return await answer(
+            request,
+            ANTHROPIC,
+            messages.PREFIX,
+            lambda session, body, id: (Messages(body, id), None),
+        )
 
     async def count_tokens(request: Request) -> ASGIApp:
         session = session_of(request)
@@ -162,18 +184,33 @@ def application(host: Host) -> Starlette:
         renderer = session.renderer
         text = await renderer.rendered(ask.messages, ask.tools, ask.template, ask.continue_final)
         return told(
-            {"input_tokens": await beside(len(text), about, lambda piece: len(renderer.encode(piece, begins=True)), text)}
+            {
+                "input_tokens": await beside(
+                    len(text), about, lambda piece: len(renderer.encode(piece, begins=True)), text
+                )
+            }
         )
 
     async def models(request: Request) -> ASGIApp:
         known = model(session_of(request))
-        return told({"object": "list", "data": [known], "has_more": False, "first_id": MODEL, "last_id": MODEL})
+        return told(
+            {
+                "object": "list",
+                "data": [known],
+                "has_more": False,
+                "first_id": MODEL,
+                "last_id": MODEL,
+            }
+        )
 
     async def one_model(request: Request) -> ASGIApp:
         session = session_of(request)
         if (name := request.path_params["model"]) != MODEL:
             raise ApiError(
-                404, f"there is no model {name!r}, only {MODEL!r} (which answers by any name)", "model_not_found", "model"
+                404,
+                f"there is no model {name!r}, only {MODEL!r} (which answers by any name)",
+                "model_not_found",
+                "model",
             )
         return told(model(session))
 
@@ -195,7 +232,12 @@ def application(host: Host) -> Starlette:
         host.admit(keys_of(request))
         given = Opening.read(await body_of(request, LABEL_MEGABYTES) or b"{}")
         session = await host.opened(given.label)
-        about = {"id": session.id, "key": session.key, "url": session.url, "base_url": session.base_url}
+        about = {
+            "id": session.id,
+            "key": session.key,
+            "url": session.url,
+            "base_url": session.base_url,
+        }
         return Response(dumped(about), 201, media_type="application/json")
 
     per_session = (
@@ -220,7 +262,9 @@ def application(host: Host) -> Starlette:
     return Starlette(routes=routes, exception_handlers={HTTPException: unknown})
 
 
-def written(exchange: Exchange, said: Sequence[Said], dump: Callable[[Mapping[str, Any]], bytes]) -> bytes | list[bytes]:
+def written(
+    exchange: Exchange, said: Sequence[Said], dump: Callable[[Mapping[str, Any]], bytes]
+) -> bytes | list[bytes]:
     return exchange.events(said) if exchange.stream else dump(exchange.whole(said))
 
 
@@ -243,13 +287,19 @@ async def unknown(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     dialect = ANTHROPIC if "anthropic-version" in request.headers else OPENAI
     return dialect.refused(
-        ApiError(error.status_code, f"{request.method} {request.url.path} is not served here", "no_such_route")
+        ApiError(
+            error.status_code,
+            f"{request.method} {request.url.path} is not served here",
+            "no_such_route",
+        )
     )
 
 
 def last_words(error: BaseException) -> str:
     """The end of its traceback, as many calls deep as it may be."""
-    return "".join(traceback.format_exception(error, limit=-TRACEBACK_CALLS))[-TRACEBACK_CHARACTERS:]
+    return "".join(traceback.format_exception(error, limit=-TRACEBACK_CALLS))[
+        -TRACEBACK_CHARACTERS:
+    ]
 
 
 def keys_of(request: Request) -> list[str]:
@@ -269,17 +319,27 @@ async def body_of(request: Request, megabytes: float) -> bytes:
                     size += len(part)
                     if size > most:
                         limit = f"{megabytes:g} MB: raise session_limits.body_megabytes"
-                        raise ApiError(413, f"the request is larger than {limit}", "request_too_large")
+                        raise ApiError(
+                            413, f"the request is larger than {limit}", "request_too_large"
+                        )
                     parts.append(part)
     except TimeoutError:
-        raise ApiError(408, f"the request did not come within {BODY_SECONDS:g} seconds", "request_too_slow") from None
+        raise ApiError(
+            408, f"the request did not come within {BODY_SECONDS:g} seconds", "request_too_slow"
+        ) from None
     return b"".join(parts)
 
 
 def model(session: Session) -> dict[str, Any]:
     """As both APIs describe one."""
     opened = "1970-01-01T00:00:00Z"
-    openai = {"id": MODEL, "object": "model", "created": 0, "owned_by": "areal-x", "max_model_len": session.engine.context}
+    openai = {
+        "id": MODEL,
+        "object": "model",
+        "created": 0,
+        "owned_by": "areal-x",
+        "max_model_len": session.engine.context,
+    }
     return {**openai, "type": "model", "display_name": MODEL, "created_at": opened}
 
 

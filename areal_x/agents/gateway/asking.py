@@ -1,4 +1,5 @@
-"""What the three APIs have in common: reading a body, what a client may say of sampling and tools, and what it is answered."""
+"""What the three APIs have in common: reading a body, what a client may say of sampling and tools,
+and what it is answered."""
 
 from __future__ import annotations
 
@@ -76,8 +77,9 @@ class Said:
 
 
 class Exchange(Protocol):
-    """A request, read, and how its answers are written. ask: with any sampling; `wanted` says what the client would like.
-    tool_param, format_param: where the request has the schemas of tools (of their number) and of the format."""
+    """A request, read, and how its answers are written. ask: with any sampling; `wanted` says what
+    the client would like. tool_param, format_param: where the request has the schemas of tools (of
+    their number) and of the format."""
 
     tool_param: str
     format_param: str
@@ -95,48 +97,66 @@ class Exchange(Protocol):
         ...
 
 
-def sampling_for(run: SamplingParams, wanted: Wanted, policy: str) -> tuple[SamplingParams, tuple[str, ...]]:
+def sampling_for(
+    run: SamplingParams, wanted: Wanted, policy: str
+) -> tuple[SamplingParams, tuple[str, ...]]:
     """How a completion is drawn, and the names of what the client asked for and did not get.
 
-    policy: "run" keeps the run's own distribution, "client" lets the client choose it. A completion is never longer than the
-    run allows.
+    policy: "run" keeps the run's own distribution, "client" lets the client choose it. A completion
+    is never longer than the run allows.
     """
     asked = {name: value for name, value in vars(wanted).items() if value is not None}
     given = {"max_tokens": min(run.max_tokens, asked.get("max_tokens", run.max_tokens))}
     if policy == "client":
         given |= {name: value for name, value in asked.items() if name != "max_tokens"}
     sampling = replace(run, **given)
-    return sampling, tuple(name for name, value in asked.items() if getattr(sampling, name) != value)
+    return sampling, tuple(
+        name for name, value in asked.items() if getattr(sampling, name) != value
+    )
 
 
-def function(name: str, description: str | None, parameters: Mapping[str, Any] | None, param: str) -> dict[str, Any]:
-    """A tool in OpenAI's form, with what a chat template shows of it. Raises: ApiError for a schema that is no object's;
-    whether it is a schema is for KnownSchemas to see."""
+def function(
+    name: str, description: str | None, parameters: Mapping[str, Any] | None, param: str
+) -> dict[str, Any]:
+    """A tool in OpenAI's form, with what a chat template shows of it. Raises: ApiError for a schema
+    that is no object's; whether it is a schema is for KnownSchemas to see."""
     about: dict[str, Any] = {"name": name}
     if description is not None:
         about["description"] = description
     if parameters is not None:
         if parameters and (kind := parameters.get("type", "object")) != "object":
-            raise no_tool_schema(name, param, f"they must be an object's, not of type {str(kind)[:100]!r}")
+            raise no_tool_schema(
+                name, param, f"they must be an object's, not of type {str(kind)[:100]!r}"
+            )
         about["parameters"] = dict(parameters)
     return {"type": "function", "function": about}
 
 
 def no_tool_schema(name: str, param: str, why: str) -> ApiError:
-    return ApiError(400, f"the parameters of the tool {name!r} are no JSON schema: {why}", "invalid_tool_schema", param)
+    return ApiError(
+        400,
+        f"the parameters of the tool {name!r} are no JSON schema: {why}",
+        "invalid_tool_schema",
+        param,
+    )
 
 
 @dataclass
 class KnownSchemas:
-    """The schemas that one session brought and that are some, by their digests: agents send the same ones with each request."""
+    """The schemas that one session brought and that are some, by their digests: agents send the
+    same ones with each request."""
 
     _good: set[bytes] = field(default_factory=set)
 
     async def check(self, ask: Ask, tool_param: str, format_param: str) -> None:
-        """Raises: ApiError for a tool or a format whose schema is none, or costs too much to check."""
+        """Raises: ApiError for a tool or a format whose schema is none, or costs too much to
+        check."""
         for index, tool in enumerate(ask.tools):
             about = tool["function"]
-            if "parameters" in about and (why := await self._wrong(about["parameters"])) is not None:
+            if (
+                "parameters" in about
+                and (why := await self._wrong(about["parameters"])) is not None
+            ):
                 raise no_tool_schema(about["name"], tool_param.format(index), why)
         if ask.format is not None and (why := await self._wrong(ask.format)) is not None:
             raise no_schema(format_param, why)
@@ -156,10 +176,12 @@ def template_of(
     effort: str | None = None,
     given: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """What the chat template is told beside messages and tools; nothing where the client left everything at its default.
+    """What the chat template is told beside messages and tools; nothing where the client left
+    everything at its default.
 
-    choice: "auto" and "none" say nothing, as `none` takes the tools away instead. effort: "none" also sets `enable_thinking`.
-    given: the client's own words to the template; which of them it may say is for the renderer to know.
+    choice: "auto" and "none" say nothing, as `none` takes the tools away instead. effort: "none"
+    also sets `enable_thinking`. given: the client's own words to the template; which of them it may
+    say is for the renderer to know.
     """
     template: dict[str, Any] = {}
     if choice not in (None, "auto", "none"):
@@ -177,15 +199,25 @@ def named(choice: str | None, tools: Sequence[Mapping[str, Any]]) -> None:
     """Raises: ApiError where a tool is to be called that was not given."""
     names = [tool["function"]["name"] for tool in tools]
     if choice is not None and choice not in names:
-        raise ApiError(400, f"tool_choice names {choice!r}, the tools are {names}", "invalid_value", "tool_choice")
+        raise ApiError(
+            400,
+            f"tool_choice names {choice!r}, the tools are {names}",
+            "invalid_value",
+            "tool_choice",
+        )
 
 
 async def disobeyed(ask: Ask, reply: Reply) -> tuple[str, ...]:
-    """The names of what was asked of tool calls and the format and the reply is not, as nothing holds a model to it."""
+    """The names of what was asked of tool calls and the format and the reply is not, as nothing
+    holds a model to it."""
     template, called = ask.template, [call.name for call in reply.tool_calls]
     choice = template.get("tool_choice")
     wanted = choice["function"]["name"] if isinstance(choice, Mapping) else None
-    found = ["tool_choice"] if (choice == "required" and not called) or (wanted and set(called) != {wanted}) else []
+    found = (
+        ["tool_choice"]
+        if (choice == "required" and not called) or (wanted and set(called) != {wanted})
+        else []
+    )
     if template.get("parallel_tool_calls") is False and len(called) > 1:
         found.append("parallel_tool_calls")
     if ask.format is not None and not called and not await fits(ask.format, reply.content or ""):
@@ -198,7 +230,14 @@ def logprobs_of(answer: Answer, text: Text) -> list[dict[str, Any]]:
     found = []
     for token, logprob in zip(answer.completion.tokens, answer.completion.logprobs, strict=True):
         piece = text(np.asarray([token], np.int32))
-        found.append({"token": piece, "logprob": float(logprob), "bytes": list(piece.encode()), "top_logprobs": []})
+        found.append(
+            {
+                "token": piece,
+                "logprob": float(logprob),
+                "bytes": list(piece.encode()),
+                "top_logprobs": [],
+            }
+        )
     return found
 
 

@@ -156,8 +156,9 @@ class ChatRequest(Body):
 class ChatCompletions:
     """One request. See `asking.Exchange`.
 
-    id: of the answer. created: in seconds of Unix time. text: of tokens, for their log-probabilities.
-    Raises: ApiError or pydantic's ValidationError for a body that cannot be answered.
+    id: of the answer. created: in seconds of Unix time. text: of tokens, for their
+    log-probabilities. Raises: ApiError or pydantic's ValidationError for a body that cannot be
+    answered.
     """
 
     tool_param, format_param = "tools.{}.function.parameters", "response_format"
@@ -166,16 +167,29 @@ class ChatCompletions:
         asked = ChatRequest.read(body)
         self.id, self.created, self.text, self.asked = id, created, text, asked
         self.count, self.stream = asked.n or 1, bool(asked.stream)
-        self.wanted = Wanted(asked.max_completion_tokens or asked.max_tokens, asked.temperature, asked.top_p, asked.top_k)
+        self.wanted = Wanted(
+            asked.max_completion_tokens or asked.max_tokens,
+            asked.temperature,
+            asked.top_p,
+            asked.top_k,
+        )
         self.ask = ask_of(asked)
 
     def whole(self, said: Sequence[Said]) -> dict[str, Any]:
         choices = []
         for index, one in enumerate(said):
             message = {"refusal": None, **one.answer.reply.message()}
-            choice = {"index": index, "message": message, "finish_reason": finish_reason(one.answer), "logprobs": None}
+            choice = {
+                "index": index,
+                "message": message,
+                "finish_reason": finish_reason(one.answer),
+                "logprobs": None,
+            }
             if self.asked.logprobs:
-                choice["logprobs"] = {"content": logprobs_of(one.answer, self.text), "refusal": None}
+                choice["logprobs"] = {
+                    "content": logprobs_of(one.answer, self.text),
+                    "refusal": None,
+                }
             choices.append(choice)
         return {**self._head("chat.completion"), "choices": choices, "usage": usage(said)}
 
@@ -185,7 +199,9 @@ class ChatCompletions:
         chunks = []
         for index, one in enumerate(said):
             choice = {"index": index, "delta": {}, "finish_reason": None, "logprobs": None}
-            chunks += [{**head, "choices": [{**choice, "delta": delta}]} for delta in deltas(one.answer)]
+            chunks += [
+                {**head, "choices": [{**choice, "delta": delta}]} for delta in deltas(one.answer)
+            ]
             last = {**choice, "finish_reason": finish_reason(one.answer)}
             if self.asked.logprobs:
                 last["logprobs"] = {"content": logprobs_of(one.answer, self.text), "refusal": None}
@@ -195,13 +211,23 @@ class ChatCompletions:
         return [*map(event, chunks), b"data: [DONE]\n\n"]
 
     def _head(self, kind: str) -> dict[str, Any]:
-        return {"id": self.id, "object": kind, "created": self.created, "model": self.asked.model or "policy"}
+        return {
+            "id": self.id,
+            "object": kind,
+            "created": self.created,
+            "model": self.asked.model or "policy",
+        }
 
 
 def ask_of(asked: ChatRequest) -> Ask:
     choice = asked.tool_choice
     tools = [
-        function(t.function.name, t.function.description, t.function.parameters, ChatCompletions.tool_param.format(i))
+        function(
+            t.function.name,
+            t.function.description,
+            t.function.parameters,
+            ChatCompletions.tool_param.format(i),
+        )
         for i, t in enumerate(asked.tools or [])
     ]
     if isinstance(choice, NamedTool):
@@ -212,12 +238,16 @@ def ask_of(asked: ChatRequest) -> Ask:
     if going_on and (asked.add_generation_prompt or asked.messages[-1].role != "assistant"):
         raise ApiError(
             400,
-            "continue_final_message needs an assistant's message at the end, and add_generation_prompt = false",
+            "continue_final_message needs an assistant's message at the end, and"
+            " add_generation_prompt = false",
             "invalid_value",
             "continue_final_message",
         )
     if asked.add_generation_prompt is False and not going_on:
-        raise unsupported("add_generation_prompt = false", "a completion is an assistant's message, or the rest of one")
+        raise unsupported(
+            "add_generation_prompt = false",
+            "a completion is an assistant's message, or the rest of one",
+        )
     wanted = asked.response_format or ResponseFormat(type="text")
     given = None if wanted.json_schema is None else wanted.json_schema.schema_
     schema = schema_of(wanted.type, given, ChatCompletions.format_param)
@@ -225,7 +255,9 @@ def ask_of(asked: ChatRequest) -> Ask:
         messages=asked_for([message_of(message) for message in asked.messages], schema),
         tools=() if choice == "none" else tuple(tools),
         stop=tuple(stop),
-        template=template_of(told, asked.parallel_tool_calls, asked.reasoning_effort, asked.chat_template_kwargs),
+        template=template_of(
+            told, asked.parallel_tool_calls, asked.reasoning_effort, asked.chat_template_kwargs
+        ),
         continue_final=going_on,
         format=schema,
     )
@@ -239,9 +271,16 @@ def message_of(sent: FromSystem | FromUser | FromAssistant | FromTool) -> dict[s
         case FromUser():
             return {"role": "user", "content": joined(sent.content)}
         case FromTool():
-            return {"role": "tool", "content": joined(sent.content), "tool_call_id": sent.tool_call_id}
+            return {
+                "role": "tool",
+                "content": joined(sent.content),
+                "tool_call_id": sent.tool_call_id,
+            }
         case FromAssistant():
-            message: dict[str, Any] = {"role": "assistant", "content": None if sent.content is None else joined(sent.content)}
+            message: dict[str, Any] = {
+                "role": "assistant",
+                "content": None if sent.content is None else joined(sent.content),
+            }
             if (reasoning := sent.reasoning_content or sent.reasoning) is not None:
                 message["reasoning_content"] = reasoning
             if sent.tool_calls:
@@ -260,9 +299,17 @@ def deltas(answer: Answer) -> list[dict[str, Any]]:
     found += [{"reasoning_content": piece} for piece in pieces(reply.reasoning or "")]
     found += [{"content": piece} for piece in pieces(reply.content or "")]
     for index, call in enumerate(reply.tool_calls):
-        begun = {"index": index, "id": call.id, "type": "function", "function": {"name": call.name, "arguments": ""}}
+        begun = {
+            "index": index,
+            "id": call.id,
+            "type": "function",
+            "function": {"name": call.name, "arguments": ""},
+        }
         found.append({"tool_calls": [begun]})
-        found += [{"tool_calls": [{"index": index, "function": {"arguments": piece}}]} for piece in pieces(call.arguments)]
+        found += [
+            {"tool_calls": [{"index": index, "function": {"arguments": piece}}]}
+            for piece in pieces(call.arguments)
+        ]
     return found
 
 
@@ -276,4 +323,8 @@ def usage(said: Sequence[Said]) -> dict[str, int]:
     """Of all completions; the prompt that they share counts once."""
     prompt = len(said[0].answer.prompt)
     completion = sum(len(one.answer.completion.tokens) for one in said)
-    return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": completion,
+        "total_tokens": prompt + completion,
+    }

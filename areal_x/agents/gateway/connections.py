@@ -1,8 +1,9 @@
 """The gateway's connections: what anybody may cost it before a key was looked at.
 
-Whoever can open a socket can send headers without an end, or nothing, as often as there are descriptors. So headers are few,
-a request's must come soon, connections are fewer than the process may have open, and one of them feeds the parser no more in a
-turn of the loop than it takes milliseconds for.
+Whoever can open a socket can send headers without an end, or nothing, as often as there are
+descriptors. So headers are few, a request's must come soon, connections are fewer than the process
+may have open, and one of them feeds the parser no more in a turn of the loop than it takes
+milliseconds for.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ from areal_x.runtime import background
 LOG = logging.getLogger(__name__)
 
 HEADER_BYTES = 1 << 14  # h11 takes 10 µs for each header, of which one may have four bytes
-SLICE_BYTES = 1 << 13  # of what came, that the parser is given at once: a thousand chunks of a byte, say
+# of what came, that the parser is given at once: a thousand chunks of a byte, say
+SLICE_BYTES = 1 << 13
 REQUEST_SECONDS = 10.0  # from a connection's first byte, or its opening, to the end of the headers
 IDLE_SECONDS = 75  # longer than clients keep a connection that they do not use
 CLOSING_SECONDS = 5  # for answers that are being sent as the gateway closes
@@ -94,7 +96,8 @@ class Connection(H11Protocol):
 
 
 class Server(uvicorn.Server):
-    """Serves an application to what a listening socket accepts. Leaves signals to the run, and says when it is ready."""
+    """Serves an application to what a listening socket accepts. Leaves signals to the run, and says
+    when it is ready."""
 
     def __init__(self, application: object, listener: socket.socket) -> None:
         config = uvicorn.Config(
@@ -149,29 +152,40 @@ class Server(uvicorn.Server):
                 continue
             if len(self._connections()) >= self._most and not self._make_room():
                 accepted.close()
-                self._tell(f"the gateway answers {self._most} requests at once and refuses more: raise `ulimit -n`")
+                self._tell(
+                    f"the gateway answers {self._most} requests at once and refuses more: raise"
+                    " `ulimit -n`"
+                )
                 continue
             try:
-                # Headers and body of an answer are written one after the other: without this the body would wait for the
-                # client's acknowledgement of the headers, which takes 40 ms.
+                # Headers and body of an answer are written one after the other: without this the
+                # body would wait for the client's acknowledgement of the headers, which takes 40
+                # ms.
                 accepted.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
                 await loop.connect_accepted_socket(self._connected, accepted)
             except OSError:  # it has gone
                 accepted.close()
 
     def _connected(self) -> Connection:
-        made = Connection(config=self.config, server_state=self.server_state, app_state=self.lifespan.state)
+        made = Connection(
+            config=self.config, server_state=self.server_state, app_state=self.lifespan.state
+        )
         self._open[made] = None
         return made
 
     def _connections(self) -> dict[Connection, None]:
-        for connection in [x for x in self._open if x.transport is not None and x.transport.is_closing()]:
+        for connection in [
+            x for x in self._open if x.transport is not None and x.transport.is_closing()
+        ]:
             del self._open[connection]
         return self._open
 
     def _make_room(self) -> bool:
-        """Ends the connection that has been without a request for longest; False where each has one."""
-        idle = next((x for x in self._connections() if x.transport is not None and not x.is_busy), None)
+        """Ends the connection that has been without a request for longest; False where each has
+        one."""
+        idle = next(
+            (x for x in self._connections() if x.transport is not None and not x.is_busy), None
+        )
         if idle is not None:
             idle.transport.abort()
         return idle is not None

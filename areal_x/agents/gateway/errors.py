@@ -1,6 +1,8 @@
-"""What a client did wrong, or the engine: once as an exception, then in the form of the API that the client speaks.
+"""What a client did wrong, or the engine: once as an exception, then in the form of the API that
+the client speaks.
 
-Official clients choose their exception class by the status, and whether to try again by `x-should-retry`.
+Official clients choose their exception class by the status, and whether to try again by
+`x-should-retry`.
 """
 
 from __future__ import annotations
@@ -16,7 +18,8 @@ from areal_x.protocols.engine import EngineError, PromptTooLong
 
 SUPPORTED = "docs/gateway.md lists what is supported"
 
-# The name that each API gives to a status. A status that is not here goes by the first of its hundred.
+# The name that each API gives to a status. A status that is not here goes by the first of its
+# hundred.
 OPENAI = {
     400: "invalid_request_error",
     401: "authentication_error",
@@ -32,15 +35,26 @@ ANTHROPIC = {**OPENAI, 500: "api_error"}
 class ApiError(Exception):
     """An answer other than 200.
 
-    code: for programs, as OpenAI names it. param: the parameter that was wrong. retry_after: seconds after which the same
-    request may succeed; None says that it will not.
+    code: for programs, as OpenAI names it. param: the parameter that was wrong. retry_after:
+    seconds after which the same request may succeed; None says that it will not.
     """
 
     def __init__(
-        self, status: int, message: str, code: str | None = None, param: str | None = None, retry_after: float | None = None
+        self,
+        status: int,
+        message: str,
+        code: str | None = None,
+        param: str | None = None,
+        retry_after: float | None = None,
     ) -> None:
         super().__init__(message)
-        self.status, self.message, self.code, self.param, self.retry_after = status, message, code, param, retry_after
+        self.status, self.message, self.code, self.param, self.retry_after = (
+            status,
+            message,
+            code,
+            param,
+            retry_after,
+        )
 
     @property
     def headers(self) -> dict[str, str]:
@@ -62,23 +76,33 @@ def api_error(error: BaseException) -> ApiError:
             return _invalid(error)
         case PromptTooLong():
             return ApiError(
-                400, f"prompt is too long for the model's context length: {error}", "context_length_exceeded", "messages"
+                400,
+                f"prompt is too long for the model's context length: {error}",
+                "context_length_exceeded",
+                "messages",
             )
         case UserError():
             return ApiError(400, str(error), "invalid_request")
         case EngineError():
             return ApiError(503, f"the engine was lost: {error}", "engine_lost")
         case _:
-            return ApiError(500, f"{type(error).__name__}: {' '.join(str(error).split())}", "internal_error")
+            return ApiError(
+                500, f"{type(error).__name__}: {' '.join(str(error).split())}", "internal_error"
+            )
 
 
 def openai_body(error: ApiError) -> dict[str, Any]:
     kind = _kind(OPENAI, error.status)
-    return {"error": {"message": error.message, "type": kind, "param": error.param, "code": error.code}}
+    return {
+        "error": {"message": error.message, "type": kind, "param": error.param, "code": error.code}
+    }
 
 
 def anthropic_body(error: ApiError) -> dict[str, Any]:
-    return {"type": "error", "error": {"type": _kind(ANTHROPIC, error.status), "message": error.message}}
+    return {
+        "type": "error",
+        "error": {"type": _kind(ANTHROPIC, error.status), "message": error.message},
+    }
 
 
 def _kind(kinds: Mapping[int, str], status: int) -> str:
@@ -91,7 +115,8 @@ def _of_the_body(part: str | int) -> bool:
 
 
 def _invalid(error: ValidationError) -> ApiError:
-    """The finding that reaches deepest says most: where a value may be text or a list, the other branches fail at its top."""
+    """The finding that reaches deepest says most: where a value may be text or a list, the other
+    branches fail at its top."""
     worst = max(error.errors(include_url=False), key=lambda found: len(found["loc"]))
     *path, last = worst["loc"] or ("",)
     param = ".".join(str(part) for part in (*filter(_of_the_body, path), last))
@@ -103,4 +128,9 @@ def _invalid(error: ValidationError) -> ApiError:
         case "missing":
             return ApiError(400, f"{param} is missing", "missing_required_parameter", param)
         case _:
-            return ApiError(400, f"{param or 'the body'} cannot work: {worst['msg']}", "invalid_value", param or None)
+            return ApiError(
+                400,
+                f"{param or 'the body'} cannot work: {worst['msg']}",
+                "invalid_value",
+                param or None,
+            )

@@ -1,7 +1,7 @@
 """JSON that an agent wants an answer to be: asked for in words, and looked at afterwards.
 
-Nothing holds the policy to it. A grammar would take words away that the policy gives a probability, and what is left would be
-trained on as if it had been chosen among all.
+Nothing holds the policy to it. A grammar would take words away that the policy gives a probability,
+and what is left would be trained on as if it had been chosen among all.
 """
 
 from __future__ import annotations
@@ -20,14 +20,20 @@ OBJECT: Schema = {"type": "object"}
 
 
 def schema_of(kind: str, schema: Schema | None, param: str) -> Schema | None:
-    """Of a format of this type, None for text. schema: as the client gave it, of which somebody else sees whether it is one.
-    Raises: ApiError for a type that is not known, or where there is none."""
+    """Of a format of this type, None for text. schema: as the client gave it, of which somebody
+    else sees whether it is one. Raises: ApiError for a type that is not known, or where there is
+    none."""
     if kind == "text":
         return None
     if kind == "json_object":
         return OBJECT
     if kind != "json_schema":
-        raise ApiError(400, f"{param} is {kind!r}: text, json_object and json_schema are known", "invalid_value", param)
+        raise ApiError(
+            400,
+            f"{param} is {kind!r}: text, json_object and json_schema are known",
+            "invalid_value",
+            param,
+        )
     if schema is None:
         raise no_schema(param, "it is missing")
     return schema
@@ -38,12 +44,16 @@ def no_schema(param: str, why: str) -> ApiError:
 
 
 def asked_for(messages: Sequence[Message], schema: Schema | None) -> tuple[Message, ...]:
-    """The messages, with the format at the end of the system's, or as one of the system's where there is none."""
+    """The messages, with the format at the end of the system's, or as one of the system's where
+    there is none."""
     if schema is None:
         return tuple(messages)
     words = "Answer with JSON alone, a single object."
     if schema is not OBJECT:
-        words = f"Answer with JSON alone, as this JSON schema describes it: {json.dumps(schema, ensure_ascii=False)}"
+        words = (
+            "Answer with JSON alone, as this JSON schema describes it:"
+            f" {json.dumps(schema, ensure_ascii=False)}"
+        )
     if messages and messages[0].get("role") == "system":
         first = {**messages[0], "content": f"{text_content(messages[0].get('content'))}\n\n{words}"}
         return (first, *messages[1:])

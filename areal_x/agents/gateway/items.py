@@ -1,4 +1,5 @@
-"""The items that OpenAI's responses are made of: as messages where a client sends them, as events where a stream tells them."""
+"""The items that OpenAI's responses are made of: as messages where a client sends them, as events
+where a stream tells them."""
 
 from __future__ import annotations
 
@@ -60,8 +61,13 @@ def item_events(index: int, item: dict[str, Any]) -> list[dict[str, Any]]:
     empty = {**item, "status": "in_progress"}
     if item["type"] == "function_call":
         empty["arguments"], name = "", "response.function_call_arguments"
-        filled = [{"type": f"{name}.delta", **where, "delta": piece} for piece in pieces(item["arguments"])]
-        filled.append({"type": f"{name}.done", **where, "arguments": item["arguments"], "name": item["name"]})
+        filled = [
+            {"type": f"{name}.delta", **where, "delta": piece}
+            for piece in pieces(item["arguments"])
+        ]
+        filled.append(
+            {"type": f"{name}.done", **where, "arguments": item["arguments"], "name": item["name"]}
+        )
     else:
         empty["content"], (part,) = [], item["content"]
         where["content_index"] = 0
@@ -70,7 +76,10 @@ def item_events(index: int, item: dict[str, Any]) -> list[dict[str, Any]]:
         extra: dict[str, Any] = {"logprobs": []} if said else {}
         blank = {**part, "text": "", **extra}
         filled = [{"type": "response.content_part.added", **where, "part": blank}]
-        filled += [{"type": f"{name}.delta", **where, "delta": piece, **extra} for piece in pieces(part["text"])]
+        filled += [
+            {"type": f"{name}.delta", **where, "delta": piece, **extra}
+            for piece in pieces(part["text"])
+        ]
         last = {"logprobs": part["logprobs"]} if said else {}
         filled.append({"type": f"{name}.done", **where, "text": part["text"], **last})
         filled.append({"type": "response.content_part.done", **where, "part": part})
@@ -81,8 +90,11 @@ def item_events(index: int, item: dict[str, Any]) -> list[dict[str, Any]]:
     ]
 
 
-def messages_of(items: Sequence[MessageItem | ReasoningItem | CallItem | CallOutputItem]) -> list[Message]:
-    """Items as messages: the reasoning, text and calls that follow each other are one message of the assistant's."""
+def messages_of(
+    items: Sequence[MessageItem | ReasoningItem | CallItem | CallOutputItem],
+) -> list[Message]:
+    """Items as messages: the reasoning, text and calls that follow each other are one message of
+    the assistant's."""
     found: list[dict[str, Any]] = []
     turn: dict[str, Any] | None = None  # the assistant's message that the next item may belong to
 
@@ -107,7 +119,9 @@ def messages_of(items: Sequence[MessageItem | ReasoningItem | CallItem | CallOut
                 belonging(fresh)["content"] = joined(item.content)
             case CallOutputItem():
                 turn = None
-                found.append({"role": "tool", "content": joined(item.output), "tool_call_id": item.call_id})
+                found.append(
+                    {"role": "tool", "content": joined(item.output), "tool_call_id": item.call_id}
+                )
             case MessageItem():
                 turn = None
                 role = "user" if item.role == "user" else "system"

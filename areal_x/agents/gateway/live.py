@@ -30,9 +30,10 @@ T = TypeVar("T")
 class Session:
     """One episode of an agent, as the workflow holds it. A context manager that closes itself.
 
-    id, key, url: what the agent is told; base_url: what its client is given (an OpenAI client base_url, an Anthropic one url).
-    conversations: of the answers that the responses API keeps, by their ids. overruled: how often the agent asked for other
-    sampling or other tool calls than it got, by parameter. All methods belong to the gateway's event loop.
+    id, key, url: what the agent is told; base_url: what its client is given (an OpenAI client
+    base_url, an Anthropic one url). conversations: of the answers that the responses API keeps, by
+    their ids. overruled: how often the agent asked for other sampling or other tool calls than it
+    got, by parameter. All methods belong to the gateway's event loop.
     """
 
     def __init__(
@@ -74,11 +75,13 @@ class Session:
         return self.state.outcome
 
     def calls(self) -> tuple[Call, ...]:
-        """What was finished so far, in the order in which it was asked for, with the rewards that were given."""
+        """What was finished so far, in the order in which it was asked for, with the rewards that
+        were given."""
         return self.state.calls()
 
     async def ended(self) -> Outcome:
-        """Waits for the end: by the agent, by `end`, or as its time is over. Raises: EngineError where the engine was lost."""
+        """Waits for the end: by the agent, by `end`, or as its time is over. Raises: EngineError
+        where the engine was lost."""
         while True:
             if self._lost is not None:
                 raise self._lost
@@ -95,24 +98,28 @@ class Session:
         self._do(self.state.touch)
 
     def reward(self, value: float, call: str | None = None) -> str:
-        """Gives a call its reward, by default the last; returns its id. Raises: ApiError, see SessionState."""
+        """Gives a call its reward, by default the last; returns its id. Raises: ApiError, see
+        SessionState."""
         return self._do(self.state.reward, call, value)
 
     def end(self, reward: float | None = None) -> Outcome:
-        """Ends it with the episode's reward; what still runs is cancelled. Raises: ApiError where it was over."""
+        """Ends it with the episode's reward; what still runs is cancelled. Raises: ApiError where
+        it was over."""
         self._do(self.state.end, reward)
         assert self.outcome is not None
         return self.outcome
 
     def close(self) -> None:
-        """Shuts it to its agent; safe to call twice. A session that was not over becomes a failed one."""
+        """Shuts it to its agent; safe to call twice. A session that was not over becomes a failed
+        one."""
         self.state.fail("the session was closed before the agent had ended it")
         self._changed.set()
         self._stop()
         self._closed(self.id)
 
     def complete(self, ask: Ask, wanted: Wanted) -> Ask:
-        """The request with the sampling that the run allows. What it does not allow is counted, and said once a run."""
+        """The request with the sampling that the run allows. What it does not allow is counted, and
+        said once a run."""
         chosen, overruled = sampling_for(self.sampling, wanted, self._policy)
         self.overruled.update(overruled)
         for name in sorted(set(overruled) - self._told):
@@ -127,9 +134,11 @@ class Session:
         return replace(ask, sampling=chosen)
 
     async def answers(self, ask: Ask, ids: Sequence[str]) -> list[Said]:
-        """As many completions as there are ids, recorded as calls when all of them are there, and only then.
+        """As many completions as there are ids, recorded as calls when all of them are there, and
+        only then.
 
-        Raises: ApiError by limits, an end meanwhile, or an aborted completion; what the speaker raises.
+        Raises: ApiError by limits, an end meanwhile, or an aborted completion; what the speaker
+        raises.
         """
         self._do(self.state.begin, ids)
         try:
@@ -179,7 +188,9 @@ class Session:
         finally:
             self._running.discard(work)
         if answer.completion.finish_reason == "abort":
-            raise ApiError(503, "the engine aborted the completion: ask again", "aborted", retry_after=1)
+            raise ApiError(
+                503, "the engine aborted the completion: ask again", "aborted", retry_after=1
+            )
         return answer
 
     async def _count_disobedience(self, ask: Ask, answer: Answer) -> None:
@@ -188,7 +199,11 @@ class Session:
         for name in set(missed) - self._told:
             self._told.add(name)
             wanted = ask.format if name == "format" else ask.template[name]
-            LOG.warning("an agent asked for %s = %.200s, which the model did not follow (said once)", name, wanted)
+            LOG.warning(
+                "an agent asked for %s = %.200s, which the model did not follow (said once)",
+                name,
+                wanted,
+            )
 
     def _do(self, change: Callable[..., T], *arguments: Any) -> T:
         try:

@@ -36,7 +36,8 @@ from areal_x.types import Message
 
 PREFIX = "msg_"
 MOST_STOPS = 64
-UNPARSED = "unparsed_arguments"  # holds what a model wrote as a tool's arguments where that is no JSON object
+# holds what a model wrote as a tool's arguments where that is no JSON object
+UNPARSED = "unparsed_arguments"
 
 
 class TextBlock(Lenient):
@@ -69,7 +70,9 @@ class FromUser(Lenient):
 
 class FromAssistant(Lenient):
     role: Literal["assistant"]
-    content: str | Many[Annotated[TextBlock | ThinkingBlock | ToolUseBlock, Field(discriminator="type")]]
+    content: (
+        str | Many[Annotated[TextBlock | ThinkingBlock | ToolUseBlock, Field(discriminator="type")]]
+    )
 
 
 class FromSystem(Lenient):
@@ -138,7 +141,8 @@ class MessageRequest(Conversation):
 class Messages:
     """One request. See `asking.Exchange`.
 
-    id: of the answer. Raises: ApiError or pydantic's ValidationError for a body that cannot be answered.
+    id: of the answer. Raises: ApiError or pydantic's ValidationError for a body that cannot be
+    answered.
     """
 
     count = 1
@@ -158,12 +162,20 @@ class Messages:
 
     def events(self, said: Sequence[Said]) -> list[bytes]:
         answer = said[0].answer
-        begun = {**self._begun(), "content": [], "stop_reason": None, "stop_sequence": None, "usage": self._usage(answer, 0)}
+        begun = {
+            **self._begun(),
+            "content": [],
+            "stop_reason": None,
+            "stop_sequence": None,
+            "usage": self._usage(answer, 0),
+        }
         found: list[dict[str, Any]] = [{"type": "message_start", "message": begun}]
         for index, block in enumerate(blocks_of(answer, self.id)):
             empty, deltas = in_pieces(block)
             found.append({"type": "content_block_start", "index": index, "content_block": empty})
-            found += [{"type": "content_block_delta", "index": index, "delta": delta} for delta in deltas]
+            found += [
+                {"type": "content_block_delta", "index": index, "delta": delta} for delta in deltas
+            ]
             found.append({"type": "content_block_stop", "index": index})
         generated = {"output_tokens": len(answer.completion.tokens)}
         found.append({"type": "message_delta", "delta": ending(answer), "usage": generated})
@@ -171,7 +183,12 @@ class Messages:
         return [event(data, data["type"]) for data in found]
 
     def _begun(self) -> dict[str, Any]:
-        return {"id": self.id, "type": "message", "role": "assistant", "model": self.asked.model or "policy"}
+        return {
+            "id": self.id,
+            "type": "message",
+            "role": "assistant",
+            "model": self.asked.model or "policy",
+        }
 
     def _usage(self, answer: Answer, generated: int) -> dict[str, int]:
         cached = {"cache_creation_input_tokens": 0, "cache_read_input_tokens": 0}
@@ -188,13 +205,16 @@ def ask_of(asked: Conversation, stop: tuple[str, ...] = ()) -> Ask:
     wanted = (output and output.format) or Format(type="text")
     schema = schema_of(wanted.type, wanted.schema_, Messages.format_param)
     tools = [
-        function(t.name, t.description, t.input_schema, Messages.tool_param.format(i)) for i, t in enumerate(asked.tools or [])
+        function(t.name, t.description, t.input_schema, Messages.tool_param.format(i))
+        for i, t in enumerate(asked.tools or [])
     ]
     told: str | dict[str, Any] = "required" if choice.type == "any" else choice.type
     if choice.type == "tool":
         named(choice.name or "", tools)
         told = {"type": "function", "function": {"name": choice.name}}
-    template = template_of(told, not choice.disable_parallel_tool_use, output.effort if output is not None else None)
+    template = template_of(
+        told, not choice.disable_parallel_tool_use, output.effort if output is not None else None
+    )
     if asked.thinking is not None and asked.thinking.type != "adaptive":
         template["enable_thinking"] = asked.thinking.type == "enabled"
     template |= template_of(None, None, given=asked.chat_template_kwargs)
@@ -204,7 +224,9 @@ def ask_of(asked: Conversation, stop: tuple[str, ...] = ()) -> Ask:
     messages = [message for sent in asked.messages for message in messages_of(sent)]
     going_on = messages[-1]["role"] == "assistant"
     if going_on and "tool_calls" in messages[-1]:
-        raise ApiError(400, "the last message uses tools: give their results", "invalid_value", "messages")
+        raise ApiError(
+            400, "the last message uses tools: give their results", "invalid_value", "messages"
+        )
     return Ask(
         messages=asked_for((*system, *messages), schema),
         tools=() if choice.type == "none" else tuple(tools),
@@ -216,7 +238,8 @@ def ask_of(asked: Conversation, stop: tuple[str, ...] = ()) -> Ask:
 
 
 def messages_of(sent: FromUser | FromAssistant | FromSystem) -> list[Message]:
-    """A message of Anthropic's as those of OpenAI's: a user's becomes several where it brings results of tools."""
+    """A message of Anthropic's as those of OpenAI's: a user's becomes several where it brings
+    results of tools."""
     if isinstance(sent.content, str):
         return [{"role": sent.role, "content": sent.content}]
     match sent:
@@ -233,7 +256,13 @@ def messages_of(sent: FromUser | FromAssistant | FromSystem) -> list[Message]:
         if texts:
             found.append({"role": "user", "content": joined(texts)})
             texts = []
-        found.append({"role": "tool", "content": joined(block.content or ""), "tool_call_id": block.tool_use_id})
+        found.append(
+            {
+                "role": "tool",
+                "content": joined(block.content or ""),
+                "tool_call_id": block.tool_use_id,
+            }
+        )
     if texts or not found:
         found.append({"role": "user", "content": joined(texts)})
     return found
@@ -243,7 +272,11 @@ def of_assistant(blocks: Sequence[TextBlock | ThinkingBlock | ToolUseBlock]) -> 
     texts = [block for block in blocks if isinstance(block, TextBlock)]
     thoughts = [block.thinking for block in blocks if isinstance(block, ThinkingBlock)]
     calls = [
-        {"id": block.id, "type": "function", "function": {"name": block.name, "arguments": arguments_of(block.input)}}
+        {
+            "id": block.id,
+            "type": "function",
+            "function": {"name": block.name, "arguments": arguments_of(block.input)},
+        }
         for block in blocks
         if isinstance(block, ToolUseBlock)
     ]
@@ -264,7 +297,8 @@ def arguments_of(given: dict[str, Any]) -> str:
 
 
 def blocks_of(answer: Answer, id: str) -> list[dict[str, Any]]:
-    """What was said, as content blocks. A tool's arguments that are no JSON object are handed on as text in one."""
+    """What was said, as content blocks. A tool's arguments that are no JSON object are handed on as
+    text in one."""
     reply = answer.reply
     found: list[dict[str, Any]] = []
     if reply.reasoning is not None:
@@ -282,14 +316,20 @@ def in_pieces(block: dict[str, Any]) -> tuple[dict[str, Any], Iterator[dict[str,
     """A block as it begins, and what is then added to it."""
     match block["type"]:
         case "thinking":
-            added = [{"type": "thinking_delta", "thinking": piece} for piece in pieces(block["thinking"])]
+            added = [
+                {"type": "thinking_delta", "thinking": piece} for piece in pieces(block["thinking"])
+            ]
             added.append({"type": "signature_delta", "signature": block["signature"]})
             return {**block, "thinking": "", "signature": ""}, iter(added)
         case "text":
-            return {**block, "text": ""}, iter([{"type": "text_delta", "text": piece} for piece in pieces(block["text"])])
+            return {**block, "text": ""}, iter(
+                [{"type": "text_delta", "text": piece} for piece in pieces(block["text"])]
+            )
         case _:
             written = json.dumps(block["input"])
-            return {**block, "input": {}}, iter([{"type": "input_json_delta", "partial_json": p} for p in pieces(written)])
+            return {**block, "input": {}}, iter(
+                [{"type": "input_json_delta", "partial_json": p} for p in pieces(written)]
+            )
 
 
 def ending(answer: Answer) -> dict[str, str | None]:

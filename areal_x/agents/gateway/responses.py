@@ -99,33 +99,49 @@ class ResponseRequest(Body):
 class Responses:
     """One request. See `asking.Exchange`.
 
-    id: of the answer. created: in seconds of Unix time. text: of tokens, for their log-probabilities. earlier: conversations
-    that `previous_response_id` may continue, by the ids of their last answers.
-    Raises: ApiError or pydantic's ValidationError for a body that cannot be answered.
+    id: of the answer. created: in seconds of Unix time. text: of tokens, for their
+    log-probabilities. earlier: conversations that `previous_response_id` may continue, by the ids
+    of their last answers. Raises: ApiError or pydantic's ValidationError for a body that cannot be
+    answered.
     """
 
     count = 1
     tool_param, format_param = "tools.{}.parameters", "text.format"
 
-    def __init__(self, body: bytes, id: str, created: int, text: Text, earlier: Mapping[str, Sequence[Message]]) -> None:
+    def __init__(
+        self,
+        body: bytes,
+        id: str,
+        created: int,
+        text: Text,
+        earlier: Mapping[str, Sequence[Message]],
+    ) -> None:
         asked = ResponseRequest.read(body)
         if unknown := set(asked.include or ()) - {LOGPROBS, "reasoning.encrypted_content"}:
             raise unsupported(f"include: {min(unknown)}", SUPPORTED)
         before = asked.previous_response_id
         if before is not None and before not in earlier:
             raise ApiError(
-                400, f"this session keeps no response {before!r}", "previous_response_not_found", "previous_response_id"
+                400,
+                f"this session keeps no response {before!r}",
+                "previous_response_not_found",
+                "previous_response_id",
             )
         self.id, self.created, self.text, self.asked = id, created, text, asked
         self.stream, self.stores = bool(asked.stream), asked.store is not False
         self.wanted = Wanted(asked.max_output_tokens, asked.temperature, asked.top_p, asked.top_k)
         self.format = (asked.text and asked.text.format) or Format(type="text")
-        items = [MessageItem(role="user", content=asked.input)] if isinstance(asked.input, str) else asked.input
+        items = (
+            [MessageItem(role="user", content=asked.input)]
+            if isinstance(asked.input, str)
+            else asked.input
+        )
         self.messages = (*(earlier[before] if before is not None else ()), *messages_of(items))
         self.ask = self._ask()
 
     def conversation(self, said: Sequence[Said]) -> tuple[Message, ...]:
-        """What a request that names this one goes on from: without the instructions, which each request gives anew."""
+        """What a request that names this one goes on from: without the instructions, which each
+        request gives anew."""
         return (*self.messages, said[0].answer.reply.message())
 
     def whole(self, said: Sequence[Said]) -> dict[str, Any]:
@@ -156,12 +172,16 @@ class Responses:
         for index, item in enumerate(response["output"]):
             found += item_events(index, item)
         found.append({"type": f"response.{response['status']}", "response": response})
-        return [event({**data, "sequence_number": number}, data["type"]) for number, data in enumerate(found)]
+        return [
+            event({**data, "sequence_number": number}, data["type"])
+            for number, data in enumerate(found)
+        ]
 
     def _ask(self) -> Ask:
         asked, choice = self.asked, self.asked.tool_choice
         tools = [
-            function(t.name, t.description, t.parameters, self.tool_param.format(i)) for i, t in enumerate(asked.tools or [])
+            function(t.name, t.description, t.parameters, self.tool_param.format(i))
+            for i, t in enumerate(asked.tools or [])
         ]
         told: str | dict[str, Any] | None
         if isinstance(choice, NamedTool):
@@ -177,7 +197,9 @@ class Responses:
         return Ask(
             messages=asked_for((*system, *self.messages), schema),
             tools=() if choice == "none" else tuple(tools),
-            template=template_of(told, asked.parallel_tool_calls, effort, asked.chat_template_kwargs),
+            template=template_of(
+                told, asked.parallel_tool_calls, effort, asked.chat_template_kwargs
+            ),
             format=schema,
         )
 
@@ -200,9 +222,11 @@ class Responses:
             "previous_response_id": asked.previous_response_id,
             "temperature": asked.temperature,
             "text": {"format": self.format.model_dump(by_alias=True, exclude_none=True)},
-            "tool_choice": asked.tool_choice.model_dump()
-            if isinstance(asked.tool_choice, NamedTool)
-            else asked.tool_choice or "auto",
+            "tool_choice": (
+                asked.tool_choice.model_dump()
+                if isinstance(asked.tool_choice, NamedTool)
+                else asked.tool_choice or "auto"
+            ),
             "tools": [{"strict": False, **tool.model_dump()} for tool in asked.tools or []],
             "top_p": asked.top_p,
             "truncation": "disabled",
@@ -215,12 +239,40 @@ class Responses:
         items: list[dict[str, Any]] = []
         if reply.reasoning is not None:
             content = [{"type": "reasoning_text", "text": reply.reasoning}]
-            items.append({"id": f"rs_{own}", "type": "reasoning", "summary": [], "content": content, "status": "completed"})
+            items.append(
+                {
+                    "id": f"rs_{own}",
+                    "type": "reasoning",
+                    "summary": [],
+                    "content": content,
+                    "status": "completed",
+                }
+            )
         if reply.content or not (items or reply.tool_calls):
-            logprobs = logprobs_of(answer, self.text) if LOGPROBS in (self.asked.include or ()) else []
-            part = {"type": "output_text", "text": reply.content or "", "annotations": [], "logprobs": logprobs}
-            items.append({"id": f"msg_{own}", "type": "message", "role": "assistant", "status": status, "content": [part]})
+            logprobs = (
+                logprobs_of(answer, self.text) if LOGPROBS in (self.asked.include or ()) else []
+            )
+            part = {
+                "type": "output_text",
+                "text": reply.content or "",
+                "annotations": [],
+                "logprobs": logprobs,
+            }
+            items.append(
+                {
+                    "id": f"msg_{own}",
+                    "type": "message",
+                    "role": "assistant",
+                    "status": status,
+                    "content": [part],
+                }
+            )
         for index, call in enumerate(reply.tool_calls):
-            about = {"call_id": call.id, "name": call.name, "arguments": call.arguments, "status": "completed"}
+            about = {
+                "call_id": call.id,
+                "name": call.name,
+                "arguments": call.arguments,
+                "status": "completed",
+            }
             items.append({"id": f"fc_{own}_{index}", "type": "function_call", **about})
         return items

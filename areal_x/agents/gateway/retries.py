@@ -1,7 +1,9 @@
-"""Requests that clients send again, as the answer to them was lost on the way: they get that answer, not another one.
+"""Requests that clients send again, as the answer to them was lost on the way: they get that
+answer, not another one.
 
-A second completion would leave the first as a call that nobody ever saw, and that is trained on. Official clients number the
-attempts at a request (`x-stainless-retry-count`); any client may name a request (`idempotency-key`).
+A second completion would leave the first as a call that nobody ever saw, and that is trained on.
+Official clients number the attempts at a request (`x-stainless-retry-count`); any client may name a
+request (`idempotency-key`).
 """
 
 from __future__ import annotations
@@ -19,7 +21,8 @@ Client = tuple[str, int]  # its address
 
 @dataclass(frozen=True)
 class Attempt:
-    """One request. digest: the same for what is asked again. name: the client's, or nothing. number: of the attempt."""
+    """One request. digest: the same for what is asked again. name: the client's, or nothing.
+    number: of the attempt."""
 
     digest: bytes
     name: str
@@ -46,7 +49,8 @@ def attempt_at(path: str, headers: Mapping[str, str], body: bytes) -> Attempt:
 class Answers:
     """The latest answers of one session."""
 
-    _given: OrderedDict[tuple[str, ...], Given] = field(default_factory=OrderedDict)  # by the ids of their calls
+    # by the ids of their calls
+    _given: OrderedDict[tuple[str, ...], Given] = field(default_factory=OrderedDict)
     _asked: Counter[bytes] = field(default_factory=Counter)  # first attempts that were begun
 
     def begin(self, attempt: Attempt) -> None:
@@ -60,17 +64,25 @@ class Answers:
         if len(self._given) > KEPT:
             self._given.popitem(last=False)
 
-    def lost(self, attempt: Attempt, client: Client | None, is_open: Callable[[Client | None], bool]) -> Given | None:
-        """The answer that this attempt asks for again, which is from now on sent to this client; None where there is none.
+    def lost(
+        self, attempt: Attempt, client: Client | None, is_open: Callable[[Client | None], bool]
+    ) -> Given | None:
+        """The answer that this attempt asks for again, which is from now on sent to this client;
+        None where there is none.
 
-        An agent may ask the same thing several times on purpose. So the answer of a numbered attempt is one whose connection is
-        gone, and only where every first attempt was answered; that of a named one is the one of this name.
+        An agent may ask the same thing several times on purpose. So the answer of a numbered
+        attempt is one whose connection is gone, and only where every first attempt was answered;
+        that of a named one is the one of this name.
         """
         if not attempt.name and not attempt.number:
             return None
         same = [given for given in self._given.values() if given.attempt.digest == attempt.digest]
         if not attempt.name:
-            same = [] if len(same) < self._asked[attempt.digest] else [x for x in same if not is_open(x.client)]
+            same = (
+                []
+                if len(same) < self._asked[attempt.digest]
+                else [x for x in same if not is_open(x.client)]
+            )
         if not same:
             return None
         found = replace(same[0], client=client)

@@ -24,26 +24,38 @@ from areal_x.workflows.single_turn import Generator
 LOOPBACK = "127.0.0.1"
 ASK_AGAIN_SECONDS = 1.0
 
-OnOpen = Callable[[str | None], Awaitable[Session | None]]  # given the label that the agent named, if it did
+# given the label that the agent named, if it did
+OnOpen = Callable[[str | None], Awaitable[Session | None]]
 
 
 @gin.configurable("gateway", denylist=["on_open"])
 class Gateway:
     """Serves sessions to agents, on 127.0.0.1.
 
-    sampling: "run" draws as the run says, whatever temperature, top_p or top_k an agent asks for, as the trainer computes that
-    one distribution; "client" lets the agent choose, where nothing is trained (areal_x.serve; a run refuses it). Either way no
-    completion is longer than the run allows.
-    port: 0 takes a free one. beat_seconds: how often a stream that waits for its completion says that it is alive.
-    on_open: gives the session of an agent that asks for one with the gateway's own key (POST /sessions), or None while there is
-    none; without it agents cannot ask.
+    sampling: "run" draws as the run says, whatever temperature, top_p or top_k an agent asks for,
+    as the trainer computes that one distribution; "client" lets the agent choose, where nothing is
+    trained (areal_x.serve; a run refuses it). Either way no completion is longer than the run
+    allows. port: 0 takes a free one. beat_seconds: how often a stream that waits for its completion
+    says that it is alive. on_open: gives the session of an agent that asks for one with the
+    gateway's own key (POST /sessions), or None while there is none; without it agents cannot ask.
     """
 
-    def __init__(self, sampling: str = "run", port: int = 0, beat_seconds: float = 10.0, on_open: OnOpen | None = None) -> None:
+    def __init__(
+        self,
+        sampling: str = "run",
+        port: int = 0,
+        beat_seconds: float = 10.0,
+        on_open: OnOpen | None = None,
+    ) -> None:
         one_of("gateway.sampling", sampling, ("run", "client"))
         within("gateway.port", port, 0, 65535)
         positive("gateway.beat_seconds", beat_seconds)
-        self.sampling, self.port, self.beat_seconds, self.on_open = sampling, port, beat_seconds, on_open
+        self.sampling, self.port, self.beat_seconds, self.on_open = (
+            sampling,
+            port,
+            beat_seconds,
+            on_open,
+        )
         self.key = secrets.token_urlsafe(32)  # asks for sessions, and does nothing else
         self._doors: Doors[Session] = Doors()
         self._told: set[str] = set()
@@ -60,7 +72,10 @@ class Gateway:
         try:
             listener = socket.create_server((LOOPBACK, self.port), backlog=2048)
         except OSError as error:
-            raise UserError(f"gateway.port = {self.port} cannot be served ({error.strerror}): 0 takes a free one") from error
+            raise UserError(
+                f"gateway.port = {self.port} cannot be served ({error.strerror}): 0 takes a"
+                " free one"
+            ) from error
         self.port = listener.getsockname()[1]
         self._server = Server(application(self), listener)
         self._serving = background.start(self._server.serve(), "the gateway")
@@ -72,7 +87,11 @@ class Gateway:
             self._serving.result()
 
     def open(
-        self, engine: Generator, renderer: Renderer, sampling: SamplingParams, limits: SessionLimits | None = None
+        self,
+        engine: Generator,
+        renderer: Renderer,
+        sampling: SamplingParams,
+        limits: SessionLimits | None = None,
     ) -> Session:
         """A session with a key of its own.
 
@@ -123,5 +142,10 @@ class Gateway:
         """For the routes: the session of an agent that may ask for one, by this label."""
         assert self.on_open is not None
         if (session := await self.on_open(label)) is None:
-            raise ApiError(503, "no episode waits for an agent now", "no_session", retry_after=ASK_AGAIN_SECONDS)
+            raise ApiError(
+                503,
+                "no episode waits for an agent now",
+                "no_session",
+                retry_after=ASK_AGAIN_SECONDS,
+            )
         return session

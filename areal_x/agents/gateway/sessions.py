@@ -1,4 +1,5 @@
-"""The life of a session: calls, rewards, an end. A state machine that knows neither clock, socket nor engine."""
+"""The life of a session: calls, rewards, an end. A state machine that knows neither clock, socket
+nor engine."""
 
 from __future__ import annotations
 
@@ -27,9 +28,10 @@ REMEMBERED = 4096  # sessions that were closed, to be told apart from those that
 class SessionLimits:
     """What one session (one episode of an agent) may use.
 
-    calls: most completions that it may ask for. tokens: once so many were generated, further calls are refused. seconds:
-    longest time from its opening to its end. idle_seconds: longest time without any request, and with none in progress; a tool
-    may take as long. body_megabytes: largest request.
+    calls: most completions that it may ask for. tokens: once so many were generated, further calls
+    are refused. seconds: longest time from its opening to its end. idle_seconds: longest time
+    without any request, and with none in progress; a tool may take as long. body_megabytes: largest
+    request.
     """
 
     calls: int = 1000
@@ -48,7 +50,8 @@ class SessionLimits:
 
 @dataclass
 class SessionState:
-    """Every method that takes `now` (seconds of any one clock) counts as a sign of life, but for `abandon`.
+    """Every method that takes `now` (seconds of any one clock) counts as a sign of life, but for
+    `abandon`.
 
     Raises: ApiError for whatever a client should not have asked.
     """
@@ -60,7 +63,8 @@ class SessionState:
     rewards: dict[str, float] = field(default_factory=dict)  # by call
     generated: int = 0  # tokens
     _unseen: set[str] = field(default_factory=set)  # calls whose answer nobody was there to read
-    _calls: dict[str, Call | None] = field(default_factory=dict)  # in the order in which they began; None while one runs
+    # in the order in which they began; None while one runs
+    _calls: dict[str, Call | None] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.touched = self.opened
@@ -70,13 +74,19 @@ class SessionState:
         return sum(call is None for call in self._calls.values())
 
     def calls(self) -> tuple[Call, ...]:
-        """Those that were finished, in the order in which they began, each with its reward where it was given one.
+        """Those that were finished, in the order in which they began, each with its reward where it
+        was given one.
 
-        One whose answer nobody was there to read is none of them, unless it was given a reward or a later one goes on from it.
+        One whose answer nobody was there to read is none of them, unless it was given a reward or a
+        later one goes on from it.
         """
         finished = [call for call in self._calls.values() if call is not None]
         if self._unseen:
-            finished = [call for call in finished if call.id not in self._unseen or self._is_known(call, finished)]
+            finished = [
+                call
+                for call in finished
+                if call.id not in self._unseen or self._is_known(call, finished)
+            ]
         return tuple(replace(call, reward=self.rewards.get(call.id)) for call in finished)
 
     def unseen(self, ids: Iterable[str]) -> None:
@@ -88,7 +98,8 @@ class SessionState:
         self._unseen.difference_update(ids)
 
     def touch(self, now: float) -> None:
-        """Anything that a client asked for, also what it only wanted to know. Too late it changes nothing."""
+        """Anything that a client asked for, also what it only wanted to know. Too late it changes
+        nothing."""
         if self.abandon(now) is None:
             self.touched = max(self.touched, now)
 
@@ -108,32 +119,42 @@ class SessionState:
         self.generated += len(call.completion.tokens)
 
     def drop(self, ids: Iterable[str], now: float) -> None:
-        """Forgets those of these calls that have no completion: they failed, or their client went away."""
+        """Forgets those of these calls that have no completion: they failed, or their client went
+        away."""
         self.touch(now)
         for call in ids:
             if call in self._calls and self._calls[call] is None:
                 del self._calls[call]
 
     def reward(self, call: str | None, value: float, now: float) -> str:
-        """Gives a call its reward, by default the last one that was finished, and returns which it was."""
+        """Gives a call its reward, by default the last one that was finished, and returns which it
+        was."""
         self._go_on(now)
         _finite(value)
         if call is None:
             finished = self.calls()
             if not finished:
-                raise ApiError(404, "no call was finished that could be rewarded", "no_such_call", "call")
+                raise ApiError(
+                    404, "no call was finished that could be rewarded", "no_such_call", "call"
+                )
             call = finished[-1].id
         if call not in self._calls:
             raise ApiError(404, f"the session has no call {call!r}", "no_such_call", "call")
         if self._calls[call] is None:
             raise ApiError(409, f"call {call} is not finished yet", "call_running", "call")
         if call in self.rewards:
-            raise ApiError(409, f"call {call} has its reward already: {self.rewards[call]:g}", "already_rewarded", "call")
+            raise ApiError(
+                409,
+                f"call {call} has its reward already: {self.rewards[call]:g}",
+                "already_rewarded",
+                "call",
+            )
         self.rewards[call] = float(value)
         return call
 
     def end(self, reward: float | None, now: float) -> None:
-        """The episode's reward is this one; where none is given, the sum of what its calls were given."""
+        """The episode's reward is this one; where none is given, the sum of what its calls were
+        given."""
         self._go_on(now)
         if reward is not None:
             _finite(reward)
@@ -160,7 +181,9 @@ class SessionState:
 
     def _is_known(self, call: Call, calls: Sequence[Call]) -> bool:
         held = np.concatenate([call.prompt, call.completion.tokens])
-        return call.id in self.rewards or any(np.array_equal(other.prompt[: len(held)], held) for other in calls)
+        return call.id in self.rewards or any(
+            np.array_equal(other.prompt[: len(held)], held) for other in calls
+        )
 
     def _go_on(self, now: float) -> None:
         self.touch(now)
@@ -177,7 +200,8 @@ class _Entry(Generic[T]):
 
 @dataclass
 class Doors(Generic[T]):
-    """Which key opens what. A key is looked up by its digest, so that no time tells how much of it was right."""
+    """Which key opens what. A key is looked up by its digest, so that no time tells how much of it
+    was right."""
 
     _by_name: dict[str, _Entry[T]] = field(default_factory=dict)
     _by_digest: dict[bytes, _Entry[T]] = field(default_factory=dict)
@@ -205,19 +229,22 @@ class Doors(Generic[T]):
     def find(self, name: str | None, keys: Sequence[str]) -> T:
         """The session of this name, or of this key alone.
 
-        keys: those that a client gave, of which one must fit.
-        Raises: ApiError 404 for a name that there is not, 401 where no key fits, 409 for a session that was closed.
+        keys: those that a client gave, of which one must fit. Raises: ApiError 404 for a name that
+        there is not, 401 where no key fits, 409 for a session that was closed.
         """
         if name is not None:
             entry = self._by_name.get(name)
             if entry is None:
                 raise ApiError(404, f"there is no session {name!r}", "no_such_session")
         else:
-            entry = next((e for key in keys if (e := self._by_digest.get(_digest(key))) is not None), None)
+            entry = next(
+                (e for key in keys if (e := self._by_digest.get(_digest(key))) is not None), None
+            )
         if entry is None or not any(same(key, entry.key) for key in keys):
             raise ApiError(
                 401,
-                "the key is missing or wrong: send the session's as `Authorization: Bearer KEY` or `x-api-key: KEY`",
+                "the key is missing or wrong: send the session's as `Authorization: Bearer KEY` or"
+                " `x-api-key: KEY`",
                 "invalid_api_key",
             )
         if entry.thing is None:
@@ -239,8 +266,12 @@ def _digest(key: str) -> bytes:
 
 def _finite(reward: float) -> None:
     if not math.isfinite(reward):
-        raise ApiError(400, f"a reward must be a finite number, not {reward}", "invalid_value", "reward")
+        raise ApiError(
+            400, f"a reward must be a finite number, not {reward}", "invalid_value", "reward"
+        )
 
 
 def _limit(what: str, name: str) -> ApiError:
-    return ApiError(429, f"the session has used its {what}: raise session_limits.{name}", f"session_{name}")
+    return ApiError(
+        429, f"the session has used its {what}: raise session_limits.{name}", f"session_{name}"
+    )

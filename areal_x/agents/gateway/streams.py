@@ -1,4 +1,5 @@
-"""Answers that may come as a stream of server-sent events, and that nobody computes for a client that has gone."""
+"""Answers that may come as a stream of server-sent events, and that nobody computes for a client
+that has gone."""
 
 from __future__ import annotations
 
@@ -18,7 +19,8 @@ STREAM = {"content-type": "text/event-stream; charset=utf-8", "cache-control": "
 
 @dataclass(frozen=True)
 class Refusal:
-    """An answer other than 200. in_stream: the same as a stream's last events, where it had begun."""
+    """An answer other than 200. in_stream: the same as a stream's last events, where it had
+    begun."""
 
     status: int
     body: bytes
@@ -30,10 +32,10 @@ class Refusal:
 class Answering:
     """The ASGI response to one request while its answer is computed.
 
-    unsent: called where there was an answer and nobody to read it.
-    work: gives a JSON body, or the events of a stream; it is cancelled when the client goes away first. refusal: of what `work`
-    raised. A stream begins with its first event, or after `beat_seconds` with `beat`, which is sent again each time so many
-    seconds have passed: so an error that comes soon still has its status.
+    unsent: called where there was an answer and nobody to read it. work: gives a JSON body, or the
+    events of a stream; it is cancelled when the client goes away first. refusal: of what `work`
+    raised. A stream begins with its first event, or after `beat_seconds` with `beat`, which is sent
+    again each time so many seconds have passed: so an error that comes soon still has its status.
     """
 
     work: Coroutine[Any, Any, bytes | list[bytes]]
@@ -59,12 +61,16 @@ class Answering:
             gone.cancel()
             await asyncio.gather(work, gone, return_exceptions=True)
 
-    async def _wait(self, work: asyncio.Future[Any], gone: asyncio.Future[None], send: Send) -> bool:
+    async def _wait(
+        self, work: asyncio.Future[Any], gone: asyncio.Future[None], send: Send
+    ) -> bool:
         """Until there is an answer or nobody to read it. Whether the stream has begun."""
         begun = False
         while not work.done() and not gone.done():
             seconds = self.beat_seconds if self.stream else None
-            done, _ = await asyncio.wait({work, gone}, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
+            done, _ = await asyncio.wait(
+                {work, gone}, timeout=seconds, return_when=asyncio.FIRST_COMPLETED
+            )
             if not done:
                 if not begun:
                     await self._start(send, 200, STREAM)
@@ -72,7 +78,9 @@ class Answering:
                 begun = True
         return begun
 
-    async def _finish(self, work: asyncio.Future[bytes | list[bytes]], begun: bool, send: Send) -> None:
+    async def _finish(
+        self, work: asyncio.Future[bytes | list[bytes]], begun: bool, send: Send
+    ) -> None:
         error = work.exception()
         if error is None:
             said = work.result()
@@ -80,7 +88,9 @@ class Answering:
                 await self._start(send, 200, JSON if isinstance(said, bytes) else STREAM)
             for part in sliced([said] if isinstance(said, bytes) else said):
                 await _more(send, part)
-                await asyncio.sleep(0)  # a socket that takes all of it at once would else be written to in one turn of the loop
+                # a socket that takes all of it at once would else be written to in one turn of the
+                # loop
+                await asyncio.sleep(0)
         else:
             refusal = self.refusal(error)
             if not begun:
@@ -88,7 +98,9 @@ class Answering:
             await _more(send, refusal.in_stream if begun else refusal.body)
 
     async def _start(self, send: Send, status: int, headers: Mapping[str, str]) -> None:
-        pairs = [(name.encode(), value.encode()) for name, value in {**self.headers, **headers}.items()]
+        pairs = [
+            (name.encode(), value.encode()) for name, value in {**self.headers, **headers}.items()
+        ]
         await send({"type": "http.response.start", "status": status, "headers": pairs})
 
 
@@ -117,8 +129,11 @@ def dumped(data: Mapping[str, Any]) -> bytes:
 
 
 def dumped_slowly(data: Mapping[str, Any]) -> bytes:
-    """The same, in Python: for a thread beside the loop, as the other holds Python's lock until it is done."""
-    return "".join(json.JSONEncoder(allow_nan=False, separators=(",", ":")).iterencode(data)).encode()
+    """The same, in Python: for a thread beside the loop, as the other holds Python's lock until it
+    is done."""
+    return "".join(
+        json.JSONEncoder(allow_nan=False, separators=(",", ":")).iterencode(data)
+    ).encode()
 
 
 async def _disconnected(receive: Receive) -> None:

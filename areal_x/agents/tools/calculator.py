@@ -1,4 +1,5 @@
-"""A calculator for models: arithmetic read as a tree of numbers and operators, nothing else, and nothing too large."""
+"""A calculator for models: arithmetic read as a tree of numbers and operators, nothing else, and
+nothing too large."""
 
 from __future__ import annotations
 
@@ -26,8 +27,12 @@ OPERATORS: Mapping[type[ast.operator], Callable[[Any, Any], Number]] = {
     ast.Mod: operator.mod,
     ast.Pow: operator.pow,
 }
-SIGNS: Mapping[type[ast.unaryop], Callable[[Any], Number]] = {ast.UAdd: operator.pos, ast.USub: operator.neg}
-PLACES = 5000  # beyond which rounding changes nothing, or leaves nothing, of a number that the calculator knows
+SIGNS: Mapping[type[ast.unaryop], Callable[[Any], Number]] = {
+    ast.UAdd: operator.pos,
+    ast.USub: operator.neg,
+}
+# beyond which rounding changes nothing, or leaves nothing, of a number that the calculator knows
+PLACES = 5000
 
 
 def rounded(value: Number, *places: int) -> Number:
@@ -38,8 +43,25 @@ def rounded(value: Number, *places: int) -> Number:
 FUNCTIONS: Mapping[str, Callable[..., Number]] = {
     **{function.__name__: function for function in (abs, min, max)},
     "round": rounded,
-    **{name: getattr(math, name) for name in ("ceil", "exp", "floor", "gcd", "hypot", "isqrt", "log", "log10", "log2", "sqrt")},
-    **{name: getattr(math, name) for name in ("acos", "asin", "atan", "atan2", "cos", "degrees", "radians", "sin", "tan")},
+    **{
+        name: getattr(math, name)
+        for name in (
+            "ceil",
+            "exp",
+            "floor",
+            "gcd",
+            "hypot",
+            "isqrt",
+            "log",
+            "log10",
+            "log2",
+            "sqrt",
+        )
+    },
+    **{
+        name: getattr(math, name)
+        for name in ("acos", "asin", "atan", "atan2", "cos", "degrees", "radians", "sin", "tan")
+    },
 }
 CONSTANTS = {"pi": math.pi, "e": math.e}
 
@@ -47,7 +69,8 @@ CONSTANTS = {"pi": math.pi, "e": math.e}
 @gin.configurable("calculator")
 @dataclass(frozen=True)
 class Calculator:
-    """The tool `calculator`: + - * / // % **, brackets, the usual functions, pi and e; whole numbers exactly.
+    """The tool `calculator`: + - * / // % **, brackets, the usual functions, pi and e; whole
+    numbers exactly.
 
     digits: most decimal digits of a whole number on the way.
     """
@@ -56,15 +79,24 @@ class Calculator:
     name = "calculator"
 
     def __post_init__(self) -> None:
-        within("calculator.digits", self.digits, 20, 4000)  # Python writes no number of more than 4300
+        # Python writes no number of more than 4300
+        within("calculator.digits", self.digits, 20, 4000)
 
     @property
     def schema(self) -> Schema:
         description = (
-            f"Computes an arithmetic expression. Operators: + - * / // % **. Functions: {', '.join(sorted(FUNCTIONS))}."
+            "Computes an arithmetic expression. Operators: + - * / // % **. Functions:"
+            f" {', '.join(sorted(FUNCTIONS))}."
         )
-        expression = {"type": "string", "description": "The expression, for example (3 + 4) * sqrt(2)."}
-        parameters = {"type": "object", "properties": {"expression": expression}, "required": ["expression"]}
+        expression = {
+            "type": "string",
+            "description": "The expression, for example (3 + 4) * sqrt(2).",
+        }
+        parameters = {
+            "type": "object",
+            "properties": {"expression": expression},
+            "required": ["expression"],
+        }
         return schema_of(self.name, description, parameters)
 
     async def call(self, arguments: dict[str, Any]) -> str:
@@ -74,10 +106,14 @@ class Calculator:
 def compute(expression: str, digits: int = 1000) -> str:
     """The value of an arithmetic expression: whole numbers with all their digits, others with 12.
 
-    Raises ToolError, in a sentence for the model, for what is no arithmetic, has no value, or is too large.
+    Raises ToolError, in a sentence for the model, for what is no arithmetic, has no value, or is
+    too large.
     """
     if len(expression) > CHARACTERS:
-        raise ToolError(f"The expression has {len(expression)} characters, more than {CHARACTERS}: compute it in parts.")
+        raise ToolError(
+            f"The expression has {len(expression)} characters, more than {CHARACTERS}: compute it"
+            " in parts."
+        )
     try:
         value = _Reader(digits, 10**digits).value(ast.parse(expression.strip(), mode="eval").body)
     except ZeroDivisionError:
@@ -87,7 +123,9 @@ def compute(expression: str, digits: int = 1000) -> str:
     except (RecursionError, MemoryError):
         raise ToolError("The expression is nested too deeply: compute it in parts.") from None
     except SyntaxError as error:
-        raise ToolError(f"The expression cannot be read ({error.msg}): write arithmetic such as (3 + 4) * 2.") from None
+        raise ToolError(
+            f"The expression cannot be read ({error.msg}): write arithmetic such as (3 + 4) * 2."
+        ) from None
     except (ValueError, TypeError) as error:
         raise ToolError(f"The expression has no value: {error}.") from None
     return f"{value:d}" if isinstance(value, int) else f"{value:.12g}"
@@ -111,13 +149,20 @@ class _Reader:
             case ast.Name(name) if name in CONSTANTS:
                 return CONSTANTS[name]
             case ast.Call(ast.Name(name), arguments, []) if name in FUNCTIONS:
-                return self._small(FUNCTIONS[name](*(self.value(argument) for argument in arguments)))
+                return self._small(
+                    FUNCTIONS[name](*(self.value(argument) for argument in arguments))
+                )
             case ast.Name(name) | ast.Call(ast.Name(name)):
                 names = [*CONSTANTS, *FUNCTIONS]
-                raise ToolError(f"The calculator does not know {name!r}; it knows {', '.join(names)}{nearest(name, names)}.")
+                raise ToolError(
+                    f"The calculator does not know {name!r}; it knows"
+                    f" {', '.join(names)}{nearest(name, names)}."
+                )
             case ast.BinOp(_, ast.BitXor(), _):
                 raise ToolError("The calculator has no operator ^: write ** for a power.")
-        raise ToolError(f"The calculator cannot compute {ast.unparse(node)[:100]!r}: it knows arithmetic only.")
+        raise ToolError(
+            f"The calculator cannot compute {ast.unparse(node)[:100]!r}: it knows arithmetic only."
+        )
 
     def _operate(self, kind: type[ast.operator], left: Number, right: Number) -> Number:
         # Before it is computed, as a power of a few digits can have more than fit into memory.

@@ -1,8 +1,8 @@
 """JSON from models, agents and servers: measured before it is parsed.
 
-A parser's cost, and the cost of everything that walks the parsed value afterwards, grows with the number of values and their
-nesting, and Python's recursion ends at a depth that the sender chooses. Counting brackets and commas outside of strings bounds
-both, and stops at the bound.
+A parser's cost, and the cost of everything that walks the parsed value afterwards, grows with the
+number of values and their nesting, and Python's recursion ends at a depth that the sender chooses.
+Counting brackets and commas outside of strings bounds both, and stops at the bound.
 """
 
 from __future__ import annotations
@@ -14,19 +14,25 @@ from typing import Any
 DEPTH = 64  # of nested objects and arrays
 VALUES = 10_000  # brackets and commas
 TOKEN = re.compile(r'[][{},"]')
-# The rest of a string. Each match does a bounded number of alternations, so that one of escapes alone holds the GIL for short.
+# The rest of a string. Each match does a bounded number of alternations, so that one of escapes
+# alone holds the GIL for short.
 INSIDE = re.compile(r'(?:[^"\\]++|\\.){0,4096}+', re.DOTALL)
-TOKEN_BYTES, INSIDE_BYTES = (re.compile(p.pattern.encode(), p.flags & re.DOTALL) for p in (TOKEN, INSIDE))
+TOKEN_BYTES, INSIDE_BYTES = (
+    re.compile(p.pattern.encode(), p.flags & re.DOTALL) for p in (TOKEN, INSIDE)
+)
 
 
 class TooMuch(ValueError):
-    """JSON beyond the bounds. Its text is the end of a sentence that begins with what the JSON is."""
+    """JSON beyond the bounds. Its text is the end of a sentence that begins with what the JSON
+    is."""
 
 
 def check(text: str | bytes, depth: int = DEPTH, values: int = VALUES) -> None:
-    """Measures a JSON text without parsing it. It need not be well formed: a parser gets no further than this does.
-    Raises: TooMuch."""
-    patterns: tuple[Any, Any] = (TOKEN, INSIDE) if isinstance(text, str) else (TOKEN_BYTES, INSIDE_BYTES)
+    """Measures a JSON text without parsing it. It need not be well formed: a parser gets no further
+    than this does. Raises: TooMuch."""
+    patterns: tuple[Any, Any] = (
+        (TOKEN, INSIDE) if isinstance(text, str) else (TOKEN_BYTES, INSIDE_BYTES)
+    )
     token, inside = patterns
     nested = count = at = 0
     while found := token.search(text, at):
@@ -49,7 +55,8 @@ def check(text: str | bytes, depth: int = DEPTH, values: int = VALUES) -> None:
 
 
 def loads(text: str | bytes, depth: int = DEPTH, values: int = VALUES) -> Any:
-    """The value of a JSON text within these bounds. Raises: ValueError, also for NaN and Infinity, which JSON has not."""
+    """The value of a JSON text within these bounds. Raises: ValueError, also for NaN and Infinity,
+    which JSON has not."""
     check(text, depth, values)
     return json.loads(text, parse_constant=_no_number)
 

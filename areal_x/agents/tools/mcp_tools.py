@@ -36,9 +36,10 @@ class McpError(Exception):
 class McpServer:
     """The tools of an MCP server. Needs the package `mcp` (pip install 'areal-x[mcp]').
 
-    command: that starts it, with its arguments, as ("npx", "-y", "some-server"); it is ended with the run. Or url: of one that
-    runs, as "http://127.0.0.1:8000/mcp". variables: names of environment variables that the command gets beside HOME and PATH.
-    key_variable: the environment variable that holds the key for the url. only: the names of the tools that models get; by
+    command: that starts it, with its arguments, as ("npx", "-y", "some-server"); it is ended with
+    the run. Or url: of one that runs, as "http://127.0.0.1:8000/mcp". variables: names of
+    environment variables that the command gets beside HOME and PATH. key_variable: the environment
+    variable that holds the key for the url. only: the names of the tools that models get; by
     default all. prefix: put before their names, so that two servers can have tools of one name.
     start_seconds: longest time until it lists its tools.
     """
@@ -55,11 +56,13 @@ class McpServer:
     def __post_init__(self) -> None:
         if bool(self.command) == bool(self.url):
             raise UserError(
-                "mcp_server needs a command that starts the server, or the url of one that runs: set one of the two"
+                "mcp_server needs a command that starts the server, or the url of one that runs:"
+                " set one of the two"
             )
         if isinstance(self.command, str):
             raise UserError(
-                f"mcp_server.command = {self.command!r} cannot work: write its words one by one, as ('npx', '-y', 'x')"
+                f"mcp_server.command = {self.command!r} cannot work: write its words one by one, as"
+                " ('npx', '-y', 'x')"
             )
         positive("mcp_server.start_seconds", self.start_seconds)
         object.__setattr__(self, "connection", Connection(self))
@@ -69,10 +72,15 @@ class McpServer:
         names = [tool["name"] for tool in listed]
         for name in self.only:
             if name not in names:
-                raise UserError(f"mcp_server.only names {name!r}, but the server has {', '.join(names)}{nearest(name, names)}")
+                raise UserError(
+                    f"mcp_server.only names {name!r}, but the server has"
+                    f" {', '.join(names)}{nearest(name, names)}"
+                )
         return [
             McpTool(
-                self.connection, tool["name"], schema_of(self.prefix + tool["name"], tool["description"], tool["parameters"])
+                self.connection,
+                tool["name"],
+                schema_of(self.prefix + tool["name"], tool["description"], tool["parameters"]),
             )
             for tool in listed
             if not self.only or tool["name"] in self.only
@@ -116,8 +124,8 @@ class Connection:
         self._numbers = count()
 
     async def open(self) -> list[dict[str, Any]]:
-        """The tools that the server lists, each its name, description and parameters. Raises UserError where it cannot be
-        reached."""
+        """The tools that the server lists, each its name, description and parameters. Raises
+        UserError where it cannot be reached."""
         async with self._opening:
             await self._open()
             return self._tools
@@ -161,14 +169,22 @@ class Connection:
                 await asyncio.wait([self._reading])
 
     async def _open(self) -> None:
-        if self._process is not None and self._process.returncode is None and self._reading and not self._reading.done():
+        if (
+            self._process is not None
+            and self._process.returncode is None
+            and self._reading
+            and not self._reading.done()
+        ):
             return
         await self.close()
         if importlib.util.find_spec("mcp") is None:
             raise UserError("mcp_server needs the package mcp: pip install 'areal-x[mcp]'")
         key = self._server.key_variable
         if key and key not in os.environ:
-            raise UserError(f"mcp_server.key_variable = {key!r} cannot work: there is no such environment variable")
+            raise UserError(
+                f"mcp_server.key_variable = {key!r} cannot work: there is no such environment"
+                " variable"
+            )
         try:
             async with asyncio.timeout(self._server.start_seconds):
                 with waiting(whose(), "the MCP server to start", self._name):
@@ -188,7 +204,9 @@ class Connection:
             reason = seconds if isinstance(error, TimeoutError) else f"cannot be reached ({error})"
             raise UserError(f"the MCP server {self._name!r} {reason}") from None
         # A connection that is lost is opened again by the next call.
-        self._reading = background.start(self._read(process), "the connection to an MCP server", failed=lambda _: None)
+        self._reading = background.start(
+            self._read(process), "the connection to an MCP server", failed=lambda _: None
+        )
 
     async def _started(self) -> asyncio.subprocess.Process:
         server = self._server
@@ -223,12 +241,17 @@ class Connection:
             future.set_result(answer)
 
     def _tell(self, message: dict[str, Any]) -> None:
-        if self._process is not None and self._process.stdin is not None and not self._process.stdin.is_closing():
+        if (
+            self._process is not None
+            and self._process.stdin is not None
+            and not self._process.stdin.is_closing()
+        ):
             self._process.stdin.write(json.dumps(message).encode() + b"\n")
 
 
 async def told_by(process: asyncio.subprocess.Process) -> dict[str, Any]:
-    """What the process says next. Raises: McpError where it says that there is no server, or no more."""
+    """What the process says next. Raises: McpError where it says that there is no server, or no
+    more."""
     assert process.stdout is not None
     line = await process.stdout.readline()
     said: dict[str, Any] = json_bounds.loads(line) if line else {"refused": LOST}

@@ -3,8 +3,8 @@
     run ──(a line of JSON: a call, or that one is given up)──▶ worker ◀──MCP──▶ server
     run ◀──(a line: that it is connected, a tool, that all are told; a call's text)── worker
 
-What a server answers may be of any size and shape, and to parse it takes the interpreter's lock. Here that delays nobody but
-the server's own calls; what the run is told is short.
+What a server answers may be of any size and shape, and to parse it takes the interpreter's lock.
+Here that delays nobody but the server's own calls; what the run is told is short.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ LINE = 1 << 22  # bytes: such a text as JSON has it, and more than a call's argu
 
 
 def main(path: list[str], server: Mapping[str, Any], parent: int) -> None:
-    """path: to import from. server: the fields of McpServer that say where it is. parent: this process ends with it."""
+    """path: to import from. server: the fields of McpServer that say where it is. parent: this
+    process ends with it."""
     guard.die_with_parent(parent)
     sys.path[:] = path
     told = os.dup(1)
@@ -67,34 +68,50 @@ async def connected(stack: AsyncExitStack, server: Mapping[str, Any]) -> Any:
     if server["command"]:
         command, *arguments = server["command"]
         environment = {name: os.environ[name] for name in server["variables"] if name in os.environ}
-        return await stack.enter_async_context(Client(StdioServerParameters(command=command, args=arguments, env=environment)))
+        return await stack.enter_async_context(
+            Client(StdioServerParameters(command=command, args=arguments, env=environment))
+        )
     import httpx2
 
     key = os.environ.get(server["key_variable"], "")
     headers = {"Authorization": f"Bearer {key}"} if key else {}
     http = httpx2.AsyncClient(headers=headers, timeout=httpx2.Timeout(30.0, read=300.0))
     await stack.enter_async_context(http)
-    return await stack.enter_async_context(Client(streamable_http_client(server["url"], http_client=http)))
+    return await stack.enter_async_context(
+        Client(streamable_http_client(server["url"], http_client=http))
+    )
 
 
 def bounded(tool: Any) -> dict[str, Any]:
     """What a model is told of a tool."""
-    told = {"name": tool.name, "description": tool.description or "", "parameters": tool.input_schema}
+    told = {
+        "name": tool.name,
+        "description": tool.description or "",
+        "parameters": tool.input_schema,
+    }
     if (size := len(json.dumps(told))) > CHARACTERS:
-        raise ValueError(f"what its tool {tool.name[:100]!r} says of itself has {size} characters, more than {CHARACTERS}")
+        raise ValueError(
+            f"what its tool {tool.name[:100]!r} says of itself has {size} characters, more than"
+            f" {CHARACTERS}"
+        )
     return told
 
 
 async def calls(client: Any, tell: Callable[[Mapping[str, Any]], None]) -> None:
     """Each call as a task of its own, until the run has no more."""
     lines = asyncio.StreamReader(limit=LINE)
-    await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(lines), sys.stdin.buffer)
+    await asyncio.get_running_loop().connect_read_pipe(
+        lambda: asyncio.StreamReaderProtocol(lines), sys.stdin.buffer
+    )
     running: dict[int, asyncio.Task[None]] = {}
 
     async def call(number: int, tool: str, arguments: dict[str, Any]) -> None:
         try:
             result = await client.call_tool(tool, arguments)
-            text = "\n".join(block.text if block.type == "text" else f"[{block.type}]" for block in result.content)
+            text = "\n".join(
+                block.text if block.type == "text" else f"[{block.type}]"
+                for block in result.content
+            )
             tell({"call": number, "text": shown(text), "failed": bool(result.is_error)})
         except Exception as error:
             tell({"call": number, "error": sentence(error), "lost": is_closed(error)})
@@ -109,7 +126,9 @@ async def calls(client: Any, tell: Callable[[Mapping[str, Any]], None]) -> None:
                 asked = json.loads(line)
                 if "call" in asked:
                     number = asked["call"]
-                    running[number] = group.create_task(call(number, asked["tool"], asked["arguments"]))
+                    running[number] = group.create_task(
+                        call(number, asked["tool"], asked["arguments"])
+                    )
                 elif given_up := running.get(asked["cancel"]):
                     given_up.cancel()
         for task in running.values():
@@ -117,7 +136,11 @@ async def calls(client: Any, tell: Callable[[Mapping[str, Any]], None]) -> None:
 
 
 def shown(text: str) -> str:
-    return text if len(text) <= CHARACTERS else f"{text[:CHARACTERS]} … ({len(text) - CHARACTERS} characters more)"
+    return (
+        text
+        if len(text) <= CHARACTERS
+        else f"{text[:CHARACTERS]} … ({len(text) - CHARACTERS} characters more)"
+    )
 
 
 def is_closed(error: Exception) -> bool:

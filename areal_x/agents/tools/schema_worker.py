@@ -2,8 +2,9 @@
 
     run ──(a line of JSON: schema, and a value or none)──▶ worker        worker ──(a line: what is wrong, or null)──▶ run
 
-Nothing else bounds such a check: the regular expressions of `pattern` backtrack, references double at each step, and most of
-it is within calls that keep Python's lock. So the kernel ends this process once a check has used its CPU time.
+Nothing else bounds such a check: the regular expressions of `pattern` backtrack, references double
+at each step, and most of it is within calls that keep Python's lock. So the kernel ends this
+process once a check has used its CPU time.
 """
 
 from __future__ import annotations
@@ -32,7 +33,8 @@ def main(path: list[str], cpu_seconds: float) -> None:
     sys.setrecursionlimit(DEEPEST)
     resource.setrlimit(resource.RLIMIT_DATA, (MEMORY_BYTES, MEMORY_BYTES))
     for line in sys.stdin.buffer:
-        signal.setitimer(signal.ITIMER_PROF, cpu_seconds)  # whose signal ends a process that does not handle it
+        # whose signal ends a process that does not handle it
+        signal.setitimer(signal.ITIMER_PROF, cpu_seconds)
         answer = answered(*json.loads(line))
         signal.setitimer(signal.ITIMER_PROF, 0)
         sys.stdout.buffer.write(json.dumps(answer).encode() + b"\n")
@@ -40,15 +42,22 @@ def main(path: list[str], cpu_seconds: float) -> None:
 
 
 def answered(schema: str, value: str | None, closed: bool) -> str | None:
-    """What is wrong with a schema, or where there is a value with that. Both are JSON. closed: see `checker`."""
+    """What is wrong with a schema, or where there is a value with that. Both are JSON. closed: see
+    `checker`."""
     try:
         if value is None:
             return why_no_schema(json.loads(schema))
-        check = known(schema, closed) if len(schema) <= KEPT_CHARACTERS else checker(json.loads(schema), closed)
+        check = (
+            known(schema, closed)
+            if len(schema) <= KEPT_CHARACTERS
+            else checker(json.loads(schema), closed)
+        )
         return check(json.loads(value))
     except RecursionError:
         return "the schema refers to itself without an end"
-    except Exception as error:  # of a library, for what nobody thought of: an answer, not the end of a process
+    except (
+        Exception
+    ) as error:  # of a library, for what nobody thought of: an answer, not the end of a process
         return short(f"{type(error).__name__}: {error}")
 
 
@@ -69,10 +78,11 @@ def why_no_schema(schema: Any) -> str | None:
 
 
 def checker(schema: Mapping[str, Any], closed: bool) -> Check:
-    """Returns a function that says what of a value does not fit a JSON schema, or None where all does.
+    """Returns a function that says what of a value does not fit a JSON schema, or None where all
+    does.
 
-    closed: a property that the schema does not name does not fit where the schema says nothing of additional ones. Nothing that
-    the schema refers to is fetched.
+    closed: a property that the schema does not name does not fit where the schema says nothing of
+    additional ones. Nothing that the schema refers to is fetched.
     """
     from jsonschema.exceptions import best_match
     from referencing import Registry
@@ -90,10 +100,17 @@ def checker(schema: Mapping[str, Any], closed: bool) -> Check:
         if error is not None:
             place = ".".join(map(str, error.absolute_path))
             return short(f"{place}: {error.message}" if place else str(error.message))
-        extra = [name for name in value if name not in known] if closed and isinstance(value, dict) else []
+        extra = (
+            [name for name in value if name not in known]
+            if closed and isinstance(value, dict)
+            else []
+        )
         if not extra:
             return None
-        return short(f"{extra[0]!r} is unknown; known are: {', '.join(known) or 'none'}{nearest(extra[0], list(known))}")
+        return short(
+            f"{extra[0]!r} is unknown; known are:"
+            f" {', '.join(known) or 'none'}{nearest(extra[0], list(known))}"
+        )
 
     return check
 

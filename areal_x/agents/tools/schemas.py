@@ -1,5 +1,5 @@
-"""JSON schemas that models, agents and servers of tools bring, checked where a check may take as long as it likes: in a process
-that the kernel ends after CPU_SECONDS. The event loop only waits."""
+"""JSON schemas that models, agents and servers of tools bring, checked where a check may take as
+long as it likes: in a process that the kernel ends after CPU_SECONDS. The event loop only waits."""
 
 from __future__ import annotations
 
@@ -32,7 +32,8 @@ async def wrong(schema: Any) -> str | None:
 
 
 async def misfit(schema: Mapping[str, Any], value: str, *, closed: bool = False) -> str | None:
-    """What of a value, given as JSON, does not fit the schema; None where all does. closed: see schema_worker.checker."""
+    """What of a value, given as JSON, does not fit the schema; None where all does. closed: see
+    schema_worker.checker."""
     return await _ask(json.dumps(schema), value, closed)
 
 

@@ -28,7 +28,8 @@ from areal_x.runtime.thread import in_thread
 from areal_x.runtime.waits import waiting, whose
 from areal_x.sandbox.pool import Sandbox, SandboxLimits, shortened
 
-Schema = Mapping[str, Any]  # {"type": "function", "function": {"name", "description", "parameters"}}, as OpenAI has it
+# {"type": "function", "function": {"name", "description", "parameters"}}, as OpenAI has it
+Schema = Mapping[str, Any]
 
 
 class ToolError(Exception):
@@ -39,8 +40,8 @@ class ToolError(Exception):
 class Tool(Protocol):
     """One thing that a model may call.
 
-    name: also in the schema. schema: OpenAI's. limits_itself: that it answers in time by itself, so that the toolbox does not
-    end it: for tools whose callers wait for each other.
+    name: also in the schema. schema: OpenAI's. limits_itself: that it answers in time by itself, so
+    that the toolbox does not end it: for tools whose callers wait for each other.
     """
 
     @property
@@ -50,7 +51,8 @@ class Tool(Protocol):
     def schema(self) -> Schema: ...
 
     async def call(self, arguments: dict[str, Any]) -> str:
-        """arguments: those of the schema. Raises what it likes: the model is told; ToolError is told as it is."""
+        """arguments: those of the schema. Raises what it likes: the model is told; ToolError is
+        told as it is."""
         ...
 
 
@@ -87,14 +89,16 @@ class FunctionTool:
                 result = await result
         if isinstance(result, str):
             return result
-        return await in_thread(json.dumps, result, ensure_ascii=False, default=str)  # which may be as large as it likes
+        # which may be as large as it likes
+        return await in_thread(json.dumps, result, ensure_ascii=False, default=str)
 
 
 def tool_of(function: Callable[..., Any]) -> FunctionTool:
-    """A tool of any function, async or not, that has type hints and a docstring of Google's kind with each argument in it.
+    """A tool of any function, async or not, that has type hints and a docstring of Google's kind
+    with each argument in it.
 
-    One that blocks is run in a thread. What it returns is shown as it is where it is a text, else as JSON.
-    Raises UserError where no schema can be made of it.
+    One that blocks is run in a thread. What it returns is shown as it is where it is a text, else
+    as JSON. Raises UserError where no schema can be made of it.
     """
     from transformers.utils import get_json_schema
 
@@ -104,15 +108,18 @@ def tool_of(function: Callable[..., Any]) -> FunctionTool:
     except Exception as error:  # of transformers' own, several kinds
         reason = " ".join(str(error).split())
         raise UserError(
-            f"the function {name} cannot be a tool ({reason}): give every argument a type hint and a line below `Args:` in the "
-            "docstring"
+            f"the function {name} cannot be a tool ({reason}): give every argument a type hint and"
+            " a line below `Args:` in the docstring"
         ) from None
     schema["function"].pop("return", None)
     return FunctionTool(function, schema)
 
 
 def schema_of(name: str, description: str, parameters: Mapping[str, Any]) -> Schema:
-    return {"type": "function", "function": {"name": name, "description": description, "parameters": parameters}}
+    return {
+        "type": "function",
+        "function": {"name": name, "description": description, "parameters": parameters},
+    }
 
 
 @dataclass(frozen=True)
@@ -126,11 +133,16 @@ class PythonTool:
     @property
     def schema(self) -> Schema:
         description = (
-            "Runs a Python program and returns what it prints, and the value of its last line if that is an expression. Each "
-            "call starts anew: variables and files of earlier calls are gone. There is no network."
+            "Runs a Python program and returns what it prints, and the value of its last line if"
+            " that is an expression. Each call starts anew: variables and files of earlier calls"
+            " are gone. There is no network."
         )
         code = {"type": "string", "description": "The program."}
-        return schema_of(self.name, description, {"type": "object", "properties": {"code": code}, "required": ["code"]})
+        return schema_of(
+            self.name,
+            description,
+            {"type": "object", "properties": {"code": code}, "required": ["code"]},
+        )
 
     async def call(self, arguments: dict[str, Any]) -> str:
         return (await self.sandbox.run(arguments["code"])).text()
@@ -139,10 +151,12 @@ class PythonTool:
 @gin.configurable("python_executor")
 @dataclass(frozen=True)
 class PythonExecutor:
-    """The tool `python`: a program of the model, run in the sandbox (docs/sandbox.md). Each call is a new process.
+    """The tool `python`: a program of the model, run in the sandbox (docs/sandbox.md). Each call is
+    a new process.
 
-    limits: of each program. workers: programs at once. packages: programs can import what is installed beside the run.
-    imports: modules imported in advance, so that programs which use them start faster.
+    limits: of each program. workers: programs at once. packages: programs can import what is
+    installed beside the run. imports: modules imported in advance, so that programs which use them
+    start faster.
     """
 
     limits: SandboxLimits = field(default_factory=SandboxLimits)
@@ -153,7 +167,9 @@ class PythonExecutor:
 
     def __post_init__(self) -> None:
         at_least("python_executor.workers", self.workers, 1)
-        sandbox = Sandbox(self.limits, self.workers, echo_last=True, packages=self.packages, imports=self.imports)
+        sandbox = Sandbox(
+            self.limits, self.workers, echo_last=True, packages=self.packages, imports=self.imports
+        )
         object.__setattr__(self, "sandbox", sandbox)
 
     async def setup(self) -> Sequence[Tool]:
@@ -167,9 +183,9 @@ class PythonExecutor:
 class Toolbox:
     """The tools of an episode, or of many at once.
 
-    tools: `Tool`s, `Source`s, and functions (see `tool_of`). tool_seconds: after which the model is told that a tool did not
-    answer; one that blocks in a thread goes on there, unheard. result_characters: of what a tool answers; of more, the first
-    and the last half are shown.
+    tools: `Tool`s, `Source`s, and functions (see `tool_of`). tool_seconds: after which the model is
+    told that a tool did not answer; one that blocks in a thread goes on there, unheard.
+    result_characters: of what a tool answers; of more, the first and the last half are shown.
 
     Raises UserError for functions that cannot be tools, and for two tools of one name.
     """
@@ -192,7 +208,8 @@ class Toolbox:
                 self._add(tool, why_no_schema(parameters_of(tool)))
 
     async def setup(self) -> None:
-        """Starts what has to be started. Safe to call twice. Raises UserError where something cannot work."""
+        """Starts what has to be started. Safe to call twice. Raises UserError where something
+        cannot work."""
         if self._ready:
             return
         async with self._starting:
@@ -218,24 +235,31 @@ class Toolbox:
 
     @property
     def schemas(self) -> tuple[Schema, ...]:
-        """Of all tools, in the order in which they were given; those of a `Source` are known after `setup`."""
+        """Of all tools, in the order in which they were given; those of a `Source` are known after
+        `setup`."""
         return tuple(tool.schema for tool in self._tools.values())
 
     async def call(self, name: str, arguments: str) -> str:
-        """What the tool answers, or a sentence that says what was wrong. arguments: JSON, as the model wrote it.
+        """What the tool answers, or a sentence that says what was wrong. arguments: JSON, as the
+        model wrote it.
 
         Raises only what ends the run: UserError and EngineError of a tool.
         """
         await self.setup()
         if name not in self._tools:
             known = ", ".join(self._tools) or "none"
-            return f"There is no tool {name!r}; the tools are: {known}{nearest(name, list(self._tools))}."
+            return (
+                f"There is no tool {name!r}; the tools are:"
+                f" {known}{nearest(name, list(self._tools))}."
+            )
         try:
             parsed = json_bounds.loads(arguments or "{}")
         except ValueError as error:
             return f"The arguments of {name} are not valid JSON ({error}): write one JSON object."
         tool = self._tools[name]
-        if wrong := await schemas.misfit({**parameters_of(tool), "type": "object"}, arguments or "{}", closed=True):
+        if wrong := await schemas.misfit(
+            {**parameters_of(tool), "type": "object"}, arguments or "{}", closed=True
+        ):
             return f"The arguments of {name} do not fit: {wrong}."
         text = await self._answer(tool, parsed)
         return shortened(text, "", False, self.result_characters)[0]
@@ -254,11 +278,17 @@ class Toolbox:
             if isinstance(error, TimeoutError) and limit.expired():
                 return f"The tool {tool.name} did not answer within {self.tool_seconds:g} seconds."
             reason = " ".join(sentence(error).split())
-            return f"The tool {tool.name} failed: {type(error).__name__}{': ' if reason else ''}{reason}"
+            return (
+                f"The tool {tool.name} failed:"
+                f" {type(error).__name__}{': ' if reason else ''}{reason}"
+            )
 
     def _add(self, tool: Tool, wrong: str | None) -> None:
         if tool.name in self._tools:
-            raise UserError(f"two tools are called {tool.name!r}: rename one, so that a model can say which it means")
+            raise UserError(
+                f"two tools are called {tool.name!r}: rename one, so that a model can say which it"
+                " means"
+            )
         if wrong is not None:
             raise UserError(f"the parameters of the tool {tool.name!r} are no JSON schema: {wrong}")
         self._tools[tool.name] = tool

@@ -1,6 +1,8 @@
-"""Which versions of an adapter servers hold, each under a name of its own, so that publishing one stops nothing.
+"""Which versions of an adapter servers hold, each under a name of its own, so that publishing one
+stops nothing.
 
-A request begins on the newest version and ends on it. A version that is no longer the newest goes when its last request has.
+A request begins on the newest version and ends on it. A version that is no longer the newest goes
+when its last request has.
 """
 
 from __future__ import annotations
@@ -14,7 +16,8 @@ from areal_x.engines.vllm.publisher import Staged
 from areal_x.errors import ConfigError
 
 RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # those that vLLM makes room for
-AT_ONCE, HELD = 4, 16  # versions that vLLM batches together, and that it keeps before it reads one again from its folder
+# versions that vLLM batches together, and that it keeps before it reads one again from its folder
+AT_ONCE, HELD = 4, 16
 
 
 def name_of(version: int) -> str:
@@ -22,7 +25,8 @@ def name_of(version: int) -> str:
 
 
 def arguments(rank: int) -> list[str]:
-    """For the server's command line. Raises: ConfigError for a rank above what vLLM has room for."""
+    """For the server's command line. Raises: ConfigError for a rank above what vLLM has room
+    for."""
     room = next((size for size in RANKS if size >= rank), None)
     if room is None:
         raise ConfigError("lora.rank", rank, f"at most {RANKS[-1]} with train.engine = 'vllm'")
@@ -31,7 +35,8 @@ def arguments(rank: int) -> list[str]:
 
 
 class Versions:
-    """newest: where requests begin; None before the first version, when they go to the model itself."""
+    """newest: where requests begin; None before the first version, when they go to the model
+    itself."""
 
     def __init__(self) -> None:
         self.newest: Staged | None = None
@@ -56,7 +61,8 @@ class Versions:
         return [*self._older, *([self.newest] if self.newest else [])]
 
     def publish(self, staged: Staged) -> list[Staged]:
-        """Makes a version the newest, and gives those that no request is on any more, which are forgotten."""
+        """Makes a version the newest, and gives those that no request is on any more, which are
+        forgotten."""
         self._older += [self.newest] if self.newest else []
         self.newest = staged
         unused = [old for old in self._older if not self._requests[old.version]]

@@ -1,8 +1,8 @@
 """How many requests a server should work on: as many as its cache holds, found by trying.
 
-Too many, and a server preempts: it drops the cache of a request and computes it again later. Too few leave it idle. How many
-fit depends on how long answers become, which no setting knows. Additive increase, multiplicative decrease, as TCP finds a
-network's rate (Chiu and Jain, 1989).
+Too many, and a server preempts: it drops the cache of a request and computes it again later. Too
+few leave it idle. How many fit depends on how long answers become, which no setting knows. Additive
+increase, multiplicative decrease, as TCP finds a network's rate (Chiu and Jain, 1989).
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ DECREASE = 0.75
 
 @dataclass(frozen=True)
 class Load:
-    """What a server says of itself. cache: part of it in use, 0 to 1. preemptions: since its start."""
+    """What a server says of itself. cache: part of it in use, 0 to 1. preemptions: since its
+    start."""
 
     running: int
     waiting: int
@@ -36,10 +37,15 @@ NAMES = {
 def adapted(limit: int, before: Load, now: Load, most: int) -> int:
     """The next limit on a server's requests, between 1 and `most`.
 
-    Less when it preempted since the last look, but only once an earlier decrease has taken effect: requests in flight stay, and
-    may preempt each other until some have ended. More while its cache has room, nothing waits and the limit is reached.
+    Less when it preempted since the last look, but only once an earlier decrease has taken effect:
+    requests in flight stay, and may preempt each other until some have ended. More while its cache
+    has room, nothing waits and the limit is reached.
     """
-    preempted = now.preemptions - before.preemptions if now.preemptions >= before.preemptions else now.preemptions
+    preempted = (
+        now.preemptions - before.preemptions
+        if now.preemptions >= before.preemptions
+        else now.preemptions
+    )
     if preempted:
         return max(1, int(limit * DECREASE)) if now.running <= limit else limit
     if now.cache < CACHE_MARK and not now.waiting and now.running >= limit:
@@ -48,8 +54,8 @@ def adapted(limit: int, before: Load, now: Load, most: int) -> int:
 
 
 def load_from(text: str) -> Load | None:
-    """Out of a server's /metrics (Prometheus' text); None where one is missing. Engines behind one server are summed, their
-    caches averaged."""
+    """Out of a server's /metrics (Prometheus' text); None where one is missing. Engines behind one
+    server are summed, their caches averaged."""
     found: dict[str, list[float]] = {}
     for line in text.splitlines():
         if match := re.match(r"(vllm:\w+)(?:\{.*\})? (\S+)", line):
@@ -58,4 +64,9 @@ def load_from(text: str) -> Load | None:
         return None
     sums = {key: sum(found[name]) for key, name in NAMES.items()}
     engines = len(found[NAMES["cache"]])
-    return Load(int(sums["running"]), int(sums["waiting"]), sums["cache"] / engines, int(sums["preemptions"]))
+    return Load(
+        int(sums["running"]),
+        int(sums["waiting"]),
+        sums["cache"] / engines,
+        int(sums["preemptions"]),
+    )

@@ -1,14 +1,16 @@
-"""Weights from the trainer's GPU to those of the servers, without a file or a host's memory between: vLLM's own engines send.
+"""Weights from the trainer's GPU to those of the servers, without a file or a host's memory
+between: vLLM's own engines send.
 
     nccl      a broadcast by the trainer's first process (rank 0) to all workers of all servers, which are ranks 1, 2, …
     handles   CUDA's handles of the trainer's memory, one gibibyte of it after the other, which a server on the same GPU opens
 
-Neither can be staged: who sends waits for those who receive, and they can receive only while nothing else runs. So generation
-stands still for as long as the sending takes, where with files it does for the reading alone.
+Neither can be staged: who sends waits for those who receive, and they can receive only while
+nothing else runs. So generation stands still for as long as the sending takes, where with files it
+does for the reading alone.
 
-vLLM's sender blocks, as NCCL does: it has a thread of its own, which speaks to the servers through the event loop's clients.
-NCCL's unique id goes to them that way, behind their keys. (vLLM's other way to meet is a store on an open port whose contents
-every process unpickles.)
+vLLM's sender blocks, as NCCL does: it has a thread of its own, which speaks to the servers through
+the event loop's clients. NCCL's unique id goes to them that way, behind their keys. (vLLM's other
+way to meet is a store on an open port whose contents every process unpickles.)
 """
 
 from __future__ import annotations
@@ -35,7 +37,8 @@ from areal_x.trainer import find_backend
 if TYPE_CHECKING:
     from areal_x.engines.vllm.config import VLLMConfig
 
-TRANSPORTS = {"files": BACKEND, "nccl": "nccl", "handles": "ipc"}  # by vllm.transport, what vLLM calls its side of it
+# by vllm.transport, what vLLM calls its side of it
+TRANSPORTS = {"files": BACKEND, "nccl": "nccl", "handles": "ipc"}
 Explaining = Callable[[int, Coroutine[Any, Any, None]], Coroutine[Any, Any, None]]
 
 
@@ -51,11 +54,22 @@ def check_settings(config: VLLMConfig) -> None:
             raise ConfigError("vllm.devices", (), wanted)
         return
     if config.urls:
-        raise ConfigError("vllm.urls", config.urls, "empty with vllm.transport = 'handles', for a server that the run starts")
+        raise ConfigError(
+            "vllm.urls",
+            config.urls,
+            "empty with vllm.transport = 'handles', for a server that the run starts",
+        )
     if config.servers > 1:
-        raise ConfigError("vllm.servers", config.servers, "1 with vllm.transport = 'handles', for the trainer's own GPU")
+        raise ConfigError(
+            "vllm.servers",
+            config.servers,
+            "1 with vllm.transport = 'handles', for the trainer's own GPU",
+        )
     if not config.allow_unpickling:
-        wanted = "True with vllm.transport = 'handles', as handles come pickled and a pickle can run any code"
+        wanted = (
+            "True with vllm.transport = 'handles', as handles come pickled and a pickle can run any"
+            " code"
+        )
         raise ConfigError("vllm.allow_unpickling", False, wanted)
 
 
@@ -64,34 +78,63 @@ def check_run(config: VLLMConfig, backend: str, processes: int, lora_rank: int) 
     if config.transport == "files":
         return
     if config.transport not in getattr(find_backend(backend).load(), "TRANSPORTS", ("files",)):
-        wanted = f"'files' with train.backend = {backend!r}, which has no tensors of torch to send (the torch backend has)"
+        wanted = (
+            f"'files' with train.backend = {backend!r}, which has no tensors of torch to send (the"
+            " torch backend has)"
+        )
         raise ConfigError("vllm.transport", config.transport, wanted)
     if lora_rank:
-        raise ConfigError("vllm.transport", config.transport, "'files' with adapters, which are small, and stop nothing")
+        raise ConfigError(
+            "vllm.transport",
+            config.transport,
+            "'files' with adapters, which are small, and stop nothing",
+        )
     if config.transport == "handles" and processes > 1:
-        raise ConfigError("mesh.processes", processes, "1 with vllm.transport = 'handles', which are those of one GPU")
+        raise ConfigError(
+            "mesh.processes",
+            processes,
+            "1 with vllm.transport = 'handles', which are those of one GPU",
+        )
 
 
 def check_machine(config: VLLMConfig) -> None:
-    """Raises: ConfigError where this process can send no weights from its GPU, or not to the servers' GPUs."""
+    """Raises: ConfigError where this process can send no weights from its GPU, or not to the
+    servers' GPUs."""
     if config.transport == "files":
         return
     if find_spec("vllm") is None:
-        wanted = "'files' where vLLM is not installed beside the trainer (`pip install vllm`), as its own code sends"
+        wanted = (
+            "'files' where vLLM is not installed beside the trainer (`pip install vllm`), as its"
+            " own code sends"
+        )
         raise ConfigError("vllm.transport", config.transport, wanted)
     import torch
 
     if not torch.cuda.is_available():
-        raise ConfigError("vllm.transport", config.transport, "'files' where torch finds no CUDA device")
+        raise ConfigError(
+            "vllm.transport", config.transport, "'files' where torch finds no CUDA device"
+        )
     if config.urls:
         return
     if is_cpu_build():
-        raise ConfigError("vllm.transport", config.transport, "'files' with the CPU build of vLLM that is installed")
+        raise ConfigError(
+            "vllm.transport",
+            config.transport,
+            "'files' with the CPU build of vLLM that is installed",
+        )
     own = own_gpu(torch.cuda.current_device())
     if config.transport == "nccl" and any(own in device.split(",") for device in config.devices):
-        raise ConfigError("vllm.devices", config.devices, f"other GPUs than {own}, the trainer's, which NCCL takes only once")
+        raise ConfigError(
+            "vllm.devices",
+            config.devices,
+            f"other GPUs than {own}, the trainer's, which NCCL takes only once",
+        )
     if config.transport == "handles" and config.devices not in ((), (own,)):
-        raise ConfigError("vllm.devices", config.devices, f"({own!r},), the trainer's own GPU, with vllm.transport = 'handles'")
+        raise ConfigError(
+            "vllm.devices",
+            config.devices,
+            f"({own!r},), the trainer's own GPU, with vllm.transport = 'handles'",
+        )
 
 
 def own_gpu(index: int) -> str:
@@ -112,21 +155,36 @@ class Unstaged:
 class Direct:
     """The sending side of all servers of a run.
 
-    clients, sizes: of each server, and how many workers it has. explaining: puts into the error of a call to a server what is
-    known of that server.
+    clients, sizes: of each server, and how many workers it has. explaining: puts into the error of
+    a call to a server what is known of that server.
     """
 
-    def __init__(self, config: VLLMConfig, clients: Sequence[VLLMClient], sizes: Sequence[int], explaining: Explaining) -> None:
+    def __init__(
+        self,
+        config: VLLMConfig,
+        clients: Sequence[VLLMClient],
+        sizes: Sequence[int],
+        explaining: Explaining,
+    ) -> None:
         if config.transport == "handles" and list(sizes) != [1]:
-            wanted = f"without parallelism with vllm.transport = 'handles', for one GPU (this server has {sum(sizes)} workers)"
+            wanted = (
+                "without parallelism with vllm.transport = 'handles', for one GPU (this server has"
+                f" {sum(sizes)} workers)"
+            )
             raise ConfigError("vllm.arguments", config.arguments, wanted)
-        self._config, self._clients, self._sizes, self._explaining = config, clients, sizes, explaining
+        self._config, self._clients, self._sizes, self._explaining = (
+            config,
+            clients,
+            sizes,
+            explaining,
+        )
         self._source: Any = None
         self._sender: Any = None  # vLLM's TrainerWeightTransferEngine
         self._broke_off = False
 
     def stage(self, trainer: Any, version: int) -> Unstaged:
-        """Notes what to send; the trainer must stay as it is until it is sent. On the trainer's thread, whose GPU counts."""
+        """Notes what to send; the trainer must stay as it is until it is sent. On the trainer's
+        thread, whose GPU counts."""
         import torch
 
         if self._source is None:
@@ -134,15 +192,20 @@ class Direct:
         return Unstaged(trainer, version, torch.cuda.current_device())
 
     async def meet(self, unstaged: Unstaged) -> None:
-        """Connects both sides, the first time; generation goes on but while the servers do their part."""
+        """Connects both sides, the first time; generation goes on but while the servers do their
+        part."""
         if self._sender is None:
             await self._beside(unstaged, self._meet)
 
     async def send(self, unstaged: Unstaged) -> None:
-        """Weights and version, to servers that stand still. After an error some may hold a part of them, which vLLM's receiving
-        side would take for the beginning of the next version's: nothing is sent to them again."""
+        """Weights and version, to servers that stand still. After an error some may hold a part of
+        them, which vLLM's receiving side would take for the beginning of the next version's:
+        nothing is sent to them again."""
         if self._broke_off:
-            raise EngineError("an earlier update broke off, and servers may hold parts of two policies: start the run again")
+            raise EngineError(
+                "an earlier update broke off, and servers may hold parts of two policies: start the"
+                " run again"
+            )
         try:
             await self._beside(unstaged, self._send)
         except BaseException:
@@ -155,13 +218,18 @@ class Direct:
             sender.shutdown()
 
     def _meet(self, calls: Calls) -> None:
-        from vllm.distributed.weight_transfer.ipc_engine import IPCTrainerInitInfo, IPCTrainerWeightTransferEngine
+        from vllm.distributed.weight_transfer.ipc_engine import (
+            IPCTrainerInitInfo,
+            IPCTrainerWeightTransferEngine,
+        )
 
         if self._config.transport == "nccl":
             self._sender = self._meet_by_nccl(calls)
         else:
             init = IPCTrainerInitInfo(rank=0, packed=True)
-            self._sender = IPCTrainerWeightTransferEngine.trainer_init(init, client=calls, source=self._source)
+            self._sender = IPCTrainerWeightTransferEngine.trainer_init(
+                init, client=calls, source=self._source
+            )
 
     def _meet_by_nccl(self, calls: Calls) -> Any:
         import torch
@@ -170,7 +238,10 @@ class Direct:
         from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerWeightTransferEngine
         from vllm.utils.nccl import unpinned_nccl_env
 
-        if all(map(is_local, self._config.urls)) and os.environ.get("MASTER_ADDR", LOOPBACK) in LOCAL_HOSTS:
+        if (
+            all(map(is_local, self._config.urls))
+            and os.environ.get("MASTER_ADDR", LOOPBACK) in LOCAL_HOSTS
+        ):
             os.environ.setdefault(*LISTEN)
         with unpinned_nccl_env():
             unique_id = bytes(NCCLLibrary().ncclGetUniqueId().internal)
@@ -187,21 +258,25 @@ class Direct:
         joining = calls.begin_to_meet(nccl_common.worker_init_payload(init), self._sizes)
         # Every rank waits here for all others.
         device = torch.cuda.current_device()
-        sender.model_update_group = nccl_common.uid_init_process_group(unique_id, 0, world_size, device)
+        sender.model_update_group = nccl_common.uid_init_process_group(
+            unique_id, 0, world_size, device
+        )
         joining.result()
         return sender
 
     def _send(self, calls: Calls) -> None:
         import torch
 
-        # vLLM packs on streams of its own, which would not wait for the optimizer's step on the trainer's.
+        # vLLM packs on streams of its own, which would not wait for the optimizer's step on the
+        # trainer's.
         torch.cuda.synchronize()
         self._sender.client = calls
         self._sender.send_weights()
 
     async def _beside(self, unstaged: Unstaged, work: Callable[[Calls], None]) -> None:
-        """Does the work in a thread; ends with it, or with the first error of a server: then the thread may wait forever for
-        that server in a collective, and since it is a daemon nobody waits for it."""
+        """Does the work in a thread; ends with it, or with the first error of a server: then the
+        thread may wait forever for that server in a collective, and since it is a daemon nobody
+        waits for it."""
         loop = asyncio.get_running_loop()
         outcome: asyncio.Future[None] = loop.create_future()
 
@@ -223,14 +298,20 @@ class Direct:
                 loop.call_soon_threadsafe(end, error)
 
         background.thread(run, what="sending weights", failed=background.on_loop(), name="weights")
-        with waiting("the trainer", "its weights to be sent", f"version {unstaged.version} to {len(self._clients)} servers"):
+        with waiting(
+            "the trainer",
+            "its weights to be sent",
+            f"version {unstaged.version} to {len(self._clients)} servers",
+        ):
             await outcome
 
 
 class Calls:
-    """What vLLM's senders call of the receiving side (vLLM's `VLLMWeightSyncClient`), for all servers at once.
+    """What vLLM's senders call of the receiving side (vLLM's `VLLMWeightSyncClient`), for all
+    servers at once.
 
-    version: what the servers call their weights afterwards. failed: told of a server's error at once.
+    version: what the servers call their weights afterwards. failed: told of a server's error at
+    once.
     """
 
     def __init__(
@@ -245,10 +326,16 @@ class Calls:
         self._version, self._failed = version, failed
 
     def begin_to_meet(self, init_info: Mapping[str, Any], sizes: Sequence[int]) -> Any:
-        """A future of all servers' answers. sizes: the workers of each, who are numbered from its rank_offset on."""
+        """A future of all servers' answers. sizes: the workers of each, who are numbered from its
+        rank_offset on."""
         offsets = [init_info["rank_offset"] + sum(sizes[:index]) for index in range(len(sizes))]
         infos = [{**init_info, "rank_offset": offset} for offset in offsets]
-        return self._begin([client.init_weight_transfer(info) for client, info in zip(self._clients, infos, strict=True)])
+        return self._begin(
+            [
+                client.init_weight_transfer(info)
+                for client, info in zip(self._clients, infos, strict=True)
+            ]
+        )
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
         self._begin([client.init_weight_transfer(init_info) for client in self._clients]).result()
@@ -278,14 +365,17 @@ class Calls:
 
 
 def source_of(trainer: Any) -> Any:
-    """vLLM's WeightSource of a trainer's tensors. What they are called and how large they are it learns from one pass, as only
-    the trainer knows what it makes of a parameter; all later passes give the same."""
+    """vLLM's WeightSource of a trainer's tensors. What they are called and how large they are it
+    learns from one pass, as only the trainer knows what it makes of a parameter; all later passes
+    give the same."""
     from vllm.distributed.weight_transfer.base import ParamMeta, WeightSource
 
     class Source(WeightSource):  # type: ignore[misc]
         def __init__(self) -> None:
             self.trainer = trainer
-            self._metadata = [ParamMeta(name, x.dtype, tuple(x.shape)) for name, x in trainer.device_weights()]
+            self._metadata = [
+                ParamMeta(name, x.dtype, tuple(x.shape)) for name, x in trainer.device_weights()
+            ]
 
         def metadata(self) -> list[Any]:
             return self._metadata

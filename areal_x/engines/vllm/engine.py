@@ -1,8 +1,9 @@
 """The engine over vLLM servers: started here on loopback ports, or given by their URLs.
 
-Every request that entered is answered, whichever servers are lost meanwhile, and every token has one true version: what a
-server was drawing when it was lost is drawn again elsewhere, and a server that comes back serves once it holds the newest
-weights and says of a known prompt what the others say. Which servers serve is decided in `fleet`, and seen to in `supervisor`.
+Every request that entered is answered, whichever servers are lost meanwhile, and every token has
+one true version: what a server was drawing when it was lost is drawn again elsewhere, and a server
+that comes back serves once it holds the newest weights and says of a known prompt what the others
+say. Which servers serve is decided in `fleet`, and seen to in `supervisor`.
 """
 
 from __future__ import annotations
@@ -27,7 +28,14 @@ from areal_x.engines.vllm import adapters, slices
 from areal_x.engines.vllm import server as servers
 from areal_x.engines.vllm.adapters import Versions
 from areal_x.engines.vllm.agreement import known_prompt, said_by
-from areal_x.engines.vllm.client import MODEL, ServerFailed, ServerLost, ServerRestarted, ServerTorn, VLLMClient
+from areal_x.engines.vllm.client import (
+    MODEL,
+    ServerFailed,
+    ServerLost,
+    ServerRestarted,
+    ServerTorn,
+    VLLMClient,
+)
 from areal_x.engines.vllm.config import VLLMConfig
 from areal_x.engines.vllm.direct import TRANSPORTS, Direct, Unstaged, check_machine
 from areal_x.engines.vllm.features import features_for
@@ -47,21 +55,24 @@ from areal_x.trainer import LoRAConfig, Scorer
 
 T = TypeVar("T")
 ATTEMPTS = 10  # of one slice: what ten servers in a row fail at is not their fault
-SLACK = 1 / 8  # of vllm.concurrency: how many requests more a server may have that knows the prompt's beginning
+# of vllm.concurrency: how many requests more a server may have that knows the prompt's beginning
+SLACK = 1 / 8
 FULL_SECONDS = 1.0  # between two looks at a full file system
 
 
 class VLLMEngine:
     """Engine over vLLM servers (areal_x.protocols.engine.Engine).
 
-    A completion's log-probabilities are of the distribution after temperature, top-k and top-p; a greedy one's (temperature 0)
-    are of the plain softmax. Request.seed is not honoured: see VLLMClient.generate.
+    A completion's log-probabilities are of the distribution after temperature, top-k and top-p; a
+    greedy one's (temperature 0) are of the plain softmax. Request.seed is not honoured: see
+    VLLMClient.generate.
 
-    model: the directory that servers load at their start; weights published later replace it. logs: where server logs go.
-    report: shown to the user while servers start. lora: where the trainer has adapters, they are published and not whole
-    weights: a swap stops nothing then, and a request ends on the version that it began on. experts: whether completions say
-    which experts of a mixture each token went through. scorer: says what servers should say of a known prompt when weights are
-    staged; None where nothing does.
+    model: the directory that servers load at their start; weights published later replace it. logs:
+    where server logs go. report: shown to the user while servers start. lora: where the trainer has
+    adapters, they are published and not whole weights: a swap stops nothing then, and a request
+    ends on the version that it began on. experts: whether completions say which experts of a
+    mixture each token went through. scorer: says what servers should say of a known prompt when
+    weights are staged; None where nothing does.
     """
 
     def __init__(
@@ -83,7 +94,9 @@ class VLLMEngine:
         self.concurrency = config.concurrency * (len(config.urls) or config.servers)
         self.version = 0
         self.lora = lora if lora is not None and lora.rank else None
-        self.supervisor = Supervisor(config, report, self._prepare, self._give, self._score, self._changed)
+        self.supervisor = Supervisor(
+            config, report, self._prepare, self._give, self._score, self._changed
+        )
         self.fleet = self.supervisor.fleet
         self._staging: Staging | None = None
         self._current: Staged | None = None  # what a server that comes back is given
@@ -104,11 +117,15 @@ class VLLMEngine:
         try:
             if few := open_files.enough_for(self.concurrency):
                 self.report(few)
-            self._staging = Staging(Path(self.config.staging).resolve() if self.config.staging else default_parent())
+            self._staging = Staging(
+                Path(self.config.staging).resolve() if self.config.staging else default_parent()
+            )
             for replica in self._replicas(self._staging.root):
                 self.supervisor.add(replica)
             try:
-                await together(self.supervisor.bring(name) for name in self.fleet.due(time.monotonic()))
+                await together(
+                    self.supervisor.bring(name) for name in self.fleet.due(time.monotonic())
+                )
             except EngineError as error:
                 raise UserError(f"{error}") from error
             if self.config.transport == "files":
@@ -125,9 +142,13 @@ class VLLMEngine:
             key = os.environ.get(self.config.key_variable)
             return [given(url, key, TRANSPORTS[self.config.transport]) for url in self.config.urls]
         rank = self.lora.rank if self.lora else 0
-        launches = launches_of(self.config, self.model, self.logs, staging_root, self.context, rank, self.experts)
+        launches = launches_of(
+            self.config, self.model, self.logs, staging_root, self.context, rank, self.experts
+        )
         names = (f"vLLM server {index + 1} of {len(launches)}" for index in range(len(launches)))
-        return [Replica(name, launch, self._seeds) for name, launch in zip(names, launches, strict=True)]
+        return [
+            Replica(name, launch, self._seeds) for name, launch in zip(names, launches, strict=True)
+        ]
 
     async def close(self) -> None:
         if self._direct is not None:
@@ -156,7 +177,11 @@ class VLLMEngine:
 
     @property
     def _servers(self) -> list[servers.Server]:
-        return [replica.server for replica in self.supervisor.replicas.values() if replica.server is not None]
+        return [
+            replica.server
+            for replica in self.supervisor.replicas.values()
+            if replica.server is not None
+        ]
 
     def clients(self) -> list[VLLMClient]:
         """Of the servers that serve now."""
@@ -167,13 +192,21 @@ class VLLMEngine:
         return [replica.client for replica in self.supervisor.replicas.values()]
 
     async def join(self, url: str) -> None:
-        """A server that runs already takes part from now on, with the newest weights, once it says what the others say.
+        """A server that runs already takes part from now on, with the newest weights, once it says
+        what the others say.
 
         Raises: UserError where it cannot.
         """
-        replica = given(url, os.environ.get(self.config.key_variable), TRANSPORTS[self.config.transport])
-        if self.config.transport != "files" or (not self.config.staging and not servers.is_local(url)):
-            raise UserError(f"{replica.name} cannot join: it needs vllm.transport = 'files' and a vllm.staging that it sees")
+        replica = given(
+            url, os.environ.get(self.config.key_variable), TRANSPORTS[self.config.transport]
+        )
+        if self.config.transport != "files" or (
+            not self.config.staging and not servers.is_local(url)
+        ):
+            raise UserError(
+                f"{replica.name} cannot join: it needs vllm.transport = 'files' and a vllm.staging"
+                " that it sees"
+            )
         if replica.name in self.supervisor.replicas:
             raise UserError(f"{replica.name} takes part already")
         self.supervisor.add(replica)
@@ -187,25 +220,35 @@ class VLLMEngine:
             raise
 
     async def leave(self, url: str) -> None:
-        """A server takes part no more: its requests go to others, and it may be ended as soon as this returns.
+        """A server takes part no more: its requests go to others, and it may be ended as soon as
+        this returns.
 
         Raises: UserError where no server has this address.
         """
         for name, replica in self.supervisor.replicas.items():
             if url.rstrip("/") in (replica.url, name):
                 return await self.supervisor.remove(name)
-        raise UserError(f"no server at {url} takes part: those that do are {', '.join(self.supervisor.replicas)}")
+        raise UserError(
+            f"no server at {url} takes part: those that do are"
+            f" {', '.join(self.supervisor.replicas)}"
+        )
 
     # ---- tokens
 
     async def generate(self, request: Request) -> Completion:
         most = room(request, self.context, "train.row_length (and vllm.context, where it is set)")
-        features = None if request.images is None else features_for(self.model, request.tokens, request.images)
+        features = (
+            None
+            if request.images is None
+            else features_for(self.model, request.tokens, request.images)
+        )
         with self._versions.request() as adapter:
             name = MODEL if adapter is None else adapters.name_of(adapter.version)
             parts: list[Completion] = []
             while not parts or not slices.ended(parts, most):
-                length = slices.next_length(sum(len(part.tokens) for part in parts), most, self.config.slice_tokens)
+                length = slices.next_length(
+                    sum(len(part.tokens) for part in parts), most, self.config.slice_tokens
+                )
                 sampling = replace(request.sampling, max_tokens=length)
                 context = slices.context_of(request.tokens, parts)
                 parts.append(await self._draw(context, sampling, name, request.stop, features))
@@ -222,7 +265,8 @@ class VLLMEngine:
         stop: tuple[str, ...],
         features: dict[str, Any] | None,
     ) -> Completion:
-        """From whichever server answers; as much as one was drawing when it was lost is drawn again by another."""
+        """From whichever server answers; as much as one was drawing when it was lost is drawn again
+        by another."""
         request = next(self._requests)
         self.fleet.enter(request)
         try:
@@ -232,12 +276,25 @@ class VLLMEngine:
                     continue
                 least = self.fleet.members[server].version
                 replica = self.supervisor.replicas[server]
-                call = replica.client.generate(tokens, sampling, model, self.experts, stop, features)
+                call = replica.client.generate(
+                    tokens, sampling, model, self.experts, stop, features
+                )
                 try:
-                    said = await self.supervisor.unless_lost(call, partial(self._is_at, request, server))
-                    if model == MODEL and least is not None and said.versions.min(initial=least) < least:
-                        raise ServerRestarted(f"{server} drew with version {said.versions.min()}, where it was given {least}")
-                    if said.finish_reason != "abort" and self.fleet.answered(request, server, time.monotonic()):
+                    said = await self.supervisor.unless_lost(
+                        call, partial(self._is_at, request, server)
+                    )
+                    if (
+                        model == MODEL
+                        and least is not None
+                        and said.versions.min(initial=least) < least
+                    ):
+                        raise ServerRestarted(
+                            f"{server} drew with version {said.versions.min()}, where it was given"
+                            f" {least}"
+                        )
+                    if said.finish_reason != "abort" and self.fleet.answered(
+                        request, server, time.monotonic()
+                    ):
                         self._prefixes.remember(np.concatenate([tokens, said.tokens]), server)
                         self._change.set()
                         return said
@@ -256,10 +313,15 @@ class VLLMEngine:
         """Raises EngineError where trying again would not help."""
         replica = self.supervisor.replicas.get(server)
         if self._direct is not None and replica is not None:
-            lost = f"{replica.explained(error)}; with vllm.transport = {self.config.transport!r} no server is started again"
+            lost = (
+                f"{replica.explained(error)}; with vllm.transport = {self.config.transport!r} no"
+                " server is started again"
+            )
             raise EngineError(lost) from error
         if attempt == ATTEMPTS:
-            raise EngineError(f"{ATTEMPTS} servers in a row failed at one request, the last one so: {error}") from error
+            raise EngineError(
+                f"{ATTEMPTS} servers in a row failed at one request, the last one so: {error}"
+            ) from error
         if isinstance(error, ServerRestarted) and self._is_at(request, server):
             self.fleet.lost(server, f"{error}", time.monotonic())
         died = replica.death() if replica is not None else None
@@ -282,22 +344,30 @@ class VLLMEngine:
                 raise EngineError(why)
             since = self.fleet.none_since
             if since is not None and time.monotonic() - since > self.config.wait_seconds:
-                reasons = "; ".join(f"{name}: {m.reason or m.state.value}" for name, m in self.fleet.members.items())
+                reasons = "; ".join(
+                    f"{name}: {m.reason or m.state.value}" for name, m in self.fleet.members.items()
+                )
                 waited = f"no vLLM server was ready for {self.config.wait_seconds:g} s"
-                raise EngineError(f"{waited} ({reasons}): raise vllm.wait_seconds where they need longer")
+                raise EngineError(
+                    f"{waited} ({reasons}): raise vllm.wait_seconds where they need longer"
+                )
             self._change.clear()
             with waiting(whose(), "a vLLM server to take its request", self._states):
                 await self._change.wait()
 
     def _states(self) -> str:
         members = self.fleet.members.copy().items()
-        return "; ".join(f"{name}: {m.state.value}{f', {m.reason}' if m.reason else ''}" for name, m in members)
+        return "; ".join(
+            f"{name}: {m.state.value}{f', {m.reason}' if m.reason else ''}" for name, m in members
+        )
 
     def _is_at(self, request: int, server: str) -> bool:
         return self.fleet.placed.get(request) == server
 
     def _changed(self) -> None:
-        limits = [m.limit or self.config.concurrency for m in self.fleet.members.values() if m.serves]
+        limits = [
+            m.limit or self.config.concurrency for m in self.fleet.members.values() if m.serves
+        ]
         self.concurrency = sum(limits) or self.config.concurrency
         self._change.set()
 
@@ -310,14 +380,21 @@ class VLLMEngine:
             return self._direct.stage(trainer, version)
         if config is not None:
             write = partial(adapter_files.write, config=config, base=self.model)
-            staged = self._with_room(lambda staging: staging.stage(trainer.adapter(), version, write))
+            staged = self._with_room(
+                lambda staging: staging.stage(trainer.adapter(), version, write)
+            )
         else:
             staged = self._with_room(lambda staging: staging.stage(trainer.weights(), version))
-        return staged if self.scorer is None else replace(staged, said=said_by(self.scorer, self._known_prompt))
+        return (
+            staged
+            if self.scorer is None
+            else replace(staged, said=said_by(self.scorer, self._known_prompt))
+        )
 
     def _with_room(self, stage: Callable[[Staging], Staged]) -> Staged:
-        """Where the file system is full and an earlier version had room: first without the version that is kept for servers
-        that come back (they wait for the next one then), then again and again. (On the trainer's thread.)"""
+        """Where the file system is full and an earlier version had room: first without the version
+        that is kept for servers that come back (they wait for the next one then), then again and
+        again. (On the trainer's thread.)"""
         began = time.monotonic()
         for attempt in itertools.count():
             assert self._staging is not None
@@ -330,7 +407,9 @@ class VLLMEngine:
                     self._staging.keep(None)
                     continue
                 if attempt <= 1:
-                    self.report(f"{error}; staging is tried again for {self.config.wait_seconds:g} s")
+                    self.report(
+                        f"{error}; staging is tried again for {self.config.wait_seconds:g} s"
+                    )
                 with waiting("the trainer", "room to stage weights", f"{error}"):
                     time.sleep(FULL_SECONDS)
         raise AssertionError("unreachable")
@@ -347,9 +426,15 @@ class VLLMEngine:
             outcomes = [await self._update(name, staged) for name in names]
         else:
             outcomes = await together(self._update(name, staged) for name in names)
-        errors = {name: x for name, x in zip(names, outcomes, strict=True) if isinstance(x, EngineError)}
+        errors = {
+            name: x for name, x in zip(names, outcomes, strict=True) if isinstance(x, EngineError)
+        }
         pauses = [x for x in outcomes if not isinstance(x, EngineError)]
-        if errors and not pauses and not any(isinstance(error, ServerLost) for error in errors.values()):
+        if (
+            errors
+            and not pauses
+            and not any(isinstance(error, ServerLost) for error in errors.values())
+        ):
             self._current = previous
             self.supervisor.expect(self.version, None if previous is None else previous.said)
             for name, error in errors.items():
@@ -377,7 +462,9 @@ class VLLMEngine:
             return ServerLost(f"{name} left during the swap")
         call = replica.give(staged) if self.lora is None else self._load(replica, staged)
         try:
-            stood_still = await self.supervisor.unless_lost(call, lambda: name in self.fleet.serving())
+            stood_still = await self.supervisor.unless_lost(
+                call, lambda: name in self.fleet.serving()
+            )
         except EngineError as error:
             return replica.explained(error)
         if stood_still:
@@ -397,18 +484,21 @@ class VLLMEngine:
             for name in self.fleet.serving():
                 if (replica := self.supervisor.replicas.get(name)) is None:
                     continue  # it left while another was asked
-                with contextlib.suppress(EngineError):  # it was started again meanwhile, and never had it
+                # it was started again meanwhile, and never had it
+                with contextlib.suppress(EngineError):
                     await replica.client.unload_adapter(adapters.name_of(old.version))
             shutil.rmtree(old.folder, ignore_errors=True)
 
     async def _send(self, unstaged: Unstaged) -> float:
-        """All servers together, as a broadcast has one sender. After an error they stay paused: what they hold then may be a
-        part of two policies, and no token may come from that."""
+        """All servers together, as a broadcast has one sender. After an error they stay paused:
+        what they hold then may be a part of two policies, and no token may come from that."""
         assert self._direct is not None
         await self._direct.meet(unstaged)
         began, clients = time.perf_counter(), self._clients
         try:
-            await together(self._explaining(index, client.pause()) for index, client in enumerate(clients))
+            await together(
+                self._explaining(index, client.pause()) for index, client in enumerate(clients)
+            )
         except BaseException:
             for client in clients:
                 with contextlib.suppress(Exception):
@@ -419,7 +509,9 @@ class VLLMEngine:
             self.fleet.updated(name, time.monotonic())
             self._prefixes.forget(name)
         self.fleet.published(time.monotonic())
-        await together(self._explaining(index, client.resume()) for index, client in enumerate(clients))
+        await together(
+            self._explaining(index, client.resume()) for index, client in enumerate(clients)
+        )
         self.version, ended = unstaged.version, time.perf_counter()
         timeline.add("pause", began, ended, version=unstaged.version)
         return ended - began
@@ -434,12 +526,19 @@ class VLLMEngine:
 
     async def _prepare(self, replica: Replica) -> None:
         assert self._staging is not None
-        context, workers = await replica.prepare(self._staging.root, self.config.transport, self.lora is not None)
+        context, workers = await replica.prepare(
+            self._staging.root, self.config.transport, self.lora is not None
+        )
         if self._current is not None and context < self.context:
             raise UserError(
-                f"its context is {context}, the run's is {self.context}: start it with --max-model-len {self.context}"
+                f"its context is {context}, the run's is {self.context}: start it with"
+                f" --max-model-len {self.context}"
             )
-        if not replica.ours and replica.name not in self._workers and await replica.client.is_open():
+        if (
+            not replica.ours
+            and replica.name not in self._workers
+            and await replica.client.is_open()
+        ):
             self.report(open_door(replica.client.url))
         self.context = min(self.context, context)
         self._workers[replica.name] = workers
@@ -459,7 +558,11 @@ class VLLMEngine:
         return True
 
     async def _score(self, replica: Replica) -> Float32[np.ndarray, " T"]:
-        model = MODEL if self.lora is None or self._current is None else adapters.name_of(self._current.version)
+        model = (
+            MODEL
+            if self.lora is None or self._current is None
+            else adapters.name_of(self._current.version)
+        )
         return await replica.client.probe(model, self._known_prompt.tolist())
 
     @property
@@ -474,5 +577,9 @@ class VLLMEngine:
 def model_context(model: Path) -> int:
     longest = text_config(read_config(model)).get("max_position_embeddings")
     if longest is None:
-        raise ConfigError("vllm.context", 0, f"set: {model / 'config.json'} does not say how long a sequence may be")
+        raise ConfigError(
+            "vllm.context",
+            0,
+            f"set: {model / 'config.json'} does not say how long a sequence may be",
+        )
     return int(longest)

@@ -1,15 +1,18 @@
-"""Which servers serve, what is done about those that do not, and where each request is: a pure state machine.
+"""Which servers serve, what is done about those that do not, and where each request is: a pure
+state machine.
 
     starting ──▶ checking ──▶ ready ⇄ suspect          quarantined   gives other numbers than the others: never again
        ▲            │           │       │              given up      ours, and started in vain a few times
        └── down ◀───┴───────────┴───────┘
 
-It knows no clock, process or connection: events carry the time (seconds, from any beginning), and the engine acts on the state.
-A request that entered is either placed on a server that is ready or suspect, or it waits; it leaves when it was answered or is
-no longer wanted. What a server that was lost had in hand waits again, before what came later.
+It knows no clock, process or connection: events carry the time (seconds, from any beginning), and
+the engine acts on the state. A request that entered is either placed on a server that is ready or
+suspect, or it waits; it leaves when it was answered or is no longer wanted. What a server that was
+lost had in hand waits again, before what came later.
 
-Versions. `target` is the newest version that a swap has begun with, `floor` that of the last swap that ended. A server that
-comes or comes back serves once it holds `target`; in a swap those that have it and those that have `floor` serve.
+Versions. `target` is the newest version that a swap has begun with, `floor` that of the last swap
+that ended. A server that comes or comes back serves once it holds `target`; in a swap those that
+have it and those that have `floor` serve.
 """
 
 from __future__ import annotations
@@ -20,7 +23,9 @@ from enum import Enum
 
 from areal_x.engines.vllm.routing import choose
 
-MISSES = 3  # heartbeats in a row without an answer, after which a server is lost; after the first it gets no new request
+# heartbeats in a row without an answer, after which a server is lost; after the first it gets no
+# new request
+MISSES = 3
 ERRORS = 3  # requests in a row that it fails
 TRIES = 5  # starts in a row of a server of ours, before it is given up
 FIRST_RETRY_SECONDS, LONGEST_RETRY_SECONDS = 1.0, 60.0
@@ -43,9 +48,9 @@ FINAL = (State.QUARANTINED, State.GIVEN_UP)
 
 @dataclass
 class Member:
-    """A server. ours: started by the run, which then starts it again. limit: most requests at a time, None for any number.
-    version: of the weights that it holds. reason: why it does not serve. progress_at: when it last answered a request, or had
-    none to answer."""
+    """A server. ours: started by the run, which then starts it again. limit: most requests at a
+    time, None for any number. version: of the weights that it holds. reason: why it does not serve.
+    progress_at: when it last answered a request, or had none to answer."""
 
     ours: bool
     limit: int | None = None
@@ -68,12 +73,14 @@ class Member:
 class Fleet:
     """silence_seconds: a server that has requests and answers none for this long is lost.
 
-    Events about a server that they no longer concern (a late answer of one that was lost) change nothing.
+    Events about a server that they no longer concern (a late answer of one that was lost) change
+    nothing.
     """
 
     def __init__(self, version: int, silence_seconds: float) -> None:
         self.members: dict[str, Member] = {}
-        self.placed: dict[int, str | None] = {}  # of each request, its server, or None while it waits
+        # of each request, its server, or None while it waits
+        self.placed: dict[int, str | None] = {}
         self.floor = self.target = version
         self.silence_seconds = silence_seconds
         self.none_since: float | None = None  # since when no server serves
@@ -91,7 +98,11 @@ class Fleet:
 
     def due(self, now: float) -> list[str]:
         """Those that shall be started, or reached, now."""
-        names = [name for name, member in self.members.items() if member.state is State.DOWN and member.retry_at <= now]
+        names = [
+            name
+            for name, member in self.members.items()
+            if member.state is State.DOWN and member.retry_at <= now
+        ]
         for name in names:
             self.members[name].state = State.STARTING
         return names
@@ -102,7 +113,8 @@ class Fleet:
             self.members[name].state = State.CHECKING
 
     def accepted(self, name: str, version: int, now: float) -> bool:
-        """It holds this version and passed the check. False: a newer one was begun meanwhile, which it must be given first."""
+        """It holds this version and passed the check. False: a newer one was begun meanwhile, which
+        it must be given first."""
         if not self._is(name, State.CHECKING) or version != self.target:
             return False
         member = self.members[name]
@@ -125,7 +137,11 @@ class Fleet:
         if member.ours and member.tries > TRIES:
             self._end(name, State.GIVEN_UP, f"given up after {TRIES} starts in vain: {reason}", now)
             return
-        said = "is lost ({}): its requests go to others, and it" if member.serves else "does not come back ({}): it"
+        said = (
+            "is lost ({}): its requests go to others, and it"
+            if member.serves
+            else "does not come back ({}): it"
+        )
         member.state, member.reason = State.DOWN, reason
         wait = min(FIRST_RETRY_SECONDS * 2 ** (member.tries - 1), LONGEST_RETRY_SECONDS)
         member.retry_at = now + wait
@@ -157,12 +173,14 @@ class Fleet:
         self.placed[request] = None
 
     def route(self, request: int, cached: Mapping[str, int], slack: int, now: float) -> str | None:
-        """Places a waiting request, or returns None while no server takes it. cached: how many of its tokens each server has in
-        cache. slack: how many requests more than the least loaded one a server may have for its cache's sake."""
+        """Places a waiting request, or returns None while no server takes it. cached: how many of
+        its tokens each server has in cache. slack: how many requests more than the least loaded one
+        a server may have for its cache's sake."""
         loads = {
             name: len(member.requests)
             for name, member in self.members.items()
-            if member.state is State.READY and (member.limit is None or len(member.requests) < member.limit)
+            if member.state is State.READY
+            and (member.limit is None or len(member.requests) < member.limit)
         }
         name = choose(loads, cached, slack)
         if name is not None:
@@ -174,7 +192,8 @@ class Fleet:
         return name
 
     def answered(self, request: int, name: str, now: float) -> bool:
-        """Whether the answer counts, as the request is with this server still: then the request has left."""
+        """Whether the answer counts, as the request is with this server still: then the request has
+        left."""
         if self.placed.get(request) != name:
             return False
         member = self.members[name]

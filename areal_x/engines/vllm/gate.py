@@ -1,7 +1,8 @@
 """Inside the vLLM server's front end: no route answers without the key.
 
-vLLM checks keys below /v1, /v2, /inference and /cohere only: requests that replace weights, pause generation or call workers
-pass without one. Its --middleware takes the class below, which runs before everything else.
+vLLM checks keys below /v1, /v2, /inference and /cohere only: requests that replace weights, pause
+generation or call workers pass without one. Its --middleware takes the class below, which runs
+before everything else.
 
     VLLM_API_KEY=… python -m vllm.entrypoints.openai.api_server … --middleware areal_x.engines.vllm.gate.Gate
 """
@@ -18,13 +19,15 @@ from urllib.parse import urlsplit
 
 KEY = "VLLM_API_KEY"
 GATE = f"{__name__}.Gate"  # as --middleware takes it
-HOSTS = "AREAL_X_HOSTS"  # names, with commas between, under which a server may be reached beside those of this machine
+# names, with commas between, under which a server may be reached beside those of this machine
+HOSTS = "AREAL_X_HOSTS"
 LOCAL = ("127.0.0.1", "localhost", "::1")
 Send = Callable[[dict[str, Any]], Awaitable[None]]
 
 
 class Gate:
-    """ASGI middleware: 401 without the key, 403 for a foreign Host or Origin (a page of another site, a rebound name).
+    """ASGI middleware: 401 without the key, 403 for a foreign Host or Origin (a page of another
+    site, a rebound name).
 
     Without a key in the environment nothing passes.
     """
@@ -32,35 +35,58 @@ class Gate:
     def __init__(self, app: Callable[..., Awaitable[None]]) -> None:
         self.app = app
         self.key = os.environ.get(KEY, "")
-        self.hosts = {*LOCAL, *filter(None, (name.strip().lower() for name in os.environ.get(HOSTS, "").split(",")))}
+        self.hosts = {
+            *LOCAL,
+            *filter(None, (name.strip().lower() for name in os.environ.get(HOSTS, "").split(","))),
+        }
 
-    async def __call__(self, scope: Mapping[str, Any], receive: Callable[[], Awaitable[Any]], send: Send) -> None:
+    async def __call__(
+        self, scope: Mapping[str, Any], receive: Callable[[], Awaitable[Any]], send: Send
+    ) -> None:
         lifespan = scope["type"] == "lifespan"  # the server itself starts and ends
         why = None if lifespan else refusal(list(scope["headers"]), self.key, self.hosts)
         if why is None:
             await self.app(scope, receive, send)
         elif scope["type"] == "websocket":
-            await send({"type": "websocket.close", "code": 1008, "reason": why[1]})  # arrives as a 403
+            # arrives as a 403
+            await send({"type": "websocket.close", "code": 1008, "reason": why[1]})
         else:
             body = json.dumps({"error": {"message": why[1]}}).encode()
-            headers = {b"content-type": b"application/json", b"content-length": b"%d" % len(body), b"connection": b"close"}
-            await send({"type": "http.response.start", "status": why[0], "headers": list(headers.items())})
+            headers = {
+                b"content-type": b"application/json",
+                b"content-length": b"%d" % len(body),
+                b"connection": b"close",
+            }
+            await send(
+                {"type": "http.response.start", "status": why[0], "headers": list(headers.items())}
+            )
             await send({"type": "http.response.body", "body": body})
 
 
-def refusal(headers: list[tuple[bytes, bytes]], key: str, hosts: set[str]) -> tuple[int, str] | None:
+def refusal(
+    headers: list[tuple[bytes, bytes]], key: str, hosts: set[str]
+) -> tuple[int, str] | None:
     """The status and the words that a request is refused with, or None for one that may pass."""
 
     def given(name: bytes) -> list[str]:
-        return [value.decode("latin-1").strip() for header, value in headers if header.lower() == name]
+        return [
+            value.decode("latin-1").strip() for header, value in headers if header.lower() == name
+        ]
 
     host = given(b"host")
     if len(host) != 1 or name_in(f"//{host[0]}") not in hosts:
         return 403, f"this server is not reached under that Host: {HOSTS} names others"
-    if any(origin.lower() not in (f"http://{host[0]}".lower(), f"https://{host[0]}".lower()) for origin in given(b"origin")):
+    if any(
+        origin.lower() not in (f"http://{host[0]}".lower(), f"https://{host[0]}".lower())
+        for origin in given(b"origin")
+    ):
         return 403, "pages of other sites are not served"
     kind, _, sent = (given(b"authorization") or [""])[0].partition(" ")
-    if not key or kind.lower() != "bearer" or not hmac.compare_digest(digest(sent.strip()), digest(key)):
+    if (
+        not key
+        or kind.lower() != "bearer"
+        or not hmac.compare_digest(digest(sent.strip()), digest(key))
+    ):
         return 401, "Unauthorized"
     return None
 
@@ -78,5 +104,11 @@ def digest(text: str) -> bytes:
 
 def open_door(url: str) -> str:
     """What to tell the user of a server of theirs that answers control requests without a key."""
-    mend = f"start it with {KEY} set and --middleware {GATE} (and {HOSTS}=its name, where that is not localhost)"
-    return f"the vLLM server at {url} lets whoever reaches it replace its weights, without a key: {mend}; see docs/security.md"
+    mend = (
+        f"start it with {KEY} set and --middleware {GATE} (and {HOSTS}=its name, where that is not"
+        " localhost)"
+    )
+    return (
+        f"the vLLM server at {url} lets whoever reaches it replace its weights, without a key:"
+        f" {mend}; see docs/security.md"
+    )

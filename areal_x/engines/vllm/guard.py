@@ -1,13 +1,16 @@
-"""Stands between a run and one vLLM server, so that no process outlives the run, not even one that was killed with SIGKILL.
+"""Stands between a run and one vLLM server, so that no process outlives the run, not even one that
+was killed with SIGKILL.
 
     python guard.py OWNER_PID FOLDER COMMAND...
 
-A server is a small family of processes, and vLLM's engine process was seen to survive the death of its front end. The guard
-puts the family into a process group of its own and ends the whole group when the server ends, when the guard is told to stop
-(SIGTERM), or when the owner is gone; in the last case it also removes FOLDER, the owner's staged weights in shared memory.
+A server is a small family of processes, and vLLM's engine process was seen to survive the death of
+its front end. The guard puts the family into a process group of its own and ends the whole group
+when the server ends, when the guard is told to stop (SIGTERM), or when the owner is gone; in the
+last case it also removes FOLDER, the owner's staged weights in shared memory.
 
-The owner is watched by its process id. (PR_SET_PDEATHSIG would fire when the *thread* that started the server ends.) This file
-runs as a script and imports nothing but the standard library: it costs a few megabytes.
+The owner is watched by its process id. (PR_SET_PDEATHSIG would fire when the *thread* that started
+the server ends.) This file runs as a script and imports nothing but the standard library: it costs
+a few megabytes.
 """
 
 from __future__ import annotations
@@ -48,9 +51,11 @@ def main(owner: int, folder: str, command: list[str]) -> int:
 
 
 def end(server: subprocess.Popen[bytes]) -> None:
-    """The server is asked first, so that it ends its own family, then what is left of the group, which is killed in the end.
+    """The server is asked first, so that it ends its own family, then what is left of the group,
+    which is killed in the end.
 
-    Python's resource tracker, which is in the group too, ends after the others and removes what they left in shared memory.
+    Python's resource tracker, which is in the group too, ends after the others and removes what
+    they left in shared memory.
     """
     if server.poll() is None:
         server.terminate()

@@ -1,8 +1,9 @@
 """Inside the vLLM server: new weights into the model that it serves, complete or refused.
 
-vLLM loads layer by layer: it buffers what a layer's loaders receive and copies it into the kernels' tensors once the layer is
-complete. An incomplete layer raises nothing: one that received nothing keeps its old weights, one that received a part (an
-attention's keys and values but no queries) is filled up with uninitialised memory.
+vLLM loads layer by layer: it buffers what a layer's loaders receive and copies it into the kernels'
+tensors once the layer is complete. An incomplete layer raises nothing: one that received nothing
+keeps its old weights, one that received a part (an attention's keys and values but no queries) is
+filled up with uninitialised memory.
 """
 
 from __future__ import annotations
@@ -16,23 +17,32 @@ from typing import Any
 def shards(staging_root: str, folder: str) -> list[Path]:
     """The weight files of a staged folder, each of them whole and no tensor in two of them.
 
-    Raises: ValueError for a folder outside the staging root, without weights, or with a damaged file.
+    Raises: ValueError for a folder outside the staging root, without weights, or with a damaged
+    file.
     """
     from safetensors import SafetensorError, safe_open
 
     root, path = Path(staging_root).resolve(), Path(folder).resolve()
     if root not in path.parents:
-        raise ValueError(f"refused to read weights from {folder}: it is outside the staging folder {staging_root}")
+        raise ValueError(
+            f"refused to read weights from {folder}: it is outside the staging folder"
+            f" {staging_root}"
+        )
     files = sorted(path.glob("*.safetensors"))
     if not files:
-        raise ValueError(f"{folder} holds no *.safetensors: it was not staged, or this machine does not see the staging folder")
+        raise ValueError(
+            f"{folder} holds no *.safetensors: it was not staged, or this machine does not see the"
+            " staging folder"
+        )
     names: Counter[str] = Counter()
     for file in files:
         try:
-            with safe_open(file, framework="pt") as opened:  # compares the file's size with what its header lists
+            # compares the file's size with what its header lists
+            with safe_open(file, framework="pt") as opened:
                 names.update(opened.keys())
         except (SafetensorError, OSError) as error:
-            raise ValueError(f"{file.name} cannot be read: {error}") from error  # vLLM hides whole paths
+            # vLLM hides whole paths
+            raise ValueError(f"{file.name} cannot be read: {error}") from error
     if twice := [name for name, count in names.items() if count > 1]:
         raise ValueError(f"{folder} holds {', '.join(twice)} in more than one file")
     return files
@@ -49,20 +59,28 @@ def read(files: Iterable[Path]) -> Iterator[tuple[str, Any]]:
 
 
 def load(model: Any, model_config: Any, weights: Iterable[tuple[str, Any]]) -> None:
-    """Replaces all weights of the model. After an error it holds parts of two policies, and can be loaded again.
+    """Replaces all weights of the model. After an error it holds parts of two policies, and can be
+    loaded again.
 
-    Raises: ValueError where the weights lack a parameter or a part of one, and whatever vLLM's loaders raise.
+    Raises: ValueError where the weights lack a parameter or a part of one, and whatever vLLM's
+    loaders raise.
     """
-    from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+    from vllm.model_executor.model_loader.reload import (
+        finalize_layerwise_reload,
+        initialize_layerwise_reload,
+    )
 
-    # During a reload every layer has tensors of its own, and nothing shows that a head is tied to the embeddings.
+    # During a reload every layer has tensors of its own, and nothing shows that a head is tied to
+    # the embeddings.
     tied = shared(model)
     forget_packing(model)
     initialize_layerwise_reload(model)
     wanted = {name for name, _ in model.named_parameters()}
     try:
         loaded = model.load_weights(weights)
-        missing = incomplete(model) | (set() if loaded is None else wanted - with_tied(loaded, tied))
+        missing = incomplete(model) | (
+            set() if loaded is None else wanted - with_tied(loaded, tied)
+        )
     finally:
         finalize_layerwise_reload(model, model_config)
     if missing:
@@ -85,7 +103,8 @@ def with_tied(loaded: Collection[str], tied: Iterable[set[str]]) -> set[str]:
 def incomplete(model: Any) -> set[str]:
     """The layers that got a part of what they need. (Before the reload is finished.)
 
-    Only layers whose size is known to the last element are counted: quantised ones and vocabularies may be padded.
+    Only layers whose size is known to the last element are counted: quantised ones and vocabularies
+    may be padded.
     """
     from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
     from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
@@ -93,20 +112,29 @@ def incomplete(model: Any) -> set[str]:
     found = set()
     for name, layer in model.named_modules():
         info = get_layerwise_info(layer)
-        plain = isinstance(layer, LinearBase) and isinstance(layer.quant_method, UnquantizedLinearMethod)
-        if (plain or is_plain_mixture(layer)) and info.can_load() and 0 < info.load_numel < info.load_numel_total:
+        plain = isinstance(layer, LinearBase) and isinstance(
+            layer.quant_method, UnquantizedLinearMethod
+        )
+        if (
+            (plain or is_plain_mixture(layer))
+            and info.can_load()
+            and 0 < info.load_numel < info.load_numel_total
+        ):
             found.add(f"a part of {name}")
     return found
 
 
 def is_plain_mixture(layer: Any) -> bool:
-    from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
+    from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import (
+        UnquantizedFusedMoEMethod,
+    )
 
     return isinstance(getattr(layer, "quant_method", None), UnquantizedFusedMoEMethod)
 
 
 def refresh_tied(model: Any, tied: Iterable[set[str]]) -> None:
-    """Derives again what layers keep of a tensor that they share: on a CPU a tied head multiplies by a packed copy of it."""
+    """Derives again what layers keep of a tensor that they share: on a CPU a tied head multiplies
+    by a packed copy of it."""
     from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
 
     for name in set[str]().union(*tied):
@@ -117,8 +145,9 @@ def refresh_tied(model: Any, tied: Iterable[set[str]]) -> None:
 
 
 def forget_packing(model: Any) -> None:
-    """Makes mixtures of experts on a CPU pack their new weights too: vLLM 0.32 packs when it builds the kernel, once, and would
-    pass plain weights to a kernel that reads packed ones (3 nats a token off)."""
+    """Makes mixtures of experts on a CPU pack their new weights too: vLLM 0.32 packs when it builds
+    the kernel, once, and would pass plain weights to a kernel that reads packed ones (3 nats a
+    token off)."""
     from vllm.platforms import current_platform
 
     if current_platform.is_cpu():

@@ -1,7 +1,8 @@
 """Inside the vLLM server: a weight-transfer backend that reads safetensors from a staging folder.
 
-vLLM finds `register` through the entry-point group `vllm.general_plugins` and calls it in each of its processes. Trainer and
-server need share no framework and no process group, only a folder (shared memory on one machine).
+vLLM finds `register` through the entry-point group `vllm.general_plugins` and calls it in each of
+its processes. Trainer and server need share no framework and no process group, only a folder
+(shared memory on one machine).
 """
 
 from __future__ import annotations
@@ -13,8 +14,9 @@ BACKEND = "areal_x"
 
 @dataclass
 class InitInfo:
-    """staging_root: the only folder below which weights are ever read. folder: one that shall be read next, looked at before
-    anything is changed, and refused where it is outside the root or damaged."""
+    """staging_root: the only folder below which weights are ever read. folder: one that shall be
+    read next, looked at before anything is changed, and refused where it is outside the root or
+    damaged."""
 
     staging_root: str
     folder: str = ""
@@ -22,7 +24,8 @@ class InitInfo:
 
 @dataclass
 class UpdateInfo:
-    """folder: holds the model's complete weights as *.safetensors under their Hugging Face names."""
+    """folder: holds the model's complete weights as *.safetensors under their Hugging Face
+    names."""
 
     folder: str
 
@@ -43,7 +46,8 @@ def register() -> None:
                 loading.shards(init_info.staging_root, init_info.folder)
             self.staging_root = init_info.staging_root
 
-        # The model is opened for loading only once the folder is known to be good, in `receive_weights`.
+        # The model is opened for loading only once the folder is known to be good, in
+        # `receive_weights`.
         def start_weight_update(self) -> None: ...
 
         def finish_weight_update(self) -> None: ...

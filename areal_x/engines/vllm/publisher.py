@@ -1,6 +1,8 @@
-"""Weights on their way to engines in other processes: staged as safetensors files, by default in shared memory.
+"""Weights on their way to engines in other processes: staged as safetensors files, by default in
+shared memory.
 
-The trainer writes them while generation goes on; only reading them happens while generation stands still.
+The trainer writes them while generation goes on; only reading them happens while generation stands
+still.
 """
 
 from __future__ import annotations
@@ -31,8 +33,9 @@ Tensors = Iterable[tuple[str, np.ndarray]]
 
 @dataclass(frozen=True)
 class Staged:
-    """A complete set of weights in a folder: *.safetensors under Hugging Face names, or an adapter in PEFT's form.
-    bytes: of all its files. said: what the trainer says of a prompt under them, where somebody wants to compare."""
+    """A complete set of weights in a folder: *.safetensors under Hugging Face names, or an adapter
+    in PEFT's form. bytes: of all its files. said: what the trainer says of a prompt under them,
+    where somebody wants to compare."""
 
     folder: Path
     version: int
@@ -41,7 +44,8 @@ class Staged:
 
 
 def default_parent() -> Path:
-    """Shared memory where there is some: written once, read by every server of this machine, never on a disk."""
+    """Shared memory where there is some: written once, read by every server of this machine, never
+    on a disk."""
     return SHARED_MEMORY if os.access(SHARED_MEMORY, os.W_OK) else Path(tempfile.gettempdir())
 
 
@@ -50,27 +54,35 @@ class NoRoom(UserError):
 
 
 class Staging:
-    """A folder of this run's own below `parent`, one folder a version in it. Folders that dead runs left there are removed.
+    """A folder of this run's own below `parent`, one folder a version in it. Folders that dead runs
+    left there are removed.
 
-    A run holds a lock in its folder for as long as it lives. (The kernel drops it with the process, however that ends; a
-    process id in the name could belong to another container, or to a newer process.)
+    A run holds a lock in its folder for as long as it lives. (The kernel drops it with the process,
+    however that ends; a process id in the name could belong to another container, or to a newer
+    process.)
     """
 
     def __init__(self, parent: Path) -> None:
         try:
             parent.mkdir(parents=True, exist_ok=True)
             remove_left_behind(parent)
-            # Made under a hidden name and locked before others can see it, so that nobody takes it for a dead run's.
+            # Made under a hidden name and locked before others can see it, so that nobody takes it
+            # for a dead run's.
             hidden = Path(tempfile.mkdtemp(prefix=".", dir=parent))
             self._lock: IO[bytes] | None = (hidden / LOCK).open("wb")
             fcntl.flock(self._lock, fcntl.LOCK_EX)
             self.root = hidden.rename(parent / f"{PREFIX}{os.getpid()}-{secrets.token_hex(4)}")
         except OSError as error:
             reason = f"weights cannot be staged in {parent} ({error.strerror})"
-            raise UserError(f"{reason}: set vllm.staging to a folder that can be written") from error
+            raise UserError(
+                f"{reason}: set vllm.staging to a folder that can be written"
+            ) from error
 
-    def stage(self, weights: Tensors, version: int, write: Callable[[Path, Tensors], None] | None = None) -> Staged:
-        """Writes the tensors, one shard in memory at a time. The folder appears under its name only when it is complete.
+    def stage(
+        self, weights: Tensors, version: int, write: Callable[[Path, Tensors], None] | None = None
+    ) -> Staged:
+        """Writes the tensors, one shard in memory at a time. The folder appears under its name only
+        when it is complete.
 
         write: what fills the folder, by default `write_shards`.
         Raises: NoRoom when the file system is full.
@@ -83,7 +95,9 @@ class Staging:
         except Exception as error:
             shutil.rmtree(partial, ignore_errors=True)
             # The safetensors library wraps what the system said into its own error.
-            if getattr(error, "errno", None) == errno.ENOSPC or os.strerror(errno.ENOSPC) in str(error):
+            if getattr(error, "errno", None) == errno.ENOSPC or os.strerror(errno.ENOSPC) in str(
+                error
+            ):
                 reason = f"no room to stage the weights in {self.root.parent}"
                 raise NoRoom(f"{reason}: set vllm.staging to a folder with more") from error
             raise

@@ -1,4 +1,5 @@
-"""One server as a run deals with it: its process where it is ours, the client that speaks to it, the weights it is given."""
+"""One server as a run deals with it: its process where it is ours, the client that speaks to it,
+the weights it is given."""
 
 from __future__ import annotations
 
@@ -12,7 +13,13 @@ from pathlib import Path
 
 from areal_x.engines.vllm import adapters
 from areal_x.engines.vllm import server as servers
-from areal_x.engines.vllm.client import HEALTH_SECONDS, ServerFailed, ServerLost, ServerTorn, VLLMClient
+from areal_x.engines.vllm.client import (
+    HEALTH_SECONDS,
+    ServerFailed,
+    ServerLost,
+    ServerTorn,
+    VLLMClient,
+)
 from areal_x.engines.vllm.config import VLLMConfig
 from areal_x.engines.vllm.direct import TRANSPORTS
 from areal_x.engines.vllm.plugin import BACKEND
@@ -32,7 +39,8 @@ class Given:
 
 
 class Replica:
-    """seeds: each start takes the next one, as a server that began again with its old one would draw the same samples again."""
+    """seeds: each start takes the next one, as a server that began again with its old one would
+    draw the same samples again."""
 
     def __init__(self, name: str, origin: servers.Launch | Given, seeds: Iterator[int]) -> None:
         self.name, self.origin, self._seeds = name, origin, seeds
@@ -56,7 +64,8 @@ class Replica:
         return self._client
 
     async def open(self, timeout_seconds: float, report: Callable[[str], None]) -> None:
-        """It answers when this returns. One of ours is started, after whatever is left of its last process has gone.
+        """It answers when this returns. One of ours is started, after whatever is left of its last
+        process has gone.
 
         Raises: UserError with the reason when it dies at its start or takes too long.
         """
@@ -69,16 +78,20 @@ class Replica:
         self._client = VLLMClient(self.server.url, self.server.key, self.origin.transfer)
 
     async def prepare(self, staging_root: Path, transport: str, lora: bool) -> tuple[int, int]:
-        """Makes it ready to be given weights; those that it holds are called version 0. Returns its context, and its workers
-        where it must be known how many take part in a broadcast.
+        """Makes it ready to be given weights; those that it holds are called version 0. Returns its
+        context, and its workers where it must be known how many take part in a broadcast.
 
-        Raises: UserError for one that is paused where no whole weights will come from files: it may hold parts of two policies.
+        Raises: UserError for one that is paused where no whole weights will come from files: it may
+        hold parts of two policies.
         """
         client, workers = self.client, 0
         context = await client.context()
         self._staging_root = staging_root
         if (transport != "files" or lora) and await client.is_paused():
-            cause = "a run that was killed, or an update that broke off, may have left it with parts of two policies"
+            cause = (
+                "a run that was killed, or an update that broke off, may have left it with parts of"
+                " two policies"
+            )
             raise UserError(f"{self.name} is paused: {cause}; start it again")
         if transport == "files":
             # One that is paused stays so until it has whole weights: see `give`.
@@ -94,8 +107,9 @@ class Replica:
     async def give(self, staged: Staged) -> float:
         """Swaps its weights; returns the seconds that it stood still.
 
-        Raises: ServerTorn when the update broke off in the middle, and the server stays paused, as it holds parts of two
-        policies. After any other EngineError it goes on with the weights that it had.
+        Raises: ServerTorn when the update broke off in the middle, and the server stays paused, as
+        it holds parts of two policies. After any other EngineError it goes on with the weights that
+        it had.
         """
         client, changing = self.client, False
         await client.look_at(self._staging_root, staged.folder)
@@ -111,7 +125,9 @@ class Replica:
                 with contextlib.suppress(Exception):
                     await client.resume(HEALTH_SECONDS)
             if changing and isinstance(error, EngineError) and not isinstance(error, ServerLost):
-                raise ServerTorn(f"{error}; it stays paused until it is given whole weights") from error
+                raise ServerTorn(
+                    f"{error}; it stays paused until it is given whole weights"
+                ) from error
             raise
         await client.resume()
         return time.perf_counter() - began
@@ -119,7 +135,9 @@ class Replica:
     async def _start_update(self) -> None:
         try:
             await self.client.start_update()
-        except ServerFailed:  # one that broke off is still open, of a run that was killed or in some of its workers
+        except (
+            ServerFailed
+        ):  # one that broke off is still open, of a run that was killed or in some of its workers
             await self.client.abandon_update()
             await self.client.start_update()
 
@@ -142,7 +160,9 @@ class Replica:
         """The error with the last one in the server's log, where the server is ours."""
         if self.server is None:
             return error
-        return type(error)(f"{error}; its log ends with: {self.server.last_words()} (log: {self.server.log})")
+        return type(error)(
+            f"{error}; its log ends with: {self.server.last_words()} (log: {self.server.log})"
+        )
 
     async def hang_up(self) -> None:
         client, self._client = self._client, None
@@ -159,11 +179,19 @@ class Replica:
 
 
 def given(url: str, key: str | None, transfer: str = BACKEND) -> Replica:
-    return Replica(f"the vLLM server at {url.rstrip('/')}", Given(url, key, transfer), itertools.count())
+    return Replica(
+        f"the vLLM server at {url.rstrip('/')}", Given(url, key, transfer), itertools.count()
+    )
 
 
 def launches_of(
-    config: VLLMConfig, model: Path, logs: Path, staging_root: Path, context: int, lora_rank: int, experts: bool
+    config: VLLMConfig,
+    model: Path,
+    logs: Path,
+    staging_root: Path,
+    context: int,
+    lora_rank: int,
+    experts: bool,
 ) -> list[servers.Launch]:
     """What the servers that the run starts are started with."""
     return [

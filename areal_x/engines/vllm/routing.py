@@ -1,4 +1,5 @@
-"""Where a request goes: to the server with the fewest, or to one that has the beginning of its prompt in cache."""
+"""Where a request goes: to the server with the fewest, or to one that has the beginning of its
+prompt in cache."""
 
 from __future__ import annotations
 
@@ -15,9 +16,9 @@ REMEMBERED = 100_000  # blocks, some megabytes
 def choose(loads: Mapping[str, int], cached: Mapping[str, int], slack: int) -> str | None:
     """The server for a request; None when there is none to choose from.
 
-    loads: requests in flight on each server that may be chosen. cached: tokens of the prompt that a server has in cache.
-    slack: the most by which the chosen one's load may exceed the least. Within it the longest cached beginning wins, then the
-    least load, then the order of `loads`.
+    loads: requests in flight on each server that may be chosen. cached: tokens of the prompt that a
+    server has in cache. slack: the most by which the chosen one's load may exceed the least. Within
+    it the longest cached beginning wins, then the least load, then the order of `loads`.
     """
     least = min(loads.values(), default=0)
     near = [name for name, load in loads.items() if load <= least + slack]
@@ -25,8 +26,8 @@ def choose(loads: Mapping[str, int], cached: Mapping[str, int], slack: int) -> s
 
 
 class Prefixes:
-    """Which server was sent which beginnings of sequences, block by block, as servers cache them. What was sent longest ago is
-    forgotten first."""
+    """Which server was sent which beginnings of sequences, block by block, as servers cache them.
+    What was sent longest ago is forgotten first."""
 
     def __init__(self, remembered: int = REMEMBERED) -> None:
         self._remembered = remembered
@@ -47,7 +48,10 @@ class Prefixes:
         found = {}
         for server in servers:
             cache = self._caches[server]
-            count = next((i for i, block in enumerate(chain) if (server, cache, block) not in self._blocks), len(chain))
+            count = next(
+                (i for i, block in enumerate(chain) if (server, cache, block) not in self._blocks),
+                len(chain),
+            )
             found[server] = count * BLOCK
         return found
 

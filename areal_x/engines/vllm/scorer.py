@@ -1,9 +1,11 @@
-"""Log-probabilities of given tokens from vLLM servers: a reference or a teacher that need not fit beside the trainer.
+"""Log-probabilities of given tokens from vLLM servers: a reference or a teacher that need not fit
+beside the trainer.
 
     packed rows ──each sequence once──▶ the least busy server ──▶ one number a token, back in its place
 
-Any vLLM server will do, started with nothing but `vllm serve MODEL`: only /v1/models, /tokenize and /v1/completions are asked,
-and /metrics where there is one: whether it takes adapters, which a server that scores must not.
+Any vLLM server will do, started with nothing but `vllm serve MODEL`: only /v1/models, /tokenize and
+/v1/completions are asked, and /metrics where there is one: whether it takes adapters, which a
+server that scores must not.
 """
 
 from __future__ import annotations
@@ -23,13 +25,17 @@ from areal_x.protocols.engine import EngineError
 from areal_x.runtime.loop import run, together
 from areal_x.types import Batch
 
-CONCURRENCY = 32  # requests that one server is given at a time: enough to fill its batches, few enough to share it
+# requests that one server is given at a time: enough to fill its batches, few enough to share it
+CONCURRENCY = 32
 # Digits, white space, code and letters beyond ASCII: where tokenizers differ.
 PROBE = "It's 1234567.89 km²,\n\tdef f(x): return x**2  # naïve, 北京, Ωμέγα"
 
 
-def server_urls(binding: str, given: str | Sequence[str] | Callable[[], str] | None) -> tuple[str, ...]:
-    """The addresses of servers, or () for a directory, a hub name, a function that makes one, and None.
+def server_urls(
+    binding: str, given: str | Sequence[str] | Callable[[], str] | None
+) -> tuple[str, ...]:
+    """The addresses of servers, or () for a directory, a hub name, a function that makes one, and
+    None.
 
     Raises: ConfigError for a list of anything but addresses.
     """
@@ -37,7 +43,11 @@ def server_urls(binding: str, given: str | Sequence[str] | Callable[[], str] | N
         return ()
     urls = (given,) if isinstance(given, str) else tuple(given)
     if not urls or not all(map(is_url, urls)):
-        raise ConfigError(binding, given, "a directory, a hub name, or one or more http:// or https:// addresses of servers")
+        raise ConfigError(
+            binding,
+            given,
+            "a directory, a hub name, or one or more http:// or https:// addresses of servers",
+        )
     return urls
 
 
@@ -46,34 +56,47 @@ def is_url(text: str) -> bool:
 
 
 class ServerScorer:
-    """Says how likely given tokens are (areal_x.trainer.Scorer), by asking vLLM servers of one model.
+    """Says how likely given tokens are (areal_x.trainer.Scorer), by asking vLLM servers of one
+    model.
 
-    It holds nothing open between two calls, and may be called from any thread, also where an event loop runs.
+    It holds nothing open between two calls, and may be called from any thread, also where an event
+    loop runs.
 
-    tokenizer: of the model whose tokens are scored; the servers must split text as it does. temperature: that those tokens are
-    sampled at, and only 1 can be scored: vLLM gives a prompt's log-probabilities before any temperature, whatever the request
-    and --logprobs-mode say.
-    Raises: ConfigError for another temperature; UserError for a server that is not there, refuses the key, has other tokens or
-    takes adapters.
+    tokenizer: of the model whose tokens are scored; the servers must split text as it does.
+    temperature: that those tokens are sampled at, and only 1 can be scored: vLLM gives a prompt's
+    log-probabilities before any temperature, whatever the request and --logprobs-mode say. Raises:
+    ConfigError for another temperature; UserError for a server that is not there, refuses the key,
+    has other tokens or takes adapters.
     """
 
-    def __init__(self, urls: Sequence[str], key: str | None, tokenizer: Any, temperature: float = 1.0) -> None:
+    def __init__(
+        self, urls: Sequence[str], key: str | None, tokenizer: Any, temperature: float = 1.0
+    ) -> None:
         if temperature != 1:
-            wanted = "1.0 where a vLLM server is the reference or teacher, as it scores given tokens at no other"
-            raise ConfigError("sampling.temperature", temperature, f"{wanted} (a model directory is scored at any)")
+            wanted = (
+                "1.0 where a vLLM server is the reference or teacher, as it scores given tokens at"
+                " no other"
+            )
+            raise ConfigError(
+                "sampling.temperature",
+                temperature,
+                f"{wanted} (a model directory is scored at any)",
+            )
         self.urls = tuple(urls)
         self._key = key
         self._served = run(self._look(tokenizer.encode(PROBE, add_special_tokens=False)), "scorer")
 
     def logprobs(self, batch: Batch) -> Float32[np.ndarray, "rows length"]:
-        """See `areal_x.trainer.Scorer`; but after a shared prompt a segment's first token has a log-probability too.
+        """See `areal_x.trainer.Scorer`; but after a shared prompt a segment's first token has a
+        log-probability too.
 
-        Raises: EngineError when a server is lost or answers with an error, UserError for a sequence longer than its context and
-        for a batch with images.
+        Raises: EngineError when a server is lost or answers with an error, UserError for a sequence
+        longer than its context and for a batch with images.
         """
         if batch.has_images:
             raise UserError(
-                "the batch has images, and a server is asked about text alone: name a directory, which is loaded here"
+                "the batch has images, and a server is asked about text alone: name a directory,"
+                " which is loaded here"
             )
         tokens, scored = np.asarray(batch.tokens), np.zeros(batch.shape, np.float32)
         places: dict[tuple[int, ...], list[tuple[int, np.ndarray]]] = {}
@@ -81,17 +104,22 @@ class ServerScorer:
             if len(place) > 1:
                 places.setdefault(tuple(tokens[row, place].tolist()), []).append((row, place))
         self._check_length(max(map(len, places), default=0))
-        for alike, found in zip(places.values(), run(self._score(list(places)), "scorer"), strict=True):
+        for alike, found in zip(
+            places.values(), run(self._score(list(places)), "scorer"), strict=True
+        ):
             for row, place in alike:
                 scored[row, place] = found
         return scored
 
     def _check_length(self, longest: int) -> None:
-        url, served = min(zip(self.urls, self._served, strict=True), key=lambda pair: pair[1].context)
+        url, served = min(
+            zip(self.urls, self._served, strict=True), key=lambda pair: pair[1].context
+        )
         if longest >= served.context:  # it will not score without a place for one more token
             raise UserError(
-                f"a sequence of {longest} tokens does not fit into the context of the vLLM server at {url}: start it with "
-                f"--max-model-len {longest + 1} or more (it has {served.context}), or lower train.row_length"
+                f"a sequence of {longest} tokens does not fit into the context of the vLLM server"
+                f" at {url}: start it with --max-model-len {longest + 1} or more (it has"
+                f" {served.context}), or lower train.row_length"
             )
 
     async def _score(self, sequences: Sequence[Sequence[int]]) -> list[Float32[np.ndarray, " T"]]:
@@ -115,12 +143,22 @@ class ServerScorer:
         async def look(client: VLLMClient) -> Served:
             served = await client.served()
             if await client.tokenize(served.name, PROBE) != list(probe):
-                other = f"the vLLM server at {client.url} serves {served.name!r}, which splits text into other tokens"
+                other = (
+                    f"the vLLM server at {client.url} serves {served.name!r}, which splits text"
+                    " into other tokens"
+                )
                 raise UserError(f"{other}: it must have the vocabulary of the model that learns")
             if await client.takes_adapters():
-                dies = f"with adapters vLLM {VLLM_RELEASE} scores no prompt beside other requests (its engine dies of it)"
-                wanted = "start a server of its own without --enable-lora, or name a model directory"
-                raise UserError(f"the vLLM server at {client.url} takes adapters, and {dies}: {wanted}")
+                dies = (
+                    f"with adapters vLLM {VLLM_RELEASE} scores no prompt beside other requests (its"
+                    " engine dies of it)"
+                )
+                wanted = (
+                    "start a server of its own without --enable-lora, or name a model directory"
+                )
+                raise UserError(
+                    f"the vLLM server at {client.url} takes adapters, and {dies}: {wanted}"
+                )
             return served
 
         try:
@@ -139,14 +177,24 @@ class ServerScorer:
 
 
 def sequences(batch: Batch) -> list[tuple[int, Int64[np.ndarray, " T"]]]:
-    """The row and the places of every sequence: of each segment, after those of the prompt that it shares with others."""
+    """The row and the places of every sequence: of each segment, after those of the prompt that it
+    shares with others."""
     found = []
     for row, ids in enumerate(np.asarray(batch.segment_ids)):
         edges = np.flatnonzero(np.diff(ids)) + 1
-        of_ids = {int(ids[place[0]]): place for place in np.split(np.arange(len(ids)), edges) if ids[place[0]] > 0}
+        of_ids = {
+            int(ids[place[0]]): place
+            for place in np.split(np.arange(len(ids)), edges)
+            if ids[place[0]] > 0
+        }
         prompts = [0] * len(of_ids)
         if batch.prefix_ids is not None:
             prompts = [int(batch.prefix_ids[row, place[0]]) for place in of_ids.values()]
-        whole = [np.concatenate([of_ids[p], place]) if p else place for p, place in zip(prompts, of_ids.values(), strict=True)]
-        found += [(row, place) for id_, place in zip(of_ids, whole, strict=True) if id_ not in prompts]
+        whole = [
+            np.concatenate([of_ids[p], place]) if p else place
+            for p, place in zip(prompts, of_ids.values(), strict=True)
+        ]
+        found += [
+            (row, place) for id_, place in zip(of_ids, whole, strict=True) if id_ not in prompts
+        ]
     return found

@@ -1,4 +1,5 @@
-"""A completion drawn in slices: a server that is lost takes at most the slice with it that it was drawing."""
+"""A completion drawn in slices: a server that is lost takes at most the slice with it that it was
+drawing."""
 
 from __future__ import annotations
 
@@ -12,7 +13,8 @@ from areal_x.types import NOT_RECORDED
 
 
 def next_length(drawn: int, most: int, slice_tokens: int) -> int:
-    """How many new tokens to ask for next, of `most` in all; slice_tokens: 0 asks for all at once."""
+    """How many new tokens to ask for next, of `most` in all; slice_tokens: 0 asks for all at
+    once."""
     left = most - drawn
     return min(left, slice_tokens) if slice_tokens else left
 
@@ -22,13 +24,20 @@ def ended(parts: Sequence[Completion], most: int) -> bool:
     return parts[-1].finish_reason == "stop" or sum(len(part.tokens) for part in parts) >= most
 
 
-def context_of(prompt: Int32[np.ndarray, " P"], parts: Sequence[Completion]) -> Int32[np.ndarray, " P+N"]:
+def context_of(
+    prompt: Int32[np.ndarray, " P"], parts: Sequence[Completion]
+) -> Int32[np.ndarray, " P+N"]:
     """The prompt of the next slice."""
-    return np.concatenate([prompt, *(part.tokens for part in parts)]).astype(np.int32) if parts else prompt
+    return (
+        np.concatenate([prompt, *(part.tokens for part in parts)]).astype(np.int32)
+        if parts
+        else prompt
+    )
 
 
 def joined(parts: Sequence[Completion]) -> Completion:
-    """The completion of one request, whatever it was cut into: its end is that of the last slice."""
+    """The completion of one request, whatever it was cut into: its end is that of the last
+    slice."""
     if len(parts) == 1:
         return parts[0]
     return Completion(
@@ -40,9 +49,12 @@ def joined(parts: Sequence[Completion]) -> Completion:
     )
 
 
-def joined_experts(parts: Sequence[Int16[np.ndarray, "_ layers per_token"]]) -> Int16[np.ndarray, "T layers per_token"] | None:
-    """Each slice says the experts of all tokens up to its end. Those count that computed what was sampled: of the slice that
-    drew the token after it; the last token of a slice has none before the next."""
+def joined_experts(
+    parts: Sequence[Int16[np.ndarray, "_ layers per_token"]],
+) -> Int16[np.ndarray, "T layers per_token"] | None:
+    """Each slice says the experts of all tokens up to its end. Those count that computed what was
+    sampled: of the slice that drew the token after it; the last token of a slice has none before
+    the next."""
     if not parts:
         return None
     experts = np.full(parts[-1].shape, NOT_RECORDED, np.int16)

@@ -1,7 +1,7 @@
 """Keeps servers serving: the shell around the fleet's decisions.
 
-It starts and reaches servers, listens to their heartbeats, checks what they say before they serve, and ends the calls to those
-that are lost.
+It starts and reaches servers, listens to their heartbeats, checks what they say before they serve,
+and ends the calls to those that are lost.
 """
 
 from __future__ import annotations
@@ -34,8 +34,9 @@ LEAST_SLEEP_SECONDS = 0.05
 class Supervisor:
     """The servers of an engine. All of it runs on the event loop that calls `bring`.
 
-    prepare: readies a server that answers, without weights. give: makes it hold the newest weights, if any were published.
-    score: what a server says of the known prompt under the newest weights. changed: told whenever the fleet may have changed.
+    prepare: readies a server that answers, without weights. give: makes it hold the newest weights,
+    if any were published. score: what a server says of the known prompt under the newest weights.
+    changed: told whenever the fleet may have changed.
     """
 
     def __init__(
@@ -56,7 +57,8 @@ class Supervisor:
         self._watching: asyncio.Task[None] | None = None
         self._comparing: asyncio.Task[None] | None = None
         self._hurry = asyncio.Event()
-        self._agreed: tuple[int, Scores] | None = None  # what servers say of the known prompt, and at which version
+        # what servers say of the known prompt, and at which version
+        self._agreed: tuple[int, Scores] | None = None
         self._right: tuple[int, Scores] | None = None  # what the trainer says of it
         self._loads: dict[str, Load] = {}
 
@@ -68,7 +70,8 @@ class Supervisor:
         self.fleet.join(replica.name, replica.ours, now(), limit)
 
     async def bring(self, name: str) -> None:
-        """Starts or reaches a server that is due, gives it the newest weights, checks it and lets it serve."""
+        """Starts or reaches a server that is due, gives it the newest weights, checks it and lets
+        it serve."""
         replica, fleet = self.replicas[name], self.fleet
         await replica.open(self._config.start_timeout_seconds, self._report)
         fleet.reached(name)
@@ -118,7 +121,8 @@ class Supervisor:
     # ---- calls
 
     async def unless_lost(self, call: Coroutine[Any, Any, T], wanted: Callable[[], bool]) -> T:
-        """The call's result. Raises ServerLost as soon as it is no longer wanted, as its server was lost."""
+        """The call's result. Raises ServerLost as soon as it is no longer wanted, as its server was
+        lost."""
         if not wanted():
             call.close()
             raise ServerLost("the server was lost before")
@@ -148,12 +152,22 @@ class Supervisor:
             self.settle()
             sleep = self._config.heartbeat_seconds
             for name in self.fleet.due(now()):
-                self._tasks[name] = background.start(self._bring_back(name), f"bringing back {name}")
+                self._tasks[name] = background.start(
+                    self._bring_back(name), f"bringing back {name}"
+                )
             for name, member in self.fleet.members.items():
                 busy = name in self._tasks and not self._tasks[name].done()
-                if member.state is State.GIVEN_UP and self.replicas[name].server is not None and not busy:
-                    self._tasks[name] = background.start(self.replicas[name].close(), f"closing {name}")
-            retries = [m.retry_at - now() for m in self.fleet.members.values() if m.state is State.DOWN]
+                if (
+                    member.state is State.GIVEN_UP
+                    and self.replicas[name].server is not None
+                    and not busy
+                ):
+                    self._tasks[name] = background.start(
+                        self.replicas[name].close(), f"closing {name}"
+                    )
+            retries = [
+                m.retry_at - now() for m in self.fleet.members.values() if m.state is State.DOWN
+            ]
             with suppress(TimeoutError):
                 async with asyncio.timeout(max(LEAST_SLEEP_SECONDS, min([sleep, *retries]))):
                     with waiting("the watch over servers", "the next heartbeat", idle=True):
@@ -201,13 +215,18 @@ class Supervisor:
     # ---- whether they say the same
 
     async def _check(self, replica: Replica, version: int) -> None:
-        """Raises EngineError, and the server is quarantined, when it says something else than the trainer or the others."""
+        """Raises EngineError, and the server is quarantined, when it says something else than the
+        trainer or the others."""
         expected = await self._expected(version)
         if expected is None and noted(self._right, version) is None:
             return
         said = await self._score(replica)
         reason = self._drifts(said, version)
-        if reason is None and expected is not None and (gap := distance(said, expected)) > self._config.tolerance:
+        if (
+            reason is None
+            and expected is not None
+            and (gap := distance(said, expected)) > self._config.tolerance
+        ):
             reason = far_from("the others'", gap, "tolerance")
         if reason is not None and self.fleet.target == version:
             self.fleet.quarantine(replica.name, reason, now())
@@ -239,17 +258,30 @@ class Supervisor:
         self._right = None if said is None else (version, said)
 
     def compare(self) -> None:
-        """All servers hold one version now: what they say of the known prompt is compared in the background, with the trainer's
-        words and with each other's, and kept for those that come back."""
-        self._comparing = background.start(self._compare(self.fleet.target), "the comparison of the vLLM servers")
+        """All servers hold one version now: what they say of the known prompt is compared in the
+        background, with the trainer's words and with each other's, and kept for those that come
+        back."""
+        self._comparing = background.start(
+            self._compare(self.fleet.target), "the comparison of the vLLM servers"
+        )
 
     async def _compare(self, version: int) -> None:
-        names = [name for name, m in self.fleet.members.items() if m.serves and m.version == version]
-        said = await asyncio.gather(*(self._score(self.replicas[name]) for name in names), return_exceptions=True)
-        scores = {name: x for name, x in zip(names, said, strict=True) if not isinstance(x, BaseException)}
+        names = [
+            name for name, m in self.fleet.members.items() if m.serves and m.version == version
+        ]
+        said = await asyncio.gather(
+            *(self._score(self.replicas[name]) for name in names), return_exceptions=True
+        )
+        scores = {
+            name: x for name, x in zip(names, said, strict=True) if not isinstance(x, BaseException)
+        }
         if not scores or self.fleet.target != version:
             return
-        far = {name: reason for name, said in scores.items() if (reason := self._drifts(said, version)) is not None}
+        far = {
+            name: reason
+            for name, said in scores.items()
+            if (reason := self._drifts(said, version)) is not None
+        }
         near = {name: said for name, said in scores.items() if name not in far}
         for name, gap in disagreeing(near, self._config.tolerance).items():
             far[name] = far_from("most others'", gap, "tolerance")
@@ -272,7 +304,10 @@ def noted(scores: tuple[int, Scores] | None, version: int) -> Scores | None:
 
 
 def far_from(whose: str, gap: float, setting: str) -> str:
-    return f"its log-probabilities of a known prompt are {gap:.3g} nats a token from {whose} (vllm.{setting})"
+    return (
+        f"its log-probabilities of a known prompt are {gap:.3g} nats a token from {whose}"
+        f" (vllm.{setting})"
+    )
 
 
 async def ended(task: asyncio.Task[Any]) -> None:

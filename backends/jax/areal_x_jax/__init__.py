@@ -1,4 +1,5 @@
-"""The JAX backend of AReaL-X; its entry point offers `create_trainer`, `check`, `differentiate` and `join`."""
+"""The JAX backend of AReaL-X; its entry point offers `create_trainer`, `check`, `differentiate` and
+`join`."""
 
 from __future__ import annotations
 
@@ -21,7 +22,8 @@ def create_trainer(config: TrainerConfig) -> Trainer:
 
 
 def keep_compiled_programs() -> None:
-    """Lets a second start take its programs from the user's cache directory, unless the user has chosen another place."""
+    """Lets a second start take its programs from the user's cache directory, unless the user has
+    chosen another place."""
     import jax
 
     if jax.config.jax_compilation_cache_dir is None:

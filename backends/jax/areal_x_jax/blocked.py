@@ -1,7 +1,8 @@
 """Attention block by block: one block of queries and one of keys at a time, with a running softmax.
 
-Blocks in which nothing is seen are passed over, and the others computed again in the backward pass, so that memory grows with
-the length and not with its square, and sequences packed into a row cost their own squares and not the row's.
+Blocks in which nothing is seen are passed over, and the others computed again in the backward pass,
+so that memory grows with the length and not with its square, and sequences packed into a row cost
+their own squares and not the row's.
 """
 
 from __future__ import annotations
@@ -16,8 +17,11 @@ from jaxtyping import Array, Bool, Float, Int
 
 from areal_x_jax.dense import HIDDEN, Keys, Queries, Seen, in_groups, is_zero, sees, softcapped
 
-CPU_BLOCK, BLOCK = 64, 512  # queries and keys of a block: what its cache holds; on others, few enough steps of the loop
-KEPT = "attention"  # names for jax.checkpoint_policies.save_only_these_names what the backward pass needs of the forward one
+# queries and keys of a block: what its cache holds; on others, few enough steps of the loop
+CPU_BLOCK, BLOCK = 64, 512
+# names for jax.checkpoint_policies.save_only_these_names what the backward pass needs of the
+# forward one
+KEPT = "attention"
 
 
 def blocked(
@@ -29,17 +33,20 @@ def blocked(
     softcap: float = 0.0,
     block: int | None = None,
 ) -> Queries:
-    """One block of queries and one of keys at a time, with a running softmax. Padding attends to nothing and gets 0.
+    """One block of queries and one of keys at a time, with a running softmax. Padding attends to
+    nothing and gets 0.
 
-    Saves of the forward pass the output and the logarithm of each softmax's denominator. Rows of a batch go through the blocks
-    together, so a pair of blocks is computed if any row sees something in it. Source: arXiv 2205.14135 and 2307.08691.
+    Saves of the forward pass the output and the logarithm of each softmax's denominator. Rows of a
+    batch go through the blocks together, so a pair of blocks is computed if any row sees something
+    in it. Source: arXiv 2205.14135 and 2307.08691.
     """
     block = block or (CPU_BLOCK if jax.default_backend() == "cpu" else BLOCK)
     queries, keys = (min(block, x.shape[1]) for x in (query, key))
     window = None if is_zero(seen.window) else seen.window
     prefixes = None if seen.prefixes is None else _split(seen.prefixes, queries)
     ids = _Ids(_split(seen.queries, queries), _split(seen.keys, keys), seen.start, window, prefixes)
-    # [blocks, rows, kv_heads, queries, group, head_dim] and [blocks, rows, kv_heads, keys, head_dim]
+    # [blocks, rows, kv_heads, queries, group, head_dim] and [blocks, rows, kv_heads, keys,
+    # head_dim]
     grouped = jnp.moveaxis(_split(in_groups(query * scale, key.shape[2]), queries), 3, 2)
     key, value = (jnp.moveaxis(_split(x, keys), 3, 2) for x in (key, value))
     attended = _attend_blocks(softcap, grouped, key, value, ids)
@@ -49,7 +56,8 @@ def blocked(
 
 
 class _Ids(NamedTuple):
-    """`Seen` in blocks, padded with padding. Without a window that could hide something, window is None."""
+    """`Seen` in blocks, padded with padding. Without a window that could hide something, window is
+    None."""
 
     queries: Int[Array, "query_blocks rows block"]
     keys: Int[Array, "key_blocks rows block"]
@@ -59,8 +67,9 @@ class _Ids(NamedTuple):
 
 
 class Reach(NamedTuple):
-    """Which blocks of keys a block of queries goes through: those from `first` to before `end`, and with each from `gap` on so
-    many further, `past`, than that: between a prompt that answers share and an answer lie other answers."""
+    """Which blocks of keys a block of queries goes through: those from `first` to before `end`, and
+    with each from `gap` on so many further, `past`, than that: between a prompt that answers share
+    and an answer lie other answers."""
 
     first: Int[Array, " query_blocks"]
     end: Int[Array, " query_blocks"]
@@ -72,7 +81,8 @@ class Reach(NamedTuple):
 
 
 def reach(ids: _Ids) -> Reach:
-    """Of the blocks of keys in which any row's block of queries may see something all, and few others."""
+    """Of the blocks of keys in which any row's block of queries may see something all, and few
+    others."""
     own = within_reach(ids, ids.queries)
     if ids.prefixes is None:
         return Reach(*own)
@@ -86,11 +96,11 @@ def reach(ids: _Ids) -> Reach:
 def within_reach(
     ids: _Ids, queries: Int[Array, "query_blocks rows block"]
 ) -> tuple[Int[Array, " query_blocks"], Int[Array, " query_blocks"]]:
-    """The first block of keys in which any row's block of queries may see something of these segments, and the one after the
-    last; 0 and 0 where there is none.
+    """The first block of keys in which any row's block of queries may see something of these
+    segments, and the one after the last; 0 and 0 where there is none.
 
-    Segments meet where the ranges of their ids do: for any order of ids nothing that is seen is left out, and for rows packed
-    one segment after the other little else is kept.
+    Segments meet where the ranges of their ids do: for any order of ids nothing that is seen is
+    left out, and for rows packed one segment after the other little else is kept.
     """
     largest = jnp.iinfo(ids.queries.dtype).max
 
@@ -101,7 +111,10 @@ def within_reach(
     key_least, key_most = least_and_largest(ids.keys)
     meet = jnp.any((least <= key_most) & (key_least <= most), axis=-1)  # [query_blocks, key_blocks]
     (count, _, width), (key_count, _, keys) = queries.shape, ids.keys.shape
-    first_query, first_key = (ids.start + jnp.arange(count) * width)[:, None], jnp.arange(key_count) * keys
+    first_query, first_key = (
+        (ids.start + jnp.arange(count) * width)[:, None],
+        jnp.arange(key_count) * keys,
+    )
     meet &= first_key < first_query + width
     if not is_zero(ids.window):
         meet &= (first_key + keys > first_query - ids.window + 1) | (ids.window == 0)
@@ -114,7 +127,9 @@ def _attend_blocks(softcap: float, query: Array, key: Array, value: Array, ids: 
     return _forward(softcap, query, key, value, ids)[0]
 
 
-def _forward(softcap: float, query: Array, key: Array, value: Array, ids: _Ids) -> tuple[Array, tuple[Any, ...]]:
+def _forward(
+    softcap: float, query: Array, key: Array, value: Array, ids: _Ids
+) -> tuple[Array, tuple[Any, ...]]:
     def one(at: tuple[Array, ...]) -> tuple[Array, Array]:
         index, reached, query = at
 
@@ -124,13 +139,25 @@ def _forward(softcap: float, query: Array, key: Array, value: Array, ids: _Ids) 
             scores = jnp.where(visible, scores, HIDDEN)
             new_top = jnp.maximum(top, jnp.max(scores, axis=-1))
             weights, fade = jnp.exp(scores - new_top[..., None]), jnp.exp(top - new_top)
-            product = jnp.einsum("bgqrk,bgkd->bgqrd", weights.astype(value.dtype), value[j], preferred_element_type=jnp.float32)
-            return new_top, total * fade + jnp.sum(weights, axis=-1), attended * fade[..., None] + product
+            product = jnp.einsum(
+                "bgqrk,bgkd->bgqrd",
+                weights.astype(value.dtype),
+                value[j],
+                preferred_element_type=jnp.float32,
+            )
+            return (
+                new_top,
+                total * fade + jnp.sum(weights, axis=-1),
+                attended * fade[..., None] + product,
+            )
 
         nothing = jnp.zeros_like(query, jnp.float32)
         of_each = nothing[..., 0]
-        top, total, attended = jax.lax.fori_loop(reached.first, reached.end, add, (of_each + HIDDEN, of_each, nothing))
-        # The weights of a query that has seen nothing are those of hidden keys, which it met before any other or alone.
+        top, total, attended = jax.lax.fori_loop(
+            reached.first, reached.end, add, (of_each + HIDDEN, of_each, nothing)
+        )
+        # The weights of a query that has seen nothing are those of hidden keys, which it met before
+        # any other or alone.
         sees = top > HIDDEN / 2
         top, total = jnp.where(sees, top, 0.0), jnp.where(sees, total, 1.0)
         attended = jnp.where(sees[..., None], attended, 0.0) / total[..., None]
@@ -141,7 +168,9 @@ def _forward(softcap: float, query: Array, key: Array, value: Array, ids: _Ids) 
     return attended, (query, key, value, ids, attended, log_total)
 
 
-def _backward(softcap: float, saved: tuple[Any, ...], gradient: Array) -> tuple[Array, Array, Array, None]:
+def _backward(
+    softcap: float, saved: tuple[Any, ...], gradient: Array
+) -> tuple[Array, Array, Array, None]:
     query, key, value, ids, attended, log_total = saved
 
     def one(sums: tuple[Array, Array], at: tuple[Array, ...]) -> tuple[tuple[Array, Array], Array]:
@@ -152,15 +181,25 @@ def _backward(softcap: float, saved: tuple[Any, ...], gradient: Array) -> tuple[
             (d_query, d_key, d_value), j = sums, reached.block(step)
             scores, visible = _scores(softcap, query, key[j], ids, index, j)
             weights = jnp.where(visible, jnp.exp(scores - log_total[..., None]), 0.0)
-            d_weights = jnp.einsum("bgqrd,bgkd->bgqrk", gradient, value[j], preferred_element_type=jnp.float32)
+            d_weights = jnp.einsum(
+                "bgqrd,bgkd->bgqrk", gradient, value[j], preferred_element_type=jnp.float32
+            )
             d_scores = weights * (d_weights - shift)
             if softcap:
                 d_scores *= 1 - jnp.square(scores / softcap)
             weights, d_scores = weights.astype(value.dtype), d_scores.astype(key.dtype)
-            d_query += jnp.einsum("bgqrk,bgkd->bgqrd", d_scores, key[j], preferred_element_type=jnp.float32)
-            return d_query, _add_at(d_key, j, d_scores, query), _add_at(d_value, j, weights, gradient)
+            d_query += jnp.einsum(
+                "bgqrk,bgkd->bgqrd", d_scores, key[j], preferred_element_type=jnp.float32
+            )
+            return (
+                d_query,
+                _add_at(d_key, j, d_scores, query),
+                _add_at(d_value, j, weights, gradient),
+            )
 
-        d_query, *sums = jax.lax.fori_loop(reached.first, reached.end, add, (jnp.zeros_like(query, jnp.float32), *sums))
+        d_query, *sums = jax.lax.fori_loop(
+            reached.first, reached.end, add, (jnp.zeros_like(query, jnp.float32), *sums)
+        )
         return tuple(sums), d_query.astype(query.dtype)
 
     nothing = jnp.zeros_like(key, jnp.float32), jnp.zeros_like(value, jnp.float32)
@@ -186,13 +225,18 @@ def _scores(
     query_at, key_at = ids.start + i * queries + jnp.arange(queries), j * keys + jnp.arange(keys)
     of_queries, of_keys = ids.queries[i], ids.keys[j]
     prefixes = None if ids.prefixes is None else ids.prefixes[i]
-    visible = sees(of_queries, of_keys, query_at, key_at, ids.window, prefixes) & (of_queries > 0)[..., None]
+    visible = (
+        sees(of_queries, of_keys, query_at, key_at, ids.window, prefixes)
+        & (of_queries > 0)[..., None]
+    )
     return softcapped(scores, softcap), visible[:, None, :, None]
 
 
 def _add_at(sums: Array, j: Array, of_scores: Array, of_queries: Array) -> Array:
     """sums[j] + of_scores.T @ of_queries, in place within a loop."""
-    product = jnp.einsum("bgqrk,bgqrd->bgkd", of_scores, of_queries, preferred_element_type=jnp.float32)
+    product = jnp.einsum(
+        "bgqrk,bgqrd->bgkd", of_scores, of_queries, preferred_element_type=jnp.float32
+    )
     return jax.lax.dynamic_update_index_in_dim(sums, sums[j] + product, j, 0)
 
 

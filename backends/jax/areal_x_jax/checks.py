@@ -23,10 +23,11 @@ from areal_x_jax.weights import check_tensors
 
 
 def check(config: TrainerConfig) -> Devices:
-    """See `areal_x.trainer.Devices`. Of several processes each is taken to have as many devices as this one.
+    """See `areal_x.trainer.Devices`. Of several processes each is taken to have as many devices as
+    this one.
 
-    Raises: UserError for a mesh that does not divide the devices or the model, and for a model, tensors or adapters that are
-    not known.
+    Raises: UserError for a mesh that does not divide the devices or the model, and for a model,
+    tensors or adapters that are not known.
     """
     own = jax.local_devices()
     sizes = sizes_of(config.mesh, len(own) * config.mesh.processes)
@@ -34,7 +35,9 @@ def check(config: TrainerConfig) -> Devices:
     directory = Path(str(config.model.path))
     shape = shape_of(model_dir.read_config(directory), config.head)
     if config.replay_experts and shape.experts is None:
-        raise ConfigError("trainer.replay_experts", True, f"False with {directory}, which has no experts")
+        raise ConfigError(
+            "trainer.replay_experts", True, f"False with {directory}, which has no experts"
+        )
     check_fit(Layout(mesh), shape)
     check_sharing(config.share_prompts, directory, shape)
     lora.trained_shape(shape, config.lora)

@@ -1,4 +1,5 @@
-"""Prompts cut into chunks of one size, so that prompts of any length and number share one prefill program."""
+"""Prompts cut into chunks of one size, so that prompts of any length and number share one prefill
+program."""
 
 from __future__ import annotations
 
@@ -13,8 +14,9 @@ from jaxtyping import Array, Int
 class Chunk(NamedTuple):
     """Packed tokens of several sequences for one prefill.
 
-    Piece i is tokens first[i] … first[i] + length[i] of the chunk and belongs to columns start[i] … of slot[i]. Only piece 0
-    may continue a sequence, of which `past` tokens are in the cache before it.
+    Piece i is tokens first[i] … first[i] + length[i] of the chunk and belongs to columns start[i] …
+    of slot[i]. Only piece 0 may continue a sequence, of which `past` tokens are in the cache before
+    it.
     """
 
     tokens: Int[Array, " tokens"]
@@ -30,7 +32,8 @@ class Chunk(NamedTuple):
 
 @dataclass(frozen=True)
 class Piece:
-    """Part of a sequence to prefill: `past` of its tokens are in the cache before this piece's first."""
+    """Part of a sequence to prefill: `past` of its tokens are in the cache before this piece's
+    first."""
 
     slot: int
     column: int
@@ -38,8 +41,11 @@ class Piece:
     past: int
 
 
-def packed(pieces: Sequence[tuple[int, int, np.ndarray]], size: int, capacity: int) -> Iterator[Chunk]:
-    """Chunks of `size` tokens of these sequences (slot, first column, tokens), one after the other, cut where a chunk ends."""
+def packed(
+    pieces: Sequence[tuple[int, int, np.ndarray]], size: int, capacity: int
+) -> Iterator[Chunk]:
+    """Chunks of `size` tokens of these sequences (slot, first column, tokens), one after the other,
+    cut where a chunk ends."""
     cut: list[Piece] = []
     room = size
     for slot, column, tokens in pieces:

@@ -1,4 +1,5 @@
-"""Which keys a query attends to, and attention by the plain formula, with all scores of a row at once."""
+"""Which keys a query attends to, and attention by the plain formula, with all scores of a row at
+once."""
 
 from __future__ import annotations
 
@@ -9,16 +10,18 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-HIDDEN = -1e30  # the score of a key that is not seen: finite, as the difference of two infinities is NaN
+# the score of a key that is not seen: finite, as the difference of two infinities is NaN
+HIDDEN = -1e30
 
 
 class Seen(NamedTuple):
-    """Which key a query may attend to: key j is seen by query i of the same segment if j <= start + i, and, with a window, if
-    start + i - j < window. Of the segment that stands at i in `prefixes`, if it is not 0, the query sees all keys before it,
-    and no window then.
+    """Which key a query may attend to: key j is seen by query i of the same segment if j <= start +
+    i, and, with a window, if start + i - j < window. Of the segment that stands at i in `prefixes`,
+    if it is not 0, the query sees all keys before it, and no window then.
 
-    queries, keys: segment ids. start: the index in the row of the first query, 0 unless the row is split. window: 0 for no
-    window. Both may be traced; as Python integers they cost less and more kernels take them. bias: see `prepare`.
+    queries, keys: segment ids. start: the index in the row of the first query, 0 unless the row is
+    split. window: 0 for no window. Both may be traced; as Python integers they cost less and more
+    kernels take them. bias: see `prepare`.
     """
 
     queries: Int[Array, "rows queries"]
@@ -31,7 +34,8 @@ class Seen(NamedTuple):
 
 Queries = Float[Array, "rows queries heads head_dim"]
 Keys = Float[Array, "rows keys kv_heads head_dim"]  # and values
-Attend = Callable[[Array, Array, Array, Seen, float, float], Array]  # query, key, value, seen, scale, softcap → as query
+# query, key, value, seen, scale, softcap → as query
+Attend = Callable[[Array, Array, Array, Seen, float, float], Array]
 
 
 def sees(
@@ -55,7 +59,10 @@ def sees(
 
 def bias_of(seen: Seen) -> Float[Array, "rows 1 queries 1 keys"]:
     """What to add to the scores, from `prepare` if it was called."""
-    query_at, key_at = seen.start + jnp.arange(seen.queries.shape[1]), jnp.arange(seen.keys.shape[1])
+    query_at, key_at = (
+        seen.start + jnp.arange(seen.queries.shape[1]),
+        jnp.arange(seen.keys.shape[1]),
+    )
     if seen.bias is None:
         visible = sees(seen.queries, seen.keys, query_at, key_at, seen.window, seen.prefixes)
         return jnp.where(visible, 0.0, HIDDEN)[:, None, :, None]
@@ -66,7 +73,8 @@ def bias_of(seen: Seen) -> Float[Array, "rows 1 queries 1 keys"]:
 
 
 def is_zero(x: int | Array | None) -> bool:
-    """Whether it is none, or 0 whatever the program will be given, so that what depends on it can be left out."""
+    """Whether it is none, or 0 whatever the program will be given, so that what depends on it can
+    be left out."""
     return x is None or (isinstance(x, int) and x == 0)
 
 
@@ -80,11 +88,14 @@ def dense(
 ) -> Queries:
     """All scores at once; the queries of a group read their shared key and value in place.
 
-    The scores are [rows, kv_heads, queries, group, keys], as the product gives them: any other order would copy them.
+    The scores are [rows, kv_heads, queries, group, keys], as the product gives them: any other
+    order would copy them.
     """
     grouped = in_groups(query * scale, key.shape[2])
     scores = jnp.einsum("blgrd,bmgd->bglrm", grouped, key, preferred_element_type=jnp.float32)
-    weights = jax.nn.softmax(softcapped(scores, softcap) + bias_of(seen), axis=-1).astype(value.dtype)
+    weights = jax.nn.softmax(softcapped(scores, softcap) + bias_of(seen), axis=-1).astype(
+        value.dtype
+    )
     attended = jnp.einsum("bglrm,bmgd->bglrd", weights, value)
     return jnp.moveaxis(attended, 1, 2).reshape(query.shape)
 

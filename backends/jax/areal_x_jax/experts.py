@@ -1,9 +1,11 @@
-"""A mixture of experts in place of an MLP: each token is computed by the few that a router chooses for it.
+"""A mixture of experts in place of an MLP: each token is computed by the few that a router chooses
+for it.
 
     tokens ──router──▶ chosen experts, weights ──sort by expert──▶ grouped matmuls ──weigh, add──▶ tokens
 
-With the mesh's axis "expert" each device holds some of the experts: it gathers the tokens of its group, computes what its own
-experts say of them, and the parts are summed where the tokens came from.
+With the mesh's axis "expert" each device holds some of the experts: it gathers the tokens of its
+group, computes what its own experts say of them, and the parts are summed where the tokens came
+from.
 """
 
 from __future__ import annotations
@@ -24,7 +26,8 @@ Activation = Callable[[Array], Array]
 
 
 class Routing(NamedTuple):
-    """Which experts were chosen for each token and what each says weighs; probabilities: of all experts, in fp32."""
+    """Which experts were chosen for each token and what each says weighs; probabilities: of all
+    experts, in fp32."""
 
     chosen: Int[Array, "... per_token"]
     weights: Float[Array, "... per_token"]
@@ -37,8 +40,9 @@ def route(
     x: Float[Array, "... hidden"],
     recorded: Int[Array, "... per_token"] | None = None,
 ) -> Routing:
-    """The most probable experts of each token; with `recorded`, those that the engine chose when it sampled the token (-1
-    where it recorded none), so that both compute the same function. Source of the replay: arXiv 2510.11370."""
+    """The most probable experts of each token; with `recorded`, those that the engine chose when it
+    sampled the token (-1 where it recorded none), so that both compute the same function. Source of
+    the replay: arXiv 2510.11370."""
     probabilities = jax.nn.softmax((x @ router.astype(x.dtype)).astype(jnp.float32), axis=-1)
     weights, chosen = jax.lax.top_k(probabilities, experts.per_token)
     if recorded is not None:
@@ -50,10 +54,14 @@ def route(
 
 
 def mixture(
-    layer: Params, x: Float[Array, "rows length hidden"], routing: Routing, activation: Activation, layout: Layout
+    layer: Params,
+    x: Float[Array, "rows length hidden"],
+    routing: Routing,
+    activation: Activation,
+    layout: Layout,
 ) -> Float[Array, "rows length hidden"]:
-    """What the chosen experts say of each token, weighed. layer: experts_gate, experts_up [experts, hidden, intermediate] and
-    experts_down."""
+    """What the chosen experts say of each token, weighed. layer: experts_gate, experts_up [experts,
+    hidden, intermediate] and experts_down."""
     kernels = [layer[f"experts_{name}"] for name in ("gate", "up", "down")]
     if layout.size("expert") == 1:
         return grouped(x, routing.chosen, routing.weights, *kernels, 0, activation)
@@ -61,35 +69,58 @@ def mixture(
     def part(x: Array, chosen: Array, weights: Array, *kernels: Array) -> Array:
         whole = [jax.lax.all_gather(a, "expert", axis=0, tiled=True) for a in (x, chosen, weights)]
         first = jax.lax.axis_index("expert") * kernels[0].shape[0]
-        return jax.lax.psum_scatter(grouped(*whole, *kernels, first, activation), "expert", scatter_dimension=0, tiled=True)
+        return jax.lax.psum_scatter(
+            grouped(*whole, *kernels, first, activation), "expert", scatter_dimension=0, tiled=True
+        )
 
     spec = PartitionSpec("expert")
-    return layout.alone(part, (spec,) * 6, spec, ("expert",))(x, routing.chosen, routing.weights, *kernels)
+    return layout.alone(part, (spec,) * 6, spec, ("expert",))(
+        x, routing.chosen, routing.weights, *kernels
+    )
 
 
 def grouped(
-    x: Array, chosen: Array, weights: Array, gate: Array, up: Array, down: Array, first: Array | int, activation: Activation
+    x: Array,
+    chosen: Array,
+    weights: Array,
+    gate: Array,
+    up: Array,
+    down: Array,
+    first: Array | int,
+    activation: Activation,
 ) -> Array:
-    """The same of the experts `first`, first + 1, … whose kernels are given; what others are to say is left out."""
+    """The same of the experts `first`, first + 1, … whose kernels are given; what others are to say
+    is left out."""
     per_token, here = chosen.shape[-1], gate.shape[0]
     tokens = x.reshape(-1, x.shape[-1])
     own = chosen.reshape(-1) - first
-    own = jnp.where((own >= 0) & (own < here), own, here)  # those of other devices come last, in no group
+    # those of other devices come last, in no group
+    own = jnp.where((own >= 0) & (own < here), own, here)
     order = jnp.argsort(own, stable=True)
     sizes = jnp.bincount(own, length=here).astype(jnp.int32)
     sorted_tokens = tokens[order // per_token]
-    inner = activation(jax.lax.ragged_dot(sorted_tokens, gate, sizes)) * jax.lax.ragged_dot(sorted_tokens, up, sizes)
+    inner = activation(jax.lax.ragged_dot(sorted_tokens, gate, sizes)) * jax.lax.ragged_dot(
+        sorted_tokens, up, sizes
+    )
     said = jax.lax.ragged_dot(inner, down, sizes)
-    said = jnp.where((jnp.arange(len(order)) < sizes.sum())[:, None], said, 0) * weights.reshape(-1)[order][:, None]
-    back = said[jnp.argsort(order)]  # in the order of tokens, so that the sum does not depend on the routing
+    said = (
+        jnp.where((jnp.arange(len(order)) < sizes.sum())[:, None], said, 0)
+        * weights.reshape(-1)[order][:, None]
+    )
+    # in the order of tokens, so that the sum does not depend on the routing
+    back = said[jnp.argsort(order)]
     return back.reshape(len(tokens), per_token, -1).sum(1).reshape(x.shape)
 
 
 def imbalance(routing: Routing, counted: Bool[Array, ...]) -> Float[Array, ""]:
-    """experts · Σ f · p, f being the share of the counted tokens that an expert is chosen for and p its mean probability: 1 per
-    chosen expert where all are used alike. Source: Switch Transformer, arXiv 2101.03961, eq. 4."""
+    """experts · Σ f · p, f being the share of the counted tokens that an expert is chosen for and p
+    its mean probability: 1 per chosen expert where all are used alike. Source: Switch Transformer,
+    arXiv 2101.03961, eq. 4."""
     experts = routing.probabilities.shape[-1]
     total = jnp.maximum(counted.sum(), 1)
     hits = jax.nn.one_hot(routing.chosen, experts).sum(-2)
-    share, mean = ((x * counted[..., None]).reshape(-1, experts).sum(0) / total for x in (hits, routing.probabilities))
+    share, mean = (
+        (x * counted[..., None]).reshape(-1, experts).sum(0) / total
+        for x in (hits, routing.probabilities)
+    )
     return experts * jnp.sum(share * mean)

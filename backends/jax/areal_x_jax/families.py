@@ -1,7 +1,8 @@
 """The families of models that the JAX backend knows, and their configs as transformers reads them.
 
-What a config.json leaves out has the default of transformers' configuration class, and older spellings (rope_scaling, flat
-configs of models that see) are translated by it: no default stands here a second time. Families differ in fields.
+What a config.json leaves out has the default of transformers' configuration class, and older
+spellings (rope_scaling, flat configs of models that see) are translated by it: no default stands
+here a second time. Families differ in fields.
 """
 
 from __future__ import annotations
@@ -14,15 +15,20 @@ from typing import Any
 from areal_x.errors import UserError
 from areal_x.hf.model_dir import CAUSAL, CLASSIFIER, CONDITIONAL, stem
 
-QKV, OUT, MLP = "biases of queries, keys and values", "a bias of the attention's output", "biases in the MLP"
+QKV, OUT, MLP = (
+    "biases of queries, keys and values",
+    "a bias of the attention's output",
+    "biases in the MLP",
+)
 ATTENTION_BIAS = {"attention_bias": (QKV, OUT)}
 
 
 @dataclass(frozen=True)
 class Family:
-    """model_type: at Hugging Face. biases: which of QKV, OUT and MLP a field of the config switches on; always: those without
-    a field. windows: the layers that have one, as "layer_types" of the config lists them, "all" or "none". sparse: whether MLPs
-    are mixtures of experts, shared: with one that every token goes through. sees: images, besides text."""
+    """model_type: at Hugging Face. biases: which of QKV, OUT and MLP a field of the config switches
+    on; always: those without a field. windows: the layers that have one, as "layer_types" of the
+    config lists them, "all" or "none". sparse: whether MLPs are mixtures of experts, shared: with
+    one that every token goes through. sees: images, besides text."""
 
     model_type: str
     biases: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
@@ -37,17 +43,21 @@ class Family:
 
 FAMILIES = {
     "Qwen3ForCausalLM": Family("qwen3", ATTENTION_BIAS, qk_norm=True),
-    "Qwen3MoeForCausalLM": Family("qwen3_moe", ATTENTION_BIAS, windows="all", qk_norm=True, sparse=True),
+    "Qwen3MoeForCausalLM": Family(
+        "qwen3_moe", ATTENTION_BIAS, windows="all", qk_norm=True, sparse=True
+    ),
     "Qwen2ForCausalLM": Family("qwen2", always=(QKV,)),
     "Qwen2MoeForCausalLM": Family("qwen2_moe", {"qkv_bias": (QKV,)}, sparse=True, shared=True),
     "LlamaForCausalLM": Family("llama", {**ATTENTION_BIAS, "mlp_bias": (MLP,)}, windows="none"),
     "MistralForCausalLM": Family("mistral", windows="all"),
     "Gemma3ForCausalLM": Family("gemma3_text", ATTENTION_BIAS, qk_norm=True, gemma=True),
     "Qwen2_5_VLForConditionalGeneration": Family("qwen2_5_vl", always=(QKV,), sees=True),
-    "Qwen3VLForConditionalGeneration": Family("qwen3_vl", ATTENTION_BIAS, windows="none", qk_norm=True, sees=True),
+    "Qwen3VLForConditionalGeneration": Family(
+        "qwen3_vl", ATTENTION_BIAS, windows="none", qk_norm=True, sees=True
+    ),
 }
-# Fields of other families that change what a model computes, and the values with which they do not. transformers ignores them
-# in the families above, and other programs may not.
+# Fields of other families that change what a model computes, and the values with which they do not.
+# transformers ignores them in the families above, and other programs may not.
 FOREIGN: dict[str, tuple[Any, ...]] = {
     "quantization_config": (),
     "attention_chunk_size": (),
@@ -68,12 +78,17 @@ FOREIGN: dict[str, tuple[Any, ...]] = {
     "scale_emb": (1,),
     "use_qk_norm": (),
 }
-FOREIGN_BUT_TO_GEMMA = ("attn_logit_softcapping", "final_logit_softcapping", "use_bidirectional_attention")
+FOREIGN_BUT_TO_GEMMA = (
+    "attn_logit_softcapping",
+    "final_logit_softcapping",
+    "use_bidirectional_attention",
+)
 
 
 @dataclass(frozen=True)
 class Described:
-    """A model's config with all defaults. whole: transformers' own, text: its part for the language model, or the same."""
+    """A model's config with all defaults. whole: transformers' own, text: its part for the language
+    model, or the same."""
 
     family: Family
     whole: Any
@@ -81,7 +96,8 @@ class Described:
 
 
 def describe(config: Mapping[str, Any]) -> Described:
-    """Raises: UserError for an architecture that is not known, fields that it has not, and what transformers refuses."""
+    """Raises: UserError for an architecture that is not known, fields that it has not, and what
+    transformers refuses."""
     family = family_of(config)
     of_text = config.get("text_config") or config
     foreign = FOREIGN | ({} if family.gemma else dict.fromkeys(FOREIGN_BUT_TO_GEMMA, ()))
@@ -95,11 +111,15 @@ def describe(config: Mapping[str, Any]) -> Described:
 
 def family_of(config: Mapping[str, Any]) -> Family:
     given = (config.get("architectures") or ["none"])[0]
-    name = next((known for known in FAMILIES if stem(known) == stem(given.replace("3TextFor", "3For"))), None)
+    name = next(
+        (known for known in FAMILIES if stem(known) == stem(given.replace("3TextFor", "3For"))),
+        None,
+    )
     if name is None:
         raise UserError(
-            f"the JAX backend does not know the architecture {given}; it knows {', '.join(FAMILIES)} "
-            "(the torch backend trains most causal language models of transformers)"
+            f"the JAX backend does not know the architecture {given}; it knows"
+            f" {', '.join(FAMILIES)} (the torch backend trains most causal language models of"
+            " transformers)"
         )
     family, kinds = FAMILIES[name], (CONDITIONAL if FAMILIES[name].sees else CAUSAL, CLASSIFIER)
     if not given.endswith(kinds) or ("vision_config" in config and not family.sees):
@@ -110,7 +130,8 @@ def family_of(config: Mapping[str, Any]) -> Family:
     model_type = config.get("model_type")
     if model_type != family.model_type:
         raise UserError(
-            f"config.json says model_type = {model_type!r}, but an architecture of {given} has {family.model_type!r}: mend it"
+            f"config.json says model_type = {model_type!r}, but an architecture of {given} has"
+            f" {family.model_type!r}: mend it"
         )
     return family
 
@@ -119,9 +140,14 @@ def as_transformers_reads(config: Mapping[str, Any], family: Family) -> Any:
     from transformers import CONFIG_MAPPING
 
     # As AutoConfig does: a Mistral whose layers differ is computed by the class of its successor.
-    model_type = "ministral" if family.model_type == "mistral" and "layer_types" in config else family.model_type
+    model_type = (
+        "ministral"
+        if family.model_type == "mistral" and "layer_types" in config
+        else family.model_type
+    )
     given = {**deepcopy(dict(config)), "model_type": model_type}
-    if family.sees and "text_config" not in given:  # flat: not every class looks for the text's fields beside the tower's
+    # flat: not every class looks for the text's fields beside the tower's
+    if family.sees and "text_config" not in given:
         beside = ("vision_config", "architectures", "model_type")
         given["text_config"] = {name: value for name, value in given.items() if name not in beside}
         scaling = given["text_config"].get("rope_scaling") or {}
@@ -130,13 +156,20 @@ def as_transformers_reads(config: Mapping[str, Any], family: Family) -> Any:
             given["text_config"]["rope_scaling"] = {**kept, "rope_type": "default"}
     try:
         return CONFIG_MAPPING[model_type].from_dict(given)
-    except Exception as error:  # of each field's validation, and of arithmetic with what is not a number
+    except (
+        Exception
+    ) as error:  # of each field's validation, and of arithmetic with what is not a number
         reason = " ".join(str(error).split())[:200] or type(error).__name__
-        raise UserError(f"transformers cannot read the model's config.json ({reason}): mend that field") from error
+        raise UserError(
+            f"transformers cannot read the model's config.json ({reason}): mend that field"
+        ) from error
 
 
 def refuse(features: Mapping[str, bool], instead: str = "use train.backend = 'torch'") -> None:
     """Raises: UserError for the first feature that is asked for."""
     for feature, asked in features.items():
         if asked:
-            raise UserError(f"the JAX backend does not do {feature}, which the model's config asks for: {instead}")
+            raise UserError(
+                f"the JAX backend does not do {feature}, which the model's config asks for:"
+                f" {instead}"
+            )

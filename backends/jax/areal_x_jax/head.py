@@ -1,10 +1,13 @@
-"""The heads: log-probabilities of given tokens, without an array of tokens by vocabulary, or one number of each token.
+"""The heads: log-probabilities of given tokens, without an array of tokens by vocabulary, or one
+number of each token.
 
-The shift by one, from what a position says to the token it speaks of, happens here and nowhere else.
+The shift by one, from what a position says to the token it speaks of, happens here and nowhere
+else.
 
-Logits are computed for one block of the vocabulary after the other, and again in the backward pass, so that those of one block
-exist at a time and the kernel's gradient is written once, block by block. A divergence is a function of all logits of a
-position: where one is asked for, chunks of positions take the place of blocks.
+Logits are computed for one block of the vocabulary after the other, and again in the backward pass,
+so that those of one block exist at a time and the kernel's gradient is written once, block by
+block. A divergence is a function of all logits of a position: where one is asked for, chunks of
+positions take the place of blocks.
 """
 
 from __future__ import annotations
@@ -23,13 +26,16 @@ from areal_x.types import Divergence
 from areal_x_jax.dense import HIDDEN, softcapped
 from areal_x_jax.layout import ALONE, AXES, BY_ROW, Layout
 
-LOGITS = 2**24  # at once on one device where the caller names no number: 64 MiB, and the backward pass has two such arrays
+# at once on one device where the caller names no number: 64 MiB, and the backward pass has two such
+# arrays
+LOGITS = 2**24
 NARROWEST = 512  # columns or positions even if their logits are more: narrower products are slow
 
 
 class Teacher(NamedTuple):
-    """What a frozen model says of the same tokens, hidden @ kernel, capped as its own config says, and how far from it is
-    measured: over the tokens that both have, as either's embedding may be padded further."""
+    """What a frozen model says of the same tokens, hidden @ kernel, capped as its own config says,
+    and how far from it is measured: over the tokens that both have, as either's embedding may be
+    padded further."""
 
     hidden: Float[Array, "rows length teacher_features"]
     kernel: Float[Array, "teacher_features teacher_vocab"]
@@ -49,37 +55,55 @@ def logprobs(
     softcap: float = 0.0,
     layout: Layout = ALONE,
     tied: bool = False,
-) -> tuple[Float[Array, "rows length"], Float[Array, "rows length"] | None, Float[Array, "rows length"] | None]:
-    """log softmax(logits / temperature) of each token, predicted from the one before it in its segment; else 0. In fp32.
+) -> tuple[
+    Float[Array, "rows length"],
+    Float[Array, "rows length"] | None,
+    Float[Array, "rows length"] | None,
+]:
+    """log softmax(logits / temperature) of each token, predicted from the one before it in its
+    segment; else 0. In fp32.
 
-    entropy: whether to give as well that of softmax(logits / temperature), in nats, at the same tokens. teacher: whose
-    divergence to give as well, there too, of both logits / temperature.
-    kernel: in fp32, so that its gradient is; the products are of hidden's type. chunk: as many logits exist at once as this
-    many positions have, but at least one of each row; 0 chooses by the size of the vocabulary. softcap: of the logits, before
-    the temperature. layout: with its axis "tensor" each device has the logits of a part of the vocabulary, and only sums cross
-    over. tied: whether the kernel is a transposed array, which is then read as it lies and not copied.
+    entropy: whether to give as well that of softmax(logits / temperature), in nats, at the same
+    tokens. teacher: whose divergence to give as well, there too, of both logits / temperature.
+    kernel: in fp32, so that its gradient is; the products are of hidden's type. chunk: as many
+    logits exist at once as this many positions have, but at least one of each row; 0 chooses by the
+    size of the vocabulary. softcap: of the logits, before the temperature. layout: with its axis
+    "tensor" each device has the logits of a part of the vocabulary, and only sums cross over. tied:
+    whether the kernel is a transposed array, which is then read as it lies and not copied.
     """
     rows, length = tokens.shape
     apart, least = layout.size(*BY_ROW), 1 if chunk else NARROWEST
-    vocab, positions = kernel.shape[1] // layout.size("tensor"), rows * length // apart  # of one device
+    # of one device
+    vocab, positions = kernel.shape[1] // layout.size("tensor"), rows * length // apart
     at_once = max(chunk // apart if chunk else LOGITS // vocab, 1)
-    # All at once nothing is computed twice, a fourth of the work: that is worth as much memory as two blocks.
+    # All at once nothing is computed twice, a fourth of the work: that is worth as much memory as
+    # two blocks.
     if teacher is None and positions > (at_once if chunk else 2 * at_once):
         width = _width(vocab, max(at_once * vocab // positions, least))
         blocks = Blocks(width, temperature, softcap, entropy, tied, layout)
-        flat = hidden.reshape(-1, hidden.shape[-1]), kernel.T if tied else kernel, jnp.roll(tokens, -1, axis=1).reshape(-1)
-        said = jax.tree.map(lambda x: x.reshape(rows, length)[:, :-1], (*_by_blocks(blocks, *flat), None))
+        flat = (
+            hidden.reshape(-1, hidden.shape[-1]),
+            kernel.T if tied else kernel,
+            jnp.roll(tokens, -1, axis=1).reshape(-1),
+        )
+        said = jax.tree.map(
+            lambda x: x.reshape(rows, length)[:, :-1], (*_by_blocks(blocks, *flat), None)
+        )
         return jax.tree.map(lambda x: _of_the_next(x, segment_ids), said)
     kernel = layout.pin(kernel, None, "vocab")
 
-    def logits_of(hidden: Array, kernel: Array, softcap: float) -> Float[Array, "rows columns vocab"]:
+    def logits_of(
+        hidden: Array, kernel: Array, softcap: float
+    ) -> Float[Array, "rows columns vocab"]:
         logits = jnp.dot(hidden, kernel.astype(hidden.dtype), preferred_element_type=jnp.float32)
         return layout.pin(softcapped(logits, softcap) / temperature, "rows", None, "vocab")
 
     def chosen_of(logits: Array, targets: Array) -> Float[Array, "rows columns"]:
         if layout.size("tensor") == 1:
             return jnp.take_along_axis(logits, targets[..., None], axis=-1)[..., 0]
-        return jnp.sum(jnp.where(jnp.arange(logits.shape[-1]) == targets[..., None], logits, 0), axis=-1)
+        return jnp.sum(
+            jnp.where(jnp.arange(logits.shape[-1]) == targets[..., None], logits, 0), axis=-1
+        )
 
     def one(part: tuple[Array, Array, Array | None]) -> tuple[Array, Array | None, Array | None]:
         hidden, targets, of_teacher = part
@@ -101,7 +125,9 @@ def logprobs(
         columns = -(-(length - 1) // chunks)
         split = jax.tree.map(lambda x: _split(x, columns), whole)
         said = jax.lax.map(jax.checkpoint(one), split)  # each [chunks, rows, columns]
-        said = jax.tree.map(lambda x: jnp.moveaxis(x, 0, 1).reshape(rows, -1)[:, : length - 1], said)
+        said = jax.tree.map(
+            lambda x: jnp.moveaxis(x, 0, 1).reshape(rows, -1)[:, : length - 1], said
+        )
     return jax.tree.map(lambda x: _of_the_next(x, segment_ids), said)
 
 
@@ -113,14 +139,22 @@ def values(
 ) -> Float[Array, "rows length"]:
     """hidden @ kernel of each token of a segment, else 0. In fp32.
 
-    before: of the token before it in its segment, as a log-probability is; 0 for a segment's first token.
+    before: of the token before it in its segment, as a log-probability is; 0 for a segment's first
+    token.
     """
     of_each = (hidden.astype(jnp.float32) @ kernel)[..., 0]
-    return _of_the_next(of_each[:, :-1], segment_ids) if before else jnp.where(segment_ids > 0, of_each, 0.0)
+    return (
+        _of_the_next(of_each[:, :-1], segment_ids)
+        if before
+        else jnp.where(segment_ids > 0, of_each, 0.0)
+    )
 
 
-def _of_the_next(said: Float[Array, "rows length-1"], segment_ids: Int[Array, "rows length"]) -> Float[Array, "rows length"]:
-    """What each position but the last says of the next token, at that token; 0 at padding and at a segment's first token."""
+def _of_the_next(
+    said: Float[Array, "rows length-1"], segment_ids: Int[Array, "rows length"]
+) -> Float[Array, "rows length"]:
+    """What each position but the last says of the next token, at that token; 0 at padding and at a
+    segment's first token."""
     follows = (segment_ids[:, 1:] == segment_ids[:, :-1]) & (segment_ids[:, 1:] > 0)
     return jnp.pad(jnp.where(follows, said, 0.0), ((0, 0), (1, 0)))
 
@@ -141,7 +175,8 @@ def _split(x: Array, columns: int) -> Array:
 
 
 class Blocks(NamedTuple):
-    """How logits are computed. width: of a block. tied: whether the kernel is given as [vocab, features]."""
+    """How logits are computed. width: of a block. tied: whether the kernel is given as [vocab,
+    features]."""
 
     width: int
     temperature: float
@@ -175,17 +210,25 @@ def _width(vocab: int, most: int) -> int:
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _by_blocks(blocks: Blocks, hidden: Array, kernel: Array, targets: Int[Array, " positions"]) -> Said:
+def _by_blocks(
+    blocks: Blocks, hidden: Array, kernel: Array, targets: Int[Array, " positions"]
+) -> Said:
     return _forward(blocks, hidden, kernel, targets)[0]
 
 
-def _forward(blocks: Blocks, hidden: Array, kernel: Array, targets: Array) -> tuple[Said, tuple[Array | None, ...]]:
+def _forward(
+    blocks: Blocks, hidden: Array, kernel: Array, targets: Array
+) -> tuple[Said, tuple[Array | None, ...]]:
     of_hidden, of_kernel, each = _specs(blocks)
-    chosen, total, entropy = _on_each_device(blocks, _say, (of_hidden, of_kernel, each), each)(hidden, kernel, targets)
+    chosen, total, entropy = _on_each_device(blocks, _say, (of_hidden, of_kernel, each), each)(
+        hidden, kernel, targets
+    )
     return (chosen - total, entropy), (hidden, kernel, targets, total, entropy)
 
 
-def _backward(blocks: Blocks, saved: tuple[Array | None, ...], gradients: Said) -> tuple[Array, Array, None]:
+def _backward(
+    blocks: Blocks, saved: tuple[Array | None, ...], gradients: Said
+) -> tuple[Array, Array, None]:
     of_hidden, of_kernel, each = _specs(blocks)
     inputs, outputs = (of_hidden, of_kernel, each, each, each, each), (of_hidden, of_kernel)
     return *_on_each_device(blocks, _differentiate, inputs, outputs)(*saved, gradients), None
@@ -197,13 +240,23 @@ _by_blocks.defvjp(_forward, _backward)
 def _specs(blocks: Blocks) -> tuple[PartitionSpec, PartitionSpec, PartitionSpec]:
     """Of hidden, of the kernel and of one number a position."""
     spec = blocks.layout.spec
-    return spec("rows", None), spec("vocab", None) if blocks.tied else spec(None, "vocab"), spec("rows")
+    return (
+        spec("rows", None),
+        spec("vocab", None) if blocks.tied else spec(None, "vocab"),
+        spec("rows"),
+    )
 
 
-def _on_each_device(blocks: Blocks, function: Callable[..., Any], inputs: Any, outputs: Any) -> Callable[..., Any]:
+def _on_each_device(
+    blocks: Blocks, function: Callable[..., Any], inputs: Any, outputs: Any
+) -> Callable[..., Any]:
     """The function of each device's rows and part of the vocabulary."""
     function = partial(function, blocks)
-    return function if blocks.layout.size(*AXES) == 1 else blocks.layout.alone(function, inputs, outputs)
+    return (
+        function
+        if blocks.layout.size(*AXES) == 1
+        else blocks.layout.alone(function, inputs, outputs)
+    )
 
 
 def _say(
@@ -212,9 +265,11 @@ def _say(
     kernel: Float[Array, "vocab features"] | Float[Array, "features vocab"],
     targets: Int[Array, " positions"],
 ) -> tuple[Each, Each, Each | None]:
-    """The logit of each target, the logarithm of the sum of all logits' exponentials, and the entropy.
+    """The logit of each target, the logarithm of the sum of all logits' exponentials, and the
+    entropy.
 
-    A running softmax: relative to the largest logit so far, the sum of exponentials and that of logit times exponential.
+    A running softmax: relative to the largest logit so far, the sum of exponentials and that of
+    logit times exponential.
     """
 
     def add(sums: tuple[Array, ...], starts: Array) -> tuple[tuple[Array, ...], None]:
@@ -232,16 +287,23 @@ def _say(
         return (chosen, above, total, weighted), None
 
     zeros = jnp.zeros(targets.shape, jnp.float32)
-    (chosen, largest, total, weighted), _ = jax.lax.scan(add, (zeros, zeros + HIDDEN, zeros, zeros), _starts(blocks, kernel))
+    (chosen, largest, total, weighted), _ = jax.lax.scan(
+        add, (zeros, zeros + HIDDEN, zeros, zeros), _starts(blocks, kernel)
+    )
     if blocks.layout.size("tensor") > 1:
         above = jax.lax.pmax(largest, "tensor")
         parts = chosen, jnp.exp(largest - above) * total, _moved(weighted, total, largest, above)
         (chosen, total, weighted), largest = jax.lax.psum(parts, "tensor"), above
-    return chosen, largest + jnp.log(total), jnp.log(total) - weighted / total if blocks.entropy else None
+    return (
+        chosen,
+        largest + jnp.log(total),
+        jnp.log(total) - weighted / total if blocks.entropy else None,
+    )
 
 
 def _moved(weighted: Each, total: Each, origin: Each, to: Each) -> Each:
-    """A sum of (logit - origin) · exp(logit - origin), of which `total` is that of exponentials, for another origin."""
+    """A sum of (logit - origin) · exp(logit - origin), of which `total` is that of exponentials,
+    for another origin."""
     return jnp.exp(origin - to) * (weighted + (origin - to) * total)
 
 
@@ -256,8 +318,8 @@ def _differentiate(
 ) -> tuple[Array, Array]:
     """The gradients of hidden and kernel.
 
-    By the logit j, with p = softmax(logits) and H its entropy: log p_t has the derivative 1[j = t] - p_j, and H has
-    -p_j (log p_j + H).
+    By the logit j, with p = softmax(logits) and H its entropy: log p_t has the derivative 1[j = t]
+    - p_j, and H has -p_j (log p_j + H).
     """
     d_logp, d_entropy = (None if x is None else x[:, None] for x in gradients)
 
@@ -273,7 +335,10 @@ def _differentiate(
         d_hidden += _product(d_products, block.astype(hidden.dtype), 1, blocks.axis)
         both = (d_products, hidden) if blocks.tied else (hidden, d_products)
         d_block = blocks.of_kernel(d_kernel, starts[0]) + _product(*both, 0, 0)
-        return (d_hidden, jax.lax.dynamic_update_slice_in_dim(d_kernel, d_block, starts[0], blocks.axis)), None
+        return (
+            d_hidden,
+            jax.lax.dynamic_update_slice_in_dim(d_kernel, d_block, starts[0], blocks.axis),
+        ), None
 
     zeros = jnp.zeros(hidden.shape, jnp.float32), jnp.zeros(kernel.shape, jnp.float32)
     (d_hidden, d_kernel), _ = jax.lax.scan(add, zeros, _starts(blocks, kernel))
@@ -283,14 +348,18 @@ def _differentiate(
 
 
 def _starts(blocks: Blocks, kernel: Array) -> Int[np.ndarray, "blocks 2"]:
-    """Where each block starts, and its first column that is not in the block before: the last block ends with the kernel."""
+    """Where each block starts, and its first column that is not in the block before: the last block
+    ends with the kernel."""
     vocab = kernel.shape[blocks.axis]
     first = np.arange(0, vocab, blocks.width, dtype=np.int32)
     return np.stack([np.minimum(first, vocab - blocks.width), first], axis=1)
 
 
-def _columns(blocks: Blocks, kernel: Array, targets: Array, starts: Array) -> tuple[Bool[Array, "1 width"], Array]:
-    """Which of a block's columns are not in the block before, and [positions, width] which of those each target is."""
+def _columns(
+    blocks: Blocks, kernel: Array, targets: Array, starts: Array
+) -> tuple[Bool[Array, "1 width"], Array]:
+    """Which of a block's columns are not in the block before, and [positions, width] which of those
+    each target is."""
     columns = starts[0] + jnp.arange(blocks.width)
     new = columns >= starts[1]
     if blocks.layout.size("tensor") > 1:
@@ -304,4 +373,6 @@ def _products(blocks: Blocks, hidden: Array, block: Array) -> Float[Array, "posi
 
 def _product(x: Array, y: Array, x_axis: int, y_axis: int) -> Float[Array, "_ _"]:
     """Of two matrices over these axes, in fp32."""
-    return jax.lax.dot_general(x, y, (((x_axis,), (y_axis,)), ((), ())), preferred_element_type=jnp.float32)
+    return jax.lax.dot_general(
+        x, y, (((x_axis,), (y_axis,)), ((), ())), preferred_element_type=jnp.float32
+    )

@@ -1,6 +1,8 @@
-"""What a model that sees needs from the host: where the patches of its images lie, and where the images lie in its text.
+"""What a model that sees needs from the host: where the patches of its images lie, and where the
+images lie in its text.
 
-An image is given by its grid: (frames, height, width) in patches, as Hugging Face's processors say it (image_grid_thw).
+An image is given by its grid: (frames, height, width) in patches, as Hugging Face's processors say
+it (image_grid_thw).
 """
 
 from __future__ import annotations
@@ -11,18 +13,26 @@ import numpy as np
 from jaxtyping import Bool, Float, Int
 
 from areal_x.errors import UserError
-from areal_x.hf.images import TEXT_ALONE, Grid, check_grids, image_tokens, mrope_positions, patches_of
+from areal_x.hf.images import (
+    TEXT_ALONE,
+    Grid,
+    check_grids,
+    image_tokens,
+    mrope_positions,
+    patches_of,
+)
 from areal_x.types import Batch
 from areal_x_jax.vision import ImageArrays, PatchLayout
 from areal_x_jax.vision_shape import VisionShape
 
 
 def image_arrays(batch: Batch, shape: VisionShape | None) -> ImageArrays | None:
-    """What the step reads of a batch's images; None without any. shape: of the model's tower, None where it reads text alone.
+    """What the step reads of a batch's images; None without any. shape: of the model's tower, None
+    where it reads text alone.
 
-    Every row has room for as many patches as the fullest needs, rounded up to merge² · 2^n, so that few programs are compiled.
-    Raises: UserError for a model that reads text alone, for patches that are not this tower's, and where the image tokens of a
-    sequence are not those of its images.
+    Every row has room for as many patches as the fullest needs, rounded up to merge² · 2^n, so that
+    few programs are compiled. Raises: UserError for a model that reads text alone, for patches that
+    are not this tower's, and where the image tokens of a sequence are not those of its images.
     """
     if shape is None:
         if not batch.has_images:
@@ -31,42 +41,72 @@ def image_arrays(batch: Batch, shape: VisionShape | None) -> ImageArrays | None:
     of_image = image_tokens(batch.tokens, shape.image_token, batch.mask) & (batch.segment_ids > 0)
     if not batch.has_images:
         if of_image.any():
-            raise UserError(f"a sequence has {of_image.sum()} image tokens and no image: give its trajectory `images`")
+            raise UserError(
+                f"a sequence has {of_image.sum()} image tokens and no image: give its trajectory"
+                " `images`"
+            )
         return None
     if batch.patches.shape[2] != shape.in_features:
         wanted = f"the model's tower takes {shape.in_features}: use the processor that it came with"
-        raise UserError(f"the images of the batch have patches of {batch.patches.shape[2]} numbers, but {wanted}")
+        raise UserError(
+            f"the images of the batch have patches of {batch.patches.shape[2]} numbers, but"
+            f" {wanted}"
+        )
     grids = [
-        [(t, h, w) for t, h, w in own[there].tolist()] for own, there in zip(batch.grids, batch.image_segments > 0, strict=True)
+        [(t, h, w) for t, h, w in own[there].tolist()]
+        for own, there in zip(batch.grids, batch.image_segments > 0, strict=True)
     ]
     capacity = capacity_of(max(map(patches_of, grids)), shape.merge)
     layouts = [patch_layout(own, shape, capacity) for own in grids]
     patches = np.zeros((len(grids), capacity, shape.in_features), np.float32)
     width = min(capacity, batch.patches.shape[1])
     patches[:, :width] = batch.patches[:, :width]
-    layout = PatchLayout(*(None if of_rows[0] is None else np.stack(of_rows) for of_rows in zip(*layouts, strict=True)))
-    return ImageArrays(patches, layout, image_places(of_image), positions_of(batch, of_image, grids, shape))
+    layout = PatchLayout(
+        *(
+            None if of_rows[0] is None else np.stack(of_rows)
+            for of_rows in zip(*layouts, strict=True)
+        )
+    )
+    return ImageArrays(
+        patches, layout, image_places(of_image), positions_of(batch, of_image, grids, shape)
+    )
 
 
 def positions_of(
-    batch: Batch, of_image: Bool[np.ndarray, "rows length"], grids: Sequence[Sequence[Grid]], shape: VisionShape
+    batch: Batch,
+    of_image: Bool[np.ndarray, "rows length"],
+    grids: Sequence[Sequence[Grid]],
+    shape: VisionShape,
 ) -> Int[np.ndarray, "rows 3 length"]:
-    """Those of `mrope_positions` for each sequence of packed rows, whose images have these grids, row by row."""
+    """Those of `mrope_positions` for each sequence of packed rows, whose images have these grids,
+    row by row."""
     positions = np.repeat(np.asarray(batch.positions, np.int32)[:, None], 3, axis=1)
     for row, (segment_ids, own) in enumerate(zip(batch.segment_ids, grids, strict=True)):
         owners = batch.image_segments[row][batch.image_segments[row] > 0]
         for segment in np.union1d(owners, segment_ids[of_image[row]]):
-            here, theirs = segment_ids == segment, [grid for grid, owner in zip(own, owners, strict=True) if owner == segment]
-            of_segment = mrope_positions(batch.tokens[row, here], theirs, shape.image_token, shape.merge, batch.mask[row, here])
+            here, theirs = (
+                segment_ids == segment,
+                [grid for grid, owner in zip(own, owners, strict=True) if owner == segment],
+            )
+            of_segment = mrope_positions(
+                batch.tokens[row, here],
+                theirs,
+                shape.image_token,
+                shape.merge,
+                batch.mask[row, here],
+            )
             positions[row][:, here] = of_segment
     return positions
 
 
-def patch_layout(grids: Sequence[Grid], shape: VisionShape, capacity: int | None = None) -> PatchLayout:
+def patch_layout(
+    grids: Sequence[Grid], shape: VisionShape, capacity: int | None = None
+) -> PatchLayout:
     """Where all patches of these images lie, padded to the capacity.
 
-    The capacity is that of merge² · 2^n patches that holds them, so that few programs are compiled, or the given one.
-    Raises: UserError for grids that do not divide into the merger's squares, or do not fit.
+    The capacity is that of merge² · 2^n patches that holds them, so that few programs are compiled,
+    or the given one. Raises: UserError for grids that do not divide into the merger's squares, or
+    do not fit.
     """
     merge = shape.merge
     check_grids(grids, merge)
@@ -74,7 +114,10 @@ def patch_layout(grids: Sequence[Grid], shape: VisionShape, capacity: int | None
     if capacity is None:
         capacity = capacity_of(patches, merge)
     if patches > capacity or capacity % merge**2:
-        raise UserError(f"{patches} patches need a capacity of as many, and a multiple of {merge**2}, not {capacity}")
+        raise UserError(
+            f"{patches} patches need a capacity of as many, and a multiple of {merge**2}, not"
+            f" {capacity}"
+        )
     frames, windows, rows, columns = np.zeros((4, capacity), np.int32)
     corners, weights = np.zeros((capacity, 4), np.int32), np.zeros((capacity, 4), np.float32)
     start = 0
@@ -86,7 +129,12 @@ def patch_layout(grids: Sequence[Grid], shape: VisionShape, capacity: int | None
         frames[here] = frames.max() + 1 + frame
         if shape.window:
             down, across = -(-height // shape.window), -(-width // shape.window)
-            windows[here] = windows.max() + 1 + (frame * down + row // shape.window) * across + column // shape.window
+            windows[here] = (
+                windows.max()
+                + 1
+                + (frame * down + row // shape.window) * across
+                + column // shape.window
+            )
         if shape.table:
             corners[here], weights[here] = between(row, height, column, width, shape.table)
         start = here.stop
@@ -106,15 +154,21 @@ def in_squares(height: int, width: int, merge: int) -> Int[np.ndarray, "2 patche
 
 
 def between(
-    row: Int[np.ndarray, " patches"], height: int, column: Int[np.ndarray, " patches"], width: int, side: int
+    row: Int[np.ndarray, " patches"],
+    height: int,
+    column: Int[np.ndarray, " patches"],
+    width: int,
+    side: int,
 ) -> tuple[Int[np.ndarray, "patches 4"], Float[np.ndarray, "patches 4"]]:
-    """Indices and weights by which a table [side², …] is interpolated linearly in both directions, its corners upon the
-    frame's. In fp32, as Hugging Face does it."""
+    """Indices and weights by which a table [side², …] is interpolated linearly in both directions,
+    its corners upon the frame's. In fp32, as Hugging Face does it."""
 
     def along(index: np.ndarray, size: int) -> tuple[np.ndarray, np.ndarray]:
         at = index.astype(np.float32) * np.float32(side - 1) / np.float32(max(size - 1, 1))
         low = np.floor(at).astype(np.int32)
-        return np.stack([low, np.minimum(low + 1, side - 1)], axis=-1), np.stack([1 - (at - low), at - low], axis=-1)
+        return np.stack([low, np.minimum(low + 1, side - 1)], axis=-1), np.stack(
+            [1 - (at - low), at - low], axis=-1
+        )
 
     (rows, of_rows), (columns, of_columns) = along(row, height), along(column, width)
     indices = rows[:, :, None] * side + columns[:, None, :]
@@ -122,5 +176,6 @@ def between(
 
 
 def image_places(of_image: Bool[np.ndarray, "rows length"]) -> Int[np.ndarray, "rows length"]:
-    """Which embedding of its row's images stands at each token, or −1 at text, where these tokens are of images."""
+    """Which embedding of its row's images stands at each token, or −1 at text, where these tokens
+    are of images."""
     return np.where(of_image, np.cumsum(of_image, axis=-1, dtype=np.int32) - 1, np.int32(-1))

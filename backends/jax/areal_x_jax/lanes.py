@@ -18,15 +18,26 @@ from areal_x_jax.shape import Shape
 
 
 class Sampler(Lanes):
-    """An `areal_x.protocols.sampler.Sampler`: a lane for each group of the mesh's devices that decodes together (see
-    areal_x_jax.layout.sampling_groups).
+    """An `areal_x.protocols.sampler.Sampler`: a lane for each group of the mesh's devices that
+    decodes together (see areal_x_jax.layout.sampling_groups).
 
-    On one device of a CPU there are several lanes: XLA runs programs as small as a decoding step on one core, so two on two
-    cores draw twice as many tokens a second.
+    On one device of a CPU there are several lanes: XLA runs programs as small as a decoding step on
+    one core, so two on two cores draw twice as many tokens a second.
     """
 
-    def __init__(self, shape: Shape, slots: int, context: int, lanes: int | None = None, mesh: Mesh | None = None) -> None:
-        groups = sampling_groups(mesh) if mesh is not None else [Mesh(jax.local_devices()[:1], ("tensor",))]
+    def __init__(
+        self,
+        shape: Shape,
+        slots: int,
+        context: int,
+        lanes: int | None = None,
+        mesh: Mesh | None = None,
+    ) -> None:
+        groups = (
+            sampling_groups(mesh)
+            if mesh is not None
+            else [Mesh(jax.local_devices()[:1], ("tensor",))]
+        )
         groups = groups[: max(n for n in range(1, len(groups) + 1) if slots % n == 0)]
         in_group = 1
         if len(groups) == 1:
@@ -35,16 +46,26 @@ class Sampler(Lanes):
         self._groups = groups
         self._in_group = in_group
         self._take_apart = jax.jit(partial(take_apart, shape=shape))
-        each = [(group, call) for group, call in zip(groups, calls, strict=True) for _ in range(in_group)]
-        super().__init__([Lane(shape, size, context, call, group) for group, call in each], self._for_each_lane)
+        each = [
+            (group, call)
+            for group, call in zip(groups, calls, strict=True)
+            for _ in range(in_group)
+        ]
+        super().__init__(
+            [Lane(shape, size, context, call, group) for group, call in each], self._for_each_lane
+        )
 
     @property
     def programs(self) -> int:
-        """How many programs have been compiled; lanes of one device share them, as they are of one size."""
+        """How many programs have been compiled; lanes of one device share them, as they are of one
+        size."""
         return self.lanes[0].programs + self._take_apart._cache_size()
 
     def _for_each_lane(self, snapshot: Params) -> list[Params]:
-        apart = [self._take_apart(jax.tree.map(partial(part_of, group=group), snapshot)) for group in self._groups]
+        apart = [
+            self._take_apart(jax.tree.map(partial(part_of, group=group), snapshot))
+            for group in self._groups
+        ]
         return [weights for weights in apart for _ in range(self._in_group)]
 
 
@@ -54,11 +75,14 @@ def part_of(x: jax.Array, group: Mesh) -> jax.Array:
     parts = [there[device] for device in group.devices.flat]
     if len(parts) == 1:
         return parts[0]
-    return jax.make_array_from_single_device_arrays(x.shape, NamedSharding(group, x.sharding.spec), parts)
+    return jax.make_array_from_single_device_arrays(
+        x.shape, NamedSharding(group, x.sharding.spec), parts
+    )
 
 
 class FirstAlone:
-    """Calls functions by name, each name's first time alone: lanes that need one program at once would each compile it."""
+    """Calls functions by name, each name's first time alone: lanes that need one program at once
+    would each compile it."""
 
     def __init__(self) -> None:
         self._turn = Lock()

@@ -1,4 +1,5 @@
-"""Where arrays lie: the mesh of devices, and the one table that says over which of its axes each kind of array axis is split.
+"""Where arrays lie: the mesh of devices, and the one table that says over which of its axes each
+kind of array axis is split.
 
 data      copies of the model, each with rows of its own
 fsdp      rows too; parameters are split, and gathered layer by layer as they are needed
@@ -37,7 +38,8 @@ RULES: dict[str, str | tuple[str, ...] | None] = {
     "shared_intermediate": "tensor",
     "experts": "expert",
     "expert_intermediate": "tensor",
-    "vision_hidden": "fsdp",  # a tower is small beside its decoder: each device of a tensor group computes all of it
+    # a tower is small beside its decoder: each device of a tensor group computes all of it
+    "vision_hidden": "fsdp",
     "vision_wide": "fsdp",
     # of what is computed
     "rows": BY_ROW,
@@ -65,20 +67,27 @@ class Layout:
 
     def pin(self, x: Array, *axes: str | None) -> Array:
         """x, split as its axes say from here on."""
-        return x if self.mesh is None or self.mesh.size == 1 else jax.lax.with_sharding_constraint(x, self.sharding(*axes))
+        return (
+            x
+            if self.mesh is None or self.mesh.size == 1
+            else jax.lax.with_sharding_constraint(x, self.sharding(*axes))
+        )
 
     def gathered(self, params: Params, axes: Mapping[str, tuple[str, ...]]) -> Params:
         """A layer's parameters as they are needed to compute: whole but for tensor and expert."""
         if self.size("fsdp") == 1:
             return params
-        whole = {name: [None if RULES.get(axis) == "fsdp" else axis for axis in own] for name, own in axes.items()}
+        whole = {
+            name: [None if RULES.get(axis) == "fsdp" else axis for axis in own]
+            for name, own in axes.items()
+        }
         return {name: self.pin(x, *whole[name]) for name, x in params.items()}
 
     def alone(
         self, function: Callable[..., Any], inputs: Any, outputs: Any, axes: tuple[str, ...] = AXES
     ) -> Callable[..., Any]:
-        """A function that each device calls with its own parts. inputs, outputs: partition specs; axes: of the mesh, over which
-        it is called apart."""
+        """A function that each device calls with its own parts. inputs, outputs: partition specs;
+        axes: of the mesh, over which it is called apart."""
         return partial(jax.shard_map, mesh=self.mesh, axis_names=set(axes), check_vma=False)(
             function, in_specs=inputs, out_specs=outputs
         )
@@ -88,14 +97,16 @@ ALONE = Layout()
 
 
 def lay(x: np.ndarray, sharding: NamedSharding | None) -> Array:
-    """x on the devices: on those of this process, where others have a part of it and call this too."""
+    """x on the devices: on those of this process, where others have a part of it and call this
+    too."""
     if sharding is None or sharding.is_fully_addressable:
         return jax.device_put(x, sharding)
     return jax.make_array_from_callback(np.shape(x), sharding, lambda index: np.asarray(x)[index])
 
 
 def all_of(x: Array) -> Array:
-    """x where this process can read all of it: on its first device, where other processes have a part, who call this too."""
+    """x where this process can read all of it: on its first device, where other processes have a
+    part, who call this too."""
     if not isinstance(x, Array) or x.is_fully_addressable:
         return x
     if not x.is_fully_replicated:
@@ -109,15 +120,19 @@ def _replicate(sharding: NamedSharding) -> Any:
 
 
 def make_layout(config: MeshConfig) -> Layout:
-    """All devices, of this process or of all, divided as the config says. Raises: ConfigError where they cannot be."""
+    """All devices, of this process or of all, divided as the config says. Raises: ConfigError where
+    they cannot be."""
     devices = jax.devices() if config.processes > 1 else jax.local_devices()
     sizes = sizes_of(config, len(devices))
-    mesh = jax.make_mesh(tuple(sizes.values()), AXES, axis_types=(AxisType.Auto,) * len(AXES), devices=devices)
+    mesh = jax.make_mesh(
+        tuple(sizes.values()), AXES, axis_types=(AxisType.Auto,) * len(AXES), devices=devices
+    )
     return Layout(mesh)
 
 
 def sizes_of(config: MeshConfig, devices: int) -> dict[str, int]:
-    """Of each axis, with so many devices in all. Raises: ConfigError where they are another number than the mesh has."""
+    """Of each axis, with so many devices in all. Raises: ConfigError where they are another number
+    than the mesh has."""
     sizes = {axis: getattr(config, axis) for axis in AXES}
     others = prod(size for axis, size in sizes.items() if axis != "data")
     if sizes["data"] == -1:
@@ -125,9 +140,18 @@ def sizes_of(config: MeshConfig, devices: int) -> dict[str, int]:
     needed = prod(sizes.values())
     if needed != devices:
         wrong = next((axis for axis in AXES[1:] if sizes[axis] != 1), "data")
-        asked = " × ".join(f"{axis} {size}" for axis, size in sizes.items() if size != 1) or "data 1"
-        wanted = f"a size with which the mesh, {asked}, has the {devices} devices that are here and not {needed}"
-        raise ConfigError(f"mesh.{wrong}", getattr(config, wrong), f"{wanted} (mesh.data = -1 takes all that are left)")
+        asked = (
+            " × ".join(f"{axis} {size}" for axis, size in sizes.items() if size != 1) or "data 1"
+        )
+        wanted = (
+            f"a size with which the mesh, {asked}, has the {devices} devices that are here and not"
+            f" {needed}"
+        )
+        raise ConfigError(
+            f"mesh.{wrong}",
+            getattr(config, wrong),
+            f"{wanted} (mesh.data = -1 takes all that are left)",
+        )
     return sizes
 
 
@@ -137,23 +161,36 @@ def check_fit(layout: Layout, shape: Shape) -> None:
         "heads": ("tensor", shape.heads),
         "key-value heads": ("tensor", shape.kv_heads),
         "entries of the vocabulary": ("tensor", shape.vocab),
-        "features of the MLP": ("tensor", shape.intermediate if shape.experts is None or shape.experts.dense else 0),
+        "features of the MLP": (
+            "tensor",
+            shape.intermediate if shape.experts is None or shape.experts.dense else 0,
+        ),
         "features of an expert": ("tensor", shape.experts.intermediate if shape.experts else 0),
         "features of the shared expert": ("tensor", shape.experts.shared if shape.experts else 0),
         "features of the model": ("fsdp", shape.hidden),
-        "features of the vision tower": ("fsdp", shape.vision.hidden if shape.vision else layout.size("fsdp")),
+        "features of the vision tower": (
+            "fsdp",
+            shape.vision.hidden if shape.vision else layout.size("fsdp"),
+        ),
         "experts": ("expert", shape.experts.count if shape.experts else layout.size("expert")),
     }
     for what, (axis, count) in counts.items():
         if count % layout.size(axis):
-            raise UserError(f"mesh.{axis} = {layout.size(axis)} does not divide the {count} {what}: give it a size that does")
+            raise UserError(
+                f"mesh.{axis} = {layout.size(axis)} does not divide the {count} {what}: give it a"
+                " size that does"
+            )
     if shape.experts is None and layout.size("expert") > 1:
-        raise UserError(f"mesh.expert = {layout.size('expert')} needs a model with experts: use mesh.data or mesh.fsdp")
+        raise UserError(
+            f"mesh.expert = {layout.size('expert')} needs a model with experts: use mesh.data or"
+            " mesh.fsdp"
+        )
 
 
 def sampling_groups(mesh: Mesh) -> list[Mesh]:
-    """The devices of this process, in groups that decode together: each splits heads and vocabulary as the axis "tensor" does,
-    and has all of the rest. Where such a group spans processes, each device is one of its own."""
+    """The devices of this process, in groups that decode together: each splits heads and vocabulary
+    as the axis "tensor" does, and has all of the rest. Where such a group spans processes, each
+    device is one of its own."""
     groups = mesh.devices.reshape(-1, mesh.shape["tensor"])
     if any(len({device.process_index for device in group}) > 1 for group in groups):
         groups = mesh.devices.reshape(-1, 1)
@@ -164,19 +201,26 @@ def sampling_groups(mesh: Mesh) -> list[Mesh]:
 def sampling_spec(group: Mesh, axes: tuple[str, ...]) -> PartitionSpec:
     """How an array with these axes lies in such a group."""
     split = group.size > 1
-    return PartitionSpec(*("tensor" if split and RULES.get(axis) == "tensor" else None for axis in axes))
+    return PartitionSpec(
+        *("tensor" if split and RULES.get(axis) == "tensor" else None for axis in axes)
+    )
 
 
 def sampling_shardings(layout: Layout, shape: Shape) -> Params:
-    """Of the parameters that `sampling_groups` decode with, on the whole mesh: each group finds its own parts there."""
+    """Of the parameters that `sampling_groups` decode with, on the whole mesh: each group finds its
+    own parts there."""
     assert layout.mesh is not None
     (group, *_), mesh = sampling_groups(layout.mesh), layout.mesh
     axes = {name: own for name, own in axes_of(shape).items() if name != "vision"}
     return jax.tree.map(
-        lambda own: NamedSharding(mesh, sampling_spec(group, own)), axes, is_leaf=lambda x: isinstance(x, tuple)
+        lambda own: NamedSharding(mesh, sampling_spec(group, own)),
+        axes,
+        is_leaf=lambda x: isinstance(x, tuple),
     )
 
 
 def shardings(layout: Layout, shape: Shape) -> Params:
     """Of each parameter."""
-    return jax.tree.map(lambda axes: layout.sharding(*axes), axes_of(shape), is_leaf=lambda x: isinstance(x, tuple))
+    return jax.tree.map(
+        lambda axes: layout.sharding(*axes), axes_of(shape), is_leaf=lambda x: isinstance(x, tuple)
+    )

@@ -1,4 +1,5 @@
-"""Low-rank adapters beside a frozen decoder: what is trained is a tree of its own, joined with the decoder's where it is used.
+"""Low-rank adapters beside a frozen decoder: what is trained is a tree of its own, joined with the
+decoder's where it is used.
 
 frozen, in the compute precision ──┐
                                    ├─ joined ──▶ the decoder's functions, which add (x @ a) @ b where a layer has them
@@ -20,21 +21,26 @@ from areal_x_jax.shape import Adapters, Shape
 
 
 def trained_shape(shape: Shape, config: LoRAConfig) -> Shape:
-    """What is trained of a decoder: all of it, or adapters and its score. Raises: ConfigError for targets that it has not."""
+    """What is trained of a decoder: all of it, or adapters and its score. Raises: ConfigError for
+    targets that it has not."""
     if not config.rank:
         return shape
     there = {f"{kernel}_proj": kernel for kernel in adaptable(shape)}
     unknown = [target for target in config.targets if target not in there]
     if unknown:
         experts = " (experts and their router can have no adapters)" if shape.experts else ""
-        wanted = f"without {', '.join(unknown)}, as this model's kernels that can have adapters are {', '.join(there)}{experts}"
+        wanted = (
+            f"without {', '.join(unknown)}, as this model's kernels that can have adapters are"
+            f" {', '.join(there)}{experts}"
+        )
         raise ConfigError("lora.targets", config.targets, wanted)
     kernels = tuple(kernel for target, kernel in there.items() if target in config.targets)
     return replace(shape, adapters=Adapters(kernels, config.rank, config.scale))
 
 
 def drawn(trained: Shape, seed: int, lies: Params) -> Params:
-    """Adapters that change nothing yet: b is 0 and a uniform within ±1 / sqrt(its rows), as PEFT draws it. A score is 0."""
+    """Adapters that change nothing yet: b is 0 and a uniform within ±1 / sqrt(its rows), as PEFT
+    draws it. A score is 0."""
 
     def draw() -> Params:
         made = parameter_shapes(trained)
@@ -42,7 +48,9 @@ def drawn(trained: Shape, seed: int, lies: Params) -> Params:
         for index, (name, x) in enumerate(made["layers"].items()):
             if name.endswith("_lora_a"):
                 key = jax.random.fold_in(jax.random.key(seed), index)
-                params["layers"][name] = jax.random.uniform(key, x.shape, minval=-1.0, maxval=1.0) * x.shape[1] ** -0.5
+                params["layers"][name] = (
+                    jax.random.uniform(key, x.shape, minval=-1.0, maxval=1.0) * x.shape[1] ** -0.5
+                )
         return params
 
     drawn: Params = jax.jit(draw, out_shardings=lies)()
@@ -50,13 +58,19 @@ def drawn(trained: Shape, seed: int, lies: Params) -> Params:
 
 
 def joined(base: Params, adapters: Params, scale: float) -> Params:
-    """One tree in which the layers have adapters beside their kernels, with the scale in each lora_b."""
-    own = {name: x * scale if name.endswith("_lora_b") else x for name, x in adapters["layers"].items()}
+    """One tree in which the layers have adapters beside their kernels, with the scale in each
+    lora_b."""
+    own = {
+        name: x * scale if name.endswith("_lora_b") else x for name, x in adapters["layers"].items()
+    }
     return {**base, **adapters, "layers": {**base["layers"], **own}}
 
 
 def merge(
-    kernel: Float[Array, "*_ in out"], a: Float[Array, "*_ in rank"], b: Float[Array, "*_ rank out"], scale: float
+    kernel: Float[Array, "*_ in out"],
+    a: Float[Array, "*_ in rank"],
+    b: Float[Array, "*_ rank out"],
+    scale: float,
 ) -> Float[Array, "*_ in out"]:
     """A stack of kernels with what their adapters add, in the kernels' type."""
     return (kernel + scale * jnp.matmul(a, b, precision="highest")).astype(kernel.dtype)
@@ -67,6 +81,13 @@ def merged(base: Params, adapters: Params, scale: float) -> Params:
     own = adapters["layers"]
 
     def whole(name: str, kernel: Array) -> Array:
-        return merge(kernel, own[f"{name}_lora_a"], own[f"{name}_lora_b"], scale) if f"{name}_lora_a" in own else kernel
+        return (
+            merge(kernel, own[f"{name}_lora_a"], own[f"{name}_lora_b"], scale)
+            if f"{name}_lora_a" in own
+            else kernel
+        )
 
-    return {**base, "layers": {name: whole(name, kernel) for name, kernel in base["layers"].items()}}
+    return {
+        **base,
+        "layers": {name: whole(name, kernel) for name, kernel in base["layers"].items()},
+    }

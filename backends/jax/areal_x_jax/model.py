@@ -1,12 +1,12 @@
 """The decoder of every text family, from one description (areal_x_jax.shape), over packed rows.
 
-Layers are stacked on a leading axis and scanned (see areal_x_jax.segments), so that compile time does not grow with depth;
-what differs from layer to layer (its window, its rotation) is scanned with them. The functions below take one layer's
-parameters as a plain dict: the trainer scans them over rows, the sampler calls them for one token a slot. What a family has
-not, its dict has not.
+Layers are stacked on a leading axis and scanned (see areal_x_jax.segments), so that compile time
+does not grow with depth; what differs from layer to layer (its window, its rotation) is scanned
+with them. The functions below take one layer's parameters as a plain dict: the trainer scans them
+over rows, the sampler calls them for one token a slot. What a family has not, its dict has not.
 
-A training step of a small model on a CPU is as much memory traffic as arithmetic: `linear`, `attention.dense`, `rotations_of`
-and what `hidden_states` keeps are measured choices.
+A training step of a small model on a CPU is as much memory traffic as arithmetic: `linear`,
+`attention.dense`, `rotations_of` and what `hidden_states` keeps are measured choices.
 """
 
 from __future__ import annotations
@@ -28,8 +28,13 @@ from areal_x_jax.parameters import Params, adaptable, beside, in_layers
 from areal_x_jax.shape import Shape
 
 Rotation = tuple[Array, Array]
-PRODUCT = "product"  # names for jax.checkpoint_policies.save_only_these_names what a kernel and its adapter give together
-ACTIVATIONS: dict[str, Callable[[Array], Array]] = {"silu": jax.nn.silu, "gelu_tanh": partial(jax.nn.gelu, approximate=True)}
+# names for jax.checkpoint_policies.save_only_these_names what a kernel and its adapter give
+# together
+PRODUCT = "product"
+ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
+    "silu": jax.nn.silu,
+    "gelu_tanh": partial(jax.nn.gelu, approximate=True),
+}
 
 # What the backward pass keeps without remat: see `hidden_states`.
 PRODUCTS = jax.checkpoint_policies.save_from_both_policies(
@@ -43,8 +48,8 @@ PRODUCTS_WITH_ADAPTERS = jax.checkpoint_policies.save_only_these_names(KEPT, PRO
 class ImageFeatures(NamedTuple):
     """What a vision tower says of the images of packed rows (see areal_x_jax.vision).
 
-    places: which embedding of its row's stands at a token, −1 at text. deepstack: of each of the first layers what is added to
-    its output there. rotation: in place of that by plain positions.
+    places: which embedding of its row's stands at a token, −1 at text. deepstack: of each of the
+    first layers what is added to its output there. rotation: in place of that by plain positions.
     """
 
     places: Int[Array, "rows length"]
@@ -66,25 +71,34 @@ def hidden_states(
     images: ImageFeatures | None = None,
     prefix_ids: Int[Array, "rows length"] | None = None,
 ) -> tuple[Float[Array, "rows length hidden"], Float[Array, ""] | None]:
-    """What the head reads, for packed rows: a token attends to those before it in its own segment and in that which prefix_ids
-    names (see `areal_x.types.Batch`). And, of a mixture of
-    experts, how unevenly they were chosen (`experts.imbalance`), the mean over layers. images: where rows have any.
+    """What the head reads, for packed rows: a token attends to those before it in its own segment
+    and in that which prefix_ids names (see `areal_x.types.Batch`). And, of a mixture of experts,
+    how unevenly they were chosen (`experts.imbalance`), the mean over layers. images: where rows
+    have any.
 
-    remat: the backward pass computes whole layers again from their inputs. Without it, it keeps the results of products with
-    kernels and computes the rest again (scores, all that is elementwise): a fifth faster on a CPU than keeping everything,
-    and what is kept grows with the length, not with its square. how: attention is computed (see areal_x_jax.attention).
-    recorded: the experts that each token goes through (see `experts.route`).
+    remat: the backward pass computes whole layers again from their inputs. Without it, it keeps the
+    results of products with kernels and computes the rest again (scores, all that is elementwise):
+    a fifth faster on a CPU than keeping everything, and what is kept grows with the length, not
+    with its square. how: attention is computed (see areal_x_jax.attention). recorded: the experts
+    that each token goes through (see `experts.route`).
     """
     # The barrier keeps the compiler from computing sines again for each head and layer.
-    rotations = jax.lax.optimization_barrier(rotations_of(shape, positions) if images is None else (images.rotation,))
+    rotations = jax.lax.optimization_barrier(
+        rotations_of(shape, positions) if images is None else (images.rotation,)
+    )
     attend = attention_of(shape, segment_ids, prefix_ids, how, layout)
-    axes = {name: leaf.axes for name, leaf in (in_layers(shape) | beside(shape, adaptable(shape))).items()}
+    axes = {
+        name: leaf.axes
+        for name, leaf in (in_layers(shape) | beside(shape, adaptable(shape))).items()
+    }
 
     def layer(x: Array, of_layer: tuple[Any, ...]) -> tuple[Array, Array | None]:
         weights, (window, rope_index, chosen, depth) = of_layer
         weights = layout.gathered(weights, axes)
         query, key, value = project_qkv(shape, weights, x, _pick(rotations, rope_index))
-        x, routing = finish_layer(shape, weights, x, attend(query, key, value, window), layout, chosen)
+        x, routing = finish_layer(
+            shape, weights, x, attend(query, key, value, window), layout, chosen
+        )
         if images is not None and depth is not None:
             x = deepened(x, images, depth)
         uneven = None if routing is None else experts.imbalance(routing, segment_ids > 0)
@@ -99,12 +113,17 @@ def hidden_states(
     each = np.array(shape.windows), ropes, chosen, depth
     adapted = any(name.endswith("_lora_a") for name in params["layers"])
     kept = PRODUCTS_WITH_ADAPTERS if adapted else PRODUCTS
-    layer = jax.checkpoint(layer, policy=jax.checkpoint_policies.nothing_saveable if remat else kept)
-    x, uneven = segments.scan(shape, layer, layout.pin(x, "rows", "length", None), params["layers"], each)
+    layer = jax.checkpoint(
+        layer, policy=jax.checkpoint_policies.nothing_saveable if remat else kept
+    )
+    x, uneven = segments.scan(
+        shape, layer, layout.pin(x, "rows", "length", None), params["layers"], each
+    )
     return rms_norm(x, params["norm"], shape), jnp.concatenate(uneven).mean() if uneven else None
 
 
-Attend = Callable[[Array, Array, Array, Array], Float[Array, "rows length features"]]  # query, key, value, the layer's window
+# query, key, value, the layer's window
+Attend = Callable[[Array, Array, Array, Array], Float[Array, "rows length features"]]
 
 
 def attention_of(
@@ -114,8 +133,8 @@ def attention_of(
     how: str,
     layout: Layout,
 ) -> Attend:
-    """Attention within the segments of these rows; on a mesh each device computes that of its rows, its heads and, against the
-    keys and values of whole rows, its part of their length."""
+    """Attention within the segments of these rows; on a mesh each device computes that of its rows,
+    its heads and, against the keys and values of whole rows, its part of their length."""
     settings = {"scale": shape.scale, "softcap": shape.attention_softcap, "how": how}
     (window, *others), devices = set(shape.windows), layout.size(*AXES)
     seen = attention.Seen(segment_ids, segment_ids, prefixes=prefix_ids)
@@ -123,22 +142,34 @@ def attention_of(
         seen = attention.prepare(seen, how)
 
     def alone(query: Array, key: Array, value: Array, of_layer: Array) -> Array:
-        return attention.attend(query, key, value, seen._replace(window=of_layer if others else window), **settings)
+        return attention.attend(
+            query, key, value, seen._replace(window=of_layer if others else window), **settings
+        )
 
-    def part(query: Array, key: Array, value: Array, queries: Array, of_layer: Array, *prefixes: Array) -> Array:
-        key, value, keys = (jax.lax.all_gather(x, "context", axis=1, tiled=True) for x in (key, value, queries))
+    def part(
+        query: Array, key: Array, value: Array, queries: Array, of_layer: Array, *prefixes: Array
+    ) -> Array:
+        key, value, keys = (
+            jax.lax.all_gather(x, "context", axis=1, tiled=True) for x in (key, value, queries)
+        )
         start = jax.lax.axis_index("context") * query.shape[1]
         seen = attention.Seen(queries, keys, start, of_layer if others else window)
-        return attention.attend(query, key, value, seen._replace(prefixes=prefixes[0] if prefixes else None), **settings)
+        return attention.attend(
+            query, key, value, seen._replace(prefixes=prefixes[0] if prefixes else None), **settings
+        )
 
     heads, ids = layout.spec("rows", "length", "heads", None), layout.spec("rows", "length")
     shared = () if prefix_ids is None else (prefix_ids,)
     inputs = heads, heads, heads, ids, layout.spec(), *(ids for _ in shared)
-    on_mesh = layout.alone(part, inputs, layout.spec("rows", "length", "heads")) if devices > 1 else None
+    on_mesh = (
+        layout.alone(part, inputs, layout.spec("rows", "length", "heads")) if devices > 1 else None
+    )
 
     if on_mesh is None:
         return alone
-    return lambda query, key, value, window: on_mesh(query, key, value, segment_ids, window, *shared)
+    return lambda query, key, value, window: on_mesh(
+        query, key, value, segment_ids, window, *shared
+    )
 
 
 def embedded(shape: Shape, params: Params, tokens: Int[Array, ...]) -> Float[Array, "... hidden"]:
@@ -153,7 +184,9 @@ def at_places(
     return jnp.take_along_axis(features, jnp.maximum(places, 0)[..., None], axis=1)
 
 
-def deepened(x: Float[Array, "rows length hidden"], images: ImageFeatures, depth: Int[Array, ""]) -> Array:
+def deepened(
+    x: Float[Array, "rows length hidden"], images: ImageFeatures, depth: Int[Array, ""]
+) -> Array:
     """What layer `depth` says, with that layer's features added at images where it has any."""
     assert images.deepstack is not None
     layers = len(images.deepstack)
@@ -166,14 +199,21 @@ def head_kernel(params: Params) -> Float[Array, "hidden vocab"]:
     return params["head"] if "head" in params else params["embed"].T
 
 
-def project_qkv(shape: Shape, layer: Params, x: Float[Array, "... hidden"], rotation: Rotation) -> tuple[Array, Array, Array]:
-    """Rotated queries [..., heads, head_dim] and keys, and values [..., kv_heads, head_dim], of one layer's input."""
+def project_qkv(
+    shape: Shape, layer: Params, x: Float[Array, "... hidden"], rotation: Rotation
+) -> tuple[Array, Array, Array]:
+    """Rotated queries [..., heads, head_dim] and keys, and values [..., kv_heads, head_dim], of one
+    layer's input."""
     x = rms_norm(x, layer["input_norm"], shape)
 
     def project(name: str, heads: int) -> Array:
         return affine(layer, name, x).reshape(*x.shape[:-1], heads, shape.head_dim)
 
-    query, key, value = project("q", shape.heads), project("k", shape.kv_heads), project("v", shape.kv_heads)
+    query, key, value = (
+        project("q", shape.heads),
+        project("k", shape.kv_heads),
+        project("v", shape.kv_heads),
+    )
     if "q_norm" in layer:
         query, key = rms_norm(query, layer["q_norm"], shape), rms_norm(key, layer["k_norm"], shape)
     return rope(query, rotation), rope(key, rotation), value
@@ -187,9 +227,12 @@ def finish_layer(
     layout: Layout = ALONE,
     recorded: Int[Array, "... per_token"] | None = None,
 ) -> tuple[Float[Array, "... hidden"], experts.Routing | None]:
-    """A layer after its attention: output projection, residual, gated MLP or experts, residual; how the experts were chosen."""
+    """A layer after its attention: output projection, residual, gated MLP or experts, residual; how
+    the experts were chosen."""
     y = affine(layer, "o", attended.astype(x.dtype))
-    x = x + (rms_norm(y, layer["attention_out_norm"], shape) if "attention_out_norm" in layer else y)
+    x = x + (
+        rms_norm(y, layer["attention_out_norm"], shape) if "attention_out_norm" in layer else y
+    )
     y = rms_norm(x, layer["mlp_norm"], shape)
     activation, routing = ACTIVATIONS[shape.activation], None
     if shape.experts is None or "router" not in layer:
@@ -198,17 +241,27 @@ def finish_layer(
         routing = experts.route(shape.experts, layer["router"], y, recorded)
         shared = 0
         if shape.experts.shared:
-            shared = jax.nn.sigmoid(y @ layer["shared_router"]) * gated(layer, "shared_", y, activation)
+            shared = jax.nn.sigmoid(y @ layer["shared_router"]) * gated(
+                layer, "shared_", y, activation
+            )
         y = experts.mixture(layer, y, routing, activation, layout) + shared
-    return x + (rms_norm(y, layer["mlp_out_norm"], shape) if "mlp_out_norm" in layer else y), routing
+    return (
+        x + (rms_norm(y, layer["mlp_out_norm"], shape) if "mlp_out_norm" in layer else y),
+        routing,
+    )
 
 
 def gated(layer: Params, prefix: str, x: Array, activation: Callable[[Array], Array]) -> Array:
-    return affine(layer, f"{prefix}down", activation(affine(layer, f"{prefix}gate", x)) * affine(layer, f"{prefix}up", x))
+    return affine(
+        layer,
+        f"{prefix}down",
+        activation(affine(layer, f"{prefix}gate", x)) * affine(layer, f"{prefix}up", x),
+    )
 
 
 def affine(layer: Params, name: str, x: Array) -> Array:
-    """Of the kernel, and its adapter and bias where the layer has them (an adapter's scale lies in its lora_b)."""
+    """Of the kernel, and its adapter and bias where the layer has them (an adapter's scale lies in
+    its lora_b)."""
     y = linear(x, layer[name])
     if f"{name}_lora_a" in layer:
         y = y + linear(linear(x, layer[f"{name}_lora_a"]), layer[f"{name}_lora_b"])
@@ -220,8 +273,8 @@ def affine(layer: Params, name: str, x: Array) -> Array:
 def linear(x: Float[Array, "... in"], kernel: Float[Array, "in out"]) -> Float[Array, "... out"]:
     """x @ kernel, with a backward pass that computes the incoming gradient once.
 
-    XLA for CPU would fuse that gradient's formula (silu's, the rotation's) into the transposition that one of the two products
-    begins with, and compute it twice, in strides: a quarter of a step.
+    XLA for CPU would fuse that gradient's formula (silu's, the rotation's) into the transposition
+    that one of the two products begins with, and compute it twice, in strides: a quarter of a step.
     """
     return x @ kernel
 
@@ -234,14 +287,17 @@ def _linear_backward(saved: tuple[Array, Array], gradient: Array) -> tuple[Array
     x, kernel = saved
     gradient = jax.lax.optimization_barrier(gradient)
     tokens = x.reshape(-1, x.shape[-1]), gradient.reshape(-1, gradient.shape[-1])
-    d_kernel = jax.lax.dot_general(*tokens, (((0,), (0,)), ((), ())))  # x.T @ gradient, without an array for x.T
+    # x.T @ gradient, without an array for x.T
+    d_kernel = jax.lax.dot_general(*tokens, (((0,), (0,)), ((), ())))
     return gradient @ kernel.T, d_kernel
 
 
 linear.defvjp(_linear_forward, _linear_backward)
 
 
-def rms_norm(x: Float[Array, "... features"], scale: Float[Array, " features"], shape: Shape) -> Float[Array, "... features"]:
+def rms_norm(
+    x: Float[Array, "... features"], scale: Float[Array, " features"], shape: Shape
+) -> Float[Array, "... features"]:
     """Computed in fp32 whatever the input."""
     y = x.astype(jnp.float32)
     y = y * jax.lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + shape.eps)
@@ -251,18 +307,25 @@ def rms_norm(x: Float[Array, "... features"], scale: Float[Array, " features"], 
 
 
 def rotations_of(shape: Shape, positions: Int[Array, ...]) -> tuple[Rotation, ...]:
-    """For each of the shape's ropes cosine and sine [..., 1, head_dim / 2] of the angles by which `rope` turns a head at each
-    position."""
+    """For each of the shape's ropes cosine and sine [..., 1, head_dim / 2] of the angles by which
+    `rope` turns a head at each position."""
 
     def rotation(frequencies: np.ndarray, scale: float) -> Rotation:
         angle = positions[..., None, None].astype(jnp.float32) * frequencies
-        return (jnp.cos(angle), jnp.sin(angle)) if scale == 1 else (jnp.cos(angle) * scale, jnp.sin(angle) * scale)
+        return (
+            (jnp.cos(angle), jnp.sin(angle))
+            if scale == 1
+            else (jnp.cos(angle) * scale, jnp.sin(angle) * scale)
+        )
 
     return tuple(rotation(rope.frequencies(shape.head_dim), rope.scale) for rope in shape.ropes)
 
 
-def rope(x: Float[Array, "... heads head_dim"], rotation: Rotation) -> Float[Array, "... heads head_dim"]:
-    """Rotary position embedding with the halves of a head as pairs, as Hugging Face stores it. Source: arXiv 2104.09864."""
+def rope(
+    x: Float[Array, "... heads head_dim"], rotation: Rotation
+) -> Float[Array, "... heads head_dim"]:
+    """Rotary position embedding with the halves of a head as pairs, as Hugging Face stores it.
+    Source: arXiv 2104.09864."""
     cos, sin = (part.astype(x.dtype) for part in rotation)
     first, second = jnp.split(x, 2, axis=-1)
     return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
@@ -272,4 +335,7 @@ def _pick(of_kinds: tuple[Any, ...], index: Array) -> Any:
     """The one that a layer has, whose number is scanned with it."""
     if len(of_kinds) == 1:
         return of_kinds[0]
-    return jax.tree.map(lambda *kinds: jax.lax.dynamic_index_in_dim(jnp.stack(kinds), index, keepdims=False), *of_kinds)
+    return jax.tree.map(
+        lambda *kinds: jax.lax.dynamic_index_in_dim(jnp.stack(kinds), index, keepdims=False),
+        *of_kinds,
+    )

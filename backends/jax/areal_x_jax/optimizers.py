@@ -1,8 +1,9 @@
 """The optimizers: which way a gradient points, where their states lie, and how they are saved.
 
-Every one is clipping by global norm, a direction, decay of matrices and the learning rate; they differ in the direction, whose
-size is about AdamW's, so that one learning rate serves them all. A leaf under one of STACKS is a stack, of layers and maybe of
-experts within each: what is done to a matrix is done to each of them alone.
+Every one is clipping by global norm, a direction, decay of matrices and the learning rate; they
+differ in the direction, whose size is about AdamW's, so that one learning rate serves them all. A
+leaf under one of STACKS is a stack, of layers and maybe of experts within each: what is done to a
+matrix is done to each of them alone.
 """
 
 from __future__ import annotations
@@ -29,12 +30,14 @@ from areal_x_jax.shape import Shape
 from areal_x_jax.weights import places, put, saved_name
 
 STACKS = DictKey("layers"), DictKey("deepstack")
-# Muon's, of its reference and of torch.optim.Muon: the quintic's coefficients, its steps, the least norm, the momentum.
+# Muon's, of its reference and of torch.optim.Muon: the quintic's coefficients, its steps, the least
+# norm, the momentum.
 QUINTIC, STEPS, LEAST, MOMENTUM = (3.4445, -4.7750, 2.0315), 5, 1e-7, 0.95
 
 
 def make_optimizer(config: OptimizerConfig) -> optax.GradientTransformation:
-    """Clipping, a direction whose moments are kept as `config.moments` says, decay of matrices, the learning rate."""
+    """Clipping, a direction whose moments are kept as `config.moments` says, decay of matrices, the
+    learning rate."""
     adam = optax.scale_by_adam(config.beta1, config.beta2, config.eps)
     direction = {
         "adamw": adam,
@@ -51,25 +54,35 @@ def make_optimizer(config: OptimizerConfig) -> optax.GradientTransformation:
 
 def matrices(params: Params) -> Params:
     """Of each leaf, whether it is a matrix, or a stack of them."""
-    found: Params = tree_map_with_path(lambda path, x: x.ndim > (2 if any(key in path for key in STACKS) else 1), params)
+    found: Params = tree_map_with_path(
+        lambda path, x: x.ndim > (2 if any(key in path for key in STACKS) else 1), params
+    )
     return found
 
 
 def _which_of_muon(params: Params) -> Params:
-    """A layer's matrices are Muon's, but for those that say one number of a token; embeddings, heads and vectors AdamW's."""
+    """A layer's matrices are Muon's, but for those that say one number of a token; embeddings,
+    heads and vectors AdamW's."""
 
     def label(path: KeyPath, x: Array) -> str:
-        return "muon" if DictKey("layers") in path and x.ndim > 2 and min(x.shape[-2:]) > 1 else "adamw"
+        return (
+            "muon"
+            if DictKey("layers") in path and x.ndim > 2 and min(x.shape[-2:]) > 1
+            else "adamw"
+        )
 
     labels: Params = tree_map_with_path(label, params)
     return labels
 
 
 def kept_as(dtype: Any, transform: optax.GradientTransformation) -> optax.GradientTransformation:
-    """The same in fp32, from a state whose numbers (but for counts) are of this type between steps."""
+    """The same in fp32, from a state whose numbers (but for counts) are of this type between
+    steps."""
 
     def cast(state: Any, to: Any) -> Any:
-        return jax.tree.map(lambda x: x.astype(to) if jnp.issubdtype(x.dtype, jnp.floating) else x, state)
+        return jax.tree.map(
+            lambda x: x.astype(to) if jnp.issubdtype(x.dtype, jnp.floating) else x, state
+        )
 
     def update(updates: Params, state: Any, params: Params | None = None) -> tuple[Params, Any]:
         updates, state = transform.update(updates, cast(state, jnp.float32), params)
@@ -79,7 +92,8 @@ def kept_as(dtype: Any, transform: optax.GradientTransformation) -> optax.Gradie
 
 
 class Factored(NamedTuple):
-    """Means of squared gradients over columns, [..., rows, 1], and over rows, [..., 1, columns]; see `factored`."""
+    """Means of squared gradients over columns, [..., rows, 1], and over rows, [..., 1, columns];
+    see `factored`."""
 
     count: Int32[Array, ""]
     row: Params
@@ -87,25 +101,32 @@ class Factored(NamedTuple):
 
 
 def factored(least: float = 1e-30) -> optax.GradientTransformation:
-    """Adafactor without momentum and without scaling by the parameter: gradient / sqrt(v), divided by its root mean square
-    where that is above 1.
+    """Adafactor without momentum and without scaling by the parameter: gradient / sqrt(v), divided
+    by its root mean square where that is above 1.
 
-    v = row · column / mean(row), two moving averages with the decay 1 - t^-0.8. A vector is a matrix of one column, whose v is
-    exact. Source: arXiv 1804.04235, algorithm 4, with section 7.2's decay. (optax's factors the two longest axes, which may be
-    that of layers, and takes the root mean square of all layers together.)
+    v = row · column / mean(row), two moving averages with the decay 1 - t^-0.8. A vector is a
+    matrix of one column, whose v is exact. Source: arXiv 1804.04235, algorithm 4, with section
+    7.2's decay. (optax's factors the two longest axes, which may be that of layers, and takes the
+    root mean square of all layers together.)
     """
 
     def in_columns(tree: Params) -> Params:
-        shaped: Params = jax.tree.map(lambda x, matrix: x if matrix else x[..., None], tree, matrices(tree))
+        shaped: Params = jax.tree.map(
+            lambda x, matrix: x if matrix else x[..., None], tree, matrices(tree)
+        )
         return shaped
 
     def init(params: Params) -> Factored:
         shaped = in_columns(params)
         row = jax.tree.map(lambda x: jnp.zeros((*x.shape[:-1], 1), jnp.float32), shaped)
-        column = jax.tree.map(lambda x: jnp.zeros((*x.shape[:-2], 1, x.shape[-1]), jnp.float32), shaped)
+        column = jax.tree.map(
+            lambda x: jnp.zeros((*x.shape[:-2], 1, x.shape[-1]), jnp.float32), shaped
+        )
         return Factored(jnp.zeros((), jnp.int32), row, column)
 
-    def update(updates: Params, state: Factored, params: Params | None = None) -> tuple[Params, Factored]:
+    def update(
+        updates: Params, state: Factored, params: Params | None = None
+    ) -> tuple[Params, Factored]:
         count = optax.safe_increment(state.count)
         fresh = count.astype(jnp.float32) ** -0.8
 
@@ -114,8 +135,14 @@ def factored(least: float = 1e-30) -> optax.GradientTransformation:
 
         def direction(gradient: Array, row: Array, column: Array, like: Array) -> Array:
             # One root after the other: the product of two small means is 0 in fp32.
-            x = gradient * jax.lax.rsqrt(row / jnp.mean(row, -2, keepdims=True)) * jax.lax.rsqrt(column)
-            return (x / jnp.maximum(1, jnp.sqrt(jnp.mean(x**2, (-2, -1), keepdims=True)))).reshape(like.shape)
+            x = (
+                gradient
+                * jax.lax.rsqrt(row / jnp.mean(row, -2, keepdims=True))
+                * jax.lax.rsqrt(column)
+            )
+            return (x / jnp.maximum(1, jnp.sqrt(jnp.mean(x**2, (-2, -1), keepdims=True)))).reshape(
+                like.shape
+            )
 
         shaped = in_columns(updates)
         row = jax.tree.map(lambda old, x: average(old, x, -1), state.row, shaped)
@@ -126,10 +153,12 @@ def factored(least: float = 1e-30) -> optax.GradientTransformation:
 
 
 def muon() -> optax.GradientTransformation:
-    """Nesterov's momentum, orthogonalised, times 0.2 · sqrt(the longer side): the root mean square of AdamW's updates.
+    """Nesterov's momentum, orthogonalised, times 0.2 · sqrt(the longer side): the root mean square
+    of AdamW's updates.
 
-    Sources: kellerjordan.github.io/posts/muon; the size, arXiv 2502.16982, eq. 4. (optax's makes one axis of those of layers
-    and experts, for which devices that share the experts all gather them.)
+    Sources: kellerjordan.github.io/posts/muon; the size, arXiv 2502.16982, eq. 4. (optax's makes
+    one axis of those of layers and experts, for which devices that share the experts all gather
+    them.)
     """
 
     def direction(momentum: Array) -> Array:
@@ -137,12 +166,14 @@ def muon() -> optax.GradientTransformation:
         return 0.2 * max(momentum.shape[-2:]) ** 0.5 * jax.lax.map(orthogonal, momentum)
 
     return optax.chain(
-        optax.trace(MOMENTUM, nesterov=True), optax.stateless(lambda updates, _: jax.tree.map(direction, updates))
+        optax.trace(MOMENTUM, nesterov=True),
+        optax.stateless(lambda updates, _: jax.tree.map(direction, updates)),
     )
 
 
 def orthogonal(x: Float[Array, "*stack rows columns"]) -> Float[Array, "*stack rows columns"]:
-    """The nearest matrix whose singular values are all the same, about: five steps of a quintic bring them to 0.7 … 1.2."""
+    """The nearest matrix whose singular values are all the same, about: five steps of a quintic
+    bring them to 0.7 … 1.2."""
     if x.shape[-2] > x.shape[-1]:
         return orthogonal(x.mT).mT
     a, b, c = QUINTIC
@@ -160,7 +191,9 @@ def orthogonal(x: Float[Array, "*stack rows columns"]) -> Float[Array, "*stack r
 
 def _own(path: KeyPath) -> tuple[str, ...]:
     """The path of the parameter that a number of a state belongs to, () for a count."""
-    return tuple(key.key for key in takewhile(lambda key: isinstance(key, DictKey), reversed(path)))[::-1]
+    return tuple(
+        key.key for key in takewhile(lambda key: isinstance(key, DictKey), reversed(path))
+    )[::-1]
 
 
 def _which(path: KeyPath) -> str:
@@ -170,26 +203,35 @@ def _which(path: KeyPath) -> str:
 
 
 def name_of(path: KeyPath) -> str:
-    """What a moment is called under this backend's own names: which it is and of which parameter, "trace.layers.q"."""
+    """What a moment is called under this backend's own names: which it is and of which parameter,
+    "trace.layers.q"."""
     return ".".join((_which(path), *_own(path)))
 
 
 def shardings_of(state: Any, params: Params, lies: Params, replicated: NamedSharding) -> Any:
-    """Where a state lies: each moment split as its parameter is, but for axes that it has not; counts on every device."""
-    of = {_own(path): (x.shape, at) for (path, x), at in zip(tree_leaves_with_path(params), jax.tree.leaves(lies), strict=True)}
+    """Where a state lies: each moment split as its parameter is, but for axes that it has not;
+    counts on every device."""
+    of = {
+        _own(path): (x.shape, at)
+        for (path, x), at in zip(tree_leaves_with_path(params), jax.tree.leaves(lies), strict=True)
+    }
 
     def lie(path: KeyPath, x: Array) -> NamedSharding:
         if not _own(path):
             return replicated
         whole, at = of[_own(path)]
-        kept = (axis if mine == its else None for mine, its, axis in zip(x.shape, whole, at.spec, strict=False))
+        kept = (
+            axis if mine == its else None
+            for mine, its, axis in zip(x.shape, whole, at.spec, strict=False)
+        )
         return NamedSharding(at.mesh, PartitionSpec(*kept))
 
     return tree_map_with_path(lie, state)
 
 
 class Kept(NamedTuple):
-    """A moment of a tensor: the path of its leaf's parameter, where it is called `which`, and the place in its stack."""
+    """A moment of a tensor: the path of its leaf's parameter, where it is called `which`, and the
+    place in its stack."""
 
     which: str
     path: tuple[str, ...]
@@ -203,8 +245,9 @@ ACROSS = {"row": "column", "column": "row"}  # of what is stored transposed, in 
 
 
 def portable(config: OptimizerConfig, shape: Shape) -> bool:
-    """Whether a state is one of single tensors of the files, for any backend. AdamW's is in any case. Muon and Adafactor
-    compute with matrices: torch joins those of a mixture's experts, and makes others of a tower's kernel of five axes."""
+    """Whether a state is one of single tensors of the files, for any backend. AdamW's is in any
+    case. Muon and Adafactor compute with matrices: torch joins those of a mixture's experts, and
+    makes others of a tower's kernel of five axes."""
     mixture = any("{expert}" in leaf.name for leaf in in_layers(shape).values())
     tower = shape.vision is not None and shape.adapters is None
     return config.name == "adamw" or not (mixture or tower)
@@ -212,7 +255,11 @@ def portable(config: OptimizerConfig, shape: Shape) -> bool:
 
 def kept(shape: Shape, state: Any) -> dict[str, Kept]:
     """The moments of a state by their names in a file, "exp_avg.model.norm.weight"."""
-    leaves = {(_which(path), _own(path)): x.shape for path, x in tree_leaves_with_path(state) if _own(path)}
+    leaves = {
+        (_which(path), _own(path)): x.shape
+        for path, x in tree_leaves_with_path(state)
+        if _own(path)
+    }
     found = {}
     for which, in_file in IN_FILES.items():
         for name, place in places(shape).items():
@@ -221,15 +268,26 @@ def kept(shape: Shape, state: Any) -> dict[str, Kept]:
             own = leaves[which, place.path][len(place.index) :]
             of_file = ACROSS.get(in_file, in_file) if place.transposed else in_file
             whole = place.tensor if which not in ACROSS else own[::-1] if place.transposed else own
-            found[f"{of_file}.{name}"] = Kept(which, place.path, place.index, whole, place.transposed)
+            found[f"{of_file}.{name}"] = Kept(
+                which, place.path, place.index, whole, place.transposed
+            )
     return found
 
 
-def save(directory: Path | None, config: OptimizerConfig, shape: Shape, state: Any, described: Mapping[str, Any]) -> None:
-    """The moments under the names of tensors, for any backend, or under those of this one's parameters where they are none's of
-    a tensor. described: what else to know of the state, at least its version."""
+def save(
+    directory: Path | None,
+    config: OptimizerConfig,
+    shape: Shape,
+    state: Any,
+    described: Mapping[str, Any],
+) -> None:
+    """The moments under the names of tensors, for any backend, or under those of this one's
+    parameters where they are none's of a tensor. described: what else to know of the state, at
+    least its version."""
     described = {**described, "optimizer": config.name}
-    leaves = {(_which(path), _own(path)): x for path, x in tree_leaves_with_path(state) if _own(path)}
+    leaves = {
+        (_which(path), _own(path)): x for path, x in tree_leaves_with_path(state) if _own(path)
+    }
 
     def fetched(x: Array) -> np.ndarray:
         return np.asarray(jax.device_get(all_of(x)))
@@ -247,8 +305,11 @@ def save(directory: Path | None, config: OptimizerConfig, shape: Shape, state: A
     model_dir.write_own_state(directory, tensors, described)
 
 
-def restored(directory: Path, config: OptimizerConfig, shape: Shape, state: Any, lies: Any, layout: Layout) -> Any:
-    """The state that `save` wrote, in the types of `state`. Raises: UserError for what is not this optimizer's."""
+def restored(
+    directory: Path, config: OptimizerConfig, shape: Shape, state: Any, lies: Any, layout: Layout
+) -> Any:
+    """The state that `save` wrote, in the types of `state`. Raises: UserError for what is not this
+    optimizer's."""
     described = model_dir.read_state(directory)
     config.check_state(directory, described, "jax")
     if "backend" in described:
@@ -257,8 +318,9 @@ def restored(directory: Path, config: OptimizerConfig, shape: Shape, state: Any,
         state = _read_tensors(shape, state, lies, directory)
     else:
         raise UserError(
-            f"{directory} holds the state of {config.name} for each tensor, and JAX keeps another one with this model: go on "
-            f"with the backend that wrote it, or begin anew from its weights with model.path = {str(directory)!r}"
+            f"{directory} holds the state of {config.name} for each tensor, and JAX keeps another"
+            " one with this model: go on with the backend that wrote it, or begin anew from its"
+            f" weights with model.path = {str(directory)!r}"
         )
     # From a host value, so that each of the optimizer's counts gets a buffer of its own to donate.
     return jax.device_put(optax.tree.set(state, count=np.int32(described["version"])), lies)
@@ -269,7 +331,9 @@ def _read_tensors(shape: Shape, state: Any, lies: Any, directory: Path) -> Any:
     wanted, source = kept(shape, state), directory / model_dir.MOMENTS
     of_leaves = zip(tree_leaves_with_path(state), jax.tree.leaves(lies), strict=True)
     leaves = {(_which(path), _own(path)): (x, at) for (path, x), at in of_leaves if _own(path)}
-    made: dict[Any, Any] = {key: jax.ShapeDtypeStruct(x.shape, x.dtype) for key, (x, _) in leaves.items()}
+    made: dict[Any, Any] = {
+        key: jax.ShapeDtypeStruct(x.shape, x.dtype) for key, (x, _) in leaves.items()
+    }
     for given, x in model_dir.read_moments(directory):
         which, _, tensor = given.partition(".")
         name = f"{which}.{saved_name(shape, tensor)}"
@@ -280,23 +344,40 @@ def _read_tensors(shape: Shape, state: Any, lies: Any, directory: Path) -> Any:
         flat = x if own.which in ACROSS or x.ndim < 2 else x.reshape(len(x), -1)
         value = np.asarray(flat.T if own.transposed else flat).astype(old.dtype)
         if not np.isfinite(value).all():
-            raise UserError(f"{source}: {given} holds numbers that are not finite: the file is damaged")
+            raise UserError(
+                f"{source}: {given} holds numbers that are not finite: the file is damaged"
+            )
         made[own.which, own.path] = put(made[own.which, own.path], value, own.index, at)
     if wanted:
         raise UserError(f"{source} lacks {next(iter(wanted))}: copy the checkpoint again")
-    return tree_map_with_path(lambda path, x: made[_which(path), _own(path)] if _own(path) else x, state)
+    return tree_map_with_path(
+        lambda path, x: made[_which(path), _own(path)] if _own(path) else x, state
+    )
 
 
 def _read_into(state: Any, lies: Any, directory: Path) -> Any:
-    """The state with the moments of a file under this backend's own names, fetched to where they lie one at a time."""
-    wanted = {name_of(path): (x, at) for (path, x), at in zip(tree_leaves_with_path(state), jax.tree.leaves(lies), strict=True)}
+    """The state with the moments of a file under this backend's own names, fetched to where they
+    lie one at a time."""
+    wanted = {
+        name_of(path): (x, at)
+        for (path, x), at in zip(tree_leaves_with_path(state), jax.tree.leaves(lies), strict=True)
+    }
     found = {}
     for name, x in model_dir.read_moments(directory):
         old, at = wanted.get(name, (None, None))
         if old is None or old.shape != x.shape:
-            raise UserError(f"{directory / model_dir.MOMENTS} is of another model: its {name} has no place in this one")
+            raise UserError(
+                f"{directory / model_dir.MOMENTS} is of another model: its {name} has no place in"
+                " this one"
+            )
         found[name] = lay(x.astype(old.dtype), at)
-    missing = [name for path, _ in tree_leaves_with_path(state) if _own(path) and (name := name_of(path)) not in found]
+    missing = [
+        name
+        for path, _ in tree_leaves_with_path(state)
+        if _own(path) and (name := name_of(path)) not in found
+    ]
     if missing:
-        raise UserError(f"{directory / model_dir.MOMENTS} lacks {missing[0]}: copy the checkpoint again")
+        raise UserError(
+            f"{directory / model_dir.MOMENTS} lacks {missing[0]}: copy the checkpoint again"
+        )
     return tree_map_with_path(lambda path, x: found[name_of(path)] if _own(path) else x, state)

@@ -1,7 +1,8 @@
-"""The decoder's parameters: one table of their names, here and at Hugging Face, and of what each of their axes is.
+"""The decoder's parameters: one table of their names, here and at Hugging Face, and of what each of
+their axes is.
 
-Sizes, shardings (see areal_x_jax.layout) and the way in and out of safetensors follow from it. Kernels are stored [in, out],
-the transpose of Hugging Face's, and layers stacked on a leading axis.
+Sizes, shardings (see areal_x_jax.layout) and the way in and out of safetensors follow from it.
+Kernels are stored [in, out], the transpose of Hugging Face's, and layers stacked on a leading axis.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ from areal_x_jax.vision_shape import MODULES, VisionShape
 
 Params = dict[str, Any]
 
-# Of a vision tower: path below params["vision"] → axes. What lies under "layers" and "deepstack" is a stack.
+# Of a vision tower: path below params["vision"] → axes. What lies under "layers" and "deepstack" is
+# a stack.
 VISION = {
     "patch": ("patch_features", "vision_hidden"),
     "positions": ("vision_positions", "vision_hidden"),
@@ -74,8 +76,8 @@ VISION_NAMES = {
 
 @dataclass(frozen=True)
 class Leaf:
-    """name: Hugging Face's, {expert} standing for a number. axes: what each is, as stored, without that of a stack.
-    stack: the layers that have it (see `Shape.layers_in`)."""
+    """name: Hugging Face's, {expert} standing for a number. axes: what each is, as stored, without
+    that of a stack. stack: the layers that have it (see `Shape.layers_in`)."""
 
     name: str
     axes: tuple[str, ...]
@@ -92,14 +94,20 @@ def in_layers(shape: Shape) -> dict[str, Leaf]:
         return beside(shape, shape.adapters.kernels)
     found = {
         "input_norm": Leaf("input_layernorm.weight", ("hidden",)),
-        "mlp_norm": Leaf(f"{'pre_feedforward' if shape.out_norms else 'post_attention'}_layernorm.weight", ("hidden",)),
+        "mlp_norm": Leaf(
+            f"{'pre_feedforward' if shape.out_norms else 'post_attention'}_layernorm.weight",
+            ("hidden",),
+        ),
         "q": Leaf("self_attn.q_proj.weight", ("hidden", "query")),
         "k": Leaf("self_attn.k_proj.weight", ("hidden", "key")),
         "v": Leaf("self_attn.v_proj.weight", ("hidden", "key")),
         "o": Leaf("self_attn.o_proj.weight", ("query", "hidden")),
     }
     if QKV in shape.biases:
-        found |= {f"{x}_bias": Leaf(f"self_attn.{x}_proj.bias", ("query" if x == "q" else "key",)) for x in "qkv"}
+        found |= {
+            f"{x}_bias": Leaf(f"self_attn.{x}_proj.bias", ("query" if x == "q" else "key",))
+            for x in "qkv"
+        }
     if OUT in shape.biases:
         found["o_bias"] = Leaf("self_attn.o_proj.bias", ("hidden",))
     if shape.qk_norm:
@@ -112,7 +120,9 @@ def in_layers(shape: Shape) -> dict[str, Leaf]:
         return found | plain
     mixture = {"router": Leaf("mlp.gate.weight", ("hidden", "experts"))}
     one = mlp("", "mlp.experts.{expert}", "expert_intermediate", False)
-    mixture |= {f"experts_{name}": Leaf(leaf.name, ("experts", *leaf.axes)) for name, leaf in one.items()}
+    mixture |= {
+        f"experts_{name}": Leaf(leaf.name, ("experts", *leaf.axes)) for name, leaf in one.items()
+    }
     if shape.experts.shared:
         mixture |= mlp("shared_", "mlp.shared_expert", "shared_intermediate", False)
         mixture["shared_router"] = Leaf("mlp.shared_expert_gate.weight", ("hidden", "one"))
@@ -125,11 +135,14 @@ def in_layers(shape: Shape) -> dict[str, Leaf]:
 
 def adaptable(shape: Shape) -> tuple[str, ...]:
     """The kernels that adapters can stand beside. Experts and their routers have none."""
-    return ("q", "k", "v", "o") + (("gate", "up", "down") if shape.experts is None or shape.experts.dense else ())
+    return ("q", "k", "v", "o") + (
+        ("gate", "up", "down") if shape.experts is None or shape.experts.dense else ()
+    )
 
 
 def beside(shape: Shape, kernels: Iterable[str]) -> dict[str, Leaf]:
-    """The adapters of these kernels under PEFT's names: q_lora_a [hidden, rank] and q_lora_b [rank, query] of q."""
+    """The adapters of these kernels under PEFT's names: q_lora_a [hidden, rank] and q_lora_b [rank,
+    query] of q."""
     decoder, found = in_layers(replace(shape, adapters=None)), {}
     for kernel in kernels:
         of = decoder[kernel]
@@ -141,9 +154,14 @@ def beside(shape: Shape, kernels: Iterable[str]) -> dict[str, Leaf]:
 
 def mlp(prefix: str, module: str, width: str, biases: bool) -> dict[str, Leaf]:
     axes = {"gate": ("hidden", width), "up": ("hidden", width), "down": (width, "hidden")}
-    found = {f"{prefix}{name}": Leaf(f"{module}.{name}_proj.weight", own) for name, own in axes.items()}
+    found = {
+        f"{prefix}{name}": Leaf(f"{module}.{name}_proj.weight", own) for name, own in axes.items()
+    }
     if biases:
-        found |= {f"{prefix}{name}_bias": Leaf(f"{module}.{name}_proj.bias", own[1:]) for name, own in axes.items()}
+        found |= {
+            f"{prefix}{name}_bias": Leaf(f"{module}.{name}_proj.bias", own[1:])
+            for name, own in axes.items()
+        }
     return found
 
 
@@ -156,7 +174,10 @@ def outside_layers(shape: Shape) -> dict[str, Leaf]:
     if shape.adapters is not None:
         return {"score": Leaf(f"{WRAPPED}score.weight", ("hidden", "one"))} if shape.scores else {}
     module = module_of(shape)
-    embed, norm = Leaf(f"{module}.embed_tokens.weight", ("vocab", "hidden")), Leaf(f"{module}.norm.weight", ("hidden",))
+    embed, norm = (
+        Leaf(f"{module}.embed_tokens.weight", ("vocab", "hidden")),
+        Leaf(f"{module}.norm.weight", ("hidden",)),
+    )
     found = {"embed": embed, "norm": norm}
     if shape.scores:
         found["score"] = Leaf("score.weight", ("hidden", "one"))
@@ -166,7 +187,8 @@ def outside_layers(shape: Shape) -> dict[str, Leaf]:
 
 
 def in_vision(shape: VisionShape) -> dict[tuple[str, ...], Leaf]:
-    """What the tower has, by path below "vision"; the name of what is stacked holds {} for its index."""
+    """What the tower has, by path below "vision"; the name of what is stacked holds {} for its
+    index."""
     module, found = MODULES[shape.family][1], {}
     for path, name in VISION_NAMES[shape.family].items():
         axes, keys = VISION[path], tuple(path.split("."))
@@ -223,7 +245,10 @@ def sizes_of_vision(shape: VisionShape | None) -> dict[str, int]:
 def axes_of(shape: Shape) -> Params:
     """The tree of parameters with the kinds of their axes, as tuples, in place of arrays."""
     layers = {name: (leaf.stack, *leaf.axes) for name, leaf in in_layers(shape).items()}
-    found: Params = {**{name: leaf.axes for name, leaf in outside_layers(shape).items()}, "layers": layers}
+    found: Params = {
+        **{name: leaf.axes for name, leaf in outside_layers(shape).items()},
+        "layers": layers,
+    }
     if shape.vision is not None and shape.adapters is None:
         found["vision"] = {}
         for path, leaf in in_vision(shape.vision).items():
@@ -239,15 +264,17 @@ class Parameters(nnx.Module):
     def __init__(self, axes: Params, sizes: dict[str, int]) -> None:
         for name, own in axes.items():
             zeros = (
-                Parameters(own, sizes) if isinstance(own, dict) else nnx.Param(jnp.zeros([sizes[x] for x in own], jnp.float32))
+                Parameters(own, sizes)
+                if isinstance(own, dict)
+                else nnx.Param(jnp.zeros([sizes[x] for x in own], jnp.float32))
             )
             setattr(self, name, zeros)
 
 
 class Decoder(Parameters):
-    """embed [vocab, hidden], norm [hidden], layers (stacked: every leaf begins with the axis of the layers that have it), and
-    score [hidden, 1] or, unless it is tied, head [hidden, vocab]; vision: of a model that sees, its tower (see VISION). Of
-    adapters: their layers, and the score."""
+    """embed [vocab, hidden], norm [hidden], layers (stacked: every leaf begins with the axis of the
+    layers that have it), and score [hidden, 1] or, unless it is tied, head [hidden, vocab]; vision:
+    of a model that sees, its tower (see VISION). Of adapters: their layers, and the score."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__(axes_of(shape), sizes_of(shape))

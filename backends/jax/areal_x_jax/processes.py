@@ -28,10 +28,12 @@ class Processes:
 
 
 def join(processes: int) -> Processes:
-    """Joins so many processes: those that RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT tell of, else those that JAX finds (on
-    SLURM, Kubernetes, Open MPI and TPU pods). It must come before the first look at a device.
+    """Joins so many processes: those that RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT tell of,
+    else those that JAX finds (on SLURM, Kubernetes, Open MPI and TPU pods). It must come before the
+    first look at a device.
 
-    Raises: UserError where they are not found or do not come, ConfigError where they are more or fewer.
+    Raises: UserError where they are not found or do not come, ConfigError where they are more or
+    fewer.
     """
     # Else who leaves after an error waits at a barrier, minutes long, for those who are gone.
     jax.config.update("jax_enable_recoverability", True)
@@ -39,12 +41,18 @@ def join(processes: int) -> Processes:
     try:
         jax.distributed.initialize(**told(os.environ))
     except Exception as error:
-        wanted = f"start every one of the {processes} with {', '.join(VARIABLES)}, or all at once with SLURM"
+        wanted = (
+            f"start every one of the {processes} with {', '.join(VARIABLES)}, or all at once with"
+            " SLURM"
+        )
         raise UserError(
-            f"the processes of mesh.processes = {processes} did not find each other ({_short(error)}): {wanted}"
+            f"the processes of mesh.processes = {processes} did not find each other"
+            f" ({_short(error)}): {wanted}"
         ) from error
     if jax.process_count() != processes:
-        raise ConfigError("mesh.processes", processes, f"{jax.process_count()}, as many processes as were started")
+        raise ConfigError(
+            "mesh.processes", processes, f"{jax.process_count()}, as many processes as were started"
+        )
     return Processes(jax.process_index(), processes)
 
 

@@ -1,12 +1,14 @@
 """The sampler's key-value cache: one ring of columns that all slots write together.
 
-All slots' newest token lies in one column, t modulo the capacity, and a slot's earlier ones in the columns before it. So a
-decode step writes every slot with one dynamic_update_slice instead of a scatter, and "the newest `length` columns" says what a
-slot may attend to. Keys are stored rotated by their own position, so where in the ring a token lies does not matter.
+All slots' newest token lies in one column, t modulo the capacity, and a slot's earlier ones in the
+columns before it. So a decode step writes every slot with one dynamic_update_slice instead of a
+scatter, and "the newest `length` columns" says what a slot may attend to. Keys are stored rotated
+by their own position, so where in the ring a token lies does not matter.
 
-The ring is cut into parts, each its own array, and a step reads only the parts that some live slot reaches into: a slice of one
-array would be copied before each matmul. Keys are laid out [slots, kv_heads, head_dim, columns] and values [slots, kv_heads,
-columns, head_dim]: on CPU their products with one query a slot run twice as fast as with keys laid out like values (measured).
+The ring is cut into parts, each its own array, and a step reads only the parts that some live slot
+reaches into: a slice of one array would be copied before each matmul. Keys are laid out [slots,
+kv_heads, head_dim, columns] and values [slots, kv_heads, columns, head_dim]: on CPU their products
+with one query a slot run twice as fast as with keys laid out like values (measured).
 """
 
 from __future__ import annotations
@@ -20,14 +22,18 @@ from areal_x_jax.dense import HIDDEN, softcapped
 Parts = tuple[Array, ...]
 Layer = tuple[Parts, Parts]  # keys and values
 Ring = tuple[Layer, ...]
-Partial = tuple[Array, Array, Array]  # softmax so far: the largest score, the sum of exponentials, the weighted sum of values
+# softmax so far: the largest score, the sum of exponentials, the weighted sum of values
+Partial = tuple[Array, Array, Array]
 
-PART = 64  # columns in a part, about: smaller parts read less beyond the longest sequence, but take longer to compile
+# columns in a part, about: smaller parts read less beyond the longest sequence, but take longer to
+# compile
+PART = 64
 MOST_PARTS = 6
 
 
 def columns(context: int) -> tuple[int, int]:
-    """How many parts the ring has and how many columns each, for sequences of up to `context` tokens."""
+    """How many parts the ring has and how many columns each, for sequences of up to `context`
+    tokens."""
     parts = min(MOST_PARTS, max(1, round(context / PART)))
     return parts, -(-context // (parts * 16)) * 16
 
@@ -48,8 +54,11 @@ def capacity(ring: Ring) -> int:
     return len(keys) * keys[0].shape[-1]
 
 
-def visible(ring: Ring, newest: Int[Array, ""], lengths: Int[Array, " rows"]) -> list[tuple[Array, Array]]:
-    """For each part: whether any row's newest `lengths` columns reach into it, and what to add to a score in each column."""
+def visible(
+    ring: Ring, newest: Int[Array, ""], lengths: Int[Array, " rows"]
+) -> list[tuple[Array, Array]]:
+    """For each part: whether any row's newest `lengths` columns reach into it, and what to add to a
+    score in each column."""
     parts, width = len(ring[0][0]), ring[0][0][0].shape[-1]
     total = parts * width
     age = (newest - jnp.arange(total)) % total
@@ -62,7 +71,8 @@ def visible(ring: Ring, newest: Int[Array, ""], lengths: Int[Array, " rows"]) ->
 def write_newest(layer: Layer, key: Array, value: Array, newest: Int[Array, ""]) -> Layer:
     """Writes one token a slot, key and value [slots, kv_heads, head_dim], into column `newest`.
 
-    The parts that do not hold the column rewrite one of their own: cheaper than a branch, and it stays in place.
+    The parts that do not hold the column rewrite one of their own: cheaper than a branch, and it
+    stays in place.
     """
     keys, values = layer
     width = keys[0].shape[-1]
@@ -82,12 +92,19 @@ def write_newest(layer: Layer, key: Array, value: Array, newest: Int[Array, ""])
 
 
 def attend(
-    query: Float[Array, "rows kv group head_dim"], layer: Layer, seen: list[tuple[Array, Array]], softcap: float = 0.0
+    query: Float[Array, "rows kv group head_dim"],
+    layer: Layer,
+    seen: list[tuple[Array, Array]],
+    softcap: float = 0.0,
 ) -> Array:
-    """Attention of one scaled query a slot over the columns it sees, in fp32: [rows, kv, group, head_dim]."""
+    """Attention of one scaled query a slot over the columns it sees, in fp32: [rows, kv, group,
+    head_dim]."""
     keys, values = layer
     if len(keys) == 1:
-        scores = softcapped(product("sgrd,sgdc->sgrc", query, keys[0]), softcap) + seen[0][1][:, None, None]
+        scores = (
+            softcapped(product("sgrd,sgdc->sgrc", query, keys[0]), softcap)
+            + seen[0][1][:, None, None]
+        )
         weights = jnp.exp(scores - scores.max(-1, keepdims=True))
         return product("sgrc,sgcd->sgrd", weights, values[0]) / weights.sum(-1, keepdims=True)
 
@@ -100,14 +117,19 @@ def attend(
 
     so_far = nothing_yet(query)
     for (used, bias), key, value in zip(seen, keys, values, strict=True):
-        so_far = jax.lax.cond(used, part, lambda so_far, *_: so_far, so_far, query, key, value, bias)
+        so_far = jax.lax.cond(
+            used, part, lambda so_far, *_: so_far, so_far, query, key, value, bias
+        )
     return finished(so_far)
 
 
 def product(spelling: str, left: Array, right: Array) -> Array:
-    """An einsum accumulated in fp32. XLA has no bf16 × bf16 = fp32 matmul on CPU: there the operands are lifted first."""
+    """An einsum accumulated in fp32. XLA has no bf16 × bf16 = fp32 matmul on CPU: there the
+    operands are lifted first."""
     dtype = jnp.float32 if jax.default_backend() == "cpu" else right.dtype
-    return jnp.einsum(spelling, left.astype(dtype), right.astype(dtype), preferred_element_type=jnp.float32)
+    return jnp.einsum(
+        spelling, left.astype(dtype), right.astype(dtype), preferred_element_type=jnp.float32
+    )
 
 
 def nothing_yet(query: Array) -> Partial:
@@ -136,14 +158,19 @@ def write_pieces(
     lengths: Int[Array, " pieces"],
     count: Int[Array, ""],
 ) -> Ring:
-    """Writes the first `count` pieces: piece i is tokens firsts[i] … of the chunk, for columns starts[i] … of slot slots[i].
+    """Writes the first `count` pieces: piece i is tokens firsts[i] … of the chunk, for columns
+    starts[i] … of slot slots[i].
 
-    fresh: each layer's keys and values of the chunk, [tokens, kv_heads, head_dim]. A column is read, and kept where the piece
-    does not cover it, so the whole row of a part is one update whatever the length.
+    fresh: each layer's keys and values of the chunk, [tokens, kv_heads, head_dim]. A column is
+    read, and kept where the piece does not cover it, so the whole row of a part is one update
+    whatever the length.
     """
     width, total = ring[0][0][0].shape[-1], capacity(ring)
     margin = ((0, 0), (width, width), (0, 0))
-    padded = [(jnp.pad(k.swapaxes(0, 1), margin).swapaxes(1, 2), jnp.pad(v.swapaxes(0, 1), margin)) for k, v in fresh]
+    padded = [
+        (jnp.pad(k.swapaxes(0, 1), margin).swapaxes(1, 2), jnp.pad(v.swapaxes(0, 1), margin))
+        for k, v in fresh
+    ]
 
     def piece(i: Array, ring: Ring) -> Ring:
         slot, start, first, length = slots[i], starts[i], firsts[i], lengths[i]
@@ -155,7 +182,9 @@ def write_pieces(
                 offset = p * width - start + turn  # of the part's first column, in the piece
                 covered = (jnp.arange(width) + offset >= 0) & (jnp.arange(width) + offset < length)
                 new = jax.lax.dynamic_slice_in_dim(chunk, width + first + offset, width, axis)
-                row = jnp.where(covered[:, None] if axis == 1 else covered, new.astype(part.dtype), row)
+                row = jnp.where(
+                    covered[:, None] if axis == 1 else covered, new.astype(part.dtype), row
+                )
             return jax.lax.dynamic_update_index_in_dim(part, row, slot, 0)
 
         return tuple(
@@ -183,9 +212,10 @@ def attend_chunk(
 ) -> Array:
     """Attention of a prefill's scaled queries, in fp32: [tokens, kv, group, head_dim].
 
-    Over the chunk itself and, for the piece that continues a sequence begun in an earlier chunk, over the `past` columns before
-    `start` in its slot. before[i, j]: how many tokens token j is before token i, negative where it is after it or of another
-    sequence. continues: the tokens of that piece. window: how many tokens a token sees, itself included; 0 is all.
+    Over the chunk itself and, for the piece that continues a sequence begun in an earlier chunk,
+    over the `past` columns before `start` in its slot. before[i, j]: how many tokens token j is
+    before token i, negative where it is after it or of another sequence. continues: the tokens of
+    that piece. window: how many tokens a token sees, itself included; 0 is all.
     """
     keys, values = fresh
     together = (before >= 0) & (before < window) if window else before >= 0

@@ -13,20 +13,37 @@ from areal_x_jax.families import Described, refuse
 KINDS = ("default", "linear", "llama3", "yarn")
 # All that transformers knows in rope_parameters, whether the kind reads it or not.
 FIELDS = {
-    *("rope_type", "type", "rope_theta", "factor", "original_max_position_embeddings", "partial_rotary_factor"),
+    *(
+        "rope_type",
+        "type",
+        "rope_theta",
+        "factor",
+        "original_max_position_embeddings",
+        "partial_rotary_factor",
+    ),
     *("low_freq_factor", "high_freq_factor", "short_factor", "long_factor"),
-    *("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate", "finetuned"),
+    *(
+        "attention_factor",
+        "beta_fast",
+        "beta_slow",
+        "mscale",
+        "mscale_all_dim",
+        "truncate",
+        "finetuned",
+    ),
     *("mrope_section", "mrope_interleaved"),
 }
 
 
 @dataclass(frozen=True)
 class Rope:
-    """Rotary positions: base θ, and how it is stretched beyond the length that a model was first trained on.
+    """Rotary positions: base θ, and how it is stretched beyond the length that a model was first
+    trained on.
 
-    kind: "default", "linear" (positions divided by factor), "llama3" or "yarn". low, high: where the frequencies begin to be
-    stretched and where they are no more; for yarn in rotations over the original length (beta_slow, beta_fast), which truncate
-    widens to whole pairs of features. scale: of cosines and sines (yarn's attention factor).
+    kind: "default", "linear" (positions divided by factor), "llama3" or "yarn". low, high: where
+    the frequencies begin to be stretched and where they are no more; for yarn in rotations over the
+    original length (beta_slow, beta_fast), which truncate widens to whole pairs of features. scale:
+    of cosines and sines (yarn's attention factor).
     """
 
     theta: float = 10000.0
@@ -41,9 +58,12 @@ class Rope:
     def frequencies(self, head_dim: int) -> np.ndarray:
         """Radians a position of each pair of features, [head_dim / 2], in fp32.
 
-        Sources: RoFormer, arXiv 2104.09864; linear, arXiv 2306.15595; yarn, arXiv 2309.00071, eq. 23; llama3, arXiv 2407.21783.
+        Sources: RoFormer, arXiv 2104.09864; linear, arXiv 2306.15595; yarn, arXiv 2309.00071, eq.
+        23; llama3, arXiv 2407.21783.
         """
-        plain = (self.theta ** (-np.arange(0, head_dim, 2, dtype=np.float32) / np.float32(head_dim))).astype(np.float32)
+        plain = (
+            self.theta ** (-np.arange(0, head_dim, 2, dtype=np.float32) / np.float32(head_dim))
+        ).astype(np.float32)
         if self.kind == "default":
             return plain
         stretched = plain / np.float32(self.factor)
@@ -56,17 +76,22 @@ class Rope:
             if self.truncate:
                 first, last = np.floor(first), np.ceil(last)
             first, last = max(first, 0), min(last, head_dim - 1)
-            kept = 1 - (np.arange(head_dim // 2, dtype=np.float32) - first) / (last - first if last != first else 0.001)
+            kept = 1 - (np.arange(head_dim // 2, dtype=np.float32) - first) / (
+                last - first if last != first else 0.001
+            )
         kept = np.clip(kept, 0, 1)
         return (plain * kept + stretched * (1 - kept)).astype(np.float32)
 
     def _pair(self, rotations: float, head_dim: int) -> float:
         """Which pair of features turns so often over the original length."""
-        return float(head_dim * np.log(self.original / (rotations * 2 * np.pi)) / (2 * np.log(self.theta)))
+        return float(
+            head_dim * np.log(self.original / (rotations * 2 * np.pi)) / (2 * np.log(self.theta))
+        )
 
 
 def ropes_of(described: Described) -> tuple[Rope, ...]:
-    """Of layers that see all and, where they differ, of those with a window. Raises: UserError for what is not known."""
+    """Of layers that see all and, where they differ, of those with a window. Raises: UserError for
+    what is not known."""
     text = described.text
     parameters: Mapping[str, Any] = text.rope_parameters or {}
     most = text.max_position_embeddings
@@ -77,7 +102,9 @@ def ropes_of(described: Described) -> tuple[Rope, ...]:
     beside = ", ".join(sorted(set(parameters) - set(kinds)))
     refuse({f"rope_parameters for all layers alike ({beside})": bool(beside)})
     # transformers looks for it beside the kinds of layers, where nothing can stand.
-    refuse({"truncate in one kind of layers": any("truncate" in parameters[kind] for kind in kinds)})
+    refuse(
+        {"truncate in one kind of layers": any("truncate" in parameters[kind] for kind in kinds)}
+    )
     return tuple(rope_of(parameters[kind], most) for kind in kinds)
 
 
@@ -102,7 +129,16 @@ def rope_of(given: Mapping[str, Any], longest: int) -> Rope:
         return Rope(theta, kind, float(given["factor"]), low, high, original)
     factor = float(longest / original if factor is None else factor)
     low, high = float(given.get("beta_slow") or 1), float(given.get("beta_fast") or 32)
-    return Rope(theta, kind, factor, low, high, original, yarn_scale(given, factor), bool(given.get("truncate", True)))
+    return Rope(
+        theta,
+        kind,
+        factor,
+        low,
+        high,
+        original,
+        yarn_scale(given, factor),
+        bool(given.get("truncate", True)),
+    )
 
 
 def yarn_scale(given: Mapping[str, Any], factor: float) -> float:

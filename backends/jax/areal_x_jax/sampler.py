@@ -1,4 +1,5 @@
-"""One lane of the JAX backend's sampler: slots over a ring of cached columns, in five compiled programs whatever the lengths.
+"""One lane of the JAX backend's sampler: slots over a ring of cached columns, in five compiled
+programs whatever the lengths.
 
     load     a trainer's snapshot for all lanes, its layers taken apart (a slice of a stack would be copied at every step)
     prefill  a chunk of packed tokens of any number of prompts: writes their keys and values, computes nothing else
@@ -6,7 +7,8 @@
     decode   a loop on the device that writes, attends and draws, until it is worth looking again
     compact  the same on the few slots that live, when at most 3/8 of them do
 
-Prefill leaves out a sequence's last token: decoding always begins by feeding the newest token, so all drawing is in one place.
+Prefill leaves out a sequence's last token: decoding always begins by feeding the newest token, so
+all drawing is in one place.
 """
 
 from __future__ import annotations
@@ -27,16 +29,26 @@ from areal_x_jax.chunks import Chunk, packed
 from areal_x_jax.dense import softcapped
 from areal_x_jax.draw import draw, uniform
 from areal_x_jax.layout import sampling_spec
-from areal_x_jax.model import embedded, finish_layer, head_kernel, project_qkv, rms_norm, rotations_of
+from areal_x_jax.model import (
+    embedded,
+    finish_layer,
+    head_kernel,
+    project_qkv,
+    rms_norm,
+    rotations_of,
+)
 from areal_x_jax.parameters import Params, in_layers
 from areal_x_jax.ring import Ring
 from areal_x_jax.shape import Shape
 
 STEPS = 128  # most tokens a slot may grow in one call: the height of the outputs' buffers
-CPU_CHUNK = 64  # tokens in a prefill: on CPU more at once are no faster each and leave more of the last chunk empty (measured)
+# tokens in a prefill: on CPU more at once are no faster each and leave more of the last chunk empty
+# (measured)
+CPU_CHUNK = 64
 ACCELERATOR_CHUNK = 512
 STOP_IDS = 16  # stop tokens a request may have
-# The share of slots a compact decode has: near the best as uniform lengths run out (1/2), and cheaper for a long tail.
+# The share of slots a compact decode has: near the best as uniform lengths run out (1/2), and
+# cheaper for a long tail.
 COMPACT = 3 / 8
 LEAST_COMPACT = 4  # slots that it has at least: fewer save nothing
 
@@ -44,7 +56,8 @@ LEAST_COMPACT = 4  # slots that it has at least: fewer save nothing
 class Rows(NamedTuple):
     """What decoding knows of each sequence.
 
-    token: the newest, not yet in the cache. length: tokens including it. drawn: how many were generated. limit: its most.
+    token: the newest, not yet in the cache. length: tokens including it. drawn: how many were
+    generated. limit: its most.
     """
 
     token: Int[Array, " rows"]
@@ -72,7 +85,8 @@ def prefill(shape: Shape, params: Params, ring: Ring, chunk: Chunk) -> Ring:
     """Writes the keys and values of the chunk's tokens."""
     x, rotations = embedded(shape, params, chunk.tokens), rotations_of(shape, chunk.positions)
     same = chunk.piece[:, None] == chunk.piece
-    before = jnp.where(same, chunk.positions[:, None] - chunk.positions, -1)  # how far; negative: not at all
+    # how far; negative: not at all
+    before = jnp.where(same, chunk.positions[:, None] - chunk.positions, -1)
     fresh = []
     for i, (layer, cached) in enumerate(zip(params["layers"], ring, strict=True)):
         query, key, value = project_qkv(shape, layer, x, rotations[shape.rope_of(i)])
@@ -81,16 +95,24 @@ def prefill(shape: Shape, params: Params, ring: Ring, chunk: Chunk) -> Ring:
             break  # nothing needs what the last layer says of a prompt
         place = (chunk.slot[0], chunk.start[0], chunk.past, chunk.piece == 0)
         near = shape.windows[i], shape.attention_softcap
-        attended = rings.attend_chunk(scaled(shape, query), (key, value), before, cached, *place, *near)
+        attended = rings.attend_chunk(
+            scaled(shape, query), (key, value), before, cached, *place, *near
+        )
         x, _ = finish_layer(shape, layer, x, attended.reshape(*x.shape[:-1], -1))
-    return rings.write_pieces(ring, fresh, chunk.slot, chunk.start, chunk.first, chunk.length, chunk.count)
+    return rings.write_pieces(
+        ring, fresh, chunk.slot, chunk.start, chunk.first, chunk.length, chunk.count
+    )
 
 
-def copy(ring: Ring, sources: Int[Array, " slots"], targets: Int[Array, " slots"], count: Int[Array, ""]) -> Ring:
+def copy(
+    ring: Ring, sources: Int[Array, " slots"], targets: Int[Array, " slots"], count: Int[Array, ""]
+) -> Ring:
     """The first `count` sources, one after the other, into the targets."""
 
     def one(i: Array, ring: Ring) -> Ring:
-        return jax.tree.map(lambda x: jax.lax.dynamic_update_index_in_dim(x, x[sources[i]], targets[i], 0), ring)
+        return jax.tree.map(
+            lambda x: jax.lax.dynamic_update_index_in_dim(x, x[sources[i]], targets[i], 0), ring
+        )
 
     return jax.lax.fori_loop(0, count, one, ring)
 
@@ -107,8 +129,9 @@ def decode(
 ) -> tuple[Ring, Rows, Array, Array]:
     """Grows every live row by up to `steps` tokens, beginning at ring column `column`.
 
-    slots: the slots that the rows are, where they are not all. Returns the ring, the rows, and tokens and log-probabilities
-    `[STEPS, rows]`, of which a row's first (drawn afterwards - drawn before) are its own.
+    slots: the slots that the rows are, where they are not all. Returns the ring, the rows, and
+    tokens and log-probabilities `[STEPS, rows]`, of which a row's first (drawn afterwards - drawn
+    before) are its own.
     """
     whole = ring
     if slots is not None:
@@ -140,49 +163,65 @@ def decode(
     state = (jnp.int32(0), ring, rows, buffer.astype(jnp.int32), buffer)
     _, ring, rows, tokens, logprobs = jax.lax.while_loop(going, grow, state)
     if slots is not None:
-        ring = jax.tree.map(lambda whole, part: whole.at[slots].set(part, unique_indices=True), whole, ring)
+        ring = jax.tree.map(
+            lambda whole, part: whole.at[slots].set(part, unique_indices=True), whole, ring
+        )
     return ring, rows, tokens, logprobs
 
 
-def forward(shape: Shape, params: Params, ring: Ring, rows: Rows, column: Array) -> tuple[Ring, Float[Array, "rows vocab"]]:
-    """Feeds each row's newest token, written into ring column `column`: the logits of its next one."""
+def forward(
+    shape: Shape, params: Params, ring: Ring, rows: Rows, column: Array
+) -> tuple[Ring, Float[Array, "rows vocab"]]:
+    """Feeds each row's newest token, written into ring column `column`: the logits of its next
+    one."""
     x, rotations = embedded(shape, params, rows.token), rotations_of(shape, rows.length - 1)
     lengths = jnp.where(rows.live, rows.length, 1)
-    reach = {window: jnp.minimum(lengths, window) if window else lengths for window in set(shape.windows)}
+    reach = {
+        window: jnp.minimum(lengths, window) if window else lengths for window in set(shape.windows)
+    }
     seen = {window: rings.visible(ring, column, columns) for window, columns in reach.items()}
     written = []
     for i, (layer, cached) in enumerate(zip(params["layers"], ring, strict=True)):
         query, key, value = project_qkv(shape, layer, x, rotations[shape.rope_of(i)])
         cached = rings.write_newest(cached, key, value, column)
         written.append(cached)
-        attended = rings.attend(scaled(shape, query), cached, seen[shape.windows[i]], shape.attention_softcap)
+        attended = rings.attend(
+            scaled(shape, query), cached, seen[shape.windows[i]], shape.attention_softcap
+        )
         x, _ = finish_layer(shape, layer, x, attended.reshape(*x.shape[:-1], -1))
     x = rms_norm(x, params["norm"], shape)
-    return tuple(written), softcapped(rings.product("rh,hv->rv", x, head_kernel(params)), shape.logit_softcap)
+    return tuple(written), softcapped(
+        rings.product("rh,hv->rv", x, head_kernel(params)), shape.logit_softcap
+    )
 
 
 def scaled(shape: Shape, query: Array) -> Array:
     """Queries [..., heads, head_dim], grouped by the key-value head they share and scaled."""
-    grouped = query.reshape(*query.shape[:-2], shape.kv_heads, shape.heads // shape.kv_heads, shape.head_dim)
+    grouped = query.reshape(
+        *query.shape[:-2], shape.kv_heads, shape.heads // shape.kv_heads, shape.head_dim
+    )
     return grouped * shape.scale
 
 
 class Lane:
     """Some slots that decode together: their small state on the host, the ring on the device.
 
-    call: calls a compiled program by a name, `call(name, program, *arguments)` (see areal_x_jax.lanes). group: the devices,
-    which split heads and vocabulary.
+    call: calls a compiled program by a name, `call(name, program, *arguments)` (see
+    areal_x_jax.lanes). group: the devices, which split heads and vocabulary.
     """
 
     sees = False
 
-    def __init__(self, shape: Shape, slots: int, context: int, call: Callable[..., Any], group: Mesh) -> None:
+    def __init__(
+        self, shape: Shape, slots: int, context: int, call: Callable[..., Any], group: Mesh
+    ) -> None:
         self._call = call
         self.slots = slots
         self.context = context
         self.shape = shape
-        # Of the ring's parts: keys and values of each head lie where its queries are computed. Pinned, where there is a choice,
-        # as each other way in which a program might leave them would compile the next one again.
+        # Of the ring's parts: keys and values of each head lie where its queries are computed.
+        # Pinned, where there is a choice, as each other way in which a program might leave them
+        # would compile the next one again.
         spec = sampling_spec(group, ("slots", "key"))
         self._lies = NamedSharding(group, spec) if group.size > 1 else group.devices.flat[0]
         pinned = self._lies if group.size > 1 else None
@@ -204,7 +243,9 @@ class Lane:
         )
         self._prefill = jax.jit(prefill, static_argnums=0, donate_argnums=2, out_shardings=pinned)
         self._copy = jax.jit(copy, donate_argnums=0, out_shardings=pinned)
-        self._decode = jax.jit(decode, static_argnums=0, donate_argnums=2, out_shardings=(pinned, None, None, None))
+        self._decode = jax.jit(
+            decode, static_argnums=0, donate_argnums=2, out_shardings=(pinned, None, None, None)
+        )
 
     @property
     def programs(self) -> int:
@@ -218,38 +259,61 @@ class Lane:
         if self._ring is None:
             dtype = self._params["embed"].dtype
             shape = self.shape
-            empty = rings.empty(shape.layers, self.slots, shape.kv_heads, shape.head_dim, self.context, dtype)
+            empty = rings.empty(
+                shape.layers, self.slots, shape.kv_heads, shape.head_dim, self.context, dtype
+            )
             self._ring = jax.device_put(empty, self._lies)
 
     def fill(self, requests: Sequence[SlotRequest]) -> None:
         if self._ring is None:
             raise RuntimeError("the sampler has no weights: load a snapshot first")
         if not self._rows.live.any():
-            self._column = 0  # the order of sums depends on where keys lie: an idle sampler computes the same every time
+            # the order of sums depends on where keys lie: an idle sampler computes the same every
+            # time
+            self._column = 0
         for request in requests:
             self._place(request)
         capacity = rings.capacity(self._ring)
-        alike = [same for same in equal(requests).values() if len(same[0].tokens) > 1]  # of one token nothing is cached yet
-        prompts = [(r.slot, (self._column - len(r.tokens) + 1) % capacity, r.tokens[:-1]) for r, *_ in alike]
+        # of one token nothing is cached yet
+        alike = [same for same in equal(requests).values() if len(same[0].tokens) > 1]
+        prompts = [
+            (r.slot, (self._column - len(r.tokens) + 1) % capacity, r.tokens[:-1])
+            for r, *_ in alike
+        ]
         for chunk in packed(prompts, self._chunk, capacity):
-            self._ring = self._call("prefill", self._prefill, self.shape, self._params, self._ring, chunk)
-        copies = np.array([(first.slot, other.slot) for first, *others in alike for other in others], np.int32).reshape(-1, 2)
+            self._ring = self._call(
+                "prefill", self._prefill, self.shape, self._params, self._ring, chunk
+            )
+        copies = np.array(
+            [(first.slot, other.slot) for first, *others in alike for other in others], np.int32
+        ).reshape(-1, 2)
         if len(copies):  # equal tokens lie in equal columns
             padded = np.pad(copies, ((0, self.slots - len(copies)), (0, 0)))
-            self._ring = self._call("copy", self._copy, self._ring, *padded.T, np.int32(len(copies)))
+            self._ring = self._call(
+                "copy", self._copy, self._ring, *padded.T, np.int32(len(copies))
+            )
         jax.block_until_ready(self._ring)  # so that who measures a swap sees all of it
 
     def _place(self, request: SlotRequest) -> None:
         sampling, length, slot = request.sampling, len(request.tokens), request.slot
         if length >= self.context + (request.generated > 0):
-            raise ValueError(f"a sequence of {length} tokens leaves no room in a context of {self.context}")
+            raise ValueError(
+                f"a sequence of {length} tokens leaves no room in a context of {self.context}"
+            )
         if len(sampling.stop_token_ids) > STOP_IDS:
             raise UserError(
-                f"{len(sampling.stop_token_ids)} stop tokens are more than the {STOP_IDS} that the JAX sampler takes"
+                f"{len(sampling.stop_token_ids)} stop tokens are more than the {STOP_IDS} that the"
+                " JAX sampler takes"
             )
         vision = self.shape.vision
-        if vision is not None and vision.image_token in request.tokens[: length - request.generated]:
-            raise UserError("a prompt has image tokens, but the embedded sampler reads text alone: leave images out of prompts")
+        if (
+            vision is not None
+            and vision.image_token in request.tokens[: length - request.generated]
+        ):
+            raise UserError(
+                "a prompt has image tokens, but the embedded sampler reads text alone: leave images"
+                " out of prompts"
+            )
         rows, greedy = self._rows, sampling.temperature == 0
         rows.token[slot] = request.tokens[-1]
         rows.length[slot] = length
@@ -274,7 +338,11 @@ class Lane:
         few = int(self.slots * COMPACT)
         compact = len(live) <= few and few >= LEAST_COMPACT
         # Dead slots make up the number; what they compute is never read.
-        slots = np.concatenate([live, np.flatnonzero(~before.live)])[:few].astype(np.int32) if compact else None
+        slots = (
+            np.concatenate([live, np.flatnonzero(~before.live)])[:few].astype(np.int32)
+            if compact
+            else None
+        )
         rows = Rows(*(x[slots] for x in before)) if compact else before
         limits = np.int32(self._column), np.int32(steps), np.int32(until_free)
         program = "compact" if compact else "decode"

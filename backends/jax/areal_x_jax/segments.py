@@ -1,7 +1,9 @@
-"""Layers in segments that repeat, so that a model with two kinds of layers is scanned and not unrolled.
+"""Layers in segments that repeat, so that a model with two kinds of layers is scanned and not
+unrolled.
 
-A mixture with dense layers between is a few segments: `decoder_sparse_step` = 2 is one, whose two layers repeat, and a dense
-first layer is one of its own before the rest. A model of equal layers is one segment of one layer.
+A mixture with dense layers between is a few segments: `decoder_sparse_step` = 2 is one, whose two
+layers repeat, and a dense first layer is one of its own before the rest. A model of equal layers is
+one segment of one layer.
 """
 
 from __future__ import annotations
@@ -32,7 +34,8 @@ class Segment:
 
 
 def segments_of(kinds: Sequence[Any]) -> list[Segment]:
-    """All layers in order, where each segment leaves out as many layers of the program as any that begins there."""
+    """All layers in order, where each segment leaves out as many layers of the program as any that
+    begins there."""
     found, first = [], 0
     while first < len(kinds):
         left, best = len(kinds) - first, Segment(first, 1, 1)
@@ -48,20 +51,32 @@ def segments_of(kinds: Sequence[Any]) -> list[Segment]:
 
 
 def scan(
-    shape: Shape, step: Callable[[Array, tuple[Params, Any]], tuple[Array, Array | None]], x: Array, layers: Params, each: Any
+    shape: Shape,
+    step: Callable[[Array, tuple[Params, Any]], tuple[Array, Array | None]],
+    x: Array,
+    layers: Params,
+    each: Any,
 ) -> tuple[Array, list[Array]]:
-    """x through all layers: `step(x, (a layer's parameters, what `each` holds of it))` gives the next x and a number or None.
+    """x through all layers: `step(x, (a layer's parameters, what `each` holds of it))` gives the
+    next x and a number or None.
 
-    layers: stacked (see `Leaf.stack`). each: a tree of arrays whose first axis is that of all layers. Returns the numbers of
-    each segment's layers that give any.
+    layers: stacked (see `Leaf.stack`). each: a tree of arrays whose first axis is that of all
+    layers. Returns the numbers of each segment's layers that give any.
     """
     leaves, numbers = in_layers(shape) | beside(shape, adaptable(shape)), []
     places = {stack: shape.layers_in(stack) for stack in ("layers", "dense", "sparse")}
     for segment in segments_of([layer in places["dense"] for layer in places["layers"]]):
         # Where this segment's layers stand in each stack, and those of its first period.
-        within = {stack: [at for at, layer in enumerate(own) if layer in _layers(segment)] for stack, own in places.items()}
-        stacks = {name: _cut(x, within[leaves[name].stack], segment.repeats) for name, x in layers.items()}
-        of_layers = jax.tree.map(lambda x, at=within["layers"], n=segment.repeats: _cut(x, at, n), each)
+        within = {
+            stack: [at for at, layer in enumerate(own) if layer in _layers(segment)]
+            for stack, own in places.items()
+        }
+        stacks = {
+            name: _cut(x, within[leaves[name].stack], segment.repeats) for name, x in layers.items()
+        }
+        of_layers = jax.tree.map(
+            lambda x, at=within["layers"], n=segment.repeats: _cut(x, at, n), each
+        )
 
         def period(x: Array, of: Any, segment: Segment = segment) -> tuple[Array, list[Array]]:
             stacks, of_layers = of
@@ -70,10 +85,24 @@ def scan(
                 layer = segment.first + j
                 weights = {}
                 for name, stack in stacks.items():
-                    own = [other for other in places[leaves[name].stack] if other in _layers(segment)[: segment.period]]
+                    own = [
+                        other
+                        for other in places[leaves[name].stack]
+                        if other in _layers(segment)[: segment.period]
+                    ]
                     if layer in own:
                         weights[name] = stack if len(own) == 1 else stack[own.index(layer)]
-                x, number = step(x, (weights, of_layers if segment.period == 1 else jax.tree.map(itemgetter(j), of_layers)))
+                x, number = step(
+                    x,
+                    (
+                        weights,
+                        (
+                            of_layers
+                            if segment.period == 1
+                            else jax.tree.map(itemgetter(j), of_layers)
+                        ),
+                    ),
+                )
                 said += [] if number is None else [number]
             return x, said
 
@@ -87,8 +116,9 @@ def _layers(segment: Segment) -> range:
 
 
 def _cut(x: Any, at: Sequence[int], repeats: int) -> Any:
-    """Some neighbours of a stack as [repeats, of one period, …], without the second axis where a period has one (it would be a
-    copy of the parameters and of their gradients); None where there are none."""
+    """Some neighbours of a stack as [repeats, of one period, …], without the second axis where a
+    period has one (it would be a copy of the parameters and of their gradients); None where there
+    are none."""
     if not at:
         return None
     part = x if len(at) == len(x) else x[at[0] : at[-1] + 1]

@@ -21,8 +21,9 @@ ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
 
 @dataclass(frozen=True)
 class Experts:
-    """A mixture in place of each MLP. per_token: chosen for a token; normalised: whether their weights sum to 1; shared: width
-    of the expert that every token has, 0 for none. dense: the layers that keep their MLP."""
+    """A mixture in place of each MLP. per_token: chosen for a token; normalised: whether their
+    weights sum to 1; shared: width of the expert that every token has, 0 for none. dense: the
+    layers that keep their MLP."""
 
     count: int
     per_token: int
@@ -34,8 +35,8 @@ class Experts:
 
 @dataclass(frozen=True)
 class Adapters:
-    """LoRA's: kernels (as areal_x_jax.parameters calls them: "q", …) that have a product of two narrow matrices beside them.
-    scale: of that product."""
+    """LoRA's: kernels (as areal_x_jax.parameters calls them: "q", …) that have a product of two
+    narrow matrices beside them. scale: of that product."""
 
     kernels: tuple[str, ...]
     rank: int
@@ -44,15 +45,18 @@ class Adapters:
 
 @dataclass(frozen=True)
 class Shape:
-    """Sizes and features of a decoder. heads share kv_heads in equal groups; head_dim need not be hidden / heads.
+    """Sizes and features of a decoder. heads share kv_heads in equal groups; head_dim need not be
+    hidden / heads.
 
-    windows: of each layer, how many tokens a token sees, itself included; 0 is all. ropes: of layers that see all, and, where
-    they differ, of those with a window. scale: of queries. embed_scale: of embeddings. norm_offset: whether a norm's weight is
-    counted from 1. out_norms: whether what attention and MLP give is normed before it is added. attention_softcap,
-    logit_softcap: scores and logits are cap · tanh(x / cap); 0 is without. biases: which there are (QKV, OUT, MLP).
-    scores: whether it says one number of each token, and no logits. vision: of the tower of a model that sees.
-    context: tokens of the longest sequence that it was made for, 0 where nobody says.
-    adapters: None for the decoder itself; else the parameters are what is trained beside a frozen decoder of this shape.
+    windows: of each layer, how many tokens a token sees, itself included; 0 is all. ropes: of
+    layers that see all, and, where they differ, of those with a window. scale: of queries.
+    embed_scale: of embeddings. norm_offset: whether a norm's weight is counted from 1. out_norms:
+    whether what attention and MLP give is normed before it is added. attention_softcap,
+    logit_softcap: scores and logits are cap · tanh(x / cap); 0 is without. biases: which there are
+    (QKV, OUT, MLP). scores: whether it says one number of each token, and no logits. vision: of the
+    tower of a model that sees. context: tokens of the longest sequence that it was made for, 0
+    where nobody says. adapters: None for the decoder itself; else the parameters are what is
+    trained beside a frozen decoder of this shape.
     """
 
     vocab: int
@@ -82,10 +86,15 @@ class Shape:
     adapters: Adapters | None = None
 
     def layers_in(self, stack: str) -> tuple[int, ...]:
-        """The layers that a stack of parameters is of: all "layers" or, of a mixture, the "dense" or the "sparse" ones."""
+        """The layers that a stack of parameters is of: all "layers" or, of a mixture, the "dense"
+        or the "sparse" ones."""
         dense = self.experts.dense if self.experts else ()
         every = tuple(range(self.layers))
-        return {"layers": every, "dense": dense, "sparse": tuple(layer for layer in every if layer not in dense)}[stack]
+        return {
+            "layers": every,
+            "dense": dense,
+            "sparse": tuple(layer for layer in every if layer not in dense),
+        }[stack]
 
     def rope_of(self, layer: int) -> int:
         """Which of `ropes` a layer turns by."""
@@ -93,7 +102,8 @@ class Shape:
 
 
 def shape_of(config: Mapping[str, Any], head: str = "policy") -> Shape:
-    """Reads a Hugging Face config. Raises: UserError naming what this decoder does not do and what would."""
+    """Reads a Hugging Face config. Raises: UserError naming what this decoder does not do and what
+    would."""
     described = describe(config)
     family, text = described.family, described.text
     gemma, layers, heads = family.gemma, text.num_hidden_layers, text.num_attention_heads
@@ -106,15 +116,22 @@ def shape_of(config: Mapping[str, Any], head: str = "policy") -> Shape:
         {
             f"the activation {activation!r}": activation not in ACTIVATIONS,
             "bidirectional attention": bool(getattr(text, "use_bidirectional_attention", False)),
-            f"attn_logit_softcapping = {getattr(text, 'attn_logit_softcapping', None)}, which transformers leaves out": gemma
-            and bool(text.attn_logit_softcapping),
+            f"attn_logit_softcapping = {getattr(text, 'attn_logit_softcapping', None)}, which transformers leaves out": (
+                gemma and bool(text.attn_logit_softcapping)
+            ),
             f"heads of {head_dim} features, which have no halves": head_dim % 2 > 0,
         }
     )
     if heads % kv_heads:
-        raise UserError(f"config.json: num_key_value_heads = {kv_heads} does not divide num_attention_heads = {heads}")
+        raise UserError(
+            f"config.json: num_key_value_heads = {kv_heads} does not divide num_attention_heads ="
+            f" {heads}"
+        )
     if family.model_type == "qwen2_5_vl" and head_dim * heads != text.hidden_size:
-        raise UserError(f"config.json: {heads} heads of head_dim = {head_dim} do not make up hidden_size = {text.hidden_size}")
+        raise UserError(
+            f"config.json: {heads} heads of head_dim = {head_dim} do not make up hidden_size ="
+            f" {text.hidden_size}"
+        )
     asked = [bias for key, named in family.biases.items() if getattr(text, key) for bias in named]
     return Shape(
         vocab=text.vocab_size,
@@ -144,19 +161,25 @@ def shape_of(config: Mapping[str, Any], head: str = "policy") -> Shape:
 
 
 def context_of(named: int, rope: Rope) -> int:
-    """What the config names, stretched as its positions are. (What llama3's names is stretched already.)"""
+    """What the config names, stretched as its positions are. (What llama3's names is stretched
+    already.)"""
     if rope.kind == "yarn":
         return max(named, int(rope.original * rope.factor))
     return int(named * rope.factor) if rope.kind == "linear" else named
 
 
 def windows_of(described: Described, config: Mapping[str, Any]) -> tuple[int, ...]:
-    """Of each layer how many tokens it sees, 0 for all: as transformers' rule for the family and its defaults have it.
+    """Of each layer how many tokens it sees, 0 for all: as transformers' rule for the family and
+    its defaults have it.
 
     config: as it was written. Raises: UserError where it asks for windows that the family has not.
     """
     text, rule = described.text, described.family.windows
-    layers, width, kinds = text.num_hidden_layers, getattr(text, "sliding_window", None), getattr(text, "layer_types", None)
+    layers, width, kinds = (
+        text.num_hidden_layers,
+        getattr(text, "sliding_window", None),
+        getattr(text, "layer_types", None),
+    )
     if text.model_type == "ministral":
         rule = "layer_types"
     unknown = ", ".join(sorted(set(kinds or ()) - {"full_attention", "sliding_attention"}))
@@ -168,14 +191,20 @@ def windows_of(described: Described, config: Mapping[str, Any]) -> tuple[int, ..
     pattern = written.get("_sliding_window_pattern", 6)
     refuse(
         {
-            f"sliding_window = {width} in layers with a window": any(sliding) and not (width or 0) > 0,
-            "layer_types, which transformers leaves out in this family": bool(listed) and listed[:layers] != sliding,
-            f"sliding_window = {width}, which transformers leaves out in this family": rule == "none"
-            and bool(width)
-            and bool(getattr(text, "use_sliding_window", True)),
-            f"_sliding_window_pattern = {pattern} (sliding_window_pattern is read)": described.family.gemma
-            and pattern != 6
-            and not {"layer_types", "sliding_window_pattern"} & set(written),
+            f"sliding_window = {width} in layers with a window": (
+                any(sliding) and not (width or 0) > 0
+            ),
+            "layer_types, which transformers leaves out in this family": (
+                bool(listed) and listed[:layers] != sliding
+            ),
+            f"sliding_window = {width}, which transformers leaves out in this family": (
+                rule == "none" and bool(width) and bool(getattr(text, "use_sliding_window", True))
+            ),
+            f"_sliding_window_pattern = {pattern} (sliding_window_pattern is read)": (
+                described.family.gemma
+                and pattern != 6
+                and not {"layer_types", "sliding_window_pattern"} & set(written)
+            ),
         },
         "mend its config.json",
     )
@@ -193,7 +222,8 @@ def experts_of(described: Described) -> Experts | None:
         return None
     if text.num_experts_per_tok > text.num_experts:
         raise UserError(
-            f"config.json: num_experts_per_tok = {text.num_experts_per_tok} are more than its num_experts = {text.num_experts}"
+            f"config.json: num_experts_per_tok = {text.num_experts_per_tok} are more than its"
+            f" num_experts = {text.num_experts}"
         )
     shared = text.shared_expert_intermediate_size if family.shared else 0
     refuse({"a shared expert without features": family.shared and not shared})
@@ -208,9 +238,13 @@ def experts_of(described: Described) -> Experts | None:
 
 
 def check_sharing(shares: bool, directory: Path, shape: Shape) -> None:
-    """Raises: ConfigError where prompts are to be shared by a model for which that would not be the same."""
+    """Raises: ConfigError where prompts are to be shared by a model for which that would not be the
+    same."""
     has = "sees images, whose positions are counted otherwise" if shape.vision is not None else ""
     if any(shape.windows):
-        has = "has windows, which JAX counts by places in a row and not by positions (torch by positions)"
+        has = (
+            "has windows, which JAX counts by places in a row and not by positions (torch by"
+            " positions)"
+        )
     if shares and has:
         raise ConfigError("train.share_prompts", True, f"False with {directory}, which {has}")

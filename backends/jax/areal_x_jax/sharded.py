@@ -1,8 +1,10 @@
-"""Checkpoints of which every device writes its own part, in the background, by orbax; any other mesh reads them.
+"""Checkpoints of which every device writes its own part, in the background, by orbax; any other
+mesh reads them.
 
-arrays/ holds parameters and moments under the names of this backend's trees. What no process holds whole is never gathered, so
-that saving takes as long with a large model as with a small one, as long as devices are added; the price is that only this
-backend reads it. `Trainer.save` with trainer.checkpoint = "portable" makes of it what every backend reads.
+arrays/ holds parameters and moments under the names of this backend's trees. What no process holds
+whole is never gathered, so that saving takes as long with a large model as with a small one, as
+long as devices are added; the price is that only this backend reads it. `Trainer.save` with
+trainer.checkpoint = "portable" makes of it what every backend reads.
 """
 
 from __future__ import annotations
@@ -26,41 +28,59 @@ def is_sharded(directory: Path) -> bool:
 
 
 def save(directory: Path, params: Params, moments: Any) -> Wait:
-    """Returns as soon as the arrays may be donated; what it returns waits until all is on disk, and raises what went wrong.
+    """Returns as soon as the arrays may be donated; what it returns waits until all is on disk, and
+    raises what went wrong.
 
     Every process calls both; the directory is one that all of them see.
     """
     import orbax.checkpoint.experimental.v1 as orbax
 
-    wait: Wait = orbax.save_async(directory / PLACE, _named({"params": params, "moments": moments})).result
+    wait: Wait = orbax.save_async(
+        directory / PLACE, _named({"params": params, "moments": moments})
+    ).result
     return wait
 
 
-def restored(directory: Path, params: Params, lies: Params, moments: Any, moments_lie: Any) -> tuple[Params, Any]:
-    """Parameters and moments as `save` wrote them, in the types and shapes of the given ones, where they are to lie.
+def restored(
+    directory: Path, params: Params, lies: Params, moments: Any, moments_lie: Any
+) -> tuple[Params, Any]:
+    """Parameters and moments as `save` wrote them, in the types and shapes of the given ones, where
+    they are to lie.
 
     Raises: UserError for those of another model or optimizer, or where a part is missing.
     """
     import orbax.checkpoint.experimental.v1 as orbax
 
-    state, shardings = {"params": params, "moments": moments}, {"params": lies, "moments": moments_lie}
-    wanted = jax.tree.map(lambda x, at: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at), state, shardings)
+    state, shardings = (
+        {"params": params, "moments": moments},
+        {"params": lies, "moments": moments_lie},
+    )
+    wanted = jax.tree.map(
+        lambda x, at: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at), state, shardings
+    )
     named = _named(wanted)
     try:
         found = orbax.metadata(directory / PLACE).metadata
         if found is None:  # and orbax has logged why
             raise FileNotFoundError("a part is missing")
     except Exception as error:  # orbax and tensorstore raise errors of many types
-        raise UserError(f"{directory / PLACE} is not whole ({_first_line(error)}): copy the checkpoint again") from error
+        raise UserError(
+            f"{directory / PLACE} is not whole ({_first_line(error)}): copy the checkpoint again"
+        ) from error
     for name in sorted(set(named) | set(found)):
         there, here = (tuple(x[name].shape) if name in x else None for x in (found, named))
         if there != here:
             told = f"its {name} has the shape {there}" if there is not None else f"it has no {name}"
-            raise UserError(f"{directory} holds another model or optimizer: {told} where {here or 'none'} is needed")
+            raise UserError(
+                f"{directory} holds another model or optimizer: {told} where {here or 'none'} is"
+                " needed"
+            )
     try:
         read = orbax.load(directory / PLACE, named)
     except Exception as error:
-        raise UserError(f"{directory / PLACE} cannot be read ({_first_line(error)}): copy the checkpoint again") from error
+        raise UserError(
+            f"{directory / PLACE} cannot be read ({_first_line(error)}): copy the checkpoint again"
+        ) from error
     paths, tree = tree_flatten_with_path(wanted)
     whole: dict[str, Any] = jax.tree.unflatten(tree, [read[_name(path)] for path, _ in paths])
     return whole["params"], whole["moments"]

@@ -1,9 +1,11 @@
-"""The vision towers of Qwen2.5-VL and Qwen3-VL from one description, over the patches of each row's images.
+"""The vision towers of Qwen2.5-VL and Qwen3-VL from one description, over the patches of each row's
+images.
 
-What differs between families is a field of `VisionShape`, never a subclass. The patches of a row's images lie one after the
-other in the order of Hugging Face's image processors, in which the patches that the merger joins are neighbours. Which patches
-attend to each other is said by segment ids (`PatchLayout`, made by `images.patch_layout`), so that Qwen2.5-VL's windows need no
-reordering: attention does not ask in which order the patches of a window lie.
+What differs between families is a field of `VisionShape`, never a subclass. The patches of a row's
+images lie one after the other in the order of Hugging Face's image processors, in which the patches
+that the merger joins are neighbours. Which patches attend to each other is said by segment ids
+(`PatchLayout`, made by `images.patch_layout`), so that Qwen2.5-VL's windows need no reordering:
+attention does not ask in which order the patches of a window lie.
 """
 
 from __future__ import annotations
@@ -28,11 +30,13 @@ EPS = 1e-6  # of every norm of both families: no config says it
 
 
 class PatchLayout(NamedTuple):
-    """Where each patch of a row's images lies. Padding has segment 0: it attends to padding alone, if to anything.
+    """Where each patch of a row's images lies. Padding has segment 0: it attends to padding alone,
+    if to anything.
 
-    frames, windows: segment ids of full attention (each frame of each image its own) and of windows; rows, columns: of the
-    patch in its frame; corners, corner_weights: the four entries of the learned table between which a patch lies.
-    windows, corners and corner_weights are None where the tower has no use for them.
+    frames, windows: segment ids of full attention (each frame of each image its own) and of
+    windows; rows, columns: of the patch in its frame; corners, corner_weights: the four entries of
+    the learned table between which a patch lies. windows, corners and corner_weights are None where
+    the tower has no use for them.
     """
 
     frames: Int[Array, "*rows capacity"]
@@ -46,7 +50,8 @@ class PatchLayout(NamedTuple):
 class ImageArrays(NamedTuple):
     """The images of packed rows, as `images.image_arrays` lays them out on the host.
 
-    places: which embedding of its row's stands at a token, −1 at text. positions: of tokens in time, height and width.
+    places: which embedding of its row's stands at a token, −1 at text. positions: of tokens in
+    time, height and width.
     """
 
     patches: Float[Array, "rows capacity in_features"]
@@ -55,12 +60,21 @@ class ImageArrays(NamedTuple):
     positions: Int[Array, "rows 3 length"]
 
 
-def look(shape: Shape, params: Params, images: ImageArrays, remat: bool, layout: Layout, how: str) -> ImageFeatures:
-    """What the decoder needs to know of the images of its rows. remat, how: as in `model.hidden_states`."""
+def look(
+    shape: Shape, params: Params, images: ImageArrays, remat: bool, layout: Layout, how: str
+) -> ImageFeatures:
+    """What the decoder needs to know of the images of its rows. remat, how: as in
+    `model.hidden_states`."""
     assert shape.vision is not None
-    embeddings, deepstack = encode(shape, params["vision"], images.patches, images.layout, remat, layout, how)
-    rotation = multimodal_rotation(jnp.moveaxis(images.positions, 1, 0), shape.ropes[0], shape.vision, shape.head_dim)
-    return ImageFeatures(images.places, embeddings, jnp.stack(deepstack) if deepstack else None, rotation)
+    embeddings, deepstack = encode(
+        shape, params["vision"], images.patches, images.layout, remat, layout, how
+    )
+    rotation = multimodal_rotation(
+        jnp.moveaxis(images.positions, 1, 0), shape.ropes[0], shape.vision, shape.head_dim
+    )
+    return ImageFeatures(
+        images.places, embeddings, jnp.stack(deepstack) if deepstack else None, rotation
+    )
 
 
 def encode(
@@ -72,15 +86,19 @@ def encode(
     layout: Layout = ALONE,
     how: str = "auto",
 ) -> tuple[Float[Array, "rows tokens out"], tuple[Float[Array, "rows tokens out"], ...]]:
-    """The embeddings of the tokens of all images, capacity / merge² of them a row, and the same of each deepstack layer.
+    """The embeddings of the tokens of all images, capacity / merge² of them a row, and the same of
+    each deepstack layer.
 
-    What it says of padding has no meaning; padding patches hold any finite numbers. params: of the tower. remat, how: as in
-    `model.hidden_states`. On a mesh each device has the patches of its rows; those that share rows compute the same.
+    What it says of padding has no meaning; padding patches hold any finite numbers. params: of the
+    tower. remat, how: as in `model.hidden_states`. On a mesh each device has the patches of its
+    rows; those that share rows compute the same.
     """
     tower, axes = shape.vision, axes_of(shape)["vision"]
     assert tower is not None
     own = {name: own[1:] for name, own in axes["layers"].items()}
-    outside = layout.gathered({name: x for name, x in params.items() if not isinstance(x, dict)}, axes)
+    outside = layout.gathered(
+        {name: x for name, x in params.items() if not isinstance(x, dict)}, axes
+    )
     x = affine(outside, "patch", patches.astype(outside["patch"].dtype))
     if tower.table:
         corners = outside["positions"][lies.corners] * lies.corner_weights[..., None]
@@ -92,39 +110,56 @@ def encode(
         weights = layout.gathered(weights, own)
         segments = jnp.where(full, lies.frames, lies.windows) if tower.window else lies.frames
         y = norm(tower, weights, "attention_norm", x)
-        query, key, value = jnp.moveaxis(affine(weights, "qkv", y).reshape(*y.shape[:-1], 3, tower.heads, -1), -3, 0)
+        query, key, value = jnp.moveaxis(
+            affine(weights, "qkv", y).reshape(*y.shape[:-1], 3, tower.heads, -1), -3, 0
+        )
         query, key = (rope(z.astype(jnp.float32), rotation).astype(z.dtype) for z in (query, key))
         x = x + affine(weights, "o", attend(query, key, value, segments))
         x = x + mlp(tower, weights, norm(tower, weights, "mlp_norm", x))
         return layout.pin(x, "rows", None, None)
 
-    layer = jax.checkpoint(layer, policy=jax.checkpoint_policies.nothing_saveable if remat else PRODUCTS)
+    layer = jax.checkpoint(
+        layer, policy=jax.checkpoint_policies.nothing_saveable if remat else PRODUCTS
+    )
 
-    def step(carry: tuple[Array, Array], scanned: tuple[Params, Array, Array]) -> tuple[tuple[Array, Array], None]:
+    def step(
+        carry: tuple[Array, Array], scanned: tuple[Params, Array, Array]
+    ) -> tuple[tuple[Array, Array], None]:
         (x, kept), (weights, full, slot) = carry, scanned
         x = layer(x, weights, full)
         return (x, kept.at[slot].set(x, mode="drop") if tower.deepstack else kept), None
 
-    full, slots = np.zeros(tower.layers, bool), np.full(tower.layers, len(tower.deepstack), np.int32)
+    full, slots = (
+        np.zeros(tower.layers, bool),
+        np.full(tower.layers, len(tower.deepstack), np.int32),
+    )
     full[list(tower.full_layers)] = True
-    slots[list(tower.deepstack)] = np.arange(len(tower.deepstack))  # of all others: past the end, where nothing is kept
+    # of all others: past the end, where nothing is kept
+    slots[list(tower.deepstack)] = np.arange(len(tower.deepstack))
     kept = jnp.zeros((len(tower.deepstack), *x.shape), x.dtype)
     x = layout.pin(x, "rows", None, None)
     (x, kept), _ = jax.lax.scan(step, (x, kept), (params["layers"], full, slots))
     deepstack = []
     for i, x_of_layer in enumerate(kept):
         weights = {name: leaf[i] for name, leaf in params["deepstack"].items()}
-        weights = layout.gathered(weights, {name: own[1:] for name, own in axes["deepstack"].items()})
+        weights = layout.gathered(
+            weights, {name: own[1:] for name, own in axes["deepstack"].items()}
+        )
         deepstack.append(merge(tower, weights, x_of_layer, joined_first=True))
-    return merge(tower, layout.gathered(params["merger"], axes["merger"]), x, joined_first=False), tuple(deepstack)
+    return merge(
+        tower, layout.gathered(params["merger"], axes["merger"]), x, joined_first=False
+    ), tuple(deepstack)
 
 
-Attend = Callable[[Array, Array, Array, Array], Float[Array, "rows capacity hidden"]]  # query, key, value, segments
+# query, key, value, segments
+Attend = Callable[[Array, Array, Array, Array], Float[Array, "rows capacity hidden"]]
 
 
 def attention_of(how: str, layout: Layout) -> Attend:
-    """Attention in both directions within segments; on a mesh each device computes that of its rows."""
-    how = how if how in ("dense", "blocked") else "auto"  # another name may be of a kernel that is causal
+    """Attention in both directions within segments; on a mesh each device computes that of its
+    rows."""
+    # another name may be of a kernel that is causal
+    how = how if how in ("dense", "blocked") else "auto"
 
     def attend(query: Array, key: Array, value: Array, segments: Array) -> Array:
         # Queries that all stand behind the last key see every key of their segment.
@@ -134,14 +169,18 @@ def attention_of(how: str, layout: Layout) -> Attend:
     if layout.size(*AXES) == 1:
         return attend
     heads = layout.spec("rows", None, None, None)
-    return layout.alone(attend, (heads, heads, heads, layout.spec("rows", None)), layout.spec("rows", None, None))
+    return layout.alone(
+        attend, (heads, heads, heads, layout.spec("rows", None)), layout.spec("rows", None, None)
+    )
 
 
 def patch_rotation(shape: VisionShape, layout: PatchLayout) -> Rotation:
-    """Cosine and sine [rows, capacity, 1, head_dim / 2] of angles that turn with the patch's row in the first half, with its
-    column in the second."""
+    """Cosine and sine [rows, capacity, 1, head_dim / 2] of angles that turn with the patch's row in
+    the first half, with its column in the second."""
     frequencies = Rope(shape.rope_theta).frequencies(shape.hidden // shape.heads // 2)
-    rows, columns = (x[..., None, None].astype(jnp.float32) * frequencies for x in (layout.rows, layout.columns))
+    rows, columns = (
+        x[..., None, None].astype(jnp.float32) * frequencies for x in (layout.rows, layout.columns)
+    )
     angle = jnp.concatenate([rows, columns], axis=-1)
     return jnp.cos(angle), jnp.sin(angle)
 
@@ -149,19 +188,24 @@ def patch_rotation(shape: VisionShape, layout: PatchLayout) -> Rotation:
 def merge(
     shape: VisionShape, weights: Params, x: Float[Array, "rows capacity hidden"], joined_first: bool
 ) -> Float[Array, "rows tokens out"]:
-    """One embedding of merge² neighbouring patches. joined_first: whether the norm is of the joined patches or of each."""
+    """One embedding of merge² neighbouring patches. joined_first: whether the norm is of the joined
+    patches or of each."""
     joined = len(x), -1, shape.hidden * shape.merge**2
     x = norm(shape, weights, "norm", x.reshape(joined) if joined_first else x).reshape(joined)
     return affine(weights, "down", jax.nn.gelu(affine(weights, "up", x), approximate=False))
 
 
-def mlp(shape: VisionShape, weights: Params, x: Float[Array, "rows capacity hidden"]) -> Float[Array, "rows capacity hidden"]:
+def mlp(
+    shape: VisionShape, weights: Params, x: Float[Array, "rows capacity hidden"]
+) -> Float[Array, "rows capacity hidden"]:
     if shape.gated:
         return gated(weights, "", x, jax.nn.silu)
     return affine(weights, "down", jax.nn.gelu(affine(weights, "up", x), approximate=True))
 
 
-def norm(shape: VisionShape, weights: Params, name: str, x: Float[Array, "... features"]) -> Float[Array, "... features"]:
+def norm(
+    shape: VisionShape, weights: Params, name: str, x: Float[Array, "... features"]
+) -> Float[Array, "... features"]:
     """Computed in fp32 whatever the input."""
     y = x.astype(jnp.float32)
     if shape.layer_norm:
@@ -170,16 +214,22 @@ def norm(shape: VisionShape, weights: Params, name: str, x: Float[Array, "... fe
     return (y + weights[f"{name}_bias"] if shape.layer_norm else y).astype(x.dtype)
 
 
-def multimodal_rotation(positions: Int[Array, "3 rows length"], rope: Rope, shape: VisionShape, head_dim: int) -> Rotation:
-    """What `model.rotations_of` gives, [rows, length, 1, head_dim / 2], for positions in time, height and width.
+def multimodal_rotation(
+    positions: Int[Array, "3 rows length"], rope: Rope, shape: VisionShape, head_dim: int
+) -> Rotation:
+    """What `model.rotations_of` gives, [rows, length, 1, head_dim / 2], for positions in time,
+    height and width.
 
-    Of the head_dim / 2 angles, sections[i] turn with positions[i]: one section after the other (Qwen2.5-VL), or interleaved as
-    time, height, width, time, … from the first on, with time also where the others have ended (Qwen3-VL).
+    Of the head_dim / 2 angles, sections[i] turn with positions[i]: one section after the other
+    (Qwen2.5-VL), or interleaved as time, height, width, time, … from the first on, with time also
+    where the others have ended (Qwen3-VL).
     """
     axis = np.repeat(np.arange(3), shape.sections)
     if shape.interleaved:
         axis[:] = 0
         for i in (1, 2):
             axis[i : 3 * shape.sections[i] : 3] = i
-    angle = jnp.moveaxis(positions[axis], 0, -1)[..., None, :].astype(jnp.float32) * rope.frequencies(head_dim)
+    angle = jnp.moveaxis(positions[axis], 0, -1)[..., None, :].astype(
+        jnp.float32
+    ) * rope.frequencies(head_dim)
     return jnp.cos(angle) * rope.scale, jnp.sin(angle) * rope.scale

@@ -15,8 +15,8 @@ import numpy as np
 from areal_x.errors import UserError
 from areal_x_jax.families import describe, refuse
 
-# Where the decoder's tensors and the tower's lie in what transformers saves. On the hub there are also models of each family
-# under the names of the other.
+# Where the decoder's tensors and the tower's lie in what transformers saves. On the hub there are
+# also models of each family under the names of the other.
 MODULES = {"qwen2_5_vl": ("model", "visual"), "qwen3_vl": ("model.language_model", "model.visual")}
 
 
@@ -24,14 +24,15 @@ MODULES = {"qwen2_5_vl": ("model", "visual"), "qwen3_vl": ("model.language_model
 class VisionShape:
     """Sizes and features of a vision tower.
 
-    family: whose names the tensors have; nothing else is read from it. patch: what a patch holds, (channels, frames, height,
-    width). merge: merge² neighbouring patches become one embedding of `out` features. gated: whether the MLP is silu-gated
-    (else plain, with the tanh approximation of gelu). layer_norm: layer norms with a bias (else RMS norms).
-    window: side of an attention window in patches, 0 without; full_layers: those that attend to the whole frame nevertheless.
-    table: side of the learned table of positions, 0 without. deepstack: the layers whose outputs are merged as well; each is
-    added to what one of the decoder's first layers says.
-    image_token: the id of tokens at which an image's embeddings stand. sections, interleaved: which of a head's angles turn
-    with time, height and width (see `vision.multimodal_rotation`).
+    family: whose names the tensors have; nothing else is read from it. patch: what a patch holds,
+    (channels, frames, height, width). merge: merge² neighbouring patches become one embedding of
+    `out` features. gated: whether the MLP is silu-gated (else plain, with the tanh approximation of
+    gelu). layer_norm: layer norms with a bias (else RMS norms). window: side of an attention window
+    in patches, 0 without; full_layers: those that attend to the whole frame nevertheless. table:
+    side of the learned table of positions, 0 without. deepstack: the layers whose outputs are
+    merged as well; each is added to what one of the decoder's first layers says. image_token: the
+    id of tokens at which an image's embeddings stand. sections, interleaved: which of a head's
+    angles turn with time, height and width (see `vision.multimodal_rotation`).
     """
 
     family: str
@@ -65,7 +66,8 @@ class VisionShape:
 
 
 def vision_shape_of(config: Mapping[str, Any]) -> VisionShape:
-    """Reads the vision tower of a Hugging Face config. Raises: UserError naming what this tower does not do."""
+    """Reads the vision tower of a Hugging Face config. Raises: UserError naming what this tower
+    does not do."""
     described = describe(config)
     whole, text, vision = described.whole, described.text, described.whole.vision_config
     family = described.family.model_type
@@ -73,21 +75,32 @@ def vision_shape_of(config: Mapping[str, Any]) -> VisionShape:
     head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     sections = text.rope_parameters.get("mrope_section", [24, 20, 20] if qwen3 else [16, 24, 24])
     if sum(sections) != head_dim // 2:
-        raise UserError(f"mrope_section = {sections} of the model's config must add up to head_dim / 2 = {head_dim // 2}")
+        raise UserError(
+            f"mrope_section = {sections} of the model's config must add up to head_dim / 2 ="
+            f" {head_dim // 2}"
+        )
     interleaved = text.rope_parameters.get("mrope_interleaved", qwen3)
     rope = {"rope_type": "default", "rope_theta": 10000.0} | (vision.rope_parameters or {})
     deepstack = tuple(vision.deepstack_visual_indexes) if qwen3 else ()
-    known, sides = "gelu_pytorch_tanh" if qwen3 else "silu", (vision.patch_size, vision.temporal_patch_size)
+    known, sides = (
+        "gelu_pytorch_tanh" if qwen3 else "silu",
+        (vision.patch_size, vision.temporal_patch_size),
+    )
     refuse(
         {
             f"the activation {vision.hidden_act!r} of the vision tower": vision.hidden_act != known,
             f"mrope_interleaved = {interleaved}": interleaved != qwen3,
             f"patches of {sides}": not all(isinstance(side, int) for side in sides),
-            f"{rope} in the vision tower": rope["rope_type"] not in ("default", "axial") or len(rope) > 2,
+            f"{rope} in the vision tower": (
+                rope["rope_type"] not in ("default", "axial") or len(rope) > 2
+            ),
         }
     )
     if list(deepstack) != sorted(set(deepstack)):
-        raise UserError(f"deepstack_visual_indexes = {list(deepstack)}: the JAX backend wants them in ascending order")
+        raise UserError(
+            f"deepstack_visual_indexes = {list(deepstack)}: the JAX backend wants them in ascending"
+            " order"
+        )
     size, merge = vision.patch_size, vision.spatial_merge_size
     return VisionShape(
         family=family,

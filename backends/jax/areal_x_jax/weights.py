@@ -1,4 +1,5 @@
-"""Between Hugging Face's tensors and the decoder's stacked parameters, one tensor at a time, straight to where they lie."""
+"""Between Hugging Face's tensors and the decoder's stacked parameters, one tensor at a time,
+straight to where they lie."""
 
 from __future__ import annotations
 
@@ -31,8 +32,9 @@ from areal_x_jax.vision_shape import MODULES
 
 @dataclass(frozen=True)
 class Place:
-    """Where a tensor lives: the path of its leaf, the place in the stack (a layer, or a layer and an expert), whether it is
-    stored transposed (a convolution's kernel after joining all axes but the first), and the tensor's own shape."""
+    """Where a tensor lives: the path of its leaf, the place in the stack (a layer, or a layer and
+    an expert), whether it is stored transposed (a convolution's kernel after joining all axes but
+    the first), and the tensor's own shape."""
 
     path: tuple[str, ...]
     index: tuple[int, ...]
@@ -41,7 +43,8 @@ class Place:
 
 
 def places(shape: Shape) -> dict[str, Place]:
-    """Every tensor of this model by the name that transformers saves it under, in the order of the model."""
+    """Every tensor of this model by the name that transformers saves it under, in the order of the
+    model."""
     found, sizes = {}, sizes_of(shape)
 
     def place(path: tuple[str, ...], leaf: Leaf, *index: int) -> Place:
@@ -52,13 +55,18 @@ def places(shape: Shape) -> dict[str, Place]:
     if "embed" in outside:
         found[outside["embed"].name] = place(("embed",), outside["embed"])
     count = shape.experts.count if shape.experts else 0
-    leaves, stacks = in_layers(shape), {stack: shape.layers_in(stack) for stack in ("layers", "dense", "sparse")}
+    leaves, stacks = (
+        in_layers(shape),
+        {stack: shape.layers_in(stack) for stack in ("layers", "dense", "sparse")},
+    )
     for layer in range(shape.layers):
         for name, leaf in leaves.items():
             if layer not in stacks[leaf.stack]:
                 continue
             index = stacks[leaf.stack].index(layer)
-            full = f"{WRAPPED if shape.adapters else ''}{module_of(shape)}.layers.{layer}.{leaf.name}"
+            full = (
+                f"{WRAPPED if shape.adapters else ''}{module_of(shape)}.layers.{layer}.{leaf.name}"
+            )
             path = "layers", name
             if "{expert}" in full:
                 for expert in range(count):
@@ -77,26 +85,38 @@ def places(shape: Shape) -> dict[str, Place]:
 
 
 def saved_name(shape: Shape, name: str) -> str:
-    """The name that transformers saves this tensor under: models that see are on the hub under either of MODULES' names."""
+    """The name that transformers saves this tensor under: models that see are on the hub under
+    either of MODULES' names."""
     if shape.vision is None or shape.adapters is not None:
         return name
     text, tower = MODULES[shape.vision.family]
-    for prefix, module in (("model.visual.", tower), ("visual.", tower), ("model.language_model.", text), ("model.", text)):
+    for prefix, module in (
+        ("model.visual.", tower),
+        ("visual.", tower),
+        ("model.language_model.", text),
+        ("model.", text),
+    ):
         if name.startswith(prefix):
             return f"{module}.{name.removeprefix(prefix)}"
     return name
 
 
 def from_tensors(
-    shape: Shape, tensors: Iterable[tuple[str, np.ndarray]], source: str, layout: Layout = ALONE, dtype: Any = jnp.float32
+    shape: Shape,
+    tensors: Iterable[tuple[str, np.ndarray]],
+    source: str,
+    layout: Layout = ALONE,
+    dtype: Any = jnp.float32,
 ) -> Params:
-    """The tree of parameters of this type (a score's is fp32) on the devices, split as the layout says: the host holds one
-    tensor at a time.
+    """The tree of parameters of this type (a score's is fp32) on the devices, split as the layout
+    says: the host holds one tensor at a time.
 
     Raises: UserError listing tensors that are missing, left over, of another shape, or not finite.
     """
     where, made = places(shape), parameter_shapes(shape)
-    lies = shardings(layout, shape) if layout.mesh is not None else jax.tree.map(lambda _: None, made)
+    lies = (
+        shardings(layout, shape) if layout.mesh is not None else jax.tree.map(lambda _: None, made)
+    )
     missing, left_over = set(where), []
     for given, tensor in tensors:
         name = saved_name(shape, given)
@@ -106,9 +126,14 @@ def from_tensors(
             continue
         place = where[name]
         check_size(given, tensor.shape, place, source)
-        value = np.asarray(tensor.reshape(len(tensor), -1).T if place.transposed else tensor, np.float32)
+        value = np.asarray(
+            tensor.reshape(len(tensor), -1).T if place.transposed else tensor, np.float32
+        )
         if not np.isfinite(value).all():
-            raise UserError(f"{source}: {given} holds numbers that are not finite: the file is damaged, or its training failed")
+            raise UserError(
+                f"{source}: {given} holds numbers that are not finite: the file is damaged, or its"
+                " training failed"
+            )
         value = value if place.path == ("score",) else value.astype(dtype)
         holder, last = leaf_of(made, place.path[:-1]), place.path[-1]
         holder[last] = put(holder[last], value, place.index, leaf_of(lies, place.path))
@@ -118,33 +143,46 @@ def from_tensors(
 
 
 def check_tensors(shape: Shape, tensors: Mapping[str, tuple[int, ...]], source: str) -> None:
-    """Raises: UserError for what `from_tensors` would refuse of tensors of these shapes, of which none is read. What scores may
-    lack its score, which then is 0."""
+    """Raises: UserError for what `from_tensors` would refuse of tensors of these shapes, of which
+    none is read. What scores may lack its score, which then is 0."""
     where = places(shape)
     names = {saved_name(shape, given): given for given in tensors}
     for name in names.keys() & where.keys():
         check_size(names[name], tensors[names[name]], where[name], source)
     missing = where.keys() - names.keys() - ({"score.weight"} if shape.scores else set())
     refuse_others(
-        missing, [given for name, given in names.items() if name not in where and not is_left_out(shape, name)], source
+        missing,
+        [
+            given
+            for name, given in names.items()
+            if name not in where and not is_left_out(shape, name)
+        ],
+        source,
     )
 
 
 def is_left_out(shape: Shape, name: str) -> bool:
-    """Some save the tied head a second time, and what scores has no use for a language model's head."""
+    """Some save the tied head a second time, and what scores has no use for a language model's
+    head."""
     return name == "lm_head.weight" and (shape.tied or shape.scores)
 
 
 def check_size(name: str, size: tuple[int, ...], place: Place, source: str) -> None:
     if size != place.tensor:
-        raise UserError(f"{source}: {name} has the shape {size}, but its config.json asks for {place.tensor}")
+        raise UserError(
+            f"{source}: {name} has the shape {size}, but its config.json asks for {place.tensor}"
+        )
 
 
 def refuse_others(missing: Collection[str], left_over: list[str], source: str) -> None:
     if missing or left_over:
         complaints = {"missing": sorted(missing), "left over": left_over}
-        listed = "; ".join(f"{what} {_listed(names)}" for what, names in complaints.items() if names)
-        raise UserError(f"the tensors of {source} are not those that its config.json asks for: {listed}")
+        listed = "; ".join(
+            f"{what} {_listed(names)}" for what, names in complaints.items() if names
+        )
+        raise UserError(
+            f"the tensors of {source} are not those that its config.json asks for: {listed}"
+        )
 
 
 def leaf_of(tree: Params, path: tuple[str, ...]) -> Any:
@@ -176,7 +214,10 @@ def to_tensors(shape: Shape, params: Params) -> Iterator[tuple[str, np.ndarray]]
     for name, place in places(shape).items():
         leaf = leaf_of(params, place.path)
         value = np.asarray(jax.device_get(all_of(leaf[place.index] if place.index else leaf)))
-        yield name, np.ascontiguousarray(value.T).reshape(place.tensor) if place.transposed else value
+        yield (
+            name,
+            np.ascontiguousarray(value.T).reshape(place.tensor) if place.transposed else value,
+        )
 
 
 def _listed(names: list[str], most: int = 5) -> str:

@@ -1,4 +1,5 @@
-"""The PyTorch backend of AReaL-X; its entry point offers `create_trainer`, `check`, `differentiate`, `join`, `TRANSPORTS`."""
+"""The PyTorch backend of AReaL-X; its entry point offers `create_trainer`, `check`,
+`differentiate`, `join`, `TRANSPORTS`."""
 
 from __future__ import annotations
 
@@ -13,7 +14,8 @@ if TYPE_CHECKING:
     from areal_x_torch.processes import Processes
     from areal_x_torch.trainer import Trainer
 
-TRANSPORTS = ("files", "nccl", "handles")  # of vllm.transport: for the latter two a trainer has `device_weights`
+# of vllm.transport: for the latter two a trainer has `device_weights`
+TRANSPORTS = ("files", "nccl", "handles")
 
 
 def create_trainer(config: TrainerConfig) -> Trainer:

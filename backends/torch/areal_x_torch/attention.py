@@ -1,8 +1,9 @@
 """Causal attention within the sequences of one flat row, and which of several ways computes it.
 
-transformers lets an attention function be named in a model's config; every layer then calls it with its own queries, keys and
-values, already rotated. `attend` is that function in training: what it needs to know of the sequences comes as the keyword
-`segments` through the model's own forward. Without it each row is one sequence.
+transformers lets an attention function be named in a model's config; every layer then calls it with
+its own queries, keys and values, already rotated. `attend` is that function in training: what it
+needs to know of the sequences comes as the keyword `segments` through the model's own forward.
+Without it each row is one sequence.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ from areal_x_torch.masks import Visible, window_of
 
 ATTENTION = "areal_x_segments"
 NAMES = ("auto", "sdpa", "flash", "npu")
-# Queries that attend at once where a mask is needed: it has as many rows, and as many columns and a window more.
+# Queries that attend at once where a mask is needed: it has as many rows, and as many columns and a
+# window more.
 BLOCK = 512
 FLASH_HEAD_DIM = 256  # the widest head that flash-attn takes
 
@@ -40,8 +42,9 @@ Attended = Float[Tensor, "rows tokens heads head_dim"]
 class Segments:
     """The sequences of one flat row, one after the other, and how they attend.
 
-    lengths: of each. bounds: 0 and where each ends, on the device. prefixes: of each the earlier one that it goes on from, of
-    which it sees every token, or −1; none of these goes on from another. Masks are kept, as many layers need the same.
+    lengths: of each. bounds: 0 and where each ends, on the device. prefixes: of each the earlier
+    one that it goes on from, of which it sees every token, or −1; none of these goes on from
+    another. Masks are kept, as many layers need the same.
     """
 
     lengths: tuple[int, ...]
@@ -51,9 +54,16 @@ class Segments:
     masks: dict[tuple[int, int, int | None], Tensor] = field(default_factory=dict)
 
     @staticmethod
-    def of(lengths: tuple[int, ...], attend: Attend, device: torch.device, prefixes: tuple[int, ...] | None = None) -> Segments:
+    def of(
+        lengths: tuple[int, ...],
+        attend: Attend,
+        device: torch.device,
+        prefixes: tuple[int, ...] | None = None,
+    ) -> Segments:
         """prefixes: None for none of any."""
-        return Segments(lengths, bounds_of(lengths, device), attend, prefixes or (-1,) * len(lengths))
+        return Segments(
+            lengths, bounds_of(lengths, device), attend, prefixes or (-1,) * len(lengths)
+        )
 
     @property
     def shares(self) -> bool:
@@ -73,7 +83,11 @@ class Segments:
     def keys(self) -> Int32[Tensor, " keys"]:
         """The places of the keys that each segment sees, one segment after the other."""
         ends = (0, *accumulate(self.lengths))
-        spans = [span for i, prefix in enumerate(self.prefixes) for span in ((prefix, i) if prefix >= 0 else (i,))]
+        spans = [
+            span
+            for i, prefix in enumerate(self.prefixes)
+            for span in ((prefix, i) if prefix >= 0 else (i,))
+        ]
         places = torch.cat([torch.arange(ends[i], ends[i + 1], dtype=torch.int32) for i in spans])
         return places.to(self.bounds.device)
 
@@ -99,7 +113,8 @@ def bounds_of(lengths: tuple[int, ...], device: torch.device) -> Int32[Tensor, "
 Attend = Callable[[Queries, Keys, Keys, Segments, float, "int | None", "float | None"], Attended]
 
 
-@torch.compiler.disable  # which way it is computed depends on the lengths of sequences: each row would be compiled anew
+# which way it is computed depends on the lengths of sequences: each row would be compiled anew
+@torch.compiler.disable
 def attend(
     module: torch.nn.Module,
     query: Queries,
@@ -115,8 +130,9 @@ def attend(
     position_bias: Tensor | None = None,
     **_: Any,
 ) -> tuple[Attended, None]:
-    """What transformers calls in each layer: softmax(scaling · query · key) · value over the keys of the query's own sequence,
-    itself and those of its window before it, see `masks`. softcap: scores are softcap · tanh(scores / softcap).
+    """What transformers calls in each layer: softmax(scaling · query · key) · value over the keys
+    of the query's own sequence, itself and those of its window before it, see `masks`. softcap:
+    scores are softcap · tanh(scores / softcap).
 
     Raises: NotImplementedError for attention with sinks, a bias or a mask of its own.
     """
@@ -137,8 +153,9 @@ masks.register(ATTENTION)
 
 
 def choose(how: str, device: torch.device, dtype: torch.dtype) -> Attend:
-    """The way to attend for `model.attention`: "auto" is flash-attn where it is installed and takes the device and the compute
-    precision, on an NPU torch_npu's kernel, else torch's scaled_dot_product_attention.
+    """The way to attend for `model.attention`: "auto" is flash-attn where it is installed and takes
+    the device and the compute precision, on an NPU torch_npu's kernel, else torch's
+    scaled_dot_product_attention.
 
     Raises: ConfigError for another name, and for a way that cannot work here.
     """
@@ -147,7 +164,9 @@ def choose(how: str, device: torch.device, dtype: torch.dtype) -> Attend:
     if how == "auto":
         how = next(name for name in ("flash", "npu", "sdpa") if lacks[name] is None)
     if lacks[how] is not None:
-        raise ConfigError("model.attention", how, f"'auto' or 'sdpa' here: {how} needs {lacks[how]}")
+        raise ConfigError(
+            "model.attention", how, f"'auto' or 'sdpa' here: {how} needs {lacks[how]}"
+        )
     return {"sdpa": sdpa, "flash": flash, "npu": npu}[how]
 
 
@@ -156,7 +175,11 @@ def _flash_lacks(device: torch.device, dtype: torch.dtype) -> str | None:
         return f"a CUDA device, and this is {device.type}"
     if dtype not in (torch.bfloat16, torch.float16):
         return "trainer.precision = 'bf16'"
-    return None if find_spec("flash_attn") else "the package flash-attn (pip install flash-attn --no-build-isolation)"
+    return (
+        None
+        if find_spec("flash_attn")
+        else "the package flash-attn (pip install flash-attn --no-build-isolation)"
+    )
 
 
 def _npu_lacks(device: torch.device) -> str | None:
@@ -166,16 +189,27 @@ def _npu_lacks(device: torch.device) -> str | None:
 
 
 def sdpa(
-    query: Queries, key: Keys, value: Keys, segments: Segments, scale: float, window: int | None, softcap: float | None
+    query: Queries,
+    key: Keys,
+    value: Keys,
+    segments: Segments,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
 ) -> Attended:
-    """By torch's scaled_dot_product_attention, once for all neighbours of one length that go on from the same prompt; no scores
-    between sequences."""
+    """By torch's scaled_dot_product_attention, once for all neighbours of one length that go on
+    from the same prompt; no scores between sequences."""
     shared = {i for i in segments.prefixes if i >= 0}
     each = enumerate(zip(segments.lengths, segments.prefixes, strict=True))
-    like = [(length, prefix, i if i in shared else -1) for i, (length, prefix) in each]  # what others go on from is alone
+    # what others go on from is alone
+    like = [(length, prefix, i if i in shared else -1) for i, (length, prefix) in each]
     runs = [(n, prefix, of, len(list(equal))) for (n, prefix, of), equal in groupby(like)]
-    # A split's gradient is one concatenation; that of a slice would be as long as the row, for each.
-    parts = zip(*(x.split([n * count for n, _, _, count in runs], dim=2) for x in (query, key, value)), strict=True)
+    # A split's gradient is one concatenation; that of a slice would be as long as the row, for
+    # each.
+    parts = zip(
+        *(x.split([n * count for n, _, _, count in runs], dim=2) for x in (query, key, value)),
+        strict=True,
+    )
     attended, of_shared = [], {}
     for (length, prefix, of, count), part in zip(runs, parts, strict=True):
         of_shared[of] = part[1:]
@@ -185,18 +219,28 @@ def sdpa(
             rows[1:] = (torch.cat(both, dim=2) for both in zip(prompt, rows[1:], strict=True))
         if prefix < 0 and softcap is None and (window is None or window >= length):
             grouped = query.shape[1] != key.shape[1]
-            found = scaled_dot_product_attention(*rows, is_causal=True, scale=scale, enable_gqa=grouped)
+            found = scaled_dot_product_attention(
+                *rows, is_causal=True, scale=scale, enable_gqa=grouped
+            )
         else:
             found = torch.cat(list(_in_blocks(*rows, segments, scale, window, softcap)), dim=2)
-        attended.append(found.transpose(1, 2).reshape(len(query), count * length, *found.shape[1::2]))
+        attended.append(
+            found.transpose(1, 2).reshape(len(query), count * length, *found.shape[1::2])
+        )
     return attended[0] if len(attended) == 1 else torch.cat(attended, dim=1)
 
 
 def _in_blocks(
-    query: Queries, key: Keys, value: Keys, segments: Segments, scale: float, window: int | None, softcap: float | None
+    query: Queries,
+    key: Keys,
+    value: Keys,
+    segments: Segments,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
 ) -> Iterator[Float[Tensor, "rows heads block head_dim"]]:
-    """Whole sequences, a block of queries with the keys that any of it sees after the other. The last key is the last query's
-    own; there may be more keys than queries."""
+    """Whole sequences, a block of queries with the keys that any of it sees after the other. The
+    last key is the last query's own; there may be more keys than queries."""
     before, block = key.shape[2] - query.shape[2], max(BLOCK, window or 0)
     for start in range(before, key.shape[2], block):
         stop = min(start + block, key.shape[2])
@@ -206,7 +250,9 @@ def _in_blocks(
         if softcap is None:
             grouped = query.shape[1] != key.shape[1]
             queries = query[:, :, start - before : stop - before]
-            yield scaled_dot_product_attention(queries, seen, values, attn_mask=mask, scale=scale, enable_gqa=grouped)
+            yield scaled_dot_product_attention(
+                queries, seen, values, attn_mask=mask, scale=scale, enable_gqa=grouped
+            )
         else:
             # The heads that share keys are one more dimension: nothing is repeated.
             queries = query[:, :, start - before : stop - before].unflatten(1, (key.shape[1], -1))
@@ -216,9 +262,16 @@ def _in_blocks(
 
 
 def flash(
-    query: Queries, key: Keys, value: Keys, segments: Segments, scale: float, window: int | None, softcap: float | None
+    query: Queries,
+    key: Keys,
+    value: Keys,
+    segments: Segments,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
 ) -> Attended:
-    """By flash-attn's kernel for sequences of many lengths; by `sdpa` where heads are too wide or unlike for it."""
+    """By flash-attn's kernel for sequences of many lengths; by `sdpa` where heads are too wide or
+    unlike for it."""
     if query.shape[3] > FLASH_HEAD_DIM or query.shape[3] != value.shape[3]:
         return sdpa(query, key, value, segments, scale, window, softcap)
     from flash_attn import flash_attn_varlen_func
@@ -244,9 +297,16 @@ def flash(
 
 
 def npu(
-    query: Queries, key: Keys, value: Keys, segments: Segments, scale: float, window: int | None, softcap: float | None
+    query: Queries,
+    key: Keys,
+    value: Keys,
+    segments: Segments,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
 ) -> Attended:
-    """By torch_npu's fused kernel; by `sdpa` for what that does not do: windows that cut, capped scores, shared prompts."""
+    """By torch_npu's fused kernel; by `sdpa` for what that does not do: windows that cut, capped
+    scores, shared prompts."""
     if window is not None or softcap is not None or segments.shares:
         return sdpa(query, key, value, segments, scale, window, softcap)
     from torch_npu import npu_fusion_attention

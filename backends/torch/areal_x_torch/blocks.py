@@ -1,7 +1,9 @@
-"""What is done to each decoder block before a model is spread: it is compiled, and the backward pass computes it again.
+"""What is done to each decoder block before a model is spread: it is compiled, and the backward
+pass computes it again.
 
-It is computed again around what is compiled: attention runs outside of the compiled programs, which a checkpoint within them
-could not leave. The compiler itself keeps products and computes the rest again, so there "products" has nothing to add.
+It is computed again around what is compiled: attention runs outside of the compiled programs, which
+a checkpoint within them could not leave. The compiler itself keeps products and computes the rest
+again, so there "products" has nothing to add.
 """
 
 from __future__ import annotations
@@ -13,24 +15,32 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
 from transformers import PreTrainedModel
 
 from areal_x.errors import UserError
 from areal_x.trainer import TrainerConfig
 from areal_x_torch.experts import computed_again
 
-# Whose results "products" keeps: products with kernels, experts' too, and attention, by parts of the names of its kernels. Not
-# bmm, which computes scores.
+# Whose results "products" keeps: products with kernels, experts' too, and attention, by parts of
+# the names of its kernels. Not bmm, which computes scores.
 PRODUCTS = {"aten::mm", "aten::addmm", "aten::_grouped_mm"}
 ATTENTION = "attention", "flash_attn"
-# What is kept of each token, beside what its products give, in bf16: of Qwen3, Qwen2, Gemma 3 and a mixture of few experts 4.0,
-# 3.6, 5.3 and 5.4 times as much where nothing is computed again, 1.4, 1.4, 1.4 and 2.2 with "products".
+# What is kept of each token, beside what its products give, in bf16: of Qwen3, Qwen2, Gemma 3 and a
+# mixture of few experts 4.0, 3.6, 5.3 and 5.4 times as much where nothing is computed again, 1.4,
+# 1.4, 1.4 and 2.2 with "products".
 KEPT = {"nothing": 5.5, "products": 2.0}
 
 
-def prepare(model: PreTrainedModel, config: TrainerConfig, dtype: torch.dtype, memory: int | None) -> None:
-    """Compiles blocks and has them computed again, as the config says; those of a frozen model are only compiled.
+def prepare(
+    model: PreTrainedModel, config: TrainerConfig, dtype: torch.dtype, memory: int | None
+) -> None:
+    """Compiles blocks and has them computed again, as the config says; those of a frozen model are
+    only compiled.
 
     dtype: of activations. memory: bytes of a device; None where it does not tell.
     """
@@ -43,19 +53,27 @@ def prepare(model: PreTrainedModel, config: TrainerConfig, dtype: torch.dtype, m
             block.forward = partial(compiled[type(block)], block)
     learns = any(x.requires_grad for x in model.parameters())
     if learns and not (config.compile and config.remat == "products"):
-        recompute(model, partial(choose, config, dtype, products_of(model), room_of(model, config, memory)))
+        recompute(
+            model,
+            partial(choose, config, dtype, products_of(model), room_of(model, config, memory)),
+        )
 
 
 def recompute(model: PreTrainedModel, how: Callable[[int], str]) -> None:
-    """Has the backward pass compute blocks again from what went into them. how: given the tokens of a pass, see `choose`."""
+    """Has the backward pass compute blocks again from what went into them. how: given the tokens of
+    a pass, see `choose`."""
     for block in blocks_of(model):
         block.forward = partial(_again, block.forward, how)
 
 
-def choose(config: TrainerConfig, dtype: torch.dtype, products: int, room: int | None, tokens: int) -> str:
-    """What the backward pass of so many tokens computes again: "nothing", "products" (all but these) or "layers".
+def choose(
+    config: TrainerConfig, dtype: torch.dtype, products: int, room: int | None, tokens: int
+) -> str:
+    """What the backward pass of so many tokens computes again: "nothing", "products" (all but
+    these) or "layers".
 
-    "auto" takes the first that fits into the room, and "nothing" where nobody knows it. products: see `products_of`.
+    "auto" takes the first that fits into the room, and "nothing" where nobody knows it. products:
+    see `products_of`.
     """
     if config.remat != "auto":
         return config.remat
@@ -66,20 +84,24 @@ def choose(config: TrainerConfig, dtype: torch.dtype, products: int, room: int |
 
 
 def products_of(model: PreTrainedModel) -> int:
-    """How many numbers the products of all blocks give for each token, of experts those that compute it."""
+    """How many numbers the products of all blocks give for each token, of experts those that
+    compute it."""
     experts = getattr(model.config.get_text_config(), "num_experts_per_tok", None) or 1
     parameters = [x for block in blocks_of(model) for x in block.parameters() if x.ndim >= 2]
     return sum(x.shape[-2] * (experts if x.ndim == 3 else 1) for x in parameters)
 
 
 def room_of(model: PreTrainedModel, config: TrainerConfig, memory: int | None) -> int | None:
-    """Half of the bytes that are left of a device beside parameters, gradients and moments: the other half is for the head, for
-    gathered blocks and for what is computed on the way."""
+    """Half of the bytes that are left of a device beside parameters, gradients and moments: the
+    other half is for the head, for gathered blocks and for what is computed on the way."""
     if memory is None:
         return None
     mesh = config.mesh
     parts = mesh.fsdp * mesh.expert * mesh.context * mesh.tensor
-    state = sum(x.numel() * (16 if x.requires_grad else x.element_size()) for x in model.parameters()) // parts
+    state = (
+        sum(x.numel() * (16 if x.requires_grad else x.element_size()) for x in model.parameters())
+        // parts
+    )
     return max(memory - (0 if config.offload else state), 0) // 2
 
 
@@ -91,16 +113,33 @@ def blocks_of(model: PreTrainedModel) -> list[nn.Module]:
     names = set(model._no_split_modules or ())
     blocks = [module for module in model.modules() if type(module).__name__ in names]
     if not blocks:
-        raise UserError(f"transformers does not say what the blocks of a {type(model).__name__} are: train it in one process")
+        raise UserError(
+            f"transformers does not say what the blocks of a {type(model).__name__} are: train it"
+            " in one process"
+        )
     return blocks
 
 
-def _again(forward: Callable[..., Any], choose: Callable[[int], str], hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
+def _again(
+    forward: Callable[..., Any],
+    choose: Callable[[int], str],
+    hidden: Tensor,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
     how = choose(hidden.shape[:-1].numel()) if torch.is_grad_enabled() else "nothing"
     if how == "nothing":
         return forward(hidden, *args, **kwargs)
     again = partial(_contexts, how)
-    return checkpoint(forward, hidden, *args, use_reentrant=False, preserve_rng_state=False, context_fn=again, **kwargs)
+    return checkpoint(
+        forward,
+        hidden,
+        *args,
+        use_reentrant=False,
+        preserve_rng_state=False,
+        context_fn=again,
+        **kwargs,
+    )
 
 
 def _contexts(how: str) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:

@@ -1,8 +1,9 @@
 """Keys and values of the sampler's sequences, and the attention that reads and writes them.
 
-transformers lets an attention function be named in a model's config; every layer then calls it with its own queries, keys and
-values, already rotated. `attend` is that function: the only place where the sampler reaches into a model. What it is given in
-place of a transformers cache is one of three: `Probe`, `Prefill` or `Newest`.
+transformers lets an attention function be named in a model's config; every layer then calls it with
+its own queries, keys and values, already rotated. `attend` is that function: the only place where
+the sampler reaches into a model. What it is given in place of a transformers cache is one of three:
+`Probe`, `Prefill` or `Newest`.
 """
 
 from __future__ import annotations
@@ -41,7 +42,15 @@ class Probe:
     def __init__(self) -> None:
         self.layers: dict[int, Layer] = {}
 
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float | None, window: int | None) -> Tensor:
+    def attend(
+        self,
+        layer: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        scale: float | None,
+        window: int | None,
+    ) -> Tensor:
         if layer in self.layers:
             raise NotImplementedError("it attends more than once in a layer")
         self.layers[layer] = Layer(layer, key.shape[1], key.shape[3], value.shape[3], window)
@@ -51,29 +60,47 @@ class Probe:
 @torch.inference_mode()
 def layers_of(model: PreTrainedModel) -> list[Layer]:
     probe = Probe()
-    decoder(model)(input_ids=torch.zeros(1, 1, dtype=torch.int64, device=model.device), use_cache=False, cache=probe)
+    decoder(model)(
+        input_ids=torch.zeros(1, 1, dtype=torch.int64, device=model.device),
+        use_cache=False,
+        cache=probe,
+    )
     return [probe.layers[number] for number in sorted(probe.layers)]
 
 
 class Cache:
-    """For each layer keys and values `[rows, columns, heads, head_dim]`; column c of a row is its token c."""
+    """For each layer keys and values `[rows, columns, heads, head_dim]`; column c of a row is its
+    token c."""
 
-    def __init__(self, layers: Sequence[Layer], rows: int, columns: int, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self,
+        layers: Sequence[Layer],
+        rows: int,
+        columns: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
         self.layers = list(layers)
         self.columns = columns
         self.windows = list(dict.fromkeys(layer.window for layer in layers))
         make = {"dtype": dtype, "device": device}
-        self.keys = [torch.zeros(rows, columns, layer.kv_heads, layer.key_dim, **make) for layer in layers]
-        self.values = [torch.zeros(rows, columns, layer.kv_heads, layer.value_dim, **make) for layer in layers]
+        self.keys = [
+            torch.zeros(rows, columns, layer.kv_heads, layer.key_dim, **make) for layer in layers
+        ]
+        self.values = [
+            torch.zeros(rows, columns, layer.kv_heads, layer.value_dim, **make) for layer in layers
+        ]
 
     def move(self, source: int, target: int, used: int) -> None:
         """Copies the first `used` columns of a row into another."""
         for x in (*self.keys, *self.values):
             x[target, :used] = x[source, :used]
 
-    def newest(self, own: Int[Tensor, " rows"], used: int) -> tuple[Tensor, list[Tensor], list[Tensor], list[Tensor]]:
-        """What `Newest` needs for the first rows, their newest tokens in the columns `own`, tensors all. used: columns of the
-        row with most."""
+    def newest(
+        self, own: Int[Tensor, " rows"], used: int
+    ) -> tuple[Tensor, list[Tensor], list[Tensor], list[Tensor]]:
+        """What `Newest` needs for the first rows, their newest tokens in the columns `own`, tensors
+        all. used: columns of the row with most."""
         places = torch.arange(0, len(own) * self.columns, self.columns, device=own.device) + own
         columns, own = torch.arange(used, device=own.device), own[:, None]
         masks = []
@@ -81,7 +108,9 @@ class Cache:
             hidden = columns > own
             if window is not None:
                 hidden |= columns <= own - window
-            mask = torch.zeros(hidden.shape, dtype=self.keys[0].dtype, device=own.device).masked_fill_(hidden, -math.inf)
+            mask = torch.zeros(
+                hidden.shape, dtype=self.keys[0].dtype, device=own.device
+            ).masked_fill_(hidden, -math.inf)
             masks.append(mask[:, None, None])
         return places, masks, self.keys, self.values
 
@@ -97,8 +126,17 @@ class Prefill:
     length: int
     masks: dict[int | None, Tensor] = field(default_factory=dict)
 
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float | None, window: int | None) -> Tensor:
-        """[rows, heads, length, head_dim] of the queries, after their keys and values are written."""
+    def attend(
+        self,
+        layer: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        scale: float | None,
+        window: int | None,
+    ) -> Tensor:
+        """[rows, heads, length, head_dim] of the queries, after their keys and values are
+        written."""
         index = next(i for i, kept in enumerate(self.cache.layers) if kept.number == layer)
         rows, stop = slice(self.first, self.first + self.rows), self.start + self.length
         both = self.cache.keys[index], self.cache.values[index]
@@ -106,10 +144,14 @@ class Prefill:
             x[rows, self.start : stop] = new.transpose(1, 2)
         grouped = query.shape[1] != key.shape[1]
         if self.start == 0 and (window is None or window >= stop):
-            return scaled_dot_product_attention(query, key, value, is_causal=True, scale=scale, enable_gqa=grouped)
+            return scaled_dot_product_attention(
+                query, key, value, is_causal=True, scale=scale, enable_gqa=grouped
+            )
         seen = (x[rows, :stop].transpose(1, 2) for x in both)
         mask = self._mask(window, query.device)
-        return scaled_dot_product_attention(query, *seen, attn_mask=mask, scale=scale, enable_gqa=grouped)
+        return scaled_dot_product_attention(
+            query, *seen, attn_mask=mask, scale=scale, enable_gqa=grouped
+        )
 
     def _mask(self, window: int | None, device: torch.device) -> Tensor:
         if window not in self.masks:
@@ -124,7 +166,8 @@ class Prefill:
 class Newest:
     """A forward pass of one token of each of the first rows, which sees all before it.
 
-    places: its column in the flattened rows. masks: 0 at the columns that a row sees, else minus infinity, for each window.
+    places: its column in the flattened rows. masks: 0 at the columns that a row sees, else minus
+    infinity, for each window.
     """
 
     layers: Sequence[Layer]
@@ -134,7 +177,15 @@ class Newest:
     keys: Sequence[Tensor]
     values: Sequence[Tensor]
 
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float | None, window: int | None) -> Tensor:
+    def attend(
+        self,
+        layer: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        scale: float | None,
+        window: int | None,
+    ) -> Tensor:
         index = next(i for i, kept in enumerate(self.layers) if kept.number == layer)
         mask = self.masks[self.windows.index(window)]
         rows, heads = query.shape[:2]
@@ -164,9 +215,13 @@ def attend(
     position_bias: Tensor | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """What transformers calls in each layer. Raises NotImplementedError for attention that is not a plain softmax."""
+    """What transformers calls in each layer. Raises NotImplementedError for attention that is not a
+    plain softmax."""
     if softcap is not None or s_aux is not None or position_bias is not None:
-        raise NotImplementedError(f"{type(module).__name__} caps or biases its attention, which the torch sampler does not do")
+        raise NotImplementedError(
+            f"{type(module).__name__} caps or biases its attention, which the torch sampler does"
+            " not do"
+        )
     window = window_of(module, attention_mask, sliding_window)
     return cache.attend(module.layer_idx, query, key, value, scaling, window).transpose(1, 2), None
 

@@ -21,30 +21,42 @@ from areal_x_torch.parallel import check_model, sizes_of
 def check(config: TrainerConfig) -> Devices:
     """See `areal_x.trainer.Devices`.
 
-    Raises: UserError for a mesh that does not make up the processes or does not divide the model, for attention, adapters or
-    shared prompts that it cannot have, and for a model that this backend does not compute as transformers does.
+    Raises: UserError for a mesh that does not make up the processes or does not divide the model,
+    for attention, adapters or shared prompts that it cannot have, and for a model that this backend
+    does not compute as transformers does.
     """
     device, directory = find_device(), Path(str(config.model.path))
     if config.lora.rank:
         lora.check_targets(directory, config.lora)
     sizes_of(config.mesh)
-    check_model(directory, config.mesh, None, learns=not config.lora.rank)  # None: the memory is counted elsewhere
+    # None: the memory is counted elsewhere
+    check_model(directory, config.mesh, None, learns=not config.lora.rank)
     built = loading.build(directory, config.head).config
     check_sharing(config.share_prompts, directory, built)
     rotations.check_length("train.row_length", config.row_length, built, directory)
     attention.choose(config.model.attention, device, compute_dtype(config.precision, device))
-    return Devices(device.type, 1 if device.type == "cpu" else torch.accelerator.device_count(), memory_of(device))
+    return Devices(
+        device.type,
+        1 if device.type == "cpu" else torch.accelerator.device_count(),
+        memory_of(device),
+    )
 
 
 def differentiate(loss: Loss, policy: Policy, batch: Batch) -> tuple[np.ndarray, Policy]:
     """See `areal_x.trainer.Differentiate`."""
     device = torch.device("cpu")
-    given = {f.name: to_tensor(x, device) for f in fields(Policy) if (x := getattr(policy, f.name)) is not None}
+    given = {
+        f.name: to_tensor(x, device)
+        for f in fields(Policy)
+        if (x := getattr(policy, f.name)) is not None
+    }
     leaves = {name: x.requires_grad_() for name, x in given.items()}
     rows = batch.map(lambda x: to_tensor(x, device))
     terms, _ = evaluate(loss, Policy(**leaves), rows)
     total = (rows.weights * terms).sum()
     if total.requires_grad:
         total.backward()
-    gradients = {name: np.zeros(x.shape) if x.grad is None else x.grad.numpy() for name, x in leaves.items()}
+    gradients = {
+        name: np.zeros(x.shape) if x.grad is None else x.grad.numpy() for name, x in leaves.items()
+    }
     return terms.detach().numpy(), Policy(**gradients)

@@ -14,11 +14,16 @@ WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
 def find_device() -> torch.device:
     """The accelerator that torch finds (CUDA, NPU, XPU, MPS …), else the CPU."""
     found = torch.accelerator.current_accelerator(check_available=True)
-    return torch.device("cpu") if found is None else torch.device(found.type, torch.accelerator.current_device_index())
+    return (
+        torch.device("cpu")
+        if found is None
+        else torch.device(found.type, torch.accelerator.current_device_index())
+    )
 
 
 def compute_dtype(precision: str, device: torch.device) -> torch.dtype:
-    """The dtype of activations for `trainer.precision`: "auto" is float32 on a CPU, else bfloat16."""
+    """The dtype of activations for `trainer.precision`: "auto" is float32 on a CPU, else
+    bfloat16."""
     if precision == "auto":
         precision = "fp32" if device.type == "cpu" else "bf16"
     return {"fp32": torch.float32, "bf16": torch.bfloat16}[precision]
@@ -35,12 +40,14 @@ def memory_of(device: torch.device) -> int | None:
 
 
 def repeat_exactly(device: torch.device) -> None:
-    """Lets torch choose only kernels that give equal bits for equal operands, and raise where an operation has none.
+    """Lets torch choose only kernels that give equal bits for equal operands, and raise where an
+    operation has none.
 
     Raises: UserError on CUDA where the environment lets cuBLAS choose by what else is running.
     """
     if device.type == "cuda" and os.environ.get(WORKSPACE) not in (":4096:8", ":16:8"):
         raise UserError(
-            f"train.deterministic = True needs {WORKSPACE}=:4096:8 in the environment on this device: start with it"
+            f"train.deterministic = True needs {WORKSPACE}=:4096:8 in the environment on this"
+            " device: start with it"
         )
     torch.use_deterministic_algorithms(True)

@@ -1,4 +1,5 @@
-"""Drawing the next token of each sequence: a counter-based uniform, then the inverse of the cumulative distribution."""
+"""Drawing the next token of each sequence: a counter-based uniform, then the inverse of the
+cumulative distribution."""
 
 from __future__ import annotations
 
@@ -10,11 +11,15 @@ from jaxtyping import Bool, Float, Float32, Int, UInt32
 from torch import Tensor
 
 
-def uniform(seed: UInt32[np.ndarray, "rows 2"], count: Int[np.ndarray, "*shape"]) -> Float32[np.ndarray, "*shape"]:
-    """A number in (0, 1) that is a function of the seed (64 bits, low word first) and of how many were drawn before, alone.
+def uniform(
+    seed: UInt32[np.ndarray, "rows 2"], count: Int[np.ndarray, "*shape"]
+) -> Float32[np.ndarray, "*shape"]:
+    """A number in (0, 1) that is a function of the seed (64 bits, low word first) and of how many
+    were drawn before, alone.
 
-    A chain of murmur3's 32-bit finaliser over the three words; the upper 23 bits of the result, taken at the middle of their
-    cell. `count` is [rows, …]. On the host, for many tokens in one call.
+    A chain of murmur3's 32-bit finaliser over the three words; the upper 23 bits of the result,
+    taken at the middle of their cell. `count` is [rows, …]. On the host, for many tokens in one
+    call.
     """
     words = seed.reshape(len(seed), 2, *[1] * (count.ndim - 1)).astype(np.uint32)
     state = _mix(words[:, 0] ^ np.uint32(0x9E3779B9))
@@ -34,9 +39,9 @@ def _mix(x: UInt32[np.ndarray, "*shape"]) -> UInt32[np.ndarray, "*shape"]:
 class Drawing:
     """How each row draws, as columns `[rows, 1]`; None where no row asks for it.
 
-    The distribution is softmax(logits / temperature), of which the top_k most likely are kept (0: all), then of those the
-    fewest whose probability reaches top_p, renormalised. A greedy row takes the most likely token and its plain
-    log-probability.
+    The distribution is softmax(logits / temperature), of which the top_k most likely are kept (0:
+    all), then of those the fewest whose probability reaches top_p, renormalised. A greedy row takes
+    the most likely token and its plain log-probability.
     """
 
     temperature: Float[Tensor, "rows 1"] | None
@@ -45,7 +50,9 @@ class Drawing:
     top_k: Int[Tensor, "rows 1"] | None
 
     @staticmethod
-    def of(temperature: np.ndarray, top_p: np.ndarray, top_k: np.ndarray, device: torch.device) -> Drawing:
+    def of(
+        temperature: np.ndarray, top_p: np.ndarray, top_k: np.ndarray, device: torch.device
+    ) -> Drawing:
         greedy = temperature == 0
         temperature = np.where(greedy, 1, temperature).astype(np.float32)
         truncates = ~greedy & ((top_p < 1) | (top_k > 0))
@@ -56,7 +63,10 @@ class Drawing:
             return torch.from_numpy(x[:, None]).to(device) if asked.any() else None
 
         return Drawing(
-            column(temperature, temperature != 1), column(greedy, greedy), column(top_p, truncates), column(top_k, truncates)
+            column(temperature, temperature != 1),
+            column(greedy, greedy),
+            column(top_p, truncates),
+            column(top_k, truncates),
         )
 
 
@@ -73,7 +83,8 @@ def draw(
         mass = torch.where(kept(scaled, how.top_p, how.top_k), mass, 0)
     cumulative = mass.cumsum(-1)
     total = cumulative[:, -1:]
-    # Neither the uniform nor rounding may put the target at or past the end; a token without mass is never the first above it.
+    # Neither the uniform nor rounding may put the target at or past the end; a token without mass
+    # is never the first above it.
     target = torch.minimum(uniforms * total, total * (1 - 2.0**-22))
     tokens = torch.searchsorted(cumulative, target, right=True)
     if how.greedy is not None:
@@ -82,7 +93,9 @@ def draw(
 
 
 def kept(
-    scaled: Float[Tensor, "rows vocabulary"], top_p: Float[Tensor, "rows 1"], top_k: Int[Tensor, "rows 1"]
+    scaled: Float[Tensor, "rows vocabulary"],
+    top_p: Float[Tensor, "rows 1"],
+    top_k: Int[Tensor, "rows 1"],
 ) -> Bool[Tensor, "rows vocabulary"]:
     """Which tokens top_k, then top_p, leave. Tokens as likely as the last one kept are kept too."""
     ordered = scaled.sort(-1, descending=True).values

@@ -1,13 +1,15 @@
-"""A mixture of experts in place of an MLP: each token is computed by the few that a router chooses for it.
+"""A mixture of experts in place of an MLP: each token is computed by the few that a router chooses
+for it.
 
     tokens ──router──▶ chosen experts, weights ──sort by expert──▶ grouped products ──weigh, add──▶ tokens
 
-With the mesh's axis "expert" each process holds some of the experts: tokens go to the processes of theirs, and what these say
-comes back.
+With the mesh's axis "expert" each process holds some of the experts: tokens go to the processes of
+theirs, and what these say comes back.
 
-transformers lets the function of a mixture's experts be named in a model's config, as it does with attention: `mixture` is that
-function. Its routers are modules of the model's own. A hook on each replays recorded experts and counts what is chosen, as the
-pass through the model says that is running; blocks that are computed again run as their pass did.
+transformers lets the function of a mixture's experts be named in a model's config, as it does with
+attention: `mixture` is that function. Its routers are modules of the model's own. A hook on each
+replays recorded experts and counts what is chosen, as the pass through the model says that is
+running; blocks that are computed again run as their pass did.
 """
 
 from __future__ import annotations
@@ -50,7 +52,8 @@ def mixture(
     chosen: Int[Tensor, "tokens per_token"],
     weights: Float[Tensor, "tokens per_token"],
 ) -> Float[Tensor, "tokens features"]:
-    """What transformers calls for the experts of each layer: what those chosen say of each token, weighed.
+    """What transformers calls for the experts of each layer: what those chosen say of each token,
+    weighed.
 
     Raises: NotImplementedError for experts with biases.
     """
@@ -62,7 +65,11 @@ def mixture(
     order = chosen.reshape(-1).argsort(stable=True)
     sizes = torch.bincount(chosen.reshape(-1), minlength=len(module.down_proj))
     x, mesh = hidden.to(dtype)[order // chosen.shape[1]], mesh_of(module.down_proj)
-    said = said_here(module, x, sizes) if mesh is None else said_elsewhere(module, x, sizes, mesh["expert"].get_group())
+    said = (
+        said_here(module, x, sizes)
+        if mesh is None
+        else said_elsewhere(module, x, sizes, mesh["expert"].get_group())
+    )
     # In the order of tokens, so that the sum does not depend on the routing.
     said = said[order.argsort()].view(*chosen.shape, -1)
     return (weights.to(dtype).unsqueeze(1) @ said).squeeze(1).to(hidden.dtype)
@@ -76,23 +83,36 @@ def is_experts(module: nn.Module) -> bool:
     return hasattr(module, "is_transposed") and hasattr(module, "has_gate")
 
 
-def said_here(module: nn.Module, x: Float[Tensor, "n features"], sizes: Int[Tensor, " experts"]) -> Float[Tensor, "n features"]:
+def said_here(
+    module: nn.Module, x: Float[Tensor, "n features"], sizes: Int[Tensor, " experts"]
+) -> Float[Tensor, "n features"]:
     """What this process's experts say of tokens that lie in their order, so many for each."""
-    kernels = (local(k).to(x.dtype) for k in (module.gate_up_proj if module.has_gate else module.up_proj, module.down_proj))
+    kernels = (
+        local(k).to(x.dtype)
+        for k in (module.gate_up_proj if module.has_gate else module.up_proj, module.down_proj)
+    )
     inner, outer = (kernel if module.is_transposed else kernel.mT for kernel in kernels)
     x = grouped(x, inner, sizes)
     return grouped(module._apply_gate(x) if module.has_gate else module.act_fn(x), outer, sizes)
 
 
 def said_elsewhere(
-    module: nn.Module, x: Float[Tensor, "n features"], sizes: Int[Tensor, " experts"], group: ProcessGroup
+    module: nn.Module,
+    x: Float[Tensor, "n features"],
+    sizes: Int[Tensor, " experts"],
+    group: ProcessGroup,
 ) -> Float[Tensor, "n features"]:
-    """The same where each process of a group has as many of the experts: tokens go to theirs, and what is said comes back."""
+    """The same where each process of a group has as many of the experts: tokens go to theirs, and
+    what is said comes back."""
     wanted = sizes.view(group.size(), -1)  # of each process and each of its experts
     asked = torch.empty_like(wanted)  # by each process of each of this one's
     dist.all_to_all_single(asked, wanted, group=group)
     sent, received = wanted.sum(1).tolist(), asked.sum(1).tolist()
-    by_asker = torch.arange(asked.shape[1], device=x.device).repeat(len(asked)).repeat_interleave(asked.view(-1))
+    by_asker = (
+        torch.arange(asked.shape[1], device=x.device)
+        .repeat(len(asked))
+        .repeat_interleave(asked.view(-1))
+    )
     order = by_asker.argsort(stable=True)
     said = said_here(module, Exchanged.apply(x, sent, received, group)[order], asked.sum(0))
     back: Tensor = Exchanged.apply(said[order.argsort()], received, sent, group)
@@ -100,9 +120,12 @@ def said_elsewhere(
 
 
 def grouped(
-    x: Float[Tensor, "n features"], kernels: Float[Tensor, "experts features out"], sizes: Int[Tensor, " experts"]
+    x: Float[Tensor, "n features"],
+    kernels: Float[Tensor, "experts features out"],
+    sizes: Int[Tensor, " experts"],
 ) -> Float[Tensor, "n out"]:
-    """Tokens times the kernel of their expert: first those of the first expert, as many as `sizes` says, and so on."""
+    """Tokens times the kernel of their expert: first those of the first expert, as many as `sizes`
+    says, and so on."""
     if has_grouped_product(x, kernels):
         return functional.grouped_mm(x, kernels, offs=sizes.cumsum(0).int())
     parts = zip(x.split(sizes.tolist()), kernels.unbind(), strict=True)
@@ -110,7 +133,8 @@ def grouped(
 
 
 def has_grouped_product(x: Tensor, kernels: Tensor) -> bool:
-    """Whether torch multiplies groups at once on this device and in this type, which wants rows of whole 16 bytes."""
+    """Whether torch multiplies groups at once on this device and in this type, which wants rows of
+    whole 16 bytes."""
     aligned = all(width * x.element_size() % 16 == 0 for width in kernels.shape[1:])
     return aligned and multiplies_groups(x.device, x.dtype)
 
@@ -130,8 +154,8 @@ def multiplies_groups(device: torch.device, dtype: torch.dtype) -> bool:
 
 
 class Routers(NamedTuple):
-    """Of a model whose routers weigh by softmax. layers: of the decoder, each with a router or without. count: of a layer's
-    experts. routed: the layers that have a router."""
+    """Of a model whose routers weigh by softmax. layers: of the decoder, each with a router or
+    without. count: of a layer's experts. routed: the layers that have a router."""
 
     layers: int
     per_token: int
@@ -141,7 +165,8 @@ class Routers(NamedTuple):
 
 @dataclass(frozen=True)
 class Tally:
-    """How experts were chosen in each routed layer, summed over tokens. hits: how often each was. probabilities: of each."""
+    """How experts were chosen in each routed layer, summed over tokens. hits: how often each was.
+    probabilities: of each."""
 
     hits: dict[int, Float32[Tensor, " experts"]]
     probabilities: dict[int, Float32[Tensor, " experts"]]
@@ -151,16 +176,23 @@ class Tally:
         none = torch.zeros(routers.count, device=device)
         return Tally(dict.fromkeys(routers.routed, none), dict.fromkeys(routers.routed, none))
 
-    def add(self, layer: int, chosen: Int[Tensor, "tokens per_token"], probabilities: Float[Tensor, "tokens experts"]) -> None:
+    def add(
+        self,
+        layer: int,
+        chosen: Int[Tensor, "tokens per_token"],
+        probabilities: Float[Tensor, "tokens experts"],
+    ) -> None:
         hits = torch.bincount(chosen.reshape(-1), minlength=probabilities.shape[1])
         self.hits[layer] = self.hits[layer] + hits
         self.probabilities[layer] = self.probabilities[layer] + probabilities.sum(0)
 
     def imbalance(self, tokens: int, over_all: Callable[[Tensor], Tensor]) -> Float32[Tensor, ""]:
-        """experts · Σ f · p, f being the share of the tokens that an expert is chosen for and p its mean probability, the mean
-        over layers: 1 per chosen expert where all are used alike. Source: Switch Transformer, arXiv 2101.03961, eq. 4.
+        """experts · Σ f · p, f being the share of the tokens that an expert is chosen for and p its
+        mean probability, the mean over layers: 1 per chosen expert where all are used alike.
+        Source: Switch Transformer, arXiv 2101.03961, eq. 4.
 
-        tokens: of all processes. over_all: sums over them; what is returned is this process's part of the sum.
+        tokens: of all processes. over_all: sums over them; what is returned is this process's part
+        of the sum.
         """
         share = over_all(torch.stack(list(self.hits.values()))) / tokens
         mean = torch.stack(list(self.probabilities.values())) / tokens
@@ -169,8 +201,9 @@ class Tally:
 
 @dataclass(frozen=True)
 class Routing:
-    """What routers are to do in one pass through a model. recorded: the experts that an engine sent each token through, -1
-    where it recorded none; without it they choose. tally: where that is counted, of the first `counted` tokens."""
+    """What routers are to do in one pass through a model. recorded: the experts that an engine sent
+    each token through, -1 where it recorded none; without it they choose. tally: where that is
+    counted, of the first `counted` tokens."""
 
     recorded: Int[Tensor, "tokens layers per_token"] | None
     tally: Tally | None
@@ -191,23 +224,35 @@ def routed(routing: Routing | None) -> Iterator[None]:
 
 
 def computed_again() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-    """For torch.utils.checkpoint: how a block is computed first, and again. It is not counted twice."""
+    """For torch.utils.checkpoint: how a block is computed first, and again. It is not counted
+    twice."""
     routing = _running.get()
     return nullcontext(), routed(routing and replace(routing, tally=None))
 
 
 def hook_routers(model: PreTrainedModel, config: TrainerConfig, directory: Path) -> Routers | None:
-    """Has the routers of a model do what `routed` says; None for a model that has none, or others than of softmax.
+    """Has the routers of a model do what `routed` says; None for a model that has none, or others
+    than of softmax.
 
     Raises: ConfigError for what a config asks of routers that the model does not have.
     """
-    routers = ((name, module) for name, module in model.named_modules() if type(module).__name__.endswith("Router"))
-    found = {int(number[1]): router for name, router in routers if (number := IN_LAYER.search(name))}
+    routers = (
+        (name, module)
+        for name, module in model.named_modules()
+        if type(module).__name__.endswith("Router")
+    )
+    found = {
+        int(number[1]): router for name, router in routers if (number := IN_LAYER.search(name))
+    }
     normalised = {n: normalises(drawn(deepcopy(router))) for n, router in found.items()}
     if not found or None in normalised.values():
         mixed = bool(found) or any(is_experts(module) for module in model.modules())
         if config.replay_experts:
-            lacks = "whose routers do not weigh experts by a softmax" if mixed else "which has no experts"
+            lacks = (
+                "whose routers do not weigh experts by a softmax"
+                if mixed
+                else "which has no experts"
+            )
             raise ConfigError("trainer.replay_experts", True, f"False with {directory}, {lacks}")
         if config.balance and mixed:
             wanted = f"0 with {directory}, whose routers do not weigh experts by a softmax"
@@ -218,25 +263,44 @@ def hook_routers(model: PreTrainedModel, config: TrainerConfig, directory: Path)
     with torch.no_grad():
         tried = drawn(deepcopy(next(iter(found.values()))))
         logits, _, chosen = tried(_tokens_for(tried))
-    return Routers(model.config.get_text_config().num_hidden_layers, chosen.shape[1], logits.shape[1], tuple(found))
+    return Routers(
+        model.config.get_text_config().num_hidden_layers,
+        chosen.shape[1],
+        logits.shape[1],
+        tuple(found),
+    )
 
 
 def normalises(router: nn.Module) -> bool | None:
-    """Whether a router's weights of the chosen experts are probabilities that are made to sum to 1; None where they are neither
-    these nor the probabilities themselves. Configs of families say this in many ways: here it is tried."""
+    """Whether a router's weights of the chosen experts are probabilities that are made to sum to 1;
+    None where they are neither these nor the probabilities themselves. Configs of families say this
+    in many ways: here it is tried."""
     x = _tokens_for(router)
     with torch.no_grad():
         try:
-            # Logits of about 1: of large ones the first choice has all the probability, whatever is normalised.
-            logits, weights, chosen = router(x / router(x)[0].float().std().clamp(min=1e-6).to(x.dtype))
+            # Logits of about 1: of large ones the first choice has all the probability, whatever is
+            # normalised.
+            logits, weights, chosen = router(
+                x / router(x)[0].float().std().clamp(min=1e-6).to(x.dtype)
+            )
             both = {n: weighed(logits.float().softmax(-1), chosen, n) for n in (True, False)}
-        except (TypeError, ValueError, RuntimeError):  # it wants, or says, other things in another order
+        except (
+            TypeError,
+            ValueError,
+            RuntimeError,
+        ):  # it wants, or says, other things in another order
             return None
-    alike = (n for n, x in both.items() if x.shape == weights.shape and torch.allclose(weights.float(), x, rtol=1e-2, atol=0))
+    alike = (
+        n
+        for n, x in both.items()
+        if x.shape == weights.shape and torch.allclose(weights.float(), x, rtol=1e-2, atol=0)
+    )
     return next(alike, None)
 
 
-def weighed(probabilities: Float[Tensor, "tokens experts"], chosen: Tensor, normalised: bool) -> Tensor:
+def weighed(
+    probabilities: Float[Tensor, "tokens experts"], chosen: Tensor, normalised: bool
+) -> Tensor:
     """The weights of chosen experts."""
     weights = probabilities.gather(-1, chosen)
     return weights / weights.sum(-1, keepdim=True) if normalised else weights
@@ -249,7 +313,9 @@ def _tokens_for(router: nn.Module) -> Float[Tensor, "64 features"]:
 
 
 @torch.compiler.disable  # what it does is said outside
-def _route(layer: int, normalised: bool, _: nn.Module, __: Any, said: tuple[Tensor, ...]) -> tuple[Tensor, ...] | None:
+def _route(
+    layer: int, normalised: bool, _: nn.Module, __: Any, said: tuple[Tensor, ...]
+) -> tuple[Tensor, ...] | None:
     """After a router's own forward. Source of the replay: arXiv 2510.11370."""
     routing = _running.get()
     if routing is None:

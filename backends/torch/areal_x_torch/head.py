@@ -1,11 +1,14 @@
-"""The heads: log-probabilities of given tokens, without an array of tokens by vocabulary, or one number of each token.
+"""The heads: log-probabilities of given tokens, without an array of tokens by vocabulary, or one
+number of each token.
 
-Logits are computed for one block of the vocabulary after the other, and again in the backward pass, so that those of one block
-exist at a time and the weight's gradient is written once, block by block. A divergence is a function of all logits of a
-position: where one is asked for, chunks of positions take the place of blocks.
+Logits are computed for one block of the vocabulary after the other, and again in the backward pass,
+so that those of one block exist at a time and the weight's gradient is written once, block by
+block. A divergence is a function of all logits of a position: where one is asked for, chunks of
+positions take the place of blocks.
 
-Where the vocabulary is split over processes each computes the logits of its own words, and what is summed over the vocabulary
-is put together: three numbers a position, not logits, but for a divergence.
+Where the vocabulary is split over processes each computes the logits of its own words, and what is
+summed over the vocabulary is put together: three numbers a position, not logits, but for a
+divergence.
 """
 
 from __future__ import annotations
@@ -24,16 +27,19 @@ from areal_x.types import Divergence
 from areal_x_torch.model import Head, softcapped
 from areal_x_torch.parts import Joined, Shared
 
-LOGITS = 2**24  # at once where the caller names no number: 64 MiB, of which there are up to three arrays
+# at once where the caller names no number: 64 MiB, of which there are up to three arrays
+LOGITS = 2**24
 NARROWEST = 512  # columns of a block even if its logits are more: narrower products are slow
-CACHED = 2**22  # logits of a block that a CPU's cache holds, so that what is done to each costs little beside the product
+# logits of a block that a CPU's cache holds, so that what is done to each costs little beside the
+# product
+CACHED = 2**22
 
 Each = Float[Tensor, " positions"]
 
 
 class Teacher(NamedTuple):
-    """What a frozen model left behind at the same positions, its head, and how far from it is measured: over the tokens that
-    both have, as either's embedding may be padded further."""
+    """What a frozen model left behind at the same positions, its head, and how far from it is
+    measured: over the tokens that both have, as either's embedding may be padded further."""
 
     hidden: Float[Tensor, "positions teacher_features"]
     head: Head
@@ -49,11 +55,12 @@ def logprobs(
     entropy: bool = False,
     teacher: Teacher | None = None,
 ) -> tuple[Each, Each | None, Each | None]:
-    """log softmax(logits / temperature) of the target at each position, in fp32; with `entropy` also that distribution's, and
-    with a teacher its divergence, of both logits / temperature.
+    """log softmax(logits / temperature) of the target at each position, in fp32; with `entropy`
+    also that distribution's, and with a teacher its divergence, of both logits / temperature.
 
-    `hidden` is what the token before the target left behind. The logits are computed in its dtype. chunk: as many logits exist
-    at once as this many positions have; 0 chooses by the size of the vocabulary.
+    `hidden` is what the token before the target left behind. The logits are computed in its dtype.
+    chunk: as many logits exist at once as this many positions have; 0 chooses by the size of the
+    vocabulary.
     """
     if head.others is not None:
         hidden = Shared.apply(hidden, head.others)
@@ -61,23 +68,29 @@ def logprobs(
     at_once = max(chunk or LOGITS // vocabulary, 1)
     if teacher is not None:
         return _by_chunks(hidden, head, targets, temperature, at_once, entropy, teacher)
-    # Kept, nothing is computed twice, a fourth of the work: that is worth as much memory as two blocks.
+    # Kept, nothing is computed twice, a fourth of the work: that is worth as much memory as two
+    # blocks.
     kept = positions <= (at_once if chunk else 2 * at_once)
-    width = vocabulary if kept else max(at_once * vocabulary // positions, 1 if chunk else NARROWEST)
+    width = (
+        vocabulary if kept else max(at_once * vocabulary // positions, 1 if chunk else NARROWEST)
+    )
     if kept and hidden.device.type == "cpu":
         width = max(CACHED // max(positions, 1), NARROWEST)
     how = Blocks(min(width, vocabulary), kept, temperature, head.softcap, entropy, head.others)
     return *ByBlocks.apply(hidden, head.weight, head.bias, targets, how), None
 
 
-def values(hidden: Float[Tensor, "positions features"], weight: Float[Tensor, "1 features"]) -> Float[Tensor, " positions"]:
-    """One number a position, in fp32 whatever the dtype of `hidden`: next to a model it costs nothing."""
+def values(
+    hidden: Float[Tensor, "positions features"], weight: Float[Tensor, "1 features"]
+) -> Float[Tensor, " positions"]:
+    """One number a position, in fp32 whatever the dtype of `hidden`: next to a model it costs
+    nothing."""
     return hidden.float() @ weight[0]
 
 
 class Blocks(NamedTuple):
-    """How logits are computed. width: columns of a block. kept: whether they wait for the backward pass, which else computes
-    them again. others: see `Head`."""
+    """How logits are computed. width: columns of a block. kept: whether they wait for the backward
+    pass, which else computes them again. others: see `Head`."""
 
     width: int
     kept: bool
@@ -88,7 +101,8 @@ class Blocks(NamedTuple):
 
 
 class ByBlocks(torch.autograd.Function):
-    """log softmax(capped(hidden @ weightᵀ + bias) / temperature)[target], one number a position; and -Σ p log p or None."""
+    """log softmax(capped(hidden @ weightᵀ + bias) / temperature)[target], one number a position;
+    and -Σ p log p or None."""
 
     @staticmethod
     def forward(
@@ -112,33 +126,48 @@ class ByBlocks(torch.autograd.Function):
             if how.entropy:
                 logp = (logits.clone() if how.kept else logits).sub_(of_block[:, None])
                 entropy_of_block = -logp.exp().mul_(logp).sum(-1)
-                entropy = _part_of(both, total, entropy) + _part_of(both, of_block, entropy_of_block)
+                entropy = _part_of(both, total, entropy) + _part_of(
+                    both, of_block, entropy_of_block
+                )
             total = both
             if how.kept:
                 ctx.kept.append(logits)
         if how.others is not None:
             chosen, total, entropy = _of_all_words(chosen, total, entropy, how.others)
-        ctx.save_for_backward(hidden, weight, bias, targets, total, entropy if how.entropy else None)
+        ctx.save_for_backward(
+            hidden, weight, bias, targets, total, entropy if how.entropy else None
+        )
         ctx.how = how
         return chosen - total, entropy if how.entropy else None
 
     @staticmethod
     def backward(ctx: Any, grad: Each, grad_entropy: Each | None) -> tuple[Tensor | None, ...]:
-        """Times the temperature: d logp / d logits = one-hot of the target - p, d entropy / d logits = -p (log p + H); and
-        d logits / d products = 1 - (logits / softcap)², before the temperature."""
+        """Times the temperature: d logp / d logits = one-hot of the target - p, d entropy / d
+        logits = -p (log p + H); and d logits / d products = 1 - (logits / softcap)², before the
+        temperature."""
         hidden, weight, bias, targets, total, entropy = ctx.saved_tensors
         grad_hidden = torch.zeros(hidden.shape, device=hidden.device)
-        grad_weight, grad_bias = (torch.empty_like(x) if ctx.needs_input_grad[i] else None for i, x in ((1, weight), (2, bias)))
+        grad_weight, grad_bias = (
+            torch.empty_like(x) if ctx.needs_input_grad[i] else None
+            for i, x in ((1, weight), (2, bias))
+        )
         how: Blocks = ctx.how
         scaled = grad[:, None] / how.temperature
-        kept, ctx.kept = ctx.kept, []  # which the lines below write over: a second backward pass computes them again
+        # which the lines below write over: a second backward pass computes them again
+        kept, ctx.kept = ctx.kept, []
         for number, part in enumerate(_parts(len(weight), how.width)):
             columns = _columns(weight, bias, part, how)
             logits = kept[number] if kept else _logits(hidden, columns, how.temperature)
-            of_cap = 1 - (logits * (how.temperature / how.softcap)).square_() if how.softcap else None
+            of_cap = (
+                1 - (logits * (how.temperature / how.softcap)).square_() if how.softcap else None
+            )
             logp, slope = logits.sub_(total[:, None]), scaled
             if entropy is not None:
-                slope = (logp + entropy[:, None]).mul_(grad_entropy[:, None] / how.temperature).add_(scaled)
+                slope = (
+                    (logp + entropy[:, None])
+                    .mul_(grad_entropy[:, None] / how.temperature)
+                    .add_(scaled)
+                )
             grad_logits = logp.exp_().mul_(-slope)
             here, own = _within(targets, part)
             grad_logits.scatter_add_(1, own, torch.where(here[:, None], scaled, 0))
@@ -153,13 +182,18 @@ class ByBlocks(torch.autograd.Function):
         return grad_hidden.to(hidden.dtype), grad_weight, grad_bias, None, None
 
 
-def _own_words(targets: Int[Tensor, " positions"], count: int, others: ProcessGroup | None) -> Int[Tensor, " positions"]:
+def _own_words(
+    targets: Int[Tensor, " positions"], count: int, others: ProcessGroup | None
+) -> Int[Tensor, " positions"]:
     """Counted from the first of this process's words on: those of others are none of its own."""
     return targets if others is None else targets - others.rank() * count
 
 
-def _of_all_words(chosen: Each, total: Each, entropy: Each, others: ProcessGroup) -> tuple[Each, Each, Each]:
-    """The same of the whole vocabulary as of each process's part: the target's logit, log Σ exp and the entropy."""
+def _of_all_words(
+    chosen: Each, total: Each, entropy: Each, others: ProcessGroup
+) -> tuple[Each, Each, Each]:
+    """The same of the whole vocabulary as of each process's part: the target's logit, log Σ exp and
+    the entropy."""
     highest = total.clone()
     dist.all_reduce(highest, dist.ReduceOp.MAX, group=others)
     summed = torch.stack([chosen, (total - highest).exp()])
@@ -170,14 +204,18 @@ def _of_all_words(chosen: Each, total: Each, entropy: Each, others: ProcessGroup
     return summed[0], both, entropy
 
 
-def _within(targets: Int[Tensor, " positions"], part: slice) -> tuple[Tensor, Int[Tensor, "positions 1"]]:
-    """Which targets are among a block's columns, and the column in the block, any for those that are not."""
+def _within(
+    targets: Int[Tensor, " positions"], part: slice
+) -> tuple[Tensor, Int[Tensor, "positions 1"]]:
+    """Which targets are among a block's columns, and the column in the block, any for those that
+    are not."""
     here = (targets >= part.start) & (targets < part.stop)
     return here, (targets - part.start).clamp_(0, part.stop - part.start - 1)[:, None]
 
 
 def _part_of(both: Each, one: Each, entropy: Each) -> Each:
-    """Of the entropy of two blocks together what one of them gives, by the logarithms of their sums of exponentials."""
+    """Of the entropy of two blocks together what one of them gives, by the logarithms of their sums
+    of exponentials."""
     log_share = one - both
     return torch.where(one == -torch.inf, 0.0, log_share.exp() * (entropy - log_share))
 
@@ -191,9 +229,12 @@ def _by_chunks(
     entropy: bool,
     teacher: Teacher,
 ) -> tuple[Each, Each | None, Each]:
-    """All logits of a chunk of positions at a time. The divergence may be any function: autograd differentiates it."""
+    """All logits of a chunk of positions at a time. The divergence may be any function: autograd
+    differentiates it."""
 
-    def one(hidden: Tensor, of_teacher: Tensor, targets: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, ...]:
+    def one(
+        hidden: Tensor, of_teacher: Tensor, targets: Tensor, weight: Tensor, bias: Tensor | None
+    ) -> tuple[Tensor, ...]:
         logits = _logits(hidden, Head(weight, bias, head.softcap), temperature)
         if head.others is not None:
             logits = Joined.apply(logits, head.others)
@@ -205,9 +246,11 @@ def _by_chunks(
         return logp.gather(1, targets[:, None])[:, 0], of_all, divergence
 
     again = partial(checkpoint, one, use_reentrant=False, preserve_rng_state=False)
-    # One part where there is no position: a pass that other processes need has a gradient too, of zeros.
+    # One part where there is no position: a pass that other processes need has a gradient too, of
+    # zeros.
     said = [
-        again(hidden[p], teacher.hidden[p], targets[p], head.weight, head.bias) for p in _parts(max(len(targets), 1), chunk)
+        again(hidden[p], teacher.hidden[p], targets[p], head.weight, head.bias)
+        for p in _parts(max(len(targets), 1), chunk)
     ]
     logp, of_all, divergence = zip(*said, strict=True)
     return torch.cat(logp), torch.cat(of_all) if entropy else None, torch.cat(divergence)

@@ -1,5 +1,6 @@
-"""From a directory to a model: built without its tensors, so that it may be split before it is loaded, each process reading its
-own part, as fp32 master weights. What the trainer would compute wrongly is refused here.
+"""From a directory to a model: built without its tensors, so that it may be split before it is
+loaded, each process reading its own part, as fp32 master weights. What the trainer would compute
+wrongly is refused here.
 """
 
 from __future__ import annotations
@@ -49,11 +50,13 @@ def frozen(directory: Path, device: torch.device, dtype: torch.dtype) -> PreTrai
 
 
 def build(directory: Path, head: str) -> PreTrainedModel:
-    """The model of a directory with its parameters on the meta device, and what no file holds, as a rotation's frequencies, on
-    the host: it may be changed and split before any of it takes memory. `materialize` and `fill` make it the model.
+    """The model of a directory with its parameters on the meta device, and what no file holds, as a
+    rotation's frequencies, on the host: it may be changed and split before any of it takes memory.
+    `materialize` and `fill` make it the model.
 
-    head: "policy" for a causal language model, else a sequence classifier with one label. Raises: UserError where the tensors
-    do not fit the config, or the model is one that this backend does not train.
+    head: "policy" for a causal language model, else a sequence classifier with one label. Raises:
+    UserError where the tensors do not fit the config, or the model is one that this backend does
+    not train.
     """
     model_dir.check_head(directory, head)
     config = model_dir.read_config(directory)
@@ -61,17 +64,31 @@ def build(directory: Path, head: str) -> PreTrainedModel:
     if "vision_config" in config:
         if config["model_type"] not in SEEING:
             kinds = f"of models that see, the torch backend trains {' and '.join(SEEING)}"
-            raise UserError(f"{directory} is a {config['model_type']}; {kinds}: use one of these, or a model of text")
-        kind, name = AutoModelForImageTextToText if head == "policy" else scoring(directory), "a model that sees"
+            raise UserError(
+                f"{directory} is a {config['model_type']}; {kinds}: use one of these, or a model of"
+                " text"
+            )
+        kind, name = (
+            AutoModelForImageTextToText if head == "policy" else scoring(directory),
+            "a model that sees",
+        )
     elif head != "policy":
-        kind, name, changes = AutoModelForSequenceClassification, "a sequence classifier", {"num_labels": 1}
+        kind, name, changes = (
+            AutoModelForSequenceClassification,
+            "a sequence classifier",
+            {"num_labels": 1},
+        )
     promised = {tensor: _Promised(shape) for tensor, shape in model_dir.shapes(directory).items()}
     with quiet():
         try:
-            described = AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False, **changes)
+            described = AutoConfig.from_pretrained(
+                directory, local_files_only=True, trust_remote_code=False, **changes
+            )
             with torch.device("meta"):
                 architecture = (
-                    kind if issubclass(kind, PreTrainedModel) else type(kind.from_config(described, trust_remote_code=False))
+                    kind
+                    if issubclass(kind, PreTrainedModel)
+                    else type(kind.from_config(described, trust_remote_code=False))
                 )
             model, found = architecture.from_pretrained(
                 None,
@@ -88,20 +105,24 @@ def build(directory: Path, head: str) -> PreTrainedModel:
     missing, left_over = set(found["missing_keys"]), set(found["unexpected_keys"])
     if head != "policy":  # of a language model
         left_over = {name for name in left_over if not name.startswith("lm_head.")}
-    complaints = _complaints(missing - {SCORE}, left_over, [name for name, *_ in found["mismatched_keys"]])
+    complaints = _complaints(
+        missing - {SCORE}, left_over, [name for name, *_ in found["mismatched_keys"]]
+    )
     if complaints:
         raise UserError(f"the tensors of {directory} do not fit its config ({complaints})")
     _tie_what_is_the_same(model, directory)
     if SCORE in missing:
         model.score.to("meta")
-    # transformers gives the padding token's embedding no gradient. Here padding never counts: it is a token like any other.
+    # transformers gives the padding token's embedding no gradient. Here padding never counts: it is
+    # a token like any other.
     model.get_input_embeddings().padding_idx = None
     probing.prepare(model, directory)
     return model
 
 
 def scoring(directory: Path) -> type[PreTrainedModel]:
-    """The class of a model that sees with a score in place of its head, which transformers has of models of text alone."""
+    """The class of a model that sees with a score in place of its head, which transformers has of
+    models of text alone."""
     config = AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
     writes: type[PreTrainedModel] = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING[type(config)]
 
@@ -119,7 +140,8 @@ def scoring(directory: Path) -> type[PreTrainedModel]:
 
 
 class _Promised:
-    """What transformers takes for a tensor that is still in its file: it gives one on the meta device, and nothing is read."""
+    """What transformers takes for a tensor that is still in its file: it gives one on the meta
+    device, and nothing is read."""
 
     def __init__(self, shape: tuple[int, ...]) -> None:
         self.shape = shape
@@ -132,8 +154,8 @@ class _Promised:
 
 
 def _tie_what_is_the_same(model: PreTrainedModel, directory: Path) -> None:
-    """Ties a head that the config says is the embedding where the directory has both and they are equal: transformers compares
-    them, but not on the meta device."""
+    """Ties a head that the config says is the embedding where the directory has both and they are
+    equal: transformers compares them, but not on the meta device."""
     for target, source in model.all_tied_weights_keys.items():
         pair = {name: model.get_parameter(name) for name in (target, source)}
         if pair[target] is not pair[source]:
@@ -144,10 +166,14 @@ def _tie_what_is_the_same(model: PreTrainedModel, directory: Path) -> None:
 
 
 def freeze(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
-    """For a model that is only looked at. What autocast would cast at each use, the weights of products, is of `dtype` for
-    good; so it says to the last bit what the same model says in training."""
+    """For a model that is only looked at. What autocast would cast at each use, the weights of
+    products, is of `dtype` for good; so it says to the last bit what the same model says in
+    training."""
     model.requires_grad_(False)
-    kept = {id(model.get_input_embeddings().weight), *(id(p) for name, p in model.named_parameters() if name == SCORE)}
+    kept = {
+        id(model.get_input_embeddings().weight),
+        *(id(p) for name, p in model.named_parameters() if name == SCORE),
+    }
     for layer in model.modules():
         if isinstance(layer, torch.nn.Linear) or is_experts(layer):
             for parameter in layer.parameters():
@@ -156,8 +182,11 @@ def freeze(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
     return model
 
 
-def materialize(module: nn.Module, device: torch.device, parameters: torch.device | None = None) -> None:
-    """Puts what is on the meta device on this one, without values, and moves the rest there. What was tied stays tied.
+def materialize(
+    module: nn.Module, device: torch.device, parameters: torch.device | None = None
+) -> None:
+    """Puts what is on the meta device on this one, without values, and moves the rest there. What
+    was tied stays tied.
 
     parameters: where these lie, if not there too.
     """
@@ -167,7 +196,8 @@ def materialize(module: nn.Module, device: torch.device, parameters: torch.devic
         return torch.empty_like(x, device=to) if x.is_meta else x.to(to)
 
     swap = torch.__future__.get_swap_module_params_on_conversion()
-    torch.__future__.set_swap_module_params_on_conversion(True)  # else each place would get a parameter of its own
+    # else each place would get a parameter of its own
+    torch.__future__.set_swap_module_params_on_conversion(True)
     try:
         module._apply(put)
     finally:
@@ -176,8 +206,8 @@ def materialize(module: nn.Module, device: torch.device, parameters: torch.devic
 
 @torch.no_grad()
 def fill(model: PreTrainedModel, directory: Path) -> None:
-    """Reads the tensors of a directory, one at a time, into the model that `build` made of it; of one that lies on several
-    processes its own part. A score that the directory has not is 0."""
+    """Reads the tensors of a directory, one at a time, into the model that `build` made of it; of
+    one that lies on several processes its own part. A score that the directory has not is 0."""
     targets = named_tensors(model)
     missing, into = {name for name in targets if not name.endswith(ADAPTER)}, _Into(targets)
     for file_name, x in model_dir.read_tensors(directory):
@@ -189,20 +219,28 @@ def fill(model: PreTrainedModel, directory: Path) -> None:
         model.score.weight.zero_()
     complaints = _complaints(missing - {SCORE}, ())
     if complaints:
-        raise UserError(f"{directory} has some tensors under other names ({complaints}): save it anew with save_pretrained")
+        raise UserError(
+            f"{directory} has some tensors under other names ({complaints}): save it anew with"
+            " save_pretrained"
+        )
 
 
 @torch.no_grad()
-def copy_in(targets: Mapping[str, Tensor | Piece], tensors: Iterable[tuple[str, np.ndarray]], source: str) -> None:
-    """Copies arrays into the tensors of their names, one at a time. Raises: UserError listing what is missing, left over or of
-    another shape."""
+def copy_in(
+    targets: Mapping[str, Tensor | Piece], tensors: Iterable[tuple[str, np.ndarray]], source: str
+) -> None:
+    """Copies arrays into the tensors of their names, one at a time. Raises: UserError listing what
+    is missing, left over or of another shape."""
     missing, left_over = set(targets), []
     into = _Into(targets)
     for name, x in tensors:
         if name not in targets:
             left_over.append(name)
         elif x.shape != targets[name].shape:
-            raise UserError(f"{source}: {name} has shape {x.shape}, the model wants {tuple(targets[name].shape)}")
+            raise UserError(
+                f"{source}: {name} has shape {x.shape}, the model wants"
+                f" {tuple(targets[name].shape)}"
+            )
         else:
             into.put(name, x)
             missing.discard(name)
@@ -212,8 +250,9 @@ def copy_in(targets: Mapping[str, Tensor | Piece], tensors: Iterable[tuple[str, 
 
 
 class _Into:
-    """Tensors that whole arrays are copied into, one at a time: of what lies on several processes its own part, and nothing of
-    the rest is cast or copied; of one whose pieces come one by one, once all are there."""
+    """Tensors that whole arrays are copied into, one at a time: of what lies on several processes
+    its own part, and nothing of the rest is cast or copied; of one whose pieces come one by one,
+    once all are there."""
 
     def __init__(self, targets: Mapping[str, Tensor | Piece]) -> None:
         self._targets = targets
@@ -224,7 +263,9 @@ class _Into:
         target, whole = self._targets[name], from_numpy(x)
         if isinstance(target, Piece):
             of = id(target.of)
-            target.view(self._joined.setdefault(of, torch.empty(target.of.shape, dtype=target.of.dtype))).copy_(whole)
+            target.view(
+                self._joined.setdefault(of, torch.empty(target.of.shape, dtype=target.of.dtype))
+            ).copy_(whole)
             self._left[of] -= 1
             if self._left[of]:
                 return
@@ -246,7 +287,9 @@ def quiet() -> Iterator[None]:
             logging.enable_progress_bar()
 
 
-def _complaints(missing: Iterable[str], left_over: Iterable[str], misshapen: Iterable[str] = ()) -> str:
+def _complaints(
+    missing: Iterable[str], left_over: Iterable[str], misshapen: Iterable[str] = ()
+) -> str:
     kinds = {"missing": missing, "left over": left_over, "of another shape": misshapen}
     return "; ".join(f"{kind}: {_listed(sorted(names))}" for kind, names in kinds.items() if names)
 

@@ -1,7 +1,8 @@
-"""The images of sequences that are sampled: where their tokens lie in rows of unequal lengths, and what the tower says of them.
+"""The images of sequences that are sampled: where their tokens lie in rows of unequal lengths, and
+what the tower says of them.
 
-A prefill goes through the rows in chunks of columns. The tower looks once, before the first chunk, and each image once, however
-many rows have it.
+A prefill goes through the rows in chunks of columns. The tower looks once, before the first chunk,
+and each image once, however many rows have it.
 """
 
 from __future__ import annotations
@@ -27,13 +28,15 @@ TEXT = -1  # in place of a feature
 
 @dataclass(frozen=True)
 class Looked:
-    """features: what the tower said of all images, see `features_of`. which: of each token, its row of them; TEXT of others."""
+    """features: what the tower said of all images, see `features_of`. which: of each token, its row
+    of them; TEXT of others."""
 
     features: Sequence[Float[Tensor, "image_tokens width"]]
     which: Int[Tensor, "rows length"]
 
     def given(self, embedded: Float[Tensor, "rows chunk width"], start: int) -> dict[str, Any]:
-        """What the language model is given in place of the tokens of a chunk of the first rows, from column `start` on."""
+        """What the language model is given in place of the tokens of a chunk of the first rows,
+        from column `start` on."""
         which = self.which[: embedded.shape[0], start : start + embedded.shape[1]]
         seen = which != TEXT
         if not seen.any():
@@ -41,7 +44,9 @@ class Looked:
         first, *deeper = (x[which[seen]] for x in self.features)
         embedded[seen] = first.to(embedded.dtype)
         given: dict[str, Any] = {"inputs_embeds": embedded}
-        return given | ({"visual_pos_masks": seen, "deepstack_visual_embeds": deeper} if deeper else {})
+        return given | (
+            {"visual_pos_masks": seen, "deepstack_visual_embeds": deeper} if deeper else {}
+        )
 
 
 def look(model: PreTrainedModel, requests: Sequence[SlotRequest], length: int) -> Looked | None:
@@ -58,21 +63,30 @@ def look(model: PreTrainedModel, requests: Sequence[SlotRequest], length: int) -
     which = np.full((len(requests), length), TEXT, np.int64)
     for row, request in zip(which, requests, strict=True):
         if request.images is not None:
-            of_image = np.flatnonzero(image_tokens(request.tokens, model.config.image_token_id, generated(request)))
+            of_image = np.flatnonzero(
+                image_tokens(request.tokens, model.config.image_token_id, generated(request))
+            )
             row[of_image] = starts[id(request.images)] + np.arange(len(of_image))
     patches = np.concatenate([images.patches for images in distinct.values()])
     grids = np.concatenate([images.grids for images in distinct.values()])
     device = model.device
-    return Looked(features_of(model.base_model, to_tensor(patches, device), to_tensor(grids, device)), to_tensor(which, device))
+    return Looked(
+        features_of(model.base_model, to_tensor(patches, device), to_tensor(grids, device)),
+        to_tensor(which, device),
+    )
 
 
 def positions_of(model: PreTrainedModel, request: SlotRequest) -> Int[np.ndarray, "3 length"]:
-    """Of each token of a sequence, in time, height and width. Raises: UserError where its image tokens are not those of its
-    images, or nothing follows the last of them."""
+    """Of each token of a sequence, in time, height and width. Raises: UserError where its image
+    tokens are not those of its images, or nothing follows the last of them."""
     config = model.config
     if request.generated == 0 and request.tokens[-1] == config.image_token_id:
-        raise UserError("a prompt ends in an image: text must follow it, as chat templates write it")
-    grids: list[Grid] = [] if request.images is None else [tuple(grid) for grid in request.images.grids.tolist()]
+        raise UserError(
+            "a prompt ends in an image: text must follow it, as chat templates write it"
+        )
+    grids: list[Grid] = (
+        [] if request.images is None else [tuple(grid) for grid in request.images.grids.tolist()]
+    )
     merge = config.vision_config.spatial_merge_size
     return mrope_positions(request.tokens, grids, config.image_token_id, merge, generated(request))
 

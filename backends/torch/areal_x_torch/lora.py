@@ -1,11 +1,13 @@
-"""Low-rank adapters beside a frozen model: each adapted layer adds scale · B (A x) to what it gives.
+"""Low-rank adapters beside a frozen model: each adapted layer adds scale · B (A x) to what it
+gives.
 
-The names of the added parameters are PEFT's, so that the files of areal_x.hf.lora need no others, and either backend goes on
-from them. Source: arXiv 2106.09685.
+The names of the added parameters are PEFT's, so that the files of areal_x.hf.lora need no others,
+and either backend goes on from them. Source: arXiv 2106.09685.
 
-Of a layer that is split over processes A is whole and B has a part of the rows, or A has a part of the columns and B is whole.
-Either way what each process computes from its own parts is what it adds to its part of the layer's product: nothing more is
-sent. The whole matrix has on each process the gradient of that one's part, and the sum of these once a step.
+Of a layer that is split over processes A is whole and B has a part of the rows, or A has a part of
+the columns and B is whole. Either way what each process computes from its own parts is what it adds
+to its part of the layer's product: nothing more is sent. The whole matrix has on each process the
+gradient of that one's part, and the sum of these once a step.
 """
 
 from __future__ import annotations
@@ -33,14 +35,20 @@ from areal_x_torch.parts import Piece, Shared, Summed, gathered, local, split
 class Adapted(nn.Linear):
     """A linear layer with an adapter, in fp32, beside its own parameters.
 
-    others: the processes that have the other parts of it, where it is split: of its rows, or of its columns.
+    others: the processes that have the other parts of it, where it is split: of its rows, or of its
+    columns.
     """
 
     def __init__(self, layer: nn.Linear, rank: int, scale: float) -> None:
         nn.Module.__init__(self)  # no parameters of its own: they are those of `layer`
-        self.in_features, self.out_features, self.scale = layer.in_features, layer.out_features, scale
+        self.in_features, self.out_features, self.scale = (
+            layer.in_features,
+            layer.out_features,
+            scale,
+        )
         self.weight, self.bias = layer.weight, layer.bias
-        made = {"bias": False, "device": "cpu", "dtype": torch.float32}  # drawn while the layer is on the meta device yet
+        # drawn while the layer is on the meta device yet
+        made = {"bias": False, "device": "cpu", "dtype": torch.float32}
         self.lora_A = nn.Linear(self.in_features, rank, **made)
         self.lora_B = nn.Linear(rank, self.out_features, **made)
         self.others: ProcessGroup | None = None
@@ -71,16 +79,22 @@ class Adapted(nn.Linear):
         return self.lora_A.weight if self.by_rows else self.lora_B.weight
 
     def merged(self) -> Float[Tensor, "out features"]:
-        """The weight with what the adapter adds, computed in fp32, in the weight's type; gathered, where it is split."""
-        weight, a, b = (gathered(layer.weight.detach()) for layer in (self, self.lora_A, self.lora_B))
+        """The weight with what the adapter adds, computed in fp32, in the weight's type; gathered,
+        where it is split."""
+        weight, a, b = (
+            gathered(layer.weight.detach()) for layer in (self, self.lora_A, self.lora_B)
+        )
         return (weight + self.scale * (b @ a)).to(weight.dtype)
 
 
 def check_targets(directory: Path, config: LoRAConfig) -> None:
-    """Raises: ConfigError for targets that the model of a directory has not, before any of it is read."""
+    """Raises: ConfigError for targets that the model of a directory has not, before any of it is
+    read."""
     with quiet(), torch.device("meta"):
         try:
-            described = AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
+            described = AutoConfig.from_pretrained(
+                directory, local_files_only=True, trust_remote_code=False
+            )
             model = AutoModelForCausalLM.from_config(described, trust_remote_code=False)
         except Exception:
             return  # loading it says what is wrong
@@ -89,16 +103,24 @@ def check_targets(directory: Path, config: LoRAConfig) -> None:
     if unknown:
         mixture = any(name.endswith(".experts") for name, _ in model.named_modules())
         experts = " (experts and their router can have no adapters)" if mixture else ""
-        wanted = f"without {', '.join(unknown)}, as this model's kernels that can have adapters are {', '.join(there)}{experts}"
+        wanted = (
+            f"without {', '.join(unknown)}, as this model's kernels that can have adapters are"
+            f" {', '.join(there)}{experts}"
+        )
         raise ConfigError("lora.targets", config.targets, wanted)
 
 
 def adaptable(model: PreTrainedModel) -> dict[str, nn.Linear]:
-    """The layers that can have adapters: products of the decoder, but for experts'; not the head, nor what sees."""
+    """The layers that can have adapters: products of the decoder, but for experts'; not the head,
+    nor what sees."""
     decoder = model.get_decoder()
     place = next(name for name, module in model.named_modules() if module is decoder)
     inner = ((f"{place}.{name}", module) for name, module in decoder.named_modules())
-    return {name: module for name, module in inner if isinstance(module, nn.Linear) and "expert" not in name}
+    return {
+        name: module
+        for name, module in inner
+        if isinstance(module, nn.Linear) and "expert" not in name
+    }
 
 
 def adapt(model: PreTrainedModel, config: LoRAConfig, seed: int) -> None:
@@ -120,14 +142,19 @@ def adapt(model: PreTrainedModel, config: LoRAConfig, seed: int) -> None:
 
 
 def trained(model: PreTrainedModel, config: LoRAConfig) -> dict[str, Parameter]:
-    """What is trained, under the names that its files have: PEFT's for adapters and a score beside them."""
+    """What is trained, under the names that its files have: PEFT's for adapters and a score beside
+    them."""
     wrapped = WRAPPED if config.rank else ""
     return {wrapped + name: p for name, p in model.named_parameters() if p.requires_grad}
 
 
 def merged(model: PreTrainedModel) -> Iterator[tuple[str, Tensor | Piece]]:
     """The tensors of the plain model, one at a time, with adapters merged into them."""
-    adapted = {f"{name}.weight": module for name, module in model.named_modules() if isinstance(module, Adapted)}
+    adapted = {
+        f"{name}.weight": module
+        for name, module in model.named_modules()
+        if isinstance(module, Adapted)
+    }
     for name, x in named_tensors(model).items():
         if not name.endswith(ADAPTER):
             yield name, adapted[name].merged() if name in adapted else x

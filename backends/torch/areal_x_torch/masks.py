@@ -1,8 +1,9 @@
-"""What the masks of transformers' layers say, as numbers: each attention function of this backend knows its sequences itself,
-and needs from a mask no more than how far back a token sees.
+"""What the masks of transformers' layers say, as numbers: each attention function of this backend
+knows its sequences itself, and needs from a mask no more than how far back a token sees.
 
-Some models (Qwen2-MoE, Phi-MoE) give a layer its window in the mask alone. transformers lets a mask function be registered
-under the name of an attention function; `visible` is that function, and what it returns is what a layer passes as its mask.
+Some models (Qwen2-MoE, Phi-MoE) give a layer its window in the mask alone. transformers lets a mask
+function be registered under the name of an attention function; `visible` is that function, and what
+it returns is what a layer passes as its mask.
 """
 
 from __future__ import annotations
@@ -34,10 +35,11 @@ def visible(
     allow_is_bidirectional_skip: bool | None = None,
     **_: Any,
 ) -> Visible:
-    """What transformers calls for each kind of layer in a pass. Which sequences are neighbours in a row, which it reads from
-    positions, is left out: attention knows them.
+    """What transformers calls for each kind of layer in a pass. Which sequences are neighbours in a
+    row, which it reads from positions, is left out: attention knows them.
 
-    Raises: NotImplementedError for masks that are not causal, are made of other functions, or cut sequences into chunks.
+    Raises: NotImplementedError for masks that are not causal, are made of other functions, or cut
+    sequences into chunks.
     """
     if allow_is_bidirectional_skip is not None:
         raise NotImplementedError("its tokens see those after them")
@@ -54,7 +56,8 @@ def _seen(window: int | None) -> Visible:
 
 
 def window_of(module: Any, mask: Visible | None, sliding_window: int | None) -> int | None:
-    """How many tokens a layer sees, by its mask where transformers made one, else by what it was told.
+    """How many tokens a layer sees, by its mask where transformers made one, else by what it was
+    told.
 
     Raises: NotImplementedError for a mask that the model has computed itself.
     """

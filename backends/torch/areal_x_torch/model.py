@@ -1,5 +1,5 @@
-"""What is computed with a causal language model of transformers, or a sequence classifier, and its tensors under their Hugging
-Face names.
+"""What is computed with a causal language model of transformers, or a sequence classifier, and its
+tensors under their Hugging Face names.
 """
 
 from __future__ import annotations
@@ -24,12 +24,13 @@ from areal_x_torch.images import Seen, look
 from areal_x_torch.parts import Piece
 
 SCORE = "score.weight"  # what a sequence classifier has in place of a language model's head
-ADAPTER = ".lora_A.weight", ".lora_B.weight"  # how the names end of what stands beside a frozen model's own tensors
+# how the names end of what stands beside a frozen model's own tensors
+ADAPTER = ".lora_A.weight", ".lora_B.weight"
 
 
 class Row(NamedTuple):
-    """Sequences one after the other, each with positions from 0 on; of a model that sees, three and perhaps images.
-    routing: what a mixture's routers are to do."""
+    """Sequences one after the other, each with positions from 0 on; of a model that sees, three and
+    perhaps images. routing: what a mixture's routers are to do."""
 
     tokens: Int[Tensor, " tokens"]
     positions: Int[Tensor, "*3 tokens"]
@@ -41,8 +42,9 @@ class Row(NamedTuple):
 class Head(NamedTuple):
     """What turns the last hidden states into logits, or into one score.
 
-    softcap: logits are softcap · tanh(product / softcap); 0 leaves them as they are.
-    others: the processes that have the rest of the vocabulary, in the order of its words; None where it is all here.
+    softcap: logits are softcap · tanh(product / softcap); 0 leaves them as they are. others: the
+    processes that have the rest of the vocabulary, in the order of its words; None where it is all
+    here.
     """
 
     weight: Float[Tensor, "vocabulary features"]
@@ -53,7 +55,9 @@ class Head(NamedTuple):
     def logits(self, hidden: Float[Tensor, "*_ features"]) -> Float[Tensor, "*_ vocabulary"]:
         """In the dtype of `hidden`; the weights may be of another."""
         bias = None if self.bias is None else self.bias.to(hidden.dtype)
-        return softcapped(nn.functional.linear(hidden, self.weight.to(hidden.dtype), bias), self.softcap)
+        return softcapped(
+            nn.functional.linear(hidden, self.weight.to(hidden.dtype), bias), self.softcap
+        )
 
 
 def softcapped(logits: Tensor, softcap: float) -> Tensor:
@@ -67,7 +71,9 @@ def hidden_states(model: PreTrainedModel, row: Row) -> Float[Tensor, "tokens fea
         read = look(model.base_model, model.get_input_embeddings()(row.tokens[None]), row.seen)
     # One row: of positions, and of those in three directions.
     with routed(row.routing):
-        states = decoder(model)(**read, position_ids=row.positions.unsqueeze(-2), use_cache=False, segments=row.segments)
+        states = decoder(model)(
+            **read, position_ids=row.positions.unsqueeze(-2), use_cache=False, segments=row.segments
+        )
     return states.last_hidden_state[0]
 
 
@@ -89,7 +95,11 @@ def head(model: PreTrainedModel) -> Head:
 
 def softcap_of(model: PreTrainedModel) -> float:
     """Of a language model's logits; 0 where it has none."""
-    found = None if is_classifier(model) else getattr(model.config.get_text_config(), "final_logit_softcapping", None)
+    found = (
+        None
+        if is_classifier(model)
+        else getattr(model.config.get_text_config(), "final_logit_softcapping", None)
+    )
     return float(found or 0.0)
 
 
@@ -107,9 +117,13 @@ def is_classifier(model: PreTrainedModel) -> bool:
 
 
 def own_tensors(model: PreTrainedModel) -> dict[str, Tensor]:
-    """What a model's state is made of, under its own names, without copying: a tied head once, under the embedding's name."""
+    """What a model's state is made of, under its own names, without copying: a tied head once,
+    under the embedding's name."""
     buffers = model.state_dict().keys() & {name for name, _ in model.named_buffers()}
-    named = [*model.named_parameters(), *((name, model.get_buffer(name)) for name in sorted(buffers))]
+    named = [
+        *model.named_parameters(),
+        *((name, model.get_buffer(name)) for name in sorted(buffers)),
+    ]
     return {name: x.detach() for name, x in named}
 
 
@@ -119,15 +133,22 @@ def named_tensors(model: PreTrainedModel) -> dict[str, Tensor | Piece]:
 
 
 def as_saved(model: PreTrainedModel, tensors: Mapping[str, Tensor]) -> dict[str, Tensor | Piece]:
-    """Tensors that lie as the model's of these names do, under the names of its files, as views: a mixture's experts, which
-    transformers joins while it loads them, are one by one. What is copied into them is in the model. Of a tensor that lies on
-    several processes the parts are pieces, unless it is one itself."""
+    """Tensors that lie as the model's of these names do, under the names of its files, as views: a
+    mixture's experts, which transformers joins while it loads them, are one by one. What is copied
+    into them is in the model. Of a tensor that lies on several processes the parts are pieces,
+    unless it is one itself."""
     views = {name: x.detach() for name, x in tensors.items()}
     if not getattr(model, "_weight_conversions", None):
         return dict(views)
-    spread = {name: torch.empty(x.shape, device="meta") for name, x in views.items() if isinstance(x, DTensor)}
+    spread = {
+        name: torch.empty(x.shape, device="meta")
+        for name, x in views.items()
+        if isinstance(x, DTensor)
+    }
     held = {x.untyped_storage()._cdata: views[name] for name, x in spread.items()}
-    parts = revert_weight_conversion(model, {name: x.as_subclass(_View) for name, x in (views | spread).items()})
+    parts = revert_weight_conversion(
+        model, {name: x.as_subclass(_View) for name, x in (views | spread).items()}
+    )
 
     def part(x: Tensor) -> Tensor | Piece:
         if not x.is_meta:

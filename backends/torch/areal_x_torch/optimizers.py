@@ -1,12 +1,15 @@
-"""The optimizers: which way a gradient points, in what their states are kept, and how they are saved.
+"""The optimizers: which way a gradient points, in what their states are kept, and how they are
+saved.
 
-Each is clipping by global norm (the trainer's), a direction, decay of matrices and the learning rate; the directions are those
-of the JAX backend, formula by formula, so one config means one thing. torch has two of them under the same names that compute
-something else: its Adafactor scales a step by the size of the parameter, at most 1 / sqrt(step); its Muon works in bfloat16,
-which moves a step by up to three percent. AdamW is torch's own.
+Each is clipping by global norm (the trainer's), a direction, decay of matrices and the learning
+rate; the directions are those of the JAX backend, formula by formula, so one config means one
+thing. torch has two of them under the same names that compute something else: its Adafactor scales
+a step by the size of the parameter, at most 1 / sqrt(step); its Muon works in bfloat16, which moves
+a step by up to three percent. AdamW is torch's own.
 
-Parameters, gradients and states may be DTensors: what is done to them is elementwise, a mean, or a product of means; only
-Muon needs whole matrices, and each device gathers them and computes the same.
+Parameters, gradients and states may be DTensors: what is done to them is elementwise, a mean, or a
+product of means; only Muon needs whole matrices, and each device gathers them and computes the
+same.
 """
 
 from __future__ import annotations
@@ -29,10 +32,12 @@ from areal_x.trainer import OptimizerConfig
 from areal_x_torch import loading, model
 from areal_x_torch.parts import Piece, gathered_each, mesh_of
 
-# Muon's, of its reference and of torch.optim.Muon: the quintic's coefficients, its steps, the least norm, the momentum.
+# Muon's, of its reference and of torch.optim.Muon: the quintic's coefficients, its steps, the least
+# norm, the momentum.
 QUINTIC, STEPS, LEAST, MOMENTUM = (3.4445, -4.7750, 2.0315), 5, 1e-7, 0.95
 TINY = 1e-30  # what Adafactor adds to squares
-IN_A_LAYER = re.compile(r"\b(layers|layer|blocks|block|h)\.\d+\.")  # how transformers names what is repeated with depth
+# how transformers names what is repeated with depth
+IN_A_LAYER = re.compile(r"\b(layers|layer|blocks|block|h)\.\d+\.")
 
 State = dict[str, Tensor]
 
@@ -40,29 +45,44 @@ State = dict[str, Tensor]
 class Optimizer(torch.optim.Optimizer):
     """AdamW, Adafactor or Muon over named parameters, with the states already there.
 
-    Each state has a `step`, in fp32, and moments of `config.moments` between steps; what is computed from them is in fp32.
+    Each state has a `step`, in fp32, and moments of `config.moments` between steps; what is
+    computed from them is in fp32.
     """
 
-    def __init__(self, parameters: Iterable[tuple[str, Parameter]], config: OptimizerConfig) -> None:
+    def __init__(
+        self, parameters: Iterable[tuple[str, Parameter]], config: OptimizerConfig
+    ) -> None:
         groups: dict[tuple[Any, ...], dict[str, Any]] = {}
         for name, p in parameters:
             rule = config.name
-            if rule == "muon" and not (IN_A_LAYER.search(name) and p.ndim >= 2 and min(p.shape[-2:]) > 1):
+            if rule == "muon" and not (
+                IN_A_LAYER.search(name) and p.ndim >= 2 and min(p.shape[-2:]) > 1
+            ):
                 rule = "adamw"  # of embeddings, heads, vectors and what says one number of a token
             decay = config.weight_decay if p.ndim >= 2 else 0.0
             # torch computes with tensors of one mesh at once.
             alike = rule, p.ndim >= 2, mesh_of(p)
             group = groups.setdefault(alike, {"params": [], "rule": rule, "weight_decay": decay})
             group["params"].append(p)
-        settings = {"lr": config.learning_rate, "betas": (config.beta1, config.beta2), "eps": config.eps}
+        settings = {
+            "lr": config.learning_rate,
+            "betas": (config.beta1, config.beta2),
+            "eps": config.eps,
+        }
         super().__init__(list(groups.values()), settings)
         kept = {"fp32": torch.float32, "bf16": torch.bfloat16}[config.moments]
         # One at a time, so that no more than one parameter's moments are ever in fp32.
         self.at_once = None if config.moments == "fp32" else 1
         for group in self.param_groups:
             for p in group["params"]:
-                moments = {name: torch.zeros_like(x, dtype=kept) for name, x in MOMENTS[group["rule"]](p.detach()).items()}
-                self.state[p] = {"step": torch.zeros((), dtype=torch.float32, device=p.device), **moments}
+                moments = {
+                    name: torch.zeros_like(x, dtype=kept)
+                    for name, x in MOMENTS[group["rule"]](p.detach()).items()
+                }
+                self.state[p] = {
+                    "step": torch.zeros((), dtype=torch.float32, device=p.device),
+                    **moments,
+                }
 
     @torch.no_grad()
     def step(self) -> None:
@@ -101,13 +121,19 @@ def _of_muon(p: Tensor) -> State:
     return {"trace": p}
 
 
-MOMENTS: Mapping[str, Callable[[Tensor], State]] = {"adamw": _of_adamw, "adafactor": _of_adafactor, "muon": _of_muon}
+MOMENTS: Mapping[str, Callable[[Tensor], State]] = {
+    "adamw": _of_adamw,
+    "adafactor": _of_adafactor,
+    "muon": _of_muon,
+}
 
 
 # ---- steps
 
 
-def step_of_adamw(params: Sequence[Parameter], states: Sequence[State], group: Mapping[str, Any]) -> None:
+def step_of_adamw(
+    params: Sequence[Parameter], states: Sequence[State], group: Mapping[str, Any]
+) -> None:
     """torch's own, fused."""
     moments = ([state[name] for state in states] for name in MOMENTS["adamw"](params[0]))
     adamw(
@@ -127,12 +153,15 @@ def step_of_adamw(params: Sequence[Parameter], states: Sequence[State], group: M
     )
 
 
-def step_of_adafactor(params: Sequence[Parameter], states: Sequence[State], group: Mapping[str, Any]) -> None:
-    """Adafactor without momentum and without scaling by the parameter: gradient / sqrt(v), divided by its root mean square
-    where that is above 1.
+def step_of_adafactor(
+    params: Sequence[Parameter], states: Sequence[State], group: Mapping[str, Any]
+) -> None:
+    """Adafactor without momentum and without scaling by the parameter: gradient / sqrt(v), divided
+    by its root mean square where that is above 1.
 
-    v = row · column / mean(row), two moving averages with the decay 1 - t^-0.8. A vector is a matrix of one column, whose v is
-    exact. Source: arXiv 1804.04235, algorithm 4, with section 7.2's decay.
+    v = row · column / mean(row), two moving averages with the decay 1 - t^-0.8. A vector is a
+    matrix of one column, whose v is exact. Source: arXiv 1804.04235, algorithm 4, with section
+    7.2's decay.
     """
     for p, state in zip(params, states, strict=True):
         state["step"] += 1
@@ -147,8 +176,11 @@ def step_of_adafactor(params: Sequence[Parameter], states: Sequence[State], grou
         _move(p, x.reshape(p.shape) if p.ndim < 2 else x, group)
 
 
-def step_of_muon(params: Sequence[Parameter], states: Sequence[State], group: Mapping[str, Any]) -> None:
-    """Nesterov's momentum, orthogonalised, times 0.2 · sqrt(the longer side): the root mean square of AdamW's updates.
+def step_of_muon(
+    params: Sequence[Parameter], states: Sequence[State], group: Mapping[str, Any]
+) -> None:
+    """Nesterov's momentum, orthogonalised, times 0.2 · sqrt(the longer side): the root mean square
+    of AdamW's updates.
 
     Sources: kellerjordan.github.io/posts/muon; the size, arXiv 2502.16982, eq. 4.
     """
@@ -158,7 +190,9 @@ def step_of_muon(params: Sequence[Parameter], states: Sequence[State], group: Ma
         ahead = p.grad + MOMENTUM * state["trace"]
         if isinstance(ahead, DTensor):
             whole = orthogonal(ahead.full_tensor())
-            direction = distribute_tensor(whole, ahead.device_mesh, ahead.placements, src_data_rank=None)
+            direction = distribute_tensor(
+                whole, ahead.device_mesh, ahead.placements, src_data_rank=None
+            )
         else:
             direction = orthogonal(ahead)
         _move(p, direction * (0.2 * max(p.shape[-2:]) ** 0.5), group)
@@ -168,7 +202,8 @@ RULES = {"adamw": step_of_adamw, "adafactor": step_of_adafactor, "muon": step_of
 
 
 def orthogonal(x: Float[Tensor, "*stack rows columns"]) -> Float[Tensor, "*stack rows columns"]:
-    """The nearest matrix whose singular values are all the same, about: five steps of a quintic bring them to 0.7 … 1.2."""
+    """The nearest matrix whose singular values are all the same, about: five steps of a quintic
+    bring them to 0.7 … 1.2."""
     if x.shape[-2] > x.shape[-1]:
         return orthogonal(x.mT).mT
     a, b, c = QUINTIC
@@ -201,8 +236,8 @@ def save(
     numbers: Mapping[str, Any],
     as_saved: AsSaved,
 ) -> None:
-    """The moments under the names of tensors, for any backend, or under this backend's own where they are none's of a tensor.
-    numbers: what else to know of the state, at least its version."""
+    """The moments under the names of tensors, for any backend, or under this backend's own where
+    they are none's of a tensor. numbers: what else to know of the state, at least its version."""
     numbers = {**numbers, "optimizer": config.name}
     if not portable(config, named, as_saved):
         numbers["backend"] = "torch"
@@ -212,15 +247,21 @@ def save(
 
 
 def restore(
-    directory: Path, config: OptimizerConfig, optimizer: Optimizer, named: Mapping[str, Parameter], as_saved: AsSaved
+    directory: Path,
+    config: OptimizerConfig,
+    optimizer: Optimizer,
+    named: Mapping[str, Parameter],
+    as_saved: AsSaved,
 ) -> None:
-    """Takes the state that `save` wrote, in the types that this optimizer keeps. Raises: UserError for what is not its own."""
+    """Takes the state that `save` wrote, in the types that this optimizer keeps. Raises: UserError
+    for what is not its own."""
     described = model_dir.read_state(directory)
     config.check_state(directory, described, "torch")
     if "backend" not in described and not portable(config, named, as_saved):
         raise UserError(
-            f"{directory} holds the state of {config.name} for each tensor, and torch keeps another one with this model: go on "
-            f"with the backend that wrote it, or begin anew from its weights with model.path = {str(directory)!r}"
+            f"{directory} holds the state of {config.name} for each tensor, and torch keeps another"
+            " one with this model: go on with the backend that wrote it, or begin anew from its"
+            f" weights with model.path = {str(directory)!r}"
         )
     as_here = "backend" in described  # also of what an earlier release would not write so any more
     own = moments(optimizer, named) if as_here else _under_names(config, optimizer, named, as_saved)
@@ -229,19 +270,26 @@ def restore(
 
 
 def portable(config: OptimizerConfig, named: Mapping[str, Parameter], as_saved: AsSaved) -> bool:
-    """Whether a state is one of single tensors of the files. AdamW's is in any case. Muon and Adafactor compute with matrices,
-    of which a mixture's experts are other ones where transformers joins tensors; of more than two axes each backend makes its
-    own matrices."""
+    """Whether a state is one of single tensors of the files. AdamW's is in any case. Muon and
+    Adafactor compute with matrices, of which a mixture's experts are other ones where transformers
+    joins tensors; of more than two axes each backend makes its own matrices."""
     if config.name == "adamw":
         return True
     shapes = sorted(tuple(x.shape) for x in as_saved(dict(named)).values())
-    return shapes == sorted(tuple(p.shape) for p in named.values()) and all(len(shape) <= 2 for shape in shapes)
+    return shapes == sorted(tuple(p.shape) for p in named.values()) and all(
+        len(shape) <= 2 for shape in shapes
+    )
 
 
 def moments(optimizer: Optimizer, named: Mapping[str, Parameter]) -> State:
     """Each moment under its own name and its parameter's, "exp_avg.model.norm.weight"."""
     states = ((name, optimizer.state[p]) for name, p in named.items())
-    return {f"{which}.{name}": x for name, state in states for which, x in state.items() if which != "step"}
+    return {
+        f"{which}.{name}": x
+        for name, state in states
+        for which, x in state.items()
+        if which != "step"
+    }
 
 
 def _under_names(
@@ -250,6 +298,13 @@ def _under_names(
     """The same under the parameter's name in the files, where it has one."""
     if not portable(config, named, as_saved):
         return dict(moments(optimizer, named))
-    kinds = dict.fromkeys(which for p in named.values() for which in optimizer.state[p] if which != "step")
-    of_kinds = {which: {n: state[which] for n, p in named.items() if which in (state := optimizer.state[p])} for which in kinds}
-    return {f"{which}.{name}": x for which, of in of_kinds.items() for name, x in as_saved(of).items()}
+    kinds = dict.fromkeys(
+        which for p in named.values() for which in optimizer.state[p] if which != "step"
+    )
+    of_kinds = {
+        which: {n: state[which] for n, p in named.items() if which in (state := optimizer.state[p])}
+        for which in kinds
+    }
+    return {
+        f"{which}.{name}": x for which, of in of_kinds.items() for name, x in as_saved(of).items()
+    }

@@ -1,4 +1,5 @@
-"""How a model is spread over processes, one device each: the mesh, what of a model lies where, and sums over all.
+"""How a model is spread over processes, one device each: the mesh, what of a model lies where, and
+sums over all.
 
 data      copies of the model, each with rows of its own; gradients are summed
 fsdp      rows too; parameters, gradients and moments are split, and gathered a decoder block at a time as they are needed
@@ -6,9 +7,9 @@ expert    rows too; the experts of a mixture, to which tokens go
 context   tokens of every row, and parameters, gradients and moments as fsdp does
 tensor    heads, the width of the MLP and the vocabulary; every process of a tensor group has the same tokens
 
-A parameter is a DTensor that knows how it is split: over tensor where it is computed in parts, and over fsdp, expert and
-context together, to be gathered; one of experts over expert, and to be gathered over fsdp and context. The axes of a `joined`
-mesh have the names of those that they join.
+A parameter is a DTensor that knows how it is split: over tensor where it is computed in parts, and
+over fsdp, expert and context together, to be gathered; one of experts over expert, and to be
+gathered over fsdp and context. The axes of a `joined` mesh have the names of those that they join.
 """
 
 from __future__ import annotations
@@ -25,7 +26,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
@@ -44,8 +51,10 @@ from areal_x_torch.processes import join_alone
 
 AXES = ("data", "fsdp", "expert", "context", "tensor")
 ROWS = ("data", "fsdp", "expert")  # the axes along which processes have rows of their own
-DENSE = "fsdp expert context"  # the axes over which every parameter is split that is not an expert's
-COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")  # what configs call how many experts a layer has
+# the axes over which every parameter is split that is not an expert's
+DENSE = "fsdp expert context"
+# what configs call how many experts a layer has
+COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
 STYLES = {"colwise": ColwiseParallel, "rowwise": RowwiseParallel}
 SUMMED = "replicated_with_grad_allreduce"  # what transformers' plans call a norm of single heads
 
@@ -53,10 +62,11 @@ SUMMED = "replicated_with_grad_allreduce"  # what transformers' plans call a nor
 def make_mesh(config: MeshConfig, device: torch.device, offload: bool = False) -> DeviceMesh | None:
     """The devices of all processes by their AXES; None for one process, whose model is whole.
 
-    offload: whether parameters lie on the host. One process has a mesh then too, as what brings a block to the device for as
-    long as it is computed is what gathers it from several.
+    offload: whether parameters lie on the host. One process has a mesh then too, as what brings a
+    block to the device for as long as it is computed is what gathers it from several.
 
-    Raises: ConfigError for axes that this backend does not have or that do not make up the processes.
+    Raises: ConfigError for axes that this backend does not have or that do not make up the
+    processes.
     """
     sizes = sizes_of(config)
     if config.processes == 1 and not offload:
@@ -72,35 +82,50 @@ def sizes_of(config: MeshConfig) -> tuple[int, ...]:
     processes, split = config.processes, prod(sizes)
     if processes % split or config.data not in (-1, processes // split):
         axis = next((axis for axis in AXES if getattr(config, axis) not in (-1, 1)), "data")
-        wanted = f"such that {' · '.join(AXES)} is mesh.processes = {processes}: torch has one process for each device"
+        wanted = (
+            f"such that {' · '.join(AXES)} is mesh.processes = {processes}: torch has one process"
+            " for each device"
+        )
         raise ConfigError(f"mesh.{axis}", getattr(config, axis), wanted)
     return (processes // split, *sizes)
 
 
 @cache
 def joined(mesh: DeviceMesh, *axes: str) -> DeviceMesh:
-    """The same devices with other axes, "fsdp context" being one axis of these two. All processes call it in one order."""
+    """The same devices with other axes, "fsdp context" being one axis of these two. All processes
+    call it in one order."""
     names = list(mesh.mesh_dim_names or ())
     order = [names.index(name) for axis in axes for name in axis.split()]
     sizes = [prod(mesh[name].size() for name in axis.split()) for axis in axes]
-    return DeviceMesh(mesh.device_type, mesh.mesh.permute(order).reshape(sizes), mesh_dim_names=axes)
+    return DeviceMesh(
+        mesh.device_type, mesh.mesh.permute(order).reshape(sizes), mesh_dim_names=axes
+    )
 
 
-def check_model(directory: Path, config: MeshConfig, memory: int | None, learns: bool, offload: bool = False) -> None:
-    """Raises: ConfigError for a model that the mesh cannot split, or whose parameters, gradients and moments alone are more
-    than the memory of the devices, each of which has so many bytes. offload: see `make_mesh`.
+def check_model(
+    directory: Path, config: MeshConfig, memory: int | None, learns: bool, offload: bool = False
+) -> None:
+    """Raises: ConfigError for a model that the mesh cannot split, or whose parameters, gradients
+    and moments alone are more than the memory of the devices, each of which has so many bytes.
+    offload: see `make_mesh`.
     """
     if config.processes > 1:
-        described = AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
+        described = AutoConfig.from_pretrained(
+            directory, local_files_only=True, trust_remote_code=False
+        )
         check_context(described, config)
         experts = next((n for field in COUNTS if (n := getattr(described, field, None))), 0)
         if config.expert > 1 and (not experts or experts % config.expert):
             wanted = (
-                f"a divisor of the model's {experts} experts" if experts else "1 for a model without experts: use mesh.fsdp"
+                f"a divisor of the model's {experts} experts"
+                if experts
+                else "1 for a model without experts: use mesh.fsdp"
             )
             raise ConfigError("mesh.expert", config.expert, wanted)
         if config.tensor > 1 and experts:
-            wanted = "1, as torch does not split a mixture's products yet: use mesh.expert or mesh.fsdp"
+            wanted = (
+                "1, as torch does not split a mixture's products yet: use mesh.expert or mesh.fsdp"
+            )
             raise ConfigError("mesh.tensor", config.tensor, wanted)
         if config.tensor > 1:
             plan_of(described.get_text_config(), config.tensor)
@@ -114,16 +139,18 @@ def check_model(directory: Path, config: MeshConfig, memory: int | None, learns:
     if needed > memory * parts:
         least = -(-needed // (memory * beside))
         wanted = (
-            f"at least {least}, with as many mesh.processes: {count / 1e9:.1f} billion parameters take "
-            f"{needed / parts / 1e9:.0f} GB of each device, which has {memory / 1e9:.0f} GB"
+            f"at least {least}, with as many mesh.processes: {count / 1e9:.1f} billion parameters"
+            f" take {needed / parts / 1e9:.0f} GB of each device, which has {memory / 1e9:.0f} GB"
         )
         raise ConfigError("mesh.fsdp", config.fsdp, wanted)
 
 
 class Spoken(nn.Module):
-    """A head as a module of its own, since a model's head is read where its forward is never called.
+    """A head as a module of its own, since a model's head is read where its forward is never
+    called.
 
-    say: what is computed from hidden states and the head, all of it or this process's words. others: see `Head`.
+    say: what is computed from hidden states and the head, all of it or this process's words.
+    others: see `Head`.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -133,19 +160,24 @@ class Spoken(nn.Module):
         self.others: ProcessGroup | None = None
 
     def forward(self, hidden: Tensor, say: Callable[[Tensor, Head], Any]) -> Any:
-        weight, bias = (None if x is None else local(x) for x in (self.layer.weight, self.layer.bias))
+        weight, bias = (
+            None if x is None else local(x) for x in (self.layer.weight, self.layer.bias)
+        )
         return say(hidden, Head(weight, bias, self.softcap, self.others))
 
 
 class Whole(nn.Module):
-    """A model and its head as one forward pass, of which `fully_shard` needs to see the begin and the end."""
+    """A model and its head as one forward pass, of which `fully_shard` needs to see the begin and
+    the end."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__()
         self.model = model
         self.head = Spoken(model)
 
-    def forward(self, read: Callable[[PreTrainedModel], Tensor], say: Callable[[Tensor, Head], Any]) -> Any:
+    def forward(
+        self, read: Callable[[PreTrainedModel], Tensor], say: Callable[[Tensor, Head], Any]
+    ) -> Any:
         return self.head(read(self.model), say)
 
 
@@ -157,17 +189,20 @@ def spread(
     ends: bool = True,
     offload: bool = False,
 ) -> Whole:
-    """The model, as `model.build` gives it, on the device: whole, or this process's part of it, which `model.fill` then reads.
+    """The model, as `model.build` gives it, on the device: whole, or this process's part of it,
+    which `model.fill` then reads.
 
-    The order of what is done to a model, and why: it is frozen and given adapters first, while it is one; its blocks are
-    compiled, and computed again around that (areal_x_torch.blocks); then heads and vocabulary are split, as what fully_shard
-    splits further must be this process's part; then fully_shard, outermost, so that a block is gathered before anything of it
-    runs, and once for the backward pass, in which it is computed again. All of that on the meta device: only the part that is
-    left takes memory.
+    The order of what is done to a model, and why: it is frozen and given adapters first, while it
+    is one; its blocks are compiled, and computed again around that (areal_x_torch.blocks); then
+    heads and vocabulary are split, as what fully_shard splits further must be this process's part;
+    then fully_shard, outermost, so that a block is gathered before anything of it runs, and once
+    for the backward pass, in which it is computed again. All of that on the meta device: only the
+    part that is left takes memory.
 
-    dtype: of products. ends: whether the embedding, the last norm and the head are split too. offload: whether parameters, and
-    with them gradients and moments, lie on the host, and a block is on the device while it is computed.
-    Raises: ConfigError for a model that the mesh does not divide.
+    dtype: of products. ends: whether the embedding, the last norm and the head are split too.
+    offload: whether parameters, and with them gradients and moments, lie on the host, and a block
+    is on the device while it is computed. Raises: ConfigError for a model that the mesh does not
+    divide.
     """
     whole = Whole(model)
     if mesh is None:
@@ -186,24 +221,33 @@ def spread(
 
     # Pages that stay where they are let copies go on beside computing. A CPU has none.
     on_host = CPUOffloadPolicy(pin_memory=device.type != "cpu") if offload else OffloadPolicy()
-    done: set[nn.Parameter] = set()  # the head is below the model too, where fully_shard would find it again
+    # the head is below the model too, where fully_shard would find it again
+    done: set[nn.Parameter] = set()
 
     def shard(unit: nn.Module, compute: torch.dtype | None, over: DeviceMesh = over) -> None:
-        # Gathered in what products are computed in; summed in fp32. What goes in is left alone: the residual stream is fp32, as
-        # on one device. What was gathered is given up after each pass: parameters are read and restored between passes.
-        policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32, cast_forward_inputs=False)
+        # Gathered in what products are computed in; summed in fp32. What goes in is left alone: the
+        # residual stream is fp32, as on one device. What was gathered is given up after each pass:
+        # parameters are read and restored between passes.
+        policy = MixedPrecisionPolicy(
+            param_dtype=compute, reduce_dtype=torch.float32, cast_forward_inputs=False
+        )
         how = {"mp_policy": policy, "offload_policy": on_host, "ignored_params": done}
         by = partial(split_along, over.size(-1))
-        unit = fully_shard(unit, mesh=over, reshard_after_forward=True, shard_placement_fn=by, **how)
+        unit = fully_shard(
+            unit, mesh=over, reshard_after_forward=True, shard_placement_fn=by, **how
+        )
         assert isinstance(unit, FSDPModule)
-        # Summed and not averaged: a batch's weights hold the normalisation. gloo has nothing but sums.
+        # Summed and not averaged: a batch's weights hold the normalisation. gloo has nothing but
+        # sums.
         unit.set_force_sum_reduction_for_comms(True)
         unit.set_gradient_divide_factor(1.0)
 
     low = None if dtype == torch.float32 else dtype
     if mesh["expert"].size() > 1:
         mixed = joined(mesh, "tensor", "data", "fsdp context", "expert")
-        beside = mixed["data", "fsdp context"] if mixed["data"].size() > 1 else mixed["fsdp context"]
+        beside = (
+            mixed["data", "fsdp context"] if mixed["data"].size() > 1 else mixed["fsdp context"]
+        )
         for module in filter(is_experts, model.modules()):
             split_experts(module, mixed["expert"])
             shard(module, low, beside)
@@ -233,7 +277,10 @@ def plan_of(config: PreTrainedConfig, tensor: int) -> dict[str, str]:
     plan = dict(config.base_model_tp_plan or {})
     plan.pop("embed_tokens", None)  # which `split_vocabulary` splits
     if not plan or set(plan.values()) - {*STYLES, SUMMED}:
-        wanted = f"1, as heads and MLPs of a {config.model_type} model cannot be split yet: use mesh.fsdp"
+        wanted = (
+            f"1, as heads and MLPs of a {config.model_type} model cannot be split yet: use"
+            " mesh.fsdp"
+        )
         raise ConfigError("mesh.tensor", tensor, wanted)
     for what in ("num_attention_heads", "num_key_value_heads", "intermediate_size", "vocab_size"):
         count = getattr(config, what, None) or config.num_attention_heads
@@ -249,13 +296,15 @@ def split_heads(model: PreTrainedModel, mesh: DeviceMesh) -> None:
             if not fnmatchcase(name, pattern):
                 continue
             if isinstance(layer, Adapted):
-                layer.split(mesh, by_rows=style == "colwise")  # whose outputs are columns: it is x Wᵀ
+                # whose outputs are columns: it is x Wᵀ
+                layer.split(mesh, by_rows=style == "colwise")
             else:
                 parallelize_module(layer, mesh, STYLES[style]())
 
 
 def split_vocabulary(model: PreTrainedModel, mesh: DeviceMesh) -> None:
-    """The embedding, and the head where it says words: what each process says of its own, areal_x_torch.head puts together."""
+    """The embedding, and the head where it says words: what each process says of its own,
+    areal_x_torch.head puts together."""
     tied, layer = is_tied(model), head_layer(model)
     embedding = model.get_input_embeddings()
     parallelize_module(embedding, mesh, RowwiseParallel(input_layouts=Replicate()))
@@ -267,22 +316,29 @@ def split_vocabulary(model: PreTrainedModel, mesh: DeviceMesh) -> None:
 
 
 def split_along(size: int, x: nn.Parameter) -> Shard | None:
-    """How fully_shard splits what is split already, which it does evenly only: whole experts, or else each of them."""
+    """How fully_shard splits what is split already, which it does evenly only: whole experts, or
+    else each of them."""
     return Shard(1) if isinstance(x, DTensor) and x.ndim == 3 and len(local(x)) % size else None
 
 
 def split_experts(module: nn.Module, mesh: DeviceMesh) -> None:
-    """Each process has as many, which it alone computes: areal_x_torch.experts brings it their tokens."""
+    """Each process has as many, which it alone computes: areal_x_torch.experts brings it their
+    tokens."""
     for name, x in list(module.named_parameters()):
         setattr(module, name, split(x, mesh, 0))
 
 
 def parts_to_sum(model: PreTrainedModel, mesh: DeviceMesh | None) -> list[nn.Parameter]:
-    """The parameters of which each process of a tensor group has the gradient of its own heads or columns alone."""
+    """The parameters of which each process of a tensor group has the gradient of its own heads or
+    columns alone."""
     if mesh is None or mesh["tensor"].size() == 1:
         return []
     decoder = model.get_decoder()
-    names = [name for name, style in plan_of(decoder.config, mesh["tensor"].size()).items() if style == SUMMED]
+    names = [
+        name
+        for name, style in plan_of(decoder.config, mesh["tensor"].size()).items()
+        if style == SUMMED
+    ]
     found = []
     for name, module in decoder.named_modules():
         if any(fnmatchcase(name, of) for of in names):
@@ -299,12 +355,16 @@ def rank_among_rows(mesh: DeviceMesh | None) -> tuple[int, int]:
     """Which share of a batch's rows is this process's, and of how many."""
     place, shares = 0, 1
     for axis in ROWS if mesh is not None else ():
-        place, shares = place * mesh[axis].size() + mesh.get_local_rank(axis), shares * mesh[axis].size()
+        place, shares = (
+            place * mesh[axis].size() + mesh.get_local_rank(axis),
+            shares * mesh[axis].size(),
+        )
     return place, shares
 
 
 def sum_over_rows(x: Tensor, mesh: DeviceMesh | None) -> Tensor:
-    """The sum of what the processes found in their own rows; the same, bit for bit, on every one."""
+    """The sum of what the processes found in their own rows; the same, bit for bit, on every
+    one."""
     return _sum_along(x, mesh, ROWS)
 
 
@@ -316,7 +376,11 @@ def sum_over_tokens(x: Tensor, mesh: DeviceMesh | None) -> Tensor:
 def _sum_along(x: Tensor, mesh: DeviceMesh | None, own: Sequence[str]) -> Tensor:
     if mesh is not None:
         # Along the other axes all found the same: it counts once.
-        x = torch.zeros_like(x) if any(mesh.get_local_rank(axis) for axis in AXES if axis not in own) else x.clone()
+        x = (
+            torch.zeros_like(x)
+            if any(mesh.get_local_rank(axis) for axis in AXES if axis not in own)
+            else x.clone()
+        )
         dist.all_reduce(x)
     return x
 

@@ -1,5 +1,6 @@
-"""A tensor that lies on several processes, and its parts, one that does not being its own part; three passes from parts to
-what all have, each with the gradient that is right where all of them go on to compute the same; and one between parts.
+"""A tensor that lies on several processes, and its parts, one that does not being its own part;
+three passes from parts to what all have, each with the gradient that is right where all of them go
+on to compute the same; and one between parts.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ from torch.nn import Parameter
 
 
 class Piece(NamedTuple):
-    """Some numbers of a tensor that lies on several processes: where they would be, were it whole and contiguous."""
+    """Some numbers of a tensor that lies on several processes: where they would be, were it whole
+    and contiguous."""
 
     of: DTensor
     shape: torch.Size
@@ -41,8 +43,8 @@ def gathered(x: Tensor) -> Tensor:
 def gathered_each(
     tensors: Iterable[tuple[str, Tensor | Piece]], as_: Callable[[Tensor], Tensor] = lambda x: x
 ) -> Iterator[tuple[str, Tensor]]:
-    """The whole tensors, one after the other; of neighbours that are pieces of one tensor, that is gathered once. as_: what is
-    made of each before."""
+    """The whole tensors, one after the other; of neighbours that are pieces of one tensor, that is
+    gathered once. as_: what is made of each before."""
     last: DTensor | None = None
     for name, x in tensors:
         if isinstance(x, Piece):
@@ -58,7 +60,8 @@ def own_part(whole: Tensor, of: Tensor) -> Tensor:
     if not isinstance(of, DTensor):
         return whole
     mesh = of.device_mesh
-    # From the last axis of the mesh to the first: a dimension split by both was split by heads before.
+    # From the last axis of the mesh to the first: a dimension split by both was split by heads
+    # before.
     for axis in reversed(range(mesh.ndim)):
         placement = of.placements[axis]
         if not placement.is_replicate():
@@ -123,10 +126,13 @@ class Joined(torch.autograd.Function):
 
 
 class Exchanged(torch.autograd.Function):
-    """Rows for each process of a group in its order, so many as `sent` says, for those that they have for this one."""
+    """Rows for each process of a group in its order, so many as `sent` says, for those that they
+    have for this one."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, sent: list[int], received: list[int], group: ProcessGroup) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, sent: list[int], received: list[int], group: ProcessGroup
+    ) -> Tensor:
         ctx.how = received, sent, group
         rows = x.new_empty(sum(received), *x.shape[1:])
         dist.all_to_all_single(rows, x.contiguous(), received, sent, group=group)

@@ -1,8 +1,10 @@
-"""Whether this backend computes what transformers computes with a model: found on a stand-in for it, before a weight is read.
+"""Whether this backend computes what transformers computes with a model: found on a stand-in for
+it, before a weight is read.
 
-A trainer puts sequences side by side and gives the layers an attention of its own, so what a config says counts only where
-that attention is told of it. No model is known by its name: the stand-in's numbers for packed sequences, longer than any
-window and with neighbours before and behind them, are compared with those of transformers' own attention for each alone.
+A trainer puts sequences side by side and gives the layers an attention of its own, so what a config
+says counts only where that attention is told of it. No model is known by its name: the stand-in's
+numbers for packed sequences, longer than any window and with neighbours before and behind them, are
+compared with those of transformers' own attention for each alone.
 """
 
 from __future__ import annotations
@@ -20,28 +22,44 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from areal_x.errors import UserError
 from areal_x_torch.attention import ATTENTION, Segments, sdpa
 from areal_x_torch.experts import EXPERTS, is_experts
-from areal_x_torch.model import Row, decoder, head, hidden_states, is_classifier, named_tensors, sees
+from areal_x_torch.model import (
+    Row,
+    decoder,
+    head,
+    hidden_states,
+    is_classifier,
+    named_tensors,
+    sees,
+)
 from areal_x_torch.stand_in import stand_in
 
-# How configs and modules call what is a number of tokens that some layer sees or selects; not which layers those are.
-SPAN = re.compile(r"window|attention_chunk|local_attention|index_topk|index_block|index_local|compress")
+# How configs and modules call what is a number of tokens that some layer sees or selects; not which
+# layers those are.
+SPAN = re.compile(
+    r"window|attention_chunk|local_attention|index_topk|index_block|index_local|compress"
+)
 NOT_A_SPAN = re.compile(r"pattern|layer|use_|vision")
 SHORTEST = 4  # tokens that the smallest span becomes, the others a few more each
 LENGTHS = 3, 15, 2, 9  # of neighbours; those of COMPARED are longer than the spans of most models
 COMPARED = 1, 3
 CLOSE = {"rtol": 1e-3, "atol": 1e-3}
 
-_passed: set[tuple[type, str]] = set()  # what has been found right once is so for as long as the process lives
+# what has been found right once is so for as long as the process lives
+_passed: set[tuple[type, str]] = set()
 
 
 def prepare(model: PreTrainedModel, directory: Path) -> None:
     """Gives a model on the meta device this backend's attention and experts.
 
-    Raises: UserError for a model that the trainer and the sampler would compute otherwise than transformers does.
+    Raises: UserError for a model that the trainer and the sampler would compute otherwise than
+    transformers does.
     """
     kind = f"{directory} is a {type(model).__name__}"
     if not model._supports_attention_backend:
-        raise UserError(f"{kind}, whose attention transformers does not let others replace: use a Qwen, Llama or Mistral model")
+        raise UserError(
+            f"{kind}, whose attention transformers does not let others replace: use a Qwen, Llama"
+            " or Mistral model"
+        )
     attend_by(model, ATTENTION)
     if any(is_experts(module) for module in model.modules()):
         model.set_experts_implementation(EXPERTS)
@@ -52,9 +70,15 @@ def prepare(model: PreTrainedModel, directory: Path) -> None:
         except NotImplementedError as error:
             reason = str(error)
         except Exception as error:  # transformers' own code, given what it does not expect
-            reason = f"with this backend's attention it ends in {type(error).__name__} ({(str(error).splitlines() or [''])[0]})"
+            reason = (
+                f"with this backend's attention it ends in {type(error).__name__}"
+                f" ({(str(error).splitlines() or [''])[0]})"
+            )
         if reason is not None:
-            raise UserError(f"{kind}, which the torch backend does not train: {reason}. Use a Qwen, Llama or Mistral model")
+            raise UserError(
+                f"{kind}, which the torch backend does not train: {reason}. Use a Qwen, Llama or"
+                " Mistral model"
+            )
         _passed.add(which)
 
 
@@ -64,7 +88,8 @@ def attend_by(model: PreTrainedModel, name: str) -> None:
 
 @torch.inference_mode()
 def difference(model: PreTrainedModel) -> str | None:
-    """In what a model on the CPU differs from transformers' own when its sequences are packed; None where in nothing.
+    """In what a model on the CPU differs from transformers' own when its sequences are packed; None
+    where in nothing.
 
     The model's spans are shortened for good.
     """
@@ -73,13 +98,18 @@ def difference(model: PreTrainedModel) -> str | None:
         return "its files hold other tensors than parts of the model's"
     beyond = max(shorten(model), default=0) + 3
     lengths = tuple(max(n, beyond) if i in COMPARED else n for i, n in enumerate(LENGTHS))
-    each = (torch.arange(sum(lengths)) % (len(model.get_input_embeddings().weight) - 1) + 1).split(lengths)
+    each = (torch.arange(sum(lengths)) % (len(model.get_input_embeddings().weight) - 1) + 1).split(
+        lengths
+    )
     packed = _packed(model, *each)
     for i in COMPARED:
         if not torch.allclose(packed[i], alone := _alone(model, each[i]), **CLOSE):
             if torch.allclose(_packed(model, each[i])[0], alone, **CLOSE):
                 return "its layers mix the sequences of a packed row"
-            return "what its tokens see follows rules beyond a window, which this backend's attention is not told of"
+            return (
+                "what its tokens see follows rules beyond a window, which this backend's attention"
+                " is not told of"
+            )
     if is_classifier(model):  # whose score is this backend's own
         return None
     ours, theirs = head(model).logits(packed[i]), _as_transformers(model, each[i])
@@ -87,17 +117,28 @@ def difference(model: PreTrainedModel) -> str | None:
 
 
 def shorten(model: PreTrainedModel) -> list[int]:
-    """Makes what tells a model's layers how many tokens to see so small that the sequences here are longer; the new numbers,
-    of which unequal ones stay unequal and in their order."""
+    """Makes what tells a model's layers how many tokens to see so small that the sequences here are
+    longer; the new numbers, of which unequal ones stay unequal and in their order."""
     parts = list(model.modules())
-    owners = {id(x): x for part in parts for x in (part, *vars(part).values()) if isinstance(x, nn.Module | PreTrainedConfig)}
+    owners = {
+        id(x): x
+        for part in parts
+        for x in (part, *vars(part).values())
+        if isinstance(x, nn.Module | PreTrainedConfig)
+    }
     named = [
         (owner, name, number)
         for owner in owners.values()
         for name, number in vars(owner).items()
-        if type(number) is int and number > SHORTEST and SPAN.search(name) and not NOT_A_SPAN.search(name)
+        if type(number) is int
+        and number > SHORTEST
+        and SPAN.search(name)
+        and not NOT_A_SPAN.search(name)
     ]
-    short = {number: SHORTEST + 3 * i for i, number in enumerate(sorted({number for *_, number in named}))}
+    short = {
+        number: SHORTEST + 3 * i
+        for i, number in enumerate(sorted({number for *_, number in named}))
+    }
     for owner, name, number in named:
         setattr(owner, name, short[number])
     return list(short.values())
@@ -114,7 +155,9 @@ def _packed(model: PreTrainedModel, *sequences: Tensor) -> tuple[Tensor, ...]:
 def _alone(model: PreTrainedModel, sequence: Tensor) -> Tensor:
     """The same of one sequence, with transformers' own attention."""
     with _eager(model):
-        states: Tensor = decoder(model)(input_ids=sequence[None], use_cache=False).last_hidden_state[0]
+        states: Tensor = decoder(model)(
+            input_ids=sequence[None], use_cache=False
+        ).last_hidden_state[0]
     return states
 
 

@@ -40,16 +40,21 @@ class Processes:
 
 
 def join(processes: int) -> Processes:
-    """Joins so many processes: those that RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT tell of, as torchrun sets them; without
-    them it starts the others itself, on this machine, with this one's command. LOCAL_RANK chooses the device.
+    """Joins so many processes: those that RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT tell of, as
+    torchrun sets them; without them it starts the others itself, on this machine, with this one's
+    command. LOCAL_RANK chooses the device.
 
-    Raises: ConfigError for more processes than this machine has devices, UserError where they are told in part or do not come.
+    Raises: ConfigError for more processes than this machine has devices, UserError where they are
+    told in part or do not come.
     """
     missing = [name for name in VARIABLES if name not in os.environ]
     if len(missing) == len(VARIABLES):
         start_others(processes)
     elif missing:
-        raise UserError(f"{', '.join(missing)} is not set: start every one of the {processes} processes with torchrun")
+        raise UserError(
+            f"{', '.join(missing)} is not set: start every one of the {processes} processes with"
+            " torchrun"
+        )
     end_with_parent()
     backends = choose_device()
     try:
@@ -57,12 +62,15 @@ def join(processes: int) -> Processes:
     except (RuntimeError, ValueError) as error:
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
-        raise UserError(f"the processes of mesh.processes = {processes} did not meet at {where} ({reason})") from error
+        raise UserError(
+            f"the processes of mesh.processes = {processes} did not meet at {where} ({reason})"
+        ) from error
     return Processes(dist.get_rank(), dist.get_world_size())
 
 
 def choose_device() -> str:
-    """Takes the device of LOCAL_RANK; the backends of the process group, gloo for what lies on the host."""
+    """Takes the device of LOCAL_RANK; the backends of the process group, gloo for what lies on the
+    host."""
     local = int(os.environ.get("LOCAL_RANK", os.environ["RANK"]))
     if not torch.accelerator.is_available():
         if "OMP_NUM_THREADS" not in os.environ:  # else each process would compute on all cores
@@ -75,7 +83,11 @@ def choose_device() -> str:
 
 def backends_of(device: torch.device) -> str:
     """What sends what lies on the host, and what lies on a device."""
-    return "gloo" if device.type == "cpu" else f"cpu:gloo,{device.type}:{dist.get_default_backend_for_device(device.type)}"
+    return (
+        "gloo"
+        if device.type == "cpu"
+        else f"cpu:gloo,{device.type}:{dist.get_default_backend_for_device(device.type)}"
+    )
 
 
 def join_alone(device: torch.device) -> None:
@@ -85,13 +97,16 @@ def join_alone(device: torch.device) -> None:
 
 
 def start_others(processes: int) -> None:
-    """Starts this process's command for every other rank, and makes this one rank 0. They end with it, and it with them."""
+    """Starts this process's command for every other rank, and makes this one rank 0. They end with
+    it, and it with them."""
     if torch.accelerator.is_available() and processes > (found := torch.accelerator.device_count()):
-        raise ConfigError("mesh.processes", processes, f"at most {found}, one for each device of this machine")
+        raise ConfigError(
+            "mesh.processes", processes, f"at most {found}, one for each device of this machine"
+        )
     if getattr(sys.modules["__main__"], "__file__", None) is None:
         raise UserError(
-            f"mesh.processes = {processes} cannot be started from a notebook: write the run as a gin file and start it with "
-            "python -m areal_x.train"
+            f"mesh.processes = {processes} cannot be started from a notebook: write the run as a"
+            " gin file and start it with python -m areal_x.train"
         )
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -103,17 +118,23 @@ def start_others(processes: int) -> None:
     for rank in range(1, processes):
         own = {"RANK": str(rank), "LOCAL_RANK": str(rank), PARENT: str(os.getpid())}
         # In a session of its own: Ctrl-C is process 0's to hear, which tells the others.
-        child = subprocess.Popen(command, env=os.environ | own, stdin=subprocess.DEVNULL, start_new_session=True)
+        child = subprocess.Popen(
+            command, env=os.environ | own, stdin=subprocess.DEVNULL, start_new_session=True
+        )
         atexit.register(child.kill)
         what = f"the watch over process {rank}"
-        background.thread(end_with_child, rank, child, what=what, failed=ended_by, name=f"child-{rank}")
+        background.thread(
+            end_with_child, rank, child, what=what, failed=ended_by, name=f"child-{rank}"
+        )
 
 
 def end_with_child(rank: int, child: subprocess.Popen[bytes]) -> None:
     """While process 0 waits for the others to join, nothing else would notice that one is gone."""
     code = child.wait()
     if code and not dist.is_initialized():
-        end_now(f"process {rank} ended with status {code} before the run began: its own output says why")
+        end_now(
+            f"process {rank} ended with status {code} before the run began: its own output says why"
+        )
 
 
 def end_with_parent() -> None:

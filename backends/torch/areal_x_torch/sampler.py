@@ -1,11 +1,13 @@
-"""The torch backend's batched sampler: any transformers model over a cache of its own, computing only what lives.
+"""The torch backend's batched sampler: any transformers model over a cache of its own, computing
+only what lives.
 
-A `Sampler` shares its slots out over lanes (areal_x.engines.lanes), which share one copy of the model. In a lane, slots are
-the caller's names; the sequences themselves lie in the first rows of the cache, without gaps: when one finishes, the last moves
-into its place, so that a step's cost falls with the number that still run and with the columns in use.
+A `Sampler` shares its slots out over lanes (areal_x.engines.lanes), which share one copy of the
+model. In a lane, slots are the caller's names; the sequences themselves lie in the first rows of
+the cache, without gaps: when one finishes, the last moves into its place, so that a step's cost
+falls with the number that still run and with the columns in use.
 
-Prefill leaves out a sequence's last token: decoding always begins by feeding the newest one, so all drawing is in one place.
-That one is text: a prompt that ends in an image is refused.
+Prefill leaves out a sequence's last token: decoding always begins by feeding the newest one, so all
+drawing is in one place. That one is text: a prompt that ends in an image is refused.
 """
 
 from __future__ import annotations
@@ -39,8 +41,8 @@ PREFILL = 8192  # tokens of all prompts in a prefill
 class Rows:
     """What decoding knows of each row of the cache, on the host.
 
-    token: the newest, not yet in the cache. column: its own. shift: its position less its column, which images before
-    it make differ. drawn: how many were generated. limit: generated at most.
+    token: the newest, not yet in the cache. column: its own. shift: its position less its column,
+    which images before it make differ. drawn: how many were generated. limit: generated at most.
     """
 
     slot: np.ndarray
@@ -65,7 +67,10 @@ class Rows:
     def of(requests: Sequence[SlotRequest], context: int, shifts: Sequence[int]) -> Rows:
         sampling = [r.sampling for r in requests]
         lengths = [len(r.tokens) for r in requests]
-        limits = [min(s.max_tokens, r.generated + context - n) for r, s, n in zip(requests, sampling, lengths, strict=True)]
+        limits = [
+            min(s.max_tokens, r.generated + context - n)
+            for r, s, n in zip(requests, sampling, lengths, strict=True)
+        ]
         most = max(len(s.stop_token_ids) for s in sampling)
         return Rows(
             slot=np.array([r.slot for r in requests]),
@@ -74,11 +79,16 @@ class Rows:
             shift=np.array(shifts),
             drawn=np.array([r.generated for r in requests]),
             limit=np.array(limits),
-            seed=np.array([(r.seed & 0xFFFFFFFF, r.seed >> 32 & 0xFFFFFFFF) for r in requests], np.uint32),
+            seed=np.array(
+                [(r.seed & 0xFFFFFFFF, r.seed >> 32 & 0xFFFFFFFF) for r in requests], np.uint32
+            ),
             temperature=np.array([s.temperature for s in sampling], np.float32),
             top_p=np.array([s.top_p for s in sampling], np.float32),
             top_k=np.array([s.top_k for s in sampling]),
-            stops=np.array([(*s.stop_token_ids, *[-1] * (most - len(s.stop_token_ids))) for s in sampling], np.int64),
+            stops=np.array(
+                [(*s.stop_token_ids, *[-1] * (most - len(s.stop_token_ids))) for s in sampling],
+                np.int64,
+            ),
         )
 
     def __len__(self) -> int:
@@ -93,7 +103,9 @@ class Rows:
         def joined(name: str) -> np.ndarray:
             both = [getattr(self, name), getattr(more, name)]
             if name == "stops":
-                both = [np.pad(x, ((0, 0), (0, most - x.shape[1])), constant_values=-1) for x in both]
+                both = [
+                    np.pad(x, ((0, 0), (0, most - x.shape[1])), constant_values=-1) for x in both
+                ]
             return np.concatenate(both)
 
         return Rows(*(joined(f.name) for f in fields(self)))
@@ -102,7 +114,14 @@ class Rows:
 class Sampler(Lanes):
     """An `areal_x.protocols.sampler.Sampler` over a copy of a transformers model."""
 
-    def __init__(self, model: PreTrainedModel, slots: int, context: int, dtype: torch.dtype, lanes: int | None = None) -> None:
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        slots: int,
+        context: int,
+        dtype: torch.dtype,
+        lanes: int | None = None,
+    ) -> None:
         self.model = lora.remove(copy.deepcopy(model)).requires_grad_(False)
         self.model.set_attn_implementation({"text_config": ATTENTION} if sees(model) else ATTENTION)
         for p in self.model.parameters():
@@ -113,12 +132,15 @@ class Sampler(Lanes):
             layers = layers_of(self.model)
         except NotImplementedError as error:
             wanted = (
-                f"train.engine = 'vllm' with a {type(model).__name__}, which the torch sampler does not draw from ({error})"
+                f"train.engine = 'vllm' with a {type(model).__name__}, which the torch sampler does"
+                f" not draw from ({error})"
             )
             raise UserError(f"the embedded engine cannot be used: set {wanted}") from error
         step = traced(self.model, layers)
         caches = [Cache(layers, slots // count, context, dtype, model.device) for _ in range(count)]
-        begin = partial(torch.set_num_threads, max(1, cores.available() // count)) if on_cpu else None
+        begin = (
+            partial(torch.set_num_threads, max(1, cores.available() // count)) if on_cpu else None
+        )
         super().__init__([Lane(self.model, step, cache) for cache in caches], self._copy_in, begin)
 
     @torch.inference_mode()
@@ -130,7 +152,8 @@ class Sampler(Lanes):
 
 
 class Lane:
-    """Some slots that decode together. step: the logits after the newest tokens (areal_x_torch.step)."""
+    """Some slots that decode together. step: the logits after the newest tokens
+    (areal_x_torch.step)."""
 
     def __init__(self, model: PreTrainedModel, step: Step, cache: Cache) -> None:
         self.model = model
@@ -155,10 +178,15 @@ class Lane:
             raise RuntimeError("the sampler has no weights: load a snapshot first")
         for request in requests:
             if len(request.tokens) >= self.context + (request.generated > 0):
-                raise ValueError(f"a sequence of {len(request.tokens)} tokens leaves no room in a context of {self.context}")
+                raise ValueError(
+                    f"a sequence of {len(request.tokens)} tokens leaves no room in a context of"
+                    f" {self.context}"
+                )
         self.free([r.slot for r in requests])
         alike = list(equal(requests).values())
-        for group in by_length(np.array([len(same[0].tokens) for same in alike], np.int64), PREFILL):
+        for group in by_length(
+            np.array([len(same[0].tokens) for same in alike], np.int64), PREFILL
+        ):
             first = len(self._rows)
             filled = [alike[i][0] for i in group]
             shifts = self._prefill(filled)
@@ -171,7 +199,8 @@ class Lane:
 
     @torch.inference_mode()
     def decode(self, steps: int, until_free: int) -> Decoded:
-        """See `areal_x.protocols.sampler.Sampler`. A sequence's n-th token is drawn with a number that (seed, n) alone give."""
+        """See `areal_x.protocols.sampler.Sampler`. A sequence's n-th token is drawn with a number
+        that (seed, n) alone give."""
         decoded = Decoded(
             tokens=np.zeros((self.slots, steps), np.int32),
             logprobs=np.zeros((self.slots, steps), np.float32),
@@ -189,7 +218,9 @@ class Lane:
         ahead = np.arange(steps - taken)
         uniforms = torch.from_numpy(uniform(rows.seed, rows.drawn[:, None] + ahead)).to(device)
         how = Drawing.of(rows.temperature, rows.top_p, rows.top_k, device)
-        token, column, shift = (torch.from_numpy(x).to(device) for x in (rows.token, rows.column, rows.shift))
+        token, column, shift = (
+            torch.from_numpy(x).to(device) for x in (rows.token, rows.column, rows.shift)
+        )
         used = int(rows.column.max()) + 1
         left = rows.limit - rows.drawn
         for step in range(len(ahead)):
@@ -209,10 +240,13 @@ class Lane:
         return grown
 
     def _prefill(self, requests: Sequence[SlotRequest]) -> list[int]:
-        """Writes the keys and values of these sequences but for their last tokens, longest first, into the rows behind those in
-        use; the position of each last token less its column."""
+        """Writes the keys and values of these sequences but for their last tokens, longest first,
+        into the rows behind those in use; the position of each last token less its column."""
         rows, longest = len(requests), len(requests[0].tokens)
-        tokens, positions = np.zeros((rows, longest), np.int64), np.zeros((3, rows, longest), np.int64)
+        tokens, positions = (
+            np.zeros((rows, longest), np.int64),
+            np.zeros((3, rows, longest), np.int64),
+        )
         positions[:] = np.arange(longest)
         for row, request in enumerate(requests):
             length = len(request.tokens)
@@ -222,13 +256,17 @@ class Lane:
         looked = looking.look(self.model, requests, longest)
         read, embed = decoder(self.model), self.model.get_input_embeddings()
         for start in range(0, longest - 1, CHUNK):
-            # What padding writes lies behind its row's end, where decoding overwrites it before it is seen.
+            # What padding writes lies behind its row's end, where decoding overwrites it before it
+            # is seen.
             rows = sum(len(request.tokens) - 1 > start for request in requests)
             here = slice(start, min(start + CHUNK, longest - 1))
             chunk = torch.from_numpy(tokens[:rows, here]).to(self.model.device)
             given = {"input_ids": chunk} if looked is None else looked.given(embed(chunk), start)
-            # A model of text has one position a token; of text alone those of one that sees are three equal ones.
-            own = torch.from_numpy(positions[:, :rows, here] if looked is not None else positions[0, :rows, here])
+            # A model of text has one position a token; of text alone those of one that sees are
+            # three equal ones.
+            own = torch.from_numpy(
+                positions[:, :rows, here] if looked is not None else positions[0, :rows, here]
+            )
             cache = Prefill(self._cache, len(self._rows), rows, start, chunk.shape[1])
             read(**given, position_ids=own.to(chunk.device), use_cache=False, cache=cache)
         ends = [len(request.tokens) - 1 for request in requests]

@@ -1,10 +1,11 @@
-"""Checkpoints of which every process writes its own part, in the background, by torch.distributed.checkpoint; any other mesh
-reads them.
+"""Checkpoints of which every process writes its own part, in the background, by
+torch.distributed.checkpoint; any other mesh reads them.
 
-shards/ holds tensors under the names of transformers' model, in which a mixture's experts are joined, and an optimizer's under
-its own, each process's in a safetensors file that says where they lie: torch's own form has a pickle, which can run any code.
-What no process holds whole is never gathered; the price is that only this backend reads it. `Trainer.save` makes of it what
-every backend reads.
+shards/ holds tensors under the names of transformers' model, in which a mixture's experts are
+joined, and an optimizer's under its own, each process's in a safetensors file that says where they
+lie: torch's own form has a pickle, which can run any code. What no process holds whole is never
+gathered; the price is that only this backend reads it. `Trainer.save` makes of it what every
+backend reads.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ from areal_x.run.checkpoint import Wait
 
 INDEX = "shapes.json"  # of the whole tensors
 
-warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or uninitialized")  # as one process says here
+# as one process says here
+warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or uninitialized")
 
 
 def is_sharded(directory: Path) -> bool:
@@ -36,9 +38,11 @@ def is_sharded(directory: Path) -> bool:
 
 
 def save(directory: Path, tensors: Mapping[str, Tensor], together: bool) -> Wait:
-    """Returns as soon as the tensors may change; what it returns waits until all is on disk, and raises what went wrong.
+    """Returns as soon as the tensors may change; what it returns waits until all is on disk, and
+    raises what went wrong.
 
-    together: whether all processes call both, with parts of the same tensors and a directory that all of them see.
+    together: whether all processes call both, with parts of the same tensors and a directory that
+    all of them see.
     """
     place = directory / SHARDS["torch"]
     writer = _Writer(str(place), save_distributed=True)
@@ -61,21 +65,38 @@ def restore(directory: Path, tensors: Mapping[str, Tensor], together: bool) -> N
     place = directory / SHARDS["torch"]
     reader = dcp.HuggingFaceStorageReader(str(place))
     try:
-        shapes = {name: tuple(shape) for name, shape in json.loads((place / INDEX).read_text()).items()}
+        shapes = {
+            name: tuple(shape) for name, shape in json.loads((place / INDEX).read_text()).items()
+        }
         parts: Any = reader.read_metadata().state_dict_metadata
     except Exception as error:
-        raise UserError(f"{place} is not whole ({_last_line(error)}): copy the checkpoint again") from error
+        raise UserError(
+            f"{place} is not whole ({_last_line(error)}): copy the checkpoint again"
+        ) from error
     for name in sorted({*tensors, *shapes}):
         here = tuple(tensors[name].shape) if name in tensors else None
         if shapes.get(name) != here:
-            told = f"its {name} has the shape {shapes[name]}" if name in shapes else f"it has no {name}"
-            raise UserError(f"{directory} holds another model or optimizer: {told} where {here or 'none'} is needed")
-        if name not in parts or sum(chunk.sizes.numel() for chunk in parts[name].chunks) != prod(shapes[name]):
-            raise UserError(f"{place} is not whole (a part of {name} is missing): copy the checkpoint again")
+            told = (
+                f"its {name} has the shape {shapes[name]}"
+                if name in shapes
+                else f"it has no {name}"
+            )
+            raise UserError(
+                f"{directory} holds another model or optimizer: {told} where {here or 'none'} is"
+                " needed"
+            )
+        if name not in parts or sum(chunk.sizes.numel() for chunk in parts[name].chunks) != prod(
+            shapes[name]
+        ):
+            raise UserError(
+                f"{place} is not whole (a part of {name} is missing): copy the checkpoint again"
+            )
     try:
         dcp.load(dict(tensors), storage_reader=reader, **_who(together))
     except (Exception, CheckpointException) as error:
-        raise UserError(f"{place} cannot be read ({_last_line(error)}): copy the checkpoint again") from error
+        raise UserError(
+            f"{place} cannot be read ({_last_line(error)}): copy the checkpoint again"
+        ) from error
 
 
 class _Writer(dcp.HuggingFaceStorageWriter):
@@ -91,7 +112,8 @@ def _who(together: bool) -> dict[str, Any]:
 
 @cache
 def _group() -> dist.ProcessGroup:
-    """A group beside the trainer's: what is agreed on in the background would get into the way of its sums."""
+    """A group beside the trainer's: what is agreed on in the background would get into the way of
+    its sums."""
     return dist.new_group(backend="gloo")
 
 

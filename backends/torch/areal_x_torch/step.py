@@ -1,9 +1,10 @@
 """One decoding step of a transformers model, traced: run as a graph, without Python.
 
-At the sizes of decoding Python takes as long as the arithmetic and holds its lock, so that lanes would wait for each other; a
-graph halves the time of a step and lets them run side by side (measured: 2.1 times the tokens a second on two cores).
-torch.jit is deprecated in favour of torch.export, whose programs are Python again, and torch.compile, which needs a C++
-compiler and most of a minute; nothing else in torch runs a graph as it is.
+At the sizes of decoding Python takes as long as the arithmetic and holds its lock, so that lanes
+would wait for each other; a graph halves the time of a step and lets them run side by side
+(measured: 2.1 times the tokens a second on two cores). torch.jit is deprecated in favour of
+torch.export, whose programs are Python again, and torch.compile, which needs a C++ compiler and
+most of a minute; nothing else in torch runs a graph as it is.
 """
 
 from __future__ import annotations
@@ -42,13 +43,16 @@ class NextLogits(nn.Module):
         values: list[Tensor],
     ) -> Float[Tensor, "rows vocabulary"]:
         cache = Newest(self.layers, self.windows, places, masks, keys, values)
-        out = decoder(self.model)(input_ids=token[:, None], position_ids=position[:, None], use_cache=False, cache=cache)
+        out = decoder(self.model)(
+            input_ids=token[:, None], position_ids=position[:, None], use_cache=False, cache=cache
+        )
         return head(self.model).logits(out.last_hidden_state[:, 0])
 
 
 @torch.inference_mode()
 def traced(model: PreTrainedModel, layers: Sequence[Layer]) -> Step:
-    """The step as a graph, for any number of rows and columns; without one, with a warning, where it would say other things."""
+    """The step as a graph, for any number of rows and columns; without one, with a warning, where
+    it would say other things."""
     step = NextLogits(model, layers)
     reason = "it gives other logits than the model"
     try:
@@ -63,12 +67,16 @@ def traced(model: PreTrainedModel, layers: Sequence[Layer]) -> Step:
             return graph
     except (RuntimeError, TypeError, ValueError) as error:
         reason = str(error).strip().splitlines()[0]
-    warnings.warn(f"the sampler decodes {type(model).__name__} without a graph, so more slowly: {reason}", stacklevel=2)
+    warnings.warn(
+        f"the sampler decodes {type(model).__name__} without a graph, so more slowly: {reason}",
+        stacklevel=2,
+    )
     return step
 
 
 def _example(step: NextLogits, rows: int, used: int) -> tuple[object, ...]:
-    """Inputs for rows of unequal lengths, none longer than `used`, with random keys and values before the newest token."""
+    """Inputs for rows of unequal lengths, none longer than `used`, with random keys and values
+    before the newest token."""
     weight = head(step.model).weight
     random = torch.Generator().manual_seed(rows)
     cache = Cache(step.layers, rows, used, weight.dtype, weight.device)
