@@ -44,6 +44,10 @@ class TaskError(UserError):
     UserError ends the run."""
 
 
+class PromptTooLong(TaskError, ValueError):
+    """A prompt that leaves no room for a completion in the engine's context."""
+
+
 def positive(binding: str, value: float) -> None:
     if not value > 0:
         raise ConfigError(binding, value, "greater than 0")

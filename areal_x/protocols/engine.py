@@ -11,6 +11,7 @@ import numpy as np
 from jaxtyping import Float32, Int16, Int32
 
 from areal_x.errors import EngineError as EngineError  # part of the contract below
+from areal_x.errors import PromptTooLong as PromptTooLong
 from areal_x.errors import TaskError, at_least, positive, within
 from areal_x.types import Images
 
@@ -73,10 +74,6 @@ class Completion:
     versions: Int32[np.ndarray, " N"]
     finish_reason: str
     experts: Int16[np.ndarray, "P+N layers per_token"] | None = None
-
-
-class PromptTooLong(TaskError, ValueError):
-    """A prompt that leaves no room for a completion in the engine's context."""
 
 
 def room(request: Request, context: int, binding: str) -> int:

@@ -13,10 +13,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from areal_x.errors import ConfigError
-from areal_x.protocols.engine import PromptTooLong
+from areal_x.errors import ConfigError, PromptTooLong
 from areal_x.runtime.thread import in_thread
-from areal_x.tasks import tokenising
+from areal_x.tasks import text_length
 from areal_x.tasks.stream import TaskStream
 from areal_x.types import Task
 
@@ -185,9 +184,11 @@ def screen_of(
     most = context - answer if longest is None else longest
 
     def tokens_of(task: Task) -> int | None:
-        prompt = [task.prompt] if isinstance(task.prompt, str) else tokenising.texts_of(task.prompt)
+        prompt = (
+            [task.prompt] if isinstance(task.prompt, str) else text_length.texts_of(task.prompt)
+        )
         try:  # a tokenizer's call on all of a long text would hold Python's lock
-            tokenising.refuse_long(
+            text_length.raise_if_too_long(
                 lambda piece: len(tokenizer.encode(piece, add_special_tokens=False)), prompt, most
             )
         except PromptTooLong:

@@ -21,7 +21,7 @@ from areal_x.hf.pictures import for_template, read_pictures, reader_of, urls_of
 from areal_x.protocols.engine import Completion, Request, SamplingParams
 from areal_x.rewards.pool import Limits, Reward, RewardPool
 from areal_x.runtime.thread import beside, in_thread
-from areal_x.tasks.tokenising import refuse_long, size_of, texts_of
+from areal_x.tasks.text_length import estimate_characters, raise_if_too_long, texts_of
 from areal_x.types import (
     Episode,
     Failed,
@@ -191,7 +191,12 @@ class SingleTurn(Judged):
         urls = urls_of(task.prompt)
         images = await in_thread(read_pictures, self.tokenizer.name_or_path, urls) if urls else None
         prompt = await beside(
-            size_of(task.prompt), encode, self.tokenizer, task.prompt, images, engine.context
+            estimate_characters(task.prompt),
+            encode,
+            self.tokenizer,
+            task.prompt,
+            images,
+            engine.context,
         )
         completion = await engine.generate(Request(prompt, self.sampling, images=images))
         if completion.finish_reason == "abort":
@@ -248,7 +253,7 @@ def encode(
     """
     if most is not None:
         texts = [prompt] if isinstance(prompt, str) else texts_of(prompt)
-        refuse_long(
+        raise_if_too_long(
             lambda piece: len(tokenizer.encode(piece, add_special_tokens=False)), texts, most
         )
     if isinstance(prompt, str):

@@ -29,7 +29,7 @@ from areal_x.agents.chat.reading import Reply
 from areal_x.agents.chat.rendering import Renderer, Tools, Unrenderable, encoded, text_content
 from areal_x.agents.tools import json_bounds
 from areal_x.runtime.thread import beside
-from areal_x.tasks.tokenising import size_of
+from areal_x.tasks.text_length import estimate_characters
 from areal_x.types import Message
 
 # replies, from the last one back, whose tokens a prompt may begin with: each costs a rendering
@@ -97,7 +97,7 @@ async def prompt_of(
     refuses, PromptTooLong.
     """
     template = template or {}
-    found = await beside(size_of(messages), memory.found, messages)
+    found = await beside(estimate_characters(messages), memory.found, messages)
     whole = [
         _with_reasoning(message, found[place].reply) if place in found else message
         for place, message in enumerate(messages)

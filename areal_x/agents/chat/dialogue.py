@@ -16,7 +16,7 @@ from areal_x.agents.chat.reading import Reply
 from areal_x.agents.chat.rendering import Renderer, text_content
 from areal_x.protocols.engine import Completion, Request, SamplingParams, room
 from areal_x.runtime.thread import beside
-from areal_x.tasks.tokenising import OF_A_TOKEN, size_of
+from areal_x.tasks.text_length import CHARACTERS_PER_TOKEN, estimate_characters
 from areal_x.types import Message
 from areal_x.workflows.single_turn import Generator
 
@@ -87,7 +87,7 @@ class Speaker:
         self.calls.append(
             Call(str(len(self.calls)) if id is None else id, prompt.tokens, completion)
         )
-        size = len(completion.tokens) * OF_A_TOKEN
+        size = len(completion.tokens) * CHARACTERS_PER_TOKEN
         kept, stopped_by = await beside(size, cut, self.renderer, completion.tokens, ask.stop)
         reply = await self.renderer.read(kept, ask.tools, prompt.tokens)
         if completion.finish_reason != "abort":
@@ -95,7 +95,7 @@ class Speaker:
             if ask.continue_final:
                 before, begun = ask.messages[:-1], text_content(ask.messages[-1].get("content"))
             held = Held(prompt.text, np.concatenate([prompt.tokens, kept]), reply, begun)
-            await beside(size_of(before), self._memory.remember, before, held)
+            await beside(estimate_characters(before), self._memory.remember, before, held)
         return Answer(prompt.tokens, completion, reply, stopped_by)
 
 

@@ -24,7 +24,7 @@ from areal_x.agents.tools import json_bounds
 from areal_x.errors import TaskError, UserError
 from areal_x.hf.endings import ends
 from areal_x.runtime.thread import beside
-from areal_x.tasks.tokenising import OF_A_TOKEN, refuse_long, size_of
+from areal_x.tasks.text_length import CHARACTERS_PER_TOKEN, estimate_characters, raise_if_too_long
 from areal_x.types import Message
 
 Tools = Sequence[Mapping[str, Any]]
@@ -120,7 +120,7 @@ class TemplateRenderer:
         continue_final: bool = False,
     ) -> str:
         return await beside(
-            size_of((messages, tools)),
+            estimate_characters((messages, tools)),
             self._rendered_now,
             messages,
             tools,
@@ -182,7 +182,9 @@ class TemplateRenderer:
         tools: Tools,
         prompt: Int32[np.ndarray, " P"] | None = None,
     ) -> Reply:
-        return await beside(len(tokens) * OF_A_TOKEN, self._read_now, tokens, tools, prompt)
+        return await beside(
+            len(tokens) * CHARACTERS_PER_TOKEN, self._read_now, tokens, tools, prompt
+        )
 
     def _read_now(
         self, tokens: Int32[np.ndarray, " N"], tools: Tools, prompt: Int32[np.ndarray, " P"] | None
@@ -264,7 +266,7 @@ def encoded(
     """The tokens of a text of which more than `most` are of no use. Raises: PromptTooLong, without
     having tokenised much more than that."""
     if most is not None:
-        refuse_long(lambda piece: len(renderer.encode(piece)), [text], most)
+        raise_if_too_long(lambda piece: len(renderer.encode(piece)), [text], most)
     return renderer.encode(text, begins=begins)
 
 

@@ -31,7 +31,7 @@ from areal_x.agents.gateway.retries import Client, Given, attempt_at
 from areal_x.agents.gateway.streams import COMMENT, Answering, Refusal, dumped, dumped_slowly, event
 from areal_x.runtime.thread import INLINE, beside
 from areal_x.runtime.waits import waiting
-from areal_x.tasks.tokenising import OF_A_TOKEN, about
+from areal_x.tasks.text_length import CHARACTERS_PER_TOKEN, estimate_tokens
 
 LOG = logging.getLogger(__name__)
 
@@ -137,7 +137,7 @@ def application(host: Host) -> Starlette:
             session.state.seen(ids)
             if keep is not None:
                 keep(said)
-            size = sum(len(one.answer.completion.tokens) for one in said) * OF_A_TOKEN
+            size = sum(len(one.answer.completion.tokens) for one in said) * CHARACTERS_PER_TOKEN
             return await beside(
                 size, written, exchange, said, dumped if size <= INLINE else dumped_slowly
             )
@@ -186,7 +186,10 @@ def application(host: Host) -> Starlette:
         return told(
             {
                 "input_tokens": await beside(
-                    len(text), about, lambda piece: len(renderer.encode(piece, begins=True)), text
+                    len(text),
+                    estimate_tokens,
+                    lambda piece: len(renderer.encode(piece, begins=True)),
+                    text,
                 )
             }
         )
