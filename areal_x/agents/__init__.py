@@ -6,19 +6,52 @@ turns, tools.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from areal_x.runtime.lazy import lazy_names
 
 if TYPE_CHECKING:
-    from areal_x.agents.client import Session, SessionError, session
+    from areal_x.agents.agent import Agent as Agent
+    from areal_x.agents.agent import AgentProcess as AgentProcess
+    from areal_x.agents.chat.credit import Credit as Credit
+    from areal_x.agents.chat.credit import episode_of_calls as episode_of_calls
+    from areal_x.agents.chat.dialogue import Dialogue as Dialogue
+    from areal_x.agents.chat.dialogue import Speaker as Speaker
+    from areal_x.agents.chat.rendering import TemplateRenderer as TemplateRenderer
+    from areal_x.agents.client import Session as Session
+    from areal_x.agents.client import SessionError as SessionError
+    from areal_x.agents.client import session as session
+    from areal_x.agents.conversing import MultiTurn as MultiTurn
+    from areal_x.agents.conversing import ToolUse as ToolUse
+    from areal_x.agents.environment import Environment as Environment
+    from areal_x.agents.environment import environment_tasks as environment_tasks
+    from areal_x.agents.gateway import Gateway as Gateway
+    from areal_x.agents.gateway import SessionLimits as SessionLimits
+    from areal_x.agents.online import Online as Online
+    from areal_x.agents.online import online_tasks as online_tasks
+    from areal_x.agents.tools.calculator import Calculator as Calculator
+    from areal_x.agents.tools.mcp_tools import McpServer as McpServer
+    from areal_x.agents.tools.terminal import Terminal as Terminal
+    from areal_x.agents.tools.tools import PythonExecutor as PythonExecutor
+    from areal_x.agents.tools.tools import Toolbox as Toolbox
+    from areal_x.agents.tools.tools import ToolError as ToolError
 
-__all__ = ["Session", "SessionError", "session"]
+_NAMES = {
+    "areal_x.agents.agent": "Agent AgentProcess",
+    "areal_x.agents.chat.credit": "Credit episode_of_calls",
+    "areal_x.agents.chat.dialogue": "Dialogue Speaker",
+    "areal_x.agents.chat.rendering": "TemplateRenderer",
+    "areal_x.agents.client": "Session SessionError session",
+    "areal_x.agents.conversing": "MultiTurn ToolUse",
+    "areal_x.agents.environment": "Environment environment_tasks",
+    "areal_x.agents.gateway": "Gateway SessionLimits",
+    "areal_x.agents.online": "Online online_tasks",
+    "areal_x.agents.tools.calculator": "Calculator",
+    "areal_x.agents.tools.mcp_tools": "McpServer",
+    "areal_x.agents.tools.terminal": "Terminal",
+    "areal_x.agents.tools.tools": "PythonExecutor ToolError Toolbox",
+}
 
-
-def __getattr__(name: str) -> Any:
-    """The client's names, imported when they are first used: an episode's guard lives in this
-    package and must start fast."""
-    if name not in __all__:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from areal_x.agents import client
-
-    return getattr(client, name)
+# An episode's guard lives in this package and must start fast: nothing is imported before its use.
+if not TYPE_CHECKING:  # to a type checker, every name would exist
+    __getattr__, __dir__ = lazy_names(__name__, _NAMES)

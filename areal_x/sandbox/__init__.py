@@ -1,0 +1,18 @@
+"""Where code that a model wrote runs: processes without network, with bounds on what they use."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from areal_x.runtime.lazy import lazy_names
+
+if TYPE_CHECKING:
+    from areal_x.sandbox.pool import Sandbox as Sandbox
+    from areal_x.sandbox.pool import SandboxLimits as SandboxLimits
+
+_NAMES = {
+    "areal_x.sandbox.pool": "Sandbox SandboxLimits",
+}
+
+if not TYPE_CHECKING:  # to a type checker, every name would exist
+    __getattr__, __dir__ = lazy_names(__name__, _NAMES)
