@@ -29,8 +29,8 @@ from areal_x.cluster.links import Follower, Leader
 from areal_x.config.recorded import by_gin, settings_of, text_of
 from areal_x.engines.embedded import EmbeddedEngine
 from areal_x.engines.vllm import server as servers
-from areal_x.engines.vllm.direct import check_machine
 from areal_x.engines.vllm.engine import VLLMEngine
+from areal_x.engines.vllm.gpu_transfer import check_machine
 from areal_x.engines.vllm.scorer import ServerScorer, server_urls
 from areal_x.errors import UserError
 from areal_x.hf.model_dir import resolve

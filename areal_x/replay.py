@@ -26,7 +26,7 @@ from areal_x.errors import UserError
 from areal_x.experiment import Experiment
 from areal_x.monitor.metrics import read
 from areal_x.protocols.engine import Engine
-from areal_x.rollout.replayed import Replayed
+from areal_x.rollout.replayed import ReplayedRollout
 from areal_x.run import run_dir
 from areal_x.run.journal import FILE, Journal
 from areal_x.runtime import cores
@@ -50,7 +50,7 @@ class Replay(Experiment):
         return {}  # tasks are not looked at again
 
     def create_rollout(self, *_: Any) -> Any:
-        return Replayed(Journal(self.recorded), self.recorded_steps())
+        return ReplayedRollout(Journal(self.recorded), self.recorded_steps())
 
     def create_threads(self, trainer: Any) -> cores.Threads:
         return RecordedThreads(

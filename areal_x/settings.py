@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 from areal_x.algorithms.algorithm import Algorithm
 from areal_x.algorithms.check import check_group_size
 from areal_x.algorithms.recipes import grpo
-from areal_x.engines.distribution import check_distribution
 from areal_x.engines.embedded import EmbeddedConfig
+from areal_x.engines.sampling_checks import check_distribution
 from areal_x.engines.vllm.config import VLLMConfig
-from areal_x.engines.vllm.direct import check_run
+from areal_x.engines.vllm.gpu_transfer import check_run
 from areal_x.engines.vllm.scorer import server_urls
 from areal_x.errors import ConfigError, at_least, one_of, positive, within
 from areal_x.monitor.trackers import PROJECT, check_loggers

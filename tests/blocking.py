@@ -17,7 +17,7 @@ ELSEWHERE = (
     "agents/agent_guard.py",
     "agents/tools/mcp_worker.py",
     "agents/tools/schema_worker.py",
-    "engines/vllm/guard.py",
+    "engines/vllm/watchdog.py",
     "sandbox/keeper.py",
     "sandbox/shell.py",
 )

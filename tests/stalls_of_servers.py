@@ -16,10 +16,10 @@ from areal_x.engines.vllm import engine as engines
 from areal_x.engines.vllm import server as servers
 from areal_x.engines.vllm.client import VLLMClient
 from areal_x.engines.vllm.config import VLLMConfig
-from areal_x.engines.vllm.direct import Direct, Unstaged
 from areal_x.engines.vllm.engine import VLLMEngine
-from areal_x.engines.vllm.publisher import NoRoom, Staged
-from areal_x.engines.vllm.replica import Given, Replica
+from areal_x.engines.vllm.gpu_transfer import GPUSender, TrainerWeights
+from areal_x.engines.vllm.replica import ExternalServer, Replica
+from areal_x.engines.vllm.staging import NoRoom, StagedFiles
 from areal_x.engines.vllm.supervisor import Supervisor
 from tests.stalls import EPISODE_PATTERN, Stall, stall
 
@@ -70,7 +70,7 @@ def engine_of(stall: Stall) -> VLLMEngine:
     """Over one server, that was not reached yet."""
     model = stall.request.getfixturevalue("tiny_model_dir")
     engine = VLLMEngine(VLLMConfig(urls=("http://127.0.0.1:9",)), model, stall.folder, lambda line: None)
-    engine.supervisor.add(Replica(SERVER, Given("http://127.0.0.1:9", None, "files"), iter(())))
+    engine.supervisor.add(Replica(SERVER, ExternalServer("http://127.0.0.1:9", None, "files"), iter(())))
     return engine
 
 
@@ -91,15 +91,15 @@ async def _(stall: Stall) -> None:
 @stall("room to stage weights")
 async def _(stall: Stall) -> None:
     engine = engine_of(stall)
-    engine._staging, engine._current = SimpleNamespace(keep=print), Staged(stall.folder, 1)  # type: ignore[assignment]
+    engine._staging, engine._current = SimpleNamespace(keep=print), StagedFiles(stall.folder, 1)  # type: ignore[assignment]
     stall.request.getfixturevalue("monkeypatch").setattr(engines, "FULL_SECONDS", 5.0)
 
-    def stage(staging: Any) -> Staged:
+    def stage(staging: Any) -> StagedFiles:
         if stall.gate.is_set():
-            return Staged(stall.folder, 2)
+            return StagedFiles(stall.folder, 2)
         raise NoRoom("no room to stage the weights here")
 
-    def work() -> Staged:
+    def work() -> StagedFiles:
         return engine._with_room(stage)
 
     staged = await stall.threaded(work, "the trainer", r"room to stage weights \(no room to stage the weights here\)")
@@ -109,10 +109,10 @@ async def _(stall: Stall) -> None:
 @stall("the next version to be staged")
 async def _(stall: Stall) -> None:
     engine = engine_of(stall)
-    engine._current = Staged(stall.folder / "v1", 1)
+    engine._current = StagedFiles(stall.folder / "v1", 1)
     loop = asyncio.get_running_loop()
 
-    async def give(staged: Staged) -> float:
+    async def load(staged: StagedFiles) -> float:
         return 0.0
 
     def staged() -> None:
@@ -120,8 +120,8 @@ async def _(stall: Stall) -> None:
         loop.call_soon_threadsafe(engine._change.set)
 
     stall.release = staged  # type: ignore[method-assign]
-    replica: Any = SimpleNamespace(name=SERVER, give=give)
-    assert await stall.through(engine._give(replica), SERVER)
+    replica: Any = SimpleNamespace(name=SERVER, load=load)
+    assert await stall.through(engine._load_current(replica), SERVER)
 
 
 @stall("the vLLM servers to end")
@@ -134,7 +134,7 @@ async def _(stall: Stall) -> None:
 @stall("the sending of weights to end")
 async def _(stall: Stall) -> None:
     engine = engine_of(stall)
-    engine._direct = SimpleNamespace(close=stall.hold)  # type: ignore[assignment]
+    engine._gpu_sender = SimpleNamespace(close=stall.hold)  # type: ignore[assignment]
     await stall.for_episode(engine.close())
 
 
@@ -143,9 +143,9 @@ async def _(stall: Stall) -> None:
     import torch
 
     stall.request.getfixturevalue("monkeypatch").setattr(torch.cuda, "device", lambda index: nullcontext())
-    direct = Direct(VLLMConfig(transport="nccl", urls=("http://127.0.0.1:9",)), [object()], [1], print)  # type: ignore[list-item,arg-type]
+    direct = GPUSender(VLLMConfig(transport="nccl", urls=("http://127.0.0.1:9",)), [object()], [1], print)  # type: ignore[list-item,arg-type]
     direct._source = SimpleNamespace()
-    work = direct._beside(Unstaged(None, 5, 0), stall.hold)
+    work = direct._in_thread(TrainerWeights(None, 5, 0), stall.hold)
     await stall.through(work, "the trainer", r"its weights to be sent \(version 5 to 1 servers\)")
 
 
@@ -163,7 +163,7 @@ async def _(stall: Stall) -> None:
 
 @stall("its process to end")
 async def _(stall: Stall) -> None:
-    replica = Replica(SERVER, Given("http://127.0.0.1:9", None, "files"), iter(()))
+    replica = Replica(SERVER, ExternalServer("http://127.0.0.1:9", None, "files"), iter(()))
     replica.server = SimpleNamespace(stop=stall.hold, process=SimpleNamespace(pid=7))  # type: ignore[assignment]
     await stall.through(replica.close(), SERVER, r"its process to end \(process 7\)")
 

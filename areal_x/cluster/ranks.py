@@ -4,7 +4,7 @@ of their own trainers.
     process 0                                            process 1, 2, …
     join ◀────────── the backend's process group ──────▶ join
     Experiment.run: the ring                             Experiment.follow: the same trainers, and
-        Led(trainer).update(batch, loss) ──the batch──▶      serve: trainer.update(batch, loss)
+        DistributedTrainer(trainer).update(batch, loss) ──the batch──▶      serve: trainer.update(batch, loss)
 
 Every call of a trainer that spans processes is one that all of them make, in one order: they
 compute and gather together. What comes out is everyone's; process 0 uses it and the others throw it
@@ -80,7 +80,7 @@ def told(process_0: Follower) -> str:
     return process_0.agree(lambda: "")
 
 
-class Led:
+class DistributedTrainer:
     """Process 0's trainer with those of the others behind it: an `areal_x.trainer.Trainer`.
 
     name: what the others know the trainer by. loss: the one that `update` is called with.
@@ -156,7 +156,7 @@ def lead(leader: Leader, models: Models, losses: Mapping[str, Loss]) -> Models:
     """The models with the others' behind those that are trainers. losses: what each is updated
     with, by name."""
     led = {
-        name: Led(leader, name, trainer, losses.get(name))
+        name: DistributedTrainer(leader, name, trainer, losses.get(name))
         for name, trainer in models.trainers().items()
     }
     return replace(models, **led)  # type: ignore[arg-type]
@@ -190,7 +190,7 @@ def follow(
     arrays: Mapping[str, np.ndarray],
     loss: Loss | None,
 ) -> Wait | None:
-    """One call of `Led`, of which this process has nothing but the work; what waits for what it
+    """One call of `DistributedTrainer`, of which this process has nothing but the work; what waits for what it
     left to the background."""
     method = message["method"]
     if method == "update":

@@ -3,7 +3,7 @@ process.
 
     generate() ──▶ waiting ──fill──▶ slots ──decode──▶ slots … ──finished──▶ the awaiting coroutine
 
-`Slots` is the whole of the scheduling as a state machine without thread or device: who waits, who
+`SlotScheduler` is the whole of the scheduling as a state machine without thread or device: who waits, who
 holds which slot, what each has said so far. `EmbeddedEngine` drives it from one worker thread,
 which alone touches the sampler.
 """
@@ -56,7 +56,7 @@ class EmbeddedConfig:
 
 
 @dataclass
-class Running:
+class RunningRequest:
     """A request and what has been generated for it so far."""
 
     ticket: int
@@ -84,7 +84,7 @@ class Running:
         )
 
 
-class Slots:
+class SlotScheduler:
     """Which request waits, which holds a slot, and what each has said. Knows no clock, thread or
     sampler.
 
@@ -95,14 +95,14 @@ class Slots:
 
     def __init__(self, slots: int) -> None:
         self.free = list(range(slots))
-        self.waiting: dict[int, Running] = {}
-        self.running: dict[int, Running] = {}  # by slot
+        self.waiting: dict[int, RunningRequest] = {}
+        self.running: dict[int, RunningRequest] = {}  # by slot
         self._tickets = 0
 
     def submit(self, request: Request, seed: int | None = None) -> int:
         ticket = self._tickets
         self._tickets += 1
-        self.waiting[ticket] = Running(ticket, request, ticket if seed is None else seed)
+        self.waiting[ticket] = RunningRequest(ticket, request, ticket if seed is None else seed)
         return ticket
 
     def admit(self) -> list[SlotRequest]:
@@ -149,7 +149,7 @@ class Slots:
 
 
 @dataclass(frozen=True)
-class Staged:
+class StagedSnapshot:
     """A trainer's snapshot and the version that it is."""
 
     snapshot: Any
@@ -169,10 +169,10 @@ class EmbeddedEngine:
         self.context = sampler.context
         self.version = -1
         self._sampler = sampler
-        self._slots = Slots(sampler.slots)
+        self._slots = SlotScheduler(sampler.slots)
         self._futures: dict[int, asyncio.Future[Completion]] = {}
         self._cancelled: list[int] = []
-        self._swaps: list[tuple[Staged, asyncio.Future[float]]] = []
+        self._swaps: list[tuple[StagedSnapshot, asyncio.Future[float]]] = []
         self._error: EngineError | None = None
         self._closed = False
         # guards everything above; the worker holds it except while it computes
@@ -240,10 +240,10 @@ class EmbeddedEngine:
         with self._changed:
             self._changed.notify()
 
-    def stage(self, trainer: Any, version: int | None = None) -> Staged:
-        return Staged(trainer.snapshot(), trainer.version if version is None else version)
+    def stage(self, trainer: Any, version: int | None = None) -> StagedSnapshot:
+        return StagedSnapshot(trainer.snapshot(), trainer.version if version is None else version)
 
-    async def swap(self, staged: Staged) -> float:
+    async def swap(self, staged: StagedSnapshot) -> float:
         future: asyncio.Future[float] = asyncio.get_running_loop().create_future()
         with self._changed:
             self._check()
@@ -318,7 +318,7 @@ class EmbeddedEngine:
         wanted = self._closed or bool(self._swaps or self._cancelled)
         return wanted or (self.version >= 0 and bool(self._slots.waiting or self._slots.running))
 
-    def _load(self, staged: Staged, future: asyncio.Future[float]) -> None:
+    def _load(self, staged: StagedSnapshot, future: asyncio.Future[float]) -> None:
         started = time.perf_counter()
         with timeline.span("pause", version=staged.version):
             self._sampler.load(staged.snapshot)

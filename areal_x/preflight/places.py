@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
-from areal_x.engines.vllm.publisher import default_parent
+from areal_x.engines.vllm.staging import default_parent
 from areal_x.errors import ConfigError
 from areal_x.experiment import Experiment
 from areal_x.preflight.model import Model

@@ -9,8 +9,8 @@ from pathlib import Path
 
 from areal_x.engines.vllm.client import VLLMClient
 from areal_x.engines.vllm.config import VLLMConfig
-from areal_x.engines.vllm.direct import TRANSPORTS, check_machine
-from areal_x.engines.vllm.gate import open_door
+from areal_x.engines.vllm.gate import unprotected_warning
+from areal_x.engines.vllm.gpu_transfer import TRANSPORTS, check_machine
 from areal_x.engines.vllm.scorer import ServerScorer
 from areal_x.engines.vllm.server import is_cpu_build
 from areal_x.errors import UserError
@@ -35,7 +35,9 @@ def generate(config: VLLMConfig) -> str:
     key = os.environ.get(config.key_variable)
     found = [run(asked(url, key, TRANSPORTS[config.transport]), "check") for url in config.urls]
     doors = [
-        open_door(url) for url, (_, is_open) in zip(config.urls, found, strict=True) if is_open
+        unprotected_warning(url)
+        for url, (_, accepts_without_key) in zip(config.urls, found, strict=True)
+        if accepts_without_key
     ]
     return "; ".join(
         [
@@ -56,7 +58,7 @@ async def asked(url: str, key: str | None, transfer: str) -> tuple[int, bool]:
                     f"no healthy vLLM server answers at {url}: start it, or take it out of"
                     " vllm.urls"
                 )
-            return await client.context(), await client.is_open()
+            return await client.context(), await client.accepts_without_key()
     except TimeoutError:
         raise UserError(
             f"the vLLM server at {url} did not say what it serves within {SECONDS:g} s: look at"

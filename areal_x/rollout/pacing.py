@@ -26,7 +26,7 @@ LOOK_AHEAD = 1 / 8
 Key = tuple[int, ...]  # (seed, training or evaluation, ticket, episode, call)
 
 
-class Pace(Protocol):
+class Pacing(Protocol):
     """between_publications: whether a version's groups must all be finished before the next version
     is published."""
 
@@ -67,7 +67,7 @@ class Pace(Protocol):
         ...
 
 
-class AtOnce:
+class ImmediatePacing:
     """Requests go to the engine when they are made, and groups are admitted as long as the engine
     has room: a group that is admitted no sooner than that is as fresh as can be."""
 
@@ -96,7 +96,7 @@ class AtOnce:
     def release(self) -> None: ...
 
 
-class InWaves:
+class WavePacing:
     """Admission, waves and publications as functions of counts: nothing here depends on how long
     anything takes.
 

@@ -12,7 +12,7 @@ from areal_x.trainer import Trainer
 from areal_x.types import Group
 
 
-class Replayed:
+class ReplayedRollout:
     """What the ring asks of a `Rollout`, of which nothing is left to do but to give the groups of
     one step after the other."""
 
@@ -20,7 +20,7 @@ class Replayed:
         self._recorded = recorded
         self._steps: Iterator[int] = iter(steps)
 
-    def __enter__(self) -> Replayed:
+    def __enter__(self) -> ReplayedRollout:
         return self
 
     def __exit__(self, *error: object) -> None:

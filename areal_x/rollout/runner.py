@@ -20,7 +20,7 @@ from areal_x.errors import at_least, positive
 from areal_x.protocols.engine import Completion, Engine, Request
 from areal_x.protocols.loss import name_of
 from areal_x.rollout.episode import error_of, first_of, is_open_ended, run_episode
-from areal_x.rollout.pacing import AtOnce, InWaves, Pace
+from areal_x.rollout.pacing import ImmediatePacing, Pacing, WavePacing
 from areal_x.rollout.patience import Patience
 from areal_x.rollout.queue import TrajectoryQueue
 from areal_x.run.journal import Recorder, Resumed, Unrecorded
@@ -68,7 +68,7 @@ class EpisodeEngine:
     calls: int = 0
     wanting: int = 1  # counted by whoever makes the view
     about: Mapping[str, int] = field(default_factory=dict)  # what the timeline says of each call
-    pace: Pace | None = None  # when a call reaches the engine, by default at once
+    pace: Pacing | None = None  # when a call reaches the engine, by default at once
     whose: str = "a session"  # episode, for messages
 
     @property
@@ -82,7 +82,7 @@ class EpisodeEngine:
     async def generate(self, request: Request) -> Completion:
         if request.seed is None:
             request = replace(request, seed=seed_of(*self.key, self.calls))
-        pace, key = self.pace or AtOnce(self.engine), (*self.key, self.calls)
+        pace, key = self.pace or ImmediatePacing(self.engine), (*self.key, self.calls)
         self.calls += 1
         if self.calls > 1:
             self.want(1)
@@ -168,7 +168,9 @@ class Runner:
         self.recorder = recorder or Unrecorded()
         self._positions: dict[int, int] = {}  # of the tickets that are pending
         self._changed = asyncio.Event()
-        self._pace: Pace = InWaves(engine, self._notify) if deterministic else AtOnce(engine)
+        self._pace: Pacing = (
+            WavePacing(engine, self._notify) if deterministic else ImmediatePacing(engine)
+        )
         self._live: Counter[int] = Counter()  # episodes of each ticket that have not ended
         self._evaluated: dict[int, str] = {}  # tasks of the evaluation that are not answered
         self._wanted = 0  # places in the engine, by episodes in flight

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from areal_x.engines.embedded import EmbeddedConfig, EmbeddedEngine, Slots
+from areal_x.engines.embedded import EmbeddedConfig, EmbeddedEngine, SlotScheduler
 from areal_x.errors import ConfigError, UserError
 from areal_x.protocols.engine import Completion, EngineError, PromptTooLong, Request, SamplingParams
 from areal_x.protocols.sampler import Decoded, SlotRequest
@@ -140,7 +140,7 @@ async def begun(sampler: Counting) -> None:
     ),
 )
 def test_whatever_the_order_each_request_finishes_once_with_what_it_would_say_alone(slots: int, actions: list) -> None:
-    sampler, table = Counting(slots), Slots(slots)
+    sampler, table = Counting(slots), SlotScheduler(slots)
     requests: dict[int, Request] = {}
     cancelled: set[int] = set()
     finished: dict[int, Completion] = {}
@@ -175,7 +175,7 @@ def test_whatever_the_order_each_request_finishes_once_with_what_it_would_say_al
 
 
 def test_waiting_requests_get_slots_in_the_order_they_came() -> None:
-    table = Slots(2)
+    table = SlotScheduler(2)
     tickets = [table.submit(request(1, 1)) for _ in range(4)]
     table.admit()
     assert [running.ticket for running in table.running.values()] == tickets[:2]
@@ -184,7 +184,7 @@ def test_waiting_requests_get_slots_in_the_order_they_came() -> None:
 
 
 def test_what_new_weights_recompute_is_the_prompt_and_all_that_was_generated() -> None:
-    sampler, table = Counting(1), Slots(1)
+    sampler, table = Counting(1), SlotScheduler(1)
     table.submit(request(3, 9), seed=5)
     sampler.fill(table.admit())
     table.record(sampler.decode(4, 1), 0)

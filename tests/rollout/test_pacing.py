@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from areal_x.protocols.engine import Completion, Request, SamplingParams
-from areal_x.rollout.pacing import InWaves
+from areal_x.rollout.pacing import WavePacing
 from tests.rollout.fakes import until
 
 
@@ -37,7 +37,7 @@ def request(seed: int) -> Request:
 async def three_episodes(order: list[int]):
     """Three episodes that wait for their completions, asked for in this order."""
     engine = Together()
-    pace = InWaves(engine, lambda: None)
+    pace = WavePacing(engine, lambda: None)
     pace.began(3)
     asking = []
     for i in order:
@@ -93,7 +93,7 @@ def test_no_wave_follows_before_the_one_before_has_ended() -> None:
 def test_an_episode_that_is_cancelled_holds_up_no_wave(sent: bool) -> None:
     async def check():
         engine = Together()
-        pace = InWaves(engine, lambda: None)
+        pace = WavePacing(engine, lambda: None)
         pace.began(2)
         asking = [asyncio.create_task(pace.generate((0, i, 0), request(i))) for i in range(2 if sent else 1)]
         await asyncio.sleep(0)

@@ -310,7 +310,7 @@ def test_a_server_that_leaves_during_a_heartbeat_ends_nothing() -> None:
             def __init__(self, name: str) -> None:
                 self.name = name
 
-            def death(self) -> None:
+            def cause_of_death(self) -> None:
                 return None
 
             async def close(self) -> None: ...

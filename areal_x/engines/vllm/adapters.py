@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from areal_x.engines.vllm.client import MODEL
-from areal_x.engines.vllm.publisher import Staged
+from areal_x.engines.vllm.staging import StagedFiles
 from areal_x.errors import ConfigError
 
 RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # those that vLLM makes room for
@@ -34,17 +34,17 @@ def arguments(rank: int) -> list[str]:
     return ["--enable-lora", *(word for name, size in sizes.items() for word in (name, str(size)))]
 
 
-class Versions:
+class AdapterVersions:
     """newest: where requests begin; None before the first version, when they go to the model
     itself."""
 
     def __init__(self) -> None:
-        self.newest: Staged | None = None
-        self._older: list[Staged] = []
+        self.newest: StagedFiles | None = None
+        self._older: list[StagedFiles] = []
         self._requests: Counter[int] = Counter()
 
     @contextmanager
-    def request(self) -> Iterator[Staged | None]:
+    def request(self) -> Iterator[StagedFiles | None]:
         """The version that a request begins on, which is held until the request has ended."""
         own = self.newest
         if own is None:
@@ -56,11 +56,11 @@ class Versions:
         finally:
             self._requests[own.version] -= 1
 
-    def held(self) -> list[Staged]:
+    def held(self) -> list[StagedFiles]:
         """Those that a server must have: the newest, and older ones that requests are on."""
         return [*self._older, *([self.newest] if self.newest else [])]
 
-    def publish(self, staged: Staged) -> list[Staged]:
+    def publish(self, staged: StagedFiles) -> list[StagedFiles]:
         """Makes a version the newest, and gives those that no request is on any more, which are
         forgotten."""
         self._older += [self.newest] if self.newest else []

@@ -66,14 +66,14 @@ class ServerRefused(EngineError):
 
 
 @dataclass(frozen=True)
-class Served:
+class ServedModel:
     """A model that a server serves. context: the longest prompt and completion together."""
 
     name: str
     context: int
 
 
-def needed_flags(transfer: str) -> str:
+def required_flags(transfer: str) -> str:
     beside = ", areal-x installed beside it" if transfer == BACKEND else ""
     return (
         "start it with VLLM_SERVER_DEV_MODE=1 and --enable-scale-out --logprobs-mode"
@@ -120,10 +120,10 @@ class VLLMClient:
         names = ", ".join(repr(model.name) for model in models)
         raise UserError(
             f"the vLLM server at {self.url} serves {names}, not {MODEL!r}:"
-            f" {needed_flags(self._transfer)}"
+            f" {required_flags(self._transfer)}"
         )
 
-    async def served(self) -> Served:
+    async def served(self) -> ServedModel:
         """The model that the server was started with; adapters come after it."""
         models = await self._models()
         if not models:
@@ -132,10 +132,10 @@ class VLLMClient:
             )
         return models[0]
 
-    async def _models(self) -> list[Served]:
+    async def _models(self) -> list[ServedModel]:
         models = (await self._call("GET", "/v1/models"))["data"]
         return [
-            Served(model["id"], int(model["max_model_len"]))
+            ServedModel(model["id"], int(model["max_model_len"]))
             for model in models
             if model.get("max_model_len")
         ]
@@ -279,7 +279,7 @@ class VLLMClient:
     async def is_paused(self) -> bool:
         return bool((await self._call("GET", "/is_paused", retry=True))["is_paused"])
 
-    async def is_open(self) -> bool:
+    async def accepts_without_key(self) -> bool:
         """True if it takes requests that steer it without a key."""
         async with session(key=None) as stranger:
             with contextlib.suppress(ConnectionError):
@@ -307,7 +307,7 @@ class VLLMClient:
                 f"{error} (its weight-transfer backend must be {self._transfer!r})"
             ) from error
 
-    async def look_at(self, staging_root: Path, folder: Path) -> None:
+    async def validate_folder(self, staging_root: Path, folder: Path) -> None:
         """Raises EngineError where a staged folder is none that the server can load; changes
         nothing, and may be asked beside running requests. (For servers whose weight-transfer
         backend is ours.)"""
@@ -322,7 +322,7 @@ class VLLMClient:
         """The server must be paused: an update under running requests kills its engine."""
         await self._call("POST", "/start_weight_update")
 
-    async def receive(self, info: Any) -> None:
+    async def update_weights(self, info: Any) -> None:
         """All weights, or a part of them. info: of the server's weight-transfer backend."""
         await self._call("POST", "/update_weights", {"update_info": info})
 
@@ -350,7 +350,7 @@ class VLLMClient:
         models = (await self._call("GET", "/v1/models"))["data"]
         return [model["id"] for model in models if model.get("parent")]
 
-    async def takes_adapters(self) -> bool:
+    async def supports_adapters(self) -> bool:
         """As far as it can be seen from outside: it holds one, or it counts their requests."""
         with contextlib.suppress(EngineError, UserError):  # a server may count nothing
             return bool(await self.adapters()) or ADAPTER_METRIC in await self.metrics()
@@ -387,7 +387,7 @@ class VLLMClient:
             raise ServerLost(f"{error}") from error
         if status == 200:
             return text if path in TEXT else json.loads(text) if text else None
-        raise self._refusal(path, status, words_of(text))
+        raise self._refusal(path, status, error_message(text))
 
     def _refusal(self, path: str, status: int, words: str) -> Exception:
         server, endpoint = f"the vLLM server at {self.url}", path.partition("?")[0]
@@ -409,7 +409,7 @@ class VLLMClient:
         if status in (403, 404) and endpoint not in WORDLESS:
             return UserError(
                 f"{server} does not offer {endpoint} ({status} {words}):"
-                f" {needed_flags(self._transfer)}"
+                f" {required_flags(self._transfer)}"
             )
         said = f"{server} answered {endpoint} with {status}: {words}"
         return ServerFailed(said) if status >= 500 else ServerRefused(said, words)
@@ -512,7 +512,7 @@ def versions_from(spans: Sequence[Mapping[str, Any]], length: int) -> Int32[np.n
     return np.asarray(versions, np.int32)
 
 
-def words_of(text: str) -> str:
+def error_message(text: str) -> str:
     """What the server said, out of its error's JSON."""
     try:
         answer = json.loads(text)

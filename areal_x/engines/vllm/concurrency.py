@@ -34,7 +34,7 @@ NAMES = {
 }
 
 
-def adapted(limit: int, before: Load, now: Load, most: int) -> int:
+def next_limit(limit: int, before: Load, now: Load, most: int) -> int:
     """The next limit on a server's requests, between 1 and `most`.
 
     Less when it preempted since the last look, but only once an earlier decrease has taken effect:
@@ -53,7 +53,7 @@ def adapted(limit: int, before: Load, now: Load, most: int) -> int:
     return limit
 
 
-def load_from(text: str) -> Load | None:
+def parse_load(text: str) -> Load | None:
     """Out of a server's /metrics (Prometheus' text); None where one is missing. Engines behind one
     server are summed, their caches averaged."""
     found: dict[str, list[float]] = {}

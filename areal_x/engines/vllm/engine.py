@@ -26,8 +26,7 @@ from jaxtyping import Float32, Int32
 
 from areal_x.engines.vllm import adapters, slices
 from areal_x.engines.vllm import server as servers
-from areal_x.engines.vllm.adapters import Versions
-from areal_x.engines.vllm.agreement import known_prompt, said_by
+from areal_x.engines.vllm.adapters import AdapterVersions
 from areal_x.engines.vllm.client import (
     MODEL,
     ServerFailed,
@@ -37,12 +36,13 @@ from areal_x.engines.vllm.client import (
     VLLMClient,
 )
 from areal_x.engines.vllm.config import VLLMConfig
-from areal_x.engines.vllm.direct import TRANSPORTS, Direct, Unstaged, check_machine
 from areal_x.engines.vllm.features import features_for
-from areal_x.engines.vllm.gate import open_door
-from areal_x.engines.vllm.publisher import NoRoom, Staged, Staging, default_parent
-from areal_x.engines.vllm.replica import Replica, given, launches_of
+from areal_x.engines.vllm.gate import unprotected_warning
+from areal_x.engines.vllm.gpu_transfer import TRANSPORTS, GPUSender, TrainerWeights, check_machine
+from areal_x.engines.vllm.probe import probe_prompt, trainer_logp
+from areal_x.engines.vllm.replica import Replica, external_replica, launches_of
 from areal_x.engines.vllm.routing import Prefixes
+from areal_x.engines.vllm.staging import NoRoom, StagedFiles, Staging, default_parent
 from areal_x.engines.vllm.supervisor import Supervisor
 from areal_x.errors import ConfigError, UserError
 from areal_x.hf import lora as adapter_files
@@ -95,13 +95,13 @@ class VLLMEngine:
         self.version = 0
         self.lora = lora if lora is not None and lora.rank else None
         self.supervisor = Supervisor(
-            config, report, self._prepare, self._give, self._score, self._changed
+            config, report, self._prepare, self._load_current, self._score, self._changed
         )
         self.fleet = self.supervisor.fleet
         self._staging: Staging | None = None
-        self._current: Staged | None = None  # what a server that comes back is given
-        self._versions = Versions()
-        self._direct: Direct | None = None  # where weights go without files
+        self._current: StagedFiles | None = None  # what a server that comes back is given
+        self._versions = AdapterVersions()
+        self._gpu_sender: GPUSender | None = None  # where weights go without files
         self._workers: dict[str, int] = {}  # of each server, where weights go so
         self._prefixes = Prefixes()
         self._requests, self._seeds = itertools.count(), itertools.count()
@@ -132,7 +132,7 @@ class VLLMEngine:
                 self.supervisor.watch()
             else:
                 sizes = [self._workers[name] for name in self.supervisor.replicas]
-                self._direct = Direct(self.config, self._clients, sizes, self._explaining)
+                self._gpu_sender = GPUSender(self.config, self._clients, sizes, self._explain)
         except BaseException:
             await self.close()
             raise
@@ -140,7 +140,10 @@ class VLLMEngine:
     def _replicas(self, staging_root: Path) -> list[Replica]:
         if self.config.urls:
             key = os.environ.get(self.config.key_variable)
-            return [given(url, key, TRANSPORTS[self.config.transport]) for url in self.config.urls]
+            return [
+                external_replica(url, key, TRANSPORTS[self.config.transport])
+                for url in self.config.urls
+            ]
         rank = self.lora.rank if self.lora else 0
         launches = launches_of(
             self.config, self.model, self.logs, staging_root, self.context, rank, self.experts
@@ -151,13 +154,13 @@ class VLLMEngine:
         ]
 
     async def close(self) -> None:
-        if self._direct is not None:
+        if self._gpu_sender is not None:
             with waiting(whose(), "the sending of weights to end"):
-                await asyncio.to_thread(self._direct.close)
-            self._direct = None
+                await asyncio.to_thread(self._gpu_sender.close)
+            self._gpu_sender = None
         await self.supervisor.close()
         for replica in self.supervisor.replicas.values():
-            await replica.hang_up()
+            await replica.disconnect()
         with waiting(whose(), "the vLLM servers to end"):
             await asyncio.to_thread(self._end_processes)
         atexit.unregister(self._end_processes)
@@ -197,7 +200,7 @@ class VLLMEngine:
 
         Raises: UserError where it cannot.
         """
-        replica = given(
+        replica = external_replica(
             url, os.environ.get(self.config.key_variable), TRANSPORTS[self.config.transport]
         )
         if self.config.transport != "files" or (
@@ -312,7 +315,7 @@ class VLLMEngine:
     def _failed(self, request: int, server: str, error: EngineError, attempt: int) -> None:
         """Raises EngineError where trying again would not help."""
         replica = self.supervisor.replicas.get(server)
-        if self._direct is not None and replica is not None:
+        if self._gpu_sender is not None and replica is not None:
             lost = (
                 f"{replica.explained(error)}; with vllm.transport = {self.config.transport!r} no"
                 " server is started again"
@@ -324,12 +327,12 @@ class VLLMEngine:
             ) from error
         if isinstance(error, ServerRestarted) and self._is_at(request, server):
             self.fleet.lost(server, f"{error}", time.monotonic())
-        died = replica.death() if replica is not None else None
+        died = replica.cause_of_death() if replica is not None else None
         if died and self._is_at(request, server):
             self.fleet.lost(server, died, time.monotonic())
         self.fleet.failed(request, server, f"{error}", time.monotonic())
         self.supervisor.settle()
-        self.supervisor.hurry()
+        self.supervisor.wake()
 
     async def _place(self, request: int, tokens: Int32[np.ndarray, " P"]) -> str:
         """The server that the request is placed on, as soon as one takes it."""
@@ -340,7 +343,7 @@ class VLLMEngine:
             if server is not None:
                 self._prefixes.remember(tokens, server)
                 return server
-            if why := self.fleet.hopeless():
+            if why := self.fleet.why_hopeless():
                 raise EngineError(why)
             since = self.fleet.none_since
             if since is not None and time.monotonic() - since > self.config.wait_seconds:
@@ -373,11 +376,11 @@ class VLLMEngine:
 
     # ---- weights
 
-    def stage(self, trainer: Any, version: int | None = None) -> Staged | Unstaged:
+    def stage(self, trainer: Any, version: int | None = None) -> StagedFiles | TrainerWeights:
         assert self._staging is not None, "stage() needs an engine that was started"
         version, config = trainer.version if version is None else version, self.lora
-        if self._direct is not None:
-            return self._direct.stage(trainer, version)
+        if self._gpu_sender is not None:
+            return self._gpu_sender.stage(trainer, version)
         if config is not None:
             write = partial(adapter_files.write, config=config, base=self.model)
             staged = self._with_room(
@@ -388,10 +391,10 @@ class VLLMEngine:
         return (
             staged
             if self.scorer is None
-            else replace(staged, said=said_by(self.scorer, self._known_prompt))
+            else replace(staged, said=trainer_logp(self.scorer, self._probe_prompt))
         )
 
-    def _with_room(self, stage: Callable[[Staging], Staged]) -> Staged:
+    def _with_room(self, stage: Callable[[Staging], StagedFiles]) -> StagedFiles:
         """Where the file system is full and an earlier version had room: first without the version
         that is kept for servers that come back (they wait for the next one then), then again and
         again. (On the trainer's thread.)"""
@@ -414,9 +417,9 @@ class VLLMEngine:
                     time.sleep(FULL_SECONDS)
         raise AssertionError("unreachable")
 
-    async def swap(self, staged: Staged | Unstaged) -> float:
+    async def swap(self, staged: StagedFiles | TrainerWeights) -> float:
         assert self._staging is not None, "swap() needs an engine that was started"
-        if isinstance(staged, Unstaged):
+        if isinstance(staged, TrainerWeights):
             return await self._send(staged)
         await self.supervisor.pause_comparing()
         previous, self._current = self._current, staged
@@ -449,18 +452,18 @@ class VLLMEngine:
         self.fleet.published(time.monotonic())
         self.supervisor.settle()
         if self.lora is not None:
-            await self._unload(self._versions.publish(staged))
+            await self._unload_adapters(self._versions.publish(staged))
         else:
             self._staging.keep(staged)
         self.supervisor.compare()
         return max(pauses, default=0.0)
 
-    async def _update(self, name: str, staged: Staged) -> float | EngineError:
+    async def _update(self, name: str, staged: StagedFiles) -> float | EngineError:
         """The seconds that the server stood still, or why it does not have the version."""
         replica = self.supervisor.replicas.get(name)
         if replica is None:
             return ServerLost(f"{name} left during the swap")
-        call = replica.give(staged) if self.lora is None else self._load(replica, staged)
+        call = replica.load(staged) if self.lora is None else self._load_adapter(replica, staged)
         try:
             stood_still = await self.supervisor.unless_lost(
                 call, lambda: name in self.fleet.serving()
@@ -474,12 +477,12 @@ class VLLMEngine:
         self.fleet.updated(name, time.monotonic())
         return stood_still
 
-    async def _load(self, replica: Replica, staged: Staged) -> float:
+    async def _load_adapter(self, replica: Replica, staged: StagedFiles) -> float:
         """Beside those that requests are on."""
         await replica.client.load_adapter(adapters.name_of(staged.version), staged.folder)
         return 0.0
 
-    async def _unload(self, unused: list[Staged]) -> None:
+    async def _unload_adapters(self, unused: list[StagedFiles]) -> None:
         for old in unused:
             for name in self.fleet.serving():
                 if (replica := self.supervisor.replicas.get(name)) is None:
@@ -489,34 +492,34 @@ class VLLMEngine:
                     await replica.client.unload_adapter(adapters.name_of(old.version))
             shutil.rmtree(old.folder, ignore_errors=True)
 
-    async def _send(self, unstaged: Unstaged) -> float:
+    async def _send(self, unstaged: TrainerWeights) -> float:
         """All servers together, as a broadcast has one sender. After an error they stay paused:
         what they hold then may be a part of two policies, and no token may come from that."""
-        assert self._direct is not None
-        await self._direct.meet(unstaged)
+        assert self._gpu_sender is not None
+        await self._gpu_sender.connect(unstaged)
         began, clients = time.perf_counter(), self._clients
         try:
             await together(
-                self._explaining(index, client.pause()) for index, client in enumerate(clients)
+                self._explain(index, client.pause()) for index, client in enumerate(clients)
             )
         except BaseException:
             for client in clients:
                 with contextlib.suppress(Exception):
                     await client.resume()
             raise
-        await self._direct.send(unstaged)
+        await self._gpu_sender.send(unstaged)
         for name in self.fleet.begin(unstaged.version):
             self.fleet.updated(name, time.monotonic())
             self._prefixes.forget(name)
         self.fleet.published(time.monotonic())
         await together(
-            self._explaining(index, client.resume()) for index, client in enumerate(clients)
+            self._explain(index, client.resume()) for index, client in enumerate(clients)
         )
         self.version, ended = unstaged.version, time.perf_counter()
         timeline.add("pause", began, ended, version=unstaged.version)
         return ended - began
 
-    async def _explaining(self, index: int, call: Coroutine[Any, Any, T]) -> T:
+    async def _explain(self, index: int, call: Coroutine[Any, Any, T]) -> T:
         try:
             return await call
         except EngineError as error:
@@ -537,24 +540,24 @@ class VLLMEngine:
         if (
             not replica.ours
             and replica.name not in self._workers
-            and await replica.client.is_open()
+            and await replica.client.accepts_without_key()
         ):
-            self.report(open_door(replica.client.url))
+            self.report(unprotected_warning(replica.client.url))
         self.context = min(self.context, context)
         self._workers[replica.name] = workers
         self._prefixes.forget(replica.name)
 
-    async def _give(self, replica: Replica) -> bool:
+    async def _load_current(self, replica: Replica) -> bool:
         if self._current is None:
             return False
         if self.lora is not None:
-            await replica.hold([*self._versions.held(), self._current])
+            await replica.sync_adapters([*self._versions.held(), self._current])
         else:
             with waiting(replica.name, "the next version to be staged"):
                 while not self._current.folder.exists():  # see `_with_room`
                     self._change.clear()
                     await self._change.wait()
-            await replica.give(self._current)
+            await replica.load(self._current)
         return True
 
     async def _score(self, replica: Replica) -> Float32[np.ndarray, " T"]:
@@ -563,11 +566,11 @@ class VLLMEngine:
             if self.lora is None or self._current is None
             else adapters.name_of(self._current.version)
         )
-        return await replica.client.probe(model, self._known_prompt.tolist())
+        return await replica.client.probe(model, self._probe_prompt.tolist())
 
     @property
-    def _known_prompt(self) -> Int32[np.ndarray, " T"]:
-        return known_prompt(self._vocabulary, self.context)
+    def _probe_prompt(self) -> Int32[np.ndarray, " T"]:
+        return probe_prompt(self._vocabulary, self.context)
 
     @cached_property
     def _vocabulary(self) -> int:

@@ -248,7 +248,7 @@ class Fleet:
     def serving(self) -> list[str]:
         return [name for name, member in self.members.items() if member.serves]
 
-    def hopeless(self) -> str | None:
+    def why_hopeless(self) -> str | None:
         """Why no server will ever serve again, or None."""
         if any(member.state not in FINAL for member in self.members.values()):
             return None
@@ -256,7 +256,7 @@ class Fleet:
             "; ".join(f"{n} was {m.reason}" for n, m in self.members.items()) or "all have left"
         )
 
-    def news(self) -> list[str]:
+    def messages(self) -> list[str]:
         """Sentences for the user since the last call."""
         said, self._news = self._news, []
         return said

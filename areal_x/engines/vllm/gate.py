@@ -102,7 +102,7 @@ def digest(text: str) -> bytes:
     return hashlib.sha256(text.encode("utf-8", "surrogateescape")).digest()
 
 
-def open_door(url: str) -> str:
+def unprotected_warning(url: str) -> str:
     """What to tell the user of a server of theirs that answers control requests without a key."""
     mend = (
         f"start it with {KEY} set and --middleware {GATE} (and {HOSTS}=its name, where that is not"

@@ -78,9 +78,7 @@ def load(model: Any, model_config: Any, weights: Iterable[tuple[str, Any]]) -> N
     wanted = {name for name, _ in model.named_parameters()}
     try:
         loaded = model.load_weights(weights)
-        missing = incomplete(model) | (
-            set() if loaded is None else wanted - with_tied(loaded, tied)
-        )
+        missing = incomplete(model) | (set() if loaded is None else wanted - add_tied(loaded, tied))
     finally:
         finalize_layerwise_reload(model, model_config)
     if missing:
@@ -96,7 +94,7 @@ def shared(model: Any) -> list[set[str]]:
     return [alike for alike in names.values() if len(alike) > 1]
 
 
-def with_tied(loaded: Collection[str], tied: Iterable[set[str]]) -> set[str]:
+def add_tied(loaded: Collection[str], tied: Iterable[set[str]]) -> set[str]:
     return set(loaded).union(*(alike for alike in tied if not alike.isdisjoint(loaded)))
 
 

@@ -21,16 +21,16 @@ from areal_x.engines.vllm.client import (
     VLLMClient,
 )
 from areal_x.engines.vllm.config import VLLMConfig
-from areal_x.engines.vllm.direct import TRANSPORTS
+from areal_x.engines.vllm.gpu_transfer import TRANSPORTS
 from areal_x.engines.vllm.plugin import BACKEND
-from areal_x.engines.vllm.publisher import Staged
+from areal_x.engines.vllm.staging import StagedFiles
 from areal_x.errors import UserError
 from areal_x.protocols.engine import EngineError
 from areal_x.runtime.waits import waiting
 
 
 @dataclass(frozen=True)
-class Given:
+class ExternalServer:
     """A server that runs already."""
 
     url: str
@@ -42,7 +42,9 @@ class Replica:
     """seeds: each start takes the next one, as a server that began again with its old one would
     draw the same samples again."""
 
-    def __init__(self, name: str, origin: servers.Launch | Given, seeds: Iterator[int]) -> None:
+    def __init__(
+        self, name: str, origin: servers.Launch | ExternalServer, seeds: Iterator[int]
+    ) -> None:
         self.name, self.origin, self._seeds = name, origin, seeds
         self.server: servers.Server | None = None
         self._client: VLLMClient | None = None
@@ -54,7 +56,7 @@ class Replica:
 
     @property
     def url(self) -> str | None:
-        if isinstance(self.origin, Given):
+        if isinstance(self.origin, ExternalServer):
             return self.origin.url.rstrip("/")
         return self.server.url if self.server is not None else None
 
@@ -70,7 +72,7 @@ class Replica:
         Raises: UserError with the reason when it dies at its start or takes too long.
         """
         await self.close()
-        if isinstance(self.origin, Given):
+        if isinstance(self.origin, ExternalServer):
             self._client = VLLMClient(self.origin.url, self.origin.key, self.origin.transfer)
             return
         self.server = servers.start(replace(self.origin, seed=next(self._seeds)))
@@ -94,17 +96,17 @@ class Replica:
             )
             raise UserError(f"{self.name} is paused: {cause}; start it again")
         if transport == "files":
-            # One that is paused stays so until it has whole weights: see `give`.
+            # One that is paused stays so until it has whole weights: see `load`.
             await client.init_weight_transfer({"staging_root": str(staging_root)})
         else:
             await client.end_weight_transfer()  # with the trainer of an earlier run
             workers = await client.workers()
         await client.set_version(0)
         if lora:
-            await self.hold([])  # it may hold those of another run
+            await self.sync_adapters([])  # it may hold those of another run
         return context, workers
 
-    async def give(self, staged: Staged) -> float:
+    async def load(self, staged: StagedFiles) -> float:
         """Swaps its weights; returns the seconds that it stood still.
 
         Raises: ServerTorn when the update broke off in the middle, and the server stays paused, as
@@ -112,13 +114,13 @@ class Replica:
         it had.
         """
         client, changing = self.client, False
-        await client.look_at(self._staging_root, staged.folder)
+        await client.validate_folder(self._staging_root, staged.folder)
         began = time.perf_counter()
         try:
             await client.pause()
             await self._start_update()
             changing = True
-            await client.receive({"folder": str(staged.folder)})
+            await client.update_weights({"folder": str(staged.folder)})
             await client.finish_update(str(staged.version))
         except BaseException as error:
             if not changing and not isinstance(error, ServerLost):
@@ -141,7 +143,7 @@ class Replica:
             await self.client.abandon_update()
             await self.client.start_update()
 
-    async def hold(self, versions: Sequence[Staged]) -> None:
+    async def sync_adapters(self, versions: Sequence[StagedFiles]) -> None:
         """Makes these adapters the ones that it has."""
         wanted = {adapters.name_of(staged.version): staged.folder for staged in versions}
         held = set(await self.client.adapters())
@@ -150,37 +152,39 @@ class Replica:
         for name in wanted.keys() - held:
             await self.client.load_adapter(name, wanted[name])
 
-    def death(self) -> str | None:
+    def cause_of_death(self) -> str | None:
         """Why its process ended; None while it runs, and for one that is not ours."""
         if self.server is None or self.server.process.poll() is None:
             return None
-        return f"it died: {self.server.last_words()} (log: {self.server.log})"
+        return f"it died: {self.server.failure_reason()} (log: {self.server.log})"
 
     def explained(self, error: EngineError) -> EngineError:
         """The error with the last one in the server's log, where the server is ours."""
         if self.server is None:
             return error
         return type(error)(
-            f"{error}; its log ends with: {self.server.last_words()} (log: {self.server.log})"
+            f"{error}; its log ends with: {self.server.failure_reason()} (log: {self.server.log})"
         )
 
-    async def hang_up(self) -> None:
+    async def disconnect(self) -> None:
         client, self._client = self._client, None
         if client is not None:
             await client.close()
 
     async def close(self) -> None:
         """Lets go of one that is not ours; ends one that is."""
-        await self.hang_up()
+        await self.disconnect()
         if self.server is not None:
             with waiting(self.name, "its process to end", f"process {self.server.process.pid}"):
                 await asyncio.to_thread(self.server.stop)
             self.server = None
 
 
-def given(url: str, key: str | None, transfer: str = BACKEND) -> Replica:
+def external_replica(url: str, key: str | None, transfer: str = BACKEND) -> Replica:
     return Replica(
-        f"the vLLM server at {url.rstrip('/')}", Given(url, key, transfer), itertools.count()
+        f"the vLLM server at {url.rstrip('/')}",
+        ExternalServer(url, key, transfer),
+        itertools.count(),
     )
 
 

@@ -19,7 +19,7 @@ from urllib.parse import urlsplit
 import numpy as np
 from jaxtyping import Float32, Int64
 
-from areal_x.engines.vllm.client import VLLM_RELEASE, Served, VLLMClient
+from areal_x.engines.vllm.client import VLLM_RELEASE, ServedModel, VLLMClient
 from areal_x.errors import ConfigError, UserError
 from areal_x.protocols.engine import EngineError
 from areal_x.runtime.loop import run, together
@@ -137,10 +137,10 @@ class ServerScorer:
 
             return await together(score(tokens) for tokens in sequences)
 
-    async def _look(self, probe: Sequence[int]) -> list[Served]:
+    async def _look(self, probe: Sequence[int]) -> list[ServedModel]:
         """What each server serves."""
 
-        async def look(client: VLLMClient) -> Served:
+        async def look(client: VLLMClient) -> ServedModel:
             served = await client.served()
             if await client.tokenize(served.name, PROBE) != list(probe):
                 other = (
@@ -148,7 +148,7 @@ class ServerScorer:
                     " into other tokens"
                 )
                 raise UserError(f"{other}: it must have the vocabulary of the model that learns")
-            if await client.takes_adapters():
+            if await client.supports_adapters():
                 dies = (
                     f"with adapters vLLM {VLLM_RELEASE} scores no prompt beside other requests (its"
                     " engine dies of it)"

@@ -18,7 +18,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from areal_x.engines.vllm import adapters, gate, guard
+from areal_x.engines.vllm import adapters, gate, watchdog
 from areal_x.engines.vllm.client import MODEL, RECORD_EXPERTS, VLLMClient
 from areal_x.engines.vllm.connections import OutOfFiles
 from areal_x.engines.vllm.features import NORMALISED
@@ -35,7 +35,7 @@ LISTEN = ("NCCL_SOCKET_IFNAME", "lo")
 UNPICKLE = "VLLM_ALLOW_INSECURE_SERIALIZATION"
 POLL_SECONDS = 0.1
 REPORT_SECONDS = 5.0
-STOP_SECONDS = guard.GRACE_SECONDS + 5.0
+STOP_SECONDS = watchdog.GRACE_SECONDS + 5.0
 # which GPUs, or NPUs, a process sees
 VISIBLE = ("CUDA_VISIBLE_DEVICES", "ASCEND_RT_VISIBLE_DEVICES")
 Report = Callable[[str], None]
@@ -82,13 +82,13 @@ class Server:
     log_start: int
     reserved: socket.socket | None = field(default=None, repr=False, compare=False)
 
-    def last_words(self) -> str:
+    def failure_reason(self) -> str:
         """The lines of the log that say why it ended."""
         with self.log.open("rb") as log:
             log.seek(self.log_start)
             return reason_in(log.read().decode(errors="replace"))
 
-    def newest_line(self) -> str:
+    def last_line(self) -> str:
         """Of the log."""
         with self.log.open("rb") as log:
             log.seek(max(self.log_start, log.seek(0, os.SEEK_END) - 4096))
@@ -166,7 +166,7 @@ def start(launch: Launch) -> Server:
                 [
                     sys.executable,
                     "-I",
-                    guard.__file__,
+                    watchdog.__file__,
                     str(os.getpid()),
                     str(launch.staging),
                     *command(launch, port, cpu),
@@ -291,12 +291,12 @@ async def wait_until_ready(
     began = reported = time.monotonic()
     report(f"{name} is starting (log: {server.log})")
     try:
-        with waiting(name, "its process to be ready", server.newest_line):
-            while not await is_up(client):
+        with waiting(name, "its process to be ready", server.last_line):
+            while not await is_ready(client):
                 now = time.monotonic()
                 if server.process.poll() is not None:
                     raise UserError(
-                        f"{name} died at start: {server.last_words()} (log: {server.log})"
+                        f"{name} died at start: {server.failure_reason()} (log: {server.log})"
                     )
                 if now - began > timeout_seconds:
                     late = f"{name} was not ready within {timeout_seconds:.0f} s"
@@ -311,7 +311,7 @@ async def wait_until_ready(
     report(f"{name} is ready after {time.monotonic() - began:.0f} s")
 
 
-async def is_up(client: VLLMClient) -> bool:
+async def is_ready(client: VLLMClient) -> bool:
     try:
         return await client.is_healthy()
     except OutOfFiles:  # other requests end meanwhile

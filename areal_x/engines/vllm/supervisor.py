@@ -15,12 +15,12 @@ from typing import Any, TypeVar
 import numpy as np
 from jaxtyping import Float32
 
-from areal_x.engines.vllm.agreement import disagreeing, distance
 from areal_x.engines.vllm.client import ServerLost
-from areal_x.engines.vllm.concurrency import Load, adapted, load_from
+from areal_x.engines.vllm.concurrency import Load, next_limit, parse_load
 from areal_x.engines.vllm.config import VLLMConfig
 from areal_x.engines.vllm.connections import OutOfFiles
 from areal_x.engines.vllm.fleet import Fleet, State
+from areal_x.engines.vllm.probe import distance, outliers
 from areal_x.engines.vllm.replica import Replica
 from areal_x.protocols.engine import EngineError
 from areal_x.runtime import background
@@ -44,14 +44,19 @@ class Supervisor:
         config: VLLMConfig,
         report: Callable[[str], None],
         prepare: Callable[[Replica], Awaitable[None]],
-        give: Callable[[Replica], Awaitable[bool]],
+        load: Callable[[Replica], Awaitable[bool]],
         score: Callable[[Replica], Awaitable[Scores]],
         changed: Callable[[], None],
     ) -> None:
         self.fleet = Fleet(0, config.silence_seconds)
         self.replicas: dict[str, Replica] = {}
         self._config, self._report = config, report
-        self._prepare, self._give, self._score, self._changed = prepare, give, score, changed
+        self._prepare, self._load_current, self._score, self._changed = (
+            prepare,
+            load,
+            score,
+            changed,
+        )
         self._calls: dict[asyncio.Task[Any], Callable[[], bool]] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}  # that bring a server
         self._watching: asyncio.Task[None] | None = None
@@ -79,7 +84,7 @@ class Supervisor:
         while True:
             version = fleet.target
             try:
-                if await self._give(replica):
+                if await self._load_current(replica):
                     await self._check(replica, version)
             except EngineError:
                 if fleet.target == version:
@@ -111,7 +116,7 @@ class Supervisor:
 
     def settle(self) -> None:
         """Acts on what the fleet has decided."""
-        for sentence in self.fleet.news():
+        for sentence in self.fleet.messages():
             self._report(sentence)
         for call, wanted in self._calls.items():
             if not wanted():
@@ -138,7 +143,7 @@ class Supervisor:
             raise ServerLost("the server was lost meanwhile")
         return task.result()
 
-    def hurry(self) -> None:
+    def wake(self) -> None:
         """Something failed: the servers are looked at now."""
         self._hurry.set()
         if self._watching is not None and self._watching.done():
@@ -176,8 +181,8 @@ class Supervisor:
 
     async def _look(self) -> None:
         for name in self.fleet.serving():
-            if (death := self.replicas[name].death()) is not None:
-                self.fleet.lost(name, death, now())
+            if (cause_of_death := self.replicas[name].cause_of_death()) is not None:
+                self.fleet.lost(name, cause_of_death, now())
         self.settle()
         await asyncio.gather(*(self._heartbeat(name) for name in self.fleet.serving()))
 
@@ -193,7 +198,7 @@ class Supervisor:
         self.fleet.heartbeat(name, answered, now())
         if answered and self._config.adaptive:
             with suppress(EngineError):
-                self._adapt(name, load_from(await replica.client.metrics()))
+                self._adapt(name, parse_load(await replica.client.metrics()))
 
     def _adapt(self, name: str, load: Load | None) -> None:
         member = self.fleet.members.get(name)
@@ -201,7 +206,7 @@ class Supervisor:
             return
         before = self._loads.get(name, load)
         self._loads[name] = load
-        member.limit = adapted(member.limit, before, load, self._config.concurrency)
+        member.limit = next_limit(member.limit, before, load, self._config.concurrency)
 
     async def _bring_back(self, name: str) -> None:
         try:
@@ -283,7 +288,7 @@ class Supervisor:
             if (reason := self._drifts(said, version)) is not None
         }
         near = {name: said for name, said in scores.items() if name not in far}
-        for name, gap in disagreeing(near, self._config.tolerance).items():
+        for name, gap in outliers(near, self._config.tolerance).items():
             far[name] = far_from("most others'", gap, "tolerance")
             del near[name]
         for name, reason in far.items():

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from areal_x.engines.vllm.concurrency import INCREASE, Load, adapted, load_from
+from areal_x.engines.vllm.concurrency import INCREASE, Load, next_limit, parse_load
 
 MOST = 64
 
@@ -34,7 +34,7 @@ def trace(server: Cache, looks: int, limit: int) -> list[int]:
     limits, before = [], server.look(limit)
     for _ in range(looks):
         now = server.look(limit)
-        limit = adapted(limit, before, now, MOST)
+        limit = next_limit(limit, before, now, MOST)
         limits.append(limit)
         before = now
     return limits
@@ -64,18 +64,18 @@ def test_it_finds_the_new_size_when_answers_become_shorter_or_longer() -> None:
 
 def test_a_decrease_is_not_repeated_before_it_has_taken_effect() -> None:
     before, now = Load(64, 0, 1.0, 0), Load(64, 0, 1.0, 5)
-    limit = adapted(64, before, now, MOST)
+    limit = next_limit(64, before, now, MOST)
     assert limit == 48
-    assert adapted(limit, now, Load(60, 0, 1.0, 9), MOST) == 48
-    assert adapted(limit, now, Load(48, 0, 1.0, 9), MOST) == 36
+    assert next_limit(limit, now, Load(60, 0, 1.0, 9), MOST) == 48
+    assert next_limit(limit, now, Load(48, 0, 1.0, 9), MOST) == 36
 
 
 def test_a_limit_that_nobody_reaches_does_not_grow() -> None:
-    assert adapted(16, Load(3, 0, 0.1, 0), Load(3, 0, 0.1, 0), MOST) == 16
+    assert next_limit(16, Load(3, 0, 0.1, 0), Load(3, 0, 0.1, 0), MOST) == 16
 
 
 def test_requests_that_wait_in_the_server_hold_the_limit() -> None:
-    assert adapted(16, Load(16, 0, 0.1, 0), Load(16, 2, 0.1, 0), MOST) == 16
+    assert next_limit(16, Load(16, 0, 0.1, 0), Load(16, 2, 0.1, 0), MOST) == 16
 
 
 loads = st.builds(Load, st.integers(0, 200), st.integers(0, 9), st.floats(0, 1), st.integers(0, 50))
@@ -83,7 +83,7 @@ loads = st.builds(Load, st.integers(0, 200), st.integers(0, 9), st.floats(0, 1),
 
 @given(st.integers(1, MOST), loads, loads)
 def test_the_limit_is_always_between_one_and_the_most(limit: int, before: Load, now: Load) -> None:
-    assert 1 <= adapted(limit, before, now, MOST) <= MOST
+    assert 1 <= next_limit(limit, before, now, MOST) <= MOST
 
 
 # As a vLLM 0.32 server gave it.
@@ -99,7 +99,7 @@ vllm:num_preemptions_created{engine="0",model_name="policy"} 1.8e+09
 
 
 def test_a_servers_load_is_read_from_its_metrics() -> None:
-    assert load_from(METRICS) == Load(running=12, waiting=3, cache=0.25, preemptions=7)
+    assert parse_load(METRICS) == Load(running=12, waiting=3, cache=0.25, preemptions=7)
     second = METRICS.replace('engine="0"', 'engine="1"').replace("0.25", "0.75")
-    assert load_from(METRICS + second) == Load(running=24, waiting=6, cache=0.5, preemptions=14)
-    assert load_from("python_info 1.0\n") is None
+    assert parse_load(METRICS + second) == Load(running=24, waiting=6, cache=0.5, preemptions=14)
+    assert parse_load("python_info 1.0\n") is None

@@ -20,7 +20,7 @@ def ready(*names: str, ours: bool = True, version: int = 0) -> Fleet:
         fleet.join(name, ours, 0.0)
     for name in fleet.due(0.0):
         come_back(fleet, name, 0.0)
-    fleet.news()
+    fleet.messages()
     return fleet
 
 
@@ -41,7 +41,7 @@ def test_what_a_lost_server_had_waits_again_and_goes_to_another() -> None:
     fleet.lost("a", "it died", 1.0)
     assert fleet.placed == {1: None, 2: "b", 3: None}
     assert [fleet.route(request, {}, 0, 1.0) for request in (1, 3)] == ["b", "b"]
-    assert fleet.news() == ["a is lost (it died): its requests go to others, and it is started again in 1 s"]
+    assert fleet.messages() == ["a is lost (it died): its requests go to others, and it is started again in 1 s"]
 
 
 def test_a_late_answer_of_a_lost_server_does_not_count() -> None:
@@ -116,10 +116,10 @@ def test_starts_in_vain_come_ever_later_and_end_for_a_server_of_ours_alone() -> 
             now = fleet.members["a"].retry_at
             assert fleet.due(now) == ["a"]
         assert waits == [1, 2, 4, 8, 16]
-        assert fleet.hopeless() is None
+        assert fleet.why_hopeless() is None
         fleet.lost("a", "no such flag", now)
         assert (fleet.members["a"].state is State.GIVEN_UP) == gives_up
-    assert ours.hopeless() == f"no vLLM server is left: a was given up after {TRIES} starts in vain: no such flag"
+    assert ours.why_hopeless() == f"no vLLM server is left: a was given up after {TRIES} starts in vain: no such flag"
     assert theirs.members["a"].retry_at - now <= LONGEST_RETRY_SECONDS
 
 
@@ -171,7 +171,7 @@ def test_a_quarantined_server_never_serves_again() -> None:
     fleet.quarantine("a", "it says something else", 1.0)
     assert fleet.placed == {1: None}
     assert fleet.due(1e9) == []
-    assert fleet.news() == ["a was quarantined: it says something else"]
+    assert fleet.messages() == ["a was quarantined: it says something else"]
 
 
 def test_how_long_nobody_serves_is_counted_from_the_last_one_on() -> None:

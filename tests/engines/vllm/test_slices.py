@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from areal_x.engines.vllm.agreement import disagreeing, known_prompt
+from areal_x.engines.vllm.probe import outliers, probe_prompt
 from areal_x.engines.vllm.slices import context_of, ended, joined, next_length
 from areal_x.protocols.engine import Completion
 
@@ -58,23 +58,23 @@ right = np.linspace(-3, -1, 32).astype(np.float32)
 def test_one_of_several_that_is_far_from_the_others_is_named(count: int, bad: int, offset: float) -> None:
     rng = np.random.default_rng(count)
     scores = {str(i): (right + rng.normal(0, 0.01, 32)).astype(np.float32) for i in range(count)}
-    assert disagreeing(scores, 0.1) == {}
+    assert outliers(scores, 0.1) == {}
     wrong = str(bad % count)
     scores[wrong] = right + np.float32(offset)
-    far = disagreeing(scores, 0.1)
+    far = outliers(scores, 0.1)
     assert list(far) == [wrong]
     assert abs(far[wrong] - offset) < 0.05
 
 
 def test_where_no_majority_agrees_nobody_is_named() -> None:
     other = right + 1
-    assert disagreeing({"a": right, "b": other}, 0.1) == {}
-    assert disagreeing({"a": right, "b": right, "c": other, "d": other}, 0.1) == {}
+    assert outliers({"a": right, "b": other}, 0.1) == {}
+    assert outliers({"a": right, "b": right, "c": other, "d": other}, 0.1) == {}
 
 
 @given(st.integers(2, 200_000), st.integers(3, 100))
 def test_the_known_prompt_is_of_the_vocabulary_and_leaves_room_for_a_token(vocabulary: int, context: int) -> None:
-    prompt = known_prompt(vocabulary, context)
+    prompt = probe_prompt(vocabulary, context)
     assert 2 <= len(prompt) < context
     assert prompt.min() >= 0
     assert prompt.max() < vocabulary

@@ -6,16 +6,16 @@ from pathlib import Path
 
 import pytest
 
-from areal_x.engines.vllm.adapters import Versions, arguments
+from areal_x.engines.vllm.adapters import AdapterVersions, arguments
 from areal_x.engines.vllm.config import VLLMConfig
 from areal_x.engines.vllm.engine import VLLMEngine
-from areal_x.engines.vllm.publisher import Staged
+from areal_x.engines.vllm.staging import StagedFiles
 from areal_x.errors import ConfigError
 from areal_x.trainer import LoRAConfig
 
 
 def test_a_version_is_unused_once_its_last_request_has_ended() -> None:
-    versions, staged = Versions(), [Staged(Path(f"v{i}"), i) for i in range(5)]
+    versions, staged = AdapterVersions(), [StagedFiles(Path(f"v{i}"), i) for i in range(5)]
     with versions.request() as none:
         assert none is None
     assert versions.publish(staged[1]) == []

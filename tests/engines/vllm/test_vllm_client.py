@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from areal_x.engines.vllm.client import VLLMClient, completion_from, experts_from, versions_from, words_of
+from areal_x.engines.vllm.client import VLLMClient, completion_from, error_message, experts_from, versions_from
 from areal_x.errors import UserError
 from areal_x.protocols.engine import EngineError, SamplingParams
 
@@ -114,7 +114,7 @@ def test_spans_that_leave_a_token_without_a_version_are_an_error(spans: list[dic
     ],
 )
 def test_a_servers_words_are_found_in_each_form_of_its_errors(text: str, words: str) -> None:
-    assert words_of(text) == words
+    assert error_message(text) == words
 
 
 def talk(answers: list[bytes], talk_to: Any) -> tuple[Any, int]:

@@ -15,7 +15,7 @@ import pytest
 from areal_x.engines.vllm.client import VLLMClient
 from areal_x.engines.vllm.config import VLLMConfig
 from areal_x.engines.vllm.engine import VLLMEngine
-from areal_x.engines.vllm.publisher import Staged
+from areal_x.engines.vllm.staging import StagedFiles
 from areal_x.errors import UserError
 from areal_x.hf.tokenizer import load_tokenizer
 from areal_x.protocols.engine import Completion, EngineError, Request, SamplingParams
@@ -151,7 +151,7 @@ def test_a_folder_outside_the_staging_root_is_refused_and_generation_goes_on(
 ) -> None:
     version = vllm_engine.version
     with pytest.raises(EngineError, match="outside the staging folder"):
-        run(vllm_engine.swap(Staged(other_model_dir, version + 1)))
+        run(vllm_engine.swap(StagedFiles(other_model_dir, version + 1)))
     completion = run(vllm_engine.generate(Request(PROMPT, SamplingParams(max_tokens=5))))
     np.testing.assert_array_equal(completion.versions, version)
     assert vllm_engine.version == version

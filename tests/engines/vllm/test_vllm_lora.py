@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 
 from areal_x.batching.packing import pack
-from areal_x.engines.vllm import agreement
+from areal_x.engines.vllm import probe
 from areal_x.engines.vllm.config import VLLMConfig
 from areal_x.engines.vllm.engine import VLLMEngine
-from areal_x.engines.vllm.publisher import Staged
 from areal_x.engines.vllm.scorer import ServerScorer
+from areal_x.engines.vllm.staging import StagedFiles
 from areal_x.errors import UserError
 from areal_x.hf.tokenizer import load_tokenizer
 from areal_x.protocols.engine import Completion, EngineError, Request, SamplingParams
@@ -40,7 +40,7 @@ def train(trainer: Trainer, updates: int) -> None:
         trainer.update(batch.replace(weights=(batch.mask / batch.mask.sum()).astype(np.float32)), likelihood)
 
 
-def said_by(trainer: Trainer, completion: Completion) -> np.ndarray:
+def trainer_logp(trainer: Trainer, completion: Completion) -> np.ndarray:
     """The trainer's log-probabilities of a completion of PROMPT."""
     tokens, nothing = completion.tokens, np.zeros(len(completion.tokens))
     packed = pack([Trajectory.from_completion(PROMPT, tokens, nothing, nothing)], 256)
@@ -79,7 +79,7 @@ def test_before_the_first_version_the_model_itself_speaks(engine: VLLMEngine, ti
     completion = run(engine.generate(Request(PROMPT, SamplingParams(max_tokens=20))))
     np.testing.assert_array_equal(completion.versions, 0)
     base = create_trainer("jax", TrainerConfig(model=ModelConfig(str(tiny_model_dir)), frozen=True))
-    np.testing.assert_allclose(completion.logprobs, said_by(base, completion), atol=1e-4)
+    np.testing.assert_allclose(completion.logprobs, trainer_logp(base, completion), atol=1e-4)
 
 
 def test_what_the_server_says_of_its_tokens_is_what_the_trainer_says(published: VLLMEngine, trainer: Trainer, run: Run) -> None:
@@ -89,11 +89,11 @@ def test_what_the_server_says_of_its_tokens_is_what_the_trainer_says(published: 
 
     for completion in run(many()):
         np.testing.assert_array_equal(completion.versions, trainer.version)
-        np.testing.assert_allclose(completion.logprobs, said_by(trainer, completion), atol=1e-4)
+        np.testing.assert_allclose(completion.logprobs, trainer_logp(trainer, completion), atol=1e-4)
 
 
 def test_a_known_prompt_is_asked_beside_running_requests(published: VLLMEngine, trainer: Trainer, run: Run) -> None:
-    prompt, name = agreement.known_prompt(40, published.context), f"policy-{trainer.version}"
+    prompt, name = probe.probe_prompt(40, published.context), f"policy-{trainer.version}"
 
     async def beside() -> tuple[np.ndarray, list[Completion]]:
         request = Request(PROMPT, SamplingParams(max_tokens=240))
@@ -104,9 +104,9 @@ def test_a_known_prompt_is_asked_beside_running_requests(published: VLLMEngine, 
         return said, await asyncio.gather(*running)
 
     said, completions = run(beside())
-    np.testing.assert_allclose(said, agreement.said_by(trainer, prompt), atol=1e-4)
+    np.testing.assert_allclose(said, probe.trainer_logp(trainer, prompt), atol=1e-4)
     for completion in completions:
-        np.testing.assert_allclose(completion.logprobs, said_by(trainer, completion), atol=1e-4)
+        np.testing.assert_allclose(completion.logprobs, trainer_logp(trainer, completion), atol=1e-4)
 
 
 def test_a_server_with_adapters_is_refused_as_a_reference(published: VLLMEngine, tiny_model_dir: Path) -> None:
@@ -138,14 +138,14 @@ def test_a_request_in_flight_ends_on_its_own_version_which_then_goes(
     before, after, both = run(through_a_swap())
     assert set(both) == {f"policy-{first}", f"policy-{first + 3}"}
     np.testing.assert_array_equal(after.versions, first + 3)
-    np.testing.assert_allclose(after.logprobs, said_by(trainer, after), atol=1e-4)
+    np.testing.assert_allclose(after.logprobs, trainer_logp(trainer, after), atol=1e-4)
     assert len(before.tokens) == 200
     np.testing.assert_array_equal(before.versions, first)
-    later = np.abs(before.logprobs - said_by(trainer, before)).max()
+    later = np.abs(before.logprobs - trainer_logp(trainer, before)).max()
     assert later > 0.1  # the versions differ
     trainer.save(tmp_path / "second")
     trainer.restore(tmp_path / "first")
-    np.testing.assert_allclose(before.logprobs, said_by(trainer, before), atol=1e-4)
+    np.testing.assert_allclose(before.logprobs, trainer_logp(trainer, before), atol=1e-4)
     trainer.restore(tmp_path / "second")
 
     train(trainer, 1)
@@ -162,7 +162,7 @@ def test_a_damaged_adapter_is_lost_with_the_servers_words_and_the_newest_goes_on
     published: VLLMEngine, trainer: Trainer, tmp_path: Path, run: Run
 ) -> None:
     with pytest.raises(EngineError, match="No adapter found"):
-        run(published.swap(Staged(tmp_path / "nothing", 10_000)))
+        run(published.swap(StagedFiles(tmp_path / "nothing", 10_000)))
     completion = run(published.generate(Request(PROMPT, SamplingParams(max_tokens=5))))
     np.testing.assert_array_equal(completion.versions, trainer.version)
 

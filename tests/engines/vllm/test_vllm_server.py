@@ -16,8 +16,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from areal_x.engines.vllm import guard
 from areal_x.engines.vllm import server as servers
+from areal_x.engines.vllm import watchdog
 from areal_x.engines.vllm.config import VLLMConfig
 from areal_x.engines.vllm.server import Launch, command, default_threads, environment, reason_in, reserve, start
 from areal_x.errors import ConfigError
@@ -175,22 +175,22 @@ def gone(processes: list[psutil.Process]) -> bool:
     return not any(p.is_running() and p.status() != psutil.STATUS_ZOMBIE for p in processes)
 
 
-@pytest.mark.parametrize("ending", ["the owner is killed", "the guard is stopped", "the server dies"])
+@pytest.mark.parametrize("ending", ["the owner is killed", "the watchdog is stopped", "the server dies"])
 def test_however_it_ends_no_process_of_a_server_is_left(ending: str, tmp_path: Path) -> None:
-    script = tmp_path / "guard.py"
-    script.write_text(Path(guard.__file__).read_text().replace("GRACE_SECONDS = 5.0", "GRACE_SECONDS = 0.2"))
+    script = tmp_path / "watchdog.py"
+    script.write_text(Path(watchdog.__file__).read_text().replace("GRACE_SECONDS = 5.0", "GRACE_SECONDS = 0.2"))
     staged = tmp_path / "staged"
     staged.mkdir()
     words = [sys.executable, "-c", OWNER, str(script), str(staged), FAMILY]
     with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as owner:
         try:
-            guarding = int(owner.stdout.readline())
-            wait_for(lambda: len(family_of(guarding)) == 2)
-            processes = [psutil.Process(guarding), *family_of(guarding)]
+            watchdog_pid = int(owner.stdout.readline())
+            wait_for(lambda: len(family_of(watchdog_pid)) == 2)
+            processes = [psutil.Process(watchdog_pid), *family_of(watchdog_pid)]
             if ending == "the owner is killed":
                 owner.kill()
-            elif ending == "the guard is stopped":
-                os.kill(guarding, signal.SIGTERM)
+            elif ending == "the watchdog is stopped":
+                os.kill(watchdog_pid, signal.SIGTERM)
             else:
                 processes[1].kill()
             wait_for(lambda: gone(processes))

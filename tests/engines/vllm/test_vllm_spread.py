@@ -14,7 +14,7 @@ from areal_x.engines.vllm import engine, fleet
 from areal_x.engines.vllm.client import ServerFailed, ServerLost
 from areal_x.engines.vllm.config import VLLMConfig
 from areal_x.engines.vllm.engine import VLLMEngine
-from areal_x.engines.vllm.publisher import NoRoom, Staged
+from areal_x.engines.vllm.staging import NoRoom, StagedFiles
 from areal_x.errors import UserError
 from areal_x.protocols.engine import Completion, EngineError, Request, SamplingParams
 from areal_x.types import Batch
@@ -87,7 +87,7 @@ class Told:
         assert not self.torn, "it holds parts of two policies"
         self.paused = False
 
-    async def look_at(self, staging_root: Path, folder: Path) -> None:
+    async def validate_folder(self, staging_root: Path, folder: Path) -> None:
         self._alive()
         if not folder.exists():
             raise ServerFailed("nothing there")
@@ -95,10 +95,10 @@ class Told:
     async def is_paused(self) -> bool:
         return self.paused
 
-    async def is_open(self) -> bool:
+    async def accepts_without_key(self) -> bool:
         return self.door_is_open
 
-    async def receive(self, info: Any) -> None:
+    async def update_weights(self, info: Any) -> None:
         assert self.paused
         self.torn = True
         if self.swap_error is not None:
@@ -347,7 +347,7 @@ def test_weights_that_every_server_refuses_are_an_error_and_the_old_ones_go_on(
     async def attempt(engine: VLLMEngine, told: list[Told]) -> None:
         await publish(engine, tiny_model_dir, 1)
         with pytest.raises(EngineError, match="nothing there"):
-            await engine.swap(Staged(tmp_path / "nothing", 2))
+            await engine.swap(StagedFiles(tmp_path / "nothing", 2))
         assert (await engine.generate(REQUEST)).versions.tolist() == [1] * 4
         assert engine.version == 1
 
@@ -366,7 +366,7 @@ def test_rolling_swaps_stop_one_server_at_a_time(trying: Callable[..., list[str]
             assert {int(v) for completion in said for v in completion.versions} <= {0, 1}
 
         for server in told:
-            server.receive = lambda info, server=server: note(server, info)
+            server.update_weights = lambda info, server=server: note(server, info)
         await publish(engine, tiny_model_dir, 1)
         assert [server.holds for server in told] == [1, 1, 1]
         assert (await engine.generate(REQUEST)).versions.tolist() == [1] * 4
@@ -444,7 +444,7 @@ def test_a_server_that_comes_back_far_from_the_trainer_is_quarantined(
         told[0].dead = True
         await until(lambda: not engine.fleet.serving())
         told[0].dead, told[0].offset = False, 4.0
-        await until(lambda: bool(engine.fleet.hopeless()))
+        await until(lambda: bool(engine.fleet.why_hopeless()))
 
     assert "4 nats a token from the trainer's" in trying(attempt, servers=1)[-1]
 
@@ -479,7 +479,7 @@ def test_a_full_file_system_is_waited_for(
         full = 3
         stage = engine._staging.stage
 
-        def refusing(*arguments: Any) -> Staged:
+        def refusing(*arguments: Any) -> StagedFiles:
             nonlocal full
             full -= 1
             if full >= 0:

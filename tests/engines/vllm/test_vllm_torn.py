@@ -12,7 +12,7 @@ import pytest
 from areal_x.engines.vllm.client import VLLMClient
 from areal_x.engines.vllm.config import VLLMConfig
 from areal_x.engines.vllm.engine import VLLMEngine
-from areal_x.engines.vllm.publisher import Staged
+from areal_x.engines.vllm.staging import StagedFiles
 from areal_x.protocols.engine import Completion, EngineError, Request, SamplingParams
 from tests.conftest import write_model
 from tests.engines.conformance import expected_logprobs
@@ -65,7 +65,7 @@ def test_a_tied_head_says_what_new_weights_say(engine: VLLMEngine, other_tied_di
     assert_of(run(engine.generate(LONG)), LONG, {2: other_tied_dir})
 
 
-def damaged(staged: Staged, how: str) -> Staged:
+def damaged(staged: StagedFiles, how: str) -> StagedFiles:
     """In two files, of which the second is wrong."""
     from safetensors.numpy import load_file, save_file
 

@@ -12,7 +12,7 @@ import pytest
 
 from areal_x.engines.vllm import direct
 from areal_x.engines.vllm.config import VLLMConfig
-from areal_x.engines.vllm.direct import check_machine, check_run, own_gpu
+from areal_x.engines.vllm.gpu_transfer import check_machine, check_run, trainer_gpu
 from areal_x.engines.vllm.server import UNPICKLE, Launch, command, environment
 from areal_x.errors import ConfigError
 from areal_x.experiment import Experiment
@@ -121,7 +121,7 @@ def test_a_broadcast_takes_each_gpu_once_and_handles_are_of_one(
 
 def test_without_a_list_of_visible_gpus_their_names_are_their_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    assert own_gpu(3) == "3"
+    assert trainer_gpu(3) == "3"
 
 
 # ---- how servers are started

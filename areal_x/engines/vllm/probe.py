@@ -21,14 +21,14 @@ LENGTH = 32  # tokens
 ROW = 128  # tokens of the row that a trainer reads it in: what meshes and kernels divide
 
 
-def known_prompt(vocabulary: int, context: int) -> Int32[np.ndarray, " T"]:
+def probe_prompt(vocabulary: int, context: int) -> Int32[np.ndarray, " T"]:
     """Tokens that every model of this vocabulary knows, shorter than the context by the one that a
     server must generate."""
     length = max(2, min(LENGTH, context - 1))
     return (np.arange(length, dtype=np.int64) * 7919 % vocabulary).astype(np.int32)
 
 
-def said_by(scorer: Scorer, prompt: Int32[np.ndarray, " T"]) -> Float32[np.ndarray, " T"]:
+def trainer_logp(scorer: Scorer, prompt: Int32[np.ndarray, " T"]) -> Float32[np.ndarray, " T"]:
     """Log-probability of each token given those before it, 0 for the first, as a server's score of
     it."""
     nothing = np.zeros(0, np.float32)
@@ -43,9 +43,7 @@ def distance(one: Float32[np.ndarray, " T"], other: Float32[np.ndarray, " T"]) -
     return found if np.isfinite(found) else float("inf")
 
 
-def disagreeing(
-    scores: Mapping[str, Float32[np.ndarray, " T"]], tolerance: float
-) -> dict[str, float]:
+def outliers(scores: Mapping[str, Float32[np.ndarray, " T"]], tolerance: float) -> dict[str, float]:
     """The servers that are further than the tolerance from the median of all, and how far.
 
     Of two that differ nobody can say which is wrong, nor where half of them differ: then each is as

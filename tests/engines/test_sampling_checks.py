@@ -15,7 +15,7 @@ from areal_x.agents.conversing import MultiTurn, ToolUse
 from areal_x.agents.environment import Environment
 from areal_x.agents.gateway import Gateway
 from areal_x.agents.online import Online
-from areal_x.engines.distribution import LEAST_OF_VLLM
+from areal_x.engines.sampling_checks import LEAST_OF_VLLM
 from areal_x.engines.vllm.config import VLLMConfig
 from areal_x.errors import ConfigError
 from areal_x.experiment import Experiment

@@ -32,7 +32,7 @@ Tensors = Iterable[tuple[str, np.ndarray]]
 
 
 @dataclass(frozen=True)
-class Staged:
+class StagedFiles:
     """A complete set of weights in a folder: *.safetensors under Hugging Face names, or an adapter
     in PEFT's form. bytes: of all its files. said: what the trainer says of a prompt under them,
     where somebody wants to compare."""
@@ -80,7 +80,7 @@ class Staging:
 
     def stage(
         self, weights: Tensors, version: int, write: Callable[[Path, Tensors], None] | None = None
-    ) -> Staged:
+    ) -> StagedFiles:
         """Writes the tensors, one shard in memory at a time. The folder appears under its name only
         when it is complete.
 
@@ -103,9 +103,9 @@ class Staging:
             raise
         shutil.rmtree(folder, ignore_errors=True)
         partial.rename(folder)
-        return Staged(folder, version, sum(file.stat().st_size for file in folder.iterdir()))
+        return StagedFiles(folder, version, sum(file.stat().st_size for file in folder.iterdir()))
 
-    def keep(self, staged: Staged | None) -> None:
+    def keep(self, staged: StagedFiles | None) -> None:
         """Forgets all versions but this one and newer ones; None forgets all."""
         for folder in self.root.glob("v*"):
             if staged is None or folder.name < staged.folder.name:

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 # by vllm.transport, what vLLM calls its side of it
 TRANSPORTS = {"files": BACKEND, "nccl": "nccl", "handles": "ipc"}
-Explaining = Callable[[int, Coroutine[Any, Any, None]], Coroutine[Any, Any, None]]
+Explain = Callable[[int, Coroutine[Any, Any, None]], Coroutine[Any, Any, None]]
 
 
 def check_settings(config: VLLMConfig) -> None:
@@ -122,7 +122,7 @@ def check_machine(config: VLLMConfig) -> None:
             config.transport,
             "'files' with the CPU build of vLLM that is installed",
         )
-    own = own_gpu(torch.cuda.current_device())
+    own = trainer_gpu(torch.cuda.current_device())
     if config.transport == "nccl" and any(own in device.split(",") for device in config.devices):
         raise ConfigError(
             "vllm.devices",
@@ -137,14 +137,14 @@ def check_machine(config: VLLMConfig) -> None:
         )
 
 
-def own_gpu(index: int) -> str:
+def trainer_gpu(index: int) -> str:
     """The GPU that torch calls `index`, as CUDA_VISIBLE_DEVICES names it."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
     return visible[index].strip() if index < len(visible) and visible[index] else str(index)
 
 
 @dataclass(frozen=True)
-class Unstaged:
+class TrainerWeights:
     """A version that still lies in the trainer alone. device: the index of its GPU."""
 
     trainer: Any
@@ -152,7 +152,7 @@ class Unstaged:
     device: int
 
 
-class Direct:
+class GPUSender:
     """The sending side of all servers of a run.
 
     clients, sizes: of each server, and how many workers it has. explaining: puts into the error of
@@ -164,7 +164,7 @@ class Direct:
         config: VLLMConfig,
         clients: Sequence[VLLMClient],
         sizes: Sequence[int],
-        explaining: Explaining,
+        explain: Explain,
     ) -> None:
         if config.transport == "handles" and list(sizes) != [1]:
             wanted = (
@@ -172,44 +172,44 @@ class Direct:
                 f" {sum(sizes)} workers)"
             )
             raise ConfigError("vllm.arguments", config.arguments, wanted)
-        self._config, self._clients, self._sizes, self._explaining = (
+        self._config, self._clients, self._sizes, self._explain = (
             config,
             clients,
             sizes,
-            explaining,
+            explain,
         )
         self._source: Any = None
         self._sender: Any = None  # vLLM's TrainerWeightTransferEngine
-        self._broke_off = False
+        self._broken = False
 
-    def stage(self, trainer: Any, version: int) -> Unstaged:
+    def stage(self, trainer: Any, version: int) -> TrainerWeights:
         """Notes what to send; the trainer must stay as it is until it is sent. On the trainer's
         thread, whose GPU counts."""
         import torch
 
         if self._source is None:
-            self._source = source_of(trainer)
-        return Unstaged(trainer, version, torch.cuda.current_device())
+            self._source = weight_source(trainer)
+        return TrainerWeights(trainer, version, torch.cuda.current_device())
 
-    async def meet(self, unstaged: Unstaged) -> None:
+    async def connect(self, unstaged: TrainerWeights) -> None:
         """Connects both sides, the first time; generation goes on but while the servers do their
         part."""
         if self._sender is None:
-            await self._beside(unstaged, self._meet)
+            await self._in_thread(unstaged, self._connect)
 
-    async def send(self, unstaged: Unstaged) -> None:
+    async def send(self, unstaged: TrainerWeights) -> None:
         """Weights and version, to servers that stand still. After an error some may hold a part of
         them, which vLLM's receiving side would take for the beginning of the next version's:
         nothing is sent to them again."""
-        if self._broke_off:
+        if self._broken:
             raise EngineError(
                 "an earlier update broke off, and servers may hold parts of two policies: start the"
                 " run again"
             )
         try:
-            await self._beside(unstaged, self._send)
+            await self._in_thread(unstaged, self._send)
         except BaseException:
-            self._broke_off = True
+            self._broken = True
             raise
 
     def close(self) -> None:
@@ -217,21 +217,21 @@ class Direct:
         if sender is not None:
             sender.shutdown()
 
-    def _meet(self, calls: Calls) -> None:
+    def _connect(self, calls: WeightSyncClient) -> None:
         from vllm.distributed.weight_transfer.ipc_engine import (
             IPCTrainerInitInfo,
             IPCTrainerWeightTransferEngine,
         )
 
         if self._config.transport == "nccl":
-            self._sender = self._meet_by_nccl(calls)
+            self._sender = self._connect_by_nccl(calls)
         else:
             init = IPCTrainerInitInfo(rank=0, packed=True)
             self._sender = IPCTrainerWeightTransferEngine.trainer_init(
                 init, client=calls, source=self._source
             )
 
-    def _meet_by_nccl(self, calls: Calls) -> Any:
+    def _connect_by_nccl(self, calls: WeightSyncClient) -> Any:
         import torch
         from vllm.distributed.device_communicators.pynccl_wrapper import NCCLLibrary
         from vllm.distributed.weight_transfer import nccl_common
@@ -255,16 +255,16 @@ class Direct:
             packed_buffer_size_bytes=sender.packed_buffer_size_bytes,
             packed_num_buffers=sender.packed_num_buffers,
         )
-        joining = calls.begin_to_meet(nccl_common.worker_init_payload(init), self._sizes)
+        connecting = calls.begin_connecting(nccl_common.worker_init_payload(init), self._sizes)
         # Every rank waits here for all others.
         device = torch.cuda.current_device()
         sender.model_update_group = nccl_common.uid_init_process_group(
             unique_id, 0, world_size, device
         )
-        joining.result()
+        connecting.result()
         return sender
 
-    def _send(self, calls: Calls) -> None:
+    def _send(self, calls: WeightSyncClient) -> None:
         import torch
 
         # vLLM packs on streams of its own, which would not wait for the optimizer's step on the
@@ -273,7 +273,9 @@ class Direct:
         self._sender.client = calls
         self._sender.send_weights()
 
-    async def _beside(self, unstaged: Unstaged, work: Callable[[Calls], None]) -> None:
+    async def _in_thread(
+        self, unstaged: TrainerWeights, work: Callable[[WeightSyncClient], None]
+    ) -> None:
         """Does the work in a thread; ends with it, or with the first error of a server: then the
         thread may wait forever for that server in a collective, and since it is a daemon nobody
         waits for it."""
@@ -291,7 +293,11 @@ class Direct:
             try:
                 with torch.cuda.device(unstaged.device):
                     self._source.trainer = unstaged.trainer
-                    work(Calls(self._clients, self._explaining, loop, str(unstaged.version), end))
+                    work(
+                        WeightSyncClient(
+                            self._clients, self._explain, loop, str(unstaged.version), end
+                        )
+                    )
             except BaseException as raised:
                 error = raised
             with suppress(RuntimeError):  # the loop has been closed
@@ -306,7 +312,7 @@ class Direct:
             await outcome
 
 
-class Calls:
+class WeightSyncClient:
     """What vLLM's senders call of the receiving side (vLLM's `VLLMWeightSyncClient`), for all
     servers at once.
 
@@ -317,15 +323,15 @@ class Calls:
     def __init__(
         self,
         clients: Sequence[VLLMClient],
-        explaining: Explaining,
+        explain: Explain,
         loop: asyncio.AbstractEventLoop,
         version: str,
         failed: Callable[[BaseException], None],
     ) -> None:
-        self._clients, self._explaining, self._loop = clients, explaining, loop
+        self._clients, self._explain, self._loop = clients, explain, loop
         self._version, self._failed = version, failed
 
-    def begin_to_meet(self, init_info: Mapping[str, Any], sizes: Sequence[int]) -> Any:
+    def begin_connecting(self, init_info: Mapping[str, Any], sizes: Sequence[int]) -> Any:
         """A future of all servers' answers. sizes: the workers of each, who are numbered from its
         rank_offset on."""
         offsets = [init_info["rank_offset"] + sum(sizes[:index]) for index in range(len(sizes))]
@@ -347,7 +353,7 @@ class Calls:
         from vllm.distributed.weight_transfer.clients import _json_safe_update_payload
 
         info = _json_safe_update_payload(update_info)
-        self._begin([client.receive(info) for client in self._clients]).result()
+        self._begin([client.update_weights(info) for client in self._clients]).result()
 
     def finish_weight_update(self, weight_version: str | None = None) -> None:
         version = weight_version or self._version  # vLLM's senders give none
@@ -356,7 +362,7 @@ class Calls:
     def _begin(self, calls: Sequence[Coroutine[Any, Any, None]]) -> Any:
         async def make() -> None:
             try:
-                await together(self._explaining(index, call) for index, call in enumerate(calls))
+                await together(self._explain(index, call) for index, call in enumerate(calls))
             except Exception as error:
                 self._failed(error)
                 raise
@@ -364,7 +370,7 @@ class Calls:
         return asyncio.run_coroutine_threadsafe(make(), self._loop)
 
 
-def source_of(trainer: Any) -> Any:
+def weight_source(trainer: Any) -> Any:
     """vLLM's WeightSource of a trainer's tensors. What they are called and how large they are it
     learns from one pass, as only the trainer knows what it makes of a parameter; all later passes
     give the same."""

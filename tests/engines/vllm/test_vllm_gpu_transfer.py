@@ -20,8 +20,8 @@ import pytest
 
 from areal_x.engines.vllm.client import VLLMClient
 from areal_x.engines.vllm.config import VLLMConfig
-from areal_x.engines.vllm.direct import Calls, Direct
 from areal_x.engines.vllm.engine import VLLMEngine
+from areal_x.engines.vllm.gpu_transfer import GPUSender, WeightSyncClient
 from areal_x.engines.vllm.server import UNPICKLE
 from areal_x.errors import ConfigError, UserError
 from areal_x.protocols.engine import EngineError
@@ -185,7 +185,7 @@ def test_later_weights_take_the_same_connection(first: FirstSwap, receivers: Rec
     from tests.engines.vllm.receivers import digest
 
     engine = first.engine
-    tensors = {m.name: torch.randn(m.shape).to(m.dtype) for m in engine._direct._source.metadata()}
+    tensors = {m.name: torch.randn(m.shape).to(m.dtype) for m in engine._gpu_sender._source.metadata()}
     run(engine.swap(engine.stage(Torch(tensors), 8)))
     for index, workers in enumerate((2, 1)):
         asked = receivers.ask(index)
@@ -203,11 +203,11 @@ def test_a_server_that_refuses_ends_the_swap_though_the_broadcast_waits_for_it_a
     from tests.engines.vllm.receivers import Communicator
 
     engine = first.engine
-    monkeypatch.setattr(engine._direct, "_broke_off", False)  # so that what this swap leaves does not concern the next test
+    monkeypatch.setattr(engine._gpu_sender, "_broke_off", False)  # so that what this swap leaves does not concern the next test
     monkeypatch.setattr(Communicator, "broadcast", lambda *of, **more: threading.Event().wait())
-    monkeypatch.setattr(VLLMClient, "receive", refused_by_one(VLLMClient.receive, receivers.urls[0]))
+    monkeypatch.setattr(VLLMClient, "receive", refused_by_one(VLLMClient.update_weights, receivers.urls[0]))
     receivers.ask(0, "/refuse", path)
-    tensors = {m.name: torch.zeros(m.shape).to(m.dtype) for m in engine._direct._source.metadata()}
+    tensors = {m.name: torch.zeros(m.shape).to(m.dtype) for m in engine._gpu_sender._source.metadata()}
     with pytest.raises(EngineError, match=f"{receivers.urls[0]} answered {path} with 500: it was told to refuse"):
         run(engine.swap(engine.stage(Torch(tensors), 9)))
     assert engine.version != 9
@@ -229,12 +229,12 @@ def test_a_server_that_an_update_left_paused_is_not_taken_as_it_is(
     run(first.engine._clients[0].resume())
 
 
-def refused_by_one(receive: Any, url: str) -> Any:
+def refused_by_one(update_weights: Any, url: str) -> Any:
     """The other server, which would wait for the broadcast for ever, is not asked."""
 
     async def ask(client: VLLMClient, info: Any) -> None:
         if client.url == url:
-            await receive(client, info)
+            await update_weights(client, info)
 
     return ask
 
@@ -273,9 +273,9 @@ def test_handles_go_to_the_server_as_what_vllm_unpickles_only_where_it_may(
 
     async def send() -> None:
         client = VLLMClient(f"http://127.0.0.1:{await server.start()}", "the key")
-        sender = Direct(HANDLES, [client], [1], lambda index, call: call)
+        sender = GPUSender(HANDLES, [client], [1], lambda index, call: call)
         unstaged = sender.stage(Torch({"a": torch.zeros(2), "b": torch.zeros(3)}), 4)
-        await sender.meet(unstaged)
+        await sender.connect(unstaged)
         await sender.send(unstaged)
         await client.close()
         sender.close()
@@ -303,7 +303,7 @@ def test_handles_go_to_the_server_as_what_vllm_unpickles_only_where_it_may(
 
 def test_handles_to_a_server_of_several_workers_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"vllm\.arguments .* without parallelism .* has 2 workers"):
-        Direct(HANDLES, [], [2], lambda index, call: call)
+        GPUSender(HANDLES, [], [2], lambda index, call: call)
 
 
 # ---- what vLLM has that the stand-ins replace
@@ -323,4 +323,4 @@ def test_what_stands_in_for_vllms_parts_takes_what_they_take(torch: Any) -> None
     assert list(inspect.signature(NCCLLibrary.ncclGetUniqueId).parameters) == ["self"]
     assert len(bytes(ncclUniqueId().internal)) == 128
     inspect.signature(packed_ipc_producer).bind([], gpu_uuid="", post_iter_func=None, buffer_size_bytes=1)
-    assert issubclass(Calls, VLLMWeightSyncClient)
+    assert issubclass(WeightSyncClient, VLLMWeightSyncClient)

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from areal_x.engines.vllm import publisher
-from areal_x.engines.vllm.publisher import Staging, write_shards
+from areal_x.engines.vllm import staging as staging_module
+from areal_x.engines.vllm.staging import Staging, write_shards
 from areal_x.errors import UserError
 
 TENSORS = {f"layer.{i}": np.full((4, i + 1), i, np.float32) for i in range(6)}
@@ -61,7 +61,7 @@ def test_no_shard_is_larger_than_the_limit_and_at_most_one_is_in_memory(tmp_path
 
 
 def test_the_shard_that_waits_to_be_written_is_bounded() -> None:
-    assert publisher.SHARD_BYTES <= 2**30
+    assert staging_module.SHARD_BYTES <= 2**30
 
 
 def test_a_version_is_kept_until_a_newer_one_is(staging: Staging) -> None:
@@ -100,7 +100,7 @@ def test_a_full_file_system_is_one_sentence(staging: Staging, monkeypatch: pytes
         # What safetensors was seen to raise on a full tmpfs.
         raise RuntimeError("Error while serializing: I/O error: No space left on device (os error 28)")
 
-    monkeypatch.setattr(publisher, "write_shards", full)
+    monkeypatch.setattr(staging_module, "write_shards", full)
     with pytest.raises(UserError, match=r"no room .* set vllm\.staging to a folder with more"):
         staging.stage(TENSORS.items(), 1)
     assert [path.name for path in staging.root.iterdir()] == ["lock"]
@@ -115,7 +115,7 @@ def test_a_folder_that_cannot_be_made_is_one_sentence(tmp_path: Path) -> None:
 OWNER = """
 import sys
 from pathlib import Path
-from areal_x.engines.vllm.publisher import Staging
+from areal_x.engines.vllm.staging import Staging
 staging = Staging(Path(sys.argv[1]))
 print(staging.root, flush=True)
 sys.stdin.read()

@@ -1,7 +1,7 @@
 """Stands between a run and one vLLM server, so that no process outlives the run, not even one that
 was killed with SIGKILL.
 
-    python guard.py OWNER_PID FOLDER COMMAND...
+    python watchdog.py OWNER_PID FOLDER COMMAND...
 
 A server is a small family of processes, and vLLM's engine process was seen to survive the death of
 its front end. The guard puts the family into a process group of its own and ends the whole group
