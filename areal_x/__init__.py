@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from areal_x.runtime import cores
 from areal_x.runtime.lazy import lazy_names
 
 if TYPE_CHECKING:
@@ -61,10 +60,22 @@ if TYPE_CHECKING:
     from areal_x.monitor.trajectories import show_trajectory as show_trajectory
     from areal_x.monitor.trajectories import show_turn as show_turn
     from areal_x.monitor.trajectories import trained as trained
+    from areal_x.protocols.backends import Backend as Backend
+    from areal_x.protocols.backends import create_trainer as create_trainer
     from areal_x.protocols.engine import Completion as Completion
     from areal_x.protocols.engine import Engine as Engine
     from areal_x.protocols.engine import Request as Request
     from areal_x.protocols.engine import SamplingParams as SamplingParams
+    from areal_x.protocols.trainer import Trainer as Trainer
+    from areal_x.protocols.trainer_config import CriticConfig as CriticConfig
+    from areal_x.protocols.trainer_config import LoRAConfig as LoRAConfig
+    from areal_x.protocols.trainer_config import MeshConfig as MeshConfig
+    from areal_x.protocols.trainer_config import ModelConfig as ModelConfig
+    from areal_x.protocols.trainer_config import OptimizerConfig as OptimizerConfig
+    from areal_x.protocols.trainer_config import TrainerConfig as TrainerConfig
+    from areal_x.protocols.workflow import Generator as Generator
+    from areal_x.protocols.workflow import Result as Result
+    from areal_x.protocols.workflow import Workflow as Workflow
     from areal_x.rollout.episode import episode_of as episode_of
     from areal_x.rollout.queue import TrajectoryQueue as TrajectoryQueue
     from areal_x.rollout.rollout import Rollout as Rollout
@@ -74,52 +85,45 @@ if TYPE_CHECKING:
     from areal_x.tasks.datasets import Record as Record
     from areal_x.tasks.datasets import load_dataset as load_dataset
     from areal_x.tasks.stream import TaskStream as TaskStream
-    from areal_x.trainer import CriticConfig as CriticConfig
-    from areal_x.trainer import LoRAConfig as LoRAConfig
-    from areal_x.trainer import MeshConfig as MeshConfig
-    from areal_x.trainer import ModelConfig as ModelConfig
-    from areal_x.trainer import OptimizerConfig as OptimizerConfig
-    from areal_x.trainer import Trainer as Trainer
-    from areal_x.trainer import TrainerConfig as TrainerConfig
-    from areal_x.trainer import create_trainer as create_trainer
     from areal_x.types import NOT_THE_POLICY as NOT_THE_POLICY
     from areal_x.types import Batch as Batch
     from areal_x.types import Episode as Episode
     from areal_x.types import Failed as Failed
     from areal_x.types import Group as Group
     from areal_x.types import Images as Images
+    from areal_x.types import Loss as Loss
     from areal_x.types import Message as Message
     from areal_x.types import Policy as Policy
     from areal_x.types import Scored as Scored
     from areal_x.types import Task as Task
     from areal_x.types import TimedOut as TimedOut
     from areal_x.types import Trajectory as Trajectory
+    from areal_x.types import Turn as Turn
     from areal_x.workflows.learned_reward import LearnedReward as LearnedReward
     from areal_x.workflows.offline import Demonstrations as Demonstrations
     from areal_x.workflows.offline import PreferencePairs as PreferencePairs
-    from areal_x.workflows.single_turn import Generator as Generator
     from areal_x.workflows.single_turn import Judged as Judged
-    from areal_x.workflows.single_turn import Result as Result
     from areal_x.workflows.single_turn import SingleTurn as SingleTurn
-    from areal_x.workflows.single_turn import Workflow as Workflow
     from areal_x.workflows.single_turn import encode as encode
     from areal_x.workflows.single_turn import text_of as text_of
 
 _NAMES = {
     "areal_x.types": (
-        "Batch Episode Failed Group Images Message NOT_THE_POLICY Policy Scored Task TimedOut "
-        "Trajectory"
+        "Batch Episode Failed Group Images Loss Message NOT_THE_POLICY Policy Scored Task TimedOut "
+        "Trajectory Turn"
     ),
     "areal_x.errors": "ConfigError UserError at_least one_of positive within",
     "areal_x.experiment": "Experiment",
-    "areal_x.trainer": (
-        "CriticConfig LoRAConfig MeshConfig ModelConfig OptimizerConfig Trainer TrainerConfig "
-        "create_trainer"
+    "areal_x.protocols.trainer_config": (
+        "CriticConfig LoRAConfig MeshConfig ModelConfig OptimizerConfig TrainerConfig"
     ),
+    "areal_x.protocols.trainer": "Trainer",
+    "areal_x.protocols.backends": "Backend create_trainer",
+    "areal_x.protocols.workflow": "Generator Result Workflow",
     "areal_x.protocols.engine": "Completion Engine Request SamplingParams",
     "areal_x.engines.embedded": "EmbeddedConfig EmbeddedEngine",
     "areal_x.engines.vllm.config": "VLLMConfig",
-    "areal_x.workflows.single_turn": "Generator Judged Result SingleTurn Workflow encode text_of",
+    "areal_x.workflows.single_turn": "Judged SingleTurn encode text_of",
     "areal_x.workflows.offline": "Demonstrations PreferencePairs",
     "areal_x.workflows.learned_reward": "LearnedReward",
     "areal_x.algorithms.algorithm": "Algorithm",
@@ -148,5 +152,3 @@ _NAMES = {
 __version__ = "0.1.0"
 if not TYPE_CHECKING:  # to a type checker, every name would exist
     __getattr__, __dir__ = lazy_names(__name__, _NAMES)
-
-cores.spin()

@@ -22,15 +22,15 @@ import gin
 
 from areal_x.algorithms.check import learns_from_reward
 from areal_x.config.reader import Config
-from areal_x.errors import UserError
 from areal_x.experiment import Experiment
 from areal_x.hf.model_dir import check_head
 from areal_x.hf.tokenizer import load_tokenizer
 from areal_x.preflight import algorithm, data, memory, places, servers, tokens, versions
 from areal_x.preflight import model as models
 from areal_x.preflight.finding import Finding, finding
+from areal_x.protocols.backends import Devices, load_backend
+from areal_x.protocols.trainer_config import ModelConfig
 from areal_x.train import FAILED, parser_of, with_config
-from areal_x.trainer import Devices, ModelConfig, find_backend
 from areal_x.types import Task
 
 
@@ -175,13 +175,7 @@ def of_backend(experiment: Experiment, model: models.Model) -> Devices:
         experiment.trainer, model=path, head=head, share_prompts=experiment.share_prompts
     )
     settings = replace(settings, row_length=experiment.row_length)
-    module = find_backend(experiment.backend).load()
-    if not hasattr(module, "check"):
-        raise UserError(
-            f"the {experiment.backend} backend offers no check of its devices: start the run to see"
-        )
-    found: Devices = module.check(settings)
-    return found
+    return load_backend(experiment.backend).check(settings)
 
 
 def replace_path(config: ModelConfig, model: models.Model) -> ModelConfig:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
 import sysconfig
 import traceback
 from collections.abc import Sequence
 from difflib import get_close_matches
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -68,6 +70,22 @@ def one_of(binding: str, value: str, choices: Sequence[str]) -> None:
         raise ConfigError(
             binding, value, f"one of {', '.join(map(repr, choices))}{nearest(value, choices)}"
         )
+
+
+def function_name(function: object) -> str:
+    """Returns a function's name for a message, seen through functools.partial and decorators; for
+    any other object its class."""
+    inner: Any = inspect.unwrap(function.func if isinstance(function, partial) else function)  # type: ignore[arg-type]
+    return str(getattr(inner, "__name__", type(inner).__name__))
+
+
+def in_brief(value: object) -> str:
+    """Describes a value for a message: an array by its shape, anything else by its type."""
+    if hasattr(value, "shape") and hasattr(value, "dtype"):
+        return f"an array {list(value.shape)}"
+    if isinstance(value, tuple):
+        return f"({', '.join(map(in_brief, value))})"
+    return "nothing" if value is None else f"a {type(value).__name__}"
 
 
 def nearest(word: str, choices: Sequence[str]) -> str:

@@ -49,8 +49,12 @@ from areal_x.monitor.metrics import MetricsWriter, read
 from areal_x.monitor.plot import PLOT, drawn
 from areal_x.monitor.timeline_plot import PICTURE
 from areal_x.monitor.trackers import Tracker, start
+from areal_x.monitor.trajectories import show_in_notebooks
+from areal_x.protocols.backends import create_trainer
 from areal_x.protocols.engine import Engine
-from areal_x.protocols.loss import Loss
+from areal_x.protocols.trainer import Scorer, Trainer
+from areal_x.protocols.trainer_config import LoRAConfig
+from areal_x.protocols.workflow import Workflow, computed_by
 from areal_x.rollout.queue import TrajectoryQueue
 from areal_x.rollout.rollout import Rollout
 from areal_x.rollout.runner import Runner
@@ -64,31 +68,10 @@ from areal_x.runtime.waits import waiting, watching
 from areal_x.settings import Settings
 from areal_x.tasks.screening import screened
 from areal_x.tasks.stream import TaskStream
-from areal_x.trainer import LoRAConfig, Scorer, Trainer, create_trainer
-from areal_x.types import Batch, Group
+from areal_x.types import Batch, Group, Loss, Turn
 from areal_x.workflows.offline import NoEngine
-from areal_x.workflows.single_turn import Workflow, computed_by
 
 PATIENCE = 3  # steps in a row that may be skipped as their loss or gradient is not finite
-
-
-@dataclass(frozen=True)
-class Turn:
-    """One turn of the ring: the metrics it wrote, the groups it consumed and the batches it trained
-    on, one an optimizer step.
-
-    The turn before the first step (the evaluation of the initial model) has neither groups nor
-    batches.
-    """
-
-    metrics: dict[str, float]
-    groups: Sequence[Group] = ()
-    batches: Sequence[Batch] = ()
-
-    @property
-    def batch(self) -> Batch | None:
-        """The first batch."""
-        return self.batches[0] if self.batches else None
 
 
 @dataclass(frozen=True)
@@ -143,8 +126,10 @@ class Experiment(Settings):
     def open(self, resume: bool = False) -> Path:
         """The run's directory, which this process then writes to alone. Raises: UserError when its
         name is taken or unknown."""
+        show_in_notebooks()
         joined = self.join()  # before anything looks at a device
         name = resuming.named(Path(self.runs), self.name, resume)  # before models are loaded
+        cores.limit_spinning(self.computes_beside_servers)  # before anything imports torch
         if self.engine == "vllm":
             check_machine(self.vllm)
         resolve(self.trainer.model.path)  # a model that is not there should not leave a run behind

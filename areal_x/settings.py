@@ -15,11 +15,11 @@ from areal_x.engines.vllm.gpu_transfer import check_run
 from areal_x.engines.vllm.scorer import server_urls
 from areal_x.errors import ConfigError, at_least, one_of, positive, within
 from areal_x.monitor.trackers import PROJECT, check_loggers
+from areal_x.protocols.backends import find_backend
+from areal_x.protocols.trainer_config import CriticConfig, TrainerConfig
+from areal_x.protocols.workflow import Workflow
 from areal_x.run.journal import JournalConfig
-from areal_x.runtime import cores
-from areal_x.trainer import CriticConfig, TrainerConfig, find_backend
 from areal_x.types import Task
-from areal_x.workflows.single_turn import Workflow
 
 ENGINES = ("embedded", "vllm", "none")
 
@@ -163,8 +163,6 @@ class Settings:
             check_distribution(self.workflow, self.engine, self.trainer.temperature)
         if self.deterministic:
             self._check_deterministic()
-        if self.engine == "vllm" and self.max_staleness and not self.vllm.urls:
-            cores.share()
         if self.engine == "vllm":
             check_run(self.vllm, self.backend, self.trainer.mesh.processes, self.trainer.lora.rank)
         for binding, context in (
@@ -177,6 +175,12 @@ class Settings:
                     " fit its row"
                 )
                 raise ConfigError(binding, context, wanted)
+
+    @property
+    def computes_beside_servers(self) -> bool:
+        """True if servers that the run starts on this machine generate while the trainer
+        computes."""
+        return self.engine == "vllm" and self.max_staleness > 0 and not self.vllm.urls
 
     def _check_deterministic(self) -> None:
         wanted = None

@@ -14,6 +14,8 @@ from typing import Any
 import numpy as np
 from jaxtyping import Bool, Float32, Int16, Int32
 
+from areal_x.errors import UserError, function_name, in_brief
+
 Array = Any  # a numpy, jax or torch array: the algorithms are written for all three
 # of a student's and a teacher's logits [..., vocabulary], giving [...]
 Divergence = Callable[[Array, Array], Array]
@@ -93,12 +95,6 @@ class Trajectory:
 
     def __len__(self) -> int:
         return len(self.tokens)
-
-    def _repr_html_(self) -> str:
-        """In a notebook: its tokens, coloured by log-probability and by version."""
-        from areal_x.monitor.trajectories import show_trajectory
-
-        return show_trajectory(self).html
 
     @staticmethod
     def from_completion(
@@ -261,3 +257,52 @@ class Policy:
     entropy: Array | None = None
     values: Array | None = None
     divergence: Array | None = None
+
+
+@dataclass(frozen=True)
+class Turn:
+    """One step of the ring: the metrics it wrote, the groups it consumed and the batches it trained
+    on, one per optimizer step.
+
+    The turn before the first step (the evaluation of the initial model) has neither groups nor
+    batches.
+    """
+
+    metrics: dict[str, float]
+    groups: Sequence[Group] = ()
+    batches: Sequence[Batch] = ()
+
+    @property
+    def batch(self) -> Batch | None:
+        """The first batch."""
+        return self.batches[0] if self.batches else None
+
+
+LossTerms = tuple[Array, dict[str, Array]]
+Loss = Callable[[Policy, Batch], LossTerms]
+
+
+def evaluate_loss(loss: Loss, policy: Policy, batch: Batch) -> LossTerms:
+    """Returns the terms and metrics of a loss that anybody may have written.
+
+    Raises: UserError unless it returns one term per token, `[rows, length]`, and a dict of arrays.
+    """
+    returned, name = loss(policy, batch), function_name(loss)
+    wanted = f"an array {list(batch.mask.shape)}"
+    if not (isinstance(returned, tuple) and len(returned) == 2 and isinstance(returned[1], dict)):
+        raise UserError(
+            f"the loss {name} returned {in_brief(returned)}: it must return (terms, metrics), where"
+            " metrics is a dict"
+        )
+    terms, metrics = returned
+    if (found := in_brief(terms)) != wanted:
+        raise UserError(
+            f"the loss {name} returned {found} as its terms: it must return one per token, {wanted}"
+        )
+    for key, x in metrics.items():
+        if (found := in_brief(x)) not in (wanted, "an array []"):
+            raise UserError(
+                f"the loss {name} returned {found} as its metric {key!r}: it must return one per"
+                f" token, {wanted}"
+            )
+    return terms, metrics

@@ -17,11 +17,12 @@ from areal_x.engines.embedded import EmbeddedEngine
 from areal_x.experiment import Experiment
 from areal_x.hf import model_dir
 from areal_x.protocols.engine import Request
+from areal_x.protocols.workflow import Generator, Result
 from areal_x.run import checkpoint
 from areal_x.run.group_bytes import encode
 from areal_x.run.journal import Journal
 from areal_x.types import Batch, Episode, Scored, Task, Trajectory
-from areal_x.workflows.single_turn import Generator, Result, SingleTurn
+from areal_x.workflows.single_turn import SingleTurn
 from tests.experiments import TASKS, tiny_experiment
 
 LONGEST = 0.02  # seconds, of a delay: about as long as a call of a tiny model takes

@@ -8,7 +8,7 @@ from typing import Any
 from areal_x.engines.embedded import EmbeddedConfig
 from areal_x.experiment import Experiment
 from areal_x.protocols.engine import SamplingParams
-from areal_x.trainer import ModelConfig, OptimizerConfig, TrainerConfig
+from areal_x.protocols.trainer_config import ModelConfig, OptimizerConfig, TrainerConfig
 from areal_x.types import Task
 from areal_x.workflows.single_turn import SingleTurn
 

@@ -20,7 +20,9 @@ from areal_x.algorithms.distillation import generalized_jsd
 from areal_x.algorithms.weighting import pair_mean, sequence_mean
 from areal_x.batching.packing import pack
 from areal_x.hf import model_dir
-from areal_x.trainer import ModelConfig, OptimizerConfig, Trainer, TrainerConfig, create_trainer
+from areal_x.protocols.backends import create_trainer
+from areal_x.protocols.trainer import Trainer
+from areal_x.protocols.trainer_config import ModelConfig, OptimizerConfig, TrainerConfig
 from areal_x.types import Batch, Policy, Trajectory
 from tests.conftest import python_with, write_model
 

@@ -13,7 +13,9 @@ import numpy as np
 from areal_x.algorithms import losses
 from areal_x.algorithms.weighting import sequence_mean
 from areal_x.batching.packing import pack
-from areal_x.trainer import ModelConfig, OptimizerConfig, Trainer, TrainerConfig, create_trainer
+from areal_x.protocols.backends import create_trainer
+from areal_x.protocols.trainer import Trainer
+from areal_x.protocols.trainer_config import ModelConfig, OptimizerConfig, TrainerConfig
 from areal_x.types import Batch, Trajectory
 
 LOSS = partial(losses.ppo_clip, clip_low=0.2, clip_high=0.28)

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from areal_x.errors import UserError
-from areal_x.trainer import OptimizerConfig, Trainer
+from areal_x.protocols.trainer import Trainer
+from areal_x.protocols.trainer_config import OptimizerConfig
 from areal_x.types import Batch
 from tests import moving
 from tests.moving import LOSS, recorded_batches

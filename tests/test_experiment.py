@@ -17,9 +17,9 @@ from areal_x.engines.embedded import EmbeddedConfig
 from areal_x.errors import ConfigError, UserError
 from areal_x.experiment import Experiment
 from areal_x.hf import model_dir
+from areal_x.protocols.trainer_config import TrainerConfig
 from areal_x.run import checkpoint
 from areal_x.run.journal import FILE, Journal
-from areal_x.trainer import TrainerConfig
 from areal_x.types import Task
 from tests.experiments import TASKS, tiny_experiment
 from tests.run.test_journal import limited

@@ -14,8 +14,8 @@ from ml_dtypes import bfloat16
 from areal_x import export
 from areal_x.errors import UserError
 from areal_x.hf import lora, model_dir
+from areal_x.protocols.trainer_config import LoRAConfig
 from areal_x.run import checkpoint
-from areal_x.trainer import LoRAConfig
 
 CONFIG = LoRAConfig(rank=2, alpha=6.0, targets=("q_proj",))
 KERNEL = "model.layers.0.self_attn.q_proj"

@@ -10,7 +10,9 @@ import pytest
 
 from areal_x.algorithms import losses
 from areal_x.batching.packing import pack
-from areal_x.trainer import ModelConfig, Trainer, TrainerConfig, create_trainer
+from areal_x.protocols.backends import create_trainer
+from areal_x.protocols.trainer import Trainer
+from areal_x.protocols.trainer_config import ModelConfig, TrainerConfig
 from areal_x.types import Batch, Trajectory
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from areal_x.algorithms import losses, preferences
-from areal_x.trainer import OptimizerConfig, TrainerConfig
+from areal_x.protocols.trainer_config import OptimizerConfig, TrainerConfig
 from tests.invariance import (
     ALL,
     LOSSES,

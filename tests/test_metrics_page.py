@@ -13,10 +13,11 @@ import pytest
 from areal_x.algorithms import losses, recipes
 from areal_x.batching.packing import pack
 from areal_x.monitor.measures import describe, rates
+from areal_x.protocols.backends import create_trainer
+from areal_x.protocols.trainer_config import ModelConfig, TrainerConfig
 from areal_x.rollout.rollout import Published
 from areal_x.rollout.runner import RolloutStats
 from areal_x.runtime import cores
-from areal_x.trainer import ModelConfig, TrainerConfig, create_trainer
 from areal_x.types import Episode, Group, Scored, Task, Trajectory
 from areal_x.workflows.offline import Demonstrations, PreferencePairs
 from tests.experiments import TASKS, tiny_experiment

@@ -16,7 +16,8 @@ pytest.importorskip("areal_x_jax")
 
 from areal_x.errors import UserError
 from areal_x.hf import model_dir
-from areal_x.trainer import LoRAConfig, OptimizerConfig, Trainer
+from areal_x.protocols.trainer import Trainer
+from areal_x.protocols.trainer_config import LoRAConfig, OptimizerConfig
 from tests.models import write_random
 from tests.moving import LOSS, recorded_batches, trainer
 
@@ -137,7 +138,7 @@ def test_of_a_mixture_only_adamws_state_moves(tmp_path, optimizer, writer, reade
         other.restore(tmp_path / "saved")
     else:
         with pytest.raises(
-            UserError, match=rf"{optimizer} as the {writer} backend alone keeps it.*train\.backend = '{writer}'"
+            UserError, match=rf"{optimizer} in a form that only the {writer} backend reads.*train\.backend = '{writer}'"
         ):
             other.restore(tmp_path / "saved")
 

@@ -12,7 +12,8 @@ import pytest
 from areal_x.algorithms import losses
 from areal_x.algorithms.weighting import sequence_mean
 from areal_x.batching.packing import pack
-from areal_x.trainer import ModelConfig, OptimizerConfig, TrainerConfig, create_trainer
+from areal_x.protocols.backends import create_trainer
+from areal_x.protocols.trainer_config import ModelConfig, OptimizerConfig, TrainerConfig
 from areal_x.types import Trajectory
 from tests.models import QWEN3, SIZES, reference_model, write_config
 

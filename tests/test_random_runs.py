@@ -12,10 +12,10 @@ import pytest
 from areal_x.algorithms import recipes
 from areal_x.experiment import Experiment
 from areal_x.monitor.metrics import read
+from areal_x.protocols.trainer_config import LoRAConfig, ModelConfig, OptimizerConfig, TrainerConfig
 from areal_x.replay import Replay, compared
 from areal_x.run import checkpoint
 from areal_x.run.journal import Journal
-from areal_x.trainer import LoRAConfig, ModelConfig, OptimizerConfig, TrainerConfig
 from tests.delays import delayed, digest
 
 RECIPES = ("grpo", "dapo", "gspo", "rloo", "reinforce_pp", "cispo", "ppo", "decoupled_ppo")

@@ -14,7 +14,9 @@ from areal_x.algorithms import corrections, recipes
 from areal_x.algorithms.algorithm import PROXIMAL, Algorithm
 from areal_x.batching.batch import Models, make_batches
 from areal_x.errors import ConfigError
-from areal_x.trainer import ModelConfig, OptimizerConfig, Trainer, TrainerConfig, create_trainer
+from areal_x.protocols.backends import create_trainer
+from areal_x.protocols.trainer import Trainer
+from areal_x.protocols.trainer_config import ModelConfig, OptimizerConfig, TrainerConfig
 from areal_x.types import Episode, Group, Scored, Task, Trajectory
 from tests.invariance import DIVERGENCE, model_directories
 

@@ -13,7 +13,7 @@ from areal_x.algorithms import corrections, recipes
 from areal_x.errors import ConfigError, UserError
 from areal_x.experiment import Experiment
 from areal_x.hf import model_dir
-from areal_x.trainer import CriticConfig, OptimizerConfig
+from areal_x.protocols.trainer_config import CriticConfig, OptimizerConfig
 from areal_x.workflows.offline import Demonstrations, PreferencePairs
 from tests.experiments import TASKS, tiny_experiment
 

@@ -19,8 +19,10 @@ from areal_x.engines.vllm.scorer import sequences
 from areal_x.errors import ConfigError
 from areal_x.monitor.trajectories import trained
 from areal_x.preflight.model import find
+from areal_x.protocols.backends import create_trainer
+from areal_x.protocols.trainer import Trainer
+from areal_x.protocols.trainer_config import MeshConfig, ModelConfig, OptimizerConfig, TrainerConfig
 from areal_x.replay import Replay
-from areal_x.trainer import MeshConfig, ModelConfig, OptimizerConfig, Trainer, TrainerConfig, create_trainer
 from areal_x.types import Batch, Episode, Group, Scored, Task, Trajectory
 from tests.conftest import QUICK, python_with
 from tests.experiments import TASKS, tiny_experiment

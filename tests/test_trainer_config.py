@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from areal_x.errors import ConfigError
-from areal_x.trainer import LoRAConfig, OptimizerConfig, TrainerConfig, create_trainer, find_backend
+from areal_x.protocols.backends import create_trainer, find_backend
+from areal_x.protocols.trainer_config import LoRAConfig, OptimizerConfig, TrainerConfig
 
 
 def test_the_schedule_warms_up_linearly_then_follows_half_a_cosine():

@@ -30,13 +30,13 @@ from areal_x.agents.client import Session as Address
 from areal_x.agents.gateway.live import Session
 from areal_x.agents.hosted import Hosted, documented
 from areal_x.errors import ConfigError, at_least
+from areal_x.protocols.workflow import Generator, Result
 from areal_x.rewards.pool import Limits, Reward, RewardPool
 from areal_x.runtime import background
 from areal_x.runtime.loop import serve
 from areal_x.runtime.thread import in_thread
 from areal_x.runtime.waits import waiting, whose
 from areal_x.types import Failed, Outcome, Scored, Task
-from areal_x.workflows.single_turn import Generator, Result
 
 T = TypeVar("T")
 Said = float | str | None

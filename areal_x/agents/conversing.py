@@ -24,9 +24,10 @@ from areal_x.agents.chat.rendering import PlainRenderer, Renderer, TemplateRende
 from areal_x.agents.tools.tools import Toolbox
 from areal_x.errors import at_least, within
 from areal_x.protocols.engine import PromptTooLong
+from areal_x.protocols.workflow import Generator, Result
 from areal_x.runtime.thread import in_thread
 from areal_x.types import Failed, Message, Outcome, Scored, Task
-from areal_x.workflows.single_turn import ABORTED, Generator, Judged, Result, prompt_tokens
+from areal_x.workflows.single_turn import ABORTED, Judged, prompt_tokens
 
 Feedback = str | Callable[[Task, str, float], str]
 

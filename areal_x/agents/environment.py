@@ -27,9 +27,10 @@ from areal_x.agents.chat.rendering import Renderer, TemplateRenderer
 from areal_x.agents.conversing import aborted, said
 from areal_x.errors import UserError, at_least, positive, sentence
 from areal_x.protocols.engine import SamplingParams
+from areal_x.protocols.workflow import Generator, Result, Workflow
 from areal_x.runtime.thread import OneThread
 from areal_x.types import Message, Scored, Task
-from areal_x.workflows.single_turn import ABORTED, Generator, Result, Workflow, with_end
+from areal_x.workflows.single_turn import ABORTED, with_end
 
 ReadAction = Callable[[str], Any]
 

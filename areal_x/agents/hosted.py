@@ -16,9 +16,10 @@ from areal_x.agents.gateway.serving import Gateway
 from areal_x.agents.gateway.sessions import SessionLimits
 from areal_x.errors import UserError, one_of
 from areal_x.protocols.engine import SamplingParams
+from areal_x.protocols.workflow import Generator, Result, Workflow
 from areal_x.runtime.thread import beside
 from areal_x.types import Outcome
-from areal_x.workflows.single_turn import Generator, Result, Workflow, with_end
+from areal_x.workflows.single_turn import with_end
 
 H = TypeVar("H", bound="Hosted")
 RENDERING = ("transformers", "server")

@@ -25,9 +25,9 @@ from areal_x.agents.client import ADDRESS
 from areal_x.agents.gateway.live import Session
 from areal_x.agents.hosted import Hosted, documented
 from areal_x.errors import at_least, positive
+from areal_x.protocols.workflow import Generator, Result
 from areal_x.runtime.waits import waiting, whose
 from areal_x.types import Task, TimedOut
-from areal_x.workflows.single_turn import Generator, Result
 
 
 @gin.configurable("online_tasks")

@@ -15,9 +15,8 @@ from areal_x.algorithms import proximal
 from areal_x.algorithms.check import rehearse
 from areal_x.algorithms.losses import each
 from areal_x.algorithms.parts import Made, plain
-from areal_x.errors import ConfigError, at_least, one_of
-from areal_x.protocols.loss import Loss, LossTerms, evaluate, name_of
-from areal_x.types import Array, Batch, Divergence, Group, Policy
+from areal_x.errors import ConfigError, at_least, function_name, one_of
+from areal_x.types import Array, Batch, Divergence, Group, Loss, LossTerms, Policy, evaluate_loss
 
 Advantages = Callable[..., Any]
 Weighting = Callable[..., Array]
@@ -159,7 +158,7 @@ class Interpolated:
     def __call__(self, policy: Policy, batch: Batch) -> LossTerms:
         ages: Array = batch.ages
         between = proximal.interpolate(policy.logp, batch.behavior_logp, -ages, 0)
-        terms, metrics = evaluate(self.loss, policy, batch.replace(proximal_logp=between))
+        terms, metrics = evaluate_loss(self.loss, policy, batch.replace(proximal_logp=between))
         if self.corrections is not None:
             terms = terms * self.corrections(
                 between - batch.behavior_logp, batch.mask, batch.segment_ids
@@ -183,7 +182,7 @@ def described(title: str, function: Any) -> list[str]:
     ]
     text = inspect.cleandoc(of.__doc__ or "").splitlines()
     return [
-        f"  {title}: {name_of(of)}" + (f" with {', '.join(numbers)}" if numbers else ""),
+        f"  {title}: {function_name(of)}" + (f" with {', '.join(numbers)}" if numbers else ""),
         *(f"      {line}".rstrip() for line in text),
     ]
 

@@ -9,10 +9,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from areal_x.algorithms.losses import each
-from areal_x.algorithms.parts import asked_for, call_by_name, is_own, plain
-from areal_x.errors import ConfigError
-from areal_x.protocols.loss import Loss, name_of
-from areal_x.types import Batch, Episode, Group, Policy, Scored, Task
+from areal_x.algorithms.parts import asked_for, call_by_name, is_own
+from areal_x.errors import ConfigError, function_name
+from areal_x.types import Batch, Episode, Group, Loss, Policy, Scored, Task
 
 if TYPE_CHECKING:
     from areal_x.algorithms.algorithm import Algorithm, Correction
@@ -46,7 +45,7 @@ def rehearse(algorithm: Algorithm) -> None:
                     f"one that does without {name}, which {algorithm.name} does not give it: set"
                     f" its {GIVEN_BY[name]} too"
                 )
-                raise ConfigError(f"{algorithm.name}.loss", name_of(plain(loss)), wanted) from None
+                raise ConfigError(f"{algorithm.name}.loss", function_name(loss), wanted) from None
     if algorithm.value_loss is not None and is_own(algorithm.value_loss):
         call(algorithm.value_loss, inputs)
     if algorithm.advantages is not None and is_own(algorithm.advantages):
@@ -73,7 +72,7 @@ def rehearse(algorithm: Algorithm) -> None:
         and looks_beyond_a_row(algorithm.corrections)
     ):
         wanted = (
-            f"'recompute': {name_of(plain(algorithm.corrections))} looks at all sequences of an"
+            f"'recompute': {function_name(algorithm.corrections)} looks at all sequences of an"
             " optimizer step together, and around an interpolated policy it would be given those"
             " of one micro-batch"
         )
@@ -152,7 +151,7 @@ def check_group_size(algorithm: Algorithm, group_size: int) -> None:
     ]
     if refused:
         wanted = (
-            f"at least 2: {algorithm.name}'s filter {name_of(plain(refused[0]))} gives every group"
+            f"at least 2: {algorithm.name}'s filter {function_name(refused[0])} gives every group"
             " of this size back"
         )
         raise ConfigError("train.group_size", group_size, wanted)

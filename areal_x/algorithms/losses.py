@@ -29,8 +29,7 @@ from areal_x.algorithms.arrays import (
 )
 from areal_x.algorithms.kl import ESTIMATORS
 from areal_x.errors import ConfigError, at_least, one_of, positive
-from areal_x.protocols.loss import Loss, LossTerms, evaluate
-from areal_x.types import NOT_THE_POLICY, Array, Batch, Policy
+from areal_x.types import NOT_THE_POLICY, Array, Batch, Loss, LossTerms, Policy, evaluate_loss
 
 
 @gin.configurable(module="losses")
@@ -301,9 +300,9 @@ class Combined:
     losses: tuple[Loss, ...]
 
     def __call__(self, policy: Policy, batch: Batch) -> LossTerms:
-        terms, metrics = evaluate(self.losses[0], policy, batch)
+        terms, metrics = evaluate_loss(self.losses[0], policy, batch)
         for loss in self.losses[1:]:
-            more, named = evaluate(loss, policy, batch)
+            more, named = evaluate_loss(loss, policy, batch)
             if twice := metrics.keys() & named.keys():
                 raise ValueError(
                     f"two of the combined losses report the metric {sorted(twice)[0]!r}: rename one"
@@ -320,7 +319,7 @@ class Scaled:
     factor: float
 
     def __call__(self, policy: Policy, batch: Batch) -> LossTerms:
-        terms, metrics = evaluate(self.loss, policy, batch)
+        terms, metrics = evaluate_loss(self.loss, policy, batch)
         return self.factor * terms, metrics
 
 

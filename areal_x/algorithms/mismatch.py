@@ -14,8 +14,7 @@ from array_api_compat import array_namespace
 
 from areal_x.algorithms.arrays import clamp, masked, stop_gradient
 from areal_x.algorithms.kl import k3
-from areal_x.protocols.loss import LossTerms
-from areal_x.types import NOT_THE_POLICY, Array, Batch, Policy
+from areal_x.types import NOT_THE_POLICY, Array, Batch, LossTerms, Policy
 
 PREFIX = "mismatch/"
 MOST_LAGS = 8  # the last one holds everything older

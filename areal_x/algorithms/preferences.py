@@ -13,8 +13,7 @@ import gin
 from array_api_compat import array_namespace
 
 from areal_x.algorithms.arrays import lift, masked, segment_sum, softplus
-from areal_x.protocols.loss import LossTerms
-from areal_x.types import Array, Batch, Policy
+from areal_x.types import Array, Batch, LossTerms, Policy
 
 
 def bradley_terry(chosen_rewards: Array, rejected_rewards: Array) -> Array:

@@ -39,8 +39,7 @@ from areal_x.algorithms.kl import ESTIMATORS
 from areal_x.algorithms.parts import kept
 from areal_x.algorithms.shaping import overlong_penalty
 from areal_x.errors import ConfigError, at_least, nearest, one_of, positive, within
-from areal_x.protocols.loss import Loss
-from areal_x.types import Array, Group
+from areal_x.types import Array, Group, Loss
 
 PENALTIES = ("kl_coefficient", "kl_estimator", "entropy_coefficient")
 PARTS = tuple(

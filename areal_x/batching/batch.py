@@ -17,12 +17,11 @@ import numpy as np
 
 from areal_x.algorithms.algorithm import Algorithm
 from areal_x.algorithms.kl import k1
-from areal_x.algorithms.parts import asked_for, call_by_name, plain
+from areal_x.algorithms.parts import asked_for, call_by_name
 from areal_x.batching.packing import Packed, pack
-from areal_x.errors import UserError
-from areal_x.protocols.loss import name_of
+from areal_x.errors import UserError, function_name
+from areal_x.protocols.trainer import Scorer, Trainer
 from areal_x.runtime import interrupts
-from areal_x.trainer import Scorer, Trainer
 from areal_x.types import NOT_THE_POLICY, Batch, Episode, Group, Trajectory
 
 
@@ -330,7 +329,7 @@ def shaped_as(like: np.ndarray, given: Any, part: str, function: Callable[..., A
     than it must be."""
     array = given if isinstance(given, np.ndarray) else np.asarray(given)
     if array.shape != like.shape:
-        name = name_of(plain(function))
+        name = function_name(function)
         raise UserError(
             f"{name} gave {part} of the shape {list(array.shape)}: it must be {list(like.shape)}"
         )

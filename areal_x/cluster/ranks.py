@@ -29,11 +29,10 @@ from areal_x.cluster.links import Follower, Leader, described, meet
 from areal_x.cluster.slurm import check_tasks, tasks
 from areal_x.errors import ConfigError
 from areal_x.hf.model_dir import go_through
-from areal_x.protocols.loss import Loss
+from areal_x.protocols.backends import load_backend
 from areal_x.protocols.sampler import Sampler
-from areal_x.run.checkpoint import Wait
-from areal_x.trainer import Trainer, find_backend
-from areal_x.types import Batch
+from areal_x.protocols.trainer import Trainer, Wait
+from areal_x.types import Batch, Loss
 
 # what the others are told before anything else
 BEGINS, FINISHED = "the run begins", "the run has finished"
@@ -56,17 +55,11 @@ def join(backend: str, processes: int) -> Leader | Follower | None:
             f"{started}, as many processes as were started (WORLD_SIZE = {started})",
         )
     if tasks(os.environ) > 1:
-        finds_each_other = getattr(find_backend(backend).load(), "MEETS_BY_SLURM", False)
-        check_tasks(os.environ, processes, backend, finds_each_other)
+        check_tasks(os.environ, processes, backend, load_backend(backend).JOINS_BY_SLURM)
     if processes == 1:
         return None
     if not _joined:
-        module = find_backend(backend).load()
-        if not hasattr(module, "join"):
-            raise ConfigError(
-                "mesh.processes", processes, f"1, as the {backend} backend trains in one process"
-            )
-        _joined.append(meet(module.join(processes), gin.config_str()))
+        _joined.append(meet(load_backend(backend).join(processes), gin.config_str()))
     return _joined[0]
 
 
@@ -85,6 +78,8 @@ class DistributedTrainer:
 
     name: what the others know the trainer by. loss: the one that `update` is called with.
     """
+
+    threads: int | None = None  # each process has its own
 
     def __init__(self, leader: Leader, name: str, trainer: Trainer, loss: Loss | None) -> None:
         self._leader, self._name, self._trainer, self._loss = leader, name, trainer, loss

@@ -18,7 +18,7 @@ import numpy as np
 
 from areal_x.errors import UserError
 from areal_x.hf import model_dir
-from areal_x.trainer import LoRAConfig
+from areal_x.protocols.trainer_config import LoRAConfig
 
 CONFIG, WEIGHTS = model_dir.ADAPTER_CONFIG, "adapter_model.safetensors"
 WRAPPED = "base_model.model."  # what PEFT puts before the names of a model's parts

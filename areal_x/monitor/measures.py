@@ -11,10 +11,10 @@ from pathlib import Path
 import numpy as np
 
 from areal_x.algorithms.algorithm import Algorithm
+from areal_x.protocols.trainer import Trainer, is_max_reduced
 from areal_x.rollout.rollout import Published
 from areal_x.rollout.runner import RolloutStats
 from areal_x.runtime import timeline
-from areal_x.trainer import Trainer, is_largest
 from areal_x.types import NOT_THE_POLICY, Batch, Group, Policy, Scored, Trajectory
 
 LAPS = {  # what a step consists of, and what it is called on the timeline
@@ -154,7 +154,7 @@ def judge(batch: Batch, algorithm: Algorithm, trainer: Trainer) -> dict[str, flo
     terms, metrics = algorithm.loss(policy, batch)
     of_tokens = {name: np.asarray(x)[batch.mask] for name, x in metrics.items()}
     means = {
-        name: float(np.max(x, initial=0) if is_largest(name) else np.mean(x))
+        name: float(np.max(x, initial=0) if is_max_reduced(name) else np.mean(x))
         for name, x in of_tokens.items()
     }
     return {

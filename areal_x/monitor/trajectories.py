@@ -3,19 +3,17 @@ and those of a `Turn`."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from jaxtyping import Float
 
 from areal_x.batching.batch import lay_out
 from areal_x.monitor.html import coloured_tokens
-from areal_x.types import NOT_THE_POLICY, Trajectory
-
-if TYPE_CHECKING:
-    from areal_x.experiment import Turn
+from areal_x.types import NOT_THE_POLICY, Trajectory, Turn
 
 
 @dataclass(frozen=True)
@@ -26,6 +24,18 @@ class Page:
 
     def _repr_html_(self) -> str:
         return self.html
+
+
+def show_in_notebooks() -> None:
+    """Makes IPython, if this process runs it, display a `Trajectory` as `show_trajectory` does."""
+    if "IPython" not in sys.modules:
+        return
+    from IPython import get_ipython
+
+    shell = get_ipython()
+    if shell is not None:
+        html = shell.display_formatter.formatters["text/html"]
+        html.for_type(Trajectory, lambda trajectory: show_trajectory(trajectory).html)
 
 
 @dataclass(frozen=True)
@@ -159,3 +169,6 @@ def by_version(trajectory: Trajectory, words: Sequence[str]) -> str:
         np.where(drawn, trajectory.versions - newest, np.nan),
         f"versions before {newest}, the newest in it",
     )
+
+
+show_in_notebooks()

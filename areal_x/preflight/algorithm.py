@@ -13,12 +13,10 @@ import numpy as np
 
 from areal_x.algorithms.algorithm import Algorithm
 from areal_x.algorithms.check import lacking
-from areal_x.algorithms.parts import plain
 from areal_x.batching.batch import Models, make_batches
-from areal_x.errors import UserError
-from areal_x.protocols.loss import Loss, name_of
-from areal_x.trainer import Differentiate, find_backend
-from areal_x.types import Batch, Episode, Group, Policy, Scored, Task, Trajectory
+from areal_x.errors import UserError, function_name
+from areal_x.protocols.backends import Backend, load_backend
+from areal_x.types import Batch, Episode, Group, Loss, Policy, Scored, Task, Trajectory
 
 PROMPT, ANSWER, ROW = 2, 5, 24  # tokens
 APART = 0.3  # nats, the spread of what two models say of a token
@@ -47,7 +45,7 @@ def trains(algorithm: Algorithm, backend: str, group_size: int, tasks: Sequence[
     """
     groups = groups_of(algorithm, group_size, tasks)
     refused = [
-        name_of(plain(keep))
+        function_name(keep)
         for keep in algorithm.filters
         for group in groups
         if not isinstance(keep(group), bool | np.bool_)
@@ -63,23 +61,17 @@ def trains(algorithm: Algorithm, backend: str, group_size: int, tasks: Sequence[
         critic=None if "old_values" in without else Drawn(2),  # type: ignore[arg-type]
     )
     (batch,) = make_batches(groups, algorithm, ROW, models, version=1)
-    of = find_backend(backend).load()
-    differentiate: Differentiate | None = getattr(of, "differentiate", None)
-    if differentiate is None:
-        return (
-            f"{algorithm.name}; the {backend} backend offers no gradient of a loss: start the run"
-            " to see"
-        )
-    learns(algorithm.step_loss(), policy_of(batch, without), batch, differentiate)
+    computes = load_backend(backend)
+    learns(algorithm.step_loss(), policy_of(batch, without), batch, computes)
     if algorithm.value_loss is not None:
-        learns(algorithm.value_loss, Policy(values=Drawn(3).values(batch)), batch, differentiate)
+        learns(algorithm.value_loss, Policy(values=Drawn(3).values(batch)), batch, computes)
     return f"{algorithm.name}: its parts fit together and its loss has a gradient"
 
 
-def learns(loss: Loss, policy: Policy, batch: Batch, differentiate: Differentiate) -> None:
+def learns(loss: Loss, policy: Policy, batch: Batch, backend: Backend) -> None:
     """Raises: see `trains`."""
-    name = name_of(plain(loss))
-    terms, gradient = differentiate(loss, policy, batch)
+    name = function_name(loss)
+    terms, gradient = backend.differentiate(loss, policy, batch)
     if np.any(terms[~np.asarray(batch.mask)] != 0):
         wanted = "mask what it reads, with areal_x.algorithms.arrays.masked"
         raise UserError(f"the loss {name} is not 0 where batch.mask is False: {wanted}")

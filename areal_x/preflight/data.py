@@ -10,10 +10,10 @@ from typing import Any
 from areal_x.algorithms.parts import plain
 from areal_x.config.reader import Config
 from areal_x.errors import UserError
+from areal_x.protocols.workflow import Workflow
 from areal_x.rewards.pool import RewardPool
 from areal_x.runtime.loop import run
 from areal_x.types import Failed, Scored, Task, TimedOut
-from areal_x.workflows.single_turn import Workflow
 
 JUDGED_TASKS = 2  # of whose answers a reward is asked whether it tells them apart
 

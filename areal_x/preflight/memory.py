@@ -12,7 +12,8 @@ from areal_x.errors import ConfigError
 from areal_x.experiment import Experiment
 from areal_x.preflight.model import Model
 from areal_x.preflight.places import gb
-from areal_x.trainer import Devices, TrainerConfig, computed_bytes
+from areal_x.protocols.backends import Devices
+from areal_x.protocols.trainer_config import TrainerConfig, bytes_per_parameter
 
 # bytes of a parameter in fp32: of both, factored, of one of a matrix
 MOMENTS = {"adamw": 8, "adafactor": 0, "muon": 4}
@@ -73,7 +74,7 @@ def estimate(experiment: Experiment, model: Model, devices: Devices) -> Need:
     """What is split is divided evenly; copies of a model on the devices of one CPU machine are not
     counted."""
     trainer, on_cpu = experiment.trainer, devices.kind == "cpu"
-    item = computed_bytes(trainer, on_cpu)
+    item = bytes_per_parameter(trainer, on_cpu)
     split = 1 if on_cpu else trainer.mesh.fsdp * trainer.mesh.tensor
     learns = model.parameters * bytes_learnt(trainer, item) / split
     asked = model.parameters * item / split

@@ -9,8 +9,8 @@ from areal_x.engines.vllm.staging import default_parent
 from areal_x.errors import ConfigError
 from areal_x.experiment import Experiment
 from areal_x.preflight.model import Model
+from areal_x.protocols.trainer_config import bytes_per_parameter
 from areal_x.run.run_dir import existing, writable
-from areal_x.trainer import computed_bytes
 
 JOURNAL_BYTES = 6  # of a token, as JournalConfig says
 SAVED_MOMENTS = {"adamw": 8, "adafactor": 1, "muon": 8}  # bytes of a parameter, in fp32, at most
@@ -58,7 +58,7 @@ def staging(experiment: Experiment, model: Model, on_cpu: bool) -> str:
     free = shutil.disk_usage(existing(parent)).free
     if experiment.trainer.lora.rank:
         return f"{parent} can be written; {gb(free)} are free"
-    needed = model.parameters * computed_bytes(experiment.trainer, on_cpu)
+    needed = model.parameters * bytes_per_parameter(experiment.trainer, on_cpu)
     if needed > free:
         wanted = f"a folder with {gb(needed)}, the size of the weights: {parent} has {gb(free)}"
         raise ConfigError("vllm.staging", experiment.vllm.staging, wanted)

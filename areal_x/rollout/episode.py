@@ -13,9 +13,9 @@ import numpy as np
 
 from areal_x.errors import TaskError, UserError, described, traceback_of
 from areal_x.protocols.engine import EngineError
+from areal_x.protocols.workflow import Generator, Result, Workflow
 from areal_x.runtime.waits import waiting, whose
 from areal_x.types import Episode, Failed, Outcome, Scored, Task, TimedOut
-from areal_x.workflows.single_turn import Generator, Result, Workflow
 
 
 def is_open_ended(workflow: Workflow) -> bool:

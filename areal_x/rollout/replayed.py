@@ -5,10 +5,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+from areal_x.protocols.trainer import Trainer
 from areal_x.rollout.rollout import Published
 from areal_x.rollout.runner import RolloutStats
 from areal_x.run.journal import Journal
-from areal_x.trainer import Trainer
 from areal_x.types import Group
 
 

@@ -18,6 +18,8 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from areal_x.errors import UserError
+from areal_x.protocols.trainer import Trainer
+from areal_x.protocols.workflow import Workflow
 from areal_x.rollout.episode import is_open_ended
 from areal_x.rollout.runner import RolloutStats, Runner
 from areal_x.run.journal import Resumed
@@ -25,9 +27,7 @@ from areal_x.runtime import background, timeline
 from areal_x.runtime.interrupts import noted
 from areal_x.runtime.loop import result, serve
 from areal_x.runtime.waits import waiting
-from areal_x.trainer import Trainer
 from areal_x.types import Episode, Group, Task
-from areal_x.workflows.single_turn import Workflow
 
 T = TypeVar("T")
 

@@ -15,10 +15,9 @@ from typing import Any
 
 import numpy as np
 
-from areal_x.algorithms.parts import plain
-from areal_x.errors import at_least, positive
+from areal_x.errors import at_least, function_name, positive
 from areal_x.protocols.engine import Completion, Engine, Request
-from areal_x.protocols.loss import name_of
+from areal_x.protocols.workflow import Workflow, baseline_of
 from areal_x.rollout.episode import error_of, first_of, is_open_ended, run_episode
 from areal_x.rollout.pacing import ImmediatePacing, Pacing, WavePacing
 from areal_x.rollout.patience import Patience
@@ -29,7 +28,6 @@ from areal_x.runtime.waits import doing, on_behalf_of, waiting
 from areal_x.tasks.screening import Screen
 from areal_x.tasks.stream import TaskStream
 from areal_x.types import Episode, Failed, Group, Scored, Task, TimedOut
-from areal_x.workflows.single_turn import Workflow, baseline_of
 
 Filter = Callable[[Group], bool]  # True keeps the group
 
@@ -417,7 +415,7 @@ class Runner:
         if self.greedy is not None and group.greedy_reward is None:
             return "the lack of a scored greedy answer, with which the algorithm compares"
         refused = next((keep for keep in self.filters if not keep(group)), None)
-        return None if refused is None else f"the filter {name_of(plain(refused))}"
+        return None if refused is None else f"the filter {function_name(refused)}"
 
     def _want(self, change: int) -> None:
         self._wanted += change

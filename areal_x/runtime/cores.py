@@ -1,78 +1,89 @@
-"""Cores of a CPU that a torch trainer shares with what generates: how its threads wait, and how
-many there are.
+"""CPU cores that a torch trainer shares with generation: how its threads wait, and how many it uses.
 
-OpenMP shares an operation evenly over its threads, and all wait for the one whose core somebody
-else has. By default they wait spinning, so long that teams side by side (the trainer, the embedded
-sampler, a server) take each other's time slices. Not at all is no better: small operations then
-spend their time waking threads, at half the tokens a second. So the variable below is set, unless
-the user has; it is read once, when torch brings up OpenMP, which whatever imports torch first does
-(transformers, say).
+OpenMP divides an operation evenly among its threads, and all of them wait for the one whose core
+something else occupies. By default they wait by spinning, long enough that teams side by side (the
+trainer, the embedded sampler, a server) take each other's time slices. Not spinning at all is no
+better: small operations then spend their time waking threads, at half the tokens per second. So a
+run sets the variable below unless the user has. OpenMP reads it once, when torch initialises it,
+which happens with the first import of torch (transformers imports it too).
 """
 
 from __future__ import annotations
 
 import os
-from typing import Any
+from types import TracebackType
+from typing import Protocol
 
 VARIABLE = "GOMP_SPINCOUNT"
-BRIDGING = "10000"  # turns: enough from one operation to the next
-# beside servers: a training-bound run took 0.95 of the synchronous time on two cores, with 10,000
-# turns 1.02
+BRIDGING = "10000"  # iterations: enough to spin from one operation to the next
+# Beside servers a training-bound run took 0.95 of the synchronous time on two cores; with 10,000
+# iterations 1.02.
 SHARING = "1000"
-WAITED = 0.05  # of a step's time: beyond it generation is what the run waits for
-TRIED = 64  # steps from one trial of the other count to the next
+WAITED = 0.05  # fraction of a step spent waiting above which the run is bound by generation
+TRIED = 64  # steps between two trials of the other thread count
 
 
-def spin() -> None:
-    if "OMP_WAIT_POLICY" not in os.environ:
-        os.environ.setdefault(VARIABLE, BRIDGING)
+def limit_spinning(beside_servers: bool) -> None:
+    """Sets how long OpenMP's threads spin, unless the user has; without effect once torch has
+    initialised OpenMP.
 
-
-def share() -> None:
-    """For a trainer that is to compute while servers on this machine do; too late once torch is
-    there."""
-    # known by its value, as a process inherits what another one has set
-    if os.environ.get(VARIABLE) == BRIDGING:
+    beside_servers: True if servers on this machine generate while the trainer computes.
+    """
+    if "OMP_WAIT_POLICY" in os.environ:
+        return
+    os.environ.setdefault(VARIABLE, BRIDGING)
+    # Recognised by its value, because a process inherits what its parent has set.
+    if beside_servers and os.environ[VARIABLE] == BRIDGING:
         os.environ[VARIABLE] = SHARING
 
 
 def available() -> int:
-    """How many this process may use."""
+    """Returns the number of cores this process may use."""
     return len(os.sched_getaffinity(0))
 
 
+class Computes(Protocol):
+    """A trainer, as far as this module knows one (areal_x.protocols.trainer.Trainer)."""
+
+    threads: int | None
+
+
 class Threads:
-    """How many threads a trainer computes a step with: all, or, where that is the better, as many
-    fewer as generate meanwhile.
+    """Chooses how many threads compute a step: all of them, or, if that is faster, fewer by as many
+    as generate meanwhile.
 
-    Fewer are better where the run waits for generation, and where threads whose cores are taken
+    Fewer are faster where the run waits for generation, and where threads whose cores are taken
     slow the trainer itself down (a step of a small model took 0.8 s with two threads on two cores
-    beside a server, and 0.3 s with one); a large model is faster with all. So both are tried, now
-    and then. A count holds for a whole step and is written down, as the last bits of some products
-    depend on it.
+    beside a server and 0.3 s with one); a large model is faster with all of them. So both are tried
+    from time to time. A count holds for a whole step and is recorded, because the last bits of some
+    products depend on it.
 
-    trainer: with `threads`, an int that can be set (areal_x.trainer.Trainer). generating: threads
-    that generate meanwhile.
+    trainer: nothing is chosen if its `threads` is None. generating: threads that generate
+    meanwhile.
     """
 
-    def __init__(self, trainer: Any, generating: int) -> None:
+    def __init__(self, trainer: Computes, generating: int) -> None:
         self._trainer = trainer
-        self._most: int | None = getattr(trainer, "threads", None)
+        self._most = trainer.threads
         self._fewer = max(1, (self._most or 1) - generating)
         self._chooses = self._most is not None and self._fewer < self._most
-        self._cost: dict[int, float] = {}  # seconds a token, by count, when it was taken last
+        self._cost: dict[int, float] = {}  # latest seconds per token, by count
         self._steps = 0
 
     def __enter__(self) -> Threads:
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
+    ) -> None:
         if self._chooses:
             self._trainer.threads = self._most
 
     def before(self, waited: float) -> int | None:
-        """Sets the next step's count and gives it, None where there is none to choose. waited: for
-        the step's groups, as a part of the time that the step before took."""
+        """Sets and returns the next step's count; None if there is nothing to choose.
+
+        waited: time spent waiting for the step's groups, as a fraction of the previous step.
+        """
         self._steps += 1
         if not self._chooses:
             return None
@@ -82,11 +93,13 @@ class Threads:
         return count
 
     def after(self, seconds: float, tokens: float) -> None:
-        """What computing the step took."""
-        if self._chooses and self._steps > 1:  # the first step prepares what the others find
+        """Records what computing the step took."""
+        # The first step also compiles and warms caches.
+        if self._trainer.threads is not None and self._chooses and self._steps > 1:
             self._cost[self._trainer.threads] = seconds / max(tokens, 1)
 
     def choose(self, waited: float) -> int:
+        """Returns the count for the next step."""
         most = self._most or 1
         if self._steps == 1:  # every run waits for its first groups
             return most

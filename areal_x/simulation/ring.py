@@ -16,6 +16,7 @@ import numpy as np
 from areal_x.batching.batch import staleness
 from areal_x.monitor.measures import describe
 from areal_x.protocols.engine import Request, SamplingParams
+from areal_x.protocols.workflow import Generator, Workflow
 from areal_x.rollout.queue import TrajectoryQueue
 from areal_x.rollout.rollout import Rollout
 from areal_x.rollout.runner import Runner
@@ -24,7 +25,6 @@ from areal_x.simulation.clock import run
 from areal_x.simulation.engine import FakeEngine
 from areal_x.tasks.stream import TaskStream
 from areal_x.types import Group, Task, Trajectory
-from areal_x.workflows.single_turn import Generator, Workflow
 
 TASKS = 1000
 DAY = 86400.0

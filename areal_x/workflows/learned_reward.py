@@ -23,13 +23,15 @@ from areal_x.batching.packing import pack
 from areal_x.errors import ConfigError, TaskError, positive
 from areal_x.hf.model_dir import is_classifier, read_config, resolve
 from areal_x.hf.tokenizer import check_tokens
+from areal_x.protocols.backends import create_trainer
 from areal_x.protocols.engine import SamplingParams
+from areal_x.protocols.trainer import Trainer
+from areal_x.protocols.trainer_config import ModelConfig, TrainerConfig
+from areal_x.protocols.workflow import Generator, Result, Workflow, baseline_of, computed_by
 from areal_x.rollout.episode import episode_of, is_open_ended
 from areal_x.runtime import background
 from areal_x.runtime.waits import waiting, whose
-from areal_x.trainer import ModelConfig, Trainer, TrainerConfig, create_trainer
 from areal_x.types import Episode, Scored, Task, Trajectory
-from areal_x.workflows.single_turn import Generator, Result, Workflow, baseline_of, computed_by
 
 AT_ONCE = 256  # trajectories scored in one call
 

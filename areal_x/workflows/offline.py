@@ -20,8 +20,9 @@ import numpy as np
 from areal_x.hf.endings import stop_tokens, text_ending, turn_ending
 from areal_x.hf.pictures import images_of, urls_of
 from areal_x.protocols.engine import Completion, EngineError, Request
+from areal_x.protocols.workflow import Generator, Result, Workflow
 from areal_x.types import NOT_THE_POLICY, Episode, Scored, Task, Trajectory
-from areal_x.workflows.single_turn import Generator, Result, Workflow, encode
+from areal_x.workflows.single_turn import encode
 
 
 @gin.configurable("demonstrations", denylist=["tokenizer"])

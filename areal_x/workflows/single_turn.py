@@ -1,15 +1,11 @@
-"""What an episode is: from a task to scored trajectories, calling the engine any number of times.
-
-A workflow of your own subclasses `Workflow` (or has the same methods) and needs only `run`. It
-raises what it likes: an episode that raises is a failed episode. Only EngineError and UserError end
-the run; a TaskError, which speaks of one task, does not.
-"""
+"""Workflows that ask for one completion and score its text: the single turn, and what others build
+on."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar, Protocol, Self
+from typing import Any, ClassVar, Self
 
 import gin
 import numpy as np
@@ -18,7 +14,8 @@ from jaxtyping import Int32
 from areal_x.errors import UserError, at_least, positive
 from areal_x.hf.endings import ends, stop_tokens
 from areal_x.hf.pictures import for_template, read_pictures, reader_of, urls_of
-from areal_x.protocols.engine import Completion, Request, SamplingParams
+from areal_x.protocols.engine import Request, SamplingParams
+from areal_x.protocols.workflow import Generator, Result, Workflow
 from areal_x.rewards.pool import Limits, Reward, RewardPool
 from areal_x.runtime.thread import beside, in_thread
 from areal_x.tasks.text_length import estimate_characters, raise_if_too_long, texts_of
@@ -30,89 +27,10 @@ from areal_x.types import (
     Outcome,
     Scored,
     Task,
-    TimedOut,
     Trajectory,
 )
 
-Result = list[Trajectory] | Episode | Failed | TimedOut
 ABORTED = Failed("the engine aborted the request")
-
-
-class Generator(Protocol):
-    """What an episode sees of the engine (areal_x.protocols.engine.Engine)."""
-
-    @property
-    def context(self) -> int: ...
-
-    @property
-    def version(self) -> int: ...
-
-    async def generate(self, request: Request) -> Completion: ...
-
-
-class Workflow(Protocol):
-    """open_ended: whether others decide when an episode begins and ends, so that the run waits as
-    long as it takes."""
-
-    open_ended: bool = False
-
-    def computed_by(self, backend: str) -> Workflow:
-        """The workflow whose own models, where it has any, this backend computes, as it does the
-        run's. By default itself."""
-        return self
-
-    def setup(self, tokenizer: Any) -> Workflow:
-        """The workflow made ready for this tokenizer, before any episode. By default itself."""
-        return self
-
-    def greedy(self) -> Workflow:
-        """The same workflow with temperature 0, for evaluation. By default itself."""
-        return self
-
-    def baseline(self) -> Workflow:
-        """The workflow whose reward of a greedy answer an algorithm takes off the others': judged
-        as those are. By default `greedy()`, of which an evaluation may judge otherwise."""
-        return self.greedy()
-
-    def tokens_of(self, task: Task, tokenizer: Any) -> int | None:
-        """How many tokens an episode begins with: its prompt, and answers that are written. By
-        default None: only the episode knows."""
-        return None
-
-    async def run(self, task: Task, engine: Generator) -> Result:
-        """One attempt at the task.
-
-        Trajectories, each with its reward set, are a scored episode (whose own reward is their
-        mean); an Episode is that with the verifier's details; Failed and TimedOut are counted and
-        shown, and never trained on.
-        """
-        ...
-
-    def state(self) -> Any:
-        """What it keeps from episode to episode, as JSON can hold it: written with each checkpoint.
-        By default nothing."""
-        return None
-
-    def restore(self, state: Any) -> None:
-        """Goes on from the `state` that the checkpoint of a resumed run has, before any episode. By
-        default does nothing."""
-        return
-
-    async def close(self) -> None:
-        """Ends what `setup` began; safe to call twice. By default nothing."""
-        return
-
-
-def baseline_of(workflow: Workflow) -> Workflow:
-    """Its `baseline`; of a class that only has a workflow's other methods, `greedy`."""
-    return getattr(workflow, "baseline", workflow.greedy)()
-
-
-def computed_by(workflow: Any, backend: str) -> Any:
-    """See `Workflow.computed_by`. A workflow around another that only passes on what it lacks stays
-    around it."""
-    own = getattr(type(workflow), "computed_by", None)
-    return workflow if own is None else own(workflow, backend)
 
 
 @dataclass(frozen=True)

@@ -28,9 +28,10 @@ import numpy as np
 
 from areal_x.errors import at_least, one_of, within
 from areal_x.protocols.engine import Request, SamplingParams
+from areal_x.protocols.workflow import Generator, Result, Workflow
 from areal_x.rollout.episode import episode_of
 from areal_x.types import Episode, Failed, Group, Scored, Task
-from areal_x.workflows.single_turn import Generator, Result, Workflow, encode
+from areal_x.workflows.single_turn import encode
 from examples.countdown.task import Problem, problems, task_of
 
 SHORT = "?"

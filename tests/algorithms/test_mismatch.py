@@ -12,7 +12,9 @@ from hypothesis import strategies as st
 
 from areal_x.algorithms.mismatch import ByLag, by_lag
 from areal_x.batching.packing import pack
-from areal_x.trainer import ModelConfig, OptimizerConfig, TrainerConfig, create_trainer, is_largest
+from areal_x.protocols.backends import create_trainer
+from areal_x.protocols.trainer import is_max_reduced
+from areal_x.protocols.trainer_config import ModelConfig, OptimizerConfig, TrainerConfig
 from areal_x.types import NOT_THE_POLICY, Batch, Policy, Trajectory
 
 
@@ -39,7 +41,9 @@ def told(policy: Policy, batch: Batch, lags: int) -> dict[str, float]:
     """As a trainer tells it: of each metric the mean, or the largest, over masked tokens."""
     terms, metrics = ByLag(lags)(policy, batch)
     assert not terms.any()
-    reduced = {name: x[batch.mask].max(initial=0) if is_largest(name) else x[batch.mask].mean() for name, x in metrics.items()}
+    reduced = {
+        name: x[batch.mask].max(initial=0) if is_max_reduced(name) else x[batch.mask].mean() for name, x in metrics.items()
+    }
     return by_lag(reduced)
 
 

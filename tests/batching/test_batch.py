@@ -12,7 +12,7 @@ import pytest
 from areal_x.algorithms import recipes
 from areal_x.algorithms.parts import plain
 from areal_x.batching.batch import Models, make_batches
-from areal_x.protocols.loss import name_of
+from areal_x.errors import function_name
 from areal_x.types import Batch, Episode, Group, Scored, Task, Trajectory
 
 ANSWERS = {1.0: 3, 0.25: 1, 3.0: 2}  # the rewards of episodes with trained tokens, and how many each has
@@ -69,7 +69,7 @@ EXPECTED = {
 def key(algorithm: Any) -> str:
     bound = getattr(algorithm.advantages, "keywords", {})
     how = bound.get("scale", "baseline" if bound.get("baseline") else "")
-    return f"{name_of(plain(algorithm.advantages))} {how}".strip()
+    return f"{function_name(plain(algorithm.advantages))} {how}".strip()
 
 
 def judging() -> list[Any]:

@@ -18,8 +18,8 @@ from areal_x.batching.batch import Models, make_batches
 from areal_x.errors import ConfigError, UserError
 from areal_x.experiment import Experiment
 from areal_x.monitor.display import panel
+from areal_x.protocols.trainer_config import CriticConfig
 from areal_x.rollout.episode import run_episode
-from areal_x.trainer import CriticConfig
 from areal_x.types import Batch, Episode, Failed, Group, Policy, Scored, Task, Trajectory
 from areal_x.workflows.offline import Demonstrations
 from tests.conftest import CHARACTERS, write_model, write_tokenizer

@@ -24,11 +24,12 @@ from areal_x.engines.embedded import EmbeddedConfig
 from areal_x.errors import UserError
 from areal_x.experiment import Experiment
 from areal_x.protocols.engine import SamplingParams
+from areal_x.protocols.trainer_config import LoRAConfig, MeshConfig, ModelConfig, OptimizerConfig, TrainerConfig
+from areal_x.protocols.workflow import Workflow
 from areal_x.run.run_dir import open_run
 from areal_x.settings import Settings
-from areal_x.trainer import LoRAConfig, MeshConfig, ModelConfig, OptimizerConfig, TrainerConfig
 from areal_x.types import Task
-from areal_x.workflows.single_turn import SingleTurn, Workflow
+from areal_x.workflows.single_turn import SingleTurn
 from tests.experiments import TASKS, counts_ones
 
 

@@ -30,9 +30,9 @@ SETTINGS = {
 if __name__ == "__main__":
     os.environ.update(SETTINGS)
 
-import numpy as np  # noqa: E402
+import numpy as np
 
-from tests.models import (  # noqa: E402
+from tests.models import (
     MODELS,
     MORE,
     SEEING,

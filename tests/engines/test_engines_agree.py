@@ -10,8 +10,10 @@ import pytest
 
 from areal_x.batching.packing import pack
 from areal_x.engines.embedded import EmbeddedEngine
+from areal_x.protocols.backends import create_trainer
 from areal_x.protocols.engine import Engine, Request, SamplingParams
-from areal_x.trainer import ModelConfig, OptimizerConfig, Trainer, TrainerConfig, create_trainer
+from areal_x.protocols.trainer import Trainer
+from areal_x.protocols.trainer_config import ModelConfig, OptimizerConfig, TrainerConfig
 from areal_x.types import Trajectory
 
 TEMPERATURE = 0.8

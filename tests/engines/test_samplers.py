@@ -12,8 +12,10 @@ import pytest
 
 from areal_x.engines.embedded import EmbeddedEngine
 from areal_x.engines.lanes import Lanes, lanes_on_cpu
+from areal_x.protocols.backends import create_trainer
 from areal_x.protocols.sampler import Sampler, SlotRequest
-from areal_x.trainer import ModelConfig, Trainer, TrainerConfig, create_trainer
+from areal_x.protocols.trainer import Trainer
+from areal_x.protocols.trainer_config import ModelConfig, TrainerConfig
 from tests.conftest import write_model
 from tests.engines import conformance
 from tests.engines.conformance import slot_request, to_the_end

@@ -20,10 +20,11 @@ from areal_x.engines.vllm.config import VLLMConfig
 from areal_x.errors import ConfigError
 from areal_x.experiment import Experiment
 from areal_x.protocols.engine import SamplingParams
-from areal_x.trainer import TrainerConfig
+from areal_x.protocols.trainer_config import TrainerConfig
+from areal_x.protocols.workflow import Workflow
 from areal_x.types import Task
 from areal_x.workflows.learned_reward import LearnedReward
-from areal_x.workflows.single_turn import SingleTurn, Workflow
+from areal_x.workflows.single_turn import SingleTurn
 
 
 def reward(task: Task, text: str) -> float:

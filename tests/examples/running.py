@@ -18,8 +18,8 @@ from areal_x.config.reader import load
 from areal_x.config.types import check_early, check_experiment
 from areal_x.hf.tokenizer import load_tokenizer
 from areal_x.protocols.engine import Completion, Request
+from areal_x.protocols.workflow import Workflow
 from areal_x.types import Episode, Task, Trajectory
-from areal_x.workflows.single_turn import Workflow
 
 ROOT = Path(__file__).parents[2]
 

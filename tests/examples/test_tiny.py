@@ -99,7 +99,8 @@ def test_batches_need_enough_demonstrations() -> None:
 
 def test_what_is_taught_is_likelier_afterwards(model: Path, tmp_path: Path) -> None:
     pytest.importorskip("areal_x_jax")
-    from areal_x.trainer import ModelConfig, TrainerConfig, create_trainer
+    from areal_x.protocols.backends import create_trainer
+    from areal_x.protocols.trainer_config import ModelConfig, TrainerConfig
 
     write_model(tmp_path, PIECES, 0, CHAT_TEMPLATE)
     shown = [taught((encode(PIECES, "12"), False), (encode(PIECES, "34 ab"), True))] * (5 * ROWS)

@@ -13,9 +13,10 @@ import pytest
 from safetensors.numpy import load_file
 
 from areal_x.errors import ConfigError
+from areal_x.protocols.backends import create_trainer
 from areal_x.protocols.engine import SamplingParams
 from areal_x.protocols.sampler import SlotRequest
-from areal_x.trainer import ModelConfig, TrainerConfig, create_trainer
+from areal_x.protocols.trainer_config import ModelConfig, TrainerConfig
 from examples.arithmetic import warm_start as module
 from examples.arithmetic.model import END, PAD, VOCABULARY, encode
 from examples.arithmetic.task import LONGEST, demonstrations, held_out, problems, verify

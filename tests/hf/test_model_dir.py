@@ -11,7 +11,7 @@ from safetensors.numpy import save_file
 
 from areal_x.errors import UserError
 from areal_x.hf import model_dir
-from areal_x.trainer import HEADS
+from areal_x.protocols.trainer_config import HEADS
 
 INDEX = "model.safetensors.index.json"
 

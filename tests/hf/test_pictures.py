@@ -14,17 +14,17 @@ import pytest
 pytest.importorskip("torch")
 Image = pytest.importorskip("PIL.Image")
 
-from PIL.PngImagePlugin import PngInfo  # noqa: E402
+from PIL.PngImagePlugin import PngInfo
 
-from areal_x.errors import UserError  # noqa: E402
-from areal_x.hf import pictures  # noqa: E402
-from areal_x.hf.pictures import Unreadable, images_of, reader_of, urls_of  # noqa: E402
-from areal_x.hf.tokenizer import load_tokenizer  # noqa: E402
-from areal_x.types import Episode, Task  # noqa: E402
-from areal_x.workflows.single_turn import SingleTurn, encode  # noqa: E402
-from examples.vision.task import as_url  # noqa: E402
-from examples.vision.warm_start import IMAGE, PIECES, write_model  # noqa: E402
-from tests.examples.running import Script  # noqa: E402
+from areal_x.errors import UserError
+from areal_x.hf import pictures
+from areal_x.hf.pictures import Unreadable, images_of, reader_of, urls_of
+from areal_x.hf.tokenizer import load_tokenizer
+from areal_x.types import Episode, Task
+from areal_x.workflows.single_turn import SingleTurn, encode
+from examples.vision.task import as_url
+from examples.vision.warm_start import IMAGE, PIECES, write_model
+from tests.examples.running import Script
 
 TOKEN = PIECES.index(IMAGE) + 2
 

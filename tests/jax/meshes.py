@@ -20,7 +20,7 @@ import numpy as np
 from areal_x.algorithms import losses
 from areal_x.algorithms.weighting import sequence_mean
 from areal_x.batching.packing import pack
-from areal_x.trainer import LoRAConfig, MeshConfig, ModelConfig, OptimizerConfig, TrainerConfig
+from areal_x.protocols.trainer_config import LoRAConfig, MeshConfig, ModelConfig, OptimizerConfig, TrainerConfig
 from areal_x.types import Batch, Trajectory
 from areal_x_jax.trainer import Trainer
 from tests.conftest import python_with

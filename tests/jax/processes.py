@@ -19,7 +19,7 @@ from areal_x.algorithms import losses
 from areal_x.batching.batch import Models
 from areal_x.cluster import ranks
 from areal_x.cluster.links import Follower
-from areal_x.trainer import MeshConfig, ModelConfig, OptimizerConfig, TrainerConfig
+from areal_x.protocols.trainer_config import MeshConfig, ModelConfig, OptimizerConfig, TrainerConfig
 from areal_x.types import Batch, Policy
 from areal_x_jax.parameters import Params
 from areal_x_jax.trainer import Trainer

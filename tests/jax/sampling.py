@@ -13,7 +13,7 @@ from typing import Any
 
 from areal_x.algorithms import losses
 from areal_x.protocols.sampler import Sampler
-from areal_x.trainer import MeshConfig, ModelConfig, OptimizerConfig, TrainerConfig
+from areal_x.protocols.trainer_config import MeshConfig, ModelConfig, OptimizerConfig, TrainerConfig
 from areal_x_jax.trainer import Trainer
 from tests.engines.conformance import slot_request, to_the_end
 

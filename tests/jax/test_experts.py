@@ -18,7 +18,7 @@ from areal_x.algorithms.weighting import sequence_mean
 from areal_x.batching.packing import pack
 from areal_x.errors import ConfigError, UserError
 from areal_x.hf import model_dir
-from areal_x.trainer import LoRAConfig, ModelConfig, OptimizerConfig, TrainerConfig
+from areal_x.protocols.trainer_config import LoRAConfig, ModelConfig, OptimizerConfig, TrainerConfig
 from areal_x_jax.experts import Routing, imbalance, mixture, route
 from areal_x_jax.layout import ALONE
 from areal_x_jax.shape import Experts

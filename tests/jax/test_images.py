@@ -17,7 +17,7 @@ from areal_x.algorithms.weighting import sequence_mean
 from areal_x.batching.packing import Packed, pack
 from areal_x.errors import ConfigError, UserError
 from areal_x.hf.model_dir import read_config, read_tensors
-from areal_x.trainer import ModelConfig, OptimizerConfig, TrainerConfig
+from areal_x.protocols.trainer_config import ModelConfig, OptimizerConfig, TrainerConfig
 from areal_x.types import Batch, Images, Trajectory
 from areal_x_jax import head
 from areal_x_jax.images import image_arrays

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from areal_x.errors import ConfigError, UserError
-from areal_x.trainer import MeshConfig
+from areal_x.protocols.trainer_config import MeshConfig
 from areal_x_jax.layout import ALONE, AXES, Layout, check_fit, make_layout
 from areal_x_jax.shape import shape_of
 from tests.models import MODELS, MORE

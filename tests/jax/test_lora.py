@@ -18,7 +18,7 @@ from areal_x.algorithms import losses
 from areal_x.batching.packing import pack
 from areal_x.errors import ConfigError, UserError
 from areal_x.hf import lora, model_dir
-from areal_x.trainer import LoRAConfig, ModelConfig, TrainerConfig
+from areal_x.protocols.trainer_config import LoRAConfig, ModelConfig, TrainerConfig
 from areal_x.types import Batch, Policy
 from areal_x_jax.trainer import Trainer
 from tests.models import log_softmax, reference_model, torch_logits, trajectories

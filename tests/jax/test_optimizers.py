@@ -17,7 +17,7 @@ import pytest
 from areal_x.algorithms import losses
 from areal_x.errors import ConfigError, UserError
 from areal_x.hf import model_dir
-from areal_x.trainer import ModelConfig, OptimizerConfig, TrainerConfig
+from areal_x.protocols.trainer_config import ModelConfig, OptimizerConfig, TrainerConfig
 from areal_x.types import Batch
 from areal_x_jax.optimizers import make_optimizer, orthogonal
 from areal_x_jax.trainer import Trainer
@@ -294,7 +294,7 @@ def test_the_state_of_another_optimizer_is_refused_saying_what_to_set(
     name, other = kind.split("-")[0], "adafactor" if kind.startswith("muon") else "muon"
     refuses = make_trainer(model_dir_of("qwen2-moe"), other)
     before = jax.device_get((refuses.params, refuses.moments))
-    with pytest.raises(UserError, match=f"the state of {name}, .*'{other}' cannot go on: set optimizer.name = '{name}', or"):
+    with pytest.raises(UserError, match=f"the state of {name}, .*'{other}' cannot continue: set optimizer.name = '{name}', or"):
         refuses.restore(tmp_path)
     same(before, (refuses.params, refuses.moments))
     assert refuses.version == 0

@@ -15,7 +15,9 @@ import pytest
 
 from areal_x.batching.packing import pack
 from areal_x.errors import UserError
-from areal_x.trainer import ModelConfig, Trainer, TrainerConfig, create_trainer
+from areal_x.protocols.backends import create_trainer
+from areal_x.protocols.trainer import Trainer
+from areal_x.protocols.trainer_config import ModelConfig, TrainerConfig
 from areal_x.types import Trajectory
 from areal_x_jax import ring as rings
 from areal_x_jax.chunks import packed

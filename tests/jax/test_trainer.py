@@ -14,7 +14,7 @@ from areal_x.algorithms.weighting import sequence_mean, token_mean
 from areal_x.batching.packing import Packed, pack
 from areal_x.errors import ConfigError, UserError
 from areal_x.hf import model_dir
-from areal_x.trainer import MeshConfig, ModelConfig, OptimizerConfig, TrainerConfig
+from areal_x.protocols.trainer_config import MeshConfig, ModelConfig, OptimizerConfig, TrainerConfig
 from areal_x.types import Batch, Policy
 from areal_x_jax.shape import shape_of
 from areal_x_jax.trainer import Trainer

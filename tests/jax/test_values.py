@@ -17,7 +17,7 @@ from areal_x.algorithms.weighting import sequence_mean
 from areal_x.batching.packing import Packed, pack
 from areal_x.errors import UserError
 from areal_x.hf import model_dir
-from areal_x.trainer import ModelConfig, OptimizerConfig, TrainerConfig
+from areal_x.protocols.trainer_config import ModelConfig, OptimizerConfig, TrainerConfig
 from areal_x.types import Batch
 from areal_x_jax.trainer import Trainer
 from tests.models import MODELS, log_softmax, torch_logits, trajectories

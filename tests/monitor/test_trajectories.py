@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,10 +12,9 @@ import numpy as np
 import pytest
 
 from areal_x.algorithms.recipes import grpo
-from areal_x.experiment import Turn
 from areal_x.hf.tokenizer import load_tokenizer
 from areal_x.monitor.trajectories import extremes, show_trajectory, show_turn, trained
-from areal_x.types import NOT_THE_POLICY, Trajectory
+from areal_x.types import NOT_THE_POLICY, Trajectory, Turn
 from tests.experiments import tiny_experiment
 
 DRAWN = Trajectory.from_completion(
@@ -33,12 +34,28 @@ def hovered(page: str) -> list[float]:
     return [float(x) for x in re.findall(r"title='([^']*)'", page)]
 
 
-def test_a_trajectory_shows_itself_by_log_probability_and_version() -> None:
-    assert hovered(DRAWN._repr_html_()) == [-0.5, -1.0, -0.25, -1, -1, 0]
-    assert "reward 1</b>, 3 of 5 tokens trained on, ended by stop" in DRAWN._repr_html_()
-    once = replace(DRAWN, versions=np.where(DRAWN.mask, 3, NOT_THE_POLICY).astype(np.int32))
-    assert hovered(once._repr_html_()) == [-0.5, -1.0, -0.25]
-    assert "all of version 3" in once._repr_html_()
+def test_a_trajectory_is_shown_by_log_probability_and_version() -> None:
+    page = show_trajectory(DRAWN).html
+    assert hovered(page) == [-0.5, -1.0, -0.25, -1, -1, 0]
+    assert "reward 1</b>, 3 of 5 tokens trained on, ended by stop" in page
+    once = show_trajectory(replace(DRAWN, versions=np.where(DRAWN.mask, 3, NOT_THE_POLICY).astype(np.int32))).html
+    assert hovered(once) == [-0.5, -1.0, -0.25]
+    assert "all of version 3" in once
+
+
+def test_a_notebook_shows_a_trajectory_without_being_asked_to() -> None:
+    script = (
+        "from IPython.core.interactiveshell import InteractiveShell\n"
+        "shell = InteractiveShell.instance()\n"
+        "import numpy as np\n"
+        "from areal_x import Trajectory\n"
+        "import areal_x.experiment\n"
+        "shown = Trajectory.from_completion(np.array([5]), np.array([7]), np.array([-0.5]), np.array([3]))\n"
+        "print(shell.display_formatter.format(shown)[0]['text/html'])\n"
+    )
+    pytest.importorskip("IPython")
+    shown = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout
+    assert "1 of 2 tokens trained on" in shown
 
 
 def test_with_a_tokenizer_tokens_are_text(tiny_model_dir: Path) -> None:

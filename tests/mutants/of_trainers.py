@@ -164,7 +164,7 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
-        "areal_x/trainer.py",
+        "areal_x/protocols/trainer_config.py",
         ("tests/jax/test_lora.py", "tests/torch/test_lora.py", "tests/test_export.py"),
         (
             "an adapter's scale does not depend on its rank",

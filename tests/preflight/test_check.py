@@ -25,8 +25,9 @@ from areal_x.errors import ConfigError, UserError
 from areal_x.experiment import Experiment
 from areal_x.preflight import algorithm, data, memory, model, places, servers, tokens, versions
 from areal_x.preflight.finding import finding
+from areal_x.protocols.backends import Devices
 from areal_x.protocols.engine import EngineError, SamplingParams
-from areal_x.trainer import Devices, LoRAConfig, MeshConfig, OptimizerConfig
+from areal_x.protocols.trainer_config import LoRAConfig, MeshConfig, OptimizerConfig
 from areal_x.types import Batch, Group, Policy, Task
 from areal_x.workflows.single_turn import SingleTurn
 from tests.config.test_bad_input import RECIPES
@@ -173,11 +174,11 @@ def well(policy: Policy, batch: Batch) -> Any:
 @pytest.mark.parametrize(
     "loss, error",
     [
-        (one_value, r"the loss one_value gave an array \[\]: it must return \(terms, metrics\)"),
-        (a_sum, r"the loss a_sum gave an array \[\] as its terms: they must be one a token, an array \[\d+, 24\]"),
-        (a_row_each, r"the loss a_row_each gave an array \[\d+\] as its terms"),
-        (lambda policy, batch: None, "the loss <lambda> gave nothing"),
-        (a_number_as_metric, "the loss a_number_as_metric gave a float as its metric 'length'"),
+        (one_value, r"the loss one_value returned an array \[\]: it must return \(terms, metrics\)"),
+        (a_sum, r"the loss a_sum returned an array \[\] as its terms: it must return one per token, an array \[\d+, 24\]"),
+        (a_row_each, r"the loss a_row_each returned an array \[\d+\] as its terms"),
+        (lambda policy, batch: None, "the loss <lambda> returned nothing"),
+        (a_number_as_metric, "the loss a_number_as_metric returned a float as its metric 'length'"),
         (without_mask, "the loss without_mask is not 0 where batch.mask is False"),
         (not_finite, "the loss not_finite or its gradient is not finite"),
         (constant, "the loss constant has no gradient by policy.logp: nothing would be learnt"),
@@ -200,7 +201,7 @@ def of_values(policy: Policy, batch: Batch) -> Any:
 
 
 def test_a_critics_loss_is_looked_at_too(backend: str) -> None:
-    with pytest.raises(UserError, match="the loss of_values gave an array"):
+    with pytest.raises(UserError, match="the loss of_values returned an array"):
         algorithm.trains(replace(recipes.ppo(), value_loss=of_values), backend, 4)
 
 
@@ -246,7 +247,7 @@ def test_a_filter_sees_the_runs_own_tasks() -> None:
 def test_the_command_names_the_loss(checked: Any) -> None:
     status, lines = checked("grpo.loss = @checked.one_value")
     assert status == 1
-    assert lines[0].startswith("PROBLEM  algorithm: the loss one_value gave an array []")
+    assert lines[0].startswith("PROBLEM  algorithm: the loss one_value returned an array []")
 
 
 # ---- versions

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from areal_x.protocols.engine import Completion, Request, SamplingParams
+from areal_x.protocols.workflow import Workflow
 from areal_x.types import Task, Trajectory
-from areal_x.workflows.single_turn import Workflow
 
 TASKS = [Task(f"task {i}", f"{i}+{i}=") for i in range(50)]
 

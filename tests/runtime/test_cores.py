@@ -10,18 +10,28 @@ import pytest
 from areal_x.runtime import cores
 
 EXPERIMENT = """
-import os
+import os, sys
+from areal_x.errors import UserError
 from areal_x.experiment import Experiment
 from areal_x.engines.vllm.config import VLLMConfig
+from areal_x.trainer import ModelConfig, TrainerConfig
 from areal_x.workflows.single_turn import SingleTurn
-Experiment(dataset=[1], workflow=SingleTurn(reward=len), engine="vllm", backend="torch", SETTINGS)
+trainer = TrainerConfig(ModelConfig("nowhere"))
+experiment = Experiment(
+    dataset=[1], workflow=SingleTurn(reward=len), engine="vllm", backend="torch", runs=sys.argv[1], trainer=trainer, SETTINGS
+)
+assert os.environ.get("GOMP_SPINCOUNT") == (sys.argv[2] or None)  # neither an import nor a setting writes the environment
+try:
+    experiment.open()
+except UserError:  # there is no such model
+    pass
 print(os.environ.get("GOMP_SPINCOUNT"))
 """
 
 
-def said(settings, **variables):
+def said(settings, folder, **variables):
     environment = {name: x for name, x in os.environ.items() if name not in (cores.VARIABLE, "OMP_WAIT_POLICY")}
-    command = [sys.executable, "-c", EXPERIMENT.replace("SETTINGS", settings)]
+    command = [sys.executable, "-c", EXPERIMENT.replace("SETTINGS", settings), str(folder), variables.get(cores.VARIABLE, "")]
     return subprocess.run(command, env={**environment, **variables}, capture_output=True, text=True, check=True).stdout.strip()
 
 
@@ -35,8 +45,8 @@ def said(settings, **variables):
         ("max_staleness=2", {"OMP_WAIT_POLICY": "passive"}, "None"),
     ],
 )
-def test_a_trainer_spins_for_less_long_beside_servers_on_its_machine(settings, variables, spins):
-    assert said(settings, **variables) == spins
+def test_a_trainer_spins_for_less_long_beside_servers_on_its_machine(settings, variables, spins, tmp_path):
+    assert said(settings, tmp_path, **variables) == spins
 
 
 def counts(generating, waited, cost, steps=8, most=4):
@@ -81,7 +91,6 @@ def test_a_trainer_keeps_a_thread(generating):
 @pytest.mark.parametrize(
     ("trainer", "generating"),
     [
-        (SimpleNamespace(), 1),
         (SimpleNamespace(threads=None), 1),
         (SimpleNamespace(threads=4), 0),
         (SimpleNamespace(threads=1), 1),

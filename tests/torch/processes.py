@@ -26,7 +26,7 @@ from areal_x.batching.packing import pack
 from areal_x.cluster import ranks
 from areal_x.cluster.links import Follower
 from areal_x.hf.model_dir import read_config
-from areal_x.trainer import LoRAConfig, MeshConfig, ModelConfig, OptimizerConfig, TrainerConfig
+from areal_x.protocols.trainer_config import LoRAConfig, MeshConfig, ModelConfig, OptimizerConfig, TrainerConfig
 from areal_x.types import Batch, Policy, Trajectory
 from areal_x_torch.trainer import Trainer
 from tests.experts import recorded

@@ -9,9 +9,9 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from areal_x.errors import ConfigError  # noqa: E402
-from areal_x_torch import attention  # noqa: E402
-from areal_x_torch.attention import Segments, attend, choose, flash, npu, sdpa  # noqa: E402
+from areal_x.errors import ConfigError
+from areal_x_torch import attention
+from areal_x_torch.attention import Segments, attend, choose, flash, npu, sdpa
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 NPU = SimpleNamespace(type="npu")  # as torch_npu would name it

@@ -9,18 +9,18 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-import torch.distributed as dist  # noqa: E402
-from torch._dynamo.utils import counters  # noqa: E402
-from torch.utils.flop_counter import FlopCounterMode  # noqa: E402
+import torch.distributed as dist
+from torch._dynamo.utils import counters
+from torch.utils.flop_counter import FlopCounterMode
 
-from areal_x.algorithms import losses  # noqa: E402
-from areal_x.trainer import MeshConfig, ModelConfig, TrainerConfig  # noqa: E402
-from areal_x_torch import blocks, loading  # noqa: E402
-from areal_x_torch import trainer as trainer_module  # noqa: E402
-from areal_x_torch.parallel import make_mesh, spread  # noqa: E402
-from tests.models import MODELS, trajectories, write_config  # noqa: E402
+from areal_x.algorithms import losses
+from areal_x.protocols.trainer_config import MeshConfig, ModelConfig, TrainerConfig
+from areal_x_torch import blocks, loading
+from areal_x_torch import trainer as trainer_module
+from areal_x_torch.parallel import make_mesh, spread
+from tests.models import MODELS, trajectories, write_config
 
-from .test_trainer import all_weights, batch_of, save_model, sequences, trainer_of  # noqa: E402
+from .test_trainer import all_weights, batch_of, save_model, sequences, trainer_of
 
 CPU = torch.device("cpu")
 

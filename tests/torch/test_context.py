@@ -12,15 +12,15 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from areal_x.errors import ConfigError  # noqa: E402
-from areal_x.trainer import MeshConfig  # noqa: E402
-from areal_x_torch import context  # noqa: E402
-from areal_x_torch.attention import Segments, attend, sdpa  # noqa: E402
-from areal_x_torch.layout import Flat, divisible  # noqa: E402
-from areal_x_torch.parallel import check_model  # noqa: E402
+from areal_x.errors import ConfigError
+from areal_x.protocols.trainer_config import MeshConfig
+from areal_x_torch import context
+from areal_x_torch.attention import Segments, attend, sdpa
+from areal_x_torch.layout import Flat, divisible
+from areal_x_torch.parallel import check_model
 
-from .test_attention import CPU, RAGGED, arrays, formula  # noqa: E402
-from .test_trainer import save_model  # noqa: E402
+from .test_attention import CPU, RAGGED, arrays, formula
+from .test_trainer import save_model
 
 
 @dataclass

@@ -9,8 +9,8 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-import areal_x_torch  # noqa: E402
-from areal_x_torch.device import compute_dtype, find_device  # noqa: E402
+import areal_x_torch
+from areal_x_torch.device import compute_dtype, find_device
 
 SOURCES = sorted(Path(areal_x_torch.__file__).parent.glob("*.py"))
 # What works on one kind of device alone. Its name as a string may choose a kernel, which is guarded there.

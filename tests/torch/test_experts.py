@@ -13,20 +13,21 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-import transformers.models.qwen3_moe.modeling_qwen3_moe as qwen3_moe  # noqa: E402
-from transformers import AutoConfig, AutoModelForCausalLM  # noqa: E402
+import transformers.models.qwen3_moe.modeling_qwen3_moe as qwen3_moe
+from transformers import AutoConfig, AutoModelForCausalLM
 
-from areal_x.algorithms import losses  # noqa: E402
-from areal_x.algorithms.weighting import sequence_mean  # noqa: E402
-from areal_x.batching.packing import pack  # noqa: E402
-from areal_x.errors import ConfigError, UserError  # noqa: E402
-from areal_x.trainer import MeshConfig, ModelConfig, OptimizerConfig, TrainerConfig, create_trainer  # noqa: E402
-from areal_x.types import Batch  # noqa: E402
-from areal_x_torch import experts  # noqa: E402
-from areal_x_torch.parallel import check_model  # noqa: E402
-from areal_x_torch.trainer import Trainer  # noqa: E402
-from tests.experts import REFUSED, batch_of_others, recorded, replayed_logprobs  # noqa: E402
-from tests.models import SIZES, trajectories, write_config  # noqa: E402
+from areal_x.algorithms import losses
+from areal_x.algorithms.weighting import sequence_mean
+from areal_x.batching.packing import pack
+from areal_x.errors import ConfigError, UserError
+from areal_x.protocols.backends import create_trainer
+from areal_x.protocols.trainer_config import MeshConfig, ModelConfig, OptimizerConfig, TrainerConfig
+from areal_x.types import Batch
+from areal_x_torch import experts
+from areal_x_torch.parallel import check_model
+from areal_x_torch.trainer import Trainer
+from tests.experts import REFUSED, batch_of_others, recorded, replayed_logprobs
+from tests.models import SIZES, trajectories, write_config
 
 TOKENS, COUNT, PER_TOKEN = 11, 5, 2
 

@@ -9,19 +9,19 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from transformers import AutoModelForCausalLM  # noqa: E402
+from transformers import AutoModelForCausalLM
 
-import areal_x_torch  # noqa: E402
-from areal_x.algorithms import losses  # noqa: E402
-from areal_x.algorithms.weighting import token_mean  # noqa: E402
-from areal_x.batching.packing import pack  # noqa: E402
-from areal_x.errors import UserError  # noqa: E402
-from areal_x.hf import model_dir  # noqa: E402
-from areal_x.trainer import ModelConfig, OptimizerConfig, TrainerConfig  # noqa: E402
-from areal_x_torch import loading, model  # noqa: E402
-from areal_x_torch.attention import Segments, sdpa  # noqa: E402
-from areal_x_torch.layout import flatten  # noqa: E402
-from tests.models import MODELS, MORE, SIZES, trajectories, write_config  # noqa: E402
+import areal_x_torch
+from areal_x.algorithms import losses
+from areal_x.algorithms.weighting import token_mean
+from areal_x.batching.packing import pack
+from areal_x.errors import UserError
+from areal_x.hf import model_dir
+from areal_x.protocols.trainer_config import ModelConfig, OptimizerConfig, TrainerConfig
+from areal_x_torch import loading, model
+from areal_x_torch.attention import Segments, sdpa
+from areal_x_torch.layout import flatten
+from tests.models import MODELS, MORE, SIZES, trajectories, write_config
 
 LENGTHS = (23, 9, 17, 9, 2, 30)  # most are longer than the windows
 CPU = torch.device("cpu")

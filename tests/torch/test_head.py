@@ -10,11 +10,11 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from areal_x.algorithms.distillation import generalized_jsd  # noqa: E402
-from areal_x_torch import head  # noqa: E402
-from areal_x_torch.model import Head  # noqa: E402
+from areal_x.algorithms.distillation import generalized_jsd
+from areal_x_torch import head
+from areal_x_torch.model import Head
 
 POSITIONS, FEATURES, VOCABULARY = 7, 5, 11
 

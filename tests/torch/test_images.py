@@ -7,17 +7,18 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from transformers import AutoModelForImageTextToText  # noqa: E402
+from transformers import AutoModelForImageTextToText
 
-import areal_x_torch  # noqa: E402
-from areal_x.algorithms import losses  # noqa: E402
-from areal_x.algorithms.weighting import token_mean  # noqa: E402
-from areal_x.batching.packing import pack  # noqa: E402
-from areal_x.errors import UserError  # noqa: E402
-from areal_x.hf import model_dir  # noqa: E402
-from areal_x.trainer import ModelConfig, OptimizerConfig, TrainerConfig, create_trainer  # noqa: E402
-from areal_x_torch import model  # noqa: E402
-from tests.models import PROMPTS, SEEING, reference_model, seen_logits, stand_in_reference, with_images  # noqa: E402
+import areal_x_torch
+from areal_x.algorithms import losses
+from areal_x.algorithms.weighting import token_mean
+from areal_x.batching.packing import pack
+from areal_x.errors import UserError
+from areal_x.hf import model_dir
+from areal_x.protocols.backends import create_trainer
+from areal_x.protocols.trainer_config import ModelConfig, OptimizerConfig, TrainerConfig
+from areal_x_torch import model
+from tests.models import PROMPTS, SEEING, reference_model, seen_logits, stand_in_reference, with_images
 
 ROW = 64
 

@@ -10,15 +10,15 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from transformers import AutoModelForCausalLM  # noqa: E402
+from transformers import AutoModelForCausalLM
 
-from areal_x import export  # noqa: E402
-from areal_x.errors import ConfigError, UserError  # noqa: E402
-from areal_x.hf import lora, model_dir  # noqa: E402
-from areal_x.trainer import LoRAConfig, OptimizerConfig  # noqa: E402
-from areal_x_torch import loading, model  # noqa: E402
-from areal_x_torch.lora import adaptable  # noqa: E402
-from tests.moving import LOSS, deviations, learn, recorded_batches, trainer  # noqa: E402
+from areal_x import export
+from areal_x.errors import ConfigError, UserError
+from areal_x.hf import lora, model_dir
+from areal_x.protocols.trainer_config import LoRAConfig, OptimizerConfig
+from areal_x_torch import loading, model
+from areal_x_torch.lora import adaptable
+from tests.moving import LOSS, deviations, learn, recorded_batches, trainer
 
 LORA = LoRAConfig(rank=3, alpha=6.0)
 OPTIMIZER = OptimizerConfig(learning_rate=1e-2, warmup_steps=3, schedule="cosine", schedule_steps=8, weight_decay=0.1)

@@ -10,15 +10,15 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-import torch.multiprocessing as multiprocessing  # noqa: E402
-from torch import distributed  # noqa: E402
-from torch.distributed.device_mesh import init_device_mesh  # noqa: E402
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor  # noqa: E402
+import torch.multiprocessing as multiprocessing
+from torch import distributed
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from areal_x.hf import model_dir  # noqa: E402
-from areal_x.trainer import OptimizerConfig  # noqa: E402
-from areal_x_torch.optimizers import Optimizer  # noqa: E402
-from tests.moving import LOSS, deviations, learn, recorded_batches, trainer  # noqa: E402
+from areal_x.hf import model_dir
+from areal_x.protocols.trainer_config import OptimizerConfig
+from areal_x_torch.optimizers import Optimizer
+from tests.moving import LOSS, deviations, learn, recorded_batches, trainer
 
 KINDS = {"adamw": {}, "adamw-bf16": {"moments": "bf16"}, "adafactor": {}, "muon": {}, "muon-bf16": {"moments": "bf16"}}
 SETTINGS = {"learning_rate": 1e-3, "warmup_steps": 3, "schedule": "cosine", "schedule_steps": 10, "weight_decay": 0.1}

@@ -7,15 +7,15 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from transformers import AutoConfig  # noqa: E402
+from transformers import AutoConfig
 
-import areal_x_torch  # noqa: E402
-from areal_x.batching.packing import pack  # noqa: E402
-from areal_x.errors import ConfigError, UserError  # noqa: E402
-from areal_x.trainer import ModelConfig, TrainerConfig  # noqa: E402
-from areal_x_torch import attention, cache, loading, probing, rotations, stand_in  # noqa: E402
-from tests.families import compared, random_model, tiny  # noqa: E402
-from tests.models import SIZES, trajectories, write_config  # noqa: E402
+import areal_x_torch
+from areal_x.batching.packing import pack
+from areal_x.errors import ConfigError, UserError
+from areal_x.protocols.trainer_config import ModelConfig, TrainerConfig
+from areal_x_torch import attention, cache, loading, probing, rotations, stand_in
+from tests.families import compared, random_model, tiny
+from tests.models import SIZES, trajectories, write_config
 
 # With windows by the mask alone (the first two), by layer or everywhere, latent keys, mixtures, blocks in parallel.
 TAKEN = ["qwen2_moe", "phimoe", "exaone4", "gemma4_text", "deepseek_v3", "olmo3", "cohere2", "gpt_neox"]

@@ -11,14 +11,16 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from areal_x.trainer import ModelConfig, Trainer, TrainerConfig, create_trainer  # noqa: E402
-from areal_x_torch import sampler as sampling  # noqa: E402
-from areal_x_torch.draw import Drawing, draw, uniform  # noqa: E402
-from areal_x_torch.layout import by_length  # noqa: E402
-from areal_x_torch.sampler import Sampler  # noqa: E402
-from areal_x_torch.step import NextLogits  # noqa: E402
-from tests.engines import conformance  # noqa: E402
-from tests.engines.conformance import slot_request, to_the_end  # noqa: E402
+from areal_x.protocols.backends import create_trainer
+from areal_x.protocols.trainer import Trainer
+from areal_x.protocols.trainer_config import ModelConfig, TrainerConfig
+from areal_x_torch import sampler as sampling
+from areal_x_torch.draw import Drawing, draw, uniform
+from areal_x_torch.layout import by_length
+from areal_x_torch.sampler import Sampler
+from areal_x_torch.step import NextLogits
+from tests.engines import conformance
+from tests.engines.conformance import slot_request, to_the_end
 
 SLOTS, CONTEXT = 16, 384
 

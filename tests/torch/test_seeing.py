@@ -10,17 +10,19 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from areal_x.batching.packing import pack  # noqa: E402
-from areal_x.engines.embedded import EmbeddedEngine  # noqa: E402
-from areal_x.errors import UserError  # noqa: E402
-from areal_x.protocols.engine import Completion, Request, SamplingParams  # noqa: E402
-from areal_x.protocols.sampler import SlotRequest  # noqa: E402
-from areal_x.trainer import ModelConfig, Trainer, TrainerConfig, create_trainer  # noqa: E402
-from areal_x.types import Images, Trajectory  # noqa: E402
-from areal_x_torch import looking, sampler  # noqa: E402
-from areal_x_torch.images import features_of  # noqa: E402
-from tests.engines.conformance import to_the_end  # noqa: E402
-from tests.models import IMAGE, PROMPTS, with_images  # noqa: E402
+from areal_x.batching.packing import pack
+from areal_x.engines.embedded import EmbeddedEngine
+from areal_x.errors import UserError
+from areal_x.protocols.backends import create_trainer
+from areal_x.protocols.engine import Completion, Request, SamplingParams
+from areal_x.protocols.sampler import SlotRequest
+from areal_x.protocols.trainer import Trainer
+from areal_x.protocols.trainer_config import ModelConfig, TrainerConfig
+from areal_x.types import Images, Trajectory
+from areal_x_torch import looking, sampler
+from areal_x_torch.images import features_of
+from tests.engines.conformance import to_the_end
+from tests.models import IMAGE, PROMPTS, with_images
 
 CONTEXT, ANSWER = 64, 24
 # A prompt's last token is text, as in every chat template.

@@ -11,18 +11,18 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from safetensors.numpy import load_file  # noqa: E402
-from transformers import AutoConfig, AutoModelForCausalLM  # noqa: E402
+from safetensors.numpy import load_file
+from transformers import AutoConfig, AutoModelForCausalLM
 
-import areal_x_torch  # noqa: E402
-from areal_x.algorithms import losses  # noqa: E402
-from areal_x.algorithms.weighting import token_mean  # noqa: E402
-from areal_x.batching.packing import pack  # noqa: E402
-from areal_x.errors import ConfigError, UserError  # noqa: E402
-from areal_x.hf import model_dir  # noqa: E402
-from areal_x.trainer import MeshConfig, ModelConfig, OptimizerConfig, TrainerConfig  # noqa: E402
-from areal_x.types import Trajectory  # noqa: E402
-from areal_x_torch.parallel import check_model  # noqa: E402
+import areal_x_torch
+from areal_x.algorithms import losses
+from areal_x.algorithms.weighting import token_mean
+from areal_x.batching.packing import pack
+from areal_x.errors import ConfigError, UserError
+from areal_x.hf import model_dir
+from areal_x.protocols.trainer_config import MeshConfig, ModelConfig, OptimizerConfig, TrainerConfig
+from areal_x.types import Trajectory
+from areal_x_torch.parallel import check_model
 
 LENGTHS = (9, 5, 12, 3, 7, 2)  # of the tests' sequences; the first two tokens are the prompt, of the shortest the first
 VOCABULARY = 40

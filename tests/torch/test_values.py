@@ -9,15 +9,15 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification  # noqa: E402
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from areal_x.algorithms import losses, preferences  # noqa: E402
-from areal_x.algorithms.weighting import pair_mean, sequence_mean  # noqa: E402
-from areal_x.errors import UserError  # noqa: E402
-from areal_x.hf import model_dir  # noqa: E402
-from areal_x.trainer import OptimizerConfig  # noqa: E402
-from areal_x.types import Batch  # noqa: E402
-from tests.torch.test_trainer import SMALL, VOCABULARY, all_weights, batch_of, save_model, sequences, trainer_of  # noqa: E402
+from areal_x.algorithms import losses, preferences
+from areal_x.algorithms.weighting import pair_mean, sequence_mean
+from areal_x.errors import UserError
+from areal_x.hf import model_dir
+from areal_x.protocols.trainer_config import OptimizerConfig
+from areal_x.types import Batch
+from tests.torch.test_trainer import SMALL, VOCABULARY, all_weights, batch_of, save_model, sequences, trainer_of
 
 FAMILIES = ("qwen3", "qwen2", "llama", "phi", "mistral")
 # Rows of pairs: the lengths of each row's segments, chosen and rejected in turn.

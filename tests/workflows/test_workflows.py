@@ -8,8 +8,9 @@ import pytest
 
 from areal_x.errors import ConfigError, UserError
 from areal_x.protocols.engine import Completion, SamplingParams
+from areal_x.protocols.workflow import Workflow
 from areal_x.types import Failed, Scored, Task, TimedOut
-from areal_x.workflows.single_turn import SingleTurn, Workflow, encode
+from areal_x.workflows.single_turn import SingleTurn, encode
 from tests.rollout.fakes import FakeEngine
 
 TEMPLATE = "{% for m in messages %}{{ m['content'] }}>{% endfor %}{% if add_generation_prompt %}a>{% endif %}"

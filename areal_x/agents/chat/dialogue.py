@@ -15,10 +15,10 @@ from areal_x.agents.chat.continuing import Held, Memory, prompt_of
 from areal_x.agents.chat.reading import Reply
 from areal_x.agents.chat.rendering import Renderer, text_content
 from areal_x.protocols.engine import Completion, Request, SamplingParams, room
+from areal_x.protocols.workflow import Generator
 from areal_x.runtime.thread import beside
 from areal_x.tasks.text_length import CHARACTERS_PER_TOKEN, estimate_characters
 from areal_x.types import Message
-from areal_x.workflows.single_turn import Generator
 
 
 @dataclass(frozen=True)

@@ -18,10 +18,10 @@ from areal_x.agents.gateway.errors import ApiError
 from areal_x.agents.gateway.retries import Answers
 from areal_x.agents.gateway.sessions import SessionLimits, SessionState, over
 from areal_x.protocols.engine import EngineError, SamplingParams
+from areal_x.protocols.workflow import Generator
 from areal_x.rollout.episode import first_of
 from areal_x.runtime.waits import waiting, whose
 from areal_x.types import Message, Outcome
-from areal_x.workflows.single_turn import Generator
 
 LOG = logging.getLogger(__name__)
 T = TypeVar("T")

@@ -17,9 +17,9 @@ from areal_x.agents.gateway.live import Session
 from areal_x.agents.gateway.sessions import Doors, SessionLimits, same
 from areal_x.errors import UserError, one_of, positive, within
 from areal_x.protocols.engine import SamplingParams
+from areal_x.protocols.workflow import Generator
 from areal_x.runtime import background
 from areal_x.runtime.waits import waiting, whose
-from areal_x.workflows.single_turn import Generator
 
 LOOPBACK = "127.0.0.1"
 ASK_AGAIN_SECONDS = 1.0

@@ -25,11 +25,11 @@ import gin
 from areal_x.agents.conversing import ToolUse
 from areal_x.agents.tools.tools import Schema, Toolbox, schema_of
 from areal_x.errors import UserError, at_least, positive
+from areal_x.protocols.workflow import Generator, Result
 from areal_x.rewards.pool import Reward
 from areal_x.sandbox import shell
 from areal_x.sandbox.pool import Sandbox, SandboxLimits
 from areal_x.types import Outcome, Task
-from areal_x.workflows.single_turn import Generator, Result
 
 PROGRAM = inspect.getsource(shell)
 PACKING_SECONDS = 10.0  # beside the command's own, for the archive

@@ -48,10 +48,11 @@ from areal_x.errors import ConfigError, UserError
 from areal_x.hf import lora as adapter_files
 from areal_x.hf.model_dir import read_config, text_config
 from areal_x.protocols.engine import Completion, EngineError, Request, SamplingParams, room
+from areal_x.protocols.trainer import Scorer
+from areal_x.protocols.trainer_config import LoRAConfig
 from areal_x.runtime import open_files, timeline
 from areal_x.runtime.loop import together
 from areal_x.runtime.waits import waiting, whose
-from areal_x.trainer import LoRAConfig, Scorer
 
 T = TypeVar("T")
 ATTEMPTS = 10  # of one slice: what ten servers in a row fail at is not their fault

@@ -28,11 +28,11 @@ from areal_x.engines.vllm.client import VLLMClient
 from areal_x.engines.vllm.plugin import BACKEND
 from areal_x.engines.vllm.server import LISTEN, LOCAL_HOSTS, LOOPBACK, is_cpu_build, is_local
 from areal_x.errors import ConfigError, one_of
+from areal_x.protocols.backends import load_backend
 from areal_x.protocols.engine import EngineError
 from areal_x.runtime import background
 from areal_x.runtime.loop import together
 from areal_x.runtime.waits import waiting
-from areal_x.trainer import find_backend
 
 if TYPE_CHECKING:
     from areal_x.engines.vllm.config import VLLMConfig
@@ -77,7 +77,7 @@ def check_run(config: VLLMConfig, backend: str, processes: int, lora_rank: int) 
     """Raises: ConfigError for a trainer whose weights this transport cannot take."""
     if config.transport == "files":
         return
-    if config.transport not in getattr(find_backend(backend).load(), "TRANSPORTS", ("files",)):
+    if config.transport not in load_backend(backend).TRANSPORTS:
         wanted = (
             f"'files' with train.backend = {backend!r}, which has no tensors of torch to send (the"
             " torch backend has)"

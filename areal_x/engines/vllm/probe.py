@@ -14,7 +14,7 @@ import numpy as np
 from jaxtyping import Float32, Int32
 
 from areal_x.batching.packing import pack
-from areal_x.trainer import Scorer
+from areal_x.protocols.trainer import Scorer
 from areal_x.types import Trajectory
 
 LENGTH = 32  # tokens

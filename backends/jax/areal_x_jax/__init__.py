@@ -6,14 +6,15 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from areal_x.trainer import TrainerConfig
+from areal_x.protocols.trainer_config import TrainerConfig
 from areal_x_jax.checks import check, differentiate
 from areal_x_jax.processes import join
 from areal_x_jax.trainer import Trainer
 
-__all__ = ["MEETS_BY_SLURM", "check", "create_trainer", "differentiate", "join"]
+__all__ = ["JOINS_BY_SLURM", "TRANSPORTS", "check", "create_trainer", "differentiate", "join"]
 
-MEETS_BY_SLURM = True  # `join` needs no more than the variables that srun sets
+TRANSPORTS = ("files",)
+JOINS_BY_SLURM = True  # `join` needs no more than the variables that srun sets
 
 
 def create_trainer(config: TrainerConfig) -> Trainer:

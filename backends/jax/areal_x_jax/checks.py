@@ -13,9 +13,9 @@ from jax.sharding import AbstractMesh
 
 from areal_x.errors import ConfigError
 from areal_x.hf import model_dir
-from areal_x.protocols.loss import Loss, evaluate
-from areal_x.trainer import Devices, TrainerConfig
-from areal_x.types import Batch, Policy
+from areal_x.protocols.backends import Devices
+from areal_x.protocols.trainer_config import TrainerConfig
+from areal_x.types import Batch, Loss, Policy, evaluate_loss
 from areal_x_jax import lora
 from areal_x_jax.layout import AXES, Layout, check_fit, sizes_of
 from areal_x_jax.shape import check_sharing, shape_of
@@ -51,7 +51,7 @@ def differentiate(loss: Loss, policy: Policy, batch: Batch) -> tuple[np.ndarray,
     """See `areal_x.trainer.Differentiate`; compiled, as an update is."""
 
     def objective(policy: Policy, batch: Batch) -> tuple[jax.Array, jax.Array]:
-        terms, _ = evaluate(loss, policy, batch)
+        terms, _ = evaluate_loss(loss, policy, batch)
         return jnp.sum(batch.weights * terms), terms
 
     narrow = partial(jax.tree.map, lambda x: np.float32(x) if x.dtype == np.float64 else x)

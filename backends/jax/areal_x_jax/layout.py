@@ -22,7 +22,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array
 
 from areal_x.errors import ConfigError, UserError
-from areal_x.trainer import MeshConfig
+from areal_x.protocols.trainer_config import MeshConfig
 from areal_x_jax.parameters import Params, axes_of
 from areal_x_jax.shape import Shape
 

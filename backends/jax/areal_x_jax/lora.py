@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from areal_x.errors import ConfigError
-from areal_x.trainer import LoRAConfig
+from areal_x.protocols.trainer_config import LoRAConfig
 from areal_x_jax.parameters import Params, adaptable, parameter_shapes
 from areal_x_jax.shape import Adapters, Shape
 

@@ -17,7 +17,7 @@ from jax.tree_util import keystr, tree_flatten_with_path
 
 from areal_x.errors import UserError
 from areal_x.hf.model_dir import SHARDS
-from areal_x.run.checkpoint import Wait
+from areal_x.protocols.trainer import Wait
 from areal_x_jax.parameters import Params
 
 PLACE = SHARDS["jax"]

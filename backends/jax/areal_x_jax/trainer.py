@@ -25,10 +25,10 @@ from areal_x.errors import ConfigError, UserError
 from areal_x.hf import lora as adapter_files
 from areal_x.hf import model_dir
 from areal_x.hf.tokenizer import check_known, check_vocabulary
-from areal_x.protocols.loss import Loss, evaluate
-from areal_x.run.checkpoint import Wait
-from areal_x.trainer import TrainerConfig, is_largest, recorded_experts
-from areal_x.types import IMAGES, Batch, Policy
+from areal_x.protocols.recorded_experts import recorded_experts
+from areal_x.protocols.trainer import Wait, is_max_reduced
+from areal_x.protocols.trainer_config import TrainerConfig
+from areal_x.types import IMAGES, Batch, Loss, Policy, evaluate_loss
 from areal_x_jax import head, lora, optimizers, sharded
 from areal_x_jax.images import image_arrays
 from areal_x_jax.layout import (
@@ -109,6 +109,7 @@ class Trainer:
             )
             self.moments = jax.jit(self.optimizer.init, out_shardings=self.moments_lie)(self.params)
         self.version = 0
+        self.threads: int | None = None  # XLA chooses them
         self._steps: dict[Loss, Any] = {}
         self._said = jax.jit(self._all_said, out_shardings=self.by_row)
         self._snapshot = jax.jit(
@@ -373,10 +374,10 @@ class Trainer:
             policy, uneven = self._policy(
                 self._whole(params, base), of_micro, self.config.entropy, teacher
             )
-            terms, metrics = evaluate(loss, policy, micro)
+            terms, metrics = evaluate_loss(loss, policy, micro)
             masked = {name: jnp.where(micro.mask, x, 0) for name, x in metrics.items()}
             means = {
-                name: jnp.max(x) if is_largest(name) else jnp.sum(x) / trained
+                name: jnp.max(x) if is_max_reduced(name) else jnp.sum(x) / trained
                 for name, x in masked.items()
             }
             if uneven is None:
@@ -392,7 +393,7 @@ class Trainer:
             (value, said), gradient = differentiate(params, _micro(rows, index))
             (values, all_said), gradients = sums
             both = {
-                name: (jnp.maximum if is_largest(name) else jnp.add)(all_said[name], x)
+                name: (jnp.maximum if is_max_reduced(name) else jnp.add)(all_said[name], x)
                 for name, x in said.items()
             }
             return (values + value, both), jax.tree.map(jnp.add, gradients, gradient)

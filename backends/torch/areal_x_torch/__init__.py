@@ -8,14 +8,15 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import numpy as np
 
-    from areal_x.protocols.loss import Loss
-    from areal_x.trainer import Devices, TrainerConfig
-    from areal_x.types import Batch, Policy
+    from areal_x.protocols.backends import Devices
+    from areal_x.protocols.trainer_config import TrainerConfig
+    from areal_x.types import Batch, Loss, Policy
     from areal_x_torch.processes import Processes
     from areal_x_torch.trainer import Trainer
 
-# of vllm.transport: for the latter two a trainer has `device_weights`
+# values of vllm.transport; the latter two need `Trainer.device_weights`
 TRANSPORTS = ("files", "nccl", "handles")
+JOINS_BY_SLURM = False
 
 
 def create_trainer(config: TrainerConfig) -> Trainer:

@@ -23,7 +23,7 @@ from torch.utils.checkpoint import (
 from transformers import PreTrainedModel
 
 from areal_x.errors import UserError
-from areal_x.trainer import TrainerConfig
+from areal_x.protocols.trainer_config import TrainerConfig
 from areal_x_torch.experts import computed_again
 
 # Whose results "products" keeps: products with kernels, experts' too, and attention, by parts of

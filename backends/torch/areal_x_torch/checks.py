@@ -8,9 +8,9 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from areal_x.protocols.loss import Loss, evaluate
-from areal_x.trainer import Devices, TrainerConfig
-from areal_x.types import Batch, Policy
+from areal_x.protocols.backends import Devices
+from areal_x.protocols.trainer_config import TrainerConfig
+from areal_x.types import Batch, Loss, Policy, evaluate_loss
 from areal_x_torch import attention, loading, lora, rotations
 from areal_x_torch.device import compute_dtype, find_device, memory_of
 from areal_x_torch.images import check_sharing
@@ -52,7 +52,7 @@ def differentiate(loss: Loss, policy: Policy, batch: Batch) -> tuple[np.ndarray,
     }
     leaves = {name: x.requires_grad_() for name, x in given.items()}
     rows = batch.map(lambda x: to_tensor(x, device))
-    terms, _ = evaluate(loss, Policy(**leaves), rows)
+    terms, _ = evaluate_loss(loss, Policy(**leaves), rows)
     total = (rows.weights * terms).sum()
     if total.requires_grad:
         total.backward()

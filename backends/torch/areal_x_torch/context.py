@@ -18,7 +18,7 @@ from torch.distributed import ProcessGroup
 from transformers import PreTrainedConfig
 
 from areal_x.errors import ConfigError
-from areal_x.trainer import MeshConfig
+from areal_x.protocols.trainer_config import MeshConfig
 from areal_x_torch.attention import Attend, Attended, Keys, Queries, Segments
 from areal_x_torch.parts import Exchanged
 

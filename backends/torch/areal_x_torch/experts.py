@@ -34,7 +34,7 @@ from transformers import PreTrainedModel
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from areal_x.errors import ConfigError
-from areal_x.trainer import TrainerConfig
+from areal_x.protocols.trainer_config import TrainerConfig
 from areal_x_torch.parts import Exchanged, local, mesh_of
 from areal_x_torch.stand_in import drawn
 

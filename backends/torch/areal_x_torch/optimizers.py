@@ -28,7 +28,7 @@ from torch.optim.adamw import adamw
 
 from areal_x.errors import UserError
 from areal_x.hf import model_dir
-from areal_x.trainer import OptimizerConfig
+from areal_x.protocols.trainer_config import OptimizerConfig
 from areal_x_torch import loading, model
 from areal_x_torch.parts import Piece, gathered_each, mesh_of
 

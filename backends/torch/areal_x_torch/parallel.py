@@ -39,7 +39,7 @@ from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
 from areal_x.errors import ConfigError
 from areal_x.hf import model_dir
-from areal_x.trainer import MeshConfig
+from areal_x.protocols.trainer_config import MeshConfig
 from areal_x_torch.blocks import blocks_of
 from areal_x_torch.context import check_context
 from areal_x_torch.experts import is_experts

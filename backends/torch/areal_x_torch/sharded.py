@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from areal_x.errors import UserError
 from areal_x.hf.model_dir import SHARDS
-from areal_x.run.checkpoint import Wait
+from areal_x.protocols.trainer import Wait
 
 INDEX = "shapes.json"  # of the whole tensors
 

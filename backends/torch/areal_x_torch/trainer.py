@@ -24,11 +24,11 @@ from areal_x.errors import ConfigError
 from areal_x.hf import lora as adapter_files
 from areal_x.hf import model_dir
 from areal_x.hf.tokenizer import check_known, check_vocabulary
-from areal_x.protocols.loss import Loss, evaluate
-from areal_x.run.checkpoint import Wait
+from areal_x.protocols.recorded_experts import recorded_experts
+from areal_x.protocols.trainer import Wait, is_max_reduced
+from areal_x.protocols.trainer_config import TrainerConfig
 from areal_x.runtime.interrupts import check
-from areal_x.trainer import TrainerConfig, is_largest, recorded_experts
-from areal_x.types import IMAGES, Batch, Policy
+from areal_x.types import IMAGES, Batch, Loss, Policy, evaluate_loss
 from areal_x_torch import (
     attention,
     blocks,
@@ -120,7 +120,8 @@ class Trainer:
         return torch.get_num_threads() if self.device.type == "cpu" and self.mesh is None else None
 
     @threads.setter
-    def threads(self, count: int) -> None:
+    def threads(self, count: int | None) -> None:
+        assert count is not None
         torch.set_num_threads(count)
 
     def update(self, batch: Batch, loss: Loss) -> dict[str, float]:
@@ -149,7 +150,7 @@ class Trainer:
             policy = self._policy(
                 packed, packed.mask, passes, self.config.entropy, self.teacher, tally
             )
-            terms, metrics = evaluate(loss, policy, rows)
+            terms, metrics = evaluate_loss(loss, policy, rows)
             total = (rows.weights * terms).sum()
             sums["loss"] += total.detach()
             if tally is not None:
@@ -172,7 +173,7 @@ class Trainer:
                 total.backward()
             for name, x in metrics.items():
                 x = torch.where(rows.mask, x.detach(), 0)
-                if is_largest(name):
+                if is_max_reduced(name):
                     largest[name] = (
                         torch.maximum(largest[name], x.max()) if x.numel() else largest[name]
                     )

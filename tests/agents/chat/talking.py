@@ -11,8 +11,9 @@ from areal_x.agents.chat.lines import merged
 from areal_x.agents.chat.rendering import TemplateRenderer
 from areal_x.batching.packing import pack
 from areal_x.engines.embedded import EmbeddedEngine
+from areal_x.protocols.backends import create_trainer
 from areal_x.protocols.engine import SamplingParams
-from areal_x.trainer import ModelConfig, OptimizerConfig, TrainerConfig, create_trainer
+from areal_x.protocols.trainer_config import ModelConfig, OptimizerConfig, TrainerConfig
 from tests.agents.chat.conversations import END, SAYINGS, TOOLS
 from tests.agents.chat.speaking import tokenizer_of
 from tests.conftest import write_model

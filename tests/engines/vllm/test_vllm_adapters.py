@@ -11,7 +11,7 @@ from areal_x.engines.vllm.config import VLLMConfig
 from areal_x.engines.vllm.engine import VLLMEngine
 from areal_x.engines.vllm.staging import StagedFiles
 from areal_x.errors import ConfigError
-from areal_x.trainer import LoRAConfig
+from areal_x.protocols.trainer_config import LoRAConfig
 
 
 def test_a_version_is_unused_once_its_last_request_has_ended() -> None:

@@ -15,7 +15,8 @@ from typing import Any
 import pytest
 
 from areal_x.hf.model_dir import read_tensors
-from areal_x.trainer import ModelConfig, TrainerConfig, create_trainer
+from areal_x.protocols.backends import create_trainer
+from areal_x.protocols.trainer_config import ModelConfig, TrainerConfig
 from tests.engines.families import FAMILIES
 from tests.models import MODELS, MORE, SEEING, write_random
 

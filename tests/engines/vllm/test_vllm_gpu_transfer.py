@@ -24,8 +24,9 @@ from areal_x.engines.vllm.engine import VLLMEngine
 from areal_x.engines.vllm.gpu_transfer import GPUSender, WeightSyncClient
 from areal_x.engines.vllm.server import UNPICKLE
 from areal_x.errors import ConfigError, UserError
+from areal_x.protocols.backends import create_trainer
 from areal_x.protocols.engine import EngineError
-from areal_x.trainer import ModelConfig, TrainerConfig, create_trainer
+from areal_x.protocols.trainer_config import ModelConfig, TrainerConfig
 from tests.servers import Run
 
 pytestmark = pytest.mark.xdist_group("vllm-direct")  # one other process for all

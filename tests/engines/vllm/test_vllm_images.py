@@ -19,23 +19,25 @@ import pytest
 torch = pytest.importorskip("torch")
 msgpack = pytest.importorskip("msgpack")
 
-from areal_x.batching.packing import pack  # noqa: E402
-from areal_x.engines.vllm.config import VLLMConfig  # noqa: E402
-from areal_x.engines.vllm.engine import VLLMEngine  # noqa: E402
-from areal_x.engines.vllm.features import NORMALISED, RAW, features_of  # noqa: E402
-from areal_x.engines.vllm.server import Launch, command  # noqa: E402
-from areal_x.errors import UserError  # noqa: E402
-from areal_x.hf.model_dir import read_config  # noqa: E402
-from areal_x.hf.pictures import images_of  # noqa: E402
-from areal_x.hf.tokenizer import load_tokenizer  # noqa: E402
-from areal_x.protocols.engine import Completion, Request, SamplingParams  # noqa: E402
-from areal_x.trainer import ModelConfig, Trainer, TrainerConfig, create_trainer  # noqa: E402
-from areal_x.types import Trajectory  # noqa: E402
-from areal_x.workflows.single_turn import encode  # noqa: E402
-from examples.vision.task import pictures  # noqa: E402
-from examples.vision.warm_start import write_model  # noqa: E402
-from tests.models import IMAGE, with_images  # noqa: E402
-from tests.servers import Run, Weights  # noqa: E402
+from areal_x.batching.packing import pack
+from areal_x.engines.vllm.config import VLLMConfig
+from areal_x.engines.vllm.engine import VLLMEngine
+from areal_x.engines.vllm.features import NORMALISED, RAW, features_of
+from areal_x.engines.vllm.server import Launch, command
+from areal_x.errors import UserError
+from areal_x.hf.model_dir import read_config
+from areal_x.hf.pictures import images_of
+from areal_x.hf.tokenizer import load_tokenizer
+from areal_x.protocols.backends import create_trainer
+from areal_x.protocols.engine import Completion, Request, SamplingParams
+from areal_x.protocols.trainer import Trainer
+from areal_x.protocols.trainer_config import ModelConfig, TrainerConfig
+from areal_x.types import Trajectory
+from areal_x.workflows.single_turn import encode
+from examples.vision.task import pictures
+from examples.vision.warm_start import write_model
+from tests.models import IMAGE, with_images
+from tests.servers import Run, Weights
 
 LONGEST = 1024
 (SHOWN,) = with_images((3, (1, 4, 6), 2, (2, 4, 4), 1))

@@ -18,8 +18,10 @@ from areal_x.engines.vllm.scorer import ServerScorer
 from areal_x.engines.vllm.staging import StagedFiles
 from areal_x.errors import UserError
 from areal_x.hf.tokenizer import load_tokenizer
+from areal_x.protocols.backends import create_trainer
 from areal_x.protocols.engine import Completion, EngineError, Request, SamplingParams
-from areal_x.trainer import LoRAConfig, ModelConfig, OptimizerConfig, Trainer, TrainerConfig, create_trainer
+from areal_x.protocols.trainer import Trainer
+from areal_x.protocols.trainer_config import LoRAConfig, ModelConfig, OptimizerConfig, TrainerConfig
 from areal_x.types import Trajectory
 from tests.servers import Run
 

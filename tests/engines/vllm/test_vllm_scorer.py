@@ -26,8 +26,10 @@ from areal_x.engines.vllm.scorer import CONCURRENCY, PROBE, ServerScorer, server
 from areal_x.errors import ConfigError, UserError
 from areal_x.experiment import Experiment
 from areal_x.hf.tokenizer import load_tokenizer
+from areal_x.protocols.backends import create_trainer
 from areal_x.protocols.engine import EngineError, SamplingParams
-from areal_x.trainer import ModelConfig, Trainer, TrainerConfig, create_trainer
+from areal_x.protocols.trainer import Trainer
+from areal_x.protocols.trainer_config import ModelConfig, TrainerConfig
 from areal_x.types import Batch, Task, Trajectory
 from areal_x.workflows.single_turn import SingleTurn
 from tests.conftest import CHARACTERS, write_model, write_tokenizer

@@ -16,7 +16,7 @@ from areal_x.engines.vllm.gpu_transfer import check_machine, check_run, trainer_
 from areal_x.engines.vllm.server import UNPICKLE, Launch, command, environment
 from areal_x.errors import ConfigError
 from areal_x.experiment import Experiment
-from areal_x.trainer import ModelConfig, TrainerConfig
+from areal_x.protocols.trainer_config import ModelConfig, TrainerConfig
 from areal_x.types import Task
 from areal_x.workflows.single_turn import SingleTurn
 

@@ -1,0 +1,110 @@
+"""The contract of a trainer: numpy in, numpy out, whatever the backend."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+from jaxtyping import Float32
+
+from areal_x.protocols.sampler import Sampler
+from areal_x.types import Batch, Loss
+
+Wait = Callable[[], None]
+"""Blocks until background work is done, and raises what went wrong in it."""
+
+
+def is_max_reduced(metric: str) -> bool:
+    """True if a loss's metric is reduced by max over masked tokens (at least 0) instead of by mean:
+    if its name, after any "/", begins with largest_."""
+    return metric.rpartition("/")[2].startswith("largest_")
+
+
+class Scorer(Protocol):
+    """Computes log-probabilities of given tokens, which is all that a reference or a teacher does:
+    a trainer or a server."""
+
+    def logprobs(self, batch: Batch) -> Float32[np.ndarray, "rows length"]:
+        """Returns each token's log-probability given the tokens before it in its segment and those
+        of the prompt that the segment shares (`Batch.prefix_ids`); 0 for a segment's first token
+        and for padding. For a trainer: under the current policy, with the head "policy" only."""
+        ...
+
+
+class Trainer(Scorer, Protocol):
+    """A trainer of any backend."""
+
+    version: int
+    """Optimizer steps so far."""
+
+    threads: int | None
+    """CPU threads per operation, which the ring may set between steps (areal_x.runtime.cores); None
+    if the trainer does not compute on a CPU or does not control its threads. Setting None is an
+    error."""
+
+    def values(self, batch: Batch) -> Float32[np.ndarray, "rows length"]:
+        """Returns one number per token; 0 for padding.
+
+        With the head "value": the reward expected given the tokens before it in its segment, 0 for
+        a segment's first token. With "reward": the score of the segment up to and including it. The
+        number is a linear function without bias of the last hidden state, Hugging Face's `score` of
+        a sequence classifier with one label; 0 if the model's directory has none.
+        """
+        ...
+
+    def update(self, batch: Batch, loss: Loss) -> dict[str, float]:
+        """Takes exactly one optimizer step on `sum(batch.weights * terms)`, in any number of
+        micro-batches; version += 1.
+
+        A step whose loss or gradient norm is not finite changes neither weights nor moments and
+        returns skipped = 1. The loss gets what the head computes: logp (with entropy and the
+        divergence from a teacher if requested), or values alone.
+
+        Returns loss, grad_norm (before clipping), learning_rate, skipped, and each metric of the
+        loss as its mean over masked tokens, or as its maximum if `is_max_reduced`.
+        """
+        ...
+
+    def weights(self) -> Iterator[tuple[str, np.ndarray]]:
+        """Yields the policy's tensors under their Hugging Face names, one at a time, with adapters
+        merged into them."""
+        ...
+
+    def device_weights(self) -> Iterator[tuple[str, Any]]:
+        """Yields the same tensors as `weights`, as torch tensors on the device. Only needed by the
+        transports "nccl" and "handles" (`Backend.TRANSPORTS`).
+
+        Raises: NotImplementedError if the backend offers neither.
+        """
+        ...
+
+    def adapter(self) -> Iterator[tuple[str, np.ndarray]]:
+        """Yields the adapters' tensors under PEFT's names (with `lora.rank` above 0)."""
+        ...
+
+    def save(self, directory: Path | None) -> None:
+        """Writes a Hugging Face model directory, or an adapter's in PEFT's form, that also holds
+        optimizer moments and version. None writes nothing: a process that shares the model helps
+        to gather it."""
+        ...
+
+    def save_in_background(self, directory: Path) -> Wait | None:
+        """Starts to save the state in the form of `trainer.checkpoint` and returns once the state
+        may change again. The result waits until everything is on disk; None means it already is.
+        Every process that shares the model writes its own part."""
+        ...
+
+    def restore(self, directory: Path) -> None:
+        """Restores the exact state that `save` wrote, with this backend or another."""
+        ...
+
+    def snapshot(self) -> Any:
+        """Returns a copy of the policy on its devices, in the compute precision, for this backend's
+        own sampler."""
+        ...
+
+    def sampler(self, slots: int, context: int) -> Sampler:
+        """Returns the backend's batched sampler for sequences of up to `context` tokens."""
+        ...
