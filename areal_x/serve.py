@@ -20,8 +20,8 @@ from pathlib import Path
 import gin
 
 from areal_x.agents.client import ADDRESS
-from areal_x.agents.gateway.live import Session
-from areal_x.agents.hosted import Hosted
+from areal_x.agents.gateway.session import Session
+from areal_x.agents.gateway_workflow import Hosted
 from areal_x.agents.online import Online, write_address
 from areal_x.config.reader import Config
 from areal_x.errors import printable

@@ -5,9 +5,9 @@
 Claim: at least 50 programs a second on one core, each in a process, a file system and a folder of its own; and after programs
 of every bad kind no process and no folder is left.
 
-The rates: `--programs` programs that add two numbers, one after the other and `--workers` at once, by each way of keeping them
-in that this machine allows (`areal_x.sandbox.walls.WAYS`), in turns, `--rounds` times; the best round is shown, as others share
-this machine, and the latency of a program alone. "a new interpreter" is what a fork saves: `python -I -S -c pass`.
+The rates: `--programs` programs that add two numbers, one after the other and `--workers` at once, by each isolation mechanism
+that this machine allows (`areal_x.sandbox.isolation.MECHANISMS`), in turn, `--rounds` times; the best round is shown, as others
+share this machine, and the latency of a program alone. "a new interpreter" is what a fork saves: `python -I -S -c pass`.
 
 The bad kinds: `--each` of every kind at once, among as many that are well, which must all give the right answer. A process is
 left when it was started by the sandbox and runs after it was closed.
@@ -29,8 +29,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from areal_x.sandbox.isolation import MECHANISMS
 from areal_x.sandbox.pool import Sandbox, SandboxLimits
-from areal_x.sandbox.walls import WAYS
 
 ADDS = "print(1 + 1)"
 LIMITS = SandboxLimits(seconds=2, cpu_seconds=2, memory_mb=200, processes=8, output_characters=1000)
@@ -66,35 +66,35 @@ def main() -> None:
 
 
 async def rates(options: argparse.Namespace) -> None:
-    ways = [way for way in (*WAYS, "none") if await allowed(way)]
-    found: dict[str, list[tuple[float, float, float]]] = {way: [] for way in ways}
+    mechanisms = [mechanism for mechanism in (*MECHANISMS, "none") if await allowed(mechanism)]
+    found: dict[str, list[tuple[float, float, float]]] = {mechanism: [] for mechanism in mechanisms}
     interpreter = []
     for _ in range(options.rounds):
-        for way in ways:
-            found[way].append(await rate(way, options))
+        for mechanism in mechanisms:
+            found[mechanism].append(await rate(mechanism, options))
         start = time.perf_counter()
         for _ in range(20):
             subprocess.run([sys.executable, "-I", "-S", "-c", "pass"], check=True)
         interpreter.append((time.perf_counter() - start) / 20)
     print("| kept in by | latency alone, ms (half; 95 %) | one after the other, a second | at once, a second |")
     print("|---|---|---|---|")
-    for way, rounds in found.items():
+    for mechanism, rounds in found.items():
         half, most = min(r[0] for r in rounds), min(r[1] for r in rounds)
         alone, together = 1 / half, max(r[2] for r in rounds)
-        print(f"| {way} | {1000 * half:.1f}; {1000 * most:.1f} | {alone:.0f} | {together:.0f} |")
+        print(f"| {mechanism} | {1000 * half:.1f}; {1000 * most:.1f} | {alone:.0f} | {together:.0f} |")
     print(f"| a new interpreter | {1000 * min(interpreter):.1f} | {1 / min(interpreter):.0f} | |\n", flush=True)
 
 
-async def allowed(way: str) -> bool:
-    sandbox = of(way, 1)
+async def allowed(mechanism: str) -> bool:
+    sandbox = of(mechanism, 1)
     result = await sandbox.run(ADDS)
     await sandbox.close()
-    return result.confined or way == "none"
+    return result.confined or mechanism == "none"
 
 
-async def rate(way: str, options: argparse.Namespace) -> tuple[float, float, float]:
+async def rate(mechanism: str, options: argparse.Namespace) -> tuple[float, float, float]:
     """Latencies of half and of 95 % of programs that run alone, in seconds; and how many a second of many at once."""
-    sandbox, seconds = of(way, options.workers), []
+    sandbox, seconds = of(mechanism, options.workers), []
     await sandbox.run(ADDS)
     for _ in range(options.programs):
         start = time.perf_counter()
@@ -109,8 +109,8 @@ async def rate(way: str, options: argparse.Namespace) -> tuple[float, float, flo
     return statistics.median(seconds), statistics.quantiles(seconds, n=20)[-1], together
 
 
-def of(way: str, workers: int) -> Sandbox:
-    return Sandbox(SandboxLimits(), workers, ways=(way,) if way != "none" else ())
+def of(mechanism: str, workers: int) -> Sandbox:
+    return Sandbox(SandboxLimits(), workers, mechanisms=(mechanism,) if mechanism != "none" else ())
 
 
 async def misbehaving(options: argparse.Namespace, folder: Path) -> None:

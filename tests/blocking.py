@@ -14,11 +14,11 @@ ROOT = Path(areal_x.__file__).parent
 ELSEWHERE = (
     "agents/client.py",
     "runtime/guard.py",
-    "agents/agent_guard.py",
+    "agents/program_launcher.py",
     "agents/tools/mcp_worker.py",
-    "agents/tools/schema_worker.py",
+    "agents/json_checks/schema_worker.py",
     "engines/vllm/watchdog.py",
-    "sandbox/keeper.py",
+    "sandbox/supervisor.py",
     "sandbox/shell.py",
 )
 METHODS = {"wait", "wait_for", "result", "acquire", "recv", "recv_bytes", "accept", "communicate", "flock", "select", "barrier"}

@@ -102,7 +102,7 @@ def check_agents(found: Namespace) -> None:
     from dataclasses import replace
 
     from areal_x.agents.agent import Agent
-    from areal_x.agents.tools.tools import tool_of
+    from areal_x.agents.tools.toolbox import tool_of
     from areal_x.protocols.engine import SamplingParams
     from areal_x.types import Scored, Task
     from areal_x.workflows.single_turn import with_end
@@ -185,7 +185,7 @@ def check_journal(found: Namespace) -> None:
 
 
 def check_tools(found: Namespace) -> None:
-    from areal_x.agents.tools.tools import tool_of
+    from areal_x.agents.tools.toolbox import tool_of
 
     assert set(tool_of(found["weather"]).schema["function"]["parameters"]["properties"]) == {"city", "days"}
     game = found["my_game"]

@@ -12,20 +12,20 @@ from typing import Any
 
 import numpy as np
 
-from areal_x.agents import agent_program
+from areal_x.agents import external_program
 from areal_x.agents.agent import Agent, Apart, Started
-from areal_x.agents.agent_program import run_program
-from areal_x.agents.gateway import serving
-from areal_x.agents.gateway.serving import Gateway
+from areal_x.agents.external_program import run_program
+from areal_x.agents.gateway import gateway
+from areal_x.agents.gateway.gateway import Gateway
 from areal_x.agents.online import Online
 from areal_x.agents.tools.mcp_tools import Connection, McpServer
-from areal_x.agents.tools.tools import Toolbox
+from areal_x.agents.tools.toolbox import Toolbox
 from areal_x.engines.embedded import EmbeddedEngine
 from areal_x.rewards.pool import RewardPool
 from areal_x.runtime import guard
 from areal_x.runtime.thread import OneThread, in_thread
 from areal_x.sandbox import pool as sandbox_pool
-from areal_x.sandbox.pool import Result, Sandbox
+from areal_x.sandbox.pool import ProgramResult, Sandbox
 from areal_x.types import Scored, Task, Trajectory
 from areal_x.workflows.learned_reward import Judge
 from tests.agents.gateway.scripted import RUN, Letters, Scripted
@@ -242,7 +242,7 @@ async def _(stall: Stall) -> None:
     await sandbox.close()
 
 
-class Kept(Sandbox):
+class HeldSandbox(Sandbox):
     """Its programs end when the stall does."""
 
     def __init__(self, stall: Stall) -> None:
@@ -252,20 +252,20 @@ class Kept(Sandbox):
     async def _ready(self) -> Any:
         return SimpleNamespace(confined=True)
 
-    async def _ask(self, forker: Any, request: dict[str, str]) -> dict[str, Any]:
+    async def _request(self, server: Any, request: dict[str, str]) -> dict[str, Any]:
         await self.stall.held()
         return {"output": ["42\n", ""], "dropped": False, "error": None, "seconds": 1.0, "status": "ok"}
 
 
 @stall("its program in the sandbox")
 async def _(stall: Stall) -> None:
-    result: Result = await stall.for_episode(Kept(stall).run("print(42)"), r" \(9 characters\)")
+    result: ProgramResult = await stall.for_episode(HeldSandbox(stall).run("print(42)"), r" \(9 characters\)")
     assert result.output == "42\n"
 
 
 @stall("a free place in the sandbox")
 async def _(stall: Stall) -> None:
-    sandbox = Kept(stall)
+    sandbox = HeldSandbox(stall)
     first = asyncio.create_task(sandbox.run(""))
     assert (await stall.for_episode(sandbox.run(""), r" \(1 programs run\)")).output == "42\n"
     await first
@@ -311,13 +311,13 @@ async def _(stall: Stall) -> None:
 
 @stall("its agent's process to end")
 async def _(stall: Stall) -> None:
-    ended = agent_program.ended
+    ended = external_program.ended
 
     async def slowly(process: Any) -> int:
         await stall.held()
         return await ended(process)
 
-    stall.request.getfixturevalue("monkeypatch").setattr(agent_program, "ended", slowly)
+    stall.request.getfixturevalue("monkeypatch").setattr(external_program, "ended", slowly)
     program = run_program((sys.executable, "-c", "print(42)"), TASK, {}, ".", 1024, 8)
     assert await stall.for_episode(program, r" \(process \d+\)") == "42\n"
 
@@ -351,13 +351,13 @@ async def _(stall: Stall) -> None:
 
 def slow_server(stall: Stall, method: str) -> None:
     """A method of the gateway's server takes its time."""
-    inner = getattr(serving.Server, method)
+    inner = getattr(gateway.Server, method)
 
     async def slowly(*arguments: Any, **named: Any) -> None:
         await stall.held()
         await inner(*arguments, **named)
 
-    stall.request.getfixturevalue("monkeypatch").setattr(serving.Server, method, slowly)
+    stall.request.getfixturevalue("monkeypatch").setattr(gateway.Server, method, slowly)
 
 
 @stall("the gateway to serve")

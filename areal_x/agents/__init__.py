@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from areal_x.agents.client import Session as Session
     from areal_x.agents.client import SessionError as SessionError
     from areal_x.agents.client import session as session
-    from areal_x.agents.conversing import MultiTurn as MultiTurn
-    from areal_x.agents.conversing import ToolUse as ToolUse
+    from areal_x.agents.multi_turn import MultiTurn as MultiTurn
+    from areal_x.agents.multi_turn import ToolUse as ToolUse
     from areal_x.agents.environment import Environment as Environment
     from areal_x.agents.environment import environment_tasks as environment_tasks
     from areal_x.agents.gateway import Gateway as Gateway
@@ -32,9 +32,9 @@ if TYPE_CHECKING:
     from areal_x.agents.tools.calculator import Calculator as Calculator
     from areal_x.agents.tools.mcp_tools import McpServer as McpServer
     from areal_x.agents.tools.terminal import Terminal as Terminal
-    from areal_x.agents.tools.tools import PythonExecutor as PythonExecutor
-    from areal_x.agents.tools.tools import Toolbox as Toolbox
-    from areal_x.agents.tools.tools import ToolError as ToolError
+    from areal_x.agents.tools.toolbox import PythonExecutor as PythonExecutor
+    from areal_x.agents.tools.toolbox import Toolbox as Toolbox
+    from areal_x.agents.tools.toolbox import ToolError as ToolError
 
 _NAMES = {
     "areal_x.agents.agent": "Agent AgentProcess",
@@ -42,14 +42,14 @@ _NAMES = {
     "areal_x.agents.chat.dialogue": "Dialogue Speaker",
     "areal_x.agents.chat.rendering": "TemplateRenderer",
     "areal_x.agents.client": "Session SessionError session",
-    "areal_x.agents.conversing": "MultiTurn ToolUse",
+    "areal_x.agents.multi_turn": "MultiTurn ToolUse",
     "areal_x.agents.environment": "Environment environment_tasks",
     "areal_x.agents.gateway": "Gateway SessionLimits",
     "areal_x.agents.online": "Online online_tasks",
     "areal_x.agents.tools.calculator": "Calculator",
     "areal_x.agents.tools.mcp_tools": "McpServer",
     "areal_x.agents.tools.terminal": "Terminal",
-    "areal_x.agents.tools.tools": "PythonExecutor ToolError Toolbox",
+    "areal_x.agents.tools.toolbox": "PythonExecutor ToolError Toolbox",
 }
 
 # An episode's guard lives in this package and must start fast: nothing is imported before its use.

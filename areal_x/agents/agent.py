@@ -25,10 +25,10 @@ from typing import Any, TypeVar
 
 import gin
 
-from areal_x.agents.agent_program import of_this_process, run_program
 from areal_x.agents.client import Session as Address
-from areal_x.agents.gateway.live import Session
-from areal_x.agents.hosted import Hosted, documented
+from areal_x.agents.external_program import of_this_process, run_program
+from areal_x.agents.gateway.session import Session
+from areal_x.agents.gateway_workflow import Hosted, documented
 from areal_x.errors import ConfigError, at_least
 from areal_x.protocols.workflow import Generator, Result
 from areal_x.rewards.pool import Limits, Reward, RewardPool

@@ -24,7 +24,7 @@ from areal_x.agents.chat.calls import Call
 from areal_x.agents.chat.credit import Credit, episode_of_calls
 from areal_x.agents.chat.dialogue import Dialogue, Speaker
 from areal_x.agents.chat.rendering import Renderer, TemplateRenderer
-from areal_x.agents.conversing import aborted, said
+from areal_x.agents.multi_turn import aborted, said
 from areal_x.errors import UserError, at_least, positive, sentence
 from areal_x.protocols.engine import SamplingParams
 from areal_x.protocols.workflow import Generator, Result, Workflow

@@ -22,8 +22,8 @@ from typing import Any
 import gin
 
 from areal_x.agents.client import ADDRESS
-from areal_x.agents.gateway.live import Session
-from areal_x.agents.hosted import Hosted, documented
+from areal_x.agents.gateway.session import Session
+from areal_x.agents.gateway_workflow import Hosted, documented
 from areal_x.errors import at_least, positive
 from areal_x.protocols.workflow import Generator, Result
 from areal_x.runtime.waits import waiting, whose

@@ -36,7 +36,7 @@ CONFIGURABLES = (
     "areal_x.workflows.learned_reward",
     "areal_x.agents.tools.calculator",
     "areal_x.agents.tools.mcp_tools",
-    "areal_x.agents.conversing",
+    "areal_x.agents.multi_turn",
     "areal_x.agents.environment",
     "areal_x.agents.tools.terminal",
     "areal_x.agents.verifiers_environment",

@@ -1,6 +1,6 @@
 """Which files a process may reach, by Linux's Landlock: for machines that allow no namespaces.
 
-Weaker than a view of its own (areal_x.sandbox.view): names, sizes and owners of all files can still
+Weaker than a view of its own (areal_x.sandbox.namespaces): names, sizes and owners of all files can still
 be asked for, only not what is in them.
 """
 
@@ -17,14 +17,14 @@ CREATE_RULESET, ADD_RULE, RESTRICT_SELF = 444, 445, 446  # the same on every arc
 VERSION, PATH_BENEATH = 1, 1
 SIGNALS_SINCE = 6  # the version of Landlock since which signals to others can be refused
 EXECUTE, WRITE_FILE, READ_FILE, READ_DIR = 1, 2, 4, 8
-ALL = {
+RIGHTS_SINCE = {
     1: (1 << 13) - 1,
     2: (1 << 14) - 1,
     3: (1 << 15) - 1,
     5: (1 << 16) - 1,
 }  # rights on files, by the version that knows them
 # those that mean something for what is no folder
-OF_FILES = EXECUTE | WRITE_FILE | READ_FILE | 1 << 14 | 1 << 15
+FILE_RIGHTS = EXECUTE | WRITE_FILE | READ_FILE | 1 << 14 | 1 << 15
 SCOPES = 0b11  # abstract sockets and signals
 
 
@@ -39,22 +39,26 @@ def restrict(readable: Iterable[str], writable: Iterable[str]) -> None:
     those beneath `writable` also changed, all others neither. No new rights may be gained
     (PR_SET_NO_NEW_PRIVS) before. Raises OSError."""
     known = version()
-    rights = next(ALL[least] for least in sorted(ALL, reverse=True) if known >= least)
+    rights = next(
+        RIGHTS_SINCE[least] for least in sorted(RIGHTS_SINCE, reverse=True) if known >= least
+    )
     scopes = SCOPES if known >= SIGNALS_SINCE else 0
     attributes = struct.pack("=QQQ", rights, 0, scopes)[: 24 if scopes else 8]
     ruleset = LIBC.syscall(CREATE_RULESET, attributes, len(attributes), 0)
     if ruleset < 0:
         raise OSError("Landlock takes no rules")
-    for paths, given in ((readable, EXECUTE | READ_FILE | READ_DIR), (writable, rights)):
+    for paths, granted in ((readable, EXECUTE | READ_FILE | READ_DIR), (writable, rights)):
         for path in paths:
             with suppress(FileNotFoundError):
                 place = os.open(path, os.O_PATH | os.O_CLOEXEC)
-                allowed = given & rights if os.path.isdir(path) else given & rights & OF_FILES  # noqa: PTH112
-                taken = LIBC.syscall(
+                allowed = granted & rights
+                if not os.path.isdir(path):  # noqa: PTH112
+                    allowed &= FILE_RIGHTS
+                status = LIBC.syscall(
                     ADD_RULE, ruleset, PATH_BENEATH, struct.pack("=Qi", allowed, place), 0
                 )
                 os.close(place)
-                if taken != 0:
+                if status != 0:
                     raise OSError(f"Landlock takes no rule for {path}")
     if LIBC.syscall(RESTRICT_SELF, ruleset, 0) != 0:
         raise OSError("Landlock does not restrict this process")

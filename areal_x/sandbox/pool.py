@@ -4,7 +4,7 @@ folder of its own.
     sandbox = Sandbox(SandboxLimits(seconds=5), workers=4)
     result = await sandbox.run("print(6 * 7)")   # Result(output="42\\n", error=None, status="ok", …)
 
-What runs on the other side is areal_x.sandbox.forker; docs/sandbox.md says what a program can and
+What runs on the other side is areal_x.sandbox.fork_server; docs/sandbox.md says what a program can and
 cannot do.
 """
 
@@ -26,13 +26,12 @@ from typing import Any, Literal
 import gin
 
 from areal_x.errors import ConfigError, UserError, at_least, one_of, positive
-from areal_x.runtime import guard as guarding
-from areal_x.runtime import memory_group
+from areal_x.runtime import guard, memory_group
 from areal_x.runtime.waits import waiting, whose
-from areal_x.sandbox import forker as forker_side
-from areal_x.sandbox.keeper import LENGTH_BYTES
-from areal_x.sandbox.view import readable
-from areal_x.sandbox.walls import WAYS, group_name
+from areal_x.sandbox import fork_server
+from areal_x.sandbox.isolation import MECHANISMS, group_name
+from areal_x.sandbox.namespaces import readable
+from areal_x.sandbox.supervisor import LENGTH_BYTES
 
 Status = Literal["ok", "error", "timeout", "memory", "killed"]
 
@@ -45,7 +44,7 @@ ENVIRONMENT = {  # of programs, which see nothing of the run's own
     "USER": "nobody",
     **dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1"),
 }
-OPEN = {  # what to say where a wall is missing
+UNCONFINED = {  # what to say where a wall is missing
     "files": "read and write this machine's files, as it allows neither namespaces nor Landlock",
     "network": "reach the network, as this machine allows no namespace without one",
     "processes": "send signals to this run's processes, as this machine allows no namespaces",
@@ -85,7 +84,7 @@ class SandboxLimits:
 
 
 @dataclass(frozen=True)
-class Result:
+class ProgramResult:
     """What became of a program.
 
     output: what it printed, standard output and error in the order in which they came. error: what
@@ -111,7 +110,7 @@ class Result:
 
 
 @dataclass(frozen=True, eq=False)
-class _Forker:
+class _ForkServer:
     """A forker seen from here: its guard (areal_x.runtime.guard), the lifeline's only writing end,
     and the socket on which it is given programs."""
 
@@ -121,7 +120,7 @@ class _Forker:
     base: str
     confined: bool
 
-    def gone(self) -> bool:
+    def has_exited(self) -> bool:
         """It says nothing after its first words, so what can be read of it is its end."""
         try:
             return not self.control.recv(1, socket.MSG_PEEK)
@@ -135,8 +134,8 @@ class _Forker:
         os.close(self.lifeline)
         self.control.close()
         with waiting(whose(), "the sandbox to end", f"process {self.guard.pid}"):
-            await asyncio.to_thread(guarding.ended, self.guard)
-            await asyncio.to_thread(guarding.remove, self.base)
+            await asyncio.to_thread(guard.ended, self.guard)
+            await asyncio.to_thread(guard.remove, self.base)
             await asyncio.to_thread(memory_group.remove_all, group_name(self.base, ""))
 
 
@@ -161,12 +160,12 @@ class Sandbox:
         echo_last: bool = False,
         packages: bool = True,
         imports: Sequence[str] = (),
-        ways: Sequence[str] = WAYS,
+        mechanisms: Sequence[str] = MECHANISMS,
         groups: bool = True,
     ) -> None:
         at_least("workers", workers, 1)
-        for way in ways:
-            one_of("ways", way, WAYS)
+        for mechanism in mechanisms:
+            one_of("mechanisms", mechanism, MECHANISMS)
         self.limits = limits or SandboxLimits()
         self.workers = workers
         folders = site.getsitepackages() if packages else []
@@ -174,13 +173,13 @@ class Sandbox:
             "echo_last": echo_last,
             "packages": folders,
             "imports": list(imports),
-            "ways": list(ways),
+            "mechanisms": list(mechanisms),
             "groups": groups,
             "readable": readable(folders),
         }
-        self._turn = asyncio.Semaphore(workers)
+        self._slots = asyncio.Semaphore(workers)
         self._starting = asyncio.Lock()
-        self._forker: _Forker | None = None
+        self._fork_server: _ForkServer | None = None
         self._warned: set[str] = set()
 
     async def start(self) -> None:
@@ -191,37 +190,37 @@ class Sandbox:
         """
         await self._ready()
 
-    async def run(self, code: str, stdin: str = "") -> Result:
+    async def run(self, code: str, stdin: str = "") -> ProgramResult:
         """A program of Python, and what became of it. Cancelled, it is ended with all that it
         started.
 
         Raises UserError as `start` does.
         """
         with waiting(whose(), "a free place in the sandbox", f"{self.workers} programs run"):
-            await self._turn.acquire()
+            await self._slots.acquire()
         try:
-            forker = await self._ready()
+            server = await self._ready()
             with waiting(whose(), "its program in the sandbox", f"{len(code)} characters"):
-                answer = await self._ask(forker, {"code": code, "stdin": stdin})
-            return self._result(answer, forker.confined)
+                answer = await self._request(server, {"code": code, "stdin": stdin})
+            return self._result(answer, server.confined)
         finally:
-            self._turn.release()
+            self._slots.release()
 
     async def close(self) -> None:
         """Ends everything; returns when the processes are gone. Safe to call twice."""
-        forker, self._forker = self._forker, None
-        if forker is not None:
-            await forker.end()
+        server, self._fork_server = self._fork_server, None
+        if server is not None:
+            await server.end()
 
-    async def _ready(self) -> _Forker:
+    async def _ready(self) -> _ForkServer:
         async with self._starting:
-            if self._forker is not None and self._forker.gone():
+            if self._fork_server is not None and self._fork_server.has_exited():
                 await self.close()
-            if self._forker is None:
-                self._forker = await self._start()
-            return self._forker
+            if self._fork_server is None:
+                self._fork_server = await self._start()
+            return self._fork_server
 
-    async def _start(self) -> _Forker:
+    async def _start(self) -> _ForkServer:
         if sys.platform != "linux":
             raise UserError(
                 "the sandbox for programs needs Linux: what keeps a program in is its kernel"
@@ -232,9 +231,9 @@ class Sandbox:
         with there:
             try:
                 settings = {**asdict(self.limits), **self._settings}
-                guard = subprocess.Popen(
-                    guarding.command(
-                        forker_side.__name__,
+                process = subprocess.Popen(
+                    guard.command(
+                        fork_server.__name__,
                         there.fileno(),
                         lifeline_end,
                         base,
@@ -257,27 +256,29 @@ class Sandbox:
         here.setblocking(False)
         hello: dict[str, Any] | None = None
         try:
-            with waiting(whose(), "the sandbox to start", f"process {guard.pid}"):
+            with waiting(whose(), "the sandbox to start", f"process {process.pid}"):
                 async with asyncio.timeout(START_SECONDS):
                     hello = await _first_line(here)
         except TimeoutError:
             raise UserError(f"the sandbox did not start within {START_SECONDS:g} seconds") from None
         finally:
-            missing = [wall for wall in OPEN if hello is not None and not hello["walls"][wall]]
+            missing = [
+                wall for wall in UNCONFINED if hello is not None and not hello["isolation"][wall]
+            ]
             refused = bool(missing) and self.limits.require_confined
             if hello is None or hello["missing"] or refused:
                 os.close(lifeline)
                 here.close()
         if hello is None:
-            with waiting(whose(), "the sandbox to end", f"process {guard.pid}"):
-                code = await asyncio.to_thread(guarding.ended, guard)
+            with waiting(whose(), "the sandbox to end", f"process {process.pid}"):
+                code = await asyncio.to_thread(guard.ended, process)
             raise UserError(
                 f"the process of the sandbox ended at its start (exit status {code}): its own words"
                 " are above"
             )
         if hello["missing"] or refused:
-            with waiting(whose(), "the sandbox to end", f"process {guard.pid}"):
-                await asyncio.to_thread(guarding.ended, guard)
+            with waiting(whose(), "the sandbox to end", f"process {process.pid}"):
+                await asyncio.to_thread(guard.ended, process)
         if hello["missing"]:
             name, error = next(iter(hello["missing"].items()))
             raise ConfigError(
@@ -285,23 +286,23 @@ class Sandbox:
             )
         if refused:
             raise UserError(
-                f"sandbox.require_confined = True, and programs here could {OPEN[missing[0]]}:"
+                f"sandbox.require_confined = True, and programs here could {UNCONFINED[missing[0]]}:"
                 " start the run where namespaces or Landlock are allowed (docs/sandbox.md), or set"
                 " sandbox.require_confined = False"
             )
         for wall in missing:
             if wall not in self._warned:
                 self._warned.add(wall)
-                LOG.warning("programs in the sandbox can %s", OPEN[wall])
-        return _Forker(guard, lifeline, here, base, confined=not missing)
+                LOG.warning("programs in the sandbox can %s", UNCONFINED[wall])
+        return _ForkServer(process, lifeline, here, base, confined=not missing)
 
-    async def _ask(self, forker: _Forker, request: dict[str, str]) -> dict[str, Any] | None:
+    async def _request(self, server: _ForkServer, request: dict[str, str]) -> dict[str, Any] | None:
         """What the program's keeper says; None where it, or the forker, has gone."""
         here, there = socket.socketpair()
         reader, writer = await asyncio.open_connection(sock=here)
         try:
             with there:
-                socket.send_fds(forker.control, [b"p"], [there.fileno()])
+                socket.send_fds(server.control, [b"p"], [there.fileno()])
             data = json.dumps(request).encode()
             writer.write(len(data).to_bytes(LENGTH_BYTES, "big") + data)
             async with asyncio.timeout(self.limits.seconds + GRACE_SECONDS):
@@ -312,20 +313,22 @@ class Sandbox:
             writer.close()
         return json.loads(answer) if answer else None
 
-    def _result(self, answer: dict[str, Any] | None, confined: bool) -> Result:
+    def _result(self, answer: dict[str, Any] | None, confined: bool) -> ProgramResult:
         if answer is None:
-            return Result(
+            return ProgramResult(
                 "", "the program's process was ended from outside", False, 0.0, "killed", confined
             )
         head, tail = answer["output"]
-        output, truncated = shortened(head, tail, answer["dropped"], self.limits.output_characters)
+        output, truncated = shorten(head, tail, answer["dropped"], self.limits.output_characters)
         error = answer["error"]
         if error is not None:
-            error, _ = shortened(error, "", False, self.limits.output_characters)
-        return Result(output, error, truncated, answer["seconds"], answer["status"], confined)
+            error, _ = shorten(error, "", False, self.limits.output_characters)
+        return ProgramResult(
+            output, error, truncated, answer["seconds"], answer["status"], confined
+        )
 
 
-def shortened(head: str, tail: str, dropped: bool, most: int) -> tuple[str, bool]:
+def shorten(head: str, tail: str, dropped: bool, most: int) -> tuple[str, bool]:
     """At most about `most` characters of a text, and whether some are missing: those between head
     and tail already are where `dropped` says so."""
     if not dropped and len(head) + len(tail) <= most:

@@ -101,7 +101,7 @@ UNCOUNTED: Mapping[str, Numbers] = {
 }
 
 
-class Test(NamedTuple):
+class ArgumentTest(NamedTuple):
     """Of one word of an argument. argument: its place. operation: EQUAL or HAS_BITS. holds: False
     for the contrary."""
 
@@ -116,44 +116,46 @@ class Rule(NamedTuple):
     """Refuses a call where all tests hold."""
 
     numbers: Numbers
-    tests: Sequence[Test]
+    tests: Sequence[ArgumentTest]
 
 
-def _for_others(numbers: Numbers, index: int = 0) -> Rule:
+def _on_other_processes(numbers: Numbers, index: int = 0) -> Rule:
     """The call for another process than the one that makes it, which is 0."""
-    return Rule(numbers, [Test(index, EQUAL, 0, holds=False)])
+    return Rule(numbers, [ArgumentTest(index, EQUAL, 0, holds=False)])
 
 
 PARTLY_REFUSED: Sequence[Rule] = (
-    Rule((56, 220), [Test(0, HAS_BITS, NEW_NAMESPACE)]),  # clone
-    Rule((53, 199), [Test(0, EQUAL, socket.AF_UNIX, holds=False)]),  # socketpair
-    Rule((53, 199), [Test(1, HAS_BITS, DATAGRAM)]),
-    Rule((44, 206), [Test(4, EQUAL, 0, holds=False)]),  # sendto an address
-    Rule((44, 206), [Test(4, EQUAL, 0, holds=False, high=True)]),
-    _for_others((302, 261)),  # prlimit64
-    _for_others((203, 122)),  # sched_setaffinity
-    _for_others((142, 118)),  # sched_setparam
-    _for_others((144, 119)),  # sched_setscheduler
-    _for_others((314, 274)),  # sched_setattr
-    _for_others((141, 140)),  # setpriority, whose first argument is 0 for a process
-    _for_others((141, 140), 1),
+    Rule((56, 220), [ArgumentTest(0, HAS_BITS, NEW_NAMESPACE)]),  # clone
+    Rule((53, 199), [ArgumentTest(0, EQUAL, socket.AF_UNIX, holds=False)]),  # socketpair
+    Rule((53, 199), [ArgumentTest(1, HAS_BITS, DATAGRAM)]),
+    Rule((44, 206), [ArgumentTest(4, EQUAL, 0, holds=False)]),  # sendto an address
+    Rule((44, 206), [ArgumentTest(4, EQUAL, 0, holds=False, high=True)]),
+    _on_other_processes((302, 261)),  # prlimit64
+    _on_other_processes((203, 122)),  # sched_setaffinity
+    _on_other_processes((142, 118)),  # sched_setparam
+    _on_other_processes((144, 119)),  # sched_setscheduler
+    _on_other_processes((314, 274)),  # sched_setattr
+    _on_other_processes((141, 140)),  # setpriority, whose first argument is 0 for a process
+    _on_other_processes((141, 140), 1),
     # ioprio_set, whose first argument is 1 for a process
-    Rule((251, 30), [Test(0, EQUAL, 1, holds=False)]),
-    _for_others((251, 30), 1),
+    Rule((251, 30), [ArgumentTest(0, EQUAL, 1, holds=False)]),
+    _on_other_processes((251, 30), 1),
     # prctl: /proc would hide what the process holds
-    Rule((157, 167), [Test(0, EQUAL, PR_SET_DUMPABLE)]),
-    Rule((157, 167), [Test(0, EQUAL, PR_SET_THP_DISABLE)]),
-    Rule((9, 222), [Test(3, HAS_BITS, MAP_HUGETLB)]),  # mmap
+    Rule((157, 167), [ArgumentTest(0, EQUAL, PR_SET_DUMPABLE)]),
+    Rule((157, 167), [ArgumentTest(0, EQUAL, PR_SET_THP_DISABLE)]),
+    Rule((9, 222), [ArgumentTest(3, HAS_BITS, MAP_HUGETLB)]),  # mmap
 )
 PARTLY_UNCOUNTED: Sequence[Rule] = (
     # Its pages stay when they are unmapped in part, or given back with MADV_DONTNEED, and /proc
     # shows them of no process.
-    Rule((9, 222), [Test(3, HAS_BITS, MAP_SHARED), Test(3, HAS_BITS, MAP_ANONYMOUS)]),
-    Rule((72, 25), [Test(1, EQUAL, F_SETPIPE_SZ)]),  # fcntl
+    Rule(
+        (9, 222), [ArgumentTest(3, HAS_BITS, MAP_SHARED), ArgumentTest(3, HAS_BITS, MAP_ANONYMOUS)]
+    ),
+    Rule((72, 25), [ArgumentTest(1, EQUAL, F_SETPIPE_SZ)]),  # fcntl
 )
 
 
-def refuse_calls(kernel_counts: bool) -> bool:
+def install_filter(kernel_counts_memory: bool) -> bool:
     """For this process and all that it starts, for good; whether the filter is in force. After it
     no program gains rights by being executed. kernel_counts: a control group limits memory, so that
     calls which hide it may stay."""
@@ -161,7 +163,7 @@ def refuse_calls(kernel_counts: bool) -> bool:
     LIBC.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
     if machine not in ARCHITECTURES:
         return False
-    code = instructions(machine, kernel_counts)
+    code = instructions(machine, kernel_counts_memory)
     held = ctypes.create_string_buffer(code, len(code))
     program = struct.pack("@HP", len(code) // 8, ctypes.addressof(held))  # struct sock_fprog
     return LIBC.prctl(PR_SET_SECCOMP, FILTER, program, 0, 0) == 0 and _in_force()
@@ -181,49 +183,51 @@ def _in_force() -> bool:
     return opened < 0 and ctypes.get_errno() == errno.EPERM
 
 
-def instructions(machine: str, kernel_counts: bool) -> bytes:
+def instructions(machine: str, kernel_counts_memory: bool) -> bytes:
     """The filter as BPF: 8 bytes an instruction."""
     which = list(ARCHITECTURES).index(machine)
     code = [
-        _step(LOAD, ARCHITECTURE),
-        _step(EQUAL, ARCHITECTURES[machine], 1, 0),
+        _instruction(LOAD, ARCHITECTURE),
+        _instruction(EQUAL, ARCHITECTURES[machine], 1, 0),
         _refuse(errno.EPERM),
-        _step(LOAD, NUMBER),
-        _step(AT_LEAST, FOREIGN, 0, 1),
+        _instruction(LOAD, NUMBER),
+        _instruction(AT_LEAST, FOREIGN, 0, 1),
         _refuse(errno.EPERM),
         # Its flags are behind a pointer that a filter cannot follow; the C library then uses
         # `clone`.
-        _step(EQUAL, CLONE3, 0, 1),
+        _instruction(EQUAL, CLONE3, 0, 1),
         _refuse(errno.ENOSYS),
     ]
     rules = [*(Rule(numbers, ()) for numbers in REFUSED.values()), *PARTLY_REFUSED]
-    if not kernel_counts:
+    if not kernel_counts_memory:
         rules += [*(Rule(numbers, ()) for numbers in UNCOUNTED.values()), *PARTLY_UNCOUNTED]
     for numbers, tests in rules:
         if (number := numbers[which]) is not None:
             code += _rule(number, tests)
-    return b"".join([*code, _step(RETURN, ALLOW)])
+    return b"".join([*code, _instruction(RETURN, ALLOW)])
 
 
-def _rule(number: int, tests: Sequence[Test]) -> list[bytes]:
+def _rule(number: int, tests: Sequence[ArgumentTest]) -> list[bytes]:
     """The number is loaded before and after it."""
     if not tests:
-        return [_step(EQUAL, number, 0, 1), _refuse(errno.EPERM)]
+        return [_instruction(EQUAL, number, 0, 1), _refuse(errno.EPERM)]
     body = []
     for place, test in enumerate(tests):
         otherwise = 2 * (len(tests) - place - 1) + 1  # behind the refusal
-        body.append(_step(LOAD, ARGUMENTS + 8 * test.argument + 4 * test.high))
+        body.append(_instruction(LOAD, ARGUMENTS + 8 * test.argument + 4 * test.high))
         body.append(
-            _step(test.operation, test.value, *((0, otherwise) if test.holds else (otherwise, 0)))
+            _instruction(
+                test.operation, test.value, *((0, otherwise) if test.holds else (otherwise, 0))
+            )
         )
-    body += [_refuse(errno.EPERM), _step(LOAD, NUMBER)]
-    return [_step(EQUAL, number, 0, len(body)), *body]
+    body += [_refuse(errno.EPERM), _instruction(LOAD, NUMBER)]
+    return [_instruction(EQUAL, number, 0, len(body)), *body]
 
 
-def _step(operation: int, value: int, if_true: int = 0, if_false: int = 0) -> bytes:
+def _instruction(operation: int, value: int, if_true: int = 0, if_false: int = 0) -> bytes:
     """if_true, if_false: how many instructions to skip."""
     return struct.pack("=HBBI", operation, if_true, if_false, value)
 
 
 def _refuse(error: int) -> bytes:
-    return _step(RETURN, REFUSE | error)
+    return _instruction(RETURN, REFUSE | error)

@@ -28,14 +28,14 @@ FOLDER, OUTPUT, HOME = (
     Path("output"),
     Path("home"),
 )  # beside this program, in the home that the sandbox gives it
-LAST = "import sys\nsys.path.remove({!r})\nsys.path.append({!r})\n"
+MOVE_LAST = "import sys\nsys.path.remove({!r})\nsys.path.append({!r})\n"
 
 
 def main() -> None:
-    asked = json.load(sys.stdin)
-    unpack(asked["archive"])
-    code = run(asked["command"], asked["seconds"], asked["test"])
-    output = shown(asked["characters"])
+    request = json.load(sys.stdin)
+    unpack(request["archive"])
+    code = run(request["command"], request["seconds"], request["test"])
+    output = read_output(request["characters"])
     json.dump({"archive": pack(), "output": output, "code": code}, sys.stdout)
 
 
@@ -57,7 +57,7 @@ def run(command: str, seconds: float, test: bool) -> int | None:
         "PYTHONDONTWRITEBYTECODE": "1",
     }
     if test:
-        environment |= apart()
+        environment |= isolated_environment()
     environment["PATH"] = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     words = [shutil.which("bash") or "sh", "-c", command]
     with OUTPUT.open("wb") as output:
@@ -80,16 +80,16 @@ def run(command: str, seconds: float, test: bool) -> int | None:
         process.wait()
 
 
-def apart() -> dict[str, str]:
+def isolated_environment() -> dict[str, str]:
     """Variables with which a command reads no settings from the folder, and Python takes a module
     there only where there is no other of that name."""
     HOME.mkdir()
     home, folder = str(HOME.resolve()), str(FOLDER.resolve())
-    (HOME / "sitecustomize.py").write_text(LAST.format(home, folder))
+    (HOME / "sitecustomize.py").write_text(MOVE_LAST.format(home, folder))
     return {"HOME": home, "PYTHONPATH": home, "PYTHONSAFEPATH": "1", "PYTHONNOUSERSITE": "1"}
 
 
-def shown(characters: int) -> str:
+def read_output(characters: int) -> str:
     with OUTPUT.open("rb") as output:
         size, half = OUTPUT.stat().st_size, characters // 2
         if size <= characters:

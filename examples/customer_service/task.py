@@ -20,7 +20,7 @@ from typing import Any, Protocol
 
 import gin
 
-from areal_x.agents.tools.tools import Toolbox, ToolError
+from areal_x.agents.tools.toolbox import Toolbox, ToolError
 from areal_x.errors import at_least, one_of
 from areal_x.types import Message, Task
 

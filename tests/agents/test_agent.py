@@ -17,7 +17,7 @@ from transformers import AutoTokenizer
 
 from areal_x.agents.agent import Agent, AgentProcess
 from areal_x.agents.chat.credit import Credit
-from areal_x.agents.gateway.sessions import SessionLimits
+from areal_x.agents.gateway.session_state import SessionLimits
 from areal_x.errors import ConfigError, UserError
 from areal_x.protocols.engine import EngineError, SamplingParams
 from areal_x.rollout.episode import run_episode

@@ -12,7 +12,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from areal_x.agents.client import SessionError, session
-from areal_x.agents.gateway.sessions import SessionLimits
+from areal_x.agents.gateway.session_state import SessionLimits
 from areal_x.agents.online import Online, Places, Seat, Seats, online_tasks
 from areal_x.rollout.episode import is_open_ended
 from areal_x.rollout.queue import TrajectoryQueue

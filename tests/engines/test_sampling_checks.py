@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from areal_x.agents.conversing import MultiTurn, ToolUse
 from areal_x.agents.environment import Environment
 from areal_x.agents.gateway import Gateway
+from areal_x.agents.multi_turn import MultiTurn, ToolUse
 from areal_x.agents.online import Online
 from areal_x.engines.sampling_checks import LEAST_OF_VLLM
 from areal_x.engines.vllm.config import VLLMConfig

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from areal_x.agents.agent import Agent
-from areal_x.agents.tools.tools import Toolbox, tool_of
+from areal_x.agents.tools.toolbox import Toolbox, tool_of
 from areal_x.errors import ConfigError
 from areal_x.types import Scored
 from examples.customer_service import warm_start as module

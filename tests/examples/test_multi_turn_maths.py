@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from areal_x.agents.conversing import MultiTurn
+from areal_x.agents.multi_turn import MultiTurn
 from areal_x.types import Scored
 from examples.arithmetic.model import END, encode, write_model
 from examples.arithmetic.task import problems, verify

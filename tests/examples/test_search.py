@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from areal_x.agents.conversing import ToolUse
-from areal_x.agents.tools.tools import tool_of
+from areal_x.agents.multi_turn import ToolUse
+from areal_x.agents.tools.toolbox import tool_of
 from areal_x.errors import ConfigError
 from areal_x.types import Scored, Task
 from examples.search import warm_start as module

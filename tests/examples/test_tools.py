@@ -7,8 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from areal_x.agents.conversing import ToolUse
-from areal_x.agents.tools.tools import PythonExecutor
+from areal_x.agents.multi_turn import ToolUse
+from areal_x.agents.tools.toolbox import PythonExecutor
 from areal_x.errors import ConfigError
 from areal_x.types import Scored, Task
 from areal_x.workflows.single_turn import SingleTurn

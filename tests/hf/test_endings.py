@@ -13,7 +13,7 @@ import pytest
 
 from areal_x.agents.chat.dialogue import Dialogue, Speaker
 from areal_x.agents.chat.rendering import TemplateRenderer
-from areal_x.agents.conversing import MultiTurn
+from areal_x.agents.multi_turn import MultiTurn
 from areal_x.agents.online import Online
 from areal_x.errors import UserError
 from areal_x.hf.endings import Ending, stop_tokens, turn_ending

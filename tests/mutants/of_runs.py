@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tests.mutants.mutant import Mutant, planted
 
-LINES = ("tests/agents/chat/test_lines.py", "tests/agents/chat/test_credit.py")
+LINES = ("tests/agents/chat/test_merging.py", "tests/agents/chat/test_credit.py")
 
 MUTANTS: list[Mutant] = [
     *planted(
@@ -148,7 +148,7 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
-        "areal_x/agents/chat/lines.py",
+        "areal_x/agents/chat/merging.py",
         LINES,
         (
             "a tool's output is trained on",
@@ -177,8 +177,8 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
-        "areal_x/agents/chat/continuing.py",
-        ("tests/agents/chat/test_continuing.py",),
+        "areal_x/agents/chat/prompts.py",
+        ("tests/agents/chat/test_prompts.py",),
         (
             "a conversation's history is tokenised anew",
             "        if text.startswith(held.before):\n",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from tests.mutants.mutant import Mutant, planted
 
 JAX, TORCH = "backends/jax/areal_x_jax/", "backends/torch/areal_x_torch/"
-PACKING = ("tests/batching/test_packing.py", "tests/batching/test_sharing.py", "tests/agents/chat/test_lines.py")
+PACKING = ("tests/batching/test_packing.py", "tests/batching/test_sharing.py", "tests/agents/chat/test_merging.py")
 SAMPLERS = ("tests/engines/test_samplers.py",)
 
 MUTANTS: list[Mutant] = [

@@ -42,7 +42,7 @@ EXECUTORS = {  # and who reads what their work comes to
     "areal_x/run/checkpoint.py": "the next save and the end of the run wait for it",
     "areal_x/engines/lanes.py": "each call waits for all lanes",
     "areal_x/workflows/learned_reward.py": "awaited where it is called",
-    "areal_x/agents/tools/schemas.py": "awaited where it is called",
+    "areal_x/agents/json_checks/schemas.py": "awaited where it is called",
     "areal_x/runtime/thread.py": "awaited where it is called",
     "backends/jax/areal_x_jax/kernels.py": "the next line waits for it",
 }

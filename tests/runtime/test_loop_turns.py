@@ -21,13 +21,13 @@ import pytest
 
 from areal_x.agents.chat.dialogue import Ask
 from areal_x.agents.chat.rendering import TemplateRenderer
-from areal_x.agents.conversing import MultiTurn, ToolUse
 from areal_x.agents.environment import Environment
 from areal_x.agents.gateway import Gateway
-from areal_x.agents.hosted import Hosted
+from areal_x.agents.gateway_workflow import Hosted
+from areal_x.agents.multi_turn import MultiTurn, ToolUse
 from areal_x.agents.tools.calculator import Calculator
 from areal_x.agents.tools.mcp_tools import McpServer
-from areal_x.agents.tools.tools import Toolbox, schema_of
+from areal_x.agents.tools.toolbox import Toolbox, schema_of
 from areal_x.protocols.engine import Completion, SamplingParams
 from areal_x.runtime import loop as loops
 from areal_x.types import Scored, Task

@@ -108,17 +108,17 @@ print(found)
 
 
 @pytest.fixture(params=["root", "user", "landlock"])
-def way(request):
+def mechanism(request):
     return request.param
 
 
-def run(program, *, way=None, limits=LIMITS, **settings):
+def run(program, *, mechanism=None, limits=LIMITS, **settings):
     async def one():
-        sandbox = Sandbox(limits, workers=1, **settings, **({"ways": (way,)} if way else {}))
+        sandbox = Sandbox(limits, workers=1, **settings, **({"mechanisms": (mechanism,)} if mechanism else {}))
         try:
             await sandbox.start()
-            if way and not sandbox._forker.confined:
-                pytest.skip(f"this machine does not allow {way}")
+            if mechanism and not sandbox._fork_server.confined:
+                pytest.skip(f"this machine does not allow {mechanism}")
             return await sandbox.run(program)
         finally:
             await sandbox.close()
@@ -134,7 +134,7 @@ def calls(machine):
     return {name: int(number) for name, number in found}
 
 
-def test_nothing_can_be_done_to_other_processes_services_or_what_outlives_a_program(way, tmp_path):
+def test_nothing_can_be_done_to_other_processes_services_or_what_outlives_a_program(mechanism, tmp_path):
     which = list(seccomp.ARCHITECTURES).index(os.uname().machine)
     numbers = {name: both[which] for name, both in {**seccomp.REFUSED, **others()}.items()}
     place = tmp_path / "service"
@@ -144,7 +144,7 @@ def test_nothing_can_be_done_to_other_processes_services_or_what_outlives_a_prog
             service.bind(str(place))
             place.chmod(0o777)
             before = resource.prlimit(victim.pid, resource.RLIMIT_CPU), os.getpriority(os.PRIO_PROCESS, victim.pid)
-            result = run(OTHERS.format(victim=victim.pid, service=str(place), numbers=numbers), way=way)
+            result = run(OTHERS.format(victim=victim.pid, service=str(place), numbers=numbers), mechanism=mechanism)
             assert result.status == "ok", result
             found = ast.literal_eval(result.output)
             assert {name: answer for name, answer in found.items() if answer not in ("EPERM", "ESRCH")} == {}
@@ -172,7 +172,7 @@ def others():
     }
 
 
-def test_devices_of_the_machine_cannot_be_changed_by_their_owner(way):
+def test_devices_of_the_machine_cannot_be_changed_by_their_owner(mechanism):
     mode = stat.S_IMODE(Path("/dev/null").stat().st_mode)
     program = (
         "import os\n"
@@ -180,10 +180,10 @@ def test_devices_of_the_machine_cannot_be_changed_by_their_owner(way):
         "except OSError as error: print(error.errno)\n"
         "open('/dev/null', 'w').write('x')"
     )
-    if way == "landlock" and os.geteuid() == 0:
+    if mechanism == "landlock" and os.geteuid() == 0:
         pytest.skip("Landlock knows no right to change modes: nobody but root owns it")
     # The mode that it has: an attack that succeeds should harm no machine.
-    result = run(program.format(mode), way=way)
+    result = run(program.format(mode), mechanism=mechanism)
     assert (result.status, result.output) == ("ok", f"{errno.EROFS}\n")
 
 
@@ -257,11 +257,11 @@ from areal_x.sandbox import seccomp
 from areal_x.sandbox.pool import Sandbox, SandboxLimits
 # A filter around the run, as a container's: it refuses these calls, and the first argument of those with one.
 seccomp.REFUSED = seccomp.UNCOUNTED = {{}}
-seccomp.PARTLY_REFUSED = [seccomp.Rule(tuple(n), [seccomp.Test(0, seccomp.EQUAL, x) for x in first]) for n, first in {calls}]
-assert not seccomp.refuse_calls(True)
+seccomp.PARTLY_REFUSED = [seccomp.Rule(tuple(n), [seccomp.ArgumentTest(0, seccomp.EQUAL, x) for x in first]) for n, first in {calls}]
+assert not seccomp.install_filter(True)
 
 async def main():
-    sandbox = Sandbox(SandboxLimits(require_confined={strict}), workers=1, ways={ways})
+    sandbox = Sandbox(SandboxLimits(require_confined={strict}), workers=1, mechanisms={mechanisms})
     try:
         result = await sandbox.run("print(6 * 7)")
         print(json.dumps([result.output, result.confined]))
@@ -275,16 +275,16 @@ asyncio.run(main())
 NO_FILTER, NO_LANDLOCK, NO_NAMESPACES = ((157, 167), [22]), ((444, 444), []), ((272, 97), [])
 
 
-def surrounded(refused, ways, strict=False):
+def surrounded(refused, mechanisms, strict=False):
     """What a program printed and whether it was confined, or the error; and the run's log."""
-    script = REFUSING.format(calls=refused, ways=ways, strict=strict)
+    script = REFUSING.format(calls=refused, mechanisms=mechanisms, strict=strict)
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=120)
     return json.loads(done.stdout), done.stderr
 
 
-@pytest.mark.parametrize("ways", [("root",), ("user",), ("landlock",)])
-def test_a_filter_that_cannot_be_installed_is_known(ways):
-    (output, confined), log = surrounded([NO_FILTER], ways)
+@pytest.mark.parametrize("mechanisms", [("root",), ("user",), ("landlock",)])
+def test_a_filter_that_cannot_be_installed_is_known(mechanisms):
+    (output, confined), log = surrounded([NO_FILTER], mechanisms)
     assert (output, confined) == ("42\n", False)
     assert log.count("programs in the sandbox can make any system call") == 1
 
@@ -307,5 +307,5 @@ def test_a_sandbox_that_must_be_confined_runs_nothing_where_it_is_not(refused, w
 
 
 def test_a_sandbox_that_must_be_confined_runs_programs_where_it_is():
-    result = run("print(6 * 7)", limits=SandboxLimits(require_confined=True), way="root")
+    result = run("print(6 * 7)", limits=SandboxLimits(require_confined=True), mechanism="root")
     assert (result.output, result.confined) == ("42\n", True)

@@ -122,7 +122,7 @@ ATTACKS = {
 
 
 @pytest.fixture(params=["root", "user", "landlock"])
-def way(request):
+def mechanism(request):
     return request.param
 
 
@@ -133,13 +133,13 @@ def groups(request):
     return request.param == "group"
 
 
-def results(programs, way, groups, limits=LIMITS):
+def results(programs, mechanism, groups, limits=LIMITS):
     async def all_of_them():
-        sandbox = Sandbox(limits, workers=2, ways=(way,), groups=groups)
+        sandbox = Sandbox(limits, workers=2, mechanisms=(mechanism,), groups=groups)
         try:
             await sandbox.start()
-            if not sandbox._forker.confined:
-                pytest.skip(f"this machine does not allow {way}")
+            if not sandbox._fork_server.confined:
+                pytest.skip(f"this machine does not allow {mechanism}")
             return await asyncio.gather(*(sandbox.run(program) for program in programs))
         finally:
             await sandbox.close()
@@ -151,9 +151,11 @@ def attack(name):
     return f"{BEGIN}\n{textwrap.dedent(ATTACKS[name])}\ntime.sleep(1000)"
 
 
-def test_no_attack_holds_more_memory_than_is_allowed(way, groups):
-    names = [name for name in ATTACKS if not (way == "landlock" and name == "files in memory")]  # there they are on a disk
-    found = dict(zip(names, results(map(attack, names), way, groups), strict=True))
+def test_no_attack_holds_more_memory_than_is_allowed(mechanism, groups):
+    names = [
+        name for name in ATTACKS if not (mechanism == "landlock" and name == "files in memory")
+    ]  # there they are on a disk
+    found = dict(zip(names, results(map(attack, names), mechanism, groups), strict=True))
     assert {name: result for name, result in found.items() if not ended(result)} == {}
 
 

@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from areal_x.errors import ConfigError, UserError
-from areal_x.sandbox.pool import Result, Sandbox, SandboxLimits, shortened
+from areal_x.sandbox.pool import ProgramResult, Sandbox, SandboxLimits, shorten
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs Linux")
 
@@ -22,7 +22,7 @@ SHORT = SandboxLimits(seconds=20, cpu_seconds=20)  # for what is ended by someth
 
 
 @pytest.fixture(params=["root", "user", "landlock"])
-def way(request):
+def mechanism(request):
     return request.param
 
 
@@ -56,22 +56,22 @@ async def until(condition):
         await asyncio.sleep(0.005)
 
 
-def run(*programs, way=None, limits=SHORT, stdin="", workers=1, **settings):
+def run(*programs, mechanism=None, limits=SHORT, stdin="", workers=1, **settings):
     """The results of programs that run one after the other in one sandbox, and after each of them a normal one."""
 
     async def all_of_them():
-        sandbox = Sandbox(limits, workers, **settings, **({"ways": (way,)} if way else {}))
+        sandbox = Sandbox(limits, workers, **settings, **({"mechanisms": (mechanism,)} if mechanism else {}))
         await sandbox.start()
-        guard = sandbox._forker.guard.pid
-        if way and not sandbox._forker.confined:
+        guard = sandbox._fork_server.guard.pid
+        if mechanism and not sandbox._fork_server.confined:
             await sandbox.close()
-            pytest.skip(f"this machine does not allow {way}")
+            pytest.skip(f"this machine does not allow {mechanism}")
         try:
             results = []
             for program in programs:
                 results.append(await sandbox.run(program, stdin))
-                await until(lambda: len(below(guard)) <= 1)  # the forker alone
-                assert list(Path(sandbox._forker.base).iterdir()) == []
+                await until(lambda: len(below(guard)) <= 1)  # the fork server alone
+                assert list(Path(sandbox._fork_server.base).iterdir()) == []
                 well = await sandbox.run("print(6 * 7)")
                 assert (well.output, well.status) == ("42\n", "ok")
         finally:
@@ -83,9 +83,9 @@ def run(*programs, way=None, limits=SHORT, stdin="", workers=1, **settings):
     return results[0] if len(results) == 1 else results
 
 
-def test_what_a_program_prints_is_its_output(way):
-    result = run("import sys\nprint('a')\nprint('b', file=sys.stderr)\nprint('c')", way=way)
-    assert result == Result("a\nb\nc\n", None, False, result.seconds, "ok")
+def test_what_a_program_prints_is_its_output(mechanism):
+    result = run("import sys\nprint('a')\nprint('b', file=sys.stderr)\nprint('c')", mechanism=mechanism)
+    assert result == ProgramResult("a\nb\nc\n", None, False, result.seconds, "ok")
     assert 0 < result.seconds < 20
     assert result.text() == "a\nb\nc"
 
@@ -109,8 +109,8 @@ def test_the_value_of_a_last_expression_is_printed_where_asked():
     assert run("'a'\n1 / 0", echo_last=True).error.endswith("ZeroDivisionError: division by zero")
 
 
-def test_an_exception_is_a_traceback_of_the_program_alone(way):
-    result = run("def f(x):\n    return 1 / x\n\nprint('before')\nf(0)", way=way)
+def test_an_exception_is_a_traceback_of_the_program_alone(mechanism):
+    result = run("def f(x):\n    return 1 / x\n\nprint('before')\nf(0)", mechanism=mechanism)
     assert (result.output, result.status) == ("before\n", "error")
     lines = result.error.splitlines()
     assert lines[0] == "Traceback (most recent call last):"
@@ -170,24 +170,24 @@ def test_threads_and_what_is_registered_for_the_end_are_waited_for():
     assert run(program).output == "late\nlast\n"
 
 
-def test_an_endless_loop_and_an_endless_sleep_are_ended_and_what_was_printed_is_kept(way):
+def test_an_endless_loop_and_an_endless_sleep_are_ended_and_what_was_printed_is_kept(mechanism):
     busy, asleep = run(
         "print('x')\nwhile True: pass",
         "import time\nprint('y')\ntime.sleep(10_000)",
         limits=SandboxLimits(seconds=1),
-        way=way,
+        mechanism=mechanism,
     )
     assert (busy.output, busy.status, busy.error) == ("x\n", "timeout", "the program was ended after 1 seconds")
     assert (asleep.output, asleep.status) == ("y\n", "timeout")
     assert busy.seconds >= 1
 
 
-def test_processor_time_has_a_limit_of_its_own(way):
-    result = run("while True: pass", limits=SandboxLimits(seconds=100, cpu_seconds=1), way=way)
+def test_processor_time_has_a_limit_of_its_own(mechanism):
+    result = run("while True: pass", limits=SandboxLimits(seconds=100, cpu_seconds=1), mechanism=mechanism)
     assert (result.status, result.error) == ("timeout", "the program used its 1 seconds of processor time")
 
 
-def test_a_program_that_ignores_signals_is_ended_too(way):
+def test_a_program_that_ignores_signals_is_ended_too(mechanism):
     program = (
         "import signal\n"
         "for s in range(1, 32):\n"
@@ -195,11 +195,11 @@ def test_a_program_that_ignores_signals_is_ended_too(way):
         "    except OSError: pass\n"
         "while True: pass"
     )
-    assert run(program, limits=SandboxLimits(seconds=0.5), way=way).status == "timeout"
-    assert run(program, limits=SandboxLimits(seconds=100, cpu_seconds=1), way=way).status == "killed"
+    assert run(program, limits=SandboxLimits(seconds=0.5), mechanism=mechanism).status == "timeout"
+    assert run(program, limits=SandboxLimits(seconds=100, cpu_seconds=1), mechanism=mechanism).status == "killed"
 
 
-def test_too_much_memory_is_an_error_of_the_program_which_it_can_read(way):
+def test_too_much_memory_is_an_error_of_the_program_which_it_can_read(mechanism):
     limits = SandboxLimits(seconds=20, memory_mb=200)
     at_once, little_by_little, in_small_things, in_one_size, caught = run(
         "x = bytearray(1_000_000_000)",
@@ -208,7 +208,7 @@ def test_too_much_memory_is_an_error_of_the_program_which_it_can_read(way):
         "kept = None\nwhile True: kept = (kept,)",
         "try: bytearray(1_000_000_000)\nexcept MemoryError: print('I see')",
         limits=limits,
-        way=way,
+        mechanism=mechanism,
     )
     for result in (at_once, little_by_little, in_small_things, in_one_size):
         assert result.status == "memory"
@@ -218,7 +218,7 @@ def test_too_much_memory_is_an_error_of_the_program_which_it_can_read(way):
     assert (caught.output, caught.status) == ("I see\n", "ok")
 
 
-def test_memory_that_is_shared_and_that_of_several_processes_counts_together(way):
+def test_memory_that_is_shared_and_that_of_several_processes_counts_together(mechanism):
     limits = SandboxLimits(seconds=20, memory_mb=200, processes=10)
     shared = "import mmap\nm = mmap.mmap(-1, 1_000_000_000)\nwhile True:\n    for i in range(0, len(m), 4096): m[i] = 1"
     each_its_own = (
@@ -235,21 +235,21 @@ def test_memory_that_is_shared_and_that_of_several_processes_counts_together(way
         "for _ in range(4): os.fork() or (time.sleep(0.5), os._exit(0))\n"
         "for _ in range(4): os.wait()"
     )
-    shared, several, read_by_several = run(shared, each_its_own, the_same, limits=limits, way=way)
+    shared, several, read_by_several = run(shared, each_its_own, the_same, limits=limits, mechanism=mechanism)
     for result in (shared, several):
         assert (result.status, result.error) == ("memory", "the program used more than 200 MB of memory")
     assert read_by_several.status == "ok"
 
 
-def test_a_fork_bomb_is_stopped_and_all_of_it_ends(way):
+def test_a_fork_bomb_is_stopped_and_all_of_it_ends(mechanism):
     limits = SandboxLimits(seconds=1, processes=8)
     loud, quiet = run(
         "import os, time\nfor _ in range(50): os.fork() or time.sleep(1000)\ntime.sleep(1000)",
         "import os\nwhile True:\n    try: os.fork()\n    except OSError: pass",
         limits=limits,
-        way=way,
+        mechanism=mechanism,
     )
-    if way == "landlock" or (way == "user" and os.geteuid() == 0):  # whose processes the kernel does not count
+    if mechanism == "landlock" or (mechanism == "user" and os.geteuid() == 0):  # whose processes the kernel does not count
         assert loud.error == quiet.error == "the program had more than 8 processes or threads"
         assert loud.status == quiet.status == "killed"
     else:
@@ -257,28 +257,28 @@ def test_a_fork_bomb_is_stopped_and_all_of_it_ends(way):
         assert quiet.status == "timeout"
 
 
-def test_as_many_processes_as_are_allowed_run(way):
+def test_as_many_processes_as_are_allowed_run(mechanism):
     program = (
         "import os, time\n"
         "for _ in range(7): os.fork() or (time.sleep(0.3), os._exit(0))\n"
         "for _ in range(7): os.wait()\n"
         "print('all')"
     )
-    assert run(program, limits=SandboxLimits(processes=8), way=way).output == "all\n"
+    assert run(program, limits=SandboxLimits(processes=8), mechanism=mechanism).output == "all\n"
 
 
-def test_threads_count_as_processes_do(way):
+def test_threads_count_as_processes_do(mechanism):
     program = (
         "import threading, time\n"
         "for _ in range(50): threading.Thread(target=time.sleep, args=(1000,), daemon=True).start()\n"
         "time.sleep(1000)"
     )
-    result = run(program, limits=SandboxLimits(seconds=20, processes=8), way=way)
+    result = run(program, limits=SandboxLimits(seconds=20, processes=8), mechanism=mechanism)
     counted = result.error == "the program had more than 8 processes or threads"
     assert counted or result.error.endswith("RuntimeError: can't start new thread")
 
 
-def test_files_that_are_deleted_and_still_held_count(way):
+def test_files_that_are_deleted_and_still_held_count(mechanism):
     held = (
         "import os, mmap, time\n"
         "kept = []\n"
@@ -290,11 +290,11 @@ def test_files_that_are_deleted_and_still_held_count(way):
     )
     by_descriptor = f"{held}    kept.append(f)\ntime.sleep(1000)"
     by_mapping = f"{held}    kept.append(mmap.mmap(f.fileno(), 4096))\n    f.close()\ntime.sleep(1000)"
-    for result in run(by_descriptor, by_mapping, limits=SandboxLimits(seconds=20, file_mb=4), way=way):
+    for result in run(by_descriptor, by_mapping, limits=SandboxLimits(seconds=20, file_mb=4), mechanism=mechanism):
         assert "No space left" in result.error or result.error == "the program wrote more than 1000 files or 4 MB"
 
 
-def test_what_a_program_leaves_in_the_background_is_gone(way):
+def test_what_a_program_leaves_in_the_background_is_gone(mechanism):
     program = (
         "import os, time\n"
         "if os.fork() == 0:\n"
@@ -306,7 +306,7 @@ def test_what_a_program_leaves_in_the_background_is_gone(way):
         "os.wait()\n"
         "print('done')"
     )
-    result = run(program, way=way)  # run waits until nothing is left below the guard
+    result = run(program, mechanism=mechanism)  # run waits until nothing is left below the guard
     assert (result.output, result.status) == ("done\n", "ok")
     assert result.seconds < 20
 
@@ -321,9 +321,9 @@ def test_processes_with_locks_of_their_own_work():
     assert run(program).output == "[1, 2]\n"
 
 
-def test_endless_output_is_cut_in_the_middle_and_says_so(way):
+def test_endless_output_is_cut_in_the_middle_and_says_so(mechanism):
     limits = SandboxLimits(seconds=1, output_characters=100)
-    result = run("n = 0\nwhile True:\n    print(f'{n:09d}')\n    n += 1", limits=limits, way=way)
+    result = run("n = 0\nwhile True:\n    print(f'{n:09d}')\n    n += 1", limits=limits, mechanism=mechanism)
     assert (result.status, result.truncated) == ("timeout", True)
     head, note, tail = result.output.partition("\n[output truncated: the first 50 and the last 50 characters are shown]\n")
     assert note
@@ -370,26 +370,26 @@ def test_a_text_is_shortened_only_where_it_is_too_long(size):
 
 
 def test_shortened_joins_what_is_whole():
-    assert shortened("ab", "cd", False, 4) == ("abcd", False)
-    text, cut = shortened("ab", "cd", False, 2)
+    assert shorten("ab", "cd", False, 4) == ("abcd", False)
+    text, cut = shorten("ab", "cd", False, 2)
     assert cut
     assert text.startswith("a\n[output truncated")
     assert text.endswith("\nd")
 
 
-def test_files_outside_the_folder_cannot_be_read(way, tmp_path):
+def test_files_outside_the_folder_cannot_be_read(mechanism, tmp_path):
     secret = tmp_path / "secret"
     secret.write_text("s3cret")
     secret.chmod(0o644)
     places = ["/etc/passwd", __file__, str(Path(__file__).parents[2] / "pyproject.toml"), str(secret), "/proc/1/environ"]
     places += ["/../etc/passwd", "../" * 9 + "etc/passwd"]  # where the old root would be, were it still there
     program = f"for p in {places!r}:\n    try: print(p, open(p).read())\n    except OSError as e: print(type(e).__name__)"
-    result = run(program, way=way)
+    result = run(program, mechanism=mechanism)
     assert set(result.output.split()) <= {"FileNotFoundError", "PermissionError"}
     assert len(result.output.split()) == len(places)
 
 
-def test_files_outside_the_folder_cannot_be_written_and_what_is_inside_is_gone_afterwards(way, tmp_path):
+def test_files_outside_the_folder_cannot_be_written_and_what_is_inside_is_gone_afterwards(mechanism, tmp_path):
     tmp_path.chmod(0o777)
     places = [str(tmp_path / "x"), "/etc/x", "/usr/x", "/x", "/home/x", f"{sys.prefix}/x", f"{sys.base_prefix}/x", "/dev/x"]
     program = (
@@ -399,20 +399,23 @@ def test_files_outside_the_folder_cannot_be_written_and_what_is_inside_is_gone_a
         "open('inside', 'w').write('x')\n"
         "print(open('inside').read())"
     )
-    assert run(program, way=way).output == "x\n"
+    assert run(program, mechanism=mechanism).output == "x\n"
     assert list(tmp_path.iterdir()) == []
 
 
-def test_each_program_has_a_folder_of_its_own(way):
+def test_each_program_has_a_folder_of_its_own(mechanism):
     program = "import os\nprint(os.listdir('.'))\nopen('left', 'w')\nos.mkdir('a')\nos.chmod('a', 0)"
-    assert [result.output for result in run(program, program, way=way)] == ["['main.py']\n"] * 2
+    assert [result.output for result in run(program, program, mechanism=mechanism)] == ["['main.py']\n"] * 2
 
 
-def test_temporary_files_go_to_the_folder(way):
-    assert run("import os, tempfile\nprint(os.path.dirname(tempfile.mkstemp()[1]) == os.getcwd())", way=way).output == "True\n"
+def test_temporary_files_go_to_the_folder(mechanism):
+    assert (
+        run("import os, tempfile\nprint(os.path.dirname(tempfile.mkstemp()[1]) == os.getcwd())", mechanism=mechanism).output
+        == "True\n"
+    )
 
 
-def test_files_are_limited_in_size_and_number(way):
+def test_files_are_limited_in_size_and_number(mechanism):
     limits = SandboxLimits(seconds=20, file_mb=2, files=10)
     big, much, many, enough = run(
         "open('x', 'wb').write(bytes(3_000_000))",
@@ -420,7 +423,7 @@ def test_files_are_limited_in_size_and_number(way):
         "import time\nfor i in range(20): open(str(i), 'w')\ntime.sleep(1)",
         "for i in range(10): open(str(i), 'w').write('x')",
         limits=limits,
-        way=way,
+        mechanism=mechanism,
     )
     assert big.status == "error"
     assert "File too large" in big.error or "No space left" in big.error
@@ -430,10 +433,10 @@ def test_files_are_limited_in_size_and_number(way):
 
 
 @pytest.mark.parametrize("family", ["AF_INET", "AF_UNIX", "AF_NETLINK"])
-def test_no_socket_can_be_opened_not_even_to_this_machine(way, family):
+def test_no_socket_can_be_opened_not_even_to_this_machine(mechanism, family):
     with socket.create_server(("127.0.0.1", 0)) as server:
         address = {"AF_INET": ("127.0.0.1", server.getsockname()[1]), "AF_UNIX": "\0x", "AF_NETLINK": (0, 0)}[family]
-        result = run(f"import socket\nsocket.socket(socket.{family}).connect({address!r})", way=way)
+        result = run(f"import socket\nsocket.socket(socket.{family}).connect({address!r})", mechanism=mechanism)
     assert result.error.splitlines()[-1] == "PermissionError: [Errno 1] Operation not permitted"
 
 
@@ -441,7 +444,7 @@ def test_what_runs_on_a_pair_of_sockets_works():
     assert run("import asyncio\nasync def f(): print('in a loop')\nasyncio.run(f())").output == "in a loop\n"
 
 
-def test_a_program_cannot_end_what_is_above_or_beside_it(way):
+def test_a_program_cannot_end_what_is_above_or_beside_it(mechanism):
     victim = subprocess.Popen(["sleep", "1000"])
     try:
         program = (
@@ -451,7 +454,7 @@ def test_a_program_cannot_end_what_is_above_or_beside_it(way):
             "    except OSError as error: pass\n"
             "print('still here')\n"
         )
-        result, everything = run(program, "import os\nos.kill(-1, 9)\nprint('x')", way=way)
+        result, everything = run(program, "import os\nos.kill(-1, 9)\nprint('x')", mechanism=mechanism)
         assert result.output == "still here\n"
         assert everything.status in ("ok", "killed", "error")
         assert victim.poll() is None
@@ -460,23 +463,25 @@ def test_a_program_cannot_end_what_is_above_or_beside_it(way):
         victim.wait()
 
 
-def test_keys_in_the_environment_are_not_seen(way, monkeypatch):
+def test_keys_in_the_environment_are_not_seen(mechanism, monkeypatch):
     monkeypatch.setenv("SOME_API_KEY", "sk-12345")
     monkeypatch.setenv("PYTHONPATH", "/somewhere")
-    result = run("import os, sys\nprint(sorted(os.environ), sys.argv, sys.path, os.environ['HOME'] == os.getcwd())", way=way)
+    result = run(
+        "import os, sys\nprint(sorted(os.environ), sys.argv, sys.path, os.environ['HOME'] == os.getcwd())", mechanism=mechanism
+    )
     assert "SOME_API_KEY" not in result.output
     assert "sk-12345" not in result.output
     assert "PYTHONPATH" not in result.output
     assert result.output.endswith("True\n")
 
 
-def test_nothing_of_this_project_is_there(way):
-    result = run("import sys\nprint([m for m in sys.modules if 'areal' in m])\nimport areal_x", way=way)
+def test_nothing_of_this_project_is_there(mechanism):
+    result = run("import sys\nprint([m for m in sys.modules if 'areal' in m])\nimport areal_x", mechanism=mechanism)
     assert result.output == "[]\n"
     assert result.error.endswith("ModuleNotFoundError: No module named 'areal_x'")
 
 
-def test_no_right_can_be_gained(way):
+def test_no_right_can_be_gained(mechanism):
     program = (
         "import ctypes, os\n"
         "libc = ctypes.CDLL(None, use_errno=True)\n"
@@ -488,19 +493,19 @@ def test_no_right_can_be_gained(way):
         "try: os.setuid(0); print(open('/etc/shadow').read())\n"
         "except OSError: print('no')\n"
     )
-    answers, last = run(program, way=way).output.splitlines()
+    answers, last = run(program, mechanism=mechanism).output.splitlines()
     assert answers == str(dict.fromkeys(["users", "mount", "memory", "trace", "clone", "limit"], -1))
     assert last == "no"
 
 
-def test_no_descriptor_of_others_is_open(way):
+def test_no_descriptor_of_others_is_open(mechanism):
     program = "import os\nfor fd in range(4, 300):\n    try: os.fstat(fd); print(fd)\n    except OSError: pass"
-    assert run(program, way=way).output == ""
+    assert run(program, mechanism=mechanism).output == ""
 
 
-def test_forty_programs_at_once_each_get_their_own_answer(way):
+def test_forty_programs_at_once_each_get_their_own_answer(mechanism):
     async def all_of_them():
-        sandbox = Sandbox(SandboxLimits(seconds=60), workers=8, ways=(way,))
+        sandbox = Sandbox(SandboxLimits(seconds=60), workers=8, mechanisms=(mechanism,))
         try:
             program = "open('x', 'w').write('{}')\nprint(input(), open('x').read())"
             programs = (sandbox.run(program.format(n), f"i{n}") for n in range(40))
@@ -519,20 +524,20 @@ def test_no_more_programs_run_at_once_than_there_are_workers():
         seen = 0
         running = [asyncio.create_task(sandbox.run("import time; time.sleep(0.2)")) for _ in range(6)]
         while not all(task.done() for task in running):
-            children = psutil.Process(sandbox._forker.guard.pid).children()
+            children = psutil.Process(sandbox._fork_server.guard.pid).children()
             seen = max(seen, *(len(below(child.pid)) for child in children)) if children else seen
             await asyncio.sleep(0.005)
         await sandbox.close()
         return seen
 
-    assert asyncio.run(most()) <= 2 * 3  # keeper, first and program
+    assert asyncio.run(most()) <= 2 * 3  # supervisor, init and program
 
 
-def test_a_cancelled_run_is_ended_with_all_that_it_started(way):
+def test_a_cancelled_run_is_ended_with_all_that_it_started(mechanism):
     async def cancelled():
-        sandbox = Sandbox(SandboxLimits(seconds=1000), workers=1, ways=(way,))
+        sandbox = Sandbox(SandboxLimits(seconds=1000), workers=1, mechanisms=(mechanism,))
         await sandbox.start()
-        guard = sandbox._forker.guard.pid
+        guard = sandbox._fork_server.guard.pid
         running = asyncio.create_task(sandbox.run("import os, time\nos.fork() or os.setsid()\ntime.sleep(10_000)"))
         await until(lambda: len(below(guard)) >= 4)
         running.cancel()
@@ -550,7 +555,7 @@ def test_closing_ends_what_runs():
     async def closed():
         sandbox = Sandbox(SandboxLimits(seconds=1000), workers=1)
         await sandbox.start()
-        guard = sandbox._forker.guard.pid
+        guard = sandbox._fork_server.guard.pid
         running = asyncio.create_task(sandbox.run("import time; time.sleep(10_000)"))
         await until(lambda: len(below(guard)) >= 3)
         started = below(guard)
@@ -566,9 +571,9 @@ def test_closing_ends_what_runs():
 
 def test_closing_ends_a_guard_that_a_program_without_walls_has_stopped():
     async def closed():
-        sandbox = Sandbox(workers=1, ways=())
+        sandbox = Sandbox(workers=1, mechanisms=())
         await sandbox.start()
-        guard = sandbox._forker.guard.pid
+        guard = sandbox._fork_server.guard.pid
         result = await sandbox.run(f"import os, signal\nos.kill({guard}, signal.SIGSTOP)")
         assert psutil.Process(guard).status() == psutil.STATUS_STOPPED
         await sandbox.close()
@@ -577,20 +582,20 @@ def test_closing_ends_a_guard_that_a_program_without_walls_has_stopped():
     assert asyncio.run(closed()) == ("ok", False)
 
 
-@pytest.mark.parametrize("which", ["guard", "forker", "keeper"])
-def test_a_sandbox_whose_process_died_makes_a_new_one(way, which):
+@pytest.mark.parametrize("which", ["guard", "fork_server", "supervisor"])
+def test_a_sandbox_whose_process_died_makes_a_new_one(mechanism, which):
     async def killed():
-        sandbox = Sandbox(SandboxLimits(seconds=1000), workers=1, ways=(way,))
+        sandbox = Sandbox(SandboxLimits(seconds=1000), workers=1, mechanisms=(mechanism,))
         await sandbox.start()
-        guard = psutil.Process(sandbox._forker.guard.pid)
+        guard = psutil.Process(sandbox._fork_server.guard.pid)
         running = asyncio.create_task(sandbox.run("import time; time.sleep(10_000)"))
         await until(lambda: len(below(guard.pid)) >= 3)
         started = below(guard.pid)
-        (forker,) = guard.children()
-        keeper = forker.children()[0]
-        {"guard": guard, "forker": forker, "keeper": keeper}[which].kill()
+        (fork_server,) = guard.children()
+        supervisor = fork_server.children()[0]
+        {"guard": guard, "fork_server": fork_server, "supervisor": supervisor}[which].kill()
         result = await running
-        ended = started[1:] if which == "keeper" else started
+        ended = started[1:] if which == "supervisor" else started
         await until(lambda: all(map(gone, ended)))
         well = await sandbox.run("print(1)")
         await sandbox.close()
@@ -599,12 +604,12 @@ def test_a_sandbox_whose_process_died_makes_a_new_one(way, which):
     assert asyncio.run(killed()) == ("killed", "1\n")
 
 
-def test_programs_end_when_the_run_is_killed(temporary, way):
+def test_programs_end_when_the_run_is_killed(temporary, mechanism):
     script = (
         "import asyncio, sys, tempfile\n"
         "from areal_x.sandbox.pool import Sandbox, SandboxLimits\n"
         "tempfile.tempdir = sys.argv[1]\n"
-        f"sandbox = Sandbox(SandboxLimits(seconds=1000), ways=({way!r},))\n"
+        f"sandbox = Sandbox(SandboxLimits(seconds=1000), mechanisms=({mechanism!r},))\n"
         "asyncio.run(sandbox.run('import os, time; os.fork() or os.setsid(); time.sleep(10_000)'))\n"
     )
     with subprocess.Popen([sys.executable, "-c", script, str(temporary)], cwd=Path(__file__).parents[2]) as run_itself:
@@ -637,7 +642,7 @@ def test_a_module_that_is_not_there_is_refused_at_the_start():
 
 def test_without_any_wall_programs_run_and_it_is_said_once(caplog):
     async def unconfined():
-        sandbox = Sandbox(workers=1, ways=())
+        sandbox = Sandbox(workers=1, mechanisms=())
         first = await sandbox.run("print(1)")
         await sandbox.close()
         second = await sandbox.run("print(2)")
@@ -667,4 +672,4 @@ def test_settings_that_cannot_work_are_refused():
     with pytest.raises(ConfigError, match="workers = 0"):
         Sandbox(workers=0)
     with pytest.raises(ConfigError, match="did you mean 'landlock'"):
-        Sandbox(ways=("landlok",))
+        Sandbox(mechanisms=("landlok",))

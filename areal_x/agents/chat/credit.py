@@ -28,7 +28,7 @@ import numpy as np
 from jaxtyping import Float32
 
 from areal_x.agents.chat.calls import Call
-from areal_x.agents.chat.lines import Line, Lines, individual, merged, trainable
+from areal_x.agents.chat.merging import Line, Lines, individual, merged, trainable
 from areal_x.errors import one_of, within
 from areal_x.types import Episode, Failed, Outcome, Scored, TimedOut, Trajectory
 
@@ -63,7 +63,7 @@ def episode_of_calls(calls: Sequence[Call], outcome: Outcome | None, credit: Cre
     a reward.
 
     The details of a scored episode also say how many calls were first, continued, rewritten and
-    forked (see areal_x.agents.chat.lines). An episode in which nothing was generated, or nothing
+    forked (see areal_x.agents.chat.merging). An episode in which nothing was generated, or nothing
     rewarded, failed.
     """
     if isinstance(outcome, Failed | TimedOut):

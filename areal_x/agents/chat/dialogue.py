@@ -11,8 +11,8 @@ import numpy as np
 from jaxtyping import Int32
 
 from areal_x.agents.chat.calls import Call
-from areal_x.agents.chat.continuing import Held, Memory, prompt_of
-from areal_x.agents.chat.reading import Reply
+from areal_x.agents.chat.parsing import Reply
+from areal_x.agents.chat.prompts import Held, Memory, prompt_of
 from areal_x.agents.chat.rendering import Renderer, text_content
 from areal_x.protocols.engine import Completion, Request, SamplingParams, room
 from areal_x.protocols.workflow import Generator

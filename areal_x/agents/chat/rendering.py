@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import numpy as np
 from jaxtyping import Int32
 
-from areal_x.agents.chat.reading import (
+from areal_x.agents.chat.parsing import (
     MARKERS,
     THINK,
     THOUGHT,
@@ -20,7 +20,7 @@ from areal_x.agents.chat.reading import (
     call_id,
     read,
 )
-from areal_x.agents.tools import json_bounds
+from areal_x.agents.json_checks import json_bounds
 from areal_x.errors import TaskError, UserError
 from areal_x.hf.endings import ends
 from areal_x.runtime.thread import beside

@@ -9,8 +9,8 @@ with gateway.open(engine, renderer, sampling) as session:
 await gateway.close()
 """
 
-from areal_x.agents.gateway.live import Session
-from areal_x.agents.gateway.serving import Gateway
-from areal_x.agents.gateway.sessions import SessionLimits
+from areal_x.agents.gateway.gateway import Gateway
+from areal_x.agents.gateway.session import Session
+from areal_x.agents.gateway.session_state import SessionLimits
 
 __all__ = ["Gateway", "Session", "SessionLimits"]

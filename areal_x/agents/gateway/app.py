@@ -21,13 +21,13 @@ from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from areal_x.agents.gateway import messages, responses
-from areal_x.agents.gateway.asking import Body, Exchange, Said
 from areal_x.agents.gateway.chat_completions import ChatCompletions
 from areal_x.agents.gateway.errors import ApiError, anthropic_body, api_error, openai_body
-from areal_x.agents.gateway.live import Session
+from areal_x.agents.gateway.exchange import Body, Exchange, Said
 from areal_x.agents.gateway.messages import Messages
 from areal_x.agents.gateway.responses import Responses
 from areal_x.agents.gateway.retries import Client, Given, attempt_at
+from areal_x.agents.gateway.session import Session
 from areal_x.agents.gateway.streams import COMMENT, Answering, Refusal, dumped, dumped_slowly, event
 from areal_x.runtime.thread import INLINE, beside
 from areal_x.runtime.waits import waiting

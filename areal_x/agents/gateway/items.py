@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Tag
 
-from areal_x.agents.gateway.asking import Lenient, Many, pieces
+from areal_x.agents.gateway.exchange import Lenient, Many, pieces
 from areal_x.types import Message
 
 

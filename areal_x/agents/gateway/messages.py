@@ -9,7 +9,8 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from areal_x.agents.chat.dialogue import Answer, Ask
-from areal_x.agents.gateway.asking import (
+from areal_x.agents.gateway.errors import ApiError
+from areal_x.agents.gateway.exchange import (
     WITHOUT_EFFECT,
     Body,
     Count,
@@ -29,8 +30,7 @@ from areal_x.agents.gateway.asking import (
     pieces,
     template_of,
 )
-from areal_x.agents.gateway.errors import ApiError
-from areal_x.agents.gateway.formats import asked_for, schema_of
+from areal_x.agents.gateway.response_format import asked_for, schema_of
 from areal_x.agents.gateway.streams import event
 from areal_x.types import Message
 

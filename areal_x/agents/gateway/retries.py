@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 
-from areal_x.agents.gateway.asking import Said
+from areal_x.agents.gateway.exchange import Said
 
 KEPT = 64  # answers of a session, the latest: a retry comes within seconds
 Client = tuple[str, int]  # its address

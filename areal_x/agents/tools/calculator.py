@@ -12,7 +12,7 @@ from typing import Any
 
 import gin
 
-from areal_x.agents.tools.tools import Schema, ToolError, schema_of
+from areal_x.agents.tools.toolbox import Schema, ToolError, schema_of
 from areal_x.errors import nearest, within
 
 Number = int | float

@@ -14,10 +14,10 @@ from typing import Any
 
 import gin
 
-from areal_x.agents.agent_program import of_this_process
-from areal_x.agents.tools import json_bounds
+from areal_x.agents.external_program import of_this_process
+from areal_x.agents.json_checks import json_bounds
 from areal_x.agents.tools.mcp_worker import LINE
-from areal_x.agents.tools.tools import Schema, Tool, ToolError, schema_of
+from areal_x.agents.tools.toolbox import Schema, Tool, ToolError, schema_of
 from areal_x.errors import UserError, nearest, positive
 from areal_x.runtime import background, guard
 from areal_x.runtime.waits import waiting, whose

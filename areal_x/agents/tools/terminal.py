@@ -22,8 +22,8 @@ from typing import Any, ClassVar, Self
 
 import gin
 
-from areal_x.agents.conversing import ToolUse
-from areal_x.agents.tools.tools import Schema, Toolbox, schema_of
+from areal_x.agents.multi_turn import ToolUse
+from areal_x.agents.tools.toolbox import Schema, Toolbox, schema_of
 from areal_x.errors import UserError, at_least, positive
 from areal_x.protocols.workflow import Generator, Result
 from areal_x.rewards.pool import Reward

@@ -7,7 +7,7 @@ import asyncio
 import numpy as np
 
 from areal_x.agents.chat.dialogue import Dialogue, Speaker
-from areal_x.agents.chat.lines import merged
+from areal_x.agents.chat.merging import merged
 from areal_x.agents.chat.rendering import TemplateRenderer
 from areal_x.batching.packing import pack
 from areal_x.engines.embedded import EmbeddedEngine

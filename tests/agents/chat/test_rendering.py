@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from tokenizers.processors import TemplateProcessing
 
-from areal_x.agents.chat.reading import Reply
+from areal_x.agents.chat.parsing import Reply
 from areal_x.agents.chat.rendering import PlainRenderer, TemplateRenderer, Unrenderable
 from areal_x.errors import UserError
 from tests.agents.chat.speaking import TOOLS, tokenizer_of

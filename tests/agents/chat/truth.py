@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from areal_x.agents.chat.dialogue import Ask, Speaker
-from areal_x.agents.chat.lines import merged
+from areal_x.agents.chat.merging import merged
 from areal_x.agents.chat.rendering import TemplateRenderer
 from areal_x.protocols.engine import SamplingParams
 from tests.agents.chat.calls import generated, trained

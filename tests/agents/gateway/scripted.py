@@ -11,7 +11,7 @@ import anthropic
 import numpy as np
 import openai
 
-from areal_x.agents.chat.reading import Reply, ToolCall
+from areal_x.agents.chat.parsing import Reply, ToolCall
 from areal_x.protocols.engine import Completion, SamplingParams, room
 
 END = "\0"

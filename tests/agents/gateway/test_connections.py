@@ -12,7 +12,7 @@ import httpx
 import pytest
 
 from areal_x.agents.gateway import Gateway, connections
-from tests.agents.gateway.test_serving import HI, in_background, post
+from tests.agents.gateway.test_gateway import HI, in_background, post
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ from openai.types.responses import response_create_params
 from areal_x.agents.gateway.chat_completions import ChatRequest
 from areal_x.agents.gateway.messages import MessageRequest
 from areal_x.agents.gateway.responses import ResponseRequest
-from areal_x.agents.gateway.sessions import SessionLimits
+from areal_x.agents.gateway.session_state import SessionLimits
 
 PAGE = (Path(__file__).parents[3] / "docs" / "gateway.md").read_text()
 HI = [{"role": "user", "content": "hi"}]

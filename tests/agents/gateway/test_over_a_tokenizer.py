@@ -6,7 +6,7 @@ import numpy as np
 import openai
 import pytest
 
-from areal_x.agents.chat.lines import merged
+from areal_x.agents.chat.merging import merged
 from areal_x.agents.chat.rendering import TemplateRenderer
 from areal_x.protocols.engine import SamplingParams
 from tests.agents.chat.speaking import Says, tokenizer_of

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from pydantic import TypeAdapter
 
 from areal_x.agents.chat.dialogue import Answer
-from areal_x.agents.chat.reading import Reply, ToolCall
-from areal_x.agents.gateway.asking import Said
+from areal_x.agents.chat.parsing import Reply, ToolCall
+from areal_x.agents.gateway.exchange import Said
 from areal_x.agents.gateway.items import Item, messages_of
 from areal_x.agents.gateway.responses import Responses
 from areal_x.protocols.engine import Completion

@@ -10,7 +10,7 @@ import openai
 import pytest
 
 from areal_x.agents.gateway.retries import Answers, Attempt, Given, attempt_at
-from tests.agents.gateway.test_serving import HI
+from tests.agents.gateway.test_gateway import HI
 
 
 @contextmanager

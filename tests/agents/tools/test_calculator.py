@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from areal_x.agents.tools.calculator import FUNCTIONS, Calculator, compute
-from areal_x.agents.tools.tools import Toolbox, ToolError
+from areal_x.agents.tools.toolbox import Toolbox, ToolError
 from areal_x.errors import ConfigError
 
 

@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from areal_x.agents.tools.mcp_tools import McpServer
-from areal_x.agents.tools.tools import Toolbox
+from areal_x.agents.tools.toolbox import Toolbox
 from areal_x.errors import ConfigError, UserError
 from tests.starting import free_port
 

@@ -12,7 +12,7 @@ from areal_x.errors import ConfigError, UserError
 from areal_x.sandbox.pool import SandboxLimits
 from areal_x.types import Scored, Task
 from tests.agents.chat.speaking import Says, tokenizer_of
-from tests.agents.test_conversing import run, texts
+from tests.agents.test_multi_turn import run, texts
 
 END = "<|im_end|>"
 FILES = {"notes/a.txt": "first\n", "one.py": "print(1)\n"}

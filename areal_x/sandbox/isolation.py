@@ -13,26 +13,29 @@ from functools import partial
 from math import ceil
 
 from areal_x.runtime import guard, memory_group
-from areal_x.sandbox import landlock, view
+from areal_x.sandbox import landlock, namespaces
 from areal_x.sandbox.program import SPARE
-from areal_x.sandbox.seccomp import PR_SET_NO_NEW_PRIVS, PR_SET_THP_DISABLE, refuse_calls
+from areal_x.sandbox.seccomp import PR_SET_NO_NEW_PRIVS, PR_SET_THP_DISABLE, install_filter
 
 # namespaces made by the administrator, or by anybody; else a restriction of files
-WAYS = ("root", "user", "landlock")
+MECHANISMS = ("root", "user", "landlock")
 # of programs that the administrator starts: one each, so that none counts for another
 FIRST_USER, USERS = 20_000, 40_000
-COUNTS_APART = (5, 14)  # of Linux: since then a namespace of users counts its own processes
+COUNTED_PER_NAMESPACE_SINCE = (
+    5,
+    14,
+)  # of Linux: since then a namespace of users counts its own processes
 OPEN_FILES, PENDING_SIGNALS = 256, 1024
 
 
 @dataclass(frozen=True)
-class Walls:
+class Isolation:
     """way: of `WAYS` the one that this machine allows, or "none". files, network, processes:
     whether programs are kept from those of others. calls: whether the filter of system calls is in
     force. readable: the folders and files that programs may read. groups: where a control group can
     be made for a program's memory; where None, what can be seen of it is counted."""
 
-    way: str
+    mechanism: str
     files: bool
     network: bool
     processes: bool
@@ -41,45 +44,51 @@ class Walls:
     groups: memory_group.Place | None = None
 
     @property
-    def namespaces(self) -> bool:
-        return self.way in ("root", "user")
+    def uses_namespaces(self) -> bool:
+        return self.mechanism in ("root", "user")
 
     @property
     def counts_processes(self) -> bool:
         """Whether the kernel does, threads too, apart for each program; it counts none of the
         administrator's."""
-        return self.way == "root" or (self.way == "user" and _counts_apart() and os.geteuid() != 0)
+        return self.mechanism == "root" or (
+            self.mechanism == "user" and _counts_per_namespace() and os.geteuid() != 0
+        )
 
     @property
     def devices(self) -> tuple[str, ...]:
         """That programs may open; of those that they may write to see `enter`."""
         return (
-            (*view.DEVICES, view.ZERO)
-            if self.groups is not None or not self.namespaces
-            else view.DEVICES
+            (*namespaces.DEVICES, namespaces.ZERO)
+            if self.groups is not None or not self.uses_namespaces
+            else namespaces.DEVICES
         )
 
 
-def build(base: str, ways: Sequence[str], readable: Sequence[str], may_group: bool = True) -> Walls:
+def choose(
+    base: str, mechanisms: Sequence[str], readable: Sequence[str], control_groups: bool = True
+) -> Isolation:
     """base: an empty folder of the pool's own. ways: of `WAYS` those that may be tried. may_group:
     whether control groups may be."""
-    groups = memory_group.find(group_name(base, "trial")) if may_group else None
-    calls = guard.allowed(partial(_need_filter, groups is not None))
-    walls = Walls("none", False, False, False, calls, tuple(readable), groups)
-    for way, own_users in (("root", False), ("user", True)):
-        built = replace(walls, way=way, files=True, network=True, processes=True)
-        if way in ways and guard.allowed(partial(_try, base, own_users, built)):
-            view.prepare(base, own_users, readable, built.devices)
+    groups = memory_group.find(group_name(base, "trial")) if control_groups else None
+    calls = guard.allowed(partial(_check_filter, groups is not None))
+    isolation = Isolation("none", False, False, False, calls, tuple(readable), groups)
+    for mechanism, own_users in (("root", False), ("user", True)):
+        built = replace(isolation, mechanism=mechanism, files=True, network=True, processes=True)
+        if mechanism in mechanisms and guard.allowed(
+            partial(_check_namespaces, base, own_users, built)
+        ):
+            namespaces.prepare(base, own_users, readable, built.devices)
             return built
     guard.leave_network()  # if only for what needs no socket of a file
-    known = landlock.version() if "landlock" in ways else 0
-    if not known or not guard.allowed(partial(_try_files, base, walls)):
-        return replace(walls, network=calls)
+    known = landlock.version() if "landlock" in mechanisms else 0
+    if not known or not guard.allowed(partial(_check_landlock, base, isolation)):
+        return replace(isolation, network=calls)
     # Without the filter a program reaches services by their sockets, and the limits of others'
     # processes.
     return replace(
-        walls,
-        way="landlock",
+        isolation,
+        mechanism="landlock",
         files=True,
         network=calls,
         processes=calls and known >= landlock.SIGNALS_SINCE,
@@ -91,27 +100,29 @@ def group_name(base: str, last: object) -> str:
     return f"{os.path.basename(base)}.{last}"  # noqa: PTH119
 
 
-def _try(base: str, own_users: bool, walls: Walls) -> None:
+def _check_namespaces(base: str, own_users: bool, isolation: Isolation) -> None:
     """All that a program will need, in a process that this may spoil. Raises OSError."""
-    view.prepare(base, own_users, walls.readable, walls.devices)
-    view.leave_processes()
-    if not guard.allowed(partial(view.enter, base, None if own_users else FIRST_USER, 1.0, 10)):
+    namespaces.prepare(base, own_users, isolation.readable, isolation.devices)
+    namespaces.new_process_namespace()
+    if not guard.allowed(
+        partial(namespaces.enter, base, None if own_users else FIRST_USER, 1.0, 10)
+    ):
         raise OSError("a view that cannot be entered")
 
 
-def _try_files(base: str, walls: Walls) -> None:
+def _check_landlock(base: str, isolation: Isolation) -> None:
     """Raises OSError."""
     guard.LIBC.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
-    landlock.restrict([*walls.readable, *walls.devices], [base, "/dev/null"])
+    landlock.restrict([*isolation.readable, *isolation.devices], [base, "/dev/null"])
 
 
-def _need_filter(kernel_counts: bool) -> None:
-    if not refuse_calls(kernel_counts):
+def _check_filter(kernel_counts_memory: bool) -> None:
+    if not install_filter(kernel_counts_memory):
         raise OSError("no filter of system calls")
 
 
 @dataclass(frozen=True)
-class Limits:
+class KernelLimits:
     """What the kernel keeps a program to; as in areal_x.sandbox.pool.SandboxLimits."""
 
     cpu_seconds: float
@@ -121,20 +132,22 @@ class Limits:
     files: int
 
 
-def folder_for(walls: Walls, base: str) -> str:
-    return view.FOLDER if walls.namespaces else tempfile.mkdtemp(dir=base)
+def program_folder(isolation: Isolation, base: str) -> str:
+    return namespaces.FOLDER if isolation.uses_namespaces else tempfile.mkdtemp(dir=base)
 
 
-def enter(walls: Walls, base: str, folder: str, keeper: int, limits: Limits) -> None:
+def enter(
+    isolation: Isolation, base: str, folder: str, supervisor: int, limits: KernelLimits
+) -> None:
     """In the process of a program, before it runs. keeper: the process above, whose number chooses
     a user. Raises OSError."""
-    user = FIRST_USER + keeper % USERS if walls.way == "root" else None
-    counted = walls.counts_processes
-    if walls.namespaces:
-        view.enter(base, user, limits.file_mb, limits.files + 1)  # one is the program itself
+    user = FIRST_USER + supervisor % USERS if isolation.mechanism == "root" else None
+    counted = isolation.counts_processes
+    if isolation.uses_namespaces:
+        namespaces.enter(base, user, limits.file_mb, limits.files + 1)  # one is the program itself
     else:
         os.chdir(folder)
-        view.drop_capabilities()
+        namespaces.drop_capabilities()
     seconds = ceil(limits.cpu_seconds)
     guard.limit(
         {
@@ -151,16 +164,19 @@ def enter(walls: Walls, base: str, folder: str, keeper: int, limits: Limits) -> 
     _, most = resource.getrlimit(resource.RLIMIT_CPU)
     # SIGXCPU, and SIGKILL at `most` where it is ignored
     resource.setrlimit(resource.RLIMIT_CPU, (min(seconds, most), most))
-    if walls.groups is None:
+    if isolation.groups is None:
         # of a large page of which one small is mapped, /proc shows the small
         guard.LIBC.prctl(PR_SET_THP_DISABLE, 1, 0, 0, 0)
-    if not refuse_calls(walls.groups is not None) and walls.calls:
+    if not install_filter(isolation.groups is not None) and isolation.calls:
         raise OSError("the filter of system calls cannot be installed any more")
-    if walls.way == "landlock":
-        landlock.restrict([*walls.readable, *walls.devices], [folder, "/dev/null"])
+    if isolation.mechanism == "landlock":
+        landlock.restrict([*isolation.readable, *isolation.devices], [folder, "/dev/null"])
     os.environ.update(HOME=folder, TMPDIR=folder)
 
 
-def _counts_apart() -> bool:
+def _counts_per_namespace() -> bool:
     numbers = platform.release().split("-")[0].split(".")
-    return tuple(int(number) for number in numbers[:2] if number.isdigit()) >= COUNTS_APART
+    return (
+        tuple(int(number) for number in numbers[:2] if number.isdigit())
+        >= COUNTED_PER_NAMESPACE_SINCE
+    )

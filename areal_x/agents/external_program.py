@@ -15,7 +15,7 @@ from areal_x.runtime import guard
 from areal_x.runtime.waits import waiting, whose
 from areal_x.types import Task
 
-MODULE = "areal_x.agents.agent_guard"
+MODULE = "areal_x.agents.program_launcher"
 ORDINARY = (
     "HOME",
     "LANG",

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from areal_x.agents.tools.json_bounds import DEPTH, VALUES, TooMuch, check, loads
+from areal_x.agents.json_checks.json_bounds import DEPTH, VALUES, TooMuch, check, loads
 
 texts = st.text(alphabet='[]{},:"\\\n é', max_size=8)
 values = st.recursive(

@@ -12,11 +12,11 @@ from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from areal_x.agents.tools import json_bounds
+from areal_x.agents.json_checks import json_bounds
 from areal_x.runtime import guard
 from areal_x.runtime.thread import in_pool
 
-MODULE = "areal_x.agents.tools.schema_worker"
+MODULE = "areal_x.agents.json_checks.schema_worker"
 PROCESSES = 2
 CPU_SECONDS = 0.5  # of one check: the largest that are of any use take some 10 ms
 CHARACTERS = 1 << 18  # of a schema, and of a value

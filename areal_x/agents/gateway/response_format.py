@@ -12,7 +12,7 @@ from typing import Any
 
 from areal_x.agents.chat.rendering import text_content
 from areal_x.agents.gateway.errors import ApiError
-from areal_x.agents.tools import json_bounds, schemas
+from areal_x.agents.json_checks import json_bounds, schemas
 from areal_x.types import Message
 
 Schema = Mapping[str, Any]

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from areal_x.agents.chat.credit import Credit
-from areal_x.agents.conversing import MultiTurn, ToolUse
+from areal_x.agents.multi_turn import MultiTurn, ToolUse
 from areal_x.errors import ConfigError, UserError
 from areal_x.protocols.engine import Completion, PromptTooLong, SamplingParams
 from areal_x.rollout.queue import TrajectoryQueue

@@ -5,8 +5,8 @@ import json
 
 import pytest
 
-from areal_x.agents.tools import schemas
-from areal_x.agents.tools.json_bounds import VALUES
+from areal_x.agents.json_checks import schemas
+from areal_x.agents.json_checks.json_bounds import VALUES
 
 LONG = f"it takes more than {schemas.CPU_SECONDS:g} s to check"
 

@@ -14,10 +14,10 @@ from jaxtyping import Int32
 from pydantic import BaseModel, ConfigDict, Field
 
 from areal_x.agents.chat.dialogue import Answer, Ask
-from areal_x.agents.chat.reading import Reply
+from areal_x.agents.chat.parsing import Reply
 from areal_x.agents.gateway.errors import ApiError
-from areal_x.agents.gateway.formats import fits, no_schema
-from areal_x.agents.tools import json_bounds, schemas
+from areal_x.agents.gateway.response_format import fits, no_schema
+from areal_x.agents.json_checks import json_bounds, schemas
 from areal_x.protocols.engine import SamplingParams
 
 T = TypeVar("T")

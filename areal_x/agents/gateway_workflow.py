@@ -9,11 +9,11 @@ from inspect import cleandoc
 from typing import Any, TypeVar
 
 from areal_x.agents.chat.credit import Credit, episode_of_calls
-from areal_x.agents.chat.renderer import ServerRenderer
 from areal_x.agents.chat.rendering import PlainRenderer, Renderer, TemplateRenderer
-from areal_x.agents.gateway.live import Session
-from areal_x.agents.gateway.serving import Gateway
-from areal_x.agents.gateway.sessions import SessionLimits
+from areal_x.agents.chat.server_renderer import ServerRenderer
+from areal_x.agents.gateway.gateway import Gateway
+from areal_x.agents.gateway.session import Session
+from areal_x.agents.gateway.session_state import SessionLimits
 from areal_x.errors import UserError, one_of
 from areal_x.protocols.engine import SamplingParams
 from areal_x.protocols.workflow import Generator, Result, Workflow

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from areal_x.agents.chat.reading import Reply, ToolCall, read
+from areal_x.agents.chat.parsing import Reply, ToolCall, read
 
 
 def calls_of(text, **how):

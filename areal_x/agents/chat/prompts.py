@@ -25,9 +25,9 @@ from typing import Any
 import numpy as np
 from jaxtyping import Int32
 
-from areal_x.agents.chat.reading import Reply
+from areal_x.agents.chat.parsing import Reply
 from areal_x.agents.chat.rendering import Renderer, Tools, Unrenderable, encoded, text_content
-from areal_x.agents.tools import json_bounds
+from areal_x.agents.json_checks import json_bounds
 from areal_x.runtime.thread import beside
 from areal_x.tasks.text_length import estimate_characters
 from areal_x.types import Message

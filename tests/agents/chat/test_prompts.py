@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from areal_x.agents.chat.continuing import Memory, keys, prompt_of
 from areal_x.agents.chat.dialogue import Ask, Speaker
-from areal_x.agents.chat.lines import merged
+from areal_x.agents.chat.merging import merged
+from areal_x.agents.chat.prompts import Memory, keys, prompt_of
 from areal_x.agents.chat.rendering import PlainRenderer, TemplateRenderer
 from areal_x.protocols.engine import SamplingParams
 from tests.agents.chat.conversations import FAMILIES, Policy

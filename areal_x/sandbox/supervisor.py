@@ -19,8 +19,8 @@ from select import POLLERR, poll, select
 from typing import Any, NoReturn
 
 from areal_x.runtime import footprint, guard, memory_group
-from areal_x.sandbox import program, view, walls
-from areal_x.sandbox.walls import Limits, Walls
+from areal_x.sandbox import namespaces, program
+from areal_x.sandbox.isolation import Isolation, KernelLimits, enter, group_name, program_folder
 
 LENGTH_BYTES = 8  # of the length before the request
 AT_ONCE = 1 << 16  # bytes
@@ -36,7 +36,7 @@ Settings = Mapping[str, Any]  # as areal_x.sandbox.pool sends them
 
 
 @dataclass
-class Kept:
+class HeadAndTail:
     """The first and the last `most` bytes of what came."""
 
     most: int
@@ -54,52 +54,52 @@ class Kept:
 
 
 @dataclass
-class Program:
+class RunningProgram:
     """What its keeper holds of it. child: the first process inside the walls. noticed, output,
     report: pipes to read: that a child has ended, what was printed, what went wrong. began: a
     monotonic time in seconds."""
 
     child: int
-    noticed: int
+    wakeup: int
     output: int
     report: int
     folder: str
     began: float
-    kept: Kept
+    kept: HeadAndTail
     group: memory_group.MemoryGroup | None
-    said: bytearray = field(default_factory=bytearray)
+    reported: bytearray = field(default_factory=bytearray)
 
 
-def keep(pool: socket.socket, around: Walls, base: str, settings: Settings) -> None:
+def supervise(pool: socket.socket, isolation: Isolation, base: str, settings: Settings) -> None:
     """From the request to the answer. Returns without one when the pool has hung up."""
     group: memory_group.MemoryGroup | None = None
     guard.LIBC.prctl(guard.PR_SET_CHILD_SUBREAPER, 1)
-    noticed, notice = os.pipe()
-    os.set_blocking(notice, False)
+    wakeup, wakeup_write = os.pipe()
+    os.set_blocking(wakeup_write, False)
     signal.signal(signal.SIGCHLD, lambda *_: None)
-    signal.set_wakeup_fd(notice, warn_on_full_buffer=False)
+    signal.set_wakeup_fd(wakeup_write, warn_on_full_buffer=False)
     request = _receive(pool)
     if request is None:
         return
-    folder = walls.folder_for(around, base)
+    folder = program_folder(isolation, base)
     try:
-        if around.groups is not None:
-            name = walls.group_name(base, os.getpid())
+        if isolation.groups is not None:
+            name = group_name(base, os.getpid())
             group = memory_group.create(
-                around.groups, name, settings["memory_mb"] * 1e6 + INTERPRETER_BYTES
+                isolation.groups, name, settings["memory_mb"] * 1e6 + INTERPRETER_BYTES
             )
-        running = _start(pool, request, around, base, folder, noticed, group, settings)
-        why = watch(running, pool, around, settings)
+        running = _start(pool, request, isolation, base, folder, wakeup, group, settings)
+        reason = watch(running, pool, isolation, settings)
         code = guard.end_all(running.child)
-        if why == "ended" and group is not None and group.overrun():
-            why = "memory"
-        if why == "hung up":
+        if reason == "ended" and group is not None and group.overrun():
+            reason = "memory"
+        if reason == "hung up":
             return
         for _ in _read(running):
             pass
         seconds = time.monotonic() - running.began
     finally:
-        if not around.namespaces:
+        if not isolation.uses_namespaces:
             guard.remove(folder)
         if group is not None:
             group.remove()
@@ -107,7 +107,7 @@ def keep(pool: socket.socket, around: Walls, base: str, settings: Settings) -> N
     both = (kept.head, kept.tail) if kept.dropped else (kept.head + kept.tail, b"")
     parts = [bytes(part).decode(errors="replace") for part in both]
     answer = {
-        **verdict(why, code, bytes(running.said), settings),
+        **verdict(reason, code, bytes(running.reported), settings),
         "output": parts,
         "dropped": kept.dropped,
         "seconds": seconds,
@@ -119,19 +119,19 @@ def keep(pool: socket.socket, around: Walls, base: str, settings: Settings) -> N
 def _start(
     pool: socket.socket,
     request: dict[str, str],
-    around: Walls,
+    isolation: Isolation,
     base: str,
     folder: str,
-    noticed: int,
+    wakeup: int,
     group: memory_group.MemoryGroup | None,
     settings: Settings,
-) -> Program:
+) -> RunningProgram:
     began = time.monotonic()
     output, outputs = os.pipe()
     report, reports = os.pipe()
-    if around.namespaces:
-        view.leave_processes()
-    keeper = os.getpid()
+    if isolation.uses_namespaces:
+        namespaces.new_process_namespace()
+    supervisor = os.getpid()
     with _standard_input(request["stdin"]) as stdin:
         child = os.fork()
         if child == 0:
@@ -139,29 +139,40 @@ def _start(
                 os.dup2(fd, number)
             os.closerange(4, 64)  # those of the keeper
             pool.detach()
-            last(partial(_inside, request["code"], around, base, folder, keeper, group, settings))
+            run_then_exit(
+                partial(
+                    _run_inside,
+                    request["code"],
+                    isolation,
+                    base,
+                    folder,
+                    supervisor,
+                    group,
+                    settings,
+                )
+            )
     os.close(outputs)
     os.close(reports)
     os.set_blocking(output, False)
     os.set_blocking(report, False)
-    return Program(
+    return RunningProgram(
         child,
-        noticed,
+        wakeup,
         output,
         report,
         folder,
         began,
-        Kept(2 * settings["output_characters"]),
+        HeadAndTail(2 * settings["output_characters"]),
         group,
     )
 
 
-def _inside(
+def _run_inside(
     code: str,
-    around: Walls,
+    isolation: Isolation,
     base: str,
     folder: str,
-    keeper: int,
+    supervisor: int,
     group: memory_group.MemoryGroup | None,
     settings: Settings,
 ) -> int:
@@ -172,18 +183,18 @@ def _inside(
     try:
         if group is not None:
             group.enter()
-        walls.enter(
-            around,
+        enter(
+            isolation,
             base,
             folder,
-            keeper,
-            Limits(**{name: settings[name] for name in Limits.__dataclass_fields__}),
+            supervisor,
+            KernelLimits(**{name: settings[name] for name in KernelLimits.__dataclass_fields__}),
         )
         # with its keeper; a change of rights would have undone it
         guard.LIBC.prctl(guard.PR_SET_PDEATHSIG, signal.SIGKILL)
-        if _unread(3):
+        if _has_no_reader(3):
             return 1  # the keeper was gone before
-        running = os.fork() if around.namespaces else 0
+        running = os.fork() if isolation.uses_namespaces else 0
     except OSError as error:
         os.write(
             3,
@@ -193,7 +204,7 @@ def _inside(
         )
         return 1
     if running:
-        return _first(running)
+        return _reap_as_init(running)
     _open_standard_files()
     for name in [name for name in sys.modules if name.split(".")[0] == "areal_x"]:
         del sys.modules[name]
@@ -201,14 +212,14 @@ def _inside(
     return program.run(code, folder, 3, settings["echo_last"], settings["output_characters"])
 
 
-def _unread(fd: int) -> bool:
+def _has_no_reader(fd: int) -> bool:
     """Whether nobody holds the reading end of a pipe any more."""
     state = poll()
     state.register(fd, 0)
     return any(event & POLLERR for _, event in state.poll(0))
 
 
-def _first(running: int) -> int:
+def _reap_as_init(running: int) -> int:
     """The first process of a namespace collects what others leave behind, and ends all with its own
     end."""
     os.closerange(0, 4)
@@ -227,19 +238,21 @@ def _open_standard_files() -> None:
         setattr(sys, name, opened)
 
 
-def watch(running: Program, pool: socket.socket, around: Walls, settings: Settings) -> str:
+def watch(
+    running: RunningProgram, pool: socket.socket, isolation: Isolation, settings: Settings
+) -> str:
     """Until the program has ended, or what else ends it: "timeout", "memory", "processes", "files",
     "hung up"."""
     every = guard.LOOK if running.group is not None else LOOK_FOR_MEMORY
     end, look = running.began + settings["seconds"], running.began + every
 
-    def patience() -> float:
+    def timeout() -> float:
         return float(min(end, look) - time.monotonic())
 
-    for ready in _read(running, pool.fileno(), patience):
+    for ready in _read(running, pool.fileno(), timeout):
         if pool.fileno() in ready:
             return "hung up"
-        if running.noticed in ready and os.waitid(
+        if running.wakeup in ready and os.waitid(
             os.P_PID, running.child, os.WEXITED | os.WNOHANG | os.WNOWAIT
         ):
             return "ended"
@@ -248,21 +261,21 @@ def watch(running: Program, pool: socket.socket, around: Walls, settings: Settin
             return "timeout"
         if now >= look:
             look = now + every
-            if beyond := _beyond(running, around, settings):
+            if beyond := _exceeded_limit(running, isolation, settings):
                 return beyond
     raise AssertionError("reading ends by a return")
 
 
 def _read(
-    running: Program, pool: int | None = None, patience: Callable[[], float] | None = None
+    running: RunningProgram, pool: int | None = None, timeout: Callable[[], float] | None = None
 ) -> Iterator[list[int]]:
     """Takes what is there to read, and gives what had something; without `patience` until there is
     nothing left."""
     readers = {running.output, running.report}
-    others = [pool, running.noticed] if pool is not None else []
+    others = [pool, running.wakeup] if pool is not None else []
     while True:
-        ready, _, _ = select([*readers, *others], [], [], max(0.0, patience()) if patience else 0)
-        if not ready and patience is None:
+        ready, _, _ = select([*readers, *others], [], [], max(0.0, timeout()) if timeout else 0)
+        if not ready and timeout is None:
             return
         for fd in readers & set(ready):
             data = os.read(fd, AT_ONCE)
@@ -270,30 +283,32 @@ def _read(
                 readers.discard(fd)
             elif fd == running.output:
                 running.kept.add(data)
-            elif len(running.said) < REPORT_BYTES:
-                running.said += data
-        if running.noticed in ready:
-            os.read(running.noticed, AT_ONCE)
+            elif len(running.reported) < REPORT_BYTES:
+                running.reported += data
+        if running.wakeup in ready:
+            os.read(running.wakeup, AT_ONCE)
         yield ready
 
 
-def _beyond(running: Program, around: Walls, settings: Settings) -> str | None:
+def _exceeded_limit(
+    running: RunningProgram, isolation: Isolation, settings: Settings
+) -> str | None:
     """What the kernel alone does not limit, or not for all processes together."""
-    most = settings["processes"] + around.namespaces  # the first is not the program's
+    most = settings["processes"] + isolation.uses_namespaces  # the first is not the program's
     below = list(islice(guard.descendants(os.getpid()), most + 1))
     if len(below) > most:
         return "processes"
-    if not around.counts_processes and footprint.threads(below) > most:
+    if not isolation.counts_processes and footprint.threads(below) > most:
         return "processes"
     if running.group is not None:
         if running.group.overrun():
             return "memory"
     else:
         most_bytes = settings["memory_mb"] * 1e6 + INTERPRETER_BYTES
-        in_memory = view.used(running.child) if around.namespaces else 0
+        in_memory = namespaces.used_bytes(running.child) if isolation.uses_namespaces else 0
         if in_memory + footprint.memory(below, most_bytes - in_memory) > most_bytes:
             return "memory"
-    if not around.namespaces:
+    if not isolation.uses_namespaces:
         most_file = settings["file_mb"] * 1e6
         sizes = list(islice(_sizes(running.folder), settings["files"] + 2))
         if (
@@ -312,11 +327,11 @@ def _sizes(folder: str) -> Iterator[int]:
                 yield Path(place, name).lstat().st_size
 
 
-def verdict(why: str, code: int, said: bytes, settings: Settings) -> dict[str, Any]:
+def verdict(reason: str, code: int, reported: bytes, settings: Settings) -> dict[str, Any]:
     """What became of the program. code: of its first process, a signal as a negative number or as a
     shell says it."""
     code = guard.as_a_shell(code)
-    match why:
+    match reason:
         case "timeout":
             return {
                 "status": "timeout",
@@ -337,7 +352,7 @@ def verdict(why: str, code: int, said: bytes, settings: Settings) -> dict[str, A
             return {"status": "killed", "error": f"the program wrote more than {most}"}
     if code == 0:
         return {"status": "ok", "error": None}
-    if report := _report(said):
+    if report := _report(reported):
         return report
     if code == 128 + signal.SIGXCPU:
         return {
@@ -352,10 +367,10 @@ def verdict(why: str, code: int, said: bytes, settings: Settings) -> dict[str, A
     return {"status": "error", "error": f"exit status {code}"}
 
 
-def _report(said: bytes) -> dict[str, str] | None:
+def _report(reported: bytes) -> dict[str, str] | None:
     """The program's own word, of which anything may have become."""
     try:
-        report = json.loads(said)
+        report = json.loads(reported)
         known = report["status"] in ("error", "memory", "killed") and isinstance(
             report["error"], str
         )
@@ -390,7 +405,7 @@ def _receive(pool: socket.socket) -> dict[str, str] | None:
     return request
 
 
-def last(work: Callable[[], int | None]) -> NoReturn:
+def run_then_exit(work: Callable[[], int | None]) -> NoReturn:
     """The last that a forked process does: nothing of what it was forked from runs after it."""
     code: int | None = 1
     try:

@@ -12,7 +12,7 @@ from typing import Literal
 import gin
 import pytest
 
-from areal_x.agents.tools.tools import PythonExecutor, Source, Tool, Toolbox, ToolError, schema_of, tool_of
+from areal_x.agents.tools.toolbox import PythonExecutor, Source, Tool, Toolbox, ToolError, schema_of, tool_of
 from areal_x.errors import ConfigError, UserError
 from areal_x.protocols.engine import EngineError
 from areal_x.sandbox.pool import SandboxLimits

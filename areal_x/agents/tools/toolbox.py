@@ -20,13 +20,13 @@ from typing import Any, Protocol, runtime_checkable
 
 import gin
 
-from areal_x.agents.tools import json_bounds, schemas
-from areal_x.agents.tools.schema_worker import why_no_schema
+from areal_x.agents.json_checks import json_bounds, schemas
+from areal_x.agents.json_checks.schema_worker import why_no_schema
 from areal_x.errors import UserError, at_least, nearest, positive, sentence
 from areal_x.protocols.engine import EngineError
 from areal_x.runtime.thread import in_thread
 from areal_x.runtime.waits import waiting, whose
-from areal_x.sandbox.pool import Sandbox, SandboxLimits, shortened
+from areal_x.sandbox.pool import Sandbox, SandboxLimits, shorten
 
 # {"type": "function", "function": {"name", "description", "parameters"}}, as OpenAI has it
 Schema = Mapping[str, Any]
@@ -262,7 +262,7 @@ class Toolbox:
         ):
             return f"The arguments of {name} do not fit: {wrong}."
         text = await self._answer(tool, parsed)
-        return shortened(text, "", False, self.result_characters)[0]
+        return shorten(text, "", False, self.result_characters)[0]
 
     async def _answer(self, tool: Tool, arguments: dict[str, Any]) -> str:
         own = getattr(tool, "limits_itself", False)

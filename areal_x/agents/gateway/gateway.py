@@ -13,8 +13,8 @@ from areal_x.agents.chat.rendering import Renderer
 from areal_x.agents.gateway.app import application
 from areal_x.agents.gateway.connections import Server
 from areal_x.agents.gateway.errors import ApiError
-from areal_x.agents.gateway.live import Session
-from areal_x.agents.gateway.sessions import Doors, SessionLimits, same
+from areal_x.agents.gateway.session import Session
+from areal_x.agents.gateway.session_state import Doors, SessionLimits, same
 from areal_x.errors import UserError, one_of, positive, within
 from areal_x.protocols.engine import SamplingParams
 from areal_x.protocols.workflow import Generator

@@ -39,7 +39,7 @@ MS_NOSUID, MS_NODEV, MS_REMOUNT, MS_RDONLY, MS_BIND, MS_REC, MS_PRIVATE = (
     1 << 18,
 )
 MNT_DETACH = 2
-MOUNT_SETATTR, AT_RECURSIVE, HERE = 442, 0x8000, -100
+MOUNT_SETATTR, AT_RECURSIVE, AT_FDCWD = 442, 0x8000, -100
 PIVOT_ROOT = {"x86_64": 155, "aarch64": 41}
 CAPABILITIES_VERSION = 0x20080522  # _LINUX_CAPABILITY_VERSION_3
 
@@ -64,7 +64,7 @@ def readable(packages: Sequence[str]) -> list[str]:
     return found
 
 
-def prepare(base: str, own_users: bool, shown: Sequence[str], devices: Sequence[str]) -> None:
+def prepare(base: str, own_users: bool, visible: Sequence[str], devices: Sequence[str]) -> None:
     """Moves this process to namespaces of its own, without a network, and mounts below `base` what
     programs may read: `shown`, and `devices`, which can be written to but not changed.
 
@@ -78,17 +78,17 @@ def prepare(base: str, own_users: bool, shown: Sequence[str], devices: Sequence[
         _unshare(spaces)
     _mount(None, "/", None, MS_REC | MS_PRIVATE)  # so that nothing of this reaches the machine
     _mount("tmpfs", base, "tmpfs", MS_NOSUID | MS_NODEV, "mode=755,size=1m")
-    for path in shown:
+    for path in visible:
         place = Path(base + path)
         place.parent.mkdir(parents=True, exist_ok=True)
         if Path(path).is_symlink():
             place.symlink_to(os.readlink(path))  # noqa: PTH115 (as it is written)
         else:
-            _show(path, place, MS_RDONLY | MS_NOSUID | MS_NODEV)
+            _bind(path, place, MS_RDONLY | MS_NOSUID | MS_NODEV)
     for path in devices:
         Path(base, "dev").mkdir(exist_ok=True)
         # else who owns it could change its mode for the whole machine
-        _show(path, Path(base + path), MS_RDONLY | MS_NOSUID)
+        _bind(path, Path(base + path), MS_RDONLY | MS_NOSUID)
     Path(base + FOLDER).mkdir(parents=True, exist_ok=True)
     for link in (Path(base, "tmp"), Path(base, "dev/shm")):
         if not link.exists():  # as it does where the interpreter is in it
@@ -113,17 +113,17 @@ def enter(base: str, user: int | None, megabytes: float, files: int) -> None:
     )
     os.chdir(base)
     # the old root now lies upon the new one
-    _done(LIBC.syscall(PIVOT_ROOT[platform.machine()], b".", b"."))
-    _done(LIBC.umount2(b".", MNT_DETACH))
+    _check(LIBC.syscall(PIVOT_ROOT[platform.machine()], b".", b"."))
+    _check(LIBC.umount2(b".", MNT_DETACH))
     os.chdir(FOLDER)
     if user is None:
         _unshare(CLONE_NEWUSER)  # so that its processes are counted apart from other programs'
     else:
-        become(user)
+        switch_user(user)
     drop_capabilities()
 
 
-def used(first: int) -> int:
+def used_bytes(first: int) -> int:
     """Bytes of the files of a program, which are in memory. first: of its processes."""
     root = Path(f"/proc/{first}/root")
     with suppress(OSError):  # it has not entered yet, or has ended
@@ -133,13 +133,13 @@ def used(first: int) -> int:
     return 0
 
 
-def leave_processes() -> None:
+def new_process_namespace() -> None:
     """What this process starts from now on is of a namespace of processes, and the next is its
     first. Raises OSError."""
     _unshare(CLONE_NEWPID)
 
 
-def become(user: int) -> None:
+def switch_user(user: int) -> None:
     """As the administrator. Raises OSError."""
     os.setgroups([])
     os.setresgid(user, user, user)
@@ -151,7 +151,7 @@ def drop_capabilities() -> None:
         LIBC.capset(struct.pack("=Ii", CAPABILITIES_VERSION, 0), bytes(24))
 
 
-def _show(path: str, place: Path, flags: int) -> None:
+def _bind(path: str, place: Path, flags: int) -> None:
     """Mounts what is at `path` at `place` too, with all that is mounted below it."""
     if Path(path).is_dir():
         place.mkdir(exist_ok=True)
@@ -160,9 +160,9 @@ def _show(path: str, place: Path, flags: int) -> None:
     _mount(path, str(place), None, MS_BIND | MS_REC)
     # the numbers of MOUNT_ATTR_… are those of MS_… here
     attributes = struct.pack("=QQQQ", flags, 0, 0, 0)
-    _done(
+    _check(
         LIBC.syscall(
-            MOUNT_SETATTR, HERE, os.fsencode(place), AT_RECURSIVE, attributes, len(attributes)
+            MOUNT_SETATTR, AT_FDCWD, os.fsencode(place), AT_RECURSIVE, attributes, len(attributes)
         )
     )
 
@@ -173,14 +173,14 @@ def _mount(
     words = [
         None if word is None else os.fsencode(word) for word in (source, target, kind, options)
     ]
-    _done(LIBC.mount(*words[:3], ctypes.c_ulong(flags), words[3]))
+    _check(LIBC.mount(*words[:3], ctypes.c_ulong(flags), words[3]))
 
 
 def _unshare(spaces: int) -> None:
-    _done(LIBC.unshare(spaces))
+    _check(LIBC.unshare(spaces))
 
 
-def _done(answer: int) -> None:
+def _check(answer: int) -> None:
     if answer != 0:
         number = ctypes.get_errno()
         raise OSError(number, os.strerror(number))

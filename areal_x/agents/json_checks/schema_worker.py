@@ -1,4 +1,4 @@
-"""A process that checks JSON against JSON schemas: what areal_x.agents.tools.schemas starts.
+"""A process that checks JSON against JSON schemas: what areal_x.agents.json_checks.schemas starts.
 
     run ──(a line of JSON: schema, and a value or none)──▶ worker        worker ──(a line: what is wrong, or null)──▶ run
 

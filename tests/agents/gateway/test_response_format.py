@@ -7,7 +7,7 @@ import openai
 import pydantic
 import pytest
 
-from areal_x.agents.gateway.formats import fits
+from areal_x.agents.gateway.response_format import fits
 from tests.agents.gateway.scripted import END
 
 HI = [{"role": "user", "content": "2+2?"}]

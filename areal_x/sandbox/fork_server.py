@@ -5,7 +5,7 @@
     pool ──(the program)──▶ socket ──▶ keeper     program ──(output, report: pipes)──▶ keeper ──(what became of it)──▶ pool
 
 The forker runs under a guard (areal_x.runtime.guard). Each program has a keeper
-(areal_x.sandbox.keeper), which also ends it when the pool hangs up. Where namespaces are allowed
+(areal_x.sandbox.supervisor), which also ends it when the pool hangs up. Where namespaces are allowed
 the brackets are one of processes, whose first is `first`: when it ends, the kernel ends the rest.
 Elsewhere there is none, and the keeper looks for what is left as the guard does.
 """
@@ -25,8 +25,8 @@ from importlib import import_module
 from typing import Any, NoReturn
 
 from areal_x.runtime import guard, memory_group
-from areal_x.sandbox import walls
-from areal_x.sandbox.keeper import keep, last
+from areal_x.sandbox.isolation import choose, group_name
+from areal_x.sandbox.supervisor import run_then_exit, supervise
 
 READY = (  # of the standard library, imported before a program asks for it
     *(
@@ -61,7 +61,7 @@ READY = (  # of the standard library, imported before a program asks for it
 
 def main(control_fd: int, lifeline_fd: int, base: str, settings: dict[str, Any]) -> None:
     """base: an empty folder of the pool's own, which the guard removes."""
-    groups = partial(memory_group.remove_all, walls.group_name(base, ""))
+    groups = partial(memory_group.remove_all, group_name(base, ""))
     guard.keep(
         partial(serve, control_fd, base, settings),
         lifeline_fd,
@@ -82,11 +82,13 @@ def serve(control_fd: int, base: str, settings: Mapping[str, Any]) -> NoReturn:
             import_module(name)
         except Exception as error:
             missing[name] = f"{type(error).__name__}: {error}"
-    around = walls.build(base, settings["ways"], settings["readable"], settings["groups"])
+    isolation = choose(base, settings["mechanisms"], settings["readable"], settings["groups"])
     gc.collect()
     gc.freeze()  # so that no collection in a program copies what all have in common
     with socket.socket(fileno=control_fd) as control:
-        control.sendall(json.dumps({"walls": asdict(around), "missing": missing}).encode() + b"\n")
+        control.sendall(
+            json.dumps({"isolation": asdict(isolation), "missing": missing}).encode() + b"\n"
+        )
         signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # so that no keeper needs to be waited for
         forker = os.getpid()
         while True:
@@ -96,5 +98,7 @@ def serve(control_fd: int, base: str, settings: Mapping[str, Any]) -> NoReturn:
             if os.fork() == 0:
                 guard.die_with_parent(forker)
                 control.close()
-                last(partial(keep, socket.socket(fileno=fds[0]), around, base, settings))
+                run_then_exit(
+                    partial(supervise, socket.socket(fileno=fds[0]), isolation, base, settings)
+                )
             os.close(fds[0])

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import numpy as np
 from jaxtyping import Int32
 
-from areal_x.agents.chat.reading import Reply, ToolCall
+from areal_x.agents.chat.parsing import Reply, ToolCall
 from areal_x.agents.chat.rendering import TemplateRenderer, Tools, Unrenderable
 from areal_x.engines.vllm.client import ServerLost, ServerRefused, VLLMClient
 from areal_x.types import Message

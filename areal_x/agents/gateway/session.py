@@ -13,10 +13,10 @@ from typing import Any, TypeVar
 from areal_x.agents.chat.calls import Call
 from areal_x.agents.chat.dialogue import Answer, Ask, Speaker
 from areal_x.agents.chat.rendering import Renderer
-from areal_x.agents.gateway.asking import KnownSchemas, Said, Wanted, disobeyed, sampling_for
 from areal_x.agents.gateway.errors import ApiError
+from areal_x.agents.gateway.exchange import KnownSchemas, Said, Wanted, disobeyed, sampling_for
 from areal_x.agents.gateway.retries import Answers
-from areal_x.agents.gateway.sessions import SessionLimits, SessionState, over
+from areal_x.agents.gateway.session_state import SessionLimits, SessionState, over
 from areal_x.protocols.engine import EngineError, SamplingParams
 from areal_x.protocols.workflow import Generator
 from areal_x.rollout.episode import first_of

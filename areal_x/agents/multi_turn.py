@@ -19,9 +19,9 @@ import gin
 
 from areal_x.agents.chat.credit import Credit, episode_of_calls
 from areal_x.agents.chat.dialogue import Dialogue, Speaker
-from areal_x.agents.chat.reading import Reply
+from areal_x.agents.chat.parsing import Reply
 from areal_x.agents.chat.rendering import PlainRenderer, Renderer, TemplateRenderer, Unrenderable
-from areal_x.agents.tools.tools import Toolbox
+from areal_x.agents.tools.toolbox import Toolbox
 from areal_x.errors import at_least, within
 from areal_x.protocols.engine import PromptTooLong
 from areal_x.protocols.workflow import Generator, Result
@@ -110,7 +110,7 @@ class ToolUse(Judged):
     is what the user says.
 
     reward: a function (task, text) -> number, or -> (number, {name: number}); text is the last
-    reply without special tokens. tools: functions (see areal_x.agents.tools.tools.tool_of),
+    reply without special tokens. tools: functions (see areal_x.agents.tools.toolbox.tool_of),
     python_executor, calculator, mcp_server, or objects with a name, a schema and a coroutine
     call(arguments). max_turns: most replies; the last one is judged also where it calls a tool.
     tool_seconds: after which the model is told that a tool did not answer. result_characters: most

@@ -7,9 +7,9 @@ import pytest
 from transformers import AutoTokenizer
 
 from areal_x.agents.chat.dialogue import Ask, Speaker
-from areal_x.agents.chat.lines import merged
-from areal_x.agents.chat.renderer import ServerRenderer
+from areal_x.agents.chat.merging import merged
 from areal_x.agents.chat.rendering import TemplateRenderer, Unrenderable
+from areal_x.agents.chat.server_renderer import ServerRenderer
 from areal_x.protocols.engine import SamplingParams
 from tests.servers import TEMPLATE
 

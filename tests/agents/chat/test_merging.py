@@ -4,7 +4,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from areal_x.agents.chat.lines import individual, merged
+from areal_x.agents.chat.merging import individual, merged
 from areal_x.types import NOT_THE_POLICY
 from tests.agents.chat.calls import Agent, call, generated, trained
 
