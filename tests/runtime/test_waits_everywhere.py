@@ -116,7 +116,7 @@ ALLOWED: dict[str, Inside | Bounded | str] = {
     "rollout/runner.py Runner.evaluate: episode.result()": AT_ONCE,
     "rollout/runner.py Runner.run: async with asyncio.TaskGroup": Inside("its workflow"),
     "agents/json_checks/schemas.py _ended: process.communicate()": AT_ONCE,
-    "agents/tools/terminal.py Folder.run: async with self._turn": Inside(SANDBOX),
+    "agents/tools/terminal.py Folder.run: async with self._lock": Inside(SANDBOX),
     "agents/tools/terminal.py Terminal.score: await asyncio.gather": Inside(SANDBOX),
     "agents/tools/toolbox.py FunctionTool.call: await result": Inside(TOOL),
     "agents/tools/toolbox.py FunctionTool.call: await self.function": Inside(TOOL),
@@ -142,9 +142,9 @@ ALLOWED: dict[str, Inside | Bounded | str] = {
     "engines/vllm/supervisor.py Supervisor.unless_lost: task.result()": AT_ONCE,
     "engines/vllm/supervisor.py ended: await asyncio.wait": AT_ONCE,
     "run/run_dir.py _lock: fcntl.flock()": AT_ONCE,
-    "sandbox/pool.py Sandbox._ask: await asyncio.open_connection": AT_ONCE,
+    "sandbox/pool.py Sandbox._request: await asyncio.open_connection": AT_ONCE,
     "sandbox/pool.py Sandbox._ready: async with self._starting": Inside("the sandbox to start"),
-    "sandbox/pool.py _Forker.gone: self.control.recv()": AT_ONCE,
+    "sandbox/pool.py _ForkServer.has_exited: self.control.recv()": AT_ONCE,
     "sandbox/pool.py _first_line: await asyncio.get_running_loop().sock_recv": Inside("the sandbox to start"),
     "serve.py Service.close: await asyncio.gather": AT_ONCE,  # the sessions were closed before
     "serve.py serve.until_interrupted: await asyncio.Event().wait": OURS_TO_END,  # no run: it serves until Ctrl-C

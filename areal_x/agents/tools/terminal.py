@@ -65,12 +65,12 @@ class Folder:
     def __init__(self, sandbox: Sandbox, limits: SandboxLimits, files: Mapping[str, str]) -> None:
         self._sandbox, self._limits = sandbox, limits
         self._archive = archive(files)
-        self._turn = asyncio.Lock()
+        self._lock = asyncio.Lock()
 
     async def run(self, command: str) -> Ran:
         """What a command does stays. One that takes too much memory, files or processes leaves all
         as it was before."""
-        async with self._turn:
+        async with self._lock:
             ran, self._archive = await self._run(command, test=False)
             return ran
 
