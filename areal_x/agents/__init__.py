@@ -21,12 +21,12 @@ if TYPE_CHECKING:
     from areal_x.agents.client import Session as Session
     from areal_x.agents.client import SessionError as SessionError
     from areal_x.agents.client import session as session
-    from areal_x.agents.multi_turn import MultiTurn as MultiTurn
-    from areal_x.agents.multi_turn import ToolUse as ToolUse
     from areal_x.agents.environment import Environment as Environment
     from areal_x.agents.environment import environment_tasks as environment_tasks
     from areal_x.agents.gateway import Gateway as Gateway
     from areal_x.agents.gateway import SessionLimits as SessionLimits
+    from areal_x.agents.multi_turn import MultiTurn as MultiTurn
+    from areal_x.agents.multi_turn import ToolUse as ToolUse
     from areal_x.agents.online import Online as Online
     from areal_x.agents.online import online_tasks as online_tasks
     from areal_x.agents.tools.calculator import Calculator as Calculator

@@ -257,7 +257,8 @@ from areal_x.sandbox import seccomp
 from areal_x.sandbox.pool import Sandbox, SandboxLimits
 # A filter around the run, as a container's: it refuses these calls, and the first argument of those with one.
 seccomp.REFUSED = seccomp.UNCOUNTED = {{}}
-seccomp.PARTLY_REFUSED = [seccomp.Rule(tuple(n), [seccomp.ArgumentTest(0, seccomp.EQUAL, x) for x in first]) for n, first in {calls}]
+tests_of = lambda values: [seccomp.ArgumentTest(0, seccomp.EQUAL, value) for value in values]
+seccomp.PARTLY_REFUSED = [seccomp.Rule(tuple(numbers), tests_of(values)) for numbers, values in {calls}]
 assert not seccomp.install_filter(True)
 
 async def main():
