@@ -21,13 +21,14 @@ import numpy as np
 from areal_x.errors import UserError
 from areal_x.hf import lora, model_dir
 from areal_x.run import checkpoint
+from areal_x.runtime.command import command_of, in_this_form
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The exit status: 0, or 1 after one sentence about a mistake."""
     parser = argparse.ArgumentParser(
-        prog="python -m areal_x.export",
-        description=__doc__,
+        prog=command_of("areal_x.export"),
+        description=in_this_form(str(__doc__), "areal_x.export"),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("checkpoint", metavar="CHECKPOINT", type=Path)

@@ -35,6 +35,7 @@ from areal_x.config.types import check_early, check_experiment
 from areal_x.errors import UserError, described, place_of, sentence, traceback_of
 from areal_x.run import checkpoint, resuming, run_dir
 from areal_x.runtime import interrupts, open_files
+from areal_x.runtime.command import command_of, in_this_form
 
 FAILED = 1
 
@@ -138,8 +139,8 @@ def run_named(config: Config, options: argparse.Namespace) -> None:
 def parser_of(module: str, description: str | None) -> argparse.ArgumentParser:
     """Of a command that takes bindings."""
     parser = argparse.ArgumentParser(
-        prog=f"python -m {module}",
-        description=description,
+        prog=command_of(module),
+        description=in_this_form(description or "", module),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
@@ -189,7 +190,7 @@ def _how_to_go_on(run: Path, options: argparse.Namespace) -> str:
     bindings = [f"-b {_quote(binding)}" for binding in options.bindings]
     again = "--resume=auto" if options.resume == resuming.AUTO else "--resume"
     command = " ".join(
-        ["python -m areal_x.train", shlex.quote(str(options.file)), *bindings, again]
+        [command_of("areal_x.train"), shlex.quote(str(options.file)), *bindings, again]
     )
     return f": the run is in {run}; go on from step {checkpoint.steps(run)[-1]} with: {command}"
 

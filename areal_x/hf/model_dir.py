@@ -26,6 +26,7 @@ from typing import Any
 import numpy as np
 
 from areal_x.errors import UserError
+from areal_x.runtime.command import command_of
 
 WEIGHTS = "model.safetensors"
 MOMENTS = "optimizer.safetensors"
@@ -60,7 +61,7 @@ def resolve(path: str | Callable[[], str]) -> Path:
         directory = _download(path)
     if is_adapter(directory):
         wanted = (
-            f"merge them into a plain model with `python -m areal_x.export {directory} DIRECTORY`,"
+            f"merge them into a plain model with `{command_of('areal_x.export')} {directory} DIRECTORY`,"
             " and give that"
         )
         raise UserError(f"{directory} holds adapters and not a whole model: {wanted}")

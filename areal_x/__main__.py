@@ -1,0 +1,67 @@
+"""The command `areal-x SUBCOMMAND`, and `python -m areal_x SUBCOMMAND`.
+
+A subcommand is the module of the same name, imported only when it is the one to run, so that none
+needs what only another one imports. `python -m areal_x.SUBCOMMAND` runs the same function.
+"""
+
+from __future__ import annotations
+
+import signal
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+
+import areal_x
+
+SUBCOMMANDS = {
+    "train": "train what a gin file describes",
+    "check": "check everything that a run depends on, in seconds",
+    "plan": "divide accelerators between generation and training",
+    "replay": "train on a recorded run again, without an engine",
+    "serve": "serve a run's model to agents, without training it",
+    "export": "write a checkpoint as a plain Hugging Face model",
+    "example": "copy an example out of the package",
+}
+WRONG = 2  # the exit status of argparse for a wrong command line
+
+
+def main() -> int:
+    """Runs this process's command line and returns the exit status."""
+    # A scheduler's SIGTERM closes servers as Ctrl-C does.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    return run(sys.argv[1:])
+
+
+def run(words: Sequence[str]) -> int:
+    """Runs a subcommand with its arguments and returns the exit status."""
+    if not words or words[0] in ("-h", "--help"):
+        print(usage())
+        return 0 if words else WRONG
+    if words[0] == "--version":
+        print(areal_x.__version__)
+        return 0
+    if words[0] not in SUBCOMMANDS:
+        from areal_x.errors import nearest
+
+        hint = nearest(words[0], list(SUBCOMMANDS)) or f": choose {', '.join(SUBCOMMANDS)}"
+        print(f"error: there is no subcommand {words[0]!r}{hint}", file=sys.stderr)
+        return WRONG
+    status: int = import_module(f"areal_x.{words[0]}").main(words[1:])
+    return status
+
+
+def usage() -> str:
+    lines = [f"  {name:8} {what}" for name, what in SUBCOMMANDS.items()]
+    return "\n".join(
+        [
+            "usage: areal-x SUBCOMMAND …",
+            "",
+            *lines,
+            "",
+            "areal-x SUBCOMMAND --help describes one; areal-x --version prints the version.",
+        ]
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

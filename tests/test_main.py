@@ -1,0 +1,115 @@
+"""The command `areal-x` and its subcommands, and examples copied out of the package."""
+
+from __future__ import annotations
+
+import importlib
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from areal_x import __main__ as console
+from areal_x import __version__, example
+from areal_x.runtime.command import command_of
+
+ROOT = Path(__file__).parents[1]
+
+
+def output(code: str, folder: Path = ROOT) -> str:
+    return subprocess.run([sys.executable, "-c", code], cwd=folder, capture_output=True, text=True, check=True).stdout
+
+
+@pytest.mark.parametrize("name", console.SUBCOMMANDS)
+def test_a_subcommand_is_the_module_of_its_name(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert callable(importlib.import_module(f"areal_x.{name}").main)
+    with pytest.raises(SystemExit) as ended:
+        console.run([name, "--help"])
+    assert ended.value.code == 0
+    assert capsys.readouterr().out.startswith(f"usage: {command_of(f'areal_x.{name}')} ")
+
+
+def test_the_commands_of_the_package_are_the_subcommands() -> None:
+    modules = {file.stem for file in (ROOT / "areal_x").glob("*.py") if "\ndef main(" in file.read_text()}
+    assert modules - {"__main__"} == set(console.SUBCOMMANDS)
+
+
+@pytest.mark.parametrize(
+    ("program", "command"),
+    [
+        ("/usr/bin/areal-x", "areal-x train"),
+        ("/site-packages/areal_x/__main__.py", "python -m areal_x train"),
+        ("/site-packages/areal_x/train.py", "python -m areal_x.train"),
+        ("-c", "python -m areal_x.train"),
+    ],
+)
+def test_help_names_the_command_as_it_was_started(program, command, monkeypatch, capsys) -> None:
+    monkeypatch.setattr(sys, "argv", [program])
+    with pytest.raises(SystemExit):
+        console.run(["train", "--help"])
+    shown = capsys.readouterr().out
+    assert shown.startswith(f"usage: {command} ")
+    assert f"    {command} examples/arithmetic/grpo.gin\n" in shown
+
+
+def test_what_is_no_subcommand_is_answered_with_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
+    assert console.run(["trian"]) == 2
+    assert capsys.readouterr().err == "error: there is no subcommand 'trian'; did you mean 'train'?\n"
+    assert console.run([]) == 2
+    assert console.run(["--help"]) == 0
+    assert console.run(["--version"]) == 0
+    assert capsys.readouterr().out.endswith(f"{__version__}\n")
+
+
+def test_the_overview_and_the_list_of_examples_load_nothing_that_a_run_needs() -> None:
+    code = (
+        "import sys; before = set(sys.modules); from areal_x.__main__ import run; run(['--help']); run(['example'])\n"
+        "loaded = {n.split('.')[0] for n in set(sys.modules) - before if not n.startswith('_')}\n"
+        "print(sorted(loaded - sys.stdlib_module_names))"
+    )
+    assert output(code).splitlines()[-1] == "['areal_x']"
+
+
+def test_an_example_comes_with_those_it_uses(tmp_path: Path) -> None:
+    told = example.written("agents", tmp_path)
+    parts = sorted(part.name for part in (tmp_path / "examples").iterdir())
+    assert parts == [
+        "__init__.py",
+        "agents",
+        "arithmetic",
+        "tiny",
+    ]
+    assert f"wrote {tmp_path}/examples/tiny\n" in told
+    assert told.endswith("examples/agents/FILE.gin, where FILE is one of agents_sdk, javascript, openai_client")
+    for file in (tmp_path / "examples").rglob("*.*"):
+        assert file.read_bytes() == (ROOT / file.relative_to(tmp_path)).read_bytes()
+    assert example.written("arithmetic", tmp_path)  # what is there already is the same
+
+
+def test_the_files_of_an_example_can_be_read_where_they_were_written(tmp_path: Path) -> None:
+    example.written("self_play", tmp_path)
+    code = (
+        "import sys; from areal_x.config.reader import load; sys.path.insert(0, ''); load('examples/self_play/tiny.gin')\n"
+        "print({m.__file__ for n, m in sys.modules.items() if n.split('.')[0] == 'examples'})"
+    )
+    files = [Path(file) for file in eval(output(code, tmp_path))]
+    assert len(files) > 3
+    assert all(file.is_relative_to(tmp_path) for file in files)
+
+
+def test_a_file_of_the_users_is_not_overwritten(tmp_path: Path, monkeypatch, capsys) -> None:
+    mine = tmp_path / "examples" / "arithmetic" / "task.py"
+    mine.parent.mkdir(parents=True)
+    mine.write_text("mine")
+    monkeypatch.chdir(tmp_path)
+    assert console.run(["example", "arithmetic"]) == 1
+    assert "examples/arithmetic/task.py exists and differs" in capsys.readouterr().err
+    assert [file.name for file in (tmp_path / "examples").rglob("*.*")] == ["task.py"]
+    assert console.run(["example", "arithmetics"]) == 1
+    assert capsys.readouterr().err == "error: there is no example 'arithmetics'; did you mean 'arithmetic'?\n"
+
+
+def test_every_example_is_listed_with_a_description() -> None:
+    lines = example.listing().splitlines()
+    assert {line.split()[0] for line in lines} == {file.parent.name for file in (ROOT / "examples").glob("*/*.gin")}
+    assert all(len(line.split()) > 3 for line in lines)
