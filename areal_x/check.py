@@ -20,7 +20,7 @@ from typing import Any
 
 import gin
 
-from areal_x.algorithms.check import learns_from_reward
+from areal_x.algorithms.validation import learns_from_reward_alone
 from areal_x.config.reader import Config
 from areal_x.experiment import Experiment
 from areal_x.hf.model_dir import check_head
@@ -92,7 +92,9 @@ def findings(config: Config) -> Iterator[Finding]:
     yield look("algorithm", lambda: trained(experiment, tasks["dataset"]))
     workflow = data.rewarding(experiment.workflow)
     if workflow is not None and tasks["dataset"]:
-        must_vary = workflow is experiment.workflow and learns_from_reward(experiment.algorithm)
+        must_vary = workflow is experiment.workflow and learns_from_reward_alone(
+            experiment.algorithm
+        )
         yield look("reward", lambda: data.reward_works(workflow, tasks["dataset"], must_vary))
     yield look("run directory", lambda: places.run_directory(experiment))
     if engine == "vllm":

@@ -277,7 +277,9 @@ class Experiment(Settings):
     def losses(self) -> dict[str, Loss]:
         """What the trainers minimise, by their names in Models."""
         # What is only written was drawn by no policy that there could be a gap to.
-        watched = (losses.policy_gap, mismatch.ByLag(self.lags())) if self.engine != "none" else ()
+        watched = (
+            (losses.policy_gap, mismatch.LagMetrics(self.lags())) if self.engine != "none" else ()
+        )
         of_critic = (
             {} if self.algorithm.value_loss is None else {"critic": self.algorithm.value_loss}
         )
@@ -288,7 +290,7 @@ class Experiment(Settings):
         # groups, the queue's bound
         most = (self.max_staleness + 1) * self.groups_per_step + self.window - 2
         oldest = most // self.groups_per_step
-        return min(oldest + 1, mismatch.MOST_LAGS)
+        return min(oldest + 1, mismatch.MAX_LAGS)
 
     def learn(self, batches: Sequence[Batch], models: Models, loss: Loss) -> dict[str, float]:
         """An optimizer step on each batch, of the policy and of the critic, and the means of what
@@ -309,7 +311,7 @@ class Experiment(Settings):
         }
         means = {
             name: x for name, x in means.items() if not name.startswith(mismatch.PREFIX)
-        } | mismatch.by_lag(said[0])
+        } | mismatch.metrics_by_lag(said[0])
         return means | {
             name: sum(row[name] for row in said)
             for name in ("skipped", "critic/skipped")

@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from areal_x.algorithms.algorithm import Algorithm
-from areal_x.algorithms.check import check_group_size
 from areal_x.algorithms.recipes import grpo
+from areal_x.algorithms.validation import validate_group_size
 from areal_x.engines.embedded import EmbeddedConfig
 from areal_x.engines.sampling_checks import check_distribution
 from areal_x.engines.vllm.config import VLLMConfig
@@ -118,7 +118,7 @@ class Settings:
             within("train.longest_prompt", self.longest_prompt, 1, self.row_length)
         if self.filtered_groups is not None:
             positive("train.filtered_groups", self.filtered_groups)
-        check_group_size(self.algorithm, self.group_size)
+        validate_group_size(self.algorithm, self.group_size)
         for name in ("reference", "teacher"):
             server_urls(f"train.{name}", getattr(self, name))
         if "teacher_logits" in self.algorithm.needs and server_urls("train.teacher", self.teacher):

@@ -132,9 +132,9 @@ def cases() -> dict[str, Case]:
 
 
 def public(module: Any) -> dict[str, Callable[..., Any]]:
-    """The functions that a module defines itself, but `losses.each`, which is of no arrays."""
+    """The functions that a module defines itself, but `losses.summands`, which takes no arrays."""
     functions = inspect.getmembers(module, inspect.isfunction)
-    return {n: f for n, f in functions if n[0] != "_" and n != "each" and inspect.unwrap(f).__module__ == module.__name__}
+    return {n: f for n, f in functions if n[0] != "_" and n != "summands" and inspect.unwrap(f).__module__ == module.__name__}
 
 
 def evaluate(case: Case, framework: str, dtype: type, compiled: bool = False) -> tuple[list[np.ndarray], list[np.ndarray]]:

@@ -46,8 +46,8 @@ Beside its own numbers every recipe takes, in gin as `NAME.PART` or in Python by
 | `reward_kl` | KL to the reference as a cost in every token's reward |
 | `kl_coefficient`, `kl_estimator`, `entropy_coefficient` | a KL penalty or an entropy bonus in the loss |
 
-θ is the log-probability of the policy that learns, p of the proximal one, b of the one that sampled, r = exp(θ - p), A the
-advantage.
+logp is the log-probability of a token under the trained policy, proximal and behavior are those under the proximal policy and
+the one that sampled; r = exp(logp - proximal), and A is the advantage.
 All recipes run synchronously (`train.max_staleness = 0`) and asynchronously, with `train.minibatches` optimizer steps a batch.
 `sft`, `dpo`, `ipo` and `reward_model` learn from a dataset: `train.workflow = @demonstrations()` or `@preference_pairs()`, and
 `train.engine = "none"` unless something is evaluated on the way.
@@ -95,7 +95,7 @@ def algorithms() -> str:
 
 def is_recipe(function: Any) -> bool:
     plain = inspect.unwrap(function)
-    return bool(plain.__module__ == recipes.__name__ and "parts" in plain.__code__.co_varnames and plain.__name__ != "recipe")
+    return bool(plain.__module__ == recipes.__name__ and "parts" in plain.__code__.co_varnames)
 
 
 if __name__ == "__main__":

@@ -26,7 +26,7 @@ ARGUMENTS: dict[str, dict[str, Any]] = {
     "grpo": {"kl_coefficient": 0.1, "entropy_coefficient": 0.01},
     "distill": {"beta": 0.5},
 }
-FUNCTIONS = {name: f for name, f in vars(recipes).items() if inspect.isfunction(f) and name != "recipe"}
+FUNCTIONS = {name: f for name, f in vars(recipes).items() if inspect.isfunction(f) and name != "assemble"}
 NAMES = [name for name, f in FUNCTIONS.items() if "parts" in inspect.signature(f).parameters]
 PAIRS = [(name, proximal) for name in NAMES for proximal in PROXIMAL]
 # Between two policies there is no batch to look at as a whole; and a reward model is no policy.

@@ -1,14 +1,15 @@
-"""How much better than expected: advantages from rewards (host, before the step), for numpy, jax
-and torch arrays alike.
+"""Advantages from rewards, computed on the host before the optimizer step, for numpy, jax and torch
+arrays.
 
-`[S]` holds one value a sequence, and `groups [S]` any integers, equal for the sequences of one
-task. `[S, T]` holds one value a token, one sequence a row; what stands behind a mask changes
-nothing, and the result there is 0.
+`[S]` holds one value a sequence; `groups [S]` holds any integers, equal for the sequences of one
+task. `[S, T]` holds one value a token, one sequence a row; masked-out entries are ignored, and the
+result there is 0.
 """
 
 from __future__ import annotations
 
 import gin
+import numpy as np
 from array_api_compat import array_namespace, is_numpy_array
 from jaxtyping import Bool, Float, Int
 
@@ -21,13 +22,16 @@ from areal_x.types import Array
 def group_relative(
     rewards: Float[Array, " S"], groups: Int[Array, " S"], scale: str = "group", eps: float = 1e-6
 ) -> Float[Array, " S"]:
-    """(r_i - mean of its group) / (std + eps), unbiased std (n - 1). `groups[i]` names the task of
-    sequence i.
+    """(r_i - mean of its group) / (std + eps), unbiased std (n - 1). `groups[i]` identifies the
+    task of sequence i.
 
-    scale: "group" divides by the group's std, "batch" by that of all rewards, "none" by nothing. A
-    group of one, or one whose rewards are all equal, gives exactly 0. Raises ConfigError for
-    another scale. Source: GRPO, arXiv 2402.03300; scale "none" Dr. GRPO, arXiv 2503.20783; "batch"
-    Lite PPO, arXiv 2508.08221.
+    A group of one, or one whose rewards are all equal, gives exactly 0. Source: GRPO, arXiv
+    2402.03300; scale "none" Dr. GRPO, arXiv 2503.20783; "batch" Lite PPO, arXiv 2508.08221.
+
+    Args:
+        scale: "group" divides by the group's standard deviation, "batch" by that of all rewards,
+            "none" by 1.
+        eps: Added to the standard deviation, in units of reward.
     """
     one_of("group_relative.scale", scale, ("group", "batch", "none"))
     xp = array_namespace(rewards)
@@ -36,9 +40,9 @@ def group_relative(
     if scale == "none":
         return deviation
     if scale == "batch":
-        everyone = xp.zeros_like(group)
-        relative, _ = _from_first_of_group(rewards, everyone)
-        std = _std(relative - _mean(relative, everyone), everyone)
+        one_group = xp.zeros_like(group)
+        relative, _ = _from_first_of_group(rewards, one_group)
+        std = _std(relative - _mean(relative, one_group), one_group)
     else:
         std = _std(deviation, group)
     return deviation / xp.where(std > 0, std + eps, xp.ones_like(std))
@@ -46,7 +50,7 @@ def group_relative(
 
 @gin.configurable(module="advantages")
 def leave_one_out(rewards: Float[Array, " S"], groups: Int[Array, " S"]) -> Float[Array, " S"]:
-    """r_i - mean of the others of its group; a group of one, or one whose rewards are all equal,
+    """r_i - mean of the others in its group; a group of one, or one whose rewards are all equal,
     gives exactly 0.
 
     Source: RLOO, arXiv 2402.14740.
@@ -59,11 +63,11 @@ def leave_one_out(rewards: Float[Array, " S"], groups: Int[Array, " S"]) -> Floa
 def length_weighted_baseline(
     rewards: Float[Array, " S"], lengths: Int[Array, " S"], groups: Int[Array, " S"]
 ) -> Float[Array, " S"]:
-    """r_i - Σ l r / Σ l over its group: the baseline of least variance where a gradient's squared
-    norm is proportional to the length l.
+    """r_i - Σ l r / Σ l over its group: the baseline of minimum variance if a gradient's squared
+    norm is proportional to the length l (tokens sampled from the policy).
 
-    lengths: tokens that the policy produced. A group of one, or one whose rewards are all equal,
-    gives exactly 0. Source: OPO, arXiv 2505.23585.
+    A group of one, or one whose rewards are all equal, gives exactly 0. Source: OPO, arXiv
+    2505.23585.
     """
     relative, group = _from_first_of_group(rewards, groups)
     xp = array_namespace(relative)
@@ -89,21 +93,24 @@ def gae(
     gamma: float = 1.0,
     lam: float = 1.0,
 ) -> tuple[Float[Array, "S T"], Float[Array, "S T"]]:
-    """Generalised advantage estimation: (advantages, returns), returns = A + V, the critic's
-    target, before any whitening.
+    """Generalised advantage estimation: (advantages, returns), where returns = A + V is the
+    critic's target, before any whitening.
 
     A_t = δ_t + γλ A_{t+1}, δ_t = r_t + γ V_{t+1} - V_t, where t + 1 is the next *masked* token and
-    after the last one is 0: what the policy did not write (a tool's output) is stepped over without
-    discount. gamma: γ. lam: λ. Raises ConfigError unless both are between 0 and 1. Source: arXiv
-    1506.02438, eq. 16.
+    values after the last one are 0: tokens that the policy did not sample (a tool's output) are
+    skipped without discount. Source: arXiv 1506.02438, eq. 16.
+
+    Args:
+        gamma: Discount γ per token, from 0 to 1.
+        lam: λ, from 0 (one-step estimates) to 1 (full returns).
     """
     within("gae.gamma", gamma, 0, 1)
     within("gae.lam", lam, 0, 1)
     xp = array_namespace(rewards)
     rewards, values = masked(rewards, mask), masked(values, mask)
-    # the value of the first masked token from t on
-    from_here_on = _backward(values, _discounts(mask, 0.0, values))
-    following = xp.concat([from_here_on[:, 1:], xp.zeros_like(values[:, :1])], axis=1)
+    # at t, the value of the first masked token from t on
+    upcoming = _backward(values, _discounts(mask, 0.0, values))
+    following = xp.concat([upcoming[:, 1:], xp.zeros_like(values[:, :1])], axis=1)
     deltas = masked(rewards + gamma * following - values, mask)
     advantages = masked(_backward(deltas, _discounts(mask, gamma * lam, values)), mask)
     return advantages, advantages + values
@@ -113,10 +120,12 @@ def gae(
 def returns_to_go(
     rewards: Float[Array, "S T"], mask: Bool[Array, "S T"], gamma: float = 1.0
 ) -> Float[Array, "S T"]:
-    """R_t = r_t + γ R_{t+1}, where t + 1 is the next masked token, as in `gae`. Raises ConfigError
-    unless 0 ≤ γ ≤ 1.
+    """R_t = r_t + γ R_{t+1}, where t + 1 is the next masked token, as in `gae`.
 
     Source: REINFORCE++, arXiv 2501.03262.
+
+    Args:
+        gamma: Discount γ per token, from 0 to 1.
     """
     within("returns_to_go.gamma", gamma, 0, 1)
     rewards = masked(rewards, mask)
@@ -134,7 +143,7 @@ def whiten(
     xp = array_namespace(advantages)
     live = masked(advantages, mask)
     top = xp.max(xp.where(mask, live, xp.full_like(live, -xp.inf)))
-    # so that equal advantages are 0 and not the rounding of their mean
+    # relative to the maximum, so that equal advantages are 0 and not the rounding of their mean
     relative = masked(live - top, mask)
     tokens = xp.sum(xp.astype(mask, relative.dtype))
     deviation = masked(relative - xp.sum(relative) / xp.clip(tokens, 1, None), mask)
@@ -142,12 +151,43 @@ def whiten(
     return deviation / xp.sqrt(variance + eps)
 
 
+def whitened_returns(
+    rewards: np.ndarray,
+    mask: np.ndarray,
+    groups: np.ndarray,
+    gamma: float = 1.0,
+    baseline: bool = False,
+) -> np.ndarray:
+    """Whitened returns to go (see `returns_to_go` and `whiten`); with `baseline`, the group's mean
+    reward is subtracted first. Source: REINFORCE++, arXiv 2501.03262."""
+    if baseline:
+        totals = rewards.sum(1)
+        means = totals - group_relative(totals, groups, scale="none")
+        last = mask.shape[1] - 1 - np.argmax(mask[:, ::-1], axis=1)
+        rewards = rewards.copy()
+        rewards[np.arange(len(rewards)), last] -= means * mask.any(1)
+    return np.asarray(whiten(returns_to_go(rewards, mask, gamma), mask))
+
+
+def whitened_gae(
+    rewards: np.ndarray, values: np.ndarray, mask: np.ndarray, gamma: float = 1.0, lam: float = 1.0
+) -> tuple[np.ndarray, np.ndarray]:
+    """Generalised advantage estimates, whitened over the batch, and the returns that the critic is
+    trained on (see `gae` and `whiten`). Source: PPO, arXiv 1707.06347; whitening: Stiennon et al.,
+    arXiv 2009.01325."""
+    advantages, returns = gae(rewards, values, mask, gamma, lam)
+    return np.asarray(whiten(advantages, mask)), np.asarray(returns)
+
+
 @gin.configurable(module="advantages")
 def discount_turns(turn_rewards: Float[Array, "... K"], gamma: float) -> Float[Array, "... K"]:
-    """r_k += γ · r_{k+1}, from the last turn back: a turn is credited with what it led to. Raises
-    ConfigError unless 0 ≤ γ ≤ 1.
+    """r_k += γ · r_{k+1}, from the last turn back: a turn is credited with the rewards that follow
+    it.
 
     Source: Kevin, arXiv 2507.11948.
+
+    Args:
+        gamma: Discount γ per turn, from 0 to 1.
     """
     within("discount_turns.gamma", gamma, 0, 1)
     turn_rewards = lift(turn_rewards)
@@ -155,10 +195,10 @@ def discount_turns(turn_rewards: Float[Array, "... K"], gamma: float) -> Float[A
 
 
 def _from_first_of_group(rewards: Array, groups: Array) -> tuple[Array, Array]:
-    """Each reward minus that of the first of its group, and for each group a number below S.
+    """Each reward minus the first of its group, and the groups renumbered below S.
 
-    No advantage depends on a group's level, and so equal rewards are exactly 0. Left as they are,
-    the rounding of their mean divided by eps would look like an advantage.
+    Advantages do not depend on a group's level, and this makes equal rewards exactly 0. Otherwise
+    the rounding of their mean, divided by eps, would look like an advantage.
     """
     xp = array_namespace(rewards)
     rewards, groups = lift(rewards), xp.asarray(groups)
@@ -180,20 +220,21 @@ def _std(deviation: Array, group: Array) -> Array:
 
 
 def _others(values: Array, group: Array) -> Array:
-    """How many others are in the group: n - 1, and 1 where there are none, as what is divided is 0
-    there."""
+    """Number of others in the group, n - 1, as a divisor: 1 if there are none, where the dividend
+    is 0."""
     xp = array_namespace(values)
     return xp.clip(_sum(xp.ones_like(values), group) - 1, 1, None)
 
 
 def _discounts(mask: Array, discount: float, like: Array) -> Array:
-    """The discount where masked, 1 elsewhere: an unmasked token passes on what comes after it."""
+    """The discount where masked, 1 elsewhere: an unmasked token passes the later sum through."""
     xp = array_namespace(like)
     return xp.where(mask, xp.full_like(like, discount), xp.ones_like(like))
 
 
 def _backward(terms: Array, factors: Array) -> Array:
-    """y_t = terms_t + factors_t · y_{t+1} along the last axis, 0 after its end."""
+    """Reverse scan y_t = terms_t + factors_t · y_{t+1} along the last axis, with y = 0 past its
+    end."""
     xp = array_namespace(terms)
     length = terms.shape[-1]
     if is_numpy_array(terms):
@@ -205,8 +246,8 @@ def _backward(terms: Array, factors: Array) -> Array:
     def from_later(x: Array, steps: int) -> Array:
         return xp.concat([x[..., steps:], xp.zeros_like(x[..., :steps])], axis=-1)
 
-    # After k rounds y_t = terms_t + factors_t · y_{t + 2^k}: log2(T) rounds and no loop over T,
-    # which jit would unroll.
+    # After k rounds y_t = terms_t + factors_t · y_{t + 2^k}: log2(T) rounds instead of a loop over
+    # T, which jit would unroll.
     steps = 1
     while steps < length:
         terms, factors = (

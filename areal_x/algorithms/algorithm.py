@@ -1,5 +1,5 @@
-"""What a recipe consists of. All parts are plain functions: any can be replaced, and none knows of
-the others."""
+"""The parts of a reinforcement-learning algorithm. All are plain functions: any can be replaced, and
+none knows the others."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 
 from areal_x.algorithms import proximal
-from areal_x.algorithms.check import rehearse
-from areal_x.algorithms.losses import each
-from areal_x.algorithms.parts import Made, plain
+from areal_x.algorithms.losses import summands
+from areal_x.algorithms.parts import RecipeCall, unwrapped
+from areal_x.algorithms.validation import validate_parts
 from areal_x.errors import ConfigError, at_least, function_name, one_of
 from areal_x.types import Array, Batch, Divergence, Group, Loss, LossTerms, Policy, evaluate_loss
 
@@ -30,50 +30,76 @@ NEEDS = ("entropy", "reference", "teacher", "teacher_logits", "values", "greedy"
 
 @dataclass(frozen=True)
 class Algorithm:
-    """The parts of a recipe.
-
-    loss: `(policy, batch) → (terms, metrics)`. weighting: `(mask, segment_ids) → [rows, length]`,
-    what each term counts; `groups_of_segments` too, if it asks for it. advantages: a function of
-    any of these, which it gets by the names of its parameters; None where nothing is judged.
-        Without `mask`, of one value an episode, `[S]`: `rewards`, `groups` (which share a task), `lengths` (generated tokens),
-        `greedy_rewards` (of a greedy answer to the same task). With `mask`, of one a token, `[S, T]`: `rewards` (a sequence's
-        on its last masked token, with its own token rewards), `mask`, `values` (the critic's); `groups` as before.
-        It gives advantages of the shape of `rewards`, or (advantages, returns) where a critic learns the returns.
-    corrections: `(log_ratio, mask, segment_ids) → [rows, length]`, multiplies the weights;
-    log_ratio is proximal - behavior. As
-        around "behavior" that is 0, the proximal policy is then recomputed.
-    proximal: the policy that ratios are taken against: "behavior", the one that sampled the token;
-    "recompute", the trainer's
-        own before the step; "interpolate", between the two by age (areal_x.algorithms.proximal).
-    filters: a group is trained on where all hold, else given back and replaced by another. shaping:
-    `lengths [S] → [S]`, added to the rewards. reward_kl: β of -β (b - ref), added to every token's
-    reward. value_loss: what the critic minimises, where there is one. divergence: `(student_logits,
-    teacher_logits) [..., vocabulary] → [...]`, what the loss finds in `policy.divergence`. needs:
-    what the run pays for: "entropy" of the full distribution, "reference" (a frozen copy of the
-    initial policy),
-        "teacher" (another model, whose log-probabilities take the reference's place), "teacher_logits" (its whole distribution
-        at each token, which only `divergence` sees), "values" (a critic), "greedy" (a greedy answer to each task).
-    pairs: whether an episode's two trajectories, chosen and rejected, stay side by side in a row
-    for the loss. head: of the model that learns, "policy" or "reward". source: where it was
-    published. made: by which recipe, of what; parts may have been replaced since.
-    """
+    """A loss, the host-side computations around it, and what they need from the run."""
 
     name: str
+
     loss: Loss
+    """`(policy, batch) → (terms, metrics)`, minimised by the trainer."""
+
     weighting: Weighting
+    """`(mask, segment_ids) → [rows, length]`: the weight of each token's term in the loss. A
+    function with a parameter `groups_of_segments` gets that too."""
+
     advantages: Advantages | None = None
+    """Advantages from rewards, or None if the algorithm does not use rewards. The function gets
+    those of these arrays that its parameters name.
+
+    Without `mask`, one value an episode, `[S]`: `rewards`, `groups` (equal for the attempts at one
+    task), `lengths` (generated tokens), `greedy_rewards` (of a greedy answer to the same task).
+
+    With `mask`, one value a token, `[S, T]`: `rewards` (a sequence's on its last masked token, plus
+    its per-token rewards), `mask`, `values` (the critic's); `groups` as before.
+
+    Returns advantages of the shape of `rewards`, or (advantages, returns) if a critic is trained on
+    the returns.
+    """
+
     corrections: Correction | None = None
+    """`(log_ratio, mask, segment_ids) → [rows, length]`, multiplied into the weights to correct for
+    off-policy samples; log_ratio is proximal - behavior. With `proximal` "behavior" it would be 0
+    everywhere, so the proximal policy is then recomputed."""
+
     proximal: str = "behavior"
+    """The policy that importance ratios are taken against: "behavior", the one that sampled the
+    token; "recompute", the trainer's own before the step; "interpolate", between behavior and
+    current policy by the token's age (`areal_x.algorithms.proximal`)."""
+
     filters: tuple[Filter, ...] = ()
+    """Functions `(group) → bool`. A group that one of them rejects is not trained on but replaced
+    by another."""
+
     shaping: Shaping | None = None
+    """A function of the generated lengths, `[S] → [S]`, added to the rewards."""
+
     reward_kl: float = 0.0
+    """β of -β (behavior_logp - reference_logp), added to every token's reward. At least 0."""
+
     value_loss: Loss | None = None
+    """The critic's loss, for recipes with a critic."""
+
     divergence: Divergence | None = None
+    """`(student_logits, teacher_logits) [..., vocabulary] → [...]`, which the loss reads as
+    `policy.divergence`."""
+
     needs: frozenset[str] = frozenset()
+    """Inputs that cost the run extra: "entropy" (of the full distribution), "reference" (a frozen
+    copy of the initial policy), "teacher" (another model, whose log-probabilities take the
+    reference's place), "teacher_logits" (the teacher's full distribution at each token, which only
+    `divergence` reads), "values" (a critic), "greedy" (a greedy answer to each task)."""
+
     pairs: bool = False
+    """True if an episode is two trajectories, chosen and rejected, that must be adjacent in a
+    row."""
+
     head: str = "policy"
+    """The head of the trained model: "policy" or "reward"."""
+
     source: str = ""
-    made: Made | None = field(default=None, compare=False, repr=False)
+    """arXiv number of the paper."""
+
+    made_by: RecipeCall | None = field(default=None, compare=False, repr=False)
+    """The call of the recipe that made it; parts may have been replaced since."""
 
     def __post_init__(self) -> None:
         one_of(f"{self.name}.proximal", self.proximal, PROXIMAL)
@@ -84,7 +110,7 @@ class Algorithm:
             raise ConfigError(
                 f"{self.name}.proximal",
                 self.proximal,
-                "'behavior': a reward model has no policy to take ratios of",
+                "'behavior': a reward model has no policy, so there are no ratios",
             )
         for need in self.needs:
             one_of(f"{self.name}.needs", need, NEEDS)
@@ -94,31 +120,32 @@ class Algorithm:
             )
         if ("values" in self.needs) != (self.value_loss is not None):
             raise ConfigError(
-                f"{self.name}.value_loss", self.value_loss, "given exactly where 'values' is needed"
+                f"{self.name}.value_loss",
+                self.value_loss,
+                "given if and only if 'values' is needed",
             )
         if ("teacher_logits" in self.needs) != (self.divergence is not None):
             raise ConfigError(
                 f"{self.name}.divergence",
                 self.divergence,
-                "given exactly where 'teacher_logits' is needed",
+                "given if and only if 'teacher_logits' is needed",
             )
-        rehearse(self)
+        validate_parts(self)
 
     def step_loss(self) -> Loss:
-        """The loss as the trainer gets it: around an interpolated policy where the recipe says
-        so."""
+        """The loss that the trainer minimises: with `proximal` "interpolate", the recipe's own
+        around the interpolated policy."""
         if self.proximal != "interpolate":
             return self.loss
-        return Interpolated(self.loss, self.corrections)
+        return InterpolatedLoss(self.loss, self.corrections)
 
     def explain(self) -> str:
-        """The recipe in words and symbols: each part with its formula, its source and the numbers
-        it is bound to."""
+        """Describes each part: its formula, its source and the numbers it is bound to."""
         parts: list[tuple[str, Any]] = [
             ("advantages", self.advantages),
             *(
                 ("loss" if factor == 1 else f"loss × {factor:g}", loss)
-                for factor, loss in each(self.loss)
+                for factor, loss in summands(self.loss)
             ),
             ("divergence", self.divergence),
             ("weighting", self.weighting),
@@ -130,27 +157,27 @@ class Algorithm:
         lines = [f"{self.name}" + (f" (arXiv {self.source})" if self.source else "")]
         lines += [f"  proximal policy: {PROXIMAL_IN_WORDS[self.proximal]}"]
         lines += (
-            [f"  reward - {self.reward_kl:g} · (b - reference), token by token"]
+            [f"  per-token reward: reward - {self.reward_kl:g} · (behavior - reference)"]
             if self.reward_kl
             else []
         )
         lines += [f"  needs: {', '.join(sorted(self.needs))}"] if self.needs else []
         for title, part in parts:
-            lines += ["", *described(title, part)] if part is not None else []
+            lines += ["", *describe_part(title, part)] if part is not None else []
         return "\n".join(lines)
 
 
 PROXIMAL_IN_WORDS = {
-    "behavior": "p = b, the policy that sampled the token",
-    "recompute": "p is the trainer's own policy before the step",
-    "interpolate": "p = b + α (θ - b), α growing with the token's age",
+    "behavior": "the policy that sampled the token (behavior)",
+    "recompute": "the trainer's own policy before the step",
+    "interpolate": "behavior + α (logp - behavior), α growing with the token's age",
 }
 
 
 @dataclass(frozen=True)
-class Interpolated:
-    """A loss around the policy between the one that sampled and the one that learns, which only the
-    loss itself sees."""
+class InterpolatedLoss:
+    """A loss whose proximal policy lies between the behavior and the current policy. It is computed
+    inside the loss, from the current log-probabilities."""
 
     loss: Loss
     corrections: Correction | None
@@ -166,23 +193,23 @@ class Interpolated:
         return terms, metrics
 
 
-def described(title: str, function: Any) -> list[str]:
-    """Its name with the numbers in effect, those that the recipe binds marked, and its
+def describe_part(title: str, function: Any) -> list[str]:
+    """Lines with the function's name, the numbers in effect (unbound ones marked "default") and its
     docstring."""
     bound = function.keywords if isinstance(function, partial) else {}
-    of = plain(function)
+    plain = unwrapped(function)
     defaults = {
         name: p.default
-        for name, p in inspect.signature(of).parameters.items()
+        for name, p in inspect.signature(plain).parameters.items()
         if p.default is not inspect.Parameter.empty
     }
     numbers = [
         f"{name} = {_short(value)}" + ("" if name in bound else " (default)")
         for name, value in (defaults | bound).items()
     ]
-    text = inspect.cleandoc(of.__doc__ or "").splitlines()
+    text = inspect.cleandoc(plain.__doc__ or "").splitlines()
     return [
-        f"  {title}: {function_name(of)}" + (f" with {', '.join(numbers)}" if numbers else ""),
+        f"  {title}: {function_name(plain)}" + (f" with {', '.join(numbers)}" if numbers else ""),
         *(f"      {line}".rstrip() for line in text),
     ]
 

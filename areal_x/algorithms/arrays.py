@@ -1,5 +1,5 @@
-"""The few array operations that the algorithms need beyond the array-API standard, for numpy, jax
-and torch alike."""
+"""Array operations beyond the array-API standard that the algorithms need, for numpy, jax and
+torch."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ LOG_RATIO_LIMIT = 20.0
 
 
 def lift(x: Array) -> Array:
-    """At least float32: bfloat16 is raised, float64 kept."""
-    # result_type would say it in one word, but torch.compile breaks the graph at it
+    """x in at least float32: bfloat16 is upcast, float64 is kept."""
+    # result_type would do this in one call, but torch.compile breaks the graph at it
     xp = array_namespace(x)
     return x if x.dtype == xp.float64 else xp.astype(x, xp.float32)
 
@@ -24,8 +24,8 @@ def lift(x: Array) -> Array:
 def masked(x: Array, mask: Array) -> Array:
     """x where the mask is True, exactly 0 elsewhere, in at least float32.
 
-    Inputs are masked before any arithmetic: what stands behind the mask may be NaN or infinite, and
-    0 * NaN is NaN, also in a gradient.
+    Inputs are masked before any arithmetic: masked-out entries may be NaN or infinite, and 0 * NaN
+    is NaN, also in a gradient.
     """
     xp = array_namespace(x)
     x = lift(x)
@@ -33,8 +33,7 @@ def masked(x: Array, mask: Array) -> Array:
 
 
 def clamp(log_ratio: Array) -> Array:
-    """A log-ratio, also a summed or averaged one, within ±20: what every one passes through before
-    exp."""
+    """A log-ratio, also a summed or averaged one, clamped to ±20, as every one is before exp."""
     xp = array_namespace(log_ratio)
     return xp.clip(log_ratio, -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
 
@@ -51,13 +50,13 @@ def importance_ratio(logp: Array, anchor: Array, mask: Array) -> Array:
 
 
 def stop_gradient(x: Array) -> Array:
-    """x, as a constant to the gradient."""
+    """x as a constant: no gradient flows through it."""
     if is_torch_array(x):
         return x.detach()
     if is_jax_array(x):
-        from jax.lax import stop_gradient as of_jax
+        from jax.lax import stop_gradient as jax_stop_gradient
 
-        return of_jax(x)
+        return jax_stop_gradient(x)
     return x
 
 
@@ -74,8 +73,8 @@ def softplus(x: Array) -> Array:
 
 
 def segment_sum(values: Array, segment_ids: Array) -> Array:
-    """[R, L] → [R, L]: each token gets the sum of `values` over its own segment, (row, id) naming a
-    segment."""
+    """[R, L] → [R, L]: each token gets the sum of `values` over its own segment. A segment is
+    identified by (row, id)."""
     xp = array_namespace(values)
     rows, length = values.shape
     keys = _segment_keys(segment_ids)
@@ -92,7 +91,7 @@ def segment_sum(values: Array, segment_ids: Array) -> Array:
 
 def segment_mean(values: Array, mask: Array, segment_ids: Array) -> Array:
     """[R, L] → [R, L]: each token gets the mean of `values` over the masked tokens of its own
-    segment, 0 where it has none."""
+    segment, 0 if there are none."""
     xp = array_namespace(values)
     values = masked(values, mask)
     count = segment_sum(xp.astype(mask, values.dtype), segment_ids)
@@ -100,7 +99,7 @@ def segment_mean(values: Array, mask: Array, segment_ids: Array) -> Array:
 
 
 def _segment_keys(segment_ids: Array) -> Array:
-    """[R, L] → [R·L]: a number for each (row, segment id), below R·(L+1)."""
+    """[R, L] → [R·L]: a unique number for each (row, segment id), below R·(L+1)."""
     xp = array_namespace(segment_ids)
     row = xp.cumulative_sum(xp.ones_like(segment_ids[:, :1]), axis=0) - 1
     return xp.reshape(row * (segment_ids.shape[1] + 1) + segment_ids, (-1,))

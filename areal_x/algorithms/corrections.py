@@ -1,12 +1,12 @@
-"""The policy that sampled is not the policy that is anchored to: weights that correct for it (host,
-over the optimizer batch).
+"""Importance weights that correct for the difference between the proximal policy and the one that
+sampled. Computed on the host, over the optimizer batch.
 
-Each is `(log_ratio, mask, segment_ids, …) → [rows, length]`, 0 behind the mask, with d = log_ratio
-= proximal - behavior. The result multiplies the weight of each token; denominators stay those
-before. All are constants: no gradient flows.
+Each is `(log_ratio, mask, segment_ids, …) → [rows, length]`, 0 where masked out, with d = log_ratio
+= proximal - behavior. The result multiplies the weight of each token; the weights' denominators do
+not change. All are constants: no gradient flows.
 
-`level` says whose ratio a token gets: "token" its own, exp d; "sequence" exp Σ d and "geometric"
-exp mean d, over the masked tokens of its sequence. Another level is a ConfigError.
+`level` is the ratio that a token gets: "token" its own, exp d; "sequence" exp Σ d and "geometric"
+exp mean d, over the masked tokens of its sequence. Any other level raises a ConfigError.
 """
 
 from __future__ import annotations
@@ -24,8 +24,13 @@ LEVELS = ("token", "sequence", "geometric")
 
 @gin.configurable(module="corrections")
 def importance(log_ratio: Array, mask: Array, segment_ids: Array, level: str = "token") -> Array:
-    """The ratio itself, unbiased at level "sequence"; the log-ratio of the level is clamped to ±20
-    before exp."""
+    """The importance ratio, unbiased at level "sequence"; the log-ratio of the level is clamped to
+    ±20 before exp.
+
+    Args:
+        level: "token" for each token's own ratio, "sequence" for the product over its sequence,
+            "geometric" for the geometric mean over its sequence.
+    """
     one_of("importance.level", level, LEVELS)
     return _importance(log_ratio, mask, segment_ids, level)
 
@@ -34,10 +39,15 @@ def importance(log_ratio: Array, mask: Array, segment_ids: Array, level: str = "
 def truncated(
     log_ratio: Array, mask: Array, segment_ids: Array, cap: float = 2.0, level: str = "token"
 ) -> Array:
-    """min(importance, cap). Raises ConfigError unless cap is positive.
+    """min(importance ratio, cap).
 
     Source: truncated importance sampling, Yao et al., "Your efficient RL framework secretly brings
     you off-policy RL training".
+
+    Args:
+        cap: Largest weight; above 0.
+        level: "token" for each token's own ratio, "sequence" for the product over its sequence,
+            "geometric" for the geometric mean over its sequence.
     """
     positive("truncated.cap", cap)
     one_of("truncated.level", level, LEVELS)
@@ -56,10 +66,17 @@ def masked(
     level: str = "token",
     reweight: bool = True,
 ) -> Array:
-    """importance where low ≤ ratio ≤ high, else 0; reweight=False gives 1 or 0. None is no bound.
+    """The importance ratio where low ≤ ratio ≤ high, else 0.
 
-    Raises ConfigError for low below 0, high not positive, or low beyond high. Source: IcePop (level
-    "token", 0.5 to 5), arXiv 2510.18855; MIS is level "sequence"; AReaL, arXiv 2505.24298.
+    Source: IcePop (level "token", 0.5 to 5), arXiv 2510.18855; MIS is level "sequence"; AReaL,
+    arXiv 2505.24298.
+
+    Args:
+        low: Smallest ratio that is kept, from 0 to high; None for no bound.
+        high: Largest ratio that is kept, above 0; None for no bound.
+        level: "token" for each token's own ratio, "sequence" for the product over its sequence,
+            "geometric" for the geometric mean over its sequence.
+        reweight: Whether kept tokens are weighted by their ratio; otherwise by 1.
     """
     one_of("masked.level", level, LEVELS)
     if low is not None:
@@ -82,26 +99,36 @@ def masked(
 def second_moment(
     log_ratio: Array, mask: Array, segment_ids: Array, threshold: float = 0.04
 ) -> Array:
-    """1 on the tokens that are kept, 0 on those of the largest d², which go until the mean d² of
-    the rest is ≤ threshold.
+    """1 for kept tokens, 0 for those of the largest d², which are masked until the mean d² of the
+    rest is ≤ threshold.
 
-    Tokens of equal d² stay or go together, and those of the smallest always stay. To be called with
-    the whole optimizer batch. Raises ConfigError for a negative threshold. Source: M2PO, arXiv
-    2510.01161.
+    Tokens of equal d² are kept or masked together, and those of the smallest are always kept. Must
+    be called with the whole optimizer batch. Source: M2PO, arXiv 2510.01161.
+
+    Args:
+        threshold: Largest mean squared log-ratio that is kept, in nats²; at least 0.
     """
     at_least("second_moment.threshold", threshold, 0)
     xp = array_namespace(log_ratio)
     squares = arrays.masked(stop_gradient(log_ratio), mask) ** 2
     infinite = xp.full_like(squares, xp.inf)
     ordered = xp.sort(xp.reshape(xp.where(mask, squares, infinite), (-1,)))
-    # A running sum over millions of float32 loses digits; jax has no float64 unless it is asked
-    # for.
+    # A running sum over millions of float32 loses digits; jax has no float64 unless it is enabled.
     sums = xp.cumulative_sum(ordered, dtype=None if is_jax_array(ordered) else xp.float64)
-    # how many tokens have at most this d², its equals included
+    # number of tokens with at most this d², ties included
     up_to = xp.searchsorted(ordered, ordered, side="right")
     affordable = xp.take(sums, up_to - 1) <= threshold * xp.astype(up_to, sums.dtype)
     largest = xp.max(xp.where(affordable, ordered, xp.full_like(ordered, -xp.inf)))
     return arrays.masked(xp.ones_like(squares), mask & (squares <= xp.maximum(largest, ordered[0])))
+
+
+def importance_of_trusted(
+    log_ratio: Array, mask: Array, segment_ids: Array, threshold: float = 0.04
+) -> Array:
+    """The importance ratio of the tokens that `second_moment` keeps, 0 for the others. Source:
+    M2PO, arXiv 2510.01161."""
+    kept = second_moment(log_ratio, mask, segment_ids, threshold)
+    return kept * importance(log_ratio, mask, segment_ids)
 
 
 def _importance(log_ratio: Array, mask: Array, segment_ids: Array, level: str) -> Array:

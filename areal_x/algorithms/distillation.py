@@ -1,5 +1,5 @@
-"""Learning from a teacher's whole distribution over the vocabulary, not only from the tokens that
-were sampled."""
+"""Distillation from a teacher's full distribution over the vocabulary, not only from the sampled
+tokens."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from areal_x.algorithms.arrays import lift, stop_gradient
 from areal_x.errors import within
 from areal_x.types import Array
 
-# stands for a logit of -inf: its probability is 0 all the same, and differences of it are numbers
-RULED_OUT = -1e30
+# replaces a logit of -inf: its probability is still 0, and differences of logits stay finite
+MIN_LOGIT = -1e30
 
 
 def generalized_jsd(
@@ -24,8 +24,8 @@ def generalized_jsd(
     """The generalised Jensen-Shannon divergence of student and teacher, in nats, at least float32.
 
     β KL(teacher ‖ M) + (1 - β) KL(student ‖ M) with M = β teacher + (1 - β) student, in
-    probabilities. At β = 0 it is KL(teacher ‖ student) and at β = 1 KL(student ‖ teacher): what it
-    tends to there, divided by β or 1 - β. Raises ConfigError unless 0 ≤ β ≤ 1. Source: generalised
+    probabilities. At β = 0 it is KL(teacher ‖ student) and at β = 1 KL(student ‖ teacher): the
+    limits there, divided by β or 1 - β. Raises ConfigError unless 0 ≤ β ≤ 1. Source: generalised
     knowledge distillation, arXiv 2306.13649, eq. 1.
     """
     within("generalized_jsd.beta", beta, 0, 1)
@@ -41,7 +41,7 @@ def generalized_jsd(
 
 def _log_softmax(logits: Array) -> Array:
     xp = array_namespace(logits)
-    logits = xp.clip(lift(logits), RULED_OUT, None)
+    logits = xp.clip(lift(logits), MIN_LOGIT, None)
     shifted = logits - stop_gradient(xp.max(logits, axis=-1, keepdims=True))
     return shifted - xp.log(xp.sum(xp.exp(shifted), axis=-1, keepdims=True))
 

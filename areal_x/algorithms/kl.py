@@ -1,4 +1,4 @@
-"""Estimators of the KL divergence from a reference, per token, with d = logp - ref.
+"""Per-token estimators of the KL divergence from a reference, with d = logp - ref.
 
 Source: Schulman, "Approximating KL divergence".
 """
@@ -25,7 +25,7 @@ def k3(logp: Array, ref: Array) -> Array:
     """exp(-d) - 1 + d: unbiased, low variance, never negative; d is clamped to ±20."""
     xp = array_namespace(logp)
     d = xp.clip(logp - ref, -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
-    # not exp - 1: near the reference d²/2 would be lost in the rounding of 1
+    # expm1, not exp - 1: near the reference d²/2 would be lost in the rounding of 1
     return xp.expm1(-d) + d
 
 

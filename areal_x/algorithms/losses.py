@@ -1,15 +1,17 @@
-"""Losses: pure functions `(policy, batch) → (terms, metrics)` of arrays, for numpy, jax and torch.
+"""Losses: pure functions `(policy, batch) → (terms, metrics)` of numpy, jax or torch arrays.
 
 `terms` is `[rows, length]` and exactly 0 where the mask is False; the trainer minimises
 `sum(batch.weights * terms)`. `metrics` maps names to per-token arrays, which the trainer averages
-over the masked tokens of the whole optimizer batch (of a name that begins with largest_ it takes
-the largest). Below: θ = policy.logp, p = batch.proximal_logp, b = batch.behavior_logp, A =
-batch.advantages, V = policy.values, R = batch.returns, r = exp(θ - p) with the log-ratio clamped to
-±20, sg = stop-gradient.
+over the masked tokens of the whole optimizer batch (or takes the maximum of, if the name begins
+with largest_).
 
-In every loss whatever is read is masked before any arithmetic: 0 · NaN is NaN, also in a gradient.
-In gin a loss whose name is also a recipe's is called NAME_loss. A hyperparameter that cannot work
-is a ConfigError that names it.
+Notation: logp = policy.logp, proximal = batch.proximal_logp, behavior = batch.behavior_logp, A =
+batch.advantages, V = policy.values, R = batch.returns, r = exp(logp - proximal) with the log-ratio
+clamped to ±20, sg = stop-gradient.
+
+Every loss masks its inputs before any arithmetic: 0 · NaN is NaN, also in a gradient. In gin, a
+loss that shares its name with a recipe is called NAME_loss. An invalid hyperparameter raises a
+ConfigError that names it.
 """
 
 from __future__ import annotations
@@ -34,8 +36,8 @@ from areal_x.types import NOT_THE_POLICY, Array, Batch, Loss, LossTerms, Policy,
 
 @gin.configurable(module="losses")
 def reinforce(policy: Policy, batch: Batch) -> LossTerms:
-    """The policy gradient itself: term = -A θ. Source: Williams 1992; for language models RLOO,
-    arXiv 2402.14740."""
+    """The policy gradient: term = -A logp. Source: Williams 1992; for language models RLOO, arXiv
+    2402.14740."""
     return -masked(batch.advantages, batch.mask) * masked(policy.logp, batch.mask), {}
 
 
@@ -48,13 +50,19 @@ def ppo_clip(
     clip_high: float = 0.2,
     dual_clip: float | None = None,
 ) -> LossTerms:
-    """Proximal policy optimisation: the pessimistic of the plain and the clipped surrogate.
+    """Proximal policy optimisation: the more pessimistic of the plain and the clipped surrogate.
 
     term = max(-A r, -A clip(r, 1 - clip_low, 1 + clip_high)); with dual_clip = c, where A < 0:
     min(that, -A c). Source: arXiv 1707.06347; asymmetric clip arXiv 2503.14476; dual clip arXiv
     1912.09729.
+
+    Args:
+        clip_low: The ratio is clipped at 1 - clip_low; at least 0.
+        clip_high: The ratio is clipped at 1 + clip_high; at least 0.
+        dual_clip: Largest ratio that counts where the advantage is negative, above 1; None for no
+            bound.
     """
-    _both_at_least_zero("ppo_clip", clip_low=clip_low, clip_high=clip_high)
+    _require_at_least_zero("ppo_clip", clip_low=clip_low, clip_high=clip_high)
     if dual_clip is not None and not dual_clip > 1:
         raise ConfigError(
             "ppo_clip.dual_clip", dual_clip, "greater than 1, as it bounds ratios that exceed 1"
@@ -72,31 +80,35 @@ def ppo_clip(
 def gspo(
     policy: Policy, batch: Batch, *, clip_low: float = 3e-4, clip_high: float = 4e-4
 ) -> LossTerms:
-    """Group sequence policy optimisation: one ratio for a sequence, s = exp(mean of θ - p over its
-    masked tokens).
+    """Group sequence policy optimisation: one ratio a sequence, s = exp(mean of logp - proximal
+    over its masked tokens).
 
-    term = max(-A s_t, -A clip(s_t, 1 - clip_low, 1 + clip_high)) with s_t = sg(s) exp(θ - sg(θ)):
-    the value of s, and a gradient for each token. Source: arXiv 2507.18071, GSPO-token (eq. 13 and
-    14), which allows one advantage a token.
+    term = max(-A s_t, -A clip(s_t, 1 - clip_low, 1 + clip_high)) with s_t = sg(s) exp(logp -
+    sg(logp)): the value of s, and a gradient for each token. Source: arXiv 2507.18071, GSPO-token
+    (eq. 13 and 14), which allows one advantage a token.
+
+    Args:
+        clip_low: A sequence's ratio is clipped at 1 - clip_low; at least 0.
+        clip_high: A sequence's ratio is clipped at 1 + clip_high; at least 0.
     """
-    _both_at_least_zero("gspo_loss", clip_low=clip_low, clip_high=clip_high)
+    _require_at_least_zero("gspo_loss", clip_low=clip_low, clip_high=clip_high)
     xp = array_namespace(policy.logp)
     logp = masked(policy.logp, batch.mask)
     log_ratio = logp - masked(batch.proximal_logp, batch.mask)
-    of_sequence = xp.exp(clamp(segment_mean(log_ratio, batch.mask, batch.segment_ids)))
-    ratio = stop_gradient(of_sequence) * xp.exp(logp - stop_gradient(logp))
+    sequence_ratio = xp.exp(clamp(segment_mean(log_ratio, batch.mask, batch.segment_ids)))
+    ratio = stop_gradient(sequence_ratio) * xp.exp(logp - stop_gradient(logp))
     return _clipped(ratio, batch, clip_low, clip_high)
 
 
-def _both_at_least_zero(loss: str, **bounds: float) -> None:
-    """A ratio of 1 lies between the bounds, else they would be out of order."""
+def _require_at_least_zero(loss: str, **bounds: float) -> None:
+    """Bounds below 0 would exclude a ratio of 1 and could cross each other."""
     for name, bound in bounds.items():
         at_least(f"{loss}.{name}", bound, 0)
 
 
 def _clipped(ratio: Array, batch: Batch, clip_low: float, clip_high: float) -> LossTerms:
-    """max(-A ratio, -A clip(ratio, 1 - clip_low, 1 + clip_high)), and how often the clip took the
-    gradient."""
+    """max(-A ratio, -A clip(ratio, 1 - clip_low, 1 + clip_high)); the metric clip_fraction counts
+    the tokens whose gradient the clip removed."""
     xp = array_namespace(ratio)
     advantages = masked(batch.advantages, batch.mask)
     plain = -advantages * ratio
@@ -112,14 +124,18 @@ def _clipped(ratio: Array, batch: Batch, clip_low: float, clip_high: float) -> L
 def gmpo(
     policy: Policy, batch: Batch, *, clip_low: float = 0.4, clip_high: float = 0.4
 ) -> LossTerms:
-    """Geometric-mean policy optimisation: tokens are clipped one by one, then the sequence has one
-    ratio, their geometric mean.
+    """Geometric-mean policy optimisation: log-ratios are clipped token by token, and the sequence's
+    ratio is their geometric mean.
 
-    c = min(θ - p, clip_high) where A ≥ 0, else max(θ - p, -clip_low); s = exp(mean of c over the
-    sequence's masked tokens); term = -A sg(s) exp(c - sg(c)): the value of s, and no gradient for a
-    token that is clipped. Bounds are of the log-ratio. Source: arXiv 2507.20673.
+    c = min(logp - proximal, clip_high) where A ≥ 0, else max(logp - proximal, -clip_low); s =
+    exp(mean of c over the sequence's masked tokens); term = -A sg(s) exp(c - sg(c)): the value of
+    s, and no gradient for a clipped token. Source: arXiv 2507.20673.
+
+    Args:
+        clip_low: Log-ratios are clipped at -clip_low; at least 0.
+        clip_high: Log-ratios are clipped at clip_high; at least 0.
     """
-    _both_at_least_zero("gmpo_loss", clip_low=clip_low, clip_high=clip_high)
+    _require_at_least_zero("gmpo_loss", clip_low=clip_low, clip_high=clip_high)
     xp = array_namespace(policy.logp)
     advantages = masked(batch.advantages, batch.mask)
     log_ratio = masked(policy.logp, batch.mask) - masked(batch.proximal_logp, batch.mask)
@@ -143,6 +159,10 @@ def sapo(
 
     term = -A σ(τ (r - 1)) 4 / τ, with τ = tau_positive where A > 0 and tau_negative elsewhere. At r
     = 1 the gradient is that of REINFORCE. Source: arXiv 2511.20347.
+
+    Args:
+        tau_positive: Sharpness of the gate where A > 0; above 0, larger is narrower.
+        tau_negative: Sharpness of the gate elsewhere; above 0, larger is narrower.
     """
     positive("sapo_loss.tau_positive", tau_positive)
     positive("sapo_loss.tau_negative", tau_negative)
@@ -160,13 +180,16 @@ def sapo(
 def cispo(
     policy: Policy, batch: Batch, *, clip_high: float = 0.28, clip_low: float | None = None
 ) -> LossTerms:
-    """Clipped importance-sampled policy optimisation: the ratio is a bounded weight, and every
-    token keeps its gradient.
+    """Clipped importance-sampled policy optimisation: the clipped ratio is a constant weight, so
+    every token keeps its gradient.
 
-    term = -sg(min(r, 1 + clip_high)) A θ; with clip_low, the weight is at least 1 - clip_low.
-    Source: arXiv 2506.13585.
+    term = -sg(clip(r, 1 - clip_low, 1 + clip_high)) A logp. Source: arXiv 2506.13585.
+
+    Args:
+        clip_high: The weight is at most 1 + clip_high; at least 0.
+        clip_low: The weight is at least 1 - clip_low; None for no lower bound.
     """
-    _both_at_least_zero("cispo_loss", clip_low=clip_low or 0.0, clip_high=clip_high)
+    _require_at_least_zero("cispo_loss", clip_low=clip_low or 0.0, clip_high=clip_high)
     xp = array_namespace(policy.logp)
     ratio = importance_ratio(policy.logp, batch.proximal_logp, batch.mask)
     weight = xp.clip(ratio, None if clip_low is None else 1 - clip_low, 1 + clip_high)
@@ -185,25 +208,29 @@ def cispo(
 def dppo_tv(
     policy: Policy, batch: Batch, *, threshold_low: float = 0.15, threshold_high: float = 0.15
 ) -> LossTerms:
-    """Divergence proximal policy optimisation: a token is left out by how far its probability
-    moved, not by its ratio.
+    """Divergence proximal policy optimisation: masks a token by how far its probability has moved,
+    not by its ratio.
 
-    term = -A exp(θ - b), but 0 where A > 0 and e^θ - e^b > threshold_high, or A < 0 and e^θ - e^b <
-    -threshold_low (the binary estimate of the total variation from the policy that sampled).
-    Source: arXiv 2602.04879.
+    term = -A exp(logp - behavior), but 0 where A > 0 and e^logp - e^behavior > threshold_high, or A
+    < 0 and e^logp - e^behavior < -threshold_low (the binary estimate of the total variation from
+    the policy that sampled). Source: arXiv 2602.04879.
+
+    Args:
+        threshold_low: Largest fall of a token's probability where A < 0; at least 0.
+        threshold_high: Largest rise of a token's probability where A > 0; at least 0.
     """
-    _both_at_least_zero("dppo_tv", threshold_low=threshold_low, threshold_high=threshold_high)
+    _require_at_least_zero("dppo_tv", threshold_low=threshold_low, threshold_high=threshold_high)
     xp = array_namespace(policy.logp)
     advantages = masked(batch.advantages, batch.mask)
     ratio = importance_ratio(policy.logp, batch.behavior_logp, batch.mask)
     moved = xp.exp(masked(policy.logp, batch.mask)) - xp.exp(
         masked(batch.behavior_logp, batch.mask)
     )
-    left = xp.where(
+    too_far = xp.where(
         advantages > 0, moved > threshold_high, (advantages < 0) & (moved < -threshold_low)
     )
-    terms = masked(-advantages * ratio, batch.mask & ~left)
-    return terms, {"ratio": masked(ratio, batch.mask), "clip_fraction": masked(left, batch.mask)}
+    terms = masked(-advantages * ratio, batch.mask & ~too_far)
+    return terms, {"ratio": masked(ratio, batch.mask), "clip_fraction": masked(too_far, batch.mask)}
 
 
 @gin.configurable(module="losses")
@@ -213,6 +240,9 @@ def value_clip(policy: Policy, batch: Batch, *, clip: float = 0.2) -> LossTerms:
 
     term = ½ max((V - R)², (V_old + clip(V - V_old, ±clip) - R)²), V_old = batch.old_values.
     Source: the PPO authors' code; arXiv 2005.12729.
+
+    Args:
+        clip: How far a value may move in a step, in units of reward; above 0.
     """
     positive("value_clip.clip", clip)
     xp = array_namespace(policy.values)
@@ -232,14 +262,20 @@ def value_clip(policy: Policy, batch: Batch, *, clip: float = 0.2) -> LossTerms:
 
 @gin.configurable(module="losses")
 def entropy_bonus(policy: Policy, batch: Batch, *, coefficient: float) -> LossTerms:
-    """term = -coefficient · H, H the entropy of the full distribution at each token, in nats."""
+    """Entropy bonus: term = -coefficient · H, with H the entropy of the full distribution at each
+    token, in nats.
+
+    Args:
+        coefficient: Weight of the entropy, which the loss rewards; below 0 it is penalised.
+    """
     entropy = masked(policy.entropy, batch.mask)
     return -coefficient * entropy, {"entropy": entropy}
 
 
 @gin.configurable("sft_loss", module="losses")
 def sft(policy: Policy, batch: Batch) -> LossTerms:
-    """Supervised fine-tuning: term = -θ, the negative log-likelihood of the demonstrated token."""
+    """Supervised fine-tuning: term = -logp, the negative log-likelihood of the demonstrated
+    token."""
     return -masked(policy.logp, batch.mask), {}
 
 
@@ -247,7 +283,13 @@ def sft(policy: Policy, batch: Batch) -> LossTerms:
 def kl_penalty(
     policy: Policy, batch: Batch, *, coefficient: float, estimator: str = "k3"
 ) -> LossTerms:
-    """coefficient · kl(θ, reference). Source: GRPO, arXiv 2402.03300 (k3 in the loss)."""
+    """KL penalty: term = coefficient · kl(logp, reference). Source: GRPO, arXiv 2402.03300 (k3 in
+    the loss).
+
+    Args:
+        coefficient: Weight of the divergence from the reference model.
+        estimator: Per-token estimator: "k1", "k2" or "k3" (`areal_x.algorithms.kl`).
+    """
     one_of("kl_penalty.estimator", estimator, tuple(ESTIMATORS))
     kl = ESTIMATORS[estimator](
         masked(policy.logp, batch.mask), masked(batch.reference_logp, batch.mask)
@@ -257,12 +299,12 @@ def kl_penalty(
 
 @gin.configurable(module="losses")
 def sampled_reverse_kl(policy: Policy, batch: Batch) -> LossTerms:
-    """On-policy distillation: term = -sg(ref - θ) θ, ref = batch.reference_logp being the teacher's
-    view of the same token.
+    """On-policy distillation: term = -sg(teacher - logp) logp, with teacher = batch.reference_logp,
+    the teacher's log-probability of the same token.
 
-    Over tokens that the policy sampled its gradient is that of KL(student ‖ teacher): a policy
-    gradient whose advantage is how much likelier the teacher finds the token. Source: arXiv
-    2306.13649; MiniLLM, arXiv 2306.08543.
+    Averaged over tokens sampled from the policy, its gradient is that of KL(student ‖ teacher): a
+    policy gradient whose advantage is the teacher's log-probability minus the student's. Source:
+    arXiv 2306.13649; MiniLLM, arXiv 2306.08543.
     """
     logp = masked(policy.logp, batch.mask)
     advantage = stop_gradient(masked(batch.reference_logp, batch.mask) - logp)
@@ -271,7 +313,7 @@ def sampled_reverse_kl(policy: Policy, batch: Batch) -> LossTerms:
 
 @gin.configurable(module="losses")
 def divergence(policy: Policy, batch: Batch) -> LossTerms:
-    """On-policy distillation with the teacher's whole distribution: term = policy.divergence, which
+    """On-policy distillation with the teacher's full distribution: term = policy.divergence, which
     the trainer computes.
 
     Source: generalised knowledge distillation, arXiv 2306.13649.
@@ -281,20 +323,23 @@ def divergence(policy: Policy, batch: Batch) -> LossTerms:
 
 
 def policy_gap(policy: Policy, batch: Batch) -> LossTerms:
-    """No loss, a metric: |θ - b|, how far the policy that learns is from the one that spoke.
-    On-policy it is the numerical disagreement of engine and trainer, later the effect of staleness
-    and of earlier minibatches. 0 for what no policy drew."""
-    spoken = (
+    """A metric, not a loss: |logp - behavior|, the distance of the trained policy from the one that
+    sampled, in nats.
+
+    On-policy it is the numerical mismatch of engine and trainer; off-policy it adds the effect of
+    staleness and of earlier minibatches. Tokens that no policy sampled (demonstrations) count 0.
+    """
+    sampled = (
         batch.mask if batch.versions is None else batch.mask & (batch.versions != NOT_THE_POLICY)
     )
-    gap = masked(policy.logp, spoken) - masked(batch.behavior_logp, spoken)
+    gap = masked(policy.logp, sampled) - masked(batch.behavior_logp, sampled)
     xp = array_namespace(gap)
     return xp.zeros_like(gap), {"policy_gap": xp.abs(gap)}
 
 
 @dataclass(frozen=True)
 class Combined:
-    """The sum of losses whose hyperparameters are already bound. Raises ValueError when two report
+    """The sum of losses whose hyperparameters are already bound. Raises ValueError if two report
     the same metric."""
 
     losses: tuple[Loss, ...]
@@ -313,7 +358,7 @@ class Combined:
 
 @dataclass(frozen=True)
 class Scaled:
-    """A loss times a factor, its metrics as they are."""
+    """A loss times a factor. Its metrics are not scaled."""
 
     loss: Loss
     factor: float
@@ -328,8 +373,10 @@ def combine(*losses: Loss) -> Loss:
     return Combined(losses)
 
 
-def each(loss: Loss, factor: float = 1.0) -> list[tuple[float, Loss]]:
-    """The losses that it combines, each with what it is multiplied by; or itself."""
+def summands(loss: Loss, factor: float = 1.0) -> list[tuple[float, Loss]]:
+    """The losses that a combined loss adds up, each with its factor; any other loss is itself."""
     if isinstance(loss, Combined):
-        return [one for part in loss.losses for one in each(part, factor)]
-    return each(loss.loss, factor * loss.factor) if isinstance(loss, Scaled) else [(factor, loss)]
+        return [one for part in loss.losses for one in summands(part, factor)]
+    if isinstance(loss, Scaled):
+        return summands(loss.loss, factor * loss.factor)
+    return [(factor, loss)]

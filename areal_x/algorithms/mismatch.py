@@ -1,8 +1,10 @@
-"""How far trainer and engine disagree about the same tokens, by how many versions old a token is.
+"""The mismatch between trainer and engine on the same tokens, by lag: the number of versions that a
+token is old.
 
-At lag 0 both hold the same weights, and what is left is numerical: another kernel, another
-precision. At later lags it is what the policy has learnt since. Measured by the loss's own forward
-pass: of the first optimizer step of a turn, that is the policy from before it.
+At lag 0 both hold the same weights, and the mismatch is numerical: different kernels, different
+precision. At greater lags it includes what the policy has learnt since. It is measured in the
+loss's own forward pass, which in the first optimizer step of a batch is that of the policy before
+the step.
 """
 
 from __future__ import annotations
@@ -17,33 +19,35 @@ from areal_x.algorithms.kl import k3
 from areal_x.types import NOT_THE_POLICY, Array, Batch, LossTerms, Policy
 
 PREFIX = "mismatch/"
-MOST_LAGS = 8  # the last one holds everything older
+MAX_LAGS = 8  # the last one holds everything older
 
 
 @dataclass(frozen=True)
-class ByLag:
-    """No loss: metrics of the log-ratio d = θ - b, clamped to ±20, of the tokens of each lag that a
-    policy drew.
+class LagMetrics:
+    """A loss of 0 with metrics of the log-ratio d = logp - behavior, clamped to ±20, for each lag,
+    over the tokens that a policy sampled.
 
-    Each is 0 elsewhere, so that a mean over all tokens is a sum over the lag's: see `by_lag`. lags:
-    how many are told apart.
+    Each metric is 0 at tokens of other lags, so that its mean over all tokens is proportional to a
+    sum over the lag's (see `metrics_by_lag`).
     """
 
     lags: int
+    """Number of lags told apart; the last one includes all greater ones."""
 
     def __call__(self, policy: Policy, batch: Batch) -> LossTerms:
         ages: Array = batch.ages
-        spoken = batch.mask & (batch.versions != NOT_THE_POLICY)
+        sampled = batch.mask & (batch.versions != NOT_THE_POLICY)
         xp = array_namespace(policy.logp)
-        now, then = masked(stop_gradient(policy.logp), spoken), masked(batch.behavior_logp, spoken)
-        d = clamp(now - then)
+        logp = masked(stop_gradient(policy.logp), sampled)
+        behavior = masked(batch.behavior_logp, sampled)
+        d = clamp(logp - behavior)
         ratio, ones = xp.exp(d), xp.ones_like(d)
         metrics: dict[str, Array] = {}
         for lag in range(self.lags):
-            at = spoken & (ages >= lag if lag == self.lags - 1 else ages == lag)
+            at = sampled & (ages >= lag if lag == self.lags - 1 else ages == lag)
             of_lag = {
                 "tokens": ones,
-                "kl": k3(then, now),
+                "kl": k3(behavior, logp),
                 "ratio": ratio,
                 "squared": ratio * ratio,
                 "largest_ratio": xp.exp(xp.abs(d)),
@@ -52,12 +56,13 @@ class ByLag:
         return xp.zeros_like(d), metrics
 
 
-def by_lag(means: Mapping[str, float]) -> dict[str, float]:
-    """What the means of `ByLag`'s metrics over a batch say of each lag that the batch has:
+def metrics_by_lag(means: Mapping[str, float]) -> dict[str, float]:
+    """Converts the batch means of `LagMetrics`'s metrics to one row a lag that the batch has:
 
-    tokens_lag: its share of the tokens. kl_lag: of the engine's policy from the trainer's, E[r - 1
-    - log r], in nats a token. largest_ratio_lag: exp of the largest |d|. effective_share_lag: the
-    effective sample size of tokens weighted by r, as a share of their number, (Σ r)² / (n Σ r²).
+    tokens_lag: its share of the tokens. kl_lag: KL divergence of the engine's policy from the
+    trainer's, E[r - 1 - log r], in nats a token. largest_ratio_lag: exp of the largest |d|.
+    effective_share_lag: effective sample size of the tokens weighted by r, as a share of their
+    number, (Σ r)² / (n Σ r²).
     """
     found: dict[str, float] = {}
     lag = 0

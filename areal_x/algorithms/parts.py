@@ -1,5 +1,4 @@
-"""The functions that an algorithm consists of, seen from outside: what they are called, and what
-they ask to be given."""
+"""Inspects the functions that make up an algorithm: their names, parameters and origin."""
 
 from __future__ import annotations
 
@@ -13,8 +12,8 @@ from areal_x.types import Array
 
 
 @dataclass(frozen=True)
-class Made:
-    """How a recipe was called: with it, what it made can be written down and made again."""
+class RecipeCall:
+    """The call of a recipe that made an algorithm: enough to write it down and to repeat it."""
 
     recipe: Callable[..., Any]
     arguments: Mapping[str, Any]
@@ -23,39 +22,40 @@ class Made:
 F = TypeVar("F", bound=Callable[..., Any])
 
 
-def kept(recipe: F) -> F:
-    """A recipe whose algorithms know how they were made."""
+def records_call(recipe: F) -> F:
+    """Decorator for recipes: each algorithm carries the call that made it (`Algorithm.made_by`)."""
 
     @wraps(recipe)
-    def made(*positional: Any, **given: Any) -> Any:
-        bound = inspect.signature(recipe).bind(*positional, **given)
+    def recording(*positional: Any, **named: Any) -> Any:
+        bound = inspect.signature(recipe).bind(*positional, **named)
         bound.apply_defaults()
         arguments = {**bound.arguments, **bound.arguments.get("parts", {})}
         arguments.pop("parts", None)
-        algorithm = recipe(*positional, **given)
-        object.__setattr__(algorithm, "made", Made(made, arguments))  # it is new, and nobody else's
+        algorithm = recipe(*positional, **named)
+        # frozen, but nobody else holds the new object yet
+        object.__setattr__(algorithm, "made_by", RecipeCall(recording, arguments))
         return algorithm
 
-    made.__signature__ = inspect.signature(recipe)  # type: ignore[attr-defined]  # gin looks here for defaults
-    return cast(F, made)
+    recording.__signature__ = inspect.signature(recipe)  # type: ignore[attr-defined]  # gin looks here for defaults
+    return cast(F, recording)
 
 
-def is_own(function: Any) -> bool:
-    """Whether a function is this project's."""
-    return str(getattr(plain(function), "__module__", "")).startswith("areal_x.")
+def is_built_in(function: Any) -> bool:
+    """True if a function ships with AReaL-X rather than being the user's."""
+    return str(getattr(unwrapped(function), "__module__", "")).startswith("areal_x.")
 
 
-def plain(function: Any) -> Any:
-    """The function itself, without what is bound to it and without gin's wrapper."""
+def unwrapped(function: Any) -> Any:
+    """The function itself, without bound arguments (functools.partial) and without gin's
+    wrapper."""
     return inspect.unwrap(function.func if isinstance(function, partial) else function)
 
 
-def asked_for(function: Callable[..., Any]) -> set[str]:
-    """The parameters of a function that has to be given by name what is known."""
+def parameter_names(function: Callable[..., Any]) -> set[str]:
     return set(inspect.signature(function).parameters)
 
 
-def call_by_name(function: Callable[..., Any], given: Mapping[str, Array]) -> Any:
-    """Calls it with what its parameters ask for."""
-    asked = asked_for(function)
-    return function(**{name: x for name, x in given.items() if name in asked})
+def call_by_name(function: Callable[..., Any], available: Mapping[str, Array]) -> Any:
+    """Calls the function with those of the available arrays that its parameters name."""
+    wanted = parameter_names(function)
+    return function(**{name: x for name, x in available.items() if name in wanted})

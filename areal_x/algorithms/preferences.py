@@ -1,10 +1,10 @@
-"""Learning from pairs of which one answer was preferred: elementwise formulas, and the same as
-losses over packed rows.
+"""Preference losses over pairs of a chosen and a rejected answer: elementwise formulas, and the
+same as losses over packed rows.
 
-In a row a pair is two neighbouring segments, ids 2k - 1 (chosen) and 2k (rejected), so (id + 1) //
-2 names the pair. Every masked token of a pair has the pair's loss as its term, and the gradient of
-that reaches all its tokens: weights that sum to 1 / pairs over a pair give the mean over pairs. A
-pair of which one half is missing, or has no masked token, contributes 0.
+In a row, a pair is two adjacent segments, ids 2k - 1 (chosen) and 2k (rejected), so (id + 1) // 2
+identifies the pair. Every masked token of a pair has the pair's loss as its term, whose gradient
+reaches all tokens of the pair: weights that sum to 1 / pairs over a pair give the mean over pairs.
+A pair with one half missing, or without masked tokens, contributes 0.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ def dpo(
     """[pairs] → [pairs]: -log σ(β ((chosen - ref_chosen) - (rejected - ref_rejected))), finite for
     any margin.
 
-    All are log-probabilities summed over a whole answer. Source: direct preference optimisation,
-    arXiv 2305.18290, eq. 7.
+    The arguments are log-probabilities summed over a whole answer. Source: direct preference
+    optimisation, arXiv 2305.18290, eq. 7.
     """
     return bradley_terry(
         beta * (lift(chosen) - lift(ref_chosen)), beta * (lift(rejected) - lift(ref_rejected))
@@ -41,8 +41,8 @@ def ipo(
 ) -> Array:
     """[pairs] → [pairs]: (((chosen - ref_chosen) - (rejected - ref_rejected)) - 1 / (2 β))².
 
-    All are log-probabilities averaged over the tokens of an answer. Source: identity preference
-    optimisation, arXiv 2310.12036, eq. 17, β its τ.
+    The arguments are log-probabilities averaged over the tokens of an answer. Source: identity
+    preference optimisation, arXiv 2310.12036, eq. 17, where β is called τ.
     """
     margin = (lift(chosen) - lift(ref_chosen)) - (lift(rejected) - lift(ref_rejected))
     return (margin - 1 / (2 * beta)) ** 2
@@ -50,10 +50,14 @@ def ipo(
 
 @gin.configurable(module="preferences")
 def dpo_loss(policy: Policy, batch: Batch, *, beta: float = 0.1) -> LossTerms:
-    """`dpo` of θ = policy.logp against batch.reference_logp, summed over the masked tokens of each
-    half of a pair."""
-    # β(θ - ref) is the reward that DPO implies. Subtracted before it is summed: the sums are large
-    # and nearly equal.
+    """`dpo` of policy.logp and batch.reference_logp, summed over the masked tokens of each half of
+    a pair.
+
+    Args:
+        beta: Strength of the implied KL constraint to the reference; above 0.
+    """
+    # β(logp - ref) is the reward that DPO implies. Subtracted before it is summed, because the sums
+    # are large and nearly equal.
     rewards = beta * (masked(policy.logp, batch.mask) - masked(batch.reference_logp, batch.mask))
     chosen, rejected = _halves(rewards, batch.segment_ids)
     return _of_pairs(bradley_terry(chosen, rejected), chosen - rejected, batch)
@@ -61,8 +65,12 @@ def dpo_loss(policy: Policy, batch: Batch, *, beta: float = 0.1) -> LossTerms:
 
 @gin.configurable(module="preferences")
 def ipo_loss(policy: Policy, batch: Batch, *, beta: float = 0.1) -> LossTerms:
-    """`ipo` of θ = policy.logp against batch.reference_logp, averaged over the masked tokens of
-    each half of a pair."""
+    """`ipo` of policy.logp and batch.reference_logp, averaged over the masked tokens of each half
+    of a pair.
+
+    Args:
+        beta: Strength of the regularisation towards the reference; above 0.
+    """
     chosen, rejected = _halves(_share(policy.logp, batch), batch.segment_ids)
     ref_chosen, ref_rejected = _halves(_share(batch.reference_logp, batch), batch.segment_ids)
     margin = beta * ((chosen - ref_chosen) - (rejected - ref_rejected))
@@ -71,23 +79,23 @@ def ipo_loss(policy: Policy, batch: Batch, *, beta: float = 0.1) -> LossTerms:
 
 @gin.configurable(module="preferences")
 def reward_model_loss(policy: Policy, batch: Batch) -> LossTerms:
-    """`bradley_terry` of policy.values at the last masked token of each half: the reward model's
-    judgement of an answer."""
+    """`bradley_terry` of policy.values at the last masked token of each half, which is the reward
+    model's score of an answer."""
     rewards = masked(policy.values, _last_masked(batch.mask, batch.segment_ids))
     chosen, rejected = _halves(rewards, batch.segment_ids)
     return _of_pairs(bradley_terry(chosen, rejected), chosen - rejected, batch)
 
 
 def _halves(values: Array, segment_ids: Array) -> tuple[Array, Array]:
-    """[R, L] → twice [R, L]: each token gets the sum over the chosen, and over the rejected half of
+    """[R, L] → two of [R, L]: for each token the sum over the chosen and over the rejected half of
     its pair."""
     chosen, pair = segment_ids % 2 == 1, (segment_ids + 1) // 2
     return segment_sum(masked(values, chosen), pair), segment_sum(masked(values, ~chosen), pair)
 
 
 def _of_pairs(losses: Array, margin: Array, batch: Batch) -> LossTerms:
-    """The pair's loss at each masked token of a complete pair. margin: how much more reward the
-    chosen half has."""
+    """The pair's loss at each masked token of a complete pair. margin: reward of the chosen half
+    minus that of the rejected half."""
     chosen, rejected = _halves(batch.mask, batch.segment_ids)
     complete = batch.mask & (chosen > 0) & (rejected > 0)
     return masked(losses, complete), {
@@ -97,7 +105,7 @@ def _of_pairs(losses: Array, margin: Array, batch: Batch) -> LossTerms:
 
 
 def _share(logp: Array, batch: Batch) -> Array:
-    """What each masked token adds to its segment's mean."""
+    """Each masked token's contribution to its segment's mean."""
     xp = array_namespace(logp)
     ones = lift(batch.mask)
     count = segment_sum(ones, batch.segment_ids)

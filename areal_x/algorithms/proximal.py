@@ -1,5 +1,5 @@
-"""The proximal policy without a pass of its own: between the policy that sampled and the one that
-learns."""
+"""An approximation of the proximal policy that needs no forward pass of its own: an interpolation
+between the behavior and the trained policy."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from areal_x.types import Array
 
 
 def interpolate(logp: Array, behavior_logp: Array, versions: Array, version: Array | int) -> Array:
-    """b + α (θ - b), θ = logp as a constant, b = behavior_logp: log-linear, nearer to θ the older
-    the token. `[rows, length]`.
+    """behavior_logp + α (sg(logp) - behavior_logp), `[rows, length]`: log-linear, closer to the
+    trained policy the older the token.
 
-    α = clip((v - 1 - v_b) / max(v - v_b, 1), 0, 1), v = version, the one that is trained, v_b =
-    versions, those that sampled: a token at most one version old is anchored to the policy that
-    sampled it. Source: A-3PO, arXiv 2512.06547.
+    α = clip((v - 1 - v_b) / max(v - v_b, 1), 0, 1), where v = version is the one being trained and
+    v_b = versions are those that sampled: a token at most one version old is anchored to the policy
+    that sampled it. Source: A-3PO, arXiv 2512.06547.
     """
     xp = array_namespace(logp)
     behavior = lift(behavior_logp)

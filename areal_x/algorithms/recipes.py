@@ -1,22 +1,20 @@
-"""Published algorithms as data. Each function returns an `Algorithm` whose defaults are the cited
+"""Published algorithms as data. Each recipe returns an `Algorithm` whose defaults are the cited
 paper's.
 
-Every recipe takes, beside its own numbers, `**parts`: any field of `Algorithm` replaces that part,
-and `kl_coefficient`, `kl_estimator` and `entropy_coefficient` add a penalty or a bonus to the loss.
-In gin:
+Beside its own numbers, every recipe takes `**parts`: a field of `Algorithm` by its name replaces
+that part, and `kl_coefficient`, `kl_estimator` and `entropy_coefficient` add terms to the loss (see
+`assembly.add_penalties`). In gin:
 
     train.algorithm = @dapo()
     dapo.clip_high = 0.3
     dapo.corrections = @corrections.truncated      # the function itself: no parentheses
 
-θ is the policy that learns, p the proximal one, b the one that sampled, r = exp(θ - p), A the
-advantage.
+The ratio r is exp(logp - proximal), the trained policy's probability of a token over the proximal
+policy's; A is the advantage.
 """
 
 from __future__ import annotations
 
-import inspect
-from dataclasses import fields
 from functools import partial
 from typing import Any
 
@@ -25,69 +23,74 @@ import numpy as np
 
 from areal_x.algorithms import corrections, losses, preferences, weighting
 from areal_x.algorithms.advantages import (
-    gae,
     greedy_baseline,
     group_relative,
     leave_one_out,
     length_weighted_baseline,
-    returns_to_go,
-    whiten,
+    whitened_gae,
+    whitened_returns,
 )
 from areal_x.algorithms.algorithm import Algorithm
+from areal_x.algorithms.assembly import PARTS, assemble, clipped_loss
 from areal_x.algorithms.distillation import generalized_jsd
-from areal_x.algorithms.kl import ESTIMATORS
-from areal_x.algorithms.parts import kept
+from areal_x.algorithms.filters import varied
+from areal_x.algorithms.parts import records_call
 from areal_x.algorithms.shaping import overlong_penalty
-from areal_x.errors import ConfigError, at_least, nearest, one_of, positive, within
-from areal_x.types import Array, Group, Loss
+from areal_x.errors import at_least, positive, within
+from areal_x.types import Loss
 
-PENALTIES = ("kl_coefficient", "kl_estimator", "entropy_coefficient")
-PARTS = tuple(
-    field.name
-    for field in fields(Algorithm)
-    if field.name not in ("name", "needs", "pairs", "head", "source", "made")
-)
+# ---- policy gradients
 
 
 @gin.configurable
-@kept
+@records_call
 def grpo(clip_low: float = 0.2, clip_high: float = 0.2, **parts: Any) -> Algorithm:
     """Group relative policy optimisation: rewards normalised within the samples of one task,
     clipped ratios.
 
-    clip_low, clip_high: how far the ratio to the proximal policy may push, down and up. The paper's
-    KL penalty, kl_coefficient = 0.04, is off, as later work has it.
+    The paper's KL penalty, kl_coefficient = 0.04, is off, as in later work.
+
+    Args:
+        clip_low: How far below 1 the ratio may fall before its gradient is cut; at least 0.
+        clip_high: How far above 1 the ratio may rise before its gradient is cut; at least 0.
     """
-    loss = clipped("grpo", clip_low, clip_high)
-    return recipe("grpo", parts, loss, weighting.sequence_mean, group_relative, source="2402.03300")
+    return assemble(
+        grpo,
+        parts,
+        loss=clipped_loss("grpo", losses.ppo_clip, clip_low, clip_high),
+        weighting=weighting.sequence_mean,
+        advantages=group_relative,
+        source="2402.03300",
+    )
 
 
 @gin.configurable
-@kept
+@records_call
 def dr_grpo(
     max_tokens: int, clip_low: float = 0.2, clip_high: float = 0.2, **parts: Any
 ) -> Algorithm:
-    """GRPO done right: neither a sequence's length nor a group's spread of rewards weighs its
-    gradient.
+    """GRPO done right: neither the length of a sequence nor the spread of its group's rewards
+    scales its gradient.
 
-    max_tokens: the most that a completion may have, one divisor for all (bind it to
-    sampling.max_tokens).
+    Args:
+        max_tokens: Longest completion in tokens, by which every sequence's sum is divided; bind it
+            to sampling.max_tokens.
+        clip_low: How far below 1 the ratio may fall before its gradient is cut; at least 0.
+        clip_high: How far above 1 the ratio may rise before its gradient is cut; at least 0.
     """
     positive("dr_grpo.max_tokens", max_tokens)
-    weigh = partial(weighting.constant, length=max_tokens)
-    advantages = partial(group_relative, scale="none")
-    return recipe(
-        "dr_grpo",
+    return assemble(
+        dr_grpo,
         parts,
-        clipped("dr_grpo", clip_low, clip_high),
-        weigh,
-        advantages,
+        loss=clipped_loss("dr_grpo", losses.ppo_clip, clip_low, clip_high),
+        weighting=partial(weighting.constant, length=max_tokens),
+        advantages=partial(group_relative, scale="none"),
         source="2503.20783",
     )
 
 
 @gin.configurable
-@kept
+@records_call
 def dapo(
     max_tokens: int | None = None,
     overlong_buffer: int = 0,
@@ -96,85 +99,160 @@ def dapo(
     clip_high: float = 0.28,
     **parts: Any,
 ) -> Algorithm:
-    """Decoupled clip and dynamic sampling: more room upwards, all tokens count the same, groups
-    without variance are refilled.
+    """Decoupled clip and dynamic sampling: a wider clip upwards, the same weight for all tokens,
+    and groups of equal rewards replaced by others.
 
-    max_tokens: the most that a completion may have; with it, answers that come within
-    overlong_buffer of it lose up to overlong_scale of their reward (the paper: 20,480, 4,096, 1).
+    The paper's penalty on overlong answers is max_tokens = 20480, overlong_buffer = 4096 and
+    overlong_scale = 1.
+
+    Args:
+        max_tokens: Longest completion in tokens; None leaves out the penalty on overlong answers.
+        overlong_buffer: The penalty grows linearly over this many tokens before max_tokens.
+        overlong_scale: Largest penalty, subtracted from the reward.
+        clip_low: How far below 1 the ratio may fall before its gradient is cut; at least 0.
+        clip_high: How far above 1 the ratio may rise before its gradient is cut; at least 0.
     """
     shaping = None
     if max_tokens is not None:
         shaping = partial(
             overlong_penalty, max_length=max_tokens, buffer=overlong_buffer, scale=overlong_scale
         )
-    loss = clipped("dapo", clip_low, clip_high)
-    own: dict[str, Any] = {"filters": (varied,), "shaping": shaping, "source": "2503.14476"}
-    return recipe("dapo", parts, loss, weighting.token_mean, group_relative, **own)
-
-
-@gin.configurable
-@kept
-def lite_ppo(clip_low: float = 0.2, clip_high: float = 0.2, **parts: Any) -> Algorithm:
-    """Lite PPO: the group's mean, the batch's deviation, every token counts the same."""
-    loss, advantages = (
-        clipped("lite_ppo", clip_low, clip_high),
-        partial(group_relative, scale="batch"),
+    return assemble(
+        dapo,
+        parts,
+        loss=clipped_loss("dapo", losses.ppo_clip, clip_low, clip_high),
+        weighting=weighting.token_mean,
+        advantages=group_relative,
+        filters=(varied,),
+        shaping=shaping,
+        source="2503.14476",
     )
-    return recipe("lite_ppo", parts, loss, weighting.token_mean, advantages, source="2508.08221")
 
 
 @gin.configurable
-@kept
+@records_call
+def lite_ppo(clip_low: float = 0.2, clip_high: float = 0.2, **parts: Any) -> Algorithm:
+    """Lite PPO: rewards centred on the group's mean and divided by the batch's deviation, the same
+    weight for all tokens.
+
+    Args:
+        clip_low: How far below 1 the ratio may fall before its gradient is cut; at least 0.
+        clip_high: How far above 1 the ratio may rise before its gradient is cut; at least 0.
+    """
+    return assemble(
+        lite_ppo,
+        parts,
+        loss=clipped_loss("lite_ppo", losses.ppo_clip, clip_low, clip_high),
+        weighting=weighting.token_mean,
+        advantages=partial(group_relative, scale="batch"),
+        source="2508.08221",
+    )
+
+
+@gin.configurable
+@records_call
 def gspo(clip_low: float = 3e-4, clip_high: float = 4e-4, **parts: Any) -> Algorithm:
-    """Group sequence policy optimisation: one ratio a sequence, the geometric mean of its tokens',
-    clipped as one."""
-    loss = bounded("gspo", losses.gspo, clip_low, clip_high)
-    return recipe("gspo", parts, loss, weighting.sequence_mean, group_relative, source="2507.18071")
+    """Group sequence policy optimisation: one ratio a sequence, the geometric mean of its tokens'
+    ratios, clipped as one.
+
+    Args:
+        clip_low: How far below 1 a sequence's ratio may fall before its gradient is cut; at least
+            0.
+        clip_high: How far above 1 a sequence's ratio may rise before its gradient is cut; at least
+            0.
+    """
+    return assemble(
+        gspo,
+        parts,
+        loss=clipped_loss("gspo", losses.gspo, clip_low, clip_high),
+        weighting=weighting.sequence_mean,
+        advantages=group_relative,
+        source="2507.18071",
+    )
 
 
 @gin.configurable
-@kept
+@records_call
 def gmpo(clip_low: float = 0.4, clip_high: float = 0.4, **parts: Any) -> Algorithm:
-    """Geometric-mean policy optimisation: tokens are clipped in log-ratios, then the sequence has
-    their geometric mean."""
-    loss = bounded("gmpo", losses.gmpo, clip_low, clip_high)
-    return recipe("gmpo", parts, loss, weighting.sequence_mean, group_relative, source="2507.20673")
+    """Geometric-mean policy optimisation: log-ratios are clipped token by token, and the sequence's
+    ratio is their geometric mean.
+
+    Args:
+        clip_low: How far below 0 a token's log-ratio may fall before it is clipped; at least 0.
+        clip_high: How far above 0 a token's log-ratio may rise before it is clipped; at least 0.
+    """
+    return assemble(
+        gmpo,
+        parts,
+        loss=clipped_loss("gmpo", losses.gmpo, clip_low, clip_high),
+        weighting=weighting.sequence_mean,
+        advantages=group_relative,
+        source="2507.20673",
+    )
 
 
 @gin.configurable
-@kept
+@records_call
 def sapo(tau_positive: float = 1.0, tau_negative: float = 1.05, **parts: Any) -> Algorithm:
     """Soft adaptive policy optimisation: a smooth gate in place of the clip, narrower where the
-    advantage is negative."""
+    advantage is negative.
+
+    Args:
+        tau_positive: Sharpness of the gate for tokens of positive advantage, above 0; larger is
+            narrower.
+        tau_negative: Sharpness of the gate for all other tokens, above 0; larger is narrower.
+    """
     positive("sapo.tau_positive", tau_positive)
     positive("sapo.tau_negative", tau_negative)
-    loss = partial(losses.sapo, tau_positive=tau_positive, tau_negative=tau_negative)
-    return recipe("sapo", parts, loss, weighting.sequence_mean, group_relative, source="2511.20347")
+    return assemble(
+        sapo,
+        parts,
+        loss=partial(losses.sapo, tau_positive=tau_positive, tau_negative=tau_negative),
+        weighting=weighting.sequence_mean,
+        advantages=group_relative,
+        source="2511.20347",
+    )
 
 
 @gin.configurable
-@kept
+@records_call
 def cispo(clip_high: float = 0.28, clip_low: float | None = None, **parts: Any) -> Algorithm:
-    """Clipped importance-sampled policy optimisation: the ratio is a bounded weight, and every
-    token keeps its gradient."""
+    """Clipped importance-sampled policy optimisation: the clipped ratio is a constant weight, so
+    every token keeps its gradient.
+
+    Args:
+        clip_high: The weight is at most 1 + clip_high; at least 0.
+        clip_low: The weight is at least 1 - clip_low; None for no lower bound.
+    """
     at_least("cispo.clip_high", clip_high, 0)
     if clip_low is not None:
         at_least("cispo.clip_low", clip_low, 0)
-    loss = partial(losses.cispo, clip_high=clip_high, clip_low=clip_low)
-    return recipe("cispo", parts, loss, weighting.token_mean, group_relative, source="2506.13585")
-
-
-@gin.configurable
-@kept
-def rloo(**parts: Any) -> Algorithm:
-    """REINFORCE leave-one-out: a sample's baseline is the mean reward of the others."""
-    return recipe(
-        "rloo", parts, losses.reinforce, weighting.sequence_sum, leave_one_out, source="2402.14740"
+    return assemble(
+        cispo,
+        parts,
+        loss=partial(losses.cispo, clip_high=clip_high, clip_low=clip_low),
+        weighting=weighting.token_mean,
+        advantages=group_relative,
+        source="2506.13585",
     )
 
 
 @gin.configurable
-@kept
+@records_call
+def rloo(**parts: Any) -> Algorithm:
+    """REINFORCE leave-one-out: a sample's baseline is the mean reward of its group's others."""
+    return assemble(
+        rloo,
+        parts,
+        loss=losses.reinforce,
+        weighting=weighting.sequence_sum,
+        advantages=leave_one_out,
+        source="2402.14740",
+    )
+
+
+@gin.configurable
+@records_call
 def reinforce_pp(
     clip_low: float = 0.2,
     clip_high: float = 0.2,
@@ -185,19 +263,27 @@ def reinforce_pp(
     """REINFORCE++: returns to go, whitened over the batch; no critic and, unless `baseline`, no
     groups.
 
-    baseline: the mean reward of the group is taken off first. gamma: discount a token. reward_kl: β
-    of the KL in the reward.
+    The paper's KL term is `reward_kl`, in the reward.
+
+    Args:
+        clip_low: How far below 1 the ratio may fall before its gradient is cut; at least 0.
+        clip_high: How far above 1 the ratio may rise before its gradient is cut; at least 0.
+        gamma: Discount per token, from 0 to 1.
+        baseline: Whether the mean reward of the group is subtracted first.
     """
     within("reinforce_pp.gamma", gamma, 0, 1)
-    advantages = partial(whitened_returns, gamma=gamma, baseline=baseline)
-    loss = clipped("reinforce_pp", clip_low, clip_high)
-    return recipe(
-        "reinforce_pp", parts, loss, weighting.token_mean, advantages, source="2501.03262"
+    return assemble(
+        reinforce_pp,
+        parts,
+        loss=clipped_loss("reinforce_pp", losses.ppo_clip, clip_low, clip_high),
+        weighting=weighting.token_mean,
+        advantages=partial(whitened_returns, gamma=gamma, baseline=baseline),
+        source="2501.03262",
     )
 
 
 @gin.configurable
-@kept
+@records_call
 def ppo(
     clip_low: float = 0.2,
     clip_high: float = 0.2,
@@ -206,112 +292,155 @@ def ppo(
     lam: float = 1.0,
     **parts: Any,
 ) -> Algorithm:
-    """Proximal policy optimisation: a critic's values make each token's advantage (generalised
+    """Proximal policy optimisation: per-token advantages from a critic's values (generalised
     advantage estimation, whitened).
 
-    gamma, lam: of the estimate. value_clip: how far the critic may move in a step. reward_kl: the β
-    of the KL in the reward. The critic has a learning rate of its own, `critic.learning_rate`.
+    A KL term in the reward is `reward_kl`. The critic has its own learning rate,
+    `critic.learning_rate`.
+
+    Args:
+        clip_low: How far below 1 the ratio may fall before its gradient is cut; at least 0.
+        clip_high: How far above 1 the ratio may rise before its gradient is cut; at least 0.
+        value_clip: How far the critic's values may move in a step, in units of reward; above 0.
+        gamma: Discount per token, from 0 to 1.
+        lam: λ of generalised advantage estimation, from 0 (one-step estimates) to 1 (full returns).
     """
     positive("ppo.value_clip", value_clip)
     within("ppo.gamma", gamma, 0, 1)
     within("ppo.lam", lam, 0, 1)
-    own: dict[str, Any] = {
-        "value_loss": partial(losses.value_clip, clip=value_clip),
-        "needs": frozenset({"values"}),
-    }
-    advantages = partial(whitened_gae, gamma=gamma, lam=lam)
-    loss = clipped("ppo", clip_low, clip_high)
-    return recipe("ppo", parts, loss, weighting.token_mean, advantages, source="1707.06347", **own)
-
-
-@gin.configurable
-@kept
-def m2po(threshold: float = 0.04, **parts: Any) -> Algorithm:
-    """Second-moment trust policy optimisation: importance-weighted REINFORCE without the few tokens
-    that have moved furthest.
-
-    threshold: the largest mean of squared log-ratios that is trained on.
-    """
-    at_least("m2po.threshold", threshold, 0)
-    # the plain ratio as a weight: nothing is clipped
-    loss = partial(losses.cispo, clip_high=np.inf)
-    correct = partial(importance_of_trusted, threshold=threshold)
-    own: dict[str, Any] = {"corrections": correct, "proximal": "recompute", "source": "2510.01161"}
-    return recipe("m2po", parts, loss, weighting.token_mean, group_relative, **own)
-
-
-@gin.configurable
-@kept
-def decoupled_ppo(
-    high: float = 5.0, clip_low: float = 0.2, clip_high: float = 0.2, **parts: Any
-) -> Algorithm:
-    """AReaL's decoupled PPO: the step is clipped around the trainer's own policy before it, and
-    what an older policy sampled is weighted by how much likelier it is now; tokens whose weight
-    exceeds `high` are left out."""
-    positive("decoupled_ppo.high", high)
-    loss = clipped("decoupled_ppo", clip_low, clip_high)
-    own: dict[str, Any] = {
-        "corrections": partial(corrections.masked, high=high),
-        "proximal": "recompute",
-    }
-    return recipe(
-        "decoupled_ppo",
+    return assemble(
+        ppo,
         parts,
-        loss,
-        weighting.token_mean,
-        group_relative,
-        source="2505.24298",
-        **own,
+        loss=clipped_loss("ppo", losses.ppo_clip, clip_low, clip_high),
+        weighting=weighting.token_mean,
+        advantages=partial(whitened_gae, gamma=gamma, lam=lam),
+        value_loss=partial(losses.value_clip, clip=value_clip),
+        needs=frozenset({"values"}),
+        source="1707.06347",
     )
 
 
 @gin.configurable
-@kept
-def dppo(threshold_low: float = 0.15, threshold_high: float = 0.15, **parts: Any) -> Algorithm:
-    """Divergence proximal policy optimisation: a token is left out by how far its probability
-    moved, not by its ratio."""
-    at_least("dppo.threshold_low", threshold_low, 0)
-    at_least("dppo.threshold_high", threshold_high, 0)
-    loss = partial(losses.dppo_tv, threshold_low=threshold_low, threshold_high=threshold_high)
-    return recipe("dppo", parts, loss, weighting.token_mean, group_relative, source="2602.04879")
+@records_call
+def m2po(threshold: float = 0.04, **parts: Any) -> Algorithm:
+    """Second-moment trust policy optimisation: importance-weighted REINFORCE without the few tokens
+    whose probability has moved most.
+
+    Args:
+        threshold: Largest mean squared log-ratio that is trained on, in nats²; at least 0.
+    """
+    at_least("m2po.threshold", threshold, 0)
+    return assemble(
+        m2po,
+        parts,
+        # the plain ratio as a weight: nothing is clipped
+        loss=partial(losses.cispo, clip_high=np.inf),
+        weighting=weighting.token_mean,
+        advantages=group_relative,
+        corrections=partial(corrections.importance_of_trusted, threshold=threshold),
+        proximal="recompute",
+        source="2510.01161",
+    )
 
 
 @gin.configurable
-@kept
-def opo(**parts: Any) -> Algorithm:
-    """On-policy optimisation with the baseline of least variance: the group's mean reward, weighted
-    by length."""
-    return recipe(
-        "opo",
+@records_call
+def decoupled_ppo(
+    high: float = 5.0, clip_low: float = 0.2, clip_high: float = 0.2, **parts: Any
+) -> Algorithm:
+    """AReaL's decoupled PPO: clips the step around the trainer's own policy before it, and weights
+    samples of older policies by their importance ratio.
+
+    Args:
+        high: Tokens of a greater importance ratio are left out; above 0.
+        clip_low: How far below 1 the ratio may fall before its gradient is cut; at least 0.
+        clip_high: How far above 1 the ratio may rise before its gradient is cut; at least 0.
+    """
+    positive("decoupled_ppo.high", high)
+    return assemble(
+        decoupled_ppo,
         parts,
-        losses.reinforce,
-        weighting.sequence_sum,
-        length_weighted_baseline,
+        loss=clipped_loss("decoupled_ppo", losses.ppo_clip, clip_low, clip_high),
+        weighting=weighting.token_mean,
+        advantages=group_relative,
+        corrections=partial(corrections.masked, high=high),
+        proximal="recompute",
+        source="2505.24298",
+    )
+
+
+@gin.configurable
+@records_call
+def dppo(threshold_low: float = 0.15, threshold_high: float = 0.15, **parts: Any) -> Algorithm:
+    """Divergence proximal policy optimisation: masks a token by how far its probability has moved,
+    not by its ratio.
+
+    Args:
+        threshold_low: A token of negative advantage is masked once its probability has fallen by
+            more than this; at least 0.
+        threshold_high: A token of positive advantage is masked once its probability has risen by
+            more than this; at least 0.
+    """
+    at_least("dppo.threshold_low", threshold_low, 0)
+    at_least("dppo.threshold_high", threshold_high, 0)
+    return assemble(
+        dppo,
+        parts,
+        loss=partial(losses.dppo_tv, threshold_low=threshold_low, threshold_high=threshold_high),
+        weighting=weighting.token_mean,
+        advantages=group_relative,
+        source="2602.04879",
+    )
+
+
+@gin.configurable
+@records_call
+def opo(**parts: Any) -> Algorithm:
+    """On-policy optimisation with the minimum-variance baseline: the group's mean reward, weighted
+    by length."""
+    return assemble(
+        opo,
+        parts,
+        loss=losses.reinforce,
+        weighting=weighting.sequence_sum,
+        advantages=length_weighted_baseline,
         source="2505.23585",
     )
 
 
 @gin.configurable
-@kept
+@records_call
 def remax(**parts: Any) -> Algorithm:
-    """ReMax: the baseline of a sample is the reward of the greedy answer to the same task."""
-    own: dict[str, Any] = {"needs": frozenset({"greedy"}), "source": "2310.10505"}
-    return recipe("remax", parts, losses.reinforce, weighting.sequence_sum, greedy_baseline, **own)
+    """ReMax: a sample's baseline is the reward of the greedy answer to the same task."""
+    return assemble(
+        remax,
+        parts,
+        loss=losses.reinforce,
+        weighting=weighting.sequence_sum,
+        advantages=greedy_baseline,
+        needs=frozenset({"greedy"}),
+        source="2310.10505",
+    )
+
+
+# ---- a teacher, demonstrations, preferences
 
 
 @gin.configurable
-@kept
+@records_call
 def distill(
     beta: float | None = None, rl: Algorithm | None = None, rl_weight: float = 1.0, **parts: Any
 ) -> Algorithm:
-    """On-policy distillation: the student samples, and learns from what the teacher, train.teacher,
-    finds likely there.
+    """On-policy distillation: the student samples, and is trained on the probabilities that the
+    teacher, `train.teacher`, gives to those tokens.
 
-    beta: None for the reverse KL at the tokens that were drawn, as a policy gradient. A number for
-    the generalised Jensen-Shannon divergence over the whole vocabulary (GKD), from 0, KL(teacher ‖
-    student), to 1, KL(student ‖ teacher): it varies less, and the trainer holds the teacher beside
-    the student. rl: a recipe whose loss is added, times rl_weight; it brings its other parts too,
-    but its weighting.
+    Args:
+        beta: None for the reverse KL at the sampled tokens, as a policy gradient. A number for the
+            generalised Jensen-Shannon divergence over the full vocabulary (GKD), from 0,
+            KL(teacher ‖ student), to 1, KL(student ‖ teacher): it has less variance, and the
+            trainer holds the teacher's weights beside the student's.
+        rl: A recipe whose loss is added. All its other parts are used too, except its weighting.
+        rl_weight: Factor of that loss.
     """
     loss: Loss = losses.sampled_reverse_kl
     own: dict[str, Any] = {"advantages": None, "needs": frozenset({"teacher"})}
@@ -324,157 +453,78 @@ def distill(
         }
     if rl is not None:
         loss = losses.combine(loss, losses.Scaled(rl.loss, rl_weight))
-        brought = {
+        inherited = {
             part: getattr(rl, part)
             for part in PARTS
             if part not in ("loss", "weighting", "divergence")
         }
-        own |= {**brought, "needs": own["needs"] | rl.needs}
-    return recipe("distill", parts, loss, weighting.token_mean, source="2306.13649", **own)
+        own |= {**inherited, "needs": own["needs"] | rl.needs}
+    return assemble(
+        distill, parts, loss=loss, weighting=weighting.token_mean, source="2306.13649", **own
+    )
 
 
 @gin.configurable
-@kept
+@records_call
 def sft(**parts: Any) -> Algorithm:
     """Supervised fine-tuning: the mean negative log-likelihood of the demonstrated tokens."""
-    return recipe("sft", parts, losses.sft, weighting.token_mean, None)
+    return assemble(sft, parts, loss=losses.sft, weighting=weighting.token_mean, advantages=None)
 
 
 @gin.configurable
-@kept
+@records_call
 def dpo(beta: float = 0.1, **parts: Any) -> Algorithm:
-    """Direct preference optimisation over pairs of answers. beta: how dearly a move from the
-    reference is bought."""
+    """Direct preference optimisation over pairs of answers.
+
+    Args:
+        beta: Strength of the implied KL constraint to the reference; above 0.
+    """
     positive("dpo.beta", beta)
-    own: dict[str, Any] = {"needs": frozenset({"reference"}), "pairs": True, "source": "2305.18290"}
-    return recipe(
-        "dpo", parts, partial(preferences.dpo_loss, beta=beta), weighting.pair_mean, None, **own
+    return assemble(
+        dpo,
+        parts,
+        loss=partial(preferences.dpo_loss, beta=beta),
+        weighting=weighting.pair_mean,
+        advantages=None,
+        needs=frozenset({"reference"}),
+        pairs=True,
+        source="2305.18290",
     )
 
 
 @gin.configurable
-@kept
+@records_call
 def ipo(beta: float = 0.1, **parts: Any) -> Algorithm:
-    """Identity preference optimisation: the margin of a pair is pulled to 1 / (2 beta), and no
-    further."""
+    """Identity preference optimisation: pulls the margin of a pair to 1 / (2 beta), and no further.
+
+    Args:
+        beta: Strength of the regularisation towards the reference; above 0.
+    """
     positive("ipo.beta", beta)
-    own: dict[str, Any] = {"needs": frozenset({"reference"}), "pairs": True, "source": "2310.12036"}
-    return recipe(
-        "ipo", parts, partial(preferences.ipo_loss, beta=beta), weighting.pair_mean, None, **own
+    return assemble(
+        ipo,
+        parts,
+        loss=partial(preferences.ipo_loss, beta=beta),
+        weighting=weighting.pair_mean,
+        advantages=None,
+        needs=frozenset({"reference"}),
+        pairs=True,
+        source="2310.12036",
     )
 
 
 @gin.configurable
-@kept
+@records_call
 def reward_model(**parts: Any) -> Algorithm:
-    """A reward model from pairs of answers, by Bradley and Terry: the chosen one should score
+    """Trains a reward model on pairs of answers (Bradley-Terry): the chosen one should score
     higher."""
-    own: dict[str, Any] = {"pairs": True, "head": "reward", "source": "2203.02155"}
-    return recipe(
-        "reward_model", parts, preferences.reward_model_loss, weighting.pair_mean, None, **own
+    return assemble(
+        reward_model,
+        parts,
+        loss=preferences.reward_model_loss,
+        weighting=weighting.pair_mean,
+        advantages=None,
+        pairs=True,
+        head="reward",
+        source="2203.02155",
     )
-
-
-# ---- how recipes are put together
-
-
-def recipe(
-    name: str, parts: dict[str, Any], loss: Loss, weigh: Any, advantages: Any, **own: Any
-) -> Algorithm:
-    """The algorithm with `parts` in place of its own. Raises: ConfigError for an unknown part or a
-    wrong coefficient."""
-    for part in parts:
-        if part not in (*PARTS, *PENALTIES):
-            known = [*inspect.signature(globals()[name]).parameters, *PARTS, *PENALTIES]
-            raise ConfigError(
-                f"{name}.{part}",
-                parts[part],
-                f"left out: there is no such part{nearest(part, known)}",
-            )
-    given = {"loss": loss, "weighting": weigh, "advantages": advantages, **own}
-    given |= {part: x for part, x in parts.items() if part in PARTS}
-    needs = given.get("needs", frozenset())
-    if given.get("reward_kl") and "teacher" not in needs:
-        needs |= {"reference"}
-    penalties = {key: x for key, x in parts.items() if key in PENALTIES}
-    given["loss"], given["needs"] = penalised(name, given["loss"], needs, **penalties)
-    return Algorithm(name, **{**given, "filters": tuple(given.get("filters", ()))})
-
-
-def penalised(
-    name: str,
-    loss: Loss,
-    needs: frozenset[str],
-    kl_coefficient: float = 0.0,
-    kl_estimator: str = "k3",
-    entropy_coefficient: float = 0.0,
-) -> tuple[Loss, frozenset[str]]:
-    """The loss with a KL penalty to the initial policy and an entropy bonus, and what it then
-    needs."""
-    at_least(f"{name}.kl_coefficient", kl_coefficient, 0)
-    one_of(f"{name}.kl_estimator", kl_estimator, tuple(ESTIMATORS))
-    if kl_coefficient > 0:
-        loss = losses.combine(
-            loss, partial(losses.kl_penalty, coefficient=kl_coefficient, estimator=kl_estimator)
-        )
-        needs |= {"reference"}
-    if entropy_coefficient != 0:
-        loss = losses.combine(loss, partial(losses.entropy_bonus, coefficient=entropy_coefficient))
-        needs |= {"entropy"}
-    return loss, needs
-
-
-def clipped(name: str, low: float, high: float) -> Loss:
-    return bounded(name, losses.ppo_clip, low, high)
-
-
-def bounded(name: str, loss: Any, low: float, high: float) -> Loss:
-    """A loss with its two bounds, checked where they are set. A ratio of 1 must lie between 1 - low
-    and 1 + high."""
-    at_least(f"{name}.clip_low", low, 0)
-    at_least(f"{name}.clip_high", high, 0)
-    return partial(loss, clip_low=low, clip_high=high)
-
-
-@gin.configurable(module="filters")
-def varied(group: Group) -> bool:
-    """Whether the rewards of a group differ: else there is nothing to learn from it. Source: DAPO,
-    arXiv 2503.14476, eq. 11."""
-    return len(set(group.rewards)) > 1
-
-
-def importance_of_trusted(
-    log_ratio: Array, mask: Array, segment_ids: Array, threshold: float = 0.04
-) -> Array:
-    """The importance ratio of the tokens that `second_moment` keeps, 0 at the others. Source: M2PO,
-    arXiv 2510.01161."""
-    kept = corrections.second_moment(log_ratio, mask, segment_ids, threshold)
-    return kept * corrections.importance(log_ratio, mask, segment_ids)
-
-
-def whitened_returns(
-    rewards: np.ndarray,
-    mask: np.ndarray,
-    groups: np.ndarray,
-    gamma: float = 1.0,
-    baseline: bool = False,
-) -> np.ndarray:
-    """Whitened returns to go (see `returns_to_go` and `whiten`); with `baseline`, of rewards less
-    the mean of their group. Source: REINFORCE++, arXiv 2501.03262."""
-    if baseline:
-        totals = rewards.sum(1)
-        means = totals - group_relative(totals, groups, scale="none")
-        last = mask.shape[1] - 1 - np.argmax(mask[:, ::-1], axis=1)
-        rewards = rewards.copy()
-        rewards[np.arange(len(rewards)), last] -= means * mask.any(1)
-    return np.asarray(whiten(returns_to_go(rewards, mask, gamma), mask))
-
-
-def whitened_gae(
-    rewards: np.ndarray, values: np.ndarray, mask: np.ndarray, gamma: float = 1.0, lam: float = 1.0
-) -> tuple[np.ndarray, np.ndarray]:
-    """Generalised advantage estimates, whitened over the batch, and the returns that the critic
-    learns (see `gae`, `whiten`). Source: PPO, arXiv 1707.06347; whitening: Stiennon et al., arXiv
-    2009.01325."""
-    advantages, returns = gae(rewards, values, mask, gamma, lam)
-    return np.asarray(whiten(advantages, mask)), np.asarray(returns)

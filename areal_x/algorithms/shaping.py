@@ -1,4 +1,4 @@
-"""Rewards that are added to a verifier's."""
+"""Reward shaping: terms added to the verifier's reward."""
 
 from __future__ import annotations
 
@@ -14,12 +14,18 @@ from areal_x.types import Array
 def overlong_penalty(
     length: Array | float, max_length: int, buffer: int, scale: float = 1.0
 ) -> Array | float:
-    """0 up to max_length - buffer, then falling linearly to -scale at max_length, -scale beyond.
-    Without a buffer it is a step.
+    """Penalty on long answers: 0 up to max_length - buffer, then falling linearly to -scale at
+    max_length, -scale beyond. Without a buffer it is a step.
 
-    length: generated tokens, a number or an array of any shape. Raises ConfigError for a buffer
-    that is negative or greater than max_length, or a negative scale. Source: DAPO, arXiv
-    2503.14476, eq. 13.
+    Source: DAPO, arXiv 2503.14476, eq. 13.
+
+    Args:
+        length: Generated tokens, a number or an array of any shape.
+        max_length: Length in tokens from which the full penalty applies.
+        buffer: Length in tokens of the linear part, from 0 to max_length.
+        scale: Largest penalty, in units of reward; at least 0.
+
+    Raises: ConfigError for a buffer below 0 or above max_length, or a negative scale.
     """
     within("overlong_penalty.buffer", buffer, 0, max_length)
     at_least("overlong_penalty.scale", scale, 0)
@@ -28,4 +34,4 @@ def overlong_penalty(
     xp = array_namespace(length)
     excess = length - (max_length - buffer)
     share = xp.clip(excess / buffer, 0, 1) if buffer else xp.astype(excess > 0, xp.float32)
-    return 0 - scale * share  # and not -(…), which would be -0.0 for most answers
+    return 0 - scale * share  # not -(…), which would be -0.0 for most answers

@@ -1,9 +1,9 @@
-"""How terms are averaged: one weight for each token, computed once on the host over the whole
-optimizer batch.
+"""Weights that decide how terms are averaged: one weight a token, computed once on the host over
+the whole optimizer batch.
 
 The trainer minimises `sum(weights * terms)` and divides by nothing, so a result cannot depend on
 how rows are packed, split into micro-batches or spread over devices. Arrays are `[rows, length]`; a
-segment is named by (row, id), id 0 is padding.
+segment is identified by (row, id), and id 0 is padding.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from areal_x.types import Array
 
 @gin.configurable(module="weighting")
 def token_mean(mask: Array, segment_ids: Array) -> Array:
-    """Every token counts the same: 1 / N, N the masked tokens of the batch. Source: DAPO, arXiv
+    """Every token counts the same: 1 / N, with N masked tokens in the batch. Source: DAPO, arXiv
     2503.14476."""
     ones = _as_float(mask)
     return ones / _at_least_one(ones.sum())
@@ -26,8 +26,8 @@ def token_mean(mask: Array, segment_ids: Array) -> Array:
 
 @gin.configurable(module="weighting")
 def sequence_mean(mask: Array, segment_ids: Array) -> Array:
-    """Every sequence counts the same: 1 / (S · n_i), S the sequences with a masked token, n_i those
-    of sequence i.
+    """Every sequence counts the same: 1 / (S · n_i), with S sequences that have masked tokens, n_i
+    in sequence i.
 
     Source: GRPO, arXiv 2402.03300.
     """
@@ -36,18 +36,20 @@ def sequence_mean(mask: Array, segment_ids: Array) -> Array:
 
 @gin.configurable(module="weighting")
 def sequence_sum(mask: Array, segment_ids: Array) -> Array:
-    """The terms of a sequence are added up, and sequences averaged: 1 / S. Source: RLOO, arXiv
+    """Terms are summed over a sequence and averaged over sequences: 1 / S. Source: RLOO, arXiv
     2402.14740."""
     return _as_float(mask) / _at_least_one(_segments(_share(mask, segment_ids)))
 
 
 @gin.configurable(module="weighting")
 def constant(mask: Array, segment_ids: Array, length: float) -> Array:
-    """As `sequence_sum`, divided by one length for all: 1 / (S · length), so that a long answer is
-    no cheaper for each token.
+    """`sequence_sum` divided by one length for all: 1 / (S · length), so that a token of a long
+    answer weighs no less.
 
-    length: the most tokens that a sequence may generate. Raises ConfigError unless it is positive.
     Source: Dr. GRPO, arXiv 2503.20783.
+
+    Args:
+        length: Longest possible completion in tokens; above 0.
     """
     positive("constant.length", length)
     return _as_float(mask) / (_at_least_one(_segments(_share(mask, segment_ids))) * length)
@@ -55,37 +57,40 @@ def constant(mask: Array, segment_ids: Array, length: float) -> Array:
 
 @gin.configurable(module="weighting")
 def group_mean(mask: Array, segment_ids: Array, groups_of_segments: Array) -> Array:
-    """Every group counts the same, and within it every token: 1 / (G · n_g), G the groups with a
-    masked token, n_g those of g.
+    """Every group counts the same, and within it every token: 1 / (G · n_g), with G groups that
+    have masked tokens, n_g in group g.
 
-    groups_of_segments: `[rows, ids]`, at [row, id] the group of that segment, any integer; what
-    stands at id 0 is not used. Source: ScaleRL, arXiv 2510.13786 (prompt-level average).
+    Source: ScaleRL, arXiv 2510.13786 (prompt-level average).
+
+    Args:
+        groups_of_segments: `[rows, ids]`, at [row, id] the group of that segment as any integer;
+            entries at id 0 are ignored.
     """
     xp = array_namespace(mask)
     row = xp.cumulative_sum(xp.ones_like(segment_ids[:, :1]), axis=0) - 1
-    of_token = xp.reshape(row * groups_of_segments.shape[1] + segment_ids, (-1,))
-    groups = xp.take(xp.reshape(groups_of_segments, (-1,)), of_token)
-    # below the number of tokens, whatever integers name the groups
+    segment_of_token = xp.reshape(row * groups_of_segments.shape[1] + segment_ids, (-1,))
+    groups = xp.take(xp.reshape(groups_of_segments, (-1,)), segment_of_token)
+    # renumbered below the number of tokens, whatever integers identify the groups
     numbers = xp.searchsorted(xp.sort(groups), groups)
-    # Seen as one long row, a group is a segment.
+    # With all rows as one long row, a group is a segment.
     weights = _segment_mean(xp.reshape(mask, (1, -1)), xp.reshape(numbers, (1, -1)))
     return xp.reshape(weights, mask.shape)
 
 
 @gin.configurable(module="weighting")
 def pair_mean(mask: Array, segment_ids: Array) -> Array:
-    """Every pair counts the same: 1 / (P · n_p), P the pairs with a masked token, n_p the masked
-    tokens of both its segments.
+    """Every pair counts the same: 1 / (P · n_p), with P pairs that have masked tokens, n_p in both
+    segments of pair p.
 
-    A pair is two neighbouring segments of a row, ids 2k - 1 (chosen) and 2k (rejected). A term that
-    is one number on all masked tokens of its pair is averaged over pairs. Source: DPO, arXiv
+    A pair is two adjacent segments of a row, ids 2k - 1 (chosen) and 2k (rejected). A term with the
+    same value on all masked tokens of its pair is averaged over pairs. Source: DPO, arXiv
     2305.18290, eq. 7.
     """
     return _segment_mean(mask, (segment_ids + 1) // 2)
 
 
 def _segment_mean(mask: Array, segment_ids: Array) -> Array:
-    """1 / (S · n_i) for any segments: sequences, pairs, groups."""
+    """1 / (S · n_i) for segments of any kind: sequences, pairs, groups."""
     share = _share(mask, segment_ids)
     return share / _at_least_one(_segments(share))
 
@@ -103,11 +108,11 @@ def _segments(share: Array) -> Array:
 
 def _as_float(mask: Array) -> Array:
     xp = array_namespace(mask)
-    # Counts beyond 2^24 are inexact in float32; jax has no float64 unless it is asked for.
+    # Counts beyond 2^24 are inexact in float32; jax has no float64 unless it is enabled.
     return xp.astype(mask, xp.float32 if is_jax_array(mask) else xp.float64)
 
 
 def _at_least_one(count: Array) -> Array:
-    """Where nothing is counted there is nothing to divide: weights are 0, never NaN."""
+    """1 in place of 0 as a divisor: weights of an empty batch or segment are 0, never NaN."""
     xp = array_namespace(count)
     return xp.where(count > 0, count, xp.ones_like(count))

@@ -17,7 +17,7 @@ import numpy as np
 
 from areal_x.algorithms.algorithm import Algorithm
 from areal_x.algorithms.kl import k1
-from areal_x.algorithms.parts import asked_for, call_by_name
+from areal_x.algorithms.parts import call_by_name, parameter_names
 from areal_x.batching.packing import Packed, pack
 from areal_x.errors import UserError, function_name
 from areal_x.protocols.trainer import Scorer, Trainer
@@ -160,7 +160,7 @@ def with_advantages(
     rewards = [
         token_rewards(batch, part, algorithm) for batch, part in zip(batches, parts, strict=True)
     ]
-    if "mask" in asked_for(function):
+    if "mask" in parameter_names(function):
         return per_token(function, batches, parts, rewards)
     owners = [np.asarray(part.owner, np.int64) for part in parts]
     count = [len(part.episodes) for part in parts]

@@ -25,7 +25,7 @@ import numpy as np
 from gin import config_parser
 
 from areal_x.algorithms.algorithm import Algorithm
-from areal_x.algorithms.recipes import PARTS, PENALTIES
+from areal_x.algorithms.assembly import PARTS, PENALTIES
 from areal_x.config.in_words import described, same
 from areal_x.config.reader import (
     Binding,
@@ -274,8 +274,8 @@ class _Writer:
 
     def _algorithm(self, x: Algorithm, where: str) -> str:
         for arguments in _arguments_of(x):
-            assert x.made is not None
-            return self.write(registered_as(x.made.recipe), where, arguments)
+            assert x.made_by is not None
+            return self.write(registered_as(x.made_by.recipe), where, arguments)
         reference = next((r for made, r in _made if made is x), None)
         return self._words(x, where) if reference is None else repr(reference)
 
@@ -294,9 +294,9 @@ def _order(binding: tuple[str, str]) -> tuple[list[str], str]:
 def _arguments_of(algorithm: Algorithm) -> Iterator[dict[str, Any]]:
     """With which its recipe makes it again, parts that were replaced since among them; none where
     that cannot be."""
-    if algorithm.made is None:
+    if algorithm.made_by is None:
         return
-    recipe, given = algorithm.made.recipe, dict(algorithm.made.arguments)
+    recipe, given = algorithm.made_by.recipe, dict(algorithm.made_by.arguments)
 
     def differing(arguments: Mapping[str, Any]) -> dict[str, Any]:
         again = recipe(**arguments)

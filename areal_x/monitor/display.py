@@ -11,7 +11,7 @@ from statistics import median
 from types import TracebackType
 from typing import Any, Protocol, TextIO
 
-from areal_x.algorithms.mismatch import MOST_LAGS
+from areal_x.algorithms.mismatch import MAX_LAGS
 from areal_x.errors import printable
 from areal_x.monitor.metrics import Row
 
@@ -114,7 +114,7 @@ def warning(rows: list[Row]) -> str:
 def kl_by_age(row: Row) -> str:
     """How far engine and trainer disagree about tokens of the version that learns, of the one
     before it, and so on."""
-    found = [row.get(f"mismatch/kl_lag{lag}") for lag in range(MOST_LAGS)]
+    found = [row.get(f"mismatch/kl_lag{lag}") for lag in range(MAX_LAGS)]
     while found and found[-1] is None:
         found.pop()
     return " ".join("–" if kl is None else f"{kl:.0e}" for kl in found)

@@ -12,7 +12,7 @@ from dataclasses import fields, replace
 import numpy as np
 
 from areal_x.algorithms.algorithm import Algorithm
-from areal_x.algorithms.check import lacking
+from areal_x.algorithms.validation import missing_inputs
 from areal_x.batching.batch import Models, make_batches
 from areal_x.errors import UserError, function_name
 from areal_x.protocols.backends import Backend, load_backend
@@ -54,7 +54,7 @@ def trains(algorithm: Algorithm, backend: str, group_size: int, tasks: Sequence[
         raise UserError(
             f"the filter {refused[0]} gave no bool: it must say of a group whether it is trained on"
         )
-    without = lacking(algorithm)
+    without = missing_inputs(algorithm)
     models = Models(
         policy=Drawn(0),  # type: ignore[arg-type]  # nothing else of a trainer is asked here
         reference=None if "reference_logp" in without else Drawn(1),

@@ -7,7 +7,7 @@ import dis
 from collections.abc import Sequence
 from typing import Any
 
-from areal_x.algorithms.parts import plain
+from areal_x.algorithms.parts import unwrapped
 from areal_x.config.reader import Config
 from areal_x.errors import UserError
 from areal_x.protocols.workflow import Workflow
@@ -144,7 +144,7 @@ def constant(reward: Any, name: str, value: float, texts: int) -> str:
 def reads_text(reward: Any) -> bool:
     """Whether the bytecode of a function (task, text) loads its second parameter; True where there
     is none to look at."""
-    code = getattr(plain(reward), "__code__", None)
+    code = getattr(unwrapped(reward), "__code__", None)
     if code is None or code.co_argcount < 2:
         return True
     named = (

@@ -1,4 +1,4 @@
-"""One function, the same result on numpy, jax and torch, compiled or not."""
+"""Asserts that a function gives the same result on numpy, jax and torch, compiled or not."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import numpy as np
 
 from tests.algorithms.frameworks import apply
 
-# Each framework in both precisions, and each compiled in one: most of the time goes into compiling, also jax's into compiling
-# every operation for itself. benchmarks/algorithms.py does all of it in both precisions, torch's with inductor.
+# Each framework in both precisions, and compiled in one of them: most of the time goes into compiling (jax compiles every
+# operation on its own even without jit). benchmarks/algorithms.py covers everything in both precisions, torch with inductor.
 WAYS = {
     np.float64: (("torch", False), ("torch", "eager"), ("jax", True)),
     np.float32: (("numpy", False), ("torch", False), ("jax", False)),
@@ -19,9 +19,9 @@ TOLERANCES = {np.float64: 1e-6, np.float32: 1e-5}
 
 
 def agree(function: Callable[..., Any], *inputs: Any, torch_compiled: bool = True) -> None:
-    """Raises AssertionError where one of WAYS gives another result than numpy in float64, or another shape.
+    """Raises AssertionError if one of WAYS gives a different result or shape than numpy in float64.
 
-    torch_compiled: False where another call has compiled the same function with other settings.
+    torch_compiled: False if another call has compiled the same function with other settings.
     """
     expected = _list(apply(function, *inputs, framework="numpy"))
     for dtype, ways in WAYS.items():

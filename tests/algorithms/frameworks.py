@@ -1,6 +1,6 @@
-"""One function on numpy, jax and torch: the same arrays turned into each, and the gradient where there is one.
+"""Runs a function on numpy, jax and torch: converts the same arrays to each, and computes gradients.
 
-Also the batch that the losses are tried on.
+Also the example batch for the tests of losses.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Gradients = dict[str, np.ndarray]
 
 
 def example(seed: int = 0, garbage: float | None = None) -> tuple[Policy, Batch]:
-    """Three packed rows with one to five segments, some of their tokens masked; `garbage` stands in every array elsewhere."""
+    """Three packed rows with one to five segments, some of their tokens masked; `garbage` fills every array elsewhere."""
     rng = np.random.default_rng(seed)
     shape = rows, length = 3, 14
     ids = np.zeros(shape, np.int32)
@@ -69,14 +69,14 @@ def as_numpy(x: Any) -> np.ndarray:
 
 
 def precision(framework: str, dtype: type = np.float64) -> Any:
-    """jax has no float64 unless it is asked for."""
+    """A context in which `dtype` is available: jax has no float64 unless it is enabled."""
     import jax
 
     return jax.enable_x64() if framework == "jax" and dtype is np.float64 else nullcontext()
 
 
 def present(data: Policy | Batch) -> dict[str, Any]:
-    """The arrays that are there, by name."""
+    """The arrays that are not None, by name."""
     return {f.name: x for f in fields(data) if (x := getattr(data, f.name)) is not None}
 
 
@@ -101,7 +101,7 @@ def value_and_gradient(
 ) -> tuple[np.ndarray, Gradients]:
     """function(inputs, constants), a scalar, and its gradient with respect to each of the inputs. framework: jax or torch.
 
-    compiled: under jax.jit or torch.compile, whose backend may be named. An input that plays no part has a gradient of 0.
+    compiled: under jax.jit or torch.compile, whose backend may be named. An unused input has a gradient of 0.
     """
     function = compile_for(framework, function, compiled) if compiled else function
     with precision(framework, dtype):
@@ -123,7 +123,7 @@ def value_and_gradient(
 def loss_and_gradient(
     loss: Any, policy: Policy, batch: Batch, *, framework: str, dtype: type = np.float64, compiled: bool | str = False
 ) -> tuple[np.ndarray, Gradients]:
-    """What the trainer minimises, sum(weights * terms), and its gradient with respect to each array of the policy."""
+    """The objective of the trainer, sum(weights * terms), and its gradient with respect to each array of the policy."""
     loss = bare(loss) if compiled else loss
 
     def total(leaves: dict[str, Any], rest: dict[str, Any]) -> Any:
@@ -134,21 +134,24 @@ def loss_and_gradient(
 
 
 def bare(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function without gin's wrapper, which takes a lock: torch.compile can trace around that, but not through it."""
+    """The function without gin's wrapper, whose lock torch.compile cannot trace through."""
     if isinstance(function, partial):
         return partial(bare(function.func), *function.args, **function.keywords)
     return unwrap(function)
 
 
 def compile_for(framework: str, function: Callable[..., Any], backend: bool | str = True) -> Callable[..., Any]:
-    """Under jax.jit, or under torch.compile as one graph. backend: torch's; True is one that traces but generates no code."""
+    """The function under jax.jit, or under torch.compile as one graph.
+
+    backend: torch's; True is one that traces but generates no code.
+    """
     if framework == "jax":
         import jax
 
         return jax.jit(function)
     import torch
 
-    torch.compiler.reset()  # each function is compiled once: without this their number would count as recompilations of one
+    torch.compiler.reset()  # else the functions, each compiled once, would count as recompilations of one
     compiled = torch.compile(bare(function), backend="aot_eager" if backend is True else backend, fullgraph=True)
 
     def call(*inputs: Any) -> Any:

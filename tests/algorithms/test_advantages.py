@@ -89,7 +89,7 @@ BY_GROUP = {
     "group_relative_batch": partial(group_relative, scale="batch"),
     "group_relative_none": partial(group_relative, scale="none"),
     "leave_one_out": leave_one_out,
-    # A length that belongs to the reward, so that it goes with it through a permutation.
+    # A length that is a function of the reward, so that a permutation moves both.
     "length_weighted_baseline": lambda r, g: of_lengths(r, (r - r.min()) + 1, g),
 }
 on_every_group_baseline = pytest.mark.parametrize("name", BY_GROUP)
@@ -141,7 +141,7 @@ def test_an_unknown_scale_is_refused_by_name():
 
 
 def written_by_the_policy(seed: int, garbage: float | None = None, shape: tuple[int, int] = (5, 13)):
-    """rewards, values and mask [S, T]: a tool's output anywhere, at the end of row 0; row 1 is not masked at all."""
+    """rewards, values and mask [S, T]: tool output at random places and at the end of row 0; row 1 has no masked token."""
     rng = np.random.default_rng(seed)
     rewards, values, mask = rng.normal(size=shape), rng.normal(size=shape), rng.random(shape) < 0.6
     mask[0, -3:], mask[1], mask[2] = False, False, True

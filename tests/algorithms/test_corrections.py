@@ -1,4 +1,4 @@
-"""Corrections against loops over tokens and sequences, and against trying every number of tokens to drop."""
+"""Corrections against loops over tokens and sequences, and against trying every possible number of tokens to drop."""
 
 from __future__ import annotations
 
@@ -75,7 +75,8 @@ def test_a_bound_that_is_none_does_not_bind_and_a_bound_itself_is_kept():
 
 
 def dropped_one_value_at_a_time(squares, threshold):
-    """The values that stay: the largest goes, with its equals, as long as the mean is beyond the threshold and others stay."""
+    """The values that are kept: the largest is dropped, with its ties, while the mean exceeds the threshold and others
+    remain."""
     kept = sorted(squares)
     while sum(kept) / len(kept) > threshold and kept[0] != kept[-1]:
         kept = [s for s in kept if s != kept[-1]]

@@ -1,4 +1,4 @@
-"""Each loss term by term in plain Python, and what sets one loss apart from another."""
+"""Each loss term by term in plain Python, and the differences between losses."""
 
 from __future__ import annotations
 
@@ -38,14 +38,15 @@ on_every_loss = pytest.mark.parametrize("name", LOSSES)
 
 
 def own_tokens(batch: Batch, at: tuple[int, int]) -> list[tuple[int, int]]:
-    """Where the masked tokens of the same sequence stand."""
+    """Positions of the masked tokens of the same sequence."""
     row, _ = at
     same = (batch.segment_ids[row] == batch.segment_ids[at]) & batch.mask[row]
     return [(row, int(t)) for t in np.flatnonzero(same)]
 
 
 def by_hand(name: str, policy: Policy, batch: Batch, at: tuple[int, int], frozen: Policy | None = None) -> float:
-    """The term of one token. What stands under a stop-gradient is taken of `frozen`, for finite differences of the rest."""
+    """The term of one token. Expressions under a stop-gradient are evaluated at `frozen`, for finite differences of the
+    rest."""
     frozen = frozen or policy
     now, then = (SimpleNamespace(**{n: float(x[at]) for n, x in vars(p).items()}) for p in (policy, frozen))
     p, b, ref = (float(x[at]) for x in (batch.proximal_logp, batch.behavior_logp, batch.reference_logp))

@@ -1,4 +1,4 @@
-"""The disagreement of trainer and engine by the age of a token, against numpy."""
+"""The mismatch of trainer and engine by the age of a token, against numpy."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from areal_x.algorithms.mismatch import ByLag, by_lag
+from areal_x.algorithms.mismatch import LagMetrics, metrics_by_lag
 from areal_x.batching.packing import pack
 from areal_x.protocols.backends import create_trainer
 from areal_x.protocols.trainer import is_max_reduced
@@ -20,12 +20,12 @@ from areal_x.types import NOT_THE_POLICY, Batch, Policy, Trajectory
 
 def by_hand(logp: np.ndarray, batch: Batch, lags: int) -> dict[str, float]:
     found = {}
-    spoken = batch.mask & (batch.versions != NOT_THE_POLICY)
+    sampled = batch.mask & (batch.versions != NOT_THE_POLICY)
     for lag in range(lags):
         d = [
             float(logp[at]) - float(batch.behavior_logp[at])
             for at in np.ndindex(batch.mask.shape)
-            if spoken[at] and min(batch.ages[at], lags - 1) == lag
+            if sampled[at] and min(batch.ages[at], lags - 1) == lag
         ]
         if not d:
             continue
@@ -37,14 +37,14 @@ def by_hand(logp: np.ndarray, batch: Batch, lags: int) -> dict[str, float]:
     return found
 
 
-def told(policy: Policy, batch: Batch, lags: int) -> dict[str, float]:
-    """As a trainer tells it: of each metric the mean, or the largest, over masked tokens."""
-    terms, metrics = ByLag(lags)(policy, batch)
+def reduced_by_lag(policy: Policy, batch: Batch, lags: int) -> dict[str, float]:
+    """Reduced as a trainer does: the mean of each metric over masked tokens, or its maximum."""
+    terms, metrics = LagMetrics(lags)(policy, batch)
     assert not terms.any()
     reduced = {
         name: x[batch.mask].max(initial=0) if is_max_reduced(name) else x[batch.mask].mean() for name, x in metrics.items()
     }
-    return by_lag(reduced)
+    return metrics_by_lag(reduced)
 
 
 @given(st.integers(0, 2**32 - 1), st.integers(1, 4))
@@ -57,10 +57,10 @@ def test_each_lag_has_its_own_kl_largest_ratio_and_effective_sample_size(seed: i
     ages = np.where(versions == NOT_THE_POLICY, 0, 5 - versions).astype(np.int32)
     behavior = rng.normal(-2, 1, shape)
     logp = behavior + rng.normal(0, 0.5, shape)
-    logp[~mask] = np.nan  # behind the mask is garbage
+    logp[~mask] = np.nan  # masked-out values are garbage
     ids = np.ones(shape, np.int32)
     batch = Batch(tokens=ids, segment_ids=ids, positions=ids, mask=mask, behavior_logp=behavior, versions=versions, ages=ages)
-    found, expected = told(Policy(logp=logp), batch, lags), by_hand(logp, batch, lags)
+    found, expected = reduced_by_lag(Policy(logp=logp), batch, lags), by_hand(logp, batch, lags)
     assert found.keys() == expected.keys()
     for name, x in expected.items():
         assert found[name] == pytest.approx(x, rel=1e-6), name
@@ -70,7 +70,7 @@ def test_without_a_difference_every_token_counts_in_full() -> None:
     ids, logp = np.ones((1, 4), np.int32), np.full((1, 4), -1.5)
     batch = Batch(tokens=ids, segment_ids=ids, positions=ids, mask=ids > 0, behavior_logp=logp, versions=ids, ages=0 * ids)
     names = ("tokens", "kl", "largest_ratio", "effective_share")
-    assert told(Policy(logp=logp), batch, 3) == {
+    assert reduced_by_lag(Policy(logp=logp), batch, 3) == {
         f"mismatch/{name}_lag0": x for name, x in zip(names, (1, 0, 1, 1), strict=True)
     }
 
@@ -90,7 +90,8 @@ def test_trainers_tell_it_of_the_whole_batch_whatever_the_micro_batches(backend:
     )
     expected = by_hand(logp, batch, 2)
     for rows in (1, 8):
-        found = by_lag(create_trainer(backend, of(precision="fp32", micro_batch_rows=rows)).update(batch, ByLag(2)))
+        trainer = create_trainer(backend, of(precision="fp32", micro_batch_rows=rows))
+        found = metrics_by_lag(trainer.update(batch, LagMetrics(2)))
         assert found.keys() == expected.keys()
         for name, x in expected.items():
             assert found[name] == pytest.approx(x, rel=2e-4), name

@@ -1,4 +1,4 @@
-"""Preference losses: against a formula a pair, stable for any margin, and the same over packed rows."""
+"""Preference losses: against the formula of each pair, stable for any margin, and the same over packed rows."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def minus_log_sigmoid(x: float) -> float:
 
 
 def halves(batch: Batch, at: tuple[int, int]) -> list[list[tuple[int, int]]]:
-    """Where the masked tokens of the chosen and of the rejected answer of the same pair stand."""
+    """Positions of the masked tokens of the chosen and of the rejected answer of the same pair."""
     row, _ = at
     rejected = batch.segment_ids[at] + batch.segment_ids[at] % 2
     return [
@@ -170,7 +170,7 @@ def test_weighted_by_pair_mean_the_loss_and_gradient_are_the_mean_over_pairs(nam
 
 
 def test_the_margin_of_dpo_keeps_its_digits_over_ten_thousand_tokens():
-    """Sums of -1e4 each, of which float32 knows 1e-3: the differences are summed instead."""
+    """Sums are -1e4 each, where float32 resolves 1e-3: the differences are summed instead."""
     length = 10_000
     ids = np.repeat(np.array([[1, 2]], np.int32), length, axis=1)
     logp = np.full(ids.shape, -1.0, np.float32)

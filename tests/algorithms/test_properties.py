@@ -1,4 +1,4 @@
-"""What holds for every loss: one result on every framework, however rows are packed, whatever stands behind the mask."""
+"""Properties of every loss: one result on every framework, for any packing and any masked-out values."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def all_in_jax() -> Callable[..., Any]:
 def value_and_gradient_of(
     name: str, policy: Policy, batch: Batch, framework: str, dtype: type = np.float64
 ) -> tuple[np.ndarray, Gradients]:
-    """`loss_and_gradient` of a loss: torch's as it is, jax's compiled."""
+    """`loss_and_gradient` of a loss: eager in torch, compiled in jax."""
     if framework == "torch":
         return loss_and_gradient(LOSSES[name], policy, batch, framework=framework, dtype=dtype)
     with precision(framework, dtype):
@@ -76,7 +76,7 @@ def test_value_and_gradient_are_those_of_the_formula(name, framework, dtype, tol
 
 
 def test_jax_gives_the_same_terms_and_metrics_where_it_does_not_compile():
-    """In one test, as most operations are those of another loss too and are compiled once."""
+    """One test for all losses: most operations are shared between losses and compiled once."""
     policy, batch = example(2)
     in_jax = [
         kind(**{field: as_array(x, "jax", np.float32) for field, x in present(data).items()})
@@ -120,7 +120,7 @@ def total(name: str, policy: Policy, batch: Batch) -> float:
 
 @cache
 def slopes(name: str) -> dict[str, np.ndarray]:
-    """Finite differences of the formula in plain Python, with what is under a stop-gradient held where it was."""
+    """Finite differences of the formula in plain Python, with expressions under a stop-gradient held fixed."""
     policy, batch = example(2)
     result = {field: np.zeros(batch.shape) for field in present(policy)}
     step = 1e-6
@@ -182,7 +182,7 @@ Sequence = dict[str, np.ndarray]  # an array of one length for each field of the
 
 
 def units(of_pairs: bool) -> list[list[Sequence]]:
-    """What a packer keeps together: single sequences, or the two of a pair."""
+    """The units that a packer keeps together: single sequences, or the two of a pair."""
     rng = np.random.default_rng(7)
 
     def sequence() -> Sequence:
@@ -199,7 +199,7 @@ def units(of_pairs: bool) -> list[list[Sequence]]:
 def pack(
     units: list[list[Sequence]], order: list[int], length: int
 ) -> tuple[dict[str, np.ndarray], list[list[tuple[int, slice]]]]:
-    """Units laid greedily into rows of `length`: the arrays by name, and where each sequence of each unit is."""
+    """Packs units greedily into rows of `length`: the arrays by name, and the place of each sequence of each unit."""
     row, start, segment, places = 0, 0, 0, [[] for _ in units]
     for number in order:
         needed = sum(len(s["mask"]) for s in units[number])
@@ -251,7 +251,7 @@ def test_packing_splitting_order_and_padding_change_nothing(name, order, length,
 
 
 def lines_of_code(function: ast.FunctionDef) -> int:
-    """Lines from `def` on that hold code: no docstring, comment or blank line."""
+    """Number of code lines from `def` on, without docstring, comments and blank lines."""
     body = function.body[1:] if ast.get_docstring(function) else function.body
     parts = [function.args, *([function.returns] if function.returns else []), *body]
     nodes = [node for part in parts for node in ast.walk(part) if hasattr(node, "lineno")]

@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 
 from areal_x.algorithms import losses, recipes
-from areal_x.algorithms.check import check_group_size
+from areal_x.algorithms.filters import varied
 from areal_x.algorithms.recipes import decoupled_ppo, distill, grpo, sft
+from areal_x.algorithms.validation import validate_group_size
 from areal_x.algorithms.weighting import token_mean
 from areal_x.errors import ConfigError
 from areal_x.types import Policy
@@ -17,12 +18,12 @@ from tests.algorithms.test_losses import make
 
 
 def test_grpo_with_a_coefficient_adds_the_penalty_and_asks_for_a_reference():
-    theta, batch = make()
+    logp, batch = make()
     plain, penalised = grpo(), grpo(kl_coefficient=0.5)
     assert plain.needs == frozenset()
     assert penalised.needs == {"reference"}
-    extra = penalised.loss(Policy(logp=theta), batch)[0] - plain.loss(Policy(logp=theta), batch)[0]
-    expected, _ = losses.kl_penalty(Policy(logp=theta), batch, coefficient=0.5)
+    extra = penalised.loss(Policy(logp=logp), batch)[0] - plain.loss(Policy(logp=logp), batch)[0]
+    expected, _ = losses.kl_penalty(Policy(logp=logp), batch, coefficient=0.5)
     np.testing.assert_allclose(extra, expected, atol=1e-12)
 
 
@@ -66,16 +67,16 @@ def test_a_setting_that_cannot_work_is_refused_by_name(wrong, names):
 @pytest.mark.parametrize("name", ["grpo", "dapo", "lite_ppo", "gspo", "rloo", "opo", "m2po", "decoupled_ppo"])
 def test_a_group_of_one_is_refused_where_attempts_are_compared(name):
     algorithm = getattr(recipes, name)()
-    check_group_size(algorithm, 2)
+    validate_group_size(algorithm, 2)
     with pytest.raises(ConfigError, match=rf"train\.group_size = 1 .* at least 2: {name}"):
-        check_group_size(algorithm, 1)
+        validate_group_size(algorithm, 1)
 
 
 def test_a_group_of_one_is_enough_where_they_are_not():
     for algorithm in (recipes.reinforce_pp(), recipes.ppo(), recipes.remax(), sft(), recipes.dpo(), distill(rl=grpo())):
-        check_group_size(algorithm, 1)
+        validate_group_size(algorithm, 1)
     with pytest.raises(ConfigError, match="at least 2: reinforce_pp compares"):
-        check_group_size(recipes.reinforce_pp(baseline=True), 1)
+        validate_group_size(recipes.reinforce_pp(baseline=True), 1)
     with pytest.raises(ConfigError, match="at least 2: ppo's filter varied"):
-        check_group_size(recipes.ppo(filters=(recipes.varied,)), 1)
-    check_group_size(grpo(advantages=lambda rewards: rewards), 1)  # a user's own is not called
+        validate_group_size(recipes.ppo(filters=(varied,)), 1)
+    validate_group_size(grpo(advantages=lambda rewards: rewards), 1)  # a user's own is not called

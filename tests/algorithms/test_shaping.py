@@ -1,4 +1,4 @@
-"""The penalty for an answer that is about to run out of room."""
+"""The penalty on overlong answers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Weights against loops written out, and the promise that packing cannot matter."""
+"""Weights against explicit loops, and their independence of packing."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.algorithms.agreement import agree
 
 
 def rows_of(sequences: list[list[int]], length: int) -> tuple[np.ndarray, np.ndarray]:
-    """Sequences (lists of mask values) laid one after the other, greedily, into rows: mask and segment ids."""
+    """Mask and segment ids of sequences (lists of mask values) packed greedily into rows in their order."""
     masks, ids = [[]], [[]]
     for sequence in sequences:
         if len(masks[-1]) + len(sequence) > length:
@@ -80,7 +80,7 @@ names_of_groups = st.lists(st.sampled_from([-7, 0, 1, 2**31 - 1, -(2**31)]), min
 
 
 def with_groups(sequences, names, length):
-    """mask, ids, and at [row, id] the group of that segment; what stands at id 0 and past the last id is no group of any."""
+    """mask, ids, and at [row, id] the group of that segment; entries at id 0 and past the last id belong to no segment."""
     mask, ids = rows_of(sequences, length)
     groups, left = np.full((len(ids), ids.max() + 2), 12345), iter(names)
     for row, own in enumerate(ids):

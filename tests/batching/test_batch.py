@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 
 from areal_x.algorithms import recipes
-from areal_x.algorithms.parts import plain
 from areal_x.batching.batch import Models, make_batches
 from areal_x.errors import function_name
 from areal_x.types import Batch, Episode, Group, Scored, Task, Trajectory
@@ -69,13 +68,13 @@ EXPECTED = {
 def key(algorithm: Any) -> str:
     bound = getattr(algorithm.advantages, "keywords", {})
     how = bound.get("scale", "baseline" if bound.get("baseline") else "")
-    return f"{function_name(plain(algorithm.advantages))} {how}".strip()
+    return f"{function_name(algorithm.advantages)} {how}".strip()
 
 
 def judging() -> list[Any]:
     made = [recipes.reinforce_pp(baseline=True)]
     for name, function in vars(recipes).items():
-        if inspect.isfunction(function) and "parts" in inspect.signature(function).parameters and name != "recipe":
+        if inspect.isfunction(function) and "parts" in inspect.signature(function).parameters and name != "assemble":
             required = {"max_tokens": 64} if name == "dr_grpo" else {}
             made.append(function(**required))
     return [algorithm for algorithm in made if algorithm.advantages is not None]

@@ -15,7 +15,9 @@ import pytest
 
 from areal_x import train
 from areal_x.algorithms import corrections, losses, weighting
-from areal_x.algorithms.recipes import PARTS, dapo, distill, grpo, m2po, ppo, varied
+from areal_x.algorithms.assembly import PARTS
+from areal_x.algorithms.filters import varied
+from areal_x.algorithms.recipes import dapo, distill, grpo, m2po, ppo
 from areal_x.config.in_words import described, same
 from areal_x.config.reader import config_text, load
 from areal_x.config.recorded import Missing, differences, parsed, text_of

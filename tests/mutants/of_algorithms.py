@@ -73,8 +73,8 @@ MUTANTS: list[Mutant] = [
         ),
         (
             "GSPO's gradient is that of the whole sequence at each of its tokens",
-            "    ratio = stop_gradient(of_sequence) * xp.exp(logp - stop_gradient(logp))",
-            "    ratio = of_sequence",
+            "    ratio = stop_gradient(sequence_ratio) * xp.exp(logp - stop_gradient(logp))",
+            "    ratio = sequence_ratio",
         ),
         (
             "GMPO clips on the wrong side of the advantage",
@@ -316,14 +316,22 @@ MUTANTS: list[Mutant] = [
         (f"{T}recipes.py", "tests/test_docs.py", f"{T}advantages.py", "tests/batching/test_batch.py"),
         (
             "GRPO averages over tokens where its paper averages over sequences",
-            '    return recipe("grpo", parts, loss, weighting.sequence_mean,',
-            '    return recipe("grpo", parts, loss, weighting.token_mean,',
+            '        loss=clipped_loss("grpo", losses.ppo_clip, clip_low, clip_high), weighting=weighting.sequence_mean,',
+            '        loss=clipped_loss("grpo", losses.ppo_clip, clip_low, clip_high), weighting=weighting.token_mean,',
         ),
+    ),
+    *planted(
+        A + "filters.py",
+        (f"{T}recipes.py",),
         (
             "the dynamic filter keeps the groups that teach nothing",
             "    return len(set(group.rewards)) > 1",
             "    return len(set(group.rewards)) == 1",
         ),
+    ),
+    *planted(
+        A + "advantages.py",
+        (f"{T}advantages.py", "tests/batching/test_batch.py"),
         (
             "the critic's targets are made of whitened advantages",
             "    return np.asarray(whiten(advantages, mask)), np.asarray(returns)",

@@ -56,13 +56,13 @@ MUTANTS: list[Mutant] = [
         ("more groups may fail than is said", "self.failed_in_a_row >= self", "self.failed_in_a_row >= 7 * self"),
     ),
     *planted(
-        "areal_x/algorithms/check.py",
+        "areal_x/algorithms/validation.py",
         ("tests/algorithms/test_recipes.py",),
-        ("groups of one are compared with nothing", "> NOTHING):", "> -1):"),
+        ("groups of one are compared with nothing", "> ROUNDING\n", "> -1\n"),
         (
-            "a filter that gives every group back is not asked",
-            "if is_own(keep) and not keep(Group(",
-            "if not is_own(keep) and not keep(Group(",
+            "a filter that rejects every group is not called",
+            "if is_built_in(keep) and not keep(Group(",
+            "if not is_built_in(keep) and not keep(Group(",
         ),
     ),
     *planted(

@@ -4,7 +4,7 @@ import re
 import numpy as np
 import pytest
 
-from areal_x.algorithms.recipes import varied
+from areal_x.algorithms.filters import varied
 from areal_x.errors import ConfigError, TaskError, UserError
 from areal_x.protocols.engine import EngineError, PromptTooLong, Request, SamplingParams
 from areal_x.rollout.episode import first_of, run_episode

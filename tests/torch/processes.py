@@ -19,7 +19,7 @@ import numpy as np
 
 from areal_x.algorithms import losses
 from areal_x.algorithms.distillation import generalized_jsd
-from areal_x.algorithms.mismatch import ByLag
+from areal_x.algorithms.mismatch import LagMetrics
 from areal_x.algorithms.weighting import token_mean
 from areal_x.batching.batch import Models
 from areal_x.batching.packing import pack
@@ -43,7 +43,7 @@ def value_loss(policy: Policy, batch: Batch) -> losses.LossTerms:
     return (policy.values - batch.advantages) ** 2 * batch.mask, {}
 
 
-ONE = losses.combine(losses.ppo_clip, losses.policy_gap, ByLag(2), partial(losses.entropy_bonus, coefficient=0.1))
+ONE = losses.combine(losses.ppo_clip, losses.policy_gap, LagMetrics(2), partial(losses.entropy_bonus, coefficient=0.1))
 TAUGHT = losses.combine(ONE, losses.divergence)
 
 
