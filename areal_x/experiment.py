@@ -28,6 +28,7 @@ from areal_x.cluster import ranks
 from areal_x.cluster.links import Follower, Leader
 from areal_x.config.recorded import by_gin, settings_of, text_of
 from areal_x.engines.embedded import EmbeddedEngine
+from areal_x.engines.none import NoEngine
 from areal_x.engines.vllm import server as servers
 from areal_x.engines.vllm.engine import VLLMEngine
 from areal_x.engines.vllm.gpu_transfer import check_machine
@@ -69,7 +70,6 @@ from areal_x.settings import Settings
 from areal_x.tasks.screening import screened
 from areal_x.tasks.stream import TaskStream
 from areal_x.types import Batch, Group, Loss, Turn
-from areal_x.workflows.offline import NoEngine
 
 PATIENCE = 3  # steps in a row that may be skipped as their loss or gradient is not finite
 

@@ -22,6 +22,7 @@ from typing import Any
 import gin
 
 from areal_x.config.reader import Config
+from areal_x.engines.none import NoEngine
 from areal_x.errors import UserError
 from areal_x.experiment import Experiment
 from areal_x.monitor.metrics import read
@@ -31,7 +32,6 @@ from areal_x.run import run_dir
 from areal_x.run.journal import FILE, Journal
 from areal_x.runtime import cores
 from areal_x.train import fail, in_processes, parser_of, with_config
-from areal_x.workflows.offline import NoEngine
 
 # parameters that only what generates looks at
 NOT_USED = ("dataset", "held_out", "evaluation", "reward")

@@ -124,7 +124,7 @@ async def _(stall: Stall) -> None:
         assert len(await asyncio.to_thread(made.take)) == 1
 
 
-@stall("a turn of the rollout's loop")
+@stall("an iteration of the rollout's loop")
 async def _(stall: Stall) -> None:
     async with rollout(FakeEngine()) as made:
         assert made._loop is not None

@@ -91,12 +91,12 @@ async def _(stall: Stall) -> None:
 @stall("room to stage weights")
 async def _(stall: Stall) -> None:
     engine = engine_of(stall)
-    engine._staging, engine._current = SimpleNamespace(keep=print), StagedFiles(stall.folder, 1)  # type: ignore[assignment]
+    engine._staging, engine._current = SimpleNamespace(keep=print), StagedFiles(folder=stall.folder, version=1)  # type: ignore[assignment]
     stall.request.getfixturevalue("monkeypatch").setattr(engines, "FULL_SECONDS", 5.0)
 
     def stage(staging: Any) -> StagedFiles:
         if stall.gate.is_set():
-            return StagedFiles(stall.folder, 2)
+            return StagedFiles(folder=stall.folder, version=2)
         raise NoRoom("no room to stage the weights here")
 
     def work() -> StagedFiles:
@@ -109,7 +109,7 @@ async def _(stall: Stall) -> None:
 @stall("the next version to be staged")
 async def _(stall: Stall) -> None:
     engine = engine_of(stall)
-    engine._current = StagedFiles(stall.folder / "v1", 1)
+    engine._current = StagedFiles(folder=stall.folder / "v1", version=1)
     loop = asyncio.get_running_loop()
 
     async def load(staged: StagedFiles) -> float:
@@ -145,7 +145,7 @@ async def _(stall: Stall) -> None:
     stall.request.getfixturevalue("monkeypatch").setattr(torch.cuda, "device", lambda index: nullcontext())
     direct = GPUSender(VLLMConfig(transport="nccl", urls=("http://127.0.0.1:9",)), [object()], [1], print)  # type: ignore[list-item,arg-type]
     direct._source = SimpleNamespace()
-    work = direct._in_thread(TrainerWeights(None, 5, 0), stall.hold)
+    work = direct._in_thread(TrainerWeights(trainer=None, version=5, device=0), stall.hold)
     await stall.through(work, "the trainer", r"its weights to be sent \(version 5 to 1 servers\)")
 
 

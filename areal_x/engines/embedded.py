@@ -23,7 +23,14 @@ import gin
 import numpy as np
 
 from areal_x.errors import UserError, at_least, positive
-from areal_x.protocols.engine import Completion, EngineError, Request, room
+from areal_x.protocols.engine import (
+    Completion,
+    Engine,
+    EngineError,
+    Request,
+    Staged,
+    max_new_tokens,
+)
 from areal_x.protocols.sampler import Decoded, Sampler, SlotRequest
 from areal_x.runtime import background, timeline
 from areal_x.runtime.waits import waiting
@@ -148,15 +155,14 @@ class SlotScheduler:
         self.waiting, self.running = {}, {}
 
 
-@dataclass(frozen=True)
-class StagedSnapshot:
-    """A trainer's snapshot and the version that it is."""
+@dataclass(frozen=True, kw_only=True)
+class StagedSnapshot(Staged):
+    """A trainer's snapshot of its policy."""
 
     snapshot: Any
-    version: int
 
 
-class EmbeddedEngine:
+class EmbeddedEngine(Engine):
     """Continuous batching over a backend's sampler: an `areal_x.protocols.engine.Engine`.
 
     One thread loops: swap weights if asked, drop what was cancelled, fill free slots, decode; it
@@ -215,7 +221,7 @@ class EmbeddedEngine:
         sampler could continue."""
         if request.images is not None and not self._sampler.sees:
             raise UserError(f"the prompt has images, {BLIND}")
-        limit = room(
+        limit = max_new_tokens(
             request, self.context, "train.row_length (and embedded.context, where it is set)"
         )
         return replace(request, sampling=replace(request.sampling, max_tokens=limit))
@@ -241,7 +247,10 @@ class EmbeddedEngine:
             self._changed.notify()
 
     def stage(self, trainer: Any, version: int | None = None) -> StagedSnapshot:
-        return StagedSnapshot(trainer.snapshot(), trainer.version if version is None else version)
+        return StagedSnapshot(
+            snapshot=trainer.snapshot(),
+            version=trainer.version if version is None else version,
+        )
 
     async def swap(self, staged: StagedSnapshot) -> float:
         future: asyncio.Future[float] = asyncio.get_running_loop().create_future()

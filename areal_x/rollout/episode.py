@@ -1,7 +1,7 @@
-"""What becomes of an episode: a workflow's answer as data, and which of its exceptions end the run.
+"""Turns a workflow's result into an episode, and decides which of its exceptions end the run.
 
-An exception fails the episode that raised it. An EngineError or a UserError ends the run, also out
-of a group of exceptions; a TaskError, which speaks of one task, does not.
+An exception fails the episode that raised it. An EngineError or a UserError ends the run, even
+inside an exception group; a TaskError, which concerns one task, does not.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ async def run_episode(
     row_length: int | None = None,
     together: int = 1,
 ) -> Episode:
-    """One episode, of at most so many seconds, and what became of it. row_length, together: see
+    """Runs one episode, for at most `seconds`, and returns its outcome. row_length, together: see
     `check_fit`.
 
-    Raises only what ends the run: EngineError, UserError and cancellation, also out of a group of
-    exceptions.
+    Raises only what ends the run: EngineError, UserError and cancellation, unwrapped from exception
+    groups.
     """
     try:
         async with asyncio.timeout(seconds) as limit:
@@ -51,7 +51,7 @@ async def run_episode(
     except (EngineError, UserError):
         raise
     except BaseExceptionGroup as errors:
-        if not isinstance(errors, Exception) or is_of_the_run(first := first_of(errors)):
+        if not isinstance(errors, Exception) or ends_run(first := first_of(errors)):
             raise first_of(errors) from errors
         return Episode(failed_by(first))
     except asyncio.CancelledError:
@@ -59,9 +59,9 @@ async def run_episode(
         if current is None or current.cancelling():
             raise
         return Episode(
-            Failed("CancelledError: something that the episode waited for was cancelled")
+            Failed("CancelledError: something that the episode was waiting for was cancelled")
         )
-    except SystemExit as error:  # of a workflow's own code: left alone it would end the event loop
+    except SystemExit as error:  # raised by the workflow's code: uncaught it ends the event loop
         return Episode(failed_by(error))
     except Exception as error:
         if isinstance(error, TimeoutError) and seconds is not None and limit.expired():
@@ -73,14 +73,14 @@ def failed_by(error: BaseException) -> Failed:
     return Failed(described(error), traceback_of(error))
 
 
-def is_of_the_run(error: BaseException) -> bool:
-    """Whether an exception ends the run, and not only the episode that raised it."""
+def ends_run(error: BaseException) -> bool:
+    """True if an exception ends the run, not only the episode that raised it."""
     return isinstance(error, EngineError | UserError) and not isinstance(error, TaskError)
 
 
 def check_fit(episode: Episode, row_length: int, together: int) -> None:
-    """together: trajectories of an episode that lie in one row. Raises: TaskError for more tokens
-    than a row has."""
+    """Raises: TaskError if trajectories that share a row have more tokens than the row. together:
+    how many of the episode's trajectories share one."""
     lengths = [len(trajectory) for trajectory in episode.trajectories]
     longest = max(
         (sum(lengths[i : i + together]) for i in range(0, len(lengths), together)), default=0
@@ -94,14 +94,15 @@ def check_fit(episode: Episode, row_length: int, together: int) -> None:
 
 
 def episode_of(result: Result) -> Episode:
-    """A workflow's answer as an episode. Raises TypeError or ValueError for one that cannot be
-    trained on."""
+    """Returns a workflow's result as an episode. Raises TypeError or ValueError for one that cannot
+    be trained on."""
     if isinstance(result, Failed | TimedOut):
         return Episode(result)
     if isinstance(result, Episode):
         if isinstance(result.outcome, Scored) and not math.isfinite(result.outcome.reward):
             raise ValueError(
-                f"an episode needs a finite reward, the workflow's has {result.outcome.reward}"
+                f"an episode needs a finite reward, but the workflow returned"
+                f" {result.outcome.reward}"
             )
         episode = result
     else:
@@ -114,20 +115,21 @@ def episode_of(result: Result) -> Episode:
         ]
         if len(finite) < len(rewards):
             raise ValueError(
-                f"every trajectory needs a finite reward, the workflow's have {rewards}"
+                f"every trajectory needs a finite reward, but the workflow returned {rewards}"
             )
         episode = Episode(Scored(sum(finite) / len(finite)), trajectories)
     for trajectory in episode.trajectories:
         if not len(trajectory):
-            raise ValueError("every trajectory needs a token, one of the workflow's has none")
+            raise ValueError("the workflow returned a trajectory without tokens")
         if trajectory.token_rewards is not None and not np.isfinite(trajectory.token_rewards).all():
-            raise ValueError("every token reward must be finite, the workflow's are not")
+            raise ValueError("the workflow returned token rewards that are not finite")
         if trajectory.credit is not None and not np.isfinite(trajectory.credit).all():
-            raise ValueError("every token's credit must be finite, the workflow's are not")
+            raise ValueError("the workflow returned token credits that are not finite")
     return episode
 
 
 def error_of(outcome: Outcome) -> str | None:
+    """Returns why the episode has no reward, or None if it was scored."""
     match outcome:
         case Failed(error=error):
             return error
@@ -138,11 +140,9 @@ def error_of(outcome: Outcome) -> str | None:
 
 
 def first_of(error: BaseException) -> BaseException:
-    """The error itself, out of the groups that task groups wrap it in: one that ends the run, where
-    there is any."""
+    """Returns the error itself, unwrapped from the exception groups of task groups: one that ends
+    the run if there is any."""
     if not isinstance(error, BaseExceptionGroup):
         return error
     inner = [first_of(one) for one in error.exceptions]
-    return next(
-        (one for one in inner if not isinstance(one, Exception) or is_of_the_run(one)), inner[0]
-    )
+    return next((one for one in inner if not isinstance(one, Exception) or ends_run(one)), inner[0])

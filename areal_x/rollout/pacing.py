@@ -1,10 +1,10 @@
-"""When groups are admitted and when requests reach the engine: at once, or in waves that depend on
-counts alone.
+"""Pacing: when groups are admitted and when requests reach the engine, either immediately or in
+waves that depend on counts alone.
 
 A floating-point sum depends on which requests share a decoding step and in which slots, and a token
-on the weights that are current when it is sampled. So a run that is repeatable to the last bit
-fixes both: everything that one version admits is generated under that version, and a wave of
-requests enters the engine only when all of it is known.
+on the weights that are current when it is sampled. A run that is repeatable to the last bit
+therefore fixes both: every group admitted under a version is generated under that version, and a
+wave of requests enters the engine only once all of its requests are known.
 
     take ──▶ admit all free slots ──▶ every live episode waits ──▶ a wave, sorted by key ──▶ engine ──┐
                                                ▲                                                      │
@@ -16,47 +16,50 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Callable
-from typing import Any, Protocol
+from functools import partial
+from typing import Protocol
 
 from areal_x.errors import UserError
 from areal_x.protocols.engine import Completion, Engine, Request
 
-# of the engine's concurrency: requests that wait where one ends, so that no slot idles meanwhile
+# Share of the engine's concurrency by which more requests are admitted, so that no slot idles when
+# a request ends.
 LOOK_AHEAD = 1 / 8
 Key = tuple[int, ...]  # (seed, training or evaluation, ticket, episode, call)
 
 
 class Pacing(Protocol):
-    """between_publications: whether a version's groups must all be finished before the next version
-    is published."""
+    """Decides when groups are admitted and when requests reach the engine."""
 
     engine: Engine
     between_publications: bool
+    """True if all groups admitted under a version must finish before the next version is
+    published."""
 
     def has_room(self, wanted: int) -> bool:
-        """Whether another group may be admitted. wanted: places in the engine that episodes in
-        flight hold or wait for."""
+        """True if another group may be admitted. wanted: engine slots that episodes in flight hold
+        or wait for."""
         ...
 
     def places(self, tasks: int) -> int:
-        """How many of so many evaluation episodes may be in flight at once."""
+        """Returns how many of `tasks` evaluation episodes may be in flight at once."""
         ...
 
     def open(self) -> None:
-        """The trainer waits for the next step's groups."""
+        """Called when the trainer waits for the next step's groups."""
         ...
 
     def close(self) -> None:
-        """A version was published."""
+        """Called when a version was published."""
         ...
 
     def began(self, episodes: int) -> None:
-        """So many episodes are live now."""
+        """Called when this many more episodes are live."""
         ...
 
     def ended(self) -> None:
-        """An episode, or the last one of a group together with what becomes of the group, is
-        over."""
+        """Called when an episode is over; for the last episode of a group, once the group is
+        finished or dropped."""
         ...
 
     async def generate(self, key: Key, request: Request) -> Completion: ...
@@ -68,8 +71,8 @@ class Pacing(Protocol):
 
 
 class ImmediatePacing:
-    """Requests go to the engine when they are made, and groups are admitted as long as the engine
-    has room: a group that is admitted no sooner than that is as fresh as can be."""
+    """Sends requests to the engine when they are made and admits groups while the engine has room.
+    Admitting no earlier keeps every group as fresh as possible."""
 
     between_publications = False
 
@@ -100,21 +103,20 @@ class WavePacing:
     """Admission, waves and publications as functions of counts: nothing here depends on how long
     anything takes.
 
-    Between a publication and the next `take` nothing is admitted, so that an evaluation has the
-    engine to itself and a checkpoint holds no group that is half generated. A time limit is a
-    clock: an episode that reaches its own ends the promise.
+    Nothing is admitted between a publication and the next `take`, so that an evaluation has the
+    engine to itself and a checkpoint contains no half-generated group. A time limit is a clock: an
+    episode that reaches its own makes the run non-deterministic.
 
-    engine: its `submit` takes requests together, as the embedded engine's does. changed: called
-    when a wave may be complete.
+    engine: its `submit` takes the requests of a wave. changed: called when a wave may be complete.
     """
 
     between_publications = True
 
-    def __init__(self, engine: Any, changed: Callable[[], None]) -> None:
+    def __init__(self, engine: Engine, changed: Callable[[], None]) -> None:
         self.engine = engine
         self._changed = changed
         self._open = False
-        # episodes that compute something of their own, and groups that are being finished
+        # episodes that are not waiting for the engine, and groups that are being finished
         self._active = 0
         self._waiting: dict[Key, tuple[Request, asyncio.Future[Completion]]] = {}
         self._in_flight: dict[Key, asyncio.Future[Completion]] = {}
@@ -140,17 +142,17 @@ class WavePacing:
         self._changed()
 
     async def generate(self, key: Key, request: Request) -> Completion:
-        """Raises: UserError for two calls of one episode at the same time, whose order a clock
-        would decide."""
+        """Raises: UserError for two concurrent calls by one episode, whose order would depend on a
+        clock."""
         episode = key[:-1]
         if any(other[:-1] == episode for other in (*self._waiting, *self._in_flight)):
             raise UserError(
-                "train.deterministic = True cannot order calls that an episode makes at the same"
-                " time: let the workflow await one before it makes the next, or set it to False"
+                "train.deterministic = True cannot order concurrent calls by one episode: let the"
+                " workflow await one call before it makes the next, or set it to False"
             )
         future: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
         self._waiting[key] = request, future
-        self.ended()  # for as long as it waits
+        self.ended()  # inactive while it waits
         try:
             return await future
         finally:
@@ -164,16 +166,13 @@ class WavePacing:
             return
         wave = sorted(self._waiting.items(), key=lambda item: item[0])
         self._waiting = {}
-        for (key, (_, future)), sent in zip(
-            wave, self.engine.submit([request for _, (request, _) in wave]), strict=True
-        ):
+        submitted = self.engine.submit([request for _, (request, _) in wave])
+        for (key, (_, future)), sent in zip(wave, submitted, strict=True):
             self._in_flight[key] = sent
-            sent.add_done_callback(
-                lambda done, key=key, future=future: self._deliver(key, done, future)
-            )
+            sent.add_done_callback(partial(self._deliver, key, future))
 
     def _deliver(
-        self, key: Key, done: asyncio.Future[Completion], future: asyncio.Future[Completion]
+        self, key: Key, future: asyncio.Future[Completion], done: asyncio.Future[Completion]
     ) -> None:
         del self._in_flight[key]
         self.began(1)

@@ -1,4 +1,4 @@
-"""How long a run generates while nothing that it generates can be trained on."""
+"""Patience: how long a run may generate groups none of which can be trained on."""
 
 from __future__ import annotations
 
@@ -8,33 +8,33 @@ from dataclasses import dataclass, field
 from areal_x.errors import UserError, at_least
 from areal_x.types import Group
 
-# times as many failed groups in a row end a run in which something was scored before
-ONCE_SCORED = 10
-# of filtered groups: with 9 of 10 filtered, 64 in a row are one case in 850, and 128 one in 700,000
+ONCE_SCORED = 10  # factor on failed_groups once an episode was scored
+# Default bound on filtered groups, in steps: if 9 of 10 groups are filtered, 64 in a row have a
+# probability of 1 in 850, and 128 of 1 in 700,000.
 STEPS = 64
-WARNINGS = (8, 4, 2)  # parts of the bound on filtered groups after which a message is shown
+WARNINGS = (8, 4, 2)  # a message is shown after 1/8, 1/4 and 1/2 of the bound on filtered groups
 DIFFERENT = 5  # rewards that a message lists one by one
 
 
 @dataclass
 class Patience:
-    """Counts groups in a row that were given back, and ends the run when there are too many.
-
-    failed_groups: without one scored episode; the bound while nothing was ever scored, 10 times as
-    many after that. filtered_groups: scored and given back all the same, by default 64 steps'
-    worth; groups without a scored episode neither count as filtered nor end the count. open_ended:
-    others decide what is answered and rewarded, so nothing ends the run.
-    """
+    """Counts consecutive groups that were dropped, and ends the run when there are too many."""
 
     failed_groups: int
+    """Maximum number of consecutive groups without a scored episode, until any episode was scored;
+    10 times as many after that."""
     filtered_groups: int | None
+    """Maximum number of consecutive groups that were scored but rejected by a filter; None allows
+    64 steps' worth. Groups without a scored episode neither count nor reset the count."""
     groups_per_step: int
     open_ended: bool
+    """True if others decide what is answered and rewarded (Workflow.open_ended); then nothing ends
+    the run."""
     message: Callable[[str], None]
     failed_in_a_row: int = 0
     filtered_in_a_row: int = 0
     first_error: str | None = None
-    # different ones of the filtered groups, at most DIFFERENT + 1
+    # distinct rewards of the filtered groups, at most DIFFERENT + 1
     rewards: list[float] = field(default_factory=list)
     lowest: float = 0.0
     highest: float = 0.0
@@ -46,13 +46,13 @@ class Patience:
         at_least("train.filtered_groups", self.filtered_groups, 1)
 
     def kept(self) -> None:
-        """A group is trained on."""
+        """Resets the counts: a group will be trained on."""
         self.failed_in_a_row = self.filtered_in_a_row = 0
 
     def failed(self, error: str | None, ever_scored: bool) -> None:
-        """No episode of a group was scored. ever_scored: whether another group's was.
+        """Counts a group without a scored episode. ever_scored: True if any other group had one.
 
-        Raises: UserError for the last of too many.
+        Raises: UserError if this is one too many.
         """
         if self.open_ended:
             return
@@ -65,22 +65,20 @@ class Patience:
                 f" error: {self.first_error}"
             )
 
-    def filtered(self, group: Group, by: str | None) -> None:
-        """A scored group was given back. by: what gave it back. Raises: UserError for the last of
-        too many."""
+    def filtered(self, group: Group, reason: str | None) -> None:
+        """Counts a scored group that was dropped. reason: what rejected it. Raises: UserError if
+        this is one too many."""
         self.failed_in_a_row = 0
         self._remember(group.rewards)
         self.filtered_in_a_row += 1
         bound = self.filtered_groups
         assert bound is not None
         what = (
-            f"{self.filtered_in_a_row:,} groups in a row were given back because of {by} (rewards"
+            f"{self.filtered_in_a_row:,} groups in a row were dropped because of {reason} (rewards"
             f" seen: {self._seen()})"
         )
         if self.filtered_in_a_row == bound and not self.open_ended:
-            wanted = (
-                "look at the reward and at how hard the tasks are, or raise train.filtered_groups"
-            )
+            wanted = "check the reward and how hard the tasks are, or raise train.filtered_groups"
             raise UserError(f"{what}, so there is nothing to train on: {wanted}")
         if self.filtered_in_a_row in {max(1, bound // part) for part in WARNINGS}:
             end = (

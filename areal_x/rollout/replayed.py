@@ -1,5 +1,4 @@
-"""A journal in the place of the rollout: the groups that a run consumed, in its order, without any
-engine."""
+"""A replayed rollout: the groups that a recorded run consumed, in its order, without an engine."""
 
 from __future__ import annotations
 
@@ -13,8 +12,7 @@ from areal_x.types import Group
 
 
 class ReplayedRollout:
-    """What the ring asks of a `Rollout`, of which nothing is left to do but to give the groups of
-    one step after the other."""
+    """Stands in for a `Rollout` and returns the recorded groups of one step after another."""
 
     def __init__(self, recorded: Journal, steps: Sequence[int]) -> None:
         self._recorded = recorded

@@ -1,8 +1,8 @@
-"""The rollout on a thread of its own, so that generation goes on while the caller trains: the shell
+"""The rollout on its own thread, so that generation goes on while the caller trains: the shell
 around runner and engine.
 
-The thread's event loop owns engine, workflow and runner; the caller's thread (a script's, or a
-notebook's, where a loop may already run) sees only the blocking methods of `Rollout`. Ctrl-C
+The thread's event loop owns engine, workflow and runner. The caller's thread (of a script, or of a
+notebook, where an event loop may already run) sees only the blocking methods of `Rollout`. Ctrl-C
 interrupts each of them and loses nothing.
 """
 
@@ -17,7 +17,6 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from areal_x.errors import UserError
 from areal_x.protocols.trainer import Trainer
 from areal_x.protocols.workflow import Workflow
 from areal_x.rollout.episode import is_open_ended
@@ -34,17 +33,20 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Published:
-    """Seconds that handing over a version took: copying the weights, and how long generation stood
-    still for the swap (with rolling swaps: the longest that one server did). bytes: that were
-    staged in files, 0 where none were."""
+    """The cost of publishing one version."""
 
     staged_seconds: float
+    """Seconds to copy the weights, while generation goes on."""
     paused_seconds: float
+    """Seconds that generation was paused for the swap; with rolling swaps, the longest pause of any
+    server."""
     bytes: int = 0
+    """Bytes written to files; 0 if none were."""
 
 
 class Rollout:
-    """Groups for the trainer, made while it trains. A context manager that leaves nothing behind.
+    """Produces groups for the trainer while it trains. A context manager that leaves nothing
+    behind.
 
         with Rollout(Runner(engine, workflow, TaskStream(tasks), TrajectoryQueue(16, 2), group_size=8)) as rollout:
             rollout.start()
@@ -54,8 +56,8 @@ class Rollout:
                 ...                           # one step of the trainer
                 rollout.publish(trainer)
 
-    runner: with a workflow that is already set up for the tokenizer. evaluation: what `evaluate`
-    runs, by default the runner's workflow, greedily.
+    runner: its workflow is already set up for the tokenizer. evaluation: the workflow that
+    `evaluate` runs, by default the runner's, greedily.
     """
 
     def __init__(self, runner: Runner, evaluation: Workflow | None = None) -> None:
@@ -66,7 +68,7 @@ class Rollout:
         self._running: asyncio.Task[None] | None = None
         self._taking: Future[list[Group]] | None = None
         self._calls: set[Future[Any]] = set()
-        self._failure: BaseException | None = None  # of what runs beside the calls
+        self._failure: BaseException | None = None  # an error outside the calls
         self._thread: threading.Thread | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
 
@@ -77,12 +79,12 @@ class Rollout:
         self.close()
 
     def start(self, resumed: Resumed | None = None) -> None:
-        """Starts the engine and returns when it is ready. resumed: where a run that ended goes on.
+        """Starts the engine and returns when it is ready. resumed: where an earlier run stopped.
 
-        Raises what the engine's start raises, with nothing left running.
+        Raises whatever the engine's start raises, with nothing left running.
         """
         if self._thread is not None:
-            raise RuntimeError("this rollout was started before: make a new one")
+            raise RuntimeError("this rollout was already started: make a new one")
         self.resumed = resumed
         loop = self._loop = asyncio.new_event_loop()
         background.watch(loop, self._failed)
@@ -97,9 +99,9 @@ class Rollout:
             raise
 
     def publish(self, trainer: Trainer, version: int | None = None) -> Published:
-        """Gives the engine the trainer's weights, while it generates but for the swap itself, and
-        frees the slots of the groups that made them. The first call begins the rollout. version: of
-        these weights, by default the trainer's."""
+        """Publishes the trainer's weights to the engine, which generates all the while except
+        during the swap, and frees the slots of the groups that were trained on. The first call
+        starts the rollout. version: of these weights, by default the trainer's."""
         version = trainer.version if version is None else version
         began = time.perf_counter()
         with (
@@ -110,20 +112,21 @@ class Rollout:
         staged_seconds = time.perf_counter() - began
         with waiting("the trainer", f"the engine to take version {version}"):
             paused_seconds = self._call(self.swap(staged, version))
-        return Published(staged_seconds, paused_seconds, getattr(staged, "bytes", 0))
+        return Published(staged_seconds, paused_seconds, staged.bytes)
 
     def join(self, url: str) -> None:
-        """A vLLM server that runs already takes part from now on. See VLLMEngine.join."""
-        self._call(self._servers().join(url))
+        """Adds a running server to the engine. See Engine.join."""
+        self._call(self.engine.join(url))
 
     def leave(self, url: str) -> None:
-        """A vLLM server takes part no more. See VLLMEngine.leave."""
-        self._call(self._servers().leave(url))
+        """Removes a server from the engine. See Engine.leave."""
+        self._call(self.engine.leave(url))
 
     def take(self) -> list[Group]:
-        """The groups of the next step, in the order of consumption. Blocks until there are enough.
+        """Returns the groups of the next step, in the order of consumption. Blocks until there are
+        enough.
 
-        Raises what ended the rollout: EngineError, or UserError when nothing can be scored. An
+        Raises what ended the rollout: EngineError, or UserError if nothing can be scored. An
         interrupted call loses nothing: the next one returns the same groups.
         """
         runner = self.runner
@@ -136,18 +139,20 @@ class Rollout:
         return groups
 
     def evaluate(self, tasks: Sequence[Task]) -> list[Episode]:
-        """One episode a task under the weights that were published last, beside the rollout."""
+        """Runs one episode per task under the most recently published weights, beside the
+        rollout."""
         with waiting("the trainer", "the evaluation", self.runner.evaluating):
             return self._call(self.runner.evaluate(tasks, self.evaluation))
 
     def state(self) -> dict[str, Any]:
-        """{"position", "next_ticket", "unfinished": [[ticket, position], …]}, and "workflow" where
-        that has a state of its own: a `Resumed` of it goes on exactly here and runs again the
-        groups that were admitted and not taken. For a checkpoint, between `publish` and `take`."""
+        """Returns {"position", "next_ticket", "unfinished": [[ticket, position], …]}, and
+        "workflow" if the workflow has state. A `Resumed` made from it continues exactly here and
+        runs the groups again that were admitted but not taken. For a checkpoint, between `publish`
+        and `take`."""
         return self._look(self.runner.state)
 
     def stats(self) -> RolloutStats:
-        """Counts since the start; also after `close`."""
+        """Returns counts since the start; also after `close`."""
         return self._look(self.runner.stats) if self._loop is not None else self.runner.stats()
 
     def close(self) -> None:
@@ -164,7 +169,8 @@ class Rollout:
                 self._loop = None
 
     async def swap(self, staged: Any, version: int) -> float:
-        """What `publish` does on the rollout's loop: the seconds that generation stood still."""
+        """Does the part of `publish` that runs on the rollout's loop, and returns the seconds that
+        generation was paused."""
         if self._running is not None:
             with waiting(
                 "the publication",
@@ -175,7 +181,7 @@ class Rollout:
         paused = await self.engine.swap(staged)
         if self._running is None:
             self.runner.begin(version, self.resumed)
-            # whoever takes is told
+            # `take` raises its error
             self._running = background.start(
                 self.runner.run(), "the rollout", failed=lambda _: None
             )
@@ -184,8 +190,8 @@ class Rollout:
         return paused
 
     async def end(self) -> None:
-        """What `close` does on the rollout's loop."""
-        # each is closed whatever becomes of the one before it
+        """Does the part of `close` that runs on the rollout's loop."""
+        # each is closed even if closing another raises
         async with AsyncExitStack() as closing:
             closing.push_async_callback(self.engine.close)
             for workflow in self._workflows:
@@ -194,17 +200,12 @@ class Rollout:
                 self._running.cancel()
                 await asyncio.wait([self._running])
                 if not self._running.cancelled():
-                    self._running.exception()  # whoever takes was told
-
-    def _servers(self) -> Any:
-        if not hasattr(self.engine, "join"):
-            raise UserError("servers can join and leave with train.engine = 'vllm' alone")
-        return self.engine
+                    self._running.exception()  # `take` raises it
 
     def _submit(self, work: Coroutine[Any, Any, T]) -> Future[T]:
         if self._loop is None:
             work.close()
-            raise RuntimeError("this rollout does not run: call start() first, once")
+            raise RuntimeError("this rollout is not running: call start() first, once")
         if self._failure is not None:
             work.close()
             raise self._failure
@@ -223,8 +224,8 @@ class Rollout:
             raise
 
     def _look(self, function: Callable[[], T]) -> T:
-        """What the function returns on the rollout's loop."""
-        with waiting("the trainer", "a turn of the rollout's loop"):
+        """Calls the function on the rollout's loop and returns its result."""
+        with waiting("the trainer", "an iteration of the rollout's loop"):
             return self._call(_now(function))
 
     def _result(self, future: Future[T]) -> T:
@@ -236,7 +237,7 @@ class Rollout:
             raise self._failure from self._failure.__cause__
 
     def _failed(self, error: BaseException) -> None:
-        """Something beside the calls ended with this: whatever is called, now or later, raises
+        """Ends the rollout after an error outside the calls: every call, now or later, raises
         it."""
         self._failure = self._failure or error
         self.runner.fail(error)

@@ -21,7 +21,7 @@ import numpy as np
 from jaxtyping import Int32
 
 from areal_x.errors import at_least, positive
-from areal_x.protocols.engine import Completion, Request, room
+from areal_x.protocols.engine import Completion, Engine, Request, Staged, max_new_tokens
 from areal_x.simulation.balance import Balance
 
 ALMOST = 1e-3  # of a token: what rounding of the clock may leave of one that is done
@@ -87,7 +87,7 @@ class _Job:
         return not math.isnan(self.began)
 
 
-class FakeEngine:
+class FakeEngine(Engine):
     """`servers` servers that run up to `concurrency` requests each
     (areal_x.protocols.engine.Engine).
 
@@ -122,7 +122,7 @@ class FakeEngine:
 
     async def generate(self, request: Request) -> Completion:
         seed = request.seed or 0
-        most = room(request, self.context, "FakeEngine.context")
+        most = max_new_tokens(request, self.context, "FakeEngine.context")
         length = min(self.length(seed), most)
         index = self._balance.take()
         job = _Job(len(request.tokens), length, asyncio.get_running_loop().create_future())
@@ -142,14 +142,14 @@ class FakeEngine:
             "length" if length == most else "stop",
         )
 
-    def stage(self, trainer: Any, version: int | None = None) -> int:
-        return int(trainer.version) if version is None else version
+    def stage(self, trainer: Any, version: int | None = None) -> Staged:
+        return Staged(int(trainer.version) if version is None else version)
 
-    async def swap(self, staged: int) -> float:
+    async def swap(self, staged: Staged) -> float:
         for server in self._servers:
-            server.swap(staged)
+            server.swap(staged.version)
         await asyncio.sleep(self.speed.swap_seconds)
-        self.version = staged
+        self.version = staged.version
         return self.speed.swap_seconds
 
     async def close(self) -> None: ...

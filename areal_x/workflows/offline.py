@@ -1,5 +1,4 @@
-"""Learning from what is written already: workflows that make episodes of a dataset's answers, and
-an engine that does nothing.
+"""Learning from what is written already: workflows that make episodes of a dataset's answers.
 
 Everything else of the ring stays: the order of tasks, the queue, batches, checkpoints, `--resume`.
 
@@ -19,7 +18,6 @@ import numpy as np
 
 from areal_x.hf.endings import stop_tokens, text_ending, turn_ending
 from areal_x.hf.pictures import images_of, urls_of
-from areal_x.protocols.engine import Completion, EngineError, Request
 from areal_x.protocols.workflow import Generator, Result, Workflow
 from areal_x.types import NOT_THE_POLICY, Episode, Scored, Task, Trajectory
 from areal_x.workflows.single_turn import encode
@@ -77,31 +75,6 @@ class PreferencePairs(Workflow):
         if self.last_token:
             both = [replace(t, mask=np.arange(len(t)) == len(t) - 1) for t in both]
         return Episode(Scored(1.0), tuple(both))
-
-
-class NoEngine:
-    """Generates nothing: for runs whose workflow asks for nothing."""
-
-    concurrency, context = 64, 0
-
-    def __init__(self) -> None:
-        self.version = -1
-
-    async def start(self) -> None:
-        """Nothing to start."""
-
-    async def generate(self, request: Request) -> Completion:
-        raise EngineError('train.engine = "none" generates nothing: set it to "embedded" or "vllm"')
-
-    def stage(self, trainer: Any, version: int | None = None) -> int:
-        return int(trainer.version) if version is None else version
-
-    async def swap(self, staged: int) -> float:
-        self.version = staged
-        return 0.0
-
-    async def close(self) -> None:
-        """Nothing to close."""
 
 
 def written(tokenizer: Any, task: Task, answer: str) -> Trajectory:

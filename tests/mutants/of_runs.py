@@ -27,8 +27,8 @@ MUTANTS: list[Mutant] = [
         ),
         (
             "a group that is given back keeps its slot",
-            "        del self._live[ticket]\n        self.given_back += 1",
-            "        self.given_back += 1",
+            "        del self._live[ticket]\n        self.dropped += 1",
+            "        self.dropped += 1",
         ),
         (
             "what an earlier run had not finished is forgotten",
@@ -47,9 +47,9 @@ MUTANTS: list[Mutant] = [
         ("evaluations draw what training draws", "TRAINING, EVALUATION = 0, 1 ", "TRAINING, EVALUATION = 0, 0 "),
         (
             "staleness is counted from when a group is finished",
-            "        given_back_by = self._given_back_by(group)\n",
+            "        rejected_by = self._rejected_by(group)\n",
             "        group = replace(group, admitted_version=self.queue.version)\n"
-            "        given_back_by = self._given_back_by(group)\n",
+            "        rejected_by = self._rejected_by(group)\n",
         ),
         (
             "each call of an episode has the same seed",

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from areal_x.protocols.engine import Completion, Request, SamplingParams
+from areal_x.protocols.engine import Completion, Engine, Request, SamplingParams, Staged
 from areal_x.protocols.workflow import Workflow
 from areal_x.types import Task, Trajectory
 
@@ -20,7 +20,7 @@ async def until(condition):
         await asyncio.sleep(0)
 
 
-class FakeEngine:
+class FakeEngine(Engine):
     """Answers at once, or (held) when the test says so. What it answers depends on the request's seed alone."""
 
     def __init__(self, concurrency=8, context=64, held=False):
@@ -52,11 +52,11 @@ class FakeEngine:
 
     def stage(self, trainer, version=None):
         self.calls.append("stage")
-        return trainer.version if version is None else version
+        return Staged(trainer.version if version is None else version)
 
     async def swap(self, staged):
         self.calls.append("swap")
-        self.version = staged
+        self.version = staged.version
         return 0.25
 
     async def close(self):

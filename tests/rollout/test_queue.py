@@ -19,14 +19,14 @@ class Driver:
         self.finished = dict(finished or {})
         groups = [Group(TASK, ticket, admitted) for ticket, admitted in self.finished.items()]
         self.queue.begin(version, next_ticket, pending, groups, order)
-        self.unfinished, self.given_back, self.consumed, self.ages, self.taken = {}, set(), [], [], []
+        self.unfinished, self.dropped, self.consumed, self.ages, self.taken = {}, set(), [], [], []
         self.steps = self.out = version
         self.order = list(order)
 
     def admit(self):
         ticket = self.queue.admit()
         if ticket is not None:
-            assert ticket not in {*self.unfinished, *self.finished, *self.given_back, *self.consumed}
+            assert ticket not in {*self.unfinished, *self.finished, *self.dropped, *self.consumed}
             self.unfinished[ticket] = self.out
         return ticket
 
@@ -34,10 +34,10 @@ class Driver:
         self.queue.finish(ticket, Group(TASK, ticket, self.unfinished[ticket]))
         self.finished[ticket] = self.unfinished.pop(ticket)
 
-    def give_back(self, ticket):
-        self.queue.give_back(ticket)
+    def drop(self, ticket):
+        self.queue.drop(ticket)
         del self.unfinished[ticket]
-        self.given_back.add(ticket)
+        self.dropped.add(ticket)
 
     def take(self):
         batch = self.queue.take()
@@ -63,7 +63,7 @@ class Driver:
 
     def moves(self):
         """Everything that could happen next."""
-        moves = [(self.finish, (t,)) for t in self.unfinished] + [(self.give_back, (t,)) for t in self.unfinished]
+        moves = [(self.finish, (t,)) for t in self.unfinished] + [(self.drop, (t,)) for t in self.unfinished]
         if self.queue.free > 0:
             moves.append((self.admit, ()))
         if len(self.finished) >= self.queue.groups_per_step:
@@ -92,10 +92,8 @@ def test_no_order_of_events_exceeds_the_bound_or_loses_a_group_or_stops(data, gr
         assert queue.free == queue.slots - held >= 0
         assert (queue.depth, queue.unfinished) == (len(driver.finished), len(driver.unfinished))
         assert queue.ages() == {t: driver.steps - v for t, v in sorted({**driver.unfinished, **driver.finished}.items())}
-    assert queue.given_back == len(driver.given_back)
-    assert sorted([*driver.consumed, *driver.given_back, *driver.unfinished, *driver.finished]) == list(
-        range(queue.next_ticket)
-    )
+    assert queue.dropped == len(driver.dropped)
+    assert sorted([*driver.consumed, *driver.dropped, *driver.unfinished, *driver.finished]) == list(range(queue.next_ticket))
 
 
 @settings(max_examples=200, deadline=None)
@@ -188,10 +186,10 @@ def test_without_staleness_nothing_is_admitted_between_a_step_and_its_publicatio
 
 def test_what_is_given_back_frees_its_slot_at_once_and_the_window_moves_on():
     driver = Driver(groups_per_step=1, max_staleness=0, window=1)
-    driver.give_back(driver.admit())
+    driver.drop(driver.admit())
     driver.finish(driver.admit())
     assert driver.take() == [1]
-    assert (driver.queue.given_back, driver.queue.consumed) == (1, 1)
+    assert (driver.queue.dropped, driver.queue.consumed) == (1, 1)
 
 
 @settings(max_examples=100, deadline=None)
@@ -246,7 +244,7 @@ def test_a_run_that_goes_on_from_before_takes_the_same_steps_and_keeps_the_bound
         function, arguments = moves[choice % len(moves)]
         function(*arguments)
     earlier = [ticket for step in driver.taken[: len(driver.taken) - again] for ticket in step]
-    known = [*earlier, *restored.consumed, *driver.given_back, *restored.given_back, *restored.queue.pending()]
+    known = [*earlier, *restored.consumed, *driver.dropped, *restored.dropped, *restored.queue.pending()]
     assert sorted(known) == list(range(restored.queue.next_ticket))
 
 
@@ -292,7 +290,7 @@ def test_the_order_of_calls_is_checked():
     ticket = queue.admit()
     queue.finish(ticket, Group(TASK, ticket, 0))
     with pytest.raises(ValueError, match="ticket 0 is not in flight: it is finished"):
-        queue.give_back(ticket)
+        queue.drop(ticket)
     queue.take()
     with pytest.raises(ValueError, match="ticket 0 is not in flight: it holds no slot"):
         queue.finish(ticket, Group(TASK, ticket, 0))

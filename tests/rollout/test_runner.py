@@ -307,7 +307,7 @@ def test_a_run_whose_filter_gives_everything_back_warns_and_ends_naming_the_filt
         return runner.stats().given_back
 
     assert drive(test) == 127  # the last one ended the run
-    assert [text.split(" because")[0] for text in said] == [f"{n} groups in a row were given back" for n in (16, 32, 64)]
+    assert [text.split(" because")[0] for text in said] == [f"{n} groups in a row were dropped" for n in (16, 32, 64)]
     assert "after 128 the run ends (train.filtered_groups)" in said[0]
 
 
@@ -356,9 +356,7 @@ def test_greedy_answers_that_always_fail_end_the_run():
     async def test(begin):
         runner = make(FakeEngine(), Greedily(), greedy=True, filtered_groups=5)
         begin(runner)
-        with pytest.raises(
-            UserError, match=r"^5 groups in a row were given back because of the lack of a scored greedy answer"
-        ):
+        with pytest.raises(UserError, match=r"^5 groups in a row were dropped because of the lack of a scored greedy answer"):
             await runner.take()
 
     drive(test)

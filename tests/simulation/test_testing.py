@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from areal_x.errors import ConfigError
-from areal_x.protocols.engine import Request, SamplingParams
+from areal_x.protocols.engine import Request, SamplingParams, Staged
 from areal_x.rollout.queue import TrajectoryQueue
 from areal_x.rollout.runner import TRAINING, seed_of
 from areal_x.run.journal import Journal
@@ -34,7 +34,7 @@ def play(engine, *calls):
         return asyncio.get_running_loop().time(), completion
 
     async def all_of_them():
-        await engine.swap(0)
+        await engine.swap(Staged(0))
         return await asyncio.gather(*(one(*call) for call in calls))
 
     answered, seconds = run(all_of_them())
@@ -126,12 +126,12 @@ def test_a_request_that_is_cancelled_leaves_its_share_to_the_others():
 def test_every_token_has_the_version_that_was_there_when_it_was_done():
     async def main():
         engine = FakeEngine(Speed(math.inf, lambda n: 8.0, swap_seconds=0.5), length=seed_is_length)
-        await engine.swap(5)
+        await engine.swap(Staged(5))
         running = asyncio.create_task(engine.generate(request(16)))
         await asyncio.sleep(0.6875)  # 5.5 tokens: the half one is done again under the new weights
-        assert await engine.swap(6) == 0.5
+        assert await engine.swap(Staged(6)) == 0.5
         await asyncio.sleep(0.25)  # 2 more
-        await engine.swap(7)
+        await engine.swap(Staged(7))
         return await running, engine.version
 
     (completion, version), seconds = run(main())
@@ -142,10 +142,10 @@ def test_every_token_has_the_version_that_was_there_when_it_was_done():
 def test_after_a_swap_the_caches_of_what_runs_are_computed_again():
     async def main():
         engine = FakeEngine(Speed(8.0, lambda n: 8.0), length=seed_is_length)
-        await engine.swap(0)
+        await engine.swap(Staged(0))
         running = asyncio.create_task(engine.generate(request(16)))
         await asyncio.sleep(1.5)  # half a second for the prompt of 4, then 8 tokens
-        await engine.swap(1)
+        await engine.swap(Staged(1))
         await running
 
     assert run(main())[1] == 0.5 + 16 / 8 + (4 + 8) / 8
@@ -154,7 +154,7 @@ def test_after_a_swap_the_caches_of_what_runs_are_computed_again():
 def test_a_completion_is_cut_where_the_request_or_the_context_ends():
     async def main():
         engine = FakeEngine(SHARED, context=10, length=seed_is_length)
-        await engine.swap(0)
+        await engine.swap(Staged(0))
         return [await engine.generate(request(n, most=most)) for n, most in ((3, 9), (20, 5), (20, 9))]
 
     said, _ = run(main())

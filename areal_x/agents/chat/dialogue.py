@@ -14,7 +14,7 @@ from areal_x.agents.chat.calls import Call
 from areal_x.agents.chat.parsing import Reply
 from areal_x.agents.chat.prompts import Held, Memory, prompt_of
 from areal_x.agents.chat.rendering import Renderer, text_content
-from areal_x.protocols.engine import Completion, Request, SamplingParams, room
+from areal_x.protocols.engine import Completion, Request, SamplingParams, max_new_tokens
 from areal_x.protocols.workflow import Generator
 from areal_x.runtime.thread import beside
 from areal_x.tasks.text_length import CHARACTERS_PER_TOKEN, estimate_characters
@@ -82,7 +82,7 @@ class Speaker:
             self.engine.context,
         )
         request = Request(prompt.tokens, ask.sampling, stop=ask.stop)
-        room(request, self.engine.context, "train.row_length")
+        max_new_tokens(request, self.engine.context, "train.row_length")
         completion = await self.engine.generate(request)
         self.calls.append(
             Call(str(len(self.calls)) if id is None else id, prompt.tokens, completion)

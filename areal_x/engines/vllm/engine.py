@@ -47,7 +47,14 @@ from areal_x.engines.vllm.supervisor import Supervisor
 from areal_x.errors import ConfigError, UserError
 from areal_x.hf import lora as adapter_files
 from areal_x.hf.model_dir import read_config, text_config
-from areal_x.protocols.engine import Completion, EngineError, Request, SamplingParams, room
+from areal_x.protocols.engine import (
+    Completion,
+    Engine,
+    EngineError,
+    Request,
+    SamplingParams,
+    max_new_tokens,
+)
 from areal_x.protocols.trainer import Scorer
 from areal_x.protocols.trainer_config import LoRAConfig
 from areal_x.runtime import open_files, timeline
@@ -61,7 +68,7 @@ SLACK = 1 / 8
 FULL_SECONDS = 1.0  # between two looks at a full file system
 
 
-class VLLMEngine:
+class VLLMEngine(Engine):
     """Engine over vLLM servers (areal_x.protocols.engine.Engine).
 
     A completion's log-probabilities are of the distribution after temperature, top-k and top-p; a
@@ -187,7 +194,7 @@ class VLLMEngine:
             if replica.server is not None
         ]
 
-    def clients(self) -> list[VLLMClient]:
+    def chat_servers(self) -> list[VLLMClient]:
         """Of the servers that serve now."""
         return [self.supervisor.replicas[name].client for name in self.fleet.serving()]
 
@@ -240,7 +247,9 @@ class VLLMEngine:
     # ---- tokens
 
     async def generate(self, request: Request) -> Completion:
-        most = room(request, self.context, "train.row_length (and vllm.context, where it is set)")
+        most = max_new_tokens(
+            request, self.context, "train.row_length (and vllm.context, where it is set)"
+        )
         features = (
             None
             if request.images is None
@@ -392,7 +401,7 @@ class VLLMEngine:
         return (
             staged
             if self.scorer is None
-            else replace(staged, said=trainer_logp(self.scorer, self._probe_prompt))
+            else replace(staged, probe_logp=trainer_logp(self.scorer, self._probe_prompt))
         )
 
     def _with_room(self, stage: Callable[[Staging], StagedFiles]) -> StagedFiles:
@@ -424,7 +433,7 @@ class VLLMEngine:
             return await self._send(staged)
         await self.supervisor.pause_comparing()
         previous, self._current = self._current, staged
-        self.supervisor.expect(staged.version, staged.said)
+        self.supervisor.expect(staged.version, staged.probe_logp)
         names = self.fleet.begin(staged.version)
         if self.config.rolling:
             outcomes = [await self._update(name, staged) for name in names]
@@ -440,7 +449,7 @@ class VLLMEngine:
             and not any(isinstance(error, ServerLost) for error in errors.values())
         ):
             self._current = previous
-            self.supervisor.expect(self.version, None if previous is None else previous.said)
+            self.supervisor.expect(self.version, None if previous is None else previous.probe_logp)
             for name, error in errors.items():
                 if isinstance(error, ServerTorn):
                     self.fleet.lost(name, f"{error}", time.monotonic())

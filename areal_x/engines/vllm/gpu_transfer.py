@@ -29,7 +29,7 @@ from areal_x.engines.vllm.plugin import BACKEND
 from areal_x.engines.vllm.server import LISTEN, LOCAL_HOSTS, LOOPBACK, is_cpu_build, is_local
 from areal_x.errors import ConfigError, one_of
 from areal_x.protocols.backends import load_backend
-from areal_x.protocols.engine import EngineError
+from areal_x.protocols.engine import EngineError, Staged
 from areal_x.runtime import background
 from areal_x.runtime.loop import together
 from areal_x.runtime.waits import waiting
@@ -143,13 +143,14 @@ def trainer_gpu(index: int) -> str:
     return visible[index].strip() if index < len(visible) and visible[index] else str(index)
 
 
-@dataclass(frozen=True)
-class TrainerWeights:
-    """A version that still lies in the trainer alone. device: the index of its GPU."""
+@dataclass(frozen=True, kw_only=True)
+class TrainerWeights(Staged):
+    """Weights that stay in the trainer's memory until the swap sends them."""
 
     trainer: Any
-    version: int
+
     device: int
+    """Index of the trainer's GPU."""
 
 
 class GPUSender:
@@ -189,7 +190,7 @@ class GPUSender:
 
         if self._source is None:
             self._source = weight_source(trainer)
-        return TrainerWeights(trainer, version, torch.cuda.current_device())
+        return TrainerWeights(trainer=trainer, version=version, device=torch.cuda.current_device())
 
     async def connect(self, unstaged: TrainerWeights) -> None:
         """Connects both sides, the first time; generation goes on but while the servers do their

@@ -23,6 +23,7 @@ from jaxtyping import Float32
 
 from areal_x.errors import UserError
 from areal_x.hf.model_dir import in_parts
+from areal_x.protocols.engine import Staged
 
 PREFIX = "areal_x-"
 LOCK = "lock"
@@ -31,16 +32,16 @@ SHARED_MEMORY = Path("/dev/shm")
 Tensors = Iterable[tuple[str, np.ndarray]]
 
 
-@dataclass(frozen=True)
-class StagedFiles:
+@dataclass(frozen=True, kw_only=True)
+class StagedFiles(Staged):
     """A complete set of weights in a folder: *.safetensors under Hugging Face names, or an adapter
-    in PEFT's form. bytes: of all its files. said: what the trainer says of a prompt under them,
-    where somebody wants to compare."""
+    in PEFT's form."""
 
     folder: Path
-    version: int
-    bytes: int = 0
-    said: Float32[np.ndarray, " T"] | None = None
+
+    probe_logp: Float32[np.ndarray, " T"] | None = None
+    """The trainer's log-probabilities of the probe prompt under these weights; None if servers are
+    not compared with the trainer."""
 
 
 def default_parent() -> Path:
@@ -103,7 +104,8 @@ class Staging:
             raise
         shutil.rmtree(folder, ignore_errors=True)
         partial.rename(folder)
-        return StagedFiles(folder, version, sum(file.stat().st_size for file in folder.iterdir()))
+        written = sum(file.stat().st_size for file in folder.iterdir())
+        return StagedFiles(folder=folder, version=version, bytes=written)
 
     def keep(self, staged: StagedFiles | None) -> None:
         """Forgets all versions but this one and newer ones; None forgets all."""

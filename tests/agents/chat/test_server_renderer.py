@@ -27,7 +27,7 @@ def tokenizer(tiny_model_dir):
 
 @pytest.fixture
 def renderer(tokenizer, vllm_engine):
-    return ServerRenderer(tokenizer, vllm_engine.clients)
+    return ServerRenderer(tokenizer, vllm_engine.chat_servers)
 
 
 def test_a_server_makes_the_tokens_that_transformers_makes_of_the_same_template(renderer, tokenizer, run):

@@ -12,7 +12,7 @@ import numpy as np
 import openai
 
 from areal_x.agents.chat.parsing import Reply, ToolCall
-from areal_x.protocols.engine import Completion, SamplingParams, room
+from areal_x.protocols.engine import Completion, SamplingParams, max_new_tokens
 
 END = "\0"
 THOUGHT = re.compile(r"<think>(.*?)</think>", re.DOTALL)
@@ -83,7 +83,7 @@ class Scripted:
             self.gate.set()
 
     async def generate(self, request):
-        most = room(request, self.context, "Scripted.context")
+        most = max_new_tokens(request, self.context, "Scripted.context")
         self.requests.append(request)
         self.waiting += 1
         try:

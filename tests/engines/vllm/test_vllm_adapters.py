@@ -15,7 +15,7 @@ from areal_x.protocols.trainer_config import LoRAConfig
 
 
 def test_a_version_is_unused_once_its_last_request_has_ended() -> None:
-    versions, staged = AdapterVersions(), [StagedFiles(Path(f"v{i}"), i) for i in range(5)]
+    versions, staged = AdapterVersions(), [StagedFiles(folder=Path(f"v{i}"), version=i) for i in range(5)]
     with versions.request() as none:
         assert none is None
     assert versions.publish(staged[1]) == []

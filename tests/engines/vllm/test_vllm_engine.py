@@ -151,7 +151,7 @@ def test_a_folder_outside_the_staging_root_is_refused_and_generation_goes_on(
 ) -> None:
     version = vllm_engine.version
     with pytest.raises(EngineError, match="outside the staging folder"):
-        run(vllm_engine.swap(StagedFiles(other_model_dir, version + 1)))
+        run(vllm_engine.swap(StagedFiles(folder=other_model_dir, version=version + 1)))
     completion = run(vllm_engine.generate(Request(PROMPT, SamplingParams(max_tokens=5))))
     np.testing.assert_array_equal(completion.versions, version)
     assert vllm_engine.version == version

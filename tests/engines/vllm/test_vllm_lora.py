@@ -164,7 +164,7 @@ def test_a_damaged_adapter_is_lost_with_the_servers_words_and_the_newest_goes_on
     published: VLLMEngine, trainer: Trainer, tmp_path: Path, run: Run
 ) -> None:
     with pytest.raises(EngineError, match="No adapter found"):
-        run(published.swap(StagedFiles(tmp_path / "nothing", 10_000)))
+        run(published.swap(StagedFiles(folder=tmp_path / "nothing", version=10_000)))
     completion = run(published.generate(Request(PROMPT, SamplingParams(max_tokens=5))))
     np.testing.assert_array_equal(completion.versions, trainer.version)
 

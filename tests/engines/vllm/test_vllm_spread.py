@@ -347,7 +347,7 @@ def test_weights_that_every_server_refuses_are_an_error_and_the_old_ones_go_on(
     async def attempt(engine: VLLMEngine, told: list[Told]) -> None:
         await publish(engine, tiny_model_dir, 1)
         with pytest.raises(EngineError, match="nothing there"):
-            await engine.swap(StagedFiles(tmp_path / "nothing", 2))
+            await engine.swap(StagedFiles(folder=tmp_path / "nothing", version=2))
         assert (await engine.generate(REQUEST)).versions.tolist() == [1] * 4
         assert engine.version == 1
 
