@@ -86,13 +86,13 @@ class Hosted(Workflow):
         renderer = self.hosting().renderer
         if self.rendering == "transformers":
             return renderer
-        servers = getattr(engine, "engine", engine)
-        if not hasattr(servers, "clients") or isinstance(renderer, PlainRenderer):
+        engine.chat_servers()  # raises for an engine without servers
+        if isinstance(renderer, PlainRenderer):
             raise UserError(
                 "rendering = 'server' needs vLLM servers (train.engine = 'vllm') and a model with a"
                 " chat template"
             )
-        return ServerRenderer(renderer.tokenizer, servers.clients)
+        return ServerRenderer(renderer.tokenizer, engine.chat_servers)
 
     async def episode(self, session: Session, outcome: Outcome) -> Result:
         calls = session.calls()

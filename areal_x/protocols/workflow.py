@@ -7,9 +7,10 @@ concerns one task, does not.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Protocol
 
-from areal_x.protocols.engine import Completion, Request, SamplingParams
+from areal_x.protocols.engine import ChatServer, Completion, Request, SamplingParams
 from areal_x.types import Episode, Failed, Task, TimedOut, Trajectory
 
 Result = list[Trajectory] | Episode | Failed | TimedOut
@@ -25,6 +26,8 @@ class Generator(Protocol):
     def version(self) -> int: ...
 
     async def generate(self, request: Request) -> Completion: ...
+
+    def chat_servers(self) -> Sequence[ChatServer]: ...
 
 
 class Workflow(Protocol):

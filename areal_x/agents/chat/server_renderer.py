@@ -17,7 +17,8 @@ from jaxtyping import Int32
 
 from areal_x.agents.chat.parsing import Reply, ToolCall
 from areal_x.agents.chat.rendering import TemplateRenderer, Tools, Unrenderable
-from areal_x.engines.vllm.client import ServerLost, ServerRefused, VLLMClient
+from areal_x.engines.vllm.client import ServerLost, ServerRefused
+from areal_x.protocols.engine import ChatServer
 from areal_x.types import Message
 
 T = TypeVar("T")
@@ -28,7 +29,7 @@ class ServerRenderer(TemplateRenderer):
     """clients: of the servers that serve now, any of which will do. tokenizer: the model's, which
     they have too."""
 
-    def __init__(self, tokenizer: Any, clients: Callable[[], Sequence[VLLMClient]]) -> None:
+    def __init__(self, tokenizer: Any, clients: Callable[[], Sequence[ChatServer]]) -> None:
         super().__init__(tokenizer)
         self._clients = clients
 
@@ -80,7 +81,7 @@ class ServerRenderer(TemplateRenderer):
             lambda client: client.render(asked(messages, tools, template, continue_final))
         )
 
-    async def _any(self, ask: Callable[[VLLMClient], Awaitable[T]]) -> T:
+    async def _any(self, ask: Callable[[ChatServer], Awaitable[T]]) -> T:
         """Of the first server that answers. Raises Unrenderable for what a server refuses,
         ServerLost where none answers."""
         lost = ServerLost("no vLLM server is there to render a prompt")
