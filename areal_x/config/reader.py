@@ -34,6 +34,7 @@ CONFIGURABLES = (
     "areal_x.rewards.countdown",
     "areal_x.rewards.math",
     "areal_x.workflows.learned_reward",
+    "areal_x.workflows.offline",
     "areal_x.agents.tools.calculator",
     "areal_x.agents.tools.mcp_tools",
     "areal_x.agents.multi_turn",

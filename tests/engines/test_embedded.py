@@ -267,7 +267,7 @@ def test_a_prompt_that_leaves_no_room_is_refused_with_the_lengths_and_the_bindin
                 PromptTooLong, match=f"prompt of {length} tokens .* context of 16: raise train.row_length .and embedded.context"
             ):
                 await engine.generate(request(length, 4))
-        with pytest.raises(UserError, match="no tokens"):
+        with pytest.raises(UserError, match="empty prompt"):
             await engine.generate(request(0, 4))
         assert len((await engine.generate(request(13, 9))).tokens) == 3
 

@@ -26,7 +26,7 @@ MUTANTS: list[Mutant] = [
         ),
         (
             "a lost engine under a task group is a failed episode",
-            "or is_of_the_run(first := first_of(errors))",
+            "or ends_run(first := first_of(errors))",
             "or (first := first_of(errors)) is None",
         ),
         ("a trajectory longer than a row is let through", "    if longest > row_length:", "    if False:"),

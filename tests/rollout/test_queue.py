@@ -294,7 +294,9 @@ def test_the_order_of_calls_is_checked():
     queue.take()
     with pytest.raises(ValueError, match="ticket 0 is not in flight: it holds no slot"):
         queue.finish(ticket, Group(TASK, ticket, 0))
-    with pytest.raises(ValueError, match="version 2 cannot be published: 0 is out and 1 steps were taken"):
+    with pytest.raises(
+        ValueError, match="version 2 cannot be published: version 0 is already published and 1 steps were taken"
+    ):
         queue.published(2)
 
 

@@ -227,7 +227,7 @@ def test_it_works_where_a_loop_already_runs_as_in_a_notebook():
 def test_it_is_started_once():
     with rollout() as made:
         made.start()
-        with pytest.raises(RuntimeError, match="started before"):
+        with pytest.raises(RuntimeError, match="already started"):
             made.start()
 
 

@@ -458,7 +458,7 @@ def test_a_trajectory_that_fits_no_row_is_a_failed_episode():
     assert isinstance(outcome_of([of(4), of(4)], row_length=8, together=2), Scored)
     assert "a set of 2 trajectories of 9 tokens" in outcome_of([of(5), of(4)], row_length=8, together=2).error
     assert (
-        "has none"
+        "without tokens"
         in outcome_of([Trajectory(*(np.zeros(0, kind) for kind in (np.int32, bool, np.float32, np.int32)), 1.0)]).error
     )
 
