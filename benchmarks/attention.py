@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from areal_x_jax.attention import attend
-from areal_x_jax.dense import Seen
+from areal_x_jax.dense_attention import Seen
 
 HEADS, KV_HEADS, HEAD_DIM = 4, 2, 64
 LONG, SHORT = 16384, 2048

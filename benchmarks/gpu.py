@@ -48,7 +48,7 @@ from areal_x.protocols.engine import SamplingParams
 from areal_x.protocols.sampler import SlotRequest
 from areal_x.trainer import ModelConfig, OptimizerConfig, Trainer, TrainerConfig, create_trainer
 from areal_x.types import Batch
-from areal_x_jax.shape import Shape, shape_of
+from areal_x_jax.architecture import Shape, shape_of
 
 QWEN = {
     "architectures": ["Qwen2ForCausalLM"],

@@ -54,8 +54,8 @@ def read_with_jax(directory: Path, processes: int) -> tuple[int, int]:
     """Bytes that the process had at most while it read the model, beside those it had before; and of its parameters."""
     import jax
 
-    from areal_x_jax.layout import make_layout
-    from areal_x_jax.shape import shape_of
+    from areal_x_jax.architecture import shape_of
+    from areal_x_jax.sharding import make_layout
     from areal_x_jax.weights import from_tensors
 
     shape, layout = shape_of(model_dir.read_config(directory)), make_layout(MeshConfig())
@@ -71,9 +71,9 @@ def read_with_torch(directory: Path, processes: int) -> tuple[int, int]:
     import torch
 
     from areal_x_torch import loading
-    from areal_x_torch.parallel import make_mesh, spread
-    from areal_x_torch.parts import local
+    from areal_x_torch.dtensors import local
     from areal_x_torch.processes import join
+    from areal_x_torch.sharding import make_mesh, spread
 
     joined = join(processes) if processes > 1 else None
     device = torch.device("cpu")

@@ -84,9 +84,9 @@ def main() -> None:
 
     import jax
 
-    from areal_x_jax.lanes import Sampler
+    from areal_x_jax.architecture import shape_of
     from areal_x_jax.parameters import parameter_shapes
-    from areal_x_jax.shape import shape_of
+    from areal_x_jax.sampler import Sampler
 
     shape = shape_of(CONFIG)
     rng = np.random.default_rng(0)

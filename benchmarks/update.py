@@ -43,8 +43,8 @@ from safetensors.numpy import save_file
 from areal_x.algorithms.weighting import token_mean
 from areal_x.batching.packing import pack
 from areal_x.types import Batch, Trajectory
+from areal_x_jax.architecture import Shape, shape_of
 from areal_x_jax.parameters import parameter_shapes
-from areal_x_jax.shape import Shape, shape_of
 from areal_x_jax.weights import to_tensors
 
 PEERS = Path(__file__).parent / "peers"

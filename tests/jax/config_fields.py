@@ -22,9 +22,9 @@ from transformers import CONFIG_MAPPING
 
 from areal_x.errors import UserError
 from areal_x.hf.model_dir import read_config, read_tensors
-from areal_x_jax.dense import softcapped
+from areal_x_jax.architecture import Shape, shape_of
+from areal_x_jax.dense_attention import softcapped
 from areal_x_jax.model import head_kernel, hidden_states
-from areal_x_jax.shape import Shape, shape_of
 from areal_x_jax.weights import from_tensors
 from tests.models import (
     EXPERTS,

@@ -14,9 +14,9 @@ from jax.sharding import AxisType, PartitionSpec
 from areal_x.errors import ConfigError
 from areal_x_jax import attention
 from areal_x_jax.attention import attend, prepare
-from areal_x_jax.blocked import KEPT, _Ids, _split, blocked, reach
-from areal_x_jax.dense import Seen, dense
-from areal_x_jax.kernels import Candidate, splash
+from areal_x_jax.attention_kernels import Candidate, splash
+from areal_x_jax.blocked_attention import KEPT, _Ids, _split, blocked, reach
+from areal_x_jax.dense_attention import Seen, dense
 
 HEAD_DIM = 8
 SCALE = HEAD_DIM**-0.5

@@ -13,8 +13,8 @@ import pytest
 from transformers import CONFIG_MAPPING
 
 from areal_x.errors import UserError
+from areal_x_jax.architecture import shape_of
 from areal_x_jax.families import FAMILIES
-from areal_x_jax.shape import shape_of
 from tests.models import GEMMA3, MORE, QWEN3, SEEING, SIZES
 
 from .config_fields import (

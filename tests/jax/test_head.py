@@ -12,7 +12,7 @@ from jax.extend.core import jaxprs_in_params
 
 from areal_x.algorithms.distillation import generalized_jsd
 from areal_x_jax import head
-from areal_x_jax.layout import ALONE, Layout
+from areal_x_jax.sharding import ALONE, Layout
 from tests.conftest import python_with
 from tests.models import log_softmax
 
@@ -249,7 +249,7 @@ def test_unless_a_chunk_is_given_the_size_of_the_vocabulary_chooses(monkeypatch:
 ON_A_MESH = """
 import numpy as np
 from areal_x.trainer import MeshConfig
-from areal_x_jax.layout import ALONE, make_layout
+from areal_x_jax.sharding import ALONE, make_layout
 from tests.jax import test_head
 
 rng = np.random.default_rng(0)

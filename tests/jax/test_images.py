@@ -20,14 +20,14 @@ from areal_x.hf.model_dir import read_config, read_tensors
 from areal_x.protocols.trainer_config import ModelConfig, OptimizerConfig, TrainerConfig
 from areal_x.types import Batch, Images, Trajectory
 from areal_x_jax import head
+from areal_x_jax.architecture import Shape, shape_of
 from areal_x_jax.images import image_arrays
-from areal_x_jax.layout import ALONE
 from areal_x_jax.model import head_kernel, hidden_states
 from areal_x_jax.parameters import Params
-from areal_x_jax.shape import Shape, shape_of
+from areal_x_jax.sharding import ALONE
 from areal_x_jax.trainer import Trainer
 from areal_x_jax.vision import look
-from areal_x_jax.vision_shape import MODULES, VisionShape
+from areal_x_jax.vision_architecture import MODULES, VisionShape
 from areal_x_jax.weights import from_tensors, saved_name, to_tensors
 from tests.engines.conformance import slot_request, to_the_end
 from tests.models import IMAGE, PROMPTS, log_softmax, reference_model, seen_logits, stand_in_reference, with_images

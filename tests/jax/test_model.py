@@ -15,12 +15,12 @@ from hypothesis import strategies as st
 from areal_x.errors import UserError
 from areal_x.hf.model_dir import read_config, read_tensors
 from areal_x_jax import head
-from areal_x_jax.dense import softcapped
+from areal_x_jax.architecture import Shape, shape_of
+from areal_x_jax.dense_attention import softcapped
+from areal_x_jax.layer_scan import Segment, segments_of
 from areal_x_jax.model import head_kernel, hidden_states
 from areal_x_jax.parameters import Params, parameter_shapes
 from areal_x_jax.rope import Rope
-from areal_x_jax.segments import Segment, segments_of
-from areal_x_jax.shape import Shape, shape_of
 from areal_x_jax.weights import from_tensors, places, to_tensors
 from tests.models import MODELS, MORE, QWEN3, reference_model, sequences, torch_logits
 

@@ -19,11 +19,11 @@ from areal_x.protocols.backends import create_trainer
 from areal_x.protocols.trainer import Trainer
 from areal_x.protocols.trainer_config import ModelConfig, TrainerConfig
 from areal_x.types import Trajectory
-from areal_x_jax import ring as rings
-from areal_x_jax.chunks import packed
-from areal_x_jax.draw import draw, uniform
-from areal_x_jax.lanes import Sampler
-from areal_x_jax.sampler import CPU_CHUNK
+from areal_x_jax import kv_cache
+from areal_x_jax.lane import CPU_CHUNK
+from areal_x_jax.prefill_chunks import packed
+from areal_x_jax.sampler import Sampler
+from areal_x_jax.sampling import draw, uniform
 from tests.conftest import write_model
 from tests.engines import conformance
 from tests.engines.conformance import slot_request, to_the_end
@@ -61,7 +61,7 @@ def test_a_prompt_that_several_have_is_read_once_in_a_lane(trainer: Trainer, mon
         read.append(sorted(len(tokens) for _, _, tokens in prompts))
         return packed(prompts, *how)
 
-    monkeypatch.setattr("areal_x_jax.sampler.packed", packing)
+    monkeypatch.setattr("areal_x_jax.lane.packed", packing)
     sampler = Sampler(trainer.shape, 8, 128, lanes=1)
     sampler.load(trainer.snapshot())
     sampler.fill([slot_request(slot, prompt, 4) for slot, prompt in enumerate((33, 20, 33, 33, 20))])
@@ -111,21 +111,21 @@ def test_chunks_hold_every_token_once_and_only_the_first_piece_continues() -> No
 
 @pytest.mark.parametrize("context", [1, 40, 96, 288, 1000, 32768])
 def test_the_ring_holds_a_context(context: int) -> None:
-    parts, width = rings.columns(context)
+    parts, width = kv_cache.columns(context)
     assert context <= parts * width < context + 16 * parts
-    assert parts <= rings.MOST_PARTS
+    assert parts <= kv_cache.MOST_PARTS
 
 
 @pytest.mark.parametrize(
     "newest, lengths", [(0, (1, 1)), (5, (6, 3)), (130, (1, 67)), (130, (2, 68)), (3, (100, 1)), (191, (192, 9))]
 )
 def test_a_slot_sees_its_newest_columns_and_a_part_is_read_only_where_some_slot_sees_it(newest, lengths) -> None:
-    ring = rings.empty(layers=1, slots=2, kv_heads=1, head_dim=2, context=192, dtype=jnp.float32)
-    parts, width = rings.columns(192)
+    ring = kv_cache.empty(layers=1, slots=2, kv_heads=1, head_dim=2, context=192, dtype=jnp.float32)
+    parts, width = kv_cache.columns(192)
     expected = np.zeros((2, 192), bool)
     for slot, length in enumerate(lengths):
         expected[slot, [(newest - age) % 192 for age in range(length)]] = True
-    seen = rings.visible(ring, jnp.int32(newest), jnp.asarray(lengths))
+    seen = kv_cache.visible(ring, jnp.int32(newest), jnp.asarray(lengths))
     assert (np.concatenate([bias for _, bias in seen], 1) == 0).tolist() == expected.tolist()
     assert [bool(used) for used, _ in seen] == [expected[:, p * width : (p + 1) * width].any() for p in range(parts)]
 

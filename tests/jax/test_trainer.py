@@ -16,7 +16,7 @@ from areal_x.errors import ConfigError, UserError
 from areal_x.hf import model_dir
 from areal_x.protocols.trainer_config import MeshConfig, ModelConfig, OptimizerConfig, TrainerConfig
 from areal_x.types import Batch, Policy
-from areal_x_jax.shape import shape_of
+from areal_x_jax.architecture import shape_of
 from areal_x_jax.trainer import Trainer
 from tests.conftest import QUICK, python_with, write_model
 from tests.models import LLAMA3, MODELS, log_softmax, reference_model, torch_logits, trajectories
@@ -224,7 +224,7 @@ import json, sys, numpy as np
 from areal_x.algorithms import losses
 from areal_x.trainer import MeshConfig, ModelConfig, OptimizerConfig, TrainerConfig
 from areal_x.types import Batch
-from areal_x_jax.shape import shape_of
+from areal_x_jax.architecture import shape_of
 from areal_x_jax.trainer import Trainer
 
 directory, arrays = sys.argv[1:]

@@ -15,11 +15,11 @@ import pytest
 from areal_x.errors import UserError
 from areal_x.hf.images import image_tokens, mrope_positions
 from areal_x.hf.model_dir import read_config, read_tensors
+from areal_x_jax.architecture import Shape, shape_of
 from areal_x_jax.images import image_places, patch_layout
 from areal_x_jax.parameters import Params, parameter_shapes
-from areal_x_jax.shape import Shape, shape_of
 from areal_x_jax.vision import PatchLayout, encode, multimodal_rotation
-from areal_x_jax.vision_shape import MODULES, VisionShape, vision_shape_of
+from areal_x_jax.vision_architecture import MODULES, VisionShape, vision_shape_of
 from areal_x_jax.weights import from_tensors, places, to_tensors
 from tests.models import IMAGE, image_prompt, reference_model
 

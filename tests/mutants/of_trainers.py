@@ -205,7 +205,7 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
-        TORCH + "draw.py",
+        TORCH + "sampling.py",
         SAMPLERS,
         (
             "torch: sampling ignores the temperature",
@@ -234,7 +234,7 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
-        JAX + "draw.py",
+        JAX + "sampling.py",
         SAMPLERS,
         (
             "JAX: log-probabilities leave out the mass that top-p and top-k cut off",
@@ -253,7 +253,7 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
-        JAX + "sampler.py",
+        JAX + "lane.py",
         (*SAMPLERS, "tests/jax/test_sampler.py"),
         (
             "JAX: the newest token is read at the wrong position",

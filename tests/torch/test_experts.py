@@ -24,7 +24,7 @@ from areal_x.protocols.backends import create_trainer
 from areal_x.protocols.trainer_config import MeshConfig, ModelConfig, OptimizerConfig, TrainerConfig
 from areal_x.types import Batch
 from areal_x_torch import experts
-from areal_x_torch.parallel import check_model
+from areal_x_torch.sharding import check_model
 from areal_x_torch.trainer import Trainer
 from tests.experts import REFUSED, batch_of_others, recorded, replayed_logprobs
 from tests.models import SIZES, trajectories, write_config

@@ -20,7 +20,7 @@ from areal_x.hf import model_dir
 from areal_x.protocols.trainer_config import ModelConfig, OptimizerConfig, TrainerConfig
 from areal_x_torch import loading, model
 from areal_x_torch.attention import Segments, sdpa
-from areal_x_torch.layout import flatten
+from areal_x_torch.flat_rows import flatten
 from tests.models import MODELS, MORE, SIZES, trajectories, write_config
 
 LENGTHS = (23, 9, 17, 9, 2, 30)  # most are longer than the windows

@@ -15,10 +15,10 @@ from areal_x.protocols.backends import create_trainer
 from areal_x.protocols.trainer import Trainer
 from areal_x.protocols.trainer_config import ModelConfig, TrainerConfig
 from areal_x_torch import sampler as sampling
-from areal_x_torch.draw import Drawing, draw, uniform
-from areal_x_torch.layout import by_length
+from areal_x_torch.decode_step import NextLogits
+from areal_x_torch.flat_rows import by_length
 from areal_x_torch.sampler import Sampler
-from areal_x_torch.step import NextLogits
+from areal_x_torch.sampling import Drawing, draw, uniform
 from tests.engines import conformance
 from tests.engines.conformance import slot_request, to_the_end
 
@@ -146,7 +146,7 @@ def test_uniforms_are_uniform_and_independent_of_neighbouring_seeds_and_counts()
 
 
 def test_both_backends_draw_with_the_same_numbers() -> None:
-    jax_draw = pytest.importorskip("areal_x_jax.draw")
+    jax_draw = pytest.importorskip("areal_x_jax.sampling")
     rng = np.random.default_rng(0)
     seed, count = rng.integers(0, 2**32, (100, 2), dtype=np.uint32), rng.integers(0, 10**6, 100)
     np.testing.assert_array_equal(uniform(seed, count), np.asarray(jax_draw.uniform(seed, count)))

@@ -22,7 +22,7 @@ from areal_x.errors import ConfigError, UserError
 from areal_x.hf import model_dir
 from areal_x.protocols.trainer_config import MeshConfig, ModelConfig, OptimizerConfig, TrainerConfig
 from areal_x.types import Trajectory
-from areal_x_torch.parallel import check_model
+from areal_x_torch.sharding import check_model
 
 LENGTHS = (9, 5, 12, 3, 7, 2)  # of the tests' sequences; the first two tokens are the prompt, of the shortest the first
 VOCABULARY = 40

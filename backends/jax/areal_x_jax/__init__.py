@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 
 from areal_x.protocols.trainer_config import TrainerConfig
-from areal_x_jax.checks import check, differentiate
+from areal_x_jax.preflight import check, differentiate
 from areal_x_jax.processes import join
 from areal_x_jax.trainer import Trainer
 

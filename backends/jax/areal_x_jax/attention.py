@@ -13,9 +13,9 @@ import jax
 from jaxtyping import Array, Float
 
 from areal_x.errors import ConfigError, one_of
-from areal_x_jax.blocked import blocked
-from areal_x_jax.dense import Attend, Keys, Queries, Seen, bias_of, dense
-from areal_x_jax.kernels import CANDIDATES, MASK_BYTES, mask_bytes, trusted
+from areal_x_jax.attention_kernels import CANDIDATES, MASK_BYTES, mask_bytes, trusted
+from areal_x_jax.blocked_attention import blocked
+from areal_x_jax.dense_attention import Attend, Keys, Queries, Seen, bias_of, dense
 
 # Up to this length dense is as fast as blocked on a CPU (forward and backward in fp32, one sequence
 # a row); at 512 it takes 1.4 times as long, at 2,048 nearly three times, and more where a row holds

@@ -18,9 +18,9 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float, Int
 
-from areal_x_jax.layout import Layout
+from areal_x_jax.architecture import Experts
 from areal_x_jax.parameters import Params
-from areal_x_jax.shape import Experts
+from areal_x_jax.sharding import Layout
 
 Activation = Callable[[Array], Array]
 

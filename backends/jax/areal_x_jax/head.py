@@ -23,8 +23,8 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float, Int
 
 from areal_x.types import Divergence
-from areal_x_jax.dense import HIDDEN, softcapped
-from areal_x_jax.layout import ALONE, AXES, BY_ROW, Layout
+from areal_x_jax.dense_attention import HIDDEN, softcapped
+from areal_x_jax.sharding import ALONE, AXES, BY_ROW, Layout
 
 # at once on one device where the caller names no number: 64 MiB, and the backward pass has two such
 # arrays

@@ -23,7 +23,7 @@ from areal_x.hf.images import (
 )
 from areal_x.types import Batch
 from areal_x_jax.vision import ImageArrays, PatchLayout
-from areal_x_jax.vision_shape import VisionShape
+from areal_x_jax.vision_architecture import VisionShape
 
 
 def image_arrays(batch: Batch, shape: VisionShape | None) -> ImageArrays | None:

@@ -16,8 +16,8 @@ from jaxtyping import Array, Float
 
 from areal_x.errors import ConfigError
 from areal_x.protocols.trainer_config import LoRAConfig
+from areal_x_jax.architecture import Adapters, Shape
 from areal_x_jax.parameters import Params, adaptable, parameter_shapes
-from areal_x_jax.shape import Adapters, Shape
 
 
 def trained_shape(shape: Shape, config: LoRAConfig) -> Shape:

@@ -1,6 +1,6 @@
-"""The decoder of every text family, from one description (areal_x_jax.shape), over packed rows.
+"""The decoder of every text family, from one description (areal_x_jax.architecture), over packed rows.
 
-Layers are stacked on a leading axis and scanned (see areal_x_jax.segments), so that compile time
+Layers are stacked on a leading axis and scanned (see areal_x_jax.layer_scan), so that compile time
 does not grow with depth; what differs from layer to layer (its window, its rotation) is scanned
 with them. The functions below take one layer's parameters as a plain dict: the trainer scans them
 over rows, the sampler calls them for one token a slot. What a family has not, its dict has not.
@@ -21,11 +21,11 @@ import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
-from areal_x_jax import attention, experts, segments
-from areal_x_jax.blocked import KEPT
-from areal_x_jax.layout import ALONE, AXES, Layout
+from areal_x_jax import attention, experts, layer_scan
+from areal_x_jax.architecture import Shape
+from areal_x_jax.blocked_attention import KEPT
 from areal_x_jax.parameters import Params, adaptable, beside, in_layers
-from areal_x_jax.shape import Shape
+from areal_x_jax.sharding import ALONE, AXES, Layout
 
 Rotation = tuple[Array, Array]
 # names for jax.checkpoint_policies.save_only_these_names what a kernel and its adapter give
@@ -116,7 +116,7 @@ def hidden_states(
     layer = jax.checkpoint(
         layer, policy=jax.checkpoint_policies.nothing_saveable if remat else kept
     )
-    x, uneven = segments.scan(
+    x, uneven = layer_scan.scan(
         shape, layer, layout.pin(x, "rows", "length", None), params["layers"], each
     )
     return rms_norm(x, params["norm"], shape), jnp.concatenate(uneven).mean() if uneven else None

@@ -24,9 +24,9 @@ from jaxtyping import Array, Float, Int32
 from areal_x.errors import UserError
 from areal_x.hf import model_dir
 from areal_x.protocols.trainer_config import OptimizerConfig
-from areal_x_jax.layout import Layout, all_of, lay
+from areal_x_jax.architecture import Shape
 from areal_x_jax.parameters import Params, in_layers
-from areal_x_jax.shape import Shape
+from areal_x_jax.sharding import Layout, all_of, lay
 from areal_x_jax.weights import places, put, saved_name
 
 STACKS = DictKey("layers"), DictKey("deepstack")

@@ -1,7 +1,7 @@
 """The decoder's parameters: one table of their names, here and at Hugging Face, and of what each of
 their axes is.
 
-Sizes, shardings (see areal_x_jax.layout) and the way in and out of safetensors follow from it.
+Sizes, shardings (see areal_x_jax.sharding) and the way in and out of safetensors follow from it.
 Kernels are stored [in, out], the transpose of Hugging Face's, and layers stacked on a leading axis.
 """
 
@@ -15,9 +15,9 @@ import jax.numpy as jnp
 from flax import nnx
 
 from areal_x.hf.lora import WRAPPED
+from areal_x_jax.architecture import Shape
 from areal_x_jax.families import MLP, OUT, QKV
-from areal_x_jax.shape import Shape
-from areal_x_jax.vision_shape import MODULES, VisionShape
+from areal_x_jax.vision_architecture import MODULES, VisionShape
 
 Params = dict[str, Any]
 

@@ -29,9 +29,12 @@ from areal_x.protocols.recorded_experts import recorded_experts
 from areal_x.protocols.trainer import Wait, is_max_reduced
 from areal_x.protocols.trainer_config import TrainerConfig
 from areal_x.types import IMAGES, Batch, Loss, Policy, evaluate_loss
-from areal_x_jax import head, lora, optimizers, sharded
+from areal_x_jax import head, lora, optimizers, sharded_checkpoint
+from areal_x_jax.architecture import Shape, check_sharing, shape_of
 from areal_x_jax.images import image_arrays
-from areal_x_jax.layout import (
+from areal_x_jax.model import head_kernel, hidden_states
+from areal_x_jax.parameters import Params
+from areal_x_jax.sharding import (
     BY_ROW,
     RULES,
     all_of,
@@ -41,11 +44,8 @@ from areal_x_jax.layout import (
     sampling_shardings,
     shardings,
 )
-from areal_x_jax.model import head_kernel, hidden_states
-from areal_x_jax.parameters import Params
-from areal_x_jax.shape import Shape, check_sharing, shape_of
 from areal_x_jax.vision import ImageArrays, look
-from areal_x_jax.vision_shape import VisionShape
+from areal_x_jax.vision_architecture import VisionShape
 from areal_x_jax.weights import from_tensors, to_tensors
 
 jax.tree_util.register_dataclass(Batch)
@@ -59,7 +59,7 @@ KEPT_BYTES = 4 * 2**30
 
 class Trainer:
     """See `areal_x.trainer.Trainer`. fp32 master weights and moments; what lies where says
-    areal_x_jax.layout."""
+    areal_x_jax.sharding."""
 
     def __init__(self, config: TrainerConfig) -> None:
         if config.offload:
@@ -209,14 +209,14 @@ class Trainer:
                 "backend": "jax",
             }
             model_dir.write_numbers(directory, numbers)
-        return sharded.save(directory, self.params, self.moments)
+        return sharded_checkpoint.save(directory, self.params, self.moments)
 
     def restore(self, directory: Path) -> None:
-        if sharded.is_sharded(directory):
+        if sharded_checkpoint.is_sharded(directory):
             state = model_dir.read_state(directory)
             self.config.optimizer.check_state(directory, state, "jax")
             of_state = self.params, self.lies, self.moments, self.moments_lie
-            self.params, self.moments = sharded.restored(directory, *of_state)
+            self.params, self.moments = sharded_checkpoint.restored(directory, *of_state)
             self.version = int(state["version"])
             return
         model_dir.check_portable(directory)
@@ -240,7 +240,7 @@ class Trainer:
         return self._snapshot(read, None if self.base is None else self.params)
 
     def sampler(self, slots: int, context: int) -> Any:
-        from areal_x_jax.lanes import Sampler
+        from areal_x_jax.sampler import Sampler
 
         self._need_policy("sampler")
         # What is drawn is trained on, and a row may be longer than the longest sequence.

@@ -19,12 +19,12 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from areal_x_jax import attention
-from areal_x_jax.layout import ALONE, AXES, Layout
+from areal_x_jax.architecture import Shape
 from areal_x_jax.model import PRODUCTS, ImageFeatures, Rotation, affine, gated, rope
 from areal_x_jax.parameters import Params, axes_of
 from areal_x_jax.rope import Rope
-from areal_x_jax.shape import Shape
-from areal_x_jax.vision_shape import VisionShape
+from areal_x_jax.sharding import ALONE, AXES, Layout
+from areal_x_jax.vision_architecture import VisionShape
 
 EPS = 1e-6  # of every norm of both families: no config says it
 

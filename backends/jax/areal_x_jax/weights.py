@@ -14,7 +14,7 @@ import numpy as np
 
 from areal_x.errors import UserError
 from areal_x.hf.lora import WRAPPED
-from areal_x_jax.layout import ALONE, Layout, all_of, lay, shardings
+from areal_x_jax.architecture import Shape
 from areal_x_jax.parameters import (
     Leaf,
     Params,
@@ -26,8 +26,8 @@ from areal_x_jax.parameters import (
     sizes_of,
     stack_of,
 )
-from areal_x_jax.shape import Shape
-from areal_x_jax.vision_shape import MODULES
+from areal_x_jax.sharding import ALONE, Layout, all_of, lay, shardings
+from areal_x_jax.vision_architecture import MODULES
 
 
 @dataclass(frozen=True)

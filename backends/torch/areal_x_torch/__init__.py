@@ -26,13 +26,13 @@ def create_trainer(config: TrainerConfig) -> Trainer:
 
 
 def check(config: TrainerConfig) -> Devices:
-    from areal_x_torch import checks as of_torch
+    from areal_x_torch import preflight as of_torch
 
     return of_torch.check(config)
 
 
 def differentiate(loss: Loss, policy: Policy, batch: Batch) -> tuple[np.ndarray, Policy]:
-    from areal_x_torch import checks as of_torch
+    from areal_x_torch import preflight as of_torch
 
     return of_torch.differentiate(loss, policy, batch)
 

@@ -35,8 +35,9 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from areal_x.errors import ConfigError
 from areal_x.protocols.trainer_config import TrainerConfig
-from areal_x_torch.parts import Exchanged, local, mesh_of
-from areal_x_torch.stand_in import drawn
+from areal_x_torch.collectives import Exchanged
+from areal_x_torch.dtensors import local, mesh_of
+from areal_x_torch.dummy_model import drawn
 
 EXPERTS = "areal_x_grouped"
 IN_LAYER = re.compile(r"\.(\d+)\.")  # of a decoder, "model.layers.3.mlp.gate"

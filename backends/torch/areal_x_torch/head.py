@@ -24,8 +24,8 @@ from torch.distributed import ProcessGroup
 from torch.utils.checkpoint import checkpoint
 
 from areal_x.types import Divergence
+from areal_x_torch.collectives import Joined, Shared
 from areal_x_torch.model import Head, softcapped
-from areal_x_torch.parts import Joined, Shared
 
 # at once where the caller names no number: 64 MiB, of which there are up to three arrays
 LOGITS = 2**24

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from areal_x.errors import ConfigError, UserError
 from areal_x.hf.images import TEXT_ALONE, check_grids, image_tokens, mrope_positions
 from areal_x.types import Batch
-from areal_x_torch.layout import Flat, to_tensor
+from areal_x_torch.flat_rows import Flat, to_tensor
 
 SEEING = ("qwen2_5_vl", "qwen3_vl")  # the model_types whose positions `mrope_positions` gives
 

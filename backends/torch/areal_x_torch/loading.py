@@ -28,7 +28,8 @@ from transformers.utils import logging
 
 from areal_x.errors import UserError
 from areal_x.hf import model_dir
-from areal_x_torch import probing
+from areal_x_torch import compatibility
+from areal_x_torch.dtensors import Piece, local, own_part
 from areal_x_torch.experts import is_experts
 from areal_x_torch.images import SEEING
 from areal_x_torch.model import (
@@ -38,7 +39,6 @@ from areal_x_torch.model import (
     from_numpy,
     named_tensors,
 )
-from areal_x_torch.parts import Piece, local, own_part
 
 
 def frozen(directory: Path, device: torch.device, dtype: torch.dtype) -> PreTrainedModel:
@@ -116,7 +116,7 @@ def build(directory: Path, head: str) -> PreTrainedModel:
     # transformers gives the padding token's embedding no gradient. Here padding never counts: it is
     # a token like any other.
     model.get_input_embeddings().padding_idx = None
-    probing.prepare(model, directory)
+    compatibility.prepare(model, directory)
     return model
 
 

@@ -27,9 +27,10 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from areal_x.errors import ConfigError
 from areal_x.hf.lora import WRAPPED
 from areal_x.protocols.trainer_config import LoRAConfig
+from areal_x_torch.collectives import Shared, Summed
+from areal_x_torch.dtensors import Piece, gathered, local, split
 from areal_x_torch.loading import quiet
 from areal_x_torch.model import ADAPTER, is_classifier, named_tensors
-from areal_x_torch.parts import Piece, Shared, Summed, gathered, local, split
 
 
 class Adapted(nn.Linear):

@@ -19,9 +19,9 @@ from transformers import (
 from transformers.core_model_loading import revert_weight_conversion
 
 from areal_x_torch.attention import Segments
+from areal_x_torch.dtensors import Piece
 from areal_x_torch.experts import Routing, routed
 from areal_x_torch.images import Seen, look
-from areal_x_torch.parts import Piece
 
 SCORE = "score.weight"  # what a sequence classifier has in place of a language model's head
 # how the names end of what stands beside a frozen model's own tensors

@@ -30,7 +30,7 @@ from areal_x.errors import UserError
 from areal_x.hf import model_dir
 from areal_x.protocols.trainer_config import OptimizerConfig
 from areal_x_torch import loading, model
-from areal_x_torch.parts import Piece, gathered_each, mesh_of
+from areal_x_torch.dtensors import Piece, gathered_each, mesh_of
 
 # Muon's, of its reference and of torch.optim.Muon: the quintic's coefficients, its steps, the least
 # norm, the momentum.

@@ -26,12 +26,12 @@ from areal_x.engines.lanes import Lanes, lanes_on_cpu
 from areal_x.errors import UserError
 from areal_x.protocols.sampler import Decoded, SlotRequest, equal
 from areal_x.runtime import cores
-from areal_x_torch import looking, lora
-from areal_x_torch.cache import ATTENTION, Cache, Prefill, layers_of
-from areal_x_torch.draw import Drawing, draw, uniform
-from areal_x_torch.layout import by_length
+from areal_x_torch import lora, prompt_images
+from areal_x_torch.decode_step import Step, traced
+from areal_x_torch.flat_rows import by_length
+from areal_x_torch.kv_cache import ATTENTION, Cache, Prefill, layers_of
 from areal_x_torch.model import as_saved, decoder, sees
-from areal_x_torch.step import Step, traced
+from areal_x_torch.sampling import Drawing, draw, uniform
 
 CHUNK = 512  # columns of a prefill: what a longer prompt costs in memory at once
 PREFILL = 8192  # tokens of all prompts in a prefill
@@ -153,7 +153,7 @@ class Sampler(Lanes):
 
 class Lane:
     """Some slots that decode together. step: the logits after the newest tokens
-    (areal_x_torch.step)."""
+    (areal_x_torch.decode_step)."""
 
     def __init__(self, model: PreTrainedModel, step: Step, cache: Cache) -> None:
         self.model = model
@@ -252,8 +252,8 @@ class Lane:
             length = len(request.tokens)
             tokens[row, :length] = request.tokens
             if request.images is not None:
-                positions[:, row, :length] = looking.positions_of(self.model, request)
-        looked = looking.look(self.model, requests, longest)
+                positions[:, row, :length] = prompt_images.positions_of(self.model, request)
+        looked = prompt_images.look(self.model, requests, longest)
         read, embed = decoder(self.model), self.model.get_input_embeddings()
         for start in range(0, longest - 1, CHUNK):
             # What padding writes lies behind its row's end, where decoding overwrites it before it

@@ -1,7 +1,7 @@
 """The torch trainer: a transformers model, an optimizer, and as many micro-batches as a batch
 needs.
 
-Of several processes each has a batch whole and computes its rows of it (areal_x_torch.parallel says
+Of several processes each has a batch whole and computes its rows of it (areal_x_torch.sharding says
 what else lies where); all make the same passes through the model in the same order, as each gathers
 parameters together.
 """
@@ -31,22 +31,24 @@ from areal_x.runtime.interrupts import check
 from areal_x.types import IMAGES, Batch, Loss, Policy, evaluate_loss
 from areal_x_torch import (
     attention,
-    blocks,
-    context,
+    context_parallel,
+    decoder_blocks,
     experts,
     head,
     loading,
     lora,
     model,
     optimizers,
-    rotations,
-    sharded,
+    rope,
+    sharded_checkpoint,
 )
 from areal_x_torch.attention import Segments
+from areal_x_torch.collectives import Summed
 from areal_x_torch.device import compute_dtype, find_device, memory_of, repeat_exactly
+from areal_x_torch.dtensors import Piece, gathered, gathered_each, local
+from areal_x_torch.flat_rows import Flat, divisible, flatten, micro_batches, no_sequence, to_tensor
 from areal_x_torch.images import check_images, check_sharing, seen_of
-from areal_x_torch.layout import Flat, divisible, flatten, micro_batches, no_sequence, to_tensor
-from areal_x_torch.parallel import (
+from areal_x_torch.sharding import (
     check_model,
     largest_over_rows,
     make_mesh,
@@ -58,7 +60,6 @@ from areal_x_torch.parallel import (
     sum_over_tokens,
     total_norm,
 )
-from areal_x_torch.parts import Piece, Summed, gathered, gathered_each, local
 
 
 class Trainer:
@@ -84,7 +85,7 @@ class Trainer:
             if config.mesh.context == 1 or self.mesh is None
             else self.mesh["context"].get_group()
         )
-        self.attend = context.exchanging(
+        self.attend = context_parallel.exchanging(
             attention.choose(config.model.attention, self.device, self.dtype), self.context
         )
         self.teacher = (
@@ -92,9 +93,7 @@ class Trainer:
         )
         self.model = loading.build(self.directory, config.head)
         check_sharing(config.share_prompts, self.directory, self.model.config)
-        rotations.check_length(
-            "train.row_length", config.row_length, self.model.config, self.directory
-        )
+        rope.check_length("train.row_length", config.row_length, self.model.config, self.directory)
         if config.frozen or config.lora.rank:
             loading.freeze(self.model, self.dtype)
         if self.teacher is not None and model.sees(self.teacher) != model.sees(self.model):
@@ -106,7 +105,7 @@ class Trainer:
         if config.lora.rank:
             lora.adapt(self.model, config.lora, config.seed)
         self.routers = experts.hook_routers(self.model, config, self.directory)
-        blocks.prepare(self.model, config, self.dtype, memory_of(self.device))
+        decoder_blocks.prepare(self.model, config, self.dtype, memory_of(self.device))
         self.whole = spread(self.model, self.mesh, self.dtype, self.device, offload=self.offload)
         loading.fill(self.model, self.directory)
         self.summed = parts_to_sum(self.model, self.mesh)
@@ -242,7 +241,7 @@ class Trainer:
         from areal_x_torch.sampler import Sampler
 
         self._only_with("sampler", "policy")
-        rotations.check_length("embedded.context", context, self.model.config, self.directory)
+        rope.check_length("embedded.context", context, self.model.config, self.directory)
         # Who has a part of the model alone, or one whose blocks are compiled, samples with a whole
         # one beside it.
         own = self.mesh is None and not self.config.compile
@@ -284,13 +283,13 @@ class Trainer:
                 "backend": "torch",
             }
             model_dir.write_numbers(directory, numbers)
-        return sharded.save(directory, self._state(), together=self.mesh is not None)
+        return sharded_checkpoint.save(directory, self._state(), together=self.mesh is not None)
 
     def restore(self, directory: Path) -> None:
-        if sharded.is_sharded(directory):
+        if sharded_checkpoint.is_sharded(directory):
             state = model_dir.read_state(directory)
             self.config.optimizer.check_state(directory, state, "torch")
-            sharded.restore(directory, self._state(), together=self.mesh is not None)
+            sharded_checkpoint.restore(directory, self._state(), together=self.mesh is not None)
             self.version = int(state["version"])
             self.optimizer.set_steps(self.version)
             return
@@ -320,7 +319,7 @@ class Trainer:
         read."""
         check_images(batch, of.config)
         check_known(batch.tokens, model.vocabulary(of), directory)
-        rotations.check_longest(int(np.max(batch.positions, initial=-1)) + 1, of.config, directory)
+        rope.check_longest(int(np.max(batch.positions, initial=-1)) + 1, of.config, directory)
 
     def _replayed(self, batch: Batch) -> np.ndarray | None:
         """The recorded experts, where they are to be used."""
@@ -335,10 +334,8 @@ class Trainer:
         check_vocabulary("train.teacher", directory, self.directory)
         check_model(directory, self.config.mesh, None, learns=False)
         teacher = loading.freeze(loading.build(directory, "policy"), self.dtype)
-        rotations.check_length(
-            "train.row_length", self.config.row_length, teacher.config, directory
-        )
-        blocks.prepare(teacher, self.config, self.dtype, None)
+        rope.check_length("train.row_length", self.config.row_length, teacher.config, directory)
+        decoder_blocks.prepare(teacher, self.config, self.dtype, None)
         # the student's pass reads its head
         spread(teacher, self.mesh, self.dtype, self.device, ends=False)
         loading.fill(teacher, directory)
@@ -357,7 +354,7 @@ class Trainer:
         through the model."""
         said: dict[str, Tensor] = {}
         for flat in passes:
-            own = context.own_part(len(flat.places), self.context)
+            own = context_parallel.own_part(len(flat.places), self.context)
             telling, told = flat.read(wanted, before=self.config.head != "reward", own=own)
             row = self._row(packed, flat, own, tally)
             targets, telling, told = (

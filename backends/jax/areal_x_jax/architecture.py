@@ -14,7 +14,7 @@ from areal_x.errors import ConfigError, UserError
 from areal_x.hf.model_dir import text_config
 from areal_x_jax.families import Described, describe, refuse
 from areal_x_jax.rope import Rope, ropes_of
-from areal_x_jax.vision_shape import VisionShape, vision_shape_of
+from areal_x_jax.vision_architecture import VisionShape, vision_shape_of
 
 ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
 

@@ -19,7 +19,7 @@ from areal_x.protocols.sampler import SlotRequest
 from areal_x.protocols.trainer import Trainer
 from areal_x.protocols.trainer_config import ModelConfig, TrainerConfig
 from areal_x.types import Images, Trajectory
-from areal_x_torch import looking, sampler
+from areal_x_torch import prompt_images, sampler
 from areal_x_torch.images import features_of
 from tests.engines.conformance import to_the_end
 from tests.models import IMAGE, PROMPTS, with_images
@@ -104,7 +104,7 @@ def test_episodes_of_a_group_have_their_images_looked_at_once(model_dir_of, monk
         looked.append(len(grids))
         return features_of(of, patches, grids)
 
-    monkeypatch.setattr(looking, "features_of", counting)
+    monkeypatch.setattr(prompt_images, "features_of", counting)
     trainer = trainer_of(model_dir_of("qwen2_5_vl"))
     drawing, request = trainer.sampler(4, CONTEXT), requests_of()[0]
     drawing.load(trainer.snapshot())

@@ -14,10 +14,10 @@ torch = pytest.importorskip("torch")
 
 from areal_x.errors import ConfigError
 from areal_x.protocols.trainer_config import MeshConfig
-from areal_x_torch import context
+from areal_x_torch import context_parallel
 from areal_x_torch.attention import Segments, attend, sdpa
-from areal_x_torch.layout import Flat, divisible
-from areal_x_torch.parallel import check_model
+from areal_x_torch.flat_rows import Flat, divisible
+from areal_x_torch.sharding import check_model
 
 from .test_attention import CPU, RAGGED, arrays, formula
 from .test_trainer import save_model
@@ -77,9 +77,9 @@ def test_parts_of_a_row_attend_as_the_row_does(monkeypatch, processes, kv_heads,
         return sdpa(query, key, *others)
 
     def compute(group, rank):
-        own = context.own_part(sum(lengths), group)
+        own = context_parallel.own_part(sum(lengths), group)
         parts = [x.detach()[:, :, own].requires_grad_() for x in inputs]
-        segments = Segments.of(lengths, context.exchanging(seen, group), CPU)
+        segments = Segments.of(lengths, context_parallel.exchanging(seen, group), CPU)
         extra = {"scaling": scale, "sliding_window": window, "softcap": softcap}
         found = attend(None, *parts, None, segments=segments, **extra)[0]
         grads = torch.autograd.grad((found * weights[:, own]).sum(), parts)

@@ -1,17 +1,12 @@
-"""A tensor that lies on several processes, and its parts, one that does not being its own part;
-three passes from parts to what all have, each with the gradient that is right where all of them go
-on to compute the same; and one between parts.
-"""
+"""Tensors sharded over processes (DTensors) and their local parts; a plain tensor is its own part."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.nn import Parameter
@@ -79,65 +74,3 @@ def split(x: Parameter, mesh: DeviceMesh, dim: int) -> Parameter:
 
 def mesh_of(x: Tensor) -> DeviceMesh | None:
     return x.device_mesh if isinstance(x, DTensor) else None
-
-
-class Shared(torch.autograd.Function):
-    """What all have goes into parts: its gradient is the sum of theirs."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: ProcessGroup) -> Tensor:
-        ctx.group = group
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        summed = grad.contiguous().clone()
-        dist.all_reduce(summed, group=ctx.group)
-        return summed, None
-
-
-class Summed(torch.autograd.Function):
-    """The sum of the parts that all have."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: ProcessGroup) -> Tensor:
-        summed = x.contiguous().clone()
-        dist.all_reduce(summed, group=group)
-        return summed
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return grad, None
-
-
-class Joined(torch.autograd.Function):
-    """Parts of equal size one after the other along the last axis."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: ProcessGroup) -> Tensor:
-        ctx.group = group
-        parts = [torch.empty_like(x) for _ in range(group.size())]
-        dist.all_gather(parts, x.contiguous(), group=group)
-        return torch.cat(parts, dim=-1)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return grad.chunk(ctx.group.size(), dim=-1)[ctx.group.rank()], None
-
-
-class Exchanged(torch.autograd.Function):
-    """Rows for each process of a group in its order, so many as `sent` says, for those that they
-    have for this one."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, sent: list[int], received: list[int], group: ProcessGroup
-    ) -> Tensor:
-        ctx.how = received, sent, group
-        rows = x.new_empty(sum(received), *x.shape[1:])
-        dist.all_to_all_single(rows, x.contiguous(), received, sent, group=group)
-        return rows
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        return Exchanged.apply(grad, *ctx.how), None, None, None

@@ -11,11 +11,11 @@ import torch
 from areal_x.protocols.backends import Devices
 from areal_x.protocols.trainer_config import TrainerConfig
 from areal_x.types import Batch, Loss, Policy, evaluate_loss
-from areal_x_torch import attention, loading, lora, rotations
+from areal_x_torch import attention, loading, lora, rope
 from areal_x_torch.device import compute_dtype, find_device, memory_of
+from areal_x_torch.flat_rows import to_tensor
 from areal_x_torch.images import check_sharing
-from areal_x_torch.layout import to_tensor
-from areal_x_torch.parallel import check_model, sizes_of
+from areal_x_torch.sharding import check_model, sizes_of
 
 
 def check(config: TrainerConfig) -> Devices:
@@ -33,7 +33,7 @@ def check(config: TrainerConfig) -> Devices:
     check_model(directory, config.mesh, None, learns=not config.lora.rank)
     built = loading.build(directory, config.head).config
     check_sharing(config.share_prompts, directory, built)
-    rotations.check_length("train.row_length", config.row_length, built, directory)
+    rope.check_length("train.row_length", config.row_length, built, directory)
     attention.choose(config.model.attention, device, compute_dtype(config.precision, device))
     return Devices(
         device.type,

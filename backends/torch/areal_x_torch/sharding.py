@@ -40,13 +40,13 @@ from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 from areal_x.errors import ConfigError
 from areal_x.hf import model_dir
 from areal_x.protocols.trainer_config import MeshConfig
-from areal_x_torch.blocks import blocks_of
-from areal_x_torch.context import check_context
+from areal_x_torch.context_parallel import check_context
+from areal_x_torch.decoder_blocks import blocks_of
+from areal_x_torch.dtensors import local, split
 from areal_x_torch.experts import is_experts
 from areal_x_torch.loading import materialize
 from areal_x_torch.lora import Adapted
 from areal_x_torch.model import Head, head_layer, is_classifier, softcap_of
-from areal_x_torch.parts import local, split
 from areal_x_torch.processes import join_alone
 
 AXES = ("data", "fsdp", "expert", "context", "tensor")
@@ -193,7 +193,7 @@ def spread(
     which `model.fill` then reads.
 
     The order of what is done to a model, and why: it is frozen and given adapters first, while it
-    is one; its blocks are compiled, and computed again around that (areal_x_torch.blocks); then
+    is one; its blocks are compiled, and computed again around that (areal_x_torch.decoder_blocks); then
     heads and vocabulary are split, as what fully_shard splits further must be this process's part;
     then fully_shard, outermost, so that a block is gathered before anything of it runs, and once
     for the backward pass, in which it is computed again. All of that on the meta device: only the

@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from areal_x_jax.dense import HIDDEN, softcapped
+from areal_x_jax.dense_attention import HIDDEN, softcapped
 
 Parts = tuple[Array, ...]
 Layer = tuple[Parts, Parts]  # keys and values

@@ -17,7 +17,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from areal_x_torch.cache import Cache, Layer, Newest
+from areal_x_torch.kv_cache import Cache, Layer, Newest
 from areal_x_torch.model import decoder, head
 
 # (token, its position, *Cache.newest(its column, used)) → the logits of what comes next

@@ -17,8 +17,8 @@ from areal_x.protocols.backends import Devices
 from areal_x.protocols.trainer_config import TrainerConfig
 from areal_x.types import Batch, Loss, Policy, evaluate_loss
 from areal_x_jax import lora
-from areal_x_jax.layout import AXES, Layout, check_fit, sizes_of
-from areal_x_jax.shape import check_sharing, shape_of
+from areal_x_jax.architecture import check_sharing, shape_of
+from areal_x_jax.sharding import AXES, Layout, check_fit, sizes_of
 from areal_x_jax.weights import check_tensors
 
 

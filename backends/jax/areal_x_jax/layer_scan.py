@@ -16,8 +16,8 @@ from typing import Any
 import jax
 from jaxtyping import Array
 
+from areal_x_jax.architecture import Shape
 from areal_x_jax.parameters import Params, adaptable, beside, in_layers
-from areal_x_jax.shape import Shape
 
 
 @dataclass(frozen=True)

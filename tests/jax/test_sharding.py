@@ -10,8 +10,8 @@ import pytest
 
 from areal_x.errors import ConfigError, UserError
 from areal_x.protocols.trainer_config import MeshConfig
-from areal_x_jax.layout import ALONE, AXES, Layout, check_fit, make_layout
-from areal_x_jax.shape import shape_of
+from areal_x_jax.architecture import shape_of
+from areal_x_jax.sharding import ALONE, AXES, Layout, check_fit, make_layout
 from tests.models import MODELS, MORE
 
 from .meshes import learn, learn_on

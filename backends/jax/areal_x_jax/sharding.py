@@ -23,8 +23,8 @@ from jaxtyping import Array
 
 from areal_x.errors import ConfigError, UserError
 from areal_x.protocols.trainer_config import MeshConfig
+from areal_x_jax.architecture import Shape
 from areal_x_jax.parameters import Params, axes_of
-from areal_x_jax.shape import Shape
 
 AXES = ("data", "fsdp", "expert", "context", "tensor")
 BY_ROW = ("data", "fsdp", "expert")

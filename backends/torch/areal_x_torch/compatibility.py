@@ -21,6 +21,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from areal_x.errors import UserError
 from areal_x_torch.attention import ATTENTION, Segments, sdpa
+from areal_x_torch.dummy_model import stand_in
 from areal_x_torch.experts import EXPERTS, is_experts
 from areal_x_torch.model import (
     Row,
@@ -31,7 +32,6 @@ from areal_x_torch.model import (
     named_tensors,
     sees,
 )
-from areal_x_torch.stand_in import stand_in
 
 # How configs and modules call what is a number of tokens that some layer sees or selects; not which
 # layers those are.

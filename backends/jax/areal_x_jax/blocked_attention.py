@@ -15,7 +15,16 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Int
 
-from areal_x_jax.dense import HIDDEN, Keys, Queries, Seen, in_groups, is_zero, sees, softcapped
+from areal_x_jax.dense_attention import (
+    HIDDEN,
+    Keys,
+    Queries,
+    Seen,
+    in_groups,
+    is_zero,
+    sees,
+    softcapped,
+)
 
 # queries and keys of a block: what its cache holds; on others, few enough steps of the loop
 CPU_BLOCK, BLOCK = 64, 512

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
-from areal_x_jax.dense import Attend, Seen, bias_of, dense, is_zero
+from areal_x_jax.dense_attention import Attend, Seen, bias_of, dense, is_zero
 
 MASK_BYTES = 2**27  # the largest mask [rows, queries, keys] in bf16 that cuDNN is given
 

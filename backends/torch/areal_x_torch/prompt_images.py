@@ -20,8 +20,8 @@ from areal_x.errors import UserError
 from areal_x.hf.images import Grid, image_tokens, mrope_positions
 from areal_x.protocols.sampler import SlotRequest
 from areal_x.types import Images
+from areal_x_torch.flat_rows import to_tensor
 from areal_x_torch.images import features_of
-from areal_x_torch.layout import to_tensor
 
 TEXT = -1  # in place of a feature
 

@@ -20,7 +20,7 @@ from transformers import PreTrainedConfig
 from areal_x.errors import ConfigError
 from areal_x.protocols.trainer_config import MeshConfig
 from areal_x_torch.attention import Attend, Attended, Keys, Queries, Segments
-from areal_x_torch.parts import Exchanged
+from areal_x_torch.collectives import Exchanged
 
 
 def check_context(model: PreTrainedConfig, mesh: MeshConfig) -> None:

@@ -1,0 +1,72 @@
+"""Collectives with gradients, for groups of processes that all go on to compute the same loss."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+
+class Shared(torch.autograd.Function):
+    """What all have goes into parts: its gradient is the sum of theirs."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: ProcessGroup) -> Tensor:
+        ctx.group = group
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        summed = grad.contiguous().clone()
+        dist.all_reduce(summed, group=ctx.group)
+        return summed, None
+
+
+class Summed(torch.autograd.Function):
+    """The sum of the parts that all have."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: ProcessGroup) -> Tensor:
+        summed = x.contiguous().clone()
+        dist.all_reduce(summed, group=group)
+        return summed
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad, None
+
+
+class Joined(torch.autograd.Function):
+    """Parts of equal size one after the other along the last axis."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: ProcessGroup) -> Tensor:
+        ctx.group = group
+        parts = [torch.empty_like(x) for _ in range(group.size())]
+        dist.all_gather(parts, x.contiguous(), group=group)
+        return torch.cat(parts, dim=-1)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad.chunk(ctx.group.size(), dim=-1)[ctx.group.rank()], None
+
+
+class Exchanged(torch.autograd.Function):
+    """Rows for each process of a group in its order, so many as `sent` says, for those that they
+    have for this one."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, sent: list[int], received: list[int], group: ProcessGroup
+    ) -> Tensor:
+        ctx.how = received, sent, group
+        rows = x.new_empty(sum(received), *x.shape[1:])
+        dist.all_to_all_single(rows, x.contiguous(), received, sent, group=group)
+        return rows
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        return Exchanged.apply(grad, *ctx.how), None, None, None
