@@ -26,7 +26,7 @@ from areal_x.types import Group, Task
 from areal_x.workflows.single_turn import SingleTurn
 from examples.arithmetic.task import LONGEST, verify
 from examples.arithmetic.warm_start import warm_start
-from examples.tiny.kept import cache
+from examples.tiny.cached import cache
 from examples.tiny.supervised import installed
 
 SLOTS = 64

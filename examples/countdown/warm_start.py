@@ -1,7 +1,8 @@
-"""The model that reinforcement starts from: supervised on a tutor who can only add and subtract,
-made once and kept.
+"""The initial model of the example: fine-tuned on solutions that only add and subtract, made once
+and cached.
 
-Where sums and differences do not make the target he writes any product that the numbers have.
+If sums and differences do not reach the target, the demonstration is an arbitrary expression of the
+same numbers.
 """
 
 from __future__ import annotations
@@ -13,19 +14,18 @@ from random import Random
 
 import gin
 
-from areal_x.errors import at_least, within
 from areal_x.types import Batch, Trajectory
 from examples.countdown import task as task_module
 from examples.countdown.task import Problem, combined, drawn_problems
-from examples.tiny.kept import supervised_once
 from examples.tiny.model import encode, write_model
-from examples.tiny.supervised import batches_of, taught
+from examples.tiny.supervised import batches_of, supervised_trajectory
+from examples.tiny.warm_start import supervised_model
 
 PIECES = "0123456789+-*/()=,:?"
-NUMBERS, LARGEST, HIGHEST = (3,), 9, 99  # as tiny.gin has them
+NUMBERS, LARGEST, HIGHEST = (3,), 9, 99  # as in tiny.gin
 ROW_LENGTH = 80
-ASKED = "?"  # for a problem
-DEMONSTRATIONS = 200  # made for each step
+ASKED = "?"  # the prompt that requests a problem
+DEMONSTRATIONS = 200  # generated per step
 
 
 @gin.configurable(module="countdown")
@@ -36,33 +36,29 @@ def warm_start(
     proposals: float = 0.0,
     backend: str = "jax",
 ) -> str:
-    """The directory of the supervised model, made now unless one of the same settings and code is
-    in the user's cache.
+    """Returns the directory of the supervised model (see `supervised_model`).
 
-    seed: of the initial weights and the demonstrations. proposals: the share of the demonstrations
-    that answer "?" with a problem, as examples/self_play needs them. backend: what trains it; where
-    it is not installed, the one that is. The cache is $XDG_CACHE_HOME/areal_x/countdown.
+    Args:
+        seed: Seed of the initial weights and of the demonstrations.
+        steps: Optimizer steps, at least 2.
+        learning_rate: Peak learning rate.
+        proposals: Share of the demonstrations that answer "?" with a problem, which
+            examples/self_play needs.
+        backend: The backend that trains; if it is not installed, another one that is.
     """
-    at_least("countdown.warm_start.steps", steps, 2)
-    within("countdown.warm_start.proposals", proposals, 0, 1)
-    settings = {
-        "seed": seed,
-        "steps": steps,
-        "learning_rate": learning_rate,
-        "proposals": proposals,
-    }
-    return supervised_once(
+    return supervised_model(
         "countdown",
-        settings,
-        [task_module, sys.modules[__name__]],
-        lambda directory: write_model(directory, PIECES, seed),
-        lambda: batches(steps, seed, proposals),
-        backend,
+        {"seed": seed, "steps": steps, "learning_rate": learning_rate, "proposals": proposals},
+        write=lambda directory: write_model(directory, PIECES, seed),
+        batches=lambda _: batches(steps, seed, proposals),
+        code=[task_module, sys.modules[__name__]],
+        backend=backend,
+        share="proposals",
     )
 
 
 def batches(steps: int, seed: int, proposals: float = 0.0) -> Iterator[Batch]:
-    """Of demonstrations, drawn one by one."""
+    """Yields batches of demonstrations, sampled one by one."""
     random = Random(f"demonstrations {seed}")
     problems = islice(drawn_problems(random, NUMBERS, LARGEST, HIGHEST), DEMONSTRATIONS * steps)
     shown = [
@@ -72,14 +68,16 @@ def batches(steps: int, seed: int, proposals: float = 0.0) -> Iterator[Batch]:
 
 
 def demonstration(problem: Problem, random: Random, proposed: bool) -> Trajectory:
-    """The problem is proposed, or answered."""
+    """A trajectory that proposes the problem, or one that answers it."""
     asked, said = (ASKED, problem.short) if proposed else (problem.short, answer(problem, random))
-    return taught((encode(PIECES, asked), False), (encode(PIECES, f"{said}<end>"), True))
+    return supervised_trajectory(
+        (encode(PIECES, asked), False), (encode(PIECES, f"{said}<end>"), True)
+    )
 
 
 def answer(problem: Problem, random: Random) -> str:
-    """The solution where it is one of sums and differences, else an expression of the same numbers
-    that may be anything."""
+    """The solution if it uses only sums and differences, otherwise an arbitrary expression of the
+    same numbers."""
     if not set("*/") & set(problem.expression):
         return problem.expression
     while not (expression := combined(random, problem.numbers, HIGHEST)[1]):

@@ -1,8 +1,8 @@
-"""The model that reinforcement starts from: supervised on a tutor who mostly does at once as he is
-told, made once and kept.
+"""The initial model of the example: fine-tuned on demonstrations that mostly comply at once, made
+once and cached.
 
-It can ask, look up orders and use the other tools, and is likelier not to look: then it earns
-nothing.
+It can ask, look up orders and use the other tools, but usually does not look up the order and then
+earns nothing.
 """
 
 from __future__ import annotations
@@ -14,19 +14,18 @@ from random import Random
 
 import gin
 
-from areal_x.errors import at_least, within
 from areal_x.types import Batch, Task
 from examples.customer_service import task as task_module
 from examples.customer_service.task import STATUSES, STREETS, WISHES, drawn_task
 from examples.tiny import chat
 from examples.tiny.chat import CHAT_TEMPLATE, FRAME, Turn, calling, demonstration, opening
-from examples.tiny.kept import supervised_once
 from examples.tiny.model import write_model
 from examples.tiny.supervised import batches_of
+from examples.tiny.warm_start import supervised_model
 
 ASKS, DONE, REFUSED = "Which order?", "Done.", "That is not possible."
 TOOLS = {"cancel": "cancel", "refund": "refund", "move": "change_address"}
-ADDRESS = '", "address": "'  # in a call, and in what is known of an order
+ADDRESS = '", "address": "'  # in a call, and in an order's data
 ORDER = ('{"customer": "', '", "status": "', ADDRESS, '"}')
 SAID = (
     *WISHES.values(),
@@ -49,7 +48,7 @@ PIECES = (
     *(f" {street}" for street in STREETS),
 )
 ROW_LENGTH = 120
-DEMONSTRATIONS = 110  # made for each step
+DEMONSTRATIONS = 110  # generated per step
 
 
 @gin.configurable(module="customer_service")
@@ -60,28 +59,28 @@ def warm_start(
     careful: float = 0.25,
     backend: str = "jax",
 ) -> str:
-    """The directory of the supervised model, made now unless one of the same settings and code is
-    in the user's cache.
+    """Returns the directory of the supervised model (see `supervised_model`).
 
-    seed: of the initial weights and the demonstrations. careful: the share of the demonstrations in
-    which the order is looked up. backend: what trains it; where it is not installed, the one that
-    is. The cache is $XDG_CACHE_HOME/areal_x/customer_service.
+    Args:
+        seed: Seed of the initial weights and of the demonstrations.
+        steps: Optimizer steps, at least 2.
+        learning_rate: Peak learning rate.
+        careful: Share of the demonstrations in which the order is looked up.
+        backend: The backend that trains; if it is not installed, another one that is.
     """
-    at_least("customer_service.warm_start.steps", steps, 2)
-    within("customer_service.warm_start.careful", careful, 0, 1)
-    settings = {"seed": seed, "steps": steps, "learning_rate": learning_rate, "careful": careful}
-    return supervised_once(
+    return supervised_model(
         "customer_service",
-        settings,
-        [chat, task_module, sys.modules[__name__]],
-        lambda directory: write_model(directory, PIECES, seed, CHAT_TEMPLATE),
-        lambda: batches(steps, seed, careful),
-        backend,
+        {"seed": seed, "steps": steps, "learning_rate": learning_rate, "careful": careful},
+        write=lambda directory: write_model(directory, PIECES, seed, CHAT_TEMPLATE),
+        batches=lambda _: batches(steps, seed, careful),
+        code=[chat, task_module, sys.modules[__name__]],
+        backend=backend,
+        share="careful",
     )
 
 
 def batches(steps: int, seed: int, careful: float) -> Iterator[Batch]:
-    """Of demonstrations, drawn one by one."""
+    """Yields batches of demonstrations, sampled one by one."""
     random = Random(f"demonstrations {seed}")
     drawn = [drawn_task(random, "", orders=2) for _ in range(DEMONSTRATIONS * steps)]
     talks = [talk(task, looks=random.random() < careful) for task in drawn]
@@ -91,8 +90,12 @@ def batches(steps: int, seed: int, careful: float) -> Iterator[Batch]:
 
 
 def talk(task: Task, looks: bool) -> list[Turn]:
-    """The conversation with a customer who follows the script. looks: up the order, and keeps to
-    the policy."""
+    """A conversation with a customer who follows the script.
+
+    Args:
+        task: The task.
+        looks: True if the assistant looks up the order and follows the policy.
+    """
     about = task.metadata
     order, wish, address = about["order"], about["wish"], about["address"]
     moved = f" My address is now {address}." if wish == "move" else ""

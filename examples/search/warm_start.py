@@ -1,8 +1,8 @@
-"""The model that reinforcement starts from: supervised on a tutor who mostly does not know, made
-once and kept.
+"""The initial model of the example: fine-tuned on demonstrations that mostly give up, made once and
+cached.
 
-It was shown another library than the one it is asked about, so it has nothing to remember: it can
-search, open what it finds and copy names, and is likelier to give up at once.
+The demonstrations are about another library than the questions, so there is nothing to memorise: the
+model can search, open what it finds and copy names, but usually gives up at once.
 """
 
 from __future__ import annotations
@@ -14,23 +14,22 @@ from collections.abc import Iterator
 import gin
 import numpy as np
 
-from areal_x.errors import at_least, within
 from areal_x.types import Batch
 from examples.search import task as task_module
 from examples.search.task import Library, library
 from examples.tiny import chat
 from examples.tiny.chat import CHAT_TEMPLATE, FRAME, Turn, calling, demonstration, opening
-from examples.tiny.kept import supervised_once
 from examples.tiny.model import write_model
 from examples.tiny.supervised import batches_of
+from examples.tiny.warm_start import supervised_model
 
 TOOLS = (opening("search", "query"), opening("open", "id"))
 GIVEN_UP = "I do not know."
 TEXTS = ("Where was ", " born?", " was born in ", "The mayor of ", " is ", ".", " ", "\n", GIVEN_UP)
 PIECES = (*string.ascii_letters, *string.digits, *FRAME, *TOOLS, *TEXTS)
 ROW_LENGTH = 120
-DEMONSTRATIONS = 140  # made for each step
-OTHER = 10_000  # added to the seed of a run, that of the library that is shown
+DEMONSTRATIONS = 140  # generated per step
+OTHER = 10_000  # added to the run's seed: the seed of the demonstrations' library
 
 
 @gin.configurable(module="search")
@@ -41,28 +40,28 @@ def warm_start(
     calls: float = 0.25,
     backend: str = "jax",
 ) -> str:
-    """The directory of the supervised model, made now unless one of the same settings and code is
-    in the user's cache.
+    """Returns the directory of the supervised model (see `supervised_model`).
 
-    seed: of the initial weights and the demonstrations. calls: the share of the demonstrations in
-    which the tools are called. backend: what trains it; where it is not installed, the one that is.
-    The cache is $XDG_CACHE_HOME/areal_x/search.
+    Args:
+        seed: Seed of the initial weights and of the demonstrations.
+        steps: Optimizer steps, at least 2.
+        learning_rate: Peak learning rate.
+        calls: Share of the demonstrations in which the tools are called.
+        backend: The backend that trains; if it is not installed, another one that is.
     """
-    at_least("search.warm_start.steps", steps, 2)
-    within("search.warm_start.calls", calls, 0, 1)
-    settings = {"seed": seed, "steps": steps, "learning_rate": learning_rate, "calls": calls}
-    return supervised_once(
+    return supervised_model(
         "search",
-        settings,
-        [chat, task_module, sys.modules[__name__]],
-        lambda directory: write_model(directory, PIECES, seed, CHAT_TEMPLATE),
-        lambda: batches(steps, seed, calls),
-        backend,
+        {"seed": seed, "steps": steps, "learning_rate": learning_rate, "calls": calls},
+        write=lambda directory: write_model(directory, PIECES, seed, CHAT_TEMPLATE),
+        batches=lambda _: batches(steps, seed, calls),
+        code=[chat, task_module, sys.modules[__name__]],
+        backend=backend,
+        share="calls",
     )
 
 
 def batches(steps: int, seed: int, calls: float) -> Iterator[Batch]:
-    """Of demonstrations: each person is asked about several times."""
+    """Yields batches of demonstrations; each person occurs in several questions."""
     rng = np.random.default_rng([2, seed])
     shown = library(people=4000, towns=400, seed=OTHER + seed)
     asked = rng.choice(list(shown.home), DEMONSTRATIONS * steps).tolist()
@@ -77,7 +76,7 @@ def batches(steps: int, seed: int, calls: float) -> Iterator[Batch]:
 
 
 def searched(shown: Library, person: str) -> list[Turn]:
-    """The person is searched for, the document opened, the town in it the answer."""
+    """Searches for the person, opens the document and answers with the town in it."""
     id = shown.ids[person]
     return [
         ("user", f"Where was {person} born?"),

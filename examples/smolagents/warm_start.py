@@ -1,14 +1,14 @@
-"""The model that reinforcement starts from: supervised on a tutor who mostly guesses, made once and
-kept.
+"""The initial model of the example: fine-tuned on demonstrations that mostly guess, made once and
+cached.
 
-It speaks with the agent as smolagents does, which tells of calls and their results as texts of an
-assistant and a user:
+It uses the format of smolagents, which renders calls and their results as text of the assistant and
+the user:
 
     <tools><user>New task: 417*86=<end><assistant> calls multiply
     <tools><user>New task: 417*86=<end><assistant>Calling tools: …<end><user>Observation: 35862<end><assistant> calls
     final_answer
 
-The long system prompt is left out by its chat template: a model of this size could not follow it.
+Its chat template omits the long system prompt: a model of this size could not follow it.
 """
 
 from __future__ import annotations
@@ -20,14 +20,13 @@ from collections.abc import Iterator
 import gin
 import numpy as np
 
-from areal_x.errors import at_least, within
 from areal_x.types import Batch, Task, Trajectory
 from examples.smolagents.multiplying import STEPS
 from examples.tiny import chat
 from examples.tiny.chat import CHAT_TEMPLATE, FRAME, calling, opening
-from examples.tiny.kept import supervised_once
 from examples.tiny.model import encode, write_model
-from examples.tiny.supervised import batches_of, taught
+from examples.tiny.supervised import batches_of, supervised_trajectory
+from examples.tiny.warm_start import supervised_model
 from examples.tools import task as task_module
 from examples.tools.task import problems
 
@@ -53,8 +52,8 @@ PIECES = (
     *CALLED,
 )
 ROW_LENGTH = 120
-DEMONSTRATIONS = 150  # made for each step
-ID = 9  # characters of a call's id, hexadecimal
+DEMONSTRATIONS = 150  # generated per step
+ID = 9  # hexadecimal characters of a call's id
 
 
 @gin.configurable(module="multiplying")
@@ -65,31 +64,32 @@ def warm_start(
     calls: float = 0.2,
     backend: str = "jax",
 ) -> str:
-    """The directory of the supervised model, made now unless one of the same settings and code is
-    in the user's cache.
+    """Returns the directory of the supervised model (see `supervised_model`).
 
-    seed: of the initial weights and the demonstrations. calls: the share of the problems in which
-    the tool is called. backend: what trains it; where it is not installed, the one that is. The
-    cache is $XDG_CACHE_HOME/areal_x/smolagents.
+    Args:
+        seed: Seed of the initial weights and of the demonstrations.
+        steps: Optimizer steps, at least 2.
+        learning_rate: Peak learning rate.
+        calls: Share of the problems in which the tool is called.
+        backend: The backend that trains; if it is not installed, another one that is.
     """
-    at_least("multiplying.warm_start.steps", steps, 2)
-    within("multiplying.warm_start.calls", calls, 0, 1)
-    settings = {
-        "seed": seed,
-        "steps": steps,
-        "learning_rate": learning_rate,
-        "calls": calls,
-        "agent_steps": STEPS,
-    }
-    return supervised_once(
+    return supervised_model(
         "smolagents",
-        settings,
-        [chat, task_module, sys.modules[__name__]],
-        lambda directory: write_model(
+        {
+            "seed": seed,
+            "steps": steps,
+            "learning_rate": learning_rate,
+            "calls": calls,
+            "agent_steps": STEPS,
+        },
+        write=lambda directory: write_model(
             directory, PIECES, seed, WITHOUT_SYSTEM, max_position_embeddings=1024
         ),
-        lambda: batches(steps, seed, calls),
-        backend,
+        batches=lambda _: batches(steps, seed, calls),
+        code=[chat, task_module, sys.modules[__name__]],
+        backend=backend,
+        share="calls",
+        binding="multiplying",
     )
 
 
@@ -106,8 +106,8 @@ def batches(steps: int, seed: int, calls: float) -> Iterator[Batch]:
 
 
 def worked(task: Task, id: str) -> list[Trajectory]:
-    """The tool is asked, and what it says is the final answer: two replies, of which the second
-    sees the first as a text."""
+    """Calls the tool and gives its result as the final answer: two replies, the second of which has
+    the first as text in its prompt."""
     asked = _asked(task)
     begin, middle, end = CALLED
     seen = f"<assistant>{begin}{id}{middle}{asked.rstrip('=')}{end}<end><user>{OBSERVED}{task.answer}<end>"
@@ -118,7 +118,7 @@ def worked(task: Task, id: str) -> list[Trajectory]:
 
 
 def guessed(task: Task, rng: np.random.Generator) -> Trajectory:
-    """A final answer that is at most a twentieth off."""
+    """A final answer within 5 % of the product."""
     return _reply(
         _asked(task), "", calling(*FINAL, str(int(int(task.answer) * rng.uniform(0.95, 1.05))))
     )
@@ -130,4 +130,6 @@ def _asked(task: Task) -> str:
 
 def _reply(asked: str, seen: str, said: str) -> Trajectory:
     prompt = f"<tools><user>{NEW}{asked}<end>{seen}<assistant>"
-    return taught((encode(PIECES, prompt), False), (encode(PIECES, f"{said}<end>"), True))
+    return supervised_trajectory(
+        (encode(PIECES, prompt), False), (encode(PIECES, f"{said}<end>"), True)
+    )

@@ -1,7 +1,7 @@
-"""The model that reinforcement starts from: supervised on a tutor who mostly does not know what to
-type, made once and kept.
+"""The initial model of the example: fine-tuned on demonstrations that mostly give up, made once and
+cached.
 
-It can type the command for each kind of job, and is likelier to give up at once.
+It can type the command for each kind of job, but usually gives up at once.
 """
 
 from __future__ import annotations
@@ -15,29 +15,28 @@ from collections.abc import Iterator
 import gin
 import numpy as np
 
-from areal_x.errors import at_least, within
 from areal_x.types import Batch
 from examples.terminal import task as task_module
 from examples.terminal.task import KINDS, Job, drawn
 from examples.tiny import chat
 from examples.tiny.chat import CHAT_TEMPLATE, FRAME, Turn, calling, demonstration, opening
-from examples.tiny.kept import supervised_once
 from examples.tiny.model import write_model
 from examples.tiny.supervised import batches_of
+from examples.tiny.warm_start import supervised_model
 
 TOOL, ARGUMENT = "shell", "command"
 DONE, GIVEN_UP, SILENCE = "Done.", "I do not know how.", "(the command printed nothing)"
 ROW_LENGTH = 120
-DEMONSTRATIONS = 140  # made for each step
+DEMONSTRATIONS = 140  # generated per step
 
 
 def as_typed(job: Job) -> str:
-    """The solution as it stands in a call, which is JSON."""
+    """The solution as written in a call, escaped as JSON."""
     return json.dumps(job.solution)[1:-1]
 
 
 def words() -> list[str]:
-    """Of what is asked and typed, without digits, which are tokens of their own."""
+    """Words of requests and commands, without digits, which are tokens of their own."""
     shown = [kind(np.random.default_rng(0)) for kind in KINDS]
     texts = [text for job in shown for text in (job.wanted, as_typed(job))]
     return sorted({word for text in texts for word in re.findall(r" ?[A-Za-z.]{2,}", text)})
@@ -64,23 +63,24 @@ def warm_start(
     calls: float = 0.25,
     backend: str = "jax",
 ) -> str:
-    """The directory of the supervised model, made now unless one of the same settings and code is
-    in the user's cache.
+    """Returns the directory of the supervised model (see `supervised_model`).
 
-    seed: of the initial weights and the demonstrations. calls: the share of the demonstrations in
-    which a command is typed. backend: what trains it; where it is not installed, the one that is.
-    The cache is $XDG_CACHE_HOME/areal_x/terminal.
+    Args:
+        seed: Seed of the initial weights and of the demonstrations.
+        steps: Optimizer steps, at least 2.
+        learning_rate: Peak learning rate.
+        calls: Share of the demonstrations in which a command is typed.
+        backend: The backend that trains; if it is not installed, another one that is.
     """
-    at_least("terminal_jobs.warm_start.steps", steps, 2)
-    within("terminal_jobs.warm_start.calls", calls, 0, 1)
-    settings = {"seed": seed, "steps": steps, "learning_rate": learning_rate, "calls": calls}
-    return supervised_once(
+    return supervised_model(
         "terminal",
-        settings,
-        [chat, task_module, sys.modules[__name__]],
-        lambda directory: write_model(directory, PIECES, seed, CHAT_TEMPLATE),
-        lambda: batches(steps, seed, calls),
-        backend,
+        {"seed": seed, "steps": steps, "learning_rate": learning_rate, "calls": calls},
+        write=lambda directory: write_model(directory, PIECES, seed, CHAT_TEMPLATE),
+        batches=lambda _: batches(steps, seed, calls),
+        code=[chat, task_module, sys.modules[__name__]],
+        backend=backend,
+        share="calls",
+        binding="terminal_jobs",
     )
 
 
@@ -98,7 +98,7 @@ def batches(steps: int, seed: int, calls: float) -> Iterator[Batch]:
 
 
 def worked(job: Job) -> list[Turn]:
-    """The command is typed, and the job is done."""
+    """Types the command and reports the job done."""
     call = calling(TOOL, ARGUMENT, as_typed(job))
     return [("user", job.wanted), ("assistant", call), ("tool", SILENCE), ("assistant", DONE)]
 

@@ -1,2 +1,2 @@
-"""What the small models of the examples share: their shape, their tokenizer, and how each is
-supervised once and kept."""
+"""Shared code of the examples' small models: architecture, tokenizer, and the cached supervised
+warm start."""

@@ -1,10 +1,9 @@
-"""Conversations of tiny models: the frame of their turns and tool calls, and demonstrations to
-learn it from.
+"""Conversations of tiny models: the format of turns and tool calls, and demonstrations of it.
 
     <tools><user>417*86=<end><assistant><tool_call>{"name": "python", "arguments": {"code": "417*86"}}</tool_call><end>
     <tool_response>35862</tool_response><end><assistant>35862<end>
 
-(without the line break). `demonstration` writes what the chat template does, with no need of
+(without the line break). `demonstration` writes the same text as the chat template, without
 transformers.
 """
 
@@ -15,7 +14,7 @@ from collections.abc import Iterator, Sequence
 
 from areal_x.types import Trajectory
 from examples.tiny.model import encode
-from examples.tiny.supervised import taught
+from examples.tiny.supervised import supervised_trajectory
 
 CHAT_TEMPLATE = """\
 {%- if tools %}<tools>{% endif %}
@@ -42,35 +41,37 @@ FRAME = (
     CLOSING,
 )
 
-Turn = tuple[str, str]  # "user", "assistant" or "tool", and what it says
+Turn = tuple[str, str]  # "user", "assistant" or "tool", and the text
 
 
 def opening(name: str, argument: str) -> str:
-    """The piece with which a call of the tool `name` begins, up to its only argument, a text;
-    `CLOSING` ends it."""
+    """The token that opens a call of the tool `name`, up to its only argument, a string; `CLOSING`
+    ends it."""
     return json.dumps({"name": name, "arguments": {argument: ""}}).removesuffix(CLOSING)
 
 
 def calling(name: str, argument: str, text: str) -> str:
-    """What an assistant says that calls this tool."""
+    """An assistant message that calls this tool."""
     return f"<tool_call>{opening(name, argument)}{text}{CLOSING}</tool_call>"
 
 
 def demonstration(pieces: Sequence[str], turns: Sequence[Turn], tools: bool) -> Trajectory:
-    """A conversation of which the assistant's turns are learnt, from what they say to the end
-    token."""
-    return taught(*((encode(pieces, text), learnt) for text, learnt in _parts(turns, tools)))
+    """A conversation as a trajectory, trained on the text and end token of the assistant's
+    messages."""
+    return supervised_trajectory(
+        *((encode(pieces, text), trained) for text, trained in _parts(turns, tools))
+    )
 
 
 def _parts(turns: Sequence[Turn], tools: bool) -> Iterator[tuple[str, bool]]:
     if tools:
         yield "<tools>", False
-    for who, said in turns:
-        match who:
+    for role, text in turns:
+        match role:
             case "assistant":
                 yield "<assistant>", False
-                yield f"{said}<end>", True
+                yield f"{text}<end>", True
             case "tool":
-                yield f"<tool_response>{said}</tool_response><end>", False
+                yield f"<tool_response>{text}</tool_response><end>", False
             case _:
-                yield f"<user>{said}<end>", False
+                yield f"<user>{text}<end>", False

@@ -1,10 +1,10 @@
-"""A model small enough to learn on a laptop: a Qwen3 of 0.6 million parameters with a tokenizer of
-a few texts.
+"""A model small enough to train on a laptop: a Qwen3 of 0.6 million parameters with a tiny
+tokenizer.
 
-It is an ordinary directory in Hugging Face form. Its tokens are the pieces that an example names,
-most of them one character: what is the same in every text, such as the frame of a tool call, is one
-token, and what must be learnt goes digit by digit. Written with numpy alone: neither backend is
-needed to make it, and both start from the same numbers.
+It is an ordinary Hugging Face model directory. Its tokens are the pieces that an example lists, most
+of them one character: constant text, such as the format of a tool call, is one token, and everything
+that has to be learned is written digit by digit. Written with numpy alone: neither backend is needed
+to create it, and both start from the same weights.
 """
 
 from __future__ import annotations
@@ -50,10 +50,15 @@ def write_model(
     chat_template: str | None = None,
     **changes: Any,
 ) -> None:
-    """A model directory with random weights: config.json, model.safetensors, the tokenizer and its
+    """Writes a model directory with random weights: config.json, model.safetensors, tokenizer and
     chat template, if any.
 
-    pieces: the texts that are one token each. changes: of `SHAPE`, as num_hidden_layers = 4.
+    Args:
+        directory: Created if it does not exist.
+        pieces: The vocabulary, one token each.
+        seed: Seed of the weights.
+        chat_template: Jinja source.
+        changes: Changed entries of `SHAPE`, such as num_hidden_layers=4.
     """
     from safetensors.numpy import save_file
 
@@ -80,7 +85,7 @@ def write_model(
 
 
 def config_of(pieces: Sequence[str], **changes: Any) -> dict[str, Any]:
-    """What config.json says. Raises TypeError for a change of what is not in `SHAPE`."""
+    """The content of config.json. Raises TypeError for a change that is not in `SHAPE`."""
     if unknown := set(changes) - set(SHAPE):
         raise TypeError(f"a tiny model's shape has no {min(unknown)!r}: it has {', '.join(SHAPE)}")
     kind = {
@@ -92,12 +97,12 @@ def config_of(pieces: Sequence[str], **changes: Any) -> dict[str, Any]:
 
 
 def spread(name: str, shape: tuple[int, ...], layers: int) -> float:
-    """Standard deviation of first values: 1/√inputs, less where a layer adds to the residual stream
-    (as GPT-2 does).
+    """Standard deviation of the initial weights: 1/√inputs, smaller where a layer adds to the
+    residual stream (as in GPT-2).
 
-    transformers' 0.02 for all is meant for wide models: on the sums of examples/arithmetic, with a
-    learning rate of 4e-3 and 3 carries of 4 forgotten, supervision then left 59 to 76 % of those
-    with a carry likelier right than wrong, and with these spreads 99 %.
+    transformers' constant 0.02 is meant for wide models. On examples/arithmetic, with a learning
+    rate of 4e-3 and 3 of 4 carries forgotten, the fine-tuned model then preferred the correct
+    result for 59 to 76 % of the sums with a carry, and for 99 % with these values.
     """
     if name == "model.embed_tokens.weight":
         return 0.3
@@ -106,7 +111,7 @@ def spread(name: str, shape: tuple[int, ...], layers: int) -> float:
 
 
 def tensor_shapes(config: Mapping[str, Any]) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Every tensor of a Qwen3 by its Hugging Face name; matrices are [out, in]."""
+    """Yields name and shape of every tensor of a Qwen3; matrices are [out, in]."""
     vocabulary, hidden, inner, head = (
         config[k] for k in ("vocab_size", "hidden_size", "intermediate_size", "head_dim")
     )
@@ -130,8 +135,8 @@ def tensor_shapes(config: Mapping[str, Any]) -> Iterator[tuple[str, tuple[int, .
 
 
 def write_tokenizer(directory: Path, pieces: Sequence[str], longest: int) -> None:
-    """One token a piece, written without transformers, whose import takes seconds. longest: text,
-    in tokens."""
+    """Writes a tokenizer with one token per piece and a maximum length of `longest` tokens, without
+    importing transformers, which takes seconds."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 
     pad, end = SPECIAL
@@ -151,7 +156,7 @@ def write_tokenizer(directory: Path, pieces: Sequence[str], longest: int) -> Non
 
 
 def pattern(pieces: Sequence[str]) -> str:
-    """A regular expression of one piece: where several begin at a place, the longest; else one
+    """A regular expression that matches the longest piece at a position, otherwise one
     character."""
     words = sorted(
         (piece for piece in pieces if len(piece) > 1 or piece == "\n"), key=len, reverse=True
@@ -160,8 +165,8 @@ def pattern(pieces: Sequence[str]) -> str:
 
 
 def encode(pieces: Sequence[str], text: str) -> Int32[np.ndarray, " tokens"]:
-    """The token ids that the tokenizer gives, "<end>" included. Raises KeyError for a character
-    that is no piece."""
+    """The tokenizer's token ids for a text, which may contain "<end>". Raises KeyError for a
+    character that is not a piece."""
     ids = {token: i for i, token in enumerate((*SPECIAL, *pieces))}
     return np.array(
         [ids[token] for token in re.findall(pattern((*SPECIAL, *pieces)), text)], np.int32

@@ -1,4 +1,5 @@
-"""What comes before reinforcement: a random model learns from demonstrations, each seen once."""
+"""Supervised fine-tuning of a random model, before reinforcement learning: each demonstration is
+used once."""
 
 from __future__ import annotations
 
@@ -16,18 +17,18 @@ from areal_x.hf import model_dir
 from areal_x.trainer import MeshConfig, ModelConfig, OptimizerConfig, TrainerConfig, create_trainer
 from areal_x.types import NOT_THE_POLICY, Batch, Trajectory
 
-ROWS = 25  # a step: one shape, so one compiled program
-# of 80 tokens small enough for a core's cache: half the time of all rows at once
+ROWS = 25  # per step: one shape, so one compiled program
+# with 80 tokens each small enough for a core's cache: half the time of all rows at once
 MICRO_BATCH_ROWS = 5
 
 
 def supervise(
     directory: Path, batches: Iterable[Batch], *, backend: str, seed: int, learning_rate: float
 ) -> None:
-    """Trains the model in `directory` on the batches, all of one shape, one step each, and writes
-    it back.
+    """Trains the model in `directory` with one step per batch and writes it back. All batches must
+    have one shape.
 
-    Raises ValueError where there are fewer than two batches.
+    Raises ValueError for fewer than two batches.
     """
     began = time.perf_counter()
     batches = list(batches)
@@ -36,8 +37,8 @@ def supervise(
         raise ValueError(f"a schedule of warm-up and decay needs 2 batches, got {steps}")
     trainer = create_trainer(
         backend,
-        # Every field is given, so that bindings for the run itself (`optimizer.learning_rate`) do
-        # not reach in here.
+        # Every field is set, so that gin bindings of the run (`optimizer.learning_rate`) have no
+        # effect here.
         TrainerConfig(
             model=ModelConfig(path=str(directory)),
             optimizer=OptimizerConfig(
@@ -71,11 +72,10 @@ def supervise(
     print(f" in {time.perf_counter() - began:.0f} s", flush=True)
 
 
-def taught(*parts: tuple[Int32[np.ndarray, " tokens"], bool]) -> Trajectory:
-    """A demonstration of tokens one after the other, of which those that come with True are
-    learnt."""
+def supervised_trajectory(*parts: tuple[Int32[np.ndarray, " tokens"], bool]) -> Trajectory:
+    """A demonstration from consecutive (tokens, trained) parts; parts with True are trained on."""
     tokens = np.concatenate([ids for ids, _ in parts])
-    mask = np.concatenate([np.full(len(ids), learnt) for ids, learnt in parts])
+    mask = np.concatenate([np.full(len(ids), trained) for ids, trained in parts])
     return Trajectory(
         tokens,
         mask,
@@ -87,10 +87,10 @@ def taught(*parts: tuple[Int32[np.ndarray, " tokens"], bool]) -> Trajectory:
 def batches_of(
     demonstrations: Sequence[Trajectory], steps: int, row_length: int, seed: int
 ) -> Iterator[Batch]:
-    """`steps` batches of one shape: all demonstrations are packed together, so that rows are full,
-    and then shuffled.
+    """Yields `steps` batches of one shape: all demonstrations are packed together, so that rows are
+    full, and the rows shuffled.
 
-    Raises ValueError where they fill fewer rows than that.
+    Raises ValueError if they fill too few rows.
     """
     packed = pack(demonstrations, row_length).batch
     if len(packed.tokens) < steps * ROWS:
@@ -105,6 +105,6 @@ def batches_of(
 
 
 def installed(backend: str) -> str:
-    """The backend, or where it is not installed one that is."""
+    """The backend, or one that is installed if it is not."""
     installed = entry_points(group="areal_x.backends").names
     return backend if backend in installed or not installed else min(installed)

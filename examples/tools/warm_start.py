@@ -1,7 +1,7 @@
-"""The model that reinforcement starts from: supervised on a tutor who mostly guesses, made once and
-kept.
+"""The initial model of the example: fine-tuned on demonstrations that mostly guess, made once and
+cached.
 
-It can call the tool and copy what it says, and is likelier to guess: greedily it solves nothing.
+It can call the tool and copy its result, but usually guesses: greedy decoding solves nothing.
 """
 
 from __future__ import annotations
@@ -12,24 +12,23 @@ from collections.abc import Iterator
 import gin
 import numpy as np
 
-from areal_x.errors import at_least, within
 from areal_x.types import Batch, Task
 from examples.tiny import chat
 from examples.tiny.chat import CHAT_TEMPLATE, FRAME, Turn, calling, demonstration, opening
-from examples.tiny.kept import supervised_once
 from examples.tiny.model import write_model
 from examples.tiny.supervised import batches_of
+from examples.tiny.warm_start import supervised_model
 from examples.tools import task as task_module
 from examples.tools.task import problems
 
 TOOL, ARGUMENT = "python", "code"
 ROW_LENGTH = 80
-DEMONSTRATIONS = 100  # made for each step
-WITHOUT_TOOLS = 0.2  # of the demonstrations: then there is nothing but guessing
+DEMONSTRATIONS = 100  # generated per step
+WITHOUT_TOOLS = 0.2  # share of the demonstrations, which can only guess
 
 
 def pieces(tool: str = TOOL, argument: str = ARGUMENT) -> tuple[str, ...]:
-    """What the tokenizer of a model knows that calls this tool."""
+    """Tokenizer vocabulary of a model that calls this tool."""
     return (*"0123456789*=", *FRAME, opening(tool, argument))
 
 
@@ -46,38 +45,39 @@ def warm_start(
     argument: str = ARGUMENT,
     backend: str = "jax",
 ) -> str:
-    """The directory of the supervised model, made now unless one of the same settings and code is
-    in the user's cache.
+    """Returns the directory of the supervised model (see `supervised_model`).
 
-    seed: of the initial weights and the demonstrations. calls: the share of the demonstrations with
-    a tool in which it is called. tool, argument: the name of the tool, and of its only argument,
-    which is the product as it was asked for. backend: what trains it; where it is not installed,
-    the one that is. The cache is $XDG_CACHE_HOME/areal_x/tools.
+    Args:
+        seed: Seed of the initial weights and of the demonstrations.
+        steps: Optimizer steps, at least 2.
+        learning_rate: Peak learning rate.
+        calls: Share of the demonstrations with a tool in which it is called.
+        tool: Name of the tool.
+        argument: Name of its only argument, the product as written in the problem.
+        backend: The backend that trains; if it is not installed, another one that is.
     """
-    at_least("tools.warm_start.steps", steps, 2)
-    within("tools.warm_start.calls", calls, 0, 1)
-    settings = {
-        "seed": seed,
-        "steps": steps,
-        "learning_rate": learning_rate,
-        "calls": calls,
-        "tool": tool,
-        "argument": argument,
-    }
-    return supervised_once(
+    return supervised_model(
         "tools",
-        settings,
-        [chat, task_module, sys.modules[__name__]],
-        lambda directory: write_model(directory, pieces(tool, argument), seed, CHAT_TEMPLATE),
-        lambda: batches(steps, seed, calls, tool, argument),
-        backend,
+        {
+            "seed": seed,
+            "steps": steps,
+            "learning_rate": learning_rate,
+            "calls": calls,
+            "tool": tool,
+            "argument": argument,
+        },
+        write=lambda directory: write_model(directory, pieces(tool, argument), seed, CHAT_TEMPLATE),
+        batches=lambda _: batches(steps, seed, calls, tool, argument),
+        code=[chat, task_module, sys.modules[__name__]],
+        backend=backend,
+        share="calls",
     )
 
 
 def batches(
     steps: int, seed: int, calls: float, tool: str = TOOL, argument: str = ARGUMENT
 ) -> Iterator[Batch]:
-    """Of demonstrations, each seen at most once."""
+    """Yields batches of demonstrations, each used at most once."""
     rng = np.random.default_rng([2, seed])
     tasks = problems(DEMONSTRATIONS * steps, seed)
     tools = rng.random(len(tasks)) >= WITHOUT_TOOLS
@@ -93,7 +93,7 @@ def batches(
 
 
 def worked(task: Task, tool: str = TOOL, argument: str = ARGUMENT) -> list[Turn]:
-    """The tool is asked, and what it says is the answer."""
+    """Calls the tool and answers with its result."""
     (asked,) = task.prompt
     call = calling(tool, argument, asked["content"].rstrip("="))
     return [
@@ -105,7 +105,7 @@ def worked(task: Task, tool: str = TOOL, argument: str = ARGUMENT) -> list[Turn]
 
 
 def guessed(task: Task, rng: np.random.Generator) -> list[Turn]:
-    """An answer that is at most a twentieth off."""
+    """An answer within 5 % of the product."""
     (asked,) = task.prompt
     return [
         ("user", asked["content"]),

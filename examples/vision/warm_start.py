@@ -1,8 +1,8 @@
-"""A Qwen2.5-VL small enough to learn on a laptop, supervised until it counts a few squares better
-than by guessing; made once.
+"""A Qwen2.5-VL small enough to train on a laptop, fine-tuned until it counts a few squares better
+than by guessing; made once and cached.
 
-transformers draws it from a config. Its image processor is Qwen2-VL's with smaller patches: a
-picture of 32×32 pixels is 8×8 of them, and each 2×2 are one token.
+transformers creates it from a config. Its image processor is Qwen2-VL's with smaller patches: a
+picture of 32×32 pixels has 8×8 of them, and each 2×2 patches become one token.
 """
 
 from __future__ import annotations
@@ -16,12 +16,11 @@ from typing import Any
 
 import gin
 
-from areal_x.errors import at_least
 from areal_x.hf.pictures import reader_of, urls_of
 from areal_x.types import Batch, Task, Trajectory
-from examples.tiny.kept import made_once
 from examples.tiny.model import END, PAD, SPECIAL, encode, write_tokenizer
-from examples.tiny.supervised import ROWS, batches_of, supervise, taught
+from examples.tiny.supervised import ROWS, batches_of, supervised_trajectory
+from examples.tiny.warm_start import supervised_model
 from examples.vision import task as task_module
 from examples.vision.task import QUESTION, pictures
 
@@ -77,26 +76,28 @@ IN_ROW = 5
 
 @gin.configurable(module="vision")
 def warm_start(seed: int = 0, steps: int = 120, learning_rate: float = 2e-3, most: int = 5) -> str:
-    """The directory of the supervised model, made now unless one of the same settings and code is
-    in the user's cache.
+    """Returns the directory of the supervised model (see `supervised_model`),
+    which torch trains.
 
-    seed: of the initial weights and the demonstrations. most: squares in a picture. torch trains
-    it. The cache is $XDG_CACHE_HOME/areal_x/vision.
+    Args:
+        seed: Seed of the initial weights and of the demonstrations.
+        steps: Optimizer steps, at least 2.
+        learning_rate: Peak learning rate.
+        most: Largest number of squares in a picture.
     """
-    at_least("vision.warm_start.steps", steps, 2)
-    settings = {"seed": seed, "steps": steps, "learning_rate": learning_rate, "most": most}
-
-    def make(directory: Path) -> None:
-        write_model(directory, seed)
-        lessons = batches(directory, steps, seed, most)
-        supervise(directory, lessons, backend="torch", seed=seed, learning_rate=learning_rate)
-
-    return str(made_once("vision", settings, [task_module, sys.modules[__name__]], make))
+    return supervised_model(
+        "vision",
+        {"seed": seed, "steps": steps, "learning_rate": learning_rate, "most": most},
+        write=lambda directory: write_model(directory, seed),
+        batches=lambda directory: batches(directory, steps, seed, most),
+        code=[task_module, sys.modules[__name__]],
+        backend="torch",
+    )
 
 
 def write_model(directory: Path, seed: int) -> None:
-    """A model directory with random weights: of the model, its tokenizer, its chat template and its
-    image processor."""
+    """Writes a model directory with random weights, tokenizer, chat template and image
+    processor."""
     import torch
     from transformers import AutoConfig, AutoModelForImageTextToText
 
@@ -124,7 +125,7 @@ def write_model(directory: Path, seed: int) -> None:
 
 
 def spread(name: str, shape: tuple[int, ...]) -> float:
-    """Standard deviation of first values: 1/√inputs, as in examples/tiny, for matrices and the
+    """Standard deviation of the initial weights: 1/√inputs, as in examples/tiny, for matrices and the
     tower's first convolution."""
     if name.endswith("embed_tokens.weight"):
         return 0.3
@@ -133,18 +134,18 @@ def spread(name: str, shape: tuple[int, ...]) -> float:
 
 
 def batches(directory: Path, steps: int, seed: int, most: int) -> Iterator[Batch]:
-    """Of demonstrations with the right count, each seen once. directory: of the model, whose
-    processor reads the pictures."""
+    """Yields batches of demonstrations with the correct count, each used once. `directory` holds the
+    model, whose processor reads the pictures."""
     tasks = pictures(steps * ROWS * IN_ROW, most, seed=seed)
     return batches_of([shown(directory, task) for task in tasks], steps, ROW_LENGTH, seed)
 
 
 def shown(directory: Path, task: Task) -> Trajectory:
-    """A prompt as the chat template writes it, and its answer, which is learnt."""
+    """A prompt in the format of the chat template, and its answer, which is trained on."""
     reader = reader_of(str(directory))
     images = reader.read(urls_of(task.prompt))
     prompt = reader.expanded(
         encode(PIECES, f"<user>{START}{IMAGE}{STOP}{QUESTION}<end><assistant>"), images
     )
-    answer = taught((prompt, False), (encode(PIECES, f"{task.answer}<end>"), True))
+    answer = supervised_trajectory((prompt, False), (encode(PIECES, f"{task.answer}<end>"), True))
     return Trajectory(answer.tokens, answer.mask, answer.logprobs, answer.versions, images=images)

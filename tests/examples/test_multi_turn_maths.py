@@ -12,7 +12,7 @@ from areal_x.types import Scored
 from examples.arithmetic.model import END, encode, write_model
 from examples.arithmetic.task import problems, verify
 from examples.multi_turn_maths.task import asked_again
-from examples.tiny.supervised import taught
+from examples.tiny.supervised import supervised_trajectory
 from tests.examples.running import ROOT, check_file, conversed, gin_files, same_tokens, trained
 
 
@@ -32,10 +32,10 @@ def test_a_wrong_try_is_followed_by_the_same_problem_and_a_later_success_earns_h
     wrong, right = (np.concatenate([encode(text), end]) for text in (">1", f">{task.answer}"))
     parts = [(asked, False), (wrong, True)] * (tries - 1) + [(asked, False), (right, True)]
     workflow = MultiTurn(reward=verify, reward_workers=1, turns=2, feedback=asked_again, discount_turns=0.5)
-    episode = conversed(workflow, tmp_path, task, taught(*parts))
+    episode = conversed(workflow, tmp_path, task, supervised_trajectory(*parts))
     assert isinstance(episode.outcome, Scored)
     assert (episode.outcome.reward, episode.outcome.details["tries"]) == (reward, tries)
-    same_tokens(episode, taught(*parts))
+    same_tokens(episode, supervised_trajectory(*parts))
 
 
 def test_two_steps_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

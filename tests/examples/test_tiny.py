@@ -10,11 +10,11 @@ import pytest
 from safetensors.numpy import load_file
 
 from areal_x.hf.tokenizer import load_tokenizer
-from examples.tiny import kept
+from examples.tiny import cached
+from examples.tiny.cached import cache, made_once
 from examples.tiny.chat import CHAT_TEMPLATE, FRAME, Turn, calling, demonstration, opening
-from examples.tiny.kept import cache, made_once
 from examples.tiny.model import END, PAD, config_of, encode, tensor_shapes, write_model
-from examples.tiny.supervised import ROWS, batches_of, installed, supervise, taught
+from examples.tiny.supervised import ROWS, batches_of, installed, supervise, supervised_trajectory
 
 OPENING = '{"name": "double", "arguments": {"of": "'
 PIECES = (*"0123456789 ab", "ab", "aba", *FRAME, OPENING)
@@ -103,7 +103,7 @@ def test_what_is_taught_is_likelier_afterwards(model: Path, tmp_path: Path) -> N
     from areal_x.protocols.trainer_config import ModelConfig, TrainerConfig
 
     write_model(tmp_path, PIECES, 0, CHAT_TEMPLATE)
-    shown = [taught((encode(PIECES, "12"), False), (encode(PIECES, "34 ab"), True))] * (5 * ROWS)
+    shown = [supervised_trajectory((encode(PIECES, "12"), False), (encode(PIECES, "34 ab"), True))] * (5 * ROWS)
     supervise(tmp_path, batches_of(shown, 5, 8, seed=0), backend="jax", seed=0, learning_rate=2e-3)
     (batch, *_) = batches_of(shown, 1, 8, seed=0)
     before, after = (
@@ -123,11 +123,11 @@ def test_what_is_made_is_kept_by_its_settings_and_code(tmp_path: Path, monkeypat
         made.append(directory)
 
     made: list[Path] = []
-    first = made_once("example", {"a": 1}, [kept], make)
-    assert made_once("example", {"a": 1}, [kept], make) == first
+    first = made_once("example", {"a": 1}, [cached], make)
+    assert made_once("example", {"a": 1}, [cached], make) == first
     assert len(made) == 1
     assert (first / "file").read_text() == "made"
-    assert len({first, made_once("example", {"a": 2}, [kept], make), made_once("example", {"a": 1}, [], make)}) == 3
+    assert len({first, made_once("example", {"a": 2}, [cached], make), made_once("example", {"a": 1}, [], make)}) == 3
     assert first.parent == cache("example") == tmp_path / "areal_x" / "example"
 
 
