@@ -1,21 +1,21 @@
-"""Agents that add, written as if for any endpoint: nothing in them knows that they are trained.
+"""Agents that add, written for any OpenAI-compatible endpoint: nothing in them depends on training.
 
-Each is given a task, the address of a session and its key, and returns its reward.
+Each receives a task, the address of a session and its key, and returns the reward.
 """
 
 from __future__ import annotations
 
 import gin
 
-from areal_x.types import Task
+from areal_x import Task
 from examples.arithmetic.task import verify
 
-MODEL = "policy"  # a session answers by any name
+MODEL = "policy"  # sessions accept any model name
 
 
 @gin.configurable(module="adding")
 async def with_openai(task: Task, base_url: str, api_key: str) -> float:
-    """By the official OpenAI client."""
+    """Answers with the official OpenAI client."""
     from openai import AsyncOpenAI
 
     async with AsyncOpenAI(base_url=base_url, api_key=api_key) as client:
@@ -27,7 +27,7 @@ async def with_openai(task: Task, base_url: str, api_key: str) -> float:
 
 @gin.configurable(module="adding")
 async def with_agents_sdk(task: Task, base_url: str, api_key: str) -> float:
-    """By an agent of the OpenAI Agents SDK."""
+    """Answers with an agent of the OpenAI Agents SDK."""
     from agents import Agent, OpenAIChatCompletionsModel, Runner, set_tracing_disabled
     from openai import AsyncOpenAI
 

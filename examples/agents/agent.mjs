@@ -1,4 +1,4 @@
-// Answers the task in AREAL_X_TASK by the official OpenAI client, which reads OPENAI_BASE_URL and OPENAI_API_KEY.
+// Answers the task in AREAL_X_TASK with the official OpenAI client, which reads OPENAI_BASE_URL and OPENAI_API_KEY.
 import OpenAI from "openai";
 
 const task = JSON.parse(process.env.AREAL_X_TASK);

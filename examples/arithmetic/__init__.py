@@ -1,2 +1,2 @@
 """Worked addition: a small model learns by reinforcement to carry, which its demonstrations mostly
-forgot."""
+omit."""

@@ -1,5 +1,5 @@
-"""The model that learns to add: a tiny Qwen3, of 595 thousand parameters with its vocabulary, one
-token a character."""
+"""The model of the addition task: a tiny Qwen3 of 595 thousand parameters with one token per
+character."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ VOCABULARY = (*tiny.SPECIAL, *ALPHABET)
 
 
 def write_model(directory: Path, seed: int) -> None:
-    """A model directory with random weights: config.json, model.safetensors and the tokenizer."""
+    """Writes a model directory with random weights: config.json, model.safetensors and tokenizer."""
     tiny.write_model(directory, ALPHABET, seed)
 
 
 def encode(text: str) -> Int32[np.ndarray, " characters"]:
-    """The token ids that the tokenizer gives."""
+    """The tokenizer's token ids."""
     return tiny.encode(ALPHABET, text)

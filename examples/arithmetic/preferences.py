@@ -1,5 +1,4 @@
-"""Pairs of answers to learn preferences from: a right one and a wrong one of the warm-started model
-to the same problem."""
+"""Preference pairs: a correct and a wrong answer of the warm-started model to the same problem."""
 
 from __future__ import annotations
 
@@ -14,16 +13,21 @@ from typing import Any
 
 import gin
 
-from areal_x.engines.embedded import EmbeddedEngine
-from areal_x.hf.tokenizer import load_tokenizer
-from areal_x.protocols.engine import SamplingParams
-from areal_x.rollout.queue import TrajectoryQueue
-from areal_x.rollout.rollout import Rollout
-from areal_x.rollout.runner import Runner
-from areal_x.tasks.stream import TaskStream
-from areal_x.trainer import ModelConfig, TrainerConfig, create_trainer
-from areal_x.types import Group, Task
-from areal_x.workflows.single_turn import SingleTurn
+from areal_x import (
+    EmbeddedEngine,
+    Group,
+    ModelConfig,
+    Rollout,
+    Runner,
+    SamplingParams,
+    SingleTurn,
+    Task,
+    TaskStream,
+    TrainerConfig,
+    TrajectoryQueue,
+    create_trainer,
+    load_tokenizer,
+)
 from examples.arithmetic.task import LONGEST, verify
 from examples.arithmetic.warm_start import warm_start
 from examples.tiny.cached import cache
@@ -37,11 +41,14 @@ LONGEST_ANSWER = LONGEST - len("9999+9999=")
 def preferences(
     problems: Sequence[Task], attempts: int = 4, seed: int = 0, backend: str = "jax"
 ) -> list[Task]:
-    """One pair, {"chosen": a right answer, "rejected": a wrong one}, of each problem that the model
-    solves now and then.
+    """Returns a pair, {"chosen": a correct answer, "rejected": a wrong one}, for each problem that
+    the model solves in some attempts but not in all. The pairs are cached like the model itself.
 
-    attempts: answers sampled to a problem. They are kept, like the model itself, in the user's
-    cache.
+    Args:
+        problems: The problems to answer.
+        attempts: Answers sampled per problem.
+        seed: Seed of the sampling.
+        backend: The backend that samples; if it is not installed, another one that is.
     """
     model = warm_start()
     settings = [Path(model).name, [task.prompt for task in problems], attempts, seed]
@@ -70,7 +77,7 @@ def preferences(
 def sample(
     model: str, problems: Sequence[Task], attempts: int, seed: int, backend: str
 ) -> list[Group]:
-    """All answers of the model, in groups of one problem."""
+    """Samples the model's answers, one group per problem."""
     config = TrainerConfig(model=ModelConfig(path=model), temperature=1.0)
     trainer = create_trainer(backend, replace(config, mesh=config.mesh.within_one_process()))
     workflow = SingleTurn(
@@ -93,7 +100,7 @@ def sample(
 
 
 def pair_of(group: Group, tokenizer: Any) -> tuple[str, dict[str, str]]:
-    """The problem with the first right and the first wrong answer to it, as they were sampled."""
+    """The problem with its first correct and its first wrong answer, in sampling order."""
     answers = {}
     for episode in reversed(group.scored):
         (trajectory,) = episode.trajectories

@@ -3,9 +3,9 @@
     730+8594=  →  0+4=4,3+9=12,7+5+1=13,0+8+1=9>9324
 
 Columns go from right to left, the shorter number padded with 0, "+1" for a carry; the result
-follows ">". Operands have 1 to 4 digits, drawn uniformly and independently. The reward is 1 for the
-exact result, whatever the steps were. The demonstrations that the model starts from are of a sloppy
-tutor who forgets most carries, so that reinforcement has something to mend.
+follows ">". The numbers of digits of the operands, 1 to 4, are sampled uniformly and independently.
+The reward is 1 for the exact result, whatever the steps were. The warm start's demonstrations drop
+most carries, so that there is something left for reinforcement learning to fix.
 """
 
 from __future__ import annotations
@@ -16,20 +16,23 @@ from dataclasses import replace
 import gin
 import numpy as np
 
-from areal_x.errors import within
-from areal_x.types import Task
+from areal_x import Task, within
 
 ALPHABET = "0123456789+=,>"
 DIGITS = 4
 HELD_OUT = 500
-# tokens of a problem and its answer, end included
+# tokens of a problem and its answer, including the end token
 LONGEST = len("9999+9999=" + "9+9=18,9+9+1=19,9+9+1=19,9+9+1=19>19998") + 1
 
 
 @gin.configurable(module="arithmetic")
 def problems(count: int = 20_000, seed: int = 0) -> list[Task]:
-    """Problems to learn from: `count` of them, fixed by `seed`. No held-out pair is among them, in
-    either order."""
+    """Returns the training problems, none of which is a held-out pair in either order.
+
+    Args:
+        count: Number of problems.
+        seed: Determines the problems.
+    """
     unseen = {frozenset(pair) for pair in _held_out_pairs()}
     drawn = (
         pair for pair in _pairs(np.random.default_rng([1, seed])) if frozenset(pair) not in unseen
@@ -39,11 +42,13 @@ def problems(count: int = 20_000, seed: int = 0) -> list[Task]:
 
 @gin.configurable(module="arithmetic")
 def held_out(count: int = HELD_OUT) -> list[Task]:
-    """Problems to judge by: the first `count` of 500, which are the same whatever the seed of a
-    run.
+    """Returns the held-out problems, the same for every seed of a run.
 
-    Both operands are at least 10: of smaller ones there are too few to keep some from the training
+    Both operands are at least 10: there are too few smaller ones to keep some out of the training
     data.
+
+    Args:
+        count: The first `count` of 500.
     """
     within("arithmetic.held_out.count", count, 1, HELD_OUT)
     return [_task(*pair) for pair in _held_out_pairs()[:count]]
@@ -51,8 +56,13 @@ def held_out(count: int = HELD_OUT) -> list[Task]:
 
 @gin.configurable(module="arithmetic")
 def demonstrated(count: int = 20_000, seed: int = 0, forgetting: float = 0.0) -> list[Task]:
-    """Problems whose answer is a worked one, to learn by imitation, each carry forgotten with
-    probability `forgetting`."""
+    """Returns problems with worked answers, for supervised fine-tuning.
+
+    Args:
+        count: Number of problems.
+        seed: Determines the problems and the forgotten carries.
+        forgetting: Probability that a demonstration drops a carry.
+    """
     tasks = problems(count, seed)
     answers = demonstrations(tasks, forgetting, seed)
     return [replace(task, answer=answer) for task, answer in zip(tasks, answers, strict=True)]
@@ -60,15 +70,15 @@ def demonstrated(count: int = 20_000, seed: int = 0, forgetting: float = 0.0) ->
 
 @gin.configurable(module="arithmetic")
 def verify(task: Task, text: str) -> float:
-    """1.0 if what follows the only ">" is exactly the sum, else 0.0. The steps before it are not
-    judged."""
+    """Returns 1.0 if the text after the first ">" is exactly the sum, otherwise 0.0. The steps before
+    it do not count."""
     _, _, result = text.partition(">")
     return float(result == task.answer)
 
 
 def demonstration(task: Task, forget: Callable[[], bool] = lambda: False) -> str:
-    """The worked answer of a tutor who drops the carry into the next column each time that
-    `forget()` says so."""
+    """A worked answer that drops the carry into the next column whenever `forget()` returns
+    True."""
     a, b = (number[::-1] for number in task.prompt.rstrip("=").split("+"))
     width = max(len(a), len(b))
     steps, result, carry = [], "", 0
@@ -82,13 +92,13 @@ def demonstration(task: Task, forget: Callable[[], bool] = lambda: False) -> str
 
 
 def demonstrations(tasks: Sequence[Task], forgetting: float, seed: int) -> list[str]:
-    """One demonstration of each task, each carry forgotten with probability `forgetting`."""
+    """One demonstration per task; each carry is dropped with probability `forgetting`."""
     rng = np.random.default_rng([2, seed])
     return [demonstration(task, lambda: rng.random() < forgetting) for task in tasks]
 
 
 def _held_out_pairs() -> list[tuple[int, int]]:
-    """500 pairs, different even when their operands are exchanged."""
+    """500 pairs that stay distinct when operands are swapped."""
     pairs: dict[frozenset[int], tuple[int, int]] = {}
     for pair in _pairs(np.random.default_rng(0)):
         if min(pair) >= 10:

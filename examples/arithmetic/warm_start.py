@@ -17,7 +17,7 @@ from collections.abc import Iterator
 import gin
 import numpy as np
 
-from areal_x.types import Batch, Trajectory
+from areal_x import Batch, Trajectory
 from examples.arithmetic import model, task
 from examples.arithmetic.model import END, encode, write_model
 from examples.arithmetic.task import demonstrations, problems

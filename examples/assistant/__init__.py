@@ -1,1 +1,1 @@
-"""An assistant that learns from the thumbs of those who use it, while they use it."""
+"""An assistant trained on its users' ratings while they use it."""

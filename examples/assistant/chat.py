@@ -1,13 +1,13 @@
-"""A chat in the terminal with a model that learns from your thumbs. Any number of people may have
-one at once.
+"""A chat in the terminal with a model that is trained on your ratings. Any number of people may chat
+at once.
 
-    python -m areal_x.train examples/assistant/tiny.gin        # serves and learns, and writes gateway.json
-    python examples/assistant/chat.py                          # beside it, in another terminal
+    python -m areal_x.train examples/assistant/tiny.gin        # serves and trains, and writes gateway.json
+    python examples/assistant/chat.py                          # at the same time, in another terminal
 
-What you type is said. `+` and `-` judge the last answer, `+2` and `-2` the second one, now or
-later. `/new` begins another conversation. Those in which anything was judged become training steps
-as they end: an answer learns from its own thumb and from those that the rest of its conversation
-was given. The others are counted, and teach nothing.
+Type a message to send it. `+` and `-` rate the last answer, `+2` and `-2` the second one, now or
+later. `/new` starts another conversation. Conversations with a rating are trained on when they end:
+an answer is credited with its own rating and with those of the rest of its conversation. The others
+are counted but not trained on.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ NEW = "/new"
 
 
 def converse(episode: Session, lines: Iterable[str], say: Callable[[str], object]) -> bool:
-    """One conversation. Whether another is wanted: the lines may be at their end."""
+    """Holds one conversation. Returns True if another one should follow, False at the end of the
+    input."""
     messages: list[dict[str, str]] = []
     calls: list[str] = []
     with OpenAI(base_url=episode.base_url, api_key=episode.key) as client:
@@ -40,10 +41,10 @@ def converse(episode: Session, lines: Iterable[str], say: Callable[[str], object
             asked = [*messages, {"role": "user", "content": line}]
             try:
                 answer = client.chat.completions.create(model="assistant", messages=asked)
-            except BadRequestError as error:  # as where the conversation is too long
+            except BadRequestError as error:  # for example, the conversation is too long
                 say(f"({error.message})")
                 continue
-            except APIStatusError as error:  # it is over
+            except APIStatusError as error:  # the session is over
                 say(f"({error.message}; this is a new conversation)")
                 return True
             said = answer.choices[0].message.content or ""
@@ -54,7 +55,7 @@ def converse(episode: Session, lines: Iterable[str], say: Callable[[str], object
 
 
 def judged(episode: Session, calls: list[str], thumb: str, number: int) -> str:
-    """What is said of it."""
+    """Sends the rating of an answer and returns the reply to show."""
     if not 1 <= number <= len(calls):
         return f"(there is no answer {number})"
     try:
@@ -67,16 +68,20 @@ def judged(episode: Session, calls: list[str], thumb: str, number: int) -> str:
 def conversations(
     lines: Iterator[str], say: Callable[[str], object], address: str | None = None
 ) -> None:
-    """One after the other, until no line is left. address: the file that the run wrote,
-    gateway.json by default.
+    """Holds conversations until the input ends.
 
-    Raises: OSError or APIConnectionError where there is no run, or no more.
+    Args:
+        lines: The user's input.
+        say: Prints a reply.
+        address: The file that the run wrote, gateway.json by default.
+
+    Raises: OSError or APIConnectionError if the run does not exist or has ended.
     """
     more = True
     while more:
         episode = session(address)
         more = converse(episode, lines, say)
-        with suppress(SessionError):  # it was over before
+        with suppress(SessionError):  # it had already ended
             episode.end()
 
 

@@ -1,1 +1,1 @@
-"""Products by a CAMEL agent with one tool, which knows nothing of being trained."""
+"""Products by an unmodified CAMEL agent with one tool."""

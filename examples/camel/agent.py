@@ -1,4 +1,4 @@
-"""A CAMEL agent that multiplies with a tool, as one would write it for any endpoint. Prints its
+"""A CAMEL agent that multiplies with a tool, written for any OpenAI-compatible endpoint. Prints its
 answer.
 
 OPENAI_BASE_URL=… OPENAI_API_KEY=… python agent.py "417*86="
@@ -18,8 +18,8 @@ from camel.utils import BaseTokenCounter
 
 
 class Characters(BaseTokenCounter):
-    """Takes a character for a token: CAMEL's own counter downloads a vocabulary, to know when a
-    history is too long."""
+    """Counts characters as tokens: CAMEL's own counter, which detects histories that are too long,
+    downloads a vocabulary."""
 
     def count_tokens_from_messages(self, messages: list) -> int:
         return sum(len(str(message)) for message in messages)

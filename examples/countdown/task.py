@@ -1,7 +1,6 @@
-"""Countdown: numbers and a target, of which an expression shall make it, using each number at most
-once.
+"""Countdown: write an expression that equals a target, using each of the given numbers at most once.
 
-In words for a model that can read, or short for one that cannot: 3,7,5=21: is answered 3*7. The
+Problems are worded for full-size models, or short for tiny ones: 3,7,5=21: is answered 3*7. The
 reward is `areal_x.rewards.countdown.countdown`.
 """
 
@@ -15,8 +14,7 @@ from typing import Literal
 
 import gin
 
-from areal_x.errors import at_least, one_of, within
-from areal_x.types import Task
+from areal_x import Task, at_least, one_of, within
 
 TRAINING, HELD_OUT = 20_000, 200  # problems
 WORDS = (
@@ -28,7 +26,7 @@ WORDS = (
 
 @dataclass(frozen=True)
 class Problem:
-    """expression: one that solves it."""
+    """A countdown problem with an expression that solves it."""
 
     numbers: tuple[int, ...]
     target: int
@@ -48,11 +46,16 @@ def problems(
     wording: Literal["words", "short"] = "words",
     seed: int = 0,
 ) -> list[Task]:
-    """20,000 problems that have a solution, or of the split "test" 200 others, which are the same
-    whatever the seed.
+    """Returns 20,000 solvable problems or, for the split "test", 200 others, the same for every
+    seed.
 
-    numbers: how many a problem has, each choice as often. largest: number; the lowest is 1.
-    highest: target; the lowest is 1. wording: "words" for a user's message, "short" for plain text.
+    Args:
+        split: "train" or "test".
+        numbers: How many numbers a problem has; each choice is equally likely.
+        largest: Largest number; the smallest is 1.
+        highest: Largest target; the smallest is 1.
+        wording: "words" for a user message, "short" for plain text.
+        seed: Seed of the training problems.
     """
     one_of("countdown.problems.split", split, ("train", "test"))
     one_of("countdown.problems.wording", wording, ("words", "short"))
@@ -73,8 +76,7 @@ def problems(
 def drawn_problems(
     random: Random, numbers: Sequence[int], largest: int, highest: int
 ) -> Iterator[Problem]:
-    """Problems without end, of numbers and an expression of theirs as chance has them; no target is
-    one of the numbers."""
+    """Yields random problems endlessly; no target is one of the problem's numbers."""
     while True:
         given = tuple(random.randint(1, largest) for _ in range(random.choice(numbers)))
         target, expression = combined(random, given, highest)
@@ -83,10 +85,10 @@ def drawn_problems(
 
 
 def combined(random: Random, given: Sequence[int], highest: int) -> tuple[int, str]:
-    """A value from 1 to `highest` and its expression: two or more of the numbers, combined one
-    after the other.
+    """Combines two or more of the numbers at random, one after the other, and returns the value and
+    the expression.
 
-    Without an expression where what chance combined has no such value.
+    The expression is empty if the value is not an integer from 1 to `highest`.
     """
     first, *others = random.sample(given, random.randint(2, len(given)))
     value, expression = first, str(first)
@@ -107,7 +109,7 @@ def combined(random: Random, given: Sequence[int], highest: int) -> tuple[int, s
 
 
 def task_of(problem: Problem, wording: str) -> Task:
-    """wording: "words" for a user's message, "short" for plain text."""
+    """The problem as a task; `wording` is "words" for a user message or "short" for plain text."""
     answer = {"numbers": list(problem.numbers), "target": problem.target}
     if wording == "short":
         return Task(problem.short, problem.short, answer)

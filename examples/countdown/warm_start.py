@@ -14,7 +14,7 @@ from random import Random
 
 import gin
 
-from areal_x.types import Batch, Trajectory
+from areal_x import Batch, Trajectory
 from examples.countdown import task as task_module
 from examples.countdown.task import Problem, combined, drawn_problems
 from examples.tiny.model import encode, write_model

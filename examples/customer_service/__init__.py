@@ -1,2 +1,2 @@
 """Customer service in the manner of τ²-bench: a policy, a database, tools that change it, and a
-customer who is a model too."""
+simulated customer."""

@@ -1,14 +1,13 @@
-"""A shop whose customers want orders cancelled, refunded or sent elsewhere, which its policy allows
-or does not.
+"""A shop whose customers want orders cancelled, refunded or redirected, subject to its policy.
 
     customer: I want a refund.               agent: Which order?
     customer: I am customer 17, the order is 305.
     agent: order("305") → {"customer": "17", "status": "delivered", "address": "4 Elm Road"}
     agent: refund("305") → Done.             agent: Done.
 
-The tools do as they are told; to keep the policy is the agent's work. The reward is 1 where the
-orders are in the end as the policy wants them, and none was changed that had not been looked up,
-else 0. In the manner of τ²-bench (arXiv 2506.07982).
+The tools do not enforce the policy: following it is the agent's task. The reward is 1 if the final
+state of the orders is the one the policy requires and no order was changed without looking it up
+first, otherwise 0. In the manner of τ²-bench (arXiv 2506.07982).
 """
 
 from __future__ import annotations
@@ -20,9 +19,8 @@ from typing import Any, Protocol
 
 import gin
 
-from areal_x.agents.tools.toolbox import Toolbox, ToolError
-from areal_x.errors import at_least, one_of
-from areal_x.types import Message, Task
+from areal_x import Message, Task, at_least, one_of
+from areal_x.agents import Toolbox, ToolError
 
 TRAINING, HELD_OUT = 4000, 200  # tasks
 POLICY = """\
@@ -38,7 +36,7 @@ WISHES = {
     "refund": "I want a refund.",
     "move": "I have moved.",
 }
-# the status that the policy wants for it
+# the status that the policy requires
 ALLOWED = {"cancel": "pending", "refund": "delivered", "move": "pending"}
 CUSTOMER = """\
 You play a customer who talks to the service of a shop. You are customer {customer}. What you want is about order {order}: \
@@ -51,12 +49,17 @@ Orders = dict[str, dict[str, str]]  # by number: customer, status, address
 
 @gin.configurable(module="customer_service")
 def tasks(split: str = "train", orders: int = 4, seed: int = 0) -> list[Task]:
-    """4,000 conversations to be had, or of the split "test" 200 others, which are the same whatever
-    the seed.
+    """Returns 4,000 conversations to hold or, for the split "test", 200 others, the same for every
+    seed.
 
-    Each has a database of its own, of so many orders. A task's metadata are the orders at first,
-    and the customer's number, order, wish and new address; its answer is the orders as the policy
-    wants them in the end.
+    Each has its own database of orders. A task's metadata holds the initial orders and the
+    customer's number, order, request and new address; its answer is the final state of the orders
+    that the policy requires.
+
+    Args:
+        split: "train" or "test".
+        orders: Orders in each database, at least 2.
+        seed: Seed of the training conversations.
     """
     one_of("customer_service.tasks.split", split, ("train", "test"))
     at_least("customer_service.tasks.orders", orders, 2)
@@ -68,10 +71,10 @@ def tasks(split: str = "train", orders: int = 4, seed: int = 0) -> list[Task]:
 
 
 def drawn_task(random: Random, id: str, orders: int) -> Task:
-    """One in six customers names an order of somebody else's."""
+    """Samples a task; one in six customers names another customer's order."""
     customers = [str(number) for number in random.sample(range(10, 100), 2)]
     numbers = [str(number) for number in random.sample(range(100, 1000), orders)]
-    owners = [*customers, *random.choices(customers, k=orders - 2)]  # each has one
+    owners = [*customers, *random.choices(customers, k=orders - 2)]  # at least one each
     database = {
         number: {
             "customer": owner,
@@ -96,7 +99,7 @@ def drawn_address(random: Random) -> str:
 
 
 def changed(wish: str, address: str) -> dict[str, str]:
-    """What of an order is another once the wish is fulfilled."""
+    """The fields of an order that change when the request is fulfilled."""
     return {
         "cancel": {"status": "cancelled"},
         "refund": {"status": "refunded"},
@@ -109,8 +112,8 @@ def copied(orders: Orders) -> Orders:
 
 
 class Desk:
-    """The tools of one conversation, and the orders that they change. unseen: whether one was
-    changed that nobody looked at."""
+    """The tools of one conversation, and the orders that they change. `unseen` is True if an order
+    was changed without being looked up first."""
 
     def __init__(self, orders: Orders) -> None:
         self.orders = copied(orders)
@@ -169,14 +172,14 @@ class Desk:
 
 class Customer(Protocol):
     async def say(self, heard: str | None) -> str | None:
-        """What they say to that, or at first to nothing; None where they have gone."""
+        """Returns the customer's reply, or the opening if `heard` is None; None once they have left."""
         ...
 
 
 @gin.configurable(module="customer_service")
 class Scripted:
-    """Says what they want, then who they are and which order it is, and is content with what comes
-    then."""
+    """A customer who states the request, then their number and the order, and then accepts any
+    outcome."""
 
     def __init__(self, task: Task) -> None:
         about = task.metadata
@@ -190,10 +193,14 @@ class Scripted:
 
 @gin.configurable(module="customer_service")
 class Simulated:
-    """A model behind an OpenAI-style endpoint plays the customer.
+    """A customer played by a model behind an OpenAI-compatible endpoint.
 
-    base_url: of the endpoint, model: its name there. key_variable: of the environment, holds the
-    key, where one is needed.
+    Args:
+        task: The conversation's task.
+        base_url: Address of the endpoint.
+        model: Name of the model there.
+        key_variable: Environment variable with the API key, if one is needed.
+        temperature: Sampling temperature of the customer.
     """
 
     def __init__(
@@ -213,14 +220,16 @@ class Simulated:
         )
         self._messages: list[Any] = [{"role": "system", "content": told}]
         self._endpoint = {"base_url": base_url, "api_key": os.environ.get(key_variable, "none")}
-        self._how: dict[str, Any] = {"model": model, "temperature": temperature}
+        self._parameters: dict[str, Any] = {"model": model, "temperature": temperature}
 
     async def say(self, heard: str | None) -> str | None:
         from openai import AsyncOpenAI
 
         self._messages.append({"role": "user", "content": heard or "Hello, what can I do for you?"})
         async with AsyncOpenAI(**self._endpoint) as client:
-            answer = await client.chat.completions.create(messages=self._messages, **self._how)
+            answer = await client.chat.completions.create(
+                messages=self._messages, **self._parameters
+            )
         said = answer.choices[0].message.content or ""
         self._messages.append({"role": "assistant", "content": said})
         return None if OVER in said else said
@@ -235,11 +244,16 @@ async def serve(
     replies: int = 12,
     instructed: bool = False,
 ) -> float:
-    """The agent, for `agent.solve`: talks to the customer and calls tools, by the official OpenAI
-    client.
+    """The agent, for `agent.solve`: talks to the customer and calls tools with the official OpenAI
+    client. Returns the reward.
 
-    customer: who is served. replies: most that the model gives, calls of tools counted. instructed:
-    with the policy as a system message, for models that were not trained on the task.
+    Args:
+        task: The conversation's task.
+        base_url: Address of the session.
+        api_key: Key of the session.
+        customer: Creates the customer.
+        replies: Maximum number of the model's replies, including tool calls.
+        instructed: Adds the policy as a system message, for models not trained on the task.
     """
     from openai import AsyncOpenAI, BadRequestError, DefaultAsyncHttpxClient
 
@@ -248,7 +262,7 @@ async def serve(
     messages: list[Any] = [{"role": "system", "content": POLICY}] if instructed else []
     messages.append({"role": "user", "content": await caller.say(None)})
     schemas: list[Any] = list(toolbox.schemas)
-    # the run's own address has no TLS; to load certificates takes 20 ms
+    # the run's own address has no TLS; loading certificates takes 20 ms
     here = DefaultAsyncHttpxClient(verify=False)
     async with AsyncOpenAI(base_url=base_url, api_key=api_key, http_client=here) as client:
         for _ in range(replies):
@@ -259,7 +273,7 @@ async def serve(
             except BadRequestError as error:
                 if error.code != "context_length_exceeded":
                     raise
-                break  # it talked for too long: what was done by then counts
+                break  # the conversation is too long: the changes so far count
             reply = answer.choices[0].message
             messages.append(reply.model_dump(exclude_none=True))
             if reply.tool_calls:
@@ -272,6 +286,6 @@ async def serve(
 
 
 async def called(toolbox: Toolbox, call: Any) -> Message:
-    """The message with what a tool said, or what was wrong with the call."""
+    """A message with the tool's result, or with the error in the call."""
     said = await toolbox.call(call.function.name, call.function.arguments)
     return {"role": "tool", "tool_call_id": call.id, "content": said}

@@ -14,7 +14,7 @@ from random import Random
 
 import gin
 
-from areal_x.types import Batch, Task
+from areal_x import Batch, Task
 from examples.customer_service import task as task_module
 from examples.customer_service.task import STATUSES, STREETS, WISHES, drawn_task
 from examples.tiny import chat

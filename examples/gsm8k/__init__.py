@@ -1,2 +1,1 @@
-"""Grade-school mathematics: an instruction-tuned model learns to reason to the right final
-answer."""
+"""Grade-school mathematics: an instruction-tuned model learns to reason to the correct answer."""

@@ -1,8 +1,7 @@
-"""GSM8K (arXiv 2110.14168): word problems whose solutions end in a number, asked in the model's
-chat template.
+"""GSM8K (arXiv 2110.14168): word problems with numeric answers, in the model's chat template.
 
-The reward is `areal_x.rewards.math.math_answer`: 1 where the final answer equals that of the
-solution, after "####".
+The reward is `areal_x.rewards.math.math_answer`: 1 if the final answer equals the solution's, which
+follows "####".
 """
 
 from __future__ import annotations
@@ -11,21 +10,21 @@ from collections.abc import Sequence
 
 import gin
 
-from areal_x.errors import at_least
-from areal_x.tasks.datasets import Record, load_dataset
-from areal_x.types import Task
+from areal_x import Record, Task, at_least, load_dataset
 
-# as Qwen's own evaluation words it
+# the wording of Qwen's own evaluation
 INSTRUCTION = r"Please reason step by step, and put your final answer within \boxed{}."
 
 
 @gin.configurable
 def gsm8k(path: str = "openai/gsm8k", split: str = "train", count: int = 0) -> Sequence[Task]:
-    """The problems of a split.
+    """Returns the problems of a split.
 
-    path: the hub's name, or a directory with train.jsonl and test.jsonl, or one .jsonl file, of
-    {"question", "answer"}. split: "train" (7473 problems) or "test" (1319). count: how many of
-    them, from the first; 0 takes all.
+    Args:
+        path: Hub name, or a directory with train.jsonl and test.jsonl, or one .jsonl file; each line
+            is {"question", "answer"}.
+        split: "train" (7473 problems) or "test" (1319).
+        count: The first `count` problems; 0 means all.
     """
     at_least("gsm8k.count", count, 0)
     tasks = load_dataset(path, split, subset="main", to_task=to_task)

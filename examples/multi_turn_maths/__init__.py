@@ -1,2 +1,2 @@
-"""Mathematics in several tries: a wrong answer is followed by feedback, and a later success counts
+"""Mathematics in several attempts: a wrong answer gets feedback, and a later success counts
 less."""

@@ -1,2 +1,1 @@
-"""Questions about a small library of invented people and towns, which the model searches and
-reads."""
+"""Questions about invented people and towns, answered by searching and reading a small library."""

@@ -1,11 +1,10 @@
-"""Questions whose answers stand in a library that nobody has read: people and towns are invented,
-with the seed.
+"""Questions about an unknown library: its people and towns are invented, determined by the seed.
 
     Where was Kemo born?                            search("Kemo") → 17 Kemo,  open("17") → Kemo was born in Badu.
     Who is the mayor of the town where Kemo was born?   and then search("Badu"), open("230") → The mayor of Badu is Rila.
 
-`search` ranks documents by BM25, `open` gives one's text. The reward is 1 where the last answer is
-exactly the name, or with `exact = False` names it.
+`search` ranks documents by BM25, `open` returns the text of one. The reward is 1 if the last answer
+is exactly the name, or with `exact = False` contains it in <answer> </answer>.
 """
 
 from __future__ import annotations
@@ -20,12 +19,11 @@ from typing import Any
 import gin
 import numpy as np
 
-from areal_x.errors import UserError, one_of, within
-from areal_x.types import Task
+from areal_x import Task, UserError, one_of, within
 
 CONSONANTS, VOWELS = "bdfgklmnprstvz", "aeiou"
-HELD_OUT = 200  # people of whom the training data ask nothing
-SHOWN = 3  # documents that a search finds at most
+HELD_OUT = 200  # people who do not occur in the training questions
+SHOWN = 3  # maximum number of documents in a search result
 INSTRUCTION = (
     "Answer with the name alone, in <answer> </answer>. You know nothing of these people and towns:"
     " search for a name, open the documents that you find, and search again where their text names"
@@ -35,19 +33,22 @@ INSTRUCTION = (
 
 @dataclass(frozen=True)
 class Library:
-    """home: the town of each person. mayor: of each town. documents: title and text, by id. ids: of
-    documents, by title."""
+    """Invented people and towns, and the documents about them."""
 
     home: dict[str, str]
+    """Town of each person."""
     mayor: dict[str, str]
+    """Mayor of each town."""
     documents: dict[str, tuple[str, str]]
+    """Title and text by id."""
     ids: dict[str, str]
+    """Id by title."""
 
 
 @cache
 def library(people: int, towns: int, seed: int) -> Library:
-    """Of different names of two syllables each, of which mayors have their own: no search finds two
-    documents for one name."""
+    """Creates a library. All names, those of mayors included, are different and have two syllables,
+    so a search for a name matches one document title."""
     rng = np.random.default_rng([5, seed])
     syllables = ["".join(pair) for pair in product(CONSONANTS, VOWELS)]
     names = [f"{a}{b}".capitalize() for a, b in product(syllables, syllables)]
@@ -76,11 +77,15 @@ def questions(
     instructed: bool = False,
     seed: int = 0,
 ) -> list[Task]:
-    """One question about each person, those of the last 200 only in the split "test".
+    """Returns one question about each person; the last 200 people are in the split "test" only.
 
-    hops: 1 asks for the town of birth, 2 for its mayor. people, towns: how many the library has.
-    instructed: with a sentence that says how to answer, for models that were not trained on the
-    task. seed: of the library, as `search.tools` has it.
+    Args:
+        split: "train" or "test".
+        hops: 1 asks for the town of birth, 2 for its mayor.
+        people: Number of people in the library.
+        towns: Number of towns in the library.
+        instructed: Adds an instruction on how to answer, for models not trained on the task.
+        seed: Seed of the library, the same as in `search.tools`.
     """
     one_of("search.questions.split", split, ("train", "test"))
     within("search.questions.hops", hops, 1, 2)
@@ -100,8 +105,13 @@ def questions(
 
 @gin.configurable(module="search")
 def verify(task: Task, text: str, exact: bool = True) -> float:
-    """1.0 where the text is the name, or with `exact = False` where what it says last in <answer>
-    </answer> is, else 0.0."""
+    """Returns 1.0 if the answer is the name, otherwise 0.0.
+
+    Args:
+        task: The question.
+        text: The model's last reply.
+        exact: Compares the whole text; False compares the content of the last <answer> </answer>.
+    """
     if not exact:
         found = re.findall(r"<answer>(.*?)</answer>", text, re.DOTALL)
         text = found[-1].strip() if found else ""
@@ -110,8 +120,15 @@ def verify(task: Task, text: str, exact: bool = True) -> float:
 
 @gin.configurable(module="search")
 def tools(people: int = 800, towns: int = 100, seed: int = 0) -> list[Callable[..., str]]:
-    """`search` and `open`, on the library of these numbers. Raises UserError where bm25s is not
-    installed."""
+    """Returns the tools `search` and `open` on a library.
+
+    Args:
+        people: Number of people in the library.
+        towns: Number of towns in the library.
+        seed: Seed of the library.
+
+    Raises: UserError if bm25s is not installed.
+    """
     documents = library(people, towns, seed).documents
     find = index({id: f"{title} {text}" for id, (title, text) in documents.items()})
 
@@ -135,8 +152,8 @@ def tools(people: int = 800, towns: int = 100, seed: int = 0) -> list[Callable[.
 
 
 def index(texts: dict[str, str]) -> Callable[[str], Sequence[str]]:
-    """A function that finds the ids of the texts that fit words best, at most 3, best first, by
-    BM25."""
+    """Returns a function that finds the ids of the best matches for a query by BM25: at most 3, best
+    first."""
     try:
         import bm25s
     except ImportError:

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 import gin
 import numpy as np
 
-from areal_x.types import Batch
+from areal_x import Batch
 from examples.search import task as task_module
 from examples.search.task import Library, library
 from examples.tiny import chat

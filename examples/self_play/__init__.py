@@ -1,2 +1,2 @@
-"""Countdown problems that the policy makes up itself: a search says which can be solved, its own
-answers how hard they are."""
+"""Countdown problems proposed by the policy itself: a search checks that they can be solved, and the
+policy's answers measure their difficulty."""

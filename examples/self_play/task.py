@@ -1,15 +1,15 @@
-"""Self-play on countdown: nobody writes the problems that the policy learns from but itself.
+"""Self-play on countdown: the policy proposes the problems that it is trained on.
 
-    a place of the pool ──has it a problem?──no──▶ the policy proposes one, until it is well-formed, new, and can be solved
-                                │                                     │
-                                └──yes──▶ the group answers it ◀──────┘
-                                                   │ the share of right answers
-                        neither low nor high: it keeps its place, and the group is trained on
-                        else: the place is free for another problem
+    a slot of the pool ──has a problem?──no──▶ the policy proposes one, until it is well-formed, new and solvable
+                              │                                   │
+                              └──yes──▶ the group answers it ◀────┘
+                                                 │ share of correct answers
+                        neither low nor high: the problem keeps its slot, and the group is trained on
+                        otherwise: the slot is free for another problem
 
-A problem is thus judged anew each time that it is trained on, by the policy of that moment, and
-leaves the pool as soon as that has become better than the problem needs. What proposes is trained
-on nothing but answers: to propose it was taught before.
+The difficulty of a problem is thus measured again each time it is trained on, under the current
+policy, and the problem leaves the pool once it has become too easy. Only answers are trained on;
+proposing is taught by the warm start.
 """
 
 from __future__ import annotations
@@ -26,12 +26,23 @@ from typing import Any
 import gin
 import numpy as np
 
-from areal_x.errors import at_least, one_of, within
-from areal_x.protocols.engine import Request, SamplingParams
-from areal_x.protocols.workflow import Generator, Result, Workflow
-from areal_x.rollout.episode import episode_of
-from areal_x.types import Episode, Failed, Group, Scored, Task
-from areal_x.workflows.single_turn import encode
+from areal_x import (
+    Episode,
+    Failed,
+    Generator,
+    Group,
+    Request,
+    Result,
+    SamplingParams,
+    Scored,
+    Task,
+    Workflow,
+    at_least,
+    encode,
+    episode_of,
+    one_of,
+    within,
+)
 from examples.countdown.task import Problem, problems, task_of
 
 SHORT = "?"
@@ -43,17 +54,20 @@ WORDS = (
 )
 MARKED = re.compile(r"<problem>(.*?)</problem>", re.DOTALL)
 FORM = re.compile(r"\s*(\d{1,6}(?:\s*,\s*\d{1,6})+)\s*=\s*(\d{1,6})\s*:?\s*")
-RECENT = 200  # proposals of which the share that is valid is shown
+RECENT = 200  # proposals over which the share of valid ones is reported
 
 
 @gin.configurable(module="self_play")
 def places(
     count: int = 64, wording: str = "short", largest: int = 99, highest: int = 999
 ) -> list[Task]:
-    """The places of the pool, which each task asks to fill with a problem of its own.
+    """Returns one task per slot of the pool; its prompt requests a problem for the slot.
 
-    count: must be more than the groups that are under way at once. wording, largest, highest: as of
-    `self_play`.
+    Args:
+        count: Number of slots, more than the groups in flight at once.
+        wording: As in `self_play`.
+        largest: As in `self_play`.
+        highest: As in `self_play`.
     """
     at_least("self_play.places.count", count, 1)
     one_of("self_play.places.wording", wording, ("words", "short"))
@@ -69,52 +83,59 @@ def places(
 
 @gin.configurable(module="self_play")
 def middling(group: Group, low: float = 0.1, high: float = 0.9) -> bool:
-    """Whether the mean reward of a group lies between: such groups are trained on, and such
-    problems keep their place."""
+    """True if a group's mean reward is strictly between the bounds: such groups are trained on, and
+    their problems keep their slot.
+
+    Args:
+        group: The group.
+        low: Lower bound.
+        high: Upper bound.
+    """
     return low < float(np.mean(group.rewards)) < high
 
 
 @dataclass
 class Round:
-    """One group's work on a place. problem: None until one is there. proposals: made for it.
-    players: who is not done."""
+    """The work of one group on a slot of the pool."""
 
     place: str
     problem: Problem | None
+    """None until a proposal is valid."""
     proposals: int = 0
+    """Proposals so far."""
     players: int = 0
+    """Episodes of the group that are not finished."""
     episodes: list[Episode] = field(default_factory=list)
     turn: asyncio.Lock = field(default_factory=asyncio.Lock)
 
 
 @dataclass
 class Pool:
-    """The problems that are trained on, by place, and the share of right answers that each had
-    last. Waits for nobody.
-
-    keep: whether a group's problem keeps its place. fits: whether numbers and target are of the
-    size that is asked for. unseen: ids of problems that must not come in. recent: whether each of
-    the latest proposals was valid.
-    """
+    """The problems being trained on, by slot, with the latest share of correct answers. A state
+    machine: no method waits."""
 
     keep: Callable[[Group], bool]
+    """True if a group's problem keeps its slot."""
     fits: Callable[[Sequence[int], int], bool]
+    """True if numbers and target are within the requested sizes."""
     unseen: frozenset[str] = frozenset()
+    """Ids of held-out problems, which are rejected."""
     problems: dict[str, Problem] = field(default_factory=dict)
     rates: dict[str, float] = field(default_factory=dict)
     recent: deque[bool] = field(default_factory=lambda: deque(maxlen=RECENT))
+    """Validity of the latest proposals."""
     rounds: dict[str, Round] = field(default_factory=dict)
 
     def join(self, place: str) -> Round:
-        """The round on that place. Members of a group come one right after the other, so they find
-        the same."""
+        """Returns the round on that slot. The members of a group join in direct succession and share
+        one round."""
         round = self.rounds.setdefault(place, Round(place, self.problems.get(place)))
         round.players += 1
         return round
 
     def leave(self, round: Round) -> None:
-        """With the last player the round is over: its problem keeps its place, or not. Without a
-        score all stays as it is."""
+        """Ends the round with its last player, and keeps or removes its problem. If no episode was
+        scored, nothing changes."""
         round.players -= 1
         if round.players:
             return
@@ -132,15 +153,15 @@ class Pool:
             self.rates.pop(round.place, None)
 
     def propose(self, round: Round, text: str) -> None:
-        """The problem that the text names is the round's, where it is a valid one."""
+        """Sets the round's problem to the one in the text if it is valid."""
         round.proposals += 1
         problem = self.judge(text)
         self.recent.append(problem is not None)
         round.problem = problem
 
     def judge(self, text: str) -> Problem | None:
-        """The problem with its solution: None for what is malformed, there already or held out, or
-        cannot be solved."""
+        """Returns the problem with its solution, or None if it is malformed, already in the pool, held
+        out or unsolvable."""
         numbers, target = read(text)
         if not self.fits(numbers, target):
             return None
@@ -181,33 +202,36 @@ class Pool:
 @gin.configurable("self_play", denylist=["pool", "tokenizer"])
 @dataclass(frozen=True)
 class SelfPlay(Workflow):
-    """Answers the problems of a pool that the policy fills by itself. Its tasks are
+    """Answers the problems of a pool that the policy fills itself. Its tasks are
     `self_play.places`.
 
-    solver: answers a problem, and is what evaluation runs. keep: a filter of groups, by which a
-    problem keeps its place; the algorithm's `filters` should have the same. tries: most proposals
-    for a free place; where none is valid the group failed. numbers: how many a problem may have.
-    largest: number; the lowest is 1. highest: target; the lowest is 1. wording: "words" for a
-    user's message, "short" for plain text.
-
-    Beside the reward are shown: pool, how many problems it has; pool_pass_rate, their mean share of
-    right answers when they were trained on last; valid_proposals, the share of the latest 200
+    Reported beside the reward: pool, the number of its problems; pool_pass_rate, their mean share of
+    correct answers when last trained on; valid_proposals, the valid share of the latest 200
     proposals. The pool is part of each checkpoint.
     """
 
     solver: Workflow
+    """Workflow that answers a problem; evaluation runs it alone."""
     keep: Callable[[Group], bool] = middling
+    """Filter of groups whose problem keeps its slot; use the same in the algorithm's `filters`."""
     tries: int = 8
+    """Maximum number of proposals for a free slot; if none is valid, the group fails."""
     numbers: Sequence[int] = (3, 4)
+    """How many numbers a problem may have."""
     largest: int = 99
+    """Largest number; the smallest is 1."""
     highest: int = 999
+    """Largest target; the smallest is 1."""
     wording: str = "short"
+    """"words" for a user message, "short" for plain text."""
     pool: Pool | None = None
     tokenizer: Any = None
 
     def __post_init__(self) -> None:
         at_least("self_play.tries", self.tries, 1)
-        within("self_play.numbers", max(self.numbers), 2, 4)  # the search tries all expressions
+        within(
+            "self_play.numbers", max(self.numbers), 2, 4
+        )  # the search enumerates all expressions
         one_of("self_play.wording", self.wording, ("words", "short"))
 
     @property
@@ -247,8 +271,8 @@ class SelfPlay(Workflow):
             self.pool.leave(round)
 
     async def proposed(self, task: Task, engine: Generator) -> str:
-        """What the policy says to the request for a problem, of a marked text what stands in the
-        last mark."""
+        """Returns the policy's proposal; in worded form, the content of the last <problem>
+        </problem>."""
         completion = await engine.generate(
             Request(encode(self.tokenizer, task.prompt), self.sampling)
         )
@@ -275,8 +299,8 @@ class SelfPlay(Workflow):
 
 
 def read(text: str) -> tuple[tuple[int, ...], int]:
-    """The numbers and the target that a text names, as "3,7,5=38:"; no numbers where it is none of
-    that form."""
+    """Parses numbers and target from a text such as "3,7,5=38:". Returns no numbers if it does not
+    match."""
     found = FORM.fullmatch(text)
     return (
         (tuple(int(number) for number in found[1].split(",")), int(found[2])) if found else ((), 0)
@@ -284,8 +308,8 @@ def read(text: str) -> tuple[tuple[int, ...], int]:
 
 
 def solution(numbers: Sequence[int], target: int) -> str | None:
-    """An expression of some of the numbers that gives the target, by trying all; None where there
-    is none."""
+    """Searches all expressions of the numbers for one that equals the target; None if there is
+    none."""
     return _search([(Fraction(number), str(number)) for number in numbers], target)
 
 
@@ -304,7 +328,8 @@ def _search(terms: Sequence[tuple[Fraction, str]], target: int) -> str | None:
 def _combined(
     one: tuple[Fraction, str], other: tuple[Fraction, str], both_orders: bool
 ) -> Iterator[tuple[Fraction, str]]:
-    """both_orders: with the operations that give the same either way, which are tried once."""
+    """Yields the values of two terms combined. Commutative operations are included only with
+    `both_orders`, so that they are tried once."""
     (a, left), (b, right) = one, other
     if both_orders:
         yield a + b, f"({left}+{right})"

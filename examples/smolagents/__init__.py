@@ -1,1 +1,1 @@
-"""Products by an agent of smolagents with one tool, which knows nothing of being trained."""
+"""Products by an unmodified smolagents agent with one tool."""

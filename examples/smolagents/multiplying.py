@@ -1,4 +1,4 @@
-"""A tool-calling agent of smolagents that multiplies, as one would write it for any endpoint."""
+"""A tool-calling smolagents agent that multiplies, written for any OpenAI-compatible endpoint."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from typing import Any
 
 import gin
 
-from areal_x.types import Task
+from areal_x import Task
 
 STEPS = 3  # replies of the model in which it may call the tool
 
 
 @gin.configurable(module="multiplying")
 def with_smolagents(task: Task, base_url: str, api_key: str) -> str:
-    """Its final answer."""
+    """Runs the agent and returns its final answer."""
     from smolagents import LogLevel, OpenAIModel, ToolCallingAgent
 
     model = OpenAIModel("policy", api_base=base_url, api_key=api_key)

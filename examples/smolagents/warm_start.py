@@ -20,7 +20,7 @@ from collections.abc import Iterator
 import gin
 import numpy as np
 
-from areal_x.types import Batch, Task, Trajectory
+from areal_x import Batch, Task, Trajectory
 from examples.smolagents.multiplying import STEPS
 from examples.tiny import chat
 from examples.tiny.chat import CHAT_TEMPLATE, FRAME, calling, opening

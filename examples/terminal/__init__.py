@@ -1,1 +1,1 @@
-"""Small jobs in a shell, judged by tests that the model does not see."""
+"""Small jobs in a shell, scored by hidden tests."""

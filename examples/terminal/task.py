@@ -1,13 +1,12 @@
-"""Small jobs in a folder, of four kinds, each judged by hidden tests of what it should have
-changed.
+"""Small jobs in a folder, of four kinds, each scored by hidden tests of its result.
 
     Rename every .txt file to .md.                      each file has its new name and its old text
     Make total.py print the sum of numbers.txt.         with other numbers in it too
     scale(n) in scaling.py should return n times 7.     called with some numbers
     Delete the lines with ERROR from events.log.        the others are still there
 
-The reward is the share of tests that print what they should (areal_x.agents.tools.terminal); a
-folder left as it was earns nothing.
+The reward is the share of tests with the expected output (areal_x.agents.tools.terminal); an
+unchanged folder earns nothing.
 """
 
 from __future__ import annotations
@@ -18,8 +17,7 @@ from dataclasses import dataclass
 import gin
 import numpy as np
 
-from areal_x.errors import at_least, one_of
-from areal_x.types import Task
+from areal_x import Task, at_least, one_of
 
 NAMES = (
     "apple",
@@ -43,23 +41,30 @@ INSTRUCTION = (
 
 @dataclass(frozen=True)
 class Job:
-    """wanted: what is said. files: the folder. tests: commands, and what each should print.
-    solution: of it, a command."""
+    """A job in a folder, with its tests and a solution."""
 
     wanted: str
+    """The request to the model."""
     files: dict[str, str]
+    """Initial content of the folder."""
     tests: list[tuple[str, str]]
+    """Commands with their expected output."""
     solution: str
+    """A command that does the job."""
 
 
 @gin.configurable(module="terminal_jobs")
 def jobs(
     split: str = "train", count: int = 2000, instructed: bool = False, seed: int = 0
 ) -> list[Task]:
-    """`count` jobs, of the four kinds in turn; those of the split "test" are drawn apart, and the
-    same for every seed.
+    """Returns jobs of the four kinds in turn; those of the split "test" are separate, and the same
+    for every seed.
 
-    instructed: with a sentence on how to work, for models that were not trained on the task.
+    Args:
+        split: "train" or "test".
+        count: Number of jobs.
+        instructed: Adds an instruction on how to work, for models not trained on the task.
+        seed: Seed of the training jobs.
     """
     one_of("terminal_jobs.jobs.split", split, ("train", "test"))
     at_least("terminal_jobs.jobs.count", count, 1)
@@ -68,7 +73,7 @@ def jobs(
 
 
 def drawn(index: int, rng: np.random.Generator) -> Job:
-    """The kind is that of the index, the rest is random."""
+    """A random job, of the kind determined by the index."""
     return KINDS[index % len(KINDS)](rng)
 
 

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 import gin
 import numpy as np
 
-from areal_x.types import Batch
+from areal_x import Batch
 from examples.terminal import task as task_module
 from examples.terminal.task import KINDS, Job, drawn
 from examples.tiny import chat

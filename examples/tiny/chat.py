@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Sequence
 
-from areal_x.types import Trajectory
+from areal_x import Trajectory
 from examples.tiny.model import encode
 from examples.tiny.supervised import supervised_trajectory
 

@@ -18,8 +18,6 @@ from typing import Any
 import numpy as np
 from jaxtyping import Int32
 
-from areal_x.hf.model_dir import WEIGHTS
-
 PAD, END = 0, 1
 SPECIAL = ("<pad>", "<end>")  # before the pieces
 SHAPE = {
@@ -76,7 +74,7 @@ def write_model(
     }
     save_file(
         {name: x.astype(np.float32) for name, x in tensors.items()},
-        directory / WEIGHTS,
+        directory / "model.safetensors",
         metadata={"format": "pt"},
     )
     write_tokenizer(directory, pieces, config["max_position_embeddings"])

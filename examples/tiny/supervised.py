@@ -11,11 +11,19 @@ from pathlib import Path
 import numpy as np
 from jaxtyping import Int32
 
-from areal_x.algorithms.recipes import sft
-from areal_x.batching.packing import pack
-from areal_x.hf import model_dir
-from areal_x.trainer import MeshConfig, ModelConfig, OptimizerConfig, TrainerConfig, create_trainer
-from areal_x.types import NOT_THE_POLICY, Batch, Trajectory
+from areal_x import (
+    NOT_THE_POLICY,
+    Batch,
+    MeshConfig,
+    ModelConfig,
+    OptimizerConfig,
+    TrainerConfig,
+    Trajectory,
+    create_trainer,
+    pack,
+    sft,
+    write_model,
+)
 
 ROWS = 25  # per step: one shape, so one compiled program
 # with 80 tokens each small enough for a core's cache: half the time of all rows at once
@@ -68,7 +76,7 @@ def supervise(
         trainer.update(batch.replace(weights=weights), recipe.loss)
         if 10 * step // steps > 10 * (step - 1) // steps:
             print(f" {10 * (10 * step // steps)}%", end="", flush=True)
-    model_dir.write_model(directory, directory, trainer.weights())
+    write_model(directory, directory, trainer.weights())
     print(f" in {time.perf_counter() - began:.0f} s", flush=True)
 
 

@@ -1,2 +1,2 @@
-"""Products by a Python tool: a small model that cannot multiply learns by reinforcement to have it
-done."""
+"""Products with a Python tool: a small model that cannot multiply learns by reinforcement to call
+it."""

@@ -1,9 +1,8 @@
-"""Products of a number of three digits and one of two, which the model cannot compute and Python
-can.
+"""Products of a three-digit and a two-digit number, which the model cannot compute but Python can.
 
     417*86=  →  <tool_call>{"name": "python", "arguments": {"code": "417*86"}}</tool_call>  →  35862  →  35862
 
-The reward is 1 where the last answer is exactly the product, whatever came before it.
+The reward is 1 if the last answer is exactly the product, whatever came before it.
 """
 
 from __future__ import annotations
@@ -13,15 +12,19 @@ from collections.abc import Iterator
 import gin
 import numpy as np
 
-from areal_x.errors import within
-from areal_x.types import Task
+from areal_x import Task, within
 
 HELD_OUT = 200
 
 
 @gin.configurable(module="tools")
 def problems(count: int = 20_000, seed: int = 0) -> list[Task]:
-    """Problems to learn from: `count` of them, fixed by `seed`. No held-out pair is among them."""
+    """Returns the training problems, none of which is a held-out pair.
+
+    Args:
+        count: Number of problems.
+        seed: Determines the problems.
+    """
     unseen = set(_held_out_pairs())
     drawn = (pair for pair in _pairs(np.random.default_rng([1, seed])) if pair not in unseen)
     return [_task(*next(drawn)) for _ in range(count)]
@@ -29,15 +32,18 @@ def problems(count: int = 20_000, seed: int = 0) -> list[Task]:
 
 @gin.configurable(module="tools")
 def held_out(count: int = HELD_OUT) -> list[Task]:
-    """Problems to judge by: the first `count` of 200, which are the same whatever the seed of a
-    run."""
+    """Returns the held-out problems, the same for every seed of a run.
+
+    Args:
+        count: The first `count` of 200.
+    """
     within("tools.held_out.count", count, 1, HELD_OUT)
     return [_task(*pair) for pair in _held_out_pairs()[:count]]
 
 
 @gin.configurable(module="tools")
 def verify(task: Task, text: str) -> float:
-    """1.0 where the answer is exactly the product, else 0.0."""
+    """Returns 1.0 if the answer is exactly the product, otherwise 0.0."""
     return float(text == task.answer)
 
 

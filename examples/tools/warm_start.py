@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import gin
 import numpy as np
 
-from areal_x.types import Batch, Task
+from areal_x import Batch, Task
 from examples.tiny import chat
 from examples.tiny.chat import CHAT_TEMPLATE, FRAME, Turn, calling, demonstration, opening
 from examples.tiny.model import write_model

@@ -1,1 +1,1 @@
-"""Counting the squares of a picture: a model that sees, its images drawn here."""
+"""Counting squares in pictures with a small vision-language model."""

@@ -1,9 +1,9 @@
-"""How many squares are in a picture, which is drawn here.
+"""Counting the squares in a generated picture.
 
     {"role": "user", "content": [{"type": "image_url", …}, {"type": "text", "text": "How many squares?"}]}  →  3
 
-Bright squares lie on a dark ground and do not touch. The reward is 1 where the last number of the
-answer is their count.
+Bright squares on a dark background, not touching each other. The reward is 1 if the last number of
+the answer is their count.
 """
 
 from __future__ import annotations
@@ -17,13 +17,12 @@ import gin
 import numpy as np
 from jaxtyping import UInt8
 
-from areal_x.errors import one_of, within
-from areal_x.types import Task
+from areal_x import Task, one_of, within
 
 QUESTION = "How many squares?"
 SPLITS = ("train", "test")
-CELLS = 4  # a side: each square lies in a cell of its own
-PIXELS = 32  # a side, by default
+CELLS = 4  # per side: each square has a cell of its own
+PIXELS = 32  # per side, by default
 
 
 @gin.configurable(module="vision")
@@ -35,8 +34,16 @@ def pictures(
     split: str = "train",
     seed: int = 0,
 ) -> list[Task]:
-    """Pictures of 1 to `most` squares, `pixels` wide and high, fixed by `seed`; those of the split
-    "test" are others, and the same whatever the seed."""
+    """Returns tasks with generated pictures; those of the split "test" are the same for every seed.
+
+    Args:
+        count: Number of pictures.
+        most: Largest number of squares in a picture; the smallest is 1.
+        pixels: Width and height of a picture.
+        question: The text that follows the picture.
+        split: "train" or "test".
+        seed: Seed of the training pictures.
+    """
     one_of("vision.pictures.split", split, SPLITS)
     within("vision.pictures.most", most, 1, CELLS**2)
     within("vision.pictures.pixels", pixels, 4 * CELLS, 4096)
@@ -54,14 +61,14 @@ def pictures(
 
 @gin.configurable(module="vision")
 def verify(task: Task, text: str) -> float:
-    """1.0 where the last number is the count, else 0.0."""
+    """Returns 1.0 if the last number in the text is the count, otherwise 0.0."""
     return float(re.findall(r"\d+", text)[-1:] == [task.answer])
 
 
 def drawn(
     rng: np.random.Generator, squares: int, pixels: int
 ) -> UInt8[np.ndarray, "pixels pixels 3"]:
-    """A picture of so many squares, each 3/4 of a cell wide, somewhere in its cell."""
+    """A picture with squares of 3/4 of a cell's width, each at a random place in its own cell."""
     cell = pixels // CELLS
     side = cell * 3 // 4
     picture = np.full((pixels, pixels, 3), rng.integers(0, 60, 3), np.uint8)

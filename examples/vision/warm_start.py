@@ -16,8 +16,7 @@ from typing import Any
 
 import gin
 
-from areal_x.hf.pictures import reader_of, urls_of
-from areal_x.types import Batch, Task, Trajectory
+from areal_x import Batch, Task, Trajectory, reader_of, urls_of
 from examples.tiny.model import END, PAD, SPECIAL, encode, write_tokenizer
 from examples.tiny.supervised import ROWS, batches_of, supervised_trajectory
 from examples.tiny.warm_start import supervised_model
