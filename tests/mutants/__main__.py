@@ -98,7 +98,7 @@ def main() -> int:
         for number, (mutant, test) in enumerate(zip(chosen, pool.map(with_a_copy, chosen), strict=True), 1):
             survivors += not test
             print(f"| {number} | `{mutant.file}` | {mutant.bug} | {f'`{test}`' if test else '**none**'} |", flush=True)
-    print(f"\n{len(chosen) - survivors} of {len(chosen)} are seen")
+    print(f"\n{len(chosen) - survivors} of {len(chosen)} are detected")
     return 1 if survivors else 0
 
 
