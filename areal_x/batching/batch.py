@@ -1,9 +1,9 @@
 """From scored groups to the packed rows of optimizer steps: rewards, advantages and weights, on the
 host, in numpy.
 
-groups ──split──▶ minibatches ──pack──▶ rows ──trainers──▶ log-probabilities, values
+groups ──split──▶ minibatches ──pack──▶ rows ──models──▶ log-probabilities, values
                                                                   │
-batches ◀── weights × corrections ◀── advantages, returns ◀── rewards a token
+batches ◀── weights × corrections ◀── advantages, returns ◀── per-token rewards
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ from areal_x.types import NOT_THE_POLICY, Batch, Episode, Group, Trajectory
 
 @dataclass(frozen=True)
 class Models:
-    """What gives a batch its log-probabilities and values; None where the algorithm does
-    without."""
+    """The models that compute a batch's log-probabilities and values; None if the algorithm does
+    not need one."""
 
     policy: Trainer
     reference: Scorer | None = None
     critic: Trainer | None = None
 
     def trainers(self) -> dict[str, Trainer]:
-        """Those that a backend computes, by name; a server may score in the place of the
-        reference."""
+        """The models that a backend computes, by name. The reference may be a server instead, which
+        only scores."""
         found: dict[str, Any] = {
             "policy": self.policy,
             "reference": self.reference,
@@ -45,8 +45,8 @@ class Models:
         return {name: model for name, model in found.items() if hasattr(model, "restore")}
 
     def save(self, directory: Path) -> Callable[[], None] | None:
-        """What `--resume` needs of the trainers; `trainer/` is a model directory. See
-        Trainer.save_in_background."""
+        """Begins to write the trainers' state for `--resume`; `trainer/` is a model directory.
+        Returns a function that waits for the writes, or None (see Trainer.save_in_background)."""
         begun = [self.policy.save_in_background(directory / "trainer")]
         if self.critic is not None:
             begun.append(self.critic.save_in_background(directory / "critic"))
@@ -60,14 +60,20 @@ class Models:
 
 
 @dataclass(frozen=True)
-class Part:
-    """The episodes of one optimizer step and where their trajectories lie in its rows."""
+class Minibatch:
+    """The episodes of one optimizer step, and their trajectories as packed rows."""
 
     episodes: Sequence[Episode]
-    tickets: Sequence[int]  # of the group of each episode
-    # reward of the greedy answer to each episode's task, NaN where there is none
-    greedy: Sequence[float]
-    owner: Sequence[int]  # of each trajectory, its episode
+
+    tickets: Sequence[int]
+    """For each episode, the ticket of its group."""
+
+    greedy_rewards: Sequence[float]
+    """For each episode, the reward of the greedy answer to its task; NaN if there is none."""
+
+    episode_of: Sequence[int]
+    """For each trajectory, the index of its episode."""
+
     trajectories: Sequence[Trajectory]
     packed: Packed
 
@@ -81,33 +87,35 @@ def make_batches(
     minibatches: int = 1,
     share_prompts: bool = False,
 ) -> list[Batch]:
-    """The rows `[rows, row_length]` of each of the `minibatches` optimizer steps over these groups,
-    a group in one of them.
+    """Turns groups into one batch of rows `[rows, row_length]` for each of `minibatches` optimizer
+    steps.
 
-    Advantages are of all groups together; weights and corrections of one optimizer step each.
-    version: of the policy now. share_prompts: what the trajectories of a group begin with lies once
-    beside as many of them as a row holds. Raises: UserError for a trajectory longer than a row, or
-    an episode that is no pair where the algorithm compares pairs.
+    A group is in one of the batches. Advantages are computed over all groups together; weights and
+    corrections over each optimizer step alone.
+
+    version: of the policy about to be trained. share_prompts: the common prefix of a group's
+    trajectories is stored once a row, beside as many of them as the row holds.
+
+    Raises: UserError for a trajectory longer than a row, or an episode that is not a pair if the
+    algorithm compares pairs.
     """
     together = 2 if algorithm.pairs else 1
     parts = [
-        lay_out(groups[i::minibatches], row_length, together, share_prompts)
+        pack_groups(groups[i::minibatches], row_length, together, share_prompts)
         for i in range(minibatches)
     ]
-    batches = [with_models(part.packed.batch, algorithm, models, version) for part in parts]
+    batches = [add_model_outputs(part.packed.batch, algorithm, models, version) for part in parts]
     if algorithm.advantages is not None:
-        batches = [
-            credited(*both)
-            for both in zip(with_advantages(batches, parts, algorithm), parts, strict=True)
-        ]
-    return [weighted(batch, part, algorithm) for batch, part in zip(batches, parts, strict=True)]
+        batches = add_advantages(batches, parts, algorithm)
+        batches = [apply_credit(batch, part) for batch, part in zip(batches, parts, strict=True)]
+    return [add_weights(batch, part, algorithm) for batch, part in zip(batches, parts, strict=True)]
 
 
-def lay_out(
+def pack_groups(
     groups: Sequence[Group], row_length: int, together: int = 1, share_prompts: bool = False
-) -> Part:
-    """All scored episodes of the groups, packed; the `together` trajectories of an episode side by
-    side."""
+) -> Minibatch:
+    """Packs all scored episodes of the groups into rows; the `together` trajectories of an episode
+    are adjacent."""
     episodes = [(episode, group) for group in groups for episode in group.scored]
     for episode, group in episodes:
         if together > 1 and len(episode.trajectories) != together:
@@ -116,28 +124,27 @@ def lay_out(
                 f" algorithm compares {together}: it needs a workflow whose episodes are pairs,"
                 " such as @preference_pairs()"
             )
-    owned = [
-        (trajectory, e)
-        for e, (episode, _) in enumerate(episodes)
-        for trajectory in episode.trajectories
-    ]
-    groups_of = [episodes[e][1].ticket for _, e in owned] if share_prompts else None
-    return Part(
+    episode_of = [e for e, (episode, _) in enumerate(episodes) for _ in episode.trajectories]
+    trajectories = [trajectory for episode, _ in episodes for trajectory in episode.trajectories]
+    return Minibatch(
         episodes=[episode for episode, _ in episodes],
         tickets=[group.ticket for _, group in episodes],
-        greedy=[
+        greedy_rewards=[
             np.nan if group.greedy_reward is None else group.greedy_reward for _, group in episodes
         ],
-        owner=[e for _, e in owned],
-        trajectories=[trajectory for trajectory, _ in owned],
+        episode_of=episode_of,
+        trajectories=trajectories,
         packed=pack(
-            [trajectory for trajectory, _ in owned], row_length, together=together, groups=groups_of
+            trajectories,
+            row_length,
+            together=together,
+            groups=[episodes[e][1].ticket for e in episode_of] if share_prompts else None,
         ),
     )
 
 
-def with_models(batch: Batch, algorithm: Algorithm, models: Models, version: int) -> Batch:
-    """The batch with every log-probability and value that the algorithm asks for."""
+def add_model_outputs(batch: Batch, algorithm: Algorithm, models: Models, version: int) -> Batch:
+    """Adds the tokens' ages and every log-probability and value that the algorithm reads."""
     interrupts.check()
     versions = np.asarray(batch.versions)
     ages = np.where(versions == NOT_THE_POLICY, 0, version - versions).astype(np.int32)
@@ -150,85 +157,135 @@ def with_models(batch: Batch, algorithm: Algorithm, models: Models, version: int
     )
 
 
-def with_advantages(
-    batches: Sequence[Batch], parts: Sequence[Part], algorithm: Algorithm
+# ---- rewards
+
+
+def token_rewards(batch: Batch, part: Minibatch, algorithm: Algorithm) -> list[np.ndarray]:
+    """Per-token rewards of each trajectory: its own token rewards, plus the sequence's reward and
+    its length's shaping on the last trained token, less β · k1 to the reference.
+
+    The last trained token, not the last token: an episode that ends in a tool's output must not
+    lose its reward. Without any trained token the reward is on the last one: it has no gradient,
+    but a baseline of the group counts it.
+    """
+    lengths = np.array([trajectory.mask.sum() for trajectory in part.trajectories])
+    shaped = np.zeros(len(lengths))
+    if algorithm.shaping is not None:
+        shaped = checked_array(
+            algorithm.shaping(lengths), shaped.shape, "shaping", algorithm.shaping
+        ).astype(np.float64)
+    rewards = []
+    for trajectory, e, extra in zip(part.trajectories, part.episode_of, shaped, strict=True):
+        earned = (
+            np.zeros(len(trajectory))
+            if trajectory.token_rewards is None
+            else trajectory.token_rewards.astype(np.float64)
+        )
+        reward = part.episodes[e].reward
+        last = np.flatnonzero(trajectory.mask)[-1] if trajectory.mask.any() else -1
+        earned[last] += reward + extra
+        rewards.append(earned)
+    if algorithm.reward_kl:
+        kl = part.packed.gather(np.asarray(k1(batch.behavior_logp, batch.reference_logp)))
+        rewards = [
+            r - algorithm.reward_kl * np.where(t.mask, d, 0)
+            for r, t, d in zip(rewards, part.trajectories, kl, strict=True)
+        ]
+    return rewards
+
+
+def episode_rewards(part: Minibatch, rewards: Sequence[np.ndarray]) -> np.ndarray:
+    """Total reward of each episode: the mean over its trajectories, which share its reward, or
+    without a trajectory its reward alone.
+
+    An episode without a trained token was scored all the same, so the others of its group are
+    compared with it.
+    """
+    totals = np.array([episode.reward for episode in part.episodes], np.float64)
+    episode_of = np.asarray(part.episode_of, np.int64)
+    count = np.bincount(episode_of, minlength=len(totals))
+    sums = np.bincount(episode_of, [r.sum() for r in rewards], len(totals))
+    has_any = count > 0
+    return np.where(has_any, sums / np.maximum(count, 1), totals)
+
+
+# ---- advantages
+
+
+def add_advantages(
+    batches: Sequence[Batch], parts: Sequence[Minibatch], algorithm: Algorithm
 ) -> list[Batch]:
-    """Advantages of all parts together, spread over the tokens; returns too, where the algorithm
-    gives them."""
+    """Adds the advantages, computed over all minibatches together, and the returns if the algorithm
+    computes any."""
     function = algorithm.advantages
     assert function is not None
     rewards = [
         token_rewards(batch, part, algorithm) for batch, part in zip(batches, parts, strict=True)
     ]
     if "mask" in parameter_names(function):
-        return per_token(function, batches, parts, rewards)
-    owners = [np.asarray(part.owner, np.int64) for part in parts]
-    count = [len(part.episodes) for part in parts]
+        return add_token_advantages(function, batches, parts, rewards)
+    return add_episode_advantages(function, batches, parts, rewards)
+
+
+def add_episode_advantages(
+    function: Callable[..., Any],
+    batches: Sequence[Batch],
+    parts: Sequence[Minibatch],
+    rewards: Sequence[Sequence[np.ndarray]],
+) -> list[Batch]:
+    """Adds one advantage an episode, the same for all its tokens."""
     totals = [episode_rewards(part, own) for part, own in zip(parts, rewards, strict=True)]
     lengths = [
-        np.bincount(owner, [t.mask.sum() for t in part.trajectories], n)
-        for part, owner, n in zip(parts, owners, count, strict=True)
+        np.bincount(
+            np.asarray(part.episode_of, np.int64),
+            [t.mask.sum() for t in part.trajectories],
+            len(part.episodes),
+        )
+        for part in parts
     ]
-    given = {
+    available = {
         "rewards": np.concatenate(totals),
         "groups": np.concatenate([np.asarray(part.tickets, np.int64) for part in parts]),
         "lengths": np.concatenate(lengths),
-        "greedy_rewards": np.concatenate([np.asarray(part.greedy, np.float64) for part in parts]),
+        "greedy_rewards": np.concatenate(
+            [np.asarray(part.greedy_rewards, np.float64) for part in parts]
+        ),
     }
-    of_episodes = shaped_as(given["rewards"], call_by_name(function, given), "advantages", function)
-    advantages = np.split(of_episodes, np.cumsum(count)[:-1])
+    result = checked_array(
+        call_by_name(function, available), available["rewards"].shape, "advantages", function
+    )
+    of_parts = np.split(result, np.cumsum([len(part.episodes) for part in parts])[:-1])
     return [
-        batch.replace(advantages=part.packed.spread(own[owner]))
-        for batch, part, own, owner in zip(batches, parts, advantages, owners, strict=True)
+        batch.replace(
+            advantages=part.packed.spread(advantages[np.asarray(part.episode_of, np.int64)])
+        )
+        for batch, part, advantages in zip(batches, parts, of_parts, strict=True)
     ]
 
 
-def episode_rewards(part: Part, rewards: Sequence[np.ndarray]) -> np.ndarray:
-    """What each episode earned: the mean over its trajectories, which share its reward; without a
-    trajectory its reward.
-
-    An episode without a trained token was scored all the same, so the others of its group are
-    compared with it.
-    """
-    totals = np.array([episode.reward for episode in part.episodes], np.float64)
-    owner = np.asarray(part.owner, np.int64)
-    has_any = np.bincount(owner, minlength=len(totals)) > 0
-    return np.where(has_any, _mean_of_owner([r.sum() for r in rewards], owner, len(totals)), totals)
-
-
-def credited(batch: Batch, part: Part) -> Batch:
-    """Each token's advantage times what its trajectory says that it counts. A critic's targets stay
-    as they are."""
-    if all(trajectory.credit is None for trajectory in part.trajectories):
-        return batch
-    credit = [
-        np.ones(len(t), np.float32) if t.credit is None else t.credit for t in part.trajectories
-    ]
-    return batch.replace(advantages=batch.advantages * part.packed.spread_tokens(credit))
-
-
-def per_token(
+def add_token_advantages(
     function: Callable[..., Any],
     batches: Sequence[Batch],
-    parts: Sequence[Part],
+    parts: Sequence[Minibatch],
     rewards: Sequence[Sequence[np.ndarray]],
 ) -> list[Batch]:
+    """Adds one advantage a token, and the returns if the function computes them."""
     trajectories = [trajectory for part in parts for trajectory in part.trajectories]
     # An episode without a trajectory is a row of one token that is not trained on.
     bare = [
         (part.episodes[e].reward, part.tickets[e])
         for part in parts
-        for e in without_trajectory(part)
+        for e in episodes_without_trajectory(part)
     ]
-    nothing = [np.zeros(1)] * len(bare)
-    given = {
+    one_token = [np.zeros(1)] * len(bare)
+    available = {
         "rewards": _rectangle(
             [*(r for own in rewards for r in own), *(np.array([reward]) for reward, _ in bare)],
             np.float64,
         ),
-        "mask": _rectangle([*(t.mask for t in trajectories), *nothing], np.bool_),
+        "mask": _rectangle([*(t.mask for t in trajectories), *one_token], np.bool_),
         "groups": np.asarray(
-            [part.tickets[owner] for part in parts for owner in part.owner]
+            [part.tickets[e] for part in parts for e in part.episode_of]
             + [ticket for _, ticket in bare],
             np.int64,
         ),
@@ -239,17 +296,17 @@ def per_token(
             for batch, part in zip(batches, parts, strict=True)
             for v in part.packed.gather(np.asarray(batch.old_values))
         ]
-        given["values"] = _rectangle([*values, *nothing], np.float64)
-    result = call_by_name(function, given)
-    named = {
-        name: shaped_as(given["rewards"], x, name, function)
+        available["values"] = _rectangle([*values, *one_token], np.float64)
+    result = call_by_name(function, available)
+    computed = {
+        name: checked_array(x, available["rewards"].shape, name, function)
         for name, x in zip(
             ("advantages", "returns"),
             result if isinstance(result, tuple) else (result,),
             strict=False,
         )
     }
-    made, first = [], 0
+    filled, first = [], 0
     for batch, part in zip(batches, parts, strict=True):
         rows = range(first, first + len(part.trajectories))
         first = rows.stop
@@ -257,100 +314,81 @@ def per_token(
             name: part.packed.spread_tokens(
                 [np.asarray(x)[r, : len(trajectories[r])] for r in rows]
             )
-            for name, x in named.items()
+            for name, x in computed.items()
         }
-        made.append(batch.replace(**arrays))
-    return made
+        filled.append(batch.replace(**arrays))
+    return filled
 
 
-def without_trajectory(part: Part) -> list[int]:
-    return sorted(set(range(len(part.episodes))) - set(part.owner))
+def episodes_without_trajectory(part: Minibatch) -> list[int]:
+    return sorted(set(range(len(part.episodes))) - set(part.episode_of))
 
 
-def token_rewards(batch: Batch, part: Part, algorithm: Algorithm) -> list[np.ndarray]:
-    """What each token of each trajectory earned: the sequence's reward on its last trained token
-    (so that an episode which ends in a tool's output does not lose it), token rewards of its own,
-    what its length is worth, less β · k1 to the reference.
-
-    Where no token is trained on the reward is the last one's: no gradient comes of it, and a
-    baseline of the group counts it.
-    """
-    lengths = np.array([trajectory.mask.sum() for trajectory in part.trajectories])
-    shaped = np.zeros(len(lengths))
-    if algorithm.shaping is not None:
-        shaped = shaped_as(shaped, algorithm.shaping(lengths), "shaping", algorithm.shaping).astype(
-            np.float64
-        )
-    made = []
-    for trajectory, owner, extra in zip(part.trajectories, part.owner, shaped, strict=True):
-        earned = (
-            np.zeros(len(trajectory))
-            if trajectory.token_rewards is None
-            else trajectory.token_rewards.astype(np.float64)
-        )
-        reward = part.episodes[owner].reward
-        last = np.flatnonzero(trajectory.mask)[-1] if trajectory.mask.any() else -1
-        earned[last] += reward + extra
-        made.append(earned)
-    if algorithm.reward_kl:
-        kl = part.packed.gather(np.asarray(k1(batch.behavior_logp, batch.reference_logp)))
-        made = [
-            r - algorithm.reward_kl * np.where(t.mask, d, 0)
-            for r, t, d in zip(made, part.trajectories, kl, strict=True)
-        ]
-    return made
-
-
-def weighted(batch: Batch, part: Part, algorithm: Algorithm) -> Batch:
-    """What each term counts. Denominators are those before any correction."""
-    groups_of_segments = np.zeros((batch.shape[0], batch.shape[1] + 1), np.int64)
-    groups_of_segments[part.packed.rows, part.packed.segments] = [
-        part.tickets[owner] for owner in part.owner
+def apply_credit(batch: Batch, part: Minibatch) -> Batch:
+    """Multiplies each token's advantage by its trajectory's credit for it. Returns, the critic's
+    targets, do not change."""
+    if all(trajectory.credit is None for trajectory in part.trajectories):
+        return batch
+    credit = [
+        np.ones(len(t), np.float32) if t.credit is None else t.credit for t in part.trajectories
     ]
-    given = {
+    return batch.replace(advantages=batch.advantages * part.packed.spread_tokens(credit))
+
+
+# ---- weights
+
+
+def add_weights(batch: Batch, part: Minibatch, algorithm: Algorithm) -> Batch:
+    """Adds the weight of each token's term: weighting × corrections. Corrections do not change the
+    weighting's denominators."""
+    groups_of_segments = np.zeros((batch.shape[0], batch.shape[1] + 1), np.int64)
+    groups_of_segments[part.packed.places.rows, part.packed.places.segments] = [
+        part.tickets[e] for e in part.episode_of
+    ]
+    available = {
         "mask": batch.mask,
         "segment_ids": batch.segment_ids,
         "groups_of_segments": groups_of_segments,
     }
-    weights = shaped_as(
-        batch.mask, call_by_name(algorithm.weighting, given), "weighting", algorithm.weighting
+    weights = checked_array(
+        call_by_name(algorithm.weighting, available),
+        batch.shape,
+        "weighting",
+        algorithm.weighting,
     )
     if algorithm.corrections is not None and algorithm.proximal != "interpolate":
         log_ratio = np.where(
             batch.mask, np.asarray(batch.proximal_logp) - np.asarray(batch.behavior_logp), 0
         )
         factors = algorithm.corrections(log_ratio, batch.mask, batch.segment_ids)
-        weights = weights * shaped_as(batch.mask, factors, "corrections", algorithm.corrections)
+        weights = weights * checked_array(
+            factors, batch.shape, "corrections", algorithm.corrections
+        )
     return batch.replace(weights=weights.astype(np.float32))
 
 
-def shaped_as(like: np.ndarray, given: Any, part: str, function: Callable[..., Any]) -> np.ndarray:
-    """What a part of an algorithm gave, as an array. Raises: UserError where its shape is another
-    than it must be."""
-    array = given if isinstance(given, np.ndarray) else np.asarray(given)
-    if array.shape != like.shape:
-        name = function_name(function)
+def checked_array(
+    result: Any, shape: tuple[int, ...], part: str, function: Callable[..., Any]
+) -> np.ndarray:
+    """Returns the result of a part of an algorithm as an array. Raises: UserError if it has the
+    wrong shape."""
+    array = result if isinstance(result, np.ndarray) else np.asarray(result)
+    if array.shape != shape:
         raise UserError(
-            f"{name} gave {part} of the shape {list(array.shape)}: it must be {list(like.shape)}"
+            f"{function_name(function)} returned {part} of shape {list(array.shape)}: it must be"
+            f" {list(shape)}"
         )
     return array
 
 
 def staleness(groups: Sequence[Group], version: int) -> list[int]:
-    """How many versions old each group is when version `version` is about to be trained: at most
-    the queue's bound."""
+    """Age in versions of each group when version `version` is about to be trained: at most the
+    queue's bound."""
     return [version - group.admitted_version for group in groups]
 
 
-def _mean_of_owner(values: Sequence[float], owner: np.ndarray, count: int) -> np.ndarray:
-    means: np.ndarray = np.bincount(owner, values, count) / np.maximum(
-        np.bincount(owner, minlength=count), 1
-    )
-    return means
-
-
 def _rectangle(rows: Sequence[np.ndarray], dtype: Any) -> np.ndarray:
-    """`[S, T]`, T the longest, zeros behind the others' ends."""
+    """`[S, T]` with T the greatest length; shorter rows are padded with zeros."""
     out = np.zeros((len(rows), max(map(len, rows), default=0)), dtype)
     for row, x in zip(out, rows, strict=True):
         row[: len(x)] = x

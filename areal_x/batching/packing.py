@@ -1,7 +1,7 @@
-"""Sequences into rows of a fixed length, by first-fit decreasing; and values of sequences or tokens
-into the same places.
+"""Packs sequences into rows of a fixed length by first-fit decreasing, and maps values of sequences
+or tokens to the same positions and back.
 
-A sequence is never cut. Those that begin alike may lie beside one copy of what they share
+A sequence is never cut. Those with a common prefix may share one copy of it
 (areal_x.batching.sharing).
 """
 
@@ -15,35 +15,30 @@ import numpy as np
 from jaxtyping import Float32, Int, Int32, Int64
 
 from areal_x.batching.first_fit import first_fit_decreasing
-from areal_x.batching.sharing import Places, shared_places
+from areal_x.batching.sharing import Placement, place_shared
 from areal_x.errors import UserError, positive
 from areal_x.types import NOT_RECORDED, NOT_THE_POLICY, Batch, Trajectory
 
 
 @dataclass(frozen=True)
 class Packed:
-    """A batch of rows, and where in it each of the n trajectories lies.
+    """A batch of rows, and the positions of the n trajectories in it.
 
-    Trajectory i holds the places `starts[i] : starts[i] + lengths[i] - shared[i]` of row `rows[i]`,
-    under the segment id `segments[i]`; before those come the `shared[i]` tokens from
-    `shared_starts[i]` on, which other trajectories begin with too. In the batch tokens,
-    segment_ids, positions, mask, behavior_logp and versions are filled; prefix_ids where sharing
-    was asked for; and, if a trajectory has any, experts and what speaks of images. Everything else
-    is None.
+    With `places`, trajectory i occupies `starts[i] : starts[i] + lengths[i] - shared[i]` of row
+    `rows[i]`, with the segment id `segments[i]`; its first `shared[i]` tokens, which other
+    trajectories share, are at `shared_starts[i]` of the same row. The batch has tokens,
+    segment_ids, positions, mask, behavior_logp and versions; prefix_ids if sharing was requested;
+    and experts and the image arrays if a trajectory has any. Everything else is None.
     """
 
     batch: Batch
-    rows: Int32[np.ndarray, " n"]
-    starts: Int32[np.ndarray, " n"]
     lengths: Int32[np.ndarray, " n"]
-    segments: Int32[np.ndarray, " n"]
-    shared: Int32[np.ndarray, " n"]
-    shared_starts: Int32[np.ndarray, " n"]
+    places: Placement
 
     def spread(self, values: Float32[np.ndarray, " n"]) -> Float32[np.ndarray, "rows length"]:
-        """Each trajectory's value at all tokens that are its own, 0 at shared ones and in
-        padding."""
-        own = _within(self.lengths) >= np.repeat(self.shared, self.lengths)
+        """Returns rows with each trajectory's value at all tokens of its own, 0 at shared tokens
+        and in padding."""
+        own = _within(self.lengths) >= np.repeat(self.places.shared, self.lengths)
         return self._scatter(
             np.where(own, np.repeat(np.asarray(values, np.float32), self.lengths), 0)
         )
@@ -51,8 +46,8 @@ class Packed:
     def spread_tokens(
         self, values: Sequence[Float32[np.ndarray, " T"]]
     ) -> Float32[np.ndarray, "rows length"]:
-        """Each trajectory's array, one value a token, where its tokens lie; 0 in padding. Of a
-        shared token the last one's."""
+        """Returns rows with each trajectory's array, one value a token, at its tokens; 0 in
+        padding. A shared token gets the value of the last trajectory that shares it."""
         if [len(v) for v in values] != self.lengths.tolist():
             raise ValueError(
                 f"expected one value for each token of {len(self.lengths)} trajectories"
@@ -60,30 +55,21 @@ class Packed:
         return self._scatter(np.concatenate([np.zeros(0, np.float32), *values]).astype(np.float32))
 
     def gather(self, x: np.ndarray) -> list[np.ndarray]:
-        """The inverse of `spread_tokens`: from `[rows, length]` one array a trajectory, in the
-        order they were given."""
-        return (
-            np.split(x.reshape(-1)[self._places()], np.cumsum(self.lengths)[:-1])
-            if len(self.lengths)
-            else []
-        )
+        """The inverse of `spread_tokens`: splits `[rows, length]` into one array a trajectory, in
+        the order of `pack`'s argument."""
+        if not len(self.lengths):
+            return []
+        return np.split(x.reshape(-1)[self._positions()], np.cumsum(self.lengths)[:-1])
 
     def _scatter(
         self, values: Float32[np.ndarray, " tokens"]
     ) -> Float32[np.ndarray, "rows length"]:
         out = np.zeros(self.batch.shape, np.float32)
-        out.reshape(-1)[self._places()] = values
+        out.reshape(-1)[self._positions()] = values
         return out
 
-    def _places(self) -> Int64[np.ndarray, " tokens"]:
-        return _places(
-            self.rows,
-            self.starts,
-            self.lengths,
-            self.batch.shape[1],
-            self.shared,
-            self.shared_starts,
-        )
+    def _positions(self) -> Int64[np.ndarray, " tokens"]:
+        return _flat_positions(self.places, self.lengths, self.batch.shape[1])
 
 
 def pack(
@@ -93,14 +79,16 @@ def pack(
     together: int = 1,
     groups: Sequence[int] | None = None,
 ) -> Packed:
-    """Packs whole trajectories into rows `[rows, row_length]`; empty rows fill up to a multiple of
-    `rows_multiple`.
+    """Packs whole trajectories into rows `[rows, row_length]`; always at least one row.
 
-    There is always a row. Which lengths share one depends on the lengths alone; equal lengths keep
-    the order they came in. together: so many that follow each other stay neighbours in one row (2:
-    pairs, with the segment ids 2k - 1 and 2k). groups: whose each trajectory is; those of a group
-    share what they begin with, where that is worth it, one copy a row. Raises: UserError for
-    trajectories longer than a row, naming the setting to raise.
+    Which lengths share a row depends on the lengths alone; equal lengths keep their order.
+
+    rows_multiple: empty rows are added up to a multiple of this. together: this many consecutive
+    trajectories stay adjacent in a row (2: pairs, with the segment ids 2k - 1 and 2k). groups: the
+    group of each trajectory; those of a group share a common prefix, one copy a row, where that
+    saves rows or tokens.
+
+    Raises: UserError for trajectories longer than a row, naming the setting to raise.
     """
     positive("train.row_length", row_length)
     lengths = np.array([len(t) for t in trajectories], np.int32)
@@ -109,7 +97,7 @@ def pack(
     if len(lengths) % together:
         raise ValueError(f"{len(lengths)} trajectories do not make whole sets of {together}")
     if groups is not None and together > 1:
-        raise ValueError("trajectories that stay together cannot share what they begin with")
+        raise ValueError("trajectories that stay together cannot share a prefix")
     totals = lengths.reshape(-1, together).sum(1, dtype=np.int32)
     if len(totals) and totals.max() > row_length:
         what = "a sequence" if together == 1 else f"a set of {together} sequences"
@@ -119,20 +107,17 @@ def pack(
             " sampling.max_tokens"
         )
     places = (
-        whole_places(lengths, row_length, together)
+        place_unshared(lengths, row_length, together)
         if groups is None
-        else shared_places(trajectories, groups, row_length)
+        else place_shared(trajectories, groups, row_length)
     )
     used = int(places.rows.max(initial=0)) + 1
     shape = (-(-used // rows_multiple) * rows_multiple, row_length)
-    at = _places(
-        places.rows, places.starts, lengths, row_length, places.shared, places.shared_starts
-    )
+    at = _flat_positions(places, lengths, row_length)
     within = _within(lengths)
     is_shared = within < np.repeat(places.shared, lengths)
-    own_segment, shared_segment = (
-        np.repeat(x, lengths) for x in (places.segments, places.shared_segments)
-    )
+    own_segment = np.repeat(places.segments, lengths)
+    shared_segment = np.repeat(places.shared_segments, lengths)
 
     def filled(values: Sequence[np.ndarray], dtype: Any, padding: float = 0) -> np.ndarray:
         each = values[0].shape[1:] if len(values) else ()
@@ -141,7 +126,7 @@ def pack(
             out.reshape(-1, *each)[at] = np.concatenate(values)
         return out
 
-    experts = experts_of(trajectories)
+    experts = recorded_experts(trajectories)
     batch = Batch(
         tokens=filled([t.tokens for t in trajectories], np.int32),
         segment_ids=filled([np.where(is_shared, shared_segment, own_segment)], np.int32),
@@ -153,21 +138,15 @@ def pack(
         prefix_ids=(
             None if groups is None else filled([np.where(is_shared, 0, shared_segment)], np.int32)
         ),
-        **images_of_rows(trajectories, places.rows, places.starts, places.segments, shape[0]),
+        **image_arrays(trajectories, places, rows=shape[0]),
     )
-    return Packed(
-        batch,
-        places.rows,
-        places.starts,
-        lengths,
-        places.segments,
-        places.shared,
-        places.shared_starts,
-    )
+    return Packed(batch, lengths, places)
 
 
-def whole_places(lengths: Int32[np.ndarray, " n"], row_length: int, together: int = 1) -> Places:
-    """Sequences, or sets of neighbours, by first-fit decreasing; nothing is shared."""
+def place_unshared(
+    lengths: Int32[np.ndarray, " n"], row_length: int, together: int = 1
+) -> Placement:
+    """Places sequences, or sets of adjacent ones, by first-fit decreasing; nothing is shared."""
     sets = lengths.reshape(-1, together)
     rows, starts, segments = (
         np.repeat(x, together)
@@ -177,11 +156,11 @@ def whole_places(lengths: Int32[np.ndarray, " n"], row_length: int, together: in
     segments = (segments - 1) * together + np.tile(
         np.arange(1, together + 1, dtype=np.int32), len(sets)
     )
-    return Places(rows, starts, segments, *(np.zeros_like(lengths) for _ in range(3)))
+    return Placement(rows, starts, segments, *(np.zeros_like(lengths) for _ in range(3)))
 
 
-def experts_of(trajectories: Sequence[Trajectory]) -> list[np.ndarray]:
-    """The recorded experts of each, -1 of those without; empty where none has any."""
+def recorded_experts(trajectories: Sequence[Trajectory]) -> list[np.ndarray]:
+    """The recorded experts of each trajectory, -1 for one without; empty if none has any."""
     recorded = [t.experts for t in trajectories if t.experts is not None]
     if len({x.shape[1:] for x in recorded}) > 1:
         raise ValueError("trajectories with experts of different models cannot share a batch")
@@ -193,57 +172,55 @@ def experts_of(trajectories: Sequence[Trajectory]) -> list[np.ndarray]:
     ]
 
 
-def images_of_rows(
-    trajectories: Sequence[Trajectory],
-    rows: Int32[np.ndarray, " n"],
-    starts: Int32[np.ndarray, " n"],
-    segments: Int32[np.ndarray, " n"],
-    count: int,
+def image_arrays(
+    trajectories: Sequence[Trajectory], places: Placement, rows: int
 ) -> dict[str, np.ndarray]:
-    """What a batch of `count` rows says of images, those of a row in the order of its tokens;
-    nothing where there are none."""
-    in_order = ((i, trajectories[i].images) for i in np.lexsort((starts, rows)).tolist())
+    """The image arrays of a batch of `rows` rows, those of a row in the order of its tokens; empty
+    if there are no images.
+
+    Raises: UserError for patches of different models' processors.
+    """
+    in_order = (
+        (i, trajectories[i].images) for i in np.lexsort((places.starts, places.rows)).tolist()
+    )
     seen = {i: images for i, images in in_order if images is not None and len(images.grids)}
     if not seen:
         return {}
     if len(widths := {images.patches.shape[1] for images in seen.values()}) > 1:
         raise UserError(
-            f"patches of {sorted(widths)} features cannot share a batch: they are of different"
+            f"patches of {sorted(widths)} features cannot share a batch: they come from different"
             " models' processors"
         )
+    row_of = places.rows[list(seen)]
 
     def filled(values: Sequence[np.ndarray], dtype: Any) -> np.ndarray:
-        lengths = np.bincount(rows[list(seen)], [len(x) for x in values], count).astype(np.int64)
-        out = np.zeros((count, lengths.max(), *values[0].shape[1:]), dtype)
-        out[np.repeat(np.arange(count), lengths), _within(lengths)] = np.concatenate(values)
+        lengths = np.bincount(row_of, [len(x) for x in values], rows).astype(np.int64)
+        out = np.zeros((rows, lengths.max(), *values[0].shape[1:]), dtype)
+        out[np.repeat(np.arange(rows), lengths), _within(lengths)] = np.concatenate(values)
         return out
 
     return {
         "patches": filled([images.patches for images in seen.values()], np.float32),
         "grids": filled([images.grids for images in seen.values()], np.int32),
         "image_segments": filled(
-            [np.full(len(images.grids), segments[i]) for i, images in seen.items()], np.int32
+            [np.full(len(images.grids), places.segments[i]) for i, images in seen.items()],
+            np.int32,
         ),
     }
 
 
 def _within(lengths: Int[np.ndarray, " n"]) -> Int64[np.ndarray, " tokens"]:
-    """0 .. T-1 for each sequence, one after the other."""
+    """Each token's index in its sequence: 0 .. T-1 for each sequence, concatenated."""
     ends = np.cumsum(lengths, dtype=np.int64)
     return np.arange(ends[-1] if len(ends) else 0) - np.repeat(ends - lengths, lengths)
 
 
-def _places(
-    rows: np.ndarray,
-    starts: np.ndarray,
-    lengths: np.ndarray,
-    row_length: int,
-    shared: np.ndarray,
-    shared_starts: np.ndarray,
+def _flat_positions(
+    places: Placement, lengths: Int32[np.ndarray, " n"], row_length: int
 ) -> Int64[np.ndarray, " tokens"]:
-    """Where each token lies in the flattened rows."""
-    within, begins = _within(lengths), rows.astype(np.int64) * row_length
-    own = np.repeat(begins + starts - shared, lengths)
-    return within + np.where(
-        within < np.repeat(shared, lengths), np.repeat(begins + shared_starts, lengths), own
-    )
+    """Each token's index in the flattened rows."""
+    within = _within(lengths)
+    begins = places.rows.astype(np.int64) * row_length
+    own = np.repeat(begins + places.starts - places.shared, lengths)
+    shared = np.repeat(begins + places.shared_starts, lengths)
+    return within + np.where(within < np.repeat(places.shared, lengths), shared, own)

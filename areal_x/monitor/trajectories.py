@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float
 
-from areal_x.batching.batch import lay_out
+from areal_x.batching.batch import pack_groups
 from areal_x.monitor.html import coloured_tokens
 from areal_x.types import NOT_THE_POLICY, Trajectory, Turn
 
@@ -95,7 +95,8 @@ def trained(turn: Turn) -> list[Trained]:
         length = np.shape(batch.tokens)[1]
         shares = batch.prefix_ids is not None
         parts = (
-            lay_out(groups, length, together, shares) for together in ((1,) if shares else (1, 2))
+            pack_groups(groups, length, together, shares)
+            for together in ((1,) if shares else (1, 2))
         )
         # pairs lie side by side
         part = next(p for p in parts if np.array_equal(p.packed.batch.tokens, batch.tokens))

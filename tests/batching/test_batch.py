@@ -1,4 +1,4 @@
-"""What an episode without a trained token counts in the baseline of its group, for every recipe's advantages."""
+"""The weight of an episode without a trained token in the baseline of its group, for every recipe's advantages."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from areal_x.batching.batch import Models, make_batches
 from areal_x.errors import function_name
 from areal_x.types import Batch, Episode, Group, Scored, Task, Trajectory
 
-ANSWERS = {1.0: 3, 0.25: 1, 3.0: 2}  # the rewards of episodes with trained tokens, and how many each has
-UNTRAINED = -1.0  # the reward of an episode whose one trajectory is context alone
+ANSWERS = {1.0: 3, 0.25: 1, 3.0: 2}  # reward → number of trained tokens, for each episode that has any
+UNTRAINED = -1.0  # the reward of an episode whose only trajectory is all context
 WITHOUT = 0.5  # the reward of an episode without a trajectory
 GREEDY = 0.75
 REWARDS = np.array([*ANSWERS, UNTRAINED, WITHOUT])
@@ -35,7 +35,7 @@ def group() -> Group:
 
 
 class Model:
-    """A policy, a reference and a critic that know nothing."""
+    """A trivial policy, reference and critic."""
 
     def logprobs(self, batch: Batch) -> np.ndarray:
         return np.asarray(batch.behavior_logp)
@@ -44,10 +44,10 @@ class Model:
         return np.zeros(batch.shape, np.float32)
 
 
-def whitened(of_rewards: np.ndarray) -> np.ndarray:
-    """Of one value an episode with tokens, as many times as it has tokens."""
-    tokens = np.repeat(of_rewards, list(ANSWERS.values()))
-    return (of_rewards - tokens.mean()) / np.sqrt(tokens.var(ddof=1) + 1e-8)
+def whitened(rewards: np.ndarray) -> np.ndarray:
+    """Whitened rewards of the episodes with tokens, each counted once a token."""
+    tokens = np.repeat(rewards, list(ANSWERS.values()))
+    return (rewards - tokens.mean()) / np.sqrt(tokens.var(ddof=1) + 1e-8)
 
 
 own = np.array([*ANSWERS])
@@ -56,7 +56,7 @@ EXPECTED = {
     "group_relative none": own - REWARDS.mean(),
     "group_relative batch": (own - REWARDS.mean()) / (REWARDS.std(ddof=1) + 1e-6),
     "leave_one_out": own - (REWARDS.sum() - own) / 4,
-    # The baseline of least variance weighs an episode by its length, so one without tokens counts nothing.
+    # The minimum-variance baseline weights an episode by its length, so one without tokens does not count.
     "length_weighted_baseline": own - (own * list(ANSWERS.values())).sum() / sum(ANSWERS.values()),
     "greedy_baseline": own - GREEDY,
     "whitened_returns": whitened(own),
@@ -71,7 +71,7 @@ def key(algorithm: Any) -> str:
     return f"{function_name(algorithm.advantages)} {how}".strip()
 
 
-def judging() -> list[Any]:
+def with_advantages() -> list[Any]:
     made = [recipes.reinforce_pp(baseline=True)]
     for name, function in vars(recipes).items():
         if inspect.isfunction(function) and "parts" in inspect.signature(function).parameters and name != "assemble":
@@ -81,10 +81,10 @@ def judging() -> list[Any]:
 
 
 def test_every_way_to_compute_advantages_is_tested() -> None:
-    assert {key(algorithm) for algorithm in judging()} == set(EXPECTED)
+    assert {key(algorithm) for algorithm in with_advantages()} == set(EXPECTED)
 
 
-@pytest.mark.parametrize("algorithm", judging(), ids=lambda algorithm: f"{algorithm.name} {key(algorithm)}")
+@pytest.mark.parametrize("algorithm", with_advantages(), ids=lambda algorithm: f"{algorithm.name} {key(algorithm)}")
 def test_an_episode_without_a_trained_token_counts_with_its_reward(algorithm: Any) -> None:
     algorithm = replace(algorithm, filters=(), shaping=None)
     (batch,) = make_batches([group()], algorithm, 64, Models(Model(), Model(), Model()))  # type: ignore[arg-type]
@@ -96,7 +96,7 @@ def test_an_episode_without_a_trained_token_counts_with_its_reward(algorithm: An
 
 
 def test_a_trajectory_without_a_trained_token_takes_nothing_off_its_episodes_reward() -> None:
-    """An agent's episode of two trajectories, one of which is context alone."""
+    """An agent's episode of two trajectories, one of which is all context."""
     first, second = (episode(reward, 2) for reward in (1.0, 0.0))
     context = replace(first.trajectories[0], mask=np.zeros(3, np.bool_))
     groups = [Group(Task("t", ""), 0, 0, (replace(first, trajectories=(*first.trajectories, context)), second))]
@@ -117,7 +117,7 @@ def test_a_step_of_episodes_without_any_token_changes_nothing() -> None:
 
 
 def test_a_critic_learns_the_returns_and_not_what_is_whitened() -> None:
-    """Without a discount and with values of 0 a token's return is what its episode earned."""
+    """Without discount, and with values of 0, a token's return is its episode's reward."""
     (batch,) = make_batches([group()], recipes.ppo(), 64, Models(Model(), critic=Model()))  # type: ignore[arg-type]
     np.testing.assert_allclose(batch.returns[batch.mask], -batch.behavior_logp[batch.mask], atol=1e-6)
 

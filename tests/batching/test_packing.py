@@ -1,4 +1,4 @@
-"""Packing: every token in exactly one place, whole sequences, few rows."""
+"""Packing: every token at exactly one position, whole sequences, few rows."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ lengths_in_rows = st.lists(st.integers(1, ROW), min_size=1, max_size=60)
 
 
 def trajectory(length: int, number: int = 0) -> Trajectory:
-    """Every token of every trajectory of a test is another number, so that none can be mistaken for another."""
+    """A trajectory whose tokens are all different, also from those of other trajectories."""
     tokens = np.arange(length, dtype=np.int32) + 1000 * (number + 1)
     return Trajectory(
         tokens=tokens,
@@ -34,7 +34,7 @@ def trajectories(lengths: list[int]) -> list[Trajectory]:
 
 
 def one_by_one(lengths: list[int], row_length: int) -> list[list[int]]:
-    """First-fit decreasing as the textbook tells it: the lengths in each row."""
+    """Textbook first-fit decreasing: the lengths in each row."""
     rows: list[list[int]] = []
     for length in sorted(lengths, reverse=True):
         for row in rows:
@@ -54,9 +54,9 @@ def test_each_token_lies_in_one_place_and_sequences_stay_whole(lengths: list[int
     batch = packed.batch
     assert int((batch.segment_ids > 0).sum()) == sum(lengths)
     for i, t in enumerate(given_):
-        row = packed.rows[i]
-        own = batch.segment_ids[row] == packed.segments[i]
-        assert np.flatnonzero(own).tolist() == list(range(packed.starts[i], packed.starts[i] + lengths[i]))
+        row = packed.places.rows[i]
+        own = batch.segment_ids[row] == packed.places.segments[i]
+        assert np.flatnonzero(own).tolist() == list(range(packed.places.starts[i], packed.places.starts[i] + lengths[i]))
         assert batch.positions[row][own].tolist() == list(range(lengths[i]))
         for name, array in (("tokens", t.tokens), ("mask", t.mask), ("behavior_logp", t.logprobs), ("versions", t.versions)):
             np.testing.assert_array_equal(getattr(batch, name)[row][own], array)
@@ -92,7 +92,7 @@ def test_rows_are_those_of_first_fit_decreasing(lengths: list[int]) -> None:
 @settings(max_examples=100, deadline=None)
 @given(st.lists(st.lists(st.integers(1, ROW), min_size=1, max_size=6), min_size=1, max_size=12))
 def test_at_most_two_ninths_more_rows_than_needed(cuts: list[list[int]]) -> None:
-    # Full rows cut into pieces: as many rows as there are cut rows suffice, and no fewer.
+    # Full rows cut into pieces, so that the minimum number of rows is known.
     lengths = []
     for shares in cuts:
         edges = np.round(np.cumsum([0, *shares]) / sum(shares) * ROW).astype(int)
@@ -157,7 +157,7 @@ def test_recorded_experts_lie_where_their_tokens_do_and_those_of_others_are_not_
     experts = np.arange(5 * 2 * 2, dtype=np.int16).reshape(5, 2, 2)
     packed = pack([replace(made[0], experts=experts), *made[1:]], 8)
     assert packed.batch.experts.shape == (*packed.batch.shape, 2, 2)
-    row, start = packed.rows[0], packed.starts[0]
+    row, start = packed.places.rows[0], packed.places.starts[0]
     np.testing.assert_array_equal(packed.batch.experts[row, start : start + 5], experts)
     elsewhere = np.ones(packed.batch.shape, bool)
     elsewhere[row, start : start + 5] = False
@@ -169,7 +169,7 @@ def test_recorded_experts_lie_where_their_tokens_do_and_those_of_others_are_not_
 
 
 def seeing(length: int, number: int, *grids: tuple[int, int, int]) -> Trajectory:
-    """Its patches are numbered through, so that none can be mistaken for another."""
+    """A trajectory with images whose patches are all different, also from those of others."""
     count = sum(int(np.prod(grid)) for grid in grids)
     patches = np.arange(count * 2, dtype=np.float32).reshape(count, 2) + 1000 * (number + 1)
     return replace(trajectory(length, number), images=Images(patches, np.array(grids, np.int32).reshape(-1, 3)))
@@ -185,7 +185,7 @@ def test_images_lie_in_the_order_of_their_tokens_and_say_whose_they_are() -> Non
     ]
     packed = pack(made, ROW)
     batch = packed.batch
-    assert list(zip(packed.rows, packed.segments, strict=True)) == [(1, 2), (1, 3), (1, 1), (0, 1), (0, 2)]
+    assert list(zip(packed.places.rows, packed.places.segments, strict=True)) == [(1, 2), (1, 3), (1, 1), (0, 1), (0, 2)]
     assert batch.grids.tolist() == [[[1, 4, 2], [0] * 3, [0] * 3], [[1, 2, 4], [2, 2, 2], [1, 2, 2]]]
     assert batch.image_segments.tolist() == [[1, 0, 0], [1, 1, 2]]
     assert (batch.patches.shape, batch.patches.dtype) == ((2, 20, 2), np.float32)

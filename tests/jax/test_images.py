@@ -83,7 +83,7 @@ def image_logit_deviation(directory: Path, image_like: bool = False) -> float:
 
 def in_sequences(packed: Packed, x: Any) -> list[np.ndarray]:
     """Of each trajectory, what stands at its tokens."""
-    places = zip(packed.rows, packed.starts, packed.lengths, strict=True)
+    places = zip(packed.places.rows, packed.places.starts, packed.lengths, strict=True)
     return [np.asarray(x)[row, start : start + length] for row, start, length in places]
 
 
@@ -113,7 +113,7 @@ def image_gradient_deviation(directory: Path) -> float:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_logits_of_packed_rows_are_those_of_transformers(family: str, model_dir_of: MadeModel) -> None:
     packed = packed_of()
-    rows = [{bool(IMAGES_OF[i]) for i in np.flatnonzero(packed.rows == row)} for row in packed.rows]
+    rows = [{bool(IMAGES_OF[i]) for i in np.flatnonzero(packed.places.rows == row)} for row in packed.places.rows]
     assert {True, False} in rows  # sequences with images and without share one
     assert image_logit_deviation(model_dir_of(family), image_like=True) < 1e-4
 

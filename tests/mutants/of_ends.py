@@ -94,7 +94,11 @@ MUTANTS: list[Mutant] = [
             "        earned[last] += reward + extra",
             "        earned[last] += (reward + extra) * trajectory.mask.any()",
         ),
-        ("token advantages forget episodes without a trajectory", "for e in without_trajectory(part)]", "for e in ()]"),
+        (
+            "token advantages forget episodes without a trajectory",
+            "for e in episodes_without_trajectory(part)]",
+            "for e in ()]",
+        ),
     ),
     *planted(
         "areal_x/workflows/learned_reward.py",

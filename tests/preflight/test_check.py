@@ -208,11 +208,11 @@ def test_a_critics_loss_is_looked_at_too(backend: str) -> None:
 @pytest.mark.parametrize(
     "parts, error",
     [
-        ({"advantages": lambda rewards: rewards[:-1]}, r"<lambda> gave advantages of the shape \[11\]: it must be \[12\]"),
-        ({"advantages": lambda rewards, mask: rewards.sum(1)}, r"gave advantages of the shape \[12\]: it must be \[12, \d+\]"),
-        ({"weighting": lambda mask: mask.sum(1)}, r"<lambda> gave weighting of the shape"),
-        ({"corrections": lambda log_ratio, mask, segment_ids: 1.0}, r"<lambda> gave corrections of the shape \[\]"),
-        ({"shaping": lambda lengths: lengths.sum()}, r"<lambda> gave shaping of the shape \[\]: it must be \[12\]"),
+        ({"advantages": lambda rewards: rewards[:-1]}, r"<lambda> returned advantages of shape \[11\]: it must be \[12\]"),
+        ({"advantages": lambda rewards, mask: rewards.sum(1)}, r"returned advantages of shape \[12\]: it must be \[12, \d+\]"),
+        ({"weighting": lambda mask: mask.sum(1)}, r"<lambda> returned weighting of shape"),
+        ({"corrections": lambda log_ratio, mask, segment_ids: 1.0}, r"<lambda> returned corrections of shape \[\]"),
+        ({"shaping": lambda lengths: lengths.sum()}, r"<lambda> returned shaping of shape \[\]: it must be \[12\]"),
         ({"filters": (lambda group: None,)}, "the filter <lambda> gave no bool"),
     ],
 )
