@@ -1,14 +1,14 @@
-"""How far numpy, JAX and torch are apart, for every public function of areal_x.algorithms, as a markdown table.
+"""Deviation between numpy, JAX and torch for every public function of areal_x.algorithms, as a markdown table.
 
     python -m benchmarks.algorithms [MODULE …]        # all modules, or e.g. losses kl
 
 Claim: at most 1e-6 in fp64 and 1e-5 in fp32, values and gradients, compiled or not.
 
-How it is measured: inputs are random and exact in fp32, so that only arithmetic can differ. The reference is numpy in fp64
-for values (metrics included) and torch in fp64 for gradients, which are those of a randomly weighted sum. A deviation is the
-largest absolute difference of an array over the largest absolute value of its reference; a cell is the largest over outputs,
-inputs and frameworks. Compiled means jax.jit and torch.compile (inductor, one graph). Functions that are called on the host
-alone, before the step, are constants to the gradient. A dash: no gradient, or (named on stderr) it cannot be compiled.
+Method: inputs are random and exact in fp32, so that only arithmetic can differ. The reference is numpy in fp64 for values
+(metrics included) and torch in fp64 for gradients of a randomly weighted sum. A deviation is the largest absolute difference of
+an array divided by the largest absolute value of its reference; a cell is the maximum over outputs, inputs and frameworks.
+Compiled means jax.jit and torch.compile (inductor, one graph). Functions that are called on the host only, before the step, are
+constants to the gradient. A dash: no gradient, or (named on stderr) not compilable.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ RNG = np.random.default_rng(0)
 
 @dataclass(frozen=True)
 class Case:
-    """function(*inputs) → an array or several; the first `differentiated` inputs have a gradient, through the first output."""
+    """function(*inputs) returns one or several arrays; the first `differentiated` inputs have a gradient, through the first
+    output."""
 
     function: Callable[..., Any]
     inputs: tuple[Any, ...]
@@ -89,7 +90,7 @@ def of(function: Any, *inputs: np.ndarray, differentiated: int = 0, **hyper: Any
 
 
 def cases() -> dict[str, Case]:
-    """One line a function, "module.name": with what it is called."""
+    """One line per function, "module.name", with its arguments."""
     logp, ref = POLICY["logp"], BATCH["reference_logp"]
     pairs = [draw(SEQUENCES, scale=5) for _ in range(4)]
     logits = [draw(ROWS, LENGTH // 4, VOCABULARY, scale=2) for _ in range(2)]
@@ -132,7 +133,7 @@ def cases() -> dict[str, Case]:
 
 
 def public(module: Any) -> dict[str, Callable[..., Any]]:
-    """The functions that a module defines itself, but `losses.summands`, which takes no arrays."""
+    """The functions that a module defines itself, except `losses.summands`, which takes no arrays."""
     functions = inspect.getmembers(module, inspect.isfunction)
     return {n: f for n, f in functions if n[0] != "_" and n != "summands" and inspect.unwrap(f).__module__ == module.__name__}
 
@@ -156,7 +157,7 @@ def evaluate(case: Case, framework: str, dtype: type, compiled: bool = False) ->
             for leaf in leaves:
                 leaf.requires_grad_()
             values = outputs(*leaves)
-            if not values[0].requires_grad:  # policy_gap is a metric alone
+            if not values[0].requires_grad:  # policy_gap is only a metric
                 return [as_numpy(x) for x in values], []
             direction = as_array(weights_like(values[0]), framework, dtype)
             gradients = torch.autograd.grad(values[0], leaves, direction, materialize_grads=True)

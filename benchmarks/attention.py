@@ -1,12 +1,12 @@
-"""Memory and time of attention over one packed row, forward and backward: in blocks, and with all scores at once.
+"""Memory and time of attention over one packed row, forward and backward: block by block, and with all scores at once.
 
     python -m benchmarks.attention
 
 Claim: for a row of 16,384 tokens blocks take at most a hundredth of the memory, and for one of 2,048 at most half the time.
 
-How it is measured: 4 heads of 64 that share 2 key-value heads, in fp32, with sequences of 100 to 1,000 tokens in the row.
-Memory is what the compiled program allocates beside its inputs and outputs, as XLA reports it for this platform; those for the
-long row are compiled and not run. A time is the least of `--rounds`, in turns.
+Method: 4 heads of 64 that share 2 key-value heads, in fp32, with sequences of 100 to 1,000 tokens in the row. Memory is what
+the compiled program allocates besides its inputs and outputs, as XLA reports it for this platform; the programs for the long
+row are compiled and not run. A time is the minimum of `--rounds`, measured alternately.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def packed_row(length: int) -> np.ndarray:
 
 
 def compiled(how: str, length: int) -> Any:
-    """The program that gives the gradients of query, key and value."""
+    """The compiled program for the gradients of query, key and value."""
 
     def loss(query: jax.Array, key: jax.Array, value: jax.Array, ids: jax.Array) -> jax.Array:
         return jnp.sum(attend(query, key, value, Seen(ids, ids), scale=HEAD_DIM**-0.5, how=how) ** 2)
@@ -45,7 +45,7 @@ def compiled(how: str, length: int) -> Any:
 
 
 def least_seconds(length: int, rounds: int) -> list[float]:
-    """Of each of WAYS."""
+    """Minimum seconds for each of WAYS."""
     rng = np.random.default_rng(1)
     sizes = ((1, length, heads, HEAD_DIM) for heads in (HEADS, KV_HEADS, KV_HEADS))
     inputs = [*(jnp.asarray(rng.normal(size=size), jnp.float32) for size in sizes), jnp.asarray(packed_row(length))]

@@ -1,14 +1,14 @@
-"""Whether asynchronous runs whose parts take random times end in the same bits, and what that costs.
+"""Reproducibility of asynchronous runs with random delays, and its cost.
 
     python -m benchmarks.deterministic [--seeds 20] [--rounds 3] [--backends jax torch]
 
-Claim: with `train.deterministic = True` two runs of one seed end with equal digests of all that they sampled, consumed (in
-which order, under which version) and learned, whatever delays their episodes, optimizer steps and decoding steps meet.
+Claim: with `train.deterministic = True` two runs with one seed end with equal digests of everything that they sampled, consumed
+(in which order, under which version) and learned, whatever delays their episodes, optimizer steps and decoding steps have.
 
-How it is measured: for each seed two runs of 7 steps with max_staleness 4 on the embedded engine, two calls an episode, an
-evaluation on the way, on a random model of 0.1M parameters, with random delays of up to 20 ms that differ between the two.
-Without the setting the same pairs show what the delays change. The cost is the median step, after the first fifth, of 30 steps
-of examples/arithmetic/grpo.gin with max_staleness 4 and no delays, with the setting over without, in turns.
+Method: for each seed two runs of 7 steps with max_staleness 4 on the embedded engine, two calls per episode, an evaluation in
+between, on a random model of 0.1M parameters, with random delays of up to 20 ms that differ between the two runs. Without the
+setting the same pairs show the effect of the delays. The cost is the median step, after the first fifth, of 30 steps of
+examples/arithmetic/grpo.gin with max_staleness 4 and no delays, with the setting relative to without, measured alternately.
 """
 
 from __future__ import annotations

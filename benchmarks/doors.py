@@ -1,13 +1,13 @@
-"""The arithmetic example learned through four doors: a workflow, and agents by three clients in two languages.
+"""The arithmetic example learned through four interfaces: a workflow, and agents with three clients in two languages.
 
     npm install --prefix examples/agents
     python -m benchmarks.doors [--steps 50] [-b 'seed = 1' …]
 
-Claim: the same accuracy within noise; and of one episode with the same seeds, the same tokens, mask and log-probabilities, to
-the last bit.
+Claim: the same accuracy within noise; and for one episode with the same seeds, bitwise the same tokens, mask and
+log-probabilities.
 
-Each run is `python -m areal_x.train FILE` with `train.steps` and the given bindings; all judge held-out problems by the same
-workflow. The one episode is drawn by the embedded engine from the model that the runs begin with.
+Each run is `python -m areal_x.train FILE` with `train.steps` and the given bindings; all evaluate held-out problems with the
+same workflow. The one episode is sampled by the embedded engine from the runs' initial model.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ PART = ("tokens", "mask", "logprobs", "versions")
 
 
 async def episode(experiment: object) -> str:
-    """A digest of the arrays of one episode, drawn with seeds that are always the same."""
+    """A digest of the arrays of one episode, sampled with fixed seeds."""
     from areal_x.hf.tokenizer import load_tokenizer
     from areal_x.rollout.episode import run_episode
     from areal_x.rollout.runner import EpisodeEngine

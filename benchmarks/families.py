@@ -1,11 +1,11 @@
-"""Every causal language model of transformers, tiny and random, in the torch backend: what it takes it computes as transformers
-does, and what it does not take it refuses by name.
+"""Every causal language model of transformers, tiny and random, in the torch backend: its results equal transformers', or it is
+refused by name.
 
     python -m benchmarks.families [MODEL_TYPE …]
 
 Packed rows with neighbours, sequences longer than every window; log-probabilities in fp32 against transformers' eager attention
-on each sequence alone, and those of the embedded sampler against the same. Prints one line for each model type: "agrees",
-"refused" with the reason, or "differs", of which there must be none.
+on each sequence alone, and those of the embedded sampler against the same. Prints one line per model type: "agrees", "refused"
+with the reason, or "differs", which must not occur.
 """
 
 from __future__ import annotations

@@ -1,17 +1,17 @@
-"""What the gateway costs over calling vLLM itself: throughput and latency of 64 agents at once.
+"""Overhead of the gateway relative to direct calls of vLLM: throughput and latency of 64 agents at once.
 
     python -m benchmarks.gateway [--agents 64] [--calls 20] [--rounds 3] [--pause 1.5]
 
 Claim: at least 95 % of the throughput, at most 3 ms more at the median and 20 ms at the 99th percentile.
 
-The same questions to the same real server, in turns: to its own /v1/chat/completions, to the same with the log-probabilities
-and token ids that training needs, and to the gateway, each agent in a session of its own. Answers have 32 to 96 tokens, as many
-at every door. The server has one core, gateway and clients the other.
+The same questions to the same real server, alternately: to its own /v1/chat/completions, to the same with the log-probabilities
+and token ids that training needs, and to the gateway, each agent in its own session. Answers have 32 to 96 tokens, the same
+number at every endpoint. The server has one core, gateway and clients the other.
 
-Throughput: every agent asks again at once. Latency: it pauses between calls, as one does that runs a tool, for `--pause`
-seconds on average, drawn alike for every door; the server is then busy for about half of the time, and a call that waits waits
-for its own answer and not for a full server. Added latency is the difference of the quantiles of all rounds. What the client
-itself costs is in all.
+Throughput: every agent sends its next request at once. Latency: it pauses between calls, like an agent that runs a tool, for
+`--pause` seconds on average, sampled identically for every endpoint; the server is then busy for about half of the time, and a
+call waits for its own answer instead of for a full server. Added latency is the difference of the quantiles over all rounds.
+The cost of the client itself is included everywhere.
 """
 
 from __future__ import annotations
@@ -29,15 +29,18 @@ import numpy as np
 
 from benchmarks import model
 
-SHORTEST, LONGEST = 32, 96  # tokens of an answer
+SHORTEST, LONGEST = 32, 96  # tokens per answer
 TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
 PLAIN, LIKE, GATEWAY = "vLLM", "vLLM with log-probabilities", "gateway"
 
 
 @dataclass
 class Door:
-    """urls, keys: of each agent. more: of a body. speeds, delays, paused: answers a second, and seconds an answer took without
-    and with pauses. costs: seconds of processor time an answer, here and in the server."""
+    """One endpoint and its measurements.
+
+    urls, keys: one per agent. more: additional fields of a body. speeds, delays, paused: answers per second, and seconds per
+    answer without and with pauses. costs: processor seconds per answer, here and in the server.
+    """
 
     urls: list[str]
     keys: list[str]
@@ -48,7 +51,7 @@ class Door:
     costs: list[Any] = field(default_factory=list)
 
     async def ask(self, http: Any, calls: int, pause: float = 0.0) -> list[float]:
-        """How long each answer took to all agents' calls. pause: mean seconds before a call."""
+        """Latency of each answer to all agents' calls. pause: mean seconds before a call."""
         delays: list[float] = []
 
         async def agent(number: int) -> None:
@@ -83,10 +86,10 @@ async def measure(directory: Path, given: argparse.Namespace) -> dict[str, Door]
     from areal_x.runtime.loop import short_collections
 
     tokenizer = AutoTokenizer.from_pretrained(directory / "model", trust_remote_code=False)
-    # Without the end token that setup adds: this model has none, and vLLM refuses what is not in its vocabulary.
+    # Without the end token that setup adds: this model has none, and vLLM refuses ids outside its vocabulary.
     workflow = replace(Online().setup(tokenizer), sampling=SamplingParams(max_tokens=LONGEST))
     engine = VLLMEngine(VLLMConfig(threads=1, context=256), directory / "model", directory / "logs")
-    os.sched_setaffinity(0, {0})  # which the server takes over
+    os.sched_setaffinity(0, {0})  # inherited by the server
     await engine.start()
     for thread in psutil.Process().threads():
         os.sched_setaffinity(thread.id, {1})
@@ -125,7 +128,7 @@ async def measure(directory: Path, given: argparse.Namespace) -> dict[str, Door]
 
 
 def used(everyone: list[list[Any]]) -> Any:
-    """Seconds of processor time that the processes of each list have had."""
+    """Processor seconds used by the processes of each list."""
     return np.array([sum(sum(process.cpu_times()[:2]) for process in processes) for processes in everyone])
 
 

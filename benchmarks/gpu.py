@@ -1,4 +1,4 @@
-"""Both backends on an accelerator: what share of its peak a training step reaches, how fast the sampler draws, and a profile.
+"""Both backends on an accelerator: the share of peak FLOPs of a training step, the sampler's throughput, and a profile.
 
     python benchmarks/gpu.py                              # Qwen2.5's 0.5B and 1.5B shapes, random weights, bf16
     python benchmarks/gpu.py --models tiny --tokens 2048 --row-length 256 --slots 8 --drawn 32      # anywhere
@@ -9,13 +9,13 @@ Each backend has a process of its own, one after the other.
 
 A step is a clipped policy update on packed rows (`--row-length`), full of sequences of long-tailed lengths, with AdamW in fp32;
 `--rows` of them are computed at once. The best and the median of `--steps` steps after two that compile and warm up. FLOPs are
-counted as in benchmarks/update.py: 6 a token and parameter in a product, and attention's causal half within sequences; what
-is computed again counts nothing. The peak is the device's own by name (dense bf16), or with `--peak` any other; beside it
-stands the fastest of several products of two large matrices in the compute precision, measured in the same process.
+counted as in benchmarks/update.py: 6 per token and parameter in a product, and attention's causal half within sequences;
+recomputation does not count. The peak is the device's own by name (dense bf16), or that of `--peak`; it is shown beside the
+fastest of several products of two large matrices in the compute precision, measured in the same process.
 
-The sampler fills `--slots` slots with prompts of 128 tokens and draws `--drawn` tokens in each.
+The sampler fills `--slots` slots with prompts of 128 tokens and samples `--drawn` tokens in each.
 
-The profile is of one step, by the backend's own profiler: the time in the device's operations by their kind.
+The profile covers one step, by the backend's own profiler: the time of the device's operations by kind.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-if "torch" in sys.argv:  # else JAX, which says what a model's sizes are, would take the memory
+if "torch" in sys.argv:  # otherwise JAX, used here for the model's sizes, would take the memory
     os.environ["JAX_PLATFORMS"] = "cpu"
 
 import jax
@@ -68,7 +68,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "tiny": QWEN
     | {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 512},
 }
-# Dense bf16, as the vendors' data sheets say: TFLOP/s by a part of the device's name.
+# Dense bf16 TFLOP/s from the vendors' data sheets, by a part of the device's name.
 PEAKS = {"H200": 989, "H100": 989, "A100": 312, "L40S": 362, "L4": 121, "TPU v5 lite": 197, "TPU v5p": 459, "TPU v6": 918}
 KINDS = {
     "attention": r"attention|fmha|flash|cudnn",
@@ -79,7 +79,7 @@ KINDS = {
 
 
 class OfJax:
-    """What the measurements need of JAX beside a trainer."""
+    """The measurements' JAX-specific parts, besides a trainer."""
 
     def __init__(self) -> None:
         self.device = jax.devices()[0]
@@ -106,7 +106,7 @@ class OfJax:
 
 
 class OfTorch:
-    """The same of torch."""
+    """The measurements' torch-specific parts."""
 
     def __init__(self) -> None:
         import torch
@@ -140,7 +140,7 @@ class OfTorch:
         with self.torch.profiler.profile() as found:
             trainer.update(batch, losses.ppo_clip)
             self.settle(trainer)
-        # Kernels on an accelerator; on a CPU what operators take without those that they call.
+        # Kernels on an accelerator; on a CPU the self time of operators.
         field = "self_cpu_time_total" if self.on_cpu else "self_device_time_total"
         return by_kind((row.key, getattr(row, field)) for row in found.key_averages())
 
@@ -195,7 +195,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def prepare(args: argparse.Namespace, name: str, directory: Path) -> tuple[Trainer, Batch, Shape, float]:
-    """A trainer of this model, the batch of each step, the model's sizes and the FLOPs of a step."""
+    """Returns a trainer of this model, the batch of each step, the model's sizes and the FLOPs of a step."""
     config = TrainerConfig(
         model=ModelConfig(str(write_random(directory / "model", MODELS[name])), attention=args.attention),
         optimizer=OptimizerConfig(learning_rate=1e-5),
@@ -211,7 +211,7 @@ def prepare(args: argparse.Namespace, name: str, directory: Path) -> tuple[Train
 
 
 def cut(length: int, rng: np.random.Generator) -> list[int]:
-    """A row's length as one to five sequences of at least eight tokens."""
+    """Splits a row's length into one to five sequences of at least eight tokens."""
     cuts = np.sort(rng.choice(np.arange(8, length - 8, 8), int(rng.integers(0, 5)), replace=False))
     return np.diff([0, *cuts, length]).tolist()
 
@@ -227,7 +227,7 @@ def timed(trainer: Trainer, of: OfJax | OfTorch, batch: Batch, steps: int) -> li
 
 
 def draw(trainer: Trainer, shape: Shape, args: argparse.Namespace, name: str) -> str:
-    """Tokens a second of the sampler with all slots alive, after a first round that compiles."""
+    """Tokens per second of the sampler with all slots alive, after a first round that compiles."""
     context = 128 + args.drawn
     sampler = trainer.sampler(args.slots, context)
     sampler.load(trainer.snapshot())
@@ -247,8 +247,9 @@ def draw(trainer: Trainer, shape: Shape, args: argparse.Namespace, name: str) ->
 
 
 def innermost(events: list[dict[str, Any]]) -> Iterator[tuple[str, float]]:
-    """Names and microseconds of JAX's innermost device operations. On a GPU or TPU the tracks of its streams and cores; on a
-    CPU, which has no such tracks, those that XLA names after its instructions."""
+    """Names and microseconds of JAX's innermost device operations: on a GPU or TPU from the tracks of its streams and cores, on
+    a CPU, which has no such tracks, from the events that XLA names after its instructions.
+    """
     processes = {e["pid"]: e["args"]["name"] for e in events if e.get("name") == "process_name"}
     threads = {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e.get("name") == "thread_name"}
     on_device = {pid for pid, process in processes.items() if "/device:" in process}

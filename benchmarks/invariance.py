@@ -1,12 +1,12 @@
-"""How far a step depends on how its batch is packed, for every loss, as a markdown table.
+"""Dependence of a step on the packing of its batch, for every loss, as a markdown table.
 
     python -m benchmarks.invariance [--backend jax|torch]       # both, where both are installed
 
 Claim: at most 1e-6 relative in the loss and 1e-5 in the gradient norm, in float32, through the whole trainer.
 
-How it is measured: one batch of 64 sequences of a random model with 0.1M parameters, in 1, 2, 4 and 8 micro-batches, each time
-with another order of sequences and rows and the third time in rows of twice the length; on one device and, with JAX, on four.
-A deviation is the largest from the result of one micro-batch on one device, relative to that.
+Method: one batch of 64 sequences of a random model with 0.1M parameters, in 1, 2, 4 and 8 micro-batches, each time with another
+order of sequences and rows and the third time in rows of twice the length; on one device and, with JAX, on four. A deviation is
+the largest from the result of one micro-batch on one device, relative to it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from tests.invariance import ALL, deviations, measure, measure_on_four_devices, 
 
 
 def columns(backend: str, directories: tuple[Path, Path, Path]) -> dict[str, dict[str, tuple[float, float]]]:
-    """Deviations of loss and gradient norm of each loss, by what was tried."""
+    """Deviations of loss and gradient norm for each loss, by configuration."""
     alone = measure(backend, directories)
     tried = {backend: alone}
     if backend == "jax":

@@ -1,14 +1,13 @@
-"""Compile time of the JAX trainer's step for a shallow and a deep model, and how many programs a run compiles.
+"""Compile time of the JAX trainer's step for a shallow and a deep model, and the number of programs that a run compiles.
 
     python benchmarks/jax_compile.py
 
-Claim: the step of a model of 64 layers compiles in at most 1.2 times the time of one of 4, as layers are scanned; and batches
-of different sizes share programs, one for each power of two of micro-batches.
+Claim: the step of a model of 64 layers compiles in at most 1.2 times the time of one of 4, because layers are scanned; and
+batches of different sizes share programs, one for each power of two of micro-batches.
 
-How it is measured: a Qwen3 of small widths (what XLA compiles does not depend on them), the whole step with its forward and
-backward pass, clipping and AdamW. Seconds are those of a new trainer's first update less those of its second, with the cache of
-compiled programs off and that of traced functions emptied, in turns, median of `--rounds`. The batches take 4 to 8
-micro-batches.
+Method: a Qwen3 with small widths (they do not affect XLA's compile time), the whole step with its forward and backward pass,
+clipping and AdamW. A time is a new trainer's first update minus its second, with the cache of compiled programs off and that of
+traced functions emptied, measured alternately, median of `--rounds`. The batches take 4 to 8 micro-batches.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ from areal_x_jax.trainer import Trainer
 DEPTHS = (4, 64)
 SMALL = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "head_dim": 16, "vocab_size": 1000}
 ROW_LENGTH, MICRO_BATCH_ROWS = 128, 2
-SEQUENCES = (11, 20, 14, 18, 16)  # in each of five batches, each of at most a row
+SEQUENCES = (11, 20, 14, 18, 16)  # in each of five batches, each at most one row long
 
 
 def trainer_of(directory: Path) -> Trainer:

@@ -3,9 +3,9 @@
     python benchmarks/jax_memory.py
 
 Claim: for 8,192 tokens of Qwen2.5-0.5B (896 features) over a vocabulary of 152,000, log-probabilities and their gradients take
-at most 400 MB beside inputs and gradients, with entropies or without; all logits at once take 10 GB.
+at most 400 MB besides inputs and gradients, with or without entropies; all logits at once take 10 GB.
 
-How it is measured: what the compiled program allocates beside its inputs and outputs (the hidden states' and the kernel's
+Method: the memory that the compiled program allocates besides its inputs and outputs (the hidden states' and the kernel's
 gradients), as XLA reports it for this platform. Nothing is run. On a CPU XLA computes products of bf16 in fp32, and counts
 those copies. Attention is that of benchmarks/attention.py, one row of 16,384 tokens.
 """

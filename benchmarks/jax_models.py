@@ -1,10 +1,11 @@
-"""How far the JAX decoder is from transformers, for every architecture it knows in at least four shapes, as a markdown table.
+"""Deviation of the JAX decoder from transformers, for every supported architecture in at least four shapes, as a markdown
+table.
 
     python -m benchmarks.jax_models
 
 Claim: logits within 1e-4 and the gradients of one loss within 1e-3 of the largest of their tensor, in fp32, for random tiny
-models that have every feature somewhere; of those that see, over packed rows of which some hold images. What is saved again has
-the names and the bits that transformers wrote.
+models that together have every feature; vision-language models over packed rows with and without images. Saved models have
+bitwise the tensors that transformers wrote, under the same names.
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
-"""What the journal of a run costs it.
+"""Cost of a run's journal.
 
     python benchmarks/journal.py [FILE.gin] [-b 'NAME = VALUE']
 
 Claim: less than 1 % of the time of a step.
 
-The work: the run of the file, by default examples/arithmetic/grpo.gin with 40 steps and a checkpoint every 10. Two things are
-measured: the processor time of the thread that writes the journal (beside the run, but of the same cores), and the time for
-which the ring waits for it before a checkpoint. Both are given as shares of the time of the steps; the first step, which
-compiles, is left out.
+The run is that of the file, by default examples/arithmetic/grpo.gin with 40 steps and a checkpoint every 10. Two quantities are
+measured: the processor time of the thread that writes the journal (in parallel with the run, but on the same cores), and the
+time for which the training loop waits for it before a checkpoint. Both are reported as shares of the step time; the first step,
+which compiles, is excluded.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ STEPS = 40
 
 
 class Watched(Journal):
-    """written: seconds of the processor that its thread took. waited: seconds in `flush`."""
+    """A journal that records the processor seconds of its thread (written) and the seconds spent in `flush` (waited)."""
 
     written = waited = 0.0
 

@@ -1,14 +1,14 @@
-"""Whether a run that is killed, again and again, consumes every task once and ends with the weights of one that was not.
+"""Repeatedly killed runs: every task is consumed once, and the final weights equal those of an undisturbed run.
 
     python -m benchmarks.kills [--kills 50] [--backend torch]
 
 Claim: however often its process is killed (SIGKILL), every task is consumed exactly once in each epoch, in the order of a run
-that was never killed; with `train.deterministic = True`, synchronous or not, its last weights are the same, bit for bit.
+that was never killed; with `train.deterministic = True`, synchronous or not, its final weights are bitwise the same.
 
-How it is measured: a run of 150 steps of 3 groups on the embedded engine, with a checkpoint every third step, on a random model
-of 0.1M parameters. Each life of the process ends itself by SIGKILL: in a swap of weights, after an optimizer step, while a
-checkpoint is written (before and between its files, its manifest and its renaming), while something is said to the journal or a
-step consumed, at a random one of the next calls; or after a random time. The next life resumes.
+Method: a run of 150 steps of 3 groups on the embedded engine, with a checkpoint every third step, on a random model of 0.1M
+parameters. Each process ends itself by SIGKILL: during a swap of weights, after an optimizer step, while a checkpoint is
+written (before and between its files, its manifest and its renaming), during a write to the journal or the consumption of a
+step, at a random one of the next such calls; or after a random time. The next process resumes.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def experiment(directory: Path, name: str, backend: str, kind: str) -> Experimen
 
 
 def die_at(moment: str, call: int, seconds: float) -> None:
-    """Has this process kill itself in the call-th call of what a moment is called."""
+    """Makes this process kill itself in the call-th call of the function that a moment names."""
 
     def kill() -> None:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -95,7 +95,7 @@ def die_at(moment: str, call: int, seconds: float) -> None:
 
 
 def live(directory: Path, name: str, backend: str, kind: str, resume: bool) -> None:
-    """One life of the process."""
+    """Runs one process until it is killed or ends."""
     run = experiment(directory, name, backend, kind)
     for _ in run.turns(run.open(resume=resume), resume=resume, message=lambda _: None):
         pass
@@ -111,12 +111,12 @@ def consumed(run: Path) -> list[list[str]]:
 
 
 def lives(directory: Path, name: str, backend: str, kind: str, kills: int) -> Counter[str]:
-    """Starts it again until it ends by itself; how often it was killed at each moment."""
+    """Restarts the process until it ends by itself; returns how often it was killed at each moment."""
     rng, run, died = random.Random(0), directory / "runs" / name, Counter[str]()
     command = [sys.executable, "-m", "benchmarks.kills", "--life", str(directory), name, backend, kind]
     while True:
         moment = MOMENTS[sum(died.values()) % len(MOMENTS)] if sum(died.values()) < kills else ""
-        # Of what is called often in a step, a later call.
+        # A later call of functions that are called often in a step.
         often = {"journal": 40, "file of a checkpoint": 12, "directory of a checkpoint": 6}
         when = rng.randint(1, often.get(moment, 6)), rng.uniform(4, 12)
         begun = bool(checkpoint.steps(run)) if run.is_dir() else False

@@ -1,11 +1,11 @@
-"""How much more memory than its own part of a model a process takes to read it, in units of the model's largest tensor.
+"""Memory that a process needs to read a model, beyond its own part of it, in units of the model's largest tensor.
 
     python -m benchmarks.load jax
     python -m benchmarks.load torch
     python -m benchmarks.load torch --processes 2
 
-Claim: at most three times the largest tensor beyond what the parameters take, as a checkpoint is read one tensor at a time to
-where it lies. A Qwen3 of random weights is written once; other processes read it and note the most that they had.
+Claim: at most three times the largest tensor beyond the parameters' own memory, because a checkpoint is read one tensor at a
+time to its destination. A Qwen3 of random weights is written once; other processes read it and record their peak memory.
 """
 
 from __future__ import annotations
@@ -28,8 +28,9 @@ HEADS = {"num_attention_heads": 12, "num_key_value_heads": 4, "tie_word_embeddin
 
 
 class Peak(threading.Thread):
-    """The most bytes that this process had while it read, beside those before: of its own, without the pages of files that it
-    looked at, which the system takes back when it needs them. On Linux."""
+    """Peak bytes of this process while it read, minus those before: private memory, without the pages of mapped files, which
+    the system reclaims when it needs them. On Linux.
+    """
 
     def __init__(self) -> None:
         super().__init__(daemon=True)
@@ -51,7 +52,7 @@ class Peak(threading.Thread):
 
 
 def read_with_jax(directory: Path, processes: int) -> tuple[int, int]:
-    """Bytes that the process had at most while it read the model, beside those it had before; and of its parameters."""
+    """Peak bytes of the process while it read the model, minus those before; and the bytes of its parameters."""
     import jax
 
     from areal_x_jax.architecture import shape_of
@@ -67,7 +68,7 @@ def read_with_jax(directory: Path, processes: int) -> tuple[int, int]:
 
 
 def read_with_torch(directory: Path, processes: int) -> tuple[int, int]:
-    """The same of this one of several processes that share the model."""
+    """The same for this one of several processes that share the model."""
     import torch
 
     from areal_x_torch import loading
@@ -97,7 +98,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("backend", choices=READ)
     parser.add_argument("--processes", type=int, default=1, help="with torch")
-    parser.add_argument("--directory", type=Path, help=argparse.SUPPRESS)  # of a process that reads
+    parser.add_argument("--directory", type=Path, help=argparse.SUPPRESS)  # for the reading processes
     args = parser.parse_args()
     if args.directory:
         print(json.dumps(READ[args.backend](args.directory, args.processes)))

@@ -1,8 +1,8 @@
-"""How far ten updates on a mesh of eight devices are from those on one, as a markdown table.
+"""Deviation of ten updates on a mesh of eight devices from those on one, as a markdown table.
 
     python -m benchmarks.meshes
 
-Claim: losses within 1e-5, relative, whatever the mesh, in fp32, on JAX's host devices; the step is compiled once.
+Claim: losses within 1e-5, relative, for every mesh, in fp32, on JAX's host devices; the step is compiled once.
 """
 
 from __future__ import annotations

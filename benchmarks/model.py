@@ -1,8 +1,8 @@
-"""The model and the text that every benchmark gives to everyone it compares: a random Qwen3 of 0.6M parameters in fp32.
+"""The model and the text used for every comparison: a random Qwen3 of 0.6M parameters in fp32.
 
-Hidden 128, 4 layers, 4 heads, 2 key-value heads, head_dim 32, intermediate 256, untied head, 99 characters. The tokenizer's
-end token has id 99, one past what the model can say: so no completion stops early, for anyone, and nobody pays for forbidding
-it.
+Hidden 128, 4 layers, 4 heads, 2 key-value heads, head_dim 32, intermediate 256, untied head, 99 characters. The tokenizer's end
+token has id 99, one beyond the model's vocabulary: no completion stops early in any framework, and none has to spend time on
+forbidding it.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ CONFIG = {
 
 
 def write_model(directory: Path, seed: int = 0) -> Path:
-    """The model's Hugging Face directory: config, safetensors, tokenizer."""
+    """Writes the model's Hugging Face directory: config, safetensors, tokenizer."""
     from safetensors.numpy import save_file
 
     directory.mkdir(parents=True, exist_ok=True)
@@ -53,7 +53,7 @@ def write_model(directory: Path, seed: int = 0) -> Path:
 
 
 def write_prompts(path: Path, lengths: np.ndarray, seed: int = 0) -> Path:
-    """A JSON list of random texts of these lengths in tokens (one character is one token)."""
+    """Writes a JSON list of random texts of these lengths in tokens (one character is one token)."""
     rng = np.random.default_rng(seed)
     path.write_text(json.dumps(["".join(rng.choice(list(WORDS), int(n))) for n in lengths]))
     return path

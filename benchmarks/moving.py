@@ -1,12 +1,12 @@
-"""How far a run that is moved from one backend to the other is from one that stays, as a markdown table.
+"""Deviation of a run that is moved between backends from one that is not, as a markdown table.
 
     python -m benchmarks.moving [--updates 40]
 
-Claim: the loss of every update is that of the unbroken run within 1e-4 relative, and the last weights are within 1e-3.
+Claim: the loss of every update is within 1e-4 relative of that of the unbroken run, and the final weights are within 1e-3.
 
-How it is measured: as many recorded batches of ten sequences, AdamW with decay of matrices and clipping, in float32, the rate
-rising for a quarter of the updates and then falling as a cosine, a random model of 0.1M parameters. A moved run takes half of
-the updates on each backend, from the portable checkpoint of the one before; all are compared with 40 updates on JAX.
+Method: as many recorded batches of ten sequences, AdamW with decay of matrices and clipping, in float32, warm-up for a quarter
+of the updates and then a cosine schedule, a random model of 0.1M parameters. A moved run takes half of the updates on each
+backend, resuming from the first one's portable checkpoint; all are compared with 40 updates on JAX.
 """
 
 from __future__ import annotations

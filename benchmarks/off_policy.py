@@ -1,9 +1,9 @@
-"""What corrections do for very stale samples: accuracy over steps, generation eight steps ahead, four minibatches a step.
+"""Effect of corrections for very stale samples: accuracy over steps, generation eight steps ahead, four minibatches per step.
 
     python -m benchmarks.off_policy [--seeds 0 1] [--learning-rate 2e-4] [--steps 50] [--figure docs/off_policy.png]
 
-All variants clip around the policy before the step (but the last around the one that sampled) and differ in the weight that
-stale tokens get. It prints accuracies as a markdown table and draws them.
+All variants clip around the policy before the step (except the last, which clips around the one that sampled) and differ in the
+weight of stale tokens. Prints accuracies as a markdown table and plots them.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ VARIANTS = {
     "interpolate": [f"{NAME}.proximal = 'interpolate'"],
     "clip around the sampler": [f"{NAME}.corrections = None", f"{NAME}.proximal = 'behavior'"],
 }
-COLOURS = ("#000000", "#E69F00", "#56B4E9", "#009E73", "#D55E00", "#CC79A7", "#999999")  # Okabe and Ito's
+COLOURS = ("#000000", "#E69F00", "#56B4E9", "#009E73", "#D55E00", "#CC79A7", "#999999")  # Okabe and Ito's palette
 
 
 def main() -> None:
@@ -70,7 +70,7 @@ def each(values: np.ndarray) -> str:
 
 
 def draw(courses: dict[str, np.ndarray], steps: Sequence[int], path: Path) -> None:
-    """A thick line a variant, the mean of its seeds, which are the thin ones."""
+    """Plots one thick line per variant, the mean of its seeds, which are the thin lines."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(8, 4.5), layout="constrained")

@@ -1,10 +1,10 @@
-"""What a critic, a reward model, preferences and a teacher are worth on the arithmetic task, as a markdown table.
+"""Value of a critic, a reward model, preferences and a teacher on the arithmetic task, as a markdown table.
 
     python -m benchmarks.other_models [--backend jax]
 
-Claims: the critic of PPO foretells more than half of the returns' variance; a reward model prefers the right answer in at
-least 9 of 10 held-out pairs, and can take the verifier's place; DPO widens the margin and raises the accuracy; a student
-reaches its teacher, within 3 points, in fewer generated tokens than GRPO needs.
+Claims: PPO's critic explains more than half of the returns' variance; a reward model prefers the correct answer in at least 9
+of 10 held-out pairs, and can replace the verifier; DPO widens the margin and raises the accuracy; a student reaches its
+teacher, within 3 points, in fewer generated tokens than GRPO.
 """
 
 from __future__ import annotations

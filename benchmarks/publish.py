@@ -1,10 +1,9 @@
-"""How long generation stands still for a weight swap, with 64 requests in flight on a real vLLM server.
+"""Pause of generation for a weight swap, with 64 requests in flight on a real vLLM server.
 
     python benchmarks/publish.py [--swaps 20] [--requests 64]
 
 Builds the random Qwen3 of benchmarks/model.py, keeps the requests in flight (each one that ends is replaced), publishes its
-weights again and again and checks that every request got all its tokens, with a version each. Prints a table, then one line
-of JSON.
+weights repeatedly and checks that every request got all its tokens, each with a version. Prints a table, then one line of JSON.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ BETWEEN_SWAPS_SECONDS = 0.5
 
 @dataclass
 class Weights:
-    """Stands for a trainer: the model's tensors under a version that grows."""
+    """A stand-in for a trainer: the model's tensors under an increasing version."""
 
     directory: Path
     version: int = 0
@@ -45,7 +44,7 @@ class Weights:
 
 @dataclass
 class Traffic:
-    """Requests kept in flight until told to stop, and what came back."""
+    """Keeps requests in flight until stopped, and collects the results."""
 
     engine: VLLMEngine
     stopping: bool = False

@@ -2,7 +2,7 @@
 
     python -m benchmarks.recipes [RECIPE …] [--backend jax] [--staleness 0 4] [-b 'seed = 1' …]
 
-Claim: each recipe of reinforcement adds at least 30 points, synchronously and with generation four steps ahead.
+Claim: each reinforcement-learning recipe adds at least 30 points, synchronously and with generation four steps ahead.
 
 Each run is `python -m areal_x.train examples/arithmetic/RECIPE.gin` with the bindings in the table's head and nothing else.
 """
@@ -26,12 +26,12 @@ ONLINE = [
 
 
 def train(recipe: str, bindings: Sequence[str] = (), runs: str | None = None) -> list[Row]:
-    """The metrics of a run of examples/arithmetic/RECIPE.gin, see `train_file`."""
+    """Returns the metrics of a run of examples/arithmetic/RECIPE.gin, see `train_file`."""
     return train_file(f"examples/arithmetic/{recipe}.gin", bindings, runs)
 
 
 def train_file(file: str, bindings: Sequence[str] = (), runs: str | None = None) -> list[Row]:
-    """The metrics of a run of an example's file, kept as RUNS/run if given.
+    """Returns the metrics of a run of an example's file, stored in RUNS/run if given.
 
     Raises: RuntimeError with the end of its output if it failed.
     """

@@ -1,14 +1,14 @@
-"""What becomes of rewards that misbehave, how long the loop that runs the ring stands still meanwhile, and what they leave.
+"""Misbehaving rewards: their outcomes, the stalls of the event loop, and the processes they leave behind.
 
     python benchmarks/rewards.py
 
-Claim: each is a Failed or TimedOut outcome, the loop never stands still for 50 ms, and no process is left.
+Claim: each gives a Failed or TimedOut outcome, the loop never stalls for 50 ms, and no process is left.
 
-The work: `--each` scores of every kind below, all asked for at once of a pool of `--workers` processes with a time limit of
-one second and 300 MB, among as many of a reward that is well. A task on the same loop sleeps a millisecond and looks at the
-clock, over and over: the longest time between two looks, less that millisecond, is the longest stall. The first row is the
-loop with nothing to do, so what the machine itself does to it. A process is left when it is a worker's or was started by one,
-and runs after the pool was closed: all processes of the machine are asked for the mark that workers have in their environment.
+`--each` scores of every kind below are requested at once from a pool of `--workers` processes with a time limit of one second
+and 300 MB, among as many of a well-behaved reward. A task on the same loop repeatedly sleeps a millisecond and reads the clock:
+the longest time between two readings, minus that millisecond, is the longest stall. The first row is the idle loop and shows
+the machine's own stalls. A process is left behind if it is a worker or was started by one and still runs after the pool was
+closed: all processes of the machine are searched for the marker that workers have in their environment.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ async def scores(kinds: list[str], workers: int) -> list[Outcome]:
 
 
 async def stall_during(work):
-    """The longest stall in seconds, and what the work gives."""
+    """Returns the longest stall in seconds, and the result of the work."""
     longest = 0.0
 
     async def look():
@@ -116,7 +116,7 @@ def described(outcome: Outcome) -> str:
 
 
 def left() -> int:
-    """Processes with our mark, but this one and those that ended."""
+    """Processes with our marker, except this one and those that ended."""
     mark, found = f"{MARK}={os.getpid()}".encode(), 0
     for entry in Path("/proc").glob("[0-9]*"):
         try:

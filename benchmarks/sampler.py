@@ -1,21 +1,21 @@
-"""Tokens a second of our samplers, a vLLM server, Hugging Face generate and Tunix's sampler on the same model and requests.
+"""Tokens per second of our samplers, a vLLM server, Hugging Face generate and Tunix's sampler on the same model and requests.
 
     python -m venv /tmp/tunix && /tmp/tunix/bin/pip install google-tunix==0.1.7
     python benchmarks/sampler.py --tunix-python /tmp/tunix/bin/python
 
-Claim: at 64 requests of unequal lengths our JAX sampler gives at least 4 times the tokens a second of the fastest of the
-three others; our torch sampler gives at least as many as Hugging Face generate, on which it is built.
+Claim: at 64 requests of unequal lengths our JAX sampler reaches at least 4 times the tokens per second of the fastest of the
+three others; our torch sampler at least those of Hugging Face generate, on which it is built.
 
-The work: a random Qwen3 of 0.6M parameters (benchmarks/model.py) in fp32, sampled at temperature 1. `unequal` is 64 prompts
-of 8 to 32 tokens with 16 to 256 new tokens each, uniform; `equal` is 64 prompts of 16 with 256 each. No end token can come
-up, so lengths are exact. Ours and the server give a log-probability for every token; generate and Tunix are spared that.
+The requests: a random Qwen3 of 0.6M parameters (benchmarks/model.py) in fp32, sampled at temperature 1. `unequal` is 64 prompts
+of 8 to 32 tokens with 16 to 256 new tokens each, uniform; `equal` is 64 prompts of 16 with 256 each. No end token can occur, so
+lengths are exact. Our samplers and the server return a log-probability for every token; generate and Tunix do not have to.
 
-How it is measured: one process each, compiled and warmed up, then in turns, `--rounds` times each case; while one works the
-others are stopped (the vLLM server only sleeps). The table shows median, least and largest tokens/s of the rounds.
+Method: one process each, compiled and warmed up, then alternating, `--rounds` times each case; while one works the others are
+stopped (the vLLM server only sleeps). The table shows median, minimum and maximum tokens/s of the rounds.
 
-generate and Tunix run a batch to its longest sequence; only wanted tokens count. They may split the requests, sorted by
-length, into 1, 2, 4 or 8 batches: all are tried in the warm-up, and the fastest is taken. The server gets a thread a core, or
-what `--vllm-threads` says, and is driven by our client; how long it takes includes HTTP.
+generate and Tunix run a batch to its longest sequence; only requested tokens count. They may split the requests, sorted by
+length, into 1, 2, 4 or 8 batches: all are tried in the warm-up, and the fastest is used. The server has one thread per core, or
+`--vllm-threads`, and is driven by our client; its time includes HTTP.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ PEERS = Path(__file__).parent / "peers"
 REQUESTS = 64
 CASES = ("unequal", "equal")
 BATCHES = (1, 2, 4, 8)
-THREE = ("vllm", "generate", "tunix")  # whom the claim compares with
+THREE = ("vllm", "generate", "tunix")  # the peers of the claim
 
 
 def main() -> None:
@@ -84,7 +84,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def start(args: argparse.Namespace, directory: Path, running: ExitStack) -> tuple[list[Worker], dict[str, dict[str, str]]]:
-    """A process each, one after the other, as loading is work too; and the versions that each runs."""
+    """Starts one process each, one after the other because loading is work too; returns them with their versions."""
     model, requests = str(write_model(directory / "model")), str(write_requests(directory))
     ours = [sys.executable, str(PEERS / "areal_x_sampler.py"), model, requests]
     commands = {
@@ -125,7 +125,7 @@ def write_requests(directory: Path) -> Path:
 
 
 def warm_up(worker: Worker, case: str) -> int:
-    """Compiles everything; into how many batches this worker had best split the case (the others have no such choice)."""
+    """Compiles everything; returns the best number of batches for this worker (ours and vLLM have no such choice)."""
     choices = BATCHES if worker.name in ("generate", "tunix") else (1,)
     fastest = {}
     for batches in choices:
@@ -135,7 +135,7 @@ def warm_up(worker: Worker, case: str) -> int:
 
 
 def rate(worker: Worker, case: str, batches: int) -> float:
-    """Wanted tokens a second of one run of the case."""
+    """Requested tokens per second of one run of the case."""
     answer = worker.ask(case=case, batches=batches)
     return answer["tokens"] / answer["seconds"]
 

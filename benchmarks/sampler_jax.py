@@ -1,7 +1,8 @@
-"""Tokens a second of the JAX sampler behind the embedded engine, for tuning it (benchmarks/sampler.py compares it with others).
+"""Tokens per second of the JAX sampler behind the embedded engine, for tuning it (benchmarks/sampler.py compares it with
+others).
 
     python benchmarks/sampler_jax.py                  # 64 requests, equal and unequal lengths, 16, 32 and 64 slots
-    python benchmarks/sampler_jax.py --cpu-seconds    # the same in processor seconds of one core, where others compute too
+    python benchmarks/sampler_jax.py --cpu-seconds    # the same in processor seconds of one core, on a busy machine
 
 A random Qwen3 of 0.6M parameters in fp32; equal: prompts of 16 and 64 new tokens; unequal: prompts of 8 to 32 and 16 to
 256 new tokens, both uniform. No stop tokens, so lengths are exact. The best and the median of the repetitions after the first.
@@ -38,7 +39,7 @@ CONFIG = {
 
 @dataclass(frozen=True)
 class Weights:
-    """What the engine's `stage` needs of a trainer."""
+    """The part of a trainer that the engine's `stage` needs."""
 
     params: Any
     version: int = 0
@@ -80,7 +81,7 @@ def main() -> None:
     parser.add_argument("--cpu-seconds", action="store_true")
     arguments = parser.parse_args()
     if arguments.cpu_seconds:
-        os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})  # before jax makes its threads: idle ones would spin
+        os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})  # before jax creates its threads: idle ones would spin
 
     import jax
 

@@ -1,16 +1,17 @@
-"""How fast the sandbox runs programs, and what becomes of programs that misbehave.
+"""Throughput of the sandbox, and the outcomes of misbehaving programs.
 
     taskset -c 0 python benchmarks/sandbox.py
 
-Claim: at least 50 programs a second on one core, each in a process, a file system and a folder of its own; and after programs
-of every bad kind no process and no folder is left.
+Claim: at least 50 programs per second on one core, each in its own process, file system and folder; and after programs of every
+bad kind no process and no folder is left.
 
-The rates: `--programs` programs that add two numbers, one after the other and `--workers` at once, by each isolation mechanism
-that this machine allows (`areal_x.sandbox.isolation.MECHANISMS`), in turn, `--rounds` times; the best round is shown, as others
-share this machine, and the latency of a program alone. "a new interpreter" is what a fork saves: `python -I -S -c pass`.
+Rates: `--programs` programs that add two numbers, one after the other and `--workers` at once, with each isolation mechanism
+that this machine allows (`areal_x.sandbox.isolation.MECHANISMS`), alternately, `--rounds` times; the best round is shown,
+because others share this machine, with the latency of a single program. "a new interpreter" is the cost that a fork avoids:
+`python -I -S -c pass`.
 
-The bad kinds: `--each` of every kind at once, among as many that are well, which must all give the right answer. A process is
-left when it was started by the sandbox and runs after it was closed.
+Bad programs: `--each` of every kind at once, among as many good ones, which must all give the right answer. A process is left
+behind if it was started by the sandbox and still runs after the sandbox was closed.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=4)
     parser.add_argument("--each", type=int, default=5)
     options = parser.parse_args()
-    logging.disable(logging.WARNING)  # what is said where nothing keeps programs in: that too is measured
+    logging.disable(logging.WARNING)  # the warning about missing isolation, which is measured too
     with tempfile.TemporaryDirectory() as folder:
         tempfile.tempdir = folder
         print(f"{len(os.sched_getaffinity(0))} core(s)\n")
@@ -93,7 +94,7 @@ async def allowed(mechanism: str) -> bool:
 
 
 async def rate(mechanism: str, options: argparse.Namespace) -> tuple[float, float, float]:
-    """Latencies of half and of 95 % of programs that run alone, in seconds; and how many a second of many at once."""
+    """Median and 95 % latency of single programs, in seconds; and programs per second when many run at once."""
     sandbox, seconds = of(mechanism, options.workers), []
     await sandbox.run(ADDS)
     for _ in range(options.programs):
@@ -129,7 +130,7 @@ async def misbehaving(options: argparse.Namespace, folder: Path) -> None:
 
 
 def left(mark: str) -> int:
-    """Processes that have the sandbox's folder on their command line, as all that were forked from its first have."""
+    """Processes with the sandbox's folder on their command line, as in all forks of its first process."""
     found = 0
     for entry in Path("/proc").glob("[0-9]*"):
         try:

@@ -1,18 +1,18 @@
-"""The controller in front of 8 to 1,024 servers, as a markdown table: a simulation on a virtual clock (areal_x.simulation).
+"""The controller with 8 to 1,024 servers, as a markdown table: a simulation on a virtual clock (areal_x.simulation).
 
     python -m benchmarks.scale [--servers 8 32 128 512 1024] [--steps 12] [--journal] [--profile]
 
-Claims: the trainer hardly waits where the servers make a tenth more than it takes, though lengths have long tails; no group is
-older than the bound; what is trained on is as long as what was drawn, so nothing prefers quick answers; one core is enough for
-2,000 finished trajectories a second.
+Claims: the trainer hardly waits if the servers are a tenth faster than it, although lengths have long tails; no group is older
+than the bound; trained completions are as long as sampled ones, so quick answers are not preferred; one core is enough for
+2,000 finished trajectories per second.
 
-How it is measured: the real runner, queue, measures and (--journal) journal; fake servers of 8 slots that decode n requests in
-0.01 + 0.0005 n seconds a token; prompts of 100 tokens, completions lognormal with sigma 1 and a mean of 300, cut at 3,000; 4
-groups of 8 a server and step; max_staleness 2, a window of one step's groups. The trainer takes 90 % of what full servers make.
-Idle shares leave out the first step, for which nothing could be made in advance. CPU is of this process with all its threads,
-the simulated servers included, over finished trajectories; for comparable figures the machine should do nothing else. Queue:
-the arrays of finished groups that wait, at most. Drawn: all tickets up to the highest that was consumed. The last row is the
-first without staleness. --profile prints where the time goes, which slows it.
+Method: the real runner, queue, measures and (--journal) journal; fake servers of 8 slots that decode n requests in 0.01 +
+0.0005 n seconds per token; prompts of 100 tokens, completions lognormal with sigma 1 and a mean of 300, capped at 3,000; 4
+groups of 8 per server and step; max_staleness 2, a window of one step's groups. The trainer consumes 90 % of what full servers
+produce. Idle shares exclude the first step, for which nothing could be generated in advance. CPU is that of this process with
+all its threads, including the simulated servers, divided by finished trajectories; the machine should otherwise be idle. Queue:
+the largest size of the arrays of finished groups that wait. Sampled: all tickets up to the highest consumed one. The last row
+is the first without staleness. --profile prints a profile, which slows the run.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ COLUMNS = (
     *("servers", "`max_staleness`", "trainer idle", "slots idle", "oldest (bound)", "trained / drawn length", "queue"),
     *("CPU each", "a second"),
 )
-LOAD = 0.9  # of the servers' speed: the trainer's
+LOAD = 0.9  # the trainer's speed relative to the servers'
 
 
 @dataclass
 class Held(Recorder):
-    """Counts what the queue holds, and tells a journal the rest."""
+    """Counts the content of the queue, and forwards the rest to a journal."""
 
     journal: Recorder
     bytes: int = 0
@@ -78,13 +78,13 @@ def size(group: Group) -> int:
 
 
 def drawn(ticket: int) -> int:
-    """New tokens of a group, whether or not it has ended."""
+    """New tokens of a group, finished or not."""
     return sum(LENGTH(seed_of(0, TRAINING, ticket, episode, 0)) for episode in range(GROUP_SIZE))
 
 
 def simulated(servers: int, steps: int, recorder: Recorder, max_staleness: int) -> list[dict[str, float]]:
     mean = sum(LENGTH(seed) for seed in range(10_000)) / 10_000
-    seconds_each = mean / SPEED.decode(SLOTS) + PROMPT / SPEED.prefill  # of a server
+    seconds_each = mean / SPEED.decode(SLOTS) + PROMPT / SPEED.prefill  # per server
     groups = GROUPS_A_SERVER * servers
     trainer = FakeTrainer(groups * GROUP_SIZE * seconds_each / servers / LOAD, publish_seconds=2.0)
     engine = FakeEngine(SPEED, servers=servers, concurrency=SLOTS, length=LENGTH)

@@ -1,13 +1,13 @@
-"""What is lost when vLLM servers are lost: three real ones under load, one fault after the other.
+"""Loss of vLLM servers: three real ones under load, one fault after the other.
 
     python benchmarks/servers.py [--requests 48] [--faults kill stop errors full]
 
 Builds the random Qwen3 of benchmarks/model.py, starts two servers, lets a third join through a proxy, and keeps the requests in
-flight (each that ends is replaced) while weights are published again and again. Faults: `kill` (SIGKILL to a server's
-processes), `stop` (SIGSTOP to them for 30 s), `errors` (the proxy answers 500 for 15 s), `full` (the file system that weights
-are staged on has no room for 10 s; where a tmpfs can be mounted). Every request must get all its tokens, each of a version that
-was published, and every publication must end. Seconds back: until as many servers serve as before and the tokens of three
-seconds are 90 % of those before the fault. Prints a table, then one line of JSON a fault.
+flight (each that ends is replaced) while weights are published repeatedly. Faults: `kill` (SIGKILL to a server's processes),
+`stop` (SIGSTOP for 30 s), `errors` (the proxy answers 500 for 15 s), `full` (the file system for staged weights has no room for
+10 s; if a tmpfs can be mounted). Every request must get all its tokens, each of a published version, and every publication must
+complete. Seconds until recovered: until as many servers serve as before and the tokens of three seconds are 90 % of those
+before the fault. Prints a table, then one line of JSON per fault.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ STAGING_BYTES = 64 * 2**20
 
 @dataclass
 class Load:
-    """Requests and publications that go on until told to stop. done: when each request ended, and its tokens."""
+    """Sends requests and publications until stopped. done: when each request ended, and its tokens."""
 
     engine: VLLMEngine
     trainer: Weights
@@ -81,7 +81,7 @@ class Load:
 
 @dataclass
 class Proxy:
-    """Before a server of its own; answers 500 while it fails."""
+    """A proxy in front of its own server; answers 500 while it fails."""
 
     server: servers.Server
     failing: bool = False
@@ -109,7 +109,7 @@ class Proxy:
 
 @contextmanager
 def small_file_system(folder: Path) -> Iterator[bool]:
-    """A tmpfs there while this lasts, where one can be mounted."""
+    """Mounts a tmpfs there for the duration, if possible."""
     folder.mkdir()
     words = ["mount", "-t", "tmpfs", "-o", f"size={STAGING_BYTES}", "tmpfs", str(folder)]
     mounted = subprocess.run(words, capture_output=True, check=False).returncode == 0
@@ -121,7 +121,7 @@ def small_file_system(folder: Path) -> Iterator[bool]:
 
 
 def family(server: servers.Server) -> list[psutil.Process]:
-    """A server's processes without the guard, which is the run's own."""
+    """A server's processes without the guard, which belongs to the run."""
     return psutil.Process(server.process.pid).children(recursive=True)
 
 
@@ -211,7 +211,7 @@ async def main_with(chosen: argparse.Namespace, folder: Path, mounted: bool) -> 
             rows.append(await measure(name, faults[name], load))
             print(rows[-1])
         load.stopping = True
-        await asyncio.gather(*tasks)  # raises what any request or publication ended with
+        await asyncio.gather(*tasks)  # raises the error of any request or publication
         assert load.published == load.trainer.version - 1, "a publication is missing"
         for row in rows:
             print(json.dumps({"benchmark": "servers", "requests": chosen.requests, **row}))

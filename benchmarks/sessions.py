@@ -1,11 +1,11 @@
-"""How many sessions one gateway on one core holds at once, what each costs, and whether any is lost or mixed up.
+"""Concurrent sessions of one gateway on one core: their number, their cost, and whether any is lost or mixed up.
 
     python -m benchmarks.sessions [--sessions 1000] [--calls 5]
 
-Claim: 1,000 at once, none lost. The gateway runs in a process of its own on one core, over an engine that answers after a
-random time without computing; the clients, on the other core, hold all sessions open at once, each with a conversation that
-grows by its own marks. A session is lost when a call fails, when its trajectory is not what its client was told, or when its
-reward is not the one that was given. Memory is what the process has more when all sessions are open and have made their calls.
+Claim: 1,000 at once, none lost. The gateway runs in its own process on one core, with an engine that answers after a random
+time without computing; the clients, on the other core, keep all sessions open at once, each with a growing conversation that
+carries its own markers. A session is lost if a call fails, if its trajectory differs from what its client received, or if its
+reward is not the one posted. Memory is the increase of the process once all sessions are open and have made their calls.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ import numpy as np
 from benchmarks import model
 
 ANSWER = 64  # tokens
-SECONDS = 0.2  # that an answer takes, at the median; lognormal, so that they overlap in every order
+SECONDS = 0.2  # median time of an answer; lognormal, so that answers overlap in every order
 
 
 # ---- the gateway, in a process of its own
 
 
 class Slow:
-    """An engine that takes its time and no processor."""
+    """An engine that takes time but no processor."""
 
     concurrency, context, version = 1 << 20, 1 << 20, 1
 
@@ -50,7 +50,7 @@ class Slow:
 
 
 async def serve(directory: Path, count: int) -> None:
-    """Opens a session for each that asks, and writes what became of all of them."""
+    """Opens a session on each request, and writes all outcomes."""
     from transformers import AutoTokenizer
 
     from areal_x.agents.online import Online, write_address

@@ -1,20 +1,20 @@
-"""A training step with and without `train.share_prompts`, and what the engines compute of prompts that are alike.
+"""A training step with and without `train.share_prompts`, and the engines' prefill of identical prompts.
 
     python -m benchmarks.shared_prompts
     python -m benchmarks.shared_prompts --server
     python -m benchmarks.shared_prompts --backends torch --sizes 256x64x8
 
-Claim: where a prompt is four times as long as its eight answers, a step takes at most half the time; where sharing saves
-little it costs nothing.
+Claim: if a prompt is four times as long as its eight answers, a step takes at most half the time; if sharing saves little, it
+costs nothing.
 
-How it is measured: one update of GRPO by the benchmarks' model in fp32 on 4 groups, of prompts and answers between half and one
-and a half times the named length, in rows of 1,024 tokens. Both packings are warmed up, then stepped in turns in one process;
-a ratio is that of the median seconds. Tokens are those in rows; JAX computes the rows whole, padding included, and torch the
-tokens. Then each backend's sampler is filled with 64 prompts as long as the first named, all different or as many of each as
-there are attempts, in turns.
+Method: one GRPO update of the benchmarks' model in fp32 on 4 groups, with prompts and answers between half and one and a half
+times the named length, in rows of 1,024 tokens. Both packings are warmed up, then stepped alternately in one process; a ratio
+is that of the median seconds. Tokens are those in rows; JAX computes whole rows, padding included, and torch the tokens only.
+Then each backend's sampler is filled with 64 prompts of the first named length, all different or as many copies of each as
+there are attempts, alternately.
 
---server: alone, a vLLM server is asked for 64 completions, 8 of each prompt at once; then each is gone on with, as a second
-turn does. Shown is how many of the prompts' tokens its prefix cache had, by its own count.
+--server: only this; a vLLM server generates 64 completions, 8 per prompt at once; then each is continued, as in a second turn.
+Shown is the number of prompt tokens found in its prefix cache, by its own count.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def groups_of(prompt: int, answer: int, attempts: int) -> list[Group]:
 
 
 def seconds_of(trainer: Trainer, batches: list[Batch], rounds: int) -> list[list[float]]:
-    """Of each batch, in turns; the first two rounds, which compile, are left out."""
+    """Seconds per batch, alternating; the first two rounds, which compile, are excluded."""
     taken: list[list[float]] = [[] for _ in batches]
     for _ in range(rounds + 2):
         for seconds, batch in zip(taken, batches, strict=True):
@@ -91,7 +91,7 @@ def measure(backend: str, size: str, directory: Path, rounds: int) -> dict[str, 
 
 
 def measure_fill(backend: str, size: str, directory: Path, rounds: int) -> dict[str, Any]:
-    """Seconds of the prefill of SLOTS prompts: of one each, and of as many as there are attempts."""
+    """Seconds of the prefill of SLOTS prompts: all different, and with as many copies as there are attempts."""
     prompt, _, attempts = map(int, size.split("x"))
     trainer = create_trainer(backend, TrainerConfig(model=ModelConfig(str(directory))))
     sampler, rng = trainer.sampler(SLOTS, prompt + 16), np.random.default_rng(0)
@@ -111,7 +111,8 @@ def measure_fill(backend: str, size: str, directory: Path, rounds: int) -> dict[
 
 
 async def measure_server(directory: Path, prompt: int, answer: int, attempts: int, context: int) -> dict[str, tuple[int, int]]:
-    """Of the first and of the second turn how many tokens the prompts had, and how many of them the server did not compute."""
+    """Returns, for the first and the second turn, the number of prompt tokens and how many of them the server did not
+    compute."""
     rng, how = np.random.default_rng(0), SamplingParams(max_tokens=answer)
     engine = VLLMEngine(
         VLLMConfig(context=context, concurrency=SLOTS, adaptive=True), directory, directory / "logs", report=lambda line: None
@@ -127,7 +128,7 @@ async def measure_server(directory: Path, prompt: int, answer: int, attempts: in
             text = await replica.client.metrics()
             now = np.array([counted(text, f"vllm:prefix_cache_{what}_total") for what in ("queries", "hits")])
             found[turn], before = tuple((now - before).tolist()), now
-            more = rng.integers(0, VOCABULARY, answer).astype(np.int32)  # what a tool said
+            more = rng.integers(0, VOCABULARY, answer).astype(np.int32)  # a tool's result
             prompts = [np.concatenate([p, one.tokens, more]) for p, one in zip(prompts, said, strict=True)]
     finally:
         await engine.close()
@@ -135,7 +136,7 @@ async def measure_server(directory: Path, prompt: int, answer: int, attempts: in
 
 
 def counted(text: str, name: str) -> int:
-    """The sum of a counter in Prometheus' text."""
+    """The sum of a counter in Prometheus text format."""
     return int(sum(float(line.rsplit(" ", 1)[1]) for line in text.splitlines() if line.startswith(f"{name}{{")))
 
 

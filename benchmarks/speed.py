@@ -1,30 +1,30 @@
-"""How much sooner the same samples are trained when generation does not wait for the trainer, nor the trainer for it.
+"""Speed-up of asynchronous training: generation does not wait for the trainer, nor the trainer for generation.
 
     python -m benchmarks.speed [--regimes rollout trainer] [--steps N] [--rounds 1] [--figure docs/speed.png]
 
 Claim: with `max_staleness = 4` a run takes the time that the slower of its two sides takes alone (within 5 %), and never longer
 than with 0, on two cores that both sides share.
 
-The work: answers of a real vLLM server, of lengths that are lognormal (sigma 1, capped) and fixed by task and place, so that
-every run draws and trains on the same number of tokens; random Qwen3s in fp32, GRPO with AdamW on torch. In the regime
-"rollout" (1M parameters; short prompts, answers of up to 320 tokens) generation is the slower side, in "trainer" (26M; longer
-prompts, short answers) training is.
+The work: answers of a real vLLM server with lognormal lengths (sigma 1, capped) fixed by task and index, so that every run
+samples and trains on the same number of tokens; random Qwen3s in fp32, GRPO with AdamW on torch. In the regime "rollout" (1M
+parameters; short prompts, answers of up to 320 tokens) generation is the slower side, in "trainer" (26M; longer prompts, short
+answers) training is.
 
-Settings, each with `max_staleness` 0 and 4 in turns:
+Settings, each with `max_staleness` 0 and 4 alternately:
 pinned     the server on one core, the trainer on the other
 unpinned   one compute thread each, on either core
-shared     the fair opponent: synchronously each side has two compute threads in its phase; with 4 the server has one, as is the
+shared     the fair comparison: synchronously each side has two compute threads in its phase; with 4 the server has one, the
            default on two cores, and the trainer two
 
-How it is measured: a run's time is from its first admission to its last published step. `generation` is the same run with
-nothing learnt, as fast as the server goes with `max_staleness = 4`; training is what log-probabilities, updates, publications
-of the synchronous run took. No order of the same work takes less than generation and then the last update, or than the first
-batch's generation and then training; where both share cores, what follows that first batch takes at least the processor time of
-both on two cores. The bound is the time of the synchronous run over that.
+Method: a run's time is from its first admission to its last published step. `generation` is the same run without training, as
+fast as the server runs with `max_staleness = 4`; training is the time of log-probabilities, updates and publications in the
+synchronous run. No schedule of the same work takes less than generation followed by the last update, or than the first batch's
+generation followed by training; if both share cores, the part after that first batch takes at least the processor time of both
+on two cores. The bound is the time of the synchronous run divided by that.
 
-Two cores are not two machines: memory and caches are shared. So the slower side is measured again while another process
-multiplies matrices on the other core for as large a part of the time as the other side does in the run; the bound of that is
-what could be reached on this machine.
+Two cores are not two machines: memory and caches are shared. The slower side is therefore measured again while another process
+multiplies matrices on the other core for as large a share of the time as the other side computes in the run; the resulting
+bound is what can be reached on this machine.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ REGIMES = {
 
 @dataclass(frozen=True)
 class LongTailed:
-    """A workflow whose answers have lengths and rewards that (ticket, place) alone decide."""
+    """A workflow whose answers have lengths and rewards determined by (ticket, index)."""
 
     regime: Regime
 
@@ -99,7 +99,7 @@ class LongTailed:
 
 
 def run(directory: Path, name: str, setting: str, staleness: int, steps: int, learns: bool) -> dict[str, Any]:
-    """Seconds of a run by what they went to, and the processor time of both sides."""
+    """Seconds of a run by phase, and the processor time of both sides."""
     import psutil
 
     from areal_x.engines.vllm.config import VLLMConfig
@@ -112,7 +112,7 @@ def run(directory: Path, name: str, setting: str, staleness: int, steps: int, le
     threads = 2 if setting == "shared" else 1
     server_threads = threads if staleness == 0 else 1
     if setting == "pinned":
-        os.sched_setaffinity(0, {0})  # until the server has it
+        os.sched_setaffinity(0, {0})  # until the server takes it
 
         def unpin(self: Rollout, *arguments: Any) -> None:
             start(self, *arguments)
@@ -138,7 +138,7 @@ def run(directory: Path, name: str, setting: str, staleness: int, steps: int, le
         row_length=regime.prompt + regime.longest,
         runs=str(directory / "runs"),
     )
-    import torch  # after what an experiment sets for it
+    import torch  # after the experiment has set its environment
 
     torch.set_num_threads(threads)
     rows, turns = [], experiment.turns(experiment.open(), message=lambda _: None)
@@ -165,7 +165,7 @@ def cpu_seconds(process: Any) -> float:
 
 @contextmanager
 def competing(regime: str, share: float, core: int | None) -> Iterator[None]:
-    """Meanwhile a process computes for this share of the time, on this core or any."""
+    """Runs a process beside the block that computes for this share of the time, on this core or any."""
     command = [sys.executable, "-m", "benchmarks.speed", "--compete", regime, str(share), str(-1 if core is None else core)]
     process = subprocess.Popen(command, env=os.environ | {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"})
     try:
@@ -204,12 +204,12 @@ def training(run: dict[str, Any]) -> float:
 
 
 def least_seconds(synchronous: dict[str, Any], generation: dict[str, Any], steps: int, shares_cores: bool) -> float:
-    """That any order of the same work takes."""
+    """Minimum seconds of any schedule of the same work."""
     first = generation["first"]
     least = max(generation["seconds"] + synchronous["update"] / steps, first + training(synchronous))
     if not shares_cores:
         return least
-    both = synchronous["trainer_cpu"] + generation["server_cpu"] - first  # the server's one thread then
+    both = synchronous["trainer_cpu"] + generation["server_cpu"] - first  # the server then has one thread
     return max(least, first + both / len(os.sched_getaffinity(0)))
 
 
@@ -250,7 +250,7 @@ def main() -> None:
 
 
 def measured(directory: Path, given: argparse.Namespace, regime: str, setting: str) -> dict[str, Any]:
-    """Medians over rounds, in which the runs take turns."""
+    """Medians over rounds, in which the runs alternate."""
     rounds = []
     steps = given.steps or REGIMES[regime].steps
     for _ in range(given.rounds):
@@ -291,13 +291,13 @@ def least_beside(
 
 
 def write(regime: str, directory: Path) -> None:
-    """A random model, with the tokenizer of the other benchmarks."""
+    """Writes a random model, with the tokenizer of the other benchmarks."""
     model.CONFIG |= {"max_position_embeddings": 1024} | REGIMES[regime].model
     model.write_model(directory)
 
 
 def draw(bars: dict[str, tuple[float, float]], path: Path) -> None:
-    """How many times as fast, beside the most that was possible."""
+    """Plots the speed-up beside its bound."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(9, 4), layout="constrained")

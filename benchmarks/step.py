@@ -1,4 +1,4 @@
-"""A training step beside TRL's and Tunix's on the same work: seconds a step, and where ours go.
+"""A training step compared with TRL's and Tunix's on the same work: seconds per step, and our time by phase.
 
     python -m venv /tmp/trl && /tmp/trl/bin/pip install torch==2.13.0 trl==1.16.0
     python -m venv /tmp/tunix && /tmp/tunix/bin/pip install google-tunix==0.1.7
@@ -7,18 +7,17 @@
 Claim: synchronously a step takes at most half the time of the faster of the two, asynchronously less.
 
 The work: GRPO of a random Qwen3 of 0.6M parameters (benchmarks/model.py) in fp32; a step is 8 prompts of 12 to 20 tokens, 8
-samples of each, exactly 64 new tokens a sample (no end token can come up), a reward that counts digits, one AdamW update with
-clipping. On-policy, without a reference model, without checkpoints. Everyone gets the same prompts and all cores.
+samples of each, exactly 64 new tokens per sample (no end token can occur), a reward that counts digits, one AdamW update with
+clipping. On-policy, without a reference model, without checkpoints. All have the same prompts and all cores.
 
-How it is measured: one process each (benchmarks/peers), compiled and warmed up, then in turns, `--rounds` times `--steps`
-steps; while one works the others are stopped. A figure is the mean of a round's steps; the table shows median, least and
-largest of the rounds. An asynchronous run is stopped and continued in mid-flight like any other, so it gains nothing while
-others work. The phases of our step are medians over all steps, as metrics.jsonl has them; in an asynchronous run the cores
-generate for later steps in every phase.
+Method: one process each (benchmarks/peers), compiled and warmed up, then alternating, `--rounds` times `--steps` steps; while
+one works the others are stopped. A value is the mean of a round's steps; the table shows median, minimum and maximum of the
+rounds. An asynchronous run is stopped and continued in mid-flight like any other, so it gains nothing while others work. The
+phases of our step are medians over all steps, from metrics.jsonl; in an asynchronous run the cores generate for later steps in
+every phase.
 
-The peers' settings are in their files. Both sample in the training process, on the trainer's weights, as our embedded engine
-does. Other work on the machine hurts TRL most (OpenMP threads spin while one of them waits for a core): measure on an idle
-one.
+The peers' settings are in their files. Both sample in the training process, on the trainer's weights, like our embedded engine.
+Other work on the machine slows TRL most (OpenMP threads spin while one of them waits for a core): measure on an idle one.
 """
 
 from __future__ import annotations
@@ -72,7 +71,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def start(args: argparse.Namespace, directory: Path, running: ExitStack) -> list[Worker]:
-    """Those that are asked for."""
+    """Starts the selected workers."""
     model = str(write_model(directory / "model"))
     prompts = str(write_prompts(directory / "prompts.json", np.random.default_rng(0).integers(12, 21, 512)))
     commands = {

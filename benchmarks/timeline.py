@@ -1,9 +1,9 @@
-"""What a span of the timeline costs the thread that it measures.
+"""Cost of a timeline span for the thread that it measures.
 
     python benchmarks/timeline.py
 
-Spans as the runner records them, with arguments at the begin and at the end, around nothing: the best of ten rounds of 20,000,
-in time of the thread, so that other work on the machine counts little.
+Spans as the runner records them, with arguments at the beginning and at the end, around nothing: the best of ten rounds of
+20,000, in thread time, so that other work on the machine has little influence.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ SPANS = 20_000
 
 
 def cost() -> float:
-    """Seconds a span."""
+    """Seconds per span."""
     began = time.thread_time()
     for i in range(SPANS):
         with timeline.span("generate", ticket=i, index=3, call=1) as span:

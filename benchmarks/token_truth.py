@@ -1,20 +1,20 @@
-"""Whether conversations become exactly the tokens that were generated, over many of them and three families' chat templates.
+"""Check that conversations become exactly the generated tokens, over many of them and three families' chat templates.
 
     python benchmarks/token_truth.py                       # 10,000 conversations
     python benchmarks/token_truth.py --conversations 300 --spoken 100
 
-Claim: no prompt differs from what its family's format says, and every generated token is trained on once, with its own
-log-probability and version.
+Claim: no prompt differs from its family's format, and every generated token is trained on once, with its own log-probability
+and version.
 
 The work: random agents talk with a policy whose tokens are not those that a tokenizer would choose for the same text, and
-sometimes are any tokens at all. They go on, go back and try again, call tools, and send what was said in the spellings of
-different clients. A prompt behind a reply must begin with the tokens that were held, and go on with what the format puts
-there; where the format writes earlier turns in another way (Qwen3 leaves out reasoning) it must be the format's text of the
-whole. What the formats are is said once more in tests/agents/chat/conversations.py, which knows nothing of our rendering.
-The last column is why: of how many calls the prompt's text, tokenised anew, would be other tokens.
+sometimes are arbitrary. They continue, backtrack and retry, call tools, and return earlier messages in the spellings of
+different clients. A prompt after a reply must begin with the recorded tokens and continue as the format requires; if the format
+renders earlier turns differently (Qwen3 omits reasoning), it must be the format's text of the whole. The formats are defined
+independently in tests/agents/chat/conversations.py, which does not use our rendering. The last column shows the reason: the
+number of calls whose prompt text would give other tokens if it were tokenized again.
 
-`--spoken` conversations of each family are then held with a real model, of random weights, through the embedded engine, and a
-trainer computes every log-probability again: the largest difference is shown.
+`--spoken` conversations of each family are then held with a real model of random weights, through the embedded engine, and a
+trainer recomputes every log-probability: the largest difference is shown.
 """
 
 from __future__ import annotations

@@ -1,12 +1,13 @@
-"""Memory of a long sequence with torch, by how many processes its tokens are split over: what a step keeps for its gradient.
+"""Memory of a long sequence with torch when its tokens are split over processes: the activations that a step keeps for its
+gradient.
 
     python -m benchmarks.torch_context --processes 2
 
-Claim: each of two processes keeps at most 0.55 of what one does, each of four 0.3. (0.5 and 0.25 would be without what is
-computed of a loss, and keys that are repeated.)
+Claim: each of two processes keeps at most 0.55 of the memory of one, each of four 0.3. (0.5 and 0.25 would hold without the
+loss's own activations and repeated keys.)
 
-How it is measured: one update of the benchmarks' model on one sequence. Counted is, on the first process, every storage once
-that autograd keeps for the backward pass and that was computed with a gradient.
+Method: one update of the benchmarks' model on one sequence. On the first process, every storage that autograd keeps for the
+backward pass and that was computed with a gradient counts once.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ def kept_bytes(trainer: Trainer, tokens: int) -> int:
 
     def keep(x: torch.Tensor) -> torch.Tensor:
         if x.grad_fn is not None:
-            kept[x.untyped_storage().data_ptr()] = x  # and held until it is counted, so that no other takes its place
+            kept[x.untyped_storage().data_ptr()] = x  # kept alive until counted, so that its address is not reused
         return x
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):

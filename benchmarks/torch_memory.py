@@ -1,12 +1,12 @@
-"""Memory of the torch trainer's head over a large vocabulary, forward and backward, beside its inputs and gradients.
+"""Memory of the torch trainer's head over a large vocabulary, forward and backward, besides its inputs and gradients.
 
     python benchmarks/torch_memory.py
 
 Claim: for 8,192 tokens of Qwen2.5-0.5B (896 features) over a vocabulary of 152,000, log-probabilities and their gradients take
-at most 400 MB, with entropies or without; all logits at once take 15 GB.
+at most 400 MB, with or without entropies; all logits at once take 15 GB.
 
-How it is measured: a process of its own computes them once, and then says the most memory that it ever had resident (on an
-accelerator: that torch had allocated), less what it had before and the bytes of both gradients. It takes minutes on two cores.
+Method: a process of its own computes them once and reports its peak resident memory (on an accelerator: torch's peak
+allocation) minus that before and the bytes of both gradients. It takes minutes on two cores.
 """
 
 from __future__ import annotations

@@ -1,24 +1,25 @@
-"""Throughput of our trainers' update on a CPU beside transformers' and Tunix's, and its share of what the machine can do.
+"""Throughput of our trainers' update on a CPU compared with transformers' and Tunix's, and its share of the machine's peak.
 
     python -m venv /tmp/tunix && /tmp/tunix/bin/pip install google-tunix==0.1.7
     python benchmarks/update.py --tunix-python /tmp/tunix/bin/python
 
-Claim: ours, with JAX and with torch, trains on more real tokens a second than either.
+Claim: ours, with JAX and with torch, trains on more real tokens per second than either.
 
 The work: supervised steps of a random Qwen3 of 26M parameters (hidden 384, 8 layers, 6 heads of 64 that share 2 key-value
 heads, intermediate 1,152, vocabulary 32,000, tied) in fp32, each with forward and backward pass, clipping of the gradient's
 norm and AdamW, on the same 16 sequences of long-tailed lengths: 250 tokens on average and at most 1,024, about 4,000 in all.
-The loss is the mean over all tokens but each sequence's first; what everyone says of it before the first step is compared.
+The loss is the mean over all tokens except each sequence's first; all implementations' losses before the first step are
+compared.
 
-Ours packs the sequences into rows of 1,024 (`--jax`, `--torch`: so many at once on a device, each a process; `--devices`: into
-how many devices XLA divides the CPU, each a process). transformers computes them one by one,
-without padding, with its own (SDPA) attention, and adds up gradients. Tunix trains on our rows, given a mask within segments.
+Ours packs the sequences into rows of 1,024 (`--jax`, `--torch`: rows at once on a device, each value in its own process;
+`--devices`: number of devices into which XLA splits the CPU, each in its own process). transformers computes them one by one,
+without padding, with its own (SDPA) attention, and accumulates gradients. Tunix trains on our rows with a mask within segments.
 
-How it is measured: one process each (benchmarks/peers), compiled and warmed up, then in turns, `--rounds` times `--steps`
-steps; while one works the others are stopped. A figure is the mean of a round's steps; the table shows median, least and
-largest of the rounds. The machine's peak is the fastest of several products of two fp32 matrices by JAX, likewise in turns.
-FLOPs are counted, not measured: 6 a token for each parameter in a product (the tied embedding is in the head's), and
-attention's causal half within sequences; what a backward pass computes again counts nothing.
+Method: one process each (benchmarks/peers), compiled and warmed up, then alternating, `--rounds` times `--steps` steps; while
+one works the others are stopped. A value is the mean of a round's steps; the table shows median, minimum and maximum of the
+rounds. The machine's peak is the fastest of several products of two fp32 matrices by JAX, also alternating. FLOPs are counted,
+not measured: 6 per token for each parameter in a product (the tied embedding counts in the head), and attention's causal half
+within sequences; recomputation in a backward pass does not count.
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ CONFIG = {
     "vocab_size": 32000,
     "max_position_embeddings": ROW_LENGTH,
     "rms_norm_eps": 1e-6,
-    "rope_theta": 1e6,  # the only one that Tunix 0.1.7 computes with, whatever its config says
+    "rope_theta": 1e6,  # the only value that Tunix 0.1.7 uses, whatever its config contains
     "tie_word_embeddings": True,
     "hidden_act": "silu",
     "attention_bias": False,
@@ -72,7 +73,7 @@ CONFIG = {
 
 
 def write_random(directory: Path, config: dict[str, Any]) -> Path:
-    """The Hugging Face directory of a random model of this config; without a tokenizer."""
+    """Writes the Hugging Face directory of a random model of this config, without a tokenizer."""
     directory.mkdir(parents=True)
     (directory / "config.json").write_text(json.dumps(config))
     shape, rng = shape_of(config), np.random.default_rng(0)
@@ -84,7 +85,7 @@ def write_random(directory: Path, config: dict[str, Any]) -> Path:
 
 
 def packed(sequences: list[np.ndarray], row_length: int = ROW_LENGTH) -> Batch:
-    """A batch whose loss is the mean over all tokens but each sequence's first."""
+    """A batch whose loss is the mean over all tokens except each sequence's first."""
     made = []
     for sequence in sequences:
         tokens, zeros = np.asarray(sequence, np.int32), np.zeros(len(sequence) - 1)
@@ -102,7 +103,7 @@ def draw_sequences(vocabulary: int, count: int, mean: int) -> list[list[int]]:
 
 
 def flops_of(shape: Shape, lengths: np.ndarray) -> float:
-    """Of one step."""
+    """FLOPs of one step."""
     leaves = jax.tree.leaves(parameter_shapes(shape)["layers"])
     in_products = sum(int(np.prod(leaf.shape)) for leaf in leaves if len(leaf.shape) > 2) + shape.hidden * shape.vocab
     attention = 6 * shape.layers * shape.heads * shape.head_dim * float(np.sum(lengths.astype(float) ** 2))
@@ -110,7 +111,7 @@ def flops_of(shape: Shape, lengths: np.ndarray) -> float:
 
 
 def peak_flops(size: int = 3072, tries: int = 5, dtype: Any = jnp.float32) -> float:
-    """FLOPs a second of the fastest product of two matrices."""
+    """FLOPs per second of the fastest product of two matrices."""
     x = jnp.ones((size, size), dtype)
     product = jax.jit(jnp.matmul)
     jax.block_until_ready(product(x, x))
@@ -163,7 +164,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def start(args: argparse.Namespace, directory: Path, sequences: list[list[int]], running: ExitStack) -> list[Worker]:
-    """Those that are asked for."""
+    """Starts the selected workers."""
     model = str(write_random(directory / "model", CONFIG | {"num_hidden_layers": args.layers, "vocab_size": args.vocabulary}))
     data = directory / "sequences.json"
     data.write_text(json.dumps(sequences))

@@ -1,8 +1,8 @@
-"""How far vLLM is from the JAX trainer that saved a model, for every architecture that both know, as a markdown table.
+"""Deviation of vLLM from the JAX trainer that saved a model, for every architecture that both support, as a markdown table.
 
     python -m benchmarks.vllm_models [MODEL …]
 
-Claim: what the trainer saves loads in vLLM as it is, and both say the same log-probabilities of the same tokens (1e-4).
+Claim: saved models load in vLLM unchanged, and both compute the same log-probabilities for the same tokens (1e-4).
 
 Each model is random and tiny, trained for one update and saved; a real server, started for it, scores sequences that the
 trainer scores too.
@@ -28,7 +28,7 @@ from tests.conftest import CHARACTERS, write_tokenizer
 from tests.models import GEMMA3, MODELS, MORE, trajectories, write_config
 
 VOCABULARY = len(CHARACTERS) + 2
-WIDE = {"head_dim": 32, "hidden_size": 128, "vocab_size": VOCABULARY}  # vLLM's attention on CPUs wants heads of 32
+WIDE = {"head_dim": 32, "hidden_size": 128, "vocab_size": VOCABULARY}  # vLLM's attention on CPUs needs heads of 32
 CHOSEN = {
     **{name: MODELS[name] | WIDE for name in ("qwen3", "qwen3-tied", "qwen2", "llama")},
     **{name: MORE[name] | WIDE for name in ("llama3", "mistral", "mistral-window", "qwen3-moe", "qwen2-moe", "gemma3")},

@@ -1,4 +1,4 @@
-"""AReaL-X on the work of benchmarks/step.py: the Experiment that a user runs, with all that it always writes.
+"""AReaL-X on the work of benchmarks/step.py: the Experiment that a user runs, with all its usual output.
 
 python areal_x_grpo.py MODEL_DIRECTORY PROMPTS.json BACKEND MAX_STALENESS
 """

@@ -2,9 +2,9 @@
 
     python hf_generate.py MODEL_DIRECTORY REQUESTS.json
 
-A batch runs to the longest of its sequences, as generate has one length for all; only the wanted tokens are counted.
+A batch runs to the longest of its sequences, because generate has one length for all; only the requested tokens are counted.
 `batches` in a command divides the requests, sorted by length, into that many batches. Padded left, sampled at temperature 1
-with nothing else switched on, without log-probabilities.
+with no other option enabled, without log-probabilities.
 """
 
 from wire import Channel

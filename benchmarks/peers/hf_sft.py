@@ -1,8 +1,8 @@
-"""transformers on the work of benchmarks/update.py: one sequence after the other, gradients added up.
+"""transformers on the work of benchmarks/update.py: one sequence after the other, gradients accumulated.
 
     python hf_sft.py MODEL_DIRECTORY SEQUENCES.json
 
-The model's own attention (SDPA), nothing computed again in the backward pass, torch's AdamW in its fastest form here (fused).
+The model's own attention (SDPA), no recomputation in the backward pass, torch's fastest AdamW here (fused).
 """
 
 from wire import Channel, Steps

@@ -2,8 +2,8 @@
 
     python trl_grpo.py MODEL_DIRECTORY PROMPTS.json
 
-Settings: fp32, Hugging Face generate, no reference model (beta 0), no gradient checkpointing, one micro-batch a step, ratios
-from the step's own forward pass (as TRL does when a batch is used once), no logging, no saving.
+Settings: fp32, Hugging Face generate, no reference model (beta 0), no gradient checkpointing, one micro-batch per step, ratios
+from the step's own forward pass (TRL's behaviour if a batch is used once), no logging, no saving.
 """
 
 from wire import Channel, Steps
@@ -22,7 +22,7 @@ from datasets import Dataset, disable_progress_bars  # noqa: E402
 
 
 class OnCommand(transformers.TrainerCallback):
-    """Trains only while the benchmark asks for steps."""
+    """Trains only while the benchmark requests steps."""
 
     def __init__(self) -> None:
         self.steps = Steps(channel, details=lambda: {"versions": VERSIONS})

@@ -3,7 +3,7 @@
     python tunix_grpo.py MODEL_DIRECTORY PROMPTS.json
 
 Settings: fp32, Tunix's own ("vanilla") sampler on the trainer's weights (one mesh, so nothing is copied), a cache exactly as
-long as prompt and completion, top-p off, no reference model (beta 0), no rematerialisation, one micro-batch a step, ratios
+long as prompt and completion, top-p off, no reference model (beta 0), no rematerialisation, one micro-batch per step, ratios
 from the step's own forward pass, prompts padded to one length so that nothing compiles twice, no logging, no checkpoints.
 """
 
@@ -35,7 +35,7 @@ def digits(prompts: list[str], completions: list[str], **kwargs) -> list[float]:
 
 
 def batches(prompts: list[str], steps: Steps) -> Iterator[dict[str, np.ndarray]]:
-    """A batch of prompts a step, while the benchmark asks for steps."""
+    """Yields a batch of prompts per step, while the benchmark requests steps."""
     count = 0
     while steps.begin():
         yield {"prompts": np.array([prompts[(count + i) % len(prompts)] for i in range(GROUPS)])}

@@ -2,9 +2,9 @@
 
     python tunix_sampler.py MODEL_DIRECTORY REQUESTS.json
 
-A batch runs to the longest of its sequences, as the sampler has one length for all; only the wanted tokens are counted.
+A batch runs to the longest of its sequences, because the sampler has one length for all; only the requested tokens are counted.
 `batches` in a command divides the requests, sorted by length, into that many batches; each shape compiles once. The cache is
-exactly as long as a batch needs, top-p is off, no log-probabilities are asked for.
+exactly as long as a batch needs, top-p is off, no log-probabilities are requested.
 """
 
 from wire import Channel

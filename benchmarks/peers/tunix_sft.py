@@ -40,7 +40,7 @@ def main(directory: str, rows_file: str) -> None:
         trainer = PeftTrainer(model, optimizer, config).with_gen_model_input_fn(model_input)
 
         def loss() -> float:
-            """Of the last step; the trainer keeps it until the next is over."""
+            """The loss of the last step; the trainer keeps it until the next is over."""
             metrics = trainer._prev_buffered_train_metrics
             return 0.0 if metrics is None else float(np.mean(metrics.loss))
 

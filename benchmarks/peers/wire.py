@@ -1,9 +1,9 @@
-"""How a benchmark speaks to the programs it compares: one process each, alive for the whole run, that works on command.
+"""Communication of a benchmark with the programs that it compares: one process each, alive for the whole run, on command.
 
-Long-lived processes take turns, so that whatever else the machine does meets all of them alike, and compilation is paid once.
-A process that is not at work is stopped (SIGSTOP): it can neither spin on a core nor, being asynchronous, work ahead.
+Long-lived processes take turns, so that other load on the machine affects all of them alike, and compilation happens once. A
+process that is not at work is stopped (SIGSTOP): it can neither spin on a core nor, if it is asynchronous, work ahead.
 
-The standard library alone: the programs run in environments that share nothing else.
+Standard library only: the programs run in environments that share nothing else.
 """
 
 from __future__ import annotations
@@ -26,12 +26,13 @@ PR_SET_PDEATHSIG = 1
 
 
 class Channel:
-    """The worker's end. Make it before any heavy import: what a library prints goes to the log and not among the answers."""
+    """The worker's end. Create it before any heavy import: output printed by libraries goes to the log and not among the
+    answers."""
 
     def __init__(self) -> None:
         self._answers = os.fdopen(os.dup(sys.stdout.fileno()), "w")
         os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
-        # A stopped process would not notice that the benchmark is gone.
+        # A stopped process would not notice the end of the benchmark.
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
     def send(self, **answer: Any) -> None:
@@ -39,16 +40,16 @@ class Channel:
         self._answers.flush()
 
     def commands(self) -> Iterator[dict[str, Any]]:
-        """Each command in turn; ends when the benchmark closes the pipe."""
+        """Yields each command; ends when the benchmark closes the pipe."""
         for line in iter(sys.stdin.readline, ""):
             yield json.loads(line)
 
 
 class Steps:
-    """Training steps in blocks of as many as each command asks for.
+    """Training steps in blocks of the size that each command requests.
 
-    settle: waits until the last step's computation is over (JAX returns before it is). details: what to answer beside the
-    seconds.
+    settle: waits until the last step's computation is over (JAX returns before it is). details: added to the answer, besides
+    the seconds.
     """
 
     def __init__(
@@ -60,7 +61,8 @@ class Steps:
         self._times: list[float] = []
 
     def begin(self) -> bool:
-        """Called at the start of every step. Waits for a command at the end of a block; False when there are no more."""
+        """Called at the start of every step. Waits for a command at the end of a block; returns False when there are no
+        more."""
         if self._left == 0:
             self._answer()
             command = next(self._commands, None)
@@ -80,7 +82,7 @@ class Steps:
 
 
 class Worker:
-    """The benchmark's end: a program under `command` whose first answer says that it is ready.
+    """The benchmark's end: a program started with `command`, whose first answer reports that it is ready.
 
     frozen: stopped while it is not at work. Its standard error is written to `log`.
     """
@@ -98,7 +100,7 @@ class Worker:
             raise SystemExit(f"{name} cannot be started: {error}") from error
 
     def ready(self, timeout_seconds: float = 300) -> dict[str, Any]:
-        """The first answer."""
+        """Returns the first answer."""
         answer = self._read(timeout_seconds)
         self._signal(signal.SIGSTOP)
         return answer
@@ -111,7 +113,7 @@ class Worker:
         return answer
 
     def close(self, timeout_seconds: float = 30) -> None:
-        """Closes the pipe, gives the program time to end by itself, then ends it and what it started."""
+        """Closes the pipe, gives the program time to end by itself, then kills it and all that it started."""
         self._signal(signal.SIGCONT)
         self._process.stdin.close()
         try:
@@ -147,7 +149,8 @@ class Worker:
 
 
 def start(commands: Mapping[str, list[str]], directory: Path, running: ExitStack) -> list[Worker]:
-    """A process each, one after the other, as loading is work too; `running` ends them. Their logs are in the directory."""
+    """Starts one process each, one after the other because loading is work too; `running` ends them. Logs are in the
+    directory."""
     workers = []
     for name, command in commands.items():
         workers.append(Worker(name, command, directory / f"{name.replace(' ', '-').replace(':', '-')}.log"))
