@@ -35,7 +35,7 @@ PLAIN, LIKE, GATEWAY = "vLLM", "vLLM with log-probabilities", "gateway"
 
 
 @dataclass
-class Door:
+class Endpoint:
     """One endpoint and its measurements.
 
     urls, keys: one per agent. more: additional fields of a body. speeds, delays, paused: answers per second, and seconds per
@@ -74,7 +74,7 @@ class Door:
         return delays
 
 
-async def measure(directory: Path, given: argparse.Namespace) -> dict[str, Door]:
+async def measure(directory: Path, given: argparse.Namespace) -> dict[str, Endpoint]:
     import aiohttp
     import psutil
     from transformers import AutoTokenizer
@@ -99,32 +99,32 @@ async def measure(directory: Path, given: argparse.Namespace) -> dict[str, Door]
     everyone = [[psutil.Process()], [server, *server.children(recursive=True)]]
     sessions = [await workflow.open(engine) for _ in range(given.agents)]
     of_server = [f"{replica.client.url}/v1"] * given.agents, [replica.server.key] * given.agents
-    doors = {
-        PLAIN: Door(*of_server),
-        LIKE: Door(*of_server, {"logprobs": True, "return_token_ids": True}),
-        GATEWAY: Door([session.base_url for session in sessions], [session.key for session in sessions]),
+    endpoints = {
+        PLAIN: Endpoint(*of_server),
+        LIKE: Endpoint(*of_server, {"logprobs": True, "return_token_ids": True}),
+        GATEWAY: Endpoint([session.base_url for session in sessions], [session.key for session in sessions]),
     }
     try:
         connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=2)
         with short_collections():  # as in a run
             async with aiohttp.ClientSession(connector=connector) as http:
-                for door in doors.values():
-                    await door.ask(http, calls=5)
+                for endpoint in endpoints.values():
+                    await endpoint.ask(http, calls=5)
                 for _ in range(given.rounds):
-                    for door in doors.values():
+                    for endpoint in endpoints.values():
                         before, began = used(everyone), time.perf_counter()
-                        delays = await door.ask(http, given.calls)
-                        door.speeds.append(len(delays) / (time.perf_counter() - began))
-                        door.costs.append((used(everyone) - before) / len(delays))
-                        door.delays += delays
-                    for door in doors.values():
-                        door.paused += await door.ask(http, given.calls, given.pause)
+                        delays = await endpoint.ask(http, given.calls)
+                        endpoint.speeds.append(len(delays) / (time.perf_counter() - began))
+                        endpoint.costs.append((used(everyone) - before) / len(delays))
+                        endpoint.delays += delays
+                    for endpoint in endpoints.values():
+                        endpoint.paused += await endpoint.ask(http, given.calls, given.pause)
     finally:
         for session in sessions:
             session.close()
         await workflow.close()
         await engine.close()
-    return doors
+    return endpoints
 
 
 def used(everyone: list[list[Any]]) -> Any:
@@ -132,18 +132,18 @@ def used(everyone: list[list[Any]]) -> Any:
     return np.array([sum(sum(process.cpu_times()[:2]) for process in processes) for processes in everyone])
 
 
-def show(doors: dict[str, Door]) -> None:
+def show(endpoints: dict[str, Endpoint]) -> None:
     head = "answers/s | p50, ms | p99, ms | p50 with pauses, ms | p99 with pauses, ms | processor, ms an answer: here | server"
     print(f"| | {head} |\n|---|---|---|---|---|---|---|---|")
-    for name, door in doors.items():
-        delays = 1000 * np.concatenate([np.quantile(x, [0.5, 0.99]) for x in (door.delays, door.paused)])
-        costs = 1000 * np.median(door.costs, axis=0)
-        numbers = [np.median(door.speeds), *delays, *costs]
+    for name, endpoint in endpoints.items():
+        delays = 1000 * np.concatenate([np.quantile(x, [0.5, 0.99]) for x in (endpoint.delays, endpoint.paused)])
+        costs = 1000 * np.median(endpoint.costs, axis=0)
+        numbers = [np.median(endpoint.speeds), *delays, *costs]
         print(f"| {name} | {' | '.join(f'{number:.1f}' for number in numbers)} |")
-    gateway = doors[GATEWAY]
+    gateway = endpoints[GATEWAY]
     for name in (PLAIN, LIKE):
-        share = np.median([b / a for a, b in zip(doors[name].speeds, gateway.speeds, strict=True)])
-        p50, p99 = 1000 * (np.quantile(gateway.paused, [0.5, 0.99]) - np.quantile(doors[name].paused, [0.5, 0.99]))
+        share = np.median([b / a for a, b in zip(endpoints[name].speeds, gateway.speeds, strict=True)])
+        p50, p99 = 1000 * (np.quantile(gateway.paused, [0.5, 0.99]) - np.quantile(endpoints[name].paused, [0.5, 0.99]))
         print(f"gateway over {name}: {share:.1%} of the throughput; with pauses {p50:+.1f} ms (p50), {p99:+.1f} ms (p99)")
 
 

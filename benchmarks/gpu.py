@@ -78,7 +78,7 @@ KINDS = {
 }
 
 
-class OfJax:
+class JaxDevice:
     """The measurements' JAX-specific parts, besides a trainer."""
 
     def __init__(self) -> None:
@@ -105,7 +105,7 @@ class OfJax:
             return by_kind(innermost(json.load(opened)["traceEvents"]))
 
 
-class OfTorch:
+class TorchDevice:
     """The measurements' torch-specific parts."""
 
     def __init__(self) -> None:
@@ -151,7 +151,7 @@ def main() -> None:
         for backend in args.backends:
             subprocess.run([sys.executable, __file__, *sys.argv[1:], "--in-process", backend], check=True)
         return
-    of = {"jax": OfJax, "torch": OfTorch}[args.in_process]()
+    of = {"jax": JaxDevice, "torch": TorchDevice}[args.in_process]()
     measured = of.products(2048 if of.on_cpu else 8192)
     known = next((x * 1e12 for name, x in PEAKS.items() if name in of.name), 0.0)
     peak = args.peak * 1e12 if args.peak else known
@@ -216,7 +216,7 @@ def cut(length: int, rng: np.random.Generator) -> list[int]:
     return np.diff([0, *cuts, length]).tolist()
 
 
-def timed(trainer: Trainer, of: OfJax | OfTorch, batch: Batch, steps: int) -> list[float]:
+def timed(trainer: Trainer, of: JaxDevice | TorchDevice, batch: Batch, steps: int) -> list[float]:
     seconds = []
     for _ in range(steps + 2):
         begun = time.perf_counter()

@@ -1,7 +1,7 @@
 """The arithmetic example learned through four interfaces: a workflow, and agents with three clients in two languages.
 
     npm install --prefix examples/agents
-    python -m benchmarks.doors [--steps 50] [-b 'seed = 1' …]
+    python -m benchmarks.interfaces [--steps 50] [-b 'seed = 1' …]
 
 Claim: the same accuracy within noise; and for one episode with the same seeds, bitwise the same tokens, mask and
 log-probabilities.
@@ -24,7 +24,7 @@ import numpy as np
 
 from benchmarks.recipes import ROOT, accuracies, train_file
 
-DOORS = {
+INTERFACES = {
     "workflow": "examples/arithmetic/grpo.gin",
     "OpenAI client": "examples/agents/openai_client.gin",
     "OpenAI Agents SDK": "examples/agents/agents_sdk.gin",
@@ -56,14 +56,21 @@ async def episode(experiment: object) -> str:
 
 
 def drawn(file: str, bindings: Sequence[str]) -> str:
-    command = [sys.executable, "-m", "benchmarks.doors", "--episode", file, *(word for b in bindings for word in ("-b", b))]
+    command = [
+        sys.executable,
+        "-m",
+        "benchmarks.interfaces",
+        "--episode",
+        file,
+        *(word for b in bindings for word in ("-b", b)),
+    ]
     return subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.PIPE, text=True).stdout.splitlines()[-1]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=50)
-    parser.add_argument("--doors", nargs="+", default=list(DOORS), choices=list(DOORS))
+    parser.add_argument("--interfaces", nargs="+", default=list(INTERFACES), choices=list(INTERFACES))
     parser.add_argument("-b", dest="bindings", action="append", default=[])
     parser.add_argument("--episode", help=argparse.SUPPRESS)
     given = parser.parse_args()
@@ -75,11 +82,11 @@ def main() -> None:
         load(given.episode, given.bindings)
         print(asyncio.run(episode(gin.get_configurable("train")())))
         return
-    print("| door | held-out accuracy, start → end (best), % | seconds | one episode |\n|---|---|---|---|", flush=True)
-    for name in given.doors:
-        one = drawn(DOORS[name], given.bindings)
+    print("| interface | held-out accuracy, start → end (best), % | seconds | one episode |\n|---|---|---|---|", flush=True)
+    for name in given.interfaces:
+        one = drawn(INTERFACES[name], given.bindings)
         began = time.perf_counter()
-        found = accuracies(train_file(DOORS[name], [*given.bindings, f"train.steps = {given.steps}"]))
+        found = accuracies(train_file(INTERFACES[name], [*given.bindings, f"train.steps = {given.steps}"]))
         seconds = time.perf_counter() - began
         print(f"| {name} | {found[0]:.1f} → **{found[-1]:.1f}** ({max(found):.1f}) | {seconds:.0f} | {one} |", flush=True)
 
