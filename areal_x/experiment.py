@@ -67,7 +67,7 @@ from areal_x.runtime.interrupts import check, noted, noted_in_each
 from areal_x.runtime.loop import short_collections
 from areal_x.runtime.waits import waiting, watching
 from areal_x.settings import Settings
-from areal_x.tasks.screening import screened
+from areal_x.tasks.screening import scan_dataset
 from areal_x.tasks.stream import TaskStream
 from areal_x.types import Batch, Group, Loss, Turn
 
@@ -442,7 +442,7 @@ class Experiment(Settings):
             greedy="greedy" in self.algorithm.needs,
             row_length=self.row_length,
             together=2 if self.algorithm.pairs else 1,
-            screen=screened(
+            screen=scan_dataset(
                 self.dataset, workflow, tokenizer, self.longest_prompt, context, message
             ),
             recorder=journal,

@@ -24,7 +24,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from areal_x.rewards.pool import Limits, RewardPool
+from areal_x.rewards.pool import RewardLimits, RewardPool
 from areal_x.types import Failed, Outcome, Scored, Task, TimedOut
 
 MARK = "AREAL_X_BENCHMARK_REWARDS"
@@ -79,7 +79,7 @@ def main() -> None:
 
 
 async def scores(kinds: list[str], workers: int) -> list[Outcome]:
-    pool = RewardPool(reward, workers, 1.0, Limits(memory_gb=0.3))
+    pool = RewardPool(reward, workers, 1.0, RewardLimits(memory_gb=0.3))
     try:
         return await asyncio.gather(*(pool.score(Task("t", "p"), kind) for kind in kinds))
     finally:

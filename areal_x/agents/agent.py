@@ -31,7 +31,7 @@ from areal_x.agents.gateway.session import Session
 from areal_x.agents.gateway_workflow import Hosted, documented
 from areal_x.errors import ConfigError, at_least
 from areal_x.protocols.workflow import Generator, Result
-from areal_x.rewards.pool import Limits, Reward, RewardPool
+from areal_x.rewards.pool import Reward, RewardLimits, RewardPool
 from areal_x.runtime import background
 from areal_x.runtime.loop import serve
 from areal_x.runtime.thread import in_thread
@@ -62,7 +62,7 @@ class Started(Hosted):
     reward: Reward | None = None
     reward_workers: int = 4
     reward_timeout_seconds: float = 10.0
-    reward_limits: Limits = field(default_factory=Limits)
+    reward_limits: RewardLimits = field(default_factory=RewardLimits)
     pool: RewardPool | None = None
 
     def setup(self, tokenizer: Any) -> Any:

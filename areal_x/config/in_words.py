@@ -11,7 +11,7 @@ from functools import partial
 from itertools import islice
 from typing import Any
 
-from areal_x.tasks.stream import digest_of
+from areal_x.tasks.stream import dataset_digest
 from areal_x.types import Task
 
 DIGITS = 16  # of a digest
@@ -22,7 +22,7 @@ def described(x: Any) -> str:
     """Its name, where it is written, and last a digest of its source text and of the values in
     it."""
     if isinstance(x, Sequence) and len(x) and isinstance(x[0], Task):
-        return f"{len(x):,} tasks, the first {x[0].id!r}, sha256 {digest_of(x)[:DIGITS]}"
+        return f"{len(x):,} tasks, the first {x[0].id!r}, sha256 {dataset_digest(x)[:DIGITS]}"
     return f"{named(x)}, sha256 {hashlib.sha256(essence(x).encode()).hexdigest()[:DIGITS]}"
 
 

@@ -11,12 +11,12 @@ from areal_x.experiment import Experiment
 from areal_x.hf.endings import FILES, named_ends, stop_tokens, turn_end
 from areal_x.hf.pictures import images_of
 from areal_x.preflight.model import Model
-from areal_x.tasks.screening import screen_of
+from areal_x.tasks.screening import create_screen
 from areal_x.types import Task
 from areal_x.workflows.single_turn import encode
 
 LOOKED_AT = 100  # prompts whose images are read, and of which the longest is told
-LOOK_SECONDS = 5.0  # at all prompts, for those that are too long
+SCAN_SECONDS = 5.0  # at all prompts, for those that are too long
 
 
 def end(tokenizer: Any, model: Model) -> str:
@@ -50,8 +50,10 @@ def lengths(experiment: Experiment, tasks: Sequence[Task], tokenizer: Any, model
         experiment.engine
     )
     binding, context = (name, own) if name and own else ("train.row_length", row)
-    screen = screen_of(experiment.workflow, tokenizer, experiment.longest_prompt, context, binding)
-    left_out = screen and screen.look(tasks, LOOK_SECONDS)
+    screen = create_screen(
+        experiment.workflow, tokenizer, experiment.longest_prompt, context, binding
+    )
+    left_out = screen and screen.scan(tasks, SCAN_SECONDS)
     fitting = (task for i, task in enumerate(tasks) if screen is None or screen.fits(i, task))
     looked = list(islice(fitting, LOOKED_AT))
     seen = [images_of(tokenizer, task.prompt) for task in looked]

@@ -1,4 +1,5 @@
-"""Countdown: an expression that makes the target of the given numbers, each used at most once."""
+"""Countdown: reach the target with an arithmetic expression of the given numbers, each used at most
+once."""
 
 from __future__ import annotations
 
@@ -12,21 +13,25 @@ import gin
 from areal_x.types import Task
 
 OPENED, CLOSED = "<answer>", "</answer>"
-LONGEST = 500  # characters of an expression that is looked at
+MAX_CHARACTERS = 500  # a longer expression is not evaluated
 SPELLINGS = str.maketrans({"×": "*", "·": "*", "÷": "/", "−": "-", "–": "-"})
 
 
 @gin.configurable
 def countdown(task: Task, text: str, partial: float = 0.0) -> float:
-    """1.0 if the expression in `text` is made of the numbers, each used at most once, and gives the
-    target.
+    """1.0 if the expression in `text` uses only the given numbers, each at most once, and equals
+    the target.
 
-    task.answer: {"numbers": integers, "target": integer}. The expression is what stands in the last
-    <answer>…</answer>, or where there is none the last line that is not empty, up to a "=". Allowed
-    are integers, + - * / and parentheses; division is exact. partial: the reward of one that is
-    allowed and gives another number. Raises: ValueError for a task without numbers or target.
+    task.answer is {"numbers": integers, "target": integer}. The expression is the text in the last
+    <answer>…</answer>, or without one the last non-empty line, up to a "=". Integers, + - * / and
+    parentheses are allowed; division is exact.
+
+    Args:
+        partial: Reward of a valid expression that does not equal the target.
+
+    Raises: ValueError for a task without numbers or target.
     """
-    numbers, target = _asked(task)
+    numbers, target = _numbers_and_target(task)
     try:
         tree = ast.parse(_expression(text), mode="eval").body
     except (SyntaxError, ValueError, RecursionError, MemoryError):
@@ -44,7 +49,7 @@ def countdown(task: Task, text: str, partial: float = 0.0) -> float:
         return 0.0
 
 
-def _asked(task: Task) -> tuple[list[int], int]:
+def _numbers_and_target(task: Task) -> tuple[list[int], int]:
     answer = task.answer
     if not isinstance(answer, Mapping) or not {"numbers", "target"} <= set(answer):
         raise ValueError(
@@ -56,13 +61,13 @@ def _asked(task: Task) -> tuple[list[int], int]:
 def _expression(text: str) -> str:
     lines = [line for line in _answer(text).splitlines() if line.strip()]
     expression = lines[-1].partition("=")[0].translate(SPELLINGS).strip() if lines else ""
-    return expression if len(expression) <= LONGEST else ""
+    return expression if len(expression) <= MAX_CHARACTERS else ""
 
 
 def _answer(text: str) -> str:
-    """What the last pair of marks encloses, or the whole where there is none. In one pass:
-    `<answer>(.*?)</answer>` would look at the rest of the text again for each mark that is never
-    closed."""
+    """The text between the last pair of tags, or all of it without one. In one pass: the regular
+    expression `<answer>(.*?)</answer>` would scan the rest of the text again for each unclosed
+    tag."""
     found, at = text, 0
     while (start := text.find(OPENED, at)) >= 0 and (end := text.find(CLOSED, start)) >= 0:
         found, at = text[start + len(OPENED) : end], end
@@ -70,7 +75,8 @@ def _answer(text: str) -> str:
 
 
 def _value(tree: ast.expr) -> Fraction:
-    """Raises ValueError for what is not allowed, ZeroDivisionError."""
+    """The exact value of an expression. Raises: ValueError for syntax that is not allowed,
+    ZeroDivisionError."""
     match tree:
         case ast.Constant(value=int(number)) if type(number) is int:
             return Fraction(number)

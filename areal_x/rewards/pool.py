@@ -1,9 +1,9 @@
-"""Rewards in processes of their own, so that one which hangs, crashes or forks costs one episode
-and nothing else.
+"""Runs reward functions in worker processes, so that one which hangs, crashes or forks costs one
+episode and nothing else.
 
 A reward is a plain function `reward(task, text) -> float`, or `-> (float, {name: float})` with the
-verifier's own numbers. It may do what it likes for `timeout_seconds` within its `Limits`; then its
-process and all that this process started are killed. What runs on the other side is
+verifier's own numbers. It may do anything for `timeout_seconds` within its `RewardLimits`; then its
+process and everything that this process started are killed. The worker's side is
 areal_x.rewards.worker.
 """
 
@@ -38,26 +38,31 @@ from areal_x.types import Failed, Outcome, Scored, Task, TimedOut
 Reward = Callable[[Task, str], float | tuple[float, Mapping[str, float]]]
 
 LOG = logging.getLogger(__name__)
-START_SECONDS = 120.0  # for the imports of the reward's module, on a machine that is busy
+START_SECONDS = 120.0  # to import the reward's module, on a busy machine
 ANSWER_BYTES = 1 << 20
 
 
 @gin.configurable("reward_limits")
 @dataclass(frozen=True)
-class Limits:
-    """What the process of a reward may use beside time; what goes beyond fails its episode.
-
-    memory_gb: of each process, and of all together (10^9 bytes). processes: at once, itself and all
-    that it started. files: open at once in each process. file_gb: of one file that it writes.
-    network: whether it may reach one, as a judge behind an API must; to keep it from there, and to
-    find each process that it started, needs Linux (a run says where it is not allowed).
-    """
+class RewardLimits:
+    """Resource limits of a reward's process beside time. Exceeding one fails the episode."""
 
     memory_gb: float = 8.0
+    """Memory of each process, and of all of them together, in 10^9 bytes."""
+
     processes: int = 32
+    """Processes at once: the reward's own and all that it started."""
+
     files: int = 1024
+    """Open files in each process."""
+
     file_gb: float = 1.0
+    """Size of one file that it writes, in 10^9 bytes."""
+
     network: bool = False
+    """Whether it may reach the network, as a judge behind an API must. Blocking the network, and
+    finding every process that the reward started, need Linux; a run warns if the machine does not
+    allow the blocking."""
 
     def __post_init__(self) -> None:
         positive("reward_limits.memory_gb", self.memory_gb)
@@ -68,8 +73,8 @@ class Limits:
 
 @dataclass(frozen=True, eq=False)
 class _Worker:
-    """A worker seen from here: its guard (see areal_x.runtime.guard), the lifeline's only writing
-    end, and the socket."""
+    """The pool's handles of a worker: its guard process (areal_x.runtime.guard), the only write end
+    of the lifeline pipe, and the socket."""
 
     guard: subprocess.Popen[bytes]
     lifeline: int
@@ -82,13 +87,14 @@ class _Worker:
 
 
 class RewardPool:
-    """Runs `function` in up to `workers` processes, started when they are first needed.
+    """Runs `function` in up to `workers` processes, started on demand.
 
-    groups: control groups limit memory, where the run may make them.
+    groups: limit memory with control groups, if the run may make them.
 
-    All methods but the constructor belong to one event loop, which they never block. Raises
-    UserError for a function that cannot be sent to another process, ConfigError for numbers that
-    cannot work.
+    All methods except the constructor must be called from one event loop, and never block it.
+
+    Raises: UserError for a function that cannot be sent to another process, ConfigError for invalid
+    numbers.
     """
 
     def __init__(
@@ -96,17 +102,17 @@ class RewardPool:
         function: Reward,
         workers: int = 4,
         timeout_seconds: float = 10.0,
-        limits: Limits | None = None,
+        limits: RewardLimits | None = None,
         groups: bool = True,
     ) -> None:
         at_least("reward_workers", workers, 1)
         positive("reward_timeout_seconds", timeout_seconds)
         self.timeout_seconds = timeout_seconds
-        self.limits = limits or Limits()
+        self.limits = limits or RewardLimits()
         self._warned = False
         self._name = getattr(function, "__qualname__", repr(function))
-        self._reward = _packed(function, self._name)
-        self._turn = asyncio.Semaphore(workers)
+        self._reward = _serialize(function, self._name)
+        self._slots = asyncio.Semaphore(workers)
         self._idle: list[_Worker] = []
         self._all: set[_Worker] = set()
         self._ending: list[subprocess.Popen[bytes]] = []
@@ -114,9 +120,9 @@ class RewardPool:
         self._groups = f"areal_x_rewards_{secrets.token_hex(6)}"
 
     async def score(self, task: Task, text: str) -> Outcome:
-        """What became of judging this text. The limit counts from when a worker is free and ready.
+        """Scores a text. The time limit starts when a worker is free and ready.
 
-        Raises UserError when the reward cannot even be imported in a worker.
+        Raises: UserError if the reward cannot be imported in a worker.
         """
         try:
             message = cloudpickle.dumps((task, text))
@@ -125,7 +131,7 @@ class RewardPool:
                 f"task {task.id} cannot be sent to a reward process: {worker_side.one_line(error)}"
             )
         with waiting(whose(), "a free reward process", self._name):
-            await self._turn.acquire()
+            await self._slots.acquire()
         try:
             worker = self._idle.pop() if self._idle else await self._start()
             answer: dict[str, Any] | None = None
@@ -137,21 +143,21 @@ class RewardPool:
             except TimeoutError:
                 return TimedOut(self.timeout_seconds)
             finally:
-                # too slow, cancelled or crashed: it is busy or gone, and its place is for a new one
+                # too slow, cancelled or crashed: the worker is busy or gone, so a new one replaces it
                 if answer is None:
                     self._end(worker)
                 else:
                     self._idle.append(worker)
             if answer is None:
-                return Failed(f"the reward's process ended: {await self._last_word(worker)}")
+                return Failed(f"the reward's process ended: {await self._exit_reason(worker)}")
             if "error" in answer:
                 return Failed(answer["error"], answer["traceback"])
             return Scored(answer["reward"], answer["details"])
         finally:
-            self._turn.release()
+            self._slots.release()
 
     async def close(self) -> None:
-        """Ends every worker; returns when the processes are gone. Safe to call twice."""
+        """Ends every worker and waits until the processes are gone. Safe to call twice."""
         self._idle.clear()
         for worker in list(self._all):
             self._end(worker)
@@ -163,12 +169,12 @@ class RewardPool:
         ):
             for guard in ending:
                 await asyncio.to_thread(guarding.ended, guard)
-            # of guards that were killed
+            # control groups left behind by guards that were killed
             await asyncio.to_thread(memory_group.remove_all, f"{self._groups}.")
 
     async def _start(self) -> _Worker:
-        """A process that has imported the reward. Raises UserError with its words when it could
-        not."""
+        """Starts a process and waits until it has imported the reward. Raises: UserError with the
+        process's own message if it could not."""
         name = f"{self._groups}.{secrets.token_hex(4)}"
         here, there = socket.socketpair()
         with there:
@@ -185,9 +191,9 @@ class RewardPool:
                         self._may_group,
                     ),
                     stdin=subprocess.DEVNULL,
-                    stdout=2,  # what a reward prints joins the ring's standard error
+                    stdout=2,  # a reward's output goes to the run's standard error
                     pass_fds=(there.fileno(), lifeline_end),
-                    start_new_session=True,  # an interrupt at the terminal is the ring's to handle
+                    start_new_session=True,  # an interrupt at the terminal is for the run alone
                 )
             except BaseException:
                 writer.close()
@@ -216,7 +222,7 @@ class RewardPool:
         if answer is None:
             raise UserError(
                 f"the process of the reward {self._name} ended at its start:"
-                f" {await self._last_word(worker)}"
+                f" {await self._exit_reason(worker)}"
             )
         if "error" in answer:
             raise UserError(
@@ -226,12 +232,13 @@ class RewardPool:
         if not answer["offline"] and not self._warned:
             self._warned = True
             LOG.warning(
-                "rewards can reach the network, as this machine allows no namespace without one"
+                "rewards can reach the network: this machine does not allow a network namespace"
+                " without it"
             )
         return worker
 
     def _end(self, worker: _Worker) -> None:
-        """Kills the worker and all it has started, without waiting."""
+        """Kills the worker and everything that it started, without waiting."""
         if worker in self._all:
             self._all.discard(worker)
             worker.kill()
@@ -239,7 +246,7 @@ class RewardPool:
                 worker.guard
             ]
 
-    async def _last_word(self, worker: _Worker) -> str:
+    async def _exit_reason(self, worker: _Worker) -> str:
         with waiting(whose(), "its reward process to end", f"process {worker.guard.pid}"):
             code = await asyncio.to_thread(guarding.ended, worker.guard)
         if code == -guarding.TOO_MANY:
@@ -257,13 +264,13 @@ class RewardPool:
 
 
 async def _ask(worker: _Worker, *messages: bytes) -> dict[str, Any] | None:
-    """Sends messages and reads one answer; None when the worker has gone."""
+    """Sends messages and reads one answer; None if the worker is gone."""
     try:
         for message in messages:
             worker.writer.write(len(message).to_bytes(worker_side.FRAME_BYTES, "big") + message)
         await worker.writer.drain()
         line = await worker.reader.readline()
-    except (ConnectionError, ValueError):  # ValueError: longer than any answer is
+    except (ConnectionError, ValueError):  # ValueError: longer than any valid answer
         return None
     if not line.endswith(b"\n"):
         return None
@@ -271,9 +278,9 @@ async def _ask(worker: _Worker, *messages: bytes) -> dict[str, Any] | None:
     return answer
 
 
-def _packed(function: Reward, name: str) -> bytes:
-    """The function and its gin parameters for the worker, which reads no gin file: by name where it
-    can be imported, else by value (a notebook's cell, a script's function, a partial)."""
+def _serialize(function: Reward, name: str) -> bytes:
+    """Serializes the function and its gin parameters for the worker, which reads no gin file: by
+    name if it can be imported, else by value (from a notebook or script, or a partial)."""
     function, bound = _bindings(function)
     module, path = getattr(function, "__module__", None), getattr(function, "__qualname__", "")
     try:
@@ -298,11 +305,11 @@ def _packed(function: Reward, name: str) -> bytes:
 
 
 def _bindings(function: Reward) -> tuple[Reward, dict[str, Any]]:
-    """A gin configurable as the function that it wraps and the parameters that are bound; any other
-    function as it is."""
+    """Splits a gin configurable into the function that it wraps and its bound parameters; returns
+    any other function as it is."""
     scope: list[str] = []
     closure = inspect.getclosurevars(function).nonlocals if inspect.isfunction(function) else {}
-    if "scope_components" in closure:  # what gin makes of @scope/name
+    if "scope_components" in closure:  # gin's wrapper for @scope/name
         function, scope = closure["fn_or_cls"], closure["scope_components"]
     try:
         with gin.config_scope("/".join(scope) or None):

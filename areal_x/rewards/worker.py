@@ -1,11 +1,11 @@
-"""A process that runs a reward function: what `areal_x.rewards.pool` starts, one worker at a time.
+"""The process that runs a reward function, started by `areal_x.rewards.pool`.
 
-    ring ──(a reward, then tasks and texts)──▶ socket ──▶ worker        worker ──(JSON lines)──▶ socket ──▶ ring
+    pool ──(a reward, then tasks and texts)──▶ socket ──▶ worker        worker ──(JSON lines)──▶ socket ──▶ pool
 
-It runs under a guard (areal_x.runtime.guard). Until the ring has sent its sys.path only the
-standard library and this package are imported; after that, what the reward's own module imports.
-What keeps a reward within its limits is the kernel (memory, files, network) or the guard
-(processes, and memory where no control group can be made).
+It runs under a guard (areal_x.runtime.guard). Until the pool has sent its sys.path, only the
+standard library and this package are imported; after that, whatever the reward's own module
+imports. The limits are enforced by the kernel (memory, files, network) and by the guard (processes,
+and memory if no control group can be made).
 """
 
 from __future__ import annotations
@@ -24,15 +24,17 @@ from typing import Any, BinaryIO
 from areal_x.errors import place_of, traceback_of
 from areal_x.runtime import footprint, guard, memory_group
 
-FRAME_BYTES = 8  # of the length before each message to the worker
-# so that a single process meets the kernel's limit on it first, and can read what happened
+FRAME_BYTES = 8  # size of the length that precedes each message to the worker
+# Added to the limit of all processes together, so that a single process exceeds its own limit first
+# and gets a MemoryError that it can report.
 SPARE_BYTES = 50e6
 
 
 def main(
     socket_fd: int, lifeline_fd: int, limits: dict[str, Any], name: str, may_group: bool
 ) -> None:
-    """name: of no other worker. may_group: whether a control group may be made."""
+    """Runs the worker under a guard. name: unique to this worker. may_group: whether to make a
+    control group."""
     most = limits["memory_gb"] * 1e9 + SPARE_BYTES
     place = memory_group.find(f"{name}.trial") if may_group else None
     group = None if place is None else memory_group.create(place, f"{name}.all", most)
@@ -72,18 +74,18 @@ def work(
 
 
 def serve(ring: socket.socket, offline: bool) -> None:
-    """Answers until the ring hangs up: first to the reward itself, then to each task. offline: as
-    it was asked to be."""
+    """Answers messages until the pool hangs up: first the reward itself, then one task after the
+    other. offline: False if the network should be blocked and is not."""
     messages = ring.makefile("rb")
 
     def answer(**content: Any) -> None:
         ring.sendall(json.dumps(content, allow_nan=False).encode() + b"\n")
 
     sys.path[:] = json.loads(receive(messages) or b"[]")
-    # what the ring sends its own child is trusted; what comes back is only JSON
+    # The pool's messages to its own child are trusted; those in the other direction are only JSON.
     from cloudpickle import loads
 
-    import_module("areal_x.types")  # tasks are made of it, and no task's time should pay for that
+    import_module("areal_x.types")  # tasks need it: imported before any task's time limit starts
     try:
         reward = resolve(*loads(receive(messages)))
     except BaseException as error:
@@ -92,7 +94,7 @@ def serve(ring: socket.socket, offline: bool) -> None:
     while message := receive(messages):
         try:
             task, text = loads(message)
-            value, details = judged(reward(task, text))
+            value, details = as_numbers(reward(task, text))
         except BaseException as error:  # SystemExit too: a reward that calls exit() has failed
             answer(error=one_line(error), traceback=traceback_of(error))
         else:
@@ -101,7 +103,7 @@ def serve(ring: socket.socket, offline: bool) -> None:
 
 
 def receive(messages: BinaryIO) -> bytes:
-    """The next message, or nothing when the ring has hung up."""
+    """The next message; empty if the pool has hung up."""
     length = messages.read(FRAME_BYTES)
     return messages.read(int.from_bytes(length, "big")) if len(length) == FRAME_BYTES else b""
 
@@ -109,7 +111,8 @@ def receive(messages: BinaryIO) -> bytes:
 def resolve(
     where: str | None, function: Callable[..., Any] | None, bound: dict[str, Any]
 ) -> Callable[..., Any]:
-    """The reward: imported from "module:qualified.name", or as it was sent, with its parameters."""
+    """The reward with its bound parameters: imported from "module:qualified.name", or the function
+    that was sent."""
     if where is not None:
         module, name = where.split(":")
         found: Any = import_module(module)
@@ -118,9 +121,9 @@ def resolve(
     return partial(function, **bound)
 
 
-def judged(result: Any) -> tuple[float, dict[str, float]]:
-    """What a reward returned as plain numbers. Raises TypeError or ValueError for anything but
-    finite ones."""
+def as_numbers(result: Any) -> tuple[float, dict[str, float]]:
+    """Converts the result of a reward to (reward, details). Raises: TypeError or ValueError for
+    anything but finite numbers."""
     value, details = result if isinstance(result, tuple) and len(result) == 2 else (result, {})
     return number("the reward", value), {
         str(name): number(f"the reward's {name!r}", x) for name, x in dict(details).items()
@@ -137,7 +140,7 @@ def number(what: str, value: Any) -> float:
 
 
 def one_line(error: BaseException) -> str:
-    """Its type and message, shortened, and the line of the user's code that it comes from."""
+    """The error's type and message, shortened, and the line of the user's code that raised it."""
     place = place_of(error)
     text = short(f"{type(error).__name__}: {error}" if str(error) else type(error).__name__)
     return f"{text} ({place})" if place else text

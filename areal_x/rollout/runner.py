@@ -240,7 +240,7 @@ class Runner:
             async with asyncio.TaskGroup() as groups:
                 while True:
                     if self.screen is not None:
-                        await self.screen.pass_by(self.stream)
+                        await self.screen.skip_long_prompts(self.stream)
                     while (
                         not self._pacing.has_room(self._wanted)
                         or (ticket := self.queue.admit()) is None

@@ -19,7 +19,7 @@ from areal_x.batching.batch import Models
 from areal_x.errors import ConfigError, UserError
 from areal_x.run import checkpoint, run_dir
 from areal_x.run.journal import FILE, LOCKED_SECONDS, Journal, Resumed
-from areal_x.tasks.stream import TaskStream, digest_of
+from areal_x.tasks.stream import TaskStream, dataset_digest
 from areal_x.types import Task
 
 Say = Callable[[str], None]
@@ -146,7 +146,7 @@ def start(run: Path, dataset: Sequence[Task], seed: int, say: Say) -> Start:
 def drawn_from(dataset: Sequence[Task], seed: int) -> dict[str, Any]:
     """What decides which task is drawn when: the seed, how many tasks there are, and a digest of
     them."""
-    return {"seed": seed, "tasks": len(dataset), "sha256": digest_of(dataset)}
+    return {"seed": seed, "tasks": len(dataset), "sha256": dataset_digest(dataset)}
 
 
 def set_aside_if_damaged(run: Path, say: Say) -> None:

@@ -17,8 +17,8 @@ ToTask = Callable[[Record, str], Task]
 
 
 def prompt_and_answer(record: Record, id: str) -> Task:
-    """A record with a `prompt` (text or chat messages) and an `answer`; its other fields are the
-    task's metadata."""
+    """Makes a task of a record with a `prompt` (text or chat messages) and an `answer`; its other
+    fields become the task's metadata."""
     rest = {name: value for name, value in record.items() if name not in ("prompt", "answer")}
     return Task(id, record["prompt"], record["answer"], rest)
 
@@ -27,14 +27,18 @@ def prompt_and_answer(record: Record, id: str) -> Task:
 def load_dataset(
     path: str, split: str = "train", subset: str | None = None, to_task: ToTask = prompt_and_answer
 ) -> Sequence[Task]:
-    """The tasks of one split, in its order.
+    """Loads the tasks of one split, in its order.
 
-    path: a .jsonl file (then `split` is not used), a directory that holds <split>.jsonl, or a name
-    on the hub, which needs the package `datasets`. subset: the hub's configuration of that name
-    ("main" of openai/gsm8k). to_task: `(record, id) -> Task`; id is "split/number of the record",
-    from 0. Raises: UserError for a path that is none of these, a line that is not a JSON object (by
-    its number), a field that `to_task` asks for and the record lacks (naming those it has), and a
-    hub that cannot be used.
+    Args:
+        path: A .jsonl file, a directory that contains <split>.jsonl, or a dataset's name on the
+            hub, which needs the package `datasets`.
+        split: Name of the split; ignored for a .jsonl file.
+        subset: The dataset's configuration on the hub, such as "main" of openai/gsm8k.
+        to_task: `(record, id) -> Task`, where id is "split/number of the record", from 0.
+
+    Raises: UserError for a path that is none of these, a line that is not a JSON object (with its
+    number), a field that `to_task` reads and the record lacks (with those it has), and a hub that
+    cannot be used.
     """
     source = Path(path).expanduser()
     if source.is_file():
@@ -44,7 +48,7 @@ def load_dataset(
         if not file.is_file():
             splits = sorted(f.stem for f in source.glob("*.jsonl"))
             raise UserError(
-                f"{source} has no {split}.jsonl: it holds"
+                f"{source} has no {split}.jsonl: it contains"
                 f" {', '.join(f'{s}.jsonl' for s in splits) or 'no .jsonl file'}"
                 f"{nearest(split, splits)}"
             )
@@ -58,7 +62,7 @@ def load_dataset(
 
 
 def _tasks(records: Iterator[tuple[str, Any]], split: str, to_task: ToTask) -> list[Task]:
-    """Records, each with the place to name in an error, as tasks."""
+    """Turns records, each with its place for error messages, into tasks."""
     tasks = []
     for number, (place, record) in enumerate(records):
         if not isinstance(record, Mapping):
@@ -70,20 +74,21 @@ def _tasks(records: Iterator[tuple[str, Any]], split: str, to_task: ToTask) -> l
         except UserError:
             raise
         except Exception as error:
-            raise UserError(_refusal(error, place, record, to_task)) from error
+            raise UserError(_explain(error, place, record, to_task)) from error
         tasks.append(_checked(task, place, to_task))
     return tasks
 
 
-def _refusal(error: Exception, place: str, record: Record, to_task: ToTask) -> str:
-    """What `to_task` could not do with the record of this place."""
-    lacking = sentence(error)  # not its args: gin hands on a copy without them
-    field = lacking[1:-1] if isinstance(error, KeyError) and lacking[:1] in ("'", '"') else None
+def _explain(error: Exception, place: str, record: Record, to_task: ToTask) -> str:
+    """One sentence on an error that `to_task` raised for a record."""
+    text = sentence(error)  # not error.args: gin raises a copy without them
+    field = text[1:-1] if isinstance(error, KeyError) and text[:1] in ("'", '"') else None
     if field is not None and field not in record:
-        there = ", ".join(map(repr, record)) or "none"
-        asked = f", which {where} asks for" if (where := place_of(error)) else ""
+        present = ", ".join(map(repr, record)) or "none"
+        reader = f", which {where} reads" if (where := place_of(error)) else ""
         return (
-            f"{place} has no field {field!r}{asked}: it has {there}{nearest(field, list(record))}"
+            f"{place} has no field {field!r}{reader}: it has {present}"
+            f"{nearest(field, list(record))}"
         )
     name = getattr(to_task, "__name__", repr(to_task))
     return (
@@ -93,20 +98,21 @@ def _refusal(error: Exception, place: str, record: Record, to_task: ToTask) -> s
 
 
 def _checked(task: Any, place: str, to_task: ToTask) -> Task:
+    """Returns the task. Raises: UserError if `to_task` made something else."""
     name = getattr(to_task, "__name__", repr(to_task))
     if not isinstance(task, Task):
-        made = f"load_dataset.to_task = {name} made {type(task).__name__} of {place}"
+        made = f"load_dataset.to_task = {name} returned {type(task).__name__} for {place}"
         raise UserError(f"{made}: it must return areal_x.types.Task(id, prompt, answer)")
     if not isinstance(task.prompt, (str, Sequence)) or not all(
         isinstance(m, (str, Mapping)) for m in task.prompt
     ):
         made = (
-            f"load_dataset.to_task = {name} made a task of {place} whose prompt is"
+            f"load_dataset.to_task = {name} returned a task for {place} whose prompt is"
             f" {type(task.prompt).__name__}"
         )
         raise UserError(
-            f"{made}: it must be a text, or a list of messages such as {{'role': 'user', 'content':"
-            " 'text'}"
+            f"{made}: it must be a string, or a list of messages such as {{'role': 'user',"
+            " 'content': 'text'}"
         )
     return task
 
@@ -134,9 +140,7 @@ def _hub(name: str, split: str, subset: str | None) -> Iterator[tuple[str, Any]]
         ) from None
     try:
         records = datasets.load_dataset(name, subset, split=split)
-    except (
-        Exception
-    ) as error:  # of the network, of the hub, of the name: each library below has its own
+    except Exception as error:  # network, hub or name: every library below has errors of its own
         reason = " ".join(str(error).split())[:200]
         raise UserError(
             f"the dataset {name!r} (split {split!r}) could not be fetched from the hub"

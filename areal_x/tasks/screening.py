@@ -1,9 +1,9 @@
-"""Tasks whose prompts are too long are left out: counted at the start as far as that is quick, else
-when their turn comes.
+"""Skips tasks whose prompts are too long. Prompts are counted at the start for as long as that is
+quick, and the rest when they are sampled.
 
-Whether a task fits depends on the task alone, and a position of the stream keeps its task. So the
-order of what is drawn is the same however much was looked at before, and a resumed run passes by
-the same tasks.
+Whether a task fits depends on the task alone, and each position of the stream has a fixed task. So
+the order of tasks is the same however many were counted at the start, and a resumed run skips the
+same tasks.
 """
 
 from __future__ import annotations
@@ -22,19 +22,20 @@ from areal_x.types import Task
 TokensOf = Callable[[Task], int | None]  # see Workflow.tokens_of
 
 LONGEST_PROMPT = "train.longest_prompt"
-LOOK_SECONDS = 10.0  # for the look at the start
-# tokens a message: text beside a template's own may be split otherwise than the template's alone
+SCAN_SECONDS = 10.0  # at the start
+# tokens a message: next to a template's own text, a text may be split into other tokens than alone
 MARGIN = 8
 
 
 class Screen:
-    """Which tasks of a dataset begin with at most `longest` tokens. setting: the binding that this
-    comes of, and its value, for the error where no task fits. left_out: how often one that does not
-    was passed by.
+    """Decides which tasks of a dataset have prompts of at most `longest` tokens.
 
-    A prompt has at most as many tokens as bytes, beside those of the chat template. So most are
-    known to fit without a tokenizer. A task that cannot be counted (it has images, or it makes the
-    workflow raise) is drawn: its episode shows why.
+    setting: the binding that `longest` comes from, and its value, for the error if no task fits.
+    left_out: number of times a task was skipped.
+
+    A prompt has at most as many tokens as bytes, plus those of the chat template, so most are known
+    to fit without the tokenizer. A task that cannot be counted (it has images, or the workflow
+    raises an error) counts as fitting: its episode will report the error.
     """
 
     def __init__(
@@ -43,104 +44,105 @@ class Screen:
         self.tokens_of, self.longest = tokens_of, longest
         self.setting = setting or (LONGEST_PROMPT, longest)
         self.left_out = 0
-        self._fits: dict[int, bool] = {}  # by index, of those whose tokens were counted
-        # tokens of the chat template, by the messages' roles
-        self._around: dict[tuple[Any, ...], int | None] = {}
+        self._fits: dict[int, bool] = {}  # by index, for tasks whose tokens were counted
+        # by the messages' roles
+        self._template_tokens: dict[tuple[Any, ...], int | None] = {}
 
-    def look(self, tasks: Sequence[Task], seconds: float = LOOK_SECONDS) -> str | None:
-        """Looks at the tasks for so long. A sentence about those that are left out, None where all
-        fit.
+    def scan(self, tasks: Sequence[Task], seconds: float = SCAN_SECONDS) -> str | None:
+        """Counts the tasks' prompts for at most `seconds`. Returns a sentence about the tasks that
+        are left out, or None if all fit.
 
-        Raises: ConfigError where none fits.
+        Raises: ConfigError if none fits.
         """
         end = time.monotonic() + seconds
-        looked = long = 0
+        counted = long = 0
         for index in range(len(tasks)):
             if time.monotonic() > end:
                 break
-            looked += 1
+            counted += 1
             long += not self.fits(index, tasks[index])
-        if looked and long == looked:
-            raise self._none_fits(looked)
+        if counted and long == counted:
+            raise self._no_task_fits(counted)
         rest = (
             ""
-            if looked == len(tasks)
-            else f"; {len(tasks) - looked:,} more are looked at when they are drawn"
+            if counted == len(tasks)
+            else f"; {len(tasks) - counted:,} more are counted when they are sampled"
         )
         if not long:
             return None
-        which = f"{looked:,} tasks" if not rest else f"the first {looked:,} tasks"
+        which = f"{counted:,} tasks" if not rest else f"the first {counted:,} tasks"
         return (
             f"{long:,} of {which} have prompts longer than {self.longest:,} tokens and are left"
             f" out{rest}"
         )
 
-    async def pass_by(self, stream: TaskStream) -> None:
-        """Moves the stream on to the next task that fits. Raises: ConfigError where none does."""
-        passed = 0
+    async def skip_long_prompts(self, stream: TaskStream) -> None:
+        """Advances the stream to the next task that fits. Raises: ConfigError if none does."""
+        skipped = 0
         while not await self.fits_at(stream):
             stream.position += 1
             self.left_out += 1
-            passed += 1
-            if passed == len(stream.dataset):
-                raise self._none_fits(passed)
+            skipped += 1
+            if skipped == len(stream.dataset):
+                raise self._no_task_fits(skipped)
 
     async def fits_at(self, stream: TaskStream) -> bool:
+        """True if the task at the stream's position fits."""
         index = stream.index_at(stream.position)
         if index in self._fits:
             return self._fits[index]
         task = stream.dataset[index]
         if self._surely_fits(task):
             return True
-        return await in_thread(self.fits, index, task)  # no prompt's length may hold up the loop
+        return await in_thread(
+            self.fits, index, task
+        )  # a long prompt must not block the event loop
 
     def fits(self, index: int, task: Task) -> bool:
-        """index: of the task in the dataset."""
+        """True if the task, number `index` of the dataset, fits."""
         if index in self._fits:
             return self._fits[index]
         if self._surely_fits(task):
             return True
-        tokens = self._counted(task)
+        tokens = self._count(task)
         self._fits[index] = tokens is None or tokens <= self.longest
         return self._fits[index]
 
     def _surely_fits(self, task: Task) -> bool:
         try:
-            texts = texts_of(task)
-        except (AttributeError, TypeError):  # a prompt that is none
+            texts = task_texts(task)
+        except (AttributeError, TypeError):  # not a valid prompt: the episode will report it
             return True
-        if sum(map(len, texts)) > self.longest:  # a byte or more each
+        if sum(map(len, texts)) > self.longest:  # each character is at least a byte
             return False
         roles = (
             ("",)
             if isinstance(task.prompt, str)
             else tuple(message.get("role") for message in task.prompt)
         )
-        if roles not in self._around:
-            self._around[roles] = self._counted(emptied(task))
-        around = self._around[roles]
-        if around is None:
+        if roles not in self._template_tokens:
+            self._template_tokens[roles] = self._count(without_text(task))
+        template = self._template_tokens[roles]
+        if template is None:
             return False
-        return (
-            around + MARGIN * len(roles) + sum(len(text.encode(errors="replace")) for text in texts)
-            <= self.longest
-        )
+        text_bytes = sum(len(text.encode(errors="replace")) for text in texts)
+        return template + MARGIN * len(roles) + text_bytes <= self.longest
 
-    def _none_fits(self, tasks: int) -> ConfigError:
+    def _no_task_fits(self, tasks: int) -> ConfigError:
         return ConfigError(
             *self.setting,
             f"greater: all {tasks:,} tasks have prompts longer than {self.longest} tokens",
         )
 
-    def _counted(self, task: Task) -> int | None:
+    def _count(self, task: Task) -> int | None:
         try:
             return self.tokens_of(task)
-        except Exception:  # of a template, of a task: the episode meets it again and says so
+        except Exception:  # a faulty template or task: the episode will raise and report it
             return None
 
 
-def texts_of(task: Task) -> list[str]:
-    """All text of a task that an episode may begin with."""
+def task_texts(task: Task) -> list[str]:
+    """All texts of a task that may be part of its prompt: messages and written answers."""
     contents = (
         [task.prompt]
         if isinstance(task.prompt, str)
@@ -156,8 +158,8 @@ def texts_of(task: Task) -> list[str]:
     return [text for text in texts if isinstance(text, str)]
 
 
-def emptied(task: Task) -> Task:
-    """The task with the same messages and answers, all of them empty."""
+def without_text(task: Task) -> Task:
+    """The task with the contents of all messages and answers empty."""
     prompt = (
         ""
         if isinstance(task.prompt, str)
@@ -167,17 +169,19 @@ def emptied(task: Task) -> Task:
     return replace(task, prompt=prompt, answer=answer)
 
 
-def screen_of(
+def create_screen(
     workflow: Any,
     tokenizer: Any,
     longest: int | None,
     context: int,
     binding: str = "train.row_length",
 ) -> Screen | None:
-    """None where a workflow does not know what its episodes begin with. longest: by default what
-    leaves room for an answer in `context`: of the workflow's sampling.max_tokens, but at most half
-    of it. binding: of the context."""
-    if not counts_its_own(type(workflow)):
+    """Returns the screen for a workflow's prompts, or None if the workflow cannot count them.
+
+    longest: None for the context minus the workflow's sampling.max_tokens, but at least half the
+    context. binding: the setting that `context` comes from.
+    """
+    if not counts_own_prompts(type(workflow)):
         return None
     sampling = getattr(workflow, "sampling", None)
     answer = 0 if sampling is None else min(sampling.max_tokens, context // 2)
@@ -187,7 +191,7 @@ def screen_of(
         prompt = (
             [task.prompt] if isinstance(task.prompt, str) else text_length.texts_of(task.prompt)
         )
-        try:  # a tokenizer's call on all of a long text would hold Python's lock
+        try:  # a tokenizer call on a very long text would hold Python's global lock
             text_length.raise_if_too_long(
                 lambda piece: len(tokenizer.encode(piece, add_special_tokens=False)), prompt, most
             )
@@ -199,7 +203,7 @@ def screen_of(
     return Screen(tokens_of, most, (binding, context) if longest is None else None)
 
 
-def screened(
+def scan_dataset(
     tasks: Sequence[Task],
     workflow: Any,
     tokenizer: Any,
@@ -207,17 +211,20 @@ def screened(
     context: int,
     message: Callable[[str], None],
 ) -> Screen | None:
-    """The screen of a run's dataset, after its look at it. message: told what is left out. Raises
-    what `Screen.look` does."""
-    screen = screen_of(workflow, tokenizer, longest, context)
-    if screen is not None and (text := screen.look(tasks)):
+    """Returns the screen of a run's dataset, after scanning the dataset. `message` is called with
+    the sentence about the tasks that are left out.
+
+    Raises: ConfigError if no task fits.
+    """
+    screen = create_screen(workflow, tokenizer, longest, context)
+    if screen is not None and (text := screen.scan(tasks)):
         message(f"{text} ({LONGEST_PROMPT})")
     return screen
 
 
-def counts_its_own(workflow: type) -> bool:
-    """Whether `tokens_of` is of the class whose `run` it speaks of, and not of one that this was
-    overridden in."""
+def counts_own_prompts(workflow: type) -> bool:
+    """True if `tokens_of` describes the workflow's own `run`: a subclass that overrides only `run`
+    may begin with other prompts."""
 
     def definer(name: str) -> type | None:
         return next((c for c in workflow.__mro__ if name in vars(c)), None)

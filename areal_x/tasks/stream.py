@@ -1,5 +1,4 @@
-"""An endless, resumable walk over a dataset: position in, task out. The whole state is the
-position."""
+"""An endless, resumable stream of tasks over a dataset, whose whole state is its position."""
 
 from __future__ import annotations
 
@@ -14,15 +13,17 @@ from jaxtyping import Int64
 from areal_x.errors import UserError, at_least
 from areal_x.types import Task
 
-READ = 10_000  # tasks of a dataset that its digest is of, at most: a long one need not be in memory
+# Most tasks that a dataset's digest reads: a long dataset need not be in memory.
+MAX_DIGESTED_TASKS = 10_000
 
 
 class TaskStream:
-    """Every task once an epoch, in an order that (seed, epoch) alone decides; with shuffle=False
-    always the dataset's own.
+    """Yields every task once an epoch, in an order that depends on (seed, epoch) alone, or in the
+    dataset's order if shuffle=False.
 
-    position: tasks drawn so far; set it to go on from there.
-    Raises UserError for an empty dataset, ConfigError for a seed below 0.
+    position: tasks taken so far; assign it to continue from there.
+
+    Raises: UserError for an empty dataset, ConfigError for a seed below 0.
     """
 
     def __init__(self, dataset: Sequence[Task], seed: int = 0, shuffle: bool = True) -> None:
@@ -43,31 +44,34 @@ class TaskStream:
         self._order = order
 
     def next(self) -> tuple[int, Task]:
-        """The next task and the position it was drawn at."""
+        """Returns the next task and its position."""
         position = self.position
         self.position += 1
         return position, self.task_at(position)
 
     def task_at(self, position: int) -> Task:
-        """The task that any stream of this dataset and seed draws at this position."""
+        """The task at a position, the same for every stream of this dataset and seed."""
         return self.dataset[self.index_at(position)]
 
     def index_at(self, position: int) -> int:
-        """Where that task is in the dataset."""
+        """The index in the dataset of the task at a position."""
         epoch, place = divmod(position, len(self.dataset))
         return int(self._order(epoch)[place])
 
 
-def digest_of(dataset: Sequence[Task]) -> str:
-    """Of the tasks in their order, the same in every process; of a long dataset, of tasks at equal
-    distances."""
+def dataset_digest(dataset: Sequence[Task]) -> str:
+    """SHA-256 of the tasks in their order, the same in every process. In a long dataset, tasks at
+    equal distances are sampled."""
     digest = hashlib.sha256()
     for index in (
-        np.unique(np.linspace(0, len(dataset) - 1, READ).astype(int)) if len(dataset) else ()
+        np.unique(np.linspace(0, len(dataset) - 1, MAX_DIGESTED_TASKS).astype(int))
+        if len(dataset)
+        else ()
     ):
         task = dataset[int(index)]
         about = [getattr(task, name, None) for name in ("id", "prompt", "answer")]
-        # What has no form in JSON may look different in each process: its type alone counts.
+        # Values that JSON cannot express may print differently in each process: only their type
+        # counts.
         digest.update(
             json.dumps(about, default=lambda x: type(x).__qualname__, skipkeys=True).encode()
         )

@@ -16,7 +16,7 @@ from areal_x.hf.endings import ends, stop_tokens
 from areal_x.hf.pictures import for_template, read_pictures, reader_of, urls_of
 from areal_x.protocols.engine import Request, SamplingParams
 from areal_x.protocols.workflow import Generator, Result, Workflow
-from areal_x.rewards.pool import Limits, Reward, RewardPool
+from areal_x.rewards.pool import Reward, RewardLimits, RewardPool
 from areal_x.runtime.thread import beside, in_thread
 from areal_x.tasks.text_length import estimate_characters, raise_if_too_long, texts_of
 from areal_x.types import (
@@ -51,7 +51,7 @@ class Judged(Workflow):
     sampling: SamplingParams = field(default_factory=SamplingParams)
     reward_workers: int = 4
     reward_timeout_seconds: float = 10.0
-    reward_limits: Limits = field(default_factory=Limits)
+    reward_limits: RewardLimits = field(default_factory=RewardLimits)
     tokenizer: Any = None
     pool: RewardPool | None = None
 

@@ -71,10 +71,10 @@ MUTANTS: list[Mutant] = [
         ("a long prompt is admitted", "        while not await self.fits_at(stream):", "        while False:"),
         (
             "a prompt counts as many tokens as characters",
-            "        tokens = self._counted(task)",
-            "        tokens = sum(map(len, texts_of(task)))",
+            "        tokens = self._count(task)",
+            "        tokens = sum(map(len, task_texts(task)))",
         ),
-        ("the chat template's tokens are not counted", "            around + MARGIN", "            0 * MARGIN"),
+        ("the chat template's tokens are not counted", "template + MARGIN", "0 * MARGIN"),
         (
             "prompts are tokenised on the event loop",
             "        return await in_thread(self.fits, index, task)",

@@ -21,7 +21,7 @@ def with_details(task, text):
 
 
 def given(task, text):
-    """Whatever the task says, if it survived the journey as it was."""
+    """Returns the task's answer, whatever it is."""
     return task.answer
 
 
@@ -57,7 +57,7 @@ def reads_standard_input(task, text):
 
 
 def hangs_with_a_grandchild(task, text):
-    """Leaves its own and its child's number in the folder that the text names, and never ends."""
+    """Writes its own and its child's process id to the folder that the text names, and never ends."""
     child = subprocess.Popen(["sleep", "1000"])
     folder = Path(text)
     (folder / "half").write_text(f"{os.getpid()} {child.pid}")
@@ -67,14 +67,14 @@ def hangs_with_a_grandchild(task, text):
 
 
 def hangs_in_c(task, text):
-    """Holds the interpreter: no Python signal handler or thread of its own could end it."""
+    """Holds the interpreter lock: no Python signal handler or thread of the process could end it."""
     import re
 
     re.match(r"(a+)+$", "a" * 64 + "b")
 
 
 def forks(task, text):
-    """A forked child that outlives the score and holds a copy of every descriptor."""
+    """Forks a child that outlives the score and holds a copy of every descriptor."""
     if child := os.fork():
         Path(text).write_text(str(child))
         return 1.0
@@ -83,7 +83,7 @@ def forks(task, text):
 
 
 def forks_and_leaves(task, text):
-    """A child of a child, in a session of its own, that outlives the score."""
+    """Forks a grandchild, in a session of its own, that outlives the score."""
     if child := os.fork():
         os.waitpid(child, 0)
         return 1.0
@@ -96,7 +96,7 @@ def forks_and_leaves(task, text):
 
 
 def forks_without_end(task, text):
-    """Until there are as many as the task says; each in a session of its own, with its number as a file's name."""
+    """Forks task.answer children, each in a session of its own, with a file named for its process id."""
     for _ in range(task.answer):
         if os.fork() == 0:
             os.setsid()
@@ -107,7 +107,7 @@ def forks_without_end(task, text):
 
 
 def allocates(task, text):
-    """As many bytes as the task says."""
+    """Allocates task.answer bytes."""
     return float(len(bytearray(task.answer)) == task.answer)
 
 
@@ -116,14 +116,14 @@ def opens_files(task, text):
 
 
 def writes(task, text):
-    """A file of as many bytes as the task says, where the text says."""
+    """Writes a file of task.answer bytes to the path in the text."""
     with Path(text).open("wb") as file:
         file.truncate(task.answer)
     return 1.0
 
 
 def connects(task, text):
-    """To a port of this machine."""
+    """Connects to port task.answer of this machine."""
     with socket.create_connection(("127.0.0.1", task.answer)):
         return 1.0
 
@@ -142,7 +142,7 @@ def bound_by_gin(task, text, scale=1.0):
 
 
 def shares(task, text):
-    """Memory that no process of its own holds, in pieces that are given back at once."""
+    """Allocates task.answer bytes of shared memory, in pieces that belong to no process alone."""
     import mmap
 
     kept = [mmap.mmap(-1, 10_000_000) for _ in range(task.answer // 10_000_000)]
@@ -153,7 +153,7 @@ def shares(task, text):
 
 
 def divides(task, text):
-    """As much in each of several processes as one of them may have."""
+    """Allocates in each of several processes as much as one of them may have."""
     for _ in range(4):
         if os.fork() == 0:
             kept = b"1" * task.answer
@@ -163,7 +163,7 @@ def divides(task, text):
 
 
 def stops_its_guard(task, text):
-    """text: in a child too, again and again."""
+    """Stops its guard process; with a text, a child does so repeatedly."""
     guard = os.getppid()
     os.kill(guard, signal.SIGSTOP)
     if text and os.fork() == 0:
@@ -179,7 +179,7 @@ def waits_for_file(task, text):
 
 
 class Opened:
-    """Loading it in another process waits for a file."""
+    """Blocks until a file exists when it is unpickled in another process."""
 
     def __init__(self, file):
         self.file = file

@@ -1,4 +1,4 @@
-"""What counts as making a number of others, against a search of all expressions."""
+"""The countdown reward against a search of all expressions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""math-verify's judgement on the forms that answers really take."""
+"""The reward by math-verify for the forms that answers take in practice."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A reward may hang, crash, fork or lie: it costs one episode, and no process stays."""
+"""A reward may hang, crash, fork or lie: it costs one episode, and no process is left behind."""
 
 import asyncio
 import functools
@@ -17,7 +17,7 @@ import psutil
 import pytest
 
 from areal_x.errors import ConfigError, UserError
-from areal_x.rewards.pool import Limits, RewardPool
+from areal_x.rewards.pool import RewardLimits, RewardPool
 from areal_x.runtime import guard
 from areal_x.types import Failed, Scored, Task, TimedOut
 from tests.rewards import reward_functions as rewards
@@ -26,7 +26,7 @@ TASK = Task("t", "p", answer="7")
 
 
 def gone(pid):
-    """Ended; a zombie has, and is whoever-adopted-it's to collect."""
+    """True if the process has ended; a zombie has, and only awaits collection by its parent."""
     try:
         return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
@@ -51,7 +51,7 @@ async def until(condition):
 
 
 def score(function, text="", task=TASK, **settings):
-    """One score by a fresh pool that is closed afterwards and leaves no process."""
+    """Scores once with a fresh pool, which is closed afterwards and must leave no process behind."""
 
     async def run():
         pool = RewardPool(function, workers=1, **settings)
@@ -169,7 +169,7 @@ def test_a_child_that_leaves_its_session_ends_with_the_pool(tmp_path):
 
 @pytest.mark.skipif(sys.platform != "linux", reason="needs Linux")
 def test_too_many_processes_are_a_failure_and_all_of_them_end(tmp_path):
-    outcome = score(rewards.forks_without_end, str(tmp_path), Task("t", "p", 40), limits=Limits(processes=8))
+    outcome = score(rewards.forks_without_end, str(tmp_path), Task("t", "p", 40), limits=RewardLimits(processes=8))
     assert outcome == Failed("the reward's process ended: it had more than 8 processes (reward_limits.processes)")
     started = [int(path.name) for path in tmp_path.iterdir()]
     assert len(started) > 8
@@ -179,9 +179,9 @@ def test_too_many_processes_are_a_failure_and_all_of_them_end(tmp_path):
 @pytest.mark.parametrize(
     ("reward", "asked", "limits", "words"),
     [
-        (rewards.allocates, 400 << 20, Limits(memory_gb=0.3), "MemoryError"),
-        (rewards.opens_files, 40, Limits(files=32), "Too many open files"),
-        (rewards.writes, 3_000_000, Limits(file_gb=0.002), "File too large"),
+        (rewards.allocates, 400 << 20, RewardLimits(memory_gb=0.3), "MemoryError"),
+        (rewards.opens_files, 40, RewardLimits(files=32), "Too many open files"),
+        (rewards.writes, 3_000_000, RewardLimits(file_gb=0.002), "File too large"),
     ],
 )
 def test_what_a_reward_uses_beyond_its_limits_is_a_failure(reward, asked, limits, words, tmp_path):
@@ -196,7 +196,7 @@ def test_what_a_reward_uses_beyond_its_limits_is_a_failure(reward, asked, limits
 @pytest.mark.parametrize("groups", [True, False])
 @pytest.mark.parametrize(("reward", "asked"), [(rewards.shares, 600_000_000), (rewards.divides, 110_000_000)])
 def test_memory_that_is_shared_and_that_of_several_processes_counts_together(reward, asked, groups):
-    settings = {"limits": Limits(memory_gb=0.3), "timeout_seconds": 60, "groups": groups}
+    settings = {"limits": RewardLimits(memory_gb=0.3), "timeout_seconds": 60, "groups": groups}
     outcome = score(reward, "1000", Task("t", "p", asked), **settings)
     assert outcome == Failed(
         "the reward's process ended: its processes used more than 0.3 GB of memory (reward_limits.memory_gb)"
@@ -215,7 +215,7 @@ def test_a_guard_that_a_reward_stops_does_not_keep_the_pool_open(again, monkeypa
 def test_a_reward_reaches_the_network_only_when_it_may(caplog):
     with socket.create_server(("127.0.0.1", 0)) as server:
         task = Task("t", "p", server.getsockname()[1])
-        assert score(rewards.connects, task=task, limits=Limits(network=True)) == Scored(1.0)
+        assert score(rewards.connects, task=task, limits=RewardLimits(network=True)) == Scored(1.0)
         found = score(rewards.connects, task=task)
     if "as this machine allows no namespace" in caplog.text:
         assert found == Scored(1.0)
@@ -227,7 +227,7 @@ def test_a_reward_reaches_the_network_only_when_it_may(caplog):
 @pytest.mark.parametrize(("name", "value"), [("memory_gb", 0), ("processes", 0), ("files", 3), ("file_gb", -1)])
 def test_limits_that_cannot_work_are_refused(name, value):
     with pytest.raises(ConfigError, match=rf"reward_limits\.{name}"):
-        Limits(**{name: value})
+        RewardLimits(**{name: value})
 
 
 def test_a_new_worker_takes_the_place_of_an_ended_one():
@@ -342,7 +342,7 @@ def test_settings_that_cannot_work_are_refused():
 def test_workers_and_their_children_end_when_the_ring_is_killed(tmp_path):
     script = (
         "import asyncio, sys\n"
-        "from areal_x.rewards.pool import Limits, RewardPool\n"
+        "from areal_x.rewards.pool import RewardLimits, RewardPool\n"
         "from areal_x.types import Task\n"
         "from tests.rewards.reward_functions import hangs_with_a_grandchild\n"
         "asyncio.run(RewardPool(hangs_with_a_grandchild, timeout_seconds=1000).score(Task('t', 'p'), sys.argv[1]))\n"
@@ -359,7 +359,7 @@ def test_a_reward_of_the_script_itself_travels_with_its_gin_parameters(tmp_path)
     script = tmp_path / "script.py"
     script.write_text(
         "import asyncio, gin\n"
-        "from areal_x.rewards.pool import Limits, RewardPool\n"
+        "from areal_x.rewards.pool import RewardLimits, RewardPool\n"
         "from areal_x.types import Task\n"
         "BONUS = 0.5\n"
         "@gin.configurable\n"

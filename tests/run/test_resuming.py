@@ -224,7 +224,7 @@ def test_the_digest_of_tasks_is_the_same_in_every_process_and_does_not_read_all_
     odd = [Task("a", "b", object()), Task("b", [{"role": "user", "content": "x"}], {1: {2, 3}}), Task("c", "d", np.zeros(3))]
     again = [Task("a", "b", object()), Task("b", [{"role": "user", "content": "x"}], {1: {3, 2}}), Task("c", "d", np.ones(3))]
     assert resuming.drawn_from(odd, 0) == resuming.drawn_from(again, 0)
-    monkeypatch.setattr("areal_x.tasks.stream.READ", 10)
+    monkeypatch.setattr("areal_x.tasks.stream.MAX_DIGESTED_TASKS", 10)
     read: list[int] = []
 
     class Long:

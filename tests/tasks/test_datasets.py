@@ -36,7 +36,7 @@ def test_a_directory_gives_the_split_that_is_asked_for(tmp_path: Path) -> None:
     write(tmp_path / "test.jsonl", {"prompt": "c", "answer": "d"})
     assert [t.prompt for t in load_dataset(str(tmp_path))] == ["a"]
     assert load_dataset(str(tmp_path), "test") == [Task("test/0", "c", "d")]
-    with pytest.raises(UserError, match=r"has no tset\.jsonl: it holds test\.jsonl, train\.jsonl; did you mean 'test'\?"):
+    with pytest.raises(UserError, match=r"has no tset\.jsonl: it contains test\.jsonl, train\.jsonl; did you mean 'test'\?"):
         load_dataset(str(tmp_path), "tset")
 
 
@@ -126,10 +126,10 @@ def fails_in_a_library(record, id):
     [
         (
             lacks_a_field,
-            r"jsonl:1 has no field 'missing', which .*test_datasets\.py:\d+ in lacks_a_field asks for: it has",
+            r"jsonl:1 has no field 'missing', which .*test_datasets\.py:\d+ in lacks_a_field reads: it has",
         ),
-        (returns_a_dict, r"returns_a_dict made dict of .*data\.jsonl:1: it must return areal_x\.types\.Task"),
-        (returns_a_number_as_prompt, r"whose prompt is int: it must be a text, or a list of messages"),
+        (returns_a_dict, r"returns_a_dict returned dict for .*data\.jsonl:1: it must return areal_x\.types\.Task"),
+        (returns_a_number_as_prompt, r"whose prompt is int: it must be a string, or a list of messages"),
         (takes_one_argument, r"called as takes_one_argument\(record, id\) with .*takes 1 positional argument but 2 were given"),
         (fails_in_a_library, r"JSONDecodeError: .*test_datasets\.py:\d+ in fails_in_a_library\)"),
     ],

@@ -1,4 +1,4 @@
-"""Tasks of reasoning-gym, the same for the same seed, and judged by it."""
+"""Tasks of reasoning-gym: determined by the seed, and scored by it."""
 
 from __future__ import annotations
 
@@ -41,9 +41,9 @@ def test_its_own_answers_are_right_and_others_are_not(gym, name):
 def test_settings_of_a_dataset_can_be_given(gym):
     (task,) = reasoning_gym("leg_counting", 1, settings={"min_animals": 2, "max_animals": 2})
     assert task.metadata["metadata"]["difficulty"]["num_animals"] == (2, 2)
-    with pytest.raises(UserError, match="refuses the settings of 'leg_counting'"):
+    with pytest.raises(UserError, match="rejects the settings of 'leg_counting'"):
         reasoning_gym("leg_counting", 1, settings={"min_animals": -1})
-    with pytest.raises(UserError, match="refuses the settings"):
+    with pytest.raises(UserError, match="rejects the settings"):
         reasoning_gym("leg_counting", 1, settings={"no_such": 1})
 
 

@@ -1,4 +1,4 @@
-"""Tasks whose prompts are too long are left out, wherever they stand and whenever that is found out."""
+"""Tasks whose prompts are too long are skipped, wherever they are and whenever they are counted."""
 
 import asyncio
 import threading
@@ -13,7 +13,7 @@ from areal_x.protocols.engine import SamplingParams
 from areal_x.rollout.queue import TrajectoryQueue
 from areal_x.rollout.runner import Runner
 from areal_x.run.journal import Resumed
-from areal_x.tasks.screening import MARGIN, Screen, screen_of
+from areal_x.tasks.screening import MARGIN, Screen, create_screen
 from areal_x.tasks.stream import TaskStream
 from areal_x.types import Task
 from areal_x.workflows.learned_reward import LearnedReward
@@ -39,15 +39,15 @@ def length(task):
     return len(task.prompt)
 
 
-def drawn(screen, count, start=0):
-    """The ids of the next tasks of a shuffled stream, and where it then stands."""
+def sampled(screen, count, start=0):
+    """The ids of the next tasks of a shuffled stream, and its position afterwards."""
 
     async def draw():
         stream = TaskStream(TASKS, seed=5)
         stream.position = start
         ids = []
         for _ in range(count):
-            await screen.pass_by(stream)
+            await screen.skip_long_prompts(stream)
             ids.append(stream.next()[1].id)
         return ids, stream.position
 
@@ -57,30 +57,30 @@ def drawn(screen, count, start=0):
 def test_the_order_of_what_fits_is_that_of_the_stream_whenever_it_is_looked_at():
     stream = TaskStream(TASKS, seed=5)
     expected = [task.id for _, task in (stream.next() for _ in range(60)) if task.id in FITTING][:25]
-    looked, lazily = Screen(length, LONGEST), Screen(length, LONGEST)
-    assert looked.look(TASKS) == "4 of 10 tasks have prompts longer than 12 tokens and are left out"
-    assert drawn(looked, 25)[0] == expected
-    assert drawn(lazily, 25)[0] == expected
-    assert looked.left_out == lazily.left_out > 0
+    scanned, lazily = Screen(length, LONGEST), Screen(length, LONGEST)
+    assert scanned.scan(TASKS) == "4 of 10 tasks have prompts longer than 12 tokens and are left out"
+    assert sampled(scanned, 25)[0] == expected
+    assert sampled(lazily, 25)[0] == expected
+    assert scanned.left_out == lazily.left_out > 0
 
 
 def test_a_resumed_stream_passes_by_the_same_tasks():
-    first, position = drawn(Screen(length, LONGEST), 10)
-    rest, _ = drawn(Screen(length, LONGEST), 15, start=position)
-    assert first + rest == drawn(Screen(length, LONGEST), 25)[0]
+    first, position = sampled(Screen(length, LONGEST), 10)
+    rest, _ = sampled(Screen(length, LONGEST), 15, start=position)
+    assert first + rest == sampled(Screen(length, LONGEST), 25)[0]
 
 
 def test_where_no_prompt_fits_the_run_ends_with_the_setting():
     with pytest.raises(ConfigError, match=r"train\.longest_prompt = 0 .* greater: all 10 tasks have prompts longer than 0"):
-        Screen(length, 0).look(TASKS)
+        Screen(length, 0).scan(TASKS)
     with pytest.raises(ConfigError, match=r"train\.longest_prompt = 0 .* greater: all 10 tasks have prompts longer than 0"):
-        drawn(Screen(length, 0), 1)
+        sampled(Screen(length, 0), 1)
 
 
 def test_what_there_is_no_time_for_is_looked_at_when_it_is_drawn():
     screen = Screen(length, LONGEST)
-    assert screen.look(TASKS, seconds=-1) is None
-    assert set(drawn(screen, 25)[0]) == FITTING
+    assert screen.scan(TASKS, seconds=-1) is None
+    assert set(sampled(screen, 25)[0]) == FITTING
 
 
 def test_a_long_prompt_is_counted_on_another_thread_and_once():
@@ -90,7 +90,7 @@ def test_a_long_prompt_is_counted_on_another_thread_and_once():
         threads.append(threading.current_thread())
         return len(task.prompt)
 
-    drawn(Screen(counted, LONGEST), 50)
+    sampled(Screen(counted, LONGEST), 50)
     unsure = [length for length in LENGTHS if length + MARGIN > LONGEST]
     of_tasks = [thread for thread in threads if thread is not threading.main_thread()]
     assert len(of_tasks) == len(unsure)
@@ -101,8 +101,8 @@ def test_a_task_that_cannot_be_counted_is_drawn():
     def fails(task):
         raise RuntimeError("no template")
 
-    assert set(drawn(Screen(fails, LONGEST), 25)[0]) == {task.id for task in TASKS}
-    assert set(drawn(Screen(lambda task: None, LONGEST), 25)[0]) == {task.id for task in TASKS}
+    assert set(sampled(Screen(fails, LONGEST), 25)[0]) == {task.id for task in TASKS}
+    assert set(sampled(Screen(lambda task: None, LONGEST), 25)[0]) == {task.id for task in TASKS}
     assert Screen(length, LONGEST).fits(0, Task("odd", [None]))
 
 
@@ -115,10 +115,10 @@ PROMPT = TEXT | st.lists(
 @settings(max_examples=150, deadline=None)
 @given(prompts=st.lists(PROMPT, min_size=1, max_size=6), longest=st.integers(1, 60))
 def test_what_fits_is_what_the_tokenizer_says(tokenizer, prompts, longest):
-    """Also where bytes alone decide it."""
+    """Also for prompts that fit by their bytes alone."""
     tokenizer.chat_template = TEMPLATE
     workflow = SingleTurn(len, SamplingParams(max_tokens=4))
-    screen = screen_of(workflow, tokenizer, longest, 64)
+    screen = create_screen(workflow, tokenizer, longest, 64)
     for index, prompt in enumerate(prompts):
         assert screen.fits(index, Task(str(index), prompt)) == (len(encode(tokenizer, prompt)) <= longest)
 
@@ -133,18 +133,19 @@ def test_a_prompt_far_beyond_the_limit_is_not_tokenised_to_its_end(tokenizer):
             seen.append(len(text))
             return tokenizer.encode(text, **how)
 
-    screen = screen_of(SingleTurn(len, SamplingParams(max_tokens=4)), Counting(), 40, 64)
+    screen = create_screen(SingleTurn(len, SamplingParams(max_tokens=4)), Counting(), 40, 64)
     assert not screen.fits(0, Task("0", "1" * 4_000_000))
     assert sum(seen) < 100_000
 
 
 def test_by_default_there_is_room_for_an_answer_but_no_more_than_half_of_the_context(tokenizer):
     def longest(max_tokens, given=None, workflow=SingleTurn):
-        return screen_of(workflow(len, SamplingParams(max_tokens=max_tokens)), tokenizer, given, 64).longest
+        return create_screen(workflow(len, SamplingParams(max_tokens=max_tokens)), tokenizer, given, 64).longest
 
     assert (longest(16), longest(1000), longest(16, given=3)) == (48, 32, 3)
     assert (
-        screen_of(LearnedReward(SingleTurn(len, SamplingParams(max_tokens=16)), "nowhere"), tokenizer, None, 64).longest == 48
+        create_screen(LearnedReward(SingleTurn(len, SamplingParams(max_tokens=16)), "nowhere"), tokenizer, None, 64).longest
+        == 48
     )
 
 
@@ -153,7 +154,7 @@ def test_answers_that_are_written_count(tokenizer):
     assert Demonstrations().tokens_of(task, tokenizer) == 4 + 2 + 1
     pair = Task("0", "1+1=", {"chosen": "2", "rejected": "333"})
     assert PreferencePairs().tokens_of(pair, tokenizer) == 2 * 4 + 2 + 4
-    screen = screen_of(PreferencePairs(), tokenizer, None, 13)
+    screen = create_screen(PreferencePairs(), tokenizer, None, 13)
     assert not screen.fits(0, pair)
     assert screen.fits(1, Task("1", "1+1=", {"chosen": "2", "rejected": "33"}))
 
@@ -164,8 +165,8 @@ def test_a_workflow_that_makes_prompts_of_its_own_is_left_alone(tokenizer):
         async def run(self, task, engine):
             return await super().run(Task(task.id, task.prompt[:10]), engine)
 
-    assert screen_of(Summarising(len), tokenizer, None, 64) is None
-    assert screen_of(Doing(None), tokenizer, None, 64) is None
+    assert create_screen(Summarising(len), tokenizer, None, 64) is None
+    assert create_screen(Doing(None), tokenizer, None, 64) is None
 
 
 def test_a_runner_never_admits_what_is_too_long_and_counts_it():
