@@ -12,7 +12,7 @@ import tempfile
 from pathlib import Path
 
 import numpy as np
-from tests.jax.test_layout import MESHES
+from tests.jax.test_sharding import MESHES
 
 from tests.jax.meshes import learn, learn_on
 from tests.models import write_random
