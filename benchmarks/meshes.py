@@ -12,9 +12,9 @@ import tempfile
 from pathlib import Path
 
 import numpy as np
-from tests.jax.test_sharding import MESHES
 
 from tests.jax.meshes import learn, learn_on
+from tests.jax.test_sharding import MESHES
 from tests.models import write_random
 
 
