@@ -129,7 +129,7 @@ BAD_TOKEN = replace(GOOD, reward=1.0, token_rewards=np.array([0, np.nan], np.flo
         *((Episode(Scored(bad), (GOOD,)), r"finite reward") for bad in (np.nan, np.inf, -np.inf)),
         ([BAD_TOKEN], r"token reward"),
         (Episode(Scored(1.0), (BAD_TOKEN,)), r"token reward"),
-        (Episode(Scored(1.0), (replace(GOOD, credit=np.array([1, np.inf], np.float32)),)), r"token's credit"),
+        (Episode(Scored(1.0), (replace(GOOD, credit=np.array([1, np.inf], np.float32)),)), r"token credits"),
     ],
 )
 def test_a_reward_that_is_no_finite_number_is_a_failed_episode_that_says_so(result, says):
@@ -190,7 +190,7 @@ def test_numbers_that_cannot_work_are_refused_when_the_recipe_is_made(make, says
         (lambda: recipes.grpo(loss=partial(losses.kl_penalty, coefficient=0.1)), r"grpo\.loss = 'kl_penalty' .*reference_logp"),
         (lambda: recipes.sft(loss=losses.sampled_reverse_kl), r"sft\.loss = 'sampled_reverse_kl' .*'reference' or 'teacher'"),
         (lambda: recipes.grpo(loss=partial(losses.entropy_bonus, coefficient=0.1)), r"entropy, .* needs \(by 'entropy'\)"),
-        (lambda: recipes.sft(loss=losses.ppo_clip), r"sft\.loss = 'ppo_clip' .*without advantages"),
+        (lambda: recipes.sft(loss=losses.ppo_clip), r"sft\.loss = 'ppo_clip' .*does not read advantages"),
         (lambda: recipes.grpo(loss=losses.value_clip), r"grpo\.loss = 'value_clip' .*needs \(by 'values'\)"),
         (lambda: recipes.reward_model(loss=losses.sft), r"reward_model\.loss = 'sft' .*head \(by 'policy'\)"),
     ],

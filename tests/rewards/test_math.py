@@ -61,5 +61,5 @@ def test_the_box_wins_over_what_follows_it() -> None:
 
 @pytest.mark.parametrize("answer", ["#### ", "", None])
 def test_a_task_without_a_readable_answer_is_an_error_not_a_zero(answer: object) -> None:
-    with pytest.raises(ValueError, match="answer of task 7 is no number"):
+    with pytest.raises(ValueError, match="answer of task 7 is not a number"):
         judge(answer, "42")
