@@ -88,11 +88,7 @@ def imported(source: str) -> set[str]:
 
 def programs() -> dict[str, str]:
     """Every Python program that a reader of the documentation sees."""
-    found = {
-        str(file.relative_to(ROOT)): file.read_text()
-        for folder in ("docs", "examples")
-        for file in (ROOT / folder).rglob("*.py")
-    }
+    found = {str(file.relative_to(ROOT)): file.read_text() for file in (ROOT / "examples").rglob("*.py")}
     for page in pages("python"):
         found[page.name] = "\n".join(text for _, text in blocks(page, "python"))
     for file in (ROOT / "colab").glob("*.ipynb"):
