@@ -33,24 +33,24 @@ ALGORITHMS_HEAD = """# Algorithms
 
 Written by `python docs/generate.py` from the code's own docstrings and defaults; do not edit.
 
-An algorithm is data: `train.algorithm = @NAME()`. Below is what `NAME().explain()` prints, with the numbers of the cited paper:
+An algorithm is data: `train.algorithm = @NAME()`. Below is what `NAME().explain()` prints, with the hyperparameters of the cited paper:
 for each part its formula, its source and the values it is bound to.
 
-Beside its own numbers every recipe takes, in gin as `NAME.PART` or in Python by keyword:
+Besides its own hyperparameters every recipe accepts, in gin as `NAME.PART` or in Python by keyword:
 
 | | |
 |---|---|
-| `loss`, `advantages`, `weighting`, `corrections`, `shaping`, `filters` | another function, also your own |
-| `value_loss`, `divergence` | the same, of recipes with a critic and of `distill` with a `beta` |
-| `proximal` | `"behavior"`, `"recompute"` or `"interpolate"`: what ratios are taken against |
+| `loss`, `advantages`, `weighting`, `corrections`, `shaping`, `filters` | another function, including your own |
+| `value_loss`, `divergence` | the same, for recipes with a critic and for `distill` with a `beta` |
+| `proximal` | `"behavior"`, `"recompute"` or `"interpolate"`: the denominator of the importance ratio |
 | `reward_kl` | KL to the reference as a cost in every token's reward |
 | `kl_coefficient`, `kl_estimator`, `entropy_coefficient` | a KL penalty or an entropy bonus in the loss |
 
 logp is the log-probability of a token under the trained policy, proximal and behavior are those under the proximal policy and
 the one that sampled; r = exp(logp - proximal), and A is the advantage.
-All recipes run synchronously (`train.max_staleness = 0`) and asynchronously, with `train.minibatches` optimizer steps a batch.
-`sft`, `dpo`, `ipo` and `reward_model` learn from a dataset: `train.workflow = @demonstrations()` or `@preference_pairs()`, and
-`train.engine = "none"` unless something is evaluated on the way.
+All recipes run synchronously (`train.max_staleness = 0`) and asynchronously, with `train.minibatches` optimizer steps per batch.
+`sft`, `dpo`, `ipo` and `reward_model` train on a dataset: `train.workflow = @demonstrations()` or `@preference_pairs()`, and
+`train.engine = "none"` unless held-out tasks are to be answered.
 """
 
 
