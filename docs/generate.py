@@ -33,8 +33,8 @@ ALGORITHMS_HEAD = """# Algorithms
 
 Written by `python docs/generate.py` from the code's own docstrings and defaults; do not edit.
 
-An algorithm is data: `train.algorithm = @NAME()`. Below is what `NAME().explain()` prints, with the hyperparameters of the cited paper:
-for each part its formula, its source and the values it is bound to.
+An algorithm is data: `train.algorithm = @NAME()`. Below is what `NAME().explain()` prints, with the hyperparameters of the
+cited paper: for each part its formula, its source and the values it is bound to.
 
 Besides its own hyperparameters every recipe accepts, in gin as `NAME.PART` or in Python by keyword:
 
@@ -48,9 +48,9 @@ Besides its own hyperparameters every recipe accepts, in gin as `NAME.PART` or i
 
 logp is the log-probability of a token under the trained policy, proximal and behavior are those under the proximal policy and
 the one that sampled; r = exp(logp - proximal), and A is the advantage.
-All recipes run synchronously (`train.max_staleness = 0`) and asynchronously, with `train.minibatches` optimizer steps per batch.
-`sft`, `dpo`, `ipo` and `reward_model` train on a dataset: `train.workflow = @demonstrations()` or `@preference_pairs()`, and
-`train.engine = "none"` unless held-out tasks are to be answered.
+All recipes run synchronously (`train.max_staleness = 0`) and asynchronously, with `train.minibatches` optimizer steps per
+batch. `sft`, `dpo`, `ipo` and `reward_model` train on a dataset: `train.workflow = @demonstrations()` or
+`@preference_pairs()`, and `train.engine = "none"` unless held-out tasks are to be answered.
 """
 
 
