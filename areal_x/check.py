@@ -36,7 +36,7 @@ from areal_x.types import Task
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The exit status."""
-    parser = parser_of("areal_x.check", __doc__)
+    parser = parser_of("check", __doc__)
     parser.add_argument("file", metavar="FILE.gin", type=Path)
     options = parser.parse_args(arguments)
     return with_config(options.file, options.bindings, show)

@@ -33,8 +33,8 @@ CHECKOUT = Path(__file__).parents[1] / "examples"
 def main(arguments: Sequence[str] | None = None) -> int:
     """Returns the exit status: 0, or 1 after one sentence about a mistake."""
     parser = argparse.ArgumentParser(
-        prog=command_of("areal_x.example"),
-        description=in_this_form(str(__doc__), "areal_x.example"),
+        prog=command_of("example"),
+        description=in_this_form(str(__doc__), "example"),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("name", metavar="NAME", nargs="?", help="without it, the list of examples")
@@ -79,7 +79,7 @@ def written(name: str, folder: Path) -> str:
         if target.exists() and target.read_bytes() != content:
             raise UserError(
                 f"{target} exists and differs from the example, and is not overwritten: choose"
-                f" another folder, as {command_of('areal_x.example')} {name} FOLDER"
+                f" another folder, as {command_of('example')} {name} FOLDER"
             )
     for target, content in contents.items():
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -89,7 +89,7 @@ def written(name: str, folder: Path) -> str:
         [
             *(f"wrote {folder / 'examples' / part}" for part in needed(name)),
             f"next{'' if folder == Path() else f', in {folder}'}:"
-            f" {command_of('areal_x.train')} examples/{name}/FILE.gin, where FILE is one of {stems}",
+            f" {command_of('train')} examples/{name}/FILE.gin, where FILE is one of {stems}",
         ]
     )
 

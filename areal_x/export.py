@@ -27,8 +27,8 @@ from areal_x.runtime.command import command_of, in_this_form
 def main(arguments: Sequence[str] | None = None) -> int:
     """The exit status: 0, or 1 after one sentence about a mistake."""
     parser = argparse.ArgumentParser(
-        prog=command_of("areal_x.export"),
-        description=in_this_form(str(__doc__), "areal_x.export"),
+        prog=command_of("export"),
+        description=in_this_form(str(__doc__), "export"),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("checkpoint", metavar="CHECKPOINT", type=Path)

@@ -73,7 +73,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = parser_of("areal_x.plan", __doc__)
+    parser = parser_of("plan", __doc__)
     parser.add_argument("file", metavar="FILE.gin", type=Path)
     parser.add_argument(
         "--accelerators", type=int, required=True, help="how many there are for both"

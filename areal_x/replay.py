@@ -86,7 +86,7 @@ class RecordedThreads(cores.Threads):
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The exit status, as of `areal_x.train`."""
-    parser = parser_of("areal_x.replay", __doc__)
+    parser = parser_of("replay", __doc__)
     parser.add_argument("run", metavar="RUN", type=Path, help="the run's directory")
     options = parser.parse_args(arguments)
     if not (options.run / FILE).is_file():

@@ -87,7 +87,7 @@ def nothing(_: int) -> None: ...
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The exit status, as of `areal_x.train`."""
-    parser = parser_of("areal_x.serve", __doc__)
+    parser = parser_of("serve", __doc__)
     parser.add_argument("file", metavar="FILE.gin", type=Path)
     parser.add_argument(
         "--address",
@@ -105,7 +105,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def serve(experiment: Experiment, address: Path, say: Callable[[str], None] = print) -> None:
     """Returns when it is interrupted."""
-    directory = experiment.find(experiment.trainer.model.path)
+    directory = experiment.find_model(experiment.trainer.model.path)
     workflow = experiment.workflow
     hosted = (
         workflow

@@ -1,4 +1,4 @@
-"""What a run is made of, and which of it cannot work together."""
+"""The settings of a run, and which of them cannot work together."""
 
 from __future__ import annotations
 
@@ -26,75 +26,124 @@ ENGINES = ("embedded", "vllm", "none")
 
 @dataclass(kw_only=True)
 class Settings:
-    """One run.
-
-    dataset: the tasks, in an order that `seed` shuffles anew each epoch. held_out: judged greedily,
-    never trained on. workflow: turns a task into scored trajectories. evaluation: how held-out
-    tasks are judged, where the workflow cannot. algorithm: a recipe (areal_x.algorithms.recipes).
-    trainer, critic, embedded, vllm, journal: settings of the parts, each configurable under its own
-    name. reference: the model that a KL penalty or DPO holds on to, by default the initial one.
-    teacher: whom distillation learns from. Both are a directory, a hub name, a function that makes
-    one, or the address of a vLLM server that has the model (or a list of several), as
-    "http://127.0.0.1:8000"; its key is in the variable that vllm.key_variable names, and it scores
-    what is sampled at temperature 1 alone. backend: "jax" or "torch". engine: "embedded" (the
-    backend's sampler, in this process), "vllm" (servers) or "none" (for workflows that learn from
-    what is written). steps: turns of the ring, after each of which the weights are published.
-    groups_per_step: tasks in one. group_size: attempts at each task. minibatches: optimizer steps
-    that share them, each with a part of the groups. max_staleness: how many versions old a group
-    may be when it is trained on; 0 is synchronous, on-policy training. window: how many groups
-    ahead of the oldest a finished one may be consumed; 1 is strict order (see TrajectoryQueue).
-    row_length: tokens in a packed row, and the longest prompt and completion together.
-    share_prompts: the trainer computes what the attempts at a task begin with once for as many of
-    them as fit into a row; what is learnt is the same. deterministic: whether two runs of the same
-    settings end in the same bits, asynchronous ones too. Admission, sampling and publication then
-    depend on counts and never on clocks; the engine drains once a version (docs/concepts.md has the
-    cost). longest_prompt: in tokens; tasks with longer ones are left out. By default what the
-    context leaves beside an answer of sampling.max_tokens, at least half of it. With answers that
-    are written (the engine "none"), prompt and answer count. filtered_groups: after so many scored
-    groups in a row that the algorithm's filters gave back the run ends; by default as many as 64
-    steps have. episode_seconds: longest time an episode may take. evaluate_every, checkpoint_every:
-    in steps; 0 is at the end only (evaluation also at the start). keep_checkpoints: how many of the
-    newest stay. name: the directory below `runs`. loggers: "wandb" and "trackio", beside
-    metrics.jsonl and TensorBoard (always written). project: that they show the run in. serving:
-    whether the model is served and not trained (`areal_x.serve` sets it), so that any distribution
-    may be sampled.
-    """
+    """One training run."""
 
     dataset: Sequence[Task]
+    """Tasks to train on, in an order that `seed` shuffles anew each epoch."""
+
     workflow: Workflow
+    """Turns a task into scored trajectories."""
+
     held_out: Sequence[Task] = ()
+    """Tasks that are evaluated greedily and never trained on."""
+
     evaluation: Workflow | None = None
+    """Workflow that evaluates the held-out tasks; None uses `workflow`."""
+
     algorithm: Algorithm = field(default_factory=grpo)
+    """A recipe (docs/algorithms.md) or an Algorithm of your own."""
+
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
+    """Model, optimizer and parallelism."""
+
     critic: CriticConfig = field(default_factory=CriticConfig)
+    """The critic of algorithms that need one."""
+
     reference: str | Sequence[str] | Callable[[], str] | None = None
+    """Reference model of a KL penalty or of DPO; None uses the initial policy. A directory, a hub
+    name, a function that creates one, or the address (or addresses) of vLLM servers that have the
+    model, as "http://127.0.0.1:8000". A server's key is in the variable named by
+    vllm.key_variable; servers score only what is sampled at temperature 1."""
+
     teacher: str | Sequence[str] | Callable[[], str] | None = None
+    """The model to distill from, given like `reference`."""
+
     embedded: EmbeddedConfig = field(default_factory=EmbeddedConfig)
+    """The embedded engine."""
+
     vllm: VLLMConfig = field(default_factory=VLLMConfig)
+    """vLLM servers."""
+
     journal: JournalConfig = field(default_factory=JournalConfig)
+    """The journal of trajectories."""
+
     backend: str = "jax"
+    """"jax", "torch", or the name of a third party's backend."""
+
     engine: str = "embedded"
+    """"embedded" (the backend's sampler in this process), "vllm" (servers) or "none" (for workflows
+    that train on existing answers)."""
+
     steps: int = 100
+    """Steps of the ring; the weights are published after each."""
+
     groups_per_step: int = 16
+    """Tasks per step."""
+
     group_size: int = 8
+    """Attempts at each task."""
+
     minibatches: int = 1
+    """Optimizer steps per step, each on its own share of the groups."""
+
     max_staleness: int = 2
+    """Most versions by which a group may lag behind the weights it trains; 0 is synchronous,
+    on-policy training."""
+
     window: int = 1
+    """How many groups ahead of the oldest unfinished one a finished group may be consumed; 1 is
+    strict order (docs/concepts.md)."""
+
     row_length: int = 1024
+    """Tokens in a packed row, and the most that prompt and completion have together."""
+
     share_prompts: bool = False
+    """Compute the common prompt of a group's attempts once for as many of them as fit into a row;
+    the gradient is the same."""
+
     deterministic: bool = False
+    """True makes two runs of the same settings identical to the bit, asynchronous ones too:
+    admission, sampling and publication then depend on counts and never on clocks, and the engine
+    drains once per version (docs/concepts.md has the cost)."""
+
     longest_prompt: int | None = None
+    """Tasks with longer prompts, in tokens, are skipped; None allows what the context leaves beside
+    sampling.max_tokens, at least half of it. With the engine "none", prompt and answer count."""
+
     filtered_groups: int | None = None
+    """The run ends after this many scored groups in a row that the algorithm's filters rejected;
+    None allows as many as 64 steps have."""
+
     episode_seconds: float = 600.0
+    """Time limit of an episode, in seconds."""
+
     evaluate_every: int = 0
+    """Steps between evaluations; 0 evaluates at the start and at the end only."""
+
     checkpoint_every: int = 0
+    """Steps between checkpoints; 0 saves one at the end only."""
+
     keep_checkpoints: int = 2
+    """How many of the newest checkpoints to keep."""
+
     seed: int = 0
+    """Seed of the order of tasks and of sampling."""
+
     name: str | None = None
+    """Name of the run's directory in `runs`; None chooses one."""
+
     runs: str = "runs"
+    """Folder that holds the runs."""
+
     loggers: tuple[str, ...] = ()
+    """"wandb" and "trackio", in addition to metrics.jsonl and TensorBoard (always written)."""
+
     project: str = PROJECT
+    """Project in which the loggers show the run."""
+
     serving: bool = False
+    """True if the model is served instead of trained (set by `areal-x serve`): any distribution may
+    then be sampled."""
 
     def __post_init__(self) -> None:
         find_backend(self.backend)

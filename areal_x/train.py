@@ -29,6 +29,7 @@ from pathlib import Path
 import gin
 
 from areal_x.cluster import ranks
+from areal_x.config.describe import help_text
 from areal_x.config.reader import Config, load
 from areal_x.config.recorded import text_of
 from areal_x.config.types import check_early, check_experiment
@@ -43,6 +44,8 @@ FAILED = 1
 def main(arguments: Sequence[str] | None = None) -> int:
     """The exit status, see `with_config`."""
     options = parse(arguments)
+    if options.help_config:
+        return with_config(options.file, options.bindings, show_settings, complete=False)
 
     def work(config: Config) -> None:
         if options.dry_run:
@@ -60,10 +63,14 @@ def with_config(
     bindings: Sequence[str],
     work: Callable[[Config], int | None],
     without: Sequence[str] = (),
+    complete: bool = True,
 ) -> int:
-    """Does what a command does with its config. The exit status: what that gives, None being 0; 1
-    after one sentence about a mistake; 130 when stopped by Ctrl-C or SIGTERM, at the next place
-    where it looks or, by a second signal, at once. without: see `check_experiment`."""
+    """Reads and checks a config, runs a command's work with it and returns the exit status: the
+    work's own (None is 0); 1 after one sentence about a mistake; 130 if stopped by Ctrl-C or
+    SIGTERM, at the next safe place or, on a second signal, at once.
+
+    without: see `check_experiment`. complete: False accepts a file that lacks required settings.
+    """
     open_files.raise_limit()
     sys.path.insert(0, str(Path.cwd()))  # gin files import examples.arithmetic.task and the like
     config: Config | None = None
@@ -72,7 +79,8 @@ def with_config(
             config = load(file, bindings)
             interrupts.check()
             check_early(config)
-            check_experiment(config, without)
+            if complete:
+                check_experiment(config, without)
             interrupts.check()
             return work(config) or 0
     except UserError as error:
@@ -89,6 +97,10 @@ def with_config(
             raise  # ours: all of it is wanted
         print(traceback_of(error), file=sys.stderr)
         return fail(UserError(described(error)))
+
+
+def show_settings(config: Config) -> None:
+    print(help_text(config))
 
 
 def in_processes(config: Config, work: Callable[[], object]) -> None:
@@ -136,11 +148,11 @@ def run_named(config: Config, options: argparse.Namespace) -> None:
             (runs / name).rmdir()
 
 
-def parser_of(module: str, description: str | None) -> argparse.ArgumentParser:
-    """Of a command that takes bindings."""
+def parser_of(name: str, description: str | None) -> argparse.ArgumentParser:
+    """Returns the parser of a command that takes bindings."""
     parser = argparse.ArgumentParser(
-        prog=command_of(module),
-        description=in_this_form(description or "", module),
+        prog=command_of(name),
+        description=in_this_form(description or "", name),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
@@ -156,7 +168,7 @@ def parser_of(module: str, description: str | None) -> argparse.ArgumentParser:
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = parser_of("areal_x.train", __doc__)
+    parser = parser_of("train", __doc__)
     parser.add_argument("file", metavar="FILE.gin", type=Path)
     again = parser.add_mutually_exclusive_group()
     again.add_argument(
@@ -174,6 +186,11 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         action="store_true",
         help="build everything, start nothing, print the operative config",
     )
+    parser.add_argument(
+        "--help-config",
+        action="store_true",
+        help="print what the file may set: types, defaults, its own values, descriptions",
+    )
     return parser.parse_args(arguments)
 
 
@@ -189,9 +206,7 @@ def _how_to_go_on(run: Path, options: argparse.Namespace) -> str:
         return f": the run is in {run}; it has no checkpoint yet to resume from"
     bindings = [f"-b {_quote(binding)}" for binding in options.bindings]
     again = "--resume=auto" if options.resume == resuming.AUTO else "--resume"
-    command = " ".join(
-        [command_of("areal_x.train"), shlex.quote(str(options.file)), *bindings, again]
-    )
+    command = " ".join([command_of("train"), shlex.quote(str(options.file)), *bindings, again])
     return f": the run is in {run}; go on from step {checkpoint.steps(run)[-1]} with: {command}"
 
 

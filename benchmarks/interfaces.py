@@ -39,7 +39,7 @@ async def episode(experiment: object) -> str:
     from areal_x.rollout.episode import run_episode
     from areal_x.rollout.runner import EpisodeEngine
 
-    directory = experiment.find(experiment.trainer.model.path)  # type: ignore[attr-defined]
+    directory = experiment.find_model(experiment.trainer.model.path)  # type: ignore[attr-defined]
     workflow = experiment.workflow.setup(load_tokenizer(directory))  # type: ignore[attr-defined]
     trainer = experiment.create_models(directory, workflow).policy  # type: ignore[attr-defined]
     engine = experiment.create_engine(directory, trainer, workflow, directory, print)  # type: ignore[attr-defined]

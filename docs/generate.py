@@ -6,7 +6,6 @@ python docs/generate.py --check   # fails where a file is not what the code says
 
 from __future__ import annotations
 
-import dataclasses
 import importlib
 import inspect
 import sys
@@ -14,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from areal_x.algorithms import recipes
-from areal_x.config.reader import CONFIGURABLES, parameters, registered, short_name
+from areal_x.config.describe import settings_of, summary_of
+from areal_x.config.reader import offered, registered, short_name
 
 PAGE = Path(__file__).with_name("configuration.md")
 HEAD = """# Configuration
@@ -55,7 +55,7 @@ batch. `sft`, `dpo`, `ipo` and `reward_model` train on a dataset: `train.workflo
 
 
 def page() -> str:
-    for module in CONFIGURABLES:
+    for module in {module for module in offered().values() if module.startswith("areal_x.")}:
         importlib.import_module(module)
     ours = [(s, c) for s, c in registered().items() if c.wrapped.__module__.startswith("areal_x.")]
     ours.sort(key=lambda pair: (short_name(pair[0]) != "train", short_name(pair[0])))
@@ -63,24 +63,26 @@ def page() -> str:
 
 
 def section(name: str, configurable: Any) -> str:
-    lines = [f"\n## `{name}`\n\n{inspect.getdoc(configurable.wrapped)}\n"]
-    rows = [f"| `{name}.{p.name}` | {default(p, configurable.wrapped)} |\n" for p in parameters(configurable).values()]
-    rows = [row for row, parameter in zip(rows, parameters(configurable), strict=True) if parameter not in NOT_BOUND]
+    lines = [f"\n## `{name}`\n\n{summary_of(configurable)}\n"]
+    rows = []
+    for setting in settings_of(configurable):
+        if setting.name in NOT_BOUND:
+            continue
+        default = f"`{setting.default}`" if setting.default not in ("", "required") else setting.default
+        if setting.name == "parts":
+            default, description = "none", "any part by its own name ([algorithms.md](algorithms.md))"
+        else:
+            description = setting.description
+        kind = f"`{cell(setting.type)}`" if setting.type else ""
+        rows.append(f"| `{name}.{setting.name}` | {kind} | {cell(default)} | {cell(description)} |\n")
     if rows:
-        lines += ["\n| parameter | default |\n|---|---|\n", *rows]
+        lines += ["\n| parameter | type | default | description |\n|---|---|---|---|\n", *rows]
     return "".join(lines)
 
 
-def default(parameter: inspect.Parameter, wrapped: Any) -> str:
-    value = parameter.default
-    if parameter.kind is parameter.VAR_KEYWORD:
-        return "none: any part by its own name ([algorithms.md](algorithms.md))"
-    if value is parameter.empty:
-        return "required"
-    if repr(value) == "<factory>":
-        made_by = {f.name: f.default_factory for f in dataclasses.fields(wrapped)}[parameter.name]
-        return f"`@{getattr(made_by, '__name__', made_by)}()`"
-    return f"`@{value.__name__}`" if callable(value) else f"`{value!r}`"
+def cell(text: str) -> str:
+    """A table's cell: a bar would end it."""
+    return text.replace("|", "\\|")
 
 
 def algorithms() -> str:

@@ -26,7 +26,7 @@ def test_a_subcommand_is_the_module_of_its_name(name: str, capsys: pytest.Captur
     with pytest.raises(SystemExit) as ended:
         console.run([name, "--help"])
     assert ended.value.code == 0
-    assert capsys.readouterr().out.startswith(f"usage: {command_of(f'areal_x.{name}')} ")
+    assert capsys.readouterr().out.startswith(f"usage: {command_of(name)} ")
 
 
 def test_the_commands_of_the_package_are_the_subcommands() -> None:

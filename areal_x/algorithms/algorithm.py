@@ -4,7 +4,7 @@ none knows the others."""
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -138,6 +138,12 @@ class Algorithm:
         if self.proximal != "interpolate":
             return self.loss
         return InterpolatedLoss(self.loss, self.corrections)
+
+    def rebuilt(self) -> Iterator[tuple[Callable[..., Any], dict[str, Any]]]:
+        """Yields the recipe and the arguments that make an equal algorithm; nothing if none do."""
+        from areal_x.algorithms.rebuild import rebuilt  # which knows the recipes
+
+        return rebuilt(self)
 
     def explain(self) -> str:
         """Describes each part: its formula, its source and the numbers it is bound to."""

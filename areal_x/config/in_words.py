@@ -11,7 +11,7 @@ from functools import partial
 from itertools import islice
 from typing import Any
 
-from areal_x.tasks.stream import dataset_digest
+from areal_x.runtime.digest import dataset_digest
 from areal_x.types import Task
 
 DIGITS = 16  # of a digest
@@ -99,23 +99,6 @@ def source_of(x: Any) -> str:
             f"{getattr(x, '__qualname__', x)} {code.co_code.hex() if code else ''}"
             f" {code.co_consts if code else ''}"
         )
-
-
-def same(a: Any, b: Any) -> bool:
-    """Whether two parts of algorithms are the same function with the same numbers."""
-    if a is b:
-        return True
-    if type(a) is not type(b):
-        return False
-    if isinstance(a, partial):
-        return same(a.func, b.func) and same(a.args, b.args) and same(a.keywords, b.keywords)
-    if isinstance(a, dict):
-        return a.keys() == b.keys() and all(same(a[key], b[key]) for key in a)
-    if isinstance(a, list | tuple):
-        return len(a) == len(b) and all(map(same, a, b))
-    if is_dataclass(a):
-        return all(same(getattr(a, f.name), getattr(b, f.name)) for f in fields(a) if f.compare)
-    return bool(a == b)
 
 
 def _is_filled(cell: Any) -> bool:

@@ -13,10 +13,12 @@ import inspect
 import pkgutil
 import re
 import tokenize
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from difflib import get_close_matches
+from functools import cache
+from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
@@ -25,25 +27,9 @@ from gin import config_parser
 
 from areal_x.errors import ConfigError, UserError, nearest, sentence
 
-# The modules of the core that register something with gin; the ring itself brings most of them.
-# None imports a framework.
-CONFIGURABLES = (
-    "areal_x.experiment",
-    "areal_x.tasks.datasets",
-    "areal_x.tasks.reasoning",
-    "areal_x.rewards.countdown",
-    "areal_x.rewards.math",
-    "areal_x.workflows.learned_reward",
-    "areal_x.workflows.offline",
-    "areal_x.agents.tools.calculator",
-    "areal_x.agents.tools.mcp_tools",
-    "areal_x.agents.multi_turn",
-    "areal_x.agents.environment",
-    "areal_x.agents.tools.terminal",
-    "areal_x.agents.verifiers_environment",
-    "areal_x.agents.agent",
-    "areal_x.agents.online",
-)
+# Entry points of this group name configurables and the modules that register them with gin. A module
+# is imported when a file names one of its configurables, so a run imports only what it uses.
+GROUP = "areal_x.configurables"
 
 MACRO = "gin.macro"
 ON_COMMAND_LINE = "-b "
@@ -129,8 +115,6 @@ def load(file: str | Path, bindings: Sequence[str] = ()) -> Config:
     Includes are looked for in the current directory, then beside the file that includes them.
     Raises: UserError with the place, what is wrong there and the nearest valid name.
     """
-    for module in CONFIGURABLES:
-        importlib.import_module(module)
     gin.clear_config()
     reader = _Reader()
     reader.read_file(Path(file), place="", parents=())
@@ -335,19 +319,33 @@ def _place(source: str, line: int) -> str:
     return source if source.startswith(ON_COMMAND_LINE) else f"{source}:{line}"
 
 
+@cache
+def offered() -> Mapping[str, str]:
+    """Returns the module of every configurable that an installed package offers, by name."""
+    return {entry.name: entry.value for entry in entry_points(group=GROUP)}
+
+
 def find_configurable(name: str, place: str) -> Any:
-    """The configurable of that name. Raises: UserError with the nearest name."""
+    """Returns the configurable of that name, and imports the module that registers it if need be.
+
+    Raises: UserError with the nearest name.
+    """
     matching = gin.config._REGISTRY.matching_selectors(name)
+    if not matching and (module := offered().get(name, offered().get(name.rpartition(".")[2]))):
+        try:
+            importlib.import_module(module)
+        except ModuleNotFoundError as error:
+            raise UserError(
+                f"{place}: {name!r} needs {error.name!r}, which is not installed"
+            ) from error
+        matching = gin.config._REGISTRY.matching_selectors(name)
     if len(matching) > 1:
-        raise UserError(
-            f"{place}: {name!r} may be any of {', '.join(sorted(matching))}: write one of these"
-        )
+        choices = ", ".join(sorted(matching))
+        raise UserError(f"{place}: {name!r} may be any of {choices}: write one of these")
     if not matching:
-        known = sorted(short_name(selector) for selector in registered())
-        raise UserError(
-            f"{place}: nothing configurable is called"
-            f" {name!r}{nearest(name, known) or '; there are ' + ', '.join(known)}"
-        )
+        known = sorted({*offered(), *(short_name(selector) for selector in registered())})
+        hint = nearest(name, known) or "; there are " + ", ".join(known)
+        raise UserError(f"{place}: nothing configurable is called {name!r}{hint}")
     return gin.config._REGISTRY[matching[0]]
 
 

@@ -14,19 +14,17 @@ import importlib.util
 import inspect
 import math
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields, is_dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import gin
 import numpy as np
 from gin import config_parser
 
-from areal_x.algorithms.algorithm import Algorithm
-from areal_x.algorithms.assembly import PARTS, PENALTIES
-from areal_x.config.in_words import described, same
+from areal_x.config.in_words import described
 from areal_x.config.reader import (
     Binding,
     Config,
@@ -81,6 +79,16 @@ def imported(name: str, **parameters: Any) -> Any:
             f"imported.name = {name!r} cannot work: {error}; it must be 'package.module:function'"
         ) from None
     return partial(found, **parameters) if parameters else found
+
+
+@runtime_checkable
+class Rebuildable(Protocol):
+    """An object that knows which configurable makes it: an `areal_x.Algorithm`."""
+
+    def rebuilt(self) -> Iterator[tuple[Callable[..., Any], dict[str, Any]]]:
+        """Yields the configurable and the arguments with which it makes an equal object; nothing if
+        none does."""
+        ...
 
 
 # ---- what gin made
@@ -222,8 +230,8 @@ class _Writer:
                 if math.isnan(x)
                 else f"{'-' * (x < 0)}1e999"
             )
-        if isinstance(x, Algorithm):
-            return self._algorithm(x, where)
+        if isinstance(x, Rebuildable):
+            return self._rebuilt(x, where)
         if (
             is_dataclass(x)
             and not isinstance(x, type)
@@ -272,10 +280,9 @@ class _Writer:
             return self.write(registered_as(imported), where, {"name": name, **bound}, True)
         return ""
 
-    def _algorithm(self, x: Algorithm, where: str) -> str:
-        for arguments in _arguments_of(x):
-            assert x.made_by is not None
-            return self.write(registered_as(x.made_by.recipe), where, arguments)
+    def _rebuilt(self, x: Rebuildable, where: str) -> str:
+        for configurable, arguments in x.rebuilt():
+            return self.write(registered_as(configurable), where, arguments)
         reference = next((r for made, r in _made if made is x), None)
         return self._words(x, where) if reference is None else repr(reference)
 
@@ -289,30 +296,6 @@ class _Writer:
 def _order(binding: tuple[str, str]) -> tuple[list[str], str]:
     section, _, parameter = binding[0].rpartition(".")
     return section.lower().split("/")[::-1], parameter
-
-
-def _arguments_of(algorithm: Algorithm) -> Iterator[dict[str, Any]]:
-    """With which its recipe makes it again, parts that were replaced since among them; none where
-    that cannot be."""
-    if algorithm.made_by is None:
-        return
-    recipe, given = algorithm.made_by.recipe, dict(algorithm.made_by.arguments)
-
-    def differing(arguments: Mapping[str, Any]) -> dict[str, Any]:
-        again = recipe(**arguments)
-        parts = {f.name: getattr(algorithm, f.name) for f in fields(Algorithm) if f.compare}
-        return {name: x for name, x in parts.items() if not same(getattr(again, name), x)}
-
-    # a loss that was replaced has none
-    without = {name: x for name, x in given.items() if name not in PENALTIES}
-    for arguments in (given, without):
-        try:
-            arguments |= {name: x for name, x in differing(arguments).items() if name in PARTS}
-            if not differing(arguments):
-                yield arguments
-                return
-        except UserError:
-            continue
 
 
 def registered_as(x: Any) -> Any:

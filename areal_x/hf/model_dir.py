@@ -61,7 +61,7 @@ def resolve(path: str | Callable[[], str]) -> Path:
         directory = _download(path)
     if is_adapter(directory):
         wanted = (
-            f"merge them into a plain model with `{command_of('areal_x.export')} {directory} DIRECTORY`,"
+            f"merge them into a plain model with `{command_of('export')} {directory} DIRECTORY`,"
             " and give that"
         )
         raise UserError(f"{directory} holds adapters and not a whole model: {wanted}")

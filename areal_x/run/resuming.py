@@ -15,11 +15,10 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from areal_x.batching.batch import Models
 from areal_x.errors import ConfigError, UserError
 from areal_x.run import checkpoint, run_dir
 from areal_x.run.journal import FILE, LOCKED_SECONDS, Journal, Resumed
-from areal_x.tasks.stream import TaskStream, dataset_digest
+from areal_x.runtime.digest import dataset_digest
 from areal_x.types import Task
 
 Say = Callable[[str], None]
@@ -34,40 +33,23 @@ class Start:
     path: Path | None = None
     saved: Mapping[str, Any] = field(default_factory=dict)
 
-    def restore(self, models: Models, say: Say) -> None:
-        """Puts policy and critic into the state that the checkpoint has. Raises: UserError where it
-        has none of a critic."""
-        if self.path is None:
-            return
-        models.policy.restore(self.path / "trainer")
-        if models.critic is not None:
-            if not (self.path / "critic").is_dir():
-                wanted = (
-                    "go on with an algorithm that has none, as the run had, or begin a new run from"
-                    " model.path"
-                )
-                raise UserError(
-                    f"{self.path} has no critic, which train.algorithm now needs: {wanted}"
-                )
-            models.critic.restore(self.path / "critic")
-        say(f"resumed from step {self.step}")
-
     def rollout(
         self,
         journal: Journal,
-        stream: Callable[[], TaskStream],
+        task_at: Callable[[int], Task],
         groups_per_step: int,
         deterministic: bool = False,
     ) -> Resumed | None:
-        """Where the rollout goes on; None at the beginning. What the journal lacks is run again.
+        """Returns where the rollout continues; None at the beginning. Episodes that the journal
+        lacks are run again.
 
-        deterministic: what was drawn after the checkpoint is forgotten, as it is sampled again, the
-        same.
+        task_at: returns the task at a position of the stream. deterministic: episodes sampled after
+        the checkpoint are forgotten, because they will be sampled again, identically.
         """
         if self.path is None:
             return None
         before = self.saved["next_ticket"] if deterministic else None
-        resumed = journal.resumed(self.step, stream().task_at, groups_per_step, before, self.saved)
+        resumed = journal.resumed(self.step, task_at, groups_per_step, before, self.saved)
         return replace(resumed, workflow=self.saved.get("workflow")) if resumed else None
 
 

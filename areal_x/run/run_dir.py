@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import fcntl
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO
@@ -21,6 +21,7 @@ CONFIG, LOCK = "config.gin", ".lock"
 # the runs of this process; the system unlocks them however it ends
 _locked: dict[Path, IO[str]] = {}
 Say = Callable[[str], None]
+Differences = Callable[[str, str], Sequence[str]]
 
 
 def check(runs: Path, name: str | None, resume: bool) -> str | None:
@@ -48,6 +49,11 @@ def check(runs: Path, name: str | None, resume: bool) -> str | None:
     return name
 
 
+def new_lines(before: str, now: str) -> Sequence[str]:
+    """Returns the lines of a text that an earlier one lacks."""
+    return sorted(set(now.splitlines()) - set(before.splitlines()))
+
+
 def open_run(
     runs: Path,
     name: str | None,
@@ -55,13 +61,15 @@ def open_run(
     *,
     resume: bool = False,
     say: Say = print,
+    differences: Differences = new_lines,
 ) -> Path:
-    """Makes the directory of a new run, or finds that of a resumed one, and writes the config into
-    it.
+    """Creates the directory of a new run, or finds that of a resumed one, and writes its config.
 
-    name: None takes `run-1`, `run-2` …  config: the text of a gin file (`areal_x.config.recorded.text_of`), or what makes it
-    of the name. say: is told which settings a resumed run goes on with that it did not have.
-    Raises: as `check`, and UserError when another process writes to the run.
+    name: None takes `run-1`, `run-2` …  config: the text of a gin file, or a function that returns
+    it for the run's name. say: receives the settings that a resumed run changes. differences: the
+    settings that differ between two configs, one sentence each.
+
+    Raises: as `check`, and UserError if another process writes to the run.
     """
     name = check(runs, name, resume)
     with _unwritable("train.runs", runs):
@@ -71,7 +79,7 @@ def open_run(
         for part in ("logs", "checkpoints"):
             (run / part).mkdir(exist_ok=True)
         text = config if isinstance(config, str) else config(run.name)
-        if resume and (changed := _changes(run, text)):
+        if resume and (changed := _changes(run, text, differences)):
             kept = 1 + len(list(run.glob("config-*.gin")))
             (run / CONFIG).rename(run / f"config-{kept}.gin")
             say(f"the run goes on with other settings than before: {'; '.join(changed)}")
@@ -168,10 +176,7 @@ def _unwritable(binding: str, place: Path) -> Iterator[None]:
         raise ConfigError(binding, str(place), wanted) from error
 
 
-def _changes(run: Path, text: str) -> list[str]:
-    # it reads gin files, which nothing else here does
-    from areal_x.config.recorded import differences
-
+def _changes(run: Path, text: str, differences: Differences) -> Sequence[str]:
     try:
         return differences((run / CONFIG).read_text(encoding="utf-8"), text)
     except (OSError, UnicodeDecodeError, SyntaxError):

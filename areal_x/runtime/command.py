@@ -5,21 +5,22 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+PACKAGE = "areal_x"
 CONSOLE = "areal-x"
 
 
-def command_of(module: str) -> str:
-    """Returns the command that runs `module` in the way this process was started: "areal-x train",
-    "python -m areal_x train" or "python -m areal_x.train" for areal_x.train."""
-    package, _, name = module.rpartition(".")
+def command_of(name: str) -> str:
+    """Returns a subcommand ("train") in the form in which this process was started: "areal-x train",
+    "python -m areal_x train" or "python -m areal_x.train"."""
     program = Path(sys.argv[0])
     if program.stem == CONSOLE:
         return f"{CONSOLE} {name}"
-    if program.name == "__main__.py" and program.parent.name == package:
-        return f"python -m {package} {name}"
-    return f"python -m {module}"
+    if program.name == "__main__.py" and program.parent.name == PACKAGE:
+        return f"python -m {PACKAGE} {name}"
+    return f"python -m {PACKAGE}.{name}"
 
 
-def in_this_form(text: str, module: str) -> str:
-    """Returns a help text whose `python -m MODULE` commands have the form of `command_of`."""
-    return text.replace(f"python -m {module}", command_of(module))
+def in_this_form(text: str, name: str) -> str:
+    """Returns a help text with its `python -m areal_x.NAME` commands in the form of
+    `command_of`."""
+    return text.replace(f"python -m {PACKAGE}.{name}", command_of(name))

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Sequence
 from functools import lru_cache
 
@@ -12,9 +10,6 @@ from jaxtyping import Int64
 
 from areal_x.errors import UserError, at_least
 from areal_x.types import Task
-
-# Most tasks that a dataset's digest reads: a long dataset need not be in memory.
-MAX_DIGESTED_TASKS = 10_000
 
 
 class TaskStream:
@@ -57,22 +52,3 @@ class TaskStream:
         """The index in the dataset of the task at a position."""
         epoch, place = divmod(position, len(self.dataset))
         return int(self._order(epoch)[place])
-
-
-def dataset_digest(dataset: Sequence[Task]) -> str:
-    """SHA-256 of the tasks in their order, the same in every process. In a long dataset, tasks at
-    equal distances are sampled."""
-    digest = hashlib.sha256()
-    for index in (
-        np.unique(np.linspace(0, len(dataset) - 1, MAX_DIGESTED_TASKS).astype(int))
-        if len(dataset)
-        else ()
-    ):
-        task = dataset[int(index)]
-        about = [getattr(task, name, None) for name in ("id", "prompt", "answer")]
-        # Values that JSON cannot express may print differently in each process: only their type
-        # counts.
-        digest.update(
-            json.dumps(about, default=lambda x: type(x).__qualname__, skipkeys=True).encode()
-        )
-    return digest.hexdigest()

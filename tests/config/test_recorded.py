@@ -17,8 +17,9 @@ from areal_x import train
 from areal_x.algorithms import corrections, losses, weighting
 from areal_x.algorithms.assembly import PARTS
 from areal_x.algorithms.filters import varied
+from areal_x.algorithms.rebuild import same
 from areal_x.algorithms.recipes import dapo, distill, grpo, m2po, ppo
-from areal_x.config.in_words import described, same
+from areal_x.config.in_words import described
 from areal_x.config.reader import config_text, load
 from areal_x.config.recorded import Missing, differences, parsed, text_of
 from areal_x.config.types import check_early, check_experiment
@@ -256,9 +257,9 @@ def test_a_resumed_run_says_which_settings_changed_and_keeps_the_file_from_befor
     said: list[str] = []
     before, now = (text_of(made(algorithm=grpo(clip_high=x), steps=n, name="run")) for x, n in ((0.2, 5), (0.3, 6)))
     open_run(tmp_path, "run", before)
-    open_run(tmp_path, "run", before, resume=True, say=said.append)
+    open_run(tmp_path, "run", before, resume=True, say=said.append, differences=differences)
     assert said == []
-    open_run(tmp_path, "run", now, resume=True, say=said.append)
+    open_run(tmp_path, "run", now, resume=True, say=said.append, differences=differences)
     assert said == ["the run goes on with other settings than before: grpo.clip_high = 0.3 (was 0.2); train.steps = 6 (was 5)"]
     assert (tmp_path / "run" / "config-1.gin").read_text() == before
     assert (tmp_path / "run" / "config.gin").read_text() == now

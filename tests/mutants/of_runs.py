@@ -275,22 +275,26 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
+        "areal_x/build.py",
+        ("tests/test_experiment.py",),
+        (
+            "a checkpoint is on the disk before the journal that it was made from",
+            "            self.journal.sync()",
+            "            self.journal.flush()",
+        ),
+    ),
+    *planted(
         "areal_x/experiment.py",
         ("tests/test_experiment.py",),
         (
             "a resumed run counts optimizer steps as its own",
-            "        step, skipped = began.step, 0",
-            "        step, skipped = trainer.version // self.minibatches, 0",
-        ),
-        (
-            "a checkpoint is on the disk before the journal that it was made from",
-            "                        journal.sync()",
-            "                        journal.flush()",
+            "range(parts.start.step + 1, self.steps + 1)",
+            "range(models.policy.version // self.minibatches + 1, self.steps + 1)",
         ),
         (
             "minibatches are counted as steps",
-            "        means = {name: float(np.mean([row[name] for row in said if name in row])) for name in said[0] | said[-1]}",
-            "        means = {name: float(np.sum([row[name] for row in said if name in row])) for name in said[0] | said[-1]}",
+            "            means[name] = sum(values) if counts else float(np.mean(values))",
+            "            means[name] = sum(values) if counts else float(np.sum(values))",
         ),
     ),
 ]

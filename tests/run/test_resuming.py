@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from areal_x.batching.batch import Models
+from areal_x.build import restore
 from areal_x.errors import ConfigError, UserError
 from areal_x.rollout.queue import TrajectoryQueue
 from areal_x.rollout.rollout import Rollout
@@ -224,7 +225,7 @@ def test_the_digest_of_tasks_is_the_same_in_every_process_and_does_not_read_all_
     odd = [Task("a", "b", object()), Task("b", [{"role": "user", "content": "x"}], {1: {2, 3}}), Task("c", "d", np.zeros(3))]
     again = [Task("a", "b", object()), Task("b", [{"role": "user", "content": "x"}], {1: {3, 2}}), Task("c", "d", np.ones(3))]
     assert resuming.drawn_from(odd, 0) == resuming.drawn_from(again, 0)
-    monkeypatch.setattr("areal_x.tasks.stream.MAX_DIGESTED_TASKS", 10)
+    monkeypatch.setattr("areal_x.runtime.digest.MAX_DIGESTED_TASKS", 10)
     read: list[int] = []
 
     class Long:
@@ -245,4 +246,4 @@ def test_an_algorithm_that_now_needs_a_critic_is_a_sentence(tmp_path):
             assert path == tmp_path / "trainer"
 
     with pytest.raises(UserError, match=r"has no critic, which train\.algorithm now needs"):
-        resuming.Start(4, tmp_path).restore(Models(Model(), None, Model()), print)
+        restore(Models(Model(), None, Model()), resuming.Start(4, tmp_path), print)

@@ -1,0 +1,314 @@
+"""From settings to the parts of a run: trainer, reference, critic, engine, rollout, and what records
+them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from areal_x.algorithms import losses, mismatch
+from areal_x.batching.batch import Models
+from areal_x.cluster import ranks
+from areal_x.cluster.links import Follower, Leader
+from areal_x.config.recorded import settings_of
+from areal_x.engines.embedded import EmbeddedEngine
+from areal_x.engines.none import NoEngine
+from areal_x.engines.vllm import server as servers
+from areal_x.engines.vllm.engine import VLLMEngine
+from areal_x.engines.vllm.scorer import ServerScorer, server_urls
+from areal_x.errors import UserError
+from areal_x.hf.model_dir import resolve
+from areal_x.hf.tokenizer import check_vocabulary, load_tokenizer
+from areal_x.monitor import trackers
+from areal_x.monitor.metrics import MetricsWriter
+from areal_x.monitor.step_recorder import StepRecorder
+from areal_x.protocols.backends import create_trainer
+from areal_x.protocols.engine import Engine
+from areal_x.protocols.trainer import Scorer, Trainer
+from areal_x.protocols.trainer_config import LoRAConfig
+from areal_x.protocols.workflow import Workflow, computed_by
+from areal_x.rollout.queue import TrajectoryQueue
+from areal_x.rollout.rollout import Rollout
+from areal_x.rollout.runner import Runner
+from areal_x.run import checkpoint, resuming
+from areal_x.run.journal import Journal, Resumed
+from areal_x.runtime import cores, timeline
+from areal_x.runtime.loop import short_collections
+from areal_x.runtime.waits import watching
+from areal_x.settings import Settings
+from areal_x.tasks.screening import scan_dataset
+from areal_x.tasks.stream import TaskStream
+from areal_x.types import Loss
+
+Message = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Parts:
+    """The parts of a run that has begun."""
+
+    run: Path
+    start: resuming.Start
+    models: Models
+    loss: Loss
+    rollout: Rollout
+    journal: Journal
+    metrics: MetricsWriter
+    recorder: StepRecorder
+    spans: timeline.Recorder
+    saver: checkpoint.Saver
+    drawn_from: dict[str, Any]
+
+    def save(self, step: int) -> None:
+        """Saves a checkpoint, and prunes the journal of what no checkpoint needs any more."""
+        with timeline.span("checkpoint", step=step):
+            self.journal.sync()  # the groups that the checkpoint was trained on
+            state = {"rollout": self.rollout.state(), "drawn_from": self.drawn_from}
+            self.saver.save(step, self.models.save, state)
+            self.journal.prune(min(checkpoint.steps(self.run), default=0), step)
+        self.spans.write(self.run)
+
+
+class Factory(Settings):
+    """Builds the parts of a run from its settings."""
+
+    @contextmanager
+    def parts(self, run: Path, resume: bool, message: Message) -> Iterator[Parts]:
+        """Builds everything, restores the newest checkpoint of a resumed run and starts the
+        rollout; closes all of it at the end."""
+        start = resuming.BEGINNING
+        if resume:
+            start = resuming.start(run, self.dataset, self.seed, message)
+        directory = self.find_model(self.trainer.model.path)
+        tokenizer = load_tokenizer(directory)
+        workflow = computed_by(self.workflow, self.backend).setup(tokenizer)
+        evaluation = None  # the rollout's own workflow, greedily
+        if self.evaluation is not None:
+            evaluation = computed_by(self.evaluation, self.backend).setup(tokenizer).greedy()
+        losses_of = self.losses()
+        models = self.create_models(directory, workflow)
+        process = self.join()
+        if isinstance(process, Leader):
+            models = ranks.lead(process, models, losses_of)
+        restore(models, start, message)
+        engine = self.create_engine(directory, models.policy, workflow, run, message)
+
+        with ExitStack() as stack:
+            journal = stack.enter_context(Journal(run, self.journal.keep_steps))
+            rollout = stack.enter_context(
+                self.create_rollout(engine, workflow, evaluation, journal, tokenizer, message)
+            )
+            starting = (
+                trackers.start(name, run, self.project, settings_of(run)) for name in self.loggers
+            )
+            metrics = stack.enter_context(
+                MetricsWriter(run, starting, resumed_at=start.step if resume else None)
+            )
+            saver = stack.enter_context(checkpoint.Saver(run, self.keep_checkpoints, message))
+            spans = stack.enter_context(timeline.recording(run))
+            threads = stack.enter_context(self.create_threads(models.policy))
+            recorder = StepRecorder(rollout.stats, spans, threads, self.share_prompts)
+            stack.enter_context(watching(message, run / "logs", lambda: recorder.step_seconds))
+            stack.enter_context(short_collections())
+            rollout.start(self.resumed(start, journal) if resume else None)
+            yield Parts(
+                run=run,
+                start=start,
+                models=models,
+                loss=losses_of["policy"],
+                rollout=rollout,
+                journal=journal,
+                metrics=metrics,
+                recorder=recorder,
+                spans=spans,
+                saver=saver,
+                drawn_from=resuming.drawn_from(self.dataset, self.seed),
+            )
+
+    def resumed(self, start: resuming.Start, journal: Journal) -> Resumed | None:
+        """Returns where the rollout of a resumed run continues."""
+        task_at = TaskStream(self.dataset, self.seed).task_at
+        return start.rollout(journal, task_at, self.groups_per_step, self.deterministic)
+
+    def join(self) -> Leader | Follower | None:
+        """Joins the processes that train one model together; None if there is only this one."""
+        return ranks.join(self.backend, self.trainer.mesh.processes)
+
+    def follow(self, leader: Follower) -> None:
+        """Runs what every process but the first does: the same calls of the same trainers."""
+        if ranks.told(leader) == ranks.FINISHED:
+            return
+        directory = self.find_model(self.trainer.model.path)
+        ranks.serve(leader, self.create_models(directory, self.workflow), self.losses())
+
+    def find_model(self, path: str | Callable[[], str]) -> Path:
+        """Returns a model's directory. If a function makes it, the first process calls the function
+        and sends the others its result."""
+        process = self.join()
+        if process is None or not callable(path):
+            return resolve(path)
+        return Path(process.agree(lambda: str(resolve(path).absolute())))
+
+    def losses(self) -> dict[str, Loss]:
+        """Returns the loss of each trainer, by its name in Models."""
+        watched: tuple[Loss, ...] = ()
+        # Demonstrations were not sampled from a policy, so there is no engine–trainer gap.
+        if self.engine != "none":
+            watched = (losses.policy_gap, mismatch.LagMetrics(self.lags()))
+        found = {"policy": losses.combine(self.algorithm.step_loss(), *watched)}
+        if self.algorithm.value_loss is not None:
+            found["critic"] = self.algorithm.value_loss
+        return found
+
+    def lags(self) -> int:
+        """Returns how many ages, in versions, the mismatch metrics distinguish."""
+        most = (self.max_staleness + 1) * self.groups_per_step + self.window - 2  # queue's bound
+        return min(most // self.groups_per_step + 1, mismatch.MAX_LAGS)
+
+    def scoring_urls(self) -> tuple[str, ...]:
+        """Returns the servers that score in place of a reference or teacher that the algorithm
+        needs; none if a trainer scores."""
+        for name in ("teacher", "reference"):
+            if name in self.algorithm.needs:
+                return server_urls(f"train.{name}", getattr(self, name))
+        return ()
+
+    def create_models(self, directory: Path, workflow: Workflow) -> Models:
+        """Returns the trainer and whatever else the algorithm needs.
+
+        The policy is the model at its sampling temperature, so that engine and trainer compute
+        log-probabilities of one distribution.
+        """
+        temperature = self.temperature(workflow)
+        config = replace(
+            self.trainer,
+            temperature=temperature,
+            share_prompts=self.share_prompts,
+            deterministic=self.deterministic,
+            row_length=self.row_length,
+        )
+        needs = self.algorithm.needs
+
+        def trainer(path: Path, **changes: Any) -> Trainer:
+            model = replace(config.model, path=str(path))
+            return create_trainer(self.backend, replace(config, model=model, **changes))
+
+        # Recorded experts are the policy's: another model would have routed differently.
+        others: dict[str, Any] = {"replay_experts": False}
+        reference: Scorer | None = None
+        critic = None
+        if needs & {"reference", "teacher"}:
+            name = "teacher" if "teacher" in needs else "reference"
+            path = getattr(self, name)
+            if urls := self.scoring_urls():
+                key = os.environ.get(self.vllm.key_variable)
+                reference = ServerScorer(urls, key, load_tokenizer(directory), temperature)
+            else:
+                other = directory if path is None else self.find_model(path)
+                check_vocabulary(f"train.{name}", other, directory)
+                reference = trainer(other, frozen=True, lora=LoRAConfig(rank=0), **others)
+        if "values" in needs:
+            first = directory if self.critic.path is None else self.find_model(self.critic.path)
+            check_vocabulary("critic.path", first, directory)
+            optimizer = replace(config.optimizer, learning_rate=self.critic.learning_rate)
+            critic = trainer(first, head="value", optimizer=optimizer, **others)
+        policy: dict[str, Any] = {"head": self.algorithm.head, "entropy": "entropy" in needs}
+        if "teacher_logits" in needs:
+            assert isinstance(self.teacher, str) or callable(self.teacher)  # checked by Settings
+            policy["teacher"] = str(self.find_model(self.teacher))
+            policy["divergence"] = self.algorithm.divergence
+        return Models(trainer(directory, **policy), reference, critic)
+
+    def temperature(self, workflow: Workflow) -> float:
+        """Returns the policy's sampling temperature."""
+        sampling = workflow.sampling_params()
+        return self.trainer.temperature if sampling is None else sampling.temperature
+
+    def create_engine(
+        self, directory: Path, trainer: Trainer, workflow: Workflow, run: Path, message: Message
+    ) -> Engine:
+        """Returns the engine, not yet started. directory: the model's."""
+        if self.engine == "none":
+            return NoEngine()
+        if self.engine == "embedded":
+            context = self.embedded.context or self.row_length
+            return EmbeddedEngine(trainer.sampler(self.embedded.slots, context))
+        experts = self.trainer.replay_experts
+        # Servers score a prompt at temperature 1 only, and record experts only while sampling.
+        compared_with = None if experts or self.temperature(workflow) != 1 else trainer
+        return VLLMEngine(
+            replace(self.vllm, context=self.vllm.context or self.row_length),
+            directory,
+            run / "logs",
+            message,
+            self.trainer.lora,
+            experts,
+            compared_with,
+        )
+
+    def create_rollout(
+        self,
+        engine: Engine,
+        workflow: Workflow,
+        evaluation: Workflow | None,
+        journal: Journal,
+        tokenizer: Any,
+        message: Message,
+    ) -> Rollout:
+        """Returns the rollout, not yet started. Both workflows are set up for the tokenizer."""
+        context = engine.context or self.row_length
+        runner = Runner(
+            engine,
+            workflow,
+            TaskStream(self.dataset, self.seed),
+            TrajectoryQueue(self.groups_per_step, self.max_staleness, self.window),
+            group_size=self.group_size,
+            seed=self.seed,
+            episode_seconds=self.episode_seconds,
+            filters=self.algorithm.filters,
+            filtered_groups=self.filtered_groups,
+            greedy="greedy" in self.algorithm.needs,
+            row_length=self.row_length,
+            together=2 if self.algorithm.pairs else 1,
+            screen=scan_dataset(
+                self.dataset, workflow, tokenizer, self.longest_prompt, context, message
+            ),
+            recorder=journal,
+            deterministic=self.deterministic,
+            message=message,
+        )
+        return Rollout(runner, evaluation)
+
+    def create_threads(self, trainer: Trainer) -> cores.Threads:
+        """Returns what chooses the threads of each step, where generation shares the CPU."""
+        generating = 0
+        if self.deterministic:
+            pass  # the last bits of some products depend on the number of threads
+        elif self.max_staleness and self.engine == "embedded":
+            generating = cores.available() // 2
+        elif self.computes_beside_servers and servers.is_cpu_build():
+            each = self.vllm.threads or servers.default_threads(self.vllm.servers)
+            generating = self.vllm.servers * each
+        return cores.Threads(trainer, generating)
+
+
+def restore(models: Models, start: resuming.Start, message: Message) -> None:
+    """Restores policy and critic from the checkpoint that a run resumes from.
+
+    Raises: UserError if the algorithm needs a critic and the checkpoint has none.
+    """
+    if start.path is None:
+        return
+    models.policy.restore(start.path / "trainer")
+    if models.critic is not None:
+        if not (start.path / "critic").is_dir():
+            raise UserError(
+                f"{start.path} has no critic, which train.algorithm now needs: continue with an"
+                " algorithm that needs none, as the run did, or start a new run from model.path"
+            )
+        models.critic.restore(start.path / "critic")
+    message(f"resumed from step {start.step}")

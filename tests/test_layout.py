@@ -1,0 +1,104 @@
+"""The house: which room may know which. A new room or a new arrow needs a line here.
+
+A room is a package of `areal_x` or a file at its top. It may import the rooms that its line names, and what those may
+import. So no arrow runs upwards and no cycle can form.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+import pytest
+
+from tests.imports import arrows, imports_of, modules
+
+GROUND = ("types", "errors", "runtime")
+
+# Lines from the ground upwards. Of each room: those right below it that it may know, besides the ground, which all may.
+ROOMS: dict[str, tuple[str, ...]] = {
+    "types": (),
+    "errors": (),
+    "runtime": (),
+    "config": (),
+    "run": (),
+    "tasks": (),
+    "rewards": (),
+    "protocols": (),
+    "algorithms": (),
+    "sandbox": (),
+    "hf": ("protocols",),
+    "batching": ("algorithms", "protocols"),
+    "rollout": ("protocols", "run", "tasks"),
+    "engines": ("protocols", "hf", "batching"),
+    "workflows": ("protocols", "hf", "rewards", "batching", "rollout"),
+    "cluster": ("protocols", "batching", "hf"),
+    "monitor": ("algorithms", "batching", "rollout", "run"),
+    "settings": ("config", "engines", "workflows", "monitor", "cluster"),
+    "build": ("settings",),
+    "experiment": ("build",),
+    "agents": ("workflows", "rewards", "rollout", "engines", "sandbox"),
+    "simulation": ("rollout", "batching", "monitor"),
+    "preflight": ("experiment",),
+    "train": ("experiment",),
+    "check": ("train", "preflight"),
+    "replay": ("train",),
+    "export": ("hf", "run"),
+    "plan": ("train", "simulation"),
+    "serve": ("train", "agents"),
+    "example": (),
+    "__main__": ("train", "check", "replay", "export", "plan", "serve", "example"),
+    "areal_x_jax": ("protocols", "hf"),
+    "areal_x_torch": ("protocols", "hf"),
+}
+
+# Helpers of other rooms that were written for the backends.
+FOR_BACKENDS = {"areal_x.engines.lanes", "areal_x.cluster.links"}
+
+# Modules that offer names of other rooms under one address, and import them when a name is used.
+SURFACES = {"areal_x", "areal_x.trainer"}
+
+
+def room_of(module: str) -> str:
+    package, _, rest = module.partition(".")
+    return rest.partition(".")[0] if package == "areal_x" else package
+
+
+@cache
+def allowed(room: str) -> frozenset[str]:
+    """The rooms that a room may import: itself, the ground, those of its line and what they may import."""
+    return frozenset({room, *GROUND}.union(*(allowed(below) for below in ROOMS[room])))
+
+
+def test_every_module_lies_in_a_room():
+    assert {room_of(m) for m in modules() if m not in SURFACES} == set(ROOMS)
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_a_room_knows_only_those_that_its_line_names(room):
+    own = [(a, b) for a, b in arrows() if a not in SURFACES and room_of(a) == room and b not in SURFACES]
+    wrong = sorted((a, b) for a, b in own if room_of(b) not in allowed(room))
+    if room.startswith("areal_x_"):
+        wrong = [(a, b) for a, b in wrong if b not in FOR_BACKENDS]
+    assert wrong == []
+
+
+def test_nothing_inside_imports_through_a_surface():
+    assert sorted((a, b) for a, b in arrows() if b in SURFACES and a not in {*SURFACES, "areal_x.__main__"}) == []
+
+
+def test_a_line_names_only_rooms_above_it():
+    lines = list(ROOMS)
+    assert all(lines.index(below) < lines.index(room) for room, names in ROOMS.items() for below in names)
+
+
+def test_imports_are_found_wherever_they_stand(tmp_path):
+    file = tmp_path / "written.py"
+    file.write_text(
+        "from typing import TYPE_CHECKING\n"
+        "from areal_x import train\n"
+        "if TYPE_CHECKING:\n    from areal_x.rollout import queue\n"
+        "def f():\n    import areal_x.types\n"
+        "MODULE = 'areal_x.export:main'\nWORDS = 'see areal_x.serve'\n"
+    )
+    found = set(imports_of("areal_x.written", file))
+    assert found == {"areal_x.train", "areal_x.rollout.queue", "areal_x.types", "areal_x.export"}
