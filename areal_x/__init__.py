@@ -51,9 +51,9 @@ if TYPE_CHECKING:
     from areal_x.errors import positive as positive
     from areal_x.errors import within as within
     from areal_x.experiment import Experiment as Experiment
+    from areal_x.hf.image_reader import image_urls as image_urls
+    from areal_x.hf.image_reader import load_image_reader as load_image_reader
     from areal_x.hf.model_dir import write_model as write_model
-    from areal_x.hf.pictures import reader_of as reader_of
-    from areal_x.hf.pictures import urls_of as urls_of
     from areal_x.hf.tokenizer import load_tokenizer as load_tokenizer
     from areal_x.monitor.plot import plot as plot
     from areal_x.monitor.timeline_plot import plot_timeline as plot_timeline
@@ -142,7 +142,7 @@ _NAMES = {
     "areal_x.tasks.datasets": "Record load_dataset",
     "areal_x.tasks.stream": "TaskStream",
     "areal_x.hf.model_dir": "write_model",
-    "areal_x.hf.pictures": "reader_of urls_of",
+    "areal_x.hf.image_reader": "load_image_reader image_urls",
     "areal_x.hf.tokenizer": "load_tokenizer",
     "areal_x.monitor.plot": "plot",
     "areal_x.monitor.timeline_plot": "plot_timeline",

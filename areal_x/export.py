@@ -19,7 +19,7 @@ from pathlib import Path
 import numpy as np
 
 from areal_x.errors import UserError
-from areal_x.hf import lora, model_dir
+from areal_x.hf import adapters, model_dir
 from areal_x.run import checkpoint
 from areal_x.runtime.command import command_of, in_this_form
 
@@ -67,15 +67,15 @@ def tensors_of(source: Path) -> Iterator[tuple[str, np.ndarray]]:
     """Of a trainer's directory, with its adapters merged, one at a time. Raises: as `export`."""
     if not model_dir.is_adapter(source):
         return model_dir.read_tensors(source)
-    found = lora.described(source)
+    found = adapters.read_config(source)
     base = model_dir.resolve(found["base_model_name_or_path"])
-    if model_dir.read_state(source).get("base") != lora.fingerprint(base):
+    if model_dir.read_trainer_state(source).get("base") != adapters.fingerprint(base):
         raise UserError(
             f"{base} is not the model that the adapters of {source} were trained beside: put that"
             " one there again"
         )
     scale = found["lora_alpha"] / found["r"]
-    return lora.merged(model_dir.read_tensors(base), lora.read(source), scale)
+    return adapters.merge(model_dir.read_tensors(base), adapters.read(source), scale)
 
 
 def find(source: Path) -> Path:

@@ -14,8 +14,9 @@ import pytest
 
 from areal_x.engines.vllm.config import VLLMConfig
 from areal_x.engines.vllm.engine import VLLMEngine
-from areal_x.hf.model_dir import read_tensors, write_model, write_state
+from areal_x.hf.model_dir import read_tensors, write_model
 from tests.engines.vllm.watching import Watch, declared, watching
+from tests.optimizer_moments import write_adamw_state
 
 # What the tiny model's characters can write.
 TEMPLATE = (
@@ -69,7 +70,9 @@ def vllm_server(tiny_model_dir: Path, tmp_path_factory: pytest.TempPathFactory, 
     """An engine over one real server of the tiny model, started once. Tests take `vllm_engine`, which knows what it holds."""
     checkpoint = tmp_path_factory.mktemp("checkpoint")  # the server takes what a trainer saves, with its optimizer's state
     write_model(checkpoint, tiny_model_dir, read_tensors(tiny_model_dir))
-    write_state(checkpoint, ((name, x, x) for name, x in read_tensors(tiny_model_dir)), {"version": 1, "optimizer": "adamw"})
+    write_adamw_state(
+        checkpoint, ((name, x, x) for name, x in read_tensors(tiny_model_dir)), {"version": 1, "optimizer": "adamw"}
+    )
     (checkpoint / "chat_template.jinja").write_text(TEMPLATE)
     engine = VLLMEngine(VLLMConfig(context=256, concurrency=128), checkpoint, tmp_path_factory.mktemp("vllm"))
     run(engine.start())

@@ -13,13 +13,14 @@ from ml_dtypes import bfloat16
 
 from areal_x import export
 from areal_x.errors import UserError
-from areal_x.hf import lora, model_dir
+from areal_x.hf import adapters, model_dir
 from areal_x.protocols.trainer_config import LoRAConfig
 from areal_x.run import checkpoint
+from tests.optimizer_moments import write_adamw_state
 
 CONFIG = LoRAConfig(rank=2, alpha=6.0, targets=("q_proj",))
 KERNEL = "model.layers.0.self_attn.q_proj"
-WRAPPED = f"base_model.model.{KERNEL}"
+PEFT_PREFIX = f"base_model.model.{KERNEL}"
 
 
 def write_adapter(directory: Path, base: Path) -> dict[str, np.ndarray]:
@@ -27,11 +28,11 @@ def write_adapter(directory: Path, base: Path) -> dict[str, np.ndarray]:
     rng = np.random.default_rng(0)
     rows, columns = dict(model_dir.read_tensors(base))[f"{KERNEL}.weight"].shape
     shapes = {"A": (2, columns), "B": (rows, 2)}
-    tensors = {f"{WRAPPED}.lora_{x}.weight": rng.normal(size=shape).astype(np.float32) for x, shape in shapes.items()}
-    model_dir.copy_others(directory, base)
-    lora.write(directory, tensors.items(), config=CONFIG, base=base)
+    tensors = {f"{PEFT_PREFIX}.lora_{x}.weight": rng.normal(size=shape).astype(np.float32) for x, shape in shapes.items()}
+    model_dir.copy_other_files(directory, base)
+    adapters.write(directory, tensors.items(), config=CONFIG, base=base)
     (directory / model_dir.MOMENTS).touch()
-    (directory / model_dir.STATE).write_text(json.dumps({"version": 3, "base": lora.fingerprint(base)}))
+    (directory / model_dir.STATE).write_text(json.dumps({"version": 3, "base": adapters.fingerprint(base)}))
     return tensors
 
 
@@ -41,7 +42,7 @@ def test_a_merged_kernel_is_the_base_plus_the_scaled_product_and_all_else_is_the
     adapter = write_adapter(tmp_path / "trainer", tiny_model_dir)
     export.export(tmp_path / "trainer", tmp_path / "plain")
     base, plain = (dict(model_dir.read_tensors(path)) for path in (tiny_model_dir, tmp_path / "plain"))
-    a, b = (adapter[f"{WRAPPED}.lora_{x}.weight"].astype(np.float64) for x in "AB")
+    a, b = (adapter[f"{PEFT_PREFIX}.lora_{x}.weight"].astype(np.float64) for x in "AB")
     assert plain.keys() == base.keys()
     for name, value in base.items():
         expected = value + 3 * b @ a if name == f"{KERNEL}.weight" else value
@@ -53,8 +54,8 @@ def test_a_merged_kernel_is_the_base_plus_the_scaled_product_and_all_else_is_the
 def test_a_base_in_bf16_stays_in_bf16_and_is_rounded_once() -> None:
     base = {f"{KERNEL}.weight": np.full((1, 1), 1.0, bfloat16)}
     factors = {"A": np.float32([[1.0], [1.0]]), "B": np.float32([[0.003, 0.003]])}  # each alone would be rounded away
-    adapter = {f"{WRAPPED}.lora_{x}.weight": value for x, value in factors.items()}
-    ((_, merged),) = lora.merged(base.items(), adapter.items(), 1.0)
+    adapter = {f"{PEFT_PREFIX}.lora_{x}.weight": value for x, value in factors.items()}
+    ((_, merged),) = adapters.merge(base.items(), adapter.items(), 1.0)
     assert merged.dtype == bfloat16
     assert merged == bfloat16(1.006)
     assert merged != 1
@@ -67,7 +68,7 @@ def test_the_newest_checkpoint_of_a_run_is_taken_without_the_optimizers_state(ti
         changed = {name: x * np.float32(factor) for name, x in tensors.items()}
         model_dir.write_model(path / "trainer", tiny_model_dir, changed.items())
         moments = ((name, x, x) for name, x in tensors.items())
-        model_dir.write_state(path / "trainer", moments, {"version": 1})
+        write_adamw_state(path / "trainer", moments, {"version": 1})
 
     for step in (1, 2):
         checkpoint.save(tmp_path / "run", step, lambda path, step=step: write(path, step), {})
@@ -93,8 +94,8 @@ def test_what_cannot_be_exported_is_one_sentence(
     assert capsys.readouterr().err == f"error: {tmp_path} exists and is not overwritten: choose another directory\n"
     with pytest.raises(UserError, match="is no run and no checkpoint: give runs/NAME"):
         export.export(tiny_model_dir, tmp_path / "plain")
-    settings = lora.described(tmp_path / "trainer") | {"base_model_name_or_path": str(tied_model_dir)}
-    (tmp_path / "trainer" / lora.CONFIG).write_text(json.dumps(settings))
+    settings = adapters.read_config(tmp_path / "trainer") | {"base_model_name_or_path": str(tied_model_dir)}
+    (tmp_path / "trainer" / adapters.CONFIG).write_text(json.dumps(settings))
     with pytest.raises(UserError, match=r"is not the model that the adapters of .* were trained beside"):
         export.export(tmp_path / "trainer", tmp_path / "plain")
     assert not (tmp_path / "plain").exists()

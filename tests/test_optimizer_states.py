@@ -103,7 +103,7 @@ def test_moments_are_under_the_names_of_tensors(courses, tiny_model_dir, backend
     names = {name: shape for name, shape in model_dir.shapes(tiny_model_dir).items() if name != "lm_head.weight"}
     for optimizer in ("adafactor", "muon"):
         directory = courses(backend, optimizer).saved["portable"]
-        assert "backend" not in model_dir.read_state(directory)
+        assert "backend" not in model_dir.read_trainer_state(directory)
         moments = {name: x.shape for name, x in model_dir.read_moments(directory)}
         for name, shape in names.items():
             if optimizer == "muon":

@@ -70,7 +70,7 @@ def test_a_recipe_runs_with_several_optimizer_steps_a_batch(experiment, name):
     rows = [turn.metrics for turn in run.turns(run.open()) if turn.groups]
     assert [row["step"] for row in rows] == [1, 2]
     assert all(np.isfinite(row["loss"]) and row["grad_norm"] > 0 for row in rows)
-    assert model_dir.read_state(Path(run.runs) / "run" / "checkpoints" / "2" / "trainer")["version"] == 4
+    assert model_dir.read_trainer_state(Path(run.runs) / "run" / "checkpoints" / "2" / "trainer")["version"] == 4
 
 
 def test_minibatches_share_the_groups_and_the_policy_before_the_step(experiment):

@@ -28,7 +28,7 @@ from areal_x.batching.batch import Models
 from areal_x.cluster.links import Follower, Leader, described, meet
 from areal_x.cluster.slurm import check_tasks, tasks
 from areal_x.errors import ConfigError
-from areal_x.hf.model_dir import go_through
+from areal_x.hf.model_dir import exhaust
 from areal_x.protocols.backends import load_backend
 from areal_x.protocols.sampler import Sampler
 from areal_x.protocols.trainer import Trainer, Wait
@@ -117,7 +117,7 @@ class DistributedTrainer:
                 for tensor in tensors:  # noqa: UP028 - `yield from` would close them where this is closed
                     yield tensor
             finally:  # the others gather all of them, also where this one has seen enough
-                go_through(tensors)
+                exhaust(tensors)
 
     def adapter(self) -> Iterator[tuple[str, np.ndarray]]:
         with self._all("adapter"):
@@ -194,7 +194,7 @@ def follow(
     elif method in ("logprobs", "values"):
         getattr(trainer, method)(Batch(**arrays))
     elif method in ("weights", "device_weights", "adapter"):
-        go_through(getattr(trainer, method)())
+        exhaust(getattr(trainer, method)())
     elif method == "save":
         trainer.save(None)
     elif method == "save_in_background":

@@ -5,7 +5,7 @@ A directory that a trainer saves holds config.json, the tokenizer's files and mo
 Hugging Face names them, so it loads in transformers and vLLM as it is (a critic or a reward model
 as a sequence classifier with one label, whose matrix is `score.weight` [1, hidden]);
 optimizer.safetensors (the moments of each tensor as `MOMENT.NAME`) and trainer.json (version and
-optimizer) make it a checkpoint that any backend can continue. With adapters, what areal_x.hf.lora
+optimizer) make it a checkpoint that any backend can continue. With adapters, what areal_x.hf.adapters
 writes stands in place of model.safetensors.
 
 Moments are AdamW's `exp_avg` and `exp_avg_sq`, Muon's `trace` (and AdamW's of what Muon leaves to
@@ -35,7 +35,6 @@ STATE = "trainer.json"
 SHARDS = {"jax": "arrays", "torch": "shards"}
 ADAPTER_CONFIG = "adapter_config.json"
 FILE_BYTES = 4 * 2**30  # of one file: as much as is held in memory to be written
-FIRST, SECOND = "exp_avg.", "exp_avg_sq."  # AdamW's two moments of the tensor whose name follows
 # How the names of architectures end: of a language model, of one that sees, of one that judges.
 CAUSAL, CONDITIONAL, CLASSIFIER = (
     "ForCausalLM",
@@ -229,18 +228,18 @@ def write_model(
     "reward" the config becomes that of a sequence classifier with one label.
     """
     if directory is None:
-        return go_through(tensors)
-    copy_others(directory, source, head)
+        return exhaust(tensors)
+    copy_other_files(directory, source, head)
     return _write_files(directory, WEIGHTS, tensors, {"format": "pt"})
 
 
-def go_through(tensors: Iterable[tuple[str, np.ndarray]]) -> None:
+def exhaust(tensors: Iterable[tuple[str, np.ndarray]]) -> None:
     """Takes each tensor and forgets it: what a process does that helps another to gather them."""
     for _ in tensors:
         pass
 
 
-def copy_others(directory: Path, source: Path, head: str = "policy") -> None:
+def copy_other_files(directory: Path, source: Path, head: str = "policy") -> None:
     """The config, for this head, and tokenizer files of `source`, without its weights and what a
     trainer left beside them."""
     directory.mkdir(parents=True, exist_ok=True)
@@ -260,30 +259,15 @@ def _as_classifier(config: Mapping[str, Any]) -> dict[str, Any]:
     return {**config, "architectures": names, **one_label}
 
 
-def write_state(
-    directory: Path | None,
-    moments: Iterable[tuple[str, np.ndarray, np.ndarray]],
-    state: Mapping[str, Any],
-) -> None:
-    """AdamW's moments (name, first, second), which any backend continues, and small numbers
-    (version), beside the weights."""
-    named = (
-        pair
-        for name, first, second in moments
-        for pair in ((FIRST + name, first), (SECOND + name, second))
-    )
-    write_own_state(directory, named, state)
-
-
-def write_own_state(
+def write_optimizer_state(
     directory: Path | None, tensors: Iterable[tuple[str, np.ndarray]], state: Mapping[str, Any]
 ) -> None:
     """An optimizer's moments, or its tensors under the names of one backend, and small numbers,
     beside the weights."""
     if directory is None:
-        return go_through(tensors)
+        return exhaust(tensors)
     _write_files(directory, MOMENTS, tensors, {})
-    return write_numbers(directory, state)
+    return write_trainer_state(directory, state)
 
 
 def read_moments(directory: Path) -> Iterator[tuple[str, np.ndarray]]:
@@ -292,12 +276,12 @@ def read_moments(directory: Path) -> Iterator[tuple[str, np.ndarray]]:
         yield from read_file(file)
 
 
-def write_numbers(directory: Path, state: Mapping[str, Any]) -> None:
+def write_trainer_state(directory: Path, state: Mapping[str, Any]) -> None:
     """A trainer's small numbers, at least its version and its optimizer."""
     (directory / STATE).write_text(json.dumps(dict(state)))
 
 
-def read_state(directory: Path) -> dict[str, Any]:
+def read_trainer_state(directory: Path) -> dict[str, Any]:
     """Raises: UserError for a file that cannot be read, or has no version."""
     state = read_object(directory / STATE)
     if not isinstance(state.get("version"), int):
@@ -341,7 +325,7 @@ def _opened(file: Path) -> Iterator[Any]:
         ) from error
 
 
-def in_parts(
+def in_chunks(
     tensors: Iterable[tuple[str, np.ndarray]], most_bytes: int
 ) -> Iterator[dict[str, np.ndarray]]:
     """The tensors in parts of at most so many bytes, or of one tensor. One at a time is in memory:
@@ -372,7 +356,7 @@ def _write_files(
     stem = single.removesuffix(".safetensors")
     parts: list[tuple[Path, list[str]]] = []
     total = 0
-    for part in in_parts(tensors, FILE_BYTES):
+    for part in in_chunks(tensors, FILE_BYTES):
         parts.append((directory / f"{stem}-{len(parts) + 1:05d}.safetensors", list(part)))
         save_file(part, parts[-1][0], metadata=metadata or None)
         total += sum(tensor.nbytes for tensor in part.values())

@@ -9,7 +9,7 @@ from typing import Any
 from areal_x.errors import ConfigError, UserError
 from areal_x.experiment import Experiment
 from areal_x.hf.endings import FILES, named_ends, stop_tokens, turn_end
-from areal_x.hf.pictures import images_of
+from areal_x.hf.image_reader import read_prompt_images
 from areal_x.preflight.model import Model
 from areal_x.tasks.screening import create_screen
 from areal_x.types import Task
@@ -56,7 +56,7 @@ def lengths(experiment: Experiment, tasks: Sequence[Task], tokenizer: Any, model
     left_out = screen and screen.scan(tasks, SCAN_SECONDS)
     fitting = (task for i, task in enumerate(tasks) if screen is None or screen.fits(i, task))
     looked = list(islice(fitting, LOOKED_AT))
-    seen = [images_of(tokenizer, task.prompt) for task in looked]
+    seen = [read_prompt_images(tokenizer, task.prompt) for task in looked]
     if any(seen) and experiment.engine == "embedded" and experiment.backend != "torch":
         raise ConfigError(
             "train.backend",

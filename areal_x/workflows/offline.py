@@ -17,7 +17,7 @@ import gin
 import numpy as np
 
 from areal_x.hf.endings import stop_tokens, text_ending, turn_ending
-from areal_x.hf.pictures import images_of, urls_of
+from areal_x.hf.image_reader import image_urls, read_prompt_images
 from areal_x.protocols.workflow import Generator, Result, Workflow
 from areal_x.types import NOT_THE_POLICY, Episode, Scored, Task, Trajectory
 from areal_x.workflows.single_turn import encode
@@ -35,7 +35,7 @@ class Demonstrations(Workflow):
         return replace(self, tokenizer=tokenizer)
 
     def tokens_of(self, task: Task, tokenizer: Any) -> int | None:
-        return None if urls_of(task.prompt) else len(written(tokenizer, task, task.answer))
+        return None if image_urls(task.prompt) else len(written(tokenizer, task, task.answer))
 
     async def run(self, task: Task, engine: Generator) -> Result:
         return Episode(Scored(1.0), (written(self.tokenizer, task, task.answer),))
@@ -58,7 +58,7 @@ class PreferencePairs(Workflow):
         return replace(self, tokenizer=tokenizer)
 
     def tokens_of(self, task: Task, tokenizer: Any) -> int | None:
-        if urls_of(task.prompt):
+        if image_urls(task.prompt):
             return None
         return sum(
             len(written(tokenizer, task, task.answer[which])) for which in ("chosen", "rejected")
@@ -82,7 +82,7 @@ def written(tokenizer: Any, task: Task, answer: str) -> Trajectory:
     -1. Behind messages the end is the turn's, as the chat template writes it."""
     if not isinstance(answer, str):
         raise ValueError(f"task {task.id!r} has no text to learn: its answer is {answer!r}")
-    images = images_of(tokenizer, task.prompt)
+    images = read_prompt_images(tokenizer, task.prompt)
     prompt = encode(tokenizer, task.prompt, images)
     end = text_ending(tokenizer) if isinstance(task.prompt, str) else turn_ending(tokenizer)
     tokens = np.asarray(

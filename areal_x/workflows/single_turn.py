@@ -13,7 +13,12 @@ from jaxtyping import Int32
 
 from areal_x.errors import UserError, at_least, positive
 from areal_x.hf.endings import ends, stop_tokens
-from areal_x.hf.pictures import for_template, read_pictures, reader_of, urls_of
+from areal_x.hf.image_reader import (
+    image_urls,
+    load_image_reader,
+    read_images,
+    with_image_placeholders,
+)
 from areal_x.protocols.engine import Request, SamplingParams
 from areal_x.protocols.workflow import Generator, Result, Workflow
 from areal_x.rewards.pool import Reward, RewardLimits, RewardPool
@@ -106,8 +111,8 @@ class SingleTurn(Judged):
         return prompt_tokens(task.prompt, tokenizer)
 
     async def run(self, task: Task, engine: Generator) -> Result:
-        urls = urls_of(task.prompt)
-        images = await in_thread(read_pictures, self.tokenizer.name_or_path, urls) if urls else None
+        urls = image_urls(task.prompt)
+        images = await in_thread(read_images, self.tokenizer.name_or_path, urls) if urls else None
         prompt = await beside(
             estimate_characters(task.prompt),
             encode,
@@ -153,7 +158,7 @@ def text_of(tokenizer: Any, tokens: Int32[np.ndarray, " N"]) -> str:
 
 def prompt_tokens(prompt: str | Sequence[Message], tokenizer: Any) -> int | None:
     """How many there are; None where it has images, of which only reading them tells."""
-    return None if urls_of(prompt) else len(encode(tokenizer, prompt))
+    return None if image_urls(prompt) else len(encode(tokenizer, prompt))
 
 
 def encode(
@@ -181,9 +186,13 @@ def encode(
             "the prompt is a list of messages but the tokenizer has no chat template: add"
             " chat_template.jinja to the model"
         )
-    messages = list(prompt) if images is None else for_template(prompt)
+    messages = list(prompt) if images is None else with_image_placeholders(prompt)
     tokens = np.asarray(
         tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False),
         np.int32,
     )
-    return tokens if images is None else reader_of(tokenizer.name_or_path).expanded(tokens, images)
+    return (
+        tokens
+        if images is None
+        else load_image_reader(tokenizer.name_or_path).expanded(tokens, images)
+    )

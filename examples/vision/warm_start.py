@@ -16,7 +16,7 @@ from typing import Any
 
 import gin
 
-from areal_x import Batch, Task, Trajectory, reader_of, urls_of
+from areal_x import Batch, Task, Trajectory, image_urls, load_image_reader
 from examples.tiny.model import END, PAD, SPECIAL, encode, write_tokenizer
 from examples.tiny.supervised import ROWS, batches_of, supervised_trajectory
 from examples.tiny.warm_start import supervised_model
@@ -141,8 +141,8 @@ def batches(directory: Path, steps: int, seed: int, most: int) -> Iterator[Batch
 
 def shown(directory: Path, task: Task) -> Trajectory:
     """A prompt in the format of the chat template, and its answer, which is trained on."""
-    reader = reader_of(str(directory))
-    images = reader.read(urls_of(task.prompt))
+    reader = load_image_reader(str(directory))
+    images = reader.read(image_urls(task.prompt))
     prompt = reader.expanded(
         encode(PIECES, f"<user>{START}{IMAGE}{STOP}{QUESTION}<end><assistant>"), images
     )

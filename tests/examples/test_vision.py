@@ -12,7 +12,7 @@ pytest.importorskip("torch")
 pytest.importorskip("PIL")
 
 from areal_x.errors import ConfigError
-from areal_x.hf.pictures import images_of, reader_of, urls_of
+from areal_x.hf.image_reader import image_urls, load_image_reader, read_prompt_images
 from areal_x.types import Scored, Task
 from areal_x.workflows.single_turn import SingleTurn
 from examples.vision import warm_start as module
@@ -48,7 +48,7 @@ def test_pictures_are_fixed_by_their_seed_and_those_to_judge_by_are_others() -> 
     assert {task.answer for task in tasks} == set("12345")
     assert pictures(300, seed=1) == tasks != pictures(300, seed=2)
     assert pictures(300, split="test", seed=2) == unseen
-    assert not {urls_of(task.prompt) for task in tasks} & {urls_of(task.prompt) for task in unseen}
+    assert not {image_urls(task.prompt) for task in tasks} & {image_urls(task.prompt) for task in unseen}
     for changes, binding in (({"most": 17}, "most"), ({"pixels": 15}, "pixels"), ({"split": "dev"}, "split")):
         with pytest.raises(ConfigError, match=rf"vision\.pictures\.{binding}"):
             pictures(**changes)
@@ -85,8 +85,8 @@ def test_demonstrations_fill_their_rows_and_teach_right_counts(model: Path) -> N
 def test_what_the_model_sees_of_a_picture_is_the_picture(model: Path) -> None:
     """Its patches, put together again: rows of windows of 2×2 patches of 4×4 pixels, twice in time."""
     task = pictures(1)[0]
-    images: Any = images_of(type("Tokenizer", (), {"name_or_path": str(model)}), task.prompt)
-    assert reader_of(str(model)).merge == 2
+    images: Any = read_prompt_images(type("Tokenizer", (), {"name_or_path": str(model)}), task.prompt)
+    assert load_image_reader(str(model)).merge == 2
     apart = images.patches.reshape(4, 4, 2, 2, 3, 2, 4, 4)[:, :, :, :, :, 0]
     seen = apart.transpose(0, 2, 5, 1, 3, 6, 4).reshape(32, 32, 3)
     np.testing.assert_allclose((seen + 1) * 127.5, drawn_first(), atol=1e-3)

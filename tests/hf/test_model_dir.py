@@ -12,6 +12,7 @@ from safetensors.numpy import save_file
 from areal_x.errors import UserError
 from areal_x.hf import model_dir
 from areal_x.protocols.trainer_config import HEADS
+from tests.optimizer_moments import FIRST, SECOND, write_adamw_state
 
 INDEX = "model.safetensors.index.json"
 
@@ -116,11 +117,11 @@ def test_a_classifier_of_several_labels_is_refused(tmp_path, labels, count):
 
 def test_moments_and_numbers_come_back_as_they_were(tmp_path):
     first, second = np.arange(4, dtype=np.float32), np.ones((2, 3), np.float32)
-    model_dir.write_state(tmp_path, [("w", first, second)], {"version": 7})
+    write_adamw_state(tmp_path, [("w", first, second)], {"version": 7})
     back = dict(model_dir.read_moments(tmp_path))
     np.testing.assert_array_equal(back["exp_avg.w"], first)
     np.testing.assert_array_equal(back["exp_avg_sq.w"], second)
-    assert model_dir.read_state(tmp_path) == {"version": 7}
+    assert model_dir.read_trainer_state(tmp_path) == {"version": 7}
 
 
 def test_what_is_larger_than_a_file_may_be_is_written_in_several_and_read_as_one(tmp_path, tiny_model_dir, monkeypatch):
@@ -129,7 +130,7 @@ def test_what_is_larger_than_a_file_may_be_is_written_in_several_and_read_as_one
     tensors = dict(model_dir.read_tensors(tiny_model_dir))
     monkeypatch.setattr(model_dir, "FILE_BYTES", 64 * 2**10)
     model_dir.write_model(tmp_path, tiny_model_dir, tensors.items())
-    model_dir.write_state(tmp_path, [(name, x, 2 * x) for name, x in tensors.items()], {"version": 1})
+    write_adamw_state(tmp_path, [(name, x, 2 * x) for name, x in tensors.items()], {"version": 1})
     files = [f.name for f in model_dir.tensor_files(tmp_path)]
     assert len(files) > 2
     assert files[0] == f"model-00001-of-{len(files):05d}.safetensors"
@@ -140,8 +141,8 @@ def test_what_is_larger_than_a_file_may_be_is_written_in_several_and_read_as_one
         np.testing.assert_array_equal(x.numpy(), tensors[name])
     moments = dict(model_dir.read_moments(tmp_path))
     for name, x in tensors.items():
-        np.testing.assert_array_equal(moments[model_dir.FIRST + name], x)
-        np.testing.assert_array_equal(moments[model_dir.SECOND + name], 2 * x)
+        np.testing.assert_array_equal(moments[FIRST + name], x)
+        np.testing.assert_array_equal(moments[SECOND + name], 2 * x)
     monkeypatch.undo()
     model_dir.write_model(tmp_path, tiny_model_dir, tensors.items())
     assert [f.name for f in model_dir.tensor_files(tmp_path)] == [model_dir.WEIGHTS]
@@ -150,7 +151,7 @@ def test_what_is_larger_than_a_file_may_be_is_written_in_several_and_read_as_one
 def test_the_index_names_the_weights_and_not_the_moments_beside_them(tmp_path, tiny_model_dir):
     tensors = dict(model_dir.read_tensors(tiny_model_dir))
     model_dir.write_model(tmp_path, tiny_model_dir, tensors.items())
-    model_dir.write_state(tmp_path, [(name, x, x) for name, x in tensors.items()], {"version": 1})
+    write_adamw_state(tmp_path, [(name, x, x) for name, x in tensors.items()], {"version": 1})
     index = json.loads((tmp_path / INDEX).read_text())
     assert index["weight_map"] == dict.fromkeys(tensors, model_dir.WEIGHTS)
     assert index["metadata"]["total_size"] == sum(x.nbytes for x in tensors.values())

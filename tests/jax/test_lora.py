@@ -17,7 +17,7 @@ from areal_x import export
 from areal_x.algorithms import losses
 from areal_x.batching.packing import pack
 from areal_x.errors import ConfigError, UserError
-from areal_x.hf import lora, model_dir
+from areal_x.hf import adapters, model_dir
 from areal_x.protocols.trainer_config import LoRAConfig, ModelConfig, TrainerConfig
 from areal_x.types import Batch, Policy
 from areal_x_jax.trainer import Trainer
@@ -320,11 +320,11 @@ def test_peft_loads_what_was_saved_with_the_same_logits(checkpoint: Path, model_
     assert_near(logprobs(trainer), expected_logprobs(logits))
     # And the other way: what PEFT saves has the same names and shapes.
     model.save_pretrained(tmp_path)
-    theirs, ours = dict(model_dir.read_file(tmp_path / lora.WEIGHTS)), dict(lora.read(checkpoint))
+    theirs, ours = dict(model_dir.read_file(tmp_path / adapters.WEIGHTS)), dict(adapters.read(checkpoint))
     assert theirs.keys() == ours.keys()
     for tensor, value in ours.items():
         np.testing.assert_array_equal(value, theirs[tensor])
-    settings = json.loads((tmp_path / lora.CONFIG).read_text())
-    for name, value in lora.described(checkpoint).items():
+    settings = json.loads((tmp_path / adapters.CONFIG).read_text())
+    for name, value in adapters.read_config(checkpoint).items():
         if name not in ("base_model_name_or_path", "target_modules"):
             assert settings[name] == value

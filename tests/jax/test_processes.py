@@ -64,7 +64,7 @@ def test_a_state_of_one_process_goes_through_two_without_losing_a_bit(asked: Pat
         assert list(before) == list(after)
         for name, x in before.items():
             np.testing.assert_array_equal(x, after[name])
-    assert model_dir.read_state(asked / f"back-two-{mesh}") == model_dir.read_state(asked / f"one-two-{mesh}")
+    assert model_dir.read_trainer_state(asked / f"back-two-{mesh}") == model_dir.read_trainer_state(asked / f"one-two-{mesh}")
 
 
 def without_gloo(printed: str) -> str:

@@ -20,6 +20,7 @@ from areal_x_jax.architecture import shape_of
 from areal_x_jax.trainer import Trainer
 from tests.conftest import QUICK, python_with, write_model
 from tests.models import LLAMA3, MODELS, log_softmax, reference_model, torch_logits, trajectories
+from tests.optimizer_moments import write_adamw_state
 
 MadeModel = Callable[[str], Path]
 LENGTHS = (12, 7, 20, 15, 5, 18, 9, 20, 11, 16, 13, 6)
@@ -111,7 +112,7 @@ class TorchSteps:
         named = [(name, p.detach().numpy(), self.optimizer.state[p]) for name, p in self.model.named_parameters()]
         model_dir.write_model(directory, source, ((name, p) for name, p, _ in named))
         moments = ((name, s["exp_avg"].numpy(), s["exp_avg_sq"].numpy()) for name, _, s in named)
-        model_dir.write_state(directory, moments, {"version": self.version})
+        write_adamw_state(directory, moments, {"version": self.version})
 
 
 @pytest.mark.parametrize("name", ["qwen3-tied", "qwen2"])

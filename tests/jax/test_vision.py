@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from areal_x.errors import UserError
-from areal_x.hf.images import image_tokens, mrope_positions
+from areal_x.hf.image_positions import image_tokens, mrope_positions
 from areal_x.hf.model_dir import read_config, read_tensors
 from areal_x_jax.architecture import Shape, shape_of
 from areal_x_jax.images import image_places, patch_layout

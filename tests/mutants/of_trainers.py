@@ -173,7 +173,7 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
-        "areal_x/hf/lora.py",
+        "areal_x/hf/adapters.py",
         ("tests/test_export.py", "tests/jax/test_lora.py", "tests/torch/test_lora.py"),
         (
             "an exported adapter is scaled twice",

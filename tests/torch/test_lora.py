@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from areal_x import export
 from areal_x.errors import ConfigError, UserError
-from areal_x.hf import lora, model_dir
+from areal_x.hf import adapters, model_dir
 from areal_x.protocols.trainer_config import LoRAConfig, OptimizerConfig
 from areal_x_torch import loading, model
 from areal_x_torch.lora import adaptable
@@ -168,7 +168,7 @@ def test_a_critics_score_is_trained_in_full_beside_its_adapters(tiny_model_dir, 
     said = [critic.update(batches[0], squared_error)["loss"] for _ in range(6)]
     assert said[-1] < 0.9 * said[0]
     critic.save(tmp_path)
-    assert "base_model.model.score.weight" in dict(lora.read(tmp_path))
+    assert "base_model.model.score.weight" in dict(adapters.read(tmp_path))
     again.restore(tmp_path)
     np.testing.assert_array_equal(again.values(batches[1]), critic.values(batches[1]))
 
@@ -183,6 +183,6 @@ def test_peft_loads_what_was_saved_with_the_same_logits(tiny_model_dir, taught, 
         expected, found = theirs(tokens).logits, taught.model(tokens).logits
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
     theirs.save_pretrained(tmp_path / "theirs")
-    written = dict(model_dir.read_file(tmp_path / "theirs" / lora.WEIGHTS))
+    written = dict(model_dir.read_file(tmp_path / "theirs" / adapters.WEIGHTS))
     assert written.keys() == dict(taught.adapter()).keys()
-    assert json.loads((tmp_path / "theirs" / lora.CONFIG).read_text())["r"] == 3
+    assert json.loads((tmp_path / "theirs" / adapters.CONFIG).read_text())["r"] == 3

@@ -22,7 +22,7 @@ import pytest
 pytest.importorskip("torch")
 
 from areal_x.errors import UserError
-from areal_x.hf import lora, model_dir
+from areal_x.hf import adapters, model_dir
 from areal_x.monitor.metrics import read
 from areal_x.run import checkpoint
 from areal_x_torch import processes
@@ -147,13 +147,13 @@ def test_a_step_that_is_not_finite_is_skipped_by_all(asked: Path, mesh: str) -> 
 
 
 def assert_same(directory: Path, expected: Path) -> None:
-    trained = lora.read if model_dir.is_adapter(expected) else model_dir.read_tensors
+    trained = adapters.read if model_dir.is_adapter(expected) else model_dir.read_tensors
     for tensors in (trained, model_dir.read_moments):
         before, after = (dict(tensors(x)) for x in (expected, directory))
         assert before.keys() == after.keys()
         for name, x in before.items():
             np.testing.assert_array_equal(x, after[name])
-    assert model_dir.read_state(directory) == model_dir.read_state(expected)
+    assert model_dir.read_trainer_state(directory) == model_dir.read_trainer_state(expected)
 
 
 @in_one_worker

@@ -45,7 +45,7 @@ from areal_x.engines.vllm.routing import Prefixes
 from areal_x.engines.vllm.staging import NoRoom, StagedFiles, Staging, default_parent
 from areal_x.engines.vllm.supervisor import Supervisor
 from areal_x.errors import ConfigError, UserError
-from areal_x.hf import lora as adapter_files
+from areal_x.hf import adapters as adapter_files
 from areal_x.hf.model_dir import read_config, text_config
 from areal_x.protocols.engine import (
     Completion,

@@ -17,7 +17,7 @@ import numpy as np
 from jaxtyping import Int32
 
 from areal_x.errors import UserError
-from areal_x.hf.images import patches_of
+from areal_x.hf.image_positions import count_patches
 from areal_x.hf.model_dir import read_config
 from areal_x.types import Images
 
@@ -53,7 +53,7 @@ def features_of(
     names, places, content = [], [], []
     start = patch = 0
     for grid in images.grids:
-        count = patches_of([grid.tolist()])
+        count = count_patches([grid.tolist()])
         found = np.flatnonzero(prompt[start:] == image_token_id)
         first, length = start + (int(found[0]) if len(found) else 0), count // merge**2
         start = first + length

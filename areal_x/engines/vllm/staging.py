@@ -22,7 +22,7 @@ import numpy as np
 from jaxtyping import Float32
 
 from areal_x.errors import UserError
-from areal_x.hf.model_dir import in_parts
+from areal_x.hf.model_dir import in_chunks
 from areal_x.protocols.engine import Staged
 
 PREFIX = "areal_x-"
@@ -123,7 +123,7 @@ class Staging:
 def write_shards(folder: Path, weights: Tensors, shard_bytes: int = SHARD_BYTES) -> None:
     from safetensors.numpy import save_file
 
-    for number, shard in enumerate(in_parts(weights, shard_bytes)):
+    for number, shard in enumerate(in_chunks(weights, shard_bytes)):
         save_file(shard, folder / f"{number:05d}.safetensors")
 
 

@@ -13,13 +13,13 @@ import numpy as np
 from jaxtyping import Bool, Float, Int
 
 from areal_x.errors import UserError
-from areal_x.hf.images import (
+from areal_x.hf.image_positions import (
     TEXT_ALONE,
     Grid,
     check_grids,
+    count_patches,
     image_tokens,
     mrope_positions,
-    patches_of,
 )
 from areal_x.types import Batch
 from areal_x_jax.vision import ImageArrays, PatchLayout
@@ -56,7 +56,7 @@ def image_arrays(batch: Batch, shape: VisionShape | None) -> ImageArrays | None:
         [(t, h, w) for t, h, w in own[there].tolist()]
         for own, there in zip(batch.grids, batch.image_segments > 0, strict=True)
     ]
-    capacity = capacity_of(max(map(patches_of, grids)), shape.merge)
+    capacity = capacity_of(max(map(count_patches, grids)), shape.merge)
     layouts = [patch_layout(own, shape, capacity) for own in grids]
     patches = np.zeros((len(grids), capacity, shape.in_features), np.float32)
     width = min(capacity, batch.patches.shape[1])
@@ -110,7 +110,7 @@ def patch_layout(
     """
     merge = shape.merge
     check_grids(grids, merge)
-    patches = patches_of(grids)
+    patches = count_patches(grids)
     if capacity is None:
         capacity = capacity_of(patches, merge)
     if patches > capacity or capacity % merge**2:

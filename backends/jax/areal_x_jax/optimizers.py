@@ -302,7 +302,7 @@ def save(
     else:
         described["backend"] = "jax"
         tensors = ((".".join((which, *own)), fetched(x)) for (which, own), x in leaves.items())
-    model_dir.write_own_state(directory, tensors, described)
+    model_dir.write_optimizer_state(directory, tensors, described)
 
 
 def restored(
@@ -310,7 +310,7 @@ def restored(
 ) -> Any:
     """The state that `save` wrote, in the types of `state`. Raises: UserError for what is not this
     optimizer's."""
-    described = model_dir.read_state(directory)
+    described = model_dir.read_trainer_state(directory)
     config.check_state(directory, described, "jax")
     if "backend" in described:
         state = _read_into(state, lies, directory)

@@ -14,7 +14,7 @@ from typing import Any
 import jax.numpy as jnp
 from flax import nnx
 
-from areal_x.hf.lora import WRAPPED
+from areal_x.hf.adapters import PEFT_PREFIX
 from areal_x_jax.architecture import Shape
 from areal_x_jax.families import MLP, OUT, QKV
 from areal_x_jax.vision_architecture import MODULES, VisionShape
@@ -172,7 +172,9 @@ def module_of(shape: Shape) -> str:
 
 def outside_layers(shape: Shape) -> dict[str, Leaf]:
     if shape.adapters is not None:
-        return {"score": Leaf(f"{WRAPPED}score.weight", ("hidden", "one"))} if shape.scores else {}
+        return (
+            {"score": Leaf(f"{PEFT_PREFIX}score.weight", ("hidden", "one"))} if shape.scores else {}
+        )
     module = module_of(shape)
     embed, norm = (
         Leaf(f"{module}.embed_tokens.weight", ("vocab", "hidden")),

@@ -22,7 +22,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Float32
 
 from areal_x.errors import ConfigError, UserError
-from areal_x.hf import lora as adapter_files
+from areal_x.hf import adapters as adapter_files
 from areal_x.hf import model_dir
 from areal_x.hf.tokenizer import check_known, check_vocabulary
 from areal_x.protocols.recorded_experts import recorded_experts
@@ -163,7 +163,7 @@ class Trainer:
         if self.base is None:
             tensors = to_tensors(self.shape, self.params)
         else:
-            tensors = adapter_files.merged(
+            tensors = adapter_files.merge(
                 to_tensors(self.shape, self.base), self.adapter(), self.config.lora.scale
             )
         for name, tensor in tensors:
@@ -185,9 +185,9 @@ class Trainer:
                 head=self.config.head,
             )
         elif directory is None:
-            model_dir.go_through(self.adapter())
+            model_dir.exhaust(self.adapter())
         else:
-            model_dir.copy_others(directory, self.directory, self.config.head)
+            model_dir.copy_other_files(directory, self.directory, self.config.head)
             config, head = self.config.lora, self.config.head
             adapter_files.write(
                 directory, self.adapter(), config=config, base=self.directory, head=head
@@ -202,18 +202,18 @@ class Trainer:
             return None
         self._need_moments("state to save")
         if writes:
-            model_dir.copy_others(directory, self.directory, self.config.head)
+            model_dir.copy_other_files(directory, self.directory, self.config.head)
             numbers = {
                 "version": self.version,
                 "optimizer": self.config.optimizer.name,
                 "backend": "jax",
             }
-            model_dir.write_numbers(directory, numbers)
+            model_dir.write_trainer_state(directory, numbers)
         return sharded_checkpoint.save(directory, self.params, self.moments)
 
     def restore(self, directory: Path) -> None:
         if sharded_checkpoint.is_sharded(directory):
-            state = model_dir.read_state(directory)
+            state = model_dir.read_trainer_state(directory)
             self.config.optimizer.check_state(directory, state, "jax")
             of_state = self.params, self.lies, self.moments, self.moments_lie
             self.params, self.moments = sharded_checkpoint.restored(directory, *of_state)
@@ -230,7 +230,7 @@ class Trainer:
                 self.trained, adapter_files.read(directory), str(directory), self.layout
             )
         self.moments = moments
-        self.version = int(model_dir.read_state(directory)["version"])
+        self.version = int(model_dir.read_trainer_state(directory)["version"])
 
     def snapshot(self) -> Params:
         self._need_policy("snapshot to sample from")

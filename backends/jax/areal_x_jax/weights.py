@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from areal_x.errors import UserError
-from areal_x.hf.lora import WRAPPED
+from areal_x.hf.adapters import PEFT_PREFIX
 from areal_x_jax.architecture import Shape
 from areal_x_jax.parameters import (
     Leaf,
@@ -64,9 +64,7 @@ def places(shape: Shape) -> dict[str, Place]:
             if layer not in stacks[leaf.stack]:
                 continue
             index = stacks[leaf.stack].index(layer)
-            full = (
-                f"{WRAPPED if shape.adapters else ''}{module_of(shape)}.layers.{layer}.{leaf.name}"
-            )
+            full = f"{PEFT_PREFIX if shape.adapters else ''}{module_of(shape)}.layers.{layer}.{leaf.name}"
             path = "layers", name
             if "{expert}" in full:
                 for expert in range(count):

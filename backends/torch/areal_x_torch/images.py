@@ -11,7 +11,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from areal_x.errors import ConfigError, UserError
-from areal_x.hf.images import TEXT_ALONE, check_grids, image_tokens, mrope_positions
+from areal_x.hf.image_positions import TEXT_ALONE, check_grids, image_tokens, mrope_positions
 from areal_x.types import Batch
 from areal_x_torch.flat_rows import Flat, to_tensor
 

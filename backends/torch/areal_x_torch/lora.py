@@ -1,7 +1,7 @@
 """Low-rank adapters beside a frozen model: each adapted layer adds scale · B (A x) to what it
 gives.
 
-The names of the added parameters are PEFT's, so that the files of areal_x.hf.lora need no others,
+The names of the added parameters are PEFT's, so that the files of areal_x.hf.adapters need no others,
 and either backend goes on from them. Source: arXiv 2106.09685.
 
 Of a layer that is split over processes A is whole and B has a part of the rows, or A has a part of
@@ -25,7 +25,7 @@ from torch.nn.functional import linear
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from areal_x.errors import ConfigError
-from areal_x.hf.lora import WRAPPED
+from areal_x.hf.adapters import PEFT_PREFIX
 from areal_x.protocols.trainer_config import LoRAConfig
 from areal_x_torch.collectives import Shared, Summed
 from areal_x_torch.dtensors import Piece, gathered, local, split
@@ -145,7 +145,7 @@ def adapt(model: PreTrainedModel, config: LoRAConfig, seed: int) -> None:
 def trained(model: PreTrainedModel, config: LoRAConfig) -> dict[str, Parameter]:
     """What is trained, under the names that its files have: PEFT's for adapters and a score beside
     them."""
-    wrapped = WRAPPED if config.rank else ""
+    wrapped = PEFT_PREFIX if config.rank else ""
     return {wrapped + name: p for name, p in model.named_parameters() if p.requires_grad}
 
 

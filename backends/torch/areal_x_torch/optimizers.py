@@ -243,7 +243,7 @@ def save(
         numbers["backend"] = "torch"
     own = _under_names(config, optimizer, named, as_saved)
     arrays = ((name, model.to_numpy(x)) for name, x in gathered_each(own.items()))
-    model_dir.write_own_state(directory, arrays, numbers)
+    model_dir.write_optimizer_state(directory, arrays, numbers)
 
 
 def restore(
@@ -255,7 +255,7 @@ def restore(
 ) -> None:
     """Takes the state that `save` wrote, in the types that this optimizer keeps. Raises: UserError
     for what is not its own."""
-    described = model_dir.read_state(directory)
+    described = model_dir.read_trainer_state(directory)
     config.check_state(directory, described, "torch")
     if "backend" not in described and not portable(config, named, as_saved):
         raise UserError(

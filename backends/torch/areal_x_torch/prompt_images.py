@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from areal_x.errors import UserError
-from areal_x.hf.images import Grid, image_tokens, mrope_positions
+from areal_x.hf.image_positions import Grid, image_tokens, mrope_positions
 from areal_x.protocols.sampler import SlotRequest
 from areal_x.types import Images
 from areal_x_torch.flat_rows import to_tensor

@@ -21,7 +21,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from areal_x.errors import ConfigError
-from areal_x.hf import lora as adapter_files
+from areal_x.hf import adapters as adapter_files
 from areal_x.hf import model_dir
 from areal_x.hf.tokenizer import check_known, check_vocabulary
 from areal_x.protocols.recorded_experts import recorded_experts
@@ -253,9 +253,9 @@ class Trainer:
         state: dict[str, Any] = {"version": self.version}
         if self.config.lora.rank:
             if directory is None:
-                model_dir.go_through(self.adapter())
+                model_dir.exhaust(self.adapter())
             else:
-                model_dir.copy_others(directory, self.directory, self.config.head)
+                model_dir.copy_other_files(directory, self.directory, self.config.head)
                 how = {"config": self.config.lora, "base": self.directory, "head": self.config.head}
                 adapter_files.write(directory, self.adapter(), **how)
                 state["base"] = adapter_files.fingerprint(self.directory)
@@ -276,18 +276,18 @@ class Trainer:
             return None
         self._need_moments("state to save")
         if writes:
-            model_dir.copy_others(directory, self.directory, self.config.head)
+            model_dir.copy_other_files(directory, self.directory, self.config.head)
             numbers = {
                 "version": self.version,
                 "optimizer": self.config.optimizer.name,
                 "backend": "torch",
             }
-            model_dir.write_numbers(directory, numbers)
+            model_dir.write_trainer_state(directory, numbers)
         return sharded_checkpoint.save(directory, self._state(), together=self.mesh is not None)
 
     def restore(self, directory: Path) -> None:
         if sharded_checkpoint.is_sharded(directory):
-            state = model_dir.read_state(directory)
+            state = model_dir.read_trainer_state(directory)
             self.config.optimizer.check_state(directory, state, "torch")
             sharded_checkpoint.restore(directory, self._state(), together=self.mesh is not None)
             self.version = int(state["version"])
@@ -304,7 +304,7 @@ class Trainer:
             loading.copy_in(
                 model.named_tensors(self.model), model_dir.read_tensors(directory), str(directory)
             )
-        self.version = int(model_dir.read_state(directory)["version"])
+        self.version = int(model_dir.read_trainer_state(directory)["version"])
 
     def _as_saved(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor | Piece]:
         """Of what is trained, or its moments, under the names of its files."""

@@ -25,8 +25,8 @@ from areal_x.engines.vllm.engine import VLLMEngine
 from areal_x.engines.vllm.features import NORMALISED, RAW, features_of
 from areal_x.engines.vllm.server import Launch, command
 from areal_x.errors import UserError
+from areal_x.hf.image_reader import read_prompt_images
 from areal_x.hf.model_dir import read_config
-from areal_x.hf.pictures import images_of
 from areal_x.hf.tokenizer import load_tokenizer
 from areal_x.protocols.backends import create_trainer
 from areal_x.protocols.engine import Completion, Request, SamplingParams
@@ -105,7 +105,7 @@ def asked(trainer: Trainer, most: int) -> list[Request]:
     """Four pictures, each asked of twice, and twice plain text."""
     tokenizer, how, made = load_tokenizer(trainer.directory), SamplingParams(max_tokens=most), []
     for task in pictures(4) * 2:
-        images = images_of(tokenizer, task.prompt)
+        images = read_prompt_images(tokenizer, task.prompt)
         made.append(Request(encode(tokenizer, task.prompt, images), how, images=images))
     return [*made, *[Request(np.arange(2, 12, dtype=np.int32), how)] * 2]
 

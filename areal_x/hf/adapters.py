@@ -21,7 +21,7 @@ from areal_x.hf import model_dir
 from areal_x.protocols.trainer_config import LoRAConfig
 
 CONFIG, WEIGHTS = model_dir.ADAPTER_CONFIG, "adapter_model.safetensors"
-WRAPPED = "base_model.model."  # what PEFT puts before the names of a model's parts
+PEFT_PREFIX = "base_model.model."  # what PEFT puts before the names of a model's parts
 BLOCKS, BLOCK = 64, 2**16  # of a file of weights, that tell one model from another
 
 Tensors = Iterable[tuple[str, np.ndarray]]
@@ -54,12 +54,12 @@ def read(directory: Path) -> Iterator[tuple[str, np.ndarray]]:
     return model_dir.read_file(directory / WEIGHTS)
 
 
-def merged(base: Tensors, adapter: Tensors, scale: float) -> Iterator[tuple[str, np.ndarray]]:
+def merge(base: Tensors, adapter: Tensors, scale: float) -> Iterator[tuple[str, np.ndarray]]:
     """The tensors of one plain model: base + scale · B @ A, computed in fp32 and given in the
     base's type, one at a time.
 
     A score among the adapter's replaces the base's, and a head that writes."""
-    parts = {name.removeprefix(WRAPPED): x.astype(np.float32) for name, x in adapter}
+    parts = {name.removeprefix(PEFT_PREFIX): x.astype(np.float32) for name, x in adapter}
     score = parts.pop("score.weight", None)
     for name, tensor in base:
         module = name.removesuffix(".weight")
@@ -87,7 +87,7 @@ def check_saved(directory: Path, config: LoRAConfig, base: Path) -> None:
             f"{directory} holds {saved}, with which {wanted} cannot go on: resume with the settings"
             " it was saved under"
         )
-    found = described(directory)
+    found = read_config(directory)
     ours = {"rank": config.rank, "alpha": config.alpha, "targets": tuple(sorted(config.targets))}
     theirs = {
         "rank": found["r"],
@@ -100,7 +100,7 @@ def check_saved(directory: Path, config: LoRAConfig, base: Path) -> None:
                 f"{directory} holds adapters of lora.{name} = {value!r}, with which lora.{name} ="
                 f" {ours[name]!r} cannot go on: set lora.{name} = {value!r}"
             )
-    if model_dir.read_state(directory)["base"] != fingerprint(base):
+    if model_dir.read_trainer_state(directory)["base"] != fingerprint(base):
         raise UserError(
             f"{directory} holds adapters of another model than {base}: set model.path to the one"
             f" that they were trained beside, which was {found['base_model_name_or_path']}"
@@ -121,7 +121,7 @@ def fingerprint(directory: Path) -> str:
     return digest.hexdigest()
 
 
-def described(directory: Path) -> dict[str, Any]:
+def read_config(directory: Path) -> dict[str, Any]:
     """What adapter_config.json says. Raises: UserError for a file that does not say what adapters
     are of."""
     found = model_dir.read_object(directory / CONFIG)

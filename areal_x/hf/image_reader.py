@@ -24,7 +24,7 @@ import numpy as np
 from jaxtyping import Int32
 
 from areal_x.errors import TaskError, UserError
-from areal_x.hf.images import check_grids, patches_of
+from areal_x.hf.image_positions import check_grids, count_patches
 from areal_x.hf.model_dir import read_config
 from areal_x.types import Images, Message
 
@@ -37,33 +37,33 @@ KEPT = 16  # prompts whose pictures are kept, as the episodes of a group have th
 Urls = tuple[str, ...]
 
 
-class Unreadable(TaskError, ValueError):
+class UnreadableImage(TaskError, ValueError):
     """A picture that is none, is too large, or would have to be fetched."""
 
 
-def urls_of(prompt: str | Sequence[Message]) -> Urls:
+def image_urls(prompt: str | Sequence[Message]) -> Urls:
     """The URLs of a prompt's pictures, in the order in which its messages have them. Raises
-    Unreadable for a part without."""
+    UnreadableImage for a part without."""
     messages = [] if isinstance(prompt, str) else prompt
     contents = [
         content for message in messages if not isinstance(content := message.get("content"), str)
     ]
-    parts = [part for content in contents for part in content or () if part_is_picture(part)]
+    parts = [part for content in contents for part in content or () if is_image(part)]
     return tuple(_url(part) for part in parts)
 
 
-def part_is_picture(part: Any) -> bool:
+def is_image(part: Any) -> bool:
     return isinstance(part, Mapping) and part.get("type") == "image_url"
 
 
-def for_template(messages: Sequence[Message]) -> list[dict[str, Any]]:
+def with_image_placeholders(messages: Sequence[Message]) -> list[dict[str, Any]]:
     """The same messages, each picture as {"type": "image"}: of templates that know pictures all
     know this form."""
 
     def plain(content: Any) -> Any:
         if content is None or isinstance(content, str):
             return content
-        return [{"type": "image"} if part_is_picture(part) else part for part in content]
+        return [{"type": "image"} if is_image(part) else part for part in content]
 
     return [{**message, "content": plain(message.get("content"))} for message in messages]
 
@@ -82,7 +82,7 @@ class Reader:
     directory: str
 
     def read(self, urls: Urls) -> Images:
-        """Raises Unreadable."""
+        """Raises UnreadableImage."""
         opened = [_opened(url) for url in urls]
         try:
             read = self.process(images=opened, return_tensors="np")
@@ -91,7 +91,7 @@ class Reader:
             ZeroDivisionError,
         ) as error:  # of a shape that the model does not see, as one of 1×300 pixels
             sizes = ", ".join(f"{picture.width}×{picture.height}" for picture in opened)
-            raise Unreadable(
+            raise UnreadableImage(
                 f"the model's processor refuses an image (of {sizes} pixels): {error}"
             ) from error
         grids = np.asarray(read["image_grid_thw"], np.int32)
@@ -113,25 +113,25 @@ class Reader:
                 " image tokens in texts"
             )
         counts = np.ones(len(tokens), np.int64)
-        counts[places] = [patches_of([grid]) // self.merge**2 for grid in images.grids.tolist()]
+        counts[places] = [count_patches([grid]) // self.merge**2 for grid in images.grids.tolist()]
         return np.repeat(tokens, counts)
 
 
 @lru_cache(maxsize=KEPT)
-def read_pictures(directory: str, urls: Urls) -> Images:
-    """The pictures as the model of this directory sees them. Raises: Unreadable, and what
+def read_images(directory: str, urls: Urls) -> Images:
+    """The pictures as the model of this directory sees them. Raises: UnreadableImage, and what
     `reader_of` does."""
-    return reader_of(directory).read(urls)
+    return load_image_reader(directory).read(urls)
 
 
-def images_of(tokenizer: Any, prompt: str | Sequence[Message]) -> Images | None:
+def read_prompt_images(tokenizer: Any, prompt: str | Sequence[Message]) -> Images | None:
     """Those of a prompt, None where it has none. Raises what `urls_of` and `read_pictures` do."""
-    urls = urls_of(prompt)
-    return read_pictures(tokenizer.name_or_path, urls) if urls else None
+    urls = image_urls(prompt)
+    return read_images(tokenizer.name_or_path, urls) if urls else None
 
 
 @lru_cache(maxsize=KEPT)
-def reader_of(directory: str) -> Reader:
+def load_image_reader(directory: str) -> Reader:
     """Raises: UserError for a model that does not see, or whose processor does not load."""
     try:
         config = read_config(Path(directory))
@@ -162,7 +162,7 @@ def _url(part: Mapping[str, Any]) -> str:
     about = part.get("image_url")
     url = about.get("url") if isinstance(about, Mapping) else about
     if not isinstance(url, str):
-        raise Unreadable(
+        raise UnreadableImage(
             "an image must be {'image_url': {'url': 'data:image/png;base64,…'}}, this is"
             f" {str(part)[:100]!r}"
         )
@@ -176,22 +176,24 @@ def _opened(url: str) -> Any:
     kind, _, data = url.partition(";base64,")
     if not kind.startswith("data:image/"):
         shown = url if len(url) < 80 else f"{url[:80]}…"
-        raise Unreadable(
+        raise UnreadableImage(
             f"an image must come as data:image/…;base64,…, as nothing is fetched; this is {shown!r}"
         )
     if len(data) > MOST_BYTES * 4 // 3 + 4:
-        raise Unreadable(
+        raise UnreadableImage(
             f"an image of {len(data) * 3 // 4} bytes is larger than {MOST_BYTES}: make it smaller"
         )
     try:
         picture = Image.open(io.BytesIO(base64.b64decode(data, validate=True)), formats=FORMATS)
         if picture.width * picture.height > MOST_PIXELS:
-            raise Unreadable(
+            raise UnreadableImage(
                 f"an image of {picture.width}×{picture.height} has over {MOST_PIXELS} pixels: make"
                 " it smaller"
             )
         return picture.convert("RGB")
-    except Unreadable:
+    except UnreadableImage:
         raise
     except Exception as error:  # what a decoder raises of damaged bytes is of any kind: struct.error, ValueError, zlib.error
-        raise Unreadable(f"an image cannot be read as {', '.join(FORMATS)}: {error}") from error
+        raise UnreadableImage(
+            f"an image cannot be read as {', '.join(FORMATS)}: {error}"
+        ) from error

@@ -17,8 +17,8 @@ Image = pytest.importorskip("PIL.Image")
 from PIL.PngImagePlugin import PngInfo
 
 from areal_x.errors import UserError
-from areal_x.hf import pictures
-from areal_x.hf.pictures import Unreadable, images_of, reader_of, urls_of
+from areal_x.hf import image_reader
+from areal_x.hf.image_reader import UnreadableImage, image_urls, load_image_reader, read_prompt_images
 from areal_x.hf.tokenizer import load_tokenizer
 from areal_x.types import Episode, Task
 from areal_x.workflows.single_turn import SingleTurn, encode
@@ -55,7 +55,7 @@ def test_tokens_and_patches_are_those_of_hugging_faces_own_processor(seeing: Pat
     whole.image_token = IMAGE
     made = [noise(32, 32), noise(40, 24, 1), noise(200, 100, 2)]
     prompt = shows(*map(as_url, made))
-    images = images_of(tokenizer, prompt)
+    images = read_prompt_images(tokenizer, prompt)
     theirs = whole.image_processor(images=[Image.fromarray(x) for x in made], return_tensors="np")
     np.testing.assert_array_equal(images.patches, theirs["pixel_values"])
     np.testing.assert_array_equal(images.grids, theirs["image_grid_thw"])
@@ -109,22 +109,22 @@ def gif() -> str:
     ids=["http", "file", "path", "text", "no_picture", "no_base64", "gif", "pixels", "bytes"],
 )
 def test_a_picture_that_is_fetched_or_large_or_none_is_refused(seeing: Path, monkeypatch, url: str, reason: str) -> None:
-    monkeypatch.setattr(pictures, "MOST_PIXELS", 10_000)
-    monkeypatch.setattr(pictures, "MOST_BYTES", 20_000)
+    monkeypatch.setattr(image_reader, "MOST_PIXELS", 10_000)
+    monkeypatch.setattr(image_reader, "MOST_BYTES", 20_000)
     if "×" in reason:
-        monkeypatch.setattr(pictures, "MOST_BYTES", 2**20)
+        monkeypatch.setattr(image_reader, "MOST_BYTES", 2**20)
     with pytest.raises(UserError, match=reason):
-        reader_of(str(seeing)).read(urls_of(shows(url)))
+        load_image_reader(str(seeing)).read(image_urls(shows(url)))
 
 
 @pytest.mark.parametrize("size", [(1, 300), (300, 1), (2, 4000)])
 def test_a_picture_of_a_shape_that_the_processor_refuses_is_refused(seeing: Path, size: tuple[int, int]) -> None:
-    with pytest.raises(Unreadable, match=rf"refuses an image \(of {size[1]}×{size[0]} pixels\)"):
-        images_of(load_tokenizer(seeing), shows(as_url(noise(*size))))
+    with pytest.raises(UnreadableImage, match=rf"refuses an image \(of {size[1]}×{size[0]} pixels\)"):
+        read_prompt_images(load_tokenizer(seeing), shows(as_url(noise(*size))))
 
 
 def test_whatever_is_in_a_picture_it_is_read_or_refused(seeing: Path) -> None:
-    rng, reader = np.random.default_rng(0), reader_of(str(seeing))
+    rng, reader = np.random.default_rng(0), load_image_reader(str(seeing))
     for kind in ("PNG", "JPEG", "WEBP"):
         file = io.BytesIO()
         Image.fromarray(noise(24, 24)).save(file, kind)
@@ -132,36 +132,36 @@ def test_whatever_is_in_a_picture_it_is_read_or_refused(seeing: Path) -> None:
             data = bytearray(file.getvalue())
             for place in rng.integers(0, len(data), 3):
                 data[place] = rng.integers(256)
-            with suppress(Unreadable):
+            with suppress(UnreadableImage):
                 reader.read((f"data:image/x;base64,{base64.b64encode(data[: rng.integers(1, len(data) + 1)]).decode()}",))
     bomb = io.BytesIO()
     texts = PngInfo()
     texts.add_text("x", "x" * (2 << 20), zip=True)
     Image.fromarray(noise(24, 24)).save(bomb, "PNG", pnginfo=texts)
-    with pytest.raises(Unreadable, match="Decompressed data too large"):
+    with pytest.raises(UnreadableImage, match="Decompressed data too large"):
         reader.read((f"data:image/png;base64,{base64.b64encode(bomb.getvalue()).decode()}",))
 
 
 def test_a_part_without_a_url_and_a_text_with_an_image_token_are_refused(seeing: Path) -> None:
     with pytest.raises(UserError, match=r"must be.*data:image"):
-        urls_of([{"role": "user", "content": [{"type": "image_url", "image_url": {"uri": "x"}}]}])
+        image_urls([{"role": "user", "content": [{"type": "image_url", "image_url": {"uri": "x"}}]}])
     tokenizer, prompt = load_tokenizer(seeing), shows(as_url(noise(32, 32)))
     prompt[0]["content"] += [{"type": "text", "text": IMAGE}]
     with pytest.raises(UserError, match="writes 2 image tokens for 1 images"):
-        encode(tokenizer, prompt, images_of(tokenizer, prompt))
+        encode(tokenizer, prompt, read_prompt_images(tokenizer, prompt))
 
 
 def test_a_model_of_text_alone_and_one_without_its_processor_refuse_images(
     seeing: Path, tiny_model_dir: Path, tmp_path
 ) -> None:
     with pytest.raises(UserError, match="reads text alone: train a model that sees"):
-        images_of(load_tokenizer(tiny_model_dir), shows(as_url(noise(32, 32))))
+        read_prompt_images(load_tokenizer(tiny_model_dir), shows(as_url(noise(32, 32))))
     (tmp_path / "config.json").write_bytes((seeing / "config.json").read_bytes())
     with pytest.raises(UserError, match=r"no image processor that loads.*preprocessor_config\.json"):
-        reader_of(str(tmp_path))
+        load_image_reader(str(tmp_path))
 
 
 def test_prompts_of_text_have_no_images(seeing: Path) -> None:
     tokenizer = load_tokenizer(seeing)
     for prompt in ("12", [{"role": "user", "content": "12"}], [{"role": "user", "content": None}]):
-        assert images_of(tokenizer, prompt) is None
+        assert read_prompt_images(tokenizer, prompt) is None

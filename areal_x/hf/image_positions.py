@@ -41,7 +41,7 @@ def mrope_positions(
     """
     tokens = np.asarray(tokens)
     of_image = image_tokens(tokens, image_token_id, sampled)
-    wanted = patches_of(grids) // merge**2
+    wanted = count_patches(grids) // merge**2
     if of_image.sum() != wanted:
         raise UserError(
             f"a sequence has {of_image.sum()} image tokens, but its {len(grids)} images are"
@@ -73,7 +73,7 @@ def image_tokens(
     return found if sampled is None else found & ~np.asarray(sampled, bool)
 
 
-def patches_of(grids: Sequence[Grid]) -> int:
+def count_patches(grids: Sequence[Grid]) -> int:
     return sum(frames * height * width for frames, height, width in grids)
 
 
