@@ -33,6 +33,10 @@ def test_the_page_of_configurables_is_what_the_code_says():
     subprocess.run([sys.executable, "docs/generate.py", "--check"], cwd=ROOT, check=True)
 
 
+def test_the_picture_of_the_architecture_is_what_the_layout_allows():
+    subprocess.run([sys.executable, "docs/draw_architecture.py", "--check"], cwd=ROOT, check=True)
+
+
 @pytest.fixture(scope="module")
 def problems() -> dict[str, str]:
     """By page what went wrong when its Python was run, all pages in one process of their own."""

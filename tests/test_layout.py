@@ -7,10 +7,12 @@ import. So no arrow runs upwards and no cycle can form.
 from __future__ import annotations
 
 from functools import cache
+from importlib import import_module
 
 import pytest
 
-from tests.imports import arrows, imports_of, modules
+from areal_x.config.reader import registered, short_name
+from tests.imports import arrows, entry_points, imports_of, modules
 
 GROUND = ("types", "errors", "runtime")
 
@@ -39,12 +41,12 @@ ROOMS: dict[str, tuple[str, ...]] = {
     "agents": ("workflows", "rewards", "rollout", "engines", "sandbox"),
     "simulation": ("rollout", "batching", "monitor"),
     "preflight": ("experiment",),
-    "train": ("experiment",),
+    "train": ("config", "run", "cluster"),
     "check": ("train", "preflight"),
-    "replay": ("train",),
+    "replay": ("train", "experiment"),
     "export": ("hf", "run"),
     "plan": ("train", "simulation"),
-    "serve": ("train", "agents"),
+    "serve": ("train", "experiment", "agents"),
     "example": (),
     "__main__": ("train", "check", "replay", "export", "plan", "serve", "example"),
     "areal_x_jax": ("protocols", "hf"),
@@ -89,6 +91,21 @@ def test_nothing_inside_imports_through_a_surface():
 def test_a_line_names_only_rooms_above_it():
     lines = list(ROOMS)
     assert all(lines.index(below) < lines.index(room) for room, names in ROOMS.items() for below in names)
+
+
+@pytest.mark.parametrize("name, module", sorted(entry_points("areal_x.configurables").items()))
+def test_a_configurable_is_registered_by_the_module_that_its_entry_point_names(name, module):
+    import_module(module)
+    found = [c for s, c in registered().items() if short_name(s) == name]
+    assert [c.wrapped.__module__ for c in found] == [module]
+
+
+def test_every_configurable_of_the_package_has_an_entry_point():
+    for module in modules():
+        if module.startswith("areal_x.") and "gin.configurable" in modules()[module].read_text(encoding="utf-8"):
+            import_module(module)
+    ours = {short_name(s) for s, c in registered().items() if c.wrapped.__module__.startswith("areal_x.")}
+    assert ours == set(entry_points("areal_x.configurables"))
 
 
 def test_imports_are_found_wherever_they_stand(tmp_path):
