@@ -57,7 +57,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
 FOR_BACKENDS = {"areal_x.engines.lanes", "areal_x.cluster.links"}
 
 # Modules that offer names of other rooms under one address, and import them when a name is used.
-SURFACES = {"areal_x", "areal_x.trainer"}
+SURFACES = {"areal_x", "areal_x.trainer", "areal_x.rewards.shaping"}
 
 
 def room_of(module: str) -> str:
