@@ -20,8 +20,8 @@ from pathlib import Path
 import gin
 
 from areal_x.agents.client import ADDRESS
-from areal_x.agents.gateway.session import Session
-from areal_x.agents.gateway_workflow import Hosted
+from areal_x.agents.gateway.session import GatewaySession
+from areal_x.agents.gateway_workflow import GatewayWorkflow
 from areal_x.agents.online import Online, write_address
 from areal_x.config.reader import Config
 from areal_x.errors import printable
@@ -43,20 +43,20 @@ class Service:
     """
 
     engine: Engine
-    hosted: Hosted
+    hosted: GatewayWorkflow
     address: Path
     say: Callable[[str], None] = print
     opened: int = 0
     watching: set[asyncio.Task[None]] = field(default_factory=set)
 
     async def start(self) -> None:
-        host = self.hosted.hosting()
+        host = self.hosted.lazy_gateway()
         host.gateway.on_open = self.open
         await host.start()
         write_address(self.address, host.gateway.url, host.gateway.key)
         self.say(f"serving at {host.gateway.url}; its address and key are in {self.address}")
 
-    async def open(self, label: str | None) -> Session:
+    async def open(self, label: str | None) -> GatewaySession:
         self.opened += 1
         session = await self.hosted.open(
             EpisodeEngine(self.engine, (0, self.opened), nothing, nothing)
@@ -66,7 +66,7 @@ class Service:
         watching.add_done_callback(self.watching.discard)
         return session
 
-    async def watch(self, session: Session, label: str | None) -> None:
+    async def watch(self, session: GatewaySession, label: str | None) -> None:
         with session:
             outcome = await session.ended()
         worth = (
@@ -109,7 +109,7 @@ def serve(experiment: Experiment, address: Path, say: Callable[[str], None] = pr
     workflow = experiment.workflow
     hosted = (
         workflow
-        if isinstance(workflow, Hosted)
+        if isinstance(workflow, GatewayWorkflow)
         else Online(sampling=getattr(workflow, "sampling", SamplingParams()))
     )
     hosted = hosted.setup(load_tokenizer(directory))

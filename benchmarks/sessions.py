@@ -70,7 +70,7 @@ async def serve(directory: Path, count: int) -> None:
         watching.append((label, asyncio.create_task(watch(session))))
         return session
 
-    host = workflow.hosting()
+    host = workflow.lazy_gateway()
     host.gateway.on_open = opened
     await host.start()
     write_address(directory / "address.json", host.gateway.url, host.gateway.key)

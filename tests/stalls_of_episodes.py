@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from areal_x.agents import external_program
-from areal_x.agents.agent import Agent, Apart, Started
+from areal_x.agents.agent import Agent, AgentWorkflow, BackgroundLoop
 from areal_x.agents.external_program import run_program
 from areal_x.agents.gateway import gateway
 from areal_x.agents.gateway.gateway import Gateway
@@ -282,7 +282,7 @@ async def _(stall: Stall) -> None:
 # ---- agents and the gateway
 
 
-class Working(Started):
+class Working(AgentWorkflow):
     """An agent that ends when the stall does."""
 
     async def work(self, task: Task, session: Any) -> Any:
@@ -301,23 +301,23 @@ async def _(stall: Stall) -> None:
 async def _(stall: Stall) -> None:
     async def work() -> None: ...
 
-    agent = Agent(solve=print, apart=Apart())
-    assert agent.apart is not None
-    await agent.apart.run(work())
-    assert agent.apart._loop is not None
-    agent.apart._loop.call_soon_threadsafe(stall.hold)
+    agent = Agent(solve=print, background_loop=BackgroundLoop())
+    assert agent.background_loop is not None
+    await agent.background_loop.run(work())
+    assert agent.background_loop._loop is not None
+    agent.background_loop._loop.call_soon_threadsafe(stall.hold)
     await stall.through(agent.close(), "the rollout")
 
 
 @stall("its agent's process to end")
 async def _(stall: Stall) -> None:
-    ended = external_program.ended
+    ended = external_program.wait_for_exit
 
     async def slowly(process: Any) -> int:
         await stall.held()
         return await ended(process)
 
-    stall.request.getfixturevalue("monkeypatch").setattr(external_program, "ended", slowly)
+    stall.request.getfixturevalue("monkeypatch").setattr(external_program, "wait_for_exit", slowly)
     program = run_program((sys.executable, "-c", "print(42)"), TASK, {}, ".", 1024, 8)
     assert await stall.for_episode(program, r" \(process \d+\)") == "42\n"
 

@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from areal_x.agents.agent import AgentProcess as AgentProcess
     from areal_x.agents.chat.credit import Credit as Credit
     from areal_x.agents.chat.credit import episode_of_calls as episode_of_calls
+    from areal_x.agents.chat.dialogue import ChatEngine as ChatEngine
     from areal_x.agents.chat.dialogue import Dialogue as Dialogue
-    from areal_x.agents.chat.dialogue import Speaker as Speaker
     from areal_x.agents.chat.rendering import TemplateRenderer as TemplateRenderer
     from areal_x.agents.client import Session as Session
     from areal_x.agents.client import SessionError as SessionError
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 _NAMES = {
     "areal_x.agents.agent": "Agent AgentProcess",
     "areal_x.agents.chat.credit": "Credit episode_of_calls",
-    "areal_x.agents.chat.dialogue": "Dialogue Speaker",
+    "areal_x.agents.chat.dialogue": "Dialogue ChatEngine",
     "areal_x.agents.chat.rendering": "TemplateRenderer",
     "areal_x.agents.client": "Session SessionError session",
     "areal_x.agents.multi_turn": "MultiTurn ToolUse",

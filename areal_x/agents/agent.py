@@ -25,10 +25,10 @@ from typing import Any, TypeVar
 
 import gin
 
-from areal_x.agents.client import Session as Address
-from areal_x.agents.external_program import of_this_process, run_program
-from areal_x.agents.gateway.session import Session
-from areal_x.agents.gateway_workflow import Hosted, documented
+from areal_x.agents.client import Session
+from areal_x.agents.external_program import inherited_environment, run_program
+from areal_x.agents.gateway.session import GatewaySession
+from areal_x.agents.gateway_workflow import GatewayWorkflow, documented
 from areal_x.errors import ConfigError, at_least
 from areal_x.protocols.workflow import Generator, Result
 from areal_x.rewards.pool import Reward, RewardLimits, RewardPool
@@ -39,8 +39,8 @@ from areal_x.runtime.waits import waiting, whose
 from areal_x.types import Failed, Outcome, Scored, Task
 
 T = TypeVar("T")
-Said = float | str | None
-Solve = Callable[[Task, str, str], Awaitable[Said] | Said]
+AgentResult = float | str | None
+Solve = Callable[[Task, str, str], Awaitable[AgentResult] | AgentResult]
 
 GRACE_SECONDS = 10.0  # for an agent whose episode is over to end by itself
 NEVER_CALLED = (
@@ -54,7 +54,7 @@ NO_REWARD = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class Started(Hosted):
+class AgentWorkflow(GatewayWorkflow):
     """reward: a function (task, text) -> number, or -> (number, {name: number}): judges the text
     that the agent gave, or what the model said last where it gave nothing. reward_workers,
     reward_timeout_seconds, reward_limits: as of single_turn."""
@@ -73,7 +73,7 @@ class Started(Hosted):
             )
         return replace(super().setup(tokenizer), pool=pool)
 
-    async def work(self, task: Task, session: Session) -> Said:
+    async def work(self, task: Task, session: GatewaySession) -> AgentResult:
         """What the agent does, and says in the end: its reward, a text, or nothing."""
         raise NotImplementedError
 
@@ -81,7 +81,7 @@ class Started(Hosted):
         with await self.open(engine) as session:
             return await self.episode(session, await self.outcome(task, session))
 
-    async def outcome(self, task: Task, session: Session) -> Outcome:
+    async def outcome(self, task: Task, session: GatewaySession) -> Outcome:
         """Raises: what the agent raised; EngineError where the engine was lost."""
         working, ending = (
             asyncio.ensure_future(self.work(task, session)),
@@ -102,24 +102,25 @@ class Started(Hosted):
             ending.cancel()
             await asyncio.gather(working, ending, return_exceptions=True)
 
-    async def judge(self, task: Task, session: Session, said: Said) -> Outcome:
+    async def judge(self, task: Task, session: GatewaySession, result: AgentResult) -> Outcome:
         """What became of an episode whose session the agent left open."""
         calls = session.calls()
         if not calls:
             return Failed(NEVER_CALLED)
-        if isinstance(said, Real) and not isinstance(said, bool):
-            value = float(said)
+        if isinstance(result, Real) and not isinstance(result, bool):
+            value = float(result)
             return (
                 Scored(value)
                 if math.isfinite(value)
                 else Failed(f"the agent returned {value} for its reward")
             )
-        if said is None and session.state.rewards:
+        if result is None and session.state.rewards:
             return session.end()
         if self.pool is None:
             return Failed(NO_REWARD)
         return await self.pool.score(
-            task, session.renderer.text(calls[-1].completion.tokens) if said is None else str(said)
+            task,
+            session.renderer.text(calls[-1].completion.tokens) if result is None else str(result),
         )
 
     async def close(self) -> None:
@@ -128,9 +129,9 @@ class Started(Hosted):
             await self.pool.close()
 
 
-@gin.configurable("agent", denylist=["host", "pool", "apart"])
+@gin.configurable("agent", denylist=["host", "pool", "background_loop"])
 @dataclass(frozen=True, kw_only=True)
-class Agent(Started):
+class Agent(AgentWorkflow):
     """A function of yours that does the task with any client, against an address of the run's own.
 
     solve: `async def solve(task, base_url, api_key)`; an ordinary function runs on a thread. It
@@ -139,10 +140,10 @@ class Agent(Started):
     as it is too.
     """
 
-    __doc__ = documented(__doc__, Hosted.__doc__, Started.__doc__)
+    __doc__ = documented(__doc__, GatewayWorkflow.__doc__, AgentWorkflow.__doc__)
 
     solve: Solve
-    apart: Apart | None = None
+    background_loop: BackgroundLoop | None = None
 
     def __post_init__(self) -> None:
         if not callable(self.solve):
@@ -151,20 +152,22 @@ class Agent(Started):
             )
 
     def setup(self, tokenizer: Any) -> Any:
-        return replace(super().setup(tokenizer), apart=Apart())
+        return replace(super().setup(tokenizer), background_loop=BackgroundLoop())
 
-    async def work(self, task: Task, session: Session) -> Said:
-        assert self.apart is not None
-        return await self.apart.run(called(self.solve, task, session.base_url, session.key))
+    async def work(self, task: Task, session: GatewaySession) -> AgentResult:
+        assert self.background_loop is not None
+        return await self.background_loop.run(
+            call_function(self.solve, task, session.base_url, session.key)
+        )
 
     async def close(self) -> None:
         await super().close()
-        if self.apart is not None:
+        if self.background_loop is not None:
             with waiting("the rollout", "the agents' thread to end"):
-                await asyncio.to_thread(self.apart.close)
+                await asyncio.to_thread(self.background_loop.close)
 
 
-async def called(function: Callable[..., Any], *arguments: Any) -> Any:
+async def call_function(function: Callable[..., Any], *arguments: Any) -> Any:
     """Of an async function what it gives; an ordinary one runs on a thread of its own, so that any
     number may block at once."""
     if inspect.iscoroutinefunction(inspect.unwrap(function)):
@@ -173,7 +176,7 @@ async def called(function: Callable[..., Any], *arguments: Any) -> Any:
     return await given if inspect.isawaitable(given) else given
 
 
-class Apart:
+class BackgroundLoop:
     """An event loop on a thread of its own: what blocks there keeps no engine waiting."""
 
     def __init__(self) -> None:
@@ -200,7 +203,7 @@ class Apart:
 
 @gin.configurable("agent_process", denylist=["host", "pool"])
 @dataclass(frozen=True, kw_only=True)
-class AgentProcess(Started):
+class AgentProcess(AgentWorkflow):
     """Any command, in any language, that finds its address in the environment.
 
     command: its words; in them {prompt} and {id} stand for the task's. No shell reads it.
@@ -216,7 +219,7 @@ class AgentProcess(Started):
     Whatever it started ends with it.
     """
 
-    __doc__ = documented(__doc__, Hosted.__doc__, Started.__doc__)
+    __doc__ = documented(__doc__, GatewayWorkflow.__doc__, AgentWorkflow.__doc__)
 
     command: tuple[str, ...]
     variables: tuple[str, ...] = ()
@@ -248,9 +251,13 @@ class AgentProcess(Started):
             )
         return super().setup(tokenizer)
 
-    async def work(self, task: Task, session: Session) -> Said:
-        address = Address(session.url, session.key)
-        environment = {**of_this_process(self.variables), **address.environment, **self.environment}
+    async def work(self, task: Task, session: GatewaySession) -> AgentResult:
+        address = Session(session.url, session.key)
+        environment = {
+            **inherited_environment(self.variables),
+            **address.environment,
+            **self.environment,
+        }
         most = self.output_kilobytes * 1024
         printed = await run_program(
             self.command, task, environment, self.directory, most, self.processes

@@ -22,9 +22,9 @@ import gin
 
 from areal_x.agents.chat.calls import Call
 from areal_x.agents.chat.credit import Credit, episode_of_calls
-from areal_x.agents.chat.dialogue import Dialogue, Speaker
+from areal_x.agents.chat.dialogue import ChatEngine, Dialogue
 from areal_x.agents.chat.rendering import Renderer, TemplateRenderer
-from areal_x.agents.multi_turn import aborted, said
+from areal_x.agents.multi_turn import next_reply, was_aborted
 from areal_x.errors import UserError, at_least, positive, sentence
 from areal_x.protocols.engine import SamplingParams
 from areal_x.protocols.workflow import Generator, Result, Workflow
@@ -91,7 +91,9 @@ class Environment(Workflow):
 
     async def run(self, task: Task, engine: Generator) -> Result:
         assert self.renderer is not None, "call setup(tokenizer) first"
-        dialogue = Dialogue(Speaker(self.renderer, engine), self.sampling, template=self.template)
+        dialogue = Dialogue(
+            ChatEngine(self.renderer, engine), self.sampling, template=self.template
+        )
         # of this episode: an environment may insist on one
         thread = OneThread("areal-x environment")
         world: Any = None
@@ -110,15 +112,15 @@ class Environment(Workflow):
     async def _play(
         self, task: Task, dialogue: Dialogue, world: Any, thread: OneThread, shown: str
     ) -> Result:
-        messages = opening(self.instructions, task.prompt, shown)
+        messages = opening_messages(self.instructions, task.prompt, shown)
         rewards: list[float] = []
         refused, over, room = 0, False, True
         while len(rewards) < self.turns and not over:
-            reply = await said(dialogue, messages)
+            reply = await next_reply(dialogue, messages)
             if reply is None:
                 room = False
                 break
-            if aborted(dialogue):
+            if was_aborted(dialogue):
                 return ABORTED
             try:
                 action = await thread.run(self._action, reply.content or "")
@@ -127,7 +129,7 @@ class Environment(Workflow):
                 refused += 1
                 messages = [{"role": "user", "content": sentence(error)}]
                 continue
-            shown, reward, over = await thread.run(taken, world, action)
+            shown, reward, over = await thread.run(take_step, world, action)
             rewards.append(reward)
             messages = [{"role": "user", "content": shown}]
         details = {
@@ -137,7 +139,7 @@ class Environment(Workflow):
             "had_room": float(room),
         }
         return episode_of_calls(
-            rewarded(dialogue.calls, rewards), Scored(sum(rewards), details), self.credit
+            with_rewards(dialogue.calls, rewards), Scored(sum(rewards), details), self.credit
         )
 
     def _action(self, text: str) -> Any:
@@ -149,7 +151,9 @@ class Environment(Workflow):
         return self.make(**self.options)
 
 
-def opening(instructions: str, prompt: str | Sequence[Message], observation: str) -> list[Message]:
+def opening_messages(
+    instructions: str, prompt: str | Sequence[Message], observation: str
+) -> list[Message]:
     """The first messages: instructions, the task's prompt, and what the environment shows at
     first."""
     before: list[Message] = [{"role": "system", "content": instructions}] if instructions else []
@@ -159,12 +163,12 @@ def opening(instructions: str, prompt: str | Sequence[Message], observation: str
     return [*before, *prompt, {"role": "user", "content": observation}]
 
 
-def rewarded(calls: Sequence[Call], rewards: Sequence[float]) -> list[Call]:
+def with_rewards(calls: Sequence[Call], rewards: Sequence[float]) -> list[Call]:
     """Each call with what its turn earned."""
     return [replace(call, reward=reward) for call, reward in zip(calls, rewards, strict=True)]
 
 
-def taken(world: Any, action: Any) -> tuple[str, float, bool]:
+def take_step(world: Any, action: Any) -> tuple[str, float, bool]:
     """A step: what is shown of it, its reward, and whether it was the last."""
     observation, reward, terminated, truncated, _ = world.step(action)
     return text_of(observation), float(reward), bool(terminated or truncated)

@@ -16,7 +16,7 @@ from areal_x.runtime.waits import waiting, whose
 from areal_x.types import Task
 
 MODULE = "areal_x.agents.program_launcher"
-ORDINARY = (
+INHERITED = (
     "HOME",
     "LANG",
     "LANGUAGE",
@@ -31,7 +31,7 @@ ORDINARY = (
 )
 LOCALE = "LC_"
 # characters of what it wrote to standard error, in the error of an episode that failed
-LAST_WORDS = 400
+STDERR_CHARACTERS = 400
 
 
 class ProgramFailed(RuntimeError):
@@ -51,7 +51,9 @@ async def run_program(
 
     Raises: ProgramFailed with the end of its standard error.
     """
-    words = [word.replace("{id}", task.id).replace("{prompt}", text_of(task)) for word in command]
+    words = [
+        word.replace("{id}", task.id).replace("{prompt}", prompt_text(task)) for word in command
+    ]
     lifeline_end, lifeline = os.pipe()
     try:
         process = await asyncio.create_subprocess_exec(
@@ -60,7 +62,7 @@ async def run_program(
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.PIPE,
             cwd=directory,
-            env={**environment, "AREAL_X_TASK": told(task)},
+            env={**environment, "AREAL_X_TASK": task_json(task)},
             pass_fds=(lifeline_end,),
             start_new_session=True,  # an interrupt at the terminal is the ring's to handle
         )
@@ -78,19 +80,19 @@ async def run_program(
     finally:
         os.close(lifeline)  # all of it ends, if it has not
         with waiting(whose(), "its agent's process to end", f"process {process.pid}"):
-            code = await ended(process)
+            code = await wait_for_exit(process)
     if code:
         how = (
             signal.Signals(code - 128).name
             if code - 128 in signal.valid_signals()
             else f"exit status {code}"
         )
-        words_of = " ".join(complained.split())[-LAST_WORDS:]
+        words_of = " ".join(complained.split())[-STDERR_CHARACTERS:]
         raise ProgramFailed(f"{how}: {words_of}" if words_of else how)
     return printed
 
 
-async def ended(process: asyncio.subprocess.Process) -> int:
+async def wait_for_exit(process: asyncio.subprocess.Process) -> int:
     """Its exit code. The program may have stopped its guard, which is then woken."""
     while True:
         try:
@@ -100,10 +102,10 @@ async def ended(process: asyncio.subprocess.Process) -> int:
                 process.send_signal(signal.SIGCONT)
 
 
-def of_this_process(names: Iterable[str]) -> dict[str, str]:
+def inherited_environment(names: Iterable[str]) -> dict[str, str]:
     """The variables of this process that any program may need, and those of these names. Keys of
     other services, which a run's environment holds as well, are none of a model's business."""
-    wanted = {*ORDINARY, *names}
+    wanted = {*INHERITED, *names}
     return {
         name: value
         for name, value in os.environ.items()
@@ -118,13 +120,13 @@ async def last_bytes(stream: asyncio.StreamReader, most: int) -> str:
     return kept.decode(errors="replace")
 
 
-def told(task: Task) -> str:
+def task_json(task: Task) -> str:
     prompt: Any = (
         task.prompt if isinstance(task.prompt, str) else [dict(message) for message in task.prompt]
     )
     return json.dumps({"id": task.id, "prompt": prompt, "metadata": dict(task.metadata)})
 
 
-def text_of(task: Task) -> str:
+def prompt_text(task: Task) -> str:
     """The prompt as one text: of messages the last one's."""
     return task.prompt if isinstance(task.prompt, str) else str(task.prompt[-1]["content"])

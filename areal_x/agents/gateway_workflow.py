@@ -12,7 +12,7 @@ from areal_x.agents.chat.credit import Credit, episode_of_calls
 from areal_x.agents.chat.rendering import PlainRenderer, Renderer, TemplateRenderer
 from areal_x.agents.chat.server_renderer import ServerRenderer
 from areal_x.agents.gateway.gateway import Gateway
-from areal_x.agents.gateway.session import Session
+from areal_x.agents.gateway.session import GatewaySession
 from areal_x.agents.gateway.session_state import SessionLimits
 from areal_x.errors import UserError, one_of
 from areal_x.protocols.engine import SamplingParams
@@ -21,7 +21,7 @@ from areal_x.runtime.thread import beside
 from areal_x.types import Outcome
 from areal_x.workflows.single_turn import with_end
 
-H = TypeVar("H", bound="Hosted")
+H = TypeVar("H", bound="GatewayWorkflow")
 RENDERING = ("transformers", "server")
 
 
@@ -30,7 +30,7 @@ def documented(*texts: str | None) -> str:
     return "\n\n".join(cleandoc(text or "") for text in texts)
 
 
-class Host:
+class LazyGateway:
     """A gateway that starts with its first session."""
 
     def __init__(self, gateway: Gateway, renderer: TemplateRenderer | PlainRenderer) -> None:
@@ -51,7 +51,7 @@ class Host:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Hosted(Workflow):
+class GatewayWorkflow(Workflow):
     """sampling: how completions are drawn; the model's end tokens are added to its stop tokens.
     limits: what an episode may use. credit: how its reward is shared out. gateway: where agents
     call. rendering: who makes tokens of messages and reads replies: "transformers" with the model's
@@ -62,13 +62,13 @@ class Hosted(Workflow):
     credit: Credit = field(default_factory=Credit)
     gateway: Gateway = field(default_factory=Gateway)
     rendering: str = "transformers"
-    host: Host | None = None
+    host: LazyGateway | None = None
 
     def setup(self: H, tokenizer: Any) -> H:
         """Raises UserError for a tokenizer without an end token."""
         one_of("rendering", self.rendering, RENDERING)
         by_template = tokenizer.chat_template is not None
-        host = Host(
+        host = LazyGateway(
             self.gateway, TemplateRenderer(tokenizer) if by_template else PlainRenderer(tokenizer)
         )
         return replace(self, sampling=with_end(self.sampling, tokenizer), host=host)
@@ -76,14 +76,14 @@ class Hosted(Workflow):
     def greedy(self: H) -> H:
         return replace(self, sampling=replace(self.sampling, temperature=0.0))
 
-    async def open(self, engine: Generator) -> Session:
+    async def open(self, engine: Generator) -> GatewaySession:
         """A session whose completions this episode's engine draws."""
-        host = self.hosting()
+        host = self.lazy_gateway()
         await host.start()
         return host.gateway.open(engine, self.renderer(engine), self.sampling, self.limits)
 
     def renderer(self, engine: Generator) -> Renderer:
-        renderer = self.hosting().renderer
+        renderer = self.lazy_gateway().renderer
         if self.rendering == "transformers":
             return renderer
         engine.chat_servers()  # raises for an engine without servers
@@ -94,13 +94,13 @@ class Hosted(Workflow):
             )
         return ServerRenderer(renderer.tokenizer, engine.chat_servers)
 
-    async def episode(self, session: Session, outcome: Outcome) -> Result:
+    async def episode(self, session: GatewaySession, outcome: Outcome) -> Result:
         calls = session.calls()
         # each prompt is compared with each line before it
         size = sum(len(call.prompt) for call in calls) * len(calls)
         return await beside(size, episode_of_calls, calls, outcome, self.credit)
 
-    def hosting(self) -> Host:
+    def lazy_gateway(self) -> LazyGateway:
         assert self.host is not None, "call setup(tokenizer) first"
         return self.host
 

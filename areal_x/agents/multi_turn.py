@@ -18,7 +18,7 @@ from typing import Any, ClassVar, Self
 import gin
 
 from areal_x.agents.chat.credit import Credit, episode_of_calls
-from areal_x.agents.chat.dialogue import Dialogue, Speaker
+from areal_x.agents.chat.dialogue import ChatEngine, Dialogue
 from areal_x.agents.chat.parsing import Reply
 from areal_x.agents.chat.rendering import PlainRenderer, Renderer, TemplateRenderer, Unrenderable
 from areal_x.agents.tools.toolbox import Toolbox
@@ -73,16 +73,16 @@ class MultiTurn(Judged):
 
     async def run(self, task: Task, engine: Generator) -> Result:
         renderer: Renderer = PlainRenderer(self.tokenizer)
-        messages = opening(task)
+        messages = opening_messages(task)
         if not isinstance(task.prompt, str):
             renderer = TemplateRenderer(self.tokenizer)
-        dialogue = Dialogue(Speaker(renderer, engine), self.sampling, template=self.template)
+        dialogue = Dialogue(ChatEngine(renderer, engine), self.sampling, template=self.template)
         outcome: Outcome = ABORTED
         tries = 0
         while tries < self.turns:
-            if await said(dialogue, messages) is None:
+            if await next_reply(dialogue, messages) is None:
                 break
-            if aborted(dialogue):
+            if was_aborted(dialogue):
                 return ABORTED
             text = dialogue.text
             outcome = await self.score(task, text)
@@ -141,26 +141,26 @@ class ToolUse(Judged):
         return replace(super().setup(tokenizer), toolbox=toolbox)
 
     def tokens_of(self, task: Task, tokenizer: Any) -> int | None:
-        return prompt_tokens(opening(task), tokenizer)
+        return prompt_tokens(opening_messages(task), tokenizer)
 
     async def run(self, task: Task, engine: Generator) -> Result:
         assert self.toolbox is not None, "call setup(tokenizer) first"
         await self.toolbox.setup()
-        speaker = Speaker(TemplateRenderer(self.tokenizer), engine)
+        speaker = ChatEngine(TemplateRenderer(self.tokenizer), engine)
         dialogue = Dialogue(
             speaker, self.sampling, tools=self.toolbox.schemas, template=self.template
         )
-        messages, called = opening(task), 0
+        messages, called = opening_messages(task), 0
         for turn in range(self.max_turns):
             try:
-                reply = await said(dialogue, messages)
+                reply = await next_reply(dialogue, messages)
             except Unrenderable as error:
                 if turn == 0:
                     raise
                 return Failed(f"{error}")  # of what the model called
             if reply is None:
                 break
-            if aborted(dialogue):
+            if was_aborted(dialogue):
                 return ABORTED
             if not reply.tool_calls:
                 break
@@ -189,7 +189,7 @@ class ToolUse(Judged):
         ]
 
 
-def opening(task: Task) -> list[Message]:
+def opening_messages(task: Task) -> list[Message]:
     """What a conversation about a task begins with."""
     return (
         [{"role": "user", "content": task.prompt}]
@@ -198,7 +198,7 @@ def opening(task: Task) -> list[Message]:
     )
 
 
-async def said(dialogue: Dialogue, messages: Sequence[Message]) -> Reply | None:
+async def next_reply(dialogue: Dialogue, messages: Sequence[Message]) -> Reply | None:
     """The reply, or None where a conversation that had one before has grown beyond what the engine
     can hold."""
     try:
@@ -209,5 +209,5 @@ async def said(dialogue: Dialogue, messages: Sequence[Message]) -> Reply | None:
         return None
 
 
-def aborted(dialogue: Dialogue) -> bool:
+def was_aborted(dialogue: Dialogue) -> bool:
     return dialogue.latest is not None and dialogue.latest.completion.finish_reason == "abort"

@@ -22,8 +22,8 @@ from typing import Any
 import gin
 
 from areal_x.agents.client import ADDRESS
-from areal_x.agents.gateway.session import Session
-from areal_x.agents.gateway_workflow import Hosted, documented
+from areal_x.agents.gateway.session import GatewaySession
+from areal_x.agents.gateway_workflow import GatewayWorkflow, documented
 from areal_x.errors import at_least, positive
 from areal_x.protocols.workflow import Generator, Result
 from areal_x.runtime.waits import waiting, whose
@@ -35,11 +35,11 @@ def online_tasks(count: int = 1 << 16) -> Sequence[Task]:
     """Places for groups in the order in which they are admitted; an agent brings its task with it.
     count: of an epoch."""
     at_least("online_tasks.count", count, 1)
-    return Places(count)
+    return PlaceholderTasks(count)
 
 
 @dataclass(frozen=True)
-class Places(Sequence[Task]):
+class PlaceholderTasks(Sequence[Task]):
     """Tasks that nobody reads, none of which is held in memory."""
 
     size: int
@@ -56,16 +56,16 @@ class Places(Sequence[Task]):
 
 
 @dataclass(eq=False)
-class Seat:
+class EpisodeSlot:
     """An episode that waits for somebody. group: those that are compared with each other have the
     same. taken: None where nobody came in time."""
 
     group: str
     engine: Generator
-    taken: asyncio.Future[Session | None]
+    taken: asyncio.Future[GatewaySession | None]
 
 
-class Seats:
+class EpisodeSlots:
     """Who waits for whom. Knows no socket.
 
     A label keeps sessions together: those that have the same are episodes of one group, as attempts
@@ -74,53 +74,53 @@ class Seats:
     """
 
     def __init__(self) -> None:
-        self._free: list[Seat] = []
+        self._free: list[EpisodeSlot] = []
         self._labels: dict[str, str] = {}  # of the groups that have one
         self._begun: set[str] = set()  # groups that somebody without a label has joined
         # groups whose free seats wait only so long
         self._closing: dict[str, asyncio.TimerHandle] = {}
 
-    def wait(self, seat: Seat) -> None:
-        self._free.append(seat)
+    def wait(self, slot: EpisodeSlot) -> None:
+        self._free.append(slot)
 
-    def leave(self, seat: Seat) -> None:
+    def leave(self, slot: EpisodeSlot) -> None:
         """It waits no more; a group without seats is forgotten."""
-        if seat in self._free:
-            self._free.remove(seat)
-        if not any(other.group == seat.group for other in self._free):
+        if slot in self._free:
+            self._free.remove(slot)
+        if not any(other.group == slot.group for other in self._free):
             self._labels = {
-                group: label for group, label in self._labels.items() if group != seat.group
+                group: label for group, label in self._labels.items() if group != slot.group
             }
-            self._begun.discard(seat.group)
-            if (timer := self._closing.pop(seat.group, None)) is not None:
+            self._begun.discard(slot.group)
+            if (timer := self._closing.pop(slot.group, None)) is not None:
                 timer.cancel()
 
     def close_after(self, group: str, seconds: float) -> None:
         """Gives up the seats of the group that nobody has taken by then; counted from the first
         call."""
-        if group not in self._closing and any(seat.group == group for seat in self._free):
+        if group not in self._closing and any(slot.group == group for slot in self._free):
             self._closing[group] = asyncio.get_running_loop().call_later(
                 seconds, self._close, group
             )
 
     def _close(self, group: str) -> None:
-        for seat in [seat for seat in self._free if seat.group == group]:
-            self.leave(seat)
-            if not seat.taken.done():
-                seat.taken.set_result(None)
+        for slot in [slot for slot in self._free if slot.group == group]:
+            self.leave(slot)
+            if not slot.taken.done():
+                slot.taken.set_result(None)
 
-    def take(self, label: str | None) -> Seat | None:
+    def take(self, label: str | None) -> EpisodeSlot | None:
         """The seat of whoever comes, None where there is none for them."""
-        seat = next(
+        slot = next(
             (
-                seat
-                for seat in self._free
-                if self._labels.get(seat.group) == label and self._fits(seat, label)
+                slot
+                for slot in self._free
+                if self._labels.get(slot.group) == label and self._fits(slot, label)
             ),
             None,
         )
-        if seat is None and label is not None:
-            seat = next(
+        if slot is None and label is not None:
+            slot = next(
                 (
                     s
                     for s in self._free
@@ -128,22 +128,22 @@ class Seats:
                 ),
                 None,
             )
-        if seat is None:
+        if slot is None:
             return None
         if label is None:
-            self._begun.add(seat.group)
+            self._begun.add(slot.group)
         else:
-            self._labels[seat.group] = label
-        self.leave(seat)
-        return seat
+            self._labels[slot.group] = label
+        self.leave(slot)
+        return slot
 
-    def _fits(self, seat: Seat, label: str | None) -> bool:
-        return label is not None or seat.group not in self._labels
+    def _fits(self, slot: EpisodeSlot, label: str | None) -> bool:
+        return label is not None or slot.group not in self._labels
 
 
-@gin.configurable("online", denylist=["host", "seats"])
+@gin.configurable("online", denylist=["host", "slots"])
 @dataclass(frozen=True, kw_only=True)
-class Online(Hosted):
+class Online(GatewayWorkflow):
     """Episodes that somebody else begins, and ends with a reward, when they like.
 
     address_file: where the gateway's address and key are written, for this user alone, once it
@@ -154,54 +154,54 @@ class Online(Hosted):
     label; then the group goes on with the sessions that it has.
     """
 
-    __doc__ = documented(__doc__, Hosted.__doc__)
+    __doc__ = documented(__doc__, GatewayWorkflow.__doc__)
 
     open_ended = True  # for the runner: how long an episode takes is others' to say
 
     address_file: str = ADDRESS
     group_seconds: float = 600.0
-    seats: Seats = field(default_factory=Seats)
+    slots: EpisodeSlots = field(default_factory=EpisodeSlots)
 
     def __post_init__(self) -> None:
         positive("online.group_seconds", self.group_seconds)
 
     def setup(self, tokenizer: Any) -> Any:
         ready = super().setup(tokenizer)
-        ready = replace(ready, seats=Seats())
+        ready = replace(ready, slots=EpisodeSlots())
         ready.gateway.on_open = ready.opened
         return ready
 
     async def run(self, task: Task, engine: Generator) -> Result:
         await self.serve()
-        seat = Seat(task.id, engine, asyncio.get_running_loop().create_future())
-        self.seats.wait(seat)
+        slot = EpisodeSlot(task.id, engine, asyncio.get_running_loop().create_future())
+        self.slots.wait(slot)
         try:
             with waiting(whose(), "somebody to open a session", idle=True):
-                session = await seat.taken
+                session = await slot.taken
         finally:
-            self.seats.leave(seat)
+            self.slots.leave(slot)
         if session is None:
             return TimedOut(self.group_seconds)
         with session:
             outcome = await session.ended()
-            self.seats.close_after(task.id, self.group_seconds)
+            self.slots.close_after(task.id, self.group_seconds)
             return await self.episode(session, outcome)
 
     async def serve(self) -> None:
-        host = self.hosting()
+        host = self.lazy_gateway()
         if await host.start():
             write_address(Path(self.address_file), host.gateway.url, host.gateway.key)
 
-    async def opened(self, label: str | None) -> Session | None:
+    async def opened(self, label: str | None) -> GatewaySession | None:
         """For the gateway: the session of whoever asks for one."""
-        seat = self.seats.take(label)
-        if seat is None:
+        slot = self.slots.take(label)
+        if slot is None:
             return None
-        session = await self.open(seat.engine)
-        if seat.taken.done():  # the run ended meanwhile
+        session = await self.open(slot.engine)
+        if slot.taken.done():  # the run ended meanwhile
             session.close()
             return None
-        seat.taken.set_result(session)
+        slot.taken.set_result(session)
         return session
 
 

@@ -13,7 +13,7 @@ from transformers import AutoTokenizer
 
 from areal_x.agents.client import SessionError, session
 from areal_x.agents.gateway.session_state import SessionLimits
-from areal_x.agents.online import Online, Places, Seat, Seats, online_tasks
+from areal_x.agents.online import EpisodeSlot, EpisodeSlots, Online, PlaceholderTasks, online_tasks
 from areal_x.rollout.episode import is_open_ended
 from areal_x.rollout.queue import TrajectoryQueue
 from areal_x.rollout.runner import Runner
@@ -32,42 +32,42 @@ def tokenizer(tiny_model_dir):
 # ---- seats: who waits for whom
 
 
-def seats(*groups):
-    made = Seats()
+def slots(*groups):
+    made = EpisodeSlots()
     for group in groups:
-        made.wait(Seat(group, None, None))
+        made.wait(EpisodeSlot(group, None, None))
     return made
 
 
 def taken(made, *labels):
     """The groups whose seats are taken in turn, None where there was none."""
-    return [seat and seat.group for seat in map(made.take, labels)]
+    return [slot and slot.group for slot in map(made.take, labels)]
 
 
 def test_whoever_comes_takes_the_seat_that_waits_longest():
-    assert taken(seats("a", "a", "b"), None, None, None, None) == ["a", "a", "b", None]
+    assert taken(slots("a", "a", "b"), None, None, None, None) == ["a", "a", "b", None]
 
 
 def test_sessions_of_one_label_are_one_group_and_no_others():
-    assert taken(seats("a", "a", "b", "b"), "x", "y", "x", "y", "x") == ["a", "b", "a", "b", None]
+    assert taken(slots("a", "a", "b", "b"), "x", "y", "x", "y", "x") == ["a", "b", "a", "b", None]
 
 
 def test_a_label_never_joins_a_group_that_somebody_without_one_is_in():
-    assert taken(seats("a", "a", "b", "b"), None, "x", "x", None) == ["a", "b", "b", "a"]
-    assert taken(seats("a", "a"), None, "x", None) == ["a", None, "a"]
+    assert taken(slots("a", "a", "b", "b"), None, "x", "x", None) == ["a", "b", "b", "a"]
+    assert taken(slots("a", "a"), None, "x", None) == ["a", None, "a"]
 
 
 def test_somebody_without_a_label_never_joins_a_group_that_has_one():
-    assert taken(seats("a", "a", "b"), "x", None, None, "x") == ["a", "b", None, "a"]
+    assert taken(slots("a", "a", "b"), "x", None, None, "x") == ["a", "b", None, "a"]
 
 
 def test_a_label_whose_group_is_full_begins_another():
-    assert taken(seats("a", "b"), "x", "x") == ["a", "b"]
+    assert taken(slots("a", "b"), "x", "x") == ["a", "b"]
 
 
 def test_a_seat_that_was_given_up_is_nobodys():
-    made = Seats()
-    first, second = Seat("a", None, None), Seat("b", None, None)
+    made = EpisodeSlots()
+    first, second = EpisodeSlot("a", None, None), EpisodeSlot("b", None, None)
     made.wait(first)
     made.wait(second)
     made.leave(first)
@@ -81,7 +81,7 @@ def test_places_are_as_many_tasks_as_one_likes_and_take_no_room():
     assert places[-1].id == f"place-{(1 << 40) - 1}"
     assert [task.id for task in places[3:5]] == ["place-3", "place-4"]
     with pytest.raises(IndexError):
-        Places(3)[3]
+        PlaceholderTasks(3)[3]
 
 
 # ---- a run that serves
@@ -183,13 +183,13 @@ def test_a_group_waits_for_its_first_session_as_long_as_it_takes():
     """Only a session that ended begins the time of the others."""
 
     async def main():
-        made, seat = Seats(), Seat("a", None, asyncio.get_running_loop().create_future())
-        made.wait(seat)
+        made, slot = EpisodeSlots(), EpisodeSlot("a", None, asyncio.get_running_loop().create_future())
+        made.wait(slot)
         made.close_after("b", 0.0)
         await asyncio.sleep(0)
-        assert not seat.taken.done()
+        assert not slot.taken.done()
         made.close_after("a", 0.0)
-        assert await seat.taken is None
+        assert await slot.taken is None
         assert made.take(None) is None
 
     asyncio.run(main())

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from areal_x.agents.chat.dialogue import Dialogue, Speaker
+from areal_x.agents.chat.dialogue import ChatEngine, Dialogue
 from areal_x.agents.chat.rendering import TemplateRenderer
 from areal_x.agents.multi_turn import MultiTurn
 from areal_x.agents.online import Online
@@ -197,7 +197,7 @@ def test_a_conversation_goes_on_behind_the_turns_end_and_the_end_is_no_text(fami
     sampling = SingleTurn(reward).setup(tokenizer).sampling
 
     async def talk() -> list[str | None]:
-        dialogue = Dialogue(Speaker(TemplateRenderer(tokenizer), engine), sampling)
+        dialogue = Dialogue(ChatEngine(TemplateRenderer(tokenizer), engine), sampling)
         said = [(await dialogue.say({"role": "user", "content": text})).content for text in ("1+2=", "3+4=")]
         assert dialogue.text == "7"
         return said

@@ -120,7 +120,7 @@ MUTANTS: list[Mutant] = [
         ("tests/agents/test_online.py",),
         (
             "a label that never comes holds its group up",
-            "            self.seats.close_after(task.id, self.group_seconds)\n",
+            "            self.slots.close_after(task.id, self.group_seconds)\n",
             "",
         ),
     ),

@@ -19,11 +19,11 @@ import httpx
 import numpy as np
 import pytest
 
-from areal_x.agents.chat.dialogue import Ask
+from areal_x.agents.chat.dialogue import ChatRequest
 from areal_x.agents.chat.rendering import TemplateRenderer
 from areal_x.agents.environment import Environment
 from areal_x.agents.gateway import Gateway
-from areal_x.agents.gateway_workflow import Hosted
+from areal_x.agents.gateway_workflow import GatewayWorkflow
 from areal_x.agents.multi_turn import MultiTurn, ToolUse
 from areal_x.agents.tools.calculator import Calculator
 from areal_x.agents.tools.mcp_tools import McpServer
@@ -447,7 +447,7 @@ def test_what_a_try_is_told_is_thought_of_beside_the_loop(watched):
 
 
 def test_a_tree_of_many_branches_becomes_trajectories_in_short_turns(watched):
-    class Plays(Hosted):
+    class Plays(GatewayWorkflow):
         async def run(self, task, engine):
             with await self.open(engine) as session:
                 for number in range(100):
@@ -459,7 +459,7 @@ def test_a_tree_of_many_branches_becomes_trajectories_in_short_turns(watched):
                 return await self.episode(session, Scored(1.0))
 
     def branch(number):
-        return Ask(({"role": "user", "content": f"is it {number}? " + "is it raining? " * 1000},), sampling=SAMPLING)
+        return ChatRequest(({"role": "user", "content": f"is it {number}? " + "is it raining? " * 1000},), sampling=SAMPLING)
 
     ready = Plays(sampling=SAMPLING).setup(TOKENIZER)
 

@@ -28,7 +28,13 @@ import numpy as np
 from jaxtyping import Float32
 
 from areal_x.agents.chat.calls import Call
-from areal_x.agents.chat.merging import Line, Lines, individual, merged, trainable
+from areal_x.agents.chat.merging import (
+    MergedTrajectories,
+    MergedTrajectory,
+    individual,
+    merged,
+    trainable,
+)
 from areal_x.errors import one_of, within
 from areal_x.types import Episode, Failed, Outcome, Scored, TimedOut, Trajectory
 
@@ -86,7 +92,11 @@ def episode_of_calls(calls: Sequence[Call], outcome: Outcome | None, credit: Cre
 
 
 def _credited(
-    calls: Sequence[Call], lines: Lines, given: float | None, reward: float, credit: Credit
+    calls: Sequence[Call],
+    lines: MergedTrajectories,
+    given: float | None,
+    reward: float,
+    credit: Credit,
 ) -> list[Trajectory]:
     last = len(calls) - 1
     match credit.how:
@@ -106,7 +116,7 @@ def _credited(
             return [line.trajectory for line in lines.lines]
 
 
-def _by_call(line: Line, values: Sequence[float]) -> Float32[np.ndarray, " T"]:
+def _by_call(line: MergedTrajectory, values: Sequence[float]) -> Float32[np.ndarray, " T"]:
     """Each call's value at its tokens, 1 at context."""
     out = np.ones(len(line.trajectory), np.float32)
     for span in line.spans:
@@ -114,7 +124,9 @@ def _by_call(line: Line, values: Sequence[float]) -> Float32[np.ndarray, " T"]:
     return out
 
 
-def _moved(line: Line, earned: Sequence[float], reward: float) -> Float32[np.ndarray, " T"]:
+def _moved(
+    line: MergedTrajectory, earned: Sequence[float], reward: float
+) -> Float32[np.ndarray, " T"]:
     """From the last token, where all of the reward will be added, to where each call earned its
     part."""
     out = np.zeros(len(line.trajectory), np.float64)

@@ -12,7 +12,7 @@ from jaxtyping import Int32
 
 from areal_x.agents.chat.calls import Call
 from areal_x.agents.chat.parsing import Reply
-from areal_x.agents.chat.prompts import Held, Memory, prompt_of
+from areal_x.agents.chat.prompts import CachedReply, ReplyCache, build_prompt
 from areal_x.agents.chat.rendering import Renderer, text_content
 from areal_x.protocols.engine import Completion, Request, SamplingParams, max_new_tokens
 from areal_x.protocols.workflow import Generator
@@ -22,7 +22,7 @@ from areal_x.types import Message
 
 
 @dataclass(frozen=True)
-class Ask:
+class ChatRequest:
     """One request for a completion, in OpenAI's terms.
 
     messages: the whole conversation, content a text or a list of parts. tools: {"type": "function",
@@ -43,7 +43,7 @@ class Ask:
 
 
 @dataclass(frozen=True)
-class Answer:
+class ChatAnswer:
     """What came of an Ask. prompt: as the engine was given it. stopped_by: the text of `stop` that
     ended the reply, or None."""
 
@@ -53,7 +53,7 @@ class Answer:
     stopped_by: str | None = None
 
 
-class Speaker:
+class ChatEngine:
     """Messages in, message out, over an engine; remembers its conversation's tokens so that no
     token is made from text twice.
 
@@ -63,16 +63,16 @@ class Speaker:
     def __init__(self, renderer: Renderer, engine: Generator) -> None:
         self.renderer, self.engine = renderer, engine
         self.calls: list[Call] = []
-        self._memory = Memory()
+        self._memory = ReplyCache()
 
-    async def answer(self, ask: Ask, id: str | None = None) -> Answer:
+    async def answer(self, ask: ChatRequest, id: str | None = None) -> ChatAnswer:
         """The reply to an ask, recorded in `calls` under `id` (by default a number). Several may be
         under way at once.
 
         Raises: PromptTooLong for a conversation that leaves no room for a reply; Unrenderable for
         messages that the chat template refuses; what the engine raises.
         """
-        prompt = await prompt_of(
+        prompt = await build_prompt(
             self.renderer,
             self._memory,
             ask.messages,
@@ -88,15 +88,17 @@ class Speaker:
             Call(str(len(self.calls)) if id is None else id, prompt.tokens, completion)
         )
         size = len(completion.tokens) * CHARACTERS_PER_TOKEN
-        kept, stopped_by = await beside(size, cut, self.renderer, completion.tokens, ask.stop)
+        kept, stopped_by = await beside(
+            size, cut_at_stop, self.renderer, completion.tokens, ask.stop
+        )
         reply = await self.renderer.read(kept, ask.tools, prompt.tokens)
         if completion.finish_reason != "abort":
             before, begun = ask.messages, ""
             if ask.continue_final:
                 before, begun = ask.messages[:-1], text_content(ask.messages[-1].get("content"))
-            held = Held(prompt.text, np.concatenate([prompt.tokens, kept]), reply, begun)
-            await beside(estimate_characters(before), self._memory.remember, before, held)
-        return Answer(prompt.tokens, completion, reply, stopped_by)
+            held = CachedReply(prompt.text, np.concatenate([prompt.tokens, kept]), reply, begun)
+            await beside(estimate_characters(before), self._memory.add, before, held)
+        return ChatAnswer(prompt.tokens, completion, reply, stopped_by)
 
 
 class Dialogue:
@@ -107,7 +109,7 @@ class Dialogue:
 
     def __init__(
         self,
-        speaker: Speaker,
+        speaker: ChatEngine,
         sampling: SamplingParams,
         *,
         tools: Sequence[Mapping[str, Any]] = (),
@@ -115,9 +117,9 @@ class Dialogue:
         template: Mapping[str, Any] | None = None,
     ) -> None:
         self._speaker = speaker
-        self._ask = Ask((), tuple(tools), sampling, tuple(stop), template or {})
+        self._ask = ChatRequest((), tuple(tools), sampling, tuple(stop), template or {})
         self.messages: tuple[Message, ...] = ()
-        self.latest: Answer | None = None
+        self.latest: ChatAnswer | None = None
 
     @property
     def calls(self) -> tuple[Call, ...]:
@@ -147,7 +149,7 @@ class Dialogue:
         return self.latest.reply
 
 
-def cut(
+def cut_at_stop(
     renderer: Renderer, tokens: Int32[np.ndarray, " N"], stop: Sequence[str]
 ) -> tuple[Int32[np.ndarray, " M"], str | None]:
     """The tokens of the text before the first of the stop texts in it, and which that was; all

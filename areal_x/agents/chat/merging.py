@@ -42,7 +42,7 @@ class Span:
 
 
 @dataclass(frozen=True)
-class Line:
+class MergedTrajectory:
     """A trajectory without a reward yet, and which calls generated what of it, in order."""
 
     trajectory: Trajectory
@@ -50,25 +50,27 @@ class Line:
 
 
 @dataclass(frozen=True)
-class Lines:
+class MergedTrajectories:
     """counts: how many calls were of each kind, of those with something to train on; empty where
     nothing was merged."""
 
-    lines: tuple[Line, ...]
+    lines: tuple[MergedTrajectory, ...]
     counts: Mapping[str, int] = field(default_factory=dict)
 
 
-def individual(calls: Sequence[Call]) -> Lines:
+def individual(calls: Sequence[Call]) -> MergedTrajectories:
     """Each call as a trajectory of its own. Calls without tokens and those that the engine aborted
     are left out."""
-    return Lines(tuple(_begun(index, call) for index, call in enumerate(calls) if trainable(call)))
+    return MergedTrajectories(
+        tuple(_begun(index, call) for index, call in enumerate(calls) if trainable(call))
+    )
 
 
-def merged(calls: Sequence[Call]) -> Lines:
+def merged(calls: Sequence[Call]) -> MergedTrajectories:
     """As few trajectories as hold every generated token once. Calls without tokens and those that
     the engine aborted are left out. Among lines that a call could continue it continues the
     longest."""
-    lines: list[Line] = []
+    lines: list[MergedTrajectory] = []
     counts: Counter[Kind] = Counter()
     for index, call in enumerate(calls):
         if not trainable(call):
@@ -82,7 +84,7 @@ def merged(calls: Sequence[Call]) -> Lines:
             continue
         lines.append(_begun(index, call))
         counts[_kind(lines[:-1], shared, call)] += 1
-    return Lines(tuple(lines), {kind: counts[kind] for kind in KINDS})
+    return MergedTrajectories(tuple(lines), {kind: counts[kind] for kind in KINDS})
 
 
 def trainable(call: Call) -> bool:
@@ -96,7 +98,7 @@ def common_prefix(a: Int32[np.ndarray, " A"], b: Int32[np.ndarray, " B"]) -> int
     return int(different[0]) if len(different) else most
 
 
-def _kind(lines: Sequence[Line], shared: Sequence[int], call: Call) -> Kind:
+def _kind(lines: Sequence[MergedTrajectory], shared: Sequence[int], call: Call) -> Kind:
     """Why a call that continues none of the lines begins one."""
     if not lines:
         return "first"
@@ -107,7 +109,7 @@ def _kind(lines: Sequence[Line], shared: Sequence[int], call: Call) -> Kind:
     )
 
 
-def _begun(index: int, call: Call) -> Line:
+def _begun(index: int, call: Call) -> MergedTrajectory:
     said, context = call.completion, len(call.prompt)
     trajectory = Trajectory.from_completion(
         call.prompt,
@@ -118,10 +120,10 @@ def _begun(index: int, call: Call) -> Line:
         said.finish_reason,
         said.experts,
     )
-    return Line(trajectory, (Span(index, context, len(trajectory)),))
+    return MergedTrajectory(trajectory, (Span(index, context, len(trajectory)),))
 
 
-def _continued(line: Line, index: int, call: Call) -> Line:
+def _continued(line: MergedTrajectory, index: int, call: Call) -> MergedTrajectory:
     """The line with the rest of the call's prompt as context, and its completion."""
     old, held = line.trajectory, len(line.trajectory)
     # its prompt begins with the old one's tokens: only what it says of them differs
@@ -134,7 +136,9 @@ def _continued(line: Line, index: int, call: Call) -> Line:
         finish_reason=new.finish_reason,
         experts=_experts(old, new),
     )
-    return Line(trajectory, (*line.spans, Span(index, len(call.prompt), len(trajectory))))
+    return MergedTrajectory(
+        trajectory, (*line.spans, Span(index, len(call.prompt), len(trajectory)))
+    )
 
 
 def _experts(old: Trajectory, new: Trajectory) -> Int16[np.ndarray, "T layers per_token"] | None:

@@ -33,9 +33,9 @@ from areal_x.tasks.text_length import estimate_characters
 from areal_x.types import Message
 
 # replies, from the last one back, whose tokens a prompt may begin with: each costs a rendering
-TRIES = 3
+MOST_REPLIES = 3
 # what may change while the message is the same
-NOT_SAID = ("id", "index", "tool_call_id", "reasoning_content", "reasoning")
+IGNORED_KEYS = ("id", "index", "tool_call_id", "reasoning_content", "reasoning")
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class Prompt:
 
 
 @dataclass(frozen=True)
-class Held:
+class CachedReply:
     """A reply of ours. before: the text of the prompt that it answered. tokens: of that prompt and
     of the reply. begun: what of the assistant's turn was there already."""
 
@@ -57,7 +57,7 @@ class Held:
     begun: str = ""
 
 
-class Memory:
+class ReplyCache:
     """The replies of one episode, found by the conversation that led to them and what they said.
 
     Messages are the same whatever the ids of their tool calls, the spelling of arguments in JSON,
@@ -67,23 +67,23 @@ class Memory:
     """
 
     def __init__(self) -> None:
-        self._held: dict[bytes, Held] = {}
+        self._held: dict[bytes, CachedReply] = {}
 
-    def remember(self, messages: Sequence[Message], held: Held) -> None:
+    def add(self, messages: Sequence[Message], held: CachedReply) -> None:
         """messages: what the reply answers, without its own turn."""
         said = {**held.reply.message(), "content": held.begun + (held.reply.content or "")}
         self._held[keys((*messages, said))[-1]] = held
 
-    def found(self, messages: Sequence[Message]) -> dict[int, Held]:
+    def find(self, messages: Sequence[Message]) -> dict[int, CachedReply]:
         """Which of these messages are replies of ours, by their places."""
         return {
             place: self._held[key] for place, key in enumerate(keys(messages)) if key in self._held
         }
 
 
-async def prompt_of(
+async def build_prompt(
     renderer: Renderer,
-    memory: Memory,
+    memory: ReplyCache,
     messages: Sequence[Message],
     tools: Tools = (),
     template: Mapping[str, Any] | None = None,
@@ -97,13 +97,13 @@ async def prompt_of(
     refuses, PromptTooLong.
     """
     template = template or {}
-    found = await beside(estimate_characters(messages), memory.found, messages)
+    found = await beside(estimate_characters(messages), memory.find, messages)
     whole = [
         _with_reasoning(message, found[place].reply) if place in found else message
         for place, message in enumerate(messages)
     ]
     text = await renderer.rendered(whole, tools, template, continue_final)
-    for place in sorted(found, reverse=True)[:TRIES]:
+    for place in sorted(found, reverse=True)[:MOST_REPLIES]:
         held = found[place]
         if text.startswith(held.before):
             marked, words = _marked(whole[place], held.begun, text)
@@ -114,7 +114,7 @@ async def prompt_of(
                 rest = await beside(len(shown), _behind, renderer, held, shown, words, most)
                 if rest is not None:
                     open_end = continue_final and place == len(whole) - 1
-                    start = without_end(renderer, held.tokens) if open_end else held.tokens
+                    start = without_end_token(renderer, held.tokens) if open_end else held.tokens
                     return Prompt(text, np.concatenate([start, rest]))
     return Prompt(text, await beside(len(text), encoded, renderer, text, True, most))
 
@@ -136,7 +136,7 @@ def normal(message: Message) -> dict[str, Any]:
     made = {
         name: value
         for name, value in message.items()
-        if name not in NOT_SAID and value not in (None, [], (), {})
+        if name not in IGNORED_KEYS and value not in (None, [], (), {})
     }
     content = made.get("content")
     with suppress(Unrenderable):
@@ -149,7 +149,9 @@ def normal(message: Message) -> dict[str, Any]:
     return made
 
 
-def without_end(renderer: Renderer, tokens: Int32[np.ndarray, " N"]) -> Int32[np.ndarray, " M"]:
+def without_end_token(
+    renderer: Renderer, tokens: Int32[np.ndarray, " N"]
+) -> Int32[np.ndarray, " M"]:
     """The tokens of a turn that shall go on: without the special token that ended it, if one
     did."""
     return tokens[:-1] if len(tokens) and int(tokens[-1]) in renderer.special else tokens
@@ -197,7 +199,7 @@ def _marked(message: Message, begun: str, text: str) -> tuple[Message, list[str]
 
 
 def _behind(
-    renderer: Renderer, held: Held, shown: str, words: Sequence[str], most: int | None
+    renderer: Renderer, held: CachedReply, shown: str, words: Sequence[str], most: int | None
 ) -> Int32[np.ndarray, " N"] | None:
     """The tokens behind the reply. None where the template does not show all of it behind what it
     showed before, or not in the order in which replies are read."""

@@ -10,7 +10,7 @@ await gateway.close()
 """
 
 from areal_x.agents.gateway.gateway import Gateway
-from areal_x.agents.gateway.session import Session
+from areal_x.agents.gateway.session import GatewaySession
 from areal_x.agents.gateway.session_state import SessionLimits
 
-__all__ = ["Gateway", "Session", "SessionLimits"]
+__all__ = ["Gateway", "GatewaySession", "SessionLimits"]

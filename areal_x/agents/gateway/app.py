@@ -23,12 +23,19 @@ from starlette.types import ASGIApp
 from areal_x.agents.gateway import messages, responses
 from areal_x.agents.gateway.chat_completions import ChatCompletions
 from areal_x.agents.gateway.errors import ApiError, anthropic_body, api_error, openai_body
-from areal_x.agents.gateway.exchange import Body, Exchange, Said
+from areal_x.agents.gateway.exchange import Body, CallAnswer, Exchange
 from areal_x.agents.gateway.messages import Messages
 from areal_x.agents.gateway.responses import Responses
-from areal_x.agents.gateway.retries import Client, Given, attempt_at
-from areal_x.agents.gateway.session import Session
-from areal_x.agents.gateway.streams import COMMENT, Answering, Refusal, dumped, dumped_slowly, event
+from areal_x.agents.gateway.retries import Client, SentAnswer, attempt_at
+from areal_x.agents.gateway.session import GatewaySession
+from areal_x.agents.gateway.streams import (
+    COMMENT,
+    ErrorResponse,
+    PendingResponse,
+    dumped,
+    dumped_slowly,
+    event,
+)
 from areal_x.runtime.thread import INLINE, beside
 from areal_x.runtime.waits import waiting
 from areal_x.tasks.text_length import CHARACTERS_PER_TOKEN, estimate_tokens
@@ -45,18 +52,18 @@ BODY_SECONDS = 120.0  # for all of a request
 TRACEBACK_CALLS, TRACEBACK_CHARACTERS = 10, 4000  # in the log
 
 
-class Host(Protocol):
+class SessionHost(Protocol):
     """What the routes need of a Gateway."""
 
     beat_seconds: float
 
     def is_open(self, client: Client | None) -> bool: ...
 
-    def find(self, name: str | None, keys: list[str]) -> Session: ...
+    def find(self, name: str | None, keys: list[str]) -> GatewaySession: ...
 
     def admit(self, keys: list[str]) -> None: ...
 
-    async def opened(self, label: str | None) -> Session: ...
+    async def opened(self, label: str | None) -> GatewaySession: ...
 
 
 @dataclass(frozen=True)
@@ -68,11 +75,16 @@ class Dialect:
     in_stream: Callable[[ApiError], bytes]
     beat: bytes = COMMENT
 
-    def refusal(self, error: BaseException) -> Refusal:
-        told = api_error(error)
-        if told.code == "internal_error":
-            LOG.error("the gateway could not answer a request\n%s", last_words(error))
-        return Refusal(told.status, dumped(self.body(told)), told.headers, self.in_stream(told))
+    def refusal(self, error: BaseException) -> ErrorResponse:
+        json_response = api_error(error)
+        if json_response.code == "internal_error":
+            LOG.error("the gateway could not answer a request\n%s", traceback_end(error))
+        return ErrorResponse(
+            json_response.status,
+            dumped(self.body(json_response)),
+            json_response.headers,
+            self.in_stream(json_response),
+        )
 
     def refused(self, error: BaseException) -> Response:
         refusal = self.refusal(error)
@@ -94,46 +106,49 @@ Made = tuple[Exchange, Callable[[Any], None] | None]
 Handler = Callable[[Request], Awaitable[ASGIApp]]
 
 
-class Reward(Body):
+class RewardBody(Body):
     reward: float
     call: str | None = None
 
 
-class End(Body):
+class EndBody(Body):
     reward: float | None = None
 
 
-class Opening(Body):
+class OpenBody(Body):
     label: Annotated[str, Field(max_length=1024)] | None = None
 
 
-def application(host: Host) -> Starlette:
+def application(host: SessionHost) -> Starlette:
     """All routes, each with and without a session in its path."""
 
-    def session_of(request: Request) -> Session:
+    def session_of(request: Request) -> GatewaySession:
         session = host.find(request.path_params.get("session"), keys_of(request))
         session.touch()
         return session
 
     async def answer(
-        request: Request, dialect: Dialect, prefix: str, make: Callable[[Session, bytes, str], Made]
+        request: Request,
+        dialect: Dialect,
+        prefix: str,
+        make: Callable[[GatewaySession, bytes, str], Made],
     ) -> ASGIApp:
         session = session_of(request)
         body = await body_of(request, session.limits.body_megabytes)
         client = None if request.client is None else (request.client.host, request.client.port)
         attempt = attempt_at(prefix, request.headers, body)
-        given = session.given.lost(attempt, client, host.is_open)
+        given = session.sent.lost(attempt, client, host.is_open)
         id = f"{prefix}{secrets.token_hex(12)}" if given is None else given.said[0].id
         exchange, keep = await beside(len(body), make, session, body, id)
         await session.schemas.check(exchange.ask, exchange.tool_param, exchange.format_param)
         ids = [id, *(f"{id}-{index}" for index in range(1, exchange.count))]
         ask = session.complete(exchange.ask, exchange.wanted)
         if given is None:
-            session.given.begin(attempt)
+            session.sent.begin(attempt)
 
         async def work() -> bytes | list[bytes]:
             said = await session.answers(ask, ids) if given is None else given.said
-            session.given.keep(Given(attempt, said, client))
+            session.sent.keep(SentAnswer(attempt, said, client))
             session.state.seen(ids)
             if keep is not None:
                 keep(said)
@@ -144,18 +159,18 @@ def application(host: Host) -> Starlette:
 
         named = {"x-areal-call": ",".join(ids), "x-request-id": id, "request-id": id}
         unsent = partial(session.state.unseen, ids)
-        return Answering(
+        return PendingResponse(
             work(), dialect.refusal, unsent, named, exchange.stream, dialect.beat, host.beat_seconds
         )
 
     async def chat_completions(request: Request) -> ASGIApp:
-        def make(session: Session, body: bytes, id: str) -> Made:
+        def make(session: GatewaySession, body: bytes, id: str) -> Made:
             return ChatCompletions(body, id, int(time.time()), session.renderer.text), None
 
         return await answer(request, OPENAI, "chatcmpl-", make)
 
     async def create_response(request: Request) -> ASGIApp:
-        def make(session: Session, body: bytes, id: str) -> Made:
+        def make(session: GatewaySession, body: bytes, id: str) -> Made:
             exchange = Responses(
                 body, id, int(time.time()), session.renderer.text, session.conversations
             )
@@ -183,7 +198,7 @@ def application(host: Host) -> Starlette:
         await session.schemas.check(ask, Messages.tool_param, Messages.format_param)
         renderer = session.renderer
         text = await renderer.rendered(ask.messages, ask.tools, ask.template, ask.continue_final)
-        return told(
+        return json_response(
             {
                 "input_tokens": await beside(
                     len(text),
@@ -196,7 +211,7 @@ def application(host: Host) -> Starlette:
 
     async def models(request: Request) -> ASGIApp:
         known = model(session_of(request))
-        return told(
+        return json_response(
             {
                 "object": "list",
                 "data": [known],
@@ -215,25 +230,27 @@ def application(host: Host) -> Starlette:
                 "model_not_found",
                 "model",
             )
-        return told(model(session))
+        return json_response(model(session))
 
     async def reward(request: Request) -> ASGIApp:
         session = session_of(request)
-        given = Reward.read(await body_of(request, LABEL_MEGABYTES))
-        return told({"call": session.reward(given.reward, given.call), "reward": given.reward})
+        given = RewardBody.read(await body_of(request, LABEL_MEGABYTES))
+        return json_response(
+            {"call": session.reward(given.reward, given.call), "reward": given.reward}
+        )
 
     async def end(request: Request) -> ASGIApp:
         session = session_of(request)
-        given = End.read(await body_of(request, LABEL_MEGABYTES) or b"{}")
+        given = EndBody.read(await body_of(request, LABEL_MEGABYTES) or b"{}")
         session.end(given.reward)
-        return told(session.summary())
+        return json_response(session.summary())
 
     async def state(request: Request) -> ASGIApp:
-        return told(session_of(request).summary())
+        return json_response(session_of(request).summary())
 
     async def open_session(request: Request) -> ASGIApp:
         host.admit(keys_of(request))
-        given = Opening.read(await body_of(request, LABEL_MEGABYTES) or b"{}")
+        given = OpenBody.read(await body_of(request, LABEL_MEGABYTES) or b"{}")
         session = await host.opened(given.label)
         about = {
             "id": session.id,
@@ -255,23 +272,23 @@ def application(host: Host) -> Starlette:
         ("", "GET", OPENAI, state),
     )
     routes = [
-        Route(start + version + path, guarded(handler, dialect), methods=[method])
+        Route(start + version + path, with_errors(handler, dialect), methods=[method])
         for path, method, dialect, handler in per_session
         for version in VERSIONS
         for start in ("/sessions/{session}", "")
         if start + version + path
     ]
-    routes.append(Route("/sessions", guarded(open_session, OPENAI), methods=["POST"]))
-    return Starlette(routes=routes, exception_handlers={HTTPException: unknown})
+    routes.append(Route("/sessions", with_errors(open_session, OPENAI), methods=["POST"]))
+    return Starlette(routes=routes, exception_handlers={HTTPException: no_such_route})
 
 
 def written(
-    exchange: Exchange, said: Sequence[Said], dump: Callable[[Mapping[str, Any]], bytes]
+    exchange: Exchange, said: Sequence[CallAnswer], dump: Callable[[Mapping[str, Any]], bytes]
 ) -> bytes | list[bytes]:
     return exchange.events(said) if exchange.stream else dump(exchange.whole(said))
 
 
-def guarded(handler: Handler, dialect: Dialect) -> Handler:
+def with_errors(handler: Handler, dialect: Dialect) -> Handler:
     """The handler, whatever it raises worded as its API does."""
 
     async def endpoint(request: Request) -> ASGIApp:
@@ -285,7 +302,7 @@ def guarded(handler: Handler, dialect: Dialect) -> Handler:
     return endpoint
 
 
-async def unknown(request: Request, error: Exception) -> Response:
+async def no_such_route(request: Request, error: Exception) -> Response:
     """No such route, or not with this method."""
     assert isinstance(error, HTTPException)
     dialect = ANTHROPIC if "anthropic-version" in request.headers else OPENAI
@@ -298,7 +315,7 @@ async def unknown(request: Request, error: Exception) -> Response:
     )
 
 
-def last_words(error: BaseException) -> str:
+def traceback_end(error: BaseException) -> str:
     """The end of its traceback, as many calls deep as it may be."""
     return "".join(traceback.format_exception(error, limit=-TRACEBACK_CALLS))[
         -TRACEBACK_CHARACTERS:
@@ -333,7 +350,7 @@ async def body_of(request: Request, megabytes: float) -> bytes:
     return b"".join(parts)
 
 
-def model(session: Session) -> dict[str, Any]:
+def model(session: GatewaySession) -> dict[str, Any]:
     """As both APIs describe one."""
     opened = "1970-01-01T00:00:00Z"
     openai = {
@@ -346,5 +363,5 @@ def model(session: Session) -> dict[str, Any]:
     return {**openai, "type": "model", "display_name": MODEL, "created_at": opened}
 
 
-def told(data: Mapping[str, Any]) -> Response:
+def json_response(data: Mapping[str, Any]) -> Response:
     return Response(dumped(data), media_type="application/json")

@@ -7,22 +7,22 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from areal_x.agents.chat.dialogue import Answer, Ask
+from areal_x.agents.chat.dialogue import ChatAnswer, ChatRequest
 from areal_x.agents.gateway.errors import ApiError, unsupported
 from areal_x.agents.gateway.exchange import (
     WITHOUT_EFFECT,
     Body,
+    CallAnswer,
     Count,
     Lenient,
     Many,
     Positive,
-    Said,
+    RequestedSampling,
     Share,
     Some,
     Temperature,
     Text,
     ToolName,
-    Wanted,
     Zero,
     function,
     is_cut,
@@ -116,7 +116,7 @@ class StreamOptions(Lenient):
     include_usage: bool | None = None
 
 
-class ChatRequest(Body):
+class ChatCompletionRequest(Body):
     model: str | None = None
     messages: Annotated[Many[Sent], Field(min_length=1)]
     tools: Many[ToolGiven] | None = None
@@ -164,10 +164,10 @@ class ChatCompletions:
     tool_param, format_param = "tools.{}.function.parameters", "response_format"
 
     def __init__(self, body: bytes, id: str, created: int, text: Text) -> None:
-        asked = ChatRequest.read(body)
+        asked = ChatCompletionRequest.read(body)
         self.id, self.created, self.text, self.asked = id, created, text, asked
         self.count, self.stream = asked.n or 1, bool(asked.stream)
-        self.wanted = Wanted(
+        self.wanted = RequestedSampling(
             asked.max_completion_tokens or asked.max_tokens,
             asked.temperature,
             asked.top_p,
@@ -175,7 +175,7 @@ class ChatCompletions:
         )
         self.ask = ask_of(asked)
 
-    def whole(self, said: Sequence[Said]) -> dict[str, Any]:
+    def whole(self, said: Sequence[CallAnswer]) -> dict[str, Any]:
         choices = []
         for index, one in enumerate(said):
             message = {"refusal": None, **one.answer.reply.message()}
@@ -193,7 +193,7 @@ class ChatCompletions:
             choices.append(choice)
         return {**self._head("chat.completion"), "choices": choices, "usage": usage(said)}
 
-    def events(self, said: Sequence[Said]) -> list[bytes]:
+    def events(self, said: Sequence[CallAnswer]) -> list[bytes]:
         counts = bool(self.asked.stream_options and self.asked.stream_options.include_usage)
         head = self._head("chat.completion.chunk") | ({"usage": None} if counts else {})
         chunks = []
@@ -219,7 +219,7 @@ class ChatCompletions:
         }
 
 
-def ask_of(asked: ChatRequest) -> Ask:
+def ask_of(asked: ChatCompletionRequest) -> ChatRequest:
     choice = asked.tool_choice
     tools = [
         function(
@@ -251,7 +251,7 @@ def ask_of(asked: ChatRequest) -> Ask:
     wanted = asked.response_format or ResponseFormat(type="text")
     given = None if wanted.json_schema is None else wanted.json_schema.schema_
     schema = schema_of(wanted.type, given, ChatCompletions.format_param)
-    return Ask(
+    return ChatRequest(
         messages=asked_for([message_of(message) for message in asked.messages], schema),
         tools=() if choice == "none" else tuple(tools),
         stop=tuple(stop),
@@ -292,7 +292,7 @@ def joined(content: Content) -> str:
     return content if isinstance(content, str) else "\n".join(part.text for part in content)
 
 
-def deltas(answer: Answer) -> list[dict[str, Any]]:
+def deltas(answer: ChatAnswer) -> list[dict[str, Any]]:
     """A message in pieces, as official clients put it together again."""
     reply = answer.reply
     found: list[dict[str, Any]] = [{"role": "assistant", "content": ""}]
@@ -313,13 +313,13 @@ def deltas(answer: Answer) -> list[dict[str, Any]]:
     return found
 
 
-def finish_reason(answer: Answer) -> str:
+def finish_reason(answer: ChatAnswer) -> str:
     if answer.reply.tool_calls:
         return "tool_calls"
     return "length" if is_cut(answer) else "stop"
 
 
-def usage(said: Sequence[Said]) -> dict[str, int]:
+def usage(said: Sequence[CallAnswer]) -> dict[str, int]:
     """Of all completions; the prompt that they share counts once."""
     prompt = len(said[0].answer.prompt)
     completion = sum(len(one.answer.completion.tokens) for one in said)

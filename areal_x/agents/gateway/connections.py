@@ -95,7 +95,7 @@ class Connection(H11Protocol):
             self.transport.abort()
 
 
-class Server(uvicorn.Server):
+class GatewayServer(uvicorn.Server):
     """Serves an application to what a listening socket accepts. Leaves signals to the run, and says
     when it is ready."""
 
@@ -118,7 +118,7 @@ class Server(uvicorn.Server):
         self._listener, self._most = listener, most_connections()
         self._open: dict[Connection, None] = {}  # in the order in which they came
         self._accepting: asyncio.Task[None] | None = None
-        self._told = -TOLD_SECONDS
+        self._warned = -TOLD_SECONDS
 
     def is_open(self, client: tuple[str, int] | None) -> bool:
         """Whether the connection of this client's address is."""
@@ -192,6 +192,6 @@ class Server(uvicorn.Server):
 
     def _tell(self, what: str) -> None:
         now = asyncio.get_running_loop().time()
-        if now - self._told >= TOLD_SECONDS:
-            self._told = now
+        if now - self._warned >= TOLD_SECONDS:
+            self._warned = now
             LOG.warning("%s", what)

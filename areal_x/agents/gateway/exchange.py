@@ -13,7 +13,7 @@ import numpy as np
 from jaxtyping import Int32
 from pydantic import BaseModel, ConfigDict, Field
 
-from areal_x.agents.chat.dialogue import Answer, Ask
+from areal_x.agents.chat.dialogue import ChatAnswer, ChatRequest
 from areal_x.agents.chat.parsing import Reply
 from areal_x.agents.gateway.errors import ApiError
 from areal_x.agents.gateway.response_format import fits, no_schema
@@ -59,7 +59,7 @@ class Lenient(BaseModel):
 
 
 @dataclass(frozen=True)
-class Wanted:
+class RequestedSampling:
     """The sampling that a client asked for; None where it did not say."""
 
     max_tokens: int | None = None
@@ -69,11 +69,11 @@ class Wanted:
 
 
 @dataclass(frozen=True)
-class Said:
+class CallAnswer:
     """One completion as a client is told of it. id: of the call."""
 
     id: str
-    answer: Answer
+    answer: ChatAnswer
 
 
 class Exchange(Protocol):
@@ -83,22 +83,22 @@ class Exchange(Protocol):
 
     tool_param: str
     format_param: str
-    ask: Ask
-    wanted: Wanted
+    ask: ChatRequest
+    wanted: RequestedSampling
     count: int  # completions
     stream: bool
 
-    def whole(self, said: Sequence[Said]) -> dict[str, Any]:
+    def whole(self, said: Sequence[CallAnswer]) -> dict[str, Any]:
         """The answer as one JSON object."""
         ...
 
-    def events(self, said: Sequence[Said]) -> list[bytes]:
+    def events(self, said: Sequence[CallAnswer]) -> list[bytes]:
         """The same answer as the server-sent events of a stream."""
         ...
 
 
 def sampling_for(
-    run: SamplingParams, wanted: Wanted, policy: str
+    run: SamplingParams, wanted: RequestedSampling, policy: str
 ) -> tuple[SamplingParams, tuple[str, ...]]:
     """How a completion is drawn, and the names of what the client asked for and did not get.
 
@@ -148,7 +148,7 @@ class KnownSchemas:
 
     _good: set[bytes] = field(default_factory=set)
 
-    async def check(self, ask: Ask, tool_param: str, format_param: str) -> None:
+    async def check(self, ask: ChatRequest, tool_param: str, format_param: str) -> None:
         """Raises: ApiError for a tool or a format whose schema is none, or costs too much to
         check."""
         for index, tool in enumerate(ask.tools):
@@ -207,7 +207,7 @@ def named(choice: str | None, tools: Sequence[Mapping[str, Any]]) -> None:
         )
 
 
-async def disobeyed(ask: Ask, reply: Reply) -> tuple[str, ...]:
+async def disobeyed(ask: ChatRequest, reply: Reply) -> tuple[str, ...]:
     """The names of what was asked of tool calls and the format and the reply is not, as nothing
     holds a model to it."""
     template, called = ask.template, [call.name for call in reply.tool_calls]
@@ -225,7 +225,7 @@ async def disobeyed(ask: Ask, reply: Reply) -> tuple[str, ...]:
     return tuple(found)
 
 
-def logprobs_of(answer: Answer, text: Text) -> list[dict[str, Any]]:
+def logprobs_of(answer: ChatAnswer, text: Text) -> list[dict[str, Any]]:
     """Of every generated token, as OpenAI writes it."""
     found = []
     for token, logprob in zip(answer.completion.tokens, answer.completion.logprobs, strict=True):
@@ -241,7 +241,7 @@ def logprobs_of(answer: Answer, text: Text) -> list[dict[str, Any]]:
     return found
 
 
-def is_cut(answer: Answer) -> bool:
+def is_cut(answer: ChatAnswer) -> bool:
     """Whether it ended for its length. A text that stops it may stand before its last token."""
     return answer.completion.finish_reason == "length" and answer.stopped_by is None
 

@@ -11,10 +11,10 @@ import gin
 
 from areal_x.agents.chat.rendering import Renderer
 from areal_x.agents.gateway.app import application
-from areal_x.agents.gateway.connections import Server
+from areal_x.agents.gateway.connections import GatewayServer
 from areal_x.agents.gateway.errors import ApiError
-from areal_x.agents.gateway.session import Session
-from areal_x.agents.gateway.session_state import Doors, SessionLimits, same
+from areal_x.agents.gateway.session import GatewaySession
+from areal_x.agents.gateway.session_state import SessionKeys, SessionLimits, same
 from areal_x.errors import UserError, one_of, positive, within
 from areal_x.protocols.engine import SamplingParams
 from areal_x.protocols.workflow import Generator
@@ -25,7 +25,7 @@ LOOPBACK = "127.0.0.1"
 ASK_AGAIN_SECONDS = 1.0
 
 # given the label that the agent named, if it did
-OnOpen = Callable[[str | None], Awaitable[Session | None]]
+OnOpen = Callable[[str | None], Awaitable[GatewaySession | None]]
 
 
 @gin.configurable("gateway", denylist=["on_open"])
@@ -57,9 +57,9 @@ class Gateway:
             on_open,
         )
         self.key = secrets.token_urlsafe(32)  # asks for sessions, and does nothing else
-        self._doors: Doors[Session] = Doors()
-        self._told: set[str] = set()
-        self._server: Server | None = None
+        self._keys: SessionKeys[GatewaySession] = SessionKeys()
+        self._warned: set[str] = set()
+        self._server: GatewayServer | None = None
         self._serving: asyncio.Task[None] | None = None
 
     @property
@@ -77,7 +77,7 @@ class Gateway:
                 " free one"
             ) from error
         self.port = listener.getsockname()[1]
-        self._server = Server(application(self), listener)
+        self._server = GatewayServer(application(self), listener)
         self._serving = background.start(self._server.serve(), "the gateway")
         ready = asyncio.create_task(self._server.ready.wait())
         with waiting(whose(), "the gateway to serve"):
@@ -92,13 +92,13 @@ class Gateway:
         renderer: Renderer,
         sampling: SamplingParams,
         limits: SessionLimits | None = None,
-    ) -> Session:
+    ) -> GatewaySession:
         """A session with a key of its own.
 
         engine: an episode's view of it. sampling: the run's, with the tokens that end a completion.
         """
         id, key = secrets.token_hex(8), secrets.token_urlsafe(32)
-        session = Session(
+        session = GatewaySession(
             id,
             key,
             f"{self.url}/sessions/{id}",
@@ -107,15 +107,15 @@ class Gateway:
             sampling,
             limits or SessionLimits(),
             policy=self.sampling,
-            told=self._told,
-            closed=self._doors.close,
+            told=self._warned,
+            closed=self._keys.close,
         )
-        self._doors.open(id, key, session)
+        self._keys.open(id, key, session)
         return session
 
     async def close(self) -> None:
         """Closes every session and then the server; safe to call twice and after a failed start."""
-        for session in self._doors.things():
+        for session in self._keys.things():
             session.close()
         if self._server is not None and self._serving is not None:
             self._server.should_exit = True
@@ -127,9 +127,9 @@ class Gateway:
         """For the routes: whether this client's connection is."""
         return self._server is not None and self._server.is_open(client)
 
-    def find(self, name: str | None, keys: list[str]) -> Session:
+    def find(self, name: str | None, keys: list[str]) -> GatewaySession:
         """For the routes: see Doors.find."""
-        return self._doors.find(name, keys)
+        return self._keys.find(name, keys)
 
     def admit(self, keys: list[str]) -> None:
         """For the routes. Raises: ApiError for who may not ask for a session."""
@@ -138,7 +138,7 @@ class Gateway:
         if not any(same(key, self.key) for key in keys):
             raise ApiError(401, "asking for a session needs the gateway's key", "invalid_api_key")
 
-    async def opened(self, label: str | None) -> Session:
+    async def opened(self, label: str | None) -> GatewaySession:
         """For the routes: the session of an agent that may ask for one, by this label."""
         assert self.on_open is not None
         if (session := await self.on_open(label)) is None:

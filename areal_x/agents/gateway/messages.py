@@ -8,21 +8,21 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from areal_x.agents.chat.dialogue import Answer, Ask
+from areal_x.agents.chat.dialogue import ChatAnswer, ChatRequest
 from areal_x.agents.gateway.errors import ApiError
 from areal_x.agents.gateway.exchange import (
     WITHOUT_EFFECT,
     Body,
+    CallAnswer,
     Count,
     Lenient,
     Many,
     Positive,
-    Said,
+    RequestedSampling,
     Share,
     Some,
     Temperature,
     ToolName,
-    Wanted,
     as_object,
     function,
     is_cut,
@@ -151,16 +151,18 @@ class Messages:
     def __init__(self, body: bytes, id: str) -> None:
         asked = MessageRequest.read(body)
         self.id, self.asked, self.stream = id, asked, bool(asked.stream)
-        self.wanted = Wanted(asked.max_tokens, asked.temperature, asked.top_p, asked.top_k)
+        self.wanted = RequestedSampling(
+            asked.max_tokens, asked.temperature, asked.top_p, asked.top_k
+        )
         self.ask = ask_of(asked, tuple(asked.stop_sequences or ()))
 
-    def whole(self, said: Sequence[Said]) -> dict[str, Any]:
+    def whole(self, said: Sequence[CallAnswer]) -> dict[str, Any]:
         answer = said[0].answer
         content = blocks_of(answer, self.id)
         usage = self._usage(answer, len(answer.completion.tokens))
         return {**self._begun(), "content": content, **ending(answer), "usage": usage}
 
-    def events(self, said: Sequence[Said]) -> list[bytes]:
+    def events(self, said: Sequence[CallAnswer]) -> list[bytes]:
         answer = said[0].answer
         begun = {
             **self._begun(),
@@ -190,17 +192,17 @@ class Messages:
             "model": self.asked.model or "policy",
         }
 
-    def _usage(self, answer: Answer, generated: int) -> dict[str, int]:
+    def _usage(self, answer: ChatAnswer, generated: int) -> dict[str, int]:
         cached = {"cache_creation_input_tokens": 0, "cache_read_input_tokens": 0}
         return {"input_tokens": len(answer.prompt), "output_tokens": generated, **cached}
 
 
-def counted(body: bytes) -> Ask:
+def counted(body: bytes) -> ChatRequest:
     """The conversation of a request to count its tokens."""
     return ask_of(Conversation.read(body))
 
 
-def ask_of(asked: Conversation, stop: tuple[str, ...] = ()) -> Ask:
+def ask_of(asked: Conversation, stop: tuple[str, ...] = ()) -> ChatRequest:
     choice, output = asked.tool_choice or ToolChoice(type="auto"), asked.output_config
     wanted = (output and output.format) or Format(type="text")
     schema = schema_of(wanted.type, wanted.schema_, Messages.format_param)
@@ -227,7 +229,7 @@ def ask_of(asked: Conversation, stop: tuple[str, ...] = ()) -> Ask:
         raise ApiError(
             400, "the last message uses tools: give their results", "invalid_value", "messages"
         )
-    return Ask(
+    return ChatRequest(
         messages=asked_for((*system, *messages), schema),
         tools=() if choice.type == "none" else tuple(tools),
         stop=stop,
@@ -296,7 +298,7 @@ def arguments_of(given: dict[str, Any]) -> str:
             return json.dumps(given, ensure_ascii=False)
 
 
-def blocks_of(answer: Answer, id: str) -> list[dict[str, Any]]:
+def blocks_of(answer: ChatAnswer, id: str) -> list[dict[str, Any]]:
     """What was said, as content blocks. A tool's arguments that are no JSON object are handed on as
     text in one."""
     reply = answer.reply
@@ -332,7 +334,7 @@ def in_pieces(block: dict[str, Any]) -> tuple[dict[str, Any], Iterator[dict[str,
             )
 
 
-def ending(answer: Answer) -> dict[str, str | None]:
+def ending(answer: ChatAnswer) -> dict[str, str | None]:
     if answer.reply.tool_calls:
         return {"stop_reason": "tool_use", "stop_sequence": None}
     if answer.stopped_by is not None:

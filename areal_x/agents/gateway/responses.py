@@ -7,21 +7,21 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from areal_x.agents.chat.dialogue import Answer, Ask
+from areal_x.agents.chat.dialogue import ChatAnswer, ChatRequest
 from areal_x.agents.gateway.errors import SUPPORTED, ApiError, unsupported
 from areal_x.agents.gateway.exchange import (
     WITHOUT_EFFECT,
     Body,
+    CallAnswer,
     Count,
     Lenient,
     Many,
     Positive,
-    Said,
+    RequestedSampling,
     Share,
     Temperature,
     Text,
     ToolName,
-    Wanted,
     function,
     is_cut,
     logprobs_of,
@@ -129,7 +129,9 @@ class Responses:
             )
         self.id, self.created, self.text, self.asked = id, created, text, asked
         self.stream, self.stores = bool(asked.stream), asked.store is not False
-        self.wanted = Wanted(asked.max_output_tokens, asked.temperature, asked.top_p, asked.top_k)
+        self.wanted = RequestedSampling(
+            asked.max_output_tokens, asked.temperature, asked.top_p, asked.top_k
+        )
         self.format = (asked.text and asked.text.format) or Format(type="text")
         items = (
             [MessageItem(role="user", content=asked.input)]
@@ -139,12 +141,12 @@ class Responses:
         self.messages = (*(earlier[before] if before is not None else ()), *messages_of(items))
         self.ask = self._ask()
 
-    def conversation(self, said: Sequence[Said]) -> tuple[Message, ...]:
+    def conversation(self, said: Sequence[CallAnswer]) -> tuple[Message, ...]:
         """What a request that names this one goes on from: without the instructions, which each
         request gives anew."""
         return (*self.messages, said[0].answer.reply.message())
 
-    def whole(self, said: Sequence[Said]) -> dict[str, Any]:
+    def whole(self, said: Sequence[CallAnswer]) -> dict[str, Any]:
         answer = said[0].answer
         prompt, completion = len(answer.prompt), len(answer.completion.tokens)
         usage = {
@@ -163,7 +165,7 @@ class Responses:
             "usage": usage,
         }
 
-    def events(self, said: Sequence[Said]) -> list[bytes]:
+    def events(self, said: Sequence[CallAnswer]) -> list[bytes]:
         response = self.whole(said)
         found: list[dict[str, Any]] = [
             {"type": "response.created", "response": self._begun()},
@@ -177,7 +179,7 @@ class Responses:
             for number, data in enumerate(found)
         ]
 
-    def _ask(self) -> Ask:
+    def _ask(self) -> ChatRequest:
         asked, choice = self.asked, self.asked.tool_choice
         tools = [
             function(t.name, t.description, t.parameters, self.tool_param.format(i))
@@ -194,7 +196,7 @@ class Responses:
         if asked.instructions is not None:
             system = ({"role": "system", "content": asked.instructions},)
         schema = schema_of(self.format.type, self.format.schema_, self.format_param)
-        return Ask(
+        return ChatRequest(
             messages=asked_for((*system, *self.messages), schema),
             tools=() if choice == "none" else tuple(tools),
             template=template_of(
@@ -233,7 +235,7 @@ class Responses:
             "usage": None,
         }
 
-    def _output(self, answer: Answer) -> list[dict[str, Any]]:
+    def _output(self, answer: ChatAnswer) -> list[dict[str, Any]]:
         reply, own = answer.reply, self.id.removeprefix(PREFIX)
         status = "incomplete" if is_cut(answer) else "completed"
         items: list[dict[str, Any]] = []

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 
-from areal_x.agents.gateway.exchange import Said
+from areal_x.agents.gateway.exchange import CallAnswer
 
 KEPT = 64  # answers of a session, the latest: a retry comes within seconds
 Client = tuple[str, int]  # its address
@@ -30,11 +30,11 @@ class Attempt:
 
 
 @dataclass(frozen=True)
-class Given:
+class SentAnswer:
     """An answer that was made. client: where it was sent to."""
 
     attempt: Attempt
-    said: Sequence[Said]
+    said: Sequence[CallAnswer]
     client: Client | None
 
 
@@ -46,18 +46,18 @@ def attempt_at(path: str, headers: Mapping[str, str], body: bytes) -> Attempt:
 
 
 @dataclass
-class Answers:
+class SentAnswers:
     """The latest answers of one session."""
 
     # by the ids of their calls
-    _given: OrderedDict[tuple[str, ...], Given] = field(default_factory=OrderedDict)
+    _given: OrderedDict[tuple[str, ...], SentAnswer] = field(default_factory=OrderedDict)
     _asked: Counter[bytes] = field(default_factory=Counter)  # first attempts that were begun
 
     def begin(self, attempt: Attempt) -> None:
         """It will be answered anew."""
         self._asked[attempt.digest] += attempt.number == 0
 
-    def keep(self, given: Given) -> None:
+    def keep(self, given: SentAnswer) -> None:
         ids = tuple(one.id for one in given.said)
         self._given[ids] = given
         self._given.move_to_end(ids)
@@ -66,7 +66,7 @@ class Answers:
 
     def lost(
         self, attempt: Attempt, client: Client | None, is_open: Callable[[Client | None], bool]
-    ) -> Given | None:
+    ) -> SentAnswer | None:
         """The answer that this attempt asks for again, which is from now on sent to this client;
         None where there is none.
 

@@ -11,11 +11,17 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 from areal_x.agents.chat.calls import Call
-from areal_x.agents.chat.dialogue import Answer, Ask, Speaker
+from areal_x.agents.chat.dialogue import ChatAnswer, ChatEngine, ChatRequest
 from areal_x.agents.chat.rendering import Renderer
 from areal_x.agents.gateway.errors import ApiError
-from areal_x.agents.gateway.exchange import KnownSchemas, Said, Wanted, disobeyed, sampling_for
-from areal_x.agents.gateway.retries import Answers
+from areal_x.agents.gateway.exchange import (
+    CallAnswer,
+    KnownSchemas,
+    RequestedSampling,
+    disobeyed,
+    sampling_for,
+)
+from areal_x.agents.gateway.retries import SentAnswers
 from areal_x.agents.gateway.session_state import SessionLimits, SessionState, over
 from areal_x.protocols.engine import EngineError, SamplingParams
 from areal_x.protocols.workflow import Generator
@@ -27,7 +33,7 @@ LOG = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
-class Session:
+class GatewaySession:
     """One episode of an agent, as the workflow holds it. A context manager that closes itself.
 
     id, key, url: what the agent is told; base_url: what its client is given (an OpenAI client
@@ -52,18 +58,18 @@ class Session:
     ) -> None:
         self.id, self.key, self.url, self.base_url = id, key, url, f"{url}/v1"
         self.engine, self.renderer, self.sampling, self.limits = engine, renderer, sampling, limits
-        self.speaker = Speaker(renderer, engine)
+        self.speaker = ChatEngine(renderer, engine)
         self.state = SessionState(limits, _now())
         self.conversations: dict[str, tuple[Message, ...]] = {}
         self.overruled: Counter[str] = Counter()
         self.schemas = KnownSchemas()
-        self.given = Answers()
-        self._policy, self._told, self._closed = policy, told, closed
-        self._running: set[asyncio.Future[Answer]] = set()
+        self.sent = SentAnswers()
+        self._policy, self._warned, self._closed = policy, told, closed
+        self._running: set[asyncio.Future[ChatAnswer]] = set()
         self._changed = asyncio.Event()
         self._lost: EngineError | None = None
 
-    def __enter__(self) -> Session:
+    def __enter__(self) -> GatewaySession:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -117,13 +123,13 @@ class Session:
         self._stop()
         self._closed(self.id)
 
-    def complete(self, ask: Ask, wanted: Wanted) -> Ask:
+    def complete(self, ask: ChatRequest, wanted: RequestedSampling) -> ChatRequest:
         """The request with the sampling that the run allows. What it does not allow is counted, and
         said once a run."""
         chosen, overruled = sampling_for(self.sampling, wanted, self._policy)
         self.overruled.update(overruled)
-        for name in sorted(set(overruled) - self._told):
-            self._told.add(name)
+        for name in sorted(set(overruled) - self._warned):
+            self._warned.add(name)
             LOG.warning(
                 "an agent asked for %s = %s and gets %s, as gateway.sampling = %r (said once)",
                 name,
@@ -133,7 +139,7 @@ class Session:
             )
         return replace(ask, sampling=chosen)
 
-    async def answers(self, ask: Ask, ids: Sequence[str]) -> list[Said]:
+    async def answers(self, ask: ChatRequest, ids: Sequence[str]) -> list[CallAnswer]:
         """As many completions as there are ids, recorded as calls when all of them are there, and
         only then.
 
@@ -144,7 +150,7 @@ class Session:
         try:
             async with asyncio.TaskGroup() as group:
                 tasks = [group.create_task(self._answer(ask, id)) for id in ids]
-            said = [Said(id, task.result()) for id, task in zip(ids, tasks, strict=True)]
+            said = [CallAnswer(id, task.result()) for id, task in zip(ids, tasks, strict=True)]
             for one in said:
                 self._do(self.state.finish, Call(one.id, one.answer.prompt, one.answer.completion))
                 await self._count_disobedience(ask, one.answer)
@@ -175,7 +181,7 @@ class Session:
             "overruled": dict(self.overruled),
         }
 
-    async def _answer(self, ask: Ask, id: str) -> Answer:
+    async def _answer(self, ask: ChatRequest, id: str) -> ChatAnswer:
         work = asyncio.ensure_future(self.speaker.answer(ask, id))
         self._running.add(work)
         try:
@@ -193,11 +199,11 @@ class Session:
             )
         return answer
 
-    async def _count_disobedience(self, ask: Ask, answer: Answer) -> None:
+    async def _count_disobedience(self, ask: ChatRequest, answer: ChatAnswer) -> None:
         missed = await disobeyed(ask, answer.reply)
         self.overruled.update(missed)
-        for name in set(missed) - self._told:
-            self._told.add(name)
+        for name in set(missed) - self._warned:
+            self._warned.add(name)
             wanted = ask.format if name == "format" else ask.template[name]
             LOG.warning(
                 "an agent asked for %s = %.200s, which the model did not follow (said once)",

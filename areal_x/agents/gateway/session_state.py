@@ -199,7 +199,7 @@ class _Entry(Generic[T]):
 
 
 @dataclass
-class Doors(Generic[T]):
+class SessionKeys(Generic[T]):
     """Which key opens what. A key is looked up by its digest, so that no time tells how much of it
     was right."""
 

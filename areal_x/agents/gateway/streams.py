@@ -18,7 +18,7 @@ STREAM = {"content-type": "text/event-stream; charset=utf-8", "cache-control": "
 
 
 @dataclass(frozen=True)
-class Refusal:
+class ErrorResponse:
     """An answer other than 200. in_stream: the same as a stream's last events, where it had
     begun."""
 
@@ -29,7 +29,7 @@ class Refusal:
 
 
 @dataclass(frozen=True)
-class Answering:
+class PendingResponse:
     """The ASGI response to one request while its answer is computed.
 
     unsent: called where there was an answer and nobody to read it. work: gives a JSON body, or the
@@ -39,7 +39,7 @@ class Answering:
     """
 
     work: Coroutine[Any, Any, bytes | list[bytes]]
-    refusal: Callable[[BaseException], Refusal]
+    refusal: Callable[[BaseException], ErrorResponse]
     unsent: Callable[[], None]
     headers: Mapping[str, str] = field(default_factory=dict)
     stream: bool = False

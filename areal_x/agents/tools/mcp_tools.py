@@ -14,7 +14,7 @@ from typing import Any
 
 import gin
 
-from areal_x.agents.external_program import of_this_process
+from areal_x.agents.external_program import inherited_environment
 from areal_x.agents.json_checks import json_bounds
 from areal_x.agents.tools.mcp_worker import LINE
 from areal_x.agents.tools.toolbox import Schema, Tool, ToolError, schema_of
@@ -218,7 +218,7 @@ class Connection:
         }
         return await asyncio.create_subprocess_exec(
             *guard.command(MODULE, sys.path, told, os.getpid()),
-            env=of_this_process((*server.variables, server.key_variable)),
+            env=inherited_environment((*server.variables, server.key_variable)),
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             limit=LINE,

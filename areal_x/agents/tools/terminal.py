@@ -37,7 +37,7 @@ BASE64 = 4 / 3  # characters of a byte
 
 
 @dataclass(frozen=True)
-class Ran:
+class CommandResult:
     """What became of a command. code: its exit status; None where it was ended. output: what it
     printed."""
 
@@ -67,19 +67,19 @@ class Folder:
         self._archive = archive(files)
         self._lock = asyncio.Lock()
 
-    async def run(self, command: str) -> Ran:
+    async def run(self, command: str) -> CommandResult:
         """What a command does stays. One that takes too much memory, files or processes leaves all
         as it was before."""
         async with self._lock:
             ran, self._archive = await self._run(command, test=False)
             return ran
 
-    async def look(self, command: str) -> Ran:
+    async def look(self, command: str) -> CommandResult:
         """What a command would do: nothing of it stays, so any number may look at once. It reads no
         settings from the folder, and no module there in the place of Python's own."""
         return (await self._run(command, test=True))[0]
 
-    async def _run(self, command: str, test: bool) -> tuple[Ran, str]:
+    async def _run(self, command: str, test: bool) -> tuple[CommandResult, str]:
         limits, held = self._limits, self._archive
         asked = {
             "archive": held,
@@ -95,14 +95,16 @@ class Folder:
                 if result.error is None
                 else result.error.splitlines()[-1]
             )
-            return Ran("", None, f"{why}: the files are as they were before this command"), held
+            return CommandResult(
+                "", None, f"{why}: the files are as they were before this command"
+            ), held
         told = json.loads(result.output)
         late = (
             f"the command was ended after {limits.seconds:g} seconds"
             if told["code"] is None
             else None
         )
-        return Ran(told["output"], told["code"], late), told["archive"]
+        return CommandResult(told["output"], told["code"], late), told["archive"]
 
 
 def sandbox_for(limits: SandboxLimits, folder_mb: float, workers: int) -> Sandbox:
@@ -160,7 +162,8 @@ def share_of_tests(task: Task, text: str) -> float:
     """
     printed = json.loads(text)
     right = [
-        lines(said) == lines(wanted) for said, wanted in zip(printed, task.answer, strict=True)
+        lines(next_reply) == lines(wanted)
+        for next_reply, wanted in zip(printed, task.answer, strict=True)
     ]
     return sum(right) / len(right)
 

@@ -6,7 +6,7 @@ import asyncio
 
 import numpy as np
 
-from areal_x.agents.chat.dialogue import Dialogue, Speaker
+from areal_x.agents.chat.dialogue import ChatEngine, Dialogue
 from areal_x.agents.chat.merging import merged
 from areal_x.agents.chat.rendering import TemplateRenderer
 from areal_x.batching.packing import pack
@@ -36,7 +36,7 @@ def talked(family, backend, directory, seeds, slots=32):
     async def talk(seed):
         rng = np.random.default_rng(seed)
         thinks = {"enable_thinking": False} if family == "qwen3" and rng.random() < 0.5 else {}
-        speaker = Speaker(TemplateRenderer(tokenizer), engine)
+        speaker = ChatEngine(TemplateRenderer(tokenizer), engine)
         dialogue = Dialogue(speaker, sampling, tools=TOOLS if rng.random() < 0.3 else (), template=thinks)
         async with free:
             for _ in range(TURNS):

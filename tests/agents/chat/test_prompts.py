@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from areal_x.agents.chat.dialogue import Ask, Speaker
+from areal_x.agents.chat.dialogue import ChatEngine, ChatRequest
 from areal_x.agents.chat.merging import merged
-from areal_x.agents.chat.prompts import Memory, keys, prompt_of
+from areal_x.agents.chat.prompts import ReplyCache, build_prompt, keys
 from areal_x.agents.chat.rendering import PlainRenderer, TemplateRenderer
 from areal_x.protocols.engine import SamplingParams
 from tests.agents.chat.conversations import FAMILIES, Policy
@@ -25,7 +25,7 @@ def speaking(family, *replies, **how):
     """A speaker that will say these texts, each in single characters, which is not how a tokenizer writes them."""
     tokenizer = tokenizer_of(family)
     tokens = [reply if isinstance(reply, list) else spelt(tokenizer, reply) for reply in replies]
-    return Speaker(TemplateRenderer(tokenizer), Says(*tokens, **how)), tokenizer
+    return ChatEngine(TemplateRenderer(tokenizer), Says(*tokens, **how)), tokenizer
 
 
 def spelt(tokenizer, text):
@@ -40,7 +40,7 @@ def spelt(tokenizer, text):
 
 
 def say(speaker, *messages, **how):
-    return asyncio.run(speaker.answer(Ask(tuple(messages), **how)))
+    return asyncio.run(speaker.answer(ChatRequest(tuple(messages), **how)))
 
 
 def behind(tokenizer, first, second):
@@ -248,7 +248,7 @@ def test_an_aborted_reply_is_not_gone_on_with():
 
 def test_plain_text_goes_on_behind_the_tokens_too():
     tokenizer = tokenizer_of("qwen25")
-    speaker = Speaker(PlainRenderer(tokenizer), Says(spelt(tokenizer, "41<|im_end|>"), spelt(tokenizer, "42")))
+    speaker = ChatEngine(PlainRenderer(tokenizer), Says(spelt(tokenizer, "41<|im_end|>"), spelt(tokenizer, "42")))
     first = say(speaker, {"role": "user", "content": "6*7="})
     assert tokenizer.decode(first.prompt) == "6*7="
     second = say(speaker, {"role": "user", "content": "6*7="}, first.reply.message(), {"role": "user", "content": " no: "})
@@ -298,11 +298,11 @@ def test_a_word_of_the_conversation_is_never_taken_for_the_mark_of_a_reply():
 
 
 def test_replies_are_remembered_by_conversation():
-    memory = Memory()
+    memory = ReplyCache()
     renderer = TemplateRenderer(tokenizer_of("qwen25"))
-    prompt = asyncio.run(prompt_of(renderer, memory, [USER]))
+    prompt = asyncio.run(build_prompt(renderer, memory, [USER]))
     assert prompt.tokens.tolist() == renderer.encode(prompt.text).tolist()
-    assert memory.found([USER, {"role": "assistant", "content": "x"}]) == {}
+    assert memory.find([USER, {"role": "assistant", "content": "x"}]) == {}
 
 
 def spelt_by(tokenizer, messages):

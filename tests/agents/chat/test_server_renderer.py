@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from transformers import AutoTokenizer
 
-from areal_x.agents.chat.dialogue import Ask, Speaker
+from areal_x.agents.chat.dialogue import ChatEngine, ChatRequest
 from areal_x.agents.chat.merging import merged
 from areal_x.agents.chat.rendering import TemplateRenderer, Unrenderable
 from areal_x.agents.chat.server_renderer import ServerRenderer
@@ -49,10 +49,10 @@ def test_messages_that_the_template_refuses_are_the_askers_mistake(renderer, run
 
 def test_a_conversation_goes_on_with_the_tokens_that_were_generated(renderer, vllm_engine, run):
     async def talk():
-        speaker = Speaker(renderer, vllm_engine)
+        speaker = ChatEngine(renderer, vllm_engine)
         messages = [{"role": "user", "content": "1+2="}]
         for _ in range(3):
-            answer = await speaker.answer(Ask(tuple(messages), sampling=SamplingParams(max_tokens=6)))
+            answer = await speaker.answer(ChatRequest(tuple(messages), sampling=SamplingParams(max_tokens=6)))
             messages += [answer.reply.message(), {"role": "user", "content": "go on"}]
         return speaker.calls
 

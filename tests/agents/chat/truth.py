@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from areal_x.agents.chat.dialogue import Ask, Speaker
+from areal_x.agents.chat.dialogue import ChatEngine, ChatRequest
 from areal_x.agents.chat.merging import merged
 from areal_x.agents.chat.rendering import TemplateRenderer
 from areal_x.protocols.engine import SamplingParams
@@ -35,13 +35,13 @@ async def truth_of(
     """turns: completions that are asked for. noise: of how many the tokens are any at all."""
     tokenizer = tokenizer_of(family)
     engine = Says(context=10**6)
-    speaker = Speaker(TemplateRenderer(tokenizer), engine)
+    speaker = ChatEngine(TemplateRenderer(tokenizer), engine)
     talk = Conversation(family, seed, tokenizer, noise, most_noise)
 
     async def answer(messages, tools, template, tokens, ended):
         engine.replies.append(tokens)
         engine.finish_reason = "stop" if ended else "length"
-        got = await speaker.answer(Ask(tuple(messages), tuple(tools), SamplingParams(), (), template))
+        got = await speaker.answer(ChatRequest(tuple(messages), tuple(tools), SamplingParams(), (), template))
         return Said(got.prompt, got.completion.tokens, got.reply.message())
 
     await talk.run(answer, turns, branches)

@@ -10,7 +10,7 @@ from anthropic.types import message_create_params
 from openai.types.chat import completion_create_params
 from openai.types.responses import response_create_params
 
-from areal_x.agents.gateway.chat_completions import ChatRequest
+from areal_x.agents.gateway.chat_completions import ChatCompletionRequest
 from areal_x.agents.gateway.messages import MessageRequest
 from areal_x.agents.gateway.responses import ResponseRequest
 from areal_x.agents.gateway.session_state import SessionLimits
@@ -19,7 +19,7 @@ PAGE = (Path(__file__).parents[3] / "docs" / "gateway.md").read_text()
 HI = [{"role": "user", "content": "hi"}]
 APIS = {
     "Chat completions": (
-        ChatRequest,
+        ChatCompletionRequest,
         completion_create_params.CompletionCreateParamsBase,
         "/chat/completions",
         {"messages": HI},

@@ -8,9 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import TypeAdapter
 
-from areal_x.agents.chat.dialogue import Answer
+from areal_x.agents.chat.dialogue import ChatAnswer
 from areal_x.agents.chat.parsing import Reply, ToolCall
-from areal_x.agents.gateway.exchange import Said
+from areal_x.agents.gateway.exchange import CallAnswer
 from areal_x.agents.gateway.messages import Messages, Sent, messages_of
 from areal_x.protocols.engine import Completion
 from tests.agents.gateway.scripted import END, letters, read, tool
@@ -201,9 +201,9 @@ calls = st.lists(st.builds(ToolCall, texts, texts, arguments), max_size=3).map(t
 @given(st.builds(Reply, st.none() | texts, st.none() | texts, calls))
 def test_what_comes_back_is_the_message_that_the_model_gave(reply):
     """Else its tokens would not be found again. Arguments that are JSON may be spaced otherwise."""
-    answer = Answer(letters("p"), Completion(letters("c"), [0.0], [0], "stop"), reply)
+    answer = ChatAnswer(letters("p"), Completion(letters("c"), [0.0], [0], "stop"), reply)
     body = json.dumps({"messages": HI, "max_tokens": 5}).encode()
-    said = Messages(body, "msg_1").whole([Said("msg_1", answer)])
+    said = Messages(body, "msg_1").whole([CallAnswer("msg_1", answer)])
     sent = {"role": "assistant", "content": said["content"]}
     (back,) = messages_of(TypeAdapter(Sent).validate_json(json.dumps(sent)))
     wanted = reply.message()

@@ -8,9 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import TypeAdapter
 
-from areal_x.agents.chat.dialogue import Answer
+from areal_x.agents.chat.dialogue import ChatAnswer
 from areal_x.agents.chat.parsing import Reply, ToolCall
-from areal_x.agents.gateway.exchange import Said
+from areal_x.agents.gateway.exchange import CallAnswer
 from areal_x.agents.gateway.items import Item, messages_of
 from areal_x.agents.gateway.responses import Responses
 from areal_x.protocols.engine import Completion
@@ -207,8 +207,8 @@ def test_what_comes_back_is_the_message_that_the_model_gave(replies):
     exchange = Responses(b'{"input": "hi"}', "resp_1", 0, str, {})
     items, messages = [], []
     for index, reply in enumerate(replies):
-        answer = Answer(letters("p"), Completion(letters("c"), [0.0], [0], "stop"), reply)
-        items += [*exchange.whole([Said("resp_1", answer)])["output"], {"role": "user", "content": str(index)}]
+        answer = ChatAnswer(letters("p"), Completion(letters("c"), [0.0], [0], "stop"), reply)
+        items += [*exchange.whole([CallAnswer("resp_1", answer)])["output"], {"role": "user", "content": str(index)}]
         messages += [reply.message(), {"role": "user", "content": str(index)}]
     assert messages_of(TypeAdapter(list[Item]).validate_json(json.dumps(items))) == messages
 

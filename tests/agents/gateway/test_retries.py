@@ -9,7 +9,7 @@ import httpx
 import openai
 import pytest
 
-from areal_x.agents.gateway.retries import Answers, Attempt, Given, attempt_at
+from areal_x.agents.gateway.retries import Attempt, SentAnswer, SentAnswers, attempt_at
 from tests.agents.gateway.test_gateway import HI
 
 
@@ -147,10 +147,10 @@ class Told:
 def test_what_is_asked_on_purpose_is_answered_anew():
     first, again = Attempt(b"d", "", 0), Attempt(b"d", "", 1)
     here, there = ("a", 1), ("a", 2)
-    answers = Answers()
+    answers = SentAnswers()
     assert answers.lost(first, here, lambda _: False) is None
     answers.begin(first)
-    answers.keep(Given(first, [Told("1")], here))
+    answers.keep(SentAnswer(first, [Told("1")], here))
     assert answers.lost(first, there, lambda _: False) is None  # a first attempt
     assert answers.lost(again, there, lambda _: True) is None  # its client is still there
     assert answers.lost(Attempt(b"e", "", 1), there, lambda _: False) is None  # another request

@@ -11,7 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from areal_x.agents.chat.calls import Call
 from areal_x.agents.gateway import session_state
 from areal_x.agents.gateway.errors import ApiError
-from areal_x.agents.gateway.session_state import Doors, SessionLimits, SessionState
+from areal_x.agents.gateway.session_state import SessionKeys, SessionLimits, SessionState
 from areal_x.errors import ConfigError
 from areal_x.protocols.engine import Completion
 from areal_x.types import Failed, Scored, TimedOut
@@ -175,7 +175,7 @@ def test_limits_are_positive(name):
 
 
 def test_a_key_opens_its_own_session_by_name_or_alone():
-    doors = Doors()
+    doors = SessionKeys()
     for name in "ab":
         doors.open(name, f"key of {name}", name.upper())
     assert doors.find("a", ["key of a"]) == "A"
@@ -187,7 +187,7 @@ def test_a_key_opens_its_own_session_by_name_or_alone():
 
 def test_a_closed_session_is_told_from_one_that_never_was_for_a_while(monkeypatch):
     monkeypatch.setattr(session_state, "REMEMBERED", 2)
-    doors = Doors()
+    doors = SessionKeys()
     for name in "abc":
         doors.open(name, f"key of {name}", name)
     for name in "aab":
