@@ -18,7 +18,7 @@ from areal_x.agents.external_program import run_program
 from areal_x.agents.gateway import gateway
 from areal_x.agents.gateway.gateway import Gateway
 from areal_x.agents.online import Online
-from areal_x.agents.tools.mcp_tools import Connection, McpServer
+from areal_x.agents.tools.mcp_tools import McpConnection, McpServer
 from areal_x.agents.tools.toolbox import Toolbox
 from areal_x.engines.embedded import EmbeddedEngine
 from areal_x.rewards.pool import RewardPool
@@ -157,7 +157,7 @@ async def _(stall: Stall) -> None:
 TOLD = {"name": "search", "description": "", "parameters": {}}
 
 
-class Connected(Connection):
+class Connected(McpConnection):
     """To a server that is named, through a process that says these lines; before: what it waits for first."""
 
     def __init__(self, *lines: dict[str, Any], before: Any = None, ends: Any = None) -> None:

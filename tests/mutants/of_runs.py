@@ -160,7 +160,7 @@ MUTANTS: list[Mutant] = [
             "        logprobs=np.concatenate([old.logprobs, new.logprobs[held:]]),",
             "        logprobs=new.logprobs,",
         ),
-        ("each call is trained on as if it had no history", "        if whole:\n", "        if not lines:\n"),
+        ("each call is trained on as if it had no history", "        if whole:\n", "        if not trajectories:\n"),
     ),
     *planted(
         "areal_x/agents/chat/credit.py",
@@ -172,8 +172,8 @@ MUTANTS: list[Mutant] = [
         ),
         (
             "every call is credited where only the last should be",
-            "            return [line.trajectory for line in individual(calls[last:]).lines]",
-            "            return [line.trajectory for line in individual(calls).lines]",
+            "            return [item.trajectory for item in separate_calls(calls[last:]).trajectories]",
+            "            return [item.trajectory for item in separate_calls(calls).trajectories]",
         ),
     ),
     *planted(

@@ -27,7 +27,7 @@ from areal_x.agents.gateway_workflow import GatewayWorkflow
 from areal_x.agents.multi_turn import MultiTurn, ToolUse
 from areal_x.agents.tools.calculator import Calculator
 from areal_x.agents.tools.mcp_tools import McpServer
-from areal_x.agents.tools.toolbox import Toolbox, schema_of
+from areal_x.agents.tools.toolbox import Toolbox, tool_schema
 from areal_x.protocols.engine import Completion, SamplingParams
 from areal_x.runtime import loop as loops
 from areal_x.types import Scored, Task
@@ -345,14 +345,14 @@ def nothing(task, text):
 class Echo:
     """A tool that says as much as it is told to."""
 
-    name, schema = "echo", schema_of("echo", "", {"type": "object", "properties": {"size": {"type": "integer"}}})
+    name, schema = "echo", tool_schema("echo", "", {"type": "object", "properties": {"size": {"type": "integer"}}})
 
     async def call(self, arguments):
         return "is " * arguments.get("size", 1)
 
 
 class Picky:
-    name, schema = "picky", schema_of("picky", "", PATTERN)
+    name, schema = "picky", tool_schema("picky", "", PATTERN)
 
     async def call(self, arguments):
         return ""
@@ -451,9 +451,9 @@ def test_a_tree_of_many_branches_becomes_trajectories_in_short_turns(watched):
         async def run(self, task, engine):
             with await self.open(engine) as session:
                 for number in range(100):
-                    ask = session.speaker
+                    ask = session.chat_engine
                     await ask.answer(branch(number), str(number))
-                for call in session.speaker.calls:
+                for call in session.chat_engine.calls:
                     session.state.begin([call.id], 0)
                     session.state.finish(call, 0)
                 return await self.episode(session, Scored(1.0))

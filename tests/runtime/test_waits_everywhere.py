@@ -80,7 +80,7 @@ ALLOWED: dict[str, Inside | Bounded | str] = {
     "agents/gateway/connections.py GatewayServer._accept: await loop.sock_accept": OURS_TO_END,
     "agents/gateway/connections.py GatewayServer.shutdown: await asyncio.gather": AT_ONCE,
     "agents/gateway/session.py GatewaySession.answers: task.result()": AT_ONCE,
-    "agents/gateway/gateway.py Gateway.opened: await self.on_open": Inside("the gateway to serve"),
+    "agents/gateway/gateway.py Gateway.open_waiting: await self.on_open": Inside("the gateway to serve"),
     "agents/gateway/gateway.py Gateway.start: self._server.ready.wait()": Inside("the gateway to serve"),
     "agents/gateway/gateway.py Gateway.start: self._serving.result()": AT_ONCE,
     "agents/gateway/streams.py PendingResponse.__call__: await asyncio.gather": AT_ONCE,
@@ -96,10 +96,10 @@ ALLOWED: dict[str, Inside | Bounded | str] = {
     "runtime/loop.py result: wait()": Inside(GROUPS),  # and in every other call of the rollout
     "runtime/loop.py run: thread.join()": AT_ONCE,
     "runtime/loop.py together: await asyncio.gather": Inside(SERVER),
-    "agents/tools/mcp_tools.py told_by: await process.stdout.readline": Inside(MCP),  # or on the task that reads answers
-    "agents/tools/mcp_tools.py Connection._started: await asyncio.create_subprocess_exec": Inside(MCP),
-    "agents/tools/mcp_tools.py Connection.call: async with self._opening": Inside(MCP),
-    "agents/tools/mcp_tools.py Connection.open: async with self._opening": Inside(MCP),
+    "agents/tools/mcp_tools.py read_message: await process.stdout.readline": Inside(MCP),  # or on the task that reads answers
+    "agents/tools/mcp_tools.py McpConnection._started: await asyncio.create_subprocess_exec": Inside(MCP),
+    "agents/tools/mcp_tools.py McpConnection.call: async with self._opening": Inside(MCP),
+    "agents/tools/mcp_tools.py McpConnection.open: async with self._opening": Inside(MCP),
     "agents/online.py Online.run: self.slots.wait()": AT_ONCE,
     "rollout/pacing.py WavePacing._deliver: done.result()": AT_ONCE,
     "rollout/pacing.py WavePacing.generate: await future": Inside(ENGINE),

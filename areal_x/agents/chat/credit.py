@@ -31,8 +31,8 @@ from areal_x.agents.chat.calls import Call
 from areal_x.agents.chat.merging import (
     MergedTrajectories,
     MergedTrajectory,
-    individual,
-    merged,
+    merge_calls,
+    separate_calls,
     trainable,
 )
 from areal_x.errors import one_of, within
@@ -83,17 +83,17 @@ def episode_of_calls(calls: Sequence[Call], outcome: Outcome | None, credit: Cre
             Failed(f"none of the {len(calls)} calls of the episode has a token to train on")
         )
     reward, details = (sum(given), {}) if outcome is None else (outcome.reward, outcome.details)
-    lines = merged(kept) if credit.export == "merged" else individual(kept)
+    merged = merge_calls(kept) if credit.export == "merged" else separate_calls(kept)
     trajectories = tuple(
         replace(t, reward=reward)
-        for t in _credited(kept, lines, sum(given) if given else None, reward, credit)
+        for t in _with_credit(kept, merged, sum(given) if given else None, reward, credit)
     )
-    return Episode(Scored(reward, {**details, **lines.counts}), trajectories)
+    return Episode(Scored(reward, {**details, **merged.counts}), trajectories)
 
 
-def _credited(
+def _with_credit(
     calls: Sequence[Call],
-    lines: MergedTrajectories,
+    merged: MergedTrajectories,
     given: float | None,
     reward: float,
     credit: Credit,
@@ -101,36 +101,39 @@ def _credited(
     last = len(calls) - 1
     match credit.how:
         case "last":
-            return [line.trajectory for line in individual(calls[last:]).lines]
+            return [item.trajectory for item in separate_calls(calls[last:]).trajectories]
         case "discounted":
             counts = [credit.discount ** (last - index) for index in range(len(calls))]
-            return [replace(line.trajectory, credit=_by_call(line, counts)) for line in lines.lines]
+            return [
+                replace(item.trajectory, credit=_by_token(item, counts))
+                for item in merged.trajectories
+            ]
         case "given" if given is not None:
             earned = [call.reward or 0.0 for call in calls]
             earned[last] += reward - sum(earned)
             return [
-                replace(line.trajectory, token_rewards=_moved(line, earned, reward))
-                for line in lines.lines
+                replace(item.trajectory, token_rewards=_token_rewards(item, earned, reward))
+                for item in merged.trajectories
             ]
         case _:
-            return [line.trajectory for line in lines.lines]
+            return [item.trajectory for item in merged.trajectories]
 
 
-def _by_call(line: MergedTrajectory, values: Sequence[float]) -> Float32[np.ndarray, " T"]:
+def _by_token(item: MergedTrajectory, values: Sequence[float]) -> Float32[np.ndarray, " T"]:
     """Each call's value at its tokens, 1 at context."""
-    out = np.ones(len(line.trajectory), np.float32)
-    for span in line.spans:
+    out = np.ones(len(item.trajectory), np.float32)
+    for span in item.spans:
         out[span.start : span.stop] = values[span.call]
     return out
 
 
-def _moved(
-    line: MergedTrajectory, earned: Sequence[float], reward: float
+def _token_rewards(
+    item: MergedTrajectory, earned: Sequence[float], reward: float
 ) -> Float32[np.ndarray, " T"]:
     """From the last token, where all of the reward will be added, to where each call earned its
     part."""
-    out = np.zeros(len(line.trajectory), np.float64)
-    for span in line.spans:
+    out = np.zeros(len(item.trajectory), np.float64)
+    for span in item.spans:
         out[span.stop - 1] += earned[span.call]
     out[0] += reward - out.sum()
     out[-1] -= reward

@@ -54,37 +54,37 @@ class MergedTrajectories:
     """counts: how many calls were of each kind, of those with something to train on; empty where
     nothing was merged."""
 
-    lines: tuple[MergedTrajectory, ...]
+    trajectories: tuple[MergedTrajectory, ...]
     counts: Mapping[str, int] = field(default_factory=dict)
 
 
-def individual(calls: Sequence[Call]) -> MergedTrajectories:
+def separate_calls(calls: Sequence[Call]) -> MergedTrajectories:
     """Each call as a trajectory of its own. Calls without tokens and those that the engine aborted
     are left out."""
     return MergedTrajectories(
-        tuple(_begun(index, call) for index, call in enumerate(calls) if trainable(call))
+        tuple(_from_call(index, call) for index, call in enumerate(calls) if trainable(call))
     )
 
 
-def merged(calls: Sequence[Call]) -> MergedTrajectories:
+def merge_calls(calls: Sequence[Call]) -> MergedTrajectories:
     """As few trajectories as hold every generated token once. Calls without tokens and those that
     the engine aborted are left out. Among lines that a call could continue it continues the
     longest."""
-    lines: list[MergedTrajectory] = []
+    trajectories: list[MergedTrajectory] = []
     counts: Counter[Kind] = Counter()
     for index, call in enumerate(calls):
         if not trainable(call):
             continue
-        shared = [common_prefix(line.trajectory.tokens, call.prompt) for line in lines]
-        whole = [i for i, line in enumerate(lines) if shared[i] == len(line.trajectory)]
+        shared = [common_prefix(merged.trajectory.tokens, call.prompt) for merged in trajectories]
+        whole = [i for i, merged in enumerate(trajectories) if shared[i] == len(merged.trajectory)]
         if whole:
             longest = max(whole, key=lambda i: shared[i])
-            lines[longest] = _continued(lines[longest], index, call)
+            trajectories[longest] = _extended(trajectories[longest], index, call)
             counts["continued"] += 1
             continue
-        lines.append(_begun(index, call))
-        counts[_kind(lines[:-1], shared, call)] += 1
-    return MergedTrajectories(tuple(lines), {kind: counts[kind] for kind in KINDS})
+        trajectories.append(_from_call(index, call))
+        counts[_kind(trajectories[:-1], shared, call)] += 1
+    return MergedTrajectories(tuple(trajectories), {kind: counts[kind] for kind in KINDS})
 
 
 def trainable(call: Call) -> bool:
@@ -98,36 +98,38 @@ def common_prefix(a: Int32[np.ndarray, " A"], b: Int32[np.ndarray, " B"]) -> int
     return int(different[0]) if len(different) else most
 
 
-def _kind(lines: Sequence[MergedTrajectory], shared: Sequence[int], call: Call) -> Kind:
+def _kind(trajectories: Sequence[MergedTrajectory], shared: Sequence[int], call: Call) -> Kind:
     """Why a call that continues none of the lines begins one."""
-    if not lines:
+    if not trajectories:
         return "first"
-    nearest = max(range(len(lines)), key=lambda i: shared[i])
+    nearest = max(range(len(trajectories)), key=lambda i: shared[i])
     goes_on = len(call.prompt) > shared[nearest]
     return (
-        "rewritten" if goes_on and shared[nearest] >= lines[nearest].spans[-1].start else "forked"
+        "rewritten"
+        if goes_on and shared[nearest] >= trajectories[nearest].spans[-1].start
+        else "forked"
     )
 
 
-def _begun(index: int, call: Call) -> MergedTrajectory:
-    said, context = call.completion, len(call.prompt)
+def _from_call(index: int, call: Call) -> MergedTrajectory:
+    completion, context = call.completion, len(call.prompt)
     trajectory = Trajectory.from_completion(
         call.prompt,
-        said.tokens,
-        said.logprobs,
-        said.versions,
+        completion.tokens,
+        completion.logprobs,
+        completion.versions,
         None,
-        said.finish_reason,
-        said.experts,
+        completion.finish_reason,
+        completion.experts,
     )
     return MergedTrajectory(trajectory, (Span(index, context, len(trajectory)),))
 
 
-def _continued(line: MergedTrajectory, index: int, call: Call) -> MergedTrajectory:
+def _extended(merged: MergedTrajectory, index: int, call: Call) -> MergedTrajectory:
     """The line with the rest of the call's prompt as context, and its completion."""
-    old, held = line.trajectory, len(line.trajectory)
+    old, held = merged.trajectory, len(merged.trajectory)
     # its prompt begins with the old one's tokens: only what it says of them differs
-    new = _begun(index, call).trajectory
+    new = _from_call(index, call).trajectory
     trajectory = Trajectory(
         tokens=new.tokens,
         mask=np.concatenate([old.mask, new.mask[held:]]),
@@ -137,7 +139,7 @@ def _continued(line: MergedTrajectory, index: int, call: Call) -> MergedTrajecto
         experts=_experts(old, new),
     )
     return MergedTrajectory(
-        trajectory, (*line.spans, Span(index, len(call.prompt), len(trajectory)))
+        trajectory, (*merged.spans, Span(index, len(call.prompt), len(trajectory)))
     )
 
 

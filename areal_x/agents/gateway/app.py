@@ -23,7 +23,7 @@ from starlette.types import ASGIApp
 from areal_x.agents.gateway import messages, responses
 from areal_x.agents.gateway.chat_completions import ChatCompletions
 from areal_x.agents.gateway.errors import ApiError, anthropic_body, api_error, openai_body
-from areal_x.agents.gateway.exchange import Body, CallAnswer, Exchange
+from areal_x.agents.gateway.exchange import Body, CallAnswer, Exchange, check_schemas
 from areal_x.agents.gateway.messages import Messages
 from areal_x.agents.gateway.responses import Responses
 from areal_x.agents.gateway.retries import Client, SentAnswer, attempt_at
@@ -63,7 +63,7 @@ class SessionHost(Protocol):
 
     def admit(self, keys: list[str]) -> None: ...
 
-    async def opened(self, label: str | None) -> GatewaySession: ...
+    async def open_waiting(self, label: str | None) -> GatewaySession: ...
 
 
 @dataclass(frozen=True)
@@ -76,14 +76,14 @@ class Dialect:
     beat: bytes = COMMENT
 
     def refusal(self, error: BaseException) -> ErrorResponse:
-        json_response = api_error(error)
-        if json_response.code == "internal_error":
+        found = api_error(error)
+        if found.code == "internal_error":
             LOG.error("the gateway could not answer a request\n%s", traceback_end(error))
         return ErrorResponse(
-            json_response.status,
-            dumped(self.body(json_response)),
-            json_response.headers,
-            self.in_stream(json_response),
+            found.status,
+            dumped(self.body(found)),
+            found.headers,
+            self.in_stream(found),
         )
 
     def refused(self, error: BaseException) -> Response:
@@ -137,30 +137,42 @@ def application(host: SessionHost) -> Starlette:
         body = await body_of(request, session.limits.body_megabytes)
         client = None if request.client is None else (request.client.host, request.client.port)
         attempt = attempt_at(prefix, request.headers, body)
-        given = session.sent.lost(attempt, client, host.is_open)
-        id = f"{prefix}{secrets.token_hex(12)}" if given is None else given.said[0].id
+        previous = session.sent.find_lost(attempt, client, host.is_open)
+        id = f"{prefix}{secrets.token_hex(12)}" if previous is None else previous.answers[0].id
         exchange, keep = await beside(len(body), make, session, body, id)
-        await session.schemas.check(exchange.ask, exchange.tool_param, exchange.format_param)
+        await check_schemas(
+            session.schemas, exchange.chat_request, exchange.tool_param, exchange.format_param
+        )
         ids = [id, *(f"{id}-{index}" for index in range(1, exchange.count))]
-        ask = session.complete(exchange.ask, exchange.wanted)
-        if given is None:
+        chat_request = session.complete(exchange.chat_request, exchange.requested_sampling)
+        if previous is None:
             session.sent.begin(attempt)
 
         async def work() -> bytes | list[bytes]:
-            said = await session.answers(ask, ids) if given is None else given.said
-            session.sent.keep(SentAnswer(attempt, said, client))
+            answers = (
+                await session.answers(chat_request, ids) if previous is None else previous.answers
+            )
+            session.sent.keep(SentAnswer(attempt, answers, client))
             session.state.seen(ids)
             if keep is not None:
-                keep(said)
-            size = sum(len(one.answer.completion.tokens) for one in said) * CHARACTERS_PER_TOKEN
+                keep(answers)
+            size = (
+                sum(len(call.answer.completion.tokens) for call in answers) * CHARACTERS_PER_TOKEN
+            )
             return await beside(
-                size, written, exchange, said, dumped if size <= INLINE else dumped_slowly
+                size, written, exchange, answers, dumped if size <= INLINE else dumped_slowly
             )
 
-        named = {"x-areal-call": ",".join(ids), "x-request-id": id, "request-id": id}
-        unsent = partial(session.state.unseen, ids)
+        headers = {"x-areal-call": ",".join(ids), "x-request-id": id, "request-id": id}
+        on_unsent = partial(session.state.unseen, ids)
         return PendingResponse(
-            work(), dialect.refusal, unsent, named, exchange.stream, dialect.beat, host.beat_seconds
+            work(),
+            dialect.refusal,
+            on_unsent,
+            headers,
+            exchange.stream,
+            dialect.beat,
+            host.beat_seconds,
         )
 
     async def chat_completions(request: Request) -> ASGIApp:
@@ -175,9 +187,9 @@ def application(host: SessionHost) -> Starlette:
                 body, id, int(time.time()), session.renderer.text, session.conversations
             )
 
-            def keep(said: Any) -> None:
+            def keep(answers: Any) -> None:
                 if exchange.stores:
-                    session.conversations[id] = exchange.conversation(said)
+                    session.conversations[id] = exchange.conversation(answers)
 
             return exchange, keep
 
@@ -194,10 +206,17 @@ def application(host: SessionHost) -> Starlette:
     async def count_tokens(request: Request) -> ASGIApp:
         session = session_of(request)
         body = await body_of(request, session.limits.body_megabytes)
-        ask = await beside(len(body), messages.counted, body)
-        await session.schemas.check(ask, Messages.tool_param, Messages.format_param)
+        chat_request = await beside(len(body), messages.read_count_request, body)
+        await check_schemas(
+            session.schemas, chat_request, Messages.tool_param, Messages.format_param
+        )
         renderer = session.renderer
-        text = await renderer.rendered(ask.messages, ask.tools, ask.template, ask.continue_final)
+        text = await renderer.rendered(
+            chat_request.messages,
+            chat_request.tools,
+            chat_request.template,
+            chat_request.continue_final,
+        )
         return json_response(
             {
                 "input_tokens": await beside(
@@ -234,15 +253,15 @@ def application(host: SessionHost) -> Starlette:
 
     async def reward(request: Request) -> ASGIApp:
         session = session_of(request)
-        given = RewardBody.read(await body_of(request, LABEL_MEGABYTES))
+        body = RewardBody.read(await body_of(request, LABEL_MEGABYTES))
         return json_response(
-            {"call": session.reward(given.reward, given.call), "reward": given.reward}
+            {"call": session.reward(body.reward, body.call), "reward": body.reward}
         )
 
     async def end(request: Request) -> ASGIApp:
         session = session_of(request)
-        given = EndBody.read(await body_of(request, LABEL_MEGABYTES) or b"{}")
-        session.end(given.reward)
+        body = EndBody.read(await body_of(request, LABEL_MEGABYTES) or b"{}")
+        session.end(body.reward)
         return json_response(session.summary())
 
     async def state(request: Request) -> ASGIApp:
@@ -250,8 +269,8 @@ def application(host: SessionHost) -> Starlette:
 
     async def open_session(request: Request) -> ASGIApp:
         host.admit(keys_of(request))
-        given = OpenBody.read(await body_of(request, LABEL_MEGABYTES) or b"{}")
-        session = await host.opened(given.label)
+        body = OpenBody.read(await body_of(request, LABEL_MEGABYTES) or b"{}")
+        session = await host.open_waiting(body.label)
         about = {
             "id": session.id,
             "key": session.key,
@@ -283,9 +302,9 @@ def application(host: SessionHost) -> Starlette:
 
 
 def written(
-    exchange: Exchange, said: Sequence[CallAnswer], dump: Callable[[Mapping[str, Any]], bytes]
+    exchange: Exchange, answers: Sequence[CallAnswer], dump: Callable[[Mapping[str, Any]], bytes]
 ) -> bytes | list[bytes]:
-    return exchange.events(said) if exchange.stream else dump(exchange.whole(said))
+    return exchange.events(answers) if exchange.stream else dump(exchange.whole(answers))
 
 
 def with_errors(handler: Handler, dialect: Dialect) -> Handler:
@@ -352,7 +371,7 @@ async def body_of(request: Request, megabytes: float) -> bytes:
 
 def model(session: GatewaySession) -> dict[str, Any]:
     """As both APIs describe one."""
-    opened = "1970-01-01T00:00:00Z"
+    created = "1970-01-01T00:00:00Z"
     openai = {
         "id": MODEL,
         "object": "model",
@@ -360,7 +379,7 @@ def model(session: GatewaySession) -> dict[str, Any]:
         "owned_by": "areal-x",
         "max_model_len": session.engine.context,
     }
-    return {**openai, "type": "model", "display_name": MODEL, "created_at": opened}
+    return {**openai, "type": "model", "display_name": MODEL, "created_at": created}
 
 
 def json_response(data: Mapping[str, Any]) -> Response:

@@ -10,28 +10,28 @@ from pydantic import Field
 from areal_x.agents.chat.dialogue import ChatAnswer, ChatRequest
 from areal_x.agents.gateway.errors import ApiError, unsupported
 from areal_x.agents.gateway.exchange import (
-    WITHOUT_EFFECT,
+    IGNORED,
     Body,
     CallAnswer,
     Count,
     Lenient,
     Many,
+    NonEmpty,
     Positive,
+    Probability,
     RequestedSampling,
-    Share,
-    Some,
     Temperature,
     Text,
     ToolName,
     Zero,
-    function,
-    is_cut,
+    check_tool_choice,
+    is_truncated,
     logprobs_of,
-    named,
-    pieces,
-    template_of,
+    openai_tool,
+    template_variables,
+    text_chunks,
 )
-from areal_x.agents.gateway.response_format import asked_for, schema_of
+from areal_x.agents.gateway.response_format import format_schema, with_format_instructions
 from areal_x.agents.gateway.streams import event
 
 MOST_STOPS = 16
@@ -125,10 +125,10 @@ class ChatCompletionRequest(Body):
     max_tokens: Positive | None = None
     max_completion_tokens: Positive | None = None
     temperature: Temperature | None = None
-    top_p: Share | None = None
+    top_p: Probability | None = None
     top_k: Count | None = None
     n: Annotated[int, Field(ge=1, le=128)] | None = None
-    stop: Some | Annotated[list[Some], Field(max_length=MOST_STOPS)] | None = None
+    stop: NonEmpty | Annotated[list[NonEmpty], Field(max_length=MOST_STOPS)] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     logprobs: bool | None = None
@@ -141,16 +141,16 @@ class ChatCompletionRequest(Body):
     frequency_penalty: Zero | None = None
     presence_penalty: Zero | None = None
     modalities: list[Literal["text"]] | None = None
-    seed: Any = WITHOUT_EFFECT
-    user: Any = WITHOUT_EFFECT
-    metadata: Any = WITHOUT_EFFECT
-    store: Any = WITHOUT_EFFECT
-    service_tier: Any = WITHOUT_EFFECT
-    safety_identifier: Any = WITHOUT_EFFECT
-    prompt_cache_key: Any = WITHOUT_EFFECT
-    prompt_cache_options: Any = WITHOUT_EFFECT
-    prompt_cache_retention: Any = WITHOUT_EFFECT
-    verbosity: Any = WITHOUT_EFFECT
+    seed: Any = IGNORED
+    user: Any = IGNORED
+    metadata: Any = IGNORED
+    store: Any = IGNORED
+    service_tier: Any = IGNORED
+    safety_identifier: Any = IGNORED
+    prompt_cache_key: Any = IGNORED
+    prompt_cache_options: Any = IGNORED
+    prompt_cache_retention: Any = IGNORED
+    verbosity: Any = IGNORED
 
 
 class ChatCompletions:
@@ -164,50 +164,50 @@ class ChatCompletions:
     tool_param, format_param = "tools.{}.function.parameters", "response_format"
 
     def __init__(self, body: bytes, id: str, created: int, text: Text) -> None:
-        asked = ChatCompletionRequest.read(body)
-        self.id, self.created, self.text, self.asked = id, created, text, asked
-        self.count, self.stream = asked.n or 1, bool(asked.stream)
-        self.wanted = RequestedSampling(
-            asked.max_completion_tokens or asked.max_tokens,
-            asked.temperature,
-            asked.top_p,
-            asked.top_k,
+        parsed = ChatCompletionRequest.read(body)
+        self.id, self.created, self.text, self.parsed = id, created, text, parsed
+        self.count, self.stream = parsed.n or 1, bool(parsed.stream)
+        self.requested_sampling = RequestedSampling(
+            parsed.max_completion_tokens or parsed.max_tokens,
+            parsed.temperature,
+            parsed.top_p,
+            parsed.top_k,
         )
-        self.ask = ask_of(asked)
+        self.chat_request = chat_request_of(parsed)
 
-    def whole(self, said: Sequence[CallAnswer]) -> dict[str, Any]:
+    def whole(self, answers: Sequence[CallAnswer]) -> dict[str, Any]:
         choices = []
-        for index, one in enumerate(said):
-            message = {"refusal": None, **one.answer.reply.message()}
+        for index, call in enumerate(answers):
+            message = {"refusal": None, **call.answer.reply.message()}
             choice = {
                 "index": index,
                 "message": message,
-                "finish_reason": finish_reason(one.answer),
+                "finish_reason": finish_reason(call.answer),
                 "logprobs": None,
             }
-            if self.asked.logprobs:
+            if self.parsed.logprobs:
                 choice["logprobs"] = {
-                    "content": logprobs_of(one.answer, self.text),
+                    "content": logprobs_of(call.answer, self.text),
                     "refusal": None,
                 }
             choices.append(choice)
-        return {**self._head("chat.completion"), "choices": choices, "usage": usage(said)}
+        return {**self._head("chat.completion"), "choices": choices, "usage": usage(answers)}
 
-    def events(self, said: Sequence[CallAnswer]) -> list[bytes]:
-        counts = bool(self.asked.stream_options and self.asked.stream_options.include_usage)
+    def events(self, answers: Sequence[CallAnswer]) -> list[bytes]:
+        counts = bool(self.parsed.stream_options and self.parsed.stream_options.include_usage)
         head = self._head("chat.completion.chunk") | ({"usage": None} if counts else {})
         chunks = []
-        for index, one in enumerate(said):
+        for index, call in enumerate(answers):
             choice = {"index": index, "delta": {}, "finish_reason": None, "logprobs": None}
             chunks += [
-                {**head, "choices": [{**choice, "delta": delta}]} for delta in deltas(one.answer)
+                {**head, "choices": [{**choice, "delta": delta}]} for delta in deltas(call.answer)
             ]
-            last = {**choice, "finish_reason": finish_reason(one.answer)}
-            if self.asked.logprobs:
-                last["logprobs"] = {"content": logprobs_of(one.answer, self.text), "refusal": None}
+            last = {**choice, "finish_reason": finish_reason(call.answer)}
+            if self.parsed.logprobs:
+                last["logprobs"] = {"content": logprobs_of(call.answer, self.text), "refusal": None}
             chunks.append({**head, "choices": [last]})
         if counts:
-            chunks.append({**head, "choices": [], "usage": usage(said)})
+            chunks.append({**head, "choices": [], "usage": usage(answers)})
         return [*map(event, chunks), b"data: [DONE]\n\n"]
 
     def _head(self, kind: str) -> dict[str, Any]:
@@ -215,27 +215,27 @@ class ChatCompletions:
             "id": self.id,
             "object": kind,
             "created": self.created,
-            "model": self.asked.model or "policy",
+            "model": self.parsed.model or "policy",
         }
 
 
-def ask_of(asked: ChatCompletionRequest) -> ChatRequest:
-    choice = asked.tool_choice
+def chat_request_of(parsed: ChatCompletionRequest) -> ChatRequest:
+    choice = parsed.tool_choice
     tools = [
-        function(
+        openai_tool(
             t.function.name,
             t.function.description,
             t.function.parameters,
             ChatCompletions.tool_param.format(i),
         )
-        for i, t in enumerate(asked.tools or [])
+        for i, t in enumerate(parsed.tools or [])
     ]
     if isinstance(choice, NamedTool):
-        named(choice.function.name, tools)
-    told = choice.model_dump() if isinstance(choice, NamedTool) else choice
-    stop = [asked.stop] if isinstance(asked.stop, str) else asked.stop or []
-    going_on = bool(asked.continue_final_message)
-    if going_on and (asked.add_generation_prompt or asked.messages[-1].role != "assistant"):
+        check_tool_choice(choice.function.name, tools)
+    tool_choice = choice.model_dump() if isinstance(choice, NamedTool) else choice
+    stop = [parsed.stop] if isinstance(parsed.stop, str) else parsed.stop or []
+    continue_final = bool(parsed.continue_final_message)
+    if continue_final and (parsed.add_generation_prompt or parsed.messages[-1].role != "assistant"):
         raise ApiError(
             400,
             "continue_final_message needs an assistant's message at the end, and"
@@ -243,22 +243,27 @@ def ask_of(asked: ChatCompletionRequest) -> ChatRequest:
             "invalid_value",
             "continue_final_message",
         )
-    if asked.add_generation_prompt is False and not going_on:
+    if parsed.add_generation_prompt is False and not continue_final:
         raise unsupported(
             "add_generation_prompt = false",
             "a completion is an assistant's message, or the rest of one",
         )
-    wanted = asked.response_format or ResponseFormat(type="text")
-    given = None if wanted.json_schema is None else wanted.json_schema.schema_
-    schema = schema_of(wanted.type, given, ChatCompletions.format_param)
+    requested = parsed.response_format or ResponseFormat(type="text")
+    given = None if requested.json_schema is None else requested.json_schema.schema_
+    schema = format_schema(requested.type, given, ChatCompletions.format_param)
     return ChatRequest(
-        messages=asked_for([message_of(message) for message in asked.messages], schema),
+        messages=with_format_instructions(
+            [message_of(message) for message in parsed.messages], schema
+        ),
         tools=() if choice == "none" else tuple(tools),
         stop=tuple(stop),
-        template=template_of(
-            told, asked.parallel_tool_calls, asked.reasoning_effort, asked.chat_template_kwargs
+        template=template_variables(
+            tool_choice,
+            parsed.parallel_tool_calls,
+            parsed.reasoning_effort,
+            parsed.chat_template_kwargs,
         ),
-        continue_final=going_on,
+        continue_final=continue_final,
         format=schema,
     )
 
@@ -296,8 +301,8 @@ def deltas(answer: ChatAnswer) -> list[dict[str, Any]]:
     """A message in pieces, as official clients put it together again."""
     reply = answer.reply
     found: list[dict[str, Any]] = [{"role": "assistant", "content": ""}]
-    found += [{"reasoning_content": piece} for piece in pieces(reply.reasoning or "")]
-    found += [{"content": piece} for piece in pieces(reply.content or "")]
+    found += [{"reasoning_content": piece} for piece in text_chunks(reply.reasoning or "")]
+    found += [{"content": piece} for piece in text_chunks(reply.content or "")]
     for index, call in enumerate(reply.tool_calls):
         begun = {
             "index": index,
@@ -308,7 +313,7 @@ def deltas(answer: ChatAnswer) -> list[dict[str, Any]]:
         found.append({"tool_calls": [begun]})
         found += [
             {"tool_calls": [{"index": index, "function": {"arguments": piece}}]}
-            for piece in pieces(call.arguments)
+            for piece in text_chunks(call.arguments)
         ]
     return found
 
@@ -316,13 +321,13 @@ def deltas(answer: ChatAnswer) -> list[dict[str, Any]]:
 def finish_reason(answer: ChatAnswer) -> str:
     if answer.reply.tool_calls:
         return "tool_calls"
-    return "length" if is_cut(answer) else "stop"
+    return "length" if is_truncated(answer) else "stop"
 
 
-def usage(said: Sequence[CallAnswer]) -> dict[str, int]:
+def usage(answers: Sequence[CallAnswer]) -> dict[str, int]:
     """Of all completions; the prompt that they share counts once."""
-    prompt = len(said[0].answer.prompt)
-    completion = sum(len(one.answer.completion.tokens) for one in said)
+    prompt = len(answers[0].answer.prompt)
+    completion = sum(len(call.answer.completion.tokens) for call in answers)
     return {
         "prompt_tokens": prompt,
         "completion_tokens": completion,

@@ -3,10 +3,8 @@ and what it is answered."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from hashlib import blake2b
+from dataclasses import dataclass, replace
 from typing import Annotated, Any, Protocol, Self, TypeVar
 
 import numpy as np
@@ -16,25 +14,25 @@ from pydantic import BaseModel, ConfigDict, Field
 from areal_x.agents.chat.dialogue import ChatAnswer, ChatRequest
 from areal_x.agents.chat.parsing import Reply
 from areal_x.agents.gateway.errors import ApiError
-from areal_x.agents.gateway.response_format import fits, no_schema
+from areal_x.agents.gateway.response_format import invalid_schema
 from areal_x.agents.json_checks import json_bounds, schemas
+from areal_x.agents.json_checks.schemas import CheckedSchemas
 from areal_x.protocols.engine import SamplingParams
 
 T = TypeVar("T")
 Many = Annotated[list[T], Field(fail_fast=True)]  # findings for 10,000 wrong parts cost 0.1 s
 Text = Callable[[Int32[np.ndarray, " N"]], str]  # of tokens
 
-WITHOUT_EFFECT: Any = None  # the default of parameters that are taken and change nothing
+IGNORED: Any = None  # the default of parameters that are taken and change nothing
 Zero = Annotated[float, Field(ge=0, le=0)]
 Temperature = Annotated[float, Field(ge=0, allow_inf_nan=False)]
-Share = Annotated[float, Field(gt=0, le=1)]
+Probability = Annotated[float, Field(gt=0, le=1)]
 Count = Annotated[int, Field(ge=0)]
 Positive = Annotated[int, Field(ge=1)]
-Some = Annotated[str, Field(min_length=1)]
+NonEmpty = Annotated[str, Field(min_length=1)]
 ToolName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,128}$")]
 
-PIECE = 48  # characters of a stream's piece
-MOST_SCHEMAS = 1024  # that a session need not have checked again
+CHUNK = 48  # characters of a stream's piece
 
 
 class Body(BaseModel):
@@ -83,29 +81,29 @@ class Exchange(Protocol):
 
     tool_param: str
     format_param: str
-    ask: ChatRequest
-    wanted: RequestedSampling
+    chat_request: ChatRequest
+    requested_sampling: RequestedSampling
     count: int  # completions
     stream: bool
 
-    def whole(self, said: Sequence[CallAnswer]) -> dict[str, Any]:
+    def whole(self, answers: Sequence[CallAnswer]) -> dict[str, Any]:
         """The answer as one JSON object."""
         ...
 
-    def events(self, said: Sequence[CallAnswer]) -> list[bytes]:
+    def events(self, answers: Sequence[CallAnswer]) -> list[bytes]:
         """The same answer as the server-sent events of a stream."""
         ...
 
 
 def sampling_for(
-    run: SamplingParams, wanted: RequestedSampling, policy: str
+    run: SamplingParams, requested: RequestedSampling, policy: str
 ) -> tuple[SamplingParams, tuple[str, ...]]:
     """How a completion is drawn, and the names of what the client asked for and did not get.
 
     policy: "run" keeps the run's own distribution, "client" lets the client choose it. A completion
     is never longer than the run allows.
     """
-    asked = {name: value for name, value in vars(wanted).items() if value is not None}
+    asked = {name: value for name, value in vars(requested).items() if value is not None}
     given = {"max_tokens": min(run.max_tokens, asked.get("max_tokens", run.max_tokens))}
     if policy == "client":
         given |= {name: value for name, value in asked.items() if name != "max_tokens"}
@@ -115,7 +113,7 @@ def sampling_for(
     )
 
 
-def function(
+def openai_tool(
     name: str, description: str | None, parameters: Mapping[str, Any] | None, param: str
 ) -> dict[str, Any]:
     """A tool in OpenAI's form, with what a chat template shows of it. Raises: ApiError for a schema
@@ -124,15 +122,13 @@ def function(
     if description is not None:
         about["description"] = description
     if parameters is not None:
-        if parameters and (kind := parameters.get("type", "object")) != "object":
-            raise no_tool_schema(
-                name, param, f"they must be an object's, not of type {str(kind)[:100]!r}"
-            )
+        if (error := schemas.type_error(parameters)) is not None:
+            raise invalid_tool_schema(name, param, error)
         about["parameters"] = dict(parameters)
     return {"type": "function", "function": about}
 
 
-def no_tool_schema(name: str, param: str, why: str) -> ApiError:
+def invalid_tool_schema(name: str, param: str, why: str) -> ApiError:
     return ApiError(
         400,
         f"the parameters of the tool {name!r} are no JSON schema: {why}",
@@ -141,36 +137,25 @@ def no_tool_schema(name: str, param: str, why: str) -> ApiError:
     )
 
 
-@dataclass
-class KnownSchemas:
-    """The schemas that one session brought and that are some, by their digests: agents send the
-    same ones with each request."""
-
-    _good: set[bytes] = field(default_factory=set)
-
-    async def check(self, ask: ChatRequest, tool_param: str, format_param: str) -> None:
-        """Raises: ApiError for a tool or a format whose schema is none, or costs too much to
-        check."""
-        for index, tool in enumerate(ask.tools):
-            about = tool["function"]
-            if (
-                "parameters" in about
-                and (why := await self._wrong(about["parameters"])) is not None
-            ):
-                raise no_tool_schema(about["name"], tool_param.format(index), why)
-        if ask.format is not None and (why := await self._wrong(ask.format)) is not None:
-            raise no_schema(format_param, why)
-
-    async def _wrong(self, schema: Mapping[str, Any]) -> str | None:
-        digest = blake2b(json.dumps(schema, sort_keys=True).encode()).digest()
-        if digest in self._good:
-            return None
-        if (why := await schemas.wrong(schema)) is None and len(self._good) < MOST_SCHEMAS:
-            self._good.add(digest)
-        return why
+async def check_schemas(
+    checked: CheckedSchemas, chat_request: ChatRequest, tool_param: str, format_param: str
+) -> None:
+    """Raises: ApiError if the schema of a tool or of the format is invalid, or too expensive to
+    check."""
+    for index, tool in enumerate(chat_request.tools):
+        about = tool["function"]
+        if (
+            "parameters" in about
+            and (error := await checked.error(about["parameters"])) is not None
+        ):
+            raise invalid_tool_schema(about["name"], tool_param.format(index), error)
+    if chat_request.format is None:
+        return
+    if (error := await checked.error(chat_request.format)) is not None:
+        raise invalid_schema(format_param, error)
 
 
-def template_of(
+def template_variables(
     choice: str | Mapping[str, Any] | None,
     parallel: bool | None,
     effort: str | None = None,
@@ -195,7 +180,7 @@ def template_of(
     return template | dict(given or {})
 
 
-def named(choice: str | None, tools: Sequence[Mapping[str, Any]]) -> None:
+def check_tool_choice(choice: str | None, tools: Sequence[Mapping[str, Any]]) -> None:
     """Raises: ApiError where a tool is to be called that was not given."""
     names = [tool["function"]["name"] for tool in tools]
     if choice is not None and choice not in names:
@@ -207,20 +192,24 @@ def named(choice: str | None, tools: Sequence[Mapping[str, Any]]) -> None:
         )
 
 
-async def disobeyed(ask: ChatRequest, reply: Reply) -> tuple[str, ...]:
+async def unmet_constraints(chat_request: ChatRequest, reply: Reply) -> tuple[str, ...]:
     """The names of what was asked of tool calls and the format and the reply is not, as nothing
     holds a model to it."""
-    template, called = ask.template, [call.name for call in reply.tool_calls]
+    template, called = chat_request.template, [call.name for call in reply.tool_calls]
     choice = template.get("tool_choice")
-    wanted = choice["function"]["name"] if isinstance(choice, Mapping) else None
+    requested = choice["function"]["name"] if isinstance(choice, Mapping) else None
     found = (
         ["tool_choice"]
-        if (choice == "required" and not called) or (wanted and set(called) != {wanted})
+        if (choice == "required" and not called) or (requested and set(called) != {requested})
         else []
     )
     if template.get("parallel_tool_calls") is False and len(called) > 1:
         found.append("parallel_tool_calls")
-    if ask.format is not None and not called and not await fits(ask.format, reply.content or ""):
+    if (
+        chat_request.format is not None
+        and not called
+        and not await schemas.matches(chat_request.format, reply.content or "")
+    ):
         found.append("format")
     return tuple(found)
 
@@ -241,19 +230,10 @@ def logprobs_of(answer: ChatAnswer, text: Text) -> list[dict[str, Any]]:
     return found
 
 
-def is_cut(answer: ChatAnswer) -> bool:
+def is_truncated(answer: ChatAnswer) -> bool:
     """Whether it ended for its length. A text that stops it may stand before its last token."""
     return answer.completion.finish_reason == "length" and answer.stopped_by is None
 
 
-def pieces(text: str) -> list[str]:
-    return [text[begin : begin + PIECE] for begin in range(0, len(text), PIECE)]
-
-
-def as_object(arguments: str) -> dict[str, Any] | None:
-    """A tool call's arguments, or None where the model wrote no JSON object."""
-    try:
-        value = json_bounds.loads(arguments)
-    except ValueError:
-        return None
-    return value if isinstance(value, dict) else None
+def text_chunks(text: str) -> list[str]:
+    return [text[begin : begin + CHUNK] for begin in range(0, len(text), CHUNK)]

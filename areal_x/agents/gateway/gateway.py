@@ -138,7 +138,7 @@ class Gateway:
         if not any(same(key, self.key) for key in keys):
             raise ApiError(401, "asking for a session needs the gateway's key", "invalid_api_key")
 
-    async def opened(self, label: str | None) -> GatewaySession:
+    async def open_waiting(self, label: str | None) -> GatewaySession:
         """For the routes: the session of an agent that may ask for one, by this label."""
         assert self.on_open is not None
         if (session := await self.on_open(label)) is None:

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Tag
 
-from areal_x.agents.gateway.exchange import Lenient, Many, pieces
+from areal_x.agents.gateway.exchange import Lenient, Many, text_chunks
 from areal_x.types import Message
 
 
@@ -63,7 +63,7 @@ def item_events(index: int, item: dict[str, Any]) -> list[dict[str, Any]]:
         empty["arguments"], name = "", "response.function_call_arguments"
         filled = [
             {"type": f"{name}.delta", **where, "delta": piece}
-            for piece in pieces(item["arguments"])
+            for piece in text_chunks(item["arguments"])
         ]
         filled.append(
             {"type": f"{name}.done", **where, "arguments": item["arguments"], "name": item["name"]}
@@ -78,7 +78,7 @@ def item_events(index: int, item: dict[str, Any]) -> list[dict[str, Any]]:
         filled = [{"type": "response.content_part.added", **where, "part": blank}]
         filled += [
             {"type": f"{name}.delta", **where, "delta": piece, **extra}
-            for piece in pieces(part["text"])
+            for piece in text_chunks(part["text"])
         ]
         last = {"logprobs": part["logprobs"]} if said else {}
         filled.append({"type": f"{name}.done", **where, "text": part["text"], **last})

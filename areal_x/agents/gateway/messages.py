@@ -11,27 +11,27 @@ from pydantic import Field
 from areal_x.agents.chat.dialogue import ChatAnswer, ChatRequest
 from areal_x.agents.gateway.errors import ApiError
 from areal_x.agents.gateway.exchange import (
-    WITHOUT_EFFECT,
+    IGNORED,
     Body,
     CallAnswer,
     Count,
     Lenient,
     Many,
+    NonEmpty,
     Positive,
+    Probability,
     RequestedSampling,
-    Share,
-    Some,
     Temperature,
     ToolName,
-    as_object,
-    function,
-    is_cut,
-    named,
-    pieces,
-    template_of,
+    check_tool_choice,
+    is_truncated,
+    openai_tool,
+    template_variables,
+    text_chunks,
 )
-from areal_x.agents.gateway.response_format import asked_for, schema_of
+from areal_x.agents.gateway.response_format import format_schema, with_format_instructions
 from areal_x.agents.gateway.streams import event
+from areal_x.agents.json_checks import json_bounds
 from areal_x.types import Message
 
 PREFIX = "msg_"
@@ -121,21 +121,21 @@ class Conversation(Body):
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    cache_control: Any = WITHOUT_EFFECT
+    cache_control: Any = IGNORED
 
 
 class MessageRequest(Conversation):
     max_tokens: Positive
-    stop_sequences: Annotated[list[Some], Field(max_length=MOST_STOPS)] | None = None
+    stop_sequences: Annotated[list[NonEmpty], Field(max_length=MOST_STOPS)] | None = None
     stream: bool | None = None
     temperature: Temperature | None = None
-    top_p: Share | None = None
+    top_p: Probability | None = None
     top_k: Count | None = None
-    metadata: Any = WITHOUT_EFFECT
-    service_tier: Any = WITHOUT_EFFECT
-    inference_geo: Any = WITHOUT_EFFECT
-    speed: Any = WITHOUT_EFFECT
-    diagnostics: Any = WITHOUT_EFFECT
+    metadata: Any = IGNORED
+    service_tier: Any = IGNORED
+    inference_geo: Any = IGNORED
+    speed: Any = IGNORED
+    diagnostics: Any = IGNORED
 
 
 class Messages:
@@ -149,21 +149,21 @@ class Messages:
     tool_param, format_param = "tools.{}.input_schema", "output_config.format"
 
     def __init__(self, body: bytes, id: str) -> None:
-        asked = MessageRequest.read(body)
-        self.id, self.asked, self.stream = id, asked, bool(asked.stream)
-        self.wanted = RequestedSampling(
-            asked.max_tokens, asked.temperature, asked.top_p, asked.top_k
+        parsed = MessageRequest.read(body)
+        self.id, self.parsed, self.stream = id, parsed, bool(parsed.stream)
+        self.requested_sampling = RequestedSampling(
+            parsed.max_tokens, parsed.temperature, parsed.top_p, parsed.top_k
         )
-        self.ask = ask_of(asked, tuple(asked.stop_sequences or ()))
+        self.chat_request = chat_request_of(parsed, tuple(parsed.stop_sequences or ()))
 
-    def whole(self, said: Sequence[CallAnswer]) -> dict[str, Any]:
-        answer = said[0].answer
+    def whole(self, answers: Sequence[CallAnswer]) -> dict[str, Any]:
+        answer = answers[0].answer
         content = blocks_of(answer, self.id)
         usage = self._usage(answer, len(answer.completion.tokens))
-        return {**self._begun(), "content": content, **ending(answer), "usage": usage}
+        return {**self._begun(), "content": content, **stop_fields(answer), "usage": usage}
 
-    def events(self, said: Sequence[CallAnswer]) -> list[bytes]:
-        answer = said[0].answer
+    def events(self, answers: Sequence[CallAnswer]) -> list[bytes]:
+        answer = answers[0].answer
         begun = {
             **self._begun(),
             "content": [],
@@ -173,14 +173,14 @@ class Messages:
         }
         found: list[dict[str, Any]] = [{"type": "message_start", "message": begun}]
         for index, block in enumerate(blocks_of(answer, self.id)):
-            empty, deltas = in_pieces(block)
+            empty, deltas = block_deltas(block)
             found.append({"type": "content_block_start", "index": index, "content_block": empty})
             found += [
                 {"type": "content_block_delta", "index": index, "delta": delta} for delta in deltas
             ]
             found.append({"type": "content_block_stop", "index": index})
         generated = {"output_tokens": len(answer.completion.tokens)}
-        found.append({"type": "message_delta", "delta": ending(answer), "usage": generated})
+        found.append({"type": "message_delta", "delta": stop_fields(answer), "usage": generated})
         found.append({"type": "message_stop"})
         return [event(data, data["type"]) for data in found]
 
@@ -189,7 +189,7 @@ class Messages:
             "id": self.id,
             "type": "message",
             "role": "assistant",
-            "model": self.asked.model or "policy",
+            "model": self.parsed.model or "policy",
         }
 
     def _usage(self, answer: ChatAnswer, generated: int) -> dict[str, int]:
@@ -197,44 +197,46 @@ class Messages:
         return {"input_tokens": len(answer.prompt), "output_tokens": generated, **cached}
 
 
-def counted(body: bytes) -> ChatRequest:
+def read_count_request(body: bytes) -> ChatRequest:
     """The conversation of a request to count its tokens."""
-    return ask_of(Conversation.read(body))
+    return chat_request_of(Conversation.read(body))
 
 
-def ask_of(asked: Conversation, stop: tuple[str, ...] = ()) -> ChatRequest:
-    choice, output = asked.tool_choice or ToolChoice(type="auto"), asked.output_config
-    wanted = (output and output.format) or Format(type="text")
-    schema = schema_of(wanted.type, wanted.schema_, Messages.format_param)
+def chat_request_of(parsed: Conversation, stop: tuple[str, ...] = ()) -> ChatRequest:
+    choice, output = parsed.tool_choice or ToolChoice(type="auto"), parsed.output_config
+    requested = (output and output.format) or Format(type="text")
+    schema = format_schema(requested.type, requested.schema_, Messages.format_param)
     tools = [
-        function(t.name, t.description, t.input_schema, Messages.tool_param.format(i))
-        for i, t in enumerate(asked.tools or [])
+        openai_tool(t.name, t.description, t.input_schema, Messages.tool_param.format(i))
+        for i, t in enumerate(parsed.tools or [])
     ]
-    told: str | dict[str, Any] = "required" if choice.type == "any" else choice.type
+    tool_choice: str | dict[str, Any] = "required" if choice.type == "any" else choice.type
     if choice.type == "tool":
-        named(choice.name or "", tools)
-        told = {"type": "function", "function": {"name": choice.name}}
-    template = template_of(
-        told, not choice.disable_parallel_tool_use, output.effort if output is not None else None
+        check_tool_choice(choice.name or "", tools)
+        tool_choice = {"type": "function", "function": {"name": choice.name}}
+    template = template_variables(
+        tool_choice,
+        not choice.disable_parallel_tool_use,
+        output.effort if output is not None else None,
     )
-    if asked.thinking is not None and asked.thinking.type != "adaptive":
-        template["enable_thinking"] = asked.thinking.type == "enabled"
-    template |= template_of(None, None, given=asked.chat_template_kwargs)
+    if parsed.thinking is not None and parsed.thinking.type != "adaptive":
+        template["enable_thinking"] = parsed.thinking.type == "enabled"
+    template |= template_variables(None, None, given=parsed.chat_template_kwargs)
     system: list[Message] = []
-    if asked.system is not None:
-        system.append({"role": "system", "content": joined(asked.system)})
-    messages = [message for sent in asked.messages for message in messages_of(sent)]
-    going_on = messages[-1]["role"] == "assistant"
-    if going_on and "tool_calls" in messages[-1]:
+    if parsed.system is not None:
+        system.append({"role": "system", "content": joined(parsed.system)})
+    messages = [message for sent in parsed.messages for message in messages_of(sent)]
+    continue_final = messages[-1]["role"] == "assistant"
+    if continue_final and "tool_calls" in messages[-1]:
         raise ApiError(
             400, "the last message uses tools: give their results", "invalid_value", "messages"
         )
     return ChatRequest(
-        messages=asked_for((*system, *messages), schema),
+        messages=with_format_instructions((*system, *messages), schema),
         tools=() if choice.type == "none" else tuple(tools),
         stop=stop,
         template=template,
-        continue_final=going_on,
+        continue_final=continue_final,
         format=schema,
     )
 
@@ -248,7 +250,7 @@ def messages_of(sent: FromUser | FromAssistant | FromSystem) -> list[Message]:
         case FromSystem():
             return [{"role": "system", "content": joined(sent.content)}]
         case FromAssistant():
-            return [of_assistant(sent.content)]
+            return [assistant_message(sent.content)]
     found: list[Message] = []
     texts: list[TextBlock] = []
     for block in sent.content:
@@ -270,7 +272,7 @@ def messages_of(sent: FromUser | FromAssistant | FromSystem) -> list[Message]:
     return found
 
 
-def of_assistant(blocks: Sequence[TextBlock | ThinkingBlock | ToolUseBlock]) -> Message:
+def assistant_message(blocks: Sequence[TextBlock | ThinkingBlock | ToolUseBlock]) -> Message:
     texts = [block for block in blocks if isinstance(block, TextBlock)]
     thoughts = [block.thinking for block in blocks if isinstance(block, ThinkingBlock)]
     calls = [
@@ -308,38 +310,39 @@ def blocks_of(answer: ChatAnswer, id: str) -> list[dict[str, Any]]:
     if reply.content:
         found.append({"type": "text", "text": reply.content})
     for call in reply.tool_calls:
-        arguments = as_object(call.arguments)
+        arguments = json_bounds.loads_object(call.arguments)
         given = {UNPARSED: call.arguments} if arguments is None else arguments
         found.append({"type": "tool_use", "id": call.id, "name": call.name, "input": given})
     return found
 
 
-def in_pieces(block: dict[str, Any]) -> tuple[dict[str, Any], Iterator[dict[str, Any]]]:
+def block_deltas(block: dict[str, Any]) -> tuple[dict[str, Any], Iterator[dict[str, Any]]]:
     """A block as it begins, and what is then added to it."""
     match block["type"]:
         case "thinking":
             added = [
-                {"type": "thinking_delta", "thinking": piece} for piece in pieces(block["thinking"])
+                {"type": "thinking_delta", "thinking": piece}
+                for piece in text_chunks(block["thinking"])
             ]
             added.append({"type": "signature_delta", "signature": block["signature"]})
             return {**block, "thinking": "", "signature": ""}, iter(added)
         case "text":
             return {**block, "text": ""}, iter(
-                [{"type": "text_delta", "text": piece} for piece in pieces(block["text"])]
+                [{"type": "text_delta", "text": piece} for piece in text_chunks(block["text"])]
             )
         case _:
             written = json.dumps(block["input"])
             return {**block, "input": {}}, iter(
-                [{"type": "input_json_delta", "partial_json": p} for p in pieces(written)]
+                [{"type": "input_json_delta", "partial_json": p} for p in text_chunks(written)]
             )
 
 
-def ending(answer: ChatAnswer) -> dict[str, str | None]:
+def stop_fields(answer: ChatAnswer) -> dict[str, str | None]:
     if answer.reply.tool_calls:
         return {"stop_reason": "tool_use", "stop_sequence": None}
     if answer.stopped_by is not None:
         return {"stop_reason": "stop_sequence", "stop_sequence": answer.stopped_by}
-    reason = "max_tokens" if is_cut(answer) else "end_turn"
+    reason = "max_tokens" if is_truncated(answer) else "end_turn"
     return {"stop_reason": reason, "stop_sequence": None}
 
 

@@ -12,14 +12,13 @@ from typing import Any
 
 from areal_x.agents.chat.rendering import text_content
 from areal_x.agents.gateway.errors import ApiError
-from areal_x.agents.json_checks import json_bounds, schemas
 from areal_x.types import Message
 
 Schema = Mapping[str, Any]
 OBJECT: Schema = {"type": "object"}
 
 
-def schema_of(kind: str, schema: Schema | None, param: str) -> Schema | None:
+def format_schema(kind: str, schema: Schema | None, param: str) -> Schema | None:
     """Of a format of this type, None for text. schema: as the client gave it, of which somebody
     else sees whether it is one. Raises: ApiError for a type that is not known, or where there is
     none."""
@@ -35,15 +34,17 @@ def schema_of(kind: str, schema: Schema | None, param: str) -> Schema | None:
             param,
         )
     if schema is None:
-        raise no_schema(param, "it is missing")
+        raise invalid_schema(param, "it is missing")
     return schema
 
 
-def no_schema(param: str, why: str) -> ApiError:
+def invalid_schema(param: str, why: str) -> ApiError:
     return ApiError(400, f"{param} has no JSON schema: {why}", "invalid_schema", param)
 
 
-def asked_for(messages: Sequence[Message], schema: Schema | None) -> tuple[Message, ...]:
+def with_format_instructions(
+    messages: Sequence[Message], schema: Schema | None
+) -> tuple[Message, ...]:
     """The messages, with the format at the end of the system's, or as one of the system's where
     there is none."""
     if schema is None:
@@ -58,12 +59,3 @@ def asked_for(messages: Sequence[Message], schema: Schema | None) -> tuple[Messa
         first = {**messages[0], "content": f"{text_content(messages[0].get('content'))}\n\n{words}"}
         return (first, *messages[1:])
     return ({"role": "system", "content": words}, *messages)
-
-
-async def fits(schema: Schema, text: str) -> bool:
-    """Whether a text is JSON that the schema describes. What costs too much to find out is not."""
-    try:
-        json_bounds.loads(text)
-    except ValueError:
-        return False
-    return await schemas.misfit(schema, text) is None

@@ -10,26 +10,26 @@ from pydantic import Field
 from areal_x.agents.chat.dialogue import ChatAnswer, ChatRequest
 from areal_x.agents.gateway.errors import SUPPORTED, ApiError, unsupported
 from areal_x.agents.gateway.exchange import (
-    WITHOUT_EFFECT,
+    IGNORED,
     Body,
     CallAnswer,
     Count,
     Lenient,
     Many,
     Positive,
+    Probability,
     RequestedSampling,
-    Share,
     Temperature,
     Text,
     ToolName,
-    function,
-    is_cut,
+    check_tool_choice,
+    is_truncated,
     logprobs_of,
-    named,
-    template_of,
+    openai_tool,
+    template_variables,
 )
 from areal_x.agents.gateway.items import Item, MessageItem, item_events, messages_of
-from areal_x.agents.gateway.response_format import asked_for, schema_of
+from areal_x.agents.gateway.response_format import format_schema, with_format_instructions
 from areal_x.agents.gateway.streams import event
 from areal_x.types import Message
 
@@ -75,7 +75,7 @@ class ResponseRequest(Body):
     parallel_tool_calls: bool | None = None
     max_output_tokens: Positive | None = None
     temperature: Temperature | None = None
-    top_p: Share | None = None
+    top_p: Probability | None = None
     top_k: Count | None = None
     stream: bool | None = None
     text: TextSettings | None = None
@@ -86,14 +86,14 @@ class ResponseRequest(Body):
     background: Literal[False] | None = None
     truncation: Literal["disabled"] | None = None
     metadata: dict[str, str] | None = None
-    user: Any = WITHOUT_EFFECT
-    max_tool_calls: Any = WITHOUT_EFFECT
-    service_tier: Any = WITHOUT_EFFECT
-    safety_identifier: Any = WITHOUT_EFFECT
-    prompt_cache_key: Any = WITHOUT_EFFECT
-    prompt_cache_options: Any = WITHOUT_EFFECT
-    prompt_cache_retention: Any = WITHOUT_EFFECT
-    stream_options: Any = WITHOUT_EFFECT
+    user: Any = IGNORED
+    max_tool_calls: Any = IGNORED
+    service_tier: Any = IGNORED
+    safety_identifier: Any = IGNORED
+    prompt_cache_key: Any = IGNORED
+    prompt_cache_options: Any = IGNORED
+    prompt_cache_retention: Any = IGNORED
+    stream_options: Any = IGNORED
 
 
 class Responses:
@@ -116,10 +116,10 @@ class Responses:
         text: Text,
         earlier: Mapping[str, Sequence[Message]],
     ) -> None:
-        asked = ResponseRequest.read(body)
-        if unknown := set(asked.include or ()) - {LOGPROBS, "reasoning.encrypted_content"}:
+        parsed = ResponseRequest.read(body)
+        if unknown := set(parsed.include or ()) - {LOGPROBS, "reasoning.encrypted_content"}:
             raise unsupported(f"include: {min(unknown)}", SUPPORTED)
-        before = asked.previous_response_id
+        before = parsed.previous_response_id
         if before is not None and before not in earlier:
             raise ApiError(
                 400,
@@ -127,27 +127,27 @@ class Responses:
                 "previous_response_not_found",
                 "previous_response_id",
             )
-        self.id, self.created, self.text, self.asked = id, created, text, asked
-        self.stream, self.stores = bool(asked.stream), asked.store is not False
-        self.wanted = RequestedSampling(
-            asked.max_output_tokens, asked.temperature, asked.top_p, asked.top_k
+        self.id, self.created, self.text, self.parsed = id, created, text, parsed
+        self.stream, self.stores = bool(parsed.stream), parsed.store is not False
+        self.requested_sampling = RequestedSampling(
+            parsed.max_output_tokens, parsed.temperature, parsed.top_p, parsed.top_k
         )
-        self.format = (asked.text and asked.text.format) or Format(type="text")
+        self.format = (parsed.text and parsed.text.format) or Format(type="text")
         items = (
-            [MessageItem(role="user", content=asked.input)]
-            if isinstance(asked.input, str)
-            else asked.input
+            [MessageItem(role="user", content=parsed.input)]
+            if isinstance(parsed.input, str)
+            else parsed.input
         )
         self.messages = (*(earlier[before] if before is not None else ()), *messages_of(items))
-        self.ask = self._ask()
+        self.chat_request = self._chat_request()
 
-    def conversation(self, said: Sequence[CallAnswer]) -> tuple[Message, ...]:
+    def conversation(self, answers: Sequence[CallAnswer]) -> tuple[Message, ...]:
         """What a request that names this one goes on from: without the instructions, which each
         request gives anew."""
-        return (*self.messages, said[0].answer.reply.message())
+        return (*self.messages, answers[0].answer.reply.message())
 
-    def whole(self, said: Sequence[CallAnswer]) -> dict[str, Any]:
-        answer = said[0].answer
+    def whole(self, answers: Sequence[CallAnswer]) -> dict[str, Any]:
+        answer = answers[0].answer
         prompt, completion = len(answer.prompt), len(answer.completion.tokens)
         usage = {
             "input_tokens": prompt,
@@ -156,7 +156,7 @@ class Responses:
             "output_tokens_details": {"reasoning_tokens": 0},
             "total_tokens": prompt + completion,
         }
-        cut = is_cut(answer)
+        cut = is_truncated(answer)
         return {
             **self._begun(),
             "status": "incomplete" if cut else "completed",
@@ -165,8 +165,8 @@ class Responses:
             "usage": usage,
         }
 
-    def events(self, said: Sequence[CallAnswer]) -> list[bytes]:
-        response = self.whole(said)
+    def events(self, answers: Sequence[CallAnswer]) -> list[bytes]:
+        response = self.whole(answers)
         found: list[dict[str, Any]] = [
             {"type": "response.created", "response": self._begun()},
             {"type": "response.in_progress", "response": self._begun()},
@@ -179,35 +179,35 @@ class Responses:
             for number, data in enumerate(found)
         ]
 
-    def _ask(self) -> ChatRequest:
-        asked, choice = self.asked, self.asked.tool_choice
+    def _chat_request(self) -> ChatRequest:
+        parsed, choice = self.parsed, self.parsed.tool_choice
         tools = [
-            function(t.name, t.description, t.parameters, self.tool_param.format(i))
-            for i, t in enumerate(asked.tools or [])
+            openai_tool(t.name, t.description, t.parameters, self.tool_param.format(i))
+            for i, t in enumerate(parsed.tools or [])
         ]
-        told: str | dict[str, Any] | None
+        tool_choice: str | dict[str, Any] | None
         if isinstance(choice, NamedTool):
-            named(choice.name, tools)
-            told = {"type": "function", "function": {"name": choice.name}}
+            check_tool_choice(choice.name, tools)
+            tool_choice = {"type": "function", "function": {"name": choice.name}}
         else:
-            told = choice
-        effort = asked.reasoning.effort if asked.reasoning is not None else None
+            tool_choice = choice
+        effort = parsed.reasoning.effort if parsed.reasoning is not None else None
         system: tuple[Message, ...] = ()
-        if asked.instructions is not None:
-            system = ({"role": "system", "content": asked.instructions},)
-        schema = schema_of(self.format.type, self.format.schema_, self.format_param)
+        if parsed.instructions is not None:
+            system = ({"role": "system", "content": parsed.instructions},)
+        schema = format_schema(self.format.type, self.format.schema_, self.format_param)
         return ChatRequest(
-            messages=asked_for((*system, *self.messages), schema),
+            messages=with_format_instructions((*system, *self.messages), schema),
             tools=() if choice == "none" else tuple(tools),
-            template=template_of(
-                told, asked.parallel_tool_calls, effort, asked.chat_template_kwargs
+            template=template_variables(
+                tool_choice, parsed.parallel_tool_calls, effort, parsed.chat_template_kwargs
             ),
             format=schema,
         )
 
     def _begun(self) -> dict[str, Any]:
         """The response before anything was said."""
-        asked = self.asked
+        parsed = self.parsed
         return {
             "id": self.id,
             "object": "response",
@@ -215,29 +215,29 @@ class Responses:
             "status": "in_progress",
             "error": None,
             "incomplete_details": None,
-            "instructions": asked.instructions,
-            "max_output_tokens": asked.max_output_tokens,
-            "metadata": asked.metadata or {},
-            "model": asked.model or "policy",
+            "instructions": parsed.instructions,
+            "max_output_tokens": parsed.max_output_tokens,
+            "metadata": parsed.metadata or {},
+            "model": parsed.model or "policy",
             "output": [],
-            "parallel_tool_calls": asked.parallel_tool_calls is not False,
-            "previous_response_id": asked.previous_response_id,
-            "temperature": asked.temperature,
+            "parallel_tool_calls": parsed.parallel_tool_calls is not False,
+            "previous_response_id": parsed.previous_response_id,
+            "temperature": parsed.temperature,
             "text": {"format": self.format.model_dump(by_alias=True, exclude_none=True)},
             "tool_choice": (
-                asked.tool_choice.model_dump()
-                if isinstance(asked.tool_choice, NamedTool)
-                else asked.tool_choice or "auto"
+                parsed.tool_choice.model_dump()
+                if isinstance(parsed.tool_choice, NamedTool)
+                else parsed.tool_choice or "auto"
             ),
-            "tools": [{"strict": False, **tool.model_dump()} for tool in asked.tools or []],
-            "top_p": asked.top_p,
+            "tools": [{"strict": False, **tool.model_dump()} for tool in parsed.tools or []],
+            "top_p": parsed.top_p,
             "truncation": "disabled",
             "usage": None,
         }
 
     def _output(self, answer: ChatAnswer) -> list[dict[str, Any]]:
         reply, own = answer.reply, self.id.removeprefix(PREFIX)
-        status = "incomplete" if is_cut(answer) else "completed"
+        status = "incomplete" if is_truncated(answer) else "completed"
         items: list[dict[str, Any]] = []
         if reply.reasoning is not None:
             content = [{"type": "reasoning_text", "text": reply.reasoning}]
@@ -252,7 +252,7 @@ class Responses:
             )
         if reply.content or not (items or reply.tool_calls):
             logprobs = (
-                logprobs_of(answer, self.text) if LOGPROBS in (self.asked.include or ()) else []
+                logprobs_of(answer, self.text) if LOGPROBS in (self.parsed.include or ()) else []
             )
             part = {
                 "type": "output_text",

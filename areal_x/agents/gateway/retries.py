@@ -34,7 +34,7 @@ class SentAnswer:
     """An answer that was made. client: where it was sent to."""
 
     attempt: Attempt
-    said: Sequence[CallAnswer]
+    answers: Sequence[CallAnswer]
     client: Client | None
 
 
@@ -58,13 +58,13 @@ class SentAnswers:
         self._asked[attempt.digest] += attempt.number == 0
 
     def keep(self, given: SentAnswer) -> None:
-        ids = tuple(one.id for one in given.said)
+        ids = tuple(one.id for one in given.answers)
         self._given[ids] = given
         self._given.move_to_end(ids)
         if len(self._given) > KEPT:
             self._given.popitem(last=False)
 
-    def lost(
+    def find_lost(
         self, attempt: Attempt, client: Client | None, is_open: Callable[[Client | None], bool]
     ) -> SentAnswer | None:
         """The answer that this attempt asks for again, which is from now on sent to this client;

@@ -16,13 +16,13 @@ from areal_x.agents.chat.rendering import Renderer
 from areal_x.agents.gateway.errors import ApiError
 from areal_x.agents.gateway.exchange import (
     CallAnswer,
-    KnownSchemas,
     RequestedSampling,
-    disobeyed,
     sampling_for,
+    unmet_constraints,
 )
 from areal_x.agents.gateway.retries import SentAnswers
 from areal_x.agents.gateway.session_state import SessionLimits, SessionState, over
+from areal_x.agents.json_checks.schemas import CheckedSchemas
 from areal_x.protocols.engine import EngineError, SamplingParams
 from areal_x.protocols.workflow import Generator
 from areal_x.rollout.episode import first_of
@@ -58,11 +58,11 @@ class GatewaySession:
     ) -> None:
         self.id, self.key, self.url, self.base_url = id, key, url, f"{url}/v1"
         self.engine, self.renderer, self.sampling, self.limits = engine, renderer, sampling, limits
-        self.speaker = ChatEngine(renderer, engine)
+        self.chat_engine = ChatEngine(renderer, engine)
         self.state = SessionState(limits, _now())
         self.conversations: dict[str, tuple[Message, ...]] = {}
         self.overruled: Counter[str] = Counter()
-        self.schemas = KnownSchemas()
+        self.schemas = CheckedSchemas()
         self.sent = SentAnswers()
         self._policy, self._warned, self._closed = policy, told, closed
         self._running: set[asyncio.Future[ChatAnswer]] = set()
@@ -123,23 +123,23 @@ class GatewaySession:
         self._stop()
         self._closed(self.id)
 
-    def complete(self, ask: ChatRequest, wanted: RequestedSampling) -> ChatRequest:
+    def complete(self, chat_request: ChatRequest, requested: RequestedSampling) -> ChatRequest:
         """The request with the sampling that the run allows. What it does not allow is counted, and
         said once a run."""
-        chosen, overruled = sampling_for(self.sampling, wanted, self._policy)
+        chosen, overruled = sampling_for(self.sampling, requested, self._policy)
         self.overruled.update(overruled)
         for name in sorted(set(overruled) - self._warned):
             self._warned.add(name)
             LOG.warning(
                 "an agent asked for %s = %s and gets %s, as gateway.sampling = %r (said once)",
                 name,
-                getattr(wanted, name),
+                getattr(requested, name),
                 getattr(chosen, name),
                 self._policy,
             )
-        return replace(ask, sampling=chosen)
+        return replace(chat_request, sampling=chosen)
 
-    async def answers(self, ask: ChatRequest, ids: Sequence[str]) -> list[CallAnswer]:
+    async def answers(self, chat_request: ChatRequest, ids: Sequence[str]) -> list[CallAnswer]:
         """As many completions as there are ids, recorded as calls when all of them are there, and
         only then.
 
@@ -149,11 +149,11 @@ class GatewaySession:
         self._do(self.state.begin, ids)
         try:
             async with asyncio.TaskGroup() as group:
-                tasks = [group.create_task(self._answer(ask, id)) for id in ids]
-            said = [CallAnswer(id, task.result()) for id, task in zip(ids, tasks, strict=True)]
-            for one in said:
+                tasks = [group.create_task(self._answer(chat_request, id)) for id in ids]
+            answers = [CallAnswer(id, task.result()) for id, task in zip(ids, tasks, strict=True)]
+            for one in answers:
                 self._do(self.state.finish, Call(one.id, one.answer.prompt, one.answer.completion))
-                await self._count_disobedience(ask, one.answer)
+                await self._count_unmet(chat_request, one.answer)
         except BaseExceptionGroup as errors:
             error = first_of(errors)
             if isinstance(error, EngineError):
@@ -162,7 +162,7 @@ class GatewaySession:
             raise error from None
         finally:
             self._do(self.state.drop, ids)
-        return said
+        return answers
 
     def summary(self) -> dict[str, Any]:
         """What GET tells of it: counts and numbers, no texts."""
@@ -181,8 +181,8 @@ class GatewaySession:
             "overruled": dict(self.overruled),
         }
 
-    async def _answer(self, ask: ChatRequest, id: str) -> ChatAnswer:
-        work = asyncio.ensure_future(self.speaker.answer(ask, id))
+    async def _answer(self, chat_request: ChatRequest, id: str) -> ChatAnswer:
+        work = asyncio.ensure_future(self.chat_engine.answer(chat_request, id))
         self._running.add(work)
         try:
             answer = await work
@@ -199,16 +199,16 @@ class GatewaySession:
             )
         return answer
 
-    async def _count_disobedience(self, ask: ChatRequest, answer: ChatAnswer) -> None:
-        missed = await disobeyed(ask, answer.reply)
+    async def _count_unmet(self, chat_request: ChatRequest, answer: ChatAnswer) -> None:
+        missed = await unmet_constraints(chat_request, answer.reply)
         self.overruled.update(missed)
         for name in set(missed) - self._warned:
             self._warned.add(name)
-            wanted = ask.format if name == "format" else ask.template[name]
+            requested = chat_request.format if name == "format" else chat_request.template[name]
             LOG.warning(
                 "an agent asked for %s = %.200s, which the model did not follow (said once)",
                 name,
-                wanted,
+                requested,
             )
 
     def _do(self, change: Callable[..., T], *arguments: Any) -> T:

@@ -61,5 +61,14 @@ def loads(text: str | bytes, depth: int = DEPTH, values: int = VALUES) -> Any:
     return json.loads(text, parse_constant=_no_number)
 
 
+def loads_object(text: str) -> dict[str, Any] | None:
+    """Returns the JSON object that a text is, or None if it is none or is beyond the bounds."""
+    try:
+        value = loads(text)
+    except ValueError:
+        return None
+    return value if isinstance(value, dict) else None
+
+
 def _no_number(word: str) -> float:
     raise ValueError(f"{word} is no JSON number")

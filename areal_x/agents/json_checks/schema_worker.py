@@ -35,20 +35,20 @@ def main(path: list[str], cpu_seconds: float) -> None:
     for line in sys.stdin.buffer:
         # whose signal ends a process that does not handle it
         signal.setitimer(signal.ITIMER_PROF, cpu_seconds)
-        answer = answered(*json.loads(line))
+        reply = answer(*json.loads(line))
         signal.setitimer(signal.ITIMER_PROF, 0)
-        sys.stdout.buffer.write(json.dumps(answer).encode() + b"\n")
+        sys.stdout.buffer.write(json.dumps(reply).encode() + b"\n")
         sys.stdout.buffer.flush()
 
 
-def answered(schema: str, value: str | None, closed: bool) -> str | None:
+def answer(schema: str, value: str | None, closed: bool) -> str | None:
     """What is wrong with a schema, or where there is a value with that. Both are JSON. closed: see
     `checker`."""
     try:
         if value is None:
-            return why_no_schema(json.loads(schema))
+            return schema_error(json.loads(schema))
         check = (
-            known(schema, closed)
+            cached_checker(schema, closed)
             if len(schema) <= KEPT_CHARACTERS
             else checker(json.loads(schema), closed)
         )
@@ -58,22 +58,22 @@ def answered(schema: str, value: str | None, closed: bool) -> str | None:
     except (
         Exception
     ) as error:  # of a library, for what nobody thought of: an answer, not the end of a process
-        return short(f"{type(error).__name__}: {error}")
+        return shorten(f"{type(error).__name__}: {error}")
 
 
 @lru_cache(maxsize=KEPT)
-def known(schema: str, closed: bool) -> Check:
+def cached_checker(schema: str, closed: bool) -> Check:
     return checker(json.loads(schema), closed)
 
 
-def why_no_schema(schema: Any) -> str | None:
+def schema_error(schema: Any) -> str | None:
     """What is wrong with a JSON schema, or None."""
     import jsonschema
 
     try:
-        _kind(schema).check_schema(schema)
+        _validator_class(schema).check_schema(schema)
     except jsonschema.SchemaError as error:
-        return short(error.message)
+        return shorten(error.message)
     return None
 
 
@@ -88,39 +88,39 @@ def checker(schema: Mapping[str, Any], closed: bool) -> Check:
     from referencing import Registry
     from referencing.exceptions import Unresolvable
 
-    known = schema.get("properties", {})
+    cached_checker = schema.get("properties", {})
     closed = closed and "additionalProperties" not in schema and "properties" in schema
-    validator = _kind(schema)(schema, registry=Registry())
+    validator = _validator_class(schema)(schema, registry=Registry())
 
     def check(value: Any) -> str | None:
         try:
             error = best_match(validator.iter_errors(value))
         except Unresolvable as missing:
-            return short(f"the schema refers to {missing.ref}, which is not in it")
+            return shorten(f"the schema refers to {missing.ref}, which is not in it")
         if error is not None:
             place = ".".join(map(str, error.absolute_path))
-            return short(f"{place}: {error.message}" if place else str(error.message))
+            return shorten(f"{place}: {error.message}" if place else str(error.message))
         extra = (
-            [name for name in value if name not in known]
+            [name for name in value if name not in cached_checker]
             if closed and isinstance(value, dict)
             else []
         )
         if not extra:
             return None
-        return short(
+        return shorten(
             f"{extra[0]!r} is unknown; known are:"
-            f" {', '.join(known) or 'none'}{nearest(extra[0], list(known))}"
+            f" {', '.join(cached_checker) or 'none'}{nearest(extra[0], list(cached_checker))}"
         )
 
     return check
 
 
-def short(text: str) -> str:
+def shorten(text: str) -> str:
     text = " ".join(text.split())
     return text if len(text) <= SHOWN else f"{text[: SHOWN // 2]} … {text[-SHOWN // 2 :]}"
 
 
-def _kind(schema: Any) -> Any:
+def _validator_class(schema: Any) -> Any:
     from jsonschema.validators import Draft202012Validator, validator_for
 
     return validator_for(schema, default=Draft202012Validator)

@@ -12,7 +12,7 @@ from typing import Any
 
 import gin
 
-from areal_x.agents.tools.toolbox import Schema, ToolError, schema_of
+from areal_x.agents.tools.toolbox import Schema, ToolError, tool_schema
 from areal_x.errors import nearest, within
 
 Number = int | float
@@ -97,7 +97,7 @@ class Calculator:
             "properties": {"expression": expression},
             "required": ["expression"],
         }
-        return schema_of(self.name, description, parameters)
+        return tool_schema(self.name, description, parameters)
 
     async def call(self, arguments: dict[str, Any]) -> str:
         return compute(arguments["expression"], self.digits)

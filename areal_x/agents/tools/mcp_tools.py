@@ -17,7 +17,7 @@ import gin
 from areal_x.agents.external_program import inherited_environment
 from areal_x.agents.json_checks import json_bounds
 from areal_x.agents.tools.mcp_worker import LINE
-from areal_x.agents.tools.toolbox import Schema, Tool, ToolError, schema_of
+from areal_x.agents.tools.toolbox import Schema, Tool, ToolError, tool_schema
 from areal_x.errors import UserError, nearest, positive
 from areal_x.runtime import background, guard
 from areal_x.runtime.waits import waiting, whose
@@ -51,7 +51,7 @@ class McpServer:
     only: tuple[str, ...] = ()
     prefix: str = ""
     start_seconds: float = 60.0
-    connection: Connection = field(init=False, compare=False, repr=False)
+    connection: McpConnection = field(init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         if bool(self.command) == bool(self.url):
@@ -65,7 +65,7 @@ class McpServer:
                 " ('npx', '-y', 'x')"
             )
         positive("mcp_server.start_seconds", self.start_seconds)
-        object.__setattr__(self, "connection", Connection(self))
+        object.__setattr__(self, "connection", McpConnection(self))
 
     async def setup(self) -> Sequence[Tool]:
         listed = await self.connection.open()
@@ -80,7 +80,7 @@ class McpServer:
             McpTool(
                 self.connection,
                 tool["name"],
-                schema_of(self.prefix + tool["name"], tool["description"], tool["parameters"]),
+                tool_schema(self.prefix + tool["name"], tool["description"], tool["parameters"]),
             )
             for tool in listed
             if not self.only or tool["name"] in self.only
@@ -94,7 +94,7 @@ class McpServer:
 class McpTool:
     """One tool of a server. own_name: there."""
 
-    connection: Connection
+    connection: McpConnection
     own_name: str
     schema: Schema
 
@@ -109,7 +109,7 @@ class McpTool:
         return str(answer["text"])
 
 
-class Connection:
+class McpConnection:
     """To one server, held by a process of its own (areal_x.agents.tools.mcp_worker).
 
     It is opened anew for a call when it was lost."""
@@ -189,10 +189,10 @@ class Connection:
             async with asyncio.timeout(self._server.start_seconds):
                 with waiting(whose(), "the MCP server to start", self._name):
                     self._process = process = await self._started()
-                    await told_by(process)
+                    await read_message(process)
                 with waiting(whose(), "the MCP server to list its tools", self._name):
                     self._tools = []
-                    while tool := (await told_by(process)).get("tool"):
+                    while tool := (await read_message(process)).get("tool"):
                         self._tools.append(tool)
         except BaseException as error:
             if self._process is not None and self._process.returncode is None:
@@ -229,7 +229,7 @@ class Connection:
         """Hands on what calls are answered, until there are no more answers."""
         try:
             while True:
-                answer = await told_by(process)
+                answer = await read_message(process)
                 self._answer(answer["call"], answer)
         finally:
             for number in list(self._asked):
@@ -249,7 +249,7 @@ class Connection:
             self._process.stdin.write(json.dumps(message).encode() + b"\n")
 
 
-async def told_by(process: asyncio.subprocess.Process) -> dict[str, Any]:
+async def read_message(process: asyncio.subprocess.Process) -> dict[str, Any]:
     """What the process says next. Raises: McpError where it says that there is no server, or no
     more."""
     assert process.stdout is not None

@@ -23,7 +23,7 @@ from typing import Any, ClassVar, Self
 import gin
 
 from areal_x.agents.multi_turn import ToolUse
-from areal_x.agents.tools.toolbox import Schema, Toolbox, schema_of
+from areal_x.agents.tools.toolbox import Schema, Toolbox, tool_schema
 from areal_x.errors import UserError, at_least, positive
 from areal_x.protocols.workflow import Generator, Result
 from areal_x.rewards.pool import Reward
@@ -144,7 +144,7 @@ class Shell:
             " not. There is no network."
         )
         command = {"type": "string", "description": "The command, or several lines of them."}
-        return schema_of(
+        return tool_schema(
             self.name,
             description,
             {"type": "object", "properties": {"command": command}, "required": ["command"]},

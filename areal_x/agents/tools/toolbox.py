@@ -21,7 +21,6 @@ from typing import Any, Protocol, runtime_checkable
 import gin
 
 from areal_x.agents.json_checks import json_bounds, schemas
-from areal_x.agents.json_checks.schema_worker import why_no_schema
 from areal_x.errors import UserError, at_least, nearest, positive, sentence
 from areal_x.protocols.engine import EngineError
 from areal_x.runtime.thread import in_thread
@@ -57,7 +56,7 @@ class Tool(Protocol):
 
 
 @runtime_checkable
-class Source(Protocol):
+class ToolSource(Protocol):
     """What has to be started before there are tools; then it has one or several."""
 
     async def setup(self) -> Sequence[Tool]:
@@ -115,7 +114,7 @@ def tool_of(function: Callable[..., Any]) -> FunctionTool:
     return FunctionTool(function, schema)
 
 
-def schema_of(name: str, description: str, parameters: Mapping[str, Any]) -> Schema:
+def tool_schema(name: str, description: str, parameters: Mapping[str, Any]) -> Schema:
     return {
         "type": "function",
         "function": {"name": name, "description": description, "parameters": parameters},
@@ -138,7 +137,7 @@ class PythonTool:
             " are gone. There is no network."
         )
         code = {"type": "string", "description": "The program."}
-        return schema_of(
+        return tool_schema(
             self.name,
             description,
             {"type": "object", "properties": {"code": code}, "required": ["code"]},
@@ -192,20 +191,22 @@ class Toolbox:
 
     def __init__(
         self,
-        tools: Sequence[Tool | Source | Callable[..., Any]],
+        tools: Sequence[Tool | ToolSource | Callable[..., Any]],
         tool_seconds: float = 30.0,
         result_characters: int = 16_000,
     ) -> None:
         positive("tool_seconds", tool_seconds)
         at_least("result_characters", result_characters, 16)
         self.tool_seconds, self.result_characters = tool_seconds, result_characters
-        self._given = [tool if isinstance(tool, Tool | Source) else tool_of(tool) for tool in tools]
+        self._given = [
+            tool if isinstance(tool, Tool | ToolSource) else tool_of(tool) for tool in tools
+        ]
         self._tools: dict[str, Tool] = {}
         self._starting = asyncio.Lock()
         self._ready = False
         for tool in self._given:
             if isinstance(tool, Tool):
-                self._add(tool, why_no_schema(parameters_of(tool)))
+                self._add(tool, schemas.trusted_schema_error(parameters_of(tool)))
 
     async def setup(self) -> None:
         """Starts what has to be started. Safe to call twice. Raises UserError where something
@@ -217,9 +218,9 @@ class Toolbox:
                 return
             try:
                 for source in self._given:
-                    if isinstance(source, Source):
+                    if isinstance(source, ToolSource):
                         for tool in await source.setup():
-                            self._add(tool, await schemas.wrong(parameters_of(tool)))
+                            self._add(tool, await schemas.schema_error(parameters_of(tool)))
             except BaseException:
                 await self.close()
                 raise
@@ -230,7 +231,7 @@ class Toolbox:
         self._ready = False
         self._tools = {tool.name: tool for tool in self._given if isinstance(tool, Tool)}
         for source in self._given:
-            if isinstance(source, Source):
+            if isinstance(source, ToolSource):
                 await source.close()
 
     @property
@@ -257,9 +258,7 @@ class Toolbox:
         except ValueError as error:
             return f"The arguments of {name} are not valid JSON ({error}): write one JSON object."
         tool = self._tools[name]
-        if wrong := await schemas.misfit(
-            {**parameters_of(tool), "type": "object"}, arguments or "{}", closed=True
-        ):
+        if wrong := await schemas.arguments_mismatch(parameters_of(tool), arguments or "{}"):
             return f"The arguments of {name} do not fit: {wrong}."
         text = await self._answer(tool, parsed)
         return shorten(text, "", False, self.result_characters)[0]

@@ -7,7 +7,7 @@ import asyncio
 import numpy as np
 
 from areal_x.agents.chat.dialogue import ChatEngine, Dialogue
-from areal_x.agents.chat.merging import merged
+from areal_x.agents.chat.merging import merge_calls
 from areal_x.agents.chat.rendering import TemplateRenderer
 from areal_x.batching.packing import pack
 from areal_x.engines.embedded import EmbeddedEngine
@@ -41,7 +41,7 @@ def talked(family, backend, directory, seeds, slots=32):
         async with free:
             for _ in range(TURNS):
                 await dialogue.say({"role": "user", "content": str(rng.choice(SAYINGS))})
-        return [line.trajectory for line in merged(speaker.calls).lines]
+        return [line.trajectory for line in merge_calls(speaker.calls).trajectories]
 
     async def work():
         await engine.start()

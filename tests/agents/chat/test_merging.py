@@ -4,7 +4,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from areal_x.agents.chat.merging import individual, merged
+from areal_x.agents.chat.merging import merge_calls, separate_calls
 from areal_x.types import NOT_THE_POLICY
 from tests.agents.chat.calls import Agent, call, generated, trained
 
@@ -16,9 +16,9 @@ def test_every_generated_token_is_trained_once_with_its_own_logprob_and_version(
     agent = Agent(seed)
     for kind in steps:
         agent.step(kind)
-    lines = merged(agent.calls)
-    assert trained([line.trajectory for line in lines.lines]) == generated(agent.calls)
-    assert trained([line.trajectory for line in individual(agent.calls).lines]) == generated(agent.calls)
+    merged = merge_calls(agent.calls)
+    assert trained([item.trajectory for item in merged.trajectories]) == generated(agent.calls)
+    assert trained([item.trajectory for item in separate_calls(agent.calls).trajectories]) == generated(agent.calls)
 
 
 @given(st.integers(0, 2**32 - 1), STEPS)
@@ -27,11 +27,11 @@ def test_each_call_stands_in_one_line_behind_the_whole_of_its_prompt(seed, steps
     for kind in steps:
         agent.step(kind)
     kept = [i for i, c in enumerate(agent.calls) if len(c.completion.tokens) and c.completion.finish_reason != "abort"]
-    for lines in (merged(agent.calls), individual(agent.calls)):
-        assert sorted(span.call for line in lines.lines for span in line.spans) == kept
-        for line in lines.lines:
-            t, within = line.trajectory, np.zeros(len(line.trajectory), bool)
-            for span in line.spans:
+    for merged in (merge_calls(agent.calls), separate_calls(agent.calls)):
+        assert sorted(span.call for item in merged.trajectories for span in item.spans) == kept
+        for item in merged.trajectories:
+            t, within = item.trajectory, np.zeros(len(item.trajectory), bool)
+            for span in item.spans:
                 asked = agent.calls[span.call]
                 assert np.array_equal(t.tokens[: span.start], asked.prompt)
                 assert np.array_equal(t.tokens[span.start : span.stop], asked.completion.tokens)
@@ -39,8 +39,8 @@ def test_each_call_stands_in_one_line_behind_the_whole_of_its_prompt(seed, steps
             assert np.array_equal(t.mask, within)
             assert (t.logprobs[~t.mask] == 0).all()
             assert (t.versions[~t.mask] == NOT_THE_POLICY).all()
-            assert t.finish_reason == agent.calls[line.spans[-1].call].completion.finish_reason
-    assert sum(merged(agent.calls).counts.values()) == len(kept)
+            assert t.finish_reason == agent.calls[item.spans[-1].call].completion.finish_reason
+    assert sum(merge_calls(agent.calls).counts.values()) == len(kept)
 
 
 @given(st.integers(0, 2**32 - 1), STEPS)
@@ -48,63 +48,63 @@ def test_no_line_could_have_gone_on_with_a_call_that_began_another(seed, steps):
     agent = Agent(seed)
     for kind in steps:
         agent.step(kind)
-    lines = merged(agent.calls).lines
-    for line in lines:
-        asked = agent.calls[line.spans[0].call]
-        for other in lines:
-            before = [span for span in other.spans if span.call < line.spans[0].call]
+    merged = merge_calls(agent.calls).trajectories
+    for item in merged:
+        asked = agent.calls[item.spans[0].call]
+        for other in merged:
+            before = [span for span in other.spans if span.call < item.spans[0].call]
             if before:
                 held = other.trajectory.tokens[: before[-1].stop]
                 assert not np.array_equal(held, asked.prompt[: len(held)])
 
 
 def test_a_conversation_is_one_trajectory_and_what_others_said_is_context():
-    lines = merged([call([1, 2], [3, 4], version=5), call([1, 2, 3, 4, 9], [6], version=7, finish_reason="length")])
-    (line,) = lines.lines
-    assert line.trajectory.tokens.tolist() == [1, 2, 3, 4, 9, 6]
-    assert line.trajectory.mask.tolist() == [False, False, True, True, False, True]
-    assert line.trajectory.versions.tolist() == [-1, -1, 5, 5, -1, 7]
-    assert line.trajectory.finish_reason == "length"
-    assert lines.counts == {"first": 1, "continued": 1, "rewritten": 0, "forked": 0}
+    merged = merge_calls([call([1, 2], [3, 4], version=5), call([1, 2, 3, 4, 9], [6], version=7, finish_reason="length")])
+    (item,) = merged.trajectories
+    assert item.trajectory.tokens.tolist() == [1, 2, 3, 4, 9, 6]
+    assert item.trajectory.mask.tolist() == [False, False, True, True, False, True]
+    assert item.trajectory.versions.tolist() == [-1, -1, 5, 5, -1, 7]
+    assert item.trajectory.finish_reason == "length"
+    assert merged.counts == {"first": 1, "continued": 1, "rewritten": 0, "forked": 0}
 
 
 def test_a_retry_begins_a_trajectory_of_its_own():
-    lines = merged([call([1], [2]), call([1], [3])])
-    assert [line.trajectory.tokens.tolist() for line in lines.lines] == [[1, 2], [1, 3]]
-    assert lines.counts == {"first": 1, "continued": 0, "rewritten": 0, "forked": 1}
+    merged = merge_calls([call([1], [2]), call([1], [3])])
+    assert [item.trajectory.tokens.tolist() for item in merged.trajectories] == [[1, 2], [1, 3]]
+    assert merged.counts == {"first": 1, "continued": 0, "rewritten": 0, "forked": 1}
 
 
 def test_a_reply_whose_end_was_rewritten_is_context_of_another_trajectory_and_trained_where_it_was_said():
-    lines = merged([call([1], [7, 8, 2]), call([1, 7, 5, 5], [6])])
-    assert [line.trajectory.tokens.tolist() for line in lines.lines] == [[1, 7, 8, 2], [1, 7, 5, 5, 6]]
-    assert [line.trajectory.mask.sum() for line in lines.lines] == [3, 1]
-    assert lines.counts == {"first": 1, "continued": 0, "rewritten": 1, "forked": 0}
+    merged = merge_calls([call([1], [7, 8, 2]), call([1, 7, 5, 5], [6])])
+    assert [item.trajectory.tokens.tolist() for item in merged.trajectories] == [[1, 7, 8, 2], [1, 7, 5, 5, 6]]
+    assert [item.trajectory.mask.sum() for item in merged.trajectories] == [3, 1]
+    assert merged.counts == {"first": 1, "continued": 0, "rewritten": 1, "forked": 0}
 
 
 def test_a_reply_rewritten_from_its_first_token_on_is_rewritten_and_a_prompt_changed_before_it_is_forked():
-    assert merged([call([1, 4], [7]), call([1, 4, 5], [6])]).counts["rewritten"] == 1
-    assert merged([call([1, 4], [7]), call([1, 5, 7], [6])]).counts["forked"] == 1
+    assert merge_calls([call([1, 4], [7]), call([1, 4, 5], [6])]).counts["rewritten"] == 1
+    assert merge_calls([call([1, 4], [7]), call([1, 5, 7], [6])]).counts["forked"] == 1
 
 
 def test_what_a_call_left_is_the_line_with_which_it_shares_most():
     calls = [call([8], [9]), call([1], [2, 3]), call([7], [9]), call([1, 2, 4], [5])]
-    assert merged(calls).counts == {"first": 1, "continued": 0, "rewritten": 1, "forked": 2}
+    assert merge_calls(calls).counts == {"first": 1, "continued": 0, "rewritten": 1, "forked": 2}
 
 
 def test_a_change_in_an_earlier_turn_than_the_last_is_a_fork():
     calls = [call([1], [2, 3]), call([1, 2, 3, 4], [5]), call([1, 2, 9], [6])]
-    assert merged(calls).counts == {"first": 1, "continued": 1, "rewritten": 0, "forked": 1}
+    assert merge_calls(calls).counts == {"first": 1, "continued": 1, "rewritten": 0, "forked": 1}
 
 
 def test_a_call_goes_on_with_the_longest_line_that_it_could():
     calls = [call([1], [2]), call([1], [2, 3]), call([1, 2, 3, 4], [5])]
-    assert [line.trajectory.tokens.tolist() for line in merged(calls).lines] == [[1, 2], [1, 2, 3, 4, 5]]
+    assert [item.trajectory.tokens.tolist() for item in merge_calls(calls).trajectories] == [[1, 2], [1, 2, 3, 4, 5]]
 
 
 def test_agents_that_take_turns_keep_a_line_each():
     calls = [call([1], [2]), call([8], [9]), call([1, 2, 3], [4]), call([8, 9, 3], [5])]
-    assert [line.trajectory.tokens.tolist() for line in merged(calls).lines] == [[1, 2, 3, 4], [8, 9, 3, 5]]
-    assert merged(calls).counts == {"first": 1, "continued": 2, "rewritten": 0, "forked": 1}
+    assert [item.trajectory.tokens.tolist() for item in merge_calls(calls).trajectories] == [[1, 2, 3, 4], [8, 9, 3, 5]]
+    assert merge_calls(calls).counts == {"first": 1, "continued": 2, "rewritten": 0, "forked": 1}
 
 
 def test_a_token_keeps_the_experts_of_when_it_was_first_read():
@@ -113,14 +113,14 @@ def test_a_token_keeps_the_experts_of_when_it_was_first_read():
 
     first = call([1, 2], [3, 4], experts=experts(10, 11, 12, -1))
     second = call([1, 2, 3, 4, 5], [6], experts=experts(20, 21, 22, 23, 24, -1))
-    (line,) = merged([first, second]).lines
-    assert line.trajectory.experts.ravel().tolist() == [10, 11, 12, 23, 24, -1]
-    (line,) = merged([first, call([1, 2, 3, 4, 5], [6])]).lines
-    assert line.trajectory.experts is None
+    (item,) = merge_calls([first, second]).trajectories
+    assert item.trajectory.experts.ravel().tolist() == [10, 11, 12, 23, 24, -1]
+    (item,) = merge_calls([first, call([1, 2, 3, 4, 5], [6])]).trajectories
+    assert item.trajectory.experts is None
 
 
 def test_nothing_that_was_generated_gives_no_line():
     calls = [call([1], []), call([1], [2], finish_reason="abort")]
-    assert merged(calls).lines == ()
-    assert individual(calls).lines == ()
-    assert set(merged(calls).counts.values()) == {0}
+    assert merge_calls(calls).trajectories == ()
+    assert separate_calls(calls).trajectories == ()
+    assert set(merge_calls(calls).counts.values()) == {0}

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from areal_x.agents.chat.dialogue import ChatEngine, ChatRequest
-from areal_x.agents.chat.merging import merged
+from areal_x.agents.chat.merging import merge_calls
 from areal_x.agents.chat.prompts import ReplyCache, build_prompt, keys
 from areal_x.agents.chat.rendering import PlainRenderer, TemplateRenderer
 from areal_x.protocols.engine import SamplingParams
@@ -72,8 +72,8 @@ def test_a_conversation_in_tokens_of_ones_own_is_one_trajectory():
     first = say(speaker, USER)
     second = say(speaker, USER, first.reply.message(), AGAIN)
     assert behind(tokenizer, first, second) == "\n<|im_start|>user\ntry again<|im_end|>\n<|im_start|>assistant\n"
-    (line,) = merged(speaker.calls).lines
-    assert tokenizer.decode(line.trajectory.tokens[line.trajectory.mask]) == "it is 41<|im_end|>it is 42<|im_end|>"
+    (item,) = merge_calls(speaker.calls).trajectories
+    assert tokenizer.decode(item.trajectory.tokens[item.trajectory.mask]) == "it is 41<|im_end|>it is 42<|im_end|>"
 
 
 def test_a_turn_cut_by_length_is_ended_by_the_template_as_context():
@@ -120,9 +120,9 @@ def test_reasoning_that_the_template_leaves_out_of_earlier_turns_makes_a_traject
     second = say(speaker, USER, first.reply.message(), AGAIN)
     assert behind(tokenizer, first, second) is None
     assert "hm" not in tokenizer.decode(second.prompt)
-    lines = merged(speaker.calls)
-    assert lines.counts == {"first": 1, "continued": 0, "rewritten": 1, "forked": 0}
-    assert [tokenizer.decode(line.trajectory.tokens[line.trajectory.mask]) for line in lines.lines] == [
+    merged = merge_calls(speaker.calls)
+    assert merged.counts == {"first": 1, "continued": 0, "rewritten": 1, "forked": 0}
+    assert [tokenizer.decode(item.trajectory.tokens[item.trajectory.mask]) for item in merged.trajectories] == [
         "<think>\nhm\n</think>\n\nit is 41<|im_end|>",
         "42<|im_end|>",
     ]
@@ -137,7 +137,7 @@ def test_where_the_last_reply_is_rewritten_those_before_it_keep_their_tokens():
     assert behind(tokenizer, first, third).startswith(
         "\n<|im_start|>user\ntry again<|im_end|>\n<|im_start|>assistant\nit is 41<|im_end|>"
     )
-    assert merged(speaker.calls).counts == {"first": 1, "continued": 1, "rewritten": 1, "forked": 0}
+    assert merge_calls(speaker.calls).counts == {"first": 1, "continued": 1, "rewritten": 1, "forked": 0}
 
 
 @pytest.mark.parametrize(
@@ -204,7 +204,7 @@ def test_each_of_several_answers_to_one_prompt_is_gone_on_with_by_its_own_tokens
     for answer in (one, two):
         on = say(speaker, USER, answer.reply.message(), AGAIN)
         assert behind(tokenizer, answer, on) is not None
-    assert merged(speaker.calls).counts == {"first": 1, "continued": 2, "rewritten": 0, "forked": 1}
+    assert merge_calls(speaker.calls).counts == {"first": 1, "continued": 2, "rewritten": 0, "forked": 1}
 
 
 def test_an_assistants_beginning_is_continued_and_gone_on_with():
@@ -237,7 +237,7 @@ def test_a_reply_that_a_stop_text_ended_goes_on_from_there():
     kept = np.concatenate([first.prompt, first.completion.tokens[: len("it is ")]])
     assert np.array_equal(second.prompt[: len(kept)], kept)
     assert tokenizer.decode(second.prompt[len(kept) :]).startswith("<|im_end|>\n<|im_start|>user\ntry again")
-    assert merged(speaker.calls).counts["rewritten"] == 1
+    assert merge_calls(speaker.calls).counts["rewritten"] == 1
 
 
 def test_an_aborted_reply_is_not_gone_on_with():

@@ -7,7 +7,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from areal_x.agents.chat.dialogue import ChatEngine, ChatRequest
-from areal_x.agents.chat.merging import merged
+from areal_x.agents.chat.merging import merge_calls
 from areal_x.agents.chat.rendering import TemplateRenderer, Unrenderable
 from areal_x.agents.chat.server_renderer import ServerRenderer
 from areal_x.protocols.engine import SamplingParams
@@ -57,6 +57,6 @@ def test_a_conversation_goes_on_with_the_tokens_that_were_generated(renderer, vl
         return speaker.calls
 
     calls = run(talk())
-    (line,) = merged(calls).lines
+    (item,) = merge_calls(calls).trajectories
     said = np.concatenate([call.completion.tokens for call in calls])
-    np.testing.assert_array_equal(line.trajectory.tokens[line.trajectory.mask], said)
+    np.testing.assert_array_equal(item.trajectory.tokens[item.trajectory.mask], said)

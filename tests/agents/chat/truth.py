@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from areal_x.agents.chat.dialogue import ChatEngine, ChatRequest
-from areal_x.agents.chat.merging import merged
+from areal_x.agents.chat.merging import merge_calls
 from areal_x.agents.chat.rendering import TemplateRenderer
 from areal_x.protocols.engine import SamplingParams
 from tests.agents.chat.calls import generated, trained
@@ -26,7 +26,7 @@ class Truth:
     different: int
     calls: int
     tokens: int
-    lines: int
+    merged: int
 
 
 async def truth_of(
@@ -45,15 +45,15 @@ async def truth_of(
         return Said(got.prompt, got.completion.tokens, got.reply.message())
 
     await talk.run(answer, turns, branches)
-    lines = merged(speaker.calls)
+    merged = merge_calls(speaker.calls)
     complaints = list(talk.complaints)
-    if trained([line.trajectory for line in lines.lines]) != generated(speaker.calls):
+    if trained([item.trajectory for item in merged.trajectories]) != generated(speaker.calls):
         complaints.append(f"{family}, seed {seed}: what is trained on is not what was generated")
     if not all(np.array_equal(asked, call.prompt) for asked, call in zip(engine.prompts, speaker.calls, strict=True)):
         complaints.append(f"{family}, seed {seed}: a call's prompt is not what the engine was given")
     tokens = sum(len(call.completion.tokens) for call in speaker.calls)
     different = sum(not np.array_equal(call.prompt, anew(tokenizer, call.prompt)) for call in speaker.calls)
-    return Truth(tuple(complaints), talk.kept, talk.rewritten, different, len(speaker.calls), tokens, len(lines.lines))
+    return Truth(tuple(complaints), talk.kept, talk.rewritten, different, len(speaker.calls), tokens, len(merged.trajectories))
 
 
 def anew(tokenizer, tokens):

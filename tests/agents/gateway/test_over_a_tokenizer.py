@@ -6,7 +6,7 @@ import numpy as np
 import openai
 import pytest
 
-from areal_x.agents.chat.merging import merged
+from areal_x.agents.chat.merging import merge_calls
 from areal_x.agents.chat.rendering import TemplateRenderer
 from areal_x.protocols.engine import SamplingParams
 from tests.agents.chat.speaking import Says, tokenizer_of
@@ -137,12 +137,12 @@ def test_a_conversation_with_tools_is_one_line_of_the_very_tokens_that_were_gene
         "\n<|im_start|>user\n<tool_response>\nraining\n</tool_response>\n<tool_response>\nfine\n</tool_response><|im_end|>\n"
         "<|im_start|>assistant\n"
     )
-    lines = merged(one.calls())
-    (line,) = lines.lines
-    assert lines.counts == {"first": 1, "continued": 1, "rewritten": 0, "forked": 0}
-    trained = line.trajectory.tokens[line.trajectory.mask].tolist()
+    merged = merge_calls(one.calls())
+    (item,) = merged.trajectories
+    assert merged.counts == {"first": 1, "continued": 1, "rewritten": 0, "forked": 0}
+    trained = item.trajectory.tokens[item.trajectory.mask].tolist()
     assert trained == [*spelled(TURNS[0], 0), *spelled(TURNS[1], 1)]
-    assert line.trajectory.logprobs[line.trajectory.mask].tolist() == [-1.0 - n for n in range(len(trained))]
+    assert item.trajectory.logprobs[item.trajectory.mask].tolist() == [-1.0 - n for n in range(len(trained))]
 
 
 def test_all_ways_show_the_model_the_same(talk):

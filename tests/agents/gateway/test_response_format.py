@@ -7,7 +7,7 @@ import openai
 import pydantic
 import pytest
 
-from areal_x.agents.gateway.response_format import fits
+from areal_x.agents.json_checks.schemas import matches
 from tests.agents.gateway.scripted import END
 
 HI = [{"role": "user", "content": "2+2?"}]
@@ -81,7 +81,7 @@ def test_a_tool_call_is_no_answer_yet(talk):
 
 
 def fitting(schema, text):
-    return asyncio.run(fits(schema, text))
+    return asyncio.run(matches(schema, text))
 
 
 def test_nothing_that_a_schema_refers_to_is_fetched(monkeypatch):

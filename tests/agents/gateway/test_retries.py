@@ -148,16 +148,16 @@ def test_what_is_asked_on_purpose_is_answered_anew():
     first, again = Attempt(b"d", "", 0), Attempt(b"d", "", 1)
     here, there = ("a", 1), ("a", 2)
     answers = SentAnswers()
-    assert answers.lost(first, here, lambda _: False) is None
+    assert answers.find_lost(first, here, lambda _: False) is None
     answers.begin(first)
     answers.keep(SentAnswer(first, [Told("1")], here))
-    assert answers.lost(first, there, lambda _: False) is None  # a first attempt
-    assert answers.lost(again, there, lambda _: True) is None  # its client is still there
-    assert answers.lost(Attempt(b"e", "", 1), there, lambda _: False) is None  # another request
-    assert answers.lost(again, there, lambda client: client == there).said[0].id == "1"
-    assert answers.lost(again, here, lambda client: client == there) is None  # it has it now
+    assert answers.find_lost(first, there, lambda _: False) is None  # a first attempt
+    assert answers.find_lost(again, there, lambda _: True) is None  # its client is still there
+    assert answers.find_lost(Attempt(b"e", "", 1), there, lambda _: False) is None  # another request
+    assert answers.find_lost(again, there, lambda client: client == there).answers[0].id == "1"
+    assert answers.find_lost(again, here, lambda client: client == there) is None  # it has it now
     answers.begin(first)  # the same for the second time, which failed: its retry is owed an answer of its own
-    assert answers.lost(again, there, lambda _: False) is None
+    assert answers.find_lost(again, there, lambda _: False) is None
 
 
 def test_what_makes_a_request_the_same():

@@ -12,11 +12,15 @@ LONG = f"it takes more than {schemas.CPU_SECONDS:g} s to check"
 
 
 def wrong(schema):
-    return asyncio.run(schemas.wrong(schema))
+    return asyncio.run(schemas.schema_error(schema))
 
 
-def misfit(schema, value, **how):
-    return asyncio.run(schemas.misfit(schema, json.dumps(value), **how))
+def misfit(schema, value):
+    return asyncio.run(schemas.mismatch(schema, json.dumps(value)))
+
+
+def arguments_misfit(parameters, value):
+    return asyncio.run(schemas.arguments_mismatch(parameters, json.dumps(value)))
 
 
 def of(**properties):
@@ -36,8 +40,8 @@ def test_what_does_not_fit_is_said_with_its_place():
     assert misfit(numbers, {"a": [1]}) is None
     assert misfit({"type": "object"}, {"anything": 1}) is None
     assert misfit(of(), {"b": 1}) is None
-    assert misfit({**of(), "additionalProperties": True}, {"b": 1}, closed=True) is None
-    assert misfit(of(city={}), {"citty": 1}, closed=True) == "'citty' is unknown; known are: city; did you mean 'city'?"
+    assert arguments_misfit({**of(), "additionalProperties": True}, {"b": 1}) is None
+    assert arguments_misfit(of(city={}), {"citty": 1}) == "'citty' is unknown; known are: city; did you mean 'city'?"
     assert misfit(of(a={"pattern": "^a+$"}), {"a": "b"}) == "a: 'b' does not match '^a+$'"
     assert misfit({"type": "array"}, []) is None
 

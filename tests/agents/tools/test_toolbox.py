@@ -12,7 +12,7 @@ from typing import Literal
 import gin
 import pytest
 
-from areal_x.agents.tools.toolbox import PythonExecutor, Source, Tool, Toolbox, ToolError, schema_of, tool_of
+from areal_x.agents.tools.toolbox import PythonExecutor, Tool, Toolbox, ToolError, ToolSource, tool_of, tool_schema
 from areal_x.errors import ConfigError, UserError
 from areal_x.protocols.engine import EngineError
 from areal_x.sandbox.pool import SandboxLimits
@@ -233,7 +233,7 @@ def test_a_tool_without_a_json_schema_is_refused_wherever_it_comes_from():
     @dataclass(frozen=True)
     class Wrong:
         name: str = "wrong"
-        schema = schema_of("wrong", "", {"type": "objekt"})
+        schema = tool_schema("wrong", "", {"type": "objekt"})
 
         async def call(self, arguments):
             return ""
@@ -272,7 +272,7 @@ def test_sources_are_started_once_and_closed():
     async def run():
         source = Counting()
         toolbox = Toolbox([lookup, source])
-        assert isinstance(source, Source)
+        assert isinstance(source, ToolSource)
         assert not isinstance(source, Tool)
         before = [schema["function"]["name"] for schema in toolbox.schemas]
         answers = await asyncio.gather(*(toolbox.call("weather", '{"city": "a"}') for _ in range(5)))
