@@ -1,4 +1,4 @@
-"""Where code that a model wrote runs: processes without network, with bounds on what they use."""
+"""Runs code that a model wrote, in processes without network, with limits on what they use."""
 
 from __future__ import annotations
 

@@ -1,13 +1,14 @@
-"""Starts programs: a process that has its interpreter ready and only has to fork. What
-`areal_x.sandbox.pool` starts.
+"""The fork server of the sandbox: a process with its imports done, which only has to fork to start
+a program. Started by `areal_x.sandbox.pool`.
 
-    pool ──(one byte and a socket: a program comes)──▶ forker ──fork──▶ keeper ──fork──▶ [ first ──fork──▶ program ]
-    pool ──(the program)──▶ socket ──▶ keeper     program ──(output, report: pipes)──▶ keeper ──(what became of it)──▶ pool
+    pool ──(one byte and a socket: a program comes)──▶ fork server ──fork──▶ supervisor ──fork──▶ [ init ──fork──▶ program ]
+    pool ──(the program)──▶ socket ──▶ supervisor     program ──(output, report: pipes)──▶ supervisor ──(the result)──▶ pool
 
-The forker runs under a guard (areal_x.runtime.guard). Each program has a keeper
-(areal_x.sandbox.supervisor), which also ends it when the pool hangs up. Where namespaces are allowed
-the brackets are one of processes, whose first is `first`: when it ends, the kernel ends the rest.
-Elsewhere there is none, and the keeper looks for what is left as the guard does.
+The fork server runs under a guard (areal_x.runtime.guard). Each program has a supervisor
+(areal_x.sandbox.supervisor), which also ends it when the pool hangs up. If namespaces are allowed,
+the brackets are a process namespace whose first process is `init`: when it ends, the kernel ends
+the rest. Otherwise there is no `init`, and the supervisor finds the remaining processes as the
+guard does.
 """
 
 from __future__ import annotations
@@ -28,34 +29,31 @@ from areal_x.runtime import guard, memory_group
 from areal_x.sandbox.isolation import choose, group_name
 from areal_x.sandbox.supervisor import run_then_exit, supervise
 
-READY = (  # of the standard library, imported before a program asks for it
-    *(
-        "bisect",
-        "cmath",
-        "collections",
-        "copy",
-        "dataclasses",
-        "datetime",
-        "decimal",
-        "enum",
-        "fractions",
-        "functools",
-        "heapq",
-    ),
-    *(
-        "io",
-        "itertools",
-        "json",
-        "math",
-        "operator",
-        "random",
-        "re",
-        "statistics",
-        "string",
-        "textwrap",
-        "time",
-        "typing",
-    ),
+# modules of the standard library, imported before a program needs them
+PRELOADED = (
+    "bisect",
+    "cmath",
+    "collections",
+    "copy",
+    "dataclasses",
+    "datetime",
+    "decimal",
+    "enum",
+    "fractions",
+    "functools",
+    "heapq",
+    "io",
+    "itertools",
+    "json",
+    "math",
+    "operator",
+    "random",
+    "re",
+    "statistics",
+    "string",
+    "textwrap",
+    "time",
+    "typing",
 )
 
 
@@ -72,24 +70,24 @@ def main(control_fd: int, lifeline_fd: int, base: str, settings: dict[str, Any])
 
 
 def serve(control_fd: int, base: str, settings: Mapping[str, Any]) -> NoReturn:
-    """First says what the walls are and which imports failed; then starts what comes, until the
-    pool hangs up."""
-    # the first is this package's, which programs need not see
+    """First reports the isolation and the failed imports; then starts a program per request, until
+    the pool hangs up."""
+    # without the first, this package's, which programs need not see
     sys.path[:] = [*sys.path[1:], *settings["packages"]]
     missing = {}
-    for name in (*READY, *settings["imports"]):
+    for name in (*PRELOADED, *settings["imports"]):
         try:
             import_module(name)
         except Exception as error:
             missing[name] = f"{type(error).__name__}: {error}"
     isolation = choose(base, settings["mechanisms"], settings["readable"], settings["groups"])
     gc.collect()
-    gc.freeze()  # so that no collection in a program copies what all have in common
+    gc.freeze()  # so that a collection in a program does not copy shared pages
     with socket.socket(fileno=control_fd) as control:
         control.sendall(
             json.dumps({"isolation": asdict(isolation), "missing": missing}).encode() + b"\n"
         )
-        signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # so that no keeper needs to be waited for
+        signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # supervisors need not be waited for
         forker = os.getpid()
         while True:
             byte, fds, _, _ = socket.recv_fds(control, 1, 1)

@@ -1,11 +1,12 @@
-"""What a program sees: a file system of its own with the interpreter, read-only, and one folder for
-it to write in.
+"""A program's view of the machine: a file system of its own with the interpreter, read-only, and
+one writable folder.
 
-Made of Linux's namespaces, in two steps. `prepare`, once: mounts what programs may read below a
-folder. `enter`, for each program: a file system in memory as its folder, with a limit on size and
-number of files, then the prepared folder as the root, from which nothing leads out. There is no
-/proc, no /etc but the loader's cache, no home, no repository, no socket of the machine's services;
-and as the program's process is the first of its own namespace, there is no other process either.
+Built from Linux's namespaces, in two steps. `prepare`, once: mounts what programs may read below a
+folder. `enter`, for each program: mounts a file system in memory as its folder, limited in size and
+number of files, and makes the prepared folder the root, from which nothing leads out. There is no
+/proc, no /etc except the loader's cache, no home, no repository, no socket of the machine's
+services; and since the program's process is the first of its own process namespace, no other
+process either.
 """
 
 from __future__ import annotations
@@ -45,12 +46,12 @@ CAPABILITIES_VERSION = 0x20080522  # _LINUX_CAPABILITY_VERSION_3
 
 SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32", "/etc/ld.so.cache")
 DEVICES = ("/dev/null", "/dev/full", "/dev/random", "/dev/urandom")
-# which gives memory that is shared, and that /proc shows of no process when nothing maps it
+# provides shared memory, which /proc attributes to no process when nothing maps it
 ZERO = "/dev/zero"
 
 
 def readable(packages: Sequence[str]) -> list[str]:
-    """What a program may read, seen from the run: the system's programs and libraries, the
+    """Returns the paths that a program may read: the system's programs and libraries, the
     interpreter, its packages."""
     wanted = (sys.base_prefix, sys.base_exec_prefix, sys.prefix, *packages)
     found = [path for path in SYSTEM if Path(path).exists()]
@@ -66,17 +67,17 @@ def readable(packages: Sequence[str]) -> list[str]:
 
 def prepare(base: str, own_users: bool, visible: Sequence[str], devices: Sequence[str]) -> None:
     """Moves this process to namespaces of its own, without a network, and mounts below `base` what
-    programs may read: `shown`, and `devices`, which can be written to but not changed.
+    programs may read: `visible`, and `devices`, which can be written to but not changed.
 
-    own_users: by a namespace of users, which needs no right; else as the administrator. Raises
-    OSError where that may not be.
+    own_users: use a user namespace, which needs no privilege; otherwise root is needed. Raises:
+    OSError if that is not allowed.
     """
     spaces = CLONE_NEWNS | CLONE_NEWNET
     if own_users:
         enter_own_namespace(spaces)
     else:
         _unshare(spaces)
-    _mount(None, "/", None, MS_REC | MS_PRIVATE)  # so that nothing of this reaches the machine
+    _mount(None, "/", None, MS_REC | MS_PRIVATE)  # so that no mount is visible outside
     _mount("tmpfs", base, "tmpfs", MS_NOSUID | MS_NODEV, "mode=755,size=1m")
     for path in visible:
         place = Path(base + path)
@@ -87,21 +88,21 @@ def prepare(base: str, own_users: bool, visible: Sequence[str], devices: Sequenc
             _bind(path, place, MS_RDONLY | MS_NOSUID | MS_NODEV)
     for path in devices:
         Path(base, "dev").mkdir(exist_ok=True)
-        # else who owns it could change its mode for the whole machine
+        # otherwise its owner could change its mode for the whole machine
         _bind(path, Path(base + path), MS_RDONLY | MS_NOSUID)
     Path(base + FOLDER).mkdir(parents=True, exist_ok=True)
     for link in (Path(base, "tmp"), Path(base, "dev/shm")):
-        if not link.exists():  # as it does where the interpreter is in it
+        if not link.exists():  # it exists if the interpreter is in it
             link.symlink_to(FOLDER)
     _mount(None, base, None, MS_REMOUNT | MS_BIND | MS_RDONLY | MS_NOSUID | MS_NODEV)
 
 
 def enter(base: str, user: int | None, megabytes: float, files: int) -> None:
-    """Moves this process, the first of a namespace of processes, to the view below `base`, and
-    takes its rights.
+    """Moves this process, the first of a process namespace, to the file system below `base`, and
+    drops its privileges.
 
-    user: to become, as the administrator; None for a namespace of users. megabytes, files: the most
-    that its folder may hold. Raises OSError.
+    user: the user to become, if root; None in a user namespace. megabytes, files: most that its
+    folder may hold. Raises: OSError.
     """
     _unshare(CLONE_NEWNS | CLONE_NEWIPC | CLONE_NEWUTS)
     _mount(
@@ -112,21 +113,21 @@ def enter(base: str, user: int | None, megabytes: float, files: int) -> None:
         f"mode=777,size={int(megabytes * 1e6)},nr_inodes={files + 1}",
     )
     os.chdir(base)
-    # the old root now lies upon the new one
+    # the old root is now mounted on top of the new one
     _check(LIBC.syscall(PIVOT_ROOT[platform.machine()], b".", b"."))
     _check(LIBC.umount2(b".", MNT_DETACH))
     os.chdir(FOLDER)
     if user is None:
-        _unshare(CLONE_NEWUSER)  # so that its processes are counted apart from other programs'
+        _unshare(CLONE_NEWUSER)  # so that its processes are counted separately
     else:
         switch_user(user)
     drop_capabilities()
 
 
 def used_bytes(first: int) -> int:
-    """Bytes of the files of a program, which are in memory. first: of its processes."""
+    """Returns the bytes of a program's files, which are in memory. first: its first process."""
     root = Path(f"/proc/{first}/root")
-    with suppress(OSError):  # it has not entered yet, or has ended
+    with suppress(OSError):  # not entered yet, or ended
         if Path(f"{root}{FOLDER}").stat().st_dev != root.stat().st_dev:
             held = os.statvfs(f"{root}{FOLDER}")
             return (held.f_blocks - held.f_bfree) * held.f_frsize
@@ -134,13 +135,13 @@ def used_bytes(first: int) -> int:
 
 
 def new_process_namespace() -> None:
-    """What this process starts from now on is of a namespace of processes, and the next is its
-    first. Raises OSError."""
+    """Puts what this process starts from now on into a process namespace, whose first process is
+    the next one. Raises: OSError."""
     _unshare(CLONE_NEWPID)
 
 
 def switch_user(user: int) -> None:
-    """As the administrator. Raises OSError."""
+    """Needs root. Raises: OSError."""
     os.setgroups([])
     os.setresgid(user, user, user)
     os.setresuid(user, user, user)
@@ -152,13 +153,13 @@ def drop_capabilities() -> None:
 
 
 def _bind(path: str, place: Path, flags: int) -> None:
-    """Mounts what is at `path` at `place` too, with all that is mounted below it."""
+    """Bind-mounts `path` at `place`, with everything that is mounted below it."""
     if Path(path).is_dir():
         place.mkdir(exist_ok=True)
     else:
         place.touch()
     _mount(path, str(place), None, MS_BIND | MS_REC)
-    # the numbers of MOUNT_ATTR_… are those of MS_… here
+    # MOUNT_ATTR_… has the same numbers as MS_… here
     attributes = struct.pack("=QQQQ", flags, 0, 0, 0)
     _check(
         LIBC.syscall(

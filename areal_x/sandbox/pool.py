@@ -1,10 +1,10 @@
-"""Code that a model wrote, run where it can harm nothing: no network, limits on everything, a
-folder of its own.
+"""Runs a model's code where it can do no harm: no network, limits on everything, a folder of its
+own.
 
     sandbox = Sandbox(SandboxLimits(seconds=5), workers=4)
-    result = await sandbox.run("print(6 * 7)")   # Result(output="42\\n", error=None, status="ok", …)
+    result = await sandbox.run("print(6 * 7)")   # ProgramResult(output="42\\n", error=None, status="ok", …)
 
-What runs on the other side is areal_x.sandbox.fork_server; docs/sandbox.md says what a program can and
+The other side is areal_x.sandbox.fork_server; docs/sandbox.md describes what a program can and
 cannot do.
 """
 
@@ -36,43 +36,44 @@ from areal_x.sandbox.supervisor import LENGTH_BYTES
 Status = Literal["ok", "error", "timeout", "memory", "killed"]
 
 LOG = logging.getLogger(__name__)
-START_SECONDS = 120.0  # for imports, on a machine that is busy
-GRACE_SECONDS = 60.0  # beyond a program's own time, for its keeper on a machine that is busy
-ENVIRONMENT = {  # of programs, which see nothing of the run's own
+START_SECONDS = 120.0  # for imports, on a busy machine
+GRACE_SECONDS = 60.0  # beyond a program's own time, for its supervisor on a busy machine
+ENVIRONMENT = {  # of programs, which see none of the run's variables
     "PATH": "/usr/local/bin:/usr/bin:/bin",
     "LANG": "C.UTF-8",
     "USER": "nobody",
     **dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1"),
 }
-UNCONFINED = {  # what to say where a wall is missing
+UNCONFINED = {  # what a program can do, by the missing part of the isolation
     "files": "read and write this machine's files, as it allows neither namespaces nor Landlock",
     "network": "reach the network, as this machine allows no namespace without one",
     "processes": "send signals to this run's processes, as this machine allows no namespaces",
-    "calls": "make any system call, as this machine takes no filter of them",
+    "calls": "make any system call, as this machine allows no system call filter",
 }
 
 
 @gin.configurable("sandbox")
 @dataclass(frozen=True)
 class SandboxLimits:
-    """What a program may use. What goes beyond ends it, and the model is told.
-
-    seconds: from start to end. cpu_seconds: of processor time, in each of its processes. memory_mb:
-    of each process, and of all together with its files where they are in memory, in 10^6 bytes.
-    output_characters: of what it prints; of more, the first and the last half are shown. processes:
-    at once, itself included (threads count too). file_mb: of all files in its folder, in 10^6
-    bytes. files: in its folder, at once. require_confined: rather stop than run a program where a
-    wall is missing (docs/sandbox.md).
-    """
+    """Limits of a program. A program that exceeds one is killed, and the model reads why."""
 
     seconds: float = 10.0
+    """Seconds from start to end."""
     cpu_seconds: float = 10.0
+    """Seconds of processor time, in each of its processes."""
     memory_mb: float = 1024.0
+    """Memory of each process, and of all together with their files if those are in memory, in 10^6
+    bytes."""
     output_characters: int = 8000
+    """Most characters of output; of more, the first and the last half are shown."""
     processes: int = 32
+    """Most processes and threads at once, itself included."""
     file_mb: float = 64.0
+    """Size of all files in its folder, in 10^6 bytes."""
     files: int = 1000
+    """Most files in its folder at once."""
     require_confined: bool = False
+    """If True, stop rather than run a program with incomplete isolation (docs/sandbox.md)."""
 
     def __post_init__(self) -> None:
         for name in ("seconds", "cpu_seconds", "file_mb"):
@@ -85,14 +86,14 @@ class SandboxLimits:
 
 @dataclass(frozen=True)
 class ProgramResult:
-    """What became of a program.
+    """The result of a program.
 
-    output: what it printed, standard output and error in the order in which they came. error: what
-    went wrong, a traceback or a sentence, at most about as long as `output`; None where nothing
-    did. truncated: whether something is missing in the middle of `output`, which says so itself.
-    seconds: from start to end. status: "ok"; "error" (it raised, or ended with an exit status other
-    than 0); "timeout"; "memory"; "killed" (by a signal, or as it went beyond another limit).
-    confined: whether every wall stood (files, network, processes, calls).
+    output: standard output and standard error, in order. error: a traceback or a sentence, at most
+    about as long as `output`; None without an error. truncated: True if the middle of `output` is
+    missing, which the output also states. seconds: from start to end. status: "ok"; "error" (an
+    exception, or a nonzero exit status); "timeout"; "memory"; "killed" (by a signal, or for
+    exceeding another limit). confined: True if the isolation was complete (files, network,
+    processes, calls).
     """
 
     output: str
@@ -103,7 +104,7 @@ class ProgramResult:
     confined: bool = True
 
     def text(self) -> str:
-        """What a model is shown."""
+        """Returns the text that the model reads."""
         output = self.output.rstrip("\n")
         shown = "\n".join(part for part in (output, self.error) if part)
         return shown or "(the program printed nothing)"
@@ -111,8 +112,8 @@ class ProgramResult:
 
 @dataclass(frozen=True, eq=False)
 class _ForkServer:
-    """A forker seen from here: its guard (areal_x.runtime.guard), the lifeline's only writing end,
-    and the socket on which it is given programs."""
+    """A fork server, seen from the pool: its guard (areal_x.runtime.guard), the only writing end of
+    the lifeline, and the socket for requests."""
 
     guard: subprocess.Popen[bytes]
     lifeline: int
@@ -121,7 +122,8 @@ class _ForkServer:
     confined: bool
 
     def has_exited(self) -> bool:
-        """It says nothing after its first words, so what can be read of it is its end."""
+        """Returns True if the fork server has ended: after its first message it sends nothing, so
+        the only thing to read is the end of the stream."""
         try:
             return not self.control.recv(1, socket.MSG_PEEK)
         except BlockingIOError:
@@ -130,7 +132,8 @@ class _ForkServer:
             return True
 
     async def end(self) -> None:
-        """Returns when all is gone; also when the guard, which does it, was itself killed."""
+        """Returns when all of its processes are gone, even if the guard, whose task this is, was
+        itself killed."""
         os.close(self.lifeline)
         self.control.close()
         with waiting(whose(), "the sandbox to end", f"process {self.guard.pid}"):
@@ -140,16 +143,16 @@ class _ForkServer:
 
 
 class Sandbox:
-    """Runs up to `workers` programs at once; what comes meanwhile waits.
+    """Runs up to `workers` programs at once; further ones wait.
 
-    echo_last: the value of a last line that is an expression is printed, as a notebook does.
-    packages: programs can import what is installed beside the run. imports: modules that are
-    imported in advance, for programs that start faster. ways: to keep programs in, which are tried
-    in the order of `WAYS`; where none is allowed they still run, after a warning. groups: control
-    groups limit memory, where the run may make them.
+    echo_last: prints the value of a last line that is an expression, as a notebook does. packages:
+    programs can import the packages installed beside the run. imports: modules imported in advance,
+    so that programs start faster. mechanisms: the isolation mechanisms that may be used, tried in
+    the order of `MECHANISMS`; if none is allowed, programs still run, after a warning. groups:
+    limit memory by control groups, if the run may create them.
 
-    All methods but the constructor belong to one event loop, which they never block. Nothing a
-    program does raises.
+    All methods except the constructor belong to one event loop, which they never block. Nothing
+    that a program does raises.
     """
 
     def __init__(
@@ -183,18 +186,18 @@ class Sandbox:
         self._warned: set[str] = set()
 
     async def start(self) -> None:
-        """Makes the process that programs are forked from; `run` does it too where it is missing.
+        """Starts the fork server; `run` does it too if necessary.
 
-        Raises UserError where there is no Linux, for `imports` that fail, or where
-        `require_confined` cannot be.
+        Raises: UserError on systems other than Linux, for `imports` that fail, or if
+        `require_confined` cannot be met.
         """
         await self._ready()
 
     async def run(self, code: str, stdin: str = "") -> ProgramResult:
-        """A program of Python, and what became of it. Cancelled, it is ended with all that it
-        started.
+        """Runs a Python program and returns its result. If cancelled, ends the program and
+        everything that it started.
 
-        Raises UserError as `start` does.
+        Raises: UserError as `start` does.
         """
         with waiting(whose(), "a free place in the sandbox", f"{self.workers} programs run"):
             await self._slots.acquire()
@@ -208,7 +211,8 @@ class Sandbox:
 
     async def close(self) -> None:
         """Ends everything; returns when the processes are gone. Safe to call twice."""
-        server, self._fork_server = self._fork_server, None
+        server = self._fork_server
+        self._fork_server = None
         if server is not None:
             await server.end()
 
@@ -222,9 +226,7 @@ class Sandbox:
 
     async def _start(self) -> _ForkServer:
         if sys.platform != "linux":
-            raise UserError(
-                "the sandbox for programs needs Linux: what keeps a program in is its kernel"
-            )
+            raise UserError("the sandbox for programs needs Linux, whose kernel isolates them")
         here, there = socket.socketpair()
         lifeline_end, lifeline = os.pipe()
         base = tempfile.mkdtemp(prefix="areal_x_sandbox_")
@@ -273,8 +275,8 @@ class Sandbox:
             with waiting(whose(), "the sandbox to end", f"process {process.pid}"):
                 code = await asyncio.to_thread(guard.ended, process)
             raise UserError(
-                f"the process of the sandbox ended at its start (exit status {code}): its own words"
-                " are above"
+                f"the process of the sandbox ended at its start (exit status {code}): its error"
+                " output is above"
             )
         if hello["missing"] or refused:
             with waiting(whose(), "the sandbox to end", f"process {process.pid}"):
@@ -297,7 +299,7 @@ class Sandbox:
         return _ForkServer(process, lifeline, here, base, confined=not missing)
 
     async def _request(self, server: _ForkServer, request: dict[str, str]) -> dict[str, Any] | None:
-        """What the program's keeper says; None where it, or the forker, has gone."""
+        """Returns the supervisor's answer; None if the supervisor or the fork server is gone."""
         here, there = socket.socketpair()
         reader, writer = await asyncio.open_connection(sock=here)
         try:
@@ -329,12 +331,13 @@ class Sandbox:
 
 
 def shorten(head: str, tail: str, dropped: bool, most: int) -> tuple[str, bool]:
-    """At most about `most` characters of a text, and whether some are missing: those between head
-    and tail already are where `dropped` says so."""
+    """Returns at most about `most` characters of a text, and True if some are missing: those
+    between head and tail already are if `dropped`."""
     if not dropped and len(head) + len(tail) <= most:
         return head + tail, False
     whole = tail if dropped else head + tail
-    first, last = head[: most // 2], whole[-(most // 2) :]
+    first = head[: most // 2]
+    last = whole[-(most // 2) :]
     return (
         (
             f"{first}\n[output truncated: the first {len(first)} and the last {len(last)}"
@@ -345,7 +348,7 @@ def shorten(head: str, tail: str, dropped: bool, most: int) -> tuple[str, bool]:
 
 
 async def _first_line(control: socket.socket) -> dict[str, Any] | None:
-    """None when the other side has gone before."""
+    """Returns None if the other side is gone first."""
     data = b""
     while not data.endswith(b"\n"):
         more = await asyncio.get_running_loop().sock_recv(control, 1 << 16)

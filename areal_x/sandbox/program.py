@@ -1,5 +1,5 @@
-"""Runs a program in the process that was made for it. The only place of this project where code
-that came from outside runs."""
+"""Runs a program in the process that was made for it: the only place in this project that executes
+code from outside."""
 
 from __future__ import annotations
 
@@ -16,17 +16,18 @@ from pathlib import Path
 from typing import Any
 
 NAME = "main.py"
-SPARE = 8 << 20  # bytes that are held back, so that a program which used up its memory can say so
+SPARE = 8 << 20  # bytes held in reserve, so that a program out of memory can still report it
 OUT_OF_MEMORY = b'{"status": "memory", "error": "MemoryError"}'
 
 
 def run(code: str, folder: str, report_fd: int, echo_last: bool, characters: int) -> int:
-    """The exit code. What went wrong is written to `report_fd` as JSON, an error of at most about
+    """Returns the exit code. An error is written to `report_fd` as JSON, of at most about
     `characters`.
 
-    echo_last: the value of a last line that is an expression is printed, as a notebook does.
+    echo_last: prints the value of a last line that is an expression, as a notebook does.
     """
-    path, spare = Path(folder, NAME), [bytearray(SPARE)]
+    path = Path(folder, NAME)
+    spare = [bytearray(SPARE)]
     error: BaseException | None = None
     try:
         path.write_text(code, encoding="utf-8", errors="surrogateescape")
@@ -62,9 +63,9 @@ def _execute(code: str, path: str, echo_last: bool) -> None:
 
 
 def _finish() -> None:
-    """As the interpreter does at its end: waits for threads, runs what was registered, writes what
-    is held."""
-    threads, registered = vars(threading)["_shutdown"], vars(atexit)["_run_exitfuncs"]
+    """Ends like the interpreter: waits for threads, runs exit handlers, flushes output."""
+    threads = vars(threading)["_shutdown"]
+    registered = vars(atexit)["_run_exitfuncs"]
     with contextlib.suppress(OSError, ValueError):
         threads()
         registered()
@@ -87,9 +88,8 @@ def _report(report_fd: int, error: BaseException, path: str, characters: int) ->
     try:
         trace = error.__traceback__
         while trace is not None and trace.tb_frame.f_code.co_filename != path:
-            trace = trace.tb_next  # what ran the program is not the program's
-        # Where there is no memory for a traceback the interpreter raises one MemoryError upon the
-        # other.
+            trace = trace.tb_next  # skip the frames of this module
+        # Without memory for a traceback, the interpreter raises one MemoryError after another.
         text = "".join(traceback.format_exception(type(error), error, trace, chain=not memory))
         if len(text) > characters:
             half = characters // 2

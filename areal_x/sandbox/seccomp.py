@@ -1,12 +1,12 @@
-"""System calls that a program of a model has no use for, refused by the kernel (Linux on x86-64 and
+"""System calls that a model's program does not need, refused by the kernel (Linux on x86-64 and
 arm64).
 
-Sockets, so that there is no network even where no namespace is allowed (`socketpair` of streams
-stays: asyncio and multiprocessing need it; one of datagrams could send to any service's).
-Namespaces and mounts, in which a program would be its own administrator. Other processes: their
-limits, priorities, memory and descriptors. Memory that no limit counts, and what outlives its
-maker. And calls whose only use here is an attack on the kernel. Refused means PermissionError, so
-that the program can read what happened.
+Sockets, so that there is no network even if no namespace is allowed (`socketpair` of streams stays:
+asyncio and multiprocessing need it; a datagram socket could send to any service's). Namespaces and
+mounts, in which a program would be its own administrator. Other processes: their limits,
+priorities, memory and descriptors. Memory that no limit counts, and objects that outlive their
+creator. And calls whose only use here is an attack on the kernel. A refused call raises
+PermissionError, so that the program can report it.
 """
 
 from __future__ import annotations
@@ -36,16 +36,16 @@ FILTER = 2  # linux/seccomp.h
 ALLOW, REFUSE = 0x7FFF0000, 0x00050000
 LOAD, EQUAL, AT_LEAST, HAS_BITS, RETURN = 0x20, 0x15, 0x35, 0x45, 0x06  # linux/bpf_common.h
 NUMBER, ARCHITECTURE, ARGUMENTS = 0, 4, 16  # offsets in struct seccomp_data
-FOREIGN = 0x40000000  # from here on: x86-64's calls for 32-bit pointers
+FOREIGN = 0x40000000  # from this number on: x86-64's calls with 32-bit pointers
 # linux/mman.h; MAP_SHARED_VALIDATE has the bit of MAP_SHARED
 MAP_SHARED, MAP_ANONYMOUS, MAP_HUGETLB = 1, 0x20, 0x40000
 F_SETPIPE_SZ = 1031  # linux/fcntl.h
-DATAGRAM = 2  # the bit that SOCK_DGRAM and SOCK_RAW have, SOCK_STREAM and SOCK_SEQPACKET not
+DATAGRAM = 2  # the bit of SOCK_DGRAM and SOCK_RAW, not of SOCK_STREAM and SOCK_SEQPACKET
 
 ARCHITECTURES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}  # linux/audit.h
 CLONE3 = 435
 
-# on x86_64 and aarch64 (asm/unistd.h), None where there is no such call
+# on x86_64 and aarch64 (asm/unistd.h), None if there is no such call
 Numbers = tuple[int | None, int | None]
 REFUSED: Mapping[str, Numbers] = {
     "socket": (41, 198),
@@ -89,7 +89,7 @@ REFUSED: Mapping[str, Numbers] = {
     "open_by_handle_at": (304, 265),
     "fanotify_init": (300, 262),
 }
-# each makes the kernel hold memory that /proc shows of no process
+# each makes the kernel hold memory that /proc attributes to no process
 UNCOUNTED: Mapping[str, Numbers] = {
     "sendmsg": (46, 211),  # descriptors in flight
     "sendmmsg": (307, 269),
@@ -102,8 +102,8 @@ UNCOUNTED: Mapping[str, Numbers] = {
 
 
 class ArgumentTest(NamedTuple):
-    """Of one word of an argument. argument: its place. operation: EQUAL or HAS_BITS. holds: False
-    for the contrary."""
+    """A test of one word of an argument. argument: its index. operation: EQUAL or HAS_BITS. holds:
+    False to negate. high: test the upper word."""
 
     argument: int
     operation: int
@@ -113,14 +113,14 @@ class ArgumentTest(NamedTuple):
 
 
 class Rule(NamedTuple):
-    """Refuses a call where all tests hold."""
+    """Refuses a call if all tests hold."""
 
     numbers: Numbers
     tests: Sequence[ArgumentTest]
 
 
 def _on_other_processes(numbers: Numbers, index: int = 0) -> Rule:
-    """The call for another process than the one that makes it, which is 0."""
+    """Refuses the call for a process other than the caller, which is 0."""
     return Rule(numbers, [ArgumentTest(index, EQUAL, 0, holds=False)])
 
 
@@ -140,14 +140,14 @@ PARTLY_REFUSED: Sequence[Rule] = (
     # ioprio_set, whose first argument is 1 for a process
     Rule((251, 30), [ArgumentTest(0, EQUAL, 1, holds=False)]),
     _on_other_processes((251, 30), 1),
-    # prctl: /proc would hide what the process holds
+    # prctl: /proc would hide the process's memory
     Rule((157, 167), [ArgumentTest(0, EQUAL, PR_SET_DUMPABLE)]),
     Rule((157, 167), [ArgumentTest(0, EQUAL, PR_SET_THP_DISABLE)]),
     Rule((9, 222), [ArgumentTest(3, HAS_BITS, MAP_HUGETLB)]),  # mmap
 )
 PARTLY_UNCOUNTED: Sequence[Rule] = (
-    # Its pages stay when they are unmapped in part, or given back with MADV_DONTNEED, and /proc
-    # shows them of no process.
+    # Its pages stay when they are partly unmapped, or released with MADV_DONTNEED, and /proc
+    # attributes them to no process.
     Rule(
         (9, 222), [ArgumentTest(3, HAS_BITS, MAP_SHARED), ArgumentTest(3, HAS_BITS, MAP_ANONYMOUS)]
     ),
@@ -156,9 +156,9 @@ PARTLY_UNCOUNTED: Sequence[Rule] = (
 
 
 def install_filter(kernel_counts_memory: bool) -> bool:
-    """For this process and all that it starts, for good; whether the filter is in force. After it
-    no program gains rights by being executed. kernel_counts: a control group limits memory, so that
-    calls which hide it may stay."""
+    """Filters the calls of this process and all that it starts, for good; returns True if the
+    filter is active. Afterwards no program gains privileges by being executed.
+    kernel_counts_memory: a control group limits memory, so calls that hide it may stay."""
     machine = platform.machine()
     LIBC.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
     if machine not in ARCHITECTURES:
@@ -170,8 +170,8 @@ def install_filter(kernel_counts_memory: bool) -> bool:
 
 
 def _in_force() -> bool:
-    """By the kernel's own word and by a refused call: a filter around this one, as a container's,
-    may have dropped it."""
+    """Checks by the kernel's own status and by a refused call: an enclosing filter, such as a
+    container's, may have dropped this one."""
     if (
         LIBC.prctl(PR_GET_SECCOMP, 0, 0, 0, 0) != FILTER
         or LIBC.prctl(PR_GET_NO_NEW_PRIVS, 0, 0, 0, 0) != 1
@@ -184,7 +184,7 @@ def _in_force() -> bool:
 
 
 def instructions(machine: str, kernel_counts_memory: bool) -> bytes:
-    """The filter as BPF: 8 bytes an instruction."""
+    """Returns the filter as BPF, 8 bytes an instruction."""
     which = list(ARCHITECTURES).index(machine)
     code = [
         _instruction(LOAD, ARCHITECTURE),
@@ -193,7 +193,7 @@ def instructions(machine: str, kernel_counts_memory: bool) -> bytes:
         _instruction(LOAD, NUMBER),
         _instruction(AT_LEAST, FOREIGN, 0, 1),
         _refuse(errno.EPERM),
-        # Its flags are behind a pointer that a filter cannot follow; the C library then uses
+        # Its flags are behind a pointer, which a filter cannot follow; the C library then uses
         # `clone`.
         _instruction(EQUAL, CLONE3, 0, 1),
         _refuse(errno.ENOSYS),
@@ -208,7 +208,7 @@ def instructions(machine: str, kernel_counts_memory: bool) -> bytes:
 
 
 def _rule(number: int, tests: Sequence[ArgumentTest]) -> list[bytes]:
-    """The number is loaded before and after it."""
+    """Expects the call's number to be loaded, and leaves it loaded."""
     if not tests:
         return [_instruction(EQUAL, number, 0, 1), _refuse(errno.EPERM)]
     body = []
@@ -225,7 +225,7 @@ def _rule(number: int, tests: Sequence[ArgumentTest]) -> list[bytes]:
 
 
 def _instruction(operation: int, value: int, if_true: int = 0, if_false: int = 0) -> bytes:
-    """if_true, if_false: how many instructions to skip."""
+    """if_true, if_false: number of instructions to skip."""
     return struct.pack("=HBBI", operation, if_true, if_false, value)
 
 

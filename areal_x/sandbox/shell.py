@@ -1,11 +1,11 @@
-"""A program for the sandbox, sent there as its text: one command of a shell, in a folder that comes
-and goes as an archive.
+"""A program for the sandbox, sent there as source text: runs one shell command, in a folder that is
+passed in and out as an archive.
 
-Read from standard input, as JSON: archive (of the folder, a tar.gz in base64), command, seconds,
-characters, test (whether the command judges what is in the folder, and so should not be changed by
-it). Printed, as JSON: archive (of the folder as it is now), output (of the command, of more than
-`characters` the first and the last half), code (its exit status, None where its time was over; a
-signal is negative).
+Reads from standard input, as JSON: archive (of the folder, a tar.gz in base64), command, seconds,
+characters, test (True if the command tests the folder's contents, and so must not be influenced by
+them). Prints, as JSON: archive (of the folder afterwards), output (of the command; if longer than
+`characters`, the first and the last half), code (its exit status; None if its time was over;
+negative for a signal).
 """
 
 from __future__ import annotations
@@ -42,15 +42,15 @@ def main() -> None:
 def unpack(archive: str) -> None:
     FOLDER.mkdir()
     with tarfile.open(fileobj=io.BytesIO(base64.b64decode(archive))) as tar:
-        # Python 3.14 would else leave out what a command may well have made; before 3.11.4 there
-        # were no filters.
+        # Python 3.14's default filter would drop files that commands may create; before 3.11.4
+        # there were no filters.
         filtering: dict[str, Any] = {"filter": "tar"} if hasattr(tarfile, "tar_filter") else {}
         tar.extractall(FOLDER, **filtering)
 
 
 def run(command: str, seconds: float, test: bool) -> int | None:
-    """Its exit status. A file takes what it prints, so that the sandbox's limit on files is one on
-    this too."""
+    """Returns the exit status. The output goes to a file, so that the sandbox's limit on files
+    bounds it."""
     environment: dict[str, Any] = {
         **os.environ,
         "HOME": str(FOLDER.resolve()),
@@ -75,23 +75,25 @@ def run(command: str, seconds: float, test: bool) -> int | None:
     except subprocess.TimeoutExpired:
         return None
     finally:
-        with suppress(ProcessLookupError):  # what it left in the background would still write
+        with suppress(ProcessLookupError):  # background processes would continue to write
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
 
 
 def isolated_environment() -> dict[str, str]:
-    """Variables with which a command reads no settings from the folder, and Python takes a module
-    there only where there is no other of that name."""
+    """Returns variables with which a command reads no settings from the folder, and Python imports
+    a module from it only if there is no other of that name."""
     HOME.mkdir()
-    home, folder = str(HOME.resolve()), str(FOLDER.resolve())
+    home = str(HOME.resolve())
+    folder = str(FOLDER.resolve())
     (HOME / "sitecustomize.py").write_text(MOVE_LAST.format(home, folder))
     return {"HOME": home, "PYTHONPATH": home, "PYTHONSAFEPATH": "1", "PYTHONNOUSERSITE": "1"}
 
 
 def read_output(characters: int) -> str:
     with OUTPUT.open("rb") as output:
-        size, half = OUTPUT.stat().st_size, characters // 2
+        size = OUTPUT.stat().st_size
+        half = characters // 2
         if size <= characters:
             return output.read().decode(errors="replace")
         first = output.read(half).decode(errors="replace")

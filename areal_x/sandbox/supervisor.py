@@ -1,5 +1,5 @@
-"""The process above one program, outside its walls: limits its time, reads what it prints, ends all
-that it started."""
+"""The process above one program, outside its isolation: enforces the limits, collects the output,
+and ends everything that the program started."""
 
 from __future__ import annotations
 
@@ -22,22 +22,20 @@ from areal_x.runtime import footprint, guard, memory_group
 from areal_x.sandbox import namespaces, program
 from areal_x.sandbox.isolation import Isolation, KernelLimits, enter, group_name, program_folder
 
-LENGTH_BYTES = 8  # of the length before the request
+LENGTH_BYTES = 8  # of the request's length prefix
 AT_ONCE = 1 << 16  # bytes
 REPORT_BYTES = 1 << 20
-LOOK_FOR_MEMORY = 0.02  # seconds between two looks where the kernel does not limit it
-INTERPRETER_BYTES = (
-    # not the program's; and so a single process meets the kernel's limit first, and can read what
-    # happened
-    50e6
-)
+LOOK_FOR_MEMORY = 0.02  # seconds between two checks, if the kernel does not limit memory
+# not counted as the program's; so a single process meets the kernel's limit on it first, and gets a
+# MemoryError
+INTERPRETER_BYTES = 50e6
 
 Settings = Mapping[str, Any]  # as areal_x.sandbox.pool sends them
 
 
 @dataclass
 class HeadAndTail:
-    """The first and the last `most` bytes of what came."""
+    """The first and the last `most` bytes of a stream."""
 
     most: int
     head: bytearray = field(default_factory=bytearray)
@@ -55,9 +53,9 @@ class HeadAndTail:
 
 @dataclass
 class RunningProgram:
-    """What its keeper holds of it. child: the first process inside the walls. noticed, output,
-    report: pipes to read: that a child has ended, what was printed, what went wrong. began: a
-    monotonic time in seconds."""
+    """A program as its supervisor sees it. child: the first process inside the isolation. wakeup,
+    output, report: pipes to read, for ended children, printed output, and the error report. began:
+    a monotonic time in seconds."""
 
     child: int
     wakeup: int
@@ -71,7 +69,7 @@ class RunningProgram:
 
 
 def supervise(pool: socket.socket, isolation: Isolation, base: str, settings: Settings) -> None:
-    """From the request to the answer. Returns without one when the pool has hung up."""
+    """Handles one request. Returns without an answer if the pool hung up."""
     group: memory_group.MemoryGroup | None = None
     guard.LIBC.prctl(guard.PR_SET_CHILD_SUBREAPER, 1)
     wakeup, wakeup_write = os.pipe()
@@ -112,7 +110,7 @@ def supervise(pool: socket.socket, isolation: Isolation, base: str, settings: Se
         "dropped": kept.dropped,
         "seconds": seconds,
     }
-    with suppress(OSError):  # nobody waits for it any more
+    with suppress(OSError):  # the pool no longer waits
         pool.sendall(json.dumps(answer).encode())
 
 
@@ -137,7 +135,7 @@ def _start(
         if child == 0:
             for number, fd in enumerate((stdin, outputs, outputs, reports)):
                 os.dup2(fd, number)
-            os.closerange(4, 64)  # those of the keeper
+            os.closerange(4, 64)  # the supervisor's own
             pool.detach()
             run_then_exit(
                 partial(
@@ -176,7 +174,7 @@ def _run_inside(
     group: memory_group.MemoryGroup | None,
     settings: Settings,
 ) -> int:
-    """The first process inside. The descriptors are 0 to 2 and, for the report, 3."""
+    """Runs in the first process inside. The descriptors are 0 to 2 and, for the report, 3."""
     os.setsid()
     signal.set_wakeup_fd(-1)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
@@ -190,10 +188,10 @@ def _run_inside(
             supervisor,
             KernelLimits(**{name: settings[name] for name in KernelLimits.__dataclass_fields__}),
         )
-        # with its keeper; a change of rights would have undone it
+        # ends with its supervisor; set here because a change of credentials resets it
         guard.LIBC.prctl(guard.PR_SET_PDEATHSIG, signal.SIGKILL)
         if _has_no_reader(3):
-            return 1  # the keeper was gone before
+            return 1  # the supervisor ended first
         running = os.fork() if isolation.uses_namespaces else 0
     except OSError as error:
         os.write(
@@ -213,15 +211,15 @@ def _run_inside(
 
 
 def _has_no_reader(fd: int) -> bool:
-    """Whether nobody holds the reading end of a pipe any more."""
+    """Returns True if the reading end of a pipe is closed."""
     state = poll()
     state.register(fd, 0)
     return any(event & POLLERR for _, event in state.poll(0))
 
 
 def _reap_as_init(running: int) -> int:
-    """The first process of a namespace collects what others leave behind, and ends all with its own
-    end."""
+    """Runs in the first process of a process namespace: reaps orphans, and ends the rest with its
+    own end."""
     os.closerange(0, 4)
     while True:
         pid, status = os.wait()
@@ -241,10 +239,11 @@ def _open_standard_files() -> None:
 def watch(
     running: RunningProgram, pool: socket.socket, isolation: Isolation, settings: Settings
 ) -> str:
-    """Until the program has ended, or what else ends it: "timeout", "memory", "processes", "files",
-    "hung up"."""
+    """Waits until the program has ended, or must be ended; returns "ended", or the reason:
+    "timeout", "memory", "processes", "files", "hung up"."""
     every = guard.LOOK if running.group is not None else LOOK_FOR_MEMORY
-    end, look = running.began + settings["seconds"], running.began + every
+    end = running.began + settings["seconds"]
+    look = running.began + every
 
     def timeout() -> float:
         return float(min(end, look) - time.monotonic())
@@ -269,8 +268,8 @@ def watch(
 def _read(
     running: RunningProgram, pool: int | None = None, timeout: Callable[[], float] | None = None
 ) -> Iterator[list[int]]:
-    """Takes what is there to read, and gives what had something; without `patience` until there is
-    nothing left."""
+    """Reads what is available, and yields the descriptors that had something; without `timeout`
+    until there is nothing left."""
     readers = {running.output, running.report}
     others = [pool, running.wakeup] if pool is not None else []
     while True:
@@ -293,8 +292,8 @@ def _read(
 def _exceeded_limit(
     running: RunningProgram, isolation: Isolation, settings: Settings
 ) -> str | None:
-    """What the kernel alone does not limit, or not for all processes together."""
-    most = settings["processes"] + isolation.uses_namespaces  # the first is not the program's
+    """Checks the limits that the kernel does not enforce, or not for all processes together."""
+    most = settings["processes"] + isolation.uses_namespaces  # init is not the program's
     below = list(islice(guard.descendants(os.getpid()), most + 1))
     if len(below) > most:
         return "processes"
@@ -328,8 +327,8 @@ def _sizes(folder: str) -> Iterator[int]:
 
 
 def verdict(reason: str, code: int, reported: bytes, settings: Settings) -> dict[str, Any]:
-    """What became of the program. code: of its first process, a signal as a negative number or as a
-    shell says it."""
+    """Returns the status and error of the program. code: of its first process; a signal is
+    negative, or as in a shell (128 + n)."""
     code = guard.as_a_shell(code)
     match reason:
         case "timeout":
@@ -368,7 +367,7 @@ def verdict(reason: str, code: int, reported: bytes, settings: Settings) -> dict
 
 
 def _report(reported: bytes) -> dict[str, str] | None:
-    """The program's own word, of which anything may have become."""
+    """Returns the program's own report, which may hold anything."""
     try:
         report = json.loads(reported)
         known = report["status"] in ("error", "memory", "killed") and isinstance(
@@ -381,7 +380,7 @@ def _report(reported: bytes) -> dict[str, str] | None:
 
 @contextmanager
 def _standard_input(text: str) -> Iterator[int]:
-    """A descriptor from which the text can be read; it takes no process to write it."""
+    """Opens a descriptor from which the text can be read, without a process that writes it."""
     if text:
         fd = os.memfd_create("stdin")
         data = text.encode(errors="surrogateescape")
@@ -397,7 +396,7 @@ def _standard_input(text: str) -> Iterator[int]:
 
 
 def _receive(pool: socket.socket) -> dict[str, str] | None:
-    """The request; None when the pool has hung up before."""
+    """Returns the request; None if the pool hung up first."""
     with pool.makefile("rb") as stream:
         length = stream.read(LENGTH_BYTES)
         data = stream.read(int.from_bytes(length, "big")) if len(length) == LENGTH_BYTES else b""
@@ -406,7 +405,8 @@ def _receive(pool: socket.socket) -> dict[str, str] | None:
 
 
 def run_then_exit(work: Callable[[], int | None]) -> NoReturn:
-    """The last that a forked process does: nothing of what it was forked from runs after it."""
+    """Runs the rest of a forked process, which then exits: it never returns to the code that it was
+    forked from."""
     code: int | None = 1
     try:
         code = work()

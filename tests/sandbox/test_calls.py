@@ -1,4 +1,4 @@
-"""What a program asks of the kernel against others is refused, for both machines; a filter that is missing is known."""
+"""System calls that affect others are refused, on both architectures; a missing filter is noticed."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ def run(program, *, mechanism=None, limits=LIMITS, **settings):
 
 
 def calls(machine):
-    """The numbers in the kernel's headers, by name."""
+    """Returns the numbers in the kernel's headers, by name."""
     if not HEADERS[machine].is_file():
         pytest.skip("the kernel's headers are not installed")
     found = re.findall(r"^#define __NR(?:3264)?_(\w+)\s+(\d+)$", HEADERS[machine].read_text(), re.MULTILINE)
@@ -158,7 +158,7 @@ def test_nothing_can_be_done_to_other_processes_services_or_what_outlives_a_prog
 
 
 def others():
-    """Calls that the filter refuses in part, or leaves to Landlock, and the test makes."""
+    """Calls that the filter refuses in part, or leaves to Landlock, and that the test makes."""
     return {
         "prlimit64": (302, 261),
         "sched_setaffinity": (203, 122),
@@ -197,7 +197,7 @@ def test_the_numbers_are_those_of_the_kernels_headers(machine):
 
 
 def answer(code, machine, number, arguments=()):
-    """What the filter says of a call: an interpreter of the few instructions that it is made of."""
+    """Evaluates the filter for a call: an interpreter of its few instructions."""
     data = struct.pack("<iIQ6Q", number, seccomp.ARCHITECTURES[machine], 0, *arguments, *[0] * (6 - len(arguments)))
     steps, place, held = [struct.unpack_from("=HBBI", code, 8 * i) for i in range(len(code) // 8)], 0, 0
     while True:
@@ -277,7 +277,7 @@ NO_FILTER, NO_LANDLOCK, NO_NAMESPACES = ((157, 167), [22]), ((444, 444), []), ((
 
 
 def surrounded(refused, mechanisms, strict=False):
-    """What a program printed and whether it was confined, or the error; and the run's log."""
+    """Returns what a program printed and whether it was confined, or the error; and the run's log."""
     script = REFUSING.format(calls=refused, mechanisms=mechanisms, strict=strict)
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=120)
     return json.loads(done.stdout), done.stderr

@@ -1,4 +1,4 @@
-"""Programs may do what they like: they get an answer, the next one runs as always, and nothing of them stays."""
+"""Whatever programs do, they get a result, the next one runs normally, and nothing of them remains."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def mechanism(request):
 
 @pytest.fixture(autouse=True)
 def temporary(tmp_path_factory, monkeypatch):
-    """A folder for what the sandbox makes, which is empty again after each test."""
+    """A folder for the sandbox's files, which is empty again after each test."""
     folder = tmp_path_factory.mktemp("temporary")
     monkeypatch.setattr(tempfile, "tempdir", str(folder))
     yield folder
@@ -36,7 +36,7 @@ def temporary(tmp_path_factory, monkeypatch):
 
 
 def below(pid):
-    """Every process that one has started, and theirs."""
+    """Returns every process that one has started, and theirs."""
     try:
         return [child.pid for child in psutil.Process(pid).children(recursive=True) if child.status() != psutil.STATUS_ZOMBIE]
     except psutil.NoSuchProcess:
@@ -44,7 +44,7 @@ def below(pid):
 
 
 def gone(pid):
-    """Ended; a zombie has, and is whoever-adopted-it's to collect."""
+    """Returns True if a process has ended; a zombie has, and is its adopter's to reap."""
     try:
         return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
@@ -57,7 +57,7 @@ async def until(condition):
 
 
 def run(*programs, mechanism=None, limits=SHORT, stdin="", workers=1, **settings):
-    """The results of programs that run one after the other in one sandbox, and after each of them a normal one."""
+    """Returns the results of programs that run one after the other in one sandbox, each followed by a normal one."""
 
     async def all_of_them():
         sandbox = Sandbox(limits, workers, **settings, **({"mechanisms": (mechanism,)} if mechanism else {}))

@@ -1,4 +1,4 @@
-"""What a keeper holds of a program's output, and what it says of its end."""
+"""The output that a supervisor keeps of a program, and the status that it reports."""
 
 from __future__ import annotations
 
