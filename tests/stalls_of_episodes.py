@@ -351,13 +351,13 @@ async def _(stall: Stall) -> None:
 
 def slow_server(stall: Stall, method: str) -> None:
     """A method of the gateway's server takes its time."""
-    inner = getattr(gateway.Server, method)
+    inner = getattr(gateway.GatewayServer, method)
 
     async def slowly(*arguments: Any, **named: Any) -> None:
         await stall.held()
         await inner(*arguments, **named)
 
-    stall.request.getfixturevalue("monkeypatch").setattr(gateway.Server, method, slowly)
+    stall.request.getfixturevalue("monkeypatch").setattr(gateway.GatewayServer, method, slowly)
 
 
 @stall("the gateway to serve")

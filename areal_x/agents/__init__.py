@@ -12,7 +12,7 @@ from areal_x.runtime.lazy import lazy_names
 
 if TYPE_CHECKING:
     from areal_x.agents.agent import Agent as Agent
-    from areal_x.agents.agent import AgentProcess as AgentProcess
+    from areal_x.agents.agent_process import AgentProcess as AgentProcess
     from areal_x.agents.chat.credit import Credit as Credit
     from areal_x.agents.chat.credit import episode_of_calls as episode_of_calls
     from areal_x.agents.chat.dialogue import ChatEngine as ChatEngine
@@ -37,7 +37,8 @@ if TYPE_CHECKING:
     from areal_x.agents.tools.toolbox import ToolError as ToolError
 
 _NAMES = {
-    "areal_x.agents.agent": "Agent AgentProcess",
+    "areal_x.agents.agent": "Agent",
+    "areal_x.agents.agent_process": "AgentProcess",
     "areal_x.agents.chat.credit": "Credit episode_of_calls",
     "areal_x.agents.chat.dialogue": "Dialogue ChatEngine",
     "areal_x.agents.chat.rendering": "TemplateRenderer",

@@ -1,14 +1,14 @@
-"""For programs outside of a run: an episode of a run that waits for agents, from its opening to its
-reward.
+"""Client for programs outside of a run: opens an episode of a run that waits for agents, and gives
+it a reward.
 
     from areal_x.agents import session
 
     with session() as episode:                       # of the run that wrote gateway.json here (train.workflow = @online())
         client = OpenAI(base_url=episode.base_url, api_key=episode.key)
-        ...                                          # any number of calls, by any program that is given both
+        ...                                          # any number of calls, by any program that has both
         episode.reward(1.0)
 
-An agent that a run starts itself (`agent`, `agent_process`) has its session already: `session()`
+An agent that the run itself starts (`agent`, `agent_process`) already has a session: `session()`
 finds it in the environment. Only the standard library is imported here.
 """
 
@@ -27,11 +27,11 @@ from typing import Any
 
 ADDRESS = "gateway.json"
 URL, KEY, FILE = "AREAL_X_SESSION_URL", "AREAL_X_SESSION_KEY", "AREAL_X_GATEWAY"
-SECONDS = 60.0  # for the answer to one request
+SECONDS = 60.0  # timeout of one request
 
 
 class SessionError(RuntimeError):
-    """What the gateway refused, with its own sentence. status: of HTTP."""
+    """A request that the gateway refused, with its message. status: the HTTP status."""
 
     def __init__(self, status: int, message: str) -> None:
         super().__init__(message)
@@ -40,11 +40,11 @@ class SessionError(RuntimeError):
 
 @dataclass
 class Session:
-    """One episode. base_url: for an OpenAI client. url: for an Anthropic client's base_url. key:
-    for both.
+    """One episode. base_url: for an OpenAI client. url: the base_url of an Anthropic client. key:
+    the API key of both.
 
-    A context manager that ends the episode: scored with what it was given, as failed where that is
-    nothing.
+    A context manager that ends the episode: scored by the rewards that it was given, failed if
+    there were none.
     """
 
     url: str
@@ -57,7 +57,7 @@ class Session:
 
     @property
     def environment(self) -> dict[str, str]:
-        """What most agents read: the variables of both official clients, and of `session()`."""
+        """The variables that most agents read: those of both official clients, and of `session()`."""
         of_openai = {"OPENAI_BASE_URL": self.base_url, "OPENAI_API_KEY": self.key}
         return {
             **of_openai,
@@ -68,10 +68,10 @@ class Session:
         }
 
     def reward(self, value: float, call: str | None = None) -> None:
-        """Gives the last call its reward, or the one of this id (the header `x-areal-call` of its
-        answer).
+        """Gives a reward to the last call, or to the call of this id (the header `x-areal-call` of
+        its response).
 
-        Raises: SessionError for a call that has its reward, or where there is none.
+        Raises: SessionError if the call already has a reward, or if there is no such call.
         """
         ask(
             f"{self.url}/reward",
@@ -80,7 +80,7 @@ class Session:
         )
 
     def end(self, reward: float | None = None) -> None:
-        """Ends the episode, which was worth this much, or what its calls were given together."""
+        """Ends the episode with this reward, or with the sum of the rewards of its calls."""
         ask(f"{self.url}/end", self.key, {} if reward is None else {"reward": reward})
         self.ended = True
 
@@ -102,12 +102,15 @@ class Session:
 def session(
     address: str | Path | None = None, wait_seconds: float = 600.0, label: str | None = None
 ) -> Session:
-    """An episode of a run. address: the file that the run wrote, by default the one that
-    AREAL_X_GATEWAY names, or gateway.json. wait_seconds: how long to wait while no episode is free.
-    label: sessions of one label are attempts at the same task, and compared with each other where
-    train.group_size says so.
+    """Opens an episode of a run.
 
-    Raises: SessionError where none became free; FileNotFoundError without an address.
+    address: the file that the run wrote; by default the one that AREAL_X_GATEWAY names, or
+    gateway.json. wait_seconds: how long to wait while no episode is free. label: sessions with the
+    same label are attempts at the same task; they form a group if train.group_size is larger than
+    1.
+
+    Raises: SessionError if no episode became free in time; FileNotFoundError without an address
+    file.
     """
     if address is None and URL in os.environ:
         return Session(os.environ[URL], os.environ[KEY])
@@ -129,7 +132,8 @@ def session(
 
 
 def ask(url: str, key: str, body: Mapping[str, Any]) -> dict[str, Any]:
-    """The answer of the gateway. Raises: SessionError for a refusal."""
+    """Sends a POST request and returns the gateway's JSON response. Raises: SessionError if it
+    refuses."""
     headers = {"Authorization": f"Bearer {key}", "Content-Type": "application/json"}
     request = urllib.request.Request(url, json.dumps(body).encode(), headers)
     try:

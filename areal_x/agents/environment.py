@@ -1,14 +1,14 @@
-"""Environments whose observations and actions are texts, in the way of Gymnasium: a model acts,
+"""Environments with text observations and text actions, in the style of Gymnasium: the model acts
 turn by turn.
 
     train.workflow = @environment()
-    environment.make = @my_game           # a function, or the name that Gymnasium knows it by
-    train.dataset = @environment_tasks()  # one a seed
-    credit.how = "given"                  # each turn learns from what it earned
+    environment.make = @my_game           # a function, or the name of a Gymnasium environment
+    train.dataset = @environment_tasks()  # one task per seed
+    credit.how = "given"                  # each turn is trained on its own reward
 
-What the environment shows is the user's message, what the model replies is the action. The reward
-of a step belongs to the turn that took it (see areal_x.agents.chat.credit); the episode's is their
-sum.
+The user's messages are the observations, the model's replies are the actions. The reward of an
+environment step is credited to the turn that took it (see areal_x.agents.chat.credit); the
+episode's reward is their sum.
 """
 
 from __future__ import annotations
@@ -38,37 +38,39 @@ ReadAction = Callable[[str], Any]
 @gin.configurable("environment", denylist=["renderer"])
 @dataclass(frozen=True)
 class Environment(Workflow):
-    """An episode of an environment, each turn one reply of the model.
+    """One episode of an environment, in which each turn is one reply of the model.
 
-    make: a function that returns an environment with Gymnasium's `reset` and `step`, or the name of
-    one that Gymnasium knows ("module:Name-v0" also imports the module), which needs the package
-    `gymnasium`. options: given to it by name. read_action: from the model's text to what `step`
-    takes; by default the text itself. Where it raises ValueError, the model is told the sentence,
-    and the turn is taken without a step. turns: most of them. sampling: how replies are drawn; the
-    model's end tokens are added to its stop tokens. instructions: a system message that comes
-    first. template: variables of the chat template, as {"enable_thinking": False}. credit: what
-    each turn gets of the reward.
-
-    The task's `metadata` may hold a "seed" and "options" for `reset`; its prompt, where it is not
-    empty, comes before the first observation. An episode also ends, as it is, where the
+    The task's `metadata` may hold a "seed" and "options" for `reset`; its prompt, if not empty,
+    precedes the first observation. An episode also ends, with the rewards so far, when the
     conversation has no room for another reply.
     """
 
     make: Callable[..., Any] | str
+    """A function that returns an environment with Gymnasium's `reset` and `step`, or the name of a
+    registered one ("module:Name-v0" also imports the module), which needs the package `gymnasium`.
+    """
     options: Mapping[str, Any] = field(default_factory=dict)
+    """Keyword arguments for `make`."""
     read_action: ReadAction | None = None
+    """Converts the model's text to the action that `step` takes; by default the text itself. If it
+    raises ValueError, the model reads the message and the turn passes without a step."""
     turns: int = 20
+    """Most turns."""
     sampling: SamplingParams = field(default_factory=SamplingParams)
+    """How replies are sampled; the model's end tokens are added to its stop tokens."""
     instructions: str = ""
+    """A system message that comes first."""
     template: Mapping[str, Any] = field(default_factory=dict)
+    """More variables of the chat template, such as {"enable_thinking": False}."""
     credit: Credit = field(default_factory=Credit)
+    """How the reward is credited to each turn's tokens."""
     renderer: Renderer | None = None
 
     def __post_init__(self) -> None:
         if not (callable(self.make) or (isinstance(self.make, str) and self.make)):
             raise UserError(
                 f"environment.make = {self.make!r} cannot work: it must be a function (in gin"
-                " `@name`, without parentheses) or the name of an environment that Gymnasium knows"
+                " `@name`, without parentheses) or the name of a Gymnasium environment"
             )
         if self.read_action is not None and not callable(self.read_action):
             raise UserError(
@@ -78,8 +80,8 @@ class Environment(Workflow):
         at_least("environment.turns", self.turns, 1)
 
     def setup(self, tokenizer: Any) -> Environment:
-        """Raises UserError for a tokenizer without a chat template or an end token, and where
-        Gymnasium is missing."""
+        """Raises: UserError for a tokenizer without a chat template or an end token, and if
+        Gymnasium is not installed."""
         if isinstance(self.make, str):
             _gymnasium()
         return replace(
@@ -94,7 +96,7 @@ class Environment(Workflow):
         dialogue = Dialogue(
             ChatEngine(self.renderer, engine), self.sampling, template=self.template
         )
-        # of this episode: an environment may insist on one
+        # one per episode: some environments must stay on the thread that made them
         thread = OneThread("areal-x environment")
         world: Any = None
         try:
@@ -114,7 +116,9 @@ class Environment(Workflow):
     ) -> Result:
         messages = opening_messages(self.instructions, task.prompt, shown)
         rewards: list[float] = []
-        refused, over, room = 0, False, True
+        refused = 0
+        over = False
+        room = True
         while len(rewards) < self.turns and not over:
             reply = await next_reply(dialogue, messages)
             if reply is None:
@@ -154,8 +158,7 @@ class Environment(Workflow):
 def opening_messages(
     instructions: str, prompt: str | Sequence[Message], observation: str
 ) -> list[Message]:
-    """The first messages: instructions, the task's prompt, and what the environment shows at
-    first."""
+    """Returns the first messages: instructions, the task's prompt, and the first observation."""
     before: list[Message] = [{"role": "system", "content": instructions}] if instructions else []
     if isinstance(prompt, str):
         shown = f"{prompt}\n\n{observation}" if prompt else observation
@@ -164,12 +167,12 @@ def opening_messages(
 
 
 def with_rewards(calls: Sequence[Call], rewards: Sequence[float]) -> list[Call]:
-    """Each call with what its turn earned."""
+    """Returns each call with its turn's reward."""
     return [replace(call, reward=reward) for call, reward in zip(calls, rewards, strict=True)]
 
 
 def take_step(world: Any, action: Any) -> tuple[str, float, bool]:
-    """A step: what is shown of it, its reward, and whether it was the last."""
+    """Returns the observation of a step, its reward, and True if it was the last."""
     observation, reward, terminated, truncated, _ = world.step(action)
     return text_of(observation), float(reward), bool(terminated or truncated)
 
@@ -184,11 +187,13 @@ def text_of(observation: Any) -> str:
 
 @gin.configurable
 def environment_tasks(size: int = 1000, seed: int = 0, prompt: str = "") -> list[Task]:
-    """Tasks for `environment`: `size` of them, each with a seed of its own for the environment's
-    `reset`, from `seed` on.
+    """Returns tasks for `environment`, each with its own seed for the environment's `reset`. The
+    episodes of one task start alike, so that they can be compared.
 
-    prompt: comes before the first observation. The episodes of one task begin alike, so that they
-    can be compared.
+    Args:
+        size: Number of tasks.
+        seed: The first task's seed; the others follow consecutively.
+        prompt: Text before the first observation.
     """
     positive("environment_tasks.size", size)
     return [
@@ -202,6 +207,6 @@ def _gymnasium() -> Any:
         import gymnasium
     except ImportError:
         raise UserError(
-            "an environment by its name needs gymnasium: pip install 'areal-x[environments]'"
+            "an environment given by name needs gymnasium: pip install 'areal-x[environments]'"
         ) from None
     return gymnasium

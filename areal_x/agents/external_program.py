@@ -1,5 +1,4 @@
-"""One run of an agent's program: a process whose output is kept, and of which nothing is left when
-it is done."""
+"""Runs an agent's program once: keeps its output, and leaves no process behind."""
 
 from __future__ import annotations
 
@@ -30,12 +29,12 @@ INHERITED = (
     "VIRTUAL_ENV",
 )
 LOCALE = "LC_"
-# characters of what it wrote to standard error, in the error of an episode that failed
+# the end of standard error that is shown in the error of a failed episode
 STDERR_CHARACTERS = 400
 
 
 class ProgramFailed(RuntimeError):
-    """It ended with another status than 0."""
+    """A program that ended with a nonzero exit status."""
 
 
 async def run_program(
@@ -46,8 +45,10 @@ async def run_program(
     output_bytes: int,
     processes: int,
 ) -> str:
-    """What it printed, at most the last `output_bytes` of it. environment: all that it has beside
-    AREAL_X_TASK. processes: most at once. Cancelling this ends it and whatever it started.
+    """Returns the last `output_bytes` bytes that the program printed, decoded.
+
+    environment: all of its variables except AREAL_X_TASK. processes: most at once. Cancelling this
+    ends the program and everything that it started.
 
     Raises: ProgramFailed with the end of its standard error.
     """
@@ -78,7 +79,7 @@ async def run_program(
             last_bytes(process.stdout, output_bytes), last_bytes(process.stderr, output_bytes)
         )
     finally:
-        os.close(lifeline)  # all of it ends, if it has not
+        os.close(lifeline)  # ends the program, if it still runs
         with waiting(whose(), "its agent's process to end", f"process {process.pid}"):
             code = await wait_for_exit(process)
     if code:
@@ -93,7 +94,8 @@ async def run_program(
 
 
 async def wait_for_exit(process: asyncio.subprocess.Process) -> int:
-    """Its exit code. The program may have stopped its guard, which is then woken."""
+    """Returns the exit code. The program may have stopped its guard with a signal, so this wakes
+    it."""
     while True:
         try:
             return await asyncio.wait_for(process.wait(), guard.LOOK)
@@ -103,8 +105,8 @@ async def wait_for_exit(process: asyncio.subprocess.Process) -> int:
 
 
 def inherited_environment(names: Iterable[str]) -> dict[str, str]:
-    """The variables of this process that any program may need, and those of these names. Keys of
-    other services, which a run's environment holds as well, are none of a model's business."""
+    """Returns the variables of this process that any program may need, and those named. Others,
+    such as the keys of other services in a run's environment, are withheld from the model."""
     wanted = {*INHERITED, *names}
     return {
         name: value
@@ -128,5 +130,5 @@ def task_json(task: Task) -> str:
 
 
 def prompt_text(task: Task) -> str:
-    """The prompt as one text: of messages the last one's."""
+    """Returns the prompt as one text: the last message's, if it is a list of messages."""
     return task.prompt if isinstance(task.prompt, str) else str(task.prompt[-1]["content"])

@@ -1,11 +1,10 @@
-"""What the workflows of agents share: a gateway of the run's own, and episodes that are its
+"""The base of the agents' workflows: a gateway of the run's own, and episodes that are its
 sessions."""
 
 from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass, field, replace
-from inspect import cleandoc
 from typing import Any, TypeVar
 
 from areal_x.agents.chat.credit import Credit, episode_of_calls
@@ -25,23 +24,20 @@ H = TypeVar("H", bound="GatewayWorkflow")
 RENDERING = ("transformers", "server")
 
 
-def documented(*texts: str | None) -> str:
-    """What a workflow says of itself, and of the parameters that it shares with others."""
-    return "\n\n".join(cleandoc(text or "") for text in texts)
-
-
 class LazyGateway:
     """A gateway that starts with its first session."""
 
     def __init__(self, gateway: Gateway, renderer: TemplateRenderer | PlainRenderer) -> None:
-        self.gateway, self.renderer = gateway, renderer
+        self.gateway = gateway
+        self.renderer = renderer
         self._starting = asyncio.Lock()
         self._started = False
 
     async def start(self) -> bool:
-        """Whether this call is what started it."""
+        """Starts the gateway if necessary; returns True if this call did it."""
         async with self._starting:
-            started, self._started = self._started, True
+            started = self._started
+            self._started = True
             if not started:
                 await self.gateway.start()
             return not started
@@ -52,20 +48,23 @@ class LazyGateway:
 
 @dataclass(frozen=True, kw_only=True)
 class GatewayWorkflow(Workflow):
-    """sampling: how completions are drawn; the model's end tokens are added to its stop tokens.
-    limits: what an episode may use. credit: how its reward is shared out. gateway: where agents
-    call. rendering: who makes tokens of messages and reads replies: "transformers" with the model's
-    chat template, or "server", the vLLM servers with theirs and their parsers."""
+    """A workflow whose episodes are sessions of a gateway."""
 
     sampling: SamplingParams = field(default_factory=SamplingParams)
+    """How completions are sampled; the model's end tokens are added to its stop tokens."""
     limits: SessionLimits = field(default_factory=SessionLimits)
+    """What an episode may use."""
     credit: Credit = field(default_factory=Credit)
+    """How the episode's reward is credited to its calls."""
     gateway: Gateway = field(default_factory=Gateway)
+    """The server that agents call."""
     rendering: str = "transformers"
+    """Where messages become tokens and completions are parsed: "transformers" for the model's chat
+    template in this process, or "server" for the vLLM servers' own template and parsers."""
     host: LazyGateway | None = None
 
     def setup(self: H, tokenizer: Any) -> H:
-        """Raises UserError for a tokenizer without an end token."""
+        """Raises: UserError for a tokenizer without an end token."""
         one_of("rendering", self.rendering, RENDERING)
         by_template = tokenizer.chat_template is not None
         host = LazyGateway(
@@ -77,7 +76,7 @@ class GatewayWorkflow(Workflow):
         return replace(self, sampling=replace(self.sampling, temperature=0.0))
 
     async def open(self, engine: Generator) -> GatewaySession:
-        """A session whose completions this episode's engine draws."""
+        """Opens a session whose completions come from this episode's engine."""
         host = self.lazy_gateway()
         await host.start()
         return host.gateway.open(engine, self.renderer(engine), self.sampling, self.limits)
@@ -95,8 +94,9 @@ class GatewayWorkflow(Workflow):
         return ServerRenderer(renderer.tokenizer, engine.chat_servers)
 
     async def episode(self, session: GatewaySession, outcome: Outcome) -> Result:
+        """Returns the episode's trajectories, by the outcome and the session's calls."""
         calls = session.calls()
-        # each prompt is compared with each line before it
+        # each prompt is compared with each earlier trajectory
         size = sum(len(call.prompt) for call in calls) * len(calls)
         return await beside(size, episode_of_calls, calls, outcome, self.credit)
 

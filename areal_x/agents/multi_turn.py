@@ -1,11 +1,11 @@
-"""Workflows of several turns: tries with feedback in between, and tools.
+"""Multi-turn workflows: repeated attempts with feedback in between, and tool use.
 
-train.workflow = @multi_turn()
-multi_turn.reward = @arithmetic.verify
-multi_turn.turns = 3
+    train.workflow = @multi_turn()
+    multi_turn.reward = @arithmetic.verify
+    multi_turn.turns = 3
 
-What a conversation becomes for the trainer, and what each of its turns gets of the reward, says
-docs/agents.md.
+docs/agents.md describes the trajectories that a conversation becomes, and how its reward is
+credited to its turns.
 """
 
 from __future__ import annotations
@@ -35,33 +35,29 @@ Feedback = str | Callable[[Task, str, float], str]
 @gin.configurable("multi_turn", denylist=["tokenizer", "pool"])
 @dataclass(frozen=True)
 class MultiTurn(Judged):
-    """Tries again after feedback, until an answer is right or no try is left. The reward is that of
-    the last try.
+    """Tries again after feedback, until an answer is right or no attempt is left. The reward is
+    that of the last attempt.
 
-    A task's messages go through the model's chat template. A task's plain text is gone on with as
-    it is: answer and feedback follow each other in one text, so feedback begins and ends with the
-    blanks that it needs.
-
-    reward: a function (task, text) -> number, or -> (number, {name: number}), called after each
-    try; text is the completion without special tokens. turns: most tries. enough: a try whose
-    reward is at least this is right, and the last. feedback: what is said after a wrong try: a
-    text, or a function (task, text, reward) -> text, which runs in a thread of this process.
-    discount_turns: the reward is multiplied by this for each try after the first, between 0 and 1.
-    credit: what each try's tokens get of the reward. template: more variables of the chat template,
-    as {"enable_thinking": False}. sampling: how completions are drawn, each of at most
-    sampling.max_tokens; the model's end tokens are added to its stop tokens. reward_workers: most
-    processes that judge at once. reward_timeout_seconds: after which a reward is ended with its
-    process. reward_limits: what that process may use beside time.
+    A task's messages go through the model's chat template. A task's plain text is continued as it
+    is: answers and feedback are concatenated, so feedback must include its own leading and trailing
+    spaces.
     """
 
     binding: ClassVar[str] = "multi_turn"
 
     turns: int = 2
+    """Most attempts."""
     feedback: Feedback = "That is not right. Try again."
+    """The user's message after a wrong attempt: a text, or a function (task, text, reward) -> text,
+    which runs on a thread of this process."""
     enough: float = 1.0
+    """An attempt whose reward is at least this is right, and the last one."""
     discount_turns: float = 1.0
+    """The reward is multiplied by this for each attempt after the first; between 0 and 1."""
     credit: Credit = field(default_factory=Credit)
+    """How the reward is credited to each attempt's tokens."""
     template: Mapping[str, Any] | None = None
+    """More variables of the chat template, such as {"enable_thinking": False}."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -89,11 +85,10 @@ class MultiTurn(Judged):
             tries += 1
             if not isinstance(outcome, Scored) or outcome.reward >= self.enough:
                 break
-            tell = self.feedback
-            answer = (
-                tell if isinstance(tell, str) else await in_thread(tell, task, text, outcome.reward)
-            )
-            messages = [{"role": "user", "content": answer}]
+            feedback = self.feedback
+            if not isinstance(feedback, str):
+                feedback = await in_thread(feedback, task, text, outcome.reward)
+            messages = [{"role": "user", "content": feedback}]
         if isinstance(outcome, Scored):
             details = {**outcome.details, "tries": tries}
             outcome = Scored(outcome.reward * self.discount_turns ** (tries - 1), details)
@@ -103,32 +98,28 @@ class MultiTurn(Judged):
 @gin.configurable("tool_use", denylist=["tokenizer", "pool", "toolbox"])
 @dataclass(frozen=True)
 class ToolUse(Judged):
-    """Answers with the help of tools: what a reply calls is called and the results are shown, until
-    a reply calls none.
+    """Answers with the help of tools: calls the tools that a reply asks for and shows their
+    results, until a reply calls none.
 
-    The calls of one reply run together. The chat template must know of tools. A task's plain text
-    is what the user says.
-
-    reward: a function (task, text) -> number, or -> (number, {name: number}); text is the last
-    reply without special tokens. tools: functions (see areal_x.agents.tools.toolbox.tool_of),
-    python_executor, calculator, mcp_server, or objects with a name, a schema and a coroutine
-    call(arguments). max_turns: most replies; the last one is judged also where it calls a tool.
-    tool_seconds: after which the model is told that a tool did not answer. result_characters: most
-    that is shown of a result. credit: what each reply's tokens get of the reward. template: more
-    variables of the chat template, as {"enable_thinking": False}. sampling: how completions are
-    drawn, each of at most sampling.max_tokens; the model's end tokens are added to its stop tokens.
-    reward_workers: most processes that judge at once. reward_timeout_seconds: after which a reward
-    is ended with its process. reward_limits: what that process may use beside time.
+    The calls of one reply run concurrently. The chat template must support tools. A task's plain
+    text becomes the user's message. The reward scores the last reply.
     """
 
     binding: ClassVar[str] = "tool_use"
 
     tools: Sequence[Any] = ()
+    """Functions (see areal_x.agents.tools.toolbox.tool_of), python_executor, calculator,
+    mcp_server, or objects with a name, a schema and a coroutine call(arguments)."""
     max_turns: int = 8
+    """Most replies; the last one is scored even if it calls a tool."""
     tool_seconds: float = 30.0
+    """Timeout of a tool call, after which the model reads that the tool did not answer."""
     result_characters: int = 16_000
+    """Most characters of a tool's result that the model sees."""
     credit: Credit = field(default_factory=Credit)
+    """How the reward is credited to each reply's tokens."""
     template: Mapping[str, Any] | None = None
+    """More variables of the chat template, such as {"enable_thinking": False}."""
     toolbox: Toolbox | None = None
 
     def __post_init__(self) -> None:
@@ -136,7 +127,7 @@ class ToolUse(Judged):
         at_least("tool_use.max_turns", self.max_turns, 1)
 
     def setup(self, tokenizer: Any) -> Self:
-        """Raises UserError for tools that cannot be ones, and as `single_turn` does."""
+        """Raises: UserError for invalid tools, and as `single_turn` does."""
         toolbox = Toolbox(self.tools, self.tool_seconds, self.result_characters)
         return replace(super().setup(tokenizer), toolbox=toolbox)
 
@@ -146,18 +137,17 @@ class ToolUse(Judged):
     async def run(self, task: Task, engine: Generator) -> Result:
         assert self.toolbox is not None, "call setup(tokenizer) first"
         await self.toolbox.setup()
-        speaker = ChatEngine(TemplateRenderer(self.tokenizer), engine)
-        dialogue = Dialogue(
-            speaker, self.sampling, tools=self.toolbox.schemas, template=self.template
-        )
-        messages, called = opening_messages(task), 0
+        chat = ChatEngine(TemplateRenderer(self.tokenizer), engine)
+        dialogue = Dialogue(chat, self.sampling, tools=self.toolbox.schemas, template=self.template)
+        messages = opening_messages(task)
+        called = 0
         for turn in range(self.max_turns):
             try:
                 reply = await next_reply(dialogue, messages)
             except Unrenderable as error:
                 if turn == 0:
                     raise
-                return Failed(f"{error}")  # of what the model called
+                return Failed(f"{error}")  # caused by the tool calls of the model
             if reply is None:
                 break
             if was_aborted(dialogue):
@@ -190,7 +180,7 @@ class ToolUse(Judged):
 
 
 def opening_messages(task: Task) -> list[Message]:
-    """What a conversation about a task begins with."""
+    """Returns the first messages of a conversation about a task."""
     return (
         [{"role": "user", "content": task.prompt}]
         if isinstance(task.prompt, str)
@@ -199,8 +189,8 @@ def opening_messages(task: Task) -> list[Message]:
 
 
 async def next_reply(dialogue: Dialogue, messages: Sequence[Message]) -> Reply | None:
-    """The reply, or None where a conversation that had one before has grown beyond what the engine
-    can hold."""
+    """Returns the reply, or None if a conversation that already has a reply no longer fits into the
+    engine's context."""
     try:
         return await dialogue.say(*messages)
     except PromptTooLong:

@@ -1,12 +1,12 @@
-"""Learning from whoever comes: people and programs that open sessions, and give them rewards when
-they have some.
+"""Online training: people and programs open sessions when they like, and give rewards when they
+have them.
 
     train.dataset = @online_tasks()
     train.workflow = @online()
 
-The run serves; each session that somebody opens (areal_x.agents.session, POST /sessions) is one
-episode of a group that waits for it, and a step is trained when its groups are full. Weights change
-under conversations that go on meanwhile.
+The run serves; each session that a client opens (areal_x.agents.session, POST /sessions) is one
+episode of a group that waits for it, and an optimizer step is taken when its groups are full.
+Weights change under conversations that are still in progress.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import gin
 
 from areal_x.agents.client import ADDRESS
 from areal_x.agents.gateway.session import GatewaySession
-from areal_x.agents.gateway_workflow import GatewayWorkflow, documented
+from areal_x.agents.gateway_workflow import GatewayWorkflow
 from areal_x.errors import at_least, positive
 from areal_x.protocols.workflow import Generator, Result
 from areal_x.runtime.waits import waiting, whose
@@ -32,15 +32,19 @@ from areal_x.types import Task, TimedOut
 
 @gin.configurable("online_tasks")
 def online_tasks(count: int = 1 << 16) -> Sequence[Task]:
-    """Places for groups in the order in which they are admitted; an agent brings its task with it.
-    count: of an epoch."""
+    """Returns placeholders for groups, in the order in which they are admitted; each agent brings
+    its own task.
+
+    Args:
+        count: Groups in an epoch.
+    """
     at_least("online_tasks.count", count, 1)
     return PlaceholderTasks(count)
 
 
 @dataclass(frozen=True)
 class PlaceholderTasks(Sequence[Task]):
-    """Tasks that nobody reads, none of which is held in memory."""
+    """Tasks without content, computed on access."""
 
     size: int
 
@@ -57,8 +61,8 @@ class PlaceholderTasks(Sequence[Task]):
 
 @dataclass(eq=False)
 class EpisodeSlot:
-    """An episode that waits for somebody. group: those that are compared with each other have the
-    same. taken: None where nobody came in time."""
+    """An episode that waits for a client. group: episodes that are compared with each other share
+    it. taken: resolves to the session, or to None if no client came in time."""
 
     group: str
     engine: Generator
@@ -66,25 +70,25 @@ class EpisodeSlot:
 
 
 class EpisodeSlots:
-    """Who waits for whom. Knows no socket.
+    """Matches clients with episodes that wait for one. Knows no socket.
 
-    A label keeps sessions together: those that have the same are episodes of one group, as attempts
-    at one task should be. A session without one takes the first free seat of a group that has no
-    label.
+    A label keeps sessions together: sessions with the same label are episodes of one group, as
+    attempts at one task should be. A session without a label takes the first free slot of an
+    unlabelled group.
     """
 
     def __init__(self) -> None:
         self._free: list[EpisodeSlot] = []
-        self._labels: dict[str, str] = {}  # of the groups that have one
-        self._begun: set[str] = set()  # groups that somebody without a label has joined
-        # groups whose free seats wait only so long
+        self._labels: dict[str, str] = {}  # by group, if it has one
+        self._begun: set[str] = set()  # groups that a session without a label has joined
+        # groups whose free slots are about to close
         self._closing: dict[str, asyncio.TimerHandle] = {}
 
     def wait(self, slot: EpisodeSlot) -> None:
         self._free.append(slot)
 
     def leave(self, slot: EpisodeSlot) -> None:
-        """It waits no more; a group without seats is forgotten."""
+        """Withdraws a slot; a group without slots is forgotten."""
         if slot in self._free:
             self._free.remove(slot)
         if not any(other.group == slot.group for other in self._free):
@@ -96,8 +100,8 @@ class EpisodeSlots:
                 timer.cancel()
 
     def close_after(self, group: str, seconds: float) -> None:
-        """Gives up the seats of the group that nobody has taken by then; counted from the first
-        call."""
+        """Closes the group's slots that no client has taken after this many seconds, counted from
+        the first call."""
         if group not in self._closing and any(slot.group == group for slot in self._free):
             self._closing[group] = asyncio.get_running_loop().call_later(
                 seconds, self._close, group
@@ -110,7 +114,7 @@ class EpisodeSlots:
                 slot.taken.set_result(None)
 
     def take(self, label: str | None) -> EpisodeSlot | None:
-        """The seat of whoever comes, None where there is none for them."""
+        """Returns the slot for a client that asks with this label, or None if there is none."""
         slot = next(
             (
                 slot
@@ -144,22 +148,21 @@ class EpisodeSlots:
 @gin.configurable("online", denylist=["host", "slots"])
 @dataclass(frozen=True, kw_only=True)
 class Online(GatewayWorkflow):
-    """Episodes that somebody else begins, and ends with a reward, when they like.
+    """Episodes that clients start, and end with a reward, when they like.
 
-    address_file: where the gateway's address and key are written, for this user alone, once it
-    serves. A session that nobody touches for limits.idle_seconds, or that has no reward in its end,
-    is counted and gives its place to the next. A group may wait for its first session as long as it
-    takes: train.episode_seconds and train.failed_groups do not count here. group_seconds: how long,
-    after the first session of a group ended, its places that nobody took wait for the others of its
-    label; then the group goes on with the sessions that it has.
+    A session that nobody uses for limits.idle_seconds, or that ends without a reward, is counted,
+    and its place is free for the next. A group may wait for its first session without limit:
+    train.episode_seconds and train.failed_groups do not apply.
     """
 
-    __doc__ = documented(__doc__, GatewayWorkflow.__doc__)
-
-    open_ended = True  # for the runner: how long an episode takes is others' to say
+    open_ended = True  # clients decide how long an episode takes
 
     address_file: str = ADDRESS
+    """File to which the gateway's address and key are written, readable by this user alone, once it
+    serves."""
     group_seconds: float = 600.0
+    """How long, after the first session of a group ended, its remaining slots wait for more
+    sessions of the same label; then the group continues with the sessions that it has."""
     slots: EpisodeSlots = field(default_factory=EpisodeSlots)
 
     def __post_init__(self) -> None:
@@ -193,7 +196,8 @@ class Online(GatewayWorkflow):
             write_address(Path(self.address_file), host.gateway.url, host.gateway.key)
 
     async def opened(self, label: str | None) -> GatewaySession | None:
-        """For the gateway: the session of whoever asks for one."""
+        """Returns the session of a client that asks the gateway for one, or None if no episode
+        waits."""
         slot = self.slots.take(label)
         if slot is None:
             return None
@@ -206,7 +210,7 @@ class Online(GatewayWorkflow):
 
 
 def write_address(file: Path, url: str, key: str) -> None:
-    """Readable by this user alone, from its first byte."""
+    """Writes the file so that it is readable by this user alone from its first byte."""
     new = file.with_name(f"{file.name}.new")
     new.unlink(missing_ok=True)
     with os.fdopen(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as out:

@@ -1,5 +1,5 @@
-"""What is started for an agent's program: becomes its guard, and starts it. Imports little, as
-every episode waits for it."""
+"""The first process of an agent's program: becomes its guard (areal_x.runtime.guard) and executes
+the command below it. Imports little, since every episode waits for it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from areal_x.runtime import guard
 
 
 def main(lifeline_fd: int, words: list[str], processes: int) -> None:
-    """words: the command. processes: most that it may have at once."""
+    """words: the command. processes: most that it may run at once."""
 
     def work() -> None:
         try:

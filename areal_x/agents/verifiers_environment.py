@@ -1,13 +1,13 @@
-"""Environments of the package `verifiers`: their tasks, and an agent that plays them as they are
-and earns what they judge.
+"""Environments of the package `verifiers`: their tasks, and an agent that runs them unchanged and
+returns the reward of their rubric.
 
     train.dataset = @verifiers_tasks()
     verifiers_tasks.environment = "my-environment"   # installed, as `verifiers.load_environment` finds it
     train.workflow = @agent()
     agent.solve = @verifiers_agent
 
-An environment talks to the model by the OpenAI client, against a session of the run's gateway.
-Needs verifiers 0.1.14 to 0.3; later versions know other environments.
+An environment reaches the model through the OpenAI client, at a session of the run's gateway. Needs
+verifiers 0.1.14 to 0.3; later versions have a different interface.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import gin
 from areal_x.errors import UserError, at_least, one_of
 from areal_x.types import Task
 
-# of a task's metadata: the environment and its arguments, as `_environment` takes them
+# key of a task's metadata: the environment and its arguments, as `_environment` takes them
 ABOUT = "verifiers"
 NEEDED = "pip install 'verifiers>=0.1.14,<0.4'"
 
@@ -37,12 +37,17 @@ def verifiers_tasks(
     size: int | None = None,
     arguments: Mapping[str, Any] | None = None,
 ) -> list[Task]:
-    """The tasks of an environment of the package `verifiers`, for `agent.solve = @verifiers_agent`.
+    """Returns the tasks of an environment of the package `verifiers`, for `agent.solve =
+    @verifiers_agent`.
 
-    environment: its name, as `verifiers.load_environment` takes it. split: "train" for its dataset,
-    "test" for the one that it evaluates by. size: the first so many; by default all. arguments: the
-    environment's own, by name. Raises: UserError where verifiers or the environment is not
-    installed, and for arguments that it refuses.
+    Args:
+        environment: Its name, for `verifiers.load_environment`.
+        split: "train" for its dataset, "test" for its evaluation dataset.
+        size: Number of tasks, from the start of the dataset; by default all.
+        arguments: The environment's own keyword arguments.
+
+    Raises: UserError if verifiers or the environment is not installed, and for arguments that the
+    environment refuses.
     """
     one_of("verifiers_tasks.split", split, ("train", "test"))
     if size is not None:
@@ -63,16 +68,15 @@ def verifiers_tasks(
 
 @gin.configurable(denylist=["base_url", "api_key"])
 async def verifiers_agent(task: Task, base_url: str, api_key: str) -> float:
-    """What the task's environment makes of the conversation that it has with the model: the reward
-    of its rubric.
+    """Runs the task's environment against the model and returns the reward of its rubric.
 
-    The prompt, tools, turns and judgement are the environment's. Raises: RuntimeError for a rollout
-    that it gave up.
+    The prompt, tools, turns and scoring are the environment's. Raises: RuntimeError for a rollout
+    that the environment aborted.
     """
     from openai import AsyncOpenAI, DefaultAsyncHttpxClient
     from verifiers.clients import OpenAIChatCompletionsClient
 
-    # the run's own address has no TLS; to load certificates takes 20 ms
+    # the run's own address has no TLS; loading certificates takes 20 ms
     here = DefaultAsyncHttpxClient(verify=False)
     async with AsyncOpenAI(base_url=base_url, api_key=api_key, http_client=here) as client:
         output = await _environment(*task.metadata[ABOUT]).run_rollout(
@@ -80,19 +84,19 @@ async def verifiers_agent(task: Task, base_url: str, api_key: str) -> float:
         )
     if output.get("error"):
         raise RuntimeError(
-            f"the environment gave the rollout up: {output.get('error_chain') or output['error']}"
+            f"the environment aborted the rollout: {output.get('error_chain') or output['error']}"
         )
     return float(output["reward"])
 
 
 @cache
 def _environment(name: str, arguments: str) -> Any:
-    """Made once, by whoever lists its tasks. arguments: JSON."""
+    """Loads the environment once per process. arguments: JSON."""
     try:
         from verifiers import load_environment
     except ImportError as error:
         raise UserError(
-            f"verifiers_tasks needs verifiers of a version before 0.4 ({error}): {NEEDED}"
+            f"verifiers_tasks needs verifiers older than 0.4 ({error}): {NEEDED}"
         ) from None
     try:
         with _signals_as_they_were():
@@ -101,15 +105,15 @@ def _environment(name: str, arguments: str) -> Any:
         reason = " ".join(str(error).split())
         raise UserError(
             f"verifiers_tasks.environment = {name!r} cannot be loaded ({reason}): install it, and"
-            " look at verifiers_tasks.arguments"
+            " check verifiers_tasks.arguments"
         ) from error
 
 
 @contextmanager
 def _signals_as_they_were() -> Iterator[None]:
-    """Environments take Ctrl-C and SIGTERM for themselves, which belong to the run."""
+    """Restores the run's handlers of Ctrl-C and SIGTERM, which environments replace."""
     if threading.current_thread() is not threading.main_thread():
-        yield  # where nobody may take them
+        yield  # only the main thread can replace handlers
         return
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
@@ -120,7 +124,7 @@ def _signals_as_they_were() -> Iterator[None]:
 
 
 def _messages(prompt: Any) -> Any:
-    """Without the empty fields that a table of messages has."""
+    """Returns the messages without the empty fields that a table of messages has."""
     if isinstance(prompt, str):
         return prompt
     return [

@@ -1,4 +1,4 @@
-"""Episodes of agents that the run starts: what they say, what they earn, and what becomes of those that go wrong."""
+"""Episodes of agents that the run starts: their results, their rewards, and what becomes of failures."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ import numpy as np
 import pytest
 from transformers import AutoTokenizer
 
-from areal_x.agents.agent import Agent, AgentProcess
+from areal_x.agents.agent import Agent
+from areal_x.agents.agent_process import AgentProcess
 from areal_x.agents.chat.credit import Credit
 from areal_x.agents.gateway.session_state import SessionLimits
 from areal_x.errors import ConfigError, UserError
@@ -35,7 +36,7 @@ def tokenizer(tiny_model_dir):
 
 
 def ask(base_url, key, content="1+2=", **more):
-    """By the standard library: what any client does."""
+    """Requests a completion by the standard library, as any client does."""
     body = {"model": "policy", "messages": [{"role": "user", "content": content}], **more}
     return post(f"{base_url}/chat/completions", key, body)
 
@@ -47,7 +48,7 @@ def post(url, key, body):
 
 
 def run(workflow, tokenizer, tasks=(TASK,), engine=None, seconds=60.0, key=(0, 0)):
-    """The episodes of all tasks at once, with everything closed."""
+    """Runs one episode of each task concurrently, and closes everything."""
     engine = engine or FakeEngine(context=512)
 
     async def all_of_them():
@@ -304,7 +305,7 @@ def test_a_program_that_goes_wrong_fails_its_episode_with_a_reason(tmp_path, tok
 
 
 def test_a_command_that_is_not_there_is_refused_before_the_run(tokenizer):
-    with pytest.raises(UserError, match="a program that is there: no 'no-such-command' is found"):
+    with pytest.raises(UserError, match="a program that exists: no 'no-such-command' was found"):
         AgentProcess(command=("no-such-command",)).setup(tokenizer)
 
 

@@ -1,4 +1,4 @@
-"""A model plays: what it is shown are messages, what it says is done, and what that earns belongs to the turn."""
+"""The model acts in an environment: observations are messages, replies are actions, and each turn gets its own reward."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ TASK = Task("t", "", metadata={"seed": 12})
 
 
 class Adds:
-    """Adds what is said; over 10 it ends, and each step earns what it added. Remembers its threads."""
+    """Adds the numbers in its actions; ends above 10, and each step's reward is the number it added. Remembers its threads."""
 
     made: ClassVar[list] = []
 
@@ -262,7 +262,7 @@ def test_details_are_plain_numbers():
 
 
 class Ones:
-    """Each step earns the ones in what is said."""
+    """The reward of each step is the number of ones in the action."""
 
     def reset(self, seed=None, options=None):
         self.turn = 0

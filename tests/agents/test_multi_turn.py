@@ -1,4 +1,4 @@
-"""Workflows of several turns with real tokenizers, rewards and tools; engines that say what a test decides, and a real one."""
+"""Multi-turn workflows with real tokenizers, rewards and tools, over scripted engines and a real one."""
 
 import asyncio
 import json
@@ -35,7 +35,7 @@ def texts(tokenizer, *replies):
 
 
 class Here:
-    """Judges in this process, which takes no time to start."""
+    """Computes rewards in this process, which needs no time to start."""
 
     def __init__(self, reward):
         self.reward = reward
@@ -61,7 +61,7 @@ def run(workflow, tokenizer, engine, task, here=True):
 
 
 def parts(tokenizer, trajectory):
-    """What is context and what is trained on, in turn."""
+    """Returns the trajectory's text, split alternately into context and trained tokens."""
     edges = np.flatnonzero(np.diff(trajectory.mask)) + 1
     return [tokenizer.decode(part.tolist()) for part in np.split(trajectory.tokens, edges)]
 
@@ -258,7 +258,7 @@ def test_calls_that_the_template_refuses_fail_the_episode_and_messages_of_the_ta
     outcome = run(ToolUse(exact, tools=(Weather(),)), tokenizer, Says(*texts(tokenizer, two)), TASK)
     assert "only supports single tool-calls at once" in outcome.error
     task = Task("t", [{"role": "user", "content": [{"type": "image"}]}])
-    with pytest.raises(UserError, match=r"this is .*image"):
+    with pytest.raises(UserError, match=r"not .*image"):
         run(ToolUse(exact, tools=(Weather(),)), tokenizer, Says(), task)
 
 
@@ -317,7 +317,7 @@ def test_settings_that_cannot_work_are_refused_by_name():
 
 
 class Caller:
-    """Calls the weather, then says what it heard: by the prompt alone, as several episodes ask at once."""
+    """Calls the weather, then repeats the result: depends on the prompt alone, because several episodes run at once."""
 
     concurrency, context, version = 8, 4000, 3
 

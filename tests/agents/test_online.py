@@ -1,4 +1,4 @@
-"""Learning from whoever comes: seats, labels, late and missing rewards, weights that change under a conversation."""
+"""Online training: slots, labels, late and missing rewards, weights that change under a conversation."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def tokenizer(tiny_model_dir):
     return AutoTokenizer.from_pretrained(tiny_model_dir)
 
 
-# ---- seats: who waits for whom
+# ---- slots: which episode gets which session
 
 
 def slots(*groups):
@@ -40,7 +40,7 @@ def slots(*groups):
 
 
 def taken(made, *labels):
-    """The groups whose seats are taken in turn, None where there was none."""
+    """Returns the groups whose slots are taken, in turn; None if there was none."""
     return [slot and slot.group for slot in map(made.take, labels)]
 
 
@@ -88,7 +88,7 @@ def test_places_are_as_many_tasks_as_one_likes_and_take_no_room():
 
 
 class Serving:
-    """A runner over a fake engine whose episodes are whoever comes; sessions are opened from threads, as programs would."""
+    """A runner over a fake engine whose episodes wait for clients; sessions are opened from threads, as programs would."""
 
     def __init__(self, tokenizer, address, group_size=1, groups=2, staleness=0, **settings):
         self.engine = FakeEngine(context=512)
@@ -113,7 +113,7 @@ class Serving:
         await self.workflow.close()
 
     def somebody(self, reward=1.0, label=None, wait_seconds=60.0, calls=1):
-        """Opens a session, talks and is rewarded, on a thread."""
+        """Opens a session, sends requests and gives a reward, on a thread."""
 
         def come():
             with session(self.address, wait_seconds, label) as episode:
@@ -160,7 +160,7 @@ def test_attempts_at_one_task_are_one_group(tokenizer, tmp_path):
 
 @pytest.mark.timeout(60)  # a group that is held up is waited for for ever
 def test_a_label_that_never_comes_again_holds_nothing_up(tokenizer, tmp_path):
-    """Its group goes on with the sessions that it has, and its slot is another's."""
+    """Its group continues with the sessions that it has, and its slot is free for another."""
 
     async def main():
         settings = {"group_size": 3, "groups": 1, "group_seconds": 0.2}
@@ -180,7 +180,7 @@ def test_a_label_that_never_comes_again_holds_nothing_up(tokenizer, tmp_path):
 
 
 def test_a_group_waits_for_its_first_session_as_long_as_it_takes():
-    """Only a session that ended begins the time of the others."""
+    """The time of the others starts only when a session has ended."""
 
     async def main():
         made, slot = EpisodeSlots(), EpisodeSlot("a", None, asyncio.get_running_loop().create_future())

@@ -43,9 +43,9 @@ def test_a_folder_that_is_left_alone_earns_nothing_and_the_solution_everything()
             for index in range(12):
                 job = drawn(index, np.random.default_rng(index))
                 folder, asked = Folder(sandbox, limits, job.files), task("job", job)
-                before = [(await folder.look(test)).output for test, _ in job.tests]
+                before = [(await folder.run_test(test)).output for test, _ in job.tests]
                 await folder.run(job.solution)
-                after = [(await folder.look(test)).output for test, _ in job.tests]
+                after = [(await folder.run_test(test)).output for test, _ in job.tests]
                 found.append((share_of_tests(asked, json.dumps(before)), share_of_tests(asked, json.dumps(after))))
         finally:
             await sandbox.close()

@@ -1,7 +1,6 @@
-"""Conversations, without any HTTP: messages in, messages out, and what of them is trained on, token
-for token.
+"""Conversations, without any HTTP: from messages to messages, and to trajectories, token for token.
 
-An agent or a workflow asks for completions (`Ask`), a `Speaker` answers each from the engine
-(`Answer`), and what was generated (`Call`) becomes trajectories. Tokens are made from text once,
-when the text comes from outside; what the policy generated stays as the tokens that it generated.
+An agent or a workflow requests completions (`ChatRequest`), a `ChatEngine` answers each from the
+engine (`ChatAnswer`), and the completions (`Call`) become trajectories. Text is tokenised once,
+when it comes from outside; tokens that the policy generated are kept as they are.
 """

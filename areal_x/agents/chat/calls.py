@@ -1,4 +1,4 @@
-"""What an agent asked the policy for: the record from which trajectories are made."""
+"""The completions that an agent requested: the record from which trajectories are made."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from areal_x.protocols.engine import Completion
 
 @dataclass(frozen=True)
 class Call:
-    """One completion that an agent asked for.
+    """One completion that an agent requested.
 
-    id: by which a reward may be given to it later, unique in its episode. prompt: the tokens that
-    the engine was given, P of them. completion: what it generated. reward: the call's own, where it
-    was given one.
+    id: unique in its episode; a reward can be given to it later. prompt: the P tokens that the
+    engine was given. completion: what the engine generated. reward: the call's own, if it was given
+    one.
     """
 
     id: str

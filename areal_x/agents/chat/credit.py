@@ -1,20 +1,20 @@
-"""Which of an episode's calls its reward is owed to, and the trajectories that say so.
+"""Credits an episode's reward to its calls, and sets it in the trajectories.
 
-An episode's reward S is its outcome's, or where the outcome has none the sum of what its calls were
-given. Every trajectory of the episode has all of S, as those of any workflow. What `credit.how`
-changes is what the tokens of each call get of it:
+An episode's reward S is its outcome's, or, without one, the sum of its calls' rewards. Every
+trajectory of the episode has the reward S, as in any workflow. `credit.how` decides which part of
+it the tokens of each call get:
 
     every       the episode's advantage
-    last        the last call's tokens the episode's advantage, others nothing: they are context
-    discounted  the episode's advantage times discount ** (calls that came after)
-    given       what the call itself was given; the last call also what of S no call was given. As `every` where none was given
+    last        the last call's tokens get the episode's advantage; all others are context
+    discounted  the episode's advantage times discount ** (number of later calls)
+    given       the call's own reward; the last call also the part of S that no call was given. As `every` if none was given
 
-`given` is for algorithms that look at rewards token by token (`gae`, `returns_to_go`); those that
-compare whole episodes see S. It is said in token rewards that sum to 0 in each trajectory, as the
-batch adds S to them at the last trained token. There -S takes it away, each call's own stands at
-its last token, and what other trajectories earned at the first token of all. That is context: an
-algorithm of tokens does not look there, and for one of episodes the sum is S however many
-trajectories there are.
+`given` is for algorithms with per-token rewards (`gae`, `returns_to_go`); those that compare whole
+episodes see S. It is expressed as token rewards that sum to 0 in each trajectory, because the batch
+adds S to them at the last trained token: there -S cancels it, each call's own reward is at its last
+token, and the rewards earned in other trajectories are at the very first token. That token is
+context, which a per-token algorithm ignores, while for a per-episode algorithm the sum is S however
+many trajectories there are.
 """
 
 from __future__ import annotations
@@ -45,18 +45,17 @@ EXPORTS = ("merged", "individual")
 @gin.configurable("credit")
 @dataclass(frozen=True)
 class Credit:
-    """What the calls of an episode get of its reward, and how they become trajectories.
-
-    how: "every" call the episode's advantage; "last": only the last call is trained on;
-    "discounted": a call's advantage counts discount ** (calls after it); "given": each call earned
-    what it was given, for algorithms with rewards token by token. discount: of "discounted",
-    between 0 and 1. export: "merged": a conversation is one trajectory as far as its prompts go on
-    with the tokens before them; "individual": each call is one, with its whole prompt as context.
-    """
+    """The split of an episode's reward among its calls, and of its calls into trajectories."""
 
     how: Literal["every", "last", "discounted", "given"] = "every"
+    """"every": each call gets the episode's advantage; "last": only the last call is trained on;
+    "discounted": a call's advantage is multiplied by discount ** (later calls); "given": each call
+    gets its own reward, for algorithms with per-token rewards."""
     discount: float = 1.0
+    """The discount of "discounted", between 0 and 1."""
     export: Literal["merged", "individual"] = "merged"
+    """"merged": a conversation is one trajectory as long as its prompts continue the earlier
+    tokens; "individual": each call is one trajectory, with its whole prompt as context."""
 
     def __post_init__(self) -> None:
         one_of("credit.how", self.how, HOW)
@@ -65,12 +64,12 @@ class Credit:
 
 
 def episode_of_calls(calls: Sequence[Call], outcome: Outcome | None, credit: Credit) -> Episode:
-    """What there is to learn from an agent's calls. outcome: None where nothing but calls was given
-    a reward.
+    """Returns the episode that an agent's calls form. outcome: None if only calls were given a
+    reward.
 
-    The details of a scored episode also say how many calls were first, continued, rewritten and
-    forked (see areal_x.agents.chat.merging). An episode in which nothing was generated, or nothing
-    rewarded, failed.
+    The details of a scored episode also count the calls that were first, continued, rewritten and
+    forked (see areal_x.agents.chat.merging). An episode without generated tokens, or without a
+    reward, failed.
     """
     if isinstance(outcome, Failed | TimedOut):
         return Episode(outcome)
@@ -120,7 +119,7 @@ def _with_credit(
 
 
 def _by_token(item: MergedTrajectory, values: Sequence[float]) -> Float32[np.ndarray, " T"]:
-    """Each call's value at its tokens, 1 at context."""
+    """Returns each call's value at its tokens, and 1 at context."""
     out = np.ones(len(item.trajectory), np.float32)
     for span in item.spans:
         out[span.start : span.stop] = values[span.call]
@@ -130,8 +129,8 @@ def _by_token(item: MergedTrajectory, values: Sequence[float]) -> Float32[np.nda
 def _token_rewards(
     item: MergedTrajectory, earned: Sequence[float], reward: float
 ) -> Float32[np.ndarray, " T"]:
-    """From the last token, where all of the reward will be added, to where each call earned its
-    part."""
+    """Moves the reward from the last token, where the batch adds all of it, to the calls that
+    earned it."""
     out = np.zeros(len(item.trajectory), np.float64)
     for span in item.spans:
         out[span.stop - 1] += earned[span.call]

@@ -1,4 +1,5 @@
-"""Messages in, message out, over an engine: what a gateway or a workflow calls."""
+"""Chat over an engine, from messages to a message: the layer that the gateway and the workflows
+call."""
 
 from __future__ import annotations
 
@@ -25,12 +26,12 @@ from areal_x.types import Message
 class ChatRequest:
     """One request for a completion, in OpenAI's terms.
 
-    messages: the whole conversation, content a text or a list of parts. tools: {"type": "function",
-    "function": {…}} each. sampling: complete, stop tokens included. stop: texts that end the reply;
-    they and what was generated behind them are left out of the reply, not of the call. template:
-    more variables of the chat template, as {"enable_thinking": False}. continue_final: the last
-    message is an assistant's beginning, to be continued. format: the JSON schema that the messages
-    ask the reply to fit; nothing holds it to that.
+    messages: the whole conversation; content is a text or a list of parts. tools: each {"type":
+    "function", "function": {…}}. sampling: complete, stop tokens included. stop: texts that end the
+    reply; they and what follows are cut from the reply, not from the call. template: more variables
+    of the chat template, such as {"enable_thinking": False}. continue_final: the last message is
+    the beginning of an assistant's, to be continued. format: the JSON schema that the messages ask
+    the reply to match; not enforced.
     """
 
     messages: tuple[Message, ...]
@@ -44,8 +45,8 @@ class ChatRequest:
 
 @dataclass(frozen=True)
 class ChatAnswer:
-    """What came of an Ask. prompt: as the engine was given it. stopped_by: the text of `stop` that
-    ended the reply, or None."""
+    """The answer to a ChatRequest. prompt: as the engine was given it. stopped_by: the text of
+    `stop` that ended the reply, or None."""
 
     prompt: Int32[np.ndarray, " P"]
     completion: Completion
@@ -54,20 +55,21 @@ class ChatAnswer:
 
 
 class ChatEngine:
-    """Messages in, message out, over an engine; remembers its conversation's tokens so that no
-    token is made from text twice.
+    """Answers messages with a message, over an engine; keeps its conversations' tokens, so that no
+    text is tokenised twice.
 
-    Belongs to one episode. calls: every completion so far, in the order in which they ended.
+    Belongs to one episode. calls: every completion so far, in the order in which they finished.
     """
 
     def __init__(self, renderer: Renderer, engine: Generator) -> None:
-        self.renderer, self.engine = renderer, engine
+        self.renderer = renderer
+        self.engine = engine
         self.calls: list[Call] = []
         self._memory = ReplyCache()
 
-    async def answer(self, ask: ChatRequest, id: str | None = None) -> ChatAnswer:
-        """The reply to an ask, recorded in `calls` under `id` (by default a number). Several may be
-        under way at once.
+    async def answer(self, request: ChatRequest, id: str | None = None) -> ChatAnswer:
+        """Returns the reply to a request, and records it in `calls` under `id` (by default a
+        number). Several requests may be in progress at once.
 
         Raises: PromptTooLong for a conversation that leaves no room for a reply; Unrenderable for
         messages that the chat template refuses; what the engine raises.
@@ -75,88 +77,89 @@ class ChatEngine:
         prompt = await build_prompt(
             self.renderer,
             self._memory,
-            ask.messages,
-            ask.tools,
-            ask.template,
-            ask.continue_final,
-            self.engine.context,
+            request.messages,
+            tools=request.tools,
+            template=request.template,
+            continue_final=request.continue_final,
+            most=self.engine.context,
         )
-        request = Request(prompt.tokens, ask.sampling, stop=ask.stop)
-        max_new_tokens(request, self.engine.context, "train.row_length")
-        completion = await self.engine.generate(request)
+        engine_request = Request(prompt.tokens, request.sampling, stop=request.stop)
+        max_new_tokens(engine_request, self.engine.context, "train.row_length")
+        completion = await self.engine.generate(engine_request)
         self.calls.append(
             Call(str(len(self.calls)) if id is None else id, prompt.tokens, completion)
         )
         size = len(completion.tokens) * CHARACTERS_PER_TOKEN
         kept, stopped_by = await beside(
-            size, cut_at_stop, self.renderer, completion.tokens, ask.stop
+            size, cut_at_stop, self.renderer, completion.tokens, request.stop
         )
-        reply = await self.renderer.read(kept, ask.tools, prompt.tokens)
+        reply = await self.renderer.read(kept, request.tools, prompt.tokens)
         if completion.finish_reason != "abort":
-            before, begun = ask.messages, ""
-            if ask.continue_final:
-                before, begun = ask.messages[:-1], text_content(ask.messages[-1].get("content"))
+            before = request.messages
+            begun = ""
+            if request.continue_final:
+                before = request.messages[:-1]
+                begun = text_content(request.messages[-1].get("content"))
             held = CachedReply(prompt.text, np.concatenate([prompt.tokens, kept]), reply, begun)
             await beside(estimate_characters(before), self._memory.add, before, held)
         return ChatAnswer(prompt.tokens, completion, reply, stopped_by)
 
 
 class Dialogue:
-    """A conversation of a workflow, which grows by what is said in it.
+    """A workflow's conversation, which grows with each exchange.
 
-    messages: of all sides so far. latest: the answer to what was said last.
+    messages: of all roles so far. latest: the answer to the last messages.
     """
 
     def __init__(
         self,
-        speaker: ChatEngine,
+        engine: ChatEngine,
         sampling: SamplingParams,
         *,
         tools: Sequence[Mapping[str, Any]] = (),
         stop: Sequence[str] = (),
         template: Mapping[str, Any] | None = None,
     ) -> None:
-        self._speaker = speaker
-        self._ask = ChatRequest((), tuple(tools), sampling, tuple(stop), template or {})
+        self._engine = engine
+        self._defaults = ChatRequest((), tuple(tools), sampling, tuple(stop), template or {})
         self.messages: tuple[Message, ...] = ()
         self.latest: ChatAnswer | None = None
 
     @property
     def calls(self) -> tuple[Call, ...]:
         """Every completion so far."""
-        return tuple(self._speaker.calls)
+        return tuple(self._engine.calls)
 
     @property
     def text(self) -> str:
-        """What was generated last, reasoning and tool calls included, special tokens and what a
-        stop text cut off left out."""
+        """The last completion as text, with reasoning and tool calls, without special tokens and
+        without what a stop text cut off."""
         if self.latest is None:
             return ""
-        text = self._speaker.renderer.text(self.latest.completion.tokens)
+        text = self._engine.renderer.text(self.latest.completion.tokens)
         return (
             text if self.latest.stopped_by is None else text[: text.index(self.latest.stopped_by)]
         )
 
     async def say(self, *messages: Message) -> Reply:
-        """What the model replies to these messages, which like its reply are part of the
-        conversation from now on.
+        """Returns the model's reply to these messages; both become part of the conversation.
 
-        Raises what `Speaker.answer` does; the conversation is then as it was.
+        Raises what `ChatEngine.answer` does; the conversation is then unchanged.
         """
-        asked = (*self.messages, *messages)
-        self.latest = await self._speaker.answer(replace(self._ask, messages=asked))
-        self.messages = (*asked, self.latest.reply.message())
+        conversation = (*self.messages, *messages)
+        self.latest = await self._engine.answer(replace(self._defaults, messages=conversation))
+        self.messages = (*conversation, self.latest.reply.message())
         return self.latest.reply
 
 
 def cut_at_stop(
     renderer: Renderer, tokens: Int32[np.ndarray, " N"], stop: Sequence[str]
 ) -> tuple[Int32[np.ndarray, " M"], str | None]:
-    """The tokens of the text before the first of the stop texts in it, and which that was; all
-    tokens where none is.
+    """Returns the tokens of the text before the first stop text in it, and that stop text; all
+    tokens and None if there is none.
 
-    A token in which a stop text begins behind other text gives way to the tokens of that other
-    text.
+    A token that contains the start of a stop text after other text is replaced by the tokens of
+    that other text.
     """
     text = renderer.text(tokens)
     stops = [(text.index(word), word) for word in stop if word and word in text]
@@ -166,7 +169,7 @@ def cut_at_stop(
     count = bisect_right(
         range(len(tokens)), place, key=lambda n: len(renderer.text(tokens[: n + 1]))
     )
-    # half of a character is shown as another
+    # an incomplete character decodes to a different one
     while not text[:place].startswith(renderer.text(tokens[:count])):
         count -= 1
     rest = text[len(renderer.text(tokens[:count])) : place]

@@ -1,17 +1,16 @@
-"""From an episode's calls to trajectories in which every generated token is trained on exactly
+"""Merges an episode's calls into trajectories in which every generated token is trained on exactly
 once.
 
-A line is a sequence of tokens that a conversation became. Each call either goes on where a line
-ends or begins a line:
+Each call either continues a trajectory at its end or starts a new one:
 
     first      the first call
-    continued  its prompt begins with all tokens of a line: what follows them is context, and the line goes on
-    rewritten  its prompt leaves a line within the line's last completion: a template or the agent changed what was said there
-    forked     anything else: a sub-agent, another answer to the same prompt, a history that was made shorter
+    continued  its prompt begins with all tokens of a trajectory: the rest of the prompt is context, and the trajectory grows
+    rewritten  its prompt leaves a trajectory within its last completion: a template or the agent changed that completion
+    forked     anything else: a sub-agent, another answer to the same prompt, a history that was shortened
 
-The last two, like the first, begin a line whose context is the whole prompt; the line that they
-left keeps its tokens. A line always ends with tokens that the policy generated: to cut it where a
-prompt leaves it would lose some of them.
+The last two, like the first, start a trajectory whose context is the whole prompt; the trajectory
+that they diverge from keeps its tokens. A trajectory always ends with tokens that the policy
+generated: cutting it where a prompt diverges would lose some of them.
 """
 
 from __future__ import annotations
@@ -33,8 +32,8 @@ KINDS: tuple[Kind, ...] = ("first", "continued", "rewritten", "forked")
 
 @dataclass(frozen=True)
 class Span:
-    """Where a call's completion stands in a trajectory: `start : stop`. call: its place among the
-    calls that were given."""
+    """The position of a call's completion in a trajectory: `start : stop`. call: its index among
+    the calls."""
 
     call: int
     start: int
@@ -43,7 +42,7 @@ class Span:
 
 @dataclass(frozen=True)
 class MergedTrajectory:
-    """A trajectory without a reward yet, and which calls generated what of it, in order."""
+    """A trajectory without a reward yet, and the spans of the calls that generated it, in order."""
 
     trajectory: Trajectory
     spans: tuple[Span, ...]
@@ -51,25 +50,24 @@ class MergedTrajectory:
 
 @dataclass(frozen=True)
 class MergedTrajectories:
-    """counts: how many calls were of each kind, of those with something to train on; empty where
-    nothing was merged."""
+    """counts: the number of trainable calls of each kind; empty if nothing was merged."""
 
     trajectories: tuple[MergedTrajectory, ...]
     counts: Mapping[str, int] = field(default_factory=dict)
 
 
 def separate_calls(calls: Sequence[Call]) -> MergedTrajectories:
-    """Each call as a trajectory of its own. Calls without tokens and those that the engine aborted
-    are left out."""
+    """Returns each call as a trajectory of its own, without calls that have no tokens or were
+    aborted by the engine."""
     return MergedTrajectories(
         tuple(_from_call(index, call) for index, call in enumerate(calls) if trainable(call))
     )
 
 
 def merge_calls(calls: Sequence[Call]) -> MergedTrajectories:
-    """As few trajectories as hold every generated token once. Calls without tokens and those that
-    the engine aborted are left out. Among lines that a call could continue it continues the
-    longest."""
+    """Returns the fewest trajectories that hold every generated token once, without calls that have
+    no tokens or were aborted by the engine. A call that could continue several trajectories
+    continues the longest."""
     trajectories: list[MergedTrajectory] = []
     counts: Counter[Kind] = Counter()
     for index, call in enumerate(calls):
@@ -92,14 +90,14 @@ def trainable(call: Call) -> bool:
 
 
 def common_prefix(a: Int32[np.ndarray, " A"], b: Int32[np.ndarray, " B"]) -> int:
-    """How many tokens both begin with."""
+    """Returns the length of the common prefix."""
     most = min(len(a), len(b))
     different = np.flatnonzero(a[:most] != b[:most])
     return int(different[0]) if len(different) else most
 
 
 def _kind(trajectories: Sequence[MergedTrajectory], shared: Sequence[int], call: Call) -> Kind:
-    """Why a call that continues none of the lines begins one."""
+    """Returns why a call that continues none of the trajectories starts a new one."""
     if not trajectories:
         return "first"
     nearest = max(range(len(trajectories)), key=lambda i: shared[i])
@@ -112,7 +110,8 @@ def _kind(trajectories: Sequence[MergedTrajectory], shared: Sequence[int], call:
 
 
 def _from_call(index: int, call: Call) -> MergedTrajectory:
-    completion, context = call.completion, len(call.prompt)
+    completion = call.completion
+    context = len(call.prompt)
     trajectory = Trajectory.from_completion(
         call.prompt,
         completion.tokens,
@@ -126,9 +125,11 @@ def _from_call(index: int, call: Call) -> MergedTrajectory:
 
 
 def _extended(merged: MergedTrajectory, index: int, call: Call) -> MergedTrajectory:
-    """The line with the rest of the call's prompt as context, and its completion."""
-    old, held = merged.trajectory, len(merged.trajectory)
-    # its prompt begins with the old one's tokens: only what it says of them differs
+    """Returns the trajectory extended by the rest of the call's prompt, as context, and its
+    completion."""
+    old = merged.trajectory
+    held = len(merged.trajectory)
+    # its prompt begins with the old one's tokens: only their mask, logprobs and versions differ
     new = _from_call(index, call).trajectory
     trajectory = Trajectory(
         tokens=new.tokens,
@@ -144,8 +145,9 @@ def _extended(merged: MergedTrajectory, index: int, call: Call) -> MergedTraject
 
 
 def _experts(old: Trajectory, new: Trajectory) -> Int16[np.ndarray, "T layers per_token"] | None:
-    """Those that a token went through when it was first read: of the old ones all but the last,
-    which only the new call read. None unless both were recorded."""
+    """Returns the experts that each token was routed to when it was first computed: all but the
+    last of the old trajectory, whose last token only the new call computed. None unless both were
+    recorded."""
     if old.experts is None or new.experts is None:
         return None
     return np.concatenate([old.experts[:-1], new.experts[len(old) - 1 :]])

@@ -1,13 +1,13 @@
-"""What a completion's text says: content, reasoning and tool calls.
+"""Parses the text of a completion into content, reasoning and tool calls.
 
-Two ways of writing tool calls are read. Hermes', which Qwen took over, any number of them:
+Two notations of tool calls are recognised. That of Hermes, also used by Qwen, any number of times:
 
     <tool_call>
     {"name": "add", "arguments": {"a": 1}}
     </tool_call>
 
-and Llama 3's, one that is the whole text: {"name": "add", "parameters": {"a": 1}}. What is neither
-stays content.
+and that of Llama 3, one call that is the whole text: {"name": "add", "parameters": {"a": 1}}.
+Anything else stays content.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from typing import Any
 THINK, THOUGHT = "<think>", "</think>"
 CALL, CALLED = "<tool_call>", "</tool_call>"
 PYTHON = "<|python_tag|>"  # Llama writes it before a call
-# read also where they are special tokens, which are left out of texts else
+# kept in the text even if they are special tokens, which are otherwise removed
 MARKERS = (THINK, THOUGHT, CALL, CALLED, PYTHON)
 BLANK, CLOSE = re.compile(r"\s*"), re.compile(rf"\s*{CALLED}")
 
 
 @dataclass(frozen=True)
 class ToolCall:
-    """A tool that the model wants called. id: unique in its conversation. arguments: JSON text;
-    where it does not parse, as the model wrote it."""
+    """A tool that the model calls. id: unique in its conversation. arguments: JSON text, or, if
+    that does not parse, the model's own text."""
 
     id: str
     name: str
@@ -38,14 +38,14 @@ class ToolCall:
 
 @dataclass(frozen=True)
 class Reply:
-    """What the model said. content: None where it said nothing but tool calls or reasoning."""
+    """The model's reply. content: None for a reply with only tool calls or reasoning."""
 
     content: str | None
     reasoning: str | None = None
     tool_calls: tuple[ToolCall, ...] = ()
 
     def message(self) -> dict[str, Any]:
-        """The assistant's message in OpenAI's form, for the conversation that goes on."""
+        """Returns the assistant's message in OpenAI's form, to continue the conversation with."""
         message: dict[str, Any] = {"role": "assistant", "content": self.content}
         if self.reasoning is not None:
             message["reasoning_content"] = self.reasoning
@@ -64,14 +64,13 @@ class Reply:
 def read(
     text: str, *, reasons: bool = False, opened: bool = False, tools: bool = False, key: bytes = b""
 ) -> Reply:
-    """The reply that a text is.
+    """Parses a text into a reply.
 
-    reasons: <think>…</think> at its beginning is reasoning; opened: the prompt has opened it
-    already. tools: calls of tools are read. key: of which, and of each call's place, the calls' ids
-    are made.
+    reasons: <think>…</think> at its start is reasoning. opened: the prompt already opened it.
+    tools: parse tool calls. key: seeds the calls' ids, together with their positions.
     """
-    reasoning, said = _reasoned(text, opened) if reasons else (None, text)
-    calls, content = _called(said) if tools else ([], said)
+    reasoning, rest = _reasoned(text, opened) if reasons else (None, text)
+    calls, content = _called(rest) if tools else ([], rest)
     made = tuple(
         ToolCall(call_id(key, place), name, arguments)
         for place, (name, arguments) in enumerate(calls)
@@ -82,21 +81,22 @@ def read(
 
 
 def call_id(key: bytes, place: int) -> str:
-    """Of nine letters and digits: Mistral's template refuses others."""
+    """Returns nine letters and digits: Mistral's template refuses other ids."""
     return blake2b(key + place.to_bytes(4, "little")).hexdigest()[:9]
 
 
 def arguments_of(value: Any) -> str:
-    """A tool's arguments as JSON text, the one that they are of which they are, or a text that is
-    no JSON as it is.
+    """Returns a tool's arguments as JSON text: encoded, if they are a value; normalised, if they
+    are JSON text; unchanged, if they are other text.
 
-    Raises ValueError for what cannot be sent on as text.
+    Raises: ValueError for text that cannot be encoded.
     """
     if isinstance(value, str):
         try:
             parsed, end = _json(value, 0)
         except ValueError:
-            parsed, end = None, -1
+            parsed = None
+            end = -1
         if end < len(value.rstrip()):
             return _sendable(value)
         value = parsed
@@ -104,40 +104,40 @@ def arguments_of(value: Any) -> str:
 
 
 def _reasoned(text: str, opened: bool) -> tuple[str | None, str]:
-    """The reasoning at the beginning of a text, and the rest."""
+    """Splits off the reasoning at the start of a text."""
     begun = text.lstrip()
     if begun.startswith(THINK):
         begun = begun.removeprefix(THINK)
     elif not opened:
         return None, text
-    reasoning, _, said = begun.partition(THOUGHT)
-    return reasoning.strip("\n"), said.lstrip("\n")
+    reasoning, _, rest = begun.partition(THOUGHT)
+    return reasoning.strip("\n"), rest.lstrip("\n")
 
 
 def _called(text: str) -> tuple[list[tuple[str, str]], str]:
-    """Names and arguments of the tools called, and what else the text says: also what was begun
-    like a call and is none."""
+    """Returns the names and arguments of the tools called, and the remaining text, which includes
+    malformed calls."""
     if (alone := _whole(text)) is not None:
         return [alone], ""
     calls: list[tuple[str, str]] = []
-    said: list[str] = []
+    rest: list[str] = []
     at = 0
     while (start := text.find(CALL, at)) >= 0:
-        said.append(text[at:start])
+        rest.append(text[at:start])
         at = start + len(CALL)
         call, end = _call(text, at, ("arguments", "parameters"))
         closed = CLOSE.match(text, end) if call is not None else None
         if call is None or closed is None:
-            said.append(CALL)
+            rest.append(CALL)
         else:
             calls.append(call)
             at = closed.end()
-    return calls, "".join([*said, text[at:]])
+    return calls, "".join([*rest, text[at:]])
 
 
 def _whole(text: str) -> tuple[str, str] | None:
-    """The call that is all of a text. Its arguments must be there: a name alone is as well an
-    answer in JSON."""
+    """Returns the call that a whole text is. It must have arguments: a lone name may just as well
+    be an answer in JSON."""
     written = text.strip().removeprefix(PYTHON).strip()
     call, end = _call(written, 0, ("parameters", "arguments"), needed=True)
     return call if end == len(written) else None
@@ -146,8 +146,7 @@ def _whole(text: str) -> tuple[str, str] | None:
 def _call(
     text: str, at: int, keys: tuple[str, str], needed: bool = False
 ) -> tuple[tuple[str, str] | None, int]:
-    """The name and arguments of the call that is written at or behind blanks from `at`, and where
-    it ends."""
+    """Parses the call at `at`, after optional spaces; returns its name and arguments, and its end."""
     try:
         value, end = _json(text, at)
         name = value.get("name") if isinstance(value, dict) else None
@@ -160,8 +159,8 @@ def _call(
 
 
 def _json(text: str, at: int) -> tuple[Any, int]:
-    """The JSON value at or behind blanks from `at`, and where it ends. Raises ValueError where
-    there is none."""
+    """Parses the JSON value at `at`, after optional spaces; returns it and its end. Raises:
+    ValueError if there is none."""
     try:
         return DECODER.raw_decode(text, BLANK.match(text, at).end())  # type: ignore[union-attr]  # it always matches
     except RecursionError:
@@ -169,14 +168,14 @@ def _json(text: str, at: int) -> tuple[Any, int]:
 
 
 def _sendable(text: str) -> str:
-    """Raises ValueError for halves of characters, which JSON may spell and UTF-8 does not."""
+    """Raises: ValueError for unpaired surrogates, which JSON can express and UTF-8 cannot."""
     text.encode()
     return text
 
 
 def _refuse(constant: str) -> Any:
-    raise ValueError(f"{constant} is no JSON")
+    raise ValueError(f"{constant} is not JSON")
 
 
-# models write line breaks inside of texts
+# models write line breaks inside strings
 DECODER = json.JSONDecoder(strict=False, parse_constant=_refuse)

@@ -1,16 +1,17 @@
-"""A prompt that begins with exactly the tokens already held.
+"""Prompts that begin with exactly the tokens of the conversation so far.
 
-Text that a policy generated, tokenised again, may give other tokens than it generated. So the
-prompt of a conversation in which we said something is the tokens of then, its prompt's and its
-completion's, and made of text is only what the chat template puts behind that reply. Where it ends
-shows a rendering with a word in the reply's place that occurs nowhere else:
+Tokenising text that the policy generated may give other tokens than the policy sampled. So the
+prompt of a conversation with an earlier reply starts with that reply's prompt and completion
+tokens, and only what the chat template appends to the reply is tokenised. To find where the reply
+ends, the conversation is rendered with a placeholder, a word that occurs nowhere else, in place of
+the reply:
 
-    the messages up to the reply, as the template wrote them then │ word │ end of turn, what came after, the next turn opened
-    ──────────────────── must be the same now ────────────────────┘      └─ of this, what the held tokens do not have already
+    the messages up to the reply, as the template wrote them then │ word │ end of turn, later messages, the next turn opened
+    ──────────────────── must be the same now ────────────────────┘      └─ the part that the held tokens lack
 
-Where the template writes what came before, or the reply, in another way by now (Qwen3 leaves out
-the reasoning of earlier turns), the held tokens are not what it would show. Then an earlier reply's
-are taken, or the whole is made of text.
+If the template now renders the earlier messages, or the reply, differently (Qwen3 drops the
+reasoning of earlier turns), the held tokens are not what it would produce. Then an earlier reply is
+tried, or the whole prompt is tokenised.
 """
 
 from __future__ import annotations
@@ -32,15 +33,15 @@ from areal_x.runtime.thread import beside
 from areal_x.tasks.text_length import estimate_characters
 from areal_x.types import Message
 
-# replies, from the last one back, whose tokens a prompt may begin with: each costs a rendering
+# replies, from the last one back, that are tried as the start of a prompt: each costs a rendering
 MOST_REPLIES = 3
-# what may change while the message is the same
+# keys whose values do not distinguish messages
 IGNORED_KEYS = ("id", "index", "tool_call_id", "reasoning_content", "reasoning")
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """text: as the template wrote it, of which `tokens` may be other tokens than a tokenizer's."""
+    """text: as the template wrote it; `tokens` may differ from its tokenisation."""
 
     text: str
     tokens: Int32[np.ndarray, " P"]
@@ -48,8 +49,8 @@ class Prompt:
 
 @dataclass(frozen=True)
 class CachedReply:
-    """A reply of ours. before: the text of the prompt that it answered. tokens: of that prompt and
-    of the reply. begun: what of the assistant's turn was there already."""
+    """A reply of the policy. before: the text of its prompt. tokens: of the prompt and the reply.
+    begun: the part of the assistant's turn that the prompt already held."""
 
     before: str
     tokens: Int32[np.ndarray, " held"]
@@ -58,24 +59,23 @@ class CachedReply:
 
 
 class ReplyCache:
-    """The replies of one episode, found by the conversation that led to them and what they said.
+    """The replies of one episode, found by the conversation that led to them and their own content.
 
-    Messages are the same whatever the ids of their tool calls, the spelling of arguments in JSON,
-    keys without a value, and blanks around what an assistant said. A reply whose reasoning the
-    agent left out is the same too, and gets it back: whether it is shown is for the template to
-    say.
+    Messages are equal if they differ only in the ids of tool calls, the spelling of JSON arguments,
+    keys without a value, or spaces around an assistant's content. A reply whose reasoning the agent
+    dropped is also equal, and gets it back: the template decides whether it is shown.
     """
 
     def __init__(self) -> None:
         self._held: dict[bytes, CachedReply] = {}
 
     def add(self, messages: Sequence[Message], held: CachedReply) -> None:
-        """messages: what the reply answers, without its own turn."""
-        said = {**held.reply.message(), "content": held.begun + (held.reply.content or "")}
-        self._held[keys((*messages, said))[-1]] = held
+        """messages: the conversation that the reply answers, without the reply."""
+        reply = {**held.reply.message(), "content": held.begun + (held.reply.content or "")}
+        self._held[keys((*messages, reply))[-1]] = held
 
     def find(self, messages: Sequence[Message]) -> dict[int, CachedReply]:
-        """Which of these messages are replies of ours, by their places."""
+        """Returns the replies among these messages, by index."""
         return {
             place: self._held[key] for place, key in enumerate(keys(messages)) if key in self._held
         }
@@ -90,10 +90,10 @@ async def build_prompt(
     continue_final: bool = False,
     most: int | None = None,
 ) -> Prompt:
-    """The prompt of a conversation, beginning with the tokens of the latest reply in it that can be
-    gone on with.
+    """Returns the prompt of a conversation, which starts with the tokens of the latest reply that
+    can be continued.
 
-    most: tokens that are of any use. Raises Unrenderable for messages that the chat template
+    most: largest useful number of tokens. Raises: Unrenderable for messages that the chat template
     refuses, PromptTooLong.
     """
     template = template or {}
@@ -107,7 +107,7 @@ async def build_prompt(
         held = found[place]
         if text.startswith(held.before):
             marked, words = _marked(whole[place], held.begun, text)
-            with suppress(Unrenderable):  # of the word, not of the messages
+            with suppress(Unrenderable):  # because of the placeholder, not the messages
                 shown = await renderer.rendered(
                     [*whole[:place], marked, *whole[place + 1 :]], tools, template, continue_final
                 )
@@ -120,8 +120,9 @@ async def build_prompt(
 
 
 def keys(messages: Sequence[Message]) -> list[bytes]:
-    """One for each message, of it and all before it."""
-    digest, made = blake2b(), []
+    """Returns a digest for each message, of it and all messages before it."""
+    digest = blake2b()
+    made = []
     for message in messages:
         digest.update(json.dumps(normal(message), sort_keys=True, default=str).encode() + b"\n")
         made.append(digest.digest())
@@ -129,8 +130,8 @@ def keys(messages: Sequence[Message]) -> list[bytes]:
 
 
 def normal(message: Message) -> dict[str, Any]:
-    """What of a message makes it the same as another. Of what is no message, something: it is
-    refused where it is rendered."""
+    """Returns the part of a message that identifies it. An invalid message gets a key too: it is
+    refused when it is rendered."""
     if not isinstance(message, Mapping):
         return {"content": message}
     made = {
@@ -152,8 +153,8 @@ def normal(message: Message) -> dict[str, Any]:
 def without_end_token(
     renderer: Renderer, tokens: Int32[np.ndarray, " N"]
 ) -> Int32[np.ndarray, " M"]:
-    """The tokens of a turn that shall go on: without the special token that ended it, if one
-    did."""
+    """Returns the tokens of a turn that is to be continued: without the special token that ended
+    it, if any."""
     return tokens[:-1] if len(tokens) and int(tokens[-1]) in renderer.special else tokens
 
 
@@ -173,11 +174,12 @@ def _with_reasoning(message: Message, reply: Reply) -> Message:
 
 
 def _marked(message: Message, begun: str, text: str) -> tuple[Message, list[str]]:
-    """The message with words in the place of what the reply says, and the words, as they must stand
-    one after the other."""
-    # no text holds its own digest
+    """Returns the message with placeholders for the reply's content, and the placeholders, in the
+    order in which they must appear."""
+    # a text cannot contain its own digest
     name = f"placeholder{blake2b(text.encode(errors='replace'), digest_size=8).hexdigest()}"
-    marked, words = dict(message), []
+    marked = dict(message)
+    words = []
     if message.get("reasoning_content"):
         marked["reasoning_content"] = f"{name}r"
         words.append(f"{name}r")
@@ -201,8 +203,8 @@ def _marked(message: Message, begun: str, text: str) -> tuple[Message, list[str]
 def _behind(
     renderer: Renderer, held: CachedReply, shown: str, words: Sequence[str], most: int | None
 ) -> Int32[np.ndarray, " N"] | None:
-    """The tokens behind the reply. None where the template does not show all of it behind what it
-    showed before, or not in the order in which replies are read."""
+    """Returns the tokens after the reply; None if the template does not render all of it after what
+    it rendered before, or not in the order in which replies are parsed."""
     places = [shown.rfind(word) for word in words]
     if places != sorted(places) or places[0] < len(held.before):
         return None
@@ -210,6 +212,6 @@ def _behind(
     special = np.flatnonzero(np.isin(rest, list(renderer.special)))
     if len(special) and rest[special[0]] == held.tokens[-1]:
         return rest[special[0] + 1 :]
-    if held.reply.tool_calls:  # the rest of the call's JSON stands before the end of the turn
+    if held.reply.tool_calls:  # the rest of the call's JSON precedes the end of the turn
         return rest[special[0] :] if len(special) else None
     return rest

@@ -1,4 +1,4 @@
-"""Messages to the tokens of a prompt, and the tokens of a completion to a reply."""
+"""Renders messages into the tokens of a prompt, and parses the tokens of a completion into a reply."""
 
 from __future__ import annotations
 
@@ -30,20 +30,21 @@ from areal_x.types import Message
 Tools = Sequence[Mapping[str, Any]]
 
 OPENED_WITHIN = 16  # tokens at a prompt's end in which a template opens the reasoning, if it does
-ROLES = {"developer": "system"}  # OpenAI's newer name, of which chat templates do not know
-# what a tokenizer's own reading may call it
+ROLES = {"developer": "system"}  # OpenAI's newer name, which chat templates do not know
+# the names under which a tokenizer's own parser may return it
 REASONING = ("reasoning_content", "reasoning", "thinking")
 
 
 class Unrenderable(TaskError, ValueError):
-    """Messages, tools or variables of which the model's chat template makes no prompt."""
+    """Messages, tools or template variables from which the model's chat template cannot render a
+    prompt."""
 
 
 class Renderer(Protocol):
-    """How a model writes conversations. Messages and tools are OpenAI's dicts; template: more
-    variables of its chat template.
+    """The notation in which a model reads and writes conversations. Messages and tools are OpenAI's
+    dicts; template: more variables of the chat template.
 
-    special: ids of the tokens that are no text, of which some end a turn.
+    special: ids of the special tokens, some of which end a turn.
     """
 
     special: frozenset[int]
@@ -55,13 +56,13 @@ class Renderer(Protocol):
         template: Mapping[str, Any],
         continue_final: bool = False,
     ) -> str:
-        """The prompt as text: the assistant's turn opened behind the messages, or with
-        `continue_final` the last message, an assistant's, left open. Raises Unrenderable."""
+        """Returns the prompt as text: with the assistant's turn opened after the messages, or, with
+        `continue_final`, with the last message, an assistant's, left open. Raises: Unrenderable."""
         ...
 
     def encode(self, text: str, begins: bool = False) -> Int32[np.ndarray, " N"]:
-        """The tokens of a text as it is, special tokens that are written out included. begins: it
-        begins a prompt."""
+        """Returns the tokens of a text as it is, written-out special tokens included. begins: the
+        text starts a prompt."""
         ...
 
     async def prompt(
@@ -71,7 +72,7 @@ class Renderer(Protocol):
         template: Mapping[str, Any],
         continue_final: bool = False,
     ) -> Int32[np.ndarray, " P"]:
-        """The tokens of `rendered`."""
+        """Returns the tokens of `rendered`."""
         ...
 
     async def read(
@@ -80,20 +81,20 @@ class Renderer(Protocol):
         tools: Tools,
         prompt: Int32[np.ndarray, " P"] | None = None,
     ) -> Reply:
-        """The reply that a completion's tokens are, with or without an end token. prompt: what they
-        continue, in which a template may have begun the reply, as by opening its reasoning."""
+        """Parses a completion's tokens, with or without an end token, into a reply. prompt: its
+        prompt, in which a template may have begun the reply, for example by opening its reasoning.
+        """
         ...
 
     def text(self, tokens: Int32[np.ndarray, " N"]) -> str:
-        """Special tokens left out."""
+        """Returns the text without special tokens."""
         ...
 
 
 class TemplateRenderer:
-    """By a tokenizer's chat template. Where the tokenizer says how its replies are read
-    (`response_template`), so they are.
+    """Renders by a tokenizer's chat template, and parses by its `response_template` if it has one.
 
-    Raises UserError for a tokenizer without a chat template.
+    Raises: UserError for a tokenizer without a chat template.
     """
 
     def __init__(self, tokenizer: Any) -> None:
@@ -137,12 +138,12 @@ class TemplateRenderer:
     ) -> str:
         if taken := self._reserved & set(template):
             raise Unrenderable(
-                f"{min(taken)!r} cannot be set as a variable of the chat template: it has its own"
-                " place"
+                f"{min(taken)!r} cannot be set as a variable of the chat template: it is a"
+                " parameter of its own"
             )
         if tools and "tools" not in self.tokenizer.get_chat_template(tools=list(tools)):
             raise Unrenderable(
-                "the model's chat template has no place for tools: use a model that was trained"
+                "the model's chat template does not support tools: use a model that was trained"
                 " with them"
             )
         ready = [for_templates(message) for message in messages]
@@ -160,7 +161,7 @@ class TemplateRenderer:
         except Exception as error:  # a template may raise anything
             reason = " ".join(str(error).split())[:300]
             raise Unrenderable(
-                f"the model's chat template makes no prompt of the messages: {reason}"
+                f"the model's chat template cannot render the messages: {reason}"
             ) from error
 
     def encode(self, text: str, begins: bool = False) -> Int32[np.ndarray, " N"]:
@@ -213,8 +214,8 @@ class TemplateRenderer:
 
 
 class PlainRenderer:
-    """Of a model without a chat template: the contents one after the other, whoever said them, and
-    replies as they are."""
+    """For a model without a chat template: concatenates the contents, whatever their roles, and
+    takes completions as they are."""
 
     def __init__(self, tokenizer: Any) -> None:
         self.tokenizer = tokenizer
@@ -229,7 +230,7 @@ class PlainRenderer:
     ) -> str:
         if tools:
             raise Unrenderable(
-                "tools need a model with a chat template: plain text has no place for them"
+                "tools need a model with a chat template: plain text cannot express them"
             )
         return "".join(text_content(message.get("content")) for message in messages)
 
@@ -263,8 +264,8 @@ class PlainRenderer:
 def encoded(
     renderer: Renderer, text: str, begins: bool, most: int | None
 ) -> Int32[np.ndarray, " N"]:
-    """The tokens of a text of which more than `most` are of no use. Raises: PromptTooLong, without
-    having tokenised much more than that."""
+    """Returns the tokens of a text of which more than `most` are useless. Raises: PromptTooLong,
+    before tokenising much more than that."""
     if most is not None:
         raise_if_too_long(lambda piece: len(renderer.encode(piece)), [text], most)
     return renderer.encode(text, begins=begins)
@@ -280,21 +281,21 @@ def without(tokens: Int32[np.ndarray, " N"], left_out: Collection[int]) -> Int32
 
 
 def decoded(tokenizer: Any, tokens: Int32[np.ndarray, " N"], **how: Any) -> str:
-    """Every blank included, of which some tokenizers take those before punctuation away."""
+    """Decodes with every space, some of which tokenizers would remove before punctuation."""
     return str(tokenizer.decode(tokens.tolist(), clean_up_tokenization_spaces=False, **how))
 
 
 def for_templates(message: Message) -> dict[str, Any]:
-    """The message as chat templates want it: content a text, the arguments of tool calls values and
-    not JSON text.
+    """Returns the message in the form that chat templates expect: content as text, the arguments of
+    tool calls as values and not as JSON text.
 
-    Raises Unrenderable for what is no message, or has other content than text.
+    Raises: Unrenderable for an invalid message, or content other than text.
     """
     if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
         raise Unrenderable(
-            f"a message must be an object with a role and content, this is {str(message)[:100]!r}"
+            f"a message must be an object with a role and content, not {str(message)[:100]!r}"
         )
-    # many ask whether a key is there
+    # many templates test whether a key exists
     made = {name: value for name, value in message.items() if value not in (None, [], ())}
     made["role"] = ROLES.get(made["role"], made["role"])
     made["content"] = text_content(message.get("content"))
@@ -307,12 +308,12 @@ def for_templates(message: Message) -> dict[str, Any]:
 
 
 def text_content(content: Any) -> str:
-    """Raises Unrenderable for content that is neither a text nor parts that are."""
+    """Raises: Unrenderable for content that is neither a text nor a list of text parts."""
     if content is None or isinstance(content, str):
         return content or ""
     if not isinstance(content, Sequence):
         raise Unrenderable(
-            f"content must be a text or parts of the type 'text', this is {str(content)[:100]!r}"
+            f"content must be a text or parts of the type 'text', not {str(content)[:100]!r}"
         )
     for part in content:
         if (
@@ -321,14 +322,13 @@ def text_content(content: Any) -> str:
             or not isinstance(part.get("text"), str)
         ):
             raise Unrenderable(
-                f"parts of content must be of the type 'text', this is {str(part)[:100]!r}"
+                f"parts of content must be of the type 'text', not {str(part)[:100]!r}"
             )
     return "\n".join(part["text"] for part in content)
 
 
 def reply_of(parsed: Mapping[str, Any], key: bytes) -> Reply:
-    """What a tokenizer's own reading found. Raises ValueError for tool calls that cannot be sent on
-    as text."""
+    """Converts what the tokenizer parsed. Raises: ValueError for tool calls that cannot be encoded."""
     calls = [call.get("function", call) for call in parsed.get("tool_calls") or ()]
     made = tuple(
         ToolCall(call_id(key, i), str(c["name"]), arguments_of(c.get("arguments", {})))
@@ -343,10 +343,10 @@ def _call_for_templates(call: Any) -> Any:
     function = call.get("function") if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping):
         raise Unrenderable(
-            f"a tool call must be an object with a function, this is {str(call)[:100]!r}"
+            f"a tool call must be an object with a function, not {str(call)[:100]!r}"
         )
     arguments = function.get("arguments", {})
     if isinstance(arguments, str):
-        with suppress(ValueError):  # else the template shows it as the model wrote it
+        with suppress(ValueError):  # otherwise the template shows the model's own text
             arguments = json_bounds.loads(arguments)
     return {**call, "function": {**function, "arguments": arguments}}

@@ -1,9 +1,9 @@
-"""A model's chat template and its parsers as a vLLM server applies them: for what transformers does
-otherwise, or cannot.
+"""The chat template and the parsers of a vLLM server, for models that transformers renders
+differently or cannot parse.
 
-The server's own: `--chat-template`, `--reasoning-parser`, `--enable-auto-tool-choice
---tool-call-parser`, given to servers by vllm.arguments. Where it has no parser, replies are read as
-everywhere else.
+They are the server's own: `--chat-template`, `--reasoning-parser`, `--enable-auto-tool-choice
+--tool-call-parser`, passed to servers by vllm.arguments. If it has no parser, replies are parsed as
+by `TemplateRenderer`.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from areal_x.protocols.engine import ChatServer
 from areal_x.types import Message
 
 T = TypeVar("T")
-BEFORE = 16  # tokens of the prompt's end that reading a reply looks at
+BEFORE = 16  # tokens at the prompt's end that parsing a reply depends on
 
 
 class ServerRenderer(TemplateRenderer):
-    """clients: of the servers that serve now, any of which will do. tokenizer: the model's, which
-    they have too."""
+    """clients: returns the servers that are running, any of which can render. tokenizer: the
+    model's, the same as theirs."""
 
     def __init__(self, tokenizer: Any, clients: Callable[[], Sequence[ChatServer]]) -> None:
         super().__init__(tokenizer)
@@ -62,7 +62,7 @@ class ServerRenderer(TemplateRenderer):
         if not len(tokens):
             return Reply("")
         before = [] if prompt is None else prompt[-BEFORE:].tolist()
-        body = asked([{"role": "user", "content": ""}], tools, {}, continue_final=False)
+        body = request_body([{"role": "user", "content": ""}], tools, {}, continue_final=False)
         message = await self._any(lambda client: client.derender(tokens.tolist(), body, before))
         reasoning = message.get("reasoning") or message.get("reasoning_content")
         calls = message.get("tool_calls") or ()
@@ -78,29 +78,29 @@ class ServerRenderer(TemplateRenderer):
         continue_final: bool,
     ) -> list[int]:
         return await self._any(
-            lambda client: client.render(asked(messages, tools, template, continue_final))
+            lambda client: client.render(request_body(messages, tools, template, continue_final))
         )
 
     async def _any(self, ask: Callable[[ChatServer], Awaitable[T]]) -> T:
-        """Of the first server that answers. Raises Unrenderable for what a server refuses,
-        ServerLost where none answers."""
-        lost = ServerLost("no vLLM server is there to render a prompt")
+        """Returns the result from the first server that answers. Raises: Unrenderable for a request
+        that a server refuses, ServerLost if none answers."""
+        lost = ServerLost("no vLLM server is running that could render a prompt")
         for client in self._clients():
             try:
                 return await ask(client)
             except ServerRefused as error:
                 raise Unrenderable(
-                    f"the server makes no prompt of the messages: {error.words}"
+                    f"the server cannot render the messages: {error.words}"
                 ) from error
             except ServerLost as error:
                 lost = error
         raise lost
 
 
-def asked(
+def request_body(
     messages: Sequence[Message], tools: Tools, template: Mapping[str, Any], continue_final: bool
 ) -> dict[str, Any]:
-    """The body of a chat completion."""
+    """Returns the body of a chat completion request."""
     body: dict[str, Any] = {
         "messages": [dict(message) for message in messages],
         "add_generation_prompt": not continue_final,

@@ -1,4 +1,4 @@
-"""The routes: who asks, what of, and in which API's words they are answered."""
+"""The HTTP routes: authentication, request bodies, and responses in the form of each API."""
 
 from __future__ import annotations
 
@@ -43,17 +43,17 @@ from areal_x.tasks.text_length import CHARACTERS_PER_TOKEN, estimate_tokens
 LOG = logging.getLogger(__name__)
 
 MODEL = "policy"
-# Clients add the version or not: an OpenAI client's base_url holds it, an Anthropic client appends
-# it, and people mix them up.
+# An OpenAI client's base_url includes the version, an Anthropic client appends it, and users mix the
+# two up.
 VERSIONS = ("", "/v1", "/v1/v1")
 MEGABYTE = 2**20
-LABEL_MEGABYTES = 1 / 64  # of bodies with a label, or a number
-BODY_SECONDS = 120.0  # for all of a request
+LABEL_MEGABYTES = 1 / 64  # for bodies that hold a label or a number
+BODY_SECONDS = 120.0  # for the whole request
 TRACEBACK_CALLS, TRACEBACK_CHARACTERS = 10, 4000  # in the log
 
 
 class SessionHost(Protocol):
-    """What the routes need of a Gateway."""
+    """The part of a Gateway that the routes use."""
 
     beat_seconds: float
 
@@ -68,8 +68,8 @@ class SessionHost(Protocol):
 
 @dataclass(frozen=True)
 class Dialect:
-    """How an API words an error, in a body and in a stream that has begun, and what its clients
-    pass over while they wait."""
+    """The form of an API's errors, in a body and in a stream that has begun, and the event that its
+    clients ignore while they wait."""
 
     body: Callable[[ApiError], dict[str, Any]]
     in_stream: Callable[[ApiError], bytes]
@@ -101,7 +101,7 @@ ANTHROPIC = Dialect(
     event({"type": "ping"}, "ping"),
 )
 
-# and what to do with its answers beside telling them
+# the exchange, and a callback for its answers
 Made = tuple[Exchange, Callable[[Any], None] | None]
 Handler = Callable[[Request], Awaitable[ASGIApp]]
 
@@ -120,7 +120,7 @@ class OpenBody(Body):
 
 
 def application(host: SessionHost) -> Starlette:
-    """All routes, each with and without a session in its path."""
+    """Returns the application: every route with and without a session in its path."""
 
     def session_of(request: Request) -> GatewaySession:
         session = host.find(request.path_params.get("session"), keys_of(request))
@@ -245,7 +245,7 @@ def application(host: SessionHost) -> Starlette:
         if (name := request.path_params["model"]) != MODEL:
             raise ApiError(
                 404,
-                f"there is no model {name!r}, only {MODEL!r} (which answers by any name)",
+                f"there is no model {name!r}, only {MODEL!r} (which answers to any name)",
                 "model_not_found",
                 "model",
             )
@@ -308,13 +308,13 @@ def written(
 
 
 def with_errors(handler: Handler, dialect: Dialect) -> Handler:
-    """The handler, whatever it raises worded as its API does."""
+    """Wraps a handler so that its exceptions become errors in the form of its API."""
 
     async def endpoint(request: Request) -> ASGIApp:
         try:
             return await handler(request)
         except ClientDisconnect:
-            return Response(status_code=499)  # which nobody reads
+            return Response(status_code=499)  # nobody reads it
         except Exception as error:
             return dialect.refused(error)
 
@@ -322,7 +322,7 @@ def with_errors(handler: Handler, dialect: Dialect) -> Handler:
 
 
 async def no_such_route(request: Request, error: Exception) -> Response:
-    """No such route, or not with this method."""
+    """Answers requests for other paths or methods."""
     assert isinstance(error, HTTPException)
     dialect = ANTHROPIC if "anthropic-version" in request.headers else OPENAI
     return dialect.refused(
@@ -335,14 +335,14 @@ async def no_such_route(request: Request, error: Exception) -> Response:
 
 
 def traceback_end(error: BaseException) -> str:
-    """The end of its traceback, as many calls deep as it may be."""
+    """Returns the end of a traceback, of any depth."""
     return "".join(traceback.format_exception(error, limit=-TRACEBACK_CALLS))[
         -TRACEBACK_CHARACTERS:
     ]
 
 
 def keys_of(request: Request) -> list[str]:
-    """Every key that the client gave: its environment may add one that is not ours."""
+    """Returns every key in the headers: a client's environment may add one that is not ours."""
     scheme, _, bearer = request.headers.get("authorization", "").partition(" ")
     found = [bearer.strip()] if scheme.lower() == "bearer" else []
     return [key for key in (*found, request.headers.get("x-api-key", "")) if key]
@@ -350,7 +350,8 @@ def keys_of(request: Request) -> list[str]:
 
 async def body_of(request: Request, megabytes: float) -> bytes:
     most = megabytes * MEGABYTE
-    parts, size = [], 0
+    parts = []
+    size = 0
     try:
         with waiting("the gateway", "the body of a request", idle=True):
             async with asyncio.timeout(BODY_SECONDS):
@@ -364,13 +365,13 @@ async def body_of(request: Request, megabytes: float) -> bytes:
                     parts.append(part)
     except TimeoutError:
         raise ApiError(
-            408, f"the request did not come within {BODY_SECONDS:g} seconds", "request_too_slow"
+            408, f"the request did not arrive within {BODY_SECONDS:g} seconds", "request_too_slow"
         ) from None
     return b"".join(parts)
 
 
 def model(session: GatewaySession) -> dict[str, Any]:
-    """As both APIs describe one."""
+    """Describes the model in the form of both APIs."""
     created = "1970-01-01T00:00:00Z"
     openai = {
         "id": MODEL,

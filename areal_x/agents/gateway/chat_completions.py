@@ -154,19 +154,23 @@ class ChatCompletionRequest(Body):
 
 
 class ChatCompletions:
-    """One request. See `asking.Exchange`.
+    """One request. See `exchange.Exchange`.
 
-    id: of the answer. created: in seconds of Unix time. text: of tokens, for their
+    id: of the response. created: seconds of Unix time. text: decodes tokens, for their
     log-probabilities. Raises: ApiError or pydantic's ValidationError for a body that cannot be
-    answered.
+    served.
     """
 
     tool_param, format_param = "tools.{}.function.parameters", "response_format"
 
     def __init__(self, body: bytes, id: str, created: int, text: Text) -> None:
         parsed = ChatCompletionRequest.read(body)
-        self.id, self.created, self.text, self.parsed = id, created, text, parsed
-        self.count, self.stream = parsed.n or 1, bool(parsed.stream)
+        self.id = id
+        self.created = created
+        self.text = text
+        self.parsed = parsed
+        self.count = parsed.n or 1
+        self.stream = bool(parsed.stream)
         self.requested_sampling = RequestedSampling(
             parsed.max_completion_tokens or parsed.max_tokens,
             parsed.temperature,
@@ -238,7 +242,7 @@ def chat_request_of(parsed: ChatCompletionRequest) -> ChatRequest:
     if continue_final and (parsed.add_generation_prompt or parsed.messages[-1].role != "assistant"):
         raise ApiError(
             400,
-            "continue_final_message needs an assistant's message at the end, and"
+            "continue_final_message needs an assistant's message at the end and"
             " add_generation_prompt = false",
             "invalid_value",
             "continue_final_message",
@@ -269,7 +273,7 @@ def chat_request_of(parsed: ChatCompletionRequest) -> ChatRequest:
 
 
 def message_of(sent: FromSystem | FromUser | FromAssistant | FromTool) -> dict[str, Any]:
-    """A message as chat templates know it, without what clients add to it."""
+    """Returns a message in the form that chat templates know, without fields that clients add."""
     match sent:
         case FromSystem():
             return {"role": "system", "content": joined(sent.content)}
@@ -298,7 +302,7 @@ def joined(content: Content) -> str:
 
 
 def deltas(answer: ChatAnswer) -> list[dict[str, Any]]:
-    """A message in pieces, as official clients put it together again."""
+    """Splits a message into the deltas that official clients reassemble."""
     reply = answer.reply
     found: list[dict[str, Any]] = [{"role": "assistant", "content": ""}]
     found += [{"reasoning_content": piece} for piece in text_chunks(reply.reasoning or "")]
@@ -325,7 +329,7 @@ def finish_reason(answer: ChatAnswer) -> str:
 
 
 def usage(answers: Sequence[CallAnswer]) -> dict[str, int]:
-    """Of all completions; the prompt that they share counts once."""
+    """Counts the tokens of all completions; their shared prompt counts once."""
     prompt = len(answers[0].answer.prompt)
     completion = sum(len(call.answer.completion.tokens) for call in answers)
     return {

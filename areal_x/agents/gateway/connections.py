@@ -1,9 +1,9 @@
-"""The gateway's connections: what anybody may cost it before a key was looked at.
+"""The gateway's connections: bounds what anybody may cost it before a key is checked.
 
-Whoever can open a socket can send headers without an end, or nothing, as often as there are
-descriptors. So headers are few, a request's must come soon, connections are fewer than the process
-may have open, and one of them feeds the parser no more in a turn of the loop than it takes
-milliseconds for.
+Whoever can open a socket can send endless headers, or nothing, over as many connections as there
+are file descriptors. So headers are few, a request's must arrive soon, connections are fewer than
+the process may have open files, and one of them feeds the parser no more per iteration of the loop
+than it parses in milliseconds.
 """
 
 from __future__ import annotations
@@ -22,19 +22,20 @@ from areal_x.runtime import background
 
 LOG = logging.getLogger(__name__)
 
-HEADER_BYTES = 1 << 14  # h11 takes 10 µs for each header, of which one may have four bytes
-# of what came, that the parser is given at once: a thousand chunks of a byte, say
+HEADER_BYTES = 1 << 14  # h11 takes 10 µs per header, and a header can be four bytes long
+# received bytes that are parsed at once: they may hold a thousand chunks of one byte
 SLICE_BYTES = 1 << 13
 REQUEST_SECONDS = 10.0  # from a connection's first byte, or its opening, to the end of the headers
-IDLE_SECONDS = 75  # longer than clients keep a connection that they do not use
-CLOSING_SECONDS = 5  # for answers that are being sent as the gateway closes
+IDLE_SECONDS = 75  # longer than clients keep an unused connection
+CLOSING_SECONDS = 5  # for responses that are being sent as the gateway closes
 LEAST, MOST = 16, 4096  # connections at once
-AGAIN_SECONDS = 0.2  # after an accept that failed, where no connection can be given up for it
-TOLD_SECONDS = 60.0  # between two lines of the log that say so
+RETRY_SECONDS = 0.2  # after a failed accept, if no idle connection can be closed for it
+WARNING_SECONDS = 60.0  # between two warnings in the log
 
 
 def most_connections() -> int:
-    """Half of what this process may have open: the rest is the engine's, and files."""
+    """Returns half of this process's limit on open files: the rest is for the engine, and for
+    files."""
     files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     return MOST if files == resource.RLIM_INFINITY else max(LEAST, min(MOST, files // 2))
 
@@ -56,7 +57,7 @@ class Connection(H11Protocol):
 
     @property
     def is_busy(self) -> bool:
-        """Whether a request is being answered."""
+        """True while a request is being answered."""
         return self.cycle is not None and not self.cycle.response_complete
 
     def data_received(self, data: bytes) -> None:
@@ -73,7 +74,7 @@ class Connection(H11Protocol):
         super().data_received(piece)
         if self.is_busy:
             self._stop_waiting()
-        elif self._late is None:  # not put off by every further byte
+        elif self._late is None:  # further bytes do not extend the deadline
             self._wait()
         if self._held:
             self.transport.pause_reading()
@@ -96,7 +97,7 @@ class Connection(H11Protocol):
 
 
 class GatewayServer(uvicorn.Server):
-    """Serves an application to what a listening socket accepts. Leaves signals to the run, and says
+    """Serves an application on a listening socket. Leaves signals to the run, and sets an event
     when it is ready."""
 
     def __init__(self, application: object, listener: socket.socket) -> None:
@@ -105,7 +106,7 @@ class GatewayServer(uvicorn.Server):
             http=Connection,
             h11_max_incomplete_event_size=HEADER_BYTES,
             log_config=None,
-            log_level="error",  # who sends what is no HTTP gets an answer, and no line of the log
+            log_level="error",  # malformed HTTP gets a response, and no line of the log
             access_log=False,
             lifespan="off",
             ws="none",
@@ -115,13 +116,14 @@ class GatewayServer(uvicorn.Server):
         )
         super().__init__(config)
         self.ready = asyncio.Event()
-        self._listener, self._most = listener, most_connections()
-        self._open: dict[Connection, None] = {}  # in the order in which they came
+        self._listener = listener
+        self._most = most_connections()
+        self._open: dict[Connection, None] = {}  # in the order of arrival
         self._accepting: asyncio.Task[None] | None = None
-        self._warned = -TOLD_SECONDS
+        self._warned_at = -WARNING_SECONDS
 
     def is_open(self, client: tuple[str, int] | None) -> bool:
-        """Whether the connection of this client's address is."""
+        """Returns True if the connection of this client's address is open."""
         return any(connection.client == client for connection in self._connections())
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
@@ -147,23 +149,22 @@ class GatewayServer(uvicorn.Server):
             try:
                 accepted, _ = await loop.sock_accept(self._listener)
             except OSError as error:
-                self._tell(f"the gateway cannot accept connections: {error.strerror}")
-                await asyncio.sleep(0 if self._make_room() else AGAIN_SECONDS)
+                self._warn(f"the gateway cannot accept connections: {error.strerror}")
+                await asyncio.sleep(0 if self._make_room() else RETRY_SECONDS)
                 continue
             if len(self._connections()) >= self._most and not self._make_room():
                 accepted.close()
-                self._tell(
+                self._warn(
                     f"the gateway answers {self._most} requests at once and refuses more: raise"
                     " `ulimit -n`"
                 )
                 continue
             try:
-                # Headers and body of an answer are written one after the other: without this the
-                # body would wait for the client's acknowledgement of the headers, which takes 40
-                # ms.
+                # A response's headers and body are two writes: without this the body would wait 40
+                # ms for the client's acknowledgement of the headers.
                 accepted.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
                 await loop.connect_accepted_socket(self._connected, accepted)
-            except OSError:  # it has gone
+            except OSError:  # the client is gone
                 accepted.close()
 
     def _connected(self) -> Connection:
@@ -181,8 +182,8 @@ class GatewayServer(uvicorn.Server):
         return self._open
 
     def _make_room(self) -> bool:
-        """Ends the connection that has been without a request for longest; False where each has
-        one."""
+        """Closes the connection that has been without a request for longest; returns False if each
+        has one."""
         idle = next(
             (x for x in self._connections() if x.transport is not None and not x.is_busy), None
         )
@@ -190,8 +191,8 @@ class GatewayServer(uvicorn.Server):
             idle.transport.abort()
         return idle is not None
 
-    def _tell(self, what: str) -> None:
+    def _warn(self, what: str) -> None:
         now = asyncio.get_running_loop().time()
-        if now - self._warned >= TOLD_SECONDS:
-            self._warned = now
+        if now - self._warned_at >= WARNING_SECONDS:
+            self._warned_at = now
             LOG.warning("%s", what)

@@ -1,7 +1,7 @@
-"""What a client did wrong, or the engine: once as an exception, then in the form of the API that
-the client speaks.
+"""Errors of clients and of the engine: raised as one exception, then written in the form of the
+client's API.
 
-Official clients choose their exception class by the status, and whether to try again by
+Official clients choose their exception class by the status, and whether to retry by
 `x-should-retry`.
 """
 
@@ -18,8 +18,7 @@ from areal_x.protocols.engine import EngineError, PromptTooLong
 
 SUPPORTED = "docs/gateway.md lists what is supported"
 
-# The name that each API gives to a status. A status that is not here goes by the first of its
-# hundred.
+# Each API's name for a status. A status that is missing here uses that of its hundred.
 OPENAI = {
     400: "invalid_request_error",
     401: "authentication_error",
@@ -33,10 +32,10 @@ ANTHROPIC = {**OPENAI, 500: "api_error"}
 
 
 class ApiError(Exception):
-    """An answer other than 200.
+    """A response other than 200.
 
-    code: for programs, as OpenAI names it. param: the parameter that was wrong. retry_after:
-    seconds after which the same request may succeed; None says that it will not.
+    code: for programs, by OpenAI's names. param: the parameter that was wrong. retry_after: seconds
+    after which the same request may succeed; None if it will not.
     """
 
     def __init__(
@@ -48,13 +47,11 @@ class ApiError(Exception):
         retry_after: float | None = None,
     ) -> None:
         super().__init__(message)
-        self.status, self.message, self.code, self.param, self.retry_after = (
-            status,
-            message,
-            code,
-            param,
-            retry_after,
-        )
+        self.status = status
+        self.message = message
+        self.code = code
+        self.param = param
+        self.retry_after = retry_after
 
     @property
     def headers(self) -> dict[str, str]:
@@ -68,7 +65,7 @@ def unsupported(param: str, why: str) -> ApiError:
 
 
 def api_error(error: BaseException) -> ApiError:
-    """Whatever an exchange raised, as what the client is told."""
+    """Converts any exception of an exchange."""
     match error:
         case ApiError():
             return error
@@ -110,13 +107,14 @@ def _kind(kinds: Mapping[int, str], status: int) -> str:
 
 
 def _of_the_body(part: str | int) -> bool:
-    """And not the name of a branch that pydantic tried."""
+    """Returns True for a part of the body's path, False for the name of a branch that pydantic
+    tried."""
     return isinstance(part, int) or (re.fullmatch("[a-z_]+", part) is not None and part != "str")
 
 
 def _invalid(error: ValidationError) -> ApiError:
-    """The finding that reaches deepest says most: where a value may be text or a list, the other
-    branches fail at its top."""
+    """Reports the deepest finding, which is the most informative: for a value that may be text or a
+    list, the other branches fail at its top."""
     worst = max(error.errors(include_url=False), key=lambda found: len(found["loc"]))
     *path, last = worst["loc"] or ("",)
     param = ".".join(str(part) for part in (*filter(_of_the_body, path), last))

@@ -1,5 +1,5 @@
-"""What the three APIs have in common: reading a body, what a client may say of sampling and tools,
-and what it is answered."""
+"""Shared by the three APIs: request bodies, sampling and tool parameters, and the parts of
+responses."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from areal_x.agents.json_checks.schemas import CheckedSchemas
 from areal_x.protocols.engine import SamplingParams
 
 T = TypeVar("T")
-Many = Annotated[list[T], Field(fail_fast=True)]  # findings for 10,000 wrong parts cost 0.1 s
-Text = Callable[[Int32[np.ndarray, " N"]], str]  # of tokens
+Many = Annotated[list[T], Field(fail_fast=True)]  # reporting 10,000 wrong parts costs 0.1 s
+Text = Callable[[Int32[np.ndarray, " N"]], str]  # decodes tokens
 
-IGNORED: Any = None  # the default of parameters that are taken and change nothing
+IGNORED: Any = None  # the default of parameters that are accepted without effect
 Zero = Annotated[float, Field(ge=0, le=0)]
 Temperature = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Probability = Annotated[float, Field(gt=0, le=1)]
@@ -32,11 +32,11 @@ Positive = Annotated[int, Field(ge=1)]
 NonEmpty = Annotated[str, Field(min_length=1)]
 ToolName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,128}$")]
 
-CHUNK = 48  # characters of a stream's piece
+CHUNK = 48  # characters per event of a stream
 
 
 class Body(BaseModel):
-    """What a client sent: a parameter that is not declared is refused by its name."""
+    """A request body, in which undeclared parameters are refused by name."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
@@ -51,14 +51,14 @@ class Body(BaseModel):
 
 
 class Lenient(BaseModel):
-    """A part of a body in which clients send back what else they were ever answered."""
+    """A part of a body in which clients may send back any other fields of earlier responses."""
 
     model_config = ConfigDict(extra="ignore", strict=True)
 
 
 @dataclass(frozen=True)
 class RequestedSampling:
-    """The sampling that a client asked for; None where it did not say."""
+    """The sampling parameters in a request; None for those that it leaves out."""
 
     max_tokens: int | None = None
     temperature: float | None = None
@@ -68,16 +68,16 @@ class RequestedSampling:
 
 @dataclass(frozen=True)
 class CallAnswer:
-    """One completion as a client is told of it. id: of the call."""
+    """One completion of a response. id: of the call."""
 
     id: str
     answer: ChatAnswer
 
 
 class Exchange(Protocol):
-    """A request, read, and how its answers are written. ask: with any sampling; `wanted` says what
-    the client would like. tool_param, format_param: where the request has the schemas of tools (of
-    their number) and of the format."""
+    """A parsed request, and how its response is written. chat_request: with any sampling; the
+    client's wishes are in `requested_sampling`. tool_param, format_param: where the request holds
+    the schemas of its tools (formatted with their index) and of its format."""
 
     tool_param: str
     format_param: str
@@ -87,18 +87,19 @@ class Exchange(Protocol):
     stream: bool
 
     def whole(self, answers: Sequence[CallAnswer]) -> dict[str, Any]:
-        """The answer as one JSON object."""
+        """Returns the response as one JSON object."""
         ...
 
     def events(self, answers: Sequence[CallAnswer]) -> list[bytes]:
-        """The same answer as the server-sent events of a stream."""
+        """Returns the same response as the server-sent events of a stream."""
         ...
 
 
 def sampling_for(
     run: SamplingParams, requested: RequestedSampling, policy: str
 ) -> tuple[SamplingParams, tuple[str, ...]]:
-    """How a completion is drawn, and the names of what the client asked for and did not get.
+    """Returns the sampling of a completion, and the names of the requested parameters that it does
+    not follow.
 
     policy: "run" keeps the run's own distribution, "client" lets the client choose it. A completion
     is never longer than the run allows.
@@ -116,8 +117,8 @@ def sampling_for(
 def openai_tool(
     name: str, description: str | None, parameters: Mapping[str, Any] | None, param: str
 ) -> dict[str, Any]:
-    """A tool in OpenAI's form, with what a chat template shows of it. Raises: ApiError for a schema
-    that is no object's; whether it is a schema is for KnownSchemas to see."""
+    """Returns a tool in OpenAI's form, with the fields that a chat template shows. Raises: ApiError
+    for parameters that are not an object's; `check_schemas` validates the schema itself."""
     about: dict[str, Any] = {"name": name}
     if description is not None:
         about["description"] = description
@@ -131,7 +132,7 @@ def openai_tool(
 def invalid_tool_schema(name: str, param: str, why: str) -> ApiError:
     return ApiError(
         400,
-        f"the parameters of the tool {name!r} are no JSON schema: {why}",
+        f"the parameters of the tool {name!r} are not a JSON schema: {why}",
         "invalid_tool_schema",
         param,
     )
@@ -161,12 +162,12 @@ def template_variables(
     effort: str | None = None,
     given: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """What the chat template is told beside messages and tools; nothing where the client left
-    everything at its default.
+    """Returns the variables of the chat template beside messages and tools; none if the request
+    leaves everything at its default.
 
-    choice: "auto" and "none" say nothing, as `none` takes the tools away instead. effort: "none"
-    also sets `enable_thinking`. given: the client's own words to the template; which of them it may
-    say is for the renderer to know.
+    choice: "auto" and "none" set no variable, since "none" removes the tools instead. effort:
+    "none" also sets `enable_thinking`. given: the client's own variables; the renderer knows which
+    are allowed.
     """
     template: dict[str, Any] = {}
     if choice not in (None, "auto", "none"):
@@ -181,7 +182,7 @@ def template_variables(
 
 
 def check_tool_choice(choice: str | None, tools: Sequence[Mapping[str, Any]]) -> None:
-    """Raises: ApiError where a tool is to be called that was not given."""
+    """Raises: ApiError if a tool is to be called that the request does not have."""
     names = [tool["function"]["name"] for tool in tools]
     if choice is not None and choice not in names:
         raise ApiError(
@@ -193,9 +194,10 @@ def check_tool_choice(choice: str | None, tools: Sequence[Mapping[str, Any]]) ->
 
 
 async def unmet_constraints(chat_request: ChatRequest, reply: Reply) -> tuple[str, ...]:
-    """The names of what was asked of tool calls and the format and the reply is not, as nothing
-    holds a model to it."""
-    template, called = chat_request.template, [call.name for call in reply.tool_calls]
+    """Returns the names of the request's constraints, on tool calls and format, that the reply does
+    not meet; they are not enforced."""
+    template = chat_request.template
+    called = [call.name for call in reply.tool_calls]
     choice = template.get("tool_choice")
     requested = choice["function"]["name"] if isinstance(choice, Mapping) else None
     found = (
@@ -215,7 +217,7 @@ async def unmet_constraints(chat_request: ChatRequest, reply: Reply) -> tuple[st
 
 
 def logprobs_of(answer: ChatAnswer, text: Text) -> list[dict[str, Any]]:
-    """Of every generated token, as OpenAI writes it."""
+    """Returns the log-probability of every generated token, in OpenAI's form."""
     found = []
     for token, logprob in zip(answer.completion.tokens, answer.completion.logprobs, strict=True):
         piece = text(np.asarray([token], np.int32))
@@ -231,7 +233,8 @@ def logprobs_of(answer: ChatAnswer, text: Text) -> list[dict[str, Any]]:
 
 
 def is_truncated(answer: ChatAnswer) -> bool:
-    """Whether it ended for its length. A text that stops it may stand before its last token."""
+    """Returns True if the completion ended because of its length. A stop text may precede its last
+    token."""
     return answer.completion.finish_reason == "length" and answer.stopped_by is None
 
 

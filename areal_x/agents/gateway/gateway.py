@@ -1,4 +1,4 @@
-"""The gateway: an HTTP server of the run's own, on the event loop of its rollout."""
+"""The gateway: the run's own HTTP server, on the event loop of its rollout."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from areal_x.runtime.waits import waiting, whose
 LOOPBACK = "127.0.0.1"
 ASK_AGAIN_SECONDS = 1.0
 
-# given the label that the agent named, if it did
+# takes the label that the agent gave, if any
 OnOpen = Callable[[str | None], Awaitable[GatewaySession | None]]
 
 
@@ -32,12 +32,15 @@ OnOpen = Callable[[str | None], Awaitable[GatewaySession | None]]
 class Gateway:
     """Serves sessions to agents, on 127.0.0.1.
 
-    sampling: "run" draws as the run says, whatever temperature, top_p or top_k an agent asks for,
-    as the trainer computes that one distribution; "client" lets the agent choose, where nothing is
-    trained (areal_x.serve; a run refuses it). Either way no completion is longer than the run
-    allows. port: 0 takes a free one. beat_seconds: how often a stream that waits for its completion
-    says that it is alive. on_open: gives the session of an agent that asks for one with the
-    gateway's own key (POST /sessions), or None while there is none; without it agents cannot ask.
+    Args:
+        sampling: "run" samples with the run's parameters, whatever temperature, top_p or top_k an
+            agent requests, because the trainer computes log-probabilities of that distribution;
+            "client" lets the agent choose, if nothing is trained (areal_x.serve; a run refuses it).
+            In both cases no completion is longer than the run allows.
+        port: 0 chooses a free one.
+        beat_seconds: Seconds between keep-alive events of a stream that waits for its completion.
+        on_open: Returns the session of an agent that requests one with the gateway's own key (POST
+            /sessions), or None while there is none; without it agents cannot request sessions.
     """
 
     def __init__(
@@ -50,13 +53,11 @@ class Gateway:
         one_of("gateway.sampling", sampling, ("run", "client"))
         within("gateway.port", port, 0, 65535)
         positive("gateway.beat_seconds", beat_seconds)
-        self.sampling, self.port, self.beat_seconds, self.on_open = (
-            sampling,
-            port,
-            beat_seconds,
-            on_open,
-        )
-        self.key = secrets.token_urlsafe(32)  # asks for sessions, and does nothing else
+        self.sampling = sampling
+        self.port = port
+        self.beat_seconds = beat_seconds
+        self.on_open = on_open
+        self.key = secrets.token_urlsafe(32)  # may open sessions, and nothing else
         self._keys: SessionKeys[GatewaySession] = SessionKeys()
         self._warned: set[str] = set()
         self._server: GatewayServer | None = None
@@ -64,16 +65,16 @@ class Gateway:
 
     @property
     def url(self) -> str:
-        """Known once it was started."""
+        """Known once the gateway has started."""
         return f"http://{LOOPBACK}:{self.port}"
 
     async def start(self) -> None:
-        """Ready when this returns. Raises: UserError where the port is taken."""
+        """Returns once the gateway accepts requests. Raises: UserError if the port is taken."""
         try:
             listener = socket.create_server((LOOPBACK, self.port), backlog=2048)
         except OSError as error:
             raise UserError(
-                f"gateway.port = {self.port} cannot be served ({error.strerror}): 0 takes a"
+                f"gateway.port = {self.port} cannot be served ({error.strerror}): 0 chooses a"
                 " free one"
             ) from error
         self.port = listener.getsockname()[1]
@@ -93,11 +94,13 @@ class Gateway:
         sampling: SamplingParams,
         limits: SessionLimits | None = None,
     ) -> GatewaySession:
-        """A session with a key of its own.
+        """Opens a session with a key of its own.
 
-        engine: an episode's view of it. sampling: the run's, with the tokens that end a completion.
+        engine: the episode's view of it. sampling: the run's, with the tokens that end a
+        completion.
         """
-        id, key = secrets.token_hex(8), secrets.token_urlsafe(32)
+        id = secrets.token_hex(8)
+        key = secrets.token_urlsafe(32)
         session = GatewaySession(
             id,
             key,
@@ -107,7 +110,7 @@ class Gateway:
             sampling,
             limits or SessionLimits(),
             policy=self.sampling,
-            told=self._warned,
+            warned=self._warned,
             closed=self._keys.close,
         )
         self._keys.open(id, key, session)
@@ -124,22 +127,22 @@ class Gateway:
         self._server = self._serving = None
 
     def is_open(self, client: tuple[str, int] | None) -> bool:
-        """For the routes: whether this client's connection is."""
+        """Returns True if this client's connection is open; for the routes."""
         return self._server is not None and self._server.is_open(client)
 
     def find(self, name: str | None, keys: list[str]) -> GatewaySession:
-        """For the routes: see Doors.find."""
+        """See SessionKeys.find; for the routes."""
         return self._keys.find(name, keys)
 
     def admit(self, keys: list[str]) -> None:
-        """For the routes. Raises: ApiError for who may not ask for a session."""
+        """Raises: ApiError unless the client may request a session; for the routes."""
         if self.on_open is None:
-            raise ApiError(404, "this run opens its sessions itself", "no_such_route")
+            raise ApiError(404, "this run opens its own sessions", "no_such_route")
         if not any(same(key, self.key) for key in keys):
-            raise ApiError(401, "asking for a session needs the gateway's key", "invalid_api_key")
+            raise ApiError(401, "opening a session needs the gateway's key", "invalid_api_key")
 
     async def open_waiting(self, label: str | None) -> GatewaySession:
-        """For the routes: the session of an agent that may ask for one, by this label."""
+        """Returns the session of an agent that may request one, with this label; for the routes."""
         assert self.on_open is not None
         if (session := await self.on_open(label)) is None:
             raise ApiError(

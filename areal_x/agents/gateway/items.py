@@ -1,5 +1,4 @@
-"""The items that OpenAI's responses are made of: as messages where a client sends them, as events
-where a stream tells them."""
+"""The items of OpenAI's responses: parsed into messages, and written as events of a stream."""
 
 from __future__ import annotations
 
@@ -56,11 +55,12 @@ Item = Annotated[
 
 
 def item_events(index: int, item: dict[str, Any]) -> list[dict[str, Any]]:
-    """One item of an output, begun, filled and done."""
+    """Returns the events of one output item: added, filled and done."""
     where = {"item_id": item["id"], "output_index": index}
     empty = {**item, "status": "in_progress"}
     if item["type"] == "function_call":
-        empty["arguments"], name = "", "response.function_call_arguments"
+        empty["arguments"] = ""
+        name = "response.function_call_arguments"
         filled = [
             {"type": f"{name}.delta", **where, "delta": piece}
             for piece in text_chunks(item["arguments"])
@@ -69,18 +69,19 @@ def item_events(index: int, item: dict[str, Any]) -> list[dict[str, Any]]:
             {"type": f"{name}.done", **where, "arguments": item["arguments"], "name": item["name"]}
         )
     else:
-        empty["content"], (part,) = [], item["content"]
+        empty["content"] = []
+        (part,) = item["content"]
         where["content_index"] = 0
-        said = part["type"] == "output_text"
-        name = "response.output_text" if said else "response.reasoning_text"
-        extra: dict[str, Any] = {"logprobs": []} if said else {}
+        is_text = part["type"] == "output_text"
+        name = "response.output_text" if is_text else "response.reasoning_text"
+        extra: dict[str, Any] = {"logprobs": []} if is_text else {}
         blank = {**part, "text": "", **extra}
         filled = [{"type": "response.content_part.added", **where, "part": blank}]
         filled += [
             {"type": f"{name}.delta", **where, "delta": piece, **extra}
             for piece in text_chunks(part["text"])
         ]
-        last = {"logprobs": part["logprobs"]} if said else {}
+        last = {"logprobs": part["logprobs"]} if is_text else {}
         filled.append({"type": f"{name}.done", **where, "text": part["text"], **last})
         filled.append({"type": "response.content_part.done", **where, "part": part})
     return [
@@ -93,10 +94,10 @@ def item_events(index: int, item: dict[str, Any]) -> list[dict[str, Any]]:
 def messages_of(
     items: Sequence[MessageItem | ReasoningItem | CallItem | CallOutputItem],
 ) -> list[Message]:
-    """Items as messages: the reasoning, text and calls that follow each other are one message of
-    the assistant's."""
+    """Converts items to messages: consecutive reasoning, text and calls become one assistant
+    message."""
     found: list[dict[str, Any]] = []
-    turn: dict[str, Any] | None = None  # the assistant's message that the next item may belong to
+    turn: dict[str, Any] | None = None  # the assistant message that the next item may extend
 
     def belonging(fits: bool) -> dict[str, Any]:
         nonlocal turn

@@ -36,7 +36,7 @@ from areal_x.types import Message
 
 PREFIX = "msg_"
 MOST_STOPS = 64
-# holds what a model wrote as a tool's arguments where that is no JSON object
+# the key under which tool arguments that are not a JSON object are passed on
 UNPARSED = "unparsed_arguments"
 
 
@@ -111,7 +111,7 @@ class OutputConfig(Lenient):
 
 
 class Conversation(Body):
-    """What both routes take."""
+    """The parameters that both routes have in common."""
 
     model: str | None = None
     messages: Annotated[Many[Sent], Field(min_length=1)]
@@ -139,10 +139,10 @@ class MessageRequest(Conversation):
 
 
 class Messages:
-    """One request. See `asking.Exchange`.
+    """One request. See `exchange.Exchange`.
 
-    id: of the answer. Raises: ApiError or pydantic's ValidationError for a body that cannot be
-    answered.
+    id: of the response. Raises: ApiError or pydantic's ValidationError for a body that cannot be
+    served.
     """
 
     count = 1
@@ -150,7 +150,9 @@ class Messages:
 
     def __init__(self, body: bytes, id: str) -> None:
         parsed = MessageRequest.read(body)
-        self.id, self.parsed, self.stream = id, parsed, bool(parsed.stream)
+        self.id = id
+        self.parsed = parsed
+        self.stream = bool(parsed.stream)
         self.requested_sampling = RequestedSampling(
             parsed.max_tokens, parsed.temperature, parsed.top_p, parsed.top_k
         )
@@ -198,12 +200,13 @@ class Messages:
 
 
 def read_count_request(body: bytes) -> ChatRequest:
-    """The conversation of a request to count its tokens."""
+    """Returns the conversation in a request to count its tokens."""
     return chat_request_of(Conversation.read(body))
 
 
 def chat_request_of(parsed: Conversation, stop: tuple[str, ...] = ()) -> ChatRequest:
-    choice, output = parsed.tool_choice or ToolChoice(type="auto"), parsed.output_config
+    choice = parsed.tool_choice or ToolChoice(type="auto")
+    output = parsed.output_config
     requested = (output and output.format) or Format(type="text")
     schema = format_schema(requested.type, requested.schema_, Messages.format_param)
     tools = [
@@ -242,8 +245,8 @@ def chat_request_of(parsed: Conversation, stop: tuple[str, ...] = ()) -> ChatReq
 
 
 def messages_of(sent: FromUser | FromAssistant | FromSystem) -> list[Message]:
-    """A message of Anthropic's as those of OpenAI's: a user's becomes several where it brings
-    results of tools."""
+    """Converts a message of Anthropic's into OpenAI's: a user's becomes several if it holds tool
+    results."""
     if isinstance(sent.content, str):
         return [{"role": sent.role, "content": sent.content}]
     match sent:
@@ -301,8 +304,8 @@ def arguments_of(given: dict[str, Any]) -> str:
 
 
 def blocks_of(answer: ChatAnswer, id: str) -> list[dict[str, Any]]:
-    """What was said, as content blocks. A tool's arguments that are no JSON object are handed on as
-    text in one."""
+    """Returns the reply as content blocks. Tool arguments that are not a JSON object are passed on
+    as text in one."""
     reply = answer.reply
     found: list[dict[str, Any]] = []
     if reply.reasoning is not None:
@@ -317,7 +320,7 @@ def blocks_of(answer: ChatAnswer, id: str) -> list[dict[str, Any]]:
 
 
 def block_deltas(block: dict[str, Any]) -> tuple[dict[str, Any], Iterator[dict[str, Any]]]:
-    """A block as it begins, and what is then added to it."""
+    """Returns a block as it starts, and the deltas that complete it."""
     match block["type"]:
         case "thinking":
             added = [

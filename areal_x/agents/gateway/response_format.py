@@ -1,7 +1,7 @@
-"""JSON that an agent wants an answer to be: asked for in words, and looked at afterwards.
+"""JSON response formats: requested in words, and checked afterwards.
 
-Nothing holds the policy to it. A grammar would take words away that the policy gives a probability,
-and what is left would be trained on as if it had been chosen among all.
+They are not enforced. A grammar would remove tokens to which the policy gives a probability, and
+the completion would be trained on as if it had been sampled among all tokens.
 """
 
 from __future__ import annotations
@@ -19,9 +19,8 @@ OBJECT: Schema = {"type": "object"}
 
 
 def format_schema(kind: str, schema: Schema | None, param: str) -> Schema | None:
-    """Of a format of this type, None for text. schema: as the client gave it, of which somebody
-    else sees whether it is one. Raises: ApiError for a type that is not known, or where there is
-    none."""
+    """Returns the schema of a format of this type, None for text. schema: as the client sent it; it
+    is validated elsewhere. Raises: ApiError for an unknown type, or a missing schema."""
     if kind == "text":
         return None
     if kind == "json_object":
@@ -29,7 +28,7 @@ def format_schema(kind: str, schema: Schema | None, param: str) -> Schema | None
     if kind != "json_schema":
         raise ApiError(
             400,
-            f"{param} is {kind!r}: text, json_object and json_schema are known",
+            f"{param} is {kind!r}: text, json_object and json_schema are supported",
             "invalid_value",
             param,
         )
@@ -39,14 +38,14 @@ def format_schema(kind: str, schema: Schema | None, param: str) -> Schema | None
 
 
 def invalid_schema(param: str, why: str) -> ApiError:
-    return ApiError(400, f"{param} has no JSON schema: {why}", "invalid_schema", param)
+    return ApiError(400, f"{param} has no valid JSON schema: {why}", "invalid_schema", param)
 
 
 def with_format_instructions(
     messages: Sequence[Message], schema: Schema | None
 ) -> tuple[Message, ...]:
-    """The messages, with the format at the end of the system's, or as one of the system's where
-    there is none."""
+    """Returns the messages with the format appended to the system message, or with a system message
+    for it if there is none."""
     if schema is None:
         return tuple(messages)
     words = "Answer with JSON alone, a single object."

@@ -97,12 +97,12 @@ class ResponseRequest(Body):
 
 
 class Responses:
-    """One request. See `asking.Exchange`.
+    """One request. See `exchange.Exchange`.
 
-    id: of the answer. created: in seconds of Unix time. text: of tokens, for their
+    id: of the response. created: seconds of Unix time. text: decodes tokens, for their
     log-probabilities. earlier: conversations that `previous_response_id` may continue, by the ids
-    of their last answers. Raises: ApiError or pydantic's ValidationError for a body that cannot be
-    answered.
+    of their last responses. Raises: ApiError or pydantic's ValidationError for a body that cannot
+    be served.
     """
 
     count = 1
@@ -127,8 +127,12 @@ class Responses:
                 "previous_response_not_found",
                 "previous_response_id",
             )
-        self.id, self.created, self.text, self.parsed = id, created, text, parsed
-        self.stream, self.stores = bool(parsed.stream), parsed.store is not False
+        self.id = id
+        self.created = created
+        self.text = text
+        self.parsed = parsed
+        self.stream = bool(parsed.stream)
+        self.stores = parsed.store is not False
         self.requested_sampling = RequestedSampling(
             parsed.max_output_tokens, parsed.temperature, parsed.top_p, parsed.top_k
         )
@@ -142,13 +146,14 @@ class Responses:
         self.chat_request = self._chat_request()
 
     def conversation(self, answers: Sequence[CallAnswer]) -> tuple[Message, ...]:
-        """What a request that names this one goes on from: without the instructions, which each
-        request gives anew."""
+        """Returns the conversation that a request with this one's id continues: without the
+        instructions, which each request provides anew."""
         return (*self.messages, answers[0].answer.reply.message())
 
     def whole(self, answers: Sequence[CallAnswer]) -> dict[str, Any]:
         answer = answers[0].answer
-        prompt, completion = len(answer.prompt), len(answer.completion.tokens)
+        prompt = len(answer.prompt)
+        completion = len(answer.completion.tokens)
         usage = {
             "input_tokens": prompt,
             "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
@@ -180,7 +185,8 @@ class Responses:
         ]
 
     def _chat_request(self) -> ChatRequest:
-        parsed, choice = self.parsed, self.parsed.tool_choice
+        parsed = self.parsed
+        choice = self.parsed.tool_choice
         tools = [
             openai_tool(t.name, t.description, t.parameters, self.tool_param.format(i))
             for i, t in enumerate(parsed.tools or [])
@@ -206,7 +212,7 @@ class Responses:
         )
 
     def _begun(self) -> dict[str, Any]:
-        """The response before anything was said."""
+        """Returns the response before any output."""
         parsed = self.parsed
         return {
             "id": self.id,
@@ -236,7 +242,8 @@ class Responses:
         }
 
     def _output(self, answer: ChatAnswer) -> list[dict[str, Any]]:
-        reply, own = answer.reply, self.id.removeprefix(PREFIX)
+        reply = answer.reply
+        own = self.id.removeprefix(PREFIX)
         status = "incomplete" if is_truncated(answer) else "completed"
         items: list[dict[str, Any]] = []
         if reply.reasoning is not None:

@@ -1,9 +1,8 @@
-"""Requests that clients send again, as the answer to them was lost on the way: they get that
-answer, not another one.
+"""Retried requests, whose response was lost in transit: they get that response, not another one.
 
-A second completion would leave the first as a call that nobody ever saw, and that is trained on.
-Official clients number the attempts at a request (`x-stainless-retry-count`); any client may name a
-request (`idempotency-key`).
+A second completion would leave the first as a call that no agent ever saw but that is trained on.
+Official clients number their attempts at a request (`x-stainless-retry-count`); any client may name
+a request (`idempotency-key`).
 """
 
 from __future__ import annotations
@@ -15,14 +14,14 @@ from hashlib import blake2b
 
 from areal_x.agents.gateway.exchange import CallAnswer
 
-KEPT = 64  # answers of a session, the latest: a retry comes within seconds
+MOST_KEPT = 64  # latest responses of a session: a retry comes within seconds
 Client = tuple[str, int]  # its address
 
 
 @dataclass(frozen=True)
 class Attempt:
-    """One request. digest: the same for what is asked again. name: the client's, or nothing.
-    number: of the attempt."""
+    """One request. digest: equal for equal requests. name: the client's, or empty. number: of the
+    attempt."""
 
     digest: bytes
     name: str
@@ -31,7 +30,7 @@ class Attempt:
 
 @dataclass(frozen=True)
 class SentAnswer:
-    """An answer that was made. client: where it was sent to."""
+    """A response that was computed. client: where it was sent."""
 
     attempt: Attempt
     answers: Sequence[CallAnswer]
@@ -47,32 +46,32 @@ def attempt_at(path: str, headers: Mapping[str, str], body: bytes) -> Attempt:
 
 @dataclass
 class SentAnswers:
-    """The latest answers of one session."""
+    """The latest responses of one session."""
 
     # by the ids of their calls
     _given: OrderedDict[tuple[str, ...], SentAnswer] = field(default_factory=OrderedDict)
-    _asked: Counter[bytes] = field(default_factory=Counter)  # first attempts that were begun
+    _asked: Counter[bytes] = field(default_factory=Counter)  # first attempts that were started
 
     def begin(self, attempt: Attempt) -> None:
-        """It will be answered anew."""
+        """Records that this attempt will get a new response."""
         self._asked[attempt.digest] += attempt.number == 0
 
     def keep(self, given: SentAnswer) -> None:
         ids = tuple(one.id for one in given.answers)
         self._given[ids] = given
         self._given.move_to_end(ids)
-        if len(self._given) > KEPT:
+        if len(self._given) > MOST_KEPT:
             self._given.popitem(last=False)
 
     def find_lost(
         self, attempt: Attempt, client: Client | None, is_open: Callable[[Client | None], bool]
     ) -> SentAnswer | None:
-        """The answer that this attempt asks for again, which is from now on sent to this client;
-        None where there is none.
+        """Returns the response that this attempt requests again, and reassigns it to this client;
+        None if there is none.
 
-        An agent may ask the same thing several times on purpose. So the answer of a numbered
-        attempt is one whose connection is gone, and only where every first attempt was answered;
-        that of a named one is the one of this name.
+        An agent may send the same request several times on purpose. So the response to a numbered
+        attempt is one whose connection is closed, and only if every first attempt was answered; the
+        response to a named one is that of the same name.
         """
         if not attempt.name and not attempt.number:
             return None

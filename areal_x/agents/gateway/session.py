@@ -1,4 +1,4 @@
-"""A session while it lives: its state, its conversation, and what waits for its end."""
+"""A session while it is open: its state, its conversation, and the wait for its end."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ T = TypeVar("T")
 class GatewaySession:
     """One episode of an agent, as the workflow holds it. A context manager that closes itself.
 
-    id, key, url: what the agent is told; base_url: what its client is given (an OpenAI client
-    base_url, an Anthropic one url). conversations: of the answers that the responses API keeps, by
-    their ids. overruled: how often the agent asked for other sampling or other tool calls than it
-    got, by parameter. All methods belong to the gateway's event loop.
+    id, key, url: what the agent receives; base_url: for its client (an OpenAI client uses base_url,
+    an Anthropic one url). conversations: of the responses that the responses API stores, by id.
+    overruled: how often the agent requested other sampling or other tool calls than it got, by
+    parameter. All methods belong to the gateway's event loop.
     """
 
     def __init__(
@@ -53,18 +53,26 @@ class GatewaySession:
         limits: SessionLimits,
         *,
         policy: str,
-        told: set[str],
+        warned: set[str],
         closed: Callable[[str], None],
     ) -> None:
-        self.id, self.key, self.url, self.base_url = id, key, url, f"{url}/v1"
-        self.engine, self.renderer, self.sampling, self.limits = engine, renderer, sampling, limits
+        self.id = id
+        self.key = key
+        self.url = url
+        self.base_url = f"{url}/v1"
+        self.engine = engine
+        self.renderer = renderer
+        self.sampling = sampling
+        self.limits = limits
         self.chat_engine = ChatEngine(renderer, engine)
         self.state = SessionState(limits, _now())
         self.conversations: dict[str, tuple[Message, ...]] = {}
         self.overruled: Counter[str] = Counter()
         self.schemas = CheckedSchemas()
         self.sent = SentAnswers()
-        self._policy, self._warned, self._closed = policy, told, closed
+        self._policy = policy
+        self._warned = warned
+        self._closed = closed
         self._running: set[asyncio.Future[ChatAnswer]] = set()
         self._changed = asyncio.Event()
         self._lost: EngineError | None = None
@@ -77,17 +85,17 @@ class GatewaySession:
 
     @property
     def outcome(self) -> Outcome | None:
-        """None while it goes on."""
+        """None while the session is open."""
         return self.state.outcome
 
     def calls(self) -> tuple[Call, ...]:
-        """What was finished so far, in the order in which it was asked for, with the rewards that
-        were given."""
+        """Returns the calls that have finished, in the order in which they were requested, with the
+        rewards that they were given."""
         return self.state.calls()
 
     async def ended(self) -> Outcome:
-        """Waits for the end: by the agent, by `end`, or as its time is over. Raises: EngineError
-        where the engine was lost."""
+        """Waits for the end: by the agent, by `end`, or by a time limit. Raises: EngineError if the
+        engine was lost."""
         while True:
             if self._lost is not None:
                 raise self._lost
@@ -109,29 +117,30 @@ class GatewaySession:
         return self._do(self.state.reward, call, value)
 
     def end(self, reward: float | None = None) -> Outcome:
-        """Ends it with the episode's reward; what still runs is cancelled. Raises: ApiError where
-        it was over."""
+        """Ends the session with the episode's reward; calls in progress are cancelled. Raises:
+        ApiError if it was over."""
         self._do(self.state.end, reward)
         assert self.outcome is not None
         return self.outcome
 
     def close(self) -> None:
-        """Shuts it to its agent; safe to call twice. A session that was not over becomes a failed
-        one."""
-        self.state.fail("the session was closed before the agent had ended it")
+        """Closes the session to its agent; safe to call twice. A session that was still open
+        becomes a failed one."""
+        self.state.fail("the session was closed before the agent ended it")
         self._changed.set()
         self._stop()
         self._closed(self.id)
 
     def complete(self, chat_request: ChatRequest, requested: RequestedSampling) -> ChatRequest:
-        """The request with the sampling that the run allows. What it does not allow is counted, and
-        said once a run."""
+        """Returns the request with the sampling that the run allows. Parameters that it overrules
+        are counted, and logged once per run."""
         chosen, overruled = sampling_for(self.sampling, requested, self._policy)
         self.overruled.update(overruled)
         for name in sorted(set(overruled) - self._warned):
             self._warned.add(name)
             LOG.warning(
-                "an agent asked for %s = %s and gets %s, as gateway.sampling = %r (said once)",
+                "an agent requested %s = %s and gets %s, because of gateway.sampling = %r (logged"
+                " once)",
                 name,
                 getattr(requested, name),
                 getattr(chosen, name),
@@ -140,11 +149,11 @@ class GatewaySession:
         return replace(chat_request, sampling=chosen)
 
     async def answers(self, chat_request: ChatRequest, ids: Sequence[str]) -> list[CallAnswer]:
-        """As many completions as there are ids, recorded as calls when all of them are there, and
-        only then.
+        """Returns as many completions as there are ids, and records them as calls once all have
+        finished.
 
-        Raises: ApiError by limits, an end meanwhile, or an aborted completion; what the speaker
-        raises.
+        Raises: ApiError because of limits, the session's end, or an aborted completion; what the
+        chat engine raises.
         """
         self._do(self.state.begin, ids)
         try:
@@ -165,7 +174,7 @@ class GatewaySession:
         return answers
 
     def summary(self) -> dict[str, Any]:
-        """What GET tells of it: counts and numbers, no texts."""
+        """Returns the response to GET: counts and numbers, no texts."""
         calls = self.state.calls()
         return {
             "id": self.id,
@@ -195,7 +204,7 @@ class GatewaySession:
             self._running.discard(work)
         if answer.completion.finish_reason == "abort":
             raise ApiError(
-                503, "the engine aborted the completion: ask again", "aborted", retry_after=1
+                503, "the engine aborted the completion: try again", "aborted", retry_after=1
             )
         return answer
 
@@ -206,7 +215,7 @@ class GatewaySession:
             self._warned.add(name)
             requested = chat_request.format if name == "format" else chat_request.template[name]
             LOG.warning(
-                "an agent asked for %s = %.200s, which the model did not follow (said once)",
+                "an agent requested %s = %.200s, which the model did not follow (logged once)",
                 name,
                 requested,
             )

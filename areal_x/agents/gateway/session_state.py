@@ -20,25 +20,24 @@ from areal_x.types import Failed, Outcome, Scored, TimedOut
 
 T = TypeVar("T")
 
-REMEMBERED = 4096  # sessions that were closed, to be told apart from those that never were
+REMEMBERED = 4096  # closed sessions, to distinguish them from unknown ones
 
 
 @gin.configurable("session_limits")
 @dataclass(frozen=True)
 class SessionLimits:
-    """What one session (one episode of an agent) may use.
-
-    calls: most completions that it may ask for. tokens: once so many were generated, further calls
-    are refused. seconds: longest time from its opening to its end. idle_seconds: longest time
-    without any request, and with none in progress; a tool may take as long. body_megabytes: largest
-    request.
-    """
+    """Limits of one session (one episode of an agent)."""
 
     calls: int = 1000
+    """Most completions that it may request."""
     tokens: int = 1_000_000
+    """Once this many tokens were generated, further calls are refused."""
     seconds: float = 3600.0
+    """Longest time from its opening to its end."""
     idle_seconds: float = 600.0
+    """Longest time without any request, and with none in progress; a tool may take as long."""
     body_megabytes: float = 8.0
+    """Largest request."""
 
     def __post_init__(self) -> None:
         at_least("session_limits.calls", self.calls, 1)
@@ -50,20 +49,20 @@ class SessionLimits:
 
 @dataclass
 class SessionState:
-    """Every method that takes `now` (seconds of any one clock) counts as a sign of life, but for
+    """Every method with the parameter `now` (seconds of any one clock) counts as activity, except
     `abandon`.
 
-    Raises: ApiError for whatever a client should not have asked.
+    Raises: ApiError for a request that the client should not have made.
     """
 
     limits: SessionLimits
     opened: float
     touched: float = field(init=False)
-    outcome: Outcome | None = None  # None while it goes on
+    outcome: Outcome | None = None  # None while the session is open
     rewards: dict[str, float] = field(default_factory=dict)  # by call
     generated: int = 0  # tokens
-    _unseen: set[str] = field(default_factory=set)  # calls whose answer nobody was there to read
-    # in the order in which they began; None while one runs
+    _unseen: set[str] = field(default_factory=set)  # calls whose response no client read
+    # in the order in which they began; None while in progress
     _calls: dict[str, Call | None] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -74,11 +73,11 @@ class SessionState:
         return sum(call is None for call in self._calls.values())
 
     def calls(self) -> tuple[Call, ...]:
-        """Those that were finished, in the order in which they began, each with its reward where it
-        was given one.
+        """Returns the finished calls in the order in which they began, each with its reward, if
+        any.
 
-        One whose answer nobody was there to read is none of them, unless it was given a reward or a
-        later one goes on from it.
+        A call whose response no client read is left out, unless it was given a reward or a later
+        call continues it.
         """
         finished = [call for call in self._calls.values() if call is not None]
         if self._unseen:
@@ -90,21 +89,20 @@ class SessionState:
         return tuple(replace(call, reward=self.rewards.get(call.id)) for call in finished)
 
     def unseen(self, ids: Iterable[str]) -> None:
-        """Nobody was there to read the answer to these calls."""
+        """Records that no client read the response to these calls."""
         self._unseen.update(ids)
 
     def seen(self, ids: Iterable[str]) -> None:
-        """The answer to these calls is sent, maybe again."""
+        """Records that the response to these calls is sent, possibly again."""
         self._unseen.difference_update(ids)
 
     def touch(self, now: float) -> None:
-        """Anything that a client asked for, also what it only wanted to know. Too late it changes
-        nothing."""
+        """Records a request of any kind. Once the session is over it has no effect."""
         if self.abandon(now) is None:
             self.touched = max(self.touched, now)
 
     def begin(self, ids: Iterable[str], now: float) -> None:
-        """Calls that are asked for at once: all of them begin, or none."""
+        """Starts calls that are requested together: all of them, or none."""
         self._go_on(now)
         ids = tuple(ids)
         if len(self._calls) + len(ids) > self.limits.calls:
@@ -119,23 +117,22 @@ class SessionState:
         self.generated += len(call.completion.tokens)
 
     def drop(self, ids: Iterable[str], now: float) -> None:
-        """Forgets those of these calls that have no completion: they failed, or their client went
-        away."""
+        """Forgets those of these calls that have no completion: they failed, or their client
+        disconnected."""
         self.touch(now)
         for call in ids:
             if call in self._calls and self._calls[call] is None:
                 del self._calls[call]
 
     def reward(self, call: str | None, value: float, now: float) -> str:
-        """Gives a call its reward, by default the last one that was finished, and returns which it
-        was."""
+        """Gives a call its reward, by default the last finished one, and returns its id."""
         self._go_on(now)
         _finite(value)
         if call is None:
             finished = self.calls()
             if not finished:
                 raise ApiError(
-                    404, "no call was finished that could be rewarded", "no_such_call", "call"
+                    404, "no call has finished that could be rewarded", "no_such_call", "call"
                 )
             call = finished[-1].id
         if call not in self._calls:
@@ -145,7 +142,7 @@ class SessionState:
         if call in self.rewards:
             raise ApiError(
                 409,
-                f"call {call} has its reward already: {self.rewards[call]:g}",
+                f"call {call} already has a reward: {self.rewards[call]:g}",
                 "already_rewarded",
                 "call",
             )
@@ -153,8 +150,7 @@ class SessionState:
         return call
 
     def end(self, reward: float | None, now: float) -> None:
-        """The episode's reward is this one; where none is given, the sum of what its calls were
-        given."""
+        """Ends the session with the episode's reward, by default the sum of its calls' rewards."""
         self._go_on(now)
         if reward is not None:
             _finite(reward)
@@ -165,16 +161,16 @@ class SessionState:
             self.outcome = Failed("the session was ended without a reward")
 
     def fail(self, why: str) -> None:
-        """Ended from the other side; nothing changes where it was over."""
+        """Ends the session from the run's side; no effect once it is over."""
         self.outcome = self.outcome or Failed(why)
 
     def deadline(self) -> float:
-        """When `abandon` will end it if nothing happens before."""
+        """Returns the time at which `abandon` will end the session if nothing happens before."""
         quiet = math.inf if self.running else self.touched + self.limits.idle_seconds
         return min(quiet, self.opened + self.limits.seconds)
 
     def abandon(self, now: float) -> Outcome | None:
-        """Ends it as timed out once its time is over, and says what has become of it so far."""
+        """Ends the session as timed out once its time is over, and returns its outcome so far."""
         if self.outcome is None and now >= self.deadline():
             self.outcome = TimedOut(now - self.opened)
         return self.outcome
@@ -200,8 +196,8 @@ class _Entry(Generic[T]):
 
 @dataclass
 class SessionKeys(Generic[T]):
-    """Which key opens what. A key is looked up by its digest, so that no time tells how much of it
-    was right."""
+    """The session of each key. A key is looked up by its digest, so that response times reveal
+    nothing about it."""
 
     _by_name: dict[str, _Entry[T]] = field(default_factory=dict)
     _by_digest: dict[bytes, _Entry[T]] = field(default_factory=dict)
@@ -227,10 +223,10 @@ class SessionKeys(Generic[T]):
         return [entry.thing for entry in self._by_name.values() if entry.thing is not None]
 
     def find(self, name: str | None, keys: Sequence[str]) -> T:
-        """The session of this name, or of this key alone.
+        """Returns the session of this name, or of a key alone.
 
-        keys: those that a client gave, of which one must fit. Raises: ApiError 404 for a name that
-        there is not, 401 where no key fits, 409 for a session that was closed.
+        keys: those that the client sent, one of which must match. Raises: ApiError 404 for an
+        unknown name, 401 if no key matches, 409 for a session that was closed.
         """
         if name is not None:
             entry = self._by_name.get(name)

@@ -1,5 +1,5 @@
-"""Answers that may come as a stream of server-sent events, and that nobody computes for a client
-that has gone."""
+"""Responses that may be streams of server-sent events, and that are not computed once the client is
+gone."""
 
 from __future__ import annotations
 
@@ -11,16 +11,15 @@ from typing import Any
 
 from starlette.types import Receive, Scope, Send
 
-COMMENT = b": waiting\n\n"  # which clients pass over
-SLICE = 1 << 16  # bytes that are written at once
+COMMENT = b": waiting\n\n"  # ignored by clients
+SLICE = 1 << 16  # bytes per write
 JSON = {"content-type": "application/json"}
 STREAM = {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache"}
 
 
 @dataclass(frozen=True)
 class ErrorResponse:
-    """An answer other than 200. in_stream: the same as a stream's last events, where it had
-    begun."""
+    """A response other than 200. in_stream: the same as a stream's last events, if it had begun."""
 
     status: int
     body: bytes
@@ -30,12 +29,12 @@ class ErrorResponse:
 
 @dataclass(frozen=True)
 class PendingResponse:
-    """The ASGI response to one request while its answer is computed.
+    """The ASGI response to one request while its content is being computed.
 
-    unsent: called where there was an answer and nobody to read it. work: gives a JSON body, or the
-    events of a stream; it is cancelled when the client goes away first. refusal: of what `work`
-    raised. A stream begins with its first event, or after `beat_seconds` with `beat`, which is sent
-    again each time so many seconds have passed: so an error that comes soon still has its status.
+    work: returns a JSON body, or the events of a stream; cancelled when the client disconnects
+    first. refusal: converts an exception of `work`. unsent: called if there was a response and no
+    client to read it. A stream begins with its first event, or, after `beat_seconds`, with `beat`,
+    which is repeated at that interval: so an error that comes soon still has its HTTP status.
     """
 
     work: Coroutine[Any, Any, bytes | list[bytes]]
@@ -64,7 +63,8 @@ class PendingResponse:
     async def _wait(
         self, work: asyncio.Future[Any], gone: asyncio.Future[None], send: Send
     ) -> bool:
-        """Until there is an answer or nobody to read it. Whether the stream has begun."""
+        """Waits for a response, or for the client to disconnect. Returns True if the stream has
+        begun."""
         begun = False
         while not work.done() and not gone.done():
             seconds = self.beat_seconds if self.stream else None
@@ -83,13 +83,12 @@ class PendingResponse:
     ) -> None:
         error = work.exception()
         if error is None:
-            said = work.result()
+            content = work.result()
             if not begun:
-                await self._start(send, 200, JSON if isinstance(said, bytes) else STREAM)
-            for part in sliced([said] if isinstance(said, bytes) else said):
+                await self._start(send, 200, JSON if isinstance(content, bytes) else STREAM)
+            for part in sliced([content] if isinstance(content, bytes) else content):
                 await _more(send, part)
-                # a socket that takes all of it at once would else be written to in one turn of the
-                # loop
+                # otherwise a socket that accepts everything at once would occupy the loop
                 await asyncio.sleep(0)
         else:
             refusal = self.refusal(error)
@@ -105,7 +104,7 @@ class PendingResponse:
 
 
 def sliced(parts: Iterable[bytes]) -> Iterator[bytes]:
-    """The same bytes in slices of at most SLICE."""
+    """Yields the same bytes in slices of at most SLICE."""
     held: list[bytes] = []
     size = 0
     for part in parts:
@@ -113,7 +112,8 @@ def sliced(parts: Iterable[bytes]) -> Iterator[bytes]:
             piece = part[start : start + SLICE]
             if held and size + len(piece) > SLICE:
                 yield b"".join(held)
-                held, size = [], 0
+                held = []
+                size = 0
             held.append(piece)
             size += len(piece)
     if held:
@@ -129,8 +129,8 @@ def dumped(data: Mapping[str, Any]) -> bytes:
 
 
 def dumped_slowly(data: Mapping[str, Any]) -> bytes:
-    """The same, in Python: for a thread beside the loop, as the other holds Python's lock until it
-    is done."""
+    """Encodes the same in pure Python: for a thread beside the loop, since the other holds Python's
+    lock until it is done."""
     return "".join(
         json.JSONEncoder(allow_nan=False, separators=(",", ":")).iterencode(data)
     ).encode()

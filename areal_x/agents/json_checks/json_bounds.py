@@ -1,8 +1,8 @@
-"""JSON from models, agents and servers: measured before it is parsed.
+"""Measures JSON from models, agents and servers before it is parsed.
 
-A parser's cost, and the cost of everything that walks the parsed value afterwards, grows with the
-number of values and their nesting, and Python's recursion ends at a depth that the sender chooses.
-Counting brackets and commas outside of strings bounds both, and stops at the bound.
+The cost of parsing, and of everything that walks the parsed value, grows with the number of values
+and their nesting, and Python's recursion limit is reached at a depth that the sender chooses.
+Counting the brackets and commas outside of strings bounds both, and stops at the bound.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from typing import Any
 DEPTH = 64  # of nested objects and arrays
 VALUES = 10_000  # brackets and commas
 TOKEN = re.compile(r'[][{},"]')
-# The rest of a string. Each match does a bounded number of alternations, so that one of escapes
-# alone holds the GIL for short.
+# The rest of a string. Each match makes a bounded number of alternations, so that a string of
+# nothing but escapes holds the GIL only briefly.
 INSIDE = re.compile(r'(?:[^"\\]++|\\.){0,4096}+', re.DOTALL)
 TOKEN_BYTES, INSIDE_BYTES = (
     re.compile(p.pattern.encode(), p.flags & re.DOTALL) for p in (TOKEN, INSIDE)
@@ -23,13 +23,12 @@ TOKEN_BYTES, INSIDE_BYTES = (
 
 
 class TooMuch(ValueError):
-    """JSON beyond the bounds. Its text is the end of a sentence that begins with what the JSON
-    is."""
+    """JSON beyond the bounds. The message completes a sentence whose subject is the JSON."""
 
 
 def check(text: str | bytes, depth: int = DEPTH, values: int = VALUES) -> None:
-    """Measures a JSON text without parsing it. It need not be well formed: a parser gets no further
-    than this does. Raises: TooMuch."""
+    """Measures a JSON text without parsing it. It may be malformed: a parser gets no further than
+    this does. Raises: TooMuch."""
     patterns: tuple[Any, Any] = (
         (TOKEN, INSIDE) if isinstance(text, str) else (TOKEN_BYTES, INSIDE_BYTES)
     )
@@ -43,7 +42,8 @@ def check(text: str | bytes, depth: int = DEPTH, values: int = VALUES) -> None:
                     at = end
                 at += 1
             case "[" | "{" | b"[" | b"{":
-                nested, count = nested + 1, count + 1
+                nested = nested + 1
+                count = count + 1
                 if nested > depth:
                     raise TooMuch(f"is nested more than {depth} deep")
             case "," | b",":
@@ -55,8 +55,8 @@ def check(text: str | bytes, depth: int = DEPTH, values: int = VALUES) -> None:
 
 
 def loads(text: str | bytes, depth: int = DEPTH, values: int = VALUES) -> Any:
-    """The value of a JSON text within these bounds. Raises: ValueError, also for NaN and Infinity,
-    which JSON has not."""
+    """Returns the value of a JSON text within these bounds. Raises: ValueError, also for NaN and
+    Infinity, which are not JSON."""
     check(text, depth, values)
     return json.loads(text, parse_constant=_no_number)
 
@@ -71,4 +71,4 @@ def loads_object(text: str) -> dict[str, Any] | None:
 
 
 def _no_number(word: str) -> float:
-    raise ValueError(f"{word} is no JSON number")
+    raise ValueError(f"{word} is not a JSON number")

@@ -1,10 +1,10 @@
-"""A process that checks JSON against JSON schemas: what areal_x.agents.json_checks.schemas starts.
+"""A process that checks JSON against JSON schemas, started by areal_x.agents.json_checks.schemas.
 
-    run ──(a line of JSON: schema, and a value or none)──▶ worker        worker ──(a line: what is wrong, or null)──▶ run
+    run ──(a line of JSON: schema, and a value or null)──▶ worker        worker ──(a line: the error, or null)──▶ run
 
-Nothing else bounds such a check: the regular expressions of `pattern` backtrack, references double
-at each step, and most of it is within calls that keep Python's lock. So the kernel ends this
-process once a check has used its CPU time.
+Nothing else bounds such a check: the regular expressions of `pattern` backtrack, references can
+double at each step, and most of the time is spent in calls that hold Python's lock. So the kernel
+ends this process once a check has used its CPU time.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from areal_x.errors import nearest
 
 Check = Callable[[Any], str | None]
 MEMORY_BYTES = 1 << 30
-DEEPEST = 10_000  # frames: a schema as deep as json_bounds allows needs about ten for each level
-KEPT = 64  # schemas, each of at most KEPT_CHARACTERS
-KEPT_CHARACTERS = 1 << 14
-SHOWN = 300  # characters of what is wrong, of which a schema or a value may be a part
+MOST_FRAMES = 10_000  # a schema as deep as json_bounds allows needs about ten frames per level
+MOST_CACHED = 64  # schemas, each of at most CACHED_CHARACTERS
+CACHED_CHARACTERS = 1 << 14
+SHOWN = 300  # characters of an error, which may quote a schema or a value
 
 
 def main(path: list[str], cpu_seconds: float) -> None:
-    """path: to import from. cpu_seconds: after which a single check ends this process."""
+    """path: sys.path. cpu_seconds: processor time of a single check, after which this process ends."""
     sys.path[:] = path
-    sys.setrecursionlimit(DEEPEST)
+    sys.setrecursionlimit(MOST_FRAMES)
     resource.setrlimit(resource.RLIMIT_DATA, (MEMORY_BYTES, MEMORY_BYTES))
     for line in sys.stdin.buffer:
-        # whose signal ends a process that does not handle it
+        # its signal ends a process that does not handle it
         signal.setitimer(signal.ITIMER_PROF, cpu_seconds)
         reply = answer(*json.loads(line))
         signal.setitimer(signal.ITIMER_PROF, 0)
@@ -42,32 +42,30 @@ def main(path: list[str], cpu_seconds: float) -> None:
 
 
 def answer(schema: str, value: str | None, closed: bool) -> str | None:
-    """What is wrong with a schema, or where there is a value with that. Both are JSON. closed: see
+    """Returns the error of a schema, or of a value if there is one. Both are JSON. closed: see
     `checker`."""
     try:
         if value is None:
             return schema_error(json.loads(schema))
         check = (
             cached_checker(schema, closed)
-            if len(schema) <= KEPT_CHARACTERS
+            if len(schema) <= CACHED_CHARACTERS
             else checker(json.loads(schema), closed)
         )
         return check(json.loads(value))
     except RecursionError:
         return "the schema refers to itself without an end"
-    except (
-        Exception
-    ) as error:  # of a library, for what nobody thought of: an answer, not the end of a process
+    except Exception as error:  # unforeseen, from a library: an answer, not the end of the process
         return shorten(f"{type(error).__name__}: {error}")
 
 
-@lru_cache(maxsize=KEPT)
+@lru_cache(maxsize=MOST_CACHED)
 def cached_checker(schema: str, closed: bool) -> Check:
     return checker(json.loads(schema), closed)
 
 
 def schema_error(schema: Any) -> str | None:
-    """What is wrong with a JSON schema, or None."""
+    """Returns what is wrong with a JSON schema, or None."""
     import jsonschema
 
     try:
@@ -78,17 +76,16 @@ def schema_error(schema: Any) -> str | None:
 
 
 def checker(schema: Mapping[str, Any], closed: bool) -> Check:
-    """Returns a function that says what of a value does not fit a JSON schema, or None where all
-    does.
+    """Returns a function that returns what in a value does not match a JSON schema, or None.
 
-    closed: a property that the schema does not name does not fit where the schema says nothing of
-    additional ones. Nothing that the schema refers to is fetched.
+    closed: a property that the schema does not name is a mismatch unless the schema says something
+    about additional ones. References are never fetched.
     """
     from jsonschema.exceptions import best_match
     from referencing import Registry
     from referencing.exceptions import Unresolvable
 
-    cached_checker = schema.get("properties", {})
+    properties = schema.get("properties", {})
     closed = closed and "additionalProperties" not in schema and "properties" in schema
     validator = _validator_class(schema)(schema, registry=Registry())
 
@@ -101,7 +98,7 @@ def checker(schema: Mapping[str, Any], closed: bool) -> Check:
             place = ".".join(map(str, error.absolute_path))
             return shorten(f"{place}: {error.message}" if place else str(error.message))
         extra = (
-            [name for name in value if name not in cached_checker]
+            [name for name in value if name not in properties]
             if closed and isinstance(value, dict)
             else []
         )
@@ -109,7 +106,7 @@ def checker(schema: Mapping[str, Any], closed: bool) -> Check:
             return None
         return shorten(
             f"{extra[0]!r} is unknown; known are:"
-            f" {', '.join(cached_checker) or 'none'}{nearest(extra[0], list(cached_checker))}"
+            f" {', '.join(properties) or 'none'}{nearest(extra[0], list(properties))}"
         )
 
     return check

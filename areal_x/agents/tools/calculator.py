@@ -1,5 +1,5 @@
-"""A calculator for models: arithmetic read as a tree of numbers and operators, nothing else, and
-nothing too large."""
+"""A calculator for models: parses arithmetic into a tree of numbers and operators, and bounds its
+size."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ SIGNS: Mapping[type[ast.unaryop], Callable[[Any], Number]] = {
     ast.UAdd: operator.pos,
     ast.USub: operator.neg,
 }
-# beyond which rounding changes nothing, or leaves nothing, of a number that the calculator knows
+# beyond this, rounding changes nothing, or leaves nothing, of any number within the bounds
 PLACES = 5000
 
 
 def rounded(value: Number, *places: int) -> Number:
-    """As `round`, which computes the power of ten that it is told, however large."""
+    """Like `round`, which otherwise computes the power of ten that it is given, however large."""
     return round(value, *(max(-PLACES, min(PLACES, n)) for n in places))
 
 
@@ -69,17 +69,15 @@ CONSTANTS = {"pi": math.pi, "e": math.e}
 @gin.configurable("calculator")
 @dataclass(frozen=True)
 class Calculator:
-    """The tool `calculator`: + - * / // % **, brackets, the usual functions, pi and e; whole
-    numbers exactly.
-
-    digits: most decimal digits of a whole number on the way.
-    """
+    """The tool `calculator`: + - * / // % **, brackets, the usual functions, pi and e; exact on
+    whole numbers."""
 
     digits: int = 1000
+    """Most decimal digits of a whole number in an intermediate result."""
     name = "calculator"
 
     def __post_init__(self) -> None:
-        # Python writes no number of more than 4300
+        # Python prints at most 4300 digits
         within("calculator.digits", self.digits, 20, 4000)
 
     @property
@@ -104,10 +102,11 @@ class Calculator:
 
 
 def compute(expression: str, digits: int = 1000) -> str:
-    """The value of an arithmetic expression: whole numbers with all their digits, others with 12.
+    """Returns the value of an arithmetic expression: whole numbers with all their digits, others
+    with 12.
 
-    Raises ToolError, in a sentence for the model, for what is no arithmetic, has no value, or is
-    too large.
+    Raises: ToolError, a sentence for the model, for anything that is not arithmetic, has no value,
+    or is too large.
     """
     if len(expression) > CHARACTERS:
         raise ToolError(
@@ -133,7 +132,7 @@ def compute(expression: str, digits: int = 1000) -> str:
 
 @dataclass(frozen=True)
 class _Reader:
-    """limit: the first number that has more than `digits` digits."""
+    """limit: the smallest number with more than `digits` digits."""
 
     digits: int
     limit: int
@@ -165,14 +164,14 @@ class _Reader:
         )
 
     def _operate(self, kind: type[ast.operator], left: Number, right: Number) -> Number:
-        # Before it is computed, as a power of a few digits can have more than fit into memory.
+        # Checked before computing: a power of small numbers can be too large for memory.
         if kind is ast.Pow and isinstance(left, int) and isinstance(right, int) and abs(left) > 1:
             self._within(right * math.log10(abs(left)) < self.digits + 1)
         return OPERATORS[kind](left, right)
 
     def _small(self, value: Number) -> Number:
         if isinstance(value, complex):
-            raise ToolError("The expression is no real number.")
+            raise ToolError("The value is not a real number.")
         if isinstance(value, float):
             if not math.isfinite(value):
                 raise OverflowError

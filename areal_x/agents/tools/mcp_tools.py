@@ -1,4 +1,4 @@
-"""Tools of MCP servers (modelcontextprotocol.io): started here, or reached at an address."""
+"""Tools of MCP servers (modelcontextprotocol.io): started by the run, or reached at a URL."""
 
 from __future__ import annotations
 
@@ -24,40 +24,41 @@ from areal_x.runtime.waits import waiting, whose
 
 MODULE = "areal_x.agents.tools.mcp_worker"
 LOST = "the connection to it was lost"
-END_SECONDS = 10.0  # for the server to end by itself, and what MCP has for that
+END_SECONDS = 10.0  # for the server to end by itself, by MCP's own shutdown
 
 
 class McpError(Exception):
-    """Of a server, in its words."""
+    """An error that a server reported."""
 
 
 @gin.configurable("mcp_server")
 @dataclass(frozen=True)
 class McpServer:
-    """The tools of an MCP server. Needs the package `mcp` (pip install 'areal-x[mcp]').
-
-    command: that starts it, with its arguments, as ("npx", "-y", "some-server"); it is ended with
-    the run. Or url: of one that runs, as "http://127.0.0.1:8000/mcp". variables: names of
-    environment variables that the command gets beside HOME and PATH. key_variable: the environment
-    variable that holds the key for the url. only: the names of the tools that models get; by
-    default all. prefix: put before their names, so that two servers can have tools of one name.
-    start_seconds: longest time until it lists its tools.
-    """
+    """The tools of an MCP server. Needs the package `mcp` (pip install 'areal-x[mcp]'). Set either
+    `command` or `url`."""
 
     command: tuple[str, ...] = ()
+    """The command that starts the server, with its arguments, such as ("npx", "-y", "some-server");
+    it ends with the run."""
     url: str = ""
+    """The URL of a running server, such as "http://127.0.0.1:8000/mcp"."""
     variables: tuple[str, ...] = ()
+    """Names of environment variables that the command inherits beside HOME and PATH."""
     key_variable: str = ""
+    """The environment variable that holds the key for the URL."""
     only: tuple[str, ...] = ()
+    """Names of the tools that models may call; by default all."""
     prefix: str = ""
+    """Prepended to the tools' names, so that two servers can have tools of the same name."""
     start_seconds: float = 60.0
+    """Timeout until the server has listed its tools."""
     connection: McpConnection = field(init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         if bool(self.command) == bool(self.url):
             raise UserError(
-                "mcp_server needs a command that starts the server, or the url of one that runs:"
-                " set one of the two"
+                "mcp_server needs either a command that starts the server or the url of a running"
+                " one: set one of the two"
             )
         if isinstance(self.command, str):
             raise UserError(
@@ -92,7 +93,7 @@ class McpServer:
 
 @dataclass(frozen=True)
 class McpTool:
-    """One tool of a server. own_name: there."""
+    """One tool of a server. own_name: its name there."""
 
     connection: McpConnection
     own_name: str
@@ -110,42 +111,43 @@ class McpTool:
 
 
 class McpConnection:
-    """To one server, held by a process of its own (areal_x.agents.tools.mcp_worker).
-
-    It is opened anew for a call when it was lost."""
+    """The connection to one server, held by a process of its own (areal_x.agents.tools.mcp_worker).
+    If it is lost, the next call opens it again."""
 
     def __init__(self, server: McpServer) -> None:
-        self._server, self._name = server, " ".join(server.command) or server.url
-        self._opening = asyncio.Lock()
+        self._server = server
+        self._name = " ".join(server.command) or server.url
+        self._lock = asyncio.Lock()
         self._process: asyncio.subprocess.Process | None = None
         self._reading: asyncio.Task[None] | None = None
         self._tools: list[dict[str, Any]] = []
-        self._asked: dict[int, asyncio.Future[dict[str, Any]]] = {}
+        self._pending: dict[int, asyncio.Future[dict[str, Any]]] = {}
         self._numbers = count()
 
     async def open(self) -> list[dict[str, Any]]:
-        """The tools that the server lists, each its name, description and parameters. Raises
-        UserError where it cannot be reached."""
-        async with self._opening:
+        """Returns the tools that the server lists, each with name, description and parameters.
+        Raises: UserError if the server cannot be reached."""
+        async with self._lock:
             await self._open()
             return self._tools
 
     async def call(self, tool: str, arguments: dict[str, Any]) -> dict[str, Any]:
-        """The text of the answer, and whether it is one of a failure. Raises: McpError."""
-        async with self._opening:
+        """Returns the text of the answer, and whether it reports a failure. Raises: McpError."""
+        async with self._lock:
             await self._open()
             process = self._process
-        number, future = next(self._numbers), asyncio.get_running_loop().create_future()
-        self._asked[number] = future
+        number = next(self._numbers)
+        future = asyncio.get_running_loop().create_future()
+        self._pending[number] = future
         try:
-            self._tell({"call": number, "tool": tool, "arguments": arguments})
+            self._send({"call": number, "tool": tool, "arguments": arguments})
             with waiting(whose(), "the MCP server to answer", f"{self._name}, tool {tool}"):
                 answer: dict[str, Any] = await future
         finally:
-            if self._asked.pop(number, None) is not None:  # it was given up
-                self._tell({"cancel": number})
+            if self._pending.pop(number, None) is not None:  # the call was cancelled
+                self._send({"cancel": number})
         if answer.get("lost"):
-            async with self._opening:
+            async with self._lock:
                 if self._process is process:
                     await self.close()
         if "error" in answer:
@@ -153,7 +155,8 @@ class McpConnection:
         return answer
 
     async def close(self) -> None:
-        process, self._process = self._process, None
+        process = self._process
+        self._process = None
         if process is None:
             return
         assert process.stdin is not None
@@ -203,21 +206,21 @@ class McpConnection:
             seconds = f"did not answer within {self._server.start_seconds:g} seconds"
             reason = seconds if isinstance(error, TimeoutError) else f"cannot be reached ({error})"
             raise UserError(f"the MCP server {self._name!r} {reason}") from None
-        # A connection that is lost is opened again by the next call.
+        # The next call opens a lost connection again.
         self._reading = background.start(
             self._read(process), "the connection to an MCP server", failed=lambda _: None
         )
 
     async def _started(self) -> asyncio.subprocess.Process:
         server = self._server
-        told = {
+        settings = {
             "command": server.command,
             "url": server.url,
             "variables": server.variables,
             "key_variable": server.key_variable,
         }
         return await asyncio.create_subprocess_exec(
-            *guard.command(MODULE, sys.path, told, os.getpid()),
+            *guard.command(MODULE, sys.path, settings, os.getpid()),
             env=inherited_environment((*server.variables, server.key_variable)),
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
@@ -226,21 +229,21 @@ class McpConnection:
         )
 
     async def _read(self, process: asyncio.subprocess.Process) -> None:
-        """Hands on what calls are answered, until there are no more answers."""
+        """Delivers the answers to their calls, until the connection ends."""
         try:
             while True:
                 answer = await read_message(process)
                 self._answer(answer["call"], answer)
         finally:
-            for number in list(self._asked):
+            for number in list(self._pending):
                 self._answer(number, {"error": LOST})
 
     def _answer(self, number: int, answer: dict[str, Any]) -> None:
-        future = self._asked.pop(number, None)
-        if future is not None and not future.done():  # else the call was given up
+        future = self._pending.pop(number, None)
+        if future is not None and not future.done():  # otherwise the call was cancelled
             future.set_result(answer)
 
-    def _tell(self, message: dict[str, Any]) -> None:
+    def _send(self, message: dict[str, Any]) -> None:
         if (
             self._process is not None
             and self._process.stdin is not None
@@ -250,11 +253,11 @@ class McpConnection:
 
 
 async def read_message(process: asyncio.subprocess.Process) -> dict[str, Any]:
-    """What the process says next. Raises: McpError where it says that there is no server, or no
-    more."""
+    """Returns the process's next message. Raises: McpError if it reports that there is no server,
+    or none any more."""
     assert process.stdout is not None
     line = await process.stdout.readline()
-    said: dict[str, Any] = json_bounds.loads(line) if line else {"refused": LOST}
-    if "refused" in said:
-        raise McpError(said["refused"])
-    return said
+    message: dict[str, Any] = json_bounds.loads(line) if line else {"refused": LOST}
+    if "refused" in message:
+        raise McpError(message["refused"])
+    return message

@@ -1,10 +1,10 @@
-"""A process that holds the connection to an MCP server: what areal_x.agents.tools.mcp_tools starts.
+"""A process that holds the connection to an MCP server, started by areal_x.agents.tools.mcp_tools.
 
-    run ──(a line of JSON: a call, or that one is given up)──▶ worker ◀──MCP──▶ server
-    run ◀──(a line: that it is connected, a tool, that all are told; a call's text)── worker
+    run ──(a line of JSON: a call, or a cancellation)──▶ worker ◀──MCP──▶ server
+    run ◀──(a line: connected, a tool, end of the tools, or the text of a result)── worker
 
-What a server answers may be of any size and shape, and to parse it takes the interpreter's lock.
-Here that delays nobody but the server's own calls; what the run is told is short.
+A server's answer may have any size and shape, and parsing it holds the interpreter's lock. Here
+that delays only the server's own calls; messages to the run are short.
 """
 
 from __future__ import annotations
@@ -19,46 +19,46 @@ from typing import Any
 
 from areal_x.runtime import guard
 
-CHARACTERS = 1 << 18  # of an answer, and of what a tool says of itself
-LINE = 1 << 22  # bytes: such a text as JSON has it, and more than a call's arguments may be
+CHARACTERS = 1 << 18  # of a result, and of a tool's description
+LINE = 1 << 22  # bytes: enough for such a text in JSON, and for any call's arguments
 
 
 def main(path: list[str], server: Mapping[str, Any], parent: int) -> None:
-    """path: to import from. server: the fields of McpServer that say where it is. parent: this
-    process ends with it."""
+    """path: sys.path. server: the fields of McpServer that locate it. parent: this process ends
+    with it."""
     guard.die_with_parent(parent)
     sys.path[:] = path
-    told = os.dup(1)
-    os.dup2(2, 1)  # what a library prints is no answer
+    output = os.dup(1)
+    os.dup2(2, 1)  # output of libraries must not mix with the messages
 
-    def tell(message: Mapping[str, Any]) -> None:
+    def send(message: Mapping[str, Any]) -> None:
         data = json.dumps(message).encode() + b"\n"
         while data:
-            data = data[os.write(told, data) :]
+            data = data[os.write(output, data) :]
 
-    asyncio.run(serve(server, tell))
+    asyncio.run(serve(server, send))
 
 
-async def serve(server: Mapping[str, Any], tell: Callable[[Mapping[str, Any]], None]) -> None:
-    """Until the run closes its end, or the connection is lost."""
+async def serve(server: Mapping[str, Any], send: Callable[[Mapping[str, Any]], None]) -> None:
+    """Runs until the run closes its end, or the connection is lost."""
     listening = False
     try:
         async with AsyncExitStack() as stack:
             client = await connected(stack, server)
-            tell({"connected": True})
+            send({"connected": True})
             cursor = None
             while True:
                 page = await client.list_tools(cursor=cursor)
                 for tool in page.tools:
-                    tell({"tool": bounded(tool)})
+                    send({"tool": describe(tool)})
                 if (cursor := page.next_cursor) is None:
                     break
             listening = True
-            tell({"listed": True})
-            await calls(client, tell)
+            send({"listed": True})
+            await calls(client, send)
     except BaseException as error:
         if not listening:
-            tell({"refused": sentence(error)})
+            send({"refused": sentence(error)})
 
 
 async def connected(stack: AsyncExitStack, server: Mapping[str, Any]) -> Any:
@@ -82,23 +82,23 @@ async def connected(stack: AsyncExitStack, server: Mapping[str, Any]) -> Any:
     )
 
 
-def bounded(tool: Any) -> dict[str, Any]:
-    """What a model is told of a tool."""
-    told = {
+def describe(tool: Any) -> dict[str, Any]:
+    """Returns what the model reads about a tool."""
+    described = {
         "name": tool.name,
         "description": tool.description or "",
         "parameters": tool.input_schema,
     }
-    if (size := len(json.dumps(told))) > CHARACTERS:
+    if (size := len(json.dumps(described))) > CHARACTERS:
         raise ValueError(
-            f"what its tool {tool.name[:100]!r} says of itself has {size} characters, more than"
+            f"the description of its tool {tool.name[:100]!r} has {size} characters, more than"
             f" {CHARACTERS}"
         )
-    return told
+    return described
 
 
-async def calls(client: Any, tell: Callable[[Mapping[str, Any]], None]) -> None:
-    """Each call as a task of its own, until the run has no more."""
+async def calls(client: Any, send: Callable[[Mapping[str, Any]], None]) -> None:
+    """Runs each call as a task of its own, until the run sends no more."""
     lines = asyncio.StreamReader(limit=LINE)
     await asyncio.get_running_loop().connect_read_pipe(
         lambda: asyncio.StreamReaderProtocol(lines), sys.stdin.buffer
@@ -112,25 +112,25 @@ async def calls(client: Any, tell: Callable[[Mapping[str, Any]], None]) -> None:
                 block.text if block.type == "text" else f"[{block.type}]"
                 for block in result.content
             )
-            tell({"call": number, "text": shown(text), "failed": bool(result.is_error)})
+            send({"call": number, "text": shown(text), "failed": bool(result.is_error)})
         except Exception as error:
-            tell({"call": number, "error": sentence(error), "lost": is_closed(error)})
+            send({"call": number, "error": sentence(error), "lost": is_closed(error)})
             if is_closed(error):
-                lines.set_exception(EOFError())  # nothing more can be asked
+                lines.set_exception(EOFError())  # no more calls are possible
         finally:
             del running[number]
 
     async with asyncio.TaskGroup() as group:
         with suppress(EOFError):
             while line := await lines.readline():
-                asked = json.loads(line)
-                if "call" in asked:
-                    number = asked["call"]
+                request = json.loads(line)
+                if "call" in request:
+                    number = request["call"]
                     running[number] = group.create_task(
-                        call(number, asked["tool"], asked["arguments"])
+                        call(number, request["tool"], request["arguments"])
                     )
-                elif given_up := running.get(asked["cancel"]):
-                    given_up.cancel()
+                elif cancelled := running.get(request["cancel"]):
+                    cancelled.cancel()
         for task in running.values():
             task.cancel()
 

@@ -1,11 +1,11 @@
-"""A terminal for a model: a folder with files, a shell in it, and hidden tests that say what the
-episode was worth.
+"""A terminal for the model: a folder of files, a shell in it, and hidden tests that score the
+episode.
 
     train.workflow = @terminal()
     train.dataset = @my_tasks()    # Task("1", "Rename a to b.", ["hello"], {"files": {"a": "hello"}, "tests": ["cat b"]})
 
-Commands run in the sandbox (docs/sandbox.md), one process each; between them the folder is an
-archive that this episode holds.
+Commands run in the sandbox (docs/sandbox.md), each in a process of its own; between commands the
+episode holds the folder as an archive.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ from areal_x.sandbox.pool import Sandbox, SandboxLimits
 from areal_x.types import Outcome, Task
 
 PROGRAM = inspect.getsource(shell)
-PACKING_SECONDS = 10.0  # beside the command's own, for the archive
-BASE64 = 4 / 3  # characters of a byte
+PACKING_SECONDS = 10.0  # for the archive, in addition to the command's time
+BASE64 = 4 / 3  # characters per byte
 
 
 @dataclass(frozen=True)
 class CommandResult:
-    """What became of a command. code: its exit status; None where it was ended. output: what it
+    """The result of a command. code: its exit status; None if it was killed. output: what it
     printed."""
 
     output: str
@@ -46,7 +46,7 @@ class CommandResult:
     error: str | None = None
 
     def text(self) -> str:
-        """What a model is shown."""
+        """Returns the text that the model reads."""
         ended = self.error or (f"exit status {self.code}" if self.code else None)
         return (
             "\n".join(part for part in (self.output.rstrip("\n"), ended) if part)
@@ -55,40 +55,42 @@ class CommandResult:
 
 
 class Folder:
-    """The files of one episode, on which commands work one after the other. sandbox: made by
-    `sandbox_for` the same limits.
+    """The files of one episode, on which commands run one after the other. sandbox: from
+    `sandbox_for` with the same limits.
 
-    It is an archive, at most as large as that sandbox allows, however much it holds when it is
-    unpacked for a command.
+    The files are an archive, at most as large as that sandbox allows, however large they are when
+    it is unpacked for a command.
     """
 
     def __init__(self, sandbox: Sandbox, limits: SandboxLimits, files: Mapping[str, str]) -> None:
-        self._sandbox, self._limits = sandbox, limits
-        self._archive = archive(files)
+        self._sandbox = sandbox
+        self._limits = limits
+        self._archive = pack_files(files)
         self._lock = asyncio.Lock()
 
     async def run(self, command: str) -> CommandResult:
-        """What a command does stays. One that takes too much memory, files or processes leaves all
-        as it was before."""
+        """Runs a command and keeps its changes. A command that exceeds the limits on memory, files
+        or processes leaves the files unchanged."""
         async with self._lock:
-            ran, self._archive = await self._run(command, test=False)
-            return ran
+            result, self._archive = await self._run(command, test=False)
+            return result
 
-    async def look(self, command: str) -> CommandResult:
-        """What a command would do: nothing of it stays, so any number may look at once. It reads no
-        settings from the folder, and no module there in the place of Python's own."""
+    async def run_test(self, command: str) -> CommandResult:
+        """Runs a command and discards its changes, so any number may run at once. It reads no
+        settings from the folder, and no module there replaces one of Python's own."""
         return (await self._run(command, test=True))[0]
 
     async def _run(self, command: str, test: bool) -> tuple[CommandResult, str]:
-        limits, held = self._limits, self._archive
-        asked = {
+        limits = self._limits
+        held = self._archive
+        request = {
             "archive": held,
             "command": command,
             "seconds": limits.seconds,
             "characters": limits.output_characters,
             "test": test,
         }
-        result = await self._sandbox.run(PROGRAM, json.dumps(asked))
+        result = await self._sandbox.run(PROGRAM, json.dumps(request))
         if result.status != "ok" or result.truncated:
             why = (
                 "the folder would grow beyond its limit"
@@ -98,25 +100,25 @@ class Folder:
             return CommandResult(
                 "", None, f"{why}: the files are as they were before this command"
             ), held
-        told = json.loads(result.output)
+        reply = json.loads(result.output)
         late = (
             f"the command was ended after {limits.seconds:g} seconds"
-            if told["code"] is None
+            if reply["code"] is None
             else None
         )
-        return CommandResult(told["output"], told["code"], late), told["archive"]
+        return CommandResult(reply["output"], reply["code"], late), reply["archive"]
 
 
 def sandbox_for(limits: SandboxLimits, folder_mb: float, workers: int) -> Sandbox:
-    """One whose programs have, beside what a command may use, the time and the output that the
-    archive takes."""
+    """Returns a sandbox whose programs have, in addition to a command's limits, the time and the
+    output that the archive takes."""
     room = limits.output_characters + int(folder_mb * 1e6 * BASE64)
     return Sandbox(
         replace(limits, seconds=limits.seconds + PACKING_SECONDS, output_characters=room), workers
     )
 
 
-def archive(files: Mapping[str, str]) -> str:
+def pack_files(files: Mapping[str, str]) -> str:
     """A tar.gz of these texts, in base64."""
     packed = io.BytesIO()
     with tarfile.open(fileobj=packed, mode="w:gz", compresslevel=1) as tar:
@@ -155,15 +157,14 @@ class Shell:
 
 
 def share_of_tests(task: Task, text: str) -> float:
-    """The share of the hidden tests that printed what the answer says, blanks at the end of lines
-    and of the whole aside.
+    """Returns the share of the hidden tests that printed what the answer holds, apart from trailing
+    blanks and blank lines at the end.
 
-    text: a JSON list of what each test printed.
+    text: a JSON list of the tests' outputs.
     """
     printed = json.loads(text)
     right = [
-        lines(next_reply) == lines(wanted)
-        for next_reply, wanted in zip(printed, task.answer, strict=True)
+        lines(output) == lines(wanted) for output, wanted in zip(printed, task.answer, strict=True)
     ]
     return sum(right) / len(right)
 
@@ -178,33 +179,27 @@ def lines(text: str) -> list[str]:
 )
 @dataclass(frozen=True)
 class Terminal(ToolUse):
-    """Works in a folder with the tool `shell`, until a reply calls nothing; then hidden tests look
-    at the files.
+    """Works in a folder with the tool `shell`, until a reply calls nothing; then hidden tests
+    examine the files.
 
     A task's metadata holds "files", from name to text, and "tests", shell commands that run in the
-    folder afterwards, each on its own copy of it. A module of the folder cannot take the place of
-    one of Python's own there; a test that should not run what the model wrote at all says `python3
-    -I`. Its answer is a list of what each of them should print, which never comes near the sandbox:
-    a model that writes to the folder what a test would like has to know it.
-
-    reward: a function (task, text) -> number, or -> (number, {name: number}), text being a JSON
-    list of what the tests printed; by default the share of them that printed what they should.
-    limits: of each command, on the files of the folder too. folder_mb: of the folder packed, in
-    10^6 bytes: so much of the run's own memory an episode takes. workers: commands at once.
-    max_turns: most replies; a command of the last one is not run. result_characters: most that is
-    shown of a command's output. credit: what each reply's tokens get of the reward. template: more
-    variables of the chat template, as {"enable_thinking": False}. sampling: how completions are
-    drawn, each of at most sampling.max_tokens; the model's end tokens are added to its stop tokens.
-    reward_workers: most processes that judge at once. reward_timeout_seconds: after which a reward
-    is ended with its process. reward_limits: what that process may use beside time.
+    folder afterwards, each on its own copy. A module of the folder cannot replace one of Python's
+    own there; a test that must not run any code of the model's uses `python3 -I`. The task's answer
+    is a list of what each test should print, which never reaches the sandbox: a model cannot pass a
+    test without knowing its answer.
     """
 
     binding: ClassVar[str] = "terminal"
 
     reward: Reward = share_of_tests
+    """A function (task, text) -> number, or -> (number, {name: number}), where text is a JSON list
+    of the tests' outputs; by default the share of tests that printed what they should."""
     limits: SandboxLimits = field(default_factory=SandboxLimits)
+    """Limits of each command, and of the folder's files."""
     folder_mb: float = 4.0
+    """Largest packed folder, in 10^6 bytes, which each episode holds in the run's own memory."""
     workers: int = 4
+    """Most commands at once."""
     sandbox: Sandbox | None = None
     folder: Folder | None = None
 
@@ -214,7 +209,7 @@ class Terminal(ToolUse):
         at_least("terminal.workers", self.workers, 1)
 
     def setup(self, tokenizer: Any) -> Self:
-        """Raises UserError as `single_turn` does."""
+        """Raises: UserError as `single_turn` does."""
         return replace(
             super().setup(tokenizer), sandbox=sandbox_for(self.limits, self.folder_mb, self.workers)
         )
@@ -235,9 +230,11 @@ class Terminal(ToolUse):
         return await ToolUse.run(episode, task, engine)
 
     async def score(self, task: Task, text: str) -> Outcome:
-        assert self.folder is not None, "only an episode has files to judge"
-        looks = await asyncio.gather(*(self.folder.look(test) for test in task.metadata["tests"]))
-        return await super().score(task, json.dumps([ran.output for ran in looks]))
+        assert self.folder is not None, "only an episode has files to test"
+        results = await asyncio.gather(
+            *(self.folder.run_test(test) for test in task.metadata["tests"])
+        )
+        return await super().score(task, json.dumps([result.output for result in results]))
 
     async def close(self) -> None:
         await super().close()

@@ -1,4 +1,5 @@
-"""What a model may call: functions of yours, a calculator, programs in the sandbox, MCP servers.
+"""Tools that a model may call: Python functions, a calculator, programs in the sandbox, MCP
+servers.
 
     toolbox = Toolbox([weather, calculator(), python_executor(), mcp_server(command=("my-server",))])
     await toolbox.setup()
@@ -6,7 +7,8 @@
     text = await toolbox.call("weather", '{"city": "Oslo"}')
     await toolbox.close()
 
-A tool's mistakes and the model's are sentences that the model reads, never errors of the episode.
+Mistakes of a tool or of the model become sentences that the model reads, never errors of the
+episode.
 """
 
 from __future__ import annotations
@@ -27,20 +29,20 @@ from areal_x.runtime.thread import in_thread
 from areal_x.runtime.waits import waiting, whose
 from areal_x.sandbox.pool import Sandbox, SandboxLimits, shorten
 
-# {"type": "function", "function": {"name", "description", "parameters"}}, as OpenAI has it
+# OpenAI's {"type": "function", "function": {"name", "description", "parameters"}}
 Schema = Mapping[str, Any]
 
 
 class ToolError(Exception):
-    """Why a tool could not do what it was asked: the sentence is shown to the model as it is."""
+    """Why a tool failed: the model reads the message as it is."""
 
 
 @runtime_checkable
 class Tool(Protocol):
-    """One thing that a model may call.
+    """A tool that a model may call.
 
-    name: also in the schema. schema: OpenAI's. limits_itself: that it answers in time by itself, so
-    that the toolbox does not end it: for tools whose callers wait for each other.
+    name: the same as in the schema. schema: OpenAI's. limits_itself: True if it limits its own
+    time, so that the toolbox sets no timeout: for tools whose callers wait for each other.
     """
 
     @property
@@ -50,17 +52,17 @@ class Tool(Protocol):
     def schema(self) -> Schema: ...
 
     async def call(self, arguments: dict[str, Any]) -> str:
-        """arguments: those of the schema. Raises what it likes: the model is told; ToolError is
-        told as it is."""
+        """arguments: valid for the schema. May raise anything: the model reads the error; a
+        ToolError's message as it is."""
         ...
 
 
 @runtime_checkable
 class ToolSource(Protocol):
-    """What has to be started before there are tools; then it has one or several."""
+    """Starts something that provides one or more tools."""
 
     async def setup(self) -> Sequence[Tool]:
-        """Safe to call twice. Raises UserError where it cannot work."""
+        """Safe to call twice. Raises: UserError if it cannot work."""
         ...
 
     async def close(self) -> None:
@@ -88,23 +90,25 @@ class FunctionTool:
                 result = await result
         if isinstance(result, str):
             return result
-        # which may be as large as it likes
+        # in a thread, since the result may be of any size
         return await in_thread(json.dumps, result, ensure_ascii=False, default=str)
 
 
 def tool_of(function: Callable[..., Any]) -> FunctionTool:
-    """A tool of any function, async or not, that has type hints and a docstring of Google's kind
-    with each argument in it.
+    """Makes a tool of any function, async or not, with type hints and a Google-style docstring that
+    describes each argument.
 
-    One that blocks is run in a thread. What it returns is shown as it is where it is a text, else
-    as JSON. Raises UserError where no schema can be made of it.
+    A blocking function runs in a thread. A returned string is shown as it is, anything else as
+    JSON.
+
+    Raises: UserError if no schema can be derived from the function.
     """
     from transformers.utils import get_json_schema
 
     name = getattr(function, "__name__", repr(function))
     try:
         schema = get_json_schema(function)
-    except Exception as error:  # of transformers' own, several kinds
+    except Exception as error:  # transformers raises several kinds
         reason = " ".join(str(error).split())
         raise UserError(
             f"the function {name} cannot be a tool ({reason}): give every argument a type hint and"
@@ -127,7 +131,7 @@ class PythonTool:
 
     sandbox: Sandbox
     name: str = "python"
-    limits_itself: bool = True  # its time does not count while it waits for a place in the sandbox
+    limits_itself: bool = True  # waiting for a place in the sandbox does not count as its time
 
     @property
     def schema(self) -> Schema:
@@ -150,18 +154,17 @@ class PythonTool:
 @gin.configurable("python_executor")
 @dataclass(frozen=True)
 class PythonExecutor:
-    """The tool `python`: a program of the model, run in the sandbox (docs/sandbox.md). Each call is
-    a new process.
-
-    limits: of each program. workers: programs at once. packages: programs can import what is
-    installed beside the run. imports: modules imported in advance, so that programs which use them
-    start faster.
-    """
+    """The tool `python`: runs a program of the model in the sandbox (docs/sandbox.md), each call in
+    a new process."""
 
     limits: SandboxLimits = field(default_factory=SandboxLimits)
+    """What each program may use."""
     workers: int = 4
+    """Most programs at once."""
     packages: bool = True
+    """True if programs can import the packages installed beside the run."""
     imports: tuple[str, ...] = ()
+    """Modules imported in advance, so that programs that use them start faster."""
     sandbox: Sandbox = field(init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -182,11 +185,11 @@ class PythonExecutor:
 class Toolbox:
     """The tools of an episode, or of many at once.
 
-    tools: `Tool`s, `Source`s, and functions (see `tool_of`). tool_seconds: after which the model is
-    told that a tool did not answer; one that blocks in a thread goes on there, unheard.
-    result_characters: of what a tool answers; of more, the first and the last half are shown.
+    tools: `Tool`s, `ToolSource`s, and functions (see `tool_of`). tool_seconds: timeout of a call,
+    which the model reads about; a call blocked in a thread continues there, and its result is
+    discarded. result_characters: most of a result; of a longer one, the first and the last half.
 
-    Raises UserError for functions that cannot be tools, and for two tools of one name.
+    Raises: UserError for functions that cannot be tools, and for two tools of one name.
     """
 
     def __init__(
@@ -197,7 +200,8 @@ class Toolbox:
     ) -> None:
         positive("tool_seconds", tool_seconds)
         at_least("result_characters", result_characters, 16)
-        self.tool_seconds, self.result_characters = tool_seconds, result_characters
+        self.tool_seconds = tool_seconds
+        self.result_characters = result_characters
         self._given = [
             tool if isinstance(tool, Tool | ToolSource) else tool_of(tool) for tool in tools
         ]
@@ -209,8 +213,7 @@ class Toolbox:
                 self._add(tool, schemas.trusted_schema_error(parameters_of(tool)))
 
     async def setup(self) -> None:
-        """Starts what has to be started. Safe to call twice. Raises UserError where something
-        cannot work."""
+        """Starts the tool sources. Safe to call twice. Raises: UserError if one cannot work."""
         if self._ready:
             return
         async with self._starting:
@@ -236,15 +239,15 @@ class Toolbox:
 
     @property
     def schemas(self) -> tuple[Schema, ...]:
-        """Of all tools, in the order in which they were given; those of a `Source` are known after
+        """The schemas of all tools, in the given order; those of a `ToolSource` are known after
         `setup`."""
         return tuple(tool.schema for tool in self._tools.values())
 
     async def call(self, name: str, arguments: str) -> str:
-        """What the tool answers, or a sentence that says what was wrong. arguments: JSON, as the
+        """Returns the tool's result, or a sentence about what was wrong. arguments: JSON, as the
         model wrote it.
 
-        Raises only what ends the run: UserError and EngineError of a tool.
+        Raises only errors that end the run: UserError and EngineError of a tool.
         """
         await self.setup()
         if name not in self._tools:
@@ -258,8 +261,8 @@ class Toolbox:
         except ValueError as error:
             return f"The arguments of {name} are not valid JSON ({error}): write one JSON object."
         tool = self._tools[name]
-        if wrong := await schemas.arguments_mismatch(parameters_of(tool), arguments or "{}"):
-            return f"The arguments of {name} do not fit: {wrong}."
+        if mismatch := await schemas.arguments_mismatch(parameters_of(tool), arguments or "{}"):
+            return f"The arguments of {name} do not fit: {mismatch}."
         text = await self._answer(tool, parsed)
         return shorten(text, "", False, self.result_characters)[0]
 
@@ -282,14 +285,16 @@ class Toolbox:
                 f" {type(error).__name__}{': ' if reason else ''}{reason}"
             )
 
-    def _add(self, tool: Tool, wrong: str | None) -> None:
+    def _add(self, tool: Tool, error: str | None) -> None:
         if tool.name in self._tools:
             raise UserError(
-                f"two tools are called {tool.name!r}: rename one, so that a model can say which it"
-                " means"
+                f"two tools are called {tool.name!r}: rename one, so that a model can distinguish"
+                " them"
             )
-        if wrong is not None:
-            raise UserError(f"the parameters of the tool {tool.name!r} are no JSON schema: {wrong}")
+        if error is not None:
+            raise UserError(
+                f"the parameters of the tool {tool.name!r} are not a JSON schema: {error}"
+            )
         self._tools[tool.name] = tool
 
 

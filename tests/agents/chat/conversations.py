@@ -1,4 +1,4 @@
-"""Random conversations, and what each prompt of them must be: by the families' formats as they are known, not by rendering.
+"""Random conversations, and what each of their prompts must be: from the families' known formats, not by rendering.
 
 Nothing here knows how prompts are made: it is given a function that answers, and says what was wrong with the answers' prompts.
 """
@@ -25,7 +25,7 @@ OPEN = {
 
 @dataclass(frozen=True)
 class Said:
-    """What a function that answers gives back. message: the reply, as an agent is shown it."""
+    """The result of an answering function. message: the reply, as an agent sees it."""
 
     prompt: np.ndarray
     tokens: np.ndarray
@@ -34,8 +34,8 @@ class Said:
 
 @dataclass(frozen=True)
 class Place:
-    """Somewhere in a conversation where it may go on. thought: a reply since the user last spoke has reasoning. exact: every
-    reply is written as the template would write it."""
+    """A point of a conversation from which it may continue. thought: a reply since the last user message has reasoning. exact:
+    every reply is written as the template would write it."""
 
     messages: tuple[dict[str, Any], ...] = ()
     shown: tuple[dict[str, Any], ...] = ()  # the same as the agent sends them
@@ -47,7 +47,7 @@ class Place:
 
 @dataclass
 class Policy:
-    """Says sayings, thoughts and calls in tokens that no tokenizer would choose for them, and sometimes any tokens at all."""
+    """Generates sayings, thoughts and calls in tokens that no tokenizer would choose for them, or any tokens."""
 
     tokenizer: Any
     family: str
@@ -58,7 +58,7 @@ class Policy:
     most_noise: int = 30
 
     def say(self) -> tuple[list[int], bool, bool]:
-        """Tokens, whether they end the turn, and whether they are written as the template would."""
+        """Returns tokens, whether they end the turn, and whether they are written as the template would write them."""
         end = self.tokenizer.convert_tokens_to_ids(END[self.family])
         ended = bool(self.rng.random() < 0.8)
         if noisy := self.rng.random() < self.noise:
@@ -88,7 +88,7 @@ class Policy:
         return thought + said + "\n".join(f"<tool_call>\n{call}\n</tool_call>" for call in written)
 
     def pieces(self, text: str) -> list[int]:
-        """The text's tokens when it is cut at random places."""
+        """Returns the text's tokens when it is split at random positions."""
         tokens, at = [], 0
         while at < len(text):
             size = int(self.rng.integers(1, 8))
@@ -102,7 +102,7 @@ def begins(tokens: np.ndarray, held: np.ndarray) -> bool:
 
 
 def looks(place: Place) -> list[Any]:
-    """What an agent is told: all but ids and reasoning."""
+    """Returns what an agent sees of a message: everything except ids and reasoning."""
 
     def of(message: dict[str, Any]) -> Any:
         calls = [call["function"] for call in message.get("tool_calls") or []]
@@ -113,7 +113,7 @@ def looks(place: Place) -> list[Any]:
 
 @dataclass
 class Conversation:
-    """One agent's talk with a policy, which goes on, goes back, and is told of in the ways that clients tell of it."""
+    """One agent's conversation with a policy: it continues, goes back, and is sent in the ways that clients send it."""
 
     family: str
     seed: int
@@ -132,7 +132,7 @@ class Conversation:
         self.policy = Policy(self.tokenizer, self.family, self.rng, self.tools, thinks, self.noise, self.most_noise)
 
     async def run(self, answer: Callable[..., Awaitable[Said]], turns: int, branches: float = 0.2) -> None:
-        """answer(messages, tools, template, tokens, ended) is what the policy's tokens become."""
+        """answer(messages, tools, template, tokens, ended) returns what the policy's tokens become."""
         places = [Place()]
         for _ in range(turns):
             latest = places[-1] if self.rng.random() >= branches else places[self.rng.integers(len(places))]
@@ -151,8 +151,8 @@ class Conversation:
             places.append(Place(messages, shown, held, ended, thought, latest.exact and exact))
 
     def told_of(self, latest: Place, places: list[Place], got: Said) -> Place:
-        """The place itself, or another where the very same was said in other tokens and which the prompt begins with: whoever
-        asked twice and was told the same cannot say which of the two it goes on from."""
+        """Returns the point itself, or another with the same texts in other tokens, with which the prompt begins: after two
+        equal requests with equal answers, a client cannot specify which of the two it continues."""
         said = looks(latest)
         alike = [latest, *(place for place in places if place.held is not None and looks(place) == said)]
         return next((place for place in alike if place.held is not None and begins(got.prompt, place.held)), latest)
@@ -167,7 +167,7 @@ class Conversation:
         return [{"role": "user", "content": str(self.rng.choice(SAYINGS))}]
 
     def as_told(self, message: dict[str, Any]) -> dict[str, Any]:
-        """The message as some client would send it."""
+        """Returns the message as some client would send it."""
         told = dict(message)
         if self.rng.random() < 0.5:
             told.pop("reasoning_content", None)
@@ -210,15 +210,15 @@ class Conversation:
                 self.complain(f"is {text!r}, not {wanted!r}", got, latest)
 
     def keeps(self, latest: Place, said: list[dict[str, Any]]) -> bool:
-        """Whether the family's format still shows what is held: Qwen3 shows no reasoning from before the user last spoke, and
-        nowhere the empty one that it opens turns without thinking with; Llama shows nothing beside a call."""
+        """Returns True if the family's format still shows what is held: Qwen3 drops the reasoning from before the last user
+        message, and the empty one with which it opens turns without thinking; Llama shows nothing beside a call."""
         message = latest.messages[-1]
         if self.family == "llama31":
             return not (message.get("tool_calls") and message.get("content"))
         return self.family == "qwen25" or not (self.template or (said[0]["role"] == "user" and latest.thought))
 
     def behind(self, latest: Place, said: list[dict[str, Any]]) -> str:
-        """What stands behind a reply that is held: the rest of its turn, what was said to it, and the next turn opened."""
+        """Returns the text after a held reply: the rest of its turn, the following messages, and the next turn opened."""
         end = "" if latest.ended else END[self.family]
         if self.family == "llama31":
             turns = [
@@ -234,7 +234,7 @@ class Conversation:
         return f"{end}\n<|im_start|>user\n{said[0]['content']}<|im_end|>\n{OPEN[self.family]}"
 
     def written(self, messages: list[dict[str, Any]]) -> str:
-        """The whole conversation by the template, which is given what each reply thought."""
+        """Renders the whole conversation by the template, with each reply's reasoning."""
         ready = [{**m, "content": m.get("content") or ""} for m in messages]
         for message in ready:
             if calls := message.get("tool_calls"):

@@ -1,4 +1,4 @@
-"""Tokenizers with the chat templates of real families, and an engine that says what a test decides."""
+"""Tokenizers with the chat templates of real families, and a scripted engine."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ TOOLS = tuple(
 
 @cache
 def tokenizer_of(family):
-    """A byte-level BPE of a few hundred tokens: any bytes are some tokens, and most texts several."""
+    """Returns a byte-level BPE of a few hundred tokens: any bytes can be tokenised, and most texts in several ways."""
     bpe = Tokenizer(models.BPE())
     bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     bpe.decoder = decoders.ByteLevel()

@@ -1,4 +1,4 @@
-"""Conversations with a model that is there, through the embedded engine: what it said of each token, and a trainer says."""
+"""Conversations with a real model, through the embedded engine: log-probabilities by the engine and by a trainer."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ CONTEXT, TURNS, REPLY = 1536, 3, 12  # tokens, completions of a conversation, to
 
 
 def talked(family, backend, directory, seeds, slots=32):
-    """The trajectories of a conversation a seed, and of each of their trained tokens the log-probability by the engine, and by
-    the trainer."""
+    """Returns the trajectories of one conversation per seed, and for each of their trained tokens the log-probability by the
+    engine and by the trainer."""
     tokenizer = tokenizer_of(family)
     write_model(directory, vocab_size=len(tokenizer), max_position_embeddings=CONTEXT)
     config = TrainerConfig(model=ModelConfig(str(directory)), optimizer=OptimizerConfig(), micro_batch_rows=8)

@@ -1,4 +1,4 @@
-"""What each call's tokens get of their episode's reward, against formulas that know nothing of lines."""
+"""The part of an episode's reward that each call's tokens get, against formulas that do not know of merging."""
 
 import numpy as np
 import pytest
@@ -23,11 +23,11 @@ TASK = Task("t", "")
 
 
 class Nothing:
-    """A policy that is asked for nothing."""
+    """A policy that is never called."""
 
 
 def calls_of(seed, steps, given_rewards):
-    """Calls of which each generated some tokens and wrote its own number into their log-probabilities."""
+    """Calls that each generated some tokens and wrote their own number into the log-probabilities."""
     agent = Agent(seed)
     for kind in steps:
         agent.step(kind)
@@ -39,14 +39,14 @@ def calls_of(seed, steps, given_rewards):
 
 
 def batch_of(episode, advantages, **parts):
-    """The batch of a group of this episode and one that earned nothing."""
+    """Returns the batch of a group of this episode and one with reward 0."""
     other = episode_of_calls([call([1], [2], logprobs=[-99.0])], Scored(0.0), Credit())
     algorithm = Algorithm(**{**vars(recipes.grpo()), "advantages": advantages, "filters": (), **parts})
     return make_batches([Group(TASK, 0, 0, (episode, other))], algorithm, 256, Models(Nothing()))[0]
 
 
 def by_call(batch, values, calls):
-    """The values of each call's tokens, in order."""
+    """Returns the values of each call's tokens, in order."""
     own = [batch.mask & (batch.behavior_logp == -index - 1.0) for index in range(len(calls))]
     return [values[places] for places in own]
 

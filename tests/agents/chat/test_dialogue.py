@@ -1,4 +1,4 @@
-"""What a speaker records, where a stop text cuts, and how a dialogue grows."""
+"""The calls that a chat engine records, where a stop text cuts, and how a dialogue grows."""
 
 import asyncio
 from contextlib import suppress

@@ -1,4 +1,4 @@
-"""What completions say, as models write them and as they should not."""
+"""Completions as models write them, well-formed and malformed."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""A prompt begins with the tokens that its conversation holds, as far as its template shows what they say."""
+"""A prompt begins with the tokens that its conversation holds, as far as its template shows them."""
 
 import asyncio
 
@@ -22,14 +22,14 @@ AGAIN = {"role": "user", "content": "try again"}
 
 
 def speaking(family, *replies, **how):
-    """A speaker that will say these texts, each in single characters, which is not how a tokenizer writes them."""
+    """A chat engine that will generate these texts, each in single characters, which no tokenizer would choose."""
     tokenizer = tokenizer_of(family)
     tokens = [reply if isinstance(reply, list) else spelt(tokenizer, reply) for reply in replies]
     return ChatEngine(TemplateRenderer(tokenizer), Says(*tokens, **how)), tokenizer
 
 
 def spelt(tokenizer, text):
-    """Character by character, but for what is a token of its own."""
+    """Tokenises character by character, except for special tokens."""
     special = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
     tokens = []
     while text:
@@ -44,7 +44,7 @@ def say(speaker, *messages, **how):
 
 
 def behind(tokenizer, first, second):
-    """What a prompt has behind the tokens of an earlier answer, or None where it does not begin with them."""
+    """Returns the part of a prompt after the tokens of an earlier answer, or None if it does not begin with them."""
     held = np.concatenate([first.prompt, first.completion.tokens])
     if not np.array_equal(second.prompt[: len(held)], held):
         return None

@@ -1,4 +1,4 @@
-"""Conversations as a real vLLM server renders and reads them, beside transformers."""
+"""Conversations rendered and parsed by a real vLLM server, compared with transformers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is recorded of a conversation's tokens is what a trainer says of them, wherever templates put them."""
+"""The log-probabilities recorded in a conversation equal the trainer's, wherever templates put the tokens."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Conversations with a `Speaker`: whether prompts are what they must be, and what was generated is what is trained on."""
+"""Checks conversations with a `ChatEngine`: that prompts are what they must be, and that exactly the generated tokens are
+trained on."""
 
 from __future__ import annotations
 
@@ -17,8 +18,8 @@ from tests.agents.chat.speaking import Says, tokenizer_of
 
 @dataclass(frozen=True)
 class Truth:
-    """What one conversation showed. complaints: what was wrong, in words. kept: prompts that had to begin with held tokens, and
-    rewritten: that had to be made of text. different: prompts whose text, tokenised, would be other tokens."""
+    """The result of one conversation. complaints: errors, in words. kept: prompts that had to begin with held tokens.
+    rewritten: prompts that had to be tokenised. different: prompts whose text has another tokenisation."""
 
     complaints: tuple[str, ...]
     kept: int
@@ -32,7 +33,7 @@ class Truth:
 async def truth_of(
     family: str, seed: int, turns: int = 8, branches: float = 0.2, noise: float = 0.2, most_noise: int = 30
 ) -> Truth:
-    """turns: completions that are asked for. noise: of how many the tokens are any at all."""
+    """turns: number of completions. noise: share of completions with arbitrary tokens."""
     tokenizer = tokenizer_of(family)
     engine = Says(context=10**6)
     speaker = ChatEngine(TemplateRenderer(tokenizer), engine)

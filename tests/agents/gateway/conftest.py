@@ -1,4 +1,4 @@
-"""A gateway on the loop of another thread, as in a run, and sessions of it over scripted models."""
+"""A gateway on the loop of another thread, as in a run, and sessions over scripted models."""
 
 from __future__ import annotations
 

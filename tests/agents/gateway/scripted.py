@@ -1,4 +1,4 @@
-"""A model of which a test says every word: its tokens are characters, and its template shows all that it was given."""
+"""A model whose every word a test decides: its tokens are characters, and its template shows everything that it was given."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class Letters:
 
 
 class Scripted:
-    """An engine that says what `says` makes of the prompt's text, once the test lets it."""
+    """An engine that generates `says` of the prompt's text, once the test allows it."""
 
     def __init__(self, says="hello", *, context=100_000, held=False):
         self.says = says if callable(says) else lambda prompt: says
@@ -111,7 +111,7 @@ RUN = SamplingParams(max_tokens=2000, temperature=1.0, stop_token_ids=(0,))
 
 @dataclass
 class Talk:
-    """A session and everything that a test does with it, from another thread than the gateway's."""
+    """A session and everything that a test does with it, from a thread other than the gateway's."""
 
     session: object
     engine: Scripted
@@ -131,7 +131,7 @@ class Talk:
         return self.client(anthropic.Anthropic, base_url=self.session.url)
 
     def client(self, kind, **how):
-        """One of its own, closed with the session."""
+        """Returns a client of the test's own, closed with the session."""
         self.clients.append(kind(**{"base_url": self.session.base_url, "api_key": self.session.key, **how}))
         return self.clients[-1]
 
@@ -147,7 +147,7 @@ class Talk:
         return self.do(self.session.calls)
 
     def do(self, function, *arguments):
-        """On the gateway's loop."""
+        """Calls a function on the gateway's loop."""
 
         async def done():
             return function(*arguments)
@@ -155,7 +155,7 @@ class Talk:
         return self.run(done())
 
     def until(self, condition):
-        """Lets the gateway's loop turn until something holds there."""
+        """Runs the gateway's loop until a condition holds there."""
 
         async def turn():
             while not condition():

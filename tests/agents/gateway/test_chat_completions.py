@@ -139,7 +139,7 @@ def test_calls_that_were_asked_for_and_not_made_are_counted_and_said_once(talk, 
     assert asked(add + add, parallel_tool_calls=False) == ["parallel_tool_calls"]
     assert asked(add, parallel_tool_calls=False) == []
     assert one.session.overruled == {"tool_choice": 4, "parallel_tool_calls": 1}
-    said = [record.getMessage().split(" asked for ")[1].split()[0] for record in caplog.records]
+    said = [record.getMessage().split(" requested ")[1].split()[0] for record in caplog.records]
     assert sorted(said) == ["parallel_tool_calls", "tool_choice"]
     run(fresh.close())
 
@@ -352,7 +352,7 @@ def test_what_cannot_be_done_is_refused_by_name(talk, wrong, param):
     [{"type": "string"}, {"type": "object", "properties": {"a": {"type": "integr"}}}, {"properties": []}, {"required": "a"}],
 )
 def test_a_schema_that_is_none_is_refused_with_what_is_wrong(talk, parameters):
-    with pytest.raises(openai.BadRequestError, match="no JSON schema") as error:
+    with pytest.raises(openai.BadRequestError, match="not a JSON schema") as error:
         talk().chat(tools=[{"type": "function", "function": {"name": "f", "parameters": parameters}}])
     assert (error.value.code, error.value.param) == ("invalid_tool_schema", "tools.0.function.parameters")
 

@@ -1,4 +1,4 @@
-"""Who opens connections and has no key: silent ones, headers without an end, more than there are descriptors."""
+"""Connections without a key: silent ones, endless headers, more than there are file descriptors."""
 
 import contextlib
 import logging
@@ -17,7 +17,7 @@ from tests.agents.gateway.test_gateway import HI, in_background, post
 
 @pytest.fixture
 def small(monkeypatch, run):
-    """Starts a gateway of 8 connections that waits a moment for headers."""
+    """Starts a gateway with at most 8 connections that waits a moment for headers."""
     started = []
 
     def start(seconds=0.2, most=8):
@@ -42,7 +42,7 @@ def connected(served):
 
 
 def rest(connection):
-    """What comes until the other side closes."""
+    """Returns everything received until the other side closes."""
     said = b""
     try:
         while more := connection.recv(1 << 16):
@@ -132,7 +132,7 @@ def test_an_idle_connection_is_kept_for_the_next_request(small):
 
 
 def test_a_body_without_a_key_is_not_read(small):
-    """Neither that of a session, nor of one to be opened."""
+    """Neither a session's key, nor one that opens sessions."""
     served = small(seconds=60)
     served.on_open = object()
     for path in ("/sessions", "/v1/chat/completions"):

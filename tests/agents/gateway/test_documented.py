@@ -1,4 +1,4 @@
-"""docs/gateway.md says of every parameter of the three APIs what becomes of it, and the code does that."""
+"""docs/gateway.md lists every parameter of the three APIs and its effect, and the code agrees."""
 
 import re
 from dataclasses import fields
@@ -38,7 +38,7 @@ def names(text):
 
 
 def said_of(title):
-    """The parameters that are taken, that change nothing, and that are refused."""
+    """Returns the parameters that are accepted, that have no effect, and that are refused."""
     text = section(title)
     taken = set(re.findall(r"^\| `(\w+)` \|", text, re.MULTILINE))
     return taken, names(re.search(r"Change nothing: (.*)", text)[1]), names(re.search(r"any other: (.*)", text)[1])

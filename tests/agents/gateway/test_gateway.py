@@ -1,9 +1,10 @@
-"""Sessions over a real server: keys, rewards, limits, clients that go away, many at once, and the end."""
+"""Sessions over a real server: keys, rewards, limits, clients that disconnect, concurrency, and the end."""
 
 import asyncio
 import json
 import signal
 import socket
+import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 
@@ -27,7 +28,7 @@ def post(one, path, body=None, key=None, **more):
 
 
 def in_background(function, *arguments):
-    """Its future; the pool's thread ends with it."""
+    """Returns a future; the pool's thread ends with it."""
     pool = ThreadPoolExecutor(1)
     future = pool.submit(function, *arguments)
     pool.shutdown(wait=False)
@@ -51,6 +52,34 @@ def gateway_of(run):
     yield start
     for served in started:
         run(served.close())
+
+
+WITHOUT = """
+import importlib.util as util
+found = util.find_spec
+util.find_spec = lambda name, package=None: None if name == {package!r} else found(name, package)
+from areal_x.errors import UserError
+try:
+    {needing}
+except UserError as error:
+    print(error)
+"""
+
+
+@pytest.mark.parametrize(
+    ("package", "needing"),
+    [
+        ("starlette", "import areal_x.agents.online"),
+        ("pydantic", "import areal_x.agents.agent"),
+        ("uvicorn", "from areal_x.agents import Gateway"),
+        ("jsonschema", "from areal_x.agents import Calculator, Toolbox; Toolbox([Calculator()])"),
+    ],
+)
+def test_a_package_of_the_extra_that_is_missing_is_named_with_the_command(package, needing):
+    program = WITHOUT.format(package=package, needing=needing)
+    said = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout
+    assert package in said
+    assert "pip install 'areal-x[agents]'" in said
 
 
 # Keys and addresses
@@ -201,7 +230,7 @@ def test_a_session_that_was_closed_is_over_for_its_agent_and_failed_for_the_work
     with pytest.raises(openai.ConflictError):
         one.chat()
     assert post(one, "/end", {"reward": 1}).status_code == 409
-    assert run(one.session.ended()) == Failed("the session was closed before the agent had ended it")
+    assert run(one.session.ended()) == Failed("the session was closed before the agent ended it")
     assert len(one.calls()) == 1
 
 
@@ -232,7 +261,7 @@ def test_a_session_tells_its_state_in_numbers(talk):
 
 
 def counted():
-    """An HTTP client of OpenAI's that counts what it sends, so that a test sees whether anything was tried again."""
+    """OpenAI's HTTP client, which counts its requests, so that a test sees any retry."""
     sent = []
     return sent, openai.DefaultHttpxClient(event_hooks={"request": [sent.append]})
 

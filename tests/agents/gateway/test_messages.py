@@ -200,7 +200,7 @@ calls = st.lists(st.builds(ToolCall, texts, texts, arguments), max_size=3).map(t
 
 @given(st.builds(Reply, st.none() | texts, st.none() | texts, calls))
 def test_what_comes_back_is_the_message_that_the_model_gave(reply):
-    """Else its tokens would not be found again. Arguments that are JSON may be spaced otherwise."""
+    """Otherwise its tokens would not be found again. Spaces within JSON arguments may differ."""
     answer = ChatAnswer(letters("p"), Completion(letters("c"), [0.0], [0], "stop"), reply)
     body = json.dumps({"messages": HI, "max_tokens": 5}).encode()
     said = Messages(body, "msg_1").whole([CallAnswer("msg_1", answer)])
@@ -214,7 +214,7 @@ def test_what_comes_back_is_the_message_that_the_model_gave(reply):
 
 
 def parsed(text):
-    """JSON objects as they are; all else, also JSON, stays text."""
+    """JSON objects as they are; everything else, other JSON included, stays text."""
     try:
         value = json.loads(text)
     except ValueError:

@@ -1,4 +1,4 @@
-"""All three APIs over a real tokenizer, with the template of a real family and a policy that spells as no tokenizer would."""
+"""All three APIs over a real tokenizer, with the template of a real family and a policy that tokenises unusually."""
 
 import json
 
@@ -25,7 +25,7 @@ RESULTS = ["raining", "fine"]
 
 
 def spelled(text, seed):
-    """Tokens of a text, split at places where no tokenizer would split it."""
+    """Returns tokens of a text, split where no tokenizer would split it."""
     tokenizer, rng = tokenizer_of(FAMILY), np.random.default_rng(seed)
     tokens, at = [], 0
     while at < len(text):

@@ -1,4 +1,4 @@
-"""Answers in JSON, as official clients ask for them: in words to the model, and looked at afterwards."""
+"""JSON response formats, as official clients request them: the model is instructed, and the reply is checked."""
 
 import asyncio
 import json
@@ -21,7 +21,7 @@ SAYS = '{"total": 4}'
 
 
 def shown(one) -> dict:
-    """The schema in the prompt, which begins with the system's message."""
+    """Returns the schema in the prompt, which begins with the system message."""
     system = one.engine.prompts[-1].split(END)[0]
     assert system.startswith("system:")
     return json.loads(system.partition("describes it: ")[2])
@@ -96,5 +96,5 @@ def test_nothing_that_a_schema_refers_to_is_fetched(monkeypatch):
 
 def test_a_schema_that_is_none_is_refused(talk):
     wanted = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "row"}}}
-    with pytest.raises(openai.BadRequestError, match="no JSON schema"):
+    with pytest.raises(openai.BadRequestError, match="no valid JSON schema"):
         talk().openai.chat.completions.create(model="m", messages=HI, response_format=wanted)

@@ -203,7 +203,7 @@ replies = st.builds(
 
 @given(st.lists(replies, min_size=1, max_size=3))
 def test_what_comes_back_is_the_message_that_the_model_gave(replies):
-    """Over any number of turns: else its tokens would not be found again."""
+    """Over any number of turns: otherwise its tokens would not be found again."""
     exchange = Responses(b'{"input": "hi"}', "resp_1", 0, str, {})
     items, messages = [], []
     for index, reply in enumerate(replies):

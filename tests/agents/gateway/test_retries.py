@@ -1,4 +1,4 @@
-"""Clients whose connection is cut after their answer was made."""
+"""Clients whose connection is cut after their response was computed."""
 
 import socket
 import threading
@@ -15,7 +15,7 @@ from tests.agents.gateway.test_gateway import HI
 
 @contextmanager
 def cutting(port, cuts):
-    """The port of a proxy that reads the first `cuts` answers and hands none of them on."""
+    """Returns the port of a proxy that reads the first `cuts` responses and forwards none of them."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         left = [cuts]
 
@@ -47,7 +47,7 @@ def cutting(port, cuts):
 
 
 def pump(source, sink):
-    """From one socket to another, until either ends; then both do."""
+    """Forwards from one socket to another until either ends; then both do."""
     try:
         while data := source.recv(1 << 16):
             sink.sendall(data)
@@ -124,7 +124,7 @@ def test_a_request_that_was_named_has_one_answer(talk):
 
 
 def test_an_answer_that_nobody_was_there_to_read_is_no_call(talk, gateway):
-    """The client goes while its answer is written: it is larger than what sockets hold, and read by nobody."""
+    """The client disconnects while its response is written, which is larger than socket buffers."""
     one = talk("x" * 2000)
     gateway._server._listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)  # of what it accepts from now on
     body = b'{"messages":[{"role":"user","content":"hi"}],"n":100,"stream":true}'

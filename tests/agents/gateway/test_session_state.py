@@ -212,7 +212,7 @@ class AnySession(RuleBasedStateMachine):
         self.over = False
 
     def tried(self, allowed, change, *arguments):
-        """Does it, and says whether it was done; it must be done exactly where the model allows it."""
+        """Performs an action, and returns True if it succeeded; it must succeed exactly when the model allows it."""
         self.look()
         try:
             change(*arguments, self.now)
@@ -223,7 +223,7 @@ class AnySession(RuleBasedStateMachine):
         return done
 
     def look(self):
-        """What any request does."""
+        """The effect of any request."""
         self.over = self.over or self.now >= 1000 or (not self.running and self.now >= self.touched + 60)
         if not self.over:
             self.touched = self.now

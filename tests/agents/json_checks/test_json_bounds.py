@@ -18,7 +18,7 @@ values = st.recursive(
 
 
 def measured(value):
-    """Depth, and brackets and commas."""
+    """Returns the depth, and the number of brackets and commas."""
     inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else None
     if inner is None:
         return 0, 0

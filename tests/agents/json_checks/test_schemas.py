@@ -1,4 +1,4 @@
-"""JSON schemas from elsewhere: what does not fit is said, and what no check would end with is refused."""
+"""JSON schemas from elsewhere: mismatches are reported, and checks that would not end are refused."""
 
 import asyncio
 import json

@@ -28,7 +28,7 @@ def fails() -> str:
 
 @server.tool()
 def environment(name: str) -> str:
-    """What a variable holds."""
+    """Returns the value of a variable."""
     return os.environ.get(name, "nothing")
 
 
@@ -47,13 +47,13 @@ def dies() -> str:
 
 @server.tool()
 def process() -> int:
-    """The server's process."""
+    """Returns the server's process id."""
     return os.getpid()
 
 
 @server.tool()
 def answers(kind: str) -> CallToolResult:
-    """Far too much."""
+    """Returns far too much."""
     match kind:
         case "a text":
             return CallToolResult(content=[TextContent(type="text", text="is it " * 10**6)])

@@ -46,7 +46,7 @@ def test_arithmetic_has_its_value(expression, value):
 
 
 def answer(expression):
-    """As the model is shown it."""
+    """Returns the number as the model sees it."""
     try:
         return compute(expression)
     except ToolError as error:
@@ -77,7 +77,7 @@ def test_any_expression_has_the_value_that_fractions_give_it(expression):
 
 
 def _fraction(expression):
-    """By a reader of brackets that knows nothing of Python's; None where something is divided by zero."""
+    """Evaluates by a bracket parser that does not use Python's; None if something is divided by zero."""
     if not expression.startswith("("):
         return Fraction(expression)
     depth, words = 0, []
@@ -116,7 +116,7 @@ def _fraction(expression):
         ("round(1, ndigits=1)", "does not know|arithmetic only"),
         ("sqrt(-1)", "has no value"),
         ("sqrt(1, 2)", "has no value"),
-        ("(-8) ** 0.5", "no real number"),
+        ("(-8) ** 0.5", "not a real number"),
         ("9 ** 9 ** 9", "more than 1000 digits"),
         ("2 ** 4000", "more than 1000 digits"),
         ("10 ** 500 * 10 ** 600", "more than 1000 digits"),

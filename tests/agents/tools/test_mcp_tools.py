@@ -1,4 +1,4 @@
-"""Tools of a real MCP server, started as a process or reached at an address."""
+"""Tools of a real MCP server, started as a process or reached at a URL."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def gone(pid):
 
 
 def answers(server, *calls, **settings):
-    """Of one toolbox, one call after the other."""
+    """Returns the results of one toolbox, one call after the other."""
 
     async def run():
         toolbox = Toolbox([server], **settings)
@@ -156,7 +156,7 @@ def test_without_the_package_it_says_what_to_install(monkeypatch):
 
 
 def test_a_tool_that_says_too_much_of_itself_is_refused():
-    with pytest.raises(UserError, match=r"what its tool 'big' says of itself has \d+ characters, more than 262144"):
+    with pytest.raises(UserError, match=r"the description of its tool 'big' has \d+ characters, more than 262144"):
         answers(McpServer((*COMMAND, "many")))
 
 
@@ -176,7 +176,7 @@ def test_an_answer_is_cut_and_says_so():
 
 
 def test_a_call_that_is_given_up_goes_on_nowhere():
-    """And the connection serves the next."""
+    """And the connection serves the next call."""
 
     async def run():
         server = McpServer(COMMAND)
@@ -185,7 +185,7 @@ def test_a_call_that_is_given_up_goes_on_nowhere():
             for _ in range(3):
                 with pytest.raises(TimeoutError):
                     await asyncio.wait_for(tools["sleeps"].call({}), 0.2)
-            return await tools["add"].call({"a": 1, "b": 1}), server.connection._asked
+            return await tools["add"].call({"a": 1, "b": 1}), server.connection._pending
         finally:
             await server.close()
 

@@ -1,4 +1,4 @@
-"""A folder with a shell in it: what stays, what does not, and what a model is told."""
+"""A folder with a shell in it: what persists, what does not, and what the model sees."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ FILES = {"notes/a.txt": "first\n", "one.py": "print(1)\n"}
 
 
 def typed(*commands: str, files=FILES, folder_mb=1.0, **limits) -> list[str]:
-    """What a model is shown of commands, one after the other."""
+    """Returns what the model sees of commands, one after the other."""
 
     async def shown() -> list[str]:
         each = SandboxLimits(**limits)
@@ -70,9 +70,9 @@ def test_a_command_that_prints_without_end_is_shown_in_part():
     ],
 )
 def test_a_command_that_breaks_what_is_around_it_leaves_the_files_as_they_were(command, why):
-    told, after = typed(command, "ls")
-    assert why in told
-    assert told.endswith("the files are as they were before this command")
+    reply, after = typed(command, "ls")
+    assert why in reply
+    assert reply.endswith("the files are as they were before this command")
     assert after == "notes\none.py"
 
 
@@ -83,7 +83,7 @@ def test_commands_of_one_reply_run_one_after_the_other_and_looking_changes_nothi
         folder = Folder(sandbox, limits, {"count": ""})
         try:
             await asyncio.gather(*(folder.run(f"echo {i} >> count") for i in range(6)))
-            await asyncio.gather(*(folder.look("rm count") for _ in range(3)))
+            await asyncio.gather(*(folder.run_test("rm count") for _ in range(3)))
             return (await folder.run("sort count | tr -d '\\n'")).output
         finally:
             await sandbox.close()
@@ -114,8 +114,8 @@ def test_a_test_imports_no_module_of_the_model_in_the_place_of_pythons_own():
         sandbox = sandbox_for(limits, 4.0, workers=2)
         folder = Folder(sandbox, limits, files)
         try:
-            ran = await asyncio.gather(*(folder.look(test) for test in tests))
-            return [one.output.strip() for one in ran], (await folder.run("python3 main.py")).output
+            result = await asyncio.gather(*(folder.run_test(test) for test in tests))
+            return [one.output.strip() for one in result], (await folder.run("python3 main.py")).output
         finally:
             await sandbox.close()
 

@@ -1,4 +1,4 @@
-"""Whatever a model asks of a tool, it gets a text."""
+"""Whatever a model requests of a tool, it gets a text."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def test_a_configurable_of_gin_becomes_a_tool_with_what_is_bound():
     [
         ("wether", "{}", "There is no tool 'wether'; the tools are: weather, lookup; did you mean 'weather'?."),
         ("weather", "{", "The arguments of weather are not valid JSON"),
-        ("weather", '{"city": NaN}', "NaN is no JSON number"),
+        ("weather", '{"city": NaN}', "NaN is not a JSON number"),
         ("weather", "[" * 100_000, "are not valid JSON"),
         ("weather", "[]", "do not fit: [] is not of type 'object'."),
         ("weather", '"Oslo"', "do not fit: 'Oslo' is not of type 'object'."),
@@ -245,9 +245,9 @@ def test_a_tool_without_a_json_schema_is_refused_wherever_it_comes_from():
         async def close(self):
             pass
 
-    with pytest.raises(UserError, match="'wrong' are no JSON schema: 'objekt' is not valid"):
+    with pytest.raises(UserError, match="'wrong' are not a JSON schema: 'objekt' is not valid"):
         Toolbox([Wrong()])
-    with pytest.raises(UserError, match="'wrong' are no JSON schema: 'objekt' is not valid"):
+    with pytest.raises(UserError, match="'wrong' are not a JSON schema: 'objekt' is not valid"):
         asyncio.run(Toolbox([Listing()]).setup())
 
 
