@@ -1,11 +1,10 @@
-"""The embedded engine: a backend's own batched sampler behind the engine's contract, in this
-process.
+"""The embedded engine: a backend's own batched sampler behind the engine contract, in this process.
 
     generate() ──▶ waiting ──fill──▶ slots ──decode──▶ slots … ──finished──▶ the awaiting coroutine
 
-`SlotScheduler` is the whole of the scheduling as a state machine without thread or device: who waits, who
-holds which slot, what each has said so far. `EmbeddedEngine` drives it from one worker thread,
-which alone touches the sampler.
+`SlotScheduler` is the whole scheduling as a state machine without thread or device: which request
+waits, which holds a slot, and the tokens of each so far. `EmbeddedEngine` drives it from one worker
+thread, the only one that touches the sampler.
 """
 
 from __future__ import annotations
@@ -35,27 +34,26 @@ from areal_x.protocols.sampler import Decoded, Sampler, SlotRequest
 from areal_x.runtime import background, timeline
 from areal_x.runtime.waits import waiting
 
-# tokens a slot may grow between two looks at who waits, was cancelled, or wants the weights swapped
-STEPS = 64
-BLIND = (
-    "and the embedded engine sees only with train.backend = 'torch' and a model that sees: set both"
+# Tokens that a slot may grow by between two checks for new requests, cancellations and swaps.
+DECODE_STEPS = 64
+NO_IMAGES = (
+    "which the embedded engine supports only with train.backend = 'torch' and a model with a vision"
+    " tower: set both"
 )
-# decode returns early once 1/8 of the slots are free for those who wait: a refill costs about a
-# step
+# `decode` returns early once 1/8 of the slots are free for waiting requests: a refill costs about as
+# much as a step.
 REFILL_SHARE = 8
 
 
 @gin.configurable("embedded")
 @dataclass(frozen=True)
 class EmbeddedConfig:
-    """The embedded engine's size.
-
-    slots: sequences decoded at once. context: longest prompt and completion together, in tokens; 0
-    takes train.row_length.
-    """
+    """The size of the embedded engine."""
 
     slots: int = 64
+    """Number of sequences decoded at once."""
     context: int = 0
+    """Maximum length of prompt and completion together, in tokens; 0 takes train.row_length."""
 
     def __post_init__(self) -> None:
         positive("embedded.slots", self.slots)
@@ -78,7 +76,12 @@ class RunningRequest:
             np.int32
         )
         return SlotRequest(
-            slot, so_far, len(self.tokens), self.request.sampling, self.seed, self.request.images
+            slot=slot,
+            tokens=so_far,
+            generated=len(self.tokens),
+            sampling=self.request.sampling,
+            seed=self.seed,
+            images=self.request.images,
         )
 
     def completion(self) -> Completion:
@@ -92,12 +95,12 @@ class RunningRequest:
 
 
 class SlotScheduler:
-    """Which request waits, which holds a slot, and what each has said. Knows no clock, thread or
+    """Decides which requests hold slots, and records the tokens of each. Knows no clock, thread or
     sampler.
 
     A ticket names a request from `submit` to its completion or cancellation. Waiting requests get
-    slots in the order they came, the lowest first: with the same requests an idle engine computes
-    the same, whatever it did before.
+    slots in order of arrival, the lowest slot first: given the same requests, an idle engine
+    computes the same tokens whatever it did before.
     """
 
     def __init__(self, slots: int) -> None:
@@ -113,7 +116,7 @@ class SlotScheduler:
         return ticket
 
     def admit(self) -> list[SlotRequest]:
-        """Moves waiting requests into free slots; the result is to be filled."""
+        """Moves waiting requests into free slots and returns what is to be filled."""
         admitted = []
         for ticket in list(self.waiting)[: len(self.free)]:
             slot = self.free.pop(0)
@@ -122,13 +125,13 @@ class SlotScheduler:
         return admitted
 
     def refill(self) -> list[SlotRequest]:
-        """All that runs, prompt and what was generated so far: what new weights have to
-        recompute."""
+        """Returns all running requests, with prompt and generated tokens, whose caches must be
+        recomputed under new weights."""
         return [running.slot_request(slot) for slot, running in self.running.items()]
 
     def record(self, decoded: Decoded, version: int) -> list[tuple[int, Completion]]:
-        """Appends what `version` decoded; the tickets that finished, with their completions. Their
-        slots are free again."""
+        """Appends what `version` decoded. Returns the tickets that finished, with their
+        completions; their slots are free again."""
         done = []
         for slot, running in list(self.running.items()):
             count = int(decoded.counts[slot])
@@ -141,7 +144,7 @@ class SlotScheduler:
         return done
 
     def cancel(self, ticket: int) -> int | None:
-        """Forgets a request; the slot to be freed if it held one."""
+        """Discards a request. Returns the slot to be freed, or None if it held none."""
         self.waiting.pop(ticket, None)
         slot = next((s for s, running in self.running.items() if running.ticket == ticket), None)
         if slot is not None:
@@ -150,7 +153,7 @@ class SlotScheduler:
         return slot
 
     def clear(self) -> None:
-        """Forgets everything that waits or runs."""
+        """Discards all waiting and running requests."""
         self.free = sorted([*self.free, *self.running])
         self.waiting, self.running = {}, {}
 
@@ -163,11 +166,11 @@ class StagedSnapshot(Staged):
 
 
 class EmbeddedEngine(Engine):
-    """Continuous batching over a backend's sampler: an `areal_x.protocols.engine.Engine`.
+    """Continuous batching over a backend's sampler.
 
-    One thread loops: swap weights if asked, drop what was cancelled, fill free slots, decode; it
-    sleeps when nothing is to do. The first `swap` brings the first weights; a request before it
-    waits for them.
+    One thread loops: swap weights if requested, drop cancelled requests, fill free slots, decode;
+    it sleeps if there is nothing to do. The first `swap` brings the first weights; requests made
+    before it wait for them.
     """
 
     def __init__(self, sampler: Sampler) -> None:
@@ -181,9 +184,9 @@ class EmbeddedEngine(Engine):
         self._swaps: list[tuple[StagedSnapshot, asyncio.Future[float]]] = []
         self._error: EngineError | None = None
         self._closed = False
-        # guards everything above; the worker holds it except while it computes
+        # Guards everything above; the worker holds it except while it computes.
         self._changed = threading.Condition()
-        self._waking = False  # the event loop's own
+        self._waking = False  # used on the event loop only
         self._worker: threading.Thread | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
 
@@ -199,15 +202,16 @@ class EmbeddedEngine(Engine):
         return await self.submit([request])[0]
 
     def submit(self, requests: Sequence[Request]) -> list[asyncio.Future[Completion]]:
-        """The completions of requests that the worker sees together, in this order. Cancelling one
-        drops its request; one that cannot be continued has its UserError."""
+        """Starts requests together, so that the worker admits them together, and returns their
+        completions in this order. Cancelling one drops its request; one that cannot be continued
+        gets its UserError."""
         loop = asyncio.get_running_loop()
         futures: list[asyncio.Future[Completion]] = [loop.create_future() for _ in requests]
         with self._changed:
             self._check()
             for request, future in zip(requests, futures, strict=True):
                 try:
-                    ticket = self._slots.submit(self._fitting(request), request.seed)
+                    ticket = self._slots.submit(self._fit(request), request.seed)
                 except UserError as error:
                     future.set_exception(error)
                     continue
@@ -216,11 +220,11 @@ class EmbeddedEngine(Engine):
         self._wake_later()
         return futures
 
-    def _fitting(self, request: Request) -> Request:
-        """The request with as many new tokens as the context leaves. Raises UserError for what no
-        sampler could continue."""
-        if request.images is not None and not self._sampler.sees:
-            raise UserError(f"the prompt has images, {BLIND}")
+    def _fit(self, request: Request) -> Request:
+        """Returns the request with max_tokens cut to what the context leaves. Raises UserError for
+        a request that no sampler could continue."""
+        if request.images is not None and not self._sampler.supports_images:
+            raise UserError(f"the prompt has images, {NO_IMAGES}")
         limit = max_new_tokens(
             request, self.context, "train.row_length (and embedded.context, where it is set)"
         )
@@ -235,8 +239,8 @@ class EmbeddedEngine(Engine):
                 self._changed.notify()
 
     def _wake_later(self) -> None:
-        """Wakes the worker after this turn of the event loop, so that requests made together are
-        filled together."""
+        """Wakes the worker after this iteration of the event loop, so that requests made together
+        are filled together."""
         if not self._waking:
             self._waking = True
             asyncio.get_running_loop().call_soon(self._wake)
@@ -275,7 +279,7 @@ class EmbeddedEngine(Engine):
         if self._worker is None:
             raise EngineError("the engine was not started: await engine.start() first")
 
-    # What follows runs on the worker's thread.
+    # The methods below run on the worker's thread.
 
     def _work(self) -> None:
         while True:
@@ -291,8 +295,8 @@ class EmbeddedEngine(Engine):
                     if (slot := self._slots.cancel(ticket)) is not None
                 ]
                 self._cancelled.clear()
-                # A swap computes the caches of all that runs: those admitted now need theirs too,
-                # once.
+                # A swap recomputes the caches of all running requests: admitting after it computes
+                # each cache once.
                 admitted = [] if swap is not None else self._slots.admit()
                 running, more = bool(self._slots.running), bool(self._slots.waiting)
             try:
@@ -319,7 +323,7 @@ class EmbeddedEngine(Engine):
                 failure.__cause__ = error
                 with self._changed:
                     if swap is not None:
-                        self._answer([(swap[1], failure)])
+                        self._resolve([(swap[1], failure)])
                     self._fail(failure)
                 return
 
@@ -331,18 +335,18 @@ class EmbeddedEngine(Engine):
         started = time.perf_counter()
         with timeline.span("pause", version=staged.version):
             self._sampler.load(staged.snapshot)
-            live = self._slots.refill()  # only this thread changes what runs
+            live = self._slots.refill()  # only this thread changes the running requests
             if live:
                 self._sampler.fill(live)
         self.version = staged.version
-        self._answer([(future, time.perf_counter() - started)])
+        self._resolve([(future, time.perf_counter() - started)])
 
     def _decode(self, until_free: int) -> None:
-        decoded = self._sampler.decode(STEPS, until_free)
+        decoded = self._sampler.decode(DECODE_STEPS, until_free)
         with self._changed:
             done = self._slots.record(decoded, self.version)
             answers = [(self._futures.pop(ticket, None), completion) for ticket, completion in done]
-        self._answer(answers)
+        self._resolve(answers)
 
     def _broken(self, error: BaseException) -> None:
         failure = EngineError(f"{error}")
@@ -351,20 +355,20 @@ class EmbeddedEngine(Engine):
             self._fail(failure)
 
     def _fail(self, error: EngineError) -> None:
-        """Everyone who waits gets the error, and so does everyone who comes later."""
+        """Makes every pending and every later call raise the error."""
         self._error = self._error or error
         waiting: list[asyncio.Future[Any]] = [
             *self._futures.values(),
             *(future for _, future in self._swaps),
         ]
-        self._answer([(future, self._error) for future in waiting])
+        self._resolve([(future, self._error) for future in waiting])
         self._futures.clear()
         self._swaps.clear()
         self._slots.clear()
 
-    def _answer(self, answers: Sequence[tuple[asyncio.Future[Any] | None, Any]]) -> None:
-        """Resolves futures on the event loop in one call; those whose coroutine was cancelled
-        meanwhile are let go."""
+    def _resolve(self, answers: Sequence[tuple[asyncio.Future[Any] | None, Any]]) -> None:
+        """Resolves futures on the event loop in one call, except those whose coroutine was
+        cancelled meanwhile."""
 
         def resolve() -> None:
             for future, result in answers:

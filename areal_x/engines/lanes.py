@@ -1,8 +1,8 @@
-"""A backend's sampler made of lanes: the slots are shared out, and each lane decodes its own on a
-thread of its own.
+"""A sampler made of lanes: each lane is a sampler with a share of the slots and decodes on a thread
+of its own.
 
-A decoding step of a small model is too little work to share out within an operation: on a CPU each
-core gets a lane instead. An accelerator has one lane.
+A decoding step of a small model is too little work to parallelise within an operation: on a CPU
+each core gets a lane instead. An accelerator has one lane.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ import numpy as np
 from areal_x.protocols.sampler import Decoded, Sampler, SlotRequest
 from areal_x.runtime import cores
 
-LEAST_SLOTS = 8  # in a lane: a step of fewer costs nearly as much
+LEAST_SLOTS = 8  # per lane: a step with fewer costs nearly as much
 
 
 class Lanes:
-    """An `areal_x.protocols.sampler.Sampler`. Slot s is slot s // lanes of lane s % lanes, so that
-    few requests spread too.
+    """A sampler of several lanes (areal_x.protocols.sampler.Sampler). Slot s is slot s // lanes of
+    lane s % lanes, so that even few requests spread over all lanes.
 
-    prepare: makes of a trainer's snapshot what each lane loads. begin: called once on each lane's
+    prepare: turns a trainer's snapshot into what each lane loads. begin: called once on each lane's
     thread.
     """
 
@@ -37,7 +37,7 @@ class Lanes:
         self.lanes = lanes
         self.slots = sum(lane.slots for lane in lanes)
         self.context = lanes[0].context
-        self.sees = lanes[0].sees
+        self.supports_images = lanes[0].supports_images
         self._prepare = prepare
         self._threads = ThreadPoolExecutor(len(lanes), thread_name_prefix="lane", initializer=begin)
 
@@ -56,8 +56,8 @@ class Lanes:
         )
 
     def decode(self, steps: int, until_free: int) -> Decoded:
-        """Each lane returns when its share of `until_free` slots has finished; the call when every
-        lane has."""
+        """Decodes in all lanes. A lane returns once its share of `until_free` slots has finished;
+        the call returns once every lane has."""
         share = -(-until_free // len(self.lanes))
         parts = self._run([(lane.decode, (steps, share)) for lane in self.lanes])
         longest = max(part.tokens.shape[1] for part in parts)
@@ -77,12 +77,12 @@ class Lanes:
             own.free([slot // len(self.lanes) for slot in slots if slot % len(self.lanes) == lane])
 
     def _run(self, calls: Sequence[tuple[Callable[..., Any], tuple[Any, ...]]]) -> list[Any]:
-        """The results of all calls, each on its own thread."""
+        """Runs each call on its own thread and returns the results."""
         return list(self._threads.map(lambda work: work[0](*work[1]), calls))
 
 
 def lanes_on_cpu(slots: int) -> int:
-    """The most lanes of equal size, up to a core each."""
+    """Returns the largest number of lanes of equal size, at most one per core."""
     most = min(cores.available(), slots // LEAST_SLOTS)
     return max((n for n in range(1, most + 1) if slots % n == 0), default=1)
 

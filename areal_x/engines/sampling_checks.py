@@ -1,11 +1,11 @@
-"""Whether training samples from the distribution that the trainer computes: softmax(logits /
-temperature), all of it.
+"""Checks that training samples from the distribution that the trainer computes: softmax(logits /
+temperature), without truncation.
 
-An engine's log-probabilities are of what was sampled from, after top-p and top-k; the trainer's are
-of the whole vocabulary. The mean of their ratio on what was just sampled must be 1, and is the
-probability mass that was kept: every loss with a ratio takes what is missing for a change of the
-policy. Until engines hand over what they kept, nothing in training may change the distribution but
-the temperature, which the trainer is told.
+An engine's log-probabilities are those of the distribution sampled from, after top-p and top-k; the
+trainer's are of the whole vocabulary. The mean of their ratio over fresh samples must be 1; with
+truncation it is the probability mass that was kept, and every loss with a ratio would take the
+missing mass for a change of the policy. As long as engines do not return the kept mass, nothing in
+training may change the distribution except the temperature, which the trainer knows.
 """
 
 from __future__ import annotations
@@ -16,30 +16,25 @@ from typing import Any
 from areal_x.errors import ConfigError
 from areal_x.protocols.engine import SamplingParams
 
-LEAST_OF_VLLM = 0.01  # vLLM samples at this temperature where a lower one, but not 0, is asked for
-# Of a server's command line, with what each changes.
+LEAST_OF_VLLM = 0.01  # vLLM replaces a lower temperature, except 0, by this one
+# Arguments of a server that are refused, and what each would change.
 FLAGS = {
-    "--logprobs-mode": (
-        "log-probabilities of another distribution than the one that is sampled from"
-    ),
-    "--logits-processors": "a distribution that the trainer does not compute",
+    "--logprobs-mode": "the log-probabilities those of another distribution than is sampled from",
+    "--logits-processors": "the distribution one that the trainer does not compute",
 }
 
 
 def check_distribution(workflow: Any, engine: str, temperature: float) -> None:
-    """temperature: of the trainer's own settings. Raises: ConfigError for a workflow whose episodes
-    would be sampled from another distribution than the trainer's."""
+    """Raises: ConfigError for a workflow whose episodes would be sampled from another distribution
+    than the trainer's. temperature: the trainer's own setting."""
     if engine == "none":
         return
-    sampling, binding, used = (
-        getattr(workflow, "sampling", None),
-        "trainer.temperature",
-        temperature,
-    )
+    sampling = getattr(workflow, "sampling", None)
+    binding, used = "trainer.temperature", temperature
     if isinstance(sampling, SamplingParams):
         whole = (
             "in training: the trainer's log-probabilities are of the whole distribution, the"
-            " engine's of what this leaves"
+            " engine's of the truncated one"
         )
         if sampling.top_p < 1:
             raise ConfigError(
@@ -52,14 +47,14 @@ def check_distribution(workflow: Any, engine: str, temperature: float) -> None:
         binding, used = "sampling.temperature", sampling.temperature
         if temperature not in (1.0, used):
             wanted = (
-                f"left out: the trainer takes {binding} = {used}, at which the policy is sampled"
+                f"left out: the trainer uses {binding} = {used}, at which the policy is sampled"
             )
             raise ConfigError("trainer.temperature", temperature, wanted)
     if used == 0:
         raise ConfigError(
             binding,
             used,
-            "above 0 in training, which needs answers that differ (evaluation is greedy by itself)",
+            "above 0 in training, which needs differing answers (evaluation is always greedy)",
         )
     if engine == "vllm" and used < LEAST_OF_VLLM:
         wanted = (
@@ -67,20 +62,19 @@ def check_distribution(workflow: Any, engine: str, temperature: float) -> None:
             " instead of below it"
         )
         raise ConfigError(binding, used, wanted)
-    # a learned reward is around another workflow
+    # a learned reward wraps another workflow
     gateway = getattr(getattr(workflow, "workflow", workflow), "gateway", None)
     chosen = getattr(gateway, "sampling", "run")
     if chosen != "run":
         wanted = (
-            "'run' in training: the trainer knows one distribution, and each agent would choose"
+            "'run' in training: the trainer computes one distribution, and each agent could choose"
             " another"
         )
         raise ConfigError("gateway.sampling", chosen, wanted)
 
 
 def check_arguments(arguments: Sequence[str]) -> None:
-    """Raises: ConfigError for words of a server's command line under which it would sample or
-    report something else."""
+    """Raises: ConfigError for server arguments that would change what is sampled or reported."""
     for word in arguments:
         name = word.partition("=")[0].replace("_", "-")
         if name in FLAGS:

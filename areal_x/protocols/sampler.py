@@ -1,8 +1,8 @@
-"""A backend's batched sampler: a fixed number of slots, each holding one growing sequence.
-Blocking; used from one thread.
+"""The contract of a backend's batched sampler: a fixed number of slots, each with one growing
+sequence. Blocking; used from one thread.
 
-The embedded engine (areal_x.engines.embedded) decides what goes into which slot; a sampler only
-computes.
+The embedded engine (areal_x.engines.embedded) decides which request goes into which slot; a sampler
+only computes.
 """
 
 from __future__ import annotations
@@ -20,24 +20,24 @@ from areal_x.types import Images
 
 @dataclass(frozen=True)
 class SlotRequest:
-    """A sequence to put into a slot.
-
-    tokens: everything so far, prompt and what was generated. generated: how many at its end were
-    generated; the next draw uses (seed, generated), and `sampling.max_tokens - generated` tokens
-    are still allowed. images: of the prompt.
-    """
+    """A sequence to put into a slot."""
 
     slot: int
     tokens: Int32[np.ndarray, " so_far"]
+    """The sequence so far: the prompt and what was generated."""
     generated: int
+    """How many tokens at the end were generated. The next token is sampled with (seed, generated),
+    and `sampling.max_tokens - generated` more are allowed."""
     sampling: SamplingParams
     seed: int
     images: Images | None = None
+    """The images of the prompt."""
 
 
 @dataclass(frozen=True)
 class Decoded:
-    """What one call of `decode` added. Only the first counts[s] entries of row s mean anything."""
+    """The tokens that one call of `decode` added. Only the first counts[s] entries of row s are
+    valid."""
 
     tokens: Int32[np.ndarray, "slots steps"]
     logprobs: Float32[np.ndarray, "slots steps"]
@@ -45,12 +45,12 @@ class Decoded:
     finished: Bool[np.ndarray, " slots"]
 
 
-def equal(requests: Sequence[SlotRequest]) -> dict[Any, list[SlotRequest]]:
-    """Those with the same tokens and images, as attempts at one task have: what is computed for one
-    goes for all."""
+def group_identical(requests: Sequence[SlotRequest]) -> dict[Any, list[SlotRequest]]:
+    """Groups requests with the same tokens and images, such as attempts at one task: their caches
+    are computed once."""
     found: dict[Any, list[SlotRequest]] = {}
     for request in requests:
-        # Which tokens are of images depends on which were generated.
+        # Which tokens stand for images depends on which were generated.
         shown = None if request.images is None else (id(request.images), request.generated)
         found.setdefault((np.asarray(request.tokens, np.int32).tobytes(), shown), []).append(
             request
@@ -59,28 +59,31 @@ def equal(requests: Sequence[SlotRequest]) -> dict[Any, list[SlotRequest]]:
 
 
 class Sampler(Protocol):
-    """sees: whether requests may have images."""
+    """A fixed number of slots that are decoded together."""
 
     slots: int
+    """Number of sequences decoded at once."""
     context: int
-    sees: bool
+    """Maximum length of a sequence, in tokens."""
+    supports_images: bool
+    """True if requests may have images."""
 
     def load(self, snapshot: Any) -> None:
-        """Takes a trainer's snapshot. Slots filled before must be filled again before the next
+        """Loads a trainer's snapshot. Occupied slots must be filled again before the next
         decode."""
         ...
 
     def fill(self, requests: Sequence[SlotRequest]) -> None:
-        """Computes the caches of these sequences in their slots, of equal ones once (`equal`), in
-        chunks, so that prompts of any length share a program."""
+        """Computes the KV caches of these sequences in their slots, identical ones once
+        (`group_identical`), in chunks, so that prompts of any length share a compiled program."""
         ...
 
     def decode(self, steps: int, until_free: int) -> Decoded:
-        """Grows every live slot by up to `steps` tokens; returns sooner when `until_free` slots
+        """Extends every live slot by up to `steps` tokens; returns early once `until_free` slots
         have finished or none is live. A slot finishes with a stop token or at its max_tokens, and
         is then free."""
         ...
 
     def free(self, slots: Sequence[int]) -> None:
-        """Forgets these slots' sequences (their requests were cancelled)."""
+        """Discards these slots' sequences (their requests were cancelled)."""
         ...

@@ -39,7 +39,7 @@ def expected(request: Request, seed: int) -> list[int]:
 class Counting:
     """A sampler whose tokens follow from the sequence and the seed, and whose log-probabilities are minus the weights."""
 
-    sees = False
+    supports_images = False
 
     def __init__(self, slots: int, context: int = 64) -> None:
         self.slots, self.context = slots, context

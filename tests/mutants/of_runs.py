@@ -86,8 +86,8 @@ MUTANTS: list[Mutant] = [
         ),
         (
             "after a swap a sequence draws its first tokens' numbers again",
-            "        return SlotRequest(slot, so_far, len(self.tokens), self.request.sampling, self.seed, self.request.images)",
-            "        return SlotRequest(slot, so_far, 0, self.request.sampling, self.seed, self.request.images)",
+            "            generated=len(self.tokens),",
+            "            generated=0,",
         ),
         (
             "after a swap a sequence goes on from its prompt",

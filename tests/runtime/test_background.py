@@ -282,7 +282,7 @@ def test_a_command_on_a_loop_of_its_own_ends_with_it_too() -> None:
 def test_the_watch_over_servers_ends_the_run() -> None:
     def begin() -> None:
         supervisor = Supervisor(VLLMConfig(), print, *(None,) * 3, lambda: None)  # type: ignore[arg-type]
-        supervisor._look = broken_soon  # type: ignore[method-assign]
+        supervisor._check_alive = broken_soon  # type: ignore[method-assign]
         supervisor.watch()
 
     assert str(ended_with(begin)).startswith("the watch over the vLLM servers ended with KeyError: 'server 2'")
@@ -320,7 +320,7 @@ def test_a_server_that_leaves_during_a_heartbeat_ends_nothing() -> None:
             supervisor.fleet.due(1e18)
             supervisor.fleet.reached(name)
             supervisor.fleet.accepted(name, 0, 0.0)
-        look = asyncio.ensure_future(supervisor._look())
+        look = asyncio.ensure_future(supervisor._check_alive())
         await asyncio.sleep(0)  # the heartbeats are made, and have not begun
         await supervisor.remove("a")
         await asked.wait()
@@ -332,7 +332,7 @@ def test_a_server_that_leaves_during_a_heartbeat_ends_nothing() -> None:
 
 
 class Sampler:
-    slots, context, sees = 2, 32, False
+    slots, context, supports_images = 2, 32, False
 
     def load(self, snapshot: Any) -> None: ...
 

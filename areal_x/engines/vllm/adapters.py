@@ -17,7 +17,7 @@ from areal_x.errors import ConfigError
 
 RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # those that vLLM makes room for
 # versions that vLLM batches together, and that it keeps before it reads one again from its folder
-AT_ONCE, HELD = 4, 16
+BATCHED, CACHED = 4, 16
 
 
 def name_of(version: int) -> str:
@@ -30,7 +30,7 @@ def arguments(rank: int) -> list[str]:
     room = next((size for size in RANKS if size >= rank), None)
     if room is None:
         raise ConfigError("lora.rank", rank, f"at most {RANKS[-1]} with train.engine = 'vllm'")
-    sizes = {"--max-lora-rank": room, "--max-loras": AT_ONCE, "--max-cpu-loras": HELD}
+    sizes = {"--max-lora-rank": room, "--max-loras": BATCHED, "--max-cpu-loras": CACHED}
     return ["--enable-lora", *(word for name, size in sizes.items() for word in (name, str(size)))]
 
 

@@ -132,7 +132,7 @@ class VLLMEngine(Engine):
                 self.supervisor.add(replica)
             try:
                 await together(
-                    self.supervisor.bring(name) for name in self.fleet.due(time.monotonic())
+                    self.supervisor.bring_up(name) for name in self.fleet.due(time.monotonic())
                 )
             except EngineError as error:
                 raise UserError(f"{error}") from error
@@ -223,7 +223,7 @@ class VLLMEngine(Engine):
         self.supervisor.add(replica)
         self.fleet.due(time.monotonic())
         try:
-            await self.supervisor.bring(replica.name)
+            await self.supervisor.bring_up(replica.name)
         except BaseException as error:
             await self.supervisor.remove(replica.name)
             if isinstance(error, EngineError):

@@ -90,11 +90,11 @@ class Fleet:
 
     def join(self, name: str, ours: bool, now: float, limit: int | None = None) -> None:
         self.members[name] = Member(ours, limit, retry_at=now)
-        self._look(now)
+        self._update_none_since(now)
 
     def leave(self, name: str, now: float) -> None:
         self._release(self.members.pop(name))
-        self._look(now)
+        self._update_none_since(now)
 
     def due(self, now: float) -> list[str]:
         """Those that shall be started, or reached, now."""
@@ -123,7 +123,7 @@ class Fleet:
         member.ready_at = member.progress_at = now
         if member.tries:
             self._news.append(f"{name} serves again, with the weights of version {version}")
-        self._look(now)
+        self._update_none_since(now)
         return True
 
     def lost(self, name: str, reason: str, now: float) -> None:
@@ -148,7 +148,7 @@ class Fleet:
         self._release(member)
         again = "started again" if member.ours else "asked again"
         self._news.append(f"{name} {said.format(reason)} is {again} in {wait:g} s")
-        self._look(now)
+        self._update_none_since(now)
 
     def quarantine(self, name: str, reason: str, now: float) -> None:
         """It gives other numbers than it should: no token of it is trusted any more."""
@@ -269,7 +269,7 @@ class Fleet:
         member.state, member.reason = state, reason
         self._release(member)
         self._news.append(f"{name} was {reason}")
-        self._look(now)
+        self._update_none_since(now)
 
     def _release(self, member: Member) -> None:
         for request in member.requests:
@@ -282,7 +282,7 @@ class Fleet:
             if self.members[name].version != self.target:
                 self.lost(name, f"it did not take the weights of version {self.target}", now)
 
-    def _look(self, now: float) -> None:
+    def _update_none_since(self, now: float) -> None:
         if self.serving():
             self.none_since = None
         elif self.none_since is None:

@@ -84,7 +84,9 @@ class ServerScorer:
             )
         self.urls = tuple(urls)
         self._key = key
-        self._served = run(self._look(tokenizer.encode(PROBE, add_special_tokens=False)), "scorer")
+        self._served = run(
+            self._inspect_servers(tokenizer.encode(PROBE, add_special_tokens=False)), "scorer"
+        )
 
     def logprobs(self, batch: Batch) -> Float32[np.ndarray, "rows length"]:
         """See `areal_x.trainer.Scorer`; but after a shared prompt a segment's first token has a
@@ -137,7 +139,7 @@ class ServerScorer:
 
             return await together(score(tokens) for tokens in sequences)
 
-    async def _look(self, probe: Sequence[int]) -> list[ServedModel]:
+    async def _inspect_servers(self, probe: Sequence[int]) -> list[ServedModel]:
         """What each server serves."""
 
         async def look(client: VLLMClient) -> ServedModel:

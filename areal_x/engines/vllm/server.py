@@ -86,7 +86,7 @@ class Server:
         """The lines of the log that say why it ended."""
         with self.log.open("rb") as log:
             log.seek(self.log_start)
-            return reason_in(log.read().decode(errors="replace"))
+            return failure_in(log.read().decode(errors="replace"))
 
     def last_line(self) -> str:
         """Of the log."""
@@ -328,7 +328,7 @@ EFFECTS = (
 )
 
 
-def reason_in(log: str) -> str:
+def failure_in(log: str) -> str:
     """The last error in a server's log that does not only point at an earlier one; without any, its
     last lines."""
     lines = [PREFIX.sub("", line).rstrip() for line in log.splitlines()]

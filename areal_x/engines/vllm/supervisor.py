@@ -32,7 +32,7 @@ LEAST_SLEEP_SECONDS = 0.05
 
 
 class Supervisor:
-    """The servers of an engine. All of it runs on the event loop that calls `bring`.
+    """The servers of an engine. All of it runs on the event loop that calls `bring_up`.
 
     prepare: readies a server that answers, without weights. give: makes it hold the newest weights,
     if any were published. score: what a server says of the known prompt under the newest weights.
@@ -63,8 +63,8 @@ class Supervisor:
         self._comparing: asyncio.Task[None] | None = None
         self._hurry = asyncio.Event()
         # what servers say of the known prompt, and at which version
-        self._agreed: tuple[int, Scores] | None = None
-        self._right: tuple[int, Scores] | None = None  # what the trainer says of it
+        self._consensus: tuple[int, Scores] | None = None
+        self._reference: tuple[int, Scores] | None = None  # what the trainer says of it
         self._loads: dict[str, Load] = {}
 
     # ---- coming and going
@@ -74,7 +74,7 @@ class Supervisor:
         limit = self._config.concurrency if self._config.adaptive else None
         self.fleet.join(replica.name, replica.ours, now(), limit)
 
-    async def bring(self, name: str) -> None:
+    async def bring_up(self, name: str) -> None:
         """Starts or reaches a server that is due, gives it the newest weights, checks it and lets
         it serve."""
         replica, fleet = self.replicas[name], self.fleet
@@ -103,14 +103,14 @@ class Supervisor:
         self.fleet.leave(name, now())
         self.settle()
         if name in self._tasks:
-            await ended(self._tasks.pop(name))
+            await cancel_and_wait(self._tasks.pop(name))
         await self.replicas.pop(name).close()
 
     async def close(self) -> None:
         """Ends everything but the servers' processes."""
         for task in (self._watching, self._comparing, *self._tasks.values()):
             if task is not None:
-                await ended(task)
+                await cancel_and_wait(task)
         self._watching = self._comparing = None
         self._tasks.clear()
 
@@ -138,7 +138,7 @@ class Supervisor:
         finally:
             del self._calls[task]
             if not task.done():
-                await ended(task)
+                await cancel_and_wait(task)
         if task.cancelled():
             raise ServerLost("the server was lost meanwhile")
         return task.result()
@@ -153,12 +153,12 @@ class Supervisor:
 
     async def _watch(self) -> None:
         while True:
-            await self._look()
+            await self._check_alive()
             self.settle()
             sleep = self._config.heartbeat_seconds
             for name in self.fleet.due(now()):
                 self._tasks[name] = background.start(
-                    self._bring_back(name), f"bringing back {name}"
+                    self._bring_up_again(name), f"bringing back {name}"
                 )
             for name, member in self.fleet.members.items():
                 busy = name in self._tasks and not self._tasks[name].done()
@@ -179,7 +179,7 @@ class Supervisor:
                         await self._hurry.wait()
             self._hurry.clear()
 
-    async def _look(self) -> None:
+    async def _check_alive(self) -> None:
         for name in self.fleet.serving():
             if (cause_of_death := self.replicas[name].cause_of_death()) is not None:
                 self.fleet.lost(name, cause_of_death, now())
@@ -208,10 +208,10 @@ class Supervisor:
         self._loads[name] = load
         member.limit = next_limit(member.limit, before, load, self._config.concurrency)
 
-    async def _bring_back(self, name: str) -> None:
+    async def _bring_up_again(self, name: str) -> None:
         try:
             with on_behalf_of(f"the return of {name}", moves=False):
-                await self.bring(name)
+                await self.bring_up(name)
         except Exception as error:  # whatever it was, the others go on
             self.fleet.lost(name, f"{error}" or type(error).__name__, now())
             self.settle()
@@ -223,29 +223,29 @@ class Supervisor:
         """Raises EngineError, and the server is quarantined, when it says something else than the
         trainer or the others."""
         expected = await self._expected(version)
-        if expected is None and noted(self._right, version) is None:
+        if expected is None and scores_at(self._reference, version) is None:
             return
         said = await self._score(replica)
-        reason = self._drifts(said, version)
+        reason = self._drift_reason(said, version)
         if (
             reason is None
             and expected is not None
             and (gap := distance(said, expected)) > self._config.tolerance
         ):
-            reason = far_from("the others'", gap, "tolerance")
+            reason = describe_gap("the others'", gap, "tolerance")
         if reason is not None and self.fleet.target == version:
             self.fleet.quarantine(replica.name, reason, now())
             raise EngineError(reason)
 
-    def _drifts(self, said: Scores, version: int) -> str | None:
+    def _drift_reason(self, said: Scores, version: int) -> str | None:
         """Why a server is not what the trainer published, if it is not."""
-        right = noted(self._right, version)
+        right = scores_at(self._reference, version)
         if right is None or (gap := distance(said, right)) <= self._config.drift:
             return None
-        return far_from("the trainer's", gap, "drift")
+        return describe_gap("the trainer's", gap, "drift")
 
     async def _expected(self, version: int) -> Scores | None:
-        if (agreed := noted(self._agreed, version)) is not None:
+        if (agreed := scores_at(self._consensus, version)) is not None:
             return agreed
         for name, member in list(self.fleet.members.items()):
             if member.serves and member.version == version:
@@ -256,11 +256,11 @@ class Supervisor:
     async def pause_comparing(self) -> None:
         """Before a swap, which would mix two versions in one comparison."""
         if self._comparing is not None:
-            await ended(self._comparing)
+            await cancel_and_wait(self._comparing)
 
     def expect(self, version: int, said: Scores | None) -> None:
         """What the trainer says of the known prompt at a version, where that is known."""
-        self._right = None if said is None else (version, said)
+        self._reference = None if said is None else (version, said)
 
     def compare(self) -> None:
         """All servers hold one version now: what they say of the known prompt is compared in the
@@ -285,11 +285,11 @@ class Supervisor:
         far = {
             name: reason
             for name, said in scores.items()
-            if (reason := self._drifts(said, version)) is not None
+            if (reason := self._drift_reason(said, version)) is not None
         }
         near = {name: said for name, said in scores.items() if name not in far}
         for name, gap in outliers(near, self._config.tolerance).items():
-            far[name] = far_from("most others'", gap, "tolerance")
+            far[name] = describe_gap("most others'", gap, "tolerance")
             del near[name]
         for name, reason in far.items():
             self.fleet.quarantine(name, reason, now())
@@ -299,23 +299,23 @@ class Supervisor:
             differ = f"{', '.join(near)} differ by {widest:.3g} nats a token on a known prompt"
             self._report(f"{differ}, and no majority says who is right")
         elif rest:
-            self._agreed = version, np.median(np.stack(rest), axis=0)
+            self._consensus = version, np.median(np.stack(rest), axis=0)
         self.settle()
 
 
-def noted(scores: tuple[int, Scores] | None, version: int) -> Scores | None:
+def scores_at(scores: tuple[int, Scores] | None, version: int) -> Scores | None:
     """Those that were noted, where they are of this version."""
     return scores[1] if scores is not None and scores[0] == version else None
 
 
-def far_from(whose: str, gap: float, setting: str) -> str:
+def describe_gap(whose: str, gap: float, setting: str) -> str:
     return (
         f"its log-probabilities of a known prompt are {gap:.3g} nats a token from {whose}"
         f" (vllm.{setting})"
     )
 
 
-async def ended(task: asyncio.Task[Any]) -> None:
+async def cancel_and_wait(task: asyncio.Task[Any]) -> None:
     """Cancels a task and waits until it has ended, whatever comes of it."""
     task.cancel()
     await asyncio.wait([task])

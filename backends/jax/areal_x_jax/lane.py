@@ -23,7 +23,7 @@ from jax.sharding import Mesh, NamedSharding
 from jaxtyping import Array, Bool, Float, Int
 
 from areal_x.errors import UserError
-from areal_x.protocols.sampler import Decoded, SlotRequest, equal
+from areal_x.protocols.sampler import Decoded, SlotRequest, group_identical
 from areal_x_jax import kv_cache
 from areal_x_jax.architecture import Shape
 from areal_x_jax.dense_attention import softcapped
@@ -210,7 +210,7 @@ class Lane:
     areal_x_jax.sampler). group: the devices, which split heads and vocabulary.
     """
 
-    sees = False
+    supports_images = False
 
     def __init__(
         self, shape: Shape, slots: int, context: int, call: Callable[..., Any], group: Mesh
@@ -275,7 +275,7 @@ class Lane:
             self._place(request)
         capacity = kv_cache.capacity(self._ring)
         # of one token nothing is cached yet
-        alike = [same for same in equal(requests).values() if len(same[0].tokens) > 1]
+        alike = [same for same in group_identical(requests).values() if len(same[0].tokens) > 1]
         prompts = [
             (r.slot, (self._column - len(r.tokens) + 1) % capacity, r.tokens[:-1])
             for r, *_ in alike

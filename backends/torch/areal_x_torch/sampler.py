@@ -24,7 +24,7 @@ from transformers import PreTrainedModel
 
 from areal_x.engines.lanes import Lanes, lanes_on_cpu
 from areal_x.errors import UserError
-from areal_x.protocols.sampler import Decoded, SlotRequest, equal
+from areal_x.protocols.sampler import Decoded, SlotRequest, group_identical
 from areal_x.runtime import cores
 from areal_x_torch import lora, prompt_images
 from areal_x_torch.decode_step import Step, traced
@@ -157,7 +157,7 @@ class Lane:
 
     def __init__(self, model: PreTrainedModel, step: Step, cache: Cache) -> None:
         self.model = model
-        self.sees = sees(model)
+        self.supports_images = sees(model)
         self.slots, self.context = len(cache.keys[0]), cache.columns
         self._step = step
         self._loaded = False
@@ -183,7 +183,7 @@ class Lane:
                     f" {self.context}"
                 )
         self.free([r.slot for r in requests])
-        alike = list(equal(requests).values())
+        alike = list(group_identical(requests).values())
         for group in by_length(
             np.array([len(same[0].tokens) for same in alike], np.int64), PREFILL
         ):

@@ -19,7 +19,7 @@ import pytest
 from areal_x.engines.vllm import server as servers
 from areal_x.engines.vllm import watchdog
 from areal_x.engines.vllm.config import VLLMConfig
-from areal_x.engines.vllm.server import Launch, command, default_threads, environment, reason_in, reserve, start
+from areal_x.engines.vllm.server import Launch, command, default_threads, environment, failure_in, reserve, start
 from areal_x.errors import ConfigError
 
 LAUNCH = Launch(Path("model"), Path("log"), Path("staging"), context=128, concurrency=8, seed=3, threads=2)
@@ -126,11 +126,11 @@ def test_the_reason_is_the_error_that_others_point_at() -> None:
 (EngineCore pid=7) ERROR 11-20 13:50:51 [core.py:1] ValueError: no room for the cache
 (APIServer pid=6) RuntimeError: Engine core initialization failed. See root cause above.
 """
-    assert reason_in(log) == "ValueError: no room for the cache"
+    assert failure_in(log) == "ValueError: no room for the cache"
 
 
 def test_a_mistake_on_the_command_line_is_the_reason() -> None:
-    assert reason_in("usage: x\napi_server.py: error: unrecognized arguments: --x\n") == (
+    assert failure_in("usage: x\napi_server.py: error: unrecognized arguments: --x\n") == (
         "api_server.py: error: unrecognized arguments: --x"
     )
 
@@ -141,12 +141,12 @@ def test_an_error_that_points_at_others_is_the_reason_where_there_is_no_other() 
 (APIServer pid=6) ERROR 11-20 14:45:19 [x.py:5] vllm.v1.EngineDeadError: EngineCore encountered an issue. See above.
 nanobind: leaked 514 functions!
 """
-    assert reason_in(log) == "vllm.v1.EngineDeadError: EngineCore encountered an issue. See above."
+    assert failure_in(log) == "vllm.v1.EngineDeadError: EngineCore encountered an issue. See above."
 
 
 def test_without_an_error_the_last_lines_are_the_reason() -> None:
-    assert reason_in("a\n\nb\nKilled\n") == "a | b | Killed"
-    assert reason_in("") == "it wrote nothing"
+    assert failure_in("a\n\nb\nKilled\n") == "a | b | Killed"
+    assert failure_in("") == "it wrote nothing"
 
 
 # A server in the small: two generations of processes that do not end when they are asked to.

@@ -416,7 +416,7 @@ def test_a_server_that_drifts_from_the_trainer_is_quarantined_after_a_swap(
         engine.scorer = says = Says()
         for says.version in (1, 2):
             await publish(engine, tiny_model_dir, says.version)
-            await until(lambda: engine.supervisor._agreed is not None and engine.supervisor._agreed[0] == says.version)
+            await until(lambda: engine.supervisor._consensus is not None and engine.supervisor._consensus[0] == says.version)
         assert len(engine.fleet.serving()) == servers
         says.version, told[0].offset = 3, -2.0
         await publish(engine, tiny_model_dir, 3)
