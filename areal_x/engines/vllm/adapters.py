@@ -1,8 +1,8 @@
-"""Which versions of an adapter servers hold, each under a name of its own, so that publishing one
-stops nothing.
+"""LoRA adapters on servers: each version has a name of its own, so that publishing one pauses
+nothing.
 
-A request begins on the newest version and ends on it. A version that is no longer the newest goes
-when its last request has.
+A request begins on the newest version and ends on it. An older version is unloaded when its last
+request has ended.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from areal_x.engines.vllm.client import MODEL
 from areal_x.engines.vllm.staging import StagedFiles
 from areal_x.errors import ConfigError
 
-RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # those that vLLM makes room for
-# versions that vLLM batches together, and that it keeps before it reads one again from its folder
-BATCHED, CACHED = 4, 16
+RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # values of vLLM's --max-lora-rank
+BATCHED = 4  # versions that vLLM batches together
+CACHED = 16  # versions that vLLM keeps in memory, before it reads one again from its folder
 
 
 def name_of(version: int) -> str:
@@ -25,8 +25,8 @@ def name_of(version: int) -> str:
 
 
 def arguments(rank: int) -> list[str]:
-    """For the server's command line. Raises: ConfigError for a rank above what vLLM has room
-    for."""
+    """Returns arguments for the server's command line. Raises: ConfigError for a rank above vLLM's
+    maximum."""
     room = next((size for size in RANKS if size >= rank), None)
     if room is None:
         raise ConfigError("lora.rank", rank, f"at most {RANKS[-1]} with train.engine = 'vllm'")
@@ -35,8 +35,11 @@ def arguments(rank: int) -> list[str]:
 
 
 class AdapterVersions:
-    """newest: where requests begin; None before the first version, when they go to the model
-    itself."""
+    """Tracks the versions of an adapter that servers must hold, and the requests on each.
+
+    newest: the version that new requests use; None before the first version, when they use the
+    model itself.
+    """
 
     def __init__(self) -> None:
         self.newest: StagedFiles | None = None
@@ -45,7 +48,8 @@ class AdapterVersions:
 
     @contextmanager
     def request(self) -> Iterator[StagedFiles | None]:
-        """The version that a request begins on, which is held until the request has ended."""
+        """Yields the version that a request begins on, which is held until the request has
+        ended."""
         own = self.newest
         if own is None:
             yield None
@@ -57,11 +61,12 @@ class AdapterVersions:
             self._requests[own.version] -= 1
 
     def held(self) -> list[StagedFiles]:
-        """Those that a server must have: the newest, and older ones that requests are on."""
+        """Returns the versions that a server must have: the newest, and older ones with requests in
+        flight."""
         return [*self._older, *([self.newest] if self.newest else [])]
 
     def publish(self, staged: StagedFiles) -> list[StagedFiles]:
-        """Makes a version the newest, and gives those that no request is on any more, which are
+        """Makes a version the newest. Returns the versions without requests, which are
         forgotten."""
         self._older += [self.newest] if self.newest else []
         self.newest = staged

@@ -176,7 +176,7 @@ class VLLMClient:
         if features is not None:
             body["features"] = features
         answer = await self._call(
-            "POST", "/inference/v1/generate", body, retry=True, seconds=None, waits=True
+            "POST", "/inference/v1/generate", body, retry=True, seconds=None, takes_slot=True
         )
         completion = completion_from(answer)
         if not experts:
@@ -188,7 +188,11 @@ class VLLMClient:
     async def render(self, body: Mapping[str, Any]) -> list[int]:
         """The tokens of a prompt, from the body of a chat completion without a model."""
         answer = await self._call(
-            "POST", "/v1/chat/completions/render", {**body, "model": MODEL}, retry=True, waits=True
+            "POST",
+            "/v1/chat/completions/render",
+            {**body, "model": MODEL},
+            retry=True,
+            takes_slot=True,
         )
         tokens: list[int] = answer["token_ids"]
         return tokens
@@ -213,7 +217,7 @@ class VLLMClient:
             "/v1/chat/completions/derender",
             {"model": MODEL, **asked},
             retry=True,
-            waits=True,
+            takes_slot=True,
         )
         message: dict[str, Any] = answer["choices"][0]["message"]
         return message
@@ -221,9 +225,9 @@ class VLLMClient:
     async def tokenize(self, model: str, text: str) -> list[int]:
         """The text's tokens, without any that the model would put before or after it."""
         body = {"model": model, "prompt": text, "add_special_tokens": False}
-        tokens: list[int] = (await self._call("POST", "/tokenize", body, retry=True, waits=True))[
-            "tokens"
-        ]
+        tokens: list[int] = (
+            await self._call("POST", "/tokenize", body, retry=True, takes_slot=True)
+        )["tokens"]
         return tokens
 
     async def score(self, model: str, tokens: Sequence[int]) -> Float32[np.ndarray, " T"]:
@@ -232,7 +236,9 @@ class VLLMClient:
         other requests on a server with adapters: see `probe`."""
         body = {"model": model, "prompt": list(tokens), "max_tokens": 1, "prompt_logprobs": 0}
         return scores_from(
-            await self._call("POST", "/v1/completions", body, retry=True, seconds=None, waits=True),
+            await self._call(
+                "POST", "/v1/completions", body, retry=True, seconds=None, takes_slot=True
+            ),
             tokens,
         )
 
@@ -263,7 +269,7 @@ class VLLMClient:
         }
         body = {"model": model, "token_ids": list(tokens), "sampling_params": wanted}
         answer = await self._call(
-            "POST", "/inference/v1/generate", body, retry=True, seconds=None, waits=True
+            "POST", "/inference/v1/generate", body, retry=True, seconds=None, takes_slot=True
         )
         return next_from(answer, token)
 
@@ -374,13 +380,13 @@ class VLLMClient:
         *,
         retry: bool = False,
         seconds: float | None = CONTROL_SECONDS,
-        waits: bool = False,
+        takes_slot: bool = False,
     ) -> Any:
         """The answer's JSON. retry: safe to send again when the connection breaks before any
         answer, as it does when a pooled one has been closed meanwhile, and after each internal
         error of the server. waits: see `exchange`."""
         try:
-            how = {"body": body, "seconds": seconds, "retry": retry, "waits": waits}
+            how = {"body": body, "seconds": seconds, "retry": retry, "waits": takes_slot}
             with waiting(whose(), f"the vLLM server at {self.url} to answer {path}"):
                 status, text = await exchange(self._session, self.url, method, path, **how)
         except ConnectionError as error:

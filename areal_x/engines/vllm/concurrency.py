@@ -1,8 +1,9 @@
-"""How many requests a server should work on: as many as its cache holds, found by trying.
+"""Adaptive concurrency: how many requests a server should work on, found by trial.
 
-Too many, and a server preempts: it drops the cache of a request and computes it again later. Too
-few leave it idle. How many fit depends on how long answers become, which no setting knows. Additive
-increase, multiplicative decrease, as TCP finds a network's rate (Chiu and Jain, 1989).
+With too many, a server preempts: it drops a request's KV cache and recomputes it later. Too few
+leave it idle. How many fit depends on the length of answers, which no setting knows. The limit
+follows additive increase, multiplicative decrease, as TCP finds a network's rate (Chiu and Jain,
+1989).
 """
 
 from __future__ import annotations
@@ -10,20 +11,21 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-CACHE_MARK = 0.85  # of the cache: no more requests above it, as those in flight still grow
-INCREASE = 1 / 16  # of the most, at each look
-DECREASE = 0.75
+CACHE_MARK = 0.85  # cache use above which the limit does not grow, as requests in flight still do
+INCREASE = 1 / 16  # share of `most` that is added per heartbeat
+DECREASE = 0.75  # factor after preemptions
 
 
 @dataclass(frozen=True)
 class Load:
-    """What a server says of itself. cache: part of it in use, 0 to 1. preemptions: since its
-    start."""
+    """A server's own metrics."""
 
     running: int
     waiting: int
     cache: float
+    """Share of the KV cache in use, 0 to 1."""
     preemptions: int
+    """Count since the server's start."""
 
 
 NAMES = {
@@ -35,11 +37,11 @@ NAMES = {
 
 
 def next_limit(limit: int, before: Load, now: Load, most: int) -> int:
-    """The next limit on a server's requests, between 1 and `most`.
+    """Returns the next limit on a server's requests, between 1 and `most`.
 
-    Less when it preempted since the last look, but only once an earlier decrease has taken effect:
-    requests in flight stay, and may preempt each other until some have ended. More while its cache
-    has room, nothing waits and the limit is reached.
+    It decreases after preemptions, but only once an earlier decrease has taken effect: requests in
+    flight stay, and may preempt each other until some have ended. It increases while the cache has
+    room, nothing waits and the limit is reached.
     """
     preempted = (
         now.preemptions - before.preemptions
@@ -54,8 +56,8 @@ def next_limit(limit: int, before: Load, now: Load, most: int) -> int:
 
 
 def parse_load(text: str) -> Load | None:
-    """Out of a server's /metrics (Prometheus' text); None where one is missing. Engines behind one
-    server are summed, their caches averaged."""
+    """Parses a server's /metrics (Prometheus text format); None if a metric is missing. Several
+    engines behind one server are summed, their cache use is averaged."""
     found: dict[str, list[float]] = {}
     for line in text.splitlines():
         if match := re.match(r"(vllm:\w+)(?:\{.*\})? (\S+)", line):

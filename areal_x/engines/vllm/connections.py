@@ -1,4 +1,4 @@
-"""Requests over HTTP, as many at a time as this process may have connections."""
+"""HTTP requests, as many at a time as this process may have connections."""
 
 from __future__ import annotations
 
@@ -14,22 +14,24 @@ from areal_x.runtime import open_files
 if TYPE_CHECKING:
     import aiohttp
 
-# the server closes idle connections after 5 s: a client that keeps them longer meets dead ones
+# The server closes idle connections after 5 s; a client that keeps them longer reuses dead ones.
 KEEP_ALIVE_SECONDS = 2.0
 CONNECT_SECONDS = 30.0
 ATTEMPTS = 3
-FILES_SECONDS = 60.0  # descriptors come back as other requests end
+FILES_SECONDS = 60.0  # descriptors become free as other requests end
 FILES_POLL_SECONDS = 0.1
 
-_places: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = WeakKeyDictionary()
+_request_slots: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = (
+    WeakKeyDictionary()
+)
 
 
 class OutOfFiles(UserError):
-    """No connection can be made for want of a file descriptor: says nothing about the server."""
+    """No file descriptor is left for a connection; implies nothing about the server."""
 
 
 def session(key: str | None) -> aiohttp.ClientSession:
-    """Made inside the event loop that uses it."""
+    """Returns a client session. Call it inside the event loop that uses it."""
     import aiohttp
 
     connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_SECONDS)
@@ -38,13 +40,12 @@ def session(key: str | None) -> aiohttp.ClientSession:
     )
 
 
-def places() -> asyncio.Semaphore:
-    """One for each request that may be in flight from this event loop, to whichever server.
+def request_slots() -> asyncio.Semaphore:
+    """Returns the event loop's semaphore of requests in flight, to any server.
 
-    Requests that steer servers (heartbeats, pauses, weights) take none: they must not wait for
-    those that generate.
+    Control requests (heartbeats, pauses, weights) take none: they must not wait for generation.
     """
-    return _places.setdefault(
+    return _request_slots.setdefault(
         asyncio.get_running_loop(), asyncio.Semaphore(open_files.connections())
     )
 
@@ -58,18 +59,18 @@ async def exchange(
     body: Any = None,
     seconds: float | None,
     retry: bool = False,
-    waits: bool = False,
+    takes_slot: bool = False,
 ) -> tuple[int, str]:
-    """The status and the text of a server's answer.
+    """Sends a request and returns the status and text of the server's response.
 
-    retry: safe to send again when the connection breaks before any answer. waits: takes one of
-    `places`. Raises: ConnectionError when none comes, OutOfFiles.
+    retry: the request may be sent again if the connection breaks before any response. takes_slot:
+    acquires one of `request_slots`. Raises: ConnectionError if there is no response; OutOfFiles.
     """
     import aiohttp
 
     timeout = aiohttp.ClientTimeout(total=seconds, sock_connect=CONNECT_SECONDS)
     named = f"the vLLM server at {server}"
-    async with places() if waits else nullcontext():
+    async with request_slots() if takes_slot else nullcontext():
         began, attempts = time.monotonic(), ATTEMPTS if retry else 1
         while True:
             if session.closed:
@@ -102,8 +103,8 @@ async def exchange(
 
 
 def out_of_files(server: str) -> OutOfFiles:
-    limit = f"this process has {open_files.allowed()} files open, all that it may"
+    limit = f"this process has {open_files.allowed()} files open, its limit"
     return OutOfFiles(
-        f"no connection to {server} can be made, as {limit}: raise `ulimit -n`, or lower"
+        f"no connection to {server} can be opened: {limit}; raise `ulimit -n` or lower"
         " vllm.concurrency"
     )

@@ -1,9 +1,9 @@
-"""The images of a prompt as a vLLM server takes them beside its tokens: patches as they are, so
-that the policy that is asked and the one that is trained see the same numbers.
+"""Sends the images of a prompt to a vLLM server beside its tokens, as patches, so that the sampling
+policy and the trained one see the same numbers.
 
-What /inference/v1/generate calls `features` (vLLM 0.32): of each image a name, its place among the
-tokens, and its arrays in msgpack, each as the type, the shape and the bytes. How arrays of several
-images lie together in a batch is said beside each.
+The field `features` of /inference/v1/generate (vLLM 0.32) has, for each image, a name, its position
+among the tokens, and its arrays in msgpack, each as type, shape and bytes. Each array also declares
+how the arrays of several images are batched.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from areal_x.hf.image_positions import count_patches
 from areal_x.hf.model_dir import read_config
 from areal_x.types import Images
 
-# By default a server subtracts the mean and divides by the deviation of pixels itself: it must take
-# patches as they are.
+# By default a server normalises pixels (mean and standard deviation) itself; patches are already
+# normalised.
 NORMALISED = "--no-mm-device-do-normalize"
 RAW = 3  # vLLM's number for bytes in msgpack
 
@@ -30,12 +30,12 @@ RAW = 3  # vLLM's number for bytes in msgpack
 def features_for(
     model: Path, prompt: Int32[np.ndarray, " prompt"], images: Images
 ) -> dict[str, Any]:
-    """See `features_of`. model: the directory of the model that is served. Raises: UserError for
-    one that reads text alone."""
+    """Returns `features_of` for a model. model: the directory of the served model. Raises:
+    UserError for a text-only model."""
     config = read_config(model)
     if "image_token_id" not in config:
         raise UserError(
-            f"the prompt has images and {model} reads text alone: train a model that sees"
+            f"the prompt has images but {model} is a text-only model: train a vision-language model"
         )
     return features_of(
         prompt, images, config["image_token_id"], config["vision_config"]["spatial_merge_size"]
@@ -45,10 +45,9 @@ def features_for(
 def features_of(
     prompt: Int32[np.ndarray, " prompt"], images: Images, image_token_id: int, merge: int
 ) -> dict[str, dict[str, list[Any]]]:
-    """The field `features` of a request. prompt: its tokens without any that the policy has drawn
-    since.
+    """Returns the field `features` of a request. prompt: the prompt alone, without sampled tokens.
 
-    Raises: UserError where its image tokens are not those of its images.
+    Raises: UserError if its image tokens do not match its images.
     """
     names, places, content = [], [], []
     start = patch = 0
@@ -63,8 +62,8 @@ def features_of(
             or start > len(prompt)
         ):
             raise UserError(
-                f"the image at token {first} needs {length} image tokens in a row: the prompt is of"
-                " other images"
+                f"the image at token {first} needs {length} consecutive image tokens: the prompt"
+                " belongs to other images"
             )
         patches = images.patches[patch : patch + count]
         patch += count
@@ -79,8 +78,8 @@ def features_of(
 
 
 def _packed(patches: np.ndarray, grid: np.ndarray) -> str:
-    """The arrays of one image: its patches are neighbours of the next one's, its grid is a row of
-    the grids of all.
+    """Packs the arrays of one image: its patches are concatenated with the next image's, its grid
+    is one row of all images' grids.
 
     Raises: UserError without msgpack.
     """
@@ -88,7 +87,8 @@ def _packed(patches: np.ndarray, grid: np.ndarray) -> str:
         import msgpack
     except ImportError as error:
         raise UserError(
-            "images go to vLLM servers in msgpack, which is not installed: pip install msgpack"
+            "sending images to vLLM servers needs msgpack, which is not installed: pip install"
+            " msgpack"
         ) from error
 
     def array(x: np.ndarray) -> list[Any]:

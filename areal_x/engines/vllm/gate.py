@@ -1,6 +1,6 @@
-"""Inside the vLLM server's front end: no route answers without the key.
+"""Runs inside the vLLM server's front end: no route responds without the key.
 
-vLLM checks keys below /v1, /v2, /inference and /cohere only: requests that replace weights, pause
+vLLM checks keys below /v1, /v2, /inference and /cohere only; requests that replace weights, pause
 generation or call workers pass without one. Its --middleware takes the class below, which runs
 before everything else.
 
@@ -19,17 +19,17 @@ from urllib.parse import urlsplit
 
 KEY = "VLLM_API_KEY"
 GATE = f"{__name__}.Gate"  # as --middleware takes it
-# names, with commas between, under which a server may be reached beside those of this machine
+# comma-separated names under which a server may be reached besides this machine's own
 HOSTS = "AREAL_X_HOSTS"
 LOCAL = ("127.0.0.1", "localhost", "::1")
 Send = Callable[[dict[str, Any]], Awaitable[None]]
 
 
 class Gate:
-    """ASGI middleware: 401 without the key, 403 for a foreign Host or Origin (a page of another
-    site, a rebound name).
+    """ASGI middleware: 401 without the key, 403 for a foreign Host or Origin (another site's page,
+    DNS rebinding).
 
-    Without a key in the environment nothing passes.
+    Without a key in the environment it rejects everything.
     """
 
     def __init__(self, app: Callable[..., Awaitable[None]]) -> None:
@@ -43,7 +43,7 @@ class Gate:
     async def __call__(
         self, scope: Mapping[str, Any], receive: Callable[[], Awaitable[Any]], send: Send
     ) -> None:
-        lifespan = scope["type"] == "lifespan"  # the server itself starts and ends
+        lifespan = scope["type"] == "lifespan"  # startup and shutdown of the server itself
         why = None if lifespan else refusal(list(scope["headers"]), self.key, self.hosts)
         if why is None:
             await self.app(scope, receive, send)
@@ -66,7 +66,7 @@ class Gate:
 def refusal(
     headers: list[tuple[bytes, bytes]], key: str, hosts: set[str]
 ) -> tuple[int, str] | None:
-    """The status and the words that a request is refused with, or None for one that may pass."""
+    """Returns the status and message that a request is rejected with, or None if it may pass."""
 
     def given(name: bytes) -> list[str]:
         return [
@@ -75,7 +75,7 @@ def refusal(
 
     host = given(b"host")
     if len(host) != 1 or name_in(f"//{host[0]}") not in hosts:
-        return 403, f"this server is not reached under that Host: {HOSTS} names others"
+        return 403, f"this server is not served under that Host: {HOSTS} adds others"
     if any(
         origin.lower() not in (f"http://{host[0]}".lower(), f"https://{host[0]}".lower())
         for origin in given(b"origin")
@@ -103,12 +103,12 @@ def digest(text: str) -> bytes:
 
 
 def unprotected_warning(url: str) -> str:
-    """What to tell the user of a server of theirs that answers control requests without a key."""
-    mend = (
-        f"start it with {KEY} set and --middleware {GATE} (and {HOSTS}=its name, where that is not"
+    """Returns a warning about a user's server that accepts control requests without a key."""
+    remedy = (
+        f"start it with {KEY} set and --middleware {GATE} (and {HOSTS}=its name, unless that is"
         " localhost)"
     )
     return (
-        f"the vLLM server at {url} lets whoever reaches it replace its weights, without a key:"
-        f" {mend}; see docs/security.md"
+        f"anyone who can reach the vLLM server at {url} can replace its weights, without a key:"
+        f" {remedy}; see docs/security.md"
     )

@@ -1,9 +1,9 @@
-"""Inside the vLLM server: new weights into the model that it serves, complete or refused.
+"""Runs inside the vLLM server: loads new weights into the served model, completely or not at all.
 
 vLLM loads layer by layer: it buffers what a layer's loaders receive and copies it into the kernels'
-tensors once the layer is complete. An incomplete layer raises nothing: one that received nothing
-keeps its old weights, one that received a part (an attention's keys and values but no queries) is
-filled up with uninitialised memory.
+tensors once the layer is complete. An incomplete layer raises no error: one that received nothing
+keeps its old weights, and one that received a part (an attention's keys and values but no queries)
+is filled up with uninitialised memory.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from typing import Any
 
 
 def shards(staging_root: str, folder: str) -> list[Path]:
-    """The weight files of a staged folder, each of them whole and no tensor in two of them.
+    """Returns the weight files of a staged folder, after checking that each is whole and no tensor
+    is in two of them.
 
     Raises: ValueError for a folder outside the staging root, without weights, or with a damaged
     file.
@@ -31,7 +32,7 @@ def shards(staging_root: str, folder: str) -> list[Path]:
     files = sorted(path.glob("*.safetensors"))
     if not files:
         raise ValueError(
-            f"{folder} holds no *.safetensors: it was not staged, or this machine does not see the"
+            f"{folder} has no *.safetensors: it was not staged, or this machine cannot see the"
             " staging folder"
         )
     names: Counter[str] = Counter()
@@ -44,12 +45,12 @@ def shards(staging_root: str, folder: str) -> list[Path]:
             # vLLM hides whole paths
             raise ValueError(f"{file.name} cannot be read: {error}") from error
     if twice := [name for name, count in names.items() if count > 1]:
-        raise ValueError(f"{folder} holds {', '.join(twice)} in more than one file")
+        raise ValueError(f"{folder} has {', '.join(twice)} in more than one file")
     return files
 
 
 def read(files: Iterable[Path]) -> Iterator[tuple[str, Any]]:
-    """Every tensor under its name, one at a time."""
+    """Yields every tensor with its name, one at a time."""
     from safetensors import safe_open
 
     for file in files:
@@ -59,18 +60,18 @@ def read(files: Iterable[Path]) -> Iterator[tuple[str, Any]]:
 
 
 def load(model: Any, model_config: Any, weights: Iterable[tuple[str, Any]]) -> None:
-    """Replaces all weights of the model. After an error it holds parts of two policies, and can be
-    loaded again.
+    """Replaces all weights of the model. After an error the model contains parts of two policies,
+    and can be loaded again.
 
-    Raises: ValueError where the weights lack a parameter or a part of one, and whatever vLLM's
-    loaders raise.
+    Raises: ValueError if the weights lack a parameter or a part of one, and whatever vLLM's loaders
+    raise.
     """
     from vllm.model_executor.model_loader.reload import (
         finalize_layerwise_reload,
         initialize_layerwise_reload,
     )
 
-    # During a reload every layer has tensors of its own, and nothing shows that a head is tied to
+    # During a reload every layer has its own tensors, so that nothing shows that a head is tied to
     # the embeddings.
     tied = shared(model)
     forget_packing(model)
@@ -87,7 +88,7 @@ def load(model: Any, model_config: Any, weights: Iterable[tuple[str, Any]]) -> N
 
 
 def shared(model: Any) -> list[set[str]]:
-    """The names of parameters that are one tensor, together."""
+    """Returns the sets of names under which one tensor appears more than once."""
     names: dict[int, set[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), set()).add(name)
@@ -95,14 +96,14 @@ def shared(model: Any) -> list[set[str]]:
 
 
 def add_tied(loaded: Collection[str], tied: Iterable[set[str]]) -> set[str]:
+    """Returns the loaded names and those tied to them."""
     return set(loaded).union(*(alike for alike in tied if not alike.isdisjoint(loaded)))
 
 
 def incomplete(model: Any) -> set[str]:
-    """The layers that got a part of what they need. (Before the reload is finished.)
+    """Returns the layers that received a part of what they need. (Before the reload is finished.)
 
-    Only layers whose size is known to the last element are counted: quantised ones and vocabularies
-    may be padded.
+    Counts only layers whose size is known exactly: quantised ones and vocabularies may be padded.
     """
     from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
     from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
@@ -131,7 +132,7 @@ def is_plain_mixture(layer: Any) -> bool:
 
 
 def refresh_tied(model: Any, tied: Iterable[set[str]]) -> None:
-    """Derives again what layers keep of a tensor that they share: on a CPU a tied head multiplies
+    """Recomputes what layers derive from a tensor that they share: on a CPU a tied head multiplies
     by a packed copy of it."""
     from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
 
@@ -143,8 +144,8 @@ def refresh_tied(model: Any, tied: Iterable[set[str]]) -> None:
 
 
 def forget_packing(model: Any) -> None:
-    """Makes mixtures of experts on a CPU pack their new weights too: vLLM 0.32 packs when it builds
-    the kernel, once, and would pass plain weights to a kernel that reads packed ones (3 nats a
+    """Makes mixtures of experts on a CPU pack their new weights too: vLLM 0.32 packs once, when it
+    builds the kernel, and would pass plain weights to a kernel that reads packed ones (3 nats per
     token off)."""
     from vllm.platforms import current_platform
 

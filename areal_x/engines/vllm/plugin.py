@@ -1,7 +1,8 @@
-"""Inside the vLLM server: a weight-transfer backend that reads safetensors from a staging folder.
+"""Runs inside the vLLM server: a weight-transfer backend that reads safetensors from a staging
+folder.
 
 vLLM finds `register` through the entry-point group `vllm.general_plugins` and calls it in each of
-its processes. Trainer and server need share no framework and no process group, only a folder
+its processes. Trainer and server need not share a framework or a process group, only a folder
 (shared memory on one machine).
 """
 
@@ -14,20 +15,21 @@ BACKEND = "areal_x"
 
 @dataclass
 class InitInfo:
-    """staging_root: the only folder below which weights are ever read. folder: one that shall be
-    read next, looked at before anything is changed, and refused where it is outside the root or
-    damaged."""
+    """Configures the transfer, or validates a folder."""
 
     staging_root: str
+    """The only folder below which weights are ever read."""
     folder: str = ""
+    """If set, the folder to be read next. It is validated before anything changes, and refused if
+    it is outside the root or damaged."""
 
 
 @dataclass
 class UpdateInfo:
-    """folder: holds the model's complete weights as *.safetensors under their Hugging Face
-    names."""
+    """The weights to load."""
 
     folder: str
+    """Contains the model's complete weights as *.safetensors under their Hugging Face names."""
 
 
 def register() -> None:
@@ -46,8 +48,7 @@ def register() -> None:
                 loading.shards(init_info.staging_root, init_info.folder)
             self.staging_root = init_info.staging_root
 
-        # The model is opened for loading only once the folder is known to be good, in
-        # `receive_weights`.
+        # Loading into the model starts only in `receive_weights`, once the folder is validated.
         def start_weight_update(self) -> None: ...
 
         def finish_weight_update(self) -> None: ...

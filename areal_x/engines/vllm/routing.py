@@ -1,5 +1,5 @@
-"""Where a request goes: to the server with the fewest, or to one that has the beginning of its
-prompt in cache."""
+"""Chooses the server for a request: the least loaded one, or one that has the beginning of the
+prompt in its prefix cache."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from collections.abc import Iterator, Mapping
 import numpy as np
 from jaxtyping import Int32
 
-BLOCK = 16  # tokens: a GPU server caches whole blocks of this many (one on a CPU, of 128)
-REMEMBERED = 100_000  # blocks, some megabytes
+BLOCK = 16  # tokens: a server caches whole blocks, of 16 tokens on a GPU and 128 on a CPU
+REMEMBERED = 100_000  # blocks: a few megabytes
 
 
 def choose(loads: Mapping[str, int], cached: Mapping[str, int], slack: int) -> str | None:
-    """The server for a request; None when there is none to choose from.
+    """Returns the server for a request; None if there is none to choose from.
 
     loads: requests in flight on each server that may be chosen. cached: tokens of the prompt that a
-    server has in cache. slack: the most by which the chosen one's load may exceed the least. Within
-    it the longest cached beginning wins, then the least load, then the order of `loads`.
+    server has in cache. slack: maximum by which the chosen load may exceed the least. Within it the
+    longest cached prefix wins, then the least load, then the order of `loads`.
     """
     least = min(loads.values(), default=0)
     near = [name for name, load in loads.items() if load <= least + slack]
@@ -26,13 +26,13 @@ def choose(loads: Mapping[str, int], cached: Mapping[str, int], slack: int) -> s
 
 
 class Prefixes:
-    """Which server was sent which beginnings of sequences, block by block, as servers cache them.
-    What was sent longest ago is forgotten first."""
+    """Remembers which prefixes each server was sent, block by block, as servers cache them. The
+    least recently sent are forgotten first."""
 
     def __init__(self, remembered: int = REMEMBERED) -> None:
         self._remembered = remembered
         self._blocks: OrderedDict[tuple[str, int, int], None] = OrderedDict()
-        self._caches: Counter[str] = Counter()  # how many each server has had
+        self._caches: Counter[str] = Counter()  # how often each server's cache was dropped
 
     def remember(self, tokens: Int32[np.ndarray, " T"], server: str) -> None:
         for block in blocks(tokens):
@@ -43,7 +43,7 @@ class Prefixes:
             self._blocks.popitem(last=False)
 
     def cached(self, tokens: Int32[np.ndarray, " T"], servers: list[str]) -> dict[str, int]:
-        """How many tokens from the first on each server has probably in cache."""
+        """Returns for each server how many tokens, from the first on, are probably in its cache."""
         chain = list(blocks(tokens))
         found = {}
         for server in servers:
@@ -56,12 +56,12 @@ class Prefixes:
         return found
 
     def forget(self, server: str) -> None:
-        """Its cache was dropped, as it is for new weights."""
+        """Forgets a server's cache, which is dropped when it loads new weights."""
         self._caches[server] += 1
 
 
 def blocks(tokens: Int32[np.ndarray, " T"]) -> Iterator[int]:
-    """A number for each whole block that depends on all tokens up to its end."""
+    """Yields, for each whole block, a hash of all tokens up to its end."""
     chain = 0
     data = np.ascontiguousarray(tokens, np.int32)
     for end in range(BLOCK, len(data) + 1, BLOCK):

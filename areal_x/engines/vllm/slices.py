@@ -1,5 +1,5 @@
-"""A completion drawn in slices: a server that is lost takes at most the slice with it that it was
-drawing."""
+"""Generates a completion in slices: a server that is lost loses at most the slice it was
+generating."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from areal_x.types import NOT_RECORDED
 
 
 def next_length(drawn: int, most: int, slice_tokens: int) -> int:
-    """How many new tokens to ask for next, of `most` in all; slice_tokens: 0 asks for all at
-    once."""
+    """Returns how many new tokens the next slice has, of `most` in all. slice_tokens: 0 requests
+    all at once."""
     left = most - drawn
     return min(left, slice_tokens) if slice_tokens else left
 
 
 def ended(parts: Sequence[Completion], most: int) -> bool:
-    """Whether the last slice was the last one: a stop token came, or all tokens are there."""
+    """True if the last slice ends the completion: with a stop token, or at `most` tokens."""
     return parts[-1].finish_reason == "stop" or sum(len(part.tokens) for part in parts) >= most
 
 
 def context_of(
     prompt: Int32[np.ndarray, " P"], parts: Sequence[Completion]
 ) -> Int32[np.ndarray, " P+N"]:
-    """The prompt of the next slice."""
+    """Returns the prompt of the next slice."""
     return (
         np.concatenate([prompt, *(part.tokens for part in parts)]).astype(np.int32)
         if parts
@@ -36,8 +36,7 @@ def context_of(
 
 
 def joined(parts: Sequence[Completion]) -> Completion:
-    """The completion of one request, whatever it was cut into: its end is that of the last
-    slice."""
+    """Returns the whole completion, which ends as its last slice does."""
     if len(parts) == 1:
         return parts[0]
     return Completion(
@@ -52,9 +51,9 @@ def joined(parts: Sequence[Completion]) -> Completion:
 def joined_experts(
     parts: Sequence[Int16[np.ndarray, "_ layers per_token"]],
 ) -> Int16[np.ndarray, "T layers per_token"] | None:
-    """Each slice says the experts of all tokens up to its end. Those count that computed what was
-    sampled: of the slice that drew the token after it; the last token of a slice has none before
-    the next."""
+    """Joins the experts that each slice recorded for all tokens up to its end. The recording that
+    counts for a token is the one that computed the sampled continuation: that of the slice that
+    sampled the token after it. The last token of a slice has none before the next slice."""
     if not parts:
         return None
     experts = np.full(parts[-1].shape, NOT_RECORDED, np.int16)

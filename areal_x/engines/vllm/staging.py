@@ -1,8 +1,7 @@
-"""Weights on their way to engines in other processes: staged as safetensors files, by default in
-shared memory.
+"""Stages weights for engines in other processes, as safetensors files, by default in shared memory.
 
-The trainer writes them while generation goes on; only reading them happens while generation stands
-still.
+The trainer writes them while generation goes on; generation is paused only while the servers read
+them.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from areal_x.protocols.engine import Staged
 
 PREFIX = "areal_x-"
 LOCK = "lock"
-SHARD_BYTES = 256 * 2**20  # the copy of the weights that exists in the trainer's memory at one time
+SHARD_BYTES = 256 * 2**20  # size of the copy of the weights in the trainer's memory at any time
 SHARED_MEMORY = Path("/dev/shm")
 Tensors = Iterable[tuple[str, np.ndarray]]
 
@@ -45,8 +44,8 @@ class StagedFiles(Staged):
 
 
 def default_parent() -> Path:
-    """Shared memory where there is some: written once, read by every server of this machine, never
-    on a disk."""
+    """Returns shared memory if there is any, which is written once, read by every server of this
+    machine and never touches a disk; else the temporary directory."""
     return SHARED_MEMORY if os.access(SHARED_MEMORY, os.W_OK) else Path(tempfile.gettempdir())
 
 
@@ -55,38 +54,36 @@ class NoRoom(UserError):
 
 
 class Staging:
-    """A folder of this run's own below `parent`, one folder a version in it. Folders that dead runs
-    left there are removed.
+    """A folder below `parent` that belongs to this run, with one folder per version. Folders that
+    dead runs left there are removed.
 
-    A run holds a lock in its folder for as long as it lives. (The kernel drops it with the process,
-    however that ends; a process id in the name could belong to another container, or to a newer
-    process.)
+    A run holds a lock in its folder for as long as it lives. (The kernel releases it with the
+    process, however that ends; a process id in the name could belong to another container or to a
+    newer process.)
     """
 
     def __init__(self, parent: Path) -> None:
         try:
             parent.mkdir(parents=True, exist_ok=True)
             remove_left_behind(parent)
-            # Made under a hidden name and locked before others can see it, so that nobody takes it
-            # for a dead run's.
+            # Created under a hidden name and locked before others can see it, so that no other run
+            # takes it for a dead run's.
             hidden = Path(tempfile.mkdtemp(prefix=".", dir=parent))
             self._lock: IO[bytes] | None = (hidden / LOCK).open("wb")
             fcntl.flock(self._lock, fcntl.LOCK_EX)
             self.root = hidden.rename(parent / f"{PREFIX}{os.getpid()}-{secrets.token_hex(4)}")
         except OSError as error:
             reason = f"weights cannot be staged in {parent} ({error.strerror})"
-            raise UserError(
-                f"{reason}: set vllm.staging to a folder that can be written"
-            ) from error
+            raise UserError(f"{reason}: set vllm.staging to a writable folder") from error
 
     def stage(
         self, weights: Tensors, version: int, write: Callable[[Path, Tensors], None] | None = None
     ) -> StagedFiles:
-        """Writes the tensors, one shard in memory at a time. The folder appears under its name only
-        when it is complete.
+        """Writes the tensors, one shard in memory at a time. The folder gets its name only once it
+        is complete.
 
-        write: what fills the folder, by default `write_shards`.
-        Raises: NoRoom when the file system is full.
+        write: fills the folder, by default `write_shards`. Raises: NoRoom if the file system is
+        full.
         """
         folder, partial = self.root / f"v{version:08d}", self.root / "partial"
         shutil.rmtree(partial, ignore_errors=True)
@@ -95,12 +92,9 @@ class Staging:
             (write or write_shards)(partial, weights)
         except Exception as error:
             shutil.rmtree(partial, ignore_errors=True)
-            # The safetensors library wraps what the system said into its own error.
-            if getattr(error, "errno", None) == errno.ENOSPC or os.strerror(errno.ENOSPC) in str(
-                error
-            ):
+            if is_disk_full(error):
                 reason = f"no room to stage the weights in {self.root.parent}"
-                raise NoRoom(f"{reason}: set vllm.staging to a folder with more") from error
+                raise NoRoom(f"{reason}: set vllm.staging to a folder with more space") from error
             raise
         shutil.rmtree(folder, ignore_errors=True)
         partial.rename(folder)
@@ -108,7 +102,7 @@ class Staging:
         return StagedFiles(folder=folder, version=version, bytes=written)
 
     def keep(self, staged: StagedFiles | None) -> None:
-        """Forgets all versions but this one and newer ones; None forgets all."""
+        """Removes all versions older than this one; None removes all."""
         for folder in self.root.glob("v*"):
             if staged is None or folder.name < staged.folder.name:
                 shutil.rmtree(folder, ignore_errors=True)
@@ -120,6 +114,13 @@ class Staging:
             self._lock = None
 
 
+def is_disk_full(error: Exception) -> bool:
+    if isinstance(error, OSError) and error.errno == errno.ENOSPC:
+        return True
+    # The safetensors library wraps the system's message into an error of its own.
+    return os.strerror(errno.ENOSPC) in str(error)
+
+
 def write_shards(folder: Path, weights: Tensors, shard_bytes: int = SHARD_BYTES) -> None:
     from safetensors.numpy import save_file
 
@@ -128,11 +129,11 @@ def write_shards(folder: Path, weights: Tensors, shard_bytes: int = SHARD_BYTES)
 
 
 def remove_left_behind(parent: Path) -> None:
-    """Removes the staging folders below `parent` whose runs have ended without removing them."""
+    """Removes the staging folders below `parent` whose runs ended without removing them."""
     for folder in parent.glob(f"{PREFIX}*"):
         try:
             with (folder / LOCK).open("rb") as lock:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 shutil.rmtree(folder, ignore_errors=True)
         except OSError:
-            continue  # alive, someone else's, or on a file system without locks
+            continue  # alive, another user's, or on a file system without locks

@@ -1,16 +1,16 @@
-"""Stands between a run and one vLLM server, so that no process outlives the run, not even one that
-was killed with SIGKILL.
+"""Starts one vLLM server for a run and ends it with the run, so that no process outlives the run,
+even if the run was killed with SIGKILL.
 
     python watchdog.py OWNER_PID FOLDER COMMAND...
 
 A server is a small family of processes, and vLLM's engine process was seen to survive the death of
-its front end. The guard puts the family into a process group of its own and ends the whole group
-when the server ends, when the guard is told to stop (SIGTERM), or when the owner is gone; in the
-last case it also removes FOLDER, the owner's staged weights in shared memory.
+its front end. The watchdog puts the family into a process group of its own and ends the whole group
+when the server ends, when the watchdog gets SIGTERM, or when the owner is gone; in the last case it
+also removes FOLDER, the owner's staged weights in shared memory.
 
 The owner is watched by its process id. (PR_SET_PDEATHSIG would fire when the *thread* that started
-the server ends.) This file runs as a script and imports nothing but the standard library: it costs
-a few megabytes.
+the server ends.) This file runs as a script and imports only the standard library: it costs a few
+megabytes.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ def main(owner: int, folder: str, command: list[str]) -> int:
 
 
 def end(server: subprocess.Popen[bytes]) -> None:
-    """The server is asked first, so that it ends its own family, then what is left of the group,
-    which is killed in the end.
+    """Terminates the server, so that it ends its own family, then the rest of the group, which is
+    killed in the end.
 
     Python's resource tracker, which is in the group too, ends after the others and removes what
     they left in shared memory.

@@ -162,5 +162,5 @@ def test_weights_swapped_under_requests_with_images_lose_none_and_each_token_is_
 @pytest.mark.server
 @pytest.mark.xdist_group("vllm")
 def test_images_for_a_server_of_text_are_refused(vllm_engine: VLLMEngine, trainers, run: Run) -> None:
-    with pytest.raises(UserError, match="reads text alone: train a model that sees"):
+    with pytest.raises(UserError, match="is a text-only model: train a vision-language model"):
         run(vllm_engine.generate(asked(trainers[0], most=2)[0]))
