@@ -154,7 +154,7 @@ ALLOWED: dict[str, Inside | Bounded | str] = {
     "runtime/waits.py whose: _whose.get()": AT_ONCE,
     "runtime/waits.py watching: thread.join()": AT_ONCE,
     "engines/vllm/client.py VLLMClient.accepts_without_key: async with session": AT_ONCE,
-    "engines/vllm/connections.py exchange: async with places": Inside("the vLLM server at {} to answer {}"),
+    "engines/vllm/connections.py exchange: async with request_slots": Inside("the vLLM server at {} to answer {}"),
     "engines/vllm/connections.py exchange: async with session.request": Inside("the vLLM server at {} to answer {}"),
     "engines/vllm/connections.py exchange: await answer.text": Inside("the vLLM server at {} to answer {}"),
     "engines/vllm/connections.py exchange: await asyncio.sleep": Inside("the vLLM server at {} to answer {}"),

@@ -16,56 +16,64 @@ from areal_x.errors import ConfigError, at_least, positive
 @gin.configurable("vllm")
 @dataclass(frozen=True)
 class VLLMConfig:
-    """The servers that generate.
-
-    servers: how many to start on this machine. urls: servers that run already (then none is
-    started); the environment variable that key_variable names holds their API key. context: longest
-    prompt and completion together, in tokens; 0 takes train.row_length. concurrency: requests that
-    one server works on at once. port: of the first server, the next ones count up; 0 takes free
-    ports. threads: compute threads of a server on a CPU; 0 shares half the cores. devices: the GPUs
-    or NPUs that each server sees, as "0" or "0,1"; none for all. staging: the folder that weights
-    pass through, which every server must see under the same path; '' is shared memory. arguments:
-    more words for the server's command line, of which none may change what is sampled or its
-    log-probabilities. start_timeout_seconds: how long a start may take. slice_tokens: a completion
-    is drawn in requests of this many new tokens, so that a lost server takes no more with it; 0
-    draws it in one. rolling: whether servers take new weights one after the other, and the others
-    go on meanwhile. adaptive: whether each server gets as many requests as its cache holds,
-    `concurrency` at the most. heartbeat_seconds: how often servers are asked whether they live, and
-    how long an answer may take; three in a row that do not come lose a server. silence_seconds: a
-    server that has requests and answers none for this long is lost too. wait_seconds: how long
-    requests wait while no server is ready, and a trainer for room to stage, before the run ends.
-    tolerance: how far a server that comes back, or one of several that hold the same weights, may
-    be from the others in the log-probabilities of a known prompt, in nats a token; beyond it no
-    token of it is trained on. drift: how far any server may be from the trainer in these (compared
-    where sampling.temperature is 1 and no experts are replayed). transport: how weights reach the
-    servers. "files" through `staging`; the servers read while generation stands still. "nccl" from
-    the GPU of a torch trainer to other GPUs (those of `devices`, or of `urls`), broadcast while
-    generation stands still. "handles" to one server on the trainer's own GPU, which opens the
-    trainer's memory. docs/torch.md tells more. allow_unpickling: accepts that a server started here
-    unpickles what requests with its key hold, which "handles" needs.
-    """
+    """The vLLM servers that generate: started by the run, or already running."""
 
     servers: int = 1
+    """Number of servers to start on this machine."""
     urls: tuple[str, ...] = ()
+    """Addresses of running servers; if given, none is started."""
     key_variable: str = "VLLM_API_KEY"
+    """Environment variable that holds the API key of the servers at `urls`."""
     context: int = 0
+    """Maximum length of prompt and completion together, in tokens; 0 takes train.row_length."""
     concurrency: int = 64
+    """Number of requests that one server works on at once; with `adaptive` the maximum."""
     port: int = 0
+    """Port of the first server; the next servers count up from it. 0 picks free ports."""
     threads: int = 0
+    """Compute threads of a server on a CPU; 0 divides half the cores among the servers."""
     devices: tuple[str, ...] = ()
+    """The GPUs or NPUs visible to each server, as "0" or "0,1", one entry per server; empty makes
+    all visible to all."""
     staging: str = ""
+    """Folder through which weights are passed; every server must see it under the same path. '' is
+    shared memory."""
     arguments: tuple[str, ...] = ()
+    """More arguments for the command line of the started servers. None may change what is sampled
+    or its log-probabilities."""
     start_timeout_seconds: float = 600.0
+    """Time limit for the start of a server."""
     slice_tokens: int = 0
+    """Generates a completion in requests of this many new tokens each, so that a lost server loses
+    no more than one; 0 uses a single request."""
     rolling: bool = False
+    """True updates the weights of one server after another, while the others go on generating."""
     adaptive: bool = False
+    """True gives each server as many requests as fit into its KV cache, at most `concurrency`."""
     heartbeat_seconds: float = 10.0
+    """Interval between health checks of each server, and time limit of each; after three failures
+    in a row the server is lost."""
     silence_seconds: float = 1800.0
+    """A server that has requests and completes none for this long is lost."""
     wait_seconds: float = 900.0
+    """How long requests wait while no server is ready, and a trainer for room to stage weights,
+    before the run ends."""
     tolerance: float = 0.1
+    """Largest mean absolute difference (nats per token) between servers' log-probabilities on a
+    probe prompt; a server beyond it is quarantined, and none of its tokens is trained on."""
     drift: float = 0.5
+    """Largest mean absolute difference (nats per token) between a server's and the trainer's
+    log-probabilities on the probe prompt. Only checked if sampling.temperature is 1 and no experts
+    are replayed."""
     transport: str = "files"
+    """How weights reach the servers. "files": through `staging`; generation is paused while servers
+    read them. "nccl" (experimental: never run on several GPUs): broadcast from the GPU of a torch
+    trainer to other GPUs (those of `devices`, or of `urls`) while generation is paused. "handles"
+    (experimental): one server on the trainer's own GPU opens the trainer's memory. See
+    docs/torch.md."""
     allow_unpickling: bool = False
+    """True accepts that a server started here unpickles the content of requests with its key, which
+    "handles" needs."""
 
     def __post_init__(self) -> None:
         positive("vllm.servers", self.servers)
@@ -92,20 +100,20 @@ class VLLMConfig:
         for url in self.urls:
             if urlsplit(url).scheme not in ("http", "https"):
                 raise ConfigError(
-                    "vllm.urls", self.urls, f"http:// or https:// addresses ({url!r} is none)"
+                    "vllm.urls", self.urls, f"http:// or https:// addresses (not {url!r})"
                 )
         if len(set(self.urls)) != len(self.urls):
             raise ConfigError(
                 "vllm.urls",
                 self.urls,
-                "each server once: one that were updated twice at a time would break",
+                "each server once: concurrent updates of one server would break it",
             )
         check_settings(self)
         check_arguments(self.arguments)
         far = [url for url in self.urls if not is_local(url)]
         if far and not self.staging and self.transport == "files":
             wanted = (
-                f"a folder that {far[0]} sees under the same path: shared memory ends at this"
+                f"a folder that {far[0]} sees under the same path: shared memory is local to this"
                 " machine"
             )
             raise ConfigError("vllm.staging", self.staging, wanted)

@@ -27,15 +27,9 @@ from jaxtyping import Float32, Int32
 from areal_x.engines.vllm import adapters, slices
 from areal_x.engines.vllm import server as servers
 from areal_x.engines.vllm.adapters import AdapterVersions
-from areal_x.engines.vllm.client import (
-    MODEL,
-    ServerFailed,
-    ServerLost,
-    ServerRestarted,
-    ServerTorn,
-    VLLMClient,
-)
+from areal_x.engines.vllm.client import MODEL, VLLMClient
 from areal_x.engines.vllm.config import VLLMConfig
+from areal_x.engines.vllm.failures import ServerFailed, ServerLost, ServerRestarted, ServerTorn
 from areal_x.engines.vllm.features import features_for
 from areal_x.engines.vllm.gate import unprotected_warning
 from areal_x.engines.vllm.gpu_transfer import TRANSPORTS, GPUSender, TrainerWeights, check_machine

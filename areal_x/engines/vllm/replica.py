@@ -13,14 +13,9 @@ from pathlib import Path
 
 from areal_x.engines.vllm import adapters
 from areal_x.engines.vllm import server as servers
-from areal_x.engines.vllm.client import (
-    HEALTH_SECONDS,
-    ServerFailed,
-    ServerLost,
-    ServerTorn,
-    VLLMClient,
-)
+from areal_x.engines.vllm.client import HEALTH_SECONDS, VLLMClient
 from areal_x.engines.vllm.config import VLLMConfig
+from areal_x.engines.vllm.failures import ServerFailed, ServerLost, ServerTorn
 from areal_x.engines.vllm.gpu_transfer import TRANSPORTS
 from areal_x.engines.vllm.plugin import BACKEND
 from areal_x.engines.vllm.staging import StagedFiles

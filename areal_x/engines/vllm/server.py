@@ -19,10 +19,11 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from areal_x.engines.vllm import adapters, gate, watchdog
-from areal_x.engines.vllm.client import MODEL, RECORD_EXPERTS, VLLMClient
+from areal_x.engines.vllm.client import MODEL, VLLMClient
 from areal_x.engines.vllm.connections import OutOfFiles
 from areal_x.engines.vllm.features import NORMALISED
 from areal_x.engines.vllm.plugin import BACKEND
+from areal_x.engines.vllm.responses import RECORD_EXPERTS
 from areal_x.errors import ConfigError, UserError
 from areal_x.hf.model_dir import read_config
 from areal_x.runtime import cores

@@ -15,10 +15,10 @@ from typing import Any, TypeVar
 import numpy as np
 from jaxtyping import Float32
 
-from areal_x.engines.vllm.client import ServerLost
 from areal_x.engines.vllm.concurrency import Load, next_limit, parse_load
 from areal_x.engines.vllm.config import VLLMConfig
 from areal_x.engines.vllm.connections import OutOfFiles
+from areal_x.engines.vllm.failures import ServerLost
 from areal_x.engines.vllm.fleet import Fleet, State
 from areal_x.engines.vllm.probe import distance, outliers
 from areal_x.engines.vllm.replica import Replica

@@ -13,7 +13,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from areal_x.engines.vllm.client import VLLMClient, completion_from, error_message, experts_from, versions_from
+from areal_x.engines.vllm.client import VLLMClient
+from areal_x.engines.vllm.responses import completion_from, error_message, experts_from, versions_from
 from areal_x.errors import UserError
 from areal_x.protocols.engine import EngineError, SamplingParams
 
@@ -48,7 +49,7 @@ def test_a_request_aborted_before_its_first_token_is_an_empty_completion() -> No
     ids=["none", "too few", "the number that stands for a missing one"],
 )
 def test_a_missing_logprob_is_an_error(logprobs: Any) -> None:
-    with pytest.raises(EngineError, match="left out the log-probability"):
+    with pytest.raises(EngineError, match="omitted the log-probability"):
         completion_from(answer(logprobs=logprobs))
 
 

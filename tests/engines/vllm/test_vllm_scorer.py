@@ -19,9 +19,10 @@ from aiohttp import web
 from areal_x.algorithms.recipes import distill
 from areal_x.batching.packing import pack
 from areal_x.engines.embedded import EmbeddedConfig
-from areal_x.engines.vllm.client import VLLMClient, scores_from
+from areal_x.engines.vllm.client import VLLMClient
 from areal_x.engines.vllm.config import VLLMConfig
 from areal_x.engines.vllm.engine import VLLMEngine
+from areal_x.engines.vllm.responses import scores_from
 from areal_x.engines.vllm.scorer import CONCURRENCY, PROBE, ServerScorer, server_urls
 from areal_x.errors import ConfigError, UserError
 from areal_x.experiment import Experiment
@@ -347,11 +348,11 @@ def test_the_probe_holds_what_a_tokenizer_may_split_differently(tiny_model_dir: 
 @pytest.mark.parametrize(
     ("said", "error"),
     [
-        ({"choices": [{"text": "a"}]}, "scores no prompts"),
-        (answer([5, 6], [0, -1]), "scores no prompts"),
-        (answer([5, 6, 8], [0, -1, -1]), "left out the log-probability"),
-        (answer([5, 6, 7], [0, -1, -9999.0]), "left out the log-probability"),
-        (answer([5, 6, 7], [0, -1, None]), "left out the log-probability"),
+        ({"choices": [{"text": "a"}]}, "does not score prompts"),
+        (answer([5, 6], [0, -1]), "does not score prompts"),
+        (answer([5, 6, 8], [0, -1, -1]), "omitted the log-probability"),
+        (answer([5, 6, 7], [0, -1, -9999.0]), "omitted the log-probability"),
+        (answer([5, 6, 7], [0, -1, None]), "omitted the log-probability"),
         (answer([5, 6, 7], [0, -1, 2.5]), "logits in place of log-probabilities"),
     ],
     ids=["none", "too few", "of other tokens", "minus infinity", "null", "a logit"],

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 from areal_x.engines.vllm import engine, fleet
-from areal_x.engines.vllm.client import ServerFailed, ServerLost
 from areal_x.engines.vllm.config import VLLMConfig
 from areal_x.engines.vllm.engine import VLLMEngine
+from areal_x.engines.vllm.failures import ServerFailed, ServerLost
 from areal_x.engines.vllm.staging import NoRoom, StagedFiles
 from areal_x.errors import UserError
 from areal_x.protocols.engine import Completion, EngineError, Request, SamplingParams
