@@ -496,11 +496,11 @@ class VLLMEngine(Engine):
                     await replica.client.unload_adapter(adapters.name_of(old.version))
             shutil.rmtree(old.folder, ignore_errors=True)
 
-    async def _send(self, unstaged: TrainerWeights) -> float:
+    async def _send(self, staged: TrainerWeights) -> float:
         """All servers together, as a broadcast has one sender. After an error they stay paused:
         what they hold then may be a part of two policies, and no token may come from that."""
         assert self._gpu_sender is not None
-        await self._gpu_sender.connect(unstaged)
+        await self._gpu_sender.connect(staged)
         began, clients = time.perf_counter(), self._clients
         try:
             await together(
@@ -511,16 +511,16 @@ class VLLMEngine(Engine):
                 with contextlib.suppress(Exception):
                     await client.resume()
             raise
-        await self._gpu_sender.send(unstaged)
-        for name in self.fleet.begin(unstaged.version):
+        await self._gpu_sender.send(staged)
+        for name in self.fleet.begin(staged.version):
             self.fleet.updated(name, time.monotonic())
             self._prefixes.forget(name)
         self.fleet.published(time.monotonic())
         await together(
             self._explain(index, client.resume()) for index, client in enumerate(clients)
         )
-        self.version, ended = unstaged.version, time.perf_counter()
-        timeline.add("pause", began, ended, version=unstaged.version)
+        self.version, ended = staged.version, time.perf_counter()
+        timeline.add("pause", began, ended, version=staged.version)
         return ended - began
 
     async def _explain(self, index: int, call: Coroutine[Any, Any, T]) -> T:

@@ -1,18 +1,18 @@
-"""Which servers serve, what is done about those that do not, and where each request is: a pure
-state machine.
+"""The fleet: which servers serve, what is done about those that do not, and where each request is.
+A pure state machine.
 
-    starting ──▶ checking ──▶ ready ⇄ suspect          quarantined   gives other numbers than the others: never again
-       ▲            │           │       │              given up      ours, and started in vain a few times
+    starting ──▶ checking ──▶ ready ⇄ suspect          quarantined   deviates from the other servers: never used again
+       ▲            │           │       │              given up      started by the run, several times in vain
        └── down ◀───┴───────────┴───────┘
 
-It knows no clock, process or connection: events carry the time (seconds, from any beginning), and
-the engine acts on the state. A request that entered is either placed on a server that is ready or
-suspect, or it waits; it leaves when it was answered or is no longer wanted. What a server that was
-lost had in hand waits again, before what came later.
+It knows no clock, process or connection: events carry the time (seconds, from any origin), and the
+engine acts on the state. A request that entered is either placed on a ready or suspect server, or
+waits; it leaves when it was answered or is no longer wanted. The requests of a lost server wait
+again, ahead of later ones.
 
-Versions. `target` is the newest version that a swap has begun with, `floor` that of the last swap
-that ended. A server that comes or comes back serves once it holds `target`; in a swap those that
-have it and those that have `floor` serve.
+Versions. `target` is the newest version that a swap has begun with, `floor` that of the last
+completed swap. A server that joins or returns serves once it has `target`; during a swap, servers
+with either `target` or `floor` serve.
 """
 
 from __future__ import annotations
@@ -23,13 +23,12 @@ from enum import Enum
 
 from areal_x.engines.vllm.routing import choose
 
-# heartbeats in a row without an answer, after which a server is lost; after the first it gets no
-# new request
+# Missed heartbeats in a row after which a server is lost; after the first it gets no new requests.
 MISSES = 3
-ERRORS = 3  # requests in a row that it fails
-TRIES = 5  # starts in a row of a server of ours, before it is given up
+ERRORS = 3  # failed requests in a row after which a server is lost
+TRIES = 5  # failed starts in a row after which a server of ours is given up
 FIRST_RETRY_SECONDS, LONGEST_RETRY_SECONDS = 1.0, 60.0
-STEADY_SECONDS = 300.0  # a server that served this long has earned all its tries again
+STEADY_SECONDS = 300.0  # after serving this long, a server's tries are counted anew
 
 
 class State(Enum):
@@ -48,14 +47,15 @@ FINAL = (State.QUARANTINED, State.GIVEN_UP)
 
 @dataclass
 class Member:
-    """A server. ours: started by the run, which then starts it again. limit: most requests at a
-    time, None for any number. version: of the weights that it holds. reason: why it does not serve.
-    progress_at: when it last answered a request, or had none to answer."""
+    """A server of the fleet."""
 
     ours: bool
+    """True if the run started it, and restarts it."""
     limit: int | None = None
+    """Maximum number of requests at a time; None for any number."""
     state: State = State.DOWN
     version: int | None = None
+    """Version of its weights."""
     requests: set[int] = field(default_factory=set)
     misses: int = 0
     errors: int = 0
@@ -63,7 +63,9 @@ class Member:
     retry_at: float = 0.0
     ready_at: float = 0.0
     progress_at: float = 0.0
+    """When it last answered a request, or had none to answer."""
     reason: str = ""
+    """Why it does not serve."""
 
     @property
     def serves(self) -> bool:
@@ -71,20 +73,22 @@ class Member:
 
 
 class Fleet:
-    """silence_seconds: a server that has requests and answers none for this long is lost.
+    """The servers and the requests placed on them.
 
-    Events about a server that they no longer concern (a late answer of one that was lost) change
+    silence_seconds: a server that has requests and answers none for this long is lost.
+
+    Events about a server that no longer concern it (such as a late answer of a lost one) change
     nothing.
     """
 
     def __init__(self, version: int, silence_seconds: float) -> None:
         self.members: dict[str, Member] = {}
-        # of each request, its server, or None while it waits
+        # each request's server, or None while it waits
         self.placed: dict[int, str | None] = {}
         self.floor = self.target = version
         self.silence_seconds = silence_seconds
         self.none_since: float | None = None  # since when no server serves
-        self._news: list[str] = []
+        self._messages: list[str] = []
 
     # ---- servers
 
@@ -97,7 +101,7 @@ class Fleet:
         self._update_none_since(now)
 
     def due(self, now: float) -> list[str]:
-        """Those that shall be started, or reached, now."""
+        """Returns the servers to be started, or reached, now."""
         names = [
             name
             for name, member in self.members.items()
@@ -108,13 +112,13 @@ class Fleet:
         return names
 
     def reached(self, name: str) -> None:
-        """It answers: now it is given the weights, and checked."""
+        """The server responds: next it gets the weights and is checked."""
         if self._is(name, State.STARTING):
             self.members[name].state = State.CHECKING
 
     def accepted(self, name: str, version: int, now: float) -> bool:
-        """It holds this version and passed the check. False: a newer one was begun meanwhile, which
-        it must be given first."""
+        """The server has this version and passed the check. Returns False if a newer version was
+        begun meanwhile, which it must load first."""
         if not self._is(name, State.CHECKING) or version != self.target:
             return False
         member = self.members[name]
@@ -122,12 +126,13 @@ class Fleet:
         member.misses = member.errors = 0
         member.ready_at = member.progress_at = now
         if member.tries:
-            self._news.append(f"{name} serves again, with the weights of version {version}")
+            self._messages.append(f"{name} serves again, with the weights of version {version}")
         self._update_none_since(now)
         return True
 
     def lost(self, name: str, reason: str, now: float) -> None:
-        """It died, hangs, failed too often, could not be started or could not be given weights."""
+        """The server died, hangs, failed too often, could not be started or could not load
+        weights."""
         member = self.members.get(name)
         if member is None or member.state is State.DOWN or member.state in FINAL:
             return
@@ -137,21 +142,21 @@ class Fleet:
         if member.ours and member.tries > TRIES:
             self._end(name, State.GIVEN_UP, f"given up after {TRIES} starts in vain: {reason}", now)
             return
-        said = (
-            "is lost ({}): its requests go to others, and it"
-            if member.serves
-            else "does not come back ({}): it"
-        )
+        was_serving = member.serves
         member.state, member.reason = State.DOWN, reason
         wait = min(FIRST_RETRY_SECONDS * 2 ** (member.tries - 1), LONGEST_RETRY_SECONDS)
         member.retry_at = now + wait
         self._release(member)
-        again = "started again" if member.ours else "asked again"
-        self._news.append(f"{name} {said.format(reason)} is {again} in {wait:g} s")
+        retry = f"{'restarted' if member.ours else 'tried again'} in {wait:g} s"
+        if was_serving:
+            message = f"{name} is lost ({reason}): its requests go to others, and it is {retry}"
+        else:
+            message = f"{name} does not come back ({reason}): it is {retry}"
+        self._messages.append(message)
         self._update_none_since(now)
 
     def quarantine(self, name: str, reason: str, now: float) -> None:
-        """It gives other numbers than it should: no token of it is trusted any more."""
+        """The server's numbers are wrong: none of its tokens is trusted any more."""
         if name in self.members and self.members[name].state not in FINAL:
             self._end(name, State.QUARANTINED, f"quarantined: {reason}", now)
 
@@ -173,9 +178,9 @@ class Fleet:
         self.placed[request] = None
 
     def route(self, request: int, cached: Mapping[str, int], slack: int, now: float) -> str | None:
-        """Places a waiting request, or returns None while no server takes it. cached: how many of
-        its tokens each server has in cache. slack: how many requests more than the least loaded one
-        a server may have for its cache's sake."""
+        """Places a waiting request and returns its server; None while no server takes it. cached:
+        how many of its tokens each server has in cache. slack: how many requests more than the
+        least loaded server one may have because of its cache."""
         loads = {
             name: len(member.requests)
             for name, member in self.members.items()
@@ -192,8 +197,8 @@ class Fleet:
         return name
 
     def answered(self, request: int, name: str, now: float) -> bool:
-        """Whether the answer counts, as the request is with this server still: then the request has
-        left."""
+        """Returns True if the answer counts, because the request is still on this server; the
+        request then leaves."""
         if self.placed.get(request) != name:
             return False
         member = self.members[name]
@@ -203,7 +208,7 @@ class Fleet:
         return True
 
     def failed(self, request: int, name: str, reason: str, now: float) -> None:
-        """The server answered with an error, or broke off: the request waits again."""
+        """The server responded with an error, or broke off: the request waits again."""
         if self.placed.get(request) != name:
             return
         member = self.members[name]
@@ -213,10 +218,10 @@ class Fleet:
         if member.errors >= ERRORS:
             self.lost(name, reason, now)
         elif member.state is State.READY:
-            member.state = State.SUSPECT  # until the next heartbeat
+            member.state = State.SUSPECT  # until its next heartbeat
 
     def withdraw(self, request: int) -> None:
-        """The request is wanted no longer; harmless when it has left."""
+        """Removes a request that is no longer wanted; harmless if it has left."""
         name = self.placed.pop(request, None)
         if name is not None:
             self.members[name].requests.discard(request)
@@ -224,7 +229,7 @@ class Fleet:
     # ---- weights
 
     def begin(self, version: int) -> list[str]:
-        """A swap to this version begins; returns the servers that shall be given it."""
+        """Begins a swap to this version; returns the servers that must load it."""
         self.target = version
         return self.serving()
 
@@ -234,12 +239,13 @@ class Fleet:
             member.version, member.progress_at = self.target, now
 
     def published(self, now: float) -> None:
-        """The swap has ended: who serves without its version is lost."""
+        """Ends the swap: servers without its version are lost."""
         self.floor = self.target
         self._lose_others(now)
 
     def refused(self, now: float) -> None:
-        """No server would have the version: all go on with the one before."""
+        """Abandons the swap, as no server could load the version: all continue with the previous
+        one."""
         self.target = self.floor
         self._lose_others(now)
 
@@ -249,7 +255,7 @@ class Fleet:
         return [name for name, member in self.members.items() if member.serves]
 
     def why_hopeless(self) -> str | None:
-        """Why no server will ever serve again, or None."""
+        """Returns why no server will ever serve again, or None."""
         if any(member.state not in FINAL for member in self.members.values()):
             return None
         return "no vLLM server is left: " + (
@@ -257,9 +263,9 @@ class Fleet:
         )
 
     def messages(self) -> list[str]:
-        """Sentences for the user since the last call."""
-        said, self._news = self._news, []
-        return said
+        """Returns the messages for the user since the last call."""
+        messages, self._messages = self._messages, []
+        return messages
 
     def _is(self, name: str, state: State) -> bool:
         return name in self.members and self.members[name].state is state
@@ -268,7 +274,7 @@ class Fleet:
         member = self.members[name]
         member.state, member.reason = state, reason
         self._release(member)
-        self._news.append(f"{name} was {reason}")
+        self._messages.append(f"{name} was {reason}")
         self._update_none_since(now)
 
     def _release(self, member: Member) -> None:
@@ -280,7 +286,7 @@ class Fleet:
     def _lose_others(self, now: float) -> None:
         for name in self.serving():
             if self.members[name].version != self.target:
-                self.lost(name, f"it did not take the weights of version {self.target}", now)
+                self.lost(name, f"it did not load the weights of version {self.target}", now)
 
     def _update_none_since(self, now: float) -> None:
         if self.serving():

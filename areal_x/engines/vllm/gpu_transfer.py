@@ -1,16 +1,18 @@
-"""Weights from the trainer's GPU to those of the servers, without a file or a host's memory
-between: vLLM's own engines send.
+"""Experimental: sends weights from the trainer's GPU to those of the servers, without a file or
+host memory in between, with vLLM's own weight-transfer engines.
 
     nccl      a broadcast by the trainer's first process (rank 0) to all workers of all servers, which are ranks 1, 2, …
-    handles   CUDA's handles of the trainer's memory, one gibibyte of it after the other, which a server on the same GPU opens
+    handles   CUDA IPC handles of the trainer's memory, one gibibyte of it after the other, which a server on the same GPU opens
 
-Neither can be staged: who sends waits for those who receive, and they can receive only while
-nothing else runs. So generation stands still for as long as the sending takes, where with files it
-does for the reading alone.
+Neither transport has run on GPUs or with a real server: docs/torch.md lists what the tests cover.
 
-vLLM's sender blocks, as NCCL does: it has a thread of its own, which speaks to the servers through
-the event loop's clients. NCCL's unique id goes to them that way, behind their keys. (vLLM's other
-way to meet is a store on an open port whose contents every process unpickles.)
+Neither can be staged: the sender waits for the receivers, and they can receive only while nothing
+else runs. Generation is therefore paused for as long as the sending takes, where with files it is
+paused only for the reading.
+
+vLLM's sender blocks, as NCCL does: it has a thread of its own, which talks to the servers through
+the event loop's clients. NCCL's unique id reaches the servers that way, behind their keys. (vLLM's
+alternative rendezvous is a store on an open port whose contents every process unpickles.)
 """
 
 from __future__ import annotations
@@ -37,17 +39,17 @@ from areal_x.runtime.waits import waiting
 if TYPE_CHECKING:
     from areal_x.engines.vllm.config import VLLMConfig
 
-# by vllm.transport, what vLLM calls its side of it
+# vLLM's weight-transfer backend for each vllm.transport
 TRANSPORTS = {"files": BACKEND, "nccl": "nccl", "handles": "ipc"}
 Explain = Callable[[int, Coroutine[Any, Any, None]], Coroutine[Any, Any, None]]
 
 
 def check_settings(config: VLLMConfig) -> None:
-    """Raises: ConfigError for settings that this transport cannot work with."""
+    """Raises: ConfigError for settings that the transport cannot work with."""
     one_of("vllm.transport", config.transport, tuple(TRANSPORTS))
     if config.transport != "handles":
         if config.allow_unpickling:
-            wanted = "False without vllm.transport = 'handles', which alone needs it"
+            wanted = "False unless vllm.transport = 'handles', which alone needs it"
             raise ConfigError("vllm.allow_unpickling", True, wanted)
         if config.transport == "nccl" and not config.urls and not config.devices:
             wanted = "each server's GPUs, none of them the trainer's, with vllm.transport = 'nccl'"
@@ -57,29 +59,29 @@ def check_settings(config: VLLMConfig) -> None:
         raise ConfigError(
             "vllm.urls",
             config.urls,
-            "empty with vllm.transport = 'handles', for a server that the run starts",
+            "empty with vllm.transport = 'handles', which needs a server started by the run",
         )
     if config.servers > 1:
         raise ConfigError(
             "vllm.servers",
             config.servers,
-            "1 with vllm.transport = 'handles', for the trainer's own GPU",
+            "1 with vllm.transport = 'handles', on the trainer's own GPU",
         )
     if not config.allow_unpickling:
         wanted = (
-            "True with vllm.transport = 'handles', as handles come pickled and a pickle can run any"
-            " code"
+            "True with vllm.transport = 'handles', as handles are sent as pickles and a pickle can"
+            " run any code"
         )
         raise ConfigError("vllm.allow_unpickling", False, wanted)
 
 
 def check_run(config: VLLMConfig, backend: str, processes: int, lora_rank: int) -> None:
-    """Raises: ConfigError for a trainer whose weights this transport cannot take."""
+    """Raises: ConfigError for a trainer whose weights the transport cannot send."""
     if config.transport == "files":
         return
     if config.transport not in load_backend(backend).TRANSPORTS:
         wanted = (
-            f"'files' with train.backend = {backend!r}, which has no tensors of torch to send (the"
+            f"'files' with train.backend = {backend!r}, which has no torch tensors to send (the"
             " torch backend has)"
         )
         raise ConfigError("vllm.transport", config.transport, wanted)
@@ -87,25 +89,25 @@ def check_run(config: VLLMConfig, backend: str, processes: int, lora_rank: int) 
         raise ConfigError(
             "vllm.transport",
             config.transport,
-            "'files' with adapters, which are small, and stop nothing",
+            "'files' with adapters, which are small and load without a pause",
         )
     if config.transport == "handles" and processes > 1:
         raise ConfigError(
             "mesh.processes",
             processes,
-            "1 with vllm.transport = 'handles', which are those of one GPU",
+            "1 with vllm.transport = 'handles', which share the memory of one GPU",
         )
 
 
 def check_machine(config: VLLMConfig) -> None:
-    """Raises: ConfigError where this process can send no weights from its GPU, or not to the
-    servers' GPUs."""
+    """Raises: ConfigError if this process cannot send weights from its GPU, or not to the servers'
+    GPUs."""
     if config.transport == "files":
         return
     if find_spec("vllm") is None:
         wanted = (
-            "'files' where vLLM is not installed beside the trainer (`pip install vllm`), as its"
-            " own code sends"
+            "'files' unless vLLM is installed beside the trainer (`pip install vllm`), as its own"
+            " code sends"
         )
         raise ConfigError("vllm.transport", config.transport, wanted)
     import torch
@@ -127,7 +129,7 @@ def check_machine(config: VLLMConfig) -> None:
         raise ConfigError(
             "vllm.devices",
             config.devices,
-            f"other GPUs than {own}, the trainer's, which NCCL takes only once",
+            f"other GPUs than {own}, the trainer's, as NCCL allows one rank per GPU",
         )
     if config.transport == "handles" and config.devices not in ((), (own,)):
         raise ConfigError(
@@ -138,7 +140,7 @@ def check_machine(config: VLLMConfig) -> None:
 
 
 def trainer_gpu(index: int) -> str:
-    """The GPU that torch calls `index`, as CUDA_VISIBLE_DEVICES names it."""
+    """Returns the name in CUDA_VISIBLE_DEVICES of the GPU with torch's index `index`."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
     return visible[index].strip() if index < len(visible) and visible[index] else str(index)
 
@@ -154,10 +156,10 @@ class TrainerWeights(Staged):
 
 
 class GPUSender:
-    """The sending side of all servers of a run.
+    """The sending side for all servers of a run.
 
-    clients, sizes: of each server, and how many workers it has. explaining: puts into the error of
-    a call to a server what is known of that server.
+    sizes: the number of workers of each client's server. explain: adds what is known of a server to
+    the error of a call to it.
     """
 
     def __init__(
@@ -169,46 +171,44 @@ class GPUSender:
     ) -> None:
         if config.transport == "handles" and list(sizes) != [1]:
             wanted = (
-                "without parallelism with vllm.transport = 'handles', for one GPU (this server has"
-                f" {sum(sizes)} workers)"
+                "without parallelism with vllm.transport = 'handles', which supports one GPU (this"
+                f" server has {sum(sizes)} workers)"
             )
             raise ConfigError("vllm.arguments", config.arguments, wanted)
-        self._config, self._clients, self._sizes, self._explain = (
-            config,
-            clients,
-            sizes,
-            explain,
-        )
+        self._config = config
+        self._clients = clients
+        self._sizes = sizes
+        self._explain = explain
         self._source: Any = None
         self._sender: Any = None  # vLLM's TrainerWeightTransferEngine
         self._broken = False
 
     def stage(self, trainer: Any, version: int) -> TrainerWeights:
-        """Notes what to send; the trainer must stay as it is until it is sent. On the trainer's
-        thread, whose GPU counts."""
+        """Records what to send; the trainer must not change until it is sent. Called on the
+        trainer's thread, which determines the GPU."""
         import torch
 
         if self._source is None:
             self._source = weight_source(trainer)
         return TrainerWeights(trainer=trainer, version=version, device=torch.cuda.current_device())
 
-    async def connect(self, unstaged: TrainerWeights) -> None:
-        """Connects both sides, the first time; generation goes on but while the servers do their
-        part."""
+    async def connect(self, staged: TrainerWeights) -> None:
+        """Connects both sides on the first call; generation goes on except while the servers do
+        their part."""
         if self._sender is None:
-            await self._in_thread(unstaged, self._connect)
+            await self._in_thread(staged, self._connect)
 
-    async def send(self, unstaged: TrainerWeights) -> None:
-        """Weights and version, to servers that stand still. After an error some may hold a part of
-        them, which vLLM's receiving side would take for the beginning of the next version's:
-        nothing is sent to them again."""
+    async def send(self, staged: TrainerWeights) -> None:
+        """Sends weights and version to paused servers. After an error some may have a part of them,
+        which vLLM's receiving side would take for the beginning of the next version: nothing is
+        sent to them again."""
         if self._broken:
             raise EngineError(
-                "an earlier update broke off, and servers may hold parts of two policies: start the"
-                " run again"
+                "an earlier update broke off, and servers may have parts of two policies: restart"
+                " the run"
             )
         try:
-            await self._in_thread(unstaged, self._send)
+            await self._in_thread(staged, self._send)
         except BaseException:
             self._broken = True
             raise
@@ -268,18 +268,18 @@ class GPUSender:
     def _send(self, calls: WeightSyncClient) -> None:
         import torch
 
-        # vLLM packs on streams of its own, which would not wait for the optimizer's step on the
+        # vLLM packs on its own CUDA streams, which do not wait for the optimizer step on the
         # trainer's.
         torch.cuda.synchronize()
         self._sender.client = calls
         self._sender.send_weights()
 
     async def _in_thread(
-        self, unstaged: TrainerWeights, work: Callable[[WeightSyncClient], None]
+        self, staged: TrainerWeights, work: Callable[[WeightSyncClient], None]
     ) -> None:
-        """Does the work in a thread; ends with it, or with the first error of a server: then the
-        thread may wait forever for that server in a collective, and since it is a daemon nobody
-        waits for it."""
+        """Runs `work` in a thread. Returns with it, or raises the first error of a server: the
+        thread may then wait forever for that server in a collective, and as a daemon it is not
+        waited for."""
         loop = asyncio.get_running_loop()
         outcome: asyncio.Future[None] = loop.create_future()
 
@@ -292,11 +292,11 @@ class GPUSender:
 
             error = None
             try:
-                with torch.cuda.device(unstaged.device):
-                    self._source.trainer = unstaged.trainer
+                with torch.cuda.device(staged.device):
+                    self._source.trainer = staged.trainer
                     work(
                         WeightSyncClient(
-                            self._clients, self._explain, loop, str(unstaged.version), end
+                            self._clients, self._explain, loop, str(staged.version), end
                         )
                     )
             except BaseException as raised:
@@ -308,16 +308,16 @@ class GPUSender:
         with waiting(
             "the trainer",
             "its weights to be sent",
-            f"version {unstaged.version} to {len(self._clients)} servers",
+            f"version {staged.version} to {len(self._clients)} servers",
         ):
             await outcome
 
 
 class WeightSyncClient:
-    """What vLLM's senders call of the receiving side (vLLM's `VLLMWeightSyncClient`), for all
-    servers at once.
+    """The interface through which vLLM's senders call the receiving side (vLLM's
+    `VLLMWeightSyncClient`), for all servers at once.
 
-    version: what the servers call their weights afterwards. failed: told of a server's error at
+    version: the servers' weight version after the update. failed: called with a server's error at
     once.
     """
 
@@ -333,8 +333,8 @@ class WeightSyncClient:
         self._version, self._failed = version, failed
 
     def begin_connecting(self, init_info: Mapping[str, Any], sizes: Sequence[int]) -> Any:
-        """A future of all servers' answers. sizes: the workers of each, who are numbered from its
-        rank_offset on."""
+        """Returns a future of all servers' responses. sizes: the number of workers of each, which
+        are numbered from its rank_offset on."""
         offsets = [init_info["rank_offset"] + sum(sizes[:index]) for index in range(len(sizes))]
         infos = [{**init_info, "rank_offset": offset} for offset in offsets]
         return self._begin(
@@ -357,7 +357,7 @@ class WeightSyncClient:
         self._begin([client.update_weights(info) for client in self._clients]).result()
 
     def finish_weight_update(self, weight_version: str | None = None) -> None:
-        version = weight_version or self._version  # vLLM's senders give none
+        version = weight_version or self._version  # vLLM's senders pass none
         self._begin([client.finish_update(version) for client in self._clients]).result()
 
     def _begin(self, calls: Sequence[Coroutine[Any, Any, None]]) -> Any:
@@ -372,9 +372,9 @@ class WeightSyncClient:
 
 
 def weight_source(trainer: Any) -> Any:
-    """vLLM's WeightSource of a trainer's tensors. What they are called and how large they are it
-    learns from one pass, as only the trainer knows what it makes of a parameter; all later passes
-    give the same."""
+    """Returns vLLM's WeightSource of a trainer's tensors. It reads names and shapes in one pass
+    over them, as only the trainer knows what it derives from a parameter; all later passes yield
+    the same."""
     from vllm.distributed.weight_transfer.base import ParamMeta, WeightSource
 
     class Source(WeightSource):  # type: ignore[misc]

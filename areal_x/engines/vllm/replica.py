@@ -1,5 +1,4 @@
-"""One server as a run deals with it: its process where it is ours, the client that speaks to it,
-the weights it is given."""
+"""One server as a run uses it: its process if the run started it, its client, and its weights."""
 
 from __future__ import annotations
 
@@ -26,7 +25,7 @@ from areal_x.runtime.waits import waiting
 
 @dataclass(frozen=True)
 class ExternalServer:
-    """A server that runs already."""
+    """A server that the run did not start."""
 
     url: str
     key: str | None
@@ -34,8 +33,11 @@ class ExternalServer:
 
 
 class Replica:
-    """seeds: each start takes the next one, as a server that began again with its old one would
-    draw the same samples again."""
+    """One server of a run.
+
+    seeds: each start takes the next one, as a restarted server with its old seed would repeat its
+    samples.
+    """
 
     def __init__(
         self, name: str, origin: servers.Launch | ExternalServer, seeds: Iterator[int]
@@ -47,6 +49,7 @@ class Replica:
 
     @property
     def ours(self) -> bool:
+        """True if the run starts the server."""
         return isinstance(self.origin, servers.Launch)
 
     @property
@@ -61,10 +64,10 @@ class Replica:
         return self._client
 
     async def open(self, timeout_seconds: float, report: Callable[[str], None]) -> None:
-        """It answers when this returns. One of ours is started, after whatever is left of its last
-        process has gone.
+        """Returns when the server responds. A server of ours is started, after its last process has
+        ended.
 
-        Raises: UserError with the reason when it dies at its start or takes too long.
+        Raises: UserError with the reason if it dies at start or takes too long.
         """
         await self.close()
         if isinstance(self.origin, ExternalServer):
@@ -75,11 +78,11 @@ class Replica:
         self._client = VLLMClient(self.server.url, self.server.key, self.origin.transfer)
 
     async def prepare(self, staging_root: Path, transport: str, lora: bool) -> tuple[int, int]:
-        """Makes it ready to be given weights; those that it holds are called version 0. Returns its
-        context, and its workers where it must be known how many take part in a broadcast.
+        """Prepares the server to be given weights; those that it has become version 0. Returns its
+        context, and its number of workers if a broadcast needs it.
 
-        Raises: UserError for one that is paused where no whole weights will come from files: it may
-        hold parts of two policies.
+        Raises: UserError if the server is paused and will not get whole weights from files: it may
+        have parts of two policies.
         """
         client, workers = self.client, 0
         context = await client.context()
@@ -89,24 +92,23 @@ class Replica:
                 "a run that was killed, or an update that broke off, may have left it with parts of"
                 " two policies"
             )
-            raise UserError(f"{self.name} is paused: {cause}; start it again")
+            raise UserError(f"{self.name} is paused: {cause}; restart it")
         if transport == "files":
-            # One that is paused stays so until it has whole weights: see `load`.
+            # A paused server stays paused until it has whole weights: see `load`.
             await client.init_weight_transfer({"staging_root": str(staging_root)})
         else:
-            await client.end_weight_transfer()  # with the trainer of an earlier run
+            await client.end_weight_transfer()  # of an earlier run
             workers = await client.workers()
         await client.set_version(0)
         if lora:
-            await self.sync_adapters([])  # it may hold those of another run
+            await self.sync_adapters([])  # it may have those of another run
         return context, workers
 
     async def load(self, staged: StagedFiles) -> float:
-        """Swaps its weights; returns the seconds that it stood still.
+        """Loads staged weights and returns the seconds that the server was paused.
 
-        Raises: ServerTorn when the update broke off in the middle, and the server stays paused, as
-        it holds parts of two policies. After any other EngineError it goes on with the weights that
-        it had.
+        Raises: ServerTorn if the update broke off in the middle; the server then stays paused, as
+        it has parts of two policies. After any other EngineError it goes on with its old weights.
         """
         client, changing = self.client, False
         await client.validate_folder(self._staging_root, staged.folder)
@@ -122,9 +124,7 @@ class Replica:
                 with contextlib.suppress(Exception):
                     await client.resume(HEALTH_SECONDS)
             if changing and isinstance(error, EngineError) and not isinstance(error, ServerLost):
-                raise ServerTorn(
-                    f"{error}; it stays paused until it is given whole weights"
-                ) from error
+                raise ServerTorn(f"{error}; it stays paused until it has whole weights") from error
             raise
         await client.resume()
         return time.perf_counter() - began
@@ -132,14 +132,13 @@ class Replica:
     async def _start_update(self) -> None:
         try:
             await self.client.start_update()
-        except (
-            ServerFailed
-        ):  # one that broke off is still open, of a run that was killed or in some of its workers
+        except ServerFailed:
+            # An update that broke off is still open: of a run that was killed, or in some workers.
             await self.client.abandon_update()
             await self.client.start_update()
 
     async def sync_adapters(self, versions: Sequence[StagedFiles]) -> None:
-        """Makes these adapters the ones that it has."""
+        """Loads and unloads adapters until the server has exactly these."""
         wanted = {adapters.name_of(staged.version): staged.folder for staged in versions}
         held = set(await self.client.adapters())
         for name in held - wanted.keys():
@@ -148,13 +147,13 @@ class Replica:
             await self.client.load_adapter(name, wanted[name])
 
     def cause_of_death(self) -> str | None:
-        """Why its process ended; None while it runs, and for one that is not ours."""
+        """Returns why its process ended; None while it runs, and for a server that is not ours."""
         if self.server is None or self.server.process.poll() is None:
             return None
         return f"it died: {self.server.failure_reason()} (log: {self.server.log})"
 
     def explained(self, error: EngineError) -> EngineError:
-        """The error with the last one in the server's log, where the server is ours."""
+        """Returns the error with the last error in the server's log, if the server is ours."""
         if self.server is None:
             return error
         return type(error)(
@@ -167,7 +166,7 @@ class Replica:
             await client.close()
 
     async def close(self) -> None:
-        """Lets go of one that is not ours; ends one that is."""
+        """Disconnects from the server, and ends it if it is ours."""
         await self.disconnect()
         if self.server is not None:
             with waiting(self.name, "its process to end", f"process {self.server.process.pid}"):
@@ -192,7 +191,7 @@ def launches_of(
     lora_rank: int,
     experts: bool,
 ) -> list[servers.Launch]:
-    """What the servers that the run starts are started with."""
+    """Returns the launch configurations of the servers that the run starts."""
     return [
         servers.Launch(
             model=model,

@@ -1,11 +1,11 @@
-"""Log-probabilities of given tokens from vLLM servers: a reference or a teacher that need not fit
+"""Log-probabilities of given tokens from vLLM servers: for a reference or teacher that need not fit
 beside the trainer.
 
     packed rows ──each sequence once──▶ the least busy server ──▶ one number a token, back in its place
 
-Any vLLM server will do, started with nothing but `vllm serve MODEL`: only /v1/models, /tokenize and
-/v1/completions are asked, and /metrics where there is one: whether it takes adapters, which a
-server that scores must not.
+Any vLLM server works, started with nothing but `vllm serve MODEL`: only /v1/models, /tokenize and
+/v1/completions are used, and /metrics, if present, to detect adapters, which a scoring server must
+not have.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ from areal_x.protocols.engine import EngineError
 from areal_x.runtime.loop import run, together
 from areal_x.types import Batch
 
-# requests that one server is given at a time: enough to fill its batches, few enough to share it
+# Requests in flight per server: enough to fill its batches, few enough to share it.
 CONCURRENCY = 32
-# Digits, white space, code and letters beyond ASCII: where tokenizers differ.
+# Digits, white space, code and non-ASCII letters: where tokenizers differ.
 PROBE = "It's 1234567.89 km²,\n\tdef f(x): return x**2  # naïve, 北京, Ωμέγα"
 
 
 def server_urls(
     binding: str, given: str | Sequence[str] | Callable[[], str] | None
 ) -> tuple[str, ...]:
-    """The addresses of servers, or () for a directory, a hub name, a function that makes one, and
-    None.
+    """Returns the addresses of servers, or () for a directory, a hub name, a function that creates
+    a directory, and None.
 
     Raises: ConfigError for a list of anything but addresses.
     """
@@ -56,17 +56,18 @@ def is_url(text: str) -> bool:
 
 
 class ServerScorer:
-    """Says how likely given tokens are (areal_x.trainer.Scorer), by asking vLLM servers of one
-    model.
+    """Computes log-probabilities of given tokens (areal_x.protocols.trainer.Scorer) on vLLM servers
+    of one model.
 
-    It holds nothing open between two calls, and may be called from any thread, also where an event
-    loop runs.
+    It keeps no connection open between calls, and may be called from any thread, also one with a
+    running event loop.
 
-    tokenizer: of the model whose tokens are scored; the servers must split text as it does.
-    temperature: that those tokens are sampled at, and only 1 can be scored: vLLM gives a prompt's
-    log-probabilities before any temperature, whatever the request and --logprobs-mode say. Raises:
-    ConfigError for another temperature; UserError for a server that is not there, refuses the key,
-    has other tokens or takes adapters.
+    tokenizer: of the model whose tokens are scored; the servers must tokenise text identically.
+    temperature: that the tokens are sampled at. Only 1 can be scored: vLLM returns a prompt's
+    log-probabilities before any temperature, whatever the request and --logprobs-mode say.
+
+    Raises: ConfigError for another temperature; UserError for a server that is unreachable, refuses
+    the key, has other tokens or has adapters enabled.
     """
 
     def __init__(
@@ -74,13 +75,13 @@ class ServerScorer:
     ) -> None:
         if temperature != 1:
             wanted = (
-                "1.0 where a vLLM server is the reference or teacher, as it scores given tokens at"
-                " no other"
+                "1.0 if a vLLM server is the reference or teacher, as it scores given tokens at no"
+                " other temperature"
             )
             raise ConfigError(
                 "sampling.temperature",
                 temperature,
-                f"{wanted} (a model directory is scored at any)",
+                f"{wanted} (a model directory supports any)",
             )
         self.urls = tuple(urls)
         self._key = key
@@ -89,15 +90,15 @@ class ServerScorer:
         )
 
     def logprobs(self, batch: Batch) -> Float32[np.ndarray, "rows length"]:
-        """See `areal_x.trainer.Scorer`; but after a shared prompt a segment's first token has a
-        log-probability too.
+        """Computes log-probabilities as `areal_x.protocols.trainer.Scorer` does; but after a shared
+        prompt a segment's first token has one too.
 
-        Raises: EngineError when a server is lost or answers with an error, UserError for a sequence
-        longer than its context and for a batch with images.
+        Raises: EngineError if a server is lost or responds with an error; UserError for a sequence
+        longer than the server's context and for a batch with images.
         """
         if batch.has_images:
             raise UserError(
-                "the batch has images, and a server is asked about text alone: name a directory,"
+                "the batch has images, which servers do not score: name a model directory instead,"
                 " which is loaded here"
             )
         tokens, scored = np.asarray(batch.tokens), np.zeros(batch.shape, np.float32)
@@ -117,7 +118,7 @@ class ServerScorer:
         url, served = min(
             zip(self.urls, self._served, strict=True), key=lambda pair: pair[1].context
         )
-        if longest >= served.context:  # it will not score without a place for one more token
+        if longest >= served.context:  # scoring needs room for one more token
             raise UserError(
                 f"a sequence of {longest} tokens does not fit into the context of the vLLM server"
                 f" at {url}: start it with --max-model-len {longest + 1} or more (it has"
@@ -140,26 +141,25 @@ class ServerScorer:
             return await together(score(tokens) for tokens in sequences)
 
     async def _inspect_servers(self, probe: Sequence[int]) -> list[ServedModel]:
-        """What each server serves."""
+        """Returns the model that each server serves. Raises: UserError for a server that cannot
+        score."""
 
         async def look(client: VLLMClient) -> ServedModel:
             served = await client.served()
             if await client.tokenize(served.name, PROBE) != list(probe):
                 other = (
-                    f"the vLLM server at {client.url} serves {served.name!r}, which splits text"
-                    " into other tokens"
+                    f"the vLLM server at {client.url} serves {served.name!r}, which tokenises text"
+                    " differently"
                 )
-                raise UserError(f"{other}: it must have the vocabulary of the model that learns")
+                raise UserError(f"{other}: it must have the trained model's vocabulary")
             if await client.supports_adapters():
                 dies = (
-                    f"with adapters vLLM {VLLM_RELEASE} scores no prompt beside other requests (its"
-                    " engine dies of it)"
+                    f"with adapters the engine of vLLM {VLLM_RELEASE} dies if it scores a prompt"
+                    " beside other requests"
                 )
-                wanted = (
-                    "start a server of its own without --enable-lora, or name a model directory"
-                )
+                wanted = "start a separate server without --enable-lora, or name a model directory"
                 raise UserError(
-                    f"the vLLM server at {client.url} takes adapters, and {dies}: {wanted}"
+                    f"the vLLM server at {client.url} has adapters enabled, and {dies}: {wanted}"
                 )
             return served
 
@@ -179,8 +179,8 @@ class ServerScorer:
 
 
 def sequences(batch: Batch) -> list[tuple[int, Int64[np.ndarray, " T"]]]:
-    """The row and the places of every sequence: of each segment, after those of the prompt that it
-    shares with others."""
+    """Returns the row and the positions of every sequence: of each segment, preceded by those of
+    the prompt that it shares with others."""
     found = []
     for row, ids in enumerate(np.asarray(batch.segment_ids)):
         edges = np.flatnonzero(np.diff(ids)) + 1

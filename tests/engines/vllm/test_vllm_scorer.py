@@ -233,7 +233,7 @@ def test_each_different_sequence_is_asked_for_once_and_one_of_one_token_never(se
 
 def test_images_are_refused(serve: Callable[..., Serving]) -> None:
     batch = packed([[5, 6]], 4).replace(patches=np.zeros((1, 4, 6), np.float32))
-    with pytest.raises(UserError, match="a server is asked about text alone"):
+    with pytest.raises(UserError, match="the batch has images, which servers do not score"):
         score([serve()], batch)
 
 
@@ -329,7 +329,7 @@ def test_a_model_of_other_tokens_is_refused(serve: Callable[..., Serving], tmp_p
     write_tokenizer(tmp_path, CHARACTERS[::-1])
     other = load_tokenizer(tmp_path)
     assert len(other) == len(serve().fake.tokenizer)
-    with pytest.raises(UserError, match="serves 'model', which splits text into other tokens"):
+    with pytest.raises(UserError, match="serves 'model', which tokenises text differently"):
         ServerScorer([serve().url], "key", other)
 
 
@@ -337,7 +337,7 @@ def test_a_server_that_takes_adapters_is_refused_where_it_shows(serve: Callable[
     batch = packed([[5, 6]], 2)
     score([serve(metrics="# TYPE vllm:num_requests_running gauge\n")], batch)
     for shown in ({"parent": "model"}, {"metrics": "# TYPE vllm:lora_requests_info gauge\n"}):
-        with pytest.raises(UserError, match=r"takes adapters, and .*its engine dies"):
+        with pytest.raises(UserError, match=r"has adapters enabled, and .*engine .*dies"):
             ServerScorer([serve(**shown).url], "key", serve().fake.tokenizer)
 
 

@@ -319,7 +319,7 @@ def test_servers_whose_update_broke_off_draw_only_after_they_have_whole_weights_
         await publish(engine, tiny_model_dir, 1)
         for server in told[:2]:
             server.swap_error = ServerFailed("a wrong shape")
-        with pytest.raises(EngineError, match="a wrong shape; it stays paused until it is given whole weights"):
+        with pytest.raises(EngineError, match="a wrong shape; it stays paused until it has whole weights"):
             await publish(engine, tiny_model_dir, 2)
         assert [(server.torn, server.paused) for server in told[:2]] == [(True, True)] * 2
         asked = asyncio.create_task(engine.generate(REQUEST))
@@ -377,7 +377,7 @@ def test_rolling_swaps_stop_one_server_at_a_time(trying: Callable[..., list[str]
 
 @pytest.mark.loses(
     r":1 (is lost \(no answer to 3 heartbeats|does not come back \(no vLLM server answers)",
-    r":1 was quarantined: .* 0\.5 nats a token from the others'",
+    r":1 was quarantined: .* 0\.5 nats per token from the others'",
 )
 def test_a_server_that_comes_back_and_says_something_else_is_quarantined(
     trying: Callable[..., list[str]], tiny_model_dir: Path
@@ -390,10 +390,10 @@ def test_a_server_that_comes_back_and_says_something_else_is_quarantined(
         await until(lambda: any(m.state is fleet.State.QUARANTINED for m in engine.fleet.members.values()))
         assert len((await engine.generate(REQUEST)).tokens) == 4
 
-    assert "0.5 nats a token" in trying(attempt)[-1]
+    assert "0.5 nats per token" in trying(attempt)[-1]
 
 
-@pytest.mark.loses(r":3 was quarantined: .* 0\.5 nats a token from most others'")
+@pytest.mark.loses(r":3 was quarantined: .* 0\.5 nats per token from most others'")
 def test_of_three_servers_the_one_that_drifts_is_quarantined_after_a_swap(
     trying: Callable[..., list[str]], tiny_model_dir: Path
 ) -> None:
@@ -407,7 +407,7 @@ def test_of_three_servers_the_one_that_drifts_is_quarantined_after_a_swap(
     assert "quarantined" in trying(attempt, servers=3)[-1]
 
 
-@pytest.mark.loses(r":1 was quarantined: .* 2 nats a token from the trainer's")
+@pytest.mark.loses(r":1 was quarantined: .* 2 nats per token from the trainer's")
 @pytest.mark.parametrize("servers", [1, 2])
 def test_a_server_that_drifts_from_the_trainer_is_quarantined_after_a_swap(
     trying: Callable[..., list[str]], tiny_model_dir: Path, servers: int
@@ -432,7 +432,7 @@ def test_a_server_that_drifts_from_the_trainer_is_quarantined_after_a_swap(
 
 @pytest.mark.loses(
     r":1 (is lost \(no answer to 3 heartbeats|does not come back \(no vLLM server answers)",
-    r":1 was quarantined: .* 4 nats a token from the trainer's",
+    r":1 was quarantined: .* 4 nats per token from the trainer's",
 )
 def test_a_server_that_comes_back_far_from_the_trainer_is_quarantined(
     trying: Callable[..., list[str]], tiny_model_dir: Path
@@ -446,7 +446,7 @@ def test_a_server_that_comes_back_far_from_the_trainer_is_quarantined(
         told[0].dead, told[0].offset = False, 4.0
         await until(lambda: bool(engine.fleet.why_hopeless()))
 
-    assert "4 nats a token from the trainer's" in trying(attempt, servers=1)[-1]
+    assert "4 nats per token from the trainer's" in trying(attempt, servers=1)[-1]
 
 
 def test_servers_join_and_leave_while_requests_are_in_flight(trying: Callable[..., list[str]], tiny_model_dir: Path) -> None:

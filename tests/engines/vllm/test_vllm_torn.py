@@ -85,7 +85,7 @@ def damaged(staged: StagedFiles, how: str) -> StagedFiles:
 
 
 @pytest.mark.log_errors("")
-@pytest.mark.loses("it stays paused until it is given whole weights")
+@pytest.mark.loses("it stays paused until it has whole weights")
 @pytest.mark.parametrize("how", ["a wrong shape", "a part is missing"])
 def test_a_server_whose_update_broke_off_draws_nothing_until_it_has_whole_weights(
     how: str, engine: VLLMEngine, tied_model_dir: Path, other_tied_dir: Path, run: Run
@@ -98,7 +98,7 @@ def test_a_server_whose_update_broke_off_draws_nothing_until_it_has_whole_weight
         # One of somebody else, which stays with the server through all of it, and one of the engine, which is drawn again.
         running = [asyncio.create_task(client.generate(LONG.tokens, LONG.sampling)), asyncio.create_task(engine.generate(LONG))]
         await engine.generate(SHORT)
-        with pytest.raises(EngineError, match="it stays paused until it is given whole weights"):
+        with pytest.raises(EngineError, match="it stays paused until it has whole weights"):
             await engine.swap(staged)
         assert not any(task.done() for task in running)
         assert engine.fleet.serving() == []
