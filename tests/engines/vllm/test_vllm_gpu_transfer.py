@@ -204,9 +204,9 @@ def test_a_server_that_refuses_ends_the_swap_though_the_broadcast_waits_for_it_a
     from tests.engines.vllm.receivers import Communicator
 
     engine = first.engine
-    monkeypatch.setattr(engine._gpu_sender, "_broke_off", False)  # so that what this swap leaves does not concern the next test
+    monkeypatch.setattr(engine._gpu_sender, "_broken", False)  # so that what this swap leaves does not concern the next test
     monkeypatch.setattr(Communicator, "broadcast", lambda *of, **more: threading.Event().wait())
-    monkeypatch.setattr(VLLMClient, "receive", refused_by_one(VLLMClient.update_weights, receivers.urls[0]))
+    monkeypatch.setattr(VLLMClient, "update_weights", refused_by_one(VLLMClient.update_weights, receivers.urls[0]))
     receivers.ask(0, "/refuse", path)
     tensors = {m.name: torch.zeros(m.shape).to(m.dtype) for m in engine._gpu_sender._source.metadata()}
     with pytest.raises(EngineError, match=f"{receivers.urls[0]} answered {path} with 500: it was told to refuse"):

@@ -204,7 +204,7 @@ def test_however_it_ends_no_process_of_a_server_is_left(ending: str, tmp_path: P
     [
         ({"servers": 0}, r"vllm\.servers"),
         ({"devices": ("0",), "servers": 2}, r"vllm\.devices .* each of the 2 servers"),
-        ({"urls": ("localhost:8000",)}, r"vllm\.urls .*'localhost:8000' is none"),
+        ({"urls": ("localhost:8000",)}, r"vllm\.urls .*not 'localhost:8000'"),
         ({"urls": ("http://localhost:8000",) * 2}, r"vllm\.urls .* each server once"),
         ({"urls": ("http://far.example:8000",)}, r"vllm\.staging .* under the same path"),
     ],

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from areal_x.engines.vllm import direct
+from areal_x.engines.vllm import gpu_transfer
 from areal_x.engines.vllm.config import VLLMConfig
 from areal_x.engines.vllm.gpu_transfer import check_machine, check_run, trainer_gpu
 from areal_x.engines.vllm.server import UNPICKLE, Launch, command, environment
@@ -34,9 +34,9 @@ HANDLES = VLLMConfig(transport="handles", allow_unpickling=True)
         ({"transport": "ncl"}, r"vllm\.transport = 'ncl' .* did you mean 'nccl'"),
         ({"transport": "nccl"}, r"vllm\.devices = \(\) .* each server's GPUs, none of them the trainer's"),
         ({"transport": "handles"}, r"vllm\.allow_unpickling = False .* True .* a pickle can run any code"),
-        ({"allow_unpickling": True}, r"vllm\.allow_unpickling = True .* False without vllm\.transport = 'handles'"),
+        ({"allow_unpickling": True}, r"vllm\.allow_unpickling = True .* False unless vllm\.transport = 'handles'"),
         ({"transport": "nccl", "devices": ("1",), "allow_unpickling": True}, r"vllm\.allow_unpickling = True"),
-        ({"transport": "handles", "allow_unpickling": True, "urls": ("http://localhost:1",)}, r"vllm\.urls .* the run starts"),
+        ({"transport": "handles", "allow_unpickling": True, "urls": ("http://localhost:1",)}, r"vllm\.urls .* started by the run"),
         ({"transport": "handles", "allow_unpickling": True, "servers": 2}, r"vllm\.servers = 2 .* the trainer's own GPU"),
     ],
 )
@@ -68,8 +68,8 @@ def test_adapters_and_handles_of_several_processes_are_refused() -> None:
 
 
 def test_a_trainer_without_vllm_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(direct, "find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match="'files' where vLLM is not installed beside the trainer"):
+    monkeypatch.setattr(gpu_transfer, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match="'files' unless vLLM is installed beside the trainer"):
         check_machine(NCCL)
 
 
@@ -79,7 +79,7 @@ def test_a_machine_without_cuda_is_refused_before_a_model_is_loaded(
     torch = pytest.importorskip("torch")
     pytest.importorskip("areal_x_torch")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(direct, "find_spec", lambda name: object())
+    monkeypatch.setattr(gpu_transfer, "find_spec", lambda name: object())
     trainer = TrainerConfig(ModelConfig(str(tiny_model_dir)))
     dataset, workflow = [Task("0", "1+1=")], SingleTurn(reward=lambda task, text: 0.0)
     run = Experiment(
@@ -107,14 +107,14 @@ def test_a_broadcast_takes_each_gpu_once_and_handles_are_of_one(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,4")
-    monkeypatch.setattr(direct, "find_spec", lambda name: object())
-    monkeypatch.setattr(direct, "is_cpu_build", lambda: False)
+    monkeypatch.setattr(gpu_transfer, "find_spec", lambda name: object())
+    monkeypatch.setattr(gpu_transfer, "is_cpu_build", lambda: False)
     if words is None:
         check_machine(config)
     else:
         with pytest.raises(ConfigError, match=words):
             check_machine(config)
-    monkeypatch.setattr(direct, "is_cpu_build", lambda: True)
+    monkeypatch.setattr(gpu_transfer, "is_cpu_build", lambda: True)
     with pytest.raises(ConfigError, match="'files' with the CPU build of vLLM"):
         check_machine(config)
 

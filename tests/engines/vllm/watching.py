@@ -80,14 +80,14 @@ def watching() -> Iterator[Watch]:
 
     class Watched(Fleet):
         def lost(self, name: str, reason: str, now: float) -> None:
-            before = len(self._news)
+            before = len(self._messages)
             super().lost(name, reason, now)
-            watch.losses += self._news[before:]
+            watch.losses += self._messages[before:]
 
         def quarantine(self, name: str, reason: str, now: float) -> None:
-            before = len(self._news)
+            before = len(self._messages)
             super().quarantine(name, reason, now)
-            watch.losses += self._news[before:]
+            watch.losses += self._messages[before:]
 
     def started(launch: servers.Launch) -> Any:
         server = start(launch)
