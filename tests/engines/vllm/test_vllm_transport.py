@@ -36,7 +36,7 @@ HANDLES = VLLMConfig(transport="handles", allow_unpickling=True)
         ({"transport": "handles"}, r"vllm\.allow_unpickling = False .* True .* a pickle can run any code"),
         ({"allow_unpickling": True}, r"vllm\.allow_unpickling = True .* False unless vllm\.transport = 'handles'"),
         ({"transport": "nccl", "devices": ("1",), "allow_unpickling": True}, r"vllm\.allow_unpickling = True"),
-        ({"transport": "handles", "allow_unpickling": True, "urls": ("http://localhost:1",)}, r"vllm\.urls .* started by the run"),
+        ({"transport": "handles", "allow_unpickling": True, "urls": ("http://localhost:1",)}, r"vllm\.urls .* by the run"),
         ({"transport": "handles", "allow_unpickling": True, "servers": 2}, r"vllm\.servers = 2 .* the trainer's own GPU"),
     ],
 )
