@@ -73,8 +73,8 @@ if TYPE_CHECKING:
     from areal_x.protocols.trainer_config import ModelConfig as ModelConfig
     from areal_x.protocols.trainer_config import OptimizerConfig as OptimizerConfig
     from areal_x.protocols.trainer_config import TrainerConfig as TrainerConfig
+    from areal_x.protocols.workflow import EpisodeResult as EpisodeResult
     from areal_x.protocols.workflow import Generator as Generator
-    from areal_x.protocols.workflow import Result as Result
     from areal_x.protocols.workflow import Workflow as Workflow
     from areal_x.rollout.episode import episode_of as episode_of
     from areal_x.rollout.queue import TrajectoryQueue as TrajectoryQueue
@@ -119,7 +119,7 @@ _NAMES = {
     ),
     "areal_x.protocols.trainer": "Trainer",
     "areal_x.protocols.backends": "Backend create_trainer",
-    "areal_x.protocols.workflow": "Generator Result Workflow",
+    "areal_x.protocols.workflow": "EpisodeResult Generator Workflow",
     "areal_x.protocols.engine": "Completion Engine Request SamplingParams",
     "areal_x.engines.embedded": "EmbeddedConfig EmbeddedEngine",
     "areal_x.engines.vllm.config": "VLLMConfig",

@@ -28,9 +28,9 @@ from areal_x.monitor.metrics import MetricsWriter
 from areal_x.monitor.step_recorder import StepRecorder
 from areal_x.protocols.backends import create_trainer
 from areal_x.protocols.engine import Engine
-from areal_x.protocols.trainer import Scorer, Trainer
+from areal_x.protocols.trainer import Trainer
 from areal_x.protocols.trainer_config import LoRAConfig
-from areal_x.protocols.workflow import Workflow, computed_by
+from areal_x.protocols.workflow import Workflow
 from areal_x.rollout.queue import TrajectoryQueue
 from areal_x.rollout.rollout import Rollout
 from areal_x.rollout.runner import Runner
@@ -85,10 +85,10 @@ class Factory(Settings):
             start = resuming.start(run, self.dataset, self.seed, message)
         directory = self.find_model(self.trainer.model.path)
         tokenizer = load_tokenizer(directory)
-        workflow = computed_by(self.workflow, self.backend).setup(tokenizer)
+        workflow = self.workflow.computed_by(self.backend).setup(tokenizer)
         evaluation = None  # the rollout's own workflow, greedily
         if self.evaluation is not None:
-            evaluation = computed_by(self.evaluation, self.backend).setup(tokenizer).greedy()
+            evaluation = self.evaluation.computed_by(self.backend).setup(tokenizer).greedy()
         losses_of = self.losses()
         models = self.create_models(directory, workflow)
         process = self.join()
@@ -199,14 +199,15 @@ class Factory(Settings):
 
         # Recorded experts are the policy's: another model would have routed differently.
         others: dict[str, Any] = {"replay_experts": False}
-        reference: Scorer | None = None
+        reference = None
+        reference_servers = None
         critic = None
         if needs & {"reference", "teacher"}:
             name = "teacher" if "teacher" in needs else "reference"
             path = getattr(self, name)
             if urls := self.scoring_urls():
                 key = os.environ.get(self.vllm.key_variable)
-                reference = ServerScorer(urls, key, load_tokenizer(directory), temperature)
+                reference_servers = ServerScorer(urls, key, load_tokenizer(directory), temperature)
             else:
                 other = directory if path is None else self.find_model(path)
                 check_vocabulary(f"train.{name}", other, directory)
@@ -221,7 +222,7 @@ class Factory(Settings):
             assert isinstance(self.teacher, str) or callable(self.teacher)  # checked by Settings
             policy["teacher"] = str(self.find_model(self.teacher))
             policy["divergence"] = self.algorithm.divergence
-        return Models(trainer(directory, **policy), reference, critic)
+        return Models(trainer(directory, **policy), reference, critic, reference_servers)
 
     def temperature(self, workflow: Workflow) -> float:
         """Returns the policy's sampling temperature."""

@@ -90,7 +90,7 @@ def findings(config: Config) -> Iterator[Finding]:
         return
     experiment: Experiment = made["settings"]
     yield look("algorithm", lambda: trained(experiment, tasks["dataset"]))
-    workflow = data.rewarding(experiment.workflow)
+    workflow = data.rewarded(experiment.workflow)
     if workflow is not None and tasks["dataset"]:
         must_vary = workflow is experiment.workflow and learns_from_reward_alone(
             experiment.algorithm

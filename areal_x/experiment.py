@@ -35,7 +35,6 @@ from areal_x.monitor.metrics import read
 from areal_x.monitor.plot import PLOT, drawn
 from areal_x.monitor.timeline_plot import PICTURE
 from areal_x.monitor.trajectories import show_in_notebooks
-from areal_x.protocols.workflow import computed_by
 from areal_x.rollout.rollout import Rollout
 from areal_x.run import resuming
 from areal_x.run.run_dir import open_run
@@ -47,7 +46,7 @@ from areal_x.types import Batch, Group, Loss, Turn
 
 
 @dataclass(frozen=True)
-class Result:
+class RunResult:
     """A finished run: its directory and its metrics, one row per step."""
 
     directory: Path
@@ -61,7 +60,7 @@ class Experiment(Factory):
     __doc__ = Settings.__doc__
 
     @noted()
-    def run(self, resume: bool | str = False) -> Result:
+    def run(self, resume: bool | str = False) -> RunResult:
         """Trains to the last step with a live display, and leaves a plot in the run's directory.
 
         resume: True continues from the newest checkpoint; "auto" continues if the run exists and
@@ -71,11 +70,11 @@ class Experiment(Factory):
         process = self.join()
         if isinstance(process, Follower):
             self.follow(process)
-            return Result(Path(self.runs), [])
+            return RunResult(Path(self.runs), [])
         resumes = resuming.decided(resume, Path(self.runs), self.name, self.steps)
         if resumes is None:  # it has finished
             ranks.tell(process, ranks.FINISHED)
-            return Result(run := Path(self.runs, self.name or ""), read(run))
+            return RunResult(run := Path(self.runs, self.name or ""), read(run))
         run = self.open(resumes)
         with Display(self.steps) as display, drawn(run) as draw:
             for turn in self.turns(run, resumes, display.message):
@@ -85,7 +84,7 @@ class Experiment(Factory):
             process.done()
         print(f"run: {run}\nplot: {run / PLOT} (reward, accuracy and staleness over steps)")
         print(f"timeline: {run / PICTURE}, {run / timeline.FILE} (opens in ui.perfetto.dev)")
-        return Result(run, read(run))
+        return RunResult(run, read(run))
 
     def open(self, resume: bool = False) -> Path:
         """Creates or reopens the run's directory, which only this process then writes to.
@@ -205,4 +204,4 @@ class Experiment(Factory):
         there."""
         if not callable(self.trainer.model.path):
             tokenizer = load_tokenizer(resolve(self.trainer.model.path))
-            computed_by(self.workflow, self.backend).setup(tokenizer)
+            self.workflow.computed_by(self.backend).setup(tokenizer)

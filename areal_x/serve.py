@@ -110,7 +110,7 @@ def serve(experiment: Experiment, address: Path, say: Callable[[str], None] = pr
     hosted = (
         workflow
         if isinstance(workflow, GatewayWorkflow)
-        else Online(sampling=getattr(workflow, "sampling", SamplingParams()))
+        else Online(sampling=workflow.sampling_params() or SamplingParams())
     )
     hosted = hosted.setup(load_tokenizer(directory))
     trainer = experiment.create_models(directory, hosted).policy

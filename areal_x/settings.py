@@ -17,7 +17,7 @@ from areal_x.errors import ConfigError, at_least, one_of, positive, within
 from areal_x.monitor.trackers import PROJECT, check_loggers
 from areal_x.protocols.backends import find_backend
 from areal_x.protocols.trainer_config import CriticConfig, TrainerConfig
-from areal_x.protocols.workflow import Workflow
+from areal_x.protocols.workflow import Workflow, check_workflow
 from areal_x.run.journal import JournalConfig
 from areal_x.types import Task
 
@@ -146,6 +146,9 @@ class Settings:
     then be sampled."""
 
     def __post_init__(self) -> None:
+        check_workflow("train.workflow", self.workflow)
+        if self.evaluation is not None:
+            check_workflow("train.evaluation", self.evaluation)
         find_backend(self.backend)
         one_of("train.engine", self.engine, ENGINES)
         check_loggers(self.loggers)
@@ -243,7 +246,7 @@ class Settings:
                 f"False with train.window = {self.window}, which lets whichever group finishes"
                 " first go first: set it to 1"
             )
-        elif getattr(self.workflow, "open_ended", False):
+        elif self.workflow.open_ended:
             wanted = "False with a workflow whose episodes others begin and end"
         if wanted is not None:
             raise ConfigError("train.deterministic", True, wanted)

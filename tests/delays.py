@@ -17,7 +17,7 @@ from areal_x.engines.embedded import EmbeddedEngine
 from areal_x.experiment import Experiment
 from areal_x.hf import model_dir
 from areal_x.protocols.engine import Request
-from areal_x.protocols.workflow import Generator, Result
+from areal_x.protocols.workflow import EpisodeResult, Generator
 from areal_x.run import checkpoint
 from areal_x.run.group_bytes import encode
 from areal_x.run.journal import Journal
@@ -39,7 +39,7 @@ class TwoCalls(SingleTurn):
 
     rng: Any = None
 
-    async def run(self, task: Task, engine: Generator) -> Result:
+    async def run(self, task: Task, engine: Generator) -> EpisodeResult:
         await asyncio.sleep(delay(self.rng))
         prompt = np.asarray(self.tokenizer.encode(task.prompt), np.int32)
         first = await engine.generate(Request(prompt, replace(self.sampling, max_tokens=4)))

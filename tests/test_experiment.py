@@ -18,11 +18,38 @@ from areal_x.errors import ConfigError, UserError
 from areal_x.experiment import Experiment
 from areal_x.hf import model_dir
 from areal_x.protocols.trainer_config import TrainerConfig
+from areal_x.protocols.workflow import DECLARED, Workflow
 from areal_x.run import checkpoint
 from areal_x.run.journal import FILE, Journal
 from areal_x.types import Task
+from areal_x.workflows.learned_reward import LearnedReward
 from tests.experiments import TASKS, tiny_experiment
 from tests.run.test_journal import limited
+
+
+class Wrapping(Workflow):
+    """A workflow around another that counts no prompts before the episode."""
+
+    def __init__(self, workflow):
+        self.workflow = workflow
+
+    def wrapped(self):
+        return self.workflow
+
+    def sampling_params(self):
+        return self.workflow.sampling_params()
+
+    def setup(self, tokenizer):
+        return Wrapping(self.workflow.setup(tokenizer))
+
+    def greedy(self):
+        return self.workflow.greedy()
+
+    async def run(self, task, engine):
+        return await self.workflow.run(task, engine)
+
+    async def close(self):
+        await self.workflow.close()
 
 
 @pytest.fixture
@@ -120,14 +147,12 @@ def test_a_journal_that_cannot_be_written_ends_the_run_in_a_sentence(experiment,
 
 
 def test_what_a_workflow_keeps_goes_on_from_the_checkpoint(experiment):
-    class Remembering:
-        """A workflow that counts its episodes, around another."""
+    class Remembering(Wrapping):
+        """Counts the episodes of the workflow inside it."""
 
         def __init__(self, workflow, seen):
-            self.workflow, self.seen = workflow, seen
-
-        def __getattr__(self, name):
-            return getattr(self.workflow, name)
+            super().__init__(workflow)
+            self.seen = seen
 
         def setup(self, tokenizer):
             return Remembering(self.workflow.setup(tokenizer), self.seen)
@@ -140,7 +165,7 @@ def test_what_a_workflow_keeps_goes_on_from_the_checkpoint(experiment):
 
         async def run(self, task, engine):
             self.seen.append(task.id)
-            return await self.workflow.run(task, engine)
+            return await super().run(task, engine)
 
     seen, later = [], []
     first = replace(experiment, workflow=Remembering(experiment.workflow, seen), checkpoint_every=2, name="remembered")
@@ -214,20 +239,9 @@ def test_tasks_with_long_prompts_are_left_out_and_the_run_goes_on_and_resumes(ex
 
 
 def test_a_prompt_that_only_its_episode_finds_too_long_is_a_failed_episode(experiment):
-    """As an agent's may be: here nothing is looked at before."""
-
-    class Hidden:
-        def __init__(self, workflow):
-            self.workflow = workflow
-
-        def __getattr__(self, name):
-            return getattr(self.workflow, name)
-
-        def setup(self, tokenizer):
-            return Hidden(self.workflow.setup(tokenizer))
-
+    """As an agent's may be: the wrapped workflow does not count its prompts before the episode."""
     tasks = [*TASKS[:3], Task("long", "1" * 40)]
-    hidden = replace(experiment, dataset=tasks, workflow=Hidden(experiment.workflow), held_out=tasks, steps=3)
+    hidden = replace(experiment, dataset=tasks, workflow=Wrapping(experiment.workflow), held_out=tasks, steps=3)
     for turn in hidden.turns(hidden.open()):
         assert all(group.task.id != "long" for group in turn.groups)
     assert turn.metrics["failed"] > 0
@@ -244,8 +258,36 @@ def test_a_prompt_that_only_its_episode_finds_too_long_is_a_failed_episode(exper
         ({"embedded": EmbeddedConfig(context=64)}, r"embedded\.context = 64 .* train\.row_length = 32"),
         ({"loggers": ("wand",)}, "did you mean 'wandb'"),
         ({"trainer": TrainerConfig(replay_experts=True)}, r"trainer\.replay_experts = True .*'embedded', which records no"),
+        ({"evaluation": object()}, r"train\.evaluation = <class 'object'> .* subclass of areal_x\.Workflow"),
     ],
 )
 def test_a_setting_that_cannot_work_is_refused_when_it_is_built(experiment, changes, sentence):
     with pytest.raises(ConfigError, match=sentence):
         replace(experiment, **changes)
+
+
+def test_a_workflow_that_lacks_declared_methods_is_refused_by_their_names(experiment):
+    class Forwarding:
+        """Forwards what it lacks: the run would call `setup` of the workflow inside, and lose this one."""
+
+        def __init__(self, workflow):
+            self.workflow = workflow
+
+        def __getattr__(self, name):
+            return getattr(self.workflow, name)
+
+        async def run(self, task, engine):
+            return await self.workflow.run(task, engine)
+
+    wanted = ", ".join(name for name in DECLARED if name != "run")
+    refused = r"train\.workflow = .*Forwarding.* a subclass of areal_x\.Workflow, which provides"
+    for workflow in (Forwarding(experiment.workflow), LearnedReward(Forwarding(experiment.workflow), "judge")):
+        with pytest.raises(ConfigError, match=refused) as error:
+            replace(experiment, workflow=workflow)
+        assert f"provides {wanted}" in str(error.value)
+
+
+def test_a_workflow_of_another_class_with_all_declared_methods_is_accepted(experiment):
+    complete = type("Complete", (), {name: getattr(type(experiment.workflow), name) for name in DECLARED})
+    complete.sampling = experiment.workflow.sampling
+    replace(experiment, workflow=complete())

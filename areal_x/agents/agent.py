@@ -24,7 +24,7 @@ import gin
 from areal_x.agents.gateway.session import GatewaySession
 from areal_x.agents.gateway_workflow import GatewayWorkflow
 from areal_x.errors import ConfigError
-from areal_x.protocols.workflow import Generator, Result
+from areal_x.protocols.workflow import EpisodeResult, Generator
 from areal_x.rewards.pool import Reward, RewardLimits, RewardPool
 from areal_x.runtime import background
 from areal_x.runtime.loop import serve
@@ -63,18 +63,22 @@ class AgentWorkflow(GatewayWorkflow):
     pool: RewardPool | None = None
 
     def setup(self, tokenizer: Any) -> Any:
-        pool = None
-        if self.reward is not None:
-            pool = RewardPool(
-                self.reward, self.reward_workers, self.reward_timeout_seconds, self.reward_limits
-            )
+        pool = self.reward_processes(self.reward_workers)
         return replace(super().setup(tokenizer), pool=pool)
+
+    def reward_function(self) -> Reward | None:
+        return self.reward
+
+    def reward_processes(self, workers: int) -> RewardPool | None:
+        if self.reward is None:
+            return None
+        return RewardPool(self.reward, workers, self.reward_timeout_seconds, self.reward_limits)
 
     async def work(self, task: Task, session: GatewaySession) -> AgentResult:
         """Runs the agent and returns its result: a reward, a text, or None."""
         raise NotImplementedError
 
-    async def run(self, task: Task, engine: Generator) -> Result:
+    async def run(self, task: Task, engine: Generator) -> EpisodeResult:
         with await self.open(engine) as session:
             return await self.episode(session, await self.outcome(task, session))
 

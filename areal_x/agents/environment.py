@@ -27,7 +27,7 @@ from areal_x.agents.chat.rendering import Renderer, TemplateRenderer
 from areal_x.agents.multi_turn import next_reply, was_aborted
 from areal_x.errors import UserError, at_least, positive, sentence
 from areal_x.protocols.engine import SamplingParams
-from areal_x.protocols.workflow import Generator, Result, Workflow
+from areal_x.protocols.workflow import EpisodeResult, Generator, Workflow
 from areal_x.runtime.thread import OneThread
 from areal_x.types import Message, Scored, Task
 from areal_x.workflows.single_turn import ABORTED, with_end
@@ -91,7 +91,7 @@ class Environment(Workflow):
     def greedy(self) -> Environment:
         return replace(self, sampling=replace(self.sampling, temperature=0.0))
 
-    async def run(self, task: Task, engine: Generator) -> Result:
+    async def run(self, task: Task, engine: Generator) -> EpisodeResult:
         assert self.renderer is not None, "call setup(tokenizer) first"
         dialogue = Dialogue(
             ChatEngine(self.renderer, engine), self.sampling, template=self.template
@@ -113,7 +113,7 @@ class Environment(Workflow):
 
     async def _play(
         self, task: Task, dialogue: Dialogue, world: Any, thread: OneThread, shown: str
-    ) -> Result:
+    ) -> EpisodeResult:
         messages = opening_messages(self.instructions, task.prompt, shown)
         rewards: list[float] = []
         refused = 0

@@ -15,7 +15,7 @@ from areal_x.agents.gateway.session import GatewaySession
 from areal_x.agents.gateway.session_state import SessionLimits
 from areal_x.errors import UserError, one_of
 from areal_x.protocols.engine import SamplingParams
-from areal_x.protocols.workflow import Generator, Result, Workflow
+from areal_x.protocols.workflow import EpisodeResult, Generator, Workflow
 from areal_x.runtime.thread import beside
 from areal_x.types import Outcome
 from areal_x.workflows.single_turn import with_end
@@ -75,6 +75,9 @@ class GatewayWorkflow(Workflow):
     def greedy(self: H) -> H:
         return replace(self, sampling=replace(self.sampling, temperature=0.0))
 
+    def agents_choose_sampling(self) -> bool:
+        return self.gateway.sampling != "run"
+
     async def open(self, engine: Generator) -> GatewaySession:
         """Opens a session whose completions come from this episode's engine."""
         host = self.lazy_gateway()
@@ -93,7 +96,7 @@ class GatewayWorkflow(Workflow):
             )
         return ServerRenderer(renderer.tokenizer, engine.chat_servers)
 
-    async def episode(self, session: GatewaySession, outcome: Outcome) -> Result:
+    async def episode(self, session: GatewaySession, outcome: Outcome) -> EpisodeResult:
         """Returns the episode's trajectories, by the outcome and the session's calls."""
         calls = session.calls()
         # each prompt is compared with each earlier trajectory

@@ -24,7 +24,7 @@ from areal_x.agents.chat.rendering import PlainRenderer, Renderer, TemplateRende
 from areal_x.agents.tools.toolbox import Toolbox
 from areal_x.errors import at_least, within
 from areal_x.protocols.engine import PromptTooLong
-from areal_x.protocols.workflow import Generator, Result
+from areal_x.protocols.workflow import EpisodeResult, Generator
 from areal_x.runtime.thread import in_thread
 from areal_x.types import Failed, Message, Outcome, Scored, Task
 from areal_x.workflows.single_turn import ABORTED, Judged, prompt_tokens
@@ -67,7 +67,7 @@ class MultiTurn(Judged):
     def tokens_of(self, task: Task, tokenizer: Any) -> int | None:
         return prompt_tokens(task.prompt, tokenizer)
 
-    async def run(self, task: Task, engine: Generator) -> Result:
+    async def run(self, task: Task, engine: Generator) -> EpisodeResult:
         renderer: Renderer = PlainRenderer(self.tokenizer)
         messages = opening_messages(task)
         if not isinstance(task.prompt, str):
@@ -134,7 +134,7 @@ class ToolUse(Judged):
     def tokens_of(self, task: Task, tokenizer: Any) -> int | None:
         return prompt_tokens(opening_messages(task), tokenizer)
 
-    async def run(self, task: Task, engine: Generator) -> Result:
+    async def run(self, task: Task, engine: Generator) -> EpisodeResult:
         assert self.toolbox is not None, "call setup(tokenizer) first"
         await self.toolbox.setup()
         chat = ChatEngine(TemplateRenderer(self.tokenizer), engine)

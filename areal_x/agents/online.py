@@ -25,7 +25,7 @@ from areal_x.agents.client import ADDRESS
 from areal_x.agents.gateway.session import GatewaySession
 from areal_x.agents.gateway_workflow import GatewayWorkflow
 from areal_x.errors import at_least, positive
-from areal_x.protocols.workflow import Generator, Result
+from areal_x.protocols.workflow import EpisodeResult, Generator
 from areal_x.runtime.waits import waiting, whose
 from areal_x.types import Task, TimedOut
 
@@ -174,7 +174,7 @@ class Online(GatewayWorkflow):
         ready.gateway.on_open = ready.opened
         return ready
 
-    async def run(self, task: Task, engine: Generator) -> Result:
+    async def run(self, task: Task, engine: Generator) -> EpisodeResult:
         await self.serve()
         slot = EpisodeSlot(task.id, engine, asyncio.get_running_loop().create_future())
         self.slots.wait(slot)

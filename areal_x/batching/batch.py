@@ -31,18 +31,24 @@ class Models:
     not need one."""
 
     policy: Trainer
-    reference: Scorer | None = None
+
+    reference: Trainer | None = None
+    """The reference or teacher, if the backend computes it."""
+
     critic: Trainer | None = None
 
+    reference_servers: Scorer | None = None
+    """The reference or teacher, if servers compute it."""
+
+    @property
+    def scorer(self) -> Scorer | None:
+        """The reference or teacher, wherever it is computed."""
+        return self.reference if self.reference_servers is None else self.reference_servers
+
     def trainers(self) -> dict[str, Trainer]:
-        """The models that a backend computes, by name. The reference may be a server instead, which
-        only scores."""
-        found: dict[str, Any] = {
-            "policy": self.policy,
-            "reference": self.reference,
-            "critic": self.critic,
-        }
-        return {name: model for name, model in found.items() if hasattr(model, "restore")}
+        """Returns the models that the backend computes, by name."""
+        found = {"policy": self.policy, "reference": self.reference, "critic": self.critic}
+        return {name: model for name, model in found.items() if model is not None}
 
     def save(self, directory: Path) -> Callable[[], None] | None:
         """Begins to write the trainers' state for `--resume`; `trainer/` is a model directory.
@@ -152,7 +158,7 @@ def add_model_outputs(batch: Batch, algorithm: Algorithm, models: Models, versio
     recomputed = models.policy.logprobs(batch) if algorithm.proximal == "recompute" else None
     return batch.replace(
         proximal_logp=batch.behavior_logp if recomputed is None else recomputed,
-        reference_logp=None if models.reference is None else models.reference.logprobs(batch),
+        reference_logp=None if models.scorer is None else models.scorer.logprobs(batch),
         old_values=None if models.critic is None else models.critic.values(batch),
     )
 

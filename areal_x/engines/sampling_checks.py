@@ -11,10 +11,9 @@ training may change the distribution except the temperature, which the trainer k
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from areal_x.errors import ConfigError
-from areal_x.protocols.engine import SamplingParams
+from areal_x.protocols.workflow import Workflow
 
 LEAST_OF_VLLM = 0.01  # vLLM replaces a lower temperature, except 0, by this one
 # Arguments of a server that are refused, and what each would change.
@@ -24,14 +23,15 @@ FLAGS = {
 }
 
 
-def check_distribution(workflow: Any, engine: str, temperature: float) -> None:
+def check_distribution(workflow: Workflow, engine: str, temperature: float) -> None:
     """Raises: ConfigError for a workflow whose episodes would be sampled from another distribution
     than the trainer's. temperature: the trainer's own setting."""
     if engine == "none":
         return
-    sampling = getattr(workflow, "sampling", None)
-    binding, used = "trainer.temperature", temperature
-    if isinstance(sampling, SamplingParams):
+    sampling = workflow.sampling_params()
+    binding = "trainer.temperature"
+    used = temperature
+    if sampling is not None:
         whole = (
             "in training: the trainer's log-probabilities are of the whole distribution, the"
             " engine's of the truncated one"
@@ -62,15 +62,12 @@ def check_distribution(workflow: Any, engine: str, temperature: float) -> None:
             " instead of below it"
         )
         raise ConfigError(binding, used, wanted)
-    # a learned reward wraps another workflow
-    gateway = getattr(getattr(workflow, "workflow", workflow), "gateway", None)
-    chosen = getattr(gateway, "sampling", "run")
-    if chosen != "run":
+    if workflow.agents_choose_sampling():
         wanted = (
             "'run' in training: the trainer computes one distribution, and each agent could choose"
             " another"
         )
-        raise ConfigError("gateway.sampling", chosen, wanted)
+        raise ConfigError("gateway.sampling", "client", wanted)
 
 
 def check_arguments(arguments: Sequence[str]) -> None:

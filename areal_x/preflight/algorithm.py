@@ -57,7 +57,7 @@ def trains(algorithm: Algorithm, backend: str, group_size: int, tasks: Sequence[
     without = missing_inputs(algorithm)
     models = Models(
         policy=Drawn(0),  # type: ignore[arg-type]  # nothing else of a trainer is asked here
-        reference=None if "reference_logp" in without else Drawn(1),
+        reference_servers=None if "reference_logp" in without else Drawn(1),
         critic=None if "old_values" in without else Drawn(2),  # type: ignore[arg-type]
     )
     (batch,) = make_batches(groups, algorithm, ROW, models, version=1)

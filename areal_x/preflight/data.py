@@ -11,7 +11,6 @@ from areal_x.algorithms.parts import unwrapped
 from areal_x.config.reader import Config
 from areal_x.errors import UserError
 from areal_x.protocols.workflow import Workflow
-from areal_x.rewards.pool import RewardPool
 from areal_x.runtime.loop import run
 from areal_x.types import Failed, Scored, Task, TimedOut
 
@@ -43,16 +42,15 @@ def readable(binding: str, tasks: Sequence[Task]) -> str:
     return f"{len(tasks):,} tasks{repeated}; the first is {tasks[0].id!r}"
 
 
-def rewarding(workflow: Workflow) -> Any:
-    """The workflow that has a reward function, this one or one that it is around; None where there
-    is none."""
-    inner: Any = workflow
-    while inner is not None and not callable(getattr(inner, "reward", None)):
-        inner = getattr(inner, "workflow", None)
+def rewarded(workflow: Workflow) -> Workflow | None:
+    """Returns the workflow that has a reward function, this one or one that it wraps, or None."""
+    inner: Workflow | None = workflow
+    while inner is not None and inner.reward_function() is None:
+        inner = inner.wrapped()
     return inner
 
 
-def reward_works(workflow: Any, tasks: Sequence[Task], must_vary: bool = False) -> str:
+def reward_works(workflow: Workflow, tasks: Sequence[Task], must_vary: bool = False) -> str:
     """Judges the first task's own answer in a process, with the run's time limit. must_vary: also
     other texts, until two get different rewards.
 
@@ -62,11 +60,11 @@ def reward_works(workflow: Any, tasks: Sequence[Task], must_vary: bool = False) 
     task = tasks[0]
     own = task.answer if isinstance(task.answer, str) else ""
     seen: list[float] = []
+    reward = workflow.reward_function()
 
     async def judge() -> Any:
-        pool = RewardPool(
-            workflow.reward, 1, workflow.reward_timeout_seconds, workflow.reward_limits
-        )
+        pool = workflow.reward_processes(workers=1)
+        assert pool is not None, "the workflow has a reward function"
         try:
             first = await pool.score(task, own)
             texts = (
@@ -83,21 +81,21 @@ def reward_works(workflow: Any, tasks: Sequence[Task], must_vary: bool = False) 
         finally:
             await pool.close()
 
-    name = getattr(workflow.reward, "__qualname__", repr(workflow.reward))
+    name = getattr(reward, "__qualname__", repr(reward))
     match run(judge(), "reward"):
-        case Scored(reward):
+        case Scored(value):
             what = "its own answer" if own else "an empty text"
-            gives = f"{name} gives {reward:g} for {what} to task {task.id!r}"
-            if not must_vary or len({reward, *seen}) > 1:
+            gives = f"{name} gives {value:g} for {what} to task {task.id!r}"
+            if not must_vary or len({value, *seen}) > 1:
                 return gives
-            return f"{gives}{constant(workflow.reward, name, reward, len(seen))}"
+            return f"{gives}{constant(reward, name, value, len(seen))}"
         case Failed(error):
             raise UserError(
                 f"{name} failed on task {task.id!r} ({error}): every episode would; mend it or the"
                 " task"
             )
         case TimedOut(limit):
-            binding = getattr(workflow, "binding", type(workflow).__name__)
+            binding = workflow.binding or type(workflow).__name__
             wanted = f"make it faster, or raise {binding}.reward_timeout_seconds"
             raise UserError(
                 f"{name} was not done with task {task.id!r} after {limit:g} seconds: {wanted}"

@@ -71,11 +71,7 @@ async def asked(url: str, key: str | None, transfer: str) -> tuple[int, bool]:
 def score(experiment: Experiment, urls: Sequence[str], directory: Path) -> str:
     """A reference's or teacher's servers: they answer, take the key and split text as the model
     that learns does."""
-    temperature = getattr(
-        getattr(experiment.workflow, "sampling", None),
-        "temperature",
-        experiment.trainer.temperature,
-    )
+    temperature = experiment.temperature(experiment.workflow)
     ServerScorer(
         urls, os.environ.get(experiment.vllm.key_variable), load_tokenizer(directory), temperature
     )

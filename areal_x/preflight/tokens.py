@@ -78,7 +78,8 @@ def lengths(experiment: Experiment, tasks: Sequence[Task], tokenizer: Any, model
     )
     if longest >= context:
         raise ConfigError(binding, context, f"more than {longest}: {prompts}")
-    answers = getattr(getattr(experiment.workflow, "sampling", None), "max_tokens", 0)
+    sampling = experiment.workflow.sampling_params()
+    answers = 0 if sampling is None else sampling.max_tokens
     if experiment.engine != "none" and longest + answers > context:
         wanted = (
             f"at most {context - longest}, or {binding} = {context} raised: {prompts}, and longer"

@@ -7,13 +7,14 @@ concerns one task, does not.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar, Protocol
 
+from areal_x.errors import ConfigError
 from areal_x.protocols.engine import ChatServer, Completion, Request, SamplingParams
-from areal_x.types import Episode, Failed, Task, TimedOut, Trajectory
+from areal_x.types import Episode, Failed, Outcome, Task, TimedOut, Trajectory
 
-Result = list[Trajectory] | Episode | Failed | TimedOut
+EpisodeResult = list[Trajectory] | Episode | Failed | TimedOut
 
 
 class Generator(Protocol):
@@ -30,8 +31,19 @@ class Generator(Protocol):
     def chat_servers(self) -> Sequence[ChatServer]: ...
 
 
+class RewardProcesses(Protocol):
+    """Runs a reward function in worker processes (areal_x.rewards.pool.RewardPool)."""
+
+    async def score(self, task: Task, text: str) -> Outcome: ...
+
+    async def close(self) -> None: ...
+
+
 class Workflow(Protocol):
     """A way to attempt a task. Every method but `run` has a default."""
+
+    binding: ClassVar[str] = ""
+    """Its name in a gin file, for error messages; may be empty."""
 
     open_ended: bool = False
     """True if others decide when an episode begins and ends, so that the run waits for it without
@@ -39,8 +51,26 @@ class Workflow(Protocol):
 
     def sampling_params(self) -> SamplingParams | None:
         """Returns what its requests are sampled with, by default its attribute `sampling`; None if
-        the workflow does not say."""
+        it has no such attribute."""
         return getattr(self, "sampling", None)
+
+    def agents_choose_sampling(self) -> bool:
+        """Returns True if each agent may choose temperature, top-p and top-k, which is served but
+        never trained on. By default that of the wrapped workflow."""
+        inner = self.wrapped()
+        return inner is not None and inner.agents_choose_sampling()
+
+    def wrapped(self) -> Workflow | None:
+        """Returns the workflow that attempts the same tasks inside this one. By default None."""
+        return None
+
+    def reward_function(self) -> Callable[[Task, str], Any] | None:
+        """Returns the function that scores its texts. By default None: it scores in another way."""
+        return None
+
+    def reward_processes(self, workers: int) -> RewardProcesses | None:
+        """Returns processes that run its reward function within its limits; None if it has none."""
+        return None
 
     def computed_by(self, backend: str) -> Workflow:
         """Returns the workflow with its own models, if it has any, computed by this backend, the
@@ -67,7 +97,7 @@ class Workflow(Protocol):
         By default None: unknown before the episode."""
         return None
 
-    async def run(self, task: Task, engine: Generator) -> Result:
+    async def run(self, task: Task, engine: Generator) -> EpisodeResult:
         """Runs one attempt at the task.
 
         Returns trajectories, each with its reward set, for a scored episode (whose own reward is
@@ -91,13 +121,19 @@ class Workflow(Protocol):
         return
 
 
-def baseline_of(workflow: Workflow) -> Workflow:
-    """Returns its `baseline`; for a class that lacks the method, `greedy`."""
-    return getattr(workflow, "baseline", workflow.greedy)()
+DECLARED = tuple(name for name in vars(Workflow) if not name.startswith("_"))
 
 
-def computed_by(workflow: Any, backend: str) -> Any:
-    """Returns `workflow.computed_by(backend)`; a workflow around another that only forwards what it
-    lacks stays around it."""
-    own = getattr(type(workflow), "computed_by", None)
-    return workflow if own is None else own(workflow, backend)
+def check_workflow(binding: str, workflow: Workflow) -> None:
+    """Raises: ConfigError if the class of a workflow, or of one inside it, lacks a declared name.
+    What a wrapper forwards by `__getattr__` does not count: the call would leave the wrapper."""
+    inner: Workflow | None = workflow
+    while inner is not None:
+        missing = [name for name in DECLARED if not hasattr(type(inner), name)]
+        if missing:
+            raise ConfigError(
+                binding,
+                type(inner),
+                f"a subclass of areal_x.Workflow, which provides {', '.join(missing)}",
+            )
+        inner = inner.wrapped()

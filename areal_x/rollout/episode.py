@@ -13,13 +13,9 @@ import numpy as np
 
 from areal_x.errors import TaskError, UserError, described, traceback_of
 from areal_x.protocols.engine import EngineError
-from areal_x.protocols.workflow import Generator, Result, Workflow
+from areal_x.protocols.workflow import EpisodeResult, Generator, Workflow
 from areal_x.runtime.waits import waiting, whose
 from areal_x.types import Episode, Failed, Outcome, Scored, Task, TimedOut
-
-
-def is_open_ended(workflow: Workflow) -> bool:
-    return getattr(workflow, "open_ended", False)
 
 
 async def run_episode(
@@ -39,7 +35,7 @@ async def run_episode(
     try:
         async with asyncio.timeout(seconds) as limit:
             with waiting(
-                whose(), "its workflow", type(workflow).__name__, idle=is_open_ended(workflow)
+                whose(), "its workflow", type(workflow).__name__, idle=workflow.open_ended
             ):
                 result = await workflow.run(task, engine)
         episode = episode_of(result)
@@ -93,7 +89,7 @@ def check_fit(episode: Episode, row_length: int, together: int) -> None:
         )
 
 
-def episode_of(result: Result) -> Episode:
+def episode_of(result: EpisodeResult) -> Episode:
     """Returns a workflow's result as an episode. Raises TypeError or ValueError for one that cannot
     be trained on."""
     if isinstance(result, Failed | TimedOut):

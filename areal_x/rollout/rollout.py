@@ -19,7 +19,6 @@ from typing import Any, TypeVar
 
 from areal_x.protocols.trainer import Trainer
 from areal_x.protocols.workflow import Workflow
-from areal_x.rollout.episode import is_open_ended
 from areal_x.rollout.runner import RolloutStats, Runner
 from areal_x.run.journal import Resumed
 from areal_x.runtime import background, timeline
@@ -130,7 +129,7 @@ class Rollout:
         interrupted call loses nothing: the next one returns the same groups.
         """
         runner = self.runner
-        step, idle = runner.queue.step + 1, is_open_ended(runner.workflow)
+        step, idle = runner.queue.step + 1, runner.workflow.open_ended
         with noted(), waiting("the trainer", f"the groups of step {step}", runner.doing, idle=idle):
             if self._taking is None:
                 self._taking = self._submit(self.runner.take())

@@ -17,8 +17,8 @@ import numpy as np
 
 from areal_x.errors import at_least, function_name, positive
 from areal_x.protocols.engine import ChatServer, Completion, Engine, Request
-from areal_x.protocols.workflow import Workflow, baseline_of
-from areal_x.rollout.episode import error_of, first_of, is_open_ended, run_episode
+from areal_x.protocols.workflow import Workflow
+from areal_x.rollout.episode import error_of, first_of, run_episode
 from areal_x.rollout.pacing import ImmediatePacing, Pacing, WavePacing
 from areal_x.rollout.patience import Patience
 from areal_x.rollout.queue import TrajectoryQueue
@@ -183,10 +183,10 @@ class Runner:
             failed_groups=failed_groups,
             filtered_groups=filtered_groups,
             groups_per_step=queue.groups_per_step,
-            open_ended=is_open_ended(workflow),
+            open_ended=workflow.open_ended,
             message=message or (lambda _: None),
         )
-        self.greedy = baseline_of(workflow) if greedy else None
+        self.greedy = workflow.baseline() if greedy else None
         self.row_length = row_length
         self.together = together
         self.screen = screen
@@ -413,7 +413,7 @@ class Runner:
                 on_behalf_of(whose),
                 timeline.span("episode", **about, admitted_version=group.admitted_version) as span,
             ):
-                seconds = None if is_open_ended(workflow) else self.episode_seconds
+                seconds = None if workflow.open_ended else self.episode_seconds
                 episode = await run_episode(
                     workflow, group.task, view, seconds, self.row_length, self.together
                 )

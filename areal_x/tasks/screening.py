@@ -183,7 +183,7 @@ def create_screen(
     """
     if not counts_own_prompts(type(workflow)):
         return None
-    sampling = getattr(workflow, "sampling", None)
+    sampling = workflow.sampling_params()
     answer = 0 if sampling is None else min(sampling.max_tokens, context // 2)
     most = context - answer if longest is None else longest
 

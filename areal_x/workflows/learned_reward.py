@@ -27,8 +27,8 @@ from areal_x.protocols.backends import create_trainer
 from areal_x.protocols.engine import SamplingParams
 from areal_x.protocols.trainer import Trainer
 from areal_x.protocols.trainer_config import ModelConfig, TrainerConfig
-from areal_x.protocols.workflow import Generator, Result, Workflow, baseline_of, computed_by
-from areal_x.rollout.episode import episode_of, is_open_ended
+from areal_x.protocols.workflow import EpisodeResult, Generator, Workflow
+from areal_x.rollout.episode import episode_of
 from areal_x.runtime import background
 from areal_x.runtime.waits import waiting, whose
 from areal_x.types import Episode, Scored, Task, Trajectory
@@ -60,15 +60,17 @@ class LearnedReward(Workflow):
 
     @property
     def open_ended(self) -> bool:  # type: ignore[override]
-        return is_open_ended(self.workflow)
+        return self.workflow.open_ended
 
-    @property
-    def sampling(self) -> SamplingParams | None:
-        return getattr(self.workflow, "sampling", None)
+    def sampling_params(self) -> SamplingParams | None:
+        return self.workflow.sampling_params()
+
+    def wrapped(self) -> Workflow:
+        return self.workflow
 
     def computed_by(self, backend: str) -> LearnedReward:
         return replace(
-            self, workflow=computed_by(self.workflow, backend), backend=self.backend or backend
+            self, workflow=self.workflow.computed_by(backend), backend=self.backend or backend
         )
 
     def find(self, tokenizer: Any) -> Path:
@@ -109,7 +111,7 @@ class LearnedReward(Workflow):
         return self.workflow.greedy()
 
     def baseline(self) -> Workflow:
-        return replace(self, workflow=baseline_of(self.workflow))
+        return replace(self, workflow=self.workflow.baseline())
 
     def tokens_of(self, task: Task, tokenizer: Any) -> int | None:
         return self.workflow.tokens_of(task, tokenizer)
@@ -120,7 +122,7 @@ class LearnedReward(Workflow):
     def restore(self, state: Any) -> None:
         self.workflow.restore(state)
 
-    async def run(self, task: Task, engine: Generator) -> Result:
+    async def run(self, task: Task, engine: Generator) -> EpisodeResult:
         assert self.judge is not None, "call setup(tokenizer) first"
         episode = episode_of(await self.workflow.run(task, engine))
         if not isinstance(episode.outcome, Scored):

@@ -18,7 +18,7 @@ import numpy as np
 
 from areal_x.hf.endings import stop_tokens, text_ending, turn_ending
 from areal_x.hf.image_reader import image_urls, read_prompt_images
-from areal_x.protocols.workflow import Generator, Result, Workflow
+from areal_x.protocols.workflow import EpisodeResult, Generator, Workflow
 from areal_x.types import NOT_THE_POLICY, Episode, Scored, Task, Trajectory
 from areal_x.workflows.single_turn import encode
 
@@ -37,7 +37,7 @@ class Demonstrations(Workflow):
     def tokens_of(self, task: Task, tokenizer: Any) -> int | None:
         return None if image_urls(task.prompt) else len(written(tokenizer, task, task.answer))
 
-    async def run(self, task: Task, engine: Generator) -> Result:
+    async def run(self, task: Task, engine: Generator) -> EpisodeResult:
         return Episode(Scored(1.0), (written(self.tokenizer, task, task.answer),))
 
 
@@ -64,7 +64,7 @@ class PreferencePairs(Workflow):
             len(written(tokenizer, task, task.answer[which])) for which in ("chosen", "rejected")
         )
 
-    async def run(self, task: Task, engine: Generator) -> Result:
+    async def run(self, task: Task, engine: Generator) -> EpisodeResult:
         answers = task.answer
         if not isinstance(answers, Mapping) or not {"chosen", "rejected"} <= answers.keys():
             raise ValueError(

@@ -20,7 +20,7 @@ from areal_x.hf.image_reader import (
     with_image_placeholders,
 )
 from areal_x.protocols.engine import Request, SamplingParams
-from areal_x.protocols.workflow import Generator, Result, Workflow
+from areal_x.protocols.workflow import EpisodeResult, Generator, Workflow
 from areal_x.rewards.pool import Reward, RewardLimits, RewardPool
 from areal_x.runtime.thread import beside, in_thread
 from areal_x.tasks.text_length import estimate_characters, raise_if_too_long, texts_of
@@ -72,12 +72,18 @@ class Judged(Workflow):
     def setup(self, tokenizer: Any) -> Self:
         """Raises UserError for a tokenizer without an end token, or a reward that no other process
         could run."""
-        pool = RewardPool(
-            self.reward, self.reward_workers, self.reward_timeout_seconds, self.reward_limits
-        )
         return replace(
-            self, sampling=with_end(self.sampling, tokenizer), tokenizer=tokenizer, pool=pool
+            self,
+            sampling=with_end(self.sampling, tokenizer),
+            tokenizer=tokenizer,
+            pool=self.reward_processes(self.reward_workers),
         )
+
+    def reward_function(self) -> Reward:
+        return self.reward
+
+    def reward_processes(self, workers: int) -> RewardPool:
+        return RewardPool(self.reward, workers, self.reward_timeout_seconds, self.reward_limits)
 
     def greedy(self) -> Self:
         return replace(self, sampling=replace(self.sampling, temperature=0.0))
@@ -110,7 +116,7 @@ class SingleTurn(Judged):
     def tokens_of(self, task: Task, tokenizer: Any) -> int | None:
         return prompt_tokens(task.prompt, tokenizer)
 
-    async def run(self, task: Task, engine: Generator) -> Result:
+    async def run(self, task: Task, engine: Generator) -> EpisodeResult:
         urls = image_urls(task.prompt)
         images = await in_thread(read_images, self.tokenizer.name_or_path, urls) if urls else None
         prompt = await beside(

@@ -28,11 +28,11 @@ import numpy as np
 
 from areal_x import (
     Episode,
+    EpisodeResult,
     Failed,
     Generator,
     Group,
     Request,
-    Result,
     SamplingParams,
     Scored,
     Task,
@@ -236,7 +236,8 @@ class SelfPlay(Workflow):
 
     @property
     def sampling(self) -> SamplingParams:
-        found: SamplingParams = self.solver.sampling  # type: ignore[attr-defined]
+        found = self.solver.sampling_params()
+        assert found is not None, "the solver must have a `sampling`"
         return found
 
     def setup(self, tokenizer: Any) -> SelfPlay:
@@ -247,7 +248,7 @@ class SelfPlay(Workflow):
     def greedy(self) -> Workflow:
         return self.solver.greedy()
 
-    async def run(self, task: Task, engine: Generator) -> Result:
+    async def run(self, task: Task, engine: Generator) -> EpisodeResult:
         assert self.pool is not None, "call setup(tokenizer) first"
         round = self.pool.join(task.id)
         try:

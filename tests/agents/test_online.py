@@ -14,7 +14,6 @@ from transformers import AutoTokenizer
 from areal_x.agents.client import SessionError, session
 from areal_x.agents.gateway.session_state import SessionLimits
 from areal_x.agents.online import EpisodeSlot, EpisodeSlots, Online, PlaceholderTasks, online_tasks
-from areal_x.rollout.episode import is_open_ended
 from areal_x.rollout.queue import TrajectoryQueue
 from areal_x.rollout.runner import Runner
 from areal_x.tasks.stream import TaskStream
@@ -196,8 +195,8 @@ def test_a_group_waits_for_its_first_session_as_long_as_it_takes():
 
 
 def test_a_learned_reward_around_sessions_waits_as_they_do(tokenizer):
-    assert is_open_ended(LearnedReward(Online(), "nowhere"))
-    assert not is_open_ended(LearnedReward(Plain(), "nowhere"))
+    assert LearnedReward(Online(), "nowhere").open_ended
+    assert not LearnedReward(Plain(), "nowhere").open_ended
 
 
 def test_a_session_without_a_reward_gives_its_place_to_the_next_and_ends_nothing(tokenizer, tmp_path):

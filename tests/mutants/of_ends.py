@@ -105,13 +105,13 @@ MUTANTS: list[Mutant] = [
         ("tests/workflows/test_learned_reward.py", "tests/agents/test_online.py"),
         (
             "the greedy answer that others are compared with is judged by the verifier",
-            "        return replace(self, workflow=baseline_of(self.workflow))",
+            "        return replace(self, workflow=self.workflow.baseline())",
             "        return self.workflow.greedy()",
         ),
         ("one answer that is too long fails all that are judged with it", " > self.row_length:", " > 1 << 30:"),
         (
             "a learned reward around sessions has a time limit",
-            "        return is_open_ended(self.workflow)",
+            "        return self.workflow.open_ended",
             "        return False",
         ),
     ),

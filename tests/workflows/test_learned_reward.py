@@ -155,7 +155,7 @@ def test_a_language_model_gives_no_rewards(tiny_model_dir):
 
 
 def test_the_run_samples_as_the_workflow_says():
-    assert LearnedReward(Plain(), "nowhere").sampling == Plain().sampling
+    assert LearnedReward(Plain(), "nowhere").sampling_params() == Plain().sampling
 
 
 def with_tokens(classifier_dir, directory, characters=CHARACTERS):

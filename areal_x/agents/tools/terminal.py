@@ -25,7 +25,7 @@ import gin
 from areal_x.agents.multi_turn import ToolUse
 from areal_x.agents.tools.toolbox import Schema, Toolbox, tool_schema
 from areal_x.errors import UserError, at_least, positive
-from areal_x.protocols.workflow import Generator, Result
+from areal_x.protocols.workflow import EpisodeResult, Generator
 from areal_x.rewards.pool import Reward
 from areal_x.sandbox import shell
 from areal_x.sandbox.pool import Sandbox, SandboxLimits
@@ -214,7 +214,7 @@ class Terminal(ToolUse):
             super().setup(tokenizer), sandbox=sandbox_for(self.limits, self.folder_mb, self.workers)
         )
 
-    async def run(self, task: Task, engine: Generator) -> Result:
+    async def run(self, task: Task, engine: Generator) -> EpisodeResult:
         assert self.sandbox is not None, "call setup(tokenizer) first"
         if len(task.metadata.get("tests", ())) != len(task.answer or ()) or not task.answer:
             raise UserError(
