@@ -97,7 +97,6 @@ def test_the_core_s_wheel_holds_the_examples(wheels: dict[str, Path]) -> None:
     assert packaged == {name.removeprefix("examples/") for name in tracked if (ROOT / name).is_file()}
 
 
-@pytest.mark.xfail(reason="the reader of gin files imports every room, with those of the extras")
 def test_an_example_trains_where_only_wheels_are_installed(environment: Path, tmp_path: Path, tiny_model_dir: Path) -> None:
     pytest.importorskip("jax")
     console, python = environment / "bin" / "areal-x", environment / "bin" / "python"
