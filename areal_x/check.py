@@ -1,12 +1,12 @@
-"""Looks in seconds at everything that a run depends on, before anything expensive.
+"""Checks everything that a run depends on, in seconds, before anything expensive.
 
     python -m areal_x.check examples/arithmetic/grpo.gin
     python -m areal_x.check examples/arithmetic/grpo.gin -b "train.backend = 'torch'" -b "train.engine = 'vllm'"
 
-The file and -b are read as areal_x.train reads them. Each line is one finding: what was looked at
-and how it is, or what is wrong, why, and what to set. No weights are read and no server is started.
-A model that a function makes is made, as the run would, once all that does not depend on it is
-well. The exit status is 0 without a problem, else 1.
+The file and -b are read as by areal_x.train. Each line is one finding: what was checked and its
+state, or what is wrong, why, and what to set. No weights are read and no server is started. If a
+function makes the model, it is called, as in the run, once everything that does not depend on the
+model passes. The exit status is 0 if there is no problem, else 1.
 """
 
 from __future__ import annotations
@@ -25,11 +25,10 @@ from areal_x.config.reader import Config
 from areal_x.experiment import Experiment
 from areal_x.hf.model_dir import check_head
 from areal_x.hf.tokenizer import load_tokenizer
-from areal_x.preflight import algorithm, data, memory, places, servers, tokens, versions
+from areal_x.preflight import algorithm, data, memory, servers, storage, tokens, versions
 from areal_x.preflight import model as models
-from areal_x.preflight.finding import Finding, finding
+from areal_x.preflight.finding import Finding, run_check
 from areal_x.protocols.backends import Devices, load_backend
-from areal_x.protocols.trainer_config import ModelConfig
 from areal_x.train import FAILED, parser_of, with_config
 from areal_x.types import Task
 
@@ -43,7 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def show(config: Config) -> int:
-    """Prints what is found. The exit status."""
+    """Prints the findings and returns the exit status."""
     problems = 0
     for found in findings(config):
         print(found, flush=True)
@@ -53,31 +52,35 @@ def show(config: Config) -> int:
 
 
 def findings(config: Config) -> Iterator[Finding]:
-    """One after the other, cheap ones first; what depends on something that is not well is left
-    out."""
+    """Yields the findings, cheap checks first. Checks that depend on one that failed are
+    skipped."""
     problems: list[str] = []
     made: dict[str, Any] = {}
 
-    def look(about: str, function: Callable[[], Any], words: Callable[[Any], str] = str) -> Finding:
-        def kept() -> str:
-            made[about] = function()
-            return words(made[about])
+    def look(
+        subject: str, function: Callable[[], Any], describe: Callable[[Any], str] = str
+    ) -> Finding:
+        def check() -> str:
+            made[subject] = function()
+            return describe(made[subject])
 
-        found = finding(config, about, kept)
-        problems.extend([] if found.ok else [about])
+        found = run_check(config, subject, check)
+        problems.extend([] if found.ok else [subject])
         return found
 
     engine = config.value("train.engine")
     starts_servers = engine == "vllm" and not config.value("vllm.urls")
-    yield look("versions", lambda: versions.fit(config.value("train.backend"), starts_servers))
+    yield look(
+        "versions", lambda: versions.check_versions(config.value("train.backend"), starts_servers)
+    )
     tasks: dict[str, Sequence[Task]] = {}
     for name in ("dataset", "held_out"):
         tasks[name] = ()
         if name == "dataset" or config.is_bound("train.held_out"):
 
             def read(name: str = name) -> str:
-                tasks[name] = data.load(config, f"train.{name}")
-                return data.readable(f"train.{name}", tasks[name])
+                tasks[name] = data.load_tasks(config, f"train.{name}")
+                return data.check_tasks(f"train.{name}", tasks[name])
 
             yield look(name, read)
     found = look(
@@ -89,99 +92,101 @@ def findings(config: Config) -> Iterator[Finding]:
     if not found.ok:
         return
     experiment: Experiment = made["settings"]
-    yield look("algorithm", lambda: trained(experiment, tasks["dataset"]))
-    workflow = data.rewarded(experiment.workflow)
+    yield look(
+        "algorithm",
+        lambda: algorithm.check_algorithm(
+            experiment.algorithm, experiment.backend, experiment.group_size, tasks["dataset"][:3]
+        ),
+    )
+    workflow = data.find_rewarded(experiment.workflow)
     if workflow is not None and tasks["dataset"]:
         must_vary = workflow is experiment.workflow and learns_from_reward_alone(
             experiment.algorithm
         )
-        yield look("reward", lambda: data.reward_works(workflow, tasks["dataset"], must_vary))
-    yield look("run directory", lambda: places.run_directory(experiment))
+        yield look("reward", lambda: data.check_reward(workflow, tasks["dataset"], must_vary))
+    yield look("run directory", lambda: storage.check_run_directory(experiment))
     if engine == "vllm":
-        yield look("servers", lambda: servers.generate(experiment.vllm))
+        yield look("servers", lambda: servers.check_engine_servers(experiment.vllm))
     path = experiment.trainer.model.path
     if callable(path) and problems:
         yield Finding(
             False,
             "model",
-            f"not made by {path.__qualname__} while there are problems: mend those and look again",
+            f"not made by {path.__qualname__} while there are problems: fix those and check again",
         )
         return
     yield look(
         "model",
-        lambda: models.find(path),
+        lambda: models.find_model(path),
         lambda m: f"{m.directory}, {m.parameters / 1e6:.4g} million parameters",
     )
     if "model" in made:
-        yield from of_model(experiment, made["model"], tasks["dataset"], look)
+        yield from model_findings(experiment, made["model"], tasks["dataset"], look)
 
 
-def of_model(
+def model_findings(
     experiment: Experiment, model: models.Model, tasks: Sequence[Task], look: Callable[..., Finding]
 ) -> Iterator[Finding]:
-    """What the model decides."""
+    """Yields the findings that depend on the model."""
     devices: list[Devices] = []
     tokenizers: list[Any] = []
 
     def mesh() -> str:
-        devices.append(of_backend(experiment, model))
+        devices.append(check_backend(experiment, model))
         (found,) = devices
         return f"{found.count} × {found.kind}" + (
-            f" of {places.gb(found.memory)}" if found.memory else ""
+            f" of {storage.format_bytes(found.memory)}" if found.memory else ""
         )
 
     def tokenizer() -> str:
         tokenizers.append(load_tokenizer(model.directory))
-        return tokens.end(tokenizers[0], model)
+        return tokens.check_end_tokens(tokenizers[0], model)
 
     yield look("devices and mesh", mesh)
     if devices:
-        yield look("memory", lambda: memory.enough(experiment, model, devices[0]))
-    yield look("disk", lambda: places.room(experiment, model))
+        yield look("memory", lambda: memory.check_memory(experiment, model, devices[0]))
+    yield look("disk", lambda: storage.check_disk(experiment, model))
     if experiment.engine == "vllm" and experiment.vllm.transport == "files":
         yield look(
             "staging",
-            lambda: places.staging(
+            lambda: storage.check_staging(
                 experiment, model, on_cpu=bool(devices) and devices[0].kind == "cpu"
             ),
         )
     yield look("tokenizer", tokenizer)
-    if tokenizers and models.others(experiment):
-        yield look("other models", lambda: models.beside(experiment, model, tokenizers[0]))
+    if tokenizers and models.other_models(experiment):
+        yield look(
+            "other models", lambda: models.check_other_models(experiment, model, tokenizers[0])
+        )
     if tokenizers and tasks:
-        yield look("lengths", lambda: tokens.lengths(experiment, tasks, tokenizers[0], model))
+        yield look("lengths", lambda: tokens.check_lengths(experiment, tasks, tokenizers[0], model))
     if urls := experiment.scoring_urls():
-        yield look("scoring servers", partial(servers.score, experiment, urls, model.directory))
-
-
-def trained(experiment: Experiment, tasks: Sequence[Task]) -> str:
-    return algorithm.trains(
-        experiment.algorithm, experiment.backend, experiment.group_size, tasks[:3]
-    )
+        yield look(
+            "scoring servers",
+            partial(servers.check_scoring_servers, experiment, urls, model.directory),
+        )
 
 
 def build(config: Config, tasks: dict[str, Sequence[Task]]) -> Experiment:
-    """The experiment with tasks that were read already, or none where they cannot be."""
+    """Builds the experiment with the tasks that were already loaded, or none if that failed."""
     for name in tasks:
-        gin.bind_parameter(f"train.{name}", ())  # so that they are not made once more
+        gin.bind_parameter(f"train.{name}", ())  # so that they are not loaded again
     experiment: Experiment = gin.get_configurable("train")()
     return replace(experiment, dataset=tasks["dataset"], held_out=tasks["held_out"])
 
 
-def of_backend(experiment: Experiment, model: models.Model) -> Devices:
-    """Raises: UserError for what the backend would refuse in this config, this model and these
-    devices."""
+def check_backend(experiment: Experiment, model: models.Model) -> Devices:
+    """Returns the devices. Raises: UserError if the backend would reject this config, this model or
+    these devices."""
     check_head(model.directory, experiment.algorithm.head)
-    path, head = replace_path(experiment.trainer.model, model), experiment.algorithm.head
     settings = replace(
-        experiment.trainer, model=path, head=head, share_prompts=experiment.share_prompts
+        experiment.trainer,
+        model=replace(experiment.trainer.model, path=str(model.directory)),
+        head=experiment.algorithm.head,
+        share_prompts=experiment.share_prompts,
+        row_length=experiment.row_length,
     )
-    settings = replace(settings, row_length=experiment.row_length)
     return load_backend(experiment.backend).check(settings)
-
-
-def replace_path(config: ModelConfig, model: models.Model) -> ModelConfig:
-    return replace(config, path=str(model.directory))
 
 
 if __name__ == "__main__":

@@ -25,14 +25,14 @@ from areal_x.batching.batch import Models, make_batches
 from areal_x.build import Factory
 from areal_x.cluster import ranks
 from areal_x.cluster.links import Follower
-from areal_x.config.writer import by_gin, differences, text_of
+from areal_x.config.recorded import by_gin, differences, text_of
 from areal_x.engines.vllm.gpu_transfer import check_machine
 from areal_x.hf.model_dir import resolve
 from areal_x.hf.tokenizer import load_tokenizer
 from areal_x.monitor.display import Display
-from areal_x.monitor.measures import explained, judge
 from areal_x.monitor.metrics import read
-from areal_x.monitor.plot import PLOT, drawn
+from areal_x.monitor.plot import PLOT, live_plots
+from areal_x.monitor.step_metrics import evaluate_held_out, explained_variance
 from areal_x.monitor.timeline_plot import PICTURE
 from areal_x.monitor.trajectories import show_in_notebooks
 from areal_x.rollout.rollout import Rollout
@@ -76,7 +76,7 @@ class Experiment(Factory):
             ranks.tell(process, ranks.FINISHED)
             return RunResult(run := Path(self.runs, self.name or ""), read(run))
         run = self.open(resumes)
-        with Display(self.steps) as display, drawn(run) as draw:
+        with Display(self.steps) as display, live_plots(run) as draw:
             for turn in self.turns(run, resumes, display.message):
                 display.show(turn.metrics)
                 draw()
@@ -163,7 +163,9 @@ class Experiment(Factory):
             row = models.policy.update(batch, loss)
             if models.critic is not None and self.algorithm.value_loss is not None:
                 learned = models.critic.update(batch, self.algorithm.value_loss)
-                row |= {f"critic/{name}": x for name, x in learned.items()} | explained(batch)
+                row |= {f"critic/{name}": x for name, x in learned.items()} | explained_variance(
+                    batch
+                )
             rows.append(row)
         means = {}
         for name in rows[0] | rows[-1]:
@@ -193,7 +195,7 @@ class Experiment(Factory):
         if self.engine != "none":
             return row | {"accuracy": float(np.mean(rewards))}
         (batch,) = make_batches(groups, self.algorithm, self.row_length, models)
-        return row | judge(batch, self.algorithm, models.policy)
+        return row | evaluate_held_out(batch, self.algorithm, models.policy)
 
     def is_due(self, every: int, step: int) -> bool:
         """True at the last step and at multiples of `every` (0: never before the last)."""

@@ -26,14 +26,14 @@ from areal_x.monitor.metrics import read
 from areal_x.monitor.plot import BLUE, GREY, ORANGE
 from areal_x.run import run_dir
 from areal_x.run.journal import FILE, Journal
-from areal_x.simulation.planning import (
+from areal_x.simulation.planner import (
     STALENESS,
     Choice,
-    Predicted,
+    Prediction,
     Profile,
-    best,
-    described,
-    measured,
+    profile_from_run,
+    profile_from_sizes,
+    recommended,
     search,
 )
 from areal_x.train import fail, parser_of
@@ -150,7 +150,7 @@ def from_run(run: Path) -> tuple[Choice, Profile]:
     lengths = np.array([t.mask.sum() for t in trajectories], np.int32)
     prompt = round(float(np.mean([len(t) - t.mask.sum() for t in trajectories])))
     ran = choice_of(load(run / run_dir.CONFIG))
-    return ran, measured(rows, lengths, prompt, ran)
+    return ran, profile_from_run(rows, lengths, prompt, ran)
 
 
 def from_sizes(config: Config, options: argparse.Namespace) -> Profile:
@@ -159,7 +159,7 @@ def from_sizes(config: Config, options: argparse.Namespace) -> Profile:
         raise UserError(
             f"nothing says how fast things are: give --from RUN, or also {', '.join(missing)}"
         )
-    return described(
+    return profile_from_sizes(
         options.parameters,
         options.flops,
         options.bandwidth,
@@ -171,12 +171,12 @@ def from_sizes(config: Config, options: argparse.Namespace) -> Profile:
     )
 
 
-def show(predictions: Sequence[Predicted], config: Config) -> None:
+def show(predictions: Sequence[Prediction], config: Config) -> None:
     """The fastest as a table, and what to bind for the recommended one."""
     from rich.console import Console
     from rich.table import Table
 
-    chosen = best(predictions)
+    chosen = recommended(predictions)
     table = Table(
         *("generate", "train", "max\nstale", "window", "slots\neach", "seconds\na step"),
         box=None,
@@ -206,7 +206,7 @@ def show(predictions: Sequence[Predicted], config: Config) -> None:
     )
 
 
-def draw(predictions: Sequence[Predicted], asked: Choice, path: Path) -> Path:
+def draw(predictions: Sequence[Prediction], asked: Choice, path: Path) -> Path:
     """Step time over the split for each bound on staleness, and the idle shares at the recommended
     one; window and concurrency as the file has them."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -230,7 +230,7 @@ def draw(predictions: Sequence[Predicted], asked: Choice, path: Path) -> Path:
     top.set_ylim(bottom=0)
     top.legend(frameon=False, ncols=len(STALENESS), title="max_staleness", loc="upper center")
 
-    chosen = best(plain).choice
+    chosen = recommended(plain).choice
     splits, course = course_of(plain, chosen.max_staleness)
     bottom.plot(splits, [p.trainer_idle for p in course], color=BLUE, marker="o", label="trainer")
     bottom.plot(
@@ -254,8 +254,8 @@ def draw(predictions: Sequence[Predicted], asked: Choice, path: Path) -> Path:
 
 
 def course_of(
-    predictions: Sequence[Predicted], staleness: int
-) -> tuple[list[int], list[Predicted]]:
+    predictions: Sequence[Prediction], staleness: int
+) -> tuple[list[int], list[Prediction]]:
     """Accelerators that generate, rising, and what is predicted with so many."""
     course = sorted(
         (p for p in predictions if p.choice.max_staleness == staleness),

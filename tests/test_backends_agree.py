@@ -57,5 +57,5 @@ def test_images_that_are_not_looked_at_are_refused(tiny_model_dir, batches, back
     images = {"patches": np.zeros((rows, 4, 6), np.float32), "grids": np.tile([[[1, 2, 2]]], (rows, 1, 1))}
     batch, asked = batches[0].replace(**images, image_segments=np.ones((rows, 1), np.int32)), trainer(backend, tiny_model_dir)
     for ask in (asked.logprobs, lambda batch: asked.update(batch, LOSS)):
-        with pytest.raises(UserError, match="the model reads text alone"):
+        with pytest.raises(UserError, match="the model reads text only"):
             ask(batch)

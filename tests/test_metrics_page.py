@@ -12,14 +12,14 @@ import pytest
 
 from areal_x.algorithms import losses, recipes
 from areal_x.batching.packing import pack
-from areal_x.monitor.measures import describe, rates
+from areal_x.monitor.step_metrics import describe_groups, throughput
 from areal_x.protocols.backends import create_trainer
 from areal_x.protocols.trainer_config import ModelConfig, TrainerConfig
 from areal_x.rollout.rollout import Published
 from areal_x.rollout.runner import RolloutStats
 from areal_x.runtime import cores
 from areal_x.types import Episode, Group, Scored, Task, Trajectory
-from areal_x.workflows.supervised import Demonstrations, PreferencePairs
+from areal_x.workflows.offline import Demonstrations, PreferencePairs
 from tests.experiments import TASKS, tiny_experiment
 
 PAGE = Path(__file__).parents[1] / "docs" / "metrics.md"
@@ -79,7 +79,7 @@ def written_by_all(tiny_model_dir: Path, model_dir_of: Any, runs: Path) -> set[s
     batch = pack([trajectory()], 8).batch
     keys |= set(mixture.update(batch.replace(weights=batch.mask.astype(np.float32)), losses.sft))
     took = {"seconds": 1.0, "packed_tokens": 1.0, "logprob_seconds": 1.0, "update_seconds": 1.0, "publish_seconds": 1.0}
-    return keys | set(rates(took, RolloutStats(), RolloutStats(), Published(0.0, 0.0, bytes=1)))
+    return keys | set(throughput(took, RolloutStats(), RolloutStats(), Published(0.0, 0.0, bytes=1)))
 
 
 def trajectory(finish_reason: str = "stop", answer: int = 2, logp: float = -1.0) -> Trajectory:
@@ -107,7 +107,7 @@ def test_what_a_step_consumed_is_described() -> None:
     context = replace(trajectory(), mask=np.zeros(4, np.bool_))
     varied = Group(Task("a", ""), 0, 0, (episode(0.0, trajectory("length", 4, -2.0)), episode(2.0, trajectory(answer=1))))
     equal = Group(Task("b", ""), 1, 0, (episode(1.0, trajectory()), episode(1.0), episode(1.0, context)))
-    row = describe([varied, equal], [1, 3])
+    row = describe_groups([varied, equal], [1, 3])
     assert (row["reward"], row["reward_min"], row["reward_max"]) == (1.0, 0.0, 2.0)
     assert row["reward_std"] == pytest.approx(np.std([0, 2, 1, 1, 1]))
     assert (row["prompt_length"], row["prompt_length_min"], row["prompt_length_max"]) == (2.5, 2, 4)
@@ -118,11 +118,11 @@ def test_what_a_step_consumed_is_described() -> None:
     assert "groups_without_variance" not in row  # of no algorithm that has advantages
     batch = pack([varied.episodes[0].trajectories[0], equal.episodes[0].trajectories[0]], 8).batch
     of_rows = np.array([[1.0], [0.0]]) * batch.mask  # 4 trained tokens in one row, 2 in the other
-    row = describe([varied, equal], [1, 3], [batch.replace(advantages=of_rows)])
+    row = describe_groups([varied, equal], [1, 3], [batch.replace(advantages=of_rows)])
     assert (row["groups_without_variance"], row["zero_advantages"]) == (0.5, 1 / 3)
 
 
 def test_a_step_without_any_token_is_described_without_a_warning() -> None:
-    row = describe([Group(Task("a", ""), 0, 0, (Episode(Scored(1.0)),))], [0])
+    row = describe_groups([Group(Task("a", ""), 0, 0, (Episode(Scored(1.0)),))], [0])
     assert row["trained_tokens"] == 0
     assert not {"response_length", "entropy_estimate", "truncated"} & set(row)

@@ -76,7 +76,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
     "no model_type": (changed(model_type=None), "model_type"),
     "a field of another type": (changed(num_hidden_layers="two"), "num_hidden_layers"),
     "a config that is not JSON": (written(CONFIG, '{"model_type": "qw'), r"config\.json is not JSON \(.*\): copy it again"),
-    "a config that is a list": (written(CONFIG, "[]"), r"config\.json holds a list where an object is needed"),
+    "a config that is a list": (written(CONFIG, "[]"), r"config\.json contains a list instead of an object"),
     "a config that is no text": (lambda directory: (directory / CONFIG).write_bytes(b"\xff\xfe\x00"), "is not JSON"),
     "weights cut in their tensors": (cut(0.9), rf"{WEIGHTS} is not a whole safetensors file \(.*\): copy it again"),
     "weights cut in their head": (cut(0.001), "is not a whole safetensors file"),

@@ -14,11 +14,11 @@ import pytest
 
 from areal_x.algorithms.recipes import dpo, grpo, ppo
 from areal_x.batching.batch import Models, make_batches
-from areal_x.check import of_backend
+from areal_x.check import check_backend
 from areal_x.engines.vllm.scorer import sequences
 from areal_x.errors import ConfigError
 from areal_x.monitor.trajectories import trained
-from areal_x.preflight.model import find
+from areal_x.preflight.model import find_model
 from areal_x.protocols.backends import create_trainer
 from areal_x.protocols.trainer import Trainer
 from areal_x.protocols.trainer_config import MeshConfig, ModelConfig, OptimizerConfig, TrainerConfig
@@ -178,7 +178,7 @@ def test_what_cannot_share_is_refused_before_the_run(
         make(trainer=TrainerConfig(replay_experts=True), engine="vllm")
     windows = model_dir_of("mistral-window")
     with pytest.raises(ConfigError, match=r"train\.share_prompts = True .*has windows"):
-        of_backend(make(), find(str(windows)))
+        check_backend(make(), find_model(str(windows)))
 
 
 def test_a_server_is_asked_for_whole_sequences() -> None:

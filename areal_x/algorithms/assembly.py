@@ -1,4 +1,4 @@
-"""How a recipe becomes an algorithm: its own parts, overridden and extended by the caller's."""
+"""Assembles an algorithm from a recipe: its own parts, overridden and extended by the caller's."""
 
 from __future__ import annotations
 

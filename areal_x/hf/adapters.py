@@ -1,7 +1,7 @@
-"""LoRA's files, in the form of PEFT, and what they say of a model: a tensor of the base plus the
-product of two narrow ones.
+"""LoRA adapters in PEFT's files. An adapted tensor is the base's plus the product of two low-rank
+matrices.
 
-A trainer with adapters saves adapter_config.json and adapter_model.safetensors in place of the
+A trainer with adapters saves adapter_config.json and adapter_model.safetensors instead of the
 model's weights, beside the base's config.json and tokenizer. PEFT and vLLM load them as they are.
 Source: arXiv 2106.09685.
 """
@@ -21,8 +21,9 @@ from areal_x.hf import model_dir
 from areal_x.protocols.trainer_config import LoRAConfig
 
 CONFIG, WEIGHTS = model_dir.ADAPTER_CONFIG, "adapter_model.safetensors"
-PEFT_PREFIX = "base_model.model."  # what PEFT puts before the names of a model's parts
-BLOCKS, BLOCK = 64, 2**16  # of a file of weights, that tell one model from another
+PEFT_PREFIX = "base_model.model."  # PEFT's prefix to the names of a model's modules
+BLOCKS = 64  # blocks that the fingerprint reads of a file of weights
+BLOCK_BYTES = 2**16
 
 Tensors = Iterable[tuple[str, np.ndarray]]
 
@@ -30,8 +31,8 @@ Tensors = Iterable[tuple[str, np.ndarray]]
 def write(
     directory: Path, tensors: Tensors, *, config: LoRAConfig, base: Path, head: str = "policy"
 ) -> None:
-    """An adapter in PEFT's form. tensors: under PEFT's names; a `score` among them is trained in
-    full."""
+    """Writes an adapter in PEFT's form. tensors: under PEFT's names; a `score` among them is
+    trained in full."""
     settings = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM" if head == "policy" else "SEQ_CLS",
@@ -50,15 +51,15 @@ def write(
 
 
 def read(directory: Path) -> Iterator[tuple[str, np.ndarray]]:
-    """The adapter's tensors under PEFT's names."""
+    """Yields the adapter's tensors under PEFT's names."""
     return model_dir.read_file(directory / WEIGHTS)
 
 
 def merge(base: Tensors, adapter: Tensors, scale: float) -> Iterator[tuple[str, np.ndarray]]:
-    """The tensors of one plain model: base + scale · B @ A, computed in fp32 and given in the
-    base's type, one at a time.
+    """Yields the tensors of the merged model, one at a time: base + scale · B @ A, computed in fp32
+    and converted to the base's type.
 
-    A score among the adapter's replaces the base's, and a head that writes."""
+    A `score` of the adapter replaces the base's, or its language-model head."""
     parts = {name.removeprefix(PEFT_PREFIX): x.astype(np.float32) for name, x in adapter}
     score = parts.pop("score.weight", None)
     for name, tensor in base:
@@ -74,18 +75,15 @@ def merge(base: Tensors, adapter: Tensors, scale: float) -> Iterator[tuple[str, 
 
 
 def check_saved(directory: Path, config: LoRAConfig, base: Path) -> None:
-    """Raises: UserError for a checkpoint with which a trainer of this config and base cannot go
-    on."""
-    here = model_dir.is_adapter(directory)
-    if not here and not config.rank:
+    """Raises: UserError for a checkpoint that a trainer of this config and base cannot resume."""
+    saved = model_dir.is_adapter(directory)
+    if not saved and not config.rank:
         return
-    if not here or not config.rank:
-        saved, wanted = (
-            ("adapters", "lora.rank = 0") if here else ("no adapters", f"lora.rank = {config.rank}")
-        )
+    if not saved or not config.rank:
+        content = "adapters" if saved else "no adapters"
         raise UserError(
-            f"{directory} holds {saved}, with which {wanted} cannot go on: resume with the settings"
-            " it was saved under"
+            f"{directory} contains {content} and cannot be resumed with lora.rank = {config.rank}:"
+            " resume with the settings that it was saved with"
         )
     found = read_config(directory)
     ours = {"rank": config.rank, "alpha": config.alpha, "targets": tuple(sorted(config.targets))}
@@ -97,33 +95,32 @@ def check_saved(directory: Path, config: LoRAConfig, base: Path) -> None:
     for name, value in theirs.items():
         if value != ours[name]:
             raise UserError(
-                f"{directory} holds adapters of lora.{name} = {value!r}, with which lora.{name} ="
-                f" {ours[name]!r} cannot go on: set lora.{name} = {value!r}"
+                f"{directory} contains adapters of lora.{name} = {value!r} and cannot be resumed"
+                f" with lora.{name} = {ours[name]!r}: set lora.{name} = {value!r}"
             )
     if model_dir.read_trainer_state(directory)["base"] != fingerprint(base):
         raise UserError(
-            f"{directory} holds adapters of another model than {base}: set model.path to the one"
-            f" that they were trained beside, which was {found['base_model_name_or_path']}"
+            f"{directory} contains adapters of another model than {base}: set model.path to the one"
+            f" that they were trained on, which was {found['base_model_name_or_path']}"
         )
 
 
 def fingerprint(directory: Path) -> str:
-    """A digest of evenly spaced blocks of each file of weights: reading all of a large model would
-    take minutes."""
+    """A digest of evenly spaced blocks of each file of weights, which identifies a model. Reading
+    all of a large model would take minutes."""
     digest = hashlib.sha256()
     for file in model_dir.tensor_files(directory):
         size = file.stat().st_size
         digest.update(size.to_bytes(8, "little"))
         with file.open("rb") as opened:
-            for start in np.linspace(0, max(size - BLOCK, 0), BLOCKS, dtype=np.int64):
+            for start in np.linspace(0, max(size - BLOCK_BYTES, 0), BLOCKS, dtype=np.int64):
                 opened.seek(int(start))
-                digest.update(opened.read(BLOCK))
+                digest.update(opened.read(BLOCK_BYTES))
     return digest.hexdigest()
 
 
 def read_config(directory: Path) -> dict[str, Any]:
-    """What adapter_config.json says. Raises: UserError for a file that does not say what adapters
-    are of."""
+    """Reads adapter_config.json. Raises: UserError if it lacks the base, the rank or alpha."""
     found = model_dir.read_object(directory / CONFIG)
     if missing := [
         name for name in ("base_model_name_or_path", "r", "lora_alpha") if name not in found

@@ -1,9 +1,8 @@
-"""Which tokens end a completion: those that the model's files name, and the one that its chat
-template ends a turn with.
+"""The tokens that end a completion: those that the model's files name, and the one with which its
+chat template ends a turn.
 
-A model that was trained to talk ends its turn with a token of its own (Gemma's <end_of_turn>, Phi's
-<|end|>, GLM's <|user|>), often another than the tokenizer's eos_token. generation_config.json lists
-it then, as a rule.
+A chat model ends its turn with a token of its own (Gemma's <end_of_turn>, Phi's <|end|>, GLM's
+<|user|>), often not the tokenizer's eos_token. generation_config.json usually lists it then.
 """
 
 from __future__ import annotations
@@ -18,22 +17,22 @@ from typing import Any
 from areal_x.errors import UserError
 
 FILES = ("generation_config.json", "config.json")
-CACHED = 16  # tokenizers: what follows from one is asked for in every episode
-REPLY = "placeholder0"  # an assistant's words, to find what a template writes behind them
+CACHED = 16  # tokenizers whose ends are cached, as every episode needs them
+REPLY = "placeholder0"  # an assistant's reply, to find the text that a template writes after it
 USER, ASSISTANT = {"role": "user", "content": "a"}, {"role": "assistant", "content": REPLY}
 
 
 @dataclass(frozen=True)
 class Ending:
-    """How a written answer ends: a text, which is empty for almost every model, and a token."""
+    """The end of a written answer: a text, which is empty for almost every model, and a token."""
 
     text: str
     token: int
 
 
 def stop_tokens(tokenizer: Any) -> tuple[int, ...]:
-    """Every token that ends what a model says, the tokenizer's own first. Raises UserError where
-    there is none."""
+    """All tokens that end a completion, the tokenizer's own first. Raises: UserError if there are
+    none."""
     if found := ends(tokenizer):
         return found
     raise UserError(
@@ -43,7 +42,7 @@ def stop_tokens(tokenizer: Any) -> tuple[int, ...]:
 
 
 def ends(tokenizer: Any) -> tuple[int, ...]:
-    """As `stop_tokens`, and none where there is none."""
+    """The tokens of `stop_tokens`, or an empty tuple if there are none."""
     return _ends(tokenizer, template_of(tokenizer))
 
 
@@ -54,11 +53,11 @@ def _ends(tokenizer: Any, template: str) -> tuple[int, ...]:
 
 
 def named_ends(tokenizer: Any) -> tuple[int, ...]:
-    """The tokenizer's eos_token, and the eos_token_id, one or several, of generation_config.json
+    """The tokenizer's eos_token, and the eos_token_id (one or several) of generation_config.json
     and config.json beside it.
 
-    A token that is text ends nothing there: in a config that nobody made for its tokenizer stands a
-    default (Llama's is 2).
+    An id there that is an ordinary text token is ignored: a config that was not adapted to its
+    tokenizer has a default (Llama's is 2).
     """
     own = () if tokenizer.eos_token_id is None else (int(tokenizer.eos_token_id),)
     configs = [json.loads(file.read_text()) for file in files_of(tokenizer)]
@@ -68,56 +67,55 @@ def named_ends(tokenizer: Any) -> tuple[int, ...]:
         for part in (config, config.get("text_config") or {})
         for token in ids_in(part)
     ]
-    there = marks(tokenizer) if found else {}
-    return tuple(dict.fromkeys((*own, *(token for token in found if token in there))))
+    special = special_tokens(tokenizer) if found else {}
+    return tuple(dict.fromkeys((*own, *(token for token in found if token in special))))
 
 
 def turn_end(tokenizer: Any) -> Ending | None:
-    """What the chat template writes behind an assistant's last reply, up to the first token that is
-    no text; where nothing stands there, behind a reply that a user answers. None without a template
-    or such a token."""
+    """The text that the chat template writes after an assistant's last reply, up to the first
+    special token, and that token. If the template writes nothing there, after a reply that a user
+    message follows. None without a template or such a token."""
     return _turn_end(tokenizer, template_of(tokenizer))
 
 
 @lru_cache(maxsize=CACHED)
 def _turn_end(tokenizer: Any, template: str) -> Ending | None:
-    names = marks(tokenizer) if template else {}
+    names = special_tokens(tokenizer) if template else {}
     for messages in ([USER, ASSISTANT], [USER, ASSISTANT, USER]) if names else ():
         try:
             shown = str(tokenizer.apply_chat_template(messages, tokenize=False))
         except Exception:  # a template may raise anything
             continue
-        behind = shown.rpartition(REPLY)[2] if REPLY in shown else ""
+        after = shown.rpartition(REPLY)[2] if REPLY in shown else ""
         places = [
-            (behind.index(name), -len(name), token)
-            for token, name in names.items()
-            if name in behind
+            (after.index(name), -len(name), token) for token, name in names.items() if name in after
         ]
         if places:
             place, _, token = min(places)
-            return Ending(behind[:place], token)
+            return Ending(after[:place], token)
     return None
 
 
 def turn_ending(tokenizer: Any) -> Ending:
-    """How an assistant's turn ends that is written by the chat template; where that ends none, as a
-    text does."""
+    """The end of an assistant's turn in the chat template, or that of a plain text if the template
+    has none."""
     return turn_end(tokenizer) or text_ending(tokenizer)
 
 
 def text_ending(tokenizer: Any) -> Ending:
-    """How a text ends that no template wrote. Raises UserError where nothing ends it."""
+    """The end of a plain text, without a template. Raises: UserError if the tokenizer has no end
+    token."""
     return Ending("", stop_tokens(tokenizer)[0])
 
 
-def marks(tokenizer: Any) -> dict[int, str]:
-    """The tokens that are no text but stand for themselves, as they are written."""
+def special_tokens(tokenizer: Any) -> dict[int, str]:
+    """The special and added tokens, which never result from ordinary text, as they are written."""
     special = [int(token) for token in tokenizer.all_special_ids]
     found = {
         int(token): str(about.content) for token, about in tokenizer.added_tokens_decoder.items()
     }
     found |= dict(zip(special, map(str, tokenizer.convert_ids_to_tokens(special)), strict=True))
-    return {token: name for token, name in found.items() if name.strip()}  # some add runs of blanks
+    return {token: name for token, name in found.items() if name.strip()}  # some add runs of spaces
 
 
 def template_of(tokenizer: Any) -> str:
@@ -125,7 +123,7 @@ def template_of(tokenizer: Any) -> str:
 
 
 def files_of(tokenizer: Any) -> list[Path]:
-    """Those of the model that the tokenizer lies beside."""
+    """The model's config files in the tokenizer's directory."""
     directory = getattr(tokenizer, "name_or_path", None)
     return [file for name in FILES if directory and (file := Path(directory) / name).is_file()]
 

@@ -1,8 +1,8 @@
-"""Where the images of a sequence lie among its tokens, and the positions that those then have: what
-every backend's models that see need to be told.
+"""Images among the tokens of a sequence, and the positions that the tokens then have, for the
+vision-language models of every backend.
 
-An image is given by its grid: (frames, height, width) in patches, as Hugging Face's processors say
-it (image_grid_thw).
+An image is given by its grid: (frames, height, width) in patches, as in Hugging Face's processors
+(image_grid_thw).
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from jaxtyping import Bool, Int
 from areal_x.errors import UserError
 
 Grid = tuple[int, int, int]
-TEXT_ALONE = (
-    "the batch has images and the model reads text alone: train one that sees, Qwen2.5-VL or"
-    " Qwen3-VL"
+TEXT_ONLY = (
+    "the batch has images and the model reads text only: train a vision-language model, Qwen2.5-VL"
+    " or Qwen3-VL"
 )
 
 
@@ -28,34 +28,39 @@ def mrope_positions(
     merge: int,
     sampled: Bool[np.ndarray, " length"] | None = None,
 ) -> Int[np.ndarray, "3 length"]:
-    """Positions in time, height and width of one sequence whose images, in order, have these grids.
+    """Positions in time, height and width (M-RoPE) of one sequence whose images, in order, have
+    these grids.
 
     Text counts up in all three. An image begins where the text before it ends, and the text after
-    it goes on after the larger of its two sides; so a token that follows text has the position of
-    the one before it plus 1. sampled: the tokens that the policy wrote. They are text even if one
-    has the image's id: no image stands behind it.
+    it continues after the larger of its two sides; so a token that follows text has the position of
+    the one before it plus 1.
 
-    Not covered: Qwen2.5-VL's videos, whose frames are spaced by their seconds. Qwen3-VL has text
-    between the frames of a video, so each is one more grid of a single frame, but under the id of
-    video tokens. Raises: UserError where the tokens are not those of these images.
+    merge: side of the squares of patches that share a token. sampled: tokens sampled from the
+    policy, which are text even if one has the image token's id.
+
+    Not supported: Qwen2.5-VL's videos, whose frames are spaced by their seconds. In Qwen3-VL's, text
+    separates the frames, so each would be one more grid of a single frame, but with the id of video
+    tokens.
+
+    Raises: UserError if the tokens do not match the images.
     """
     tokens = np.asarray(tokens)
-    of_image = image_tokens(tokens, image_token_id, sampled)
+    is_image = image_tokens(tokens, image_token_id, sampled)
     wanted = count_patches(grids) // merge**2
-    if of_image.sum() != wanted:
+    if is_image.sum() != wanted:
         raise UserError(
-            f"a sequence has {of_image.sum()} image tokens, but its {len(grids)} images are"
-            f" {wanted} of them"
+            f"a sequence has {is_image.sum()} image tokens, but its {len(grids)} images need"
+            f" {wanted}"
         )
     positions = np.empty((3, len(tokens)), np.int32)
     start = position = 0
     for frames, height, width in grids:
-        first = start + int(of_image[start:].argmax())
+        first = start + int(is_image[start:].argmax())
         positions[:, start:first] = position + np.arange(first - start)
         position += first - start
         inside = np.indices((frames, height // merge, width // merge)).reshape(3, -1)
         start = first + inside.shape[1]
-        if not of_image[first:start].all():
+        if not is_image[first:start].all():
             raise UserError(
                 f"the image at token {first} is interrupted: it needs {inside.shape[1]} image"
                 " tokens in a row"
@@ -69,6 +74,8 @@ def mrope_positions(
 def image_tokens(
     tokens: Int[np.ndarray, ...], image_token_id: int, sampled: Bool[np.ndarray, ...] | None
 ) -> Bool[np.ndarray, ...]:
+    """Mask of the tokens that stand for images: those with the image token's id that were not
+    sampled from the policy."""
     found = tokens == image_token_id
     return found if sampled is None else found & ~np.asarray(sampled, bool)
 
@@ -78,8 +85,7 @@ def count_patches(grids: Sequence[Grid]) -> int:
 
 
 def check_grids(grids: Sequence[Grid], merge: int) -> None:
-    """Raises: UserError for images that do not divide into the merger's squares of merge²
-    patches."""
+    """Raises: UserError for images that do not divide into squares of merge × merge patches."""
     for _, height, width in grids:
         if height % merge or width % merge:
             raise UserError(

@@ -1,13 +1,13 @@
-"""Pictures in the messages of a prompt: to the `Images` that a model sees, and the tokens that
+"""Reads the images in the messages of a prompt: the `Images` for the model, and the tokens that
 stand for them.
 
-A picture is a part of a message's content in OpenAI's form, with its bytes in the URL; nothing is
-ever fetched:
+An image is a part of a message's content in OpenAI's form, with its bytes in the URL; nothing is
+ever downloaded:
 
     {"type": "image_url", "image_url": {"url": "data:image/png;base64,iVBORw0KGgo…"}}
 
-The chat template writes one image token for each; here it is repeated as often as the picture's
-grid has merged patches, which is what Hugging Face's processors do.
+The chat template writes one image token for each; it is repeated here once for each merged patch of
+the image's grid, as Hugging Face's processors do.
 """
 
 from __future__ import annotations
@@ -28,22 +28,22 @@ from areal_x.hf.image_positions import check_grids, count_patches
 from areal_x.hf.model_dir import read_config
 from areal_x.types import Images, Message
 
-MOST_BYTES = 20 * 2**20  # of one picture as a file
-# of one picture, before the model's processor makes it smaller: 100 MB as numbers of a byte
-MOST_PIXELS = 2**25
+MAX_BYTES = 20 * 2**20  # of one image as a file
+# of one image, before the model's processor scales it down: 100 MB as bytes of RGB
+MAX_PIXELS = 2**25
 FORMATS = ("PNG", "JPEG", "WEBP")
-KEPT = 16  # prompts whose pictures are kept, as the episodes of a group have the same ones
+CACHED = 16  # prompts whose images are cached, as the episodes of a group share them
 
 Urls = tuple[str, ...]
 
 
 class UnreadableImage(TaskError, ValueError):
-    """A picture that is none, is too large, or would have to be fetched."""
+    """An image that cannot be decoded, is too large, or would have to be downloaded."""
 
 
 def image_urls(prompt: str | Sequence[Message]) -> Urls:
-    """The URLs of a prompt's pictures, in the order in which its messages have them. Raises
-    UnreadableImage for a part without."""
+    """The URLs of a prompt's images, in the order of its messages. Raises: UnreadableImage for an
+    image without a URL."""
     messages = [] if isinstance(prompt, str) else prompt
     contents = [
         content for message in messages if not isinstance(content := message.get("content"), str)
@@ -57,8 +57,8 @@ def is_image(part: Any) -> bool:
 
 
 def with_image_placeholders(messages: Sequence[Message]) -> list[dict[str, Any]]:
-    """The same messages, each picture as {"type": "image"}: of templates that know pictures all
-    know this form."""
+    """The same messages with each image as {"type": "image"}, a form that every chat template with
+    images supports."""
 
     def plain(content: Any) -> Any:
         if content is None or isinstance(content, str):
@@ -69,41 +69,41 @@ def with_image_placeholders(messages: Sequence[Message]) -> list[dict[str, Any]]
 
 
 @dataclass(frozen=True)
-class Reader:
-    """How a model's pictures become patches and tokens.
-
-    process: its Hugging Face image processor. token: the id that stands for a square of merge²
-    patches. directory: for errors.
-    """
+class ImageReader:
+    """Converts images to a model's patches and tokens."""
 
     process: Any
+    """The model's Hugging Face image processor."""
+
     token: int
+    """Id of the token that stands for a square of merge × merge patches."""
+
     merge: int
+
     directory: str
+    """The model's, for error messages."""
 
     def read(self, urls: Urls) -> Images:
-        """Raises UnreadableImage."""
-        opened = [_opened(url) for url in urls]
+        """The patches of the images. Raises: UnreadableImage."""
+        images = [_decode(url) for url in urls]
         try:
-            read = self.process(images=opened, return_tensors="np")
-        except (
-            ValueError,
-            ZeroDivisionError,
-        ) as error:  # of a shape that the model does not see, as one of 1×300 pixels
-            sizes = ", ".join(f"{picture.width}×{picture.height}" for picture in opened)
+            read = self.process(images=images, return_tensors="np")
+        # a shape that the model does not support, such as 1×300 pixels
+        except (ValueError, ZeroDivisionError) as error:
+            sizes = ", ".join(f"{image.width}×{image.height}" for image in images)
             raise UnreadableImage(
-                f"the model's processor refuses an image (of {sizes} pixels): {error}"
+                f"the model's processor rejects an image (of {sizes} pixels): {error}"
             ) from error
         grids = np.asarray(read["image_grid_thw"], np.int32)
         check_grids(grids.tolist(), self.merge)
         return Images(np.asarray(read["pixel_values"], np.float32), grids)
 
-    def expanded(
+    def expand_tokens(
         self, tokens: Int32[np.ndarray, " T"], images: Images
     ) -> Int32[np.ndarray, " prompt"]:
-        """The tokens of a chat template with each image's token as often as the image has squares.
+        """Repeats each image token of a rendered chat template once for each square of its image.
 
-        Raises UserError where the template did not write one token for each image.
+        Raises: UserError if the template did not write one token for each image.
         """
         places = np.flatnonzero(tokens == self.token)
         if len(places) != len(images.grids):
@@ -117,35 +117,36 @@ class Reader:
         return np.repeat(tokens, counts)
 
 
-@lru_cache(maxsize=KEPT)
+@lru_cache(maxsize=CACHED)
 def read_images(directory: str, urls: Urls) -> Images:
-    """The pictures as the model of this directory sees them. Raises: UnreadableImage, and what
-    `reader_of` does."""
+    """The images as patches of the model of this directory. Raises: UnreadableImage; UserError as
+    `load_image_reader`."""
     return load_image_reader(directory).read(urls)
 
 
 def read_prompt_images(tokenizer: Any, prompt: str | Sequence[Message]) -> Images | None:
-    """Those of a prompt, None where it has none. Raises what `urls_of` and `read_pictures` do."""
+    """The images of a prompt, None if it has none. Raises as `image_urls` and `read_images`."""
     urls = image_urls(prompt)
     return read_images(tokenizer.name_or_path, urls) if urls else None
 
 
-@lru_cache(maxsize=KEPT)
-def load_image_reader(directory: str) -> Reader:
-    """Raises: UserError for a model that does not see, or whose processor does not load."""
+@lru_cache(maxsize=CACHED)
+def load_image_reader(directory: str) -> ImageReader:
+    """Loads the image processor of a model. Raises: UserError for a text-only model, or a processor
+    that does not load."""
     try:
         config = read_config(Path(directory))
         token, merge = config["image_token_id"], config["vision_config"]["spatial_merge_size"]
     except (OSError, KeyError) as error:
         raise UserError(
-            f"the prompt has images and {directory} reads text alone: train a model that sees,"
+            f"the prompt has images and {directory} reads text only: train a vision-language model,"
             " Qwen2.5-VL or Qwen3-VL"
         ) from error
     try:
         from transformers import AutoImageProcessor
 
-        # Pillow everywhere: torchvision resizes otherwise, and what a model sees should not depend
-        # on what is installed.
+        # Always Pillow: torchvision resizes differently, and a model's input should not depend on
+        # the packages that are installed.
         process = AutoImageProcessor.from_pretrained(
             directory, backend="pil", trust_remote_code=False
         )
@@ -155,7 +156,7 @@ def load_image_reader(directory: str) -> Reader:
         raise UserError(
             f"{directory} has no image processor that loads ({reason}): {wanted}"
         ) from error
-    return Reader(process, int(token), int(merge), directory)
+    return ImageReader(process, int(token), int(merge), directory)
 
 
 def _url(part: Mapping[str, Any]) -> str:
@@ -169,31 +170,33 @@ def _url(part: Mapping[str, Any]) -> str:
     return url
 
 
-def _opened(url: str) -> Any:
-    """The picture of a data: URL, in colours."""
+def _decode(url: str) -> Any:
+    """The image of a data: URL, in RGB."""
     from PIL import Image
 
     kind, _, data = url.partition(";base64,")
     if not kind.startswith("data:image/"):
         shown = url if len(url) < 80 else f"{url[:80]}…"
         raise UnreadableImage(
-            f"an image must come as data:image/…;base64,…, as nothing is fetched; this is {shown!r}"
+            "an image must be given as data:image/…;base64,…, as nothing is downloaded; this is"
+            f" {shown!r}"
         )
-    if len(data) > MOST_BYTES * 4 // 3 + 4:
+    if len(data) > MAX_BYTES * 4 // 3 + 4:
         raise UnreadableImage(
-            f"an image of {len(data) * 3 // 4} bytes is larger than {MOST_BYTES}: make it smaller"
+            f"an image of {len(data) * 3 // 4} bytes is larger than {MAX_BYTES}: make it smaller"
         )
     try:
-        picture = Image.open(io.BytesIO(base64.b64decode(data, validate=True)), formats=FORMATS)
-        if picture.width * picture.height > MOST_PIXELS:
+        image = Image.open(io.BytesIO(base64.b64decode(data, validate=True)), formats=FORMATS)
+        if image.width * image.height > MAX_PIXELS:
             raise UnreadableImage(
-                f"an image of {picture.width}×{picture.height} has over {MOST_PIXELS} pixels: make"
-                " it smaller"
+                f"an image of {image.width}×{image.height} has over {MAX_PIXELS} pixels: make it"
+                " smaller"
             )
-        return picture.convert("RGB")
+        return image.convert("RGB")
     except UnreadableImage:
         raise
-    except Exception as error:  # what a decoder raises of damaged bytes is of any kind: struct.error, ValueError, zlib.error
+    # On damaged bytes, decoders raise errors of any kind: struct.error, ValueError, zlib.error.
+    except Exception as error:
         raise UnreadableImage(
             f"an image cannot be read as {', '.join(FORMATS)}: {error}"
         ) from error

@@ -1,16 +1,16 @@
 """Model directories in Hugging Face form, and the trainer state that every backend reads and writes
 beside them.
 
-A directory that a trainer saves holds config.json, the tokenizer's files and model.safetensors as
-Hugging Face names them, so it loads in transformers and vLLM as it is (a critic or a reward model
-as a sequence classifier with one label, whose matrix is `score.weight` [1, hidden]);
+A directory that a trainer saves contains config.json, the tokenizer's files and model.safetensors
+under Hugging Face's names, so it loads in transformers and vLLM as it is (a critic or a reward
+model as a sequence classifier with one label, whose matrix is `score.weight` [1, hidden]).
 optimizer.safetensors (the moments of each tensor as `MOMENT.NAME`) and trainer.json (version and
-optimizer) make it a checkpoint that any backend can continue. With adapters, what areal_x.hf.adapters
-writes stands in place of model.safetensors.
+optimizer) make it a checkpoint that any backend can continue. With adapters, the files of
+areal_x.hf.adapters take the place of model.safetensors.
 
-Moments are AdamW's `exp_avg` and `exp_avg_sq`, Muon's `trace` (and AdamW's of what Muon leaves to
-it), in the shape of the tensor, and Adafactor's `row` [..., 1] and `column` [1, ...], a vector
-being a matrix of one column. Where a backend keeps a state that other backends cannot have, it
+Moments are AdamW's `exp_avg` and `exp_avg_sq`, Muon's `trace` (and AdamW's for the tensors that
+Muon leaves to it), in the shape of the tensor, and Adafactor's `row` [..., 1] and `column` [1,
+...], where a vector is a matrix of one column. A backend whose state other backends cannot read
 writes it under names of its own, and trainer.json names the "backend".
 """
 
@@ -31,11 +31,11 @@ from areal_x.runtime.command import command_of
 WEIGHTS = "model.safetensors"
 MOMENTS = "optimizer.safetensors"
 STATE = "trainer.json"
-# the directory that a backend's sharded checkpoint has in place of both
+# the directory that replaces both files in a backend's sharded checkpoint
 SHARDS = {"jax": "arrays", "torch": "shards"}
 ADAPTER_CONFIG = "adapter_config.json"
-FILE_BYTES = 4 * 2**30  # of one file: as much as is held in memory to be written
-# How the names of architectures end: of a language model, of one that sees, of one that judges.
+FILE_BYTES = 4 * 2**30  # largest file, and most memory that writing one takes
+# Suffixes of architecture names: language model, vision-language model, classifier.
 CAUSAL, CONDITIONAL, CLASSIFIER = (
     "ForCausalLM",
     "ForConditionalGeneration",
@@ -45,8 +45,8 @@ NOT_COPIED = (".safetensors", ".bin", ".pt", ".gguf", ".index.json")
 
 
 def resolve(path: str | Callable[[], str]) -> Path:
-    """The local directory of a model path: made by calling it where it is a function, fetched where
-    it is a hub name.
+    """The local directory of a model path: a function is called to make it, and a hub name is
+    downloaded.
 
     Raises: UserError naming what is missing (the directory, config.json, the weights).
     """
@@ -63,7 +63,7 @@ def resolve(path: str | Callable[[], str]) -> Path:
             f"merge them into a plain model with `{command_of('export')} {directory} DIRECTORY`,"
             " and give that"
         )
-        raise UserError(f"{directory} holds adapters and not a whole model: {wanted}")
+        raise UserError(f"{directory} contains adapters and not a whole model: {wanted}")
     if not (directory / "config.json").is_file():
         raise UserError(
             f"{directory} has no config.json: model.path must be a Hugging Face model directory"
@@ -92,54 +92,58 @@ def _download(name: str) -> Path:
 
 
 def read_config(directory: Path) -> dict[str, Any]:
-    """Raises: UserError for a file that is no config."""
+    """Reads config.json. Raises: UserError for a file that is not a JSON object."""
     return read_object(directory / "config.json")
 
 
 def read_object(file: Path) -> dict[str, Any]:
-    """Of a JSON file. Raises: UserError for one that is not there, cannot be read, or holds
-    anything else."""
+    """Reads the object in a JSON file. Raises: UserError for a file that is missing, cannot be read
+    or contains anything else."""
     try:
         found = json.loads(file.read_text(encoding="utf-8"))
     except OSError as error:
         raise UserError(f"{file} cannot be read ({error.strerror}): copy it again") from error
-    except (ValueError, RecursionError) as error:  # of JSON and of UTF-8
-        raise UserError(f"{file} is not JSON ({error}): copy it again, or mend it") from error
+    except (ValueError, RecursionError) as error:  # invalid JSON or UTF-8
+        raise UserError(f"{file} is not JSON ({error}): copy it again, or repair it") from error
     if not isinstance(found, dict):
         raise UserError(
-            f"{file} holds a {type(found).__name__} where an object is needed: copy it again, or"
-            " mend it"
+            f"{file} contains a {type(found).__name__} instead of an object: copy it again, or"
+            " repair it"
         )
     return found
 
 
 def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """What a config says of the language model: all of it, or, of most models that see, a part."""
-    of_text: Mapping[str, Any] = config.get("text_config") or config
-    return of_text
+    """The language model's part of a config: for most vision-language models a part, else all of
+    it."""
+    text: Mapping[str, Any] = config.get("text_config") or config
+    return text
 
 
 def stem(architecture: str) -> str:
-    """An architecture's name without what it is for."""
+    """An architecture's name without the suffix for its task."""
     return architecture.removesuffix(CAUSAL).removesuffix(CONDITIONAL).removesuffix(CLASSIFIER)
 
 
 def is_adapter(directory: Path) -> bool:
-    """Whether a directory holds adapters in PEFT's form in place of a model's weights."""
-    whole = directory / WEIGHTS, directory / f"{WEIGHTS}.index.json"
-    return (directory / ADAPTER_CONFIG).is_file() and not any(file.is_file() for file in whole)
+    """True if a directory contains adapters in PEFT's form instead of a model's weights."""
+    weights = directory / WEIGHTS, directory / f"{WEIGHTS}.index.json"
+    return (directory / ADAPTER_CONFIG).is_file() and not any(file.is_file() for file in weights)
 
 
 def is_classifier(config: Mapping[str, Any]) -> bool:
-    """Whether a model of this config has a `score` in place of a language model's head."""
+    """True if a model of this config has a `score` matrix instead of a language model's head."""
     return any(name.endswith(CLASSIFIER) for name in config.get("architectures") or ())
 
 
 def check_head(directory: Path, head: str) -> None:
-    """Raises: UserError where the model of `directory` cannot be trained with this head ("policy",
-    "value" or "reward").
+    """Checks that the model of `directory` can be trained with this head ("policy", "value" or
+    "reward").
 
-    A causal language model can have any; a sequence classifier has one label and is no policy.
+    A causal language model can have any; a sequence classifier must have one label, and cannot be a
+    policy.
+
+    Raises: UserError.
     """
     config = read_config(directory)
     if not is_classifier(config):
@@ -147,25 +151,27 @@ def check_head(directory: Path, head: str) -> None:
     kind = f"{directory} is a {config['architectures'][0]}"
     if head == "policy":
         raise UserError(
-            f"{kind}, which judges text and cannot write it: a policy needs a causal language model"
+            f"{kind}, which classifies text and cannot generate it: a policy needs a causal"
+            " language model"
         )
     labels = len(config["id2label"]) if config.get("id2label") else config.get("num_labels", 2)
     if labels != 1:
         raise UserError(
-            f"{kind} of {labels} labels: the head {head!r} needs a classifier with one, or a causal"
-            " language model"
+            f"{kind} with {labels} labels: the head {head!r} needs a classifier with one, or a"
+            " causal language model"
         )
 
 
 def tensor_files(directory: Path) -> list[Path]:
-    """The safetensors files that hold the weights: those that the index names, or the single one,
-    whatever its name."""
+    """The safetensors files of the weights: those that the index names, or the single file, or all
+    that there are."""
     files = _files(directory, WEIGHTS)
     return files if files[0].is_file() else sorted(directory.glob("*.safetensors"))
 
 
 def _files(directory: Path, single: str) -> list[Path]:
-    """What `_write_files` wrote under this name: the files that its index names, or it alone."""
+    """The files that `_write_files` wrote under this name: those that its index names, or the
+    single one."""
     index = directory / f"{single}.index.json"
     if not index.is_file():
         return [directory / single]
@@ -187,26 +193,26 @@ def _files(directory: Path, single: str) -> list[Path]:
 
 
 def check_portable(directory: Path) -> None:
-    """Raises: UserError for a sharded checkpoint, which only the backend that wrote it reads."""
+    """Raises: UserError for a sharded checkpoint, which only the backend that wrote it can read."""
     for backend, name in SHARDS.items():
         if (directory / name).is_dir():
             raise UserError(
-                f"{directory} is a sharded checkpoint of the {backend} backend: go on there with"
-                " trainer.checkpoint = 'portable', whose next checkpoint every backend reads"
+                f"{directory} is a sharded checkpoint of the {backend} backend: resume there with"
+                " trainer.checkpoint = 'portable', whose next checkpoint every backend can read"
             )
 
 
 def read_tensors(
     directory: Path, names: Collection[str] | None = None
 ) -> Iterator[tuple[str, np.ndarray]]:
-    """Every tensor, or those of these names, under its Hugging Face name, one at a time (bfloat16
-    as ml_dtypes' type)."""
+    """Yields every tensor, or those of these names, under its Hugging Face name, one at a time
+    (bfloat16 as ml_dtypes' type)."""
     for file in tensor_files(directory):
         yield from read_file(file, names)
 
 
 def shapes(directory: Path) -> dict[str, tuple[int, ...]]:
-    """The shape of every tensor, of which nothing else is read."""
+    """The shape of every tensor, read without the tensors."""
     found: dict[str, tuple[int, ...]] = {}
     for file in tensor_files(directory):
         with _opened(file) as opened:
@@ -221,11 +227,11 @@ def write_model(
     *,
     head: str = "policy",
 ) -> None:
-    """A model directory with these tensors and the config and tokenizer files of `source`.
+    """Writes a model directory with these tensors and the config and tokenizer files of `source`.
 
-    directory: here and below, None writes nothing and goes through the tensors all the same, as it
-    takes all processes that share a model to gather them, and one to write. head: with "value" or
-    "reward" the config becomes that of a sequence classifier with one label.
+    directory: here and below, None writes nothing but still iterates over the tensors, because
+    gathering them takes all processes that share a model, and writing them takes one. head: with
+    "value" or "reward", the config becomes that of a sequence classifier with one label.
     """
     if directory is None:
         return exhaust(tensors)
@@ -234,14 +240,15 @@ def write_model(
 
 
 def exhaust(tensors: Iterable[tuple[str, np.ndarray]]) -> None:
-    """Takes each tensor and forgets it: what a process does that helps another to gather them."""
+    """Iterates over the tensors and discards them, as a process does that helps another to gather
+    them."""
     for _ in tensors:
         pass
 
 
 def copy_other_files(directory: Path, source: Path, head: str = "policy") -> None:
-    """The config, for this head, and tokenizer files of `source`, without its weights and what a
-    trainer left beside them."""
+    """Copies the config, adapted to this head, and the tokenizer's files of `source`, without the
+    weights and the trainer's state."""
     directory.mkdir(parents=True, exist_ok=True)
     for file in source.iterdir():
         copied = not file.name.endswith(NOT_COPIED) and file.name not in (STATE, ADAPTER_CONFIG)
@@ -262,8 +269,8 @@ def _as_classifier(config: Mapping[str, Any]) -> dict[str, Any]:
 def write_optimizer_state(
     directory: Path | None, tensors: Iterable[tuple[str, np.ndarray]], state: Mapping[str, Any]
 ) -> None:
-    """An optimizer's moments, or its tensors under the names of one backend, and small numbers,
-    beside the weights."""
+    """Writes an optimizer's moments, or its tensors under one backend's own names, and
+    trainer.json, beside the weights."""
     if directory is None:
         return exhaust(tensors)
     _write_files(directory, MOMENTS, tensors, {})
@@ -271,26 +278,28 @@ def write_optimizer_state(
 
 
 def read_moments(directory: Path) -> Iterator[tuple[str, np.ndarray]]:
-    """Moments under their names, one at a time."""
+    """Yields the optimizer's tensors under their names, one at a time."""
     for file in _files(directory, MOMENTS):
         yield from read_file(file)
 
 
 def write_trainer_state(directory: Path, state: Mapping[str, Any]) -> None:
-    """A trainer's small numbers, at least its version and its optimizer."""
+    """Writes trainer.json: at least the trainer's version and its optimizer."""
     (directory / STATE).write_text(json.dumps(dict(state)))
 
 
 def read_trainer_state(directory: Path) -> dict[str, Any]:
-    """Raises: UserError for a file that cannot be read, or has no version."""
+    """Reads trainer.json. Raises: UserError for a file that cannot be read or has no version."""
     state = read_object(directory / STATE)
     if not isinstance(state.get("version"), int):
-        raise UserError(f"{directory / STATE} has no version: it is no trainer's, or damaged")
+        raise UserError(
+            f"{directory / STATE} has no version: it was not written by a trainer, or is damaged"
+        )
     return state
 
 
 def write_tensors(file: Path, tensors: Iterable[tuple[str, np.ndarray]]) -> None:
-    """One file of tensors that are few enough to be in memory together."""
+    """Writes one file of tensors that fit into memory together."""
     from safetensors.numpy import save_file
 
     save_file(
@@ -301,7 +310,7 @@ def write_tensors(file: Path, tensors: Iterable[tuple[str, np.ndarray]]) -> None
 
 
 def read_file(file: Path, names: Collection[str] | None = None) -> Iterator[tuple[str, np.ndarray]]:
-    """The tensors of one file, or those of these names, one at a time."""
+    """Yields the tensors of one file, or those of these names, one at a time."""
     with _opened(file) as opened:
         for name in opened.keys():  # noqa: SIM118 - not a dict
             if names is None or name in names:
@@ -310,8 +319,8 @@ def read_file(file: Path, names: Collection[str] | None = None) -> Iterator[tupl
 
 @contextmanager
 def _opened(file: Path) -> Iterator[Any]:
-    """Raises: UserError for a file that is damaged or cut short, which its length says without a
-    tensor being read."""
+    """Opens a safetensors file. Raises: UserError for one that is damaged or truncated, which its
+    length shows before any tensor is read."""
     from safetensors import SafetensorError, safe_open
 
     try:
@@ -328,8 +337,8 @@ def _opened(file: Path) -> Iterator[Any]:
 def in_chunks(
     tensors: Iterable[tuple[str, np.ndarray]], most_bytes: int
 ) -> Iterator[dict[str, np.ndarray]]:
-    """The tensors in parts of at most so many bytes, or of one tensor. One at a time is in memory:
-    the next one empties it."""
+    """Yields the tensors in dicts of at most `most_bytes`, or of one tensor. Only one dict is in
+    memory at a time: the next iteration clears it."""
     part: dict[str, np.ndarray] = {}
     size = 0
     for name, tensor in tensors:
@@ -348,9 +357,9 @@ def _write_files(
     tensors: Iterable[tuple[str, np.ndarray]],
     metadata: dict[str, str],
 ) -> None:
-    """One file under this name, or, of more than FILE_BYTES, several, and an index that names them.
-    A single one has an index too: of a directory without, vLLM reads every safetensors file as
-    weights, the optimizer's too."""
+    """Writes one file under this name, or several if there are more than FILE_BYTES, and an index
+    that names them. A single file gets an index too: without one, vLLM loads every safetensors file
+    of a directory as weights, the optimizer's included."""
     from safetensors.numpy import save_file
 
     stem = single.removesuffix(".safetensors")

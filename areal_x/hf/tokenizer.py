@@ -1,5 +1,5 @@
-"""The tokenizer of a model directory, as transformers loads it, and whether two models have the
-same tokens."""
+"""The tokenizer of a model directory, as transformers loads it, and checks that two models share
+their tokens."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ import numpy as np
 from areal_x.errors import ConfigError, UserError
 from areal_x.hf.model_dir import read_config, text_config
 
-# What holds a vocabulary, in one of the forms that tokenizers have on the hub.
+# Files with a vocabulary, in any of the forms that tokenizers have on the hub.
 FILES = ("tokenizer*", "vocab*", "merges.txt", "*.model", "*.tiktoken", "tekken.json")
 
 
 def load_tokenizer(directory: Path) -> Any:
-    """Raises: UserError where the directory holds no tokenizer that transformers can load."""
+    """Raises: UserError if the directory has no tokenizer that transformers can load."""
     from transformers import AutoTokenizer
 
     wanted = (
         "copy tokenizer.json and tokenizer_config.json there from the model that it was made of"
     )
-    # Without files transformers makes an empty tokenizer of the model's kind.
+    # Without files, transformers would make an empty tokenizer of the model's kind.
     if not has_tokenizer(directory):
         raise UserError(f"{directory} has no tokenizer: {wanted}")
     try:
         tokenizer = AutoTokenizer.from_pretrained(directory, trust_remote_code=False)
-    except Exception as error:  # each kind of tokenizer has its own
+    except Exception as error:  # each kind of tokenizer raises errors of its own
         reason = (str(error).strip() or type(error).__name__).split("\n")[0][:200]
         raise UserError(f"{directory} has no tokenizer that loads ({reason}): {wanted}") from error
     if set(tokenizer.get_vocab()) <= set(tokenizer.get_added_vocab()):
@@ -43,12 +43,13 @@ def has_tokenizer(directory: Path) -> bool:
 
 
 def check_vocabulary(binding: str, other: Path, directory: Path) -> None:
-    """Whether a number means the same token to the model of `other` as to that of `directory`,
-    which learns.
+    """Checks that each id means the same token to the model of `other` as to that of `directory`,
+    which is trained.
 
-    The tokenizers are compared, and not the sizes of the embeddings: these are padded, and may
-    differ between models of the same tokens. Without a tokenizer there is only the size to compare.
-    Raises: ConfigError where they differ.
+    The tokenizers are compared, not the sizes of the embeddings, which are padded and may differ
+    between models with the same tokens. Without two tokenizers, only the sizes can be compared.
+
+    Raises: ConfigError if they differ.
     """
     if other.resolve() == directory.resolve():
         return
@@ -68,12 +69,12 @@ def check_vocabulary(binding: str, other: Path, directory: Path) -> None:
         raise ConfigError(
             binding,
             str(other),
-            f"a model of all its tokenizer's tokens: its vocab_size is {theirs}",
+            f"a model that has all of its tokenizer's tokens: its vocab_size is {theirs}",
         )
 
 
 def check_tokens(binding: str, other: Path, ours: Mapping[str, int], whose: str) -> None:
-    """Raises: ConfigError where the tokenizer of `other` is not that of these tokens."""
+    """Raises: ConfigError if the tokenizer of `other` does not have exactly these tokens."""
     theirs = tokens_of(other)
     if theirs == ours:
         return
@@ -85,15 +86,15 @@ def check_tokens(binding: str, other: Path, ours: Mapping[str, int], whose: str)
     )
     numbers = ["none" if number is None else str(number) for number in (here, there)]
     wanted = (
-        f"a model with the tokens of {whose}: {len(differing)} differ, as {token!r} is {numbers[0]}"
-        f" there and {numbers[1]} in the other's tokenizer"
+        f"a model with the tokens of {whose}: {len(differing)} differ, such as {token!r}, which is"
+        f" {numbers[0]} there and {numbers[1]} in the other's tokenizer"
     )
     raise ConfigError(binding, str(other), wanted)
 
 
 def check_known(tokens: Any, vocabulary: int, directory: Path) -> None:
-    """Raises: UserError for a token that the model of `directory`, which has so many, does not
-    know."""
+    """Raises: UserError for a token outside the `vocabulary` (a size) of the model of
+    `directory`."""
     largest = int(np.max(tokens, initial=0))
     if largest >= vocabulary:
         raise UserError(
@@ -103,7 +104,7 @@ def check_known(tokens: Any, vocabulary: int, directory: Path) -> None:
 
 
 def tokens_of(directory: Path) -> Mapping[str, int]:
-    """The number of each token, special ones too."""
+    """The id of each token, special ones included."""
     changed = tuple(
         sorted((str(f), f.stat().st_mtime_ns) for pattern in FILES for f in directory.glob(pattern))
     )
@@ -117,7 +118,7 @@ def _tokens_of(directory: Path, changed: tuple[tuple[str, int], ...]) -> Mapping
 
 
 def _same_files(one: Path, other: Path) -> bool:
-    """Whether both have the same files, which need not be loaded then."""
+    """True if both directories have the same tokenizer files, which then need not be loaded."""
     names = {
         f.name for directory in (one, other) for pattern in FILES for f in directory.glob(pattern)
     }

@@ -1,5 +1,5 @@
-"""What a run shows while it trains: a live panel in a terminal, a line a step elsewhere, one
-changing line in a notebook."""
+"""Displays a run's progress: a live panel in a terminal, one changing line in a notebook, a line a
+step elsewhere."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from areal_x.errors import printable
 from areal_x.monitor.metrics import Row
 
 BARS = "▁▂▃▄▅▆▇█"
-# steps in a row from most of whose groups nothing could be learnt, after which the user is warned
-UNLEARNT = 5
+# The user is warned after this many steps in a row in which most groups gave no training signal.
+STEPS_WITHOUT_SIGNAL = 5
 
 
 class Display:
-    """Shows each row of metrics and messages between them. Use it in a `with`: the terminal is
-    given back at its end.
+    """Shows each row of metrics, and messages between them. Use it in a `with`, which restores the
+    terminal at its end.
 
-    steps: how many the run takes. stream: where to, standard output by default.
+    steps: number of the run's steps. stream: standard output by default.
     """
 
     def __init__(self, steps: int, stream: TextIO | None = None) -> None:
@@ -40,14 +40,14 @@ class Display:
         )
 
     def show(self, row: Row) -> None:
-        """The metrics of the step that just ended, or of step 0 before the first one."""
+        """Shows the metrics of the step that just ended, or of step 0 before the first one."""
         self.rows.append(row)
         self._screen.show(line(row, self.steps, seconds_left(self.rows, self.steps)))
         if text := warning(self.rows):
             self._screen.message(text)
 
     def message(self, text: str) -> None:
-        """Something that happened between steps: a server starts, a checkpoint is saved."""
+        """Shows an event between steps, such as the start of a server or a saved checkpoint."""
         self._screen.message(printable(text))
 
     def __enter__(self) -> Display:
@@ -63,7 +63,7 @@ class Display:
 
 
 def line(row: Row, steps: int, left: float | None) -> str:
-    """A step in one line; what the row does not have is left out."""
+    """A step in one line, without the quantities that the row lacks."""
     parts = [f"step {int(row['step']):>{len(str(steps))}}/{steps}"]
     parts += [f"{label} {text}" for label, text in summary(row).items()]
     if left is not None and row["step"] < steps:
@@ -72,7 +72,7 @@ def line(row: Row, steps: int, left: float | None) -> str:
 
 
 def summary(row: Row) -> dict[str, str]:
-    """What a reader wants to see of a row, as text by label."""
+    """The most important numbers of a row, as text by label."""
     shown = {
         "reward": _number(row, "reward", "{:.3f}"),
         "accuracy": _number(row, "accuracy", "{:.1%}"),
@@ -93,26 +93,26 @@ def summary(row: Row) -> dict[str, str]:
 
 
 def warning(rows: list[Row]) -> str:
-    """A sentence where most groups have taught nothing for 5, 10, 20, … steps in a row, else
-    nothing."""
-    unlearnt = 0
+    """A sentence if most groups have given no training signal for 5, 10, 20, … steps in a row, else
+    the empty string."""
+    steps = 0
     for row in reversed(rows):
         if min(row.get("groups_without_variance") or 0, row.get("zero_advantages") or 0) <= 1 / 2:
             break
-        unlearnt += 1
-    times, rest = divmod(unlearnt, UNLEARNT)
+        steps += 1
+    times, rest = divmod(steps, STEPS_WITHOUT_SIGNAL)
     if rest or times.bit_count() != 1:
         return ""
     return (
-        f"in each of the last {unlearnt} steps most groups had no variance, that is equal rewards"
-        f" for all attempts at a task ({rows[-1]['groups_without_variance']:.0%} of the groups in"
-        " this one): their advantages are 0 and nothing is learnt from them; look at the reward"
-        " and at how hard the tasks are"
+        f"in each of the last {steps} steps most groups had no variance, that is equal rewards for"
+        f" all attempts at a task ({rows[-1]['groups_without_variance']:.0%} of the groups in this"
+        " one): their advantages are 0 and nothing is learnt from them; look at the reward and at"
+        " the difficulty of the tasks"
     )
 
 
 def kl_by_age(row: Row) -> str:
-    """How far engine and trainer disagree about tokens of the version that learns, of the one
+    """The KL divergence between engine and trainer on tokens of the current version, of the one
     before it, and so on."""
     found = [row.get(f"mismatch/kl_lag{lag}") for lag in range(MAX_LAGS)]
     while found and found[-1] is None:
@@ -121,7 +121,7 @@ def kl_by_age(row: Row) -> str:
 
 
 def seconds_left(rows: list[Row], steps: int) -> float | None:
-    """From the median of recent steps, as the first ones compile and some evaluate."""
+    """An estimate from the median of recent steps, as the first ones compile and some evaluate."""
     seconds = [row["seconds"] for row in rows[-20:] if row.get("seconds") and row["step"] > 0]
     return median(seconds) * (steps - rows[-1]["step"]) if seconds else None
 
@@ -133,8 +133,8 @@ def clock(seconds: float) -> str:
 
 
 def sparkline(values: list[float], width: int = 48) -> str:
-    """The values' course from their lowest to their highest, newest at the right, each mark the
-    mean of an equal share."""
+    """A sparkline of the values, scaled from their minimum to their maximum, newest at the right;
+    with more values than `width`, each mark is the mean of an equal share."""
     if len(values) > width:
         edges = [i * len(values) // width for i in range(width + 1)]
         values = [sum(values[a:b]) / (b - a) for a, b in pairwise(edges)]
@@ -156,7 +156,7 @@ class _Screen(Protocol):
 
 
 class _Lines:
-    """One line a step, kept."""
+    """Prints one line a step."""
 
     def __init__(self, stream: TextIO) -> None:
         self.stream = stream
@@ -172,7 +172,7 @@ class _Lines:
 
 
 class _Notebook:
-    """One line that each step replaces; messages stay."""
+    """Prints one line that each step overwrites; messages stay."""
 
     def __init__(self) -> None:
         self.width = 0
@@ -191,7 +191,7 @@ class _Notebook:
 
 
 class _Terminal:
-    """A panel that rich redraws in place, so that the time also moves between steps."""
+    """A panel that rich redraws in place, so that the clock also advances between steps."""
 
     def __init__(self, display: Display, stream: TextIO) -> None:
         from rich.console import Console
@@ -221,7 +221,7 @@ class _Terminal:
 
 
 def panel(rows: list[Row], steps: int, elapsed: float, since_last: float) -> Any:
-    """The live view: how far, how long, what the newest step measured, and the course of reward and
+    """The live view: progress, times, the newest step's metrics, and the history of reward and
     accuracy."""
     from rich.columns import Columns
     from rich.console import Group
@@ -232,7 +232,7 @@ def panel(rows: list[Row], steps: int, elapsed: float, since_last: float) -> Any
     step = int(rows[-1]["step"]) if rows else 0
     left = seconds_left(rows, steps) if rows else None
     bar = Table.grid(padding=(0, 2))
-    times = f"{clock(elapsed)} gone" + (
+    times = f"{clock(elapsed)} elapsed" + (
         f", {clock(max(left - since_last, 0))} left" if left is not None else ""
     )
     bar.add_row(f"step {step}/{steps}", ProgressBar(total=steps, completed=step, width=40), times)
@@ -240,21 +240,21 @@ def panel(rows: list[Row], steps: int, elapsed: float, since_last: float) -> Any
     numbers = Columns(
         [Text.assemble((f"{label} ", "dim"), text) for label, text in pairs], padding=(0, 3)
     )
-    courses = Table.grid(padding=(0, 2))
+    history = Table.grid(padding=(0, 2))
     for key in ("reward", "accuracy"):
         values = [row[key] for row in rows if row.get(key) is not None]
         if len(values) > 1:
-            courses.add_row(
+            history.add_row(
                 f"[dim]{key}[/dim]",
                 f"[cyan]{sparkline(values)}[/cyan]",
                 f"{min(values):.2f} to {max(values):.2f}",
             )
-    return Group(bar, numbers, courses)
+    return Group(bar, numbers, history)
 
 
 def _newest(rows: list[Row]) -> dict[str, float]:
-    """The newest row, with the accuracy of the last evaluation and all the optimizer steps that
-    were skipped so far."""
+    """The newest row, with the accuracy of the last evaluation and the total of skipped optimizer
+    steps."""
     accuracies = [row["accuracy"] for row in rows if row.get("accuracy") is not None]
     skipped = {"skipped": sum(row.get("skipped") or 0 for row in rows)}
     return {

@@ -1,4 +1,4 @@
-"""Tokens coloured by a number, for looking at a trajectory in a notebook."""
+"""Tokens coloured by a number, to show trajectories in a notebook."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-# Blue below zero, orange above: told apart also by readers who do not see red or green.
+# Blue below zero, orange above: readers with red-green colour blindness can distinguish them.
 BELOW, ABOVE = (33, 102, 172), (230, 120, 20)
 
 
@@ -17,11 +17,13 @@ def coloured_tokens(
     caption: str = "",
     limit: float | None = None,
 ) -> str:
-    """HTML in which each token's background says its value, white at 0 and full colour at ±limit;
-    the exact number on hover.
+    """HTML with each token's value as its background colour, white at 0 and full colour at ±limit;
+    hovering shows the number.
 
-    Both have one length; a token whose value is NaN (a prompt's, say) is grey. limit: by default
-    the largest value.
+    A token whose value is NaN, such as a prompt's, is grey. limit: by default the largest absolute
+    value.
+
+    Raises: ValueError if tokens and values differ in number.
     """
     numbers = np.asarray(values, np.float64)
     if len(tokens) != len(numbers):

@@ -1,8 +1,8 @@
-"""What a run measured: one row a step, in metrics.jsonl, TensorBoard and whichever trackers are
-asked for.
+"""Writes and reads a run's metrics: one row a step, in metrics.jsonl, TensorBoard and the configured
+trackers.
 
-A row is a plain dict of numbers; `step` and `version` count, everything else is plotted.
-docs/metrics.md lists the keys.
+A row is a plain dict of numbers, as areal_x.monitor.step_metrics computes them; all keys but `step`
+are plotted. docs/metrics.md lists the keys.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ Row = Mapping[str, float]
 
 
 class MetricsWriter:
-    """Writes each row at once, so that a killed run has all its steps. Close it, or use it in a
+    """Writes each row immediately, so that a killed run has all its steps. Close it, or use it in a
     `with`.
 
-    trackers: beside metrics.jsonl and TensorBoard, which are always written; begun when those are
-    open, and finished with it. resumed_at: the step of the checkpoint that is gone on from; rows
-    after it are cut, so that no step is there twice.
+    trackers: in addition to metrics.jsonl and TensorBoard, which are always written; closed with
+    the writer. resumed_at: the step of the checkpoint from which the run resumes; later rows are
+    removed, so that no step is there twice.
     """
 
     def __init__(
@@ -39,13 +39,13 @@ class MetricsWriter:
     ) -> None:
         self.path = run / FILE
         if resumed_at is not None:
-            cut(run, resumed_at)
+            remove_after(run, resumed_at)
         self._file = self.path.open("a", encoding="utf-8")
         self._tensorboard = ScalarWriter(run / "tensorboard", resumed_at)
         self._trackers = list(trackers)
 
     def write(self, row: Row) -> None:
-        """One step's numbers. Raises: UserError when the disk is full."""
+        """Writes one step's metrics. Raises: UserError if the disk is full."""
         step = int(row["step"])
         plotted = {
             key: float(value) for key, value in row.items() if key != "step" and value is not None
@@ -64,7 +64,7 @@ class MetricsWriter:
             tracker.log(plotted, step=step)
 
     def close(self) -> None:
-        # each row was flushed: only one that was refused can be left to write, and that was told
+        # Each row was flushed: only one that could not be written is left, and that was reported.
         with suppress(OSError):
             self._file.close()
         with suppress(OSError):
@@ -86,19 +86,20 @@ class MetricsWriter:
 
 
 def to_json(row: Row) -> str:
-    """One line of JSON. What JSON has no number for (NaN, infinities) is null."""
+    """One line of JSON. Numbers that JSON does not have (NaN, infinities) become null."""
     return json.dumps({key: _plain(value) for key, value in row.items()}, allow_nan=False)
 
 
 def read(run: Path) -> list[dict[str, Any]]:
-    """The rows of a run, in order; a last line that a crash left half written is not one.
+    """The rows of a run, in order. An incomplete last line, left by a crash, is ignored.
 
-    Raises: UserError for any other line that is not a row, with its place."""
+    Raises: UserError for any other line that is not a row, with its place.
+    """
     path = run / FILE
     if not path.exists():
         return []
     if not path.is_file():
-        raise UserError(f"{path} is no file: put it aside and go on")
+        raise UserError(f"{path} is not a file: move it away and try again")
     lines = path.read_bytes().split(b"\n")
     return [
         _row(line, f"{path}:{number}") for number, line in enumerate(lines[:-1], start=1) if line
@@ -108,16 +109,17 @@ def read(run: Path) -> list[dict[str, Any]]:
 def _row(line: bytes, place: str) -> dict[str, Any]:
     try:
         row = json.loads(line)
-    except (ValueError, RecursionError):  # of JSON and of UTF-8
+    except (ValueError, RecursionError):  # invalid JSON or UTF-8
         row = None
     if not isinstance(row, dict) or not isinstance(row.get("step"), int):
-        raise UserError(f"{place} is damaged: it is no row of metrics; delete that line and go on")
+        raise UserError(
+            f"{place} is damaged: it is not a row of metrics; delete that line and try again"
+        )
     return row
 
 
-def cut(run: Path, step: int) -> None:
-    """Forgets the rows after `step`: what was measured there belongs to steps that are taken
-    again."""
+def remove_after(run: Path, step: int) -> None:
+    """Removes the rows after `step`, of steps that a resumed run takes again."""
     kept = [row for row in read(run) if row["step"] <= step]
     rewritten = run / (FILE + ".new")
     rewritten.write_text("".join(to_json(row) + "\n" for row in kept), encoding="utf-8")

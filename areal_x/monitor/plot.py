@@ -1,4 +1,4 @@
-"""A run in one picture: reward, held-out accuracy and staleness over steps."""
+"""Plots a run: reward, held-out accuracy and staleness over steps."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from areal_x.monitor.timeline_plot import PICTURE, plot_timeline
 from areal_x.runtime import timeline
 
 PLOT = "plot.png"
-EVERY_SECONDS = 60.0  # that a run which goes on is drawn again,
-SHARE = 0.01  # and of its time at most that
+EVERY_SECONDS = 60.0  # between plots of a running run, or more:
+MAX_SHARE = 0.01  # plotting takes at most this share of the run's time
 
-# Okabe and Ito's colours, which stay apart for colour-blind readers.
+# Okabe and Ito's colours, which colour-blind readers can distinguish.
 BLUE, ORANGE, GREY = "#0072B2", "#D55E00", "#555555"
 
 
 def plot(rows: Sequence[Row], path: str | Path | None = None) -> Any:
-    """Draws the rows of a run and returns the matplotlib Figure; writes it as an image where a path
-    is given.
+    """Plots the rows of a run and returns the matplotlib Figure; with a path, also writes it as an
+    image.
 
-    Each quantity has its own panel, as a reward need not be a share and two scales on one panel
-    suggest what is not there.
+    Each quantity has its own panel: a reward need not be a share, and two scales on one panel would
+    suggest relations that do not exist.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -66,29 +66,28 @@ def plot(rows: Sequence[Row], path: str | Path | None = None) -> Any:
 
 
 @contextmanager
-def drawn(run: Path) -> Iterator[Callable[[], None]]:
-    """Leaves plot.png and timeline.png of what a run has measured, however the body ends. It gives
-    what draws them again, now and then, on the way."""
+def live_plots(run: Path) -> Iterator[Callable[[], None]]:
+    """Writes plot.png and timeline.png of a run's metrics when the body ends, however it ends.
+    Yields a function that updates them from time to time, to be called after each step."""
     last = time.monotonic()
     pause = EVERY_SECONDS
 
-    def again() -> None:
+    def update() -> None:
         nonlocal last, pause
         began = time.monotonic()
         if began - last > pause:
-            draw(run)
+            write_plots(run)
             last = time.monotonic()
-            pause = max(EVERY_SECONDS, (last - began) / SHARE)
+            pause = max(EVERY_SECONDS, (last - began) / MAX_SHARE)
 
     try:
-        yield again
+        yield update
     finally:
-        draw(run)
+        write_plots(run)
 
 
-def draw(run: Path) -> None:
-    """Draws both pictures, in one line of output where they cannot be: a run does not end for want
-    of a picture."""
+def write_plots(run: Path) -> None:
+    """Writes both plots. If that fails, prints one line: a run must not end because of a plot."""
     try:
         if rows := read(run):
             plot(rows, run / PLOT)
@@ -96,12 +95,12 @@ def draw(run: Path) -> None:
             plot_timeline(run, run / PICTURE)
     except Exception as error:
         print(
-            f"no picture of {run} could be drawn ({type(error).__name__}:"
+            f"no plot of {run} could be drawn ({type(error).__name__}:"
             f" {' '.join(str(error).split())})"
         )
 
 
 def _course(rows: Sequence[Row], key: str) -> tuple[list[float], list[float]]:
-    """The steps at which this was measured, and what it was."""
+    """The steps at which a key was measured, and its values."""
     found = [(row["step"], row[key]) for row in rows if row.get(key) is not None]
     return [step for step, _ in found], [value for _, value in found]

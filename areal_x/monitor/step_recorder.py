@@ -7,7 +7,13 @@ from pathlib import Path
 
 from areal_x.batching.batch import staleness
 from areal_x.errors import UserError
-from areal_x.monitor.measures import Stopwatch, describe, rates, save_groups, saved_tokens
+from areal_x.monitor.step_metrics import (
+    Stopwatch,
+    describe_groups,
+    save_groups,
+    saved_tokens,
+    throughput,
+)
 from areal_x.rollout.rollout import Published
 from areal_x.rollout.runner import RolloutStats
 from areal_x.runtime import cores, timeline
@@ -17,10 +23,11 @@ PATIENCE = 3  # steps in a row that may be skipped because their loss or gradien
 
 
 class StepRecorder:
-    """The clock and the records of a run's steps.
+    """Times the phases of a run's steps, and makes a row of metrics of each.
 
-    stats: the rollout's counts so far. spans: what the timeline recorded. threads: chooses how many
-    threads compute a step. step_seconds: duration of the last step, 0 before the first.
+    stats: returns the rollout's counts so far. spans: the timeline's records. threads: chooses the
+    number of threads that compute a step. step_seconds: duration of the last step, 0 before the
+    first.
     """
 
     def __init__(
@@ -71,7 +78,7 @@ class StepRecorder:
         watch = self._watch
         row: dict[str, float] = {
             "step": self._step,
-            **describe(groups, staleness(groups, self._step - 1), batches),
+            **describe_groups(groups, staleness(groups, self._step - 1), batches),
             **learned,
             **watch.laps,
             "seconds": watch.total,
@@ -82,7 +89,7 @@ class StepRecorder:
             self._threads.after(computing, row["packed_tokens"])
         if self._share_prompts:
             row["saved_tokens"] = saved_tokens(groups, batches)
-        row |= rates(row, self._before, self._stats(), published)
+        row |= throughput(row, self._before, self._stats(), published)
         row["trainer_idle"] = row["wait_seconds"] / watch.total
         row["rollout_idle"] = self._spans.idle_share(timeline.GENERATION, watch.began, watch.last)
         return row

@@ -1,9 +1,8 @@
-"""Scalars in TensorBoard's event file, written directly.
+"""Writes scalars to TensorBoard's event files without a library.
 
-An event file is a row of records (length, checksum, protocol buffer, checksum). Scalars need five
-fields of it, which is less code than guarding a library against what it brings: tensorboardX
-imports torch wherever torch is installed, and its writer thread dies on a full disk and leaves the
-next write waiting for ever.
+An event file is a sequence of records (length, checksum, protocol buffer, checksum). Scalars need
+five of its fields, which is less code than working around a library: tensorboardX imports torch if
+it is installed, and its writer thread dies on a full disk, which blocks the next write for ever.
 """
 
 from __future__ import annotations
@@ -31,18 +30,17 @@ TABLE = _crc32c_table()
 
 
 class ScalarWriter:
-    """Appends a new event file to `directory`; flushed at each call.
+    """Writes a new event file in `directory`, flushed at each call.
 
-    resumed_at: TensorBoard then ignores what earlier files say of later steps.
+    resumed_at: the step after which TensorBoard ignores the scalars of earlier files.
     """
 
     def __init__(self, directory: Path, resumed_at: int | None = None) -> None:
         directory.mkdir(parents=True, exist_ok=True)
-        # TensorBoard reads the files of a directory in the order of their names, so the time has
-        # nanoseconds.
-        self._file = (directory / f"events.out.tfevents.{time.time_ns():020d}.{os.getpid()}").open(
-            "wb"
-        )
+        # Nanoseconds, because TensorBoard reads the files of a directory in the order of their
+        # names.
+        name = f"events.out.tfevents.{time.time_ns():020d}.{os.getpid()}"
+        self._file = (directory / name).open("wb")
         self._write(_event(0, _field(3, BYTES, b"brain.Event:2")))
         if resumed_at is not None:
             # session_log: START
@@ -69,10 +67,9 @@ class ScalarWriter:
         self._file.write(length + _checksum(length) + event + _checksum(event))
 
 
-def _event(step: int, what: bytes) -> bytes:
-    return (
-        _field(1, FIXED64, struct.pack("<d", time.time())) + _field(2, VARINT, _varint(step)) + what
-    )
+def _event(step: int, content: bytes) -> bytes:
+    seconds = _field(1, FIXED64, struct.pack("<d", time.time()))
+    return seconds + _field(2, VARINT, _varint(step)) + content
 
 
 def _field(number: int, wire_type: int, payload: bytes) -> bytes:
@@ -93,5 +90,5 @@ def _checksum(data: bytes) -> bytes:
     for byte in data:
         crc = TABLE[(crc ^ byte) & 0xFF] ^ crc >> 8
     crc ^= 0xFFFFFFFF
-    # masked as TFRecord does
+    # masked as in TFRecord
     return struct.pack("<I", ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF)

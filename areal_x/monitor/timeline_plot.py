@@ -1,5 +1,5 @@
-"""A run's timeline in one picture: the trainer's phases, and above them nothing but what ran beside
-them."""
+"""Plots a run's timeline: the trainer's phases, and below them the requests and rewards in progress
+at the same time."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from areal_x.runtime import timeline
 from areal_x.runtime.timeline import ENGINE, GENERATION, REWARDS, TRAINER, Interval
 
 PICTURE = "timeline.png"
-STEPS = 8  # the last ones, each still wide enough to read
-# Okabe and Ito's colours, which stay apart for colour-blind readers.
+STEPS = 8  # the last ones; with more, each would be too narrow to read
+# Okabe and Ito's colours, which colour-blind readers can distinguish.
 COLOURS = {
     "wait": "#CCCCCC",
     "log-probabilities": "#56B4E9",
@@ -25,11 +25,11 @@ PAUSE, COUNT = "#D55E00", "#555555"
 
 
 def plot_timeline(run: str | Path, path: str | Path | None = None, steps: int = STEPS) -> Any:
-    """Draws the last steps of a run from its timeline.json and returns the matplotlib Figure;
-    writes it where a path is given.
+    """Plots the last steps of a run from its timeline.json and returns the matplotlib Figure; with
+    a path, also writes it as an image.
 
-    Above, what the trainer did, a row a phase; below, how many requests were being generated, with
-    the pauses of the engine as bars across, and how many rewards were being judged.
+    The top panel shows the trainer, a row a phase; the ones below show the number of requests in
+    generation, with the engine's pauses as bars across, and the number of rewards being computed.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -54,7 +54,7 @@ def plot_timeline(run: str | Path, path: str | Path | None = None, steps: int = 
     trainer.set_ylim(len(names) - 0.5, -0.5)
     for axes, lane, label in (
         (generation, GENERATION, "requests\nin generation"),
-        (rewards, REWARDS, "rewards\nbeing judged"),
+        (rewards, REWARDS, "rewards being\ncomputed"),
     ):
         axes.step(*in_flight(lanes[lane]), where="post", color=COUNT, linewidth=1.0)
         axes.set_ylabel(label)
@@ -77,14 +77,14 @@ def plot_timeline(run: str | Path, path: str | Path | None = None, steps: int = 
 
 
 def window(lanes: Mapping[str, Sequence[Interval]], steps: int) -> tuple[float, float]:
-    """From where the last steps begin to the end, in seconds."""
+    """The interval of the last steps, in seconds since the run began."""
     begins = [i.start for i in lanes[TRAINER] if i.name == "wait"]
     end = max((i.end for lane in lanes.values() for i in lane), default=1.0)
     return (begins[-steps] if len(begins) >= steps else 0.0), end
 
 
 def in_flight(intervals: Sequence[Interval]) -> tuple[list[float], list[int]]:
-    """The times at which an interval begins or ends, and how many are open from then on."""
+    """The times at which an interval begins or ends, and the number of open ones from then on."""
     changes = sorted([(i.start, 1) for i in intervals] + [(i.end, -1) for i in intervals])
     counts, count = [], 0
     for _, change in changes:

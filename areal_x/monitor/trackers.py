@@ -1,7 +1,7 @@
-"""wandb and trackio, where a run's rows are shown to others, with the settings that the run has.
+"""Logs a run's metrics and settings to wandb and trackio.
 
-A run is known there by its name and a few random letters, which its directory keeps: a run that is
-resumed, or moved, goes on as the same, and one of that name on another machine is another.
+A run is identified there by its name and a few random letters, which are stored in its directory: a
+run that is resumed or moved stays the same, and one with that name on another machine is another.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ from areal_x.errors import UserError, one_of
 
 TRACKERS, PROJECT = ("wandb", "trackio"), "areal-x"
 ID = "tracker_id"  # the file in the run's directory
-LONGEST_NAME = 100  # characters: wandb takes ids of 128
+MAX_NAME = 100  # characters: wandb accepts ids of up to 128
 
 
 class Tracker(Protocol):
     def log(self, row: Mapping[str, float], step: int) -> None:
-        """The numbers of a step; of one that is taken again after a resume, the newer beside the
-        older."""
+        """Logs a step's metrics. A step that is taken again after a resume is logged a second
+        time."""
         ...
 
     def finish(self) -> None: ...
 
 
 def check_loggers(loggers: Sequence[str]) -> None:
-    """Raises: ConfigError for a name that is not one of ours, UserError for one whose package is
-    not installed."""
+    """Raises: ConfigError for an unknown name, UserError for a tracker whose package is not
+    installed."""
     for name in loggers:
         one_of("train.loggers", name, TRACKERS)
         if importlib.util.find_spec(name) is None:
@@ -42,14 +42,13 @@ def check_loggers(loggers: Sequence[str]) -> None:
 
 
 def start(name: str, run: Path, project: str, settings: Mapping[str, Any]) -> Tracker:
-    """The run in the project, begun or gone on with. settings: what is shown as its
-    configuration."""
+    """Starts or resumes the run in the project. settings: shown there as its configuration."""
     return Wandb(run, project, settings) if name == "wandb" else Trackio(run, project, settings)
 
 
 class Wandb:
-    """Steps are an axis of their own: wandb's own counter refuses those that a resumed run takes
-    again."""
+    """Logs steps as an axis of their own, because wandb's own counter rejects steps that a resumed
+    run takes again."""
 
     def __init__(self, run: Path, project: str, settings: Mapping[str, Any]) -> None:
         init: Any = importlib.import_module("wandb").init
@@ -72,7 +71,7 @@ class Wandb:
 
 
 class Trackio:
-    """It knows a run of a project by its name alone."""
+    """Trackio identifies a run of a project by its name alone, so the unique id is its name."""
 
     def __init__(self, run: Path, project: str, settings: Mapping[str, Any]) -> None:
         init: Any = importlib.import_module("trackio").init
@@ -88,9 +87,9 @@ class Trackio:
 
 
 def unique_id(run: Path) -> str:
-    """By which no other run anywhere is known; made once and kept in the run's directory."""
+    """A globally unique id of the run, made once and stored in the run's directory."""
     file = run / ID
     if not file.is_file():
-        name = re.sub(r"[^A-Za-z0-9_.-]", "-", run.name)[:LONGEST_NAME]
+        name = re.sub(r"[^A-Za-z0-9_.-]", "-", run.name)[:MAX_NAME]
         file.write_text(f"{name}-{secrets.token_hex(4)}", encoding="utf-8")
     return file.read_text(encoding="utf-8").strip()

@@ -1,5 +1,4 @@
-"""Looking at what a model is trained on, token by token, in a notebook: `Trajectory`s themselves,
-and those of a `Turn`."""
+"""Shows training data token by token in a notebook: single `Trajectory`s, and those of a `Turn`."""
 
 from __future__ import annotations
 
@@ -18,7 +17,7 @@ from areal_x.types import NOT_THE_POLICY, Trajectory, Turn
 
 @dataclass(frozen=True)
 class Page:
-    """HTML that a notebook shows."""
+    """HTML that a notebook displays."""
 
     html: str
 
@@ -39,29 +38,32 @@ def show_in_notebooks() -> None:
 
 
 @dataclass(frozen=True)
-class Trained:
-    """A trajectory as the trainer saw it. advantages: of each token, None where the algorithm has
-    none. gaps: how much likelier the trainer found each token before the step than the engine that
-    drew it, None where it was not asked (with `proximal = "recompute"` it is)."""
+class TrainedTrajectory:
+    """A trajectory with the arrays of the batch that it was trained in."""
 
     trajectory: Trajectory
+
     advantages: Float[np.ndarray, " T"] | None
+    """Per-token advantages; None if the algorithm has none."""
+
     gaps: Float[np.ndarray, " T"] | None
+    """Log-probability under the trainer before the step minus that under the engine, per token;
+    None if it was not computed (it is with `proximal = "recompute"`)."""
 
 
 def show_trajectory(trajectory: Trajectory, tokenizer: Any = None) -> Page:
-    """Its tokens coloured by log-probability, and by version where it has several. Without a
-    tokenizer, their numbers."""
+    """Shows a trajectory's tokens coloured by log-probability, and by version if there are several.
+    Without a tokenizer, shows token ids."""
     words = words_of(trajectory, tokenizer)
     return Page(heading(trajectory) + by_logprob(trajectory, words) + by_version(trajectory, words))
 
 
 def show_turn(turn: Turn, tokenizer: Any, trajectories: Sequence[int] | None = None) -> Page:
-    """Trajectories of a turn of the ring, coloured by advantage, by version, and by how much
-    likelier the trainer found a token than the engine that drew it.
+    """Shows trajectories of one step, coloured by advantage, by version, and by the difference of
+    the trainer's and the engine's log-probabilities.
 
-    trajectories: which ones, as `trained` counts them; by default those of the largest and the
-    smallest advantage.
+    trajectories: indices into `trained(turn)`; by default those with the largest and the smallest
+    advantage.
     """
     found = trained(turn)
     pages = []
@@ -86,24 +88,26 @@ def show_turn(turn: Turn, tokenizer: Any, trajectories: Sequence[int] | None = N
     return Page("".join(pages))
 
 
-def trained(turn: Turn) -> list[Trained]:
-    """Every trajectory of the turn with what its batches say of it: packing is deterministic, so
-    each is where it was."""
+def trained(turn: Turn) -> list[TrainedTrajectory]:
+    """Every trajectory of a step with its arrays from the batches. Packing is deterministic, so
+    packing again finds the positions."""
     found = []
     for number, batch in enumerate(turn.batches):
         groups = turn.groups[number :: len(turn.batches)]
         length = np.shape(batch.tokens)[1]
         shares = batch.prefix_ids is not None
+        # pairs are adjacent in a row
         parts = (
-            pack_groups(groups, length, together, shares)
+            pack_groups(groups, length, together=together, share_prompts=shares)
             for together in ((1,) if shares else (1, 2))
         )
-        # pairs lie side by side
         part = next(p for p in parts if np.array_equal(p.packed.batch.tokens, batch.tokens))
-        asked = batch.proximal_logp is not None and batch.proximal_logp is not batch.behavior_logp
+        recomputed = (
+            batch.proximal_logp is not None and batch.proximal_logp is not batch.behavior_logp
+        )
         gaps = (
             part.packed.gather(np.asarray(batch.proximal_logp) - np.asarray(batch.behavior_logp))
-            if asked
+            if recomputed
             else None
         )
         advantages = (
@@ -111,7 +115,7 @@ def trained(turn: Turn) -> list[Trained]:
         )
         for i, trajectory in enumerate(part.trajectories):
             found.append(
-                Trained(
+                TrainedTrajectory(
                     trajectory,
                     None if advantages is None else advantages[i],
                     None if gaps is None else gaps[i],
@@ -120,18 +124,16 @@ def trained(turn: Turn) -> list[Trained]:
     return found
 
 
-def extremes(found: Sequence[Trained]) -> list[int]:
-    """The trajectories of the largest and the smallest advantage; the first two where there are
-    none."""
+def extremes(found: Sequence[TrainedTrajectory]) -> list[int]:
+    """Indices of the trajectories with the largest and the smallest advantage; the first two if
+    there are no advantages."""
     advantages = [None if t.advantages is None else t.advantages[t.trajectory.mask] for t in found]
-    judged = {i: a for i, a in enumerate(advantages) if a is not None and a.size}
-    if not judged:
+    known = {i: a for i, a in enumerate(advantages) if a is not None and a.size}
+    if not known:
         return list(range(min(2, len(found))))
-    return list(
-        dict.fromkeys(
-            (max(judged, key=lambda i: judged[i].max()), min(judged, key=lambda i: judged[i].min()))
-        )
-    )
+    largest = max(known, key=lambda i: known[i].max())
+    smallest = min(known, key=lambda i: known[i].min())
+    return list(dict.fromkeys((largest, smallest)))
 
 
 def words_of(trajectory: Trajectory, tokenizer: Any) -> list[str]:
@@ -153,21 +155,21 @@ def by_logprob(trajectory: Trajectory, words: Sequence[str]) -> str:
     return coloured_tokens(
         words,
         np.where(trajectory.mask, trajectory.logprobs, np.nan),
-        "log-probability when it was drawn",
+        "log-probability when it was sampled",
     )
 
 
 def by_version(trajectory: Trajectory, words: Sequence[str]) -> str:
-    """Nothing but a sentence where one version drew all of it."""
-    drawn = trajectory.versions != NOT_THE_POLICY
-    versions = np.unique(trajectory.versions[drawn])
+    """The tokens coloured by version, or only a sentence if all have the same."""
+    sampled = trajectory.versions != NOT_THE_POLICY
+    versions = np.unique(trajectory.versions[sampled])
     if len(versions) < 2:
-        said = f"all of version {versions[0]}" if len(versions) else "drawn by no policy"
-        return f"<div><small>{said}</small></div>"
+        text = f"all of version {versions[0]}" if len(versions) else "not sampled from a policy"
+        return f"<div><small>{text}</small></div>"
     newest = versions[-1]
     return coloured_tokens(
         words,
-        np.where(drawn, trajectory.versions - newest, np.nan),
+        np.where(sampled, trajectory.versions - newest, np.nan),
         f"versions before {newest}, the newest in it",
     )
 

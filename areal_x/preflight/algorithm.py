@@ -1,7 +1,7 @@
-"""Whether the parts of an algorithm, a user's own among them, give what a training step needs.
+"""Checks that the parts of an algorithm, including a user's own, compute what a training step needs.
 
-The step is the run's own (areal_x.batching.batch) but for the models: a few tokens of made-up
-groups, whose log-probabilities are drawn.
+The batch is made as in a run (areal_x.batching.batch), but from made-up groups of a few tokens, and
+with random numbers in place of the models' log-probabilities.
 """
 
 from __future__ import annotations
@@ -19,78 +19,87 @@ from areal_x.protocols.backends import Backend, load_backend
 from areal_x.types import Batch, Episode, Group, Loss, Policy, Scored, Task, Trajectory
 
 PROMPT, ANSWER, ROW = 2, 5, 24  # tokens
-APART = 0.3  # nats, the spread of what two models say of a token
+SPREAD = 0.3  # nats, standard deviation between two models' log-probabilities of a token
 
 
-class Drawn:
-    """In the place of a trainer: log-probabilities and values near those that were sampled with."""
+class RandomModel:
+    """Stands in for a trainer: random values, and log-probabilities near those of the behavior
+    policy."""
 
     def __init__(self, seed: int) -> None:
         self._random = np.random.default_rng(seed)
 
     def logprobs(self, batch: Batch) -> np.ndarray:
-        drawn = np.asarray(batch.behavior_logp) + self._random.normal(0, APART, batch.shape)
-        return np.where(batch.mask, drawn, 0).astype(np.float32)
+        logp = np.asarray(batch.behavior_logp) + self._random.normal(0, SPREAD, batch.shape)
+        return np.where(batch.mask, logp, 0).astype(np.float32)
 
     def values(self, batch: Batch) -> np.ndarray:
         return np.where(batch.mask, self._random.normal(size=batch.shape), 0).astype(np.float32)
 
 
-def trains(algorithm: Algorithm, backend: str, group_size: int, tasks: Sequence[Task] = ()) -> str:
-    """What is found where all is well. tasks: some of the run's own, which a filter may look into.
+def check_algorithm(
+    algorithm: Algorithm, backend: str, group_size: int, tasks: Sequence[Task] = ()
+) -> str:
+    """Makes a batch with the algorithm and differentiates its losses. tasks: some of the run's own,
+    for filters that read them.
 
-    Raises: UserError for a part whose result has another shape than it must have, for a loss that
-    is not (terms, metrics), is not 0 where nothing is trained on, is not finite, or has no
-    gradient; whatever a user's part raises.
+    Raises: UserError for a part whose result has the wrong shape, and for a loss that is not
+    (terms, metrics), is not 0 where masked out, is not finite, or has no gradient. Also raises
+    whatever a user's part raises.
     """
-    groups = groups_of(algorithm, group_size, tasks)
-    refused = [
+    groups = example_groups(algorithm, group_size, tasks)
+    not_bool = [
         function_name(keep)
         for keep in algorithm.filters
         for group in groups
         if not isinstance(keep(group), bool | np.bool_)
     ]
-    if refused:
+    if not_bool:
         raise UserError(
-            f"the filter {refused[0]} gave no bool: it must say of a group whether it is trained on"
+            f"the filter {not_bool[0]} did not return a bool: it must return whether to train on a"
+            " group"
         )
-    without = missing_inputs(algorithm)
+    missing = missing_inputs(algorithm)
     models = Models(
-        policy=Drawn(0),  # type: ignore[arg-type]  # nothing else of a trainer is asked here
-        reference_servers=None if "reference_logp" in without else Drawn(1),
-        critic=None if "old_values" in without else Drawn(2),  # type: ignore[arg-type]
+        policy=RandomModel(0),  # type: ignore[arg-type]  # no other method of a trainer is called
+        reference_servers=None if "reference_logp" in missing else RandomModel(1),
+        critic=None if "old_values" in missing else RandomModel(2),  # type: ignore[arg-type]
     )
     (batch,) = make_batches(groups, algorithm, ROW, models, version=1)
-    computes = load_backend(backend)
-    learns(algorithm.step_loss(), policy_of(batch, without), batch, computes)
+    loaded = load_backend(backend)
+    check_loss(algorithm.step_loss(), example_policy(batch, missing), batch, loaded)
     if algorithm.value_loss is not None:
-        learns(algorithm.value_loss, Policy(values=Drawn(3).values(batch)), batch, computes)
+        values = RandomModel(3).values(batch)
+        check_loss(algorithm.value_loss, Policy(values=values), batch, loaded)
     return f"{algorithm.name}: its parts fit together and its loss has a gradient"
 
 
-def learns(loss: Loss, policy: Policy, batch: Batch, backend: Backend) -> None:
-    """Raises: see `trains`."""
+def check_loss(loss: Loss, policy: Policy, batch: Batch, backend: Backend) -> None:
+    """Raises: UserError as `check_algorithm` for a loss."""
     name = function_name(loss)
     terms, gradient = backend.differentiate(loss, policy, batch)
     if np.any(terms[~np.asarray(batch.mask)] != 0):
-        wanted = "mask what it reads, with areal_x.algorithms.arrays.masked"
+        wanted = "mask its inputs with areal_x.algorithms.arrays.masked"
         raise UserError(f"the loss {name} is not 0 where batch.mask is False: {wanted}")
     slopes = [slope for f in fields(Policy) if (slope := getattr(gradient, f.name)) is not None]
     if not all(np.isfinite(x).all() for x in (terms, *slopes)):
         raise UserError(
-            f"the loss {name} or its gradient is not finite: mask what it reads before any"
-            " arithmetic"
+            f"the loss {name} or its gradient is not finite: mask its inputs before any arithmetic"
         )
     if not any(slope.any() for slope in slopes):
         read = ", ".join(
             f"policy.{f.name}" for f in fields(Policy) if getattr(policy, f.name) is not None
         )
-        raise UserError(f"the loss {name} has no gradient by {read}: nothing would be learnt")
+        raise UserError(
+            f"the loss {name} has no gradient with respect to {read}: nothing would be learnt"
+        )
 
 
-def groups_of(algorithm: Algorithm, group_size: int, tasks: Sequence[Task] = ()) -> list[Group]:
-    """Three tasks whose episodes differ in reward and in length; pairs where the algorithm compares
-    those."""
+def example_groups(
+    algorithm: Algorithm, group_size: int, tasks: Sequence[Task] = ()
+) -> list[Group]:
+    """Groups of three tasks whose episodes differ in reward and in length; pairs if the algorithm
+    compares pairs."""
     random = np.random.default_rng(0)
 
     def trajectory(answer: int, reward: float) -> Trajectory:
@@ -100,7 +109,7 @@ def groups_of(algorithm: Algorithm, group_size: int, tasks: Sequence[Task] = ())
             np.arange(answer, dtype=np.int32),
             logp,
             np.zeros(answer, np.int32),
-            reward,
+            reward=reward,
         )
 
     def episode(i: int) -> Episode:
@@ -110,28 +119,25 @@ def groups_of(algorithm: Algorithm, group_size: int, tasks: Sequence[Task] = ())
             tuple(trajectory(2 + (i + j) % (ANSWER - 1), reward) for j in range(count)),
         )
 
-    asked = [*tasks, *(Task(str(g), "") for g in range(3))][:3]
-    made = [
+    first = [*tasks, *(Task(str(g), "") for g in range(3))][:3]
+    groups = [
         Group(task, g, 0, tuple(episode(g + i) for i in range(group_size)))
-        for g, task in enumerate(asked)
+        for g, task in enumerate(first)
     ]
-    return (
-        [replace(group, greedy_reward=0.5) for group in made]
-        if "greedy" in algorithm.needs
-        else made
-    )
+    if "greedy" in algorithm.needs:
+        return [replace(group, greedy_reward=0.5) for group in groups]
+    return groups
 
 
-def policy_of(batch: Batch, without: Collection[str]) -> Policy:
-    """What the loss of an algorithm that does without these arrays is given, a little apart from
-    the policy that sampled."""
-    if "logp" in without:
-        return Policy(values=Drawn(4).values(batch))
-    shown = np.where(batch.mask, np.random.default_rng(5).uniform(0.1, 2, batch.shape), 0).astype(
-        np.float32
-    )
+def example_policy(batch: Batch, missing: Collection[str]) -> Policy:
+    """A policy slightly different from the one that sampled, without the arrays that the algorithm
+    does not provide."""
+    if "logp" in missing:
+        return Policy(values=RandomModel(4).values(batch))
+    positive = np.random.default_rng(5).uniform(0.1, 2, batch.shape)
+    positive = np.where(batch.mask, positive, 0).astype(np.float32)
     return Policy(
-        logp=Drawn(6).logprobs(batch),
-        entropy=None if "entropy" in without else shown,
-        divergence=None if "divergence" in without else shown,
+        logp=RandomModel(6).logprobs(batch),
+        entropy=None if "entropy" in missing else positive,
+        divergence=None if "divergence" in missing else positive,
     )

@@ -1,4 +1,4 @@
-"""What one look at a run found: a line that a reader can act on."""
+"""The result of one check: a line that a reader can act on."""
 
 from __future__ import annotations
 
@@ -12,26 +12,27 @@ from areal_x.protocols.engine import EngineError
 
 @dataclass(frozen=True)
 class Finding:
-    """about: what was looked at. words: how it is, or what is wrong, why and what would work."""
-
     ok: bool
-    about: str
-    words: str
+
+    subject: str
+    """The part of the run that was checked."""
+
+    message: str
+    """Its state, or what is wrong, why, and what would work."""
 
     def __str__(self) -> str:
-        return f"{'ok     ' if self.ok else 'PROBLEM'}  {self.about}: {self.words}"
+        return f"{'ok     ' if self.ok else 'PROBLEM'}  {self.subject}: {self.message}"
 
 
-def finding(config: Config, about: str, look: Callable[[], str]) -> Finding:
-    """What `look` says; what it raises is a problem, with the place of the binding that it speaks
-    of."""
+def run_check(config: Config, subject: str, check: Callable[[], str]) -> Finding:
+    """Runs a check, which returns a sentence. An error is a problem, reported with the file and
+    line of the binding that it names."""
     try:
-        return Finding(True, about, look())
+        return Finding(True, subject, check())
     except UserError as error:
-        return Finding(False, about, str(config.locate(error)))
+        return Finding(False, subject, str(config.locate(error)))
     except EngineError as error:
-        return Finding(False, about, str(error))
-    except (
-        Exception
-    ) as error:  # of a dataset, a workflow, a model's files: code and data that are the user's own
-        return Finding(False, about, described(error))
+        return Finding(False, subject, str(error))
+    # The user's own code and data, such as a dataset or a workflow, may raise anything.
+    except Exception as error:
+        return Finding(False, subject, described(error))

@@ -1,5 +1,5 @@
-"""The model of a run as far as it can be known without its weights: where it is, its config, its
-tensors' shapes."""
+"""The model of a run without its weights: its directory, its config and the shapes of its
+tensors."""
 
 from __future__ import annotations
 
@@ -20,10 +20,11 @@ SMALL = ("*.json", "*.jinja", "*.model", "*.txt")  # config and tokenizer
 
 @dataclass(frozen=True)
 class Model:
-    """directory: holds at least the config and the tokenizer. shapes: of each tensor."""
-
     directory: Path
+    """A directory with at least the config and the tokenizer."""
+
     shapes: Mapping[str, tuple[int, ...]]
+    """The shape of each tensor, by name."""
 
     @property
     def parameters(self) -> int:
@@ -31,32 +32,32 @@ class Model:
 
     @property
     def config(self) -> Mapping[str, Any]:
-        """Of the language model."""
+        """The language model's config."""
         return model_dir.text_config(model_dir.read_config(self.directory))
 
 
-def find(path: str | Callable[[], str]) -> Model:
-    """The model of a directory, of a hub name (of which config and tokenizer alone are fetched), or
-    of a function, which makes it. Raises: UserError for one that is not there."""
+def find_model(path: str | Callable[[], str]) -> Model:
+    """The model of a directory, of a hub name (only its config and tokenizer are downloaded), or of
+    a function, which is called to make it. Raises: UserError if there is none."""
     name = path if isinstance(path, str) else path()
     if Path(name).expanduser().is_dir() or not is_hub_name(name):
         directory = model_dir.resolve(name)
         return Model(directory, model_dir.shapes(directory))
     from huggingface_hub import snapshot_download
 
-    try:  # what an earlier run has fetched
+    try:  # a copy that an earlier run has downloaded
         directory = model_dir.resolve(snapshot_download(name, local_files_only=True))
         return Model(directory, model_dir.shapes(directory))
     except Exception:
-        return of_hub(name)
+        return look_up_on_hub(name)
 
 
-def others(experiment: Experiment) -> dict[str, Path]:
-    """The models that read the policy's tokens, by the setting that names them: a reference or a
-    teacher, a critic, a reward model. Those that functions make, or a hub has, are left for the
-    run."""
+def other_models(experiment: Experiment) -> dict[str, Path]:
+    """The directories of the other models that read the policy's tokens (reference or teacher,
+    critic, reward model), by the setting that names them. Models that functions make or that are on
+    the hub are not included."""
     needs, workflow = experiment.algorithm.needs, experiment.workflow
-    given: dict[str, Any] = {
+    paths: dict[str, Any] = {
         "train.teacher": experiment.teacher if needs & {"teacher", "teacher_logits"} else None,
         "train.reference": experiment.reference if "reference" in needs else None,
         "critic.path": experiment.critic.path if "values" in needs else None,
@@ -64,34 +65,35 @@ def others(experiment: Experiment) -> dict[str, Path]:
     }
     return {
         binding: Path(path)
-        for binding, path in given.items()
+        for binding, path in paths.items()
         if isinstance(path, str) and Path(path).is_dir()
     }
 
 
-def beside(experiment: Experiment, model: Model, tokenizer: Any) -> str:
-    """Raises: ConfigError for one of `others` with other tokens than the policy's."""
-    for binding, directory in others(experiment).items():
+def check_other_models(experiment: Experiment, model: Model, tokenizer: Any) -> str:
+    """Checks that the other models have the policy's tokens. Raises: ConfigError for one that does
+    not."""
+    for binding, directory in other_models(experiment).items():
         if isinstance(experiment.workflow, LearnedReward) and binding == "learned_reward.path":
             experiment.workflow.find(tokenizer)
         else:
             check_vocabulary(binding, directory, model.directory)
-    return f"the policy's tokens: {', '.join(others(experiment))}"
+    return f"the policy's tokens: {', '.join(other_models(experiment))}"
 
 
 def is_hub_name(name: str) -> bool:
     return not name.startswith((".", "/", "~")) and name.count("/") == 1
 
 
-def of_hub(name: str) -> Model:
+def look_up_on_hub(name: str) -> Model:
+    """Downloads config and tokenizer, and reads the shapes from the headers of the weights. Raises:
+    UserError."""
     from huggingface_hub import get_safetensors_metadata, snapshot_download
 
     try:
         directory = Path(snapshot_download(name, allow_patterns=list(SMALL)))
         files = get_safetensors_metadata(name).files_metadata.values()
-    except (
-        Exception
-    ) as error:  # of the network, of the hub, of the name: each library below has its own
+    except Exception as error:  # network, hub or name: every library below has errors of its own
         wanted = "check the name and the network, or give a directory"
         raise UserError(
             f"model.path = {name!r} could not be looked up on the hub ({type(error).__name__}):"

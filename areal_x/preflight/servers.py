@@ -1,4 +1,5 @@
-"""Whether the servers that a run depends on are there, with its key, and serve what it needs."""
+"""Checks that the servers that a run depends on are reachable with its key, and serve what it
+needs."""
 
 from __future__ import annotations
 
@@ -19,22 +20,23 @@ from areal_x.hf.tokenizer import load_tokenizer
 from areal_x.runtime import open_files
 from areal_x.runtime.loop import run
 
-SECONDS = 20.0  # for one server to say what it serves
+TIMEOUT_SECONDS = 20.0  # for one server to answer
 
 
-def generate(config: VLLMConfig) -> str:
-    """The engine's servers. Raises: UserError or EngineError for the first that is not as it must
-    be."""
+def check_engine_servers(config: VLLMConfig) -> str:
+    """Checks the servers that generate. Raises: UserError or EngineError for the first one that
+    cannot be used."""
     check_machine(config)
-    few = filter(
-        None, [open_files.enough_for(config.concurrency * (len(config.urls) or config.servers))]
-    )
+    requests = config.concurrency * (len(config.urls) or config.servers)
+    file_warnings = filter(None, [open_files.enough_for(requests)])
     if not config.urls:
         kind = "CPU" if is_cpu_build() else "GPU"
-        return "; ".join([f"{config.servers} will be started, by vLLM for {kind}", *few])
+        return "; ".join([f"{config.servers} will be started, by vLLM for {kind}", *file_warnings])
     key = os.environ.get(config.key_variable)
-    found = [run(asked(url, key, TRANSPORTS[config.transport]), "check") for url in config.urls]
-    doors = [
+    found = [
+        run(query_server(url, key, TRANSPORTS[config.transport]), "check") for url in config.urls
+    ]
+    key_warnings = [
         unprotected_warning(url)
         for url, (_, accepts_without_key) in zip(config.urls, found, strict=True)
         if accepts_without_key
@@ -42,17 +44,18 @@ def generate(config: VLLMConfig) -> str:
     return "; ".join(
         [
             f"{len(found)} answer, with a context of {min(context for context, _ in found)}",
-            *doors,
-            *few,
+            *key_warnings,
+            *file_warnings,
         ]
     )
 
 
-async def asked(url: str, key: str | None, transfer: str) -> tuple[int, bool]:
-    """The server's context, and whether anybody can steer it."""
+async def query_server(url: str, key: str | None, transfer: str) -> tuple[int, bool]:
+    """Returns a server's context in tokens, and whether it accepts control requests without a
+    key."""
     client = VLLMClient(url, key, transfer)
     try:
-        async with asyncio.timeout(SECONDS):
+        async with asyncio.timeout(TIMEOUT_SECONDS):
             if not await client.is_healthy():
                 raise UserError(
                     f"no healthy vLLM server answers at {url}: start it, or take it out of"
@@ -61,16 +64,15 @@ async def asked(url: str, key: str | None, transfer: str) -> tuple[int, bool]:
             return await client.context(), await client.accepts_without_key()
     except TimeoutError:
         raise UserError(
-            f"the vLLM server at {url} did not say what it serves within {SECONDS:g} s: look at"
-            " its log"
+            f"the vLLM server at {url} did not answer within {TIMEOUT_SECONDS:g} s: look at its log"
         ) from None
     finally:
         await client.close()
 
 
-def score(experiment: Experiment, urls: Sequence[str], directory: Path) -> str:
-    """A reference's or teacher's servers: they answer, take the key and split text as the model
-    that learns does."""
+def check_scoring_servers(experiment: Experiment, urls: Sequence[str], directory: Path) -> str:
+    """Checks that a reference's or teacher's servers answer, accept the key, and tokenise as the
+    trained model does."""
     temperature = experiment.temperature(experiment.workflow)
     ServerScorer(
         urls, os.environ.get(experiment.vllm.key_variable), load_tokenizer(directory), temperature

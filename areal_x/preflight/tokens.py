@@ -1,4 +1,5 @@
-"""Whether prompts become tokens, fit into the context beside their answers, and answers can end."""
+"""Checks that prompts can be tokenised, that they fit into the context with their answers, and that
+answers can end."""
 
 from __future__ import annotations
 
@@ -15,13 +16,13 @@ from areal_x.tasks.screening import create_screen
 from areal_x.types import Task
 from areal_x.workflows.single_turn import encode
 
-LOOKED_AT = 100  # prompts whose images are read, and of which the longest is told
-SCAN_SECONDS = 5.0  # at all prompts, for those that are too long
+READ_PROMPTS = 100  # prompts whose images are read, and whose greatest length is reported
+SCAN_SECONDS = 5.0  # for counting all prompts
 
 
-def end(tokenizer: Any, model: Model) -> str:
-    """Raises: UserError for a tokenizer without an end token, or with one that the model does not
-    have."""
+def check_end_tokens(tokenizer: Any, model: Model) -> str:
+    """Checks that answers can end. Raises: UserError for a tokenizer without an end token, or with
+    one that is outside the model's vocabulary."""
     stops, vocabulary = stop_tokens(tokenizer), model.config["vocab_size"]
     if (token := max(stops)) >= vocabulary:
         raise UserError(
@@ -37,9 +38,14 @@ def end(tokenizer: Any, model: Model) -> str:
     return f"{found}; with {names[turn.token]!r} the chat template ends a turn, which {unnamed}"
 
 
-def lengths(experiment: Experiment, tasks: Sequence[Task], tokenizer: Any, model: Model) -> str:
-    """Raises: UserError for prompts that cannot be read, ConfigError for a setting under which
-    sequences or all prompts do not fit, or images are not seen."""
+def check_lengths(
+    experiment: Experiment, tasks: Sequence[Task], tokenizer: Any, model: Model
+) -> str:
+    """Checks that prompts and answers fit into the context.
+
+    Raises: UserError for prompts that cannot be read; ConfigError for a setting with which
+    sequences, or all prompts, do not fit, or images are not supported.
+    """
     trainer, row = experiment.trainer, experiment.row_length
     if row % trainer.mesh.context:
         raise ConfigError(
@@ -55,25 +61,25 @@ def lengths(experiment: Experiment, tasks: Sequence[Task], tokenizer: Any, model
     )
     left_out = screen and screen.scan(tasks, SCAN_SECONDS)
     fitting = (task for i, task in enumerate(tasks) if screen is None or screen.fits(i, task))
-    looked = list(islice(fitting, LOOKED_AT))
-    seen = [read_prompt_images(tokenizer, task.prompt) for task in looked]
-    if any(seen) and experiment.engine == "embedded" and experiment.backend != "torch":
+    first = list(islice(fitting, READ_PROMPTS))
+    images = [read_prompt_images(tokenizer, task.prompt) for task in first]
+    if any(images) and experiment.engine == "embedded" and experiment.backend != "torch":
         raise ConfigError(
             "train.backend",
             experiment.backend,
-            "'torch', whose embedded engine sees: the prompts have images",
+            "'torch', whose embedded engine supports images: the prompts have images",
         )
     longest = max(
-        len(encode(tokenizer, task.prompt, images))
-        for task, images in zip(looked, seen, strict=True)
+        len(encode(tokenizer, task.prompt, of_task))
+        for task, of_task in zip(first, images, strict=True)
     )
-    made_for = model.config.get("max_position_embeddings")
-    if made_for and context > made_for:
+    limit = model.config.get("max_position_embeddings")
+    if limit and context > limit:
         raise ConfigError(
-            binding, context, f"at most {made_for}, for which {model.directory} was made"
+            binding, context, f"at most {limit}, the longest context of {model.directory}"
         )
     prompts = (
-        f"the longest of the first {len(looked)}{' other' if left_out else ''} prompts has"
+        f"the longest of the first {len(first)}{' other' if left_out else ''} prompts has"
         f" {longest} tokens"
     )
     if longest >= context:
@@ -86,8 +92,8 @@ def lengths(experiment: Experiment, tasks: Sequence[Task], tokenizer: Any, model
             " answers would be cut"
         )
         raise ConfigError("sampling.max_tokens", answers, wanted)
-    beside = f", answers up to {answers}" if answers else ""
+    up_to = f", answers up to {answers}" if answers else ""
     return (
-        f"{f'{left_out}; ' if left_out else ''}{prompts}{beside}, of {context} of the context"
+        f"{f'{left_out}; ' if left_out else ''}{prompts}{up_to}, of {context} of the context"
         f" ({binding})"
     )

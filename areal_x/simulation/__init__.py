@@ -1,13 +1,13 @@
-"""A rollout without models and without waiting: fake servers and a fake trainer around the real
-runner, queue and journal.
+"""Simulates a run without models and without waiting: fake servers and a fake trainer around the
+real runner, queue and journal.
 
     from areal_x.simulation import FakeEngine, FakeTrainer, Speed, simulate
 
     engine = FakeEngine(Speed(prefill=10_000, decode=lambda n: n / (0.02 + 0.0005 * n)), servers=64, concurrency=32)
     rows = simulate(engine, FakeTrainer(step_seconds=30, publish_seconds=2), groups_per_step=64, group_size=8, steps=20)
 
-Its hours pass on a virtual clock, in which nothing but what the model of the servers says takes
-time, so a run of a thousand servers takes seconds and is the same each time.
+Hours pass on a virtual clock, on which only generation, training and publication take time. So a
+run of a thousand servers takes seconds, and is the same each time.
 """
 
 from areal_x.simulation.clock import Deadlock, VirtualLoop, run

@@ -1,5 +1,5 @@
-"""A virtual clock: an event loop whose time jumps to the next timer as soon as nothing else is left
-to do."""
+"""A virtual clock: an event loop whose time jumps to the next timer as soon as nothing else can
+run."""
 
 from __future__ import annotations
 
@@ -12,15 +12,17 @@ T = TypeVar("T")
 
 
 class Deadlock(RuntimeError):
-    """Every task waits, and no timer is left that could wake one."""
+    """Every task is waiting, and no timer is left that could wake one."""
 
 
 class VirtualLoop(asyncio.SelectorEventLoop):
     """An event loop in virtual seconds, from 0.
 
-    Computing takes no time in it; `asyncio.sleep`, `asyncio.timeout` and `call_later` take theirs
-    without anyone waiting. Other threads and processes are no part of it: what awaits a socket, a
-    subprocess or an executor cannot run here. Raises: Deadlock, out of whatever runs the loop.
+    Computation takes no virtual time; `asyncio.sleep`, `asyncio.timeout` and `call_later` take
+    virtual time only. Other threads and processes have no virtual time, so nothing that awaits a
+    socket, a subprocess or an executor can run here.
+
+    Raises: Deadlock, from the call that runs the loop.
     """
 
     def __init__(self) -> None:
@@ -35,7 +37,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
 
 
 class _Jump(selectors.DefaultSelector):
-    """Where a loop would wait for the world, its time moves on."""
+    """Advances the loop's time where a loop would wait for I/O."""
 
     def __init__(self, loop: VirtualLoop) -> None:
         super().__init__()
@@ -44,8 +46,8 @@ class _Jump(selectors.DefaultSelector):
     def select(self, timeout: float | None = None) -> list[Any]:
         if timeout is None:
             raise Deadlock(
-                "nothing can happen any more: every task waits for something that no timer will"
-                " bring"
+                "the simulation is deadlocked: every task is waiting, and no timer is left that"
+                " could wake one"
             )
         if timeout > 0:
             self._loop.advance(timeout)
@@ -53,8 +55,8 @@ class _Jump(selectors.DefaultSelector):
 
 
 def run(work: Coroutine[Any, Any, T]) -> tuple[T, float]:
-    """What the coroutine returns, and the virtual seconds that it took. Raises what it raises, or
-    Deadlock."""
+    """Runs a coroutine on a virtual clock; returns its result and the virtual seconds that it took.
+    Raises what it raises, or Deadlock."""
     with asyncio.Runner(loop_factory=VirtualLoop) as runner:
         result = runner.run(work)
         return result, runner.get_loop().time()

@@ -1,9 +1,9 @@
-"""An engine that says nothing, in the time that servers would take: a model of continuous batching
-on a virtual clock.
+"""A fake engine with the timing of servers: a model of continuous batching on a virtual clock.
 
-A server shares itself among the requests that run on it. `work` counts the tokens that it gave each
-of them since it started: a request of N tokens that begins at work w ends at w + N, whoever comes
-and goes meanwhile. So a server needs one timer, for the request that ends next.
+A server serves its running requests at equal rates. `work` counts the tokens that it has generated
+for each of them since it started: a request of N tokens that begins at work w ends at w + N,
+whichever requests begin and end meanwhile. So a server needs one timer, for the request that ends
+next.
 """
 
 from __future__ import annotations
@@ -22,26 +22,27 @@ from jaxtyping import Int32
 
 from areal_x.errors import at_least, positive
 from areal_x.protocols.engine import Completion, Engine, Request, Staged, max_new_tokens
-from areal_x.simulation.balance import Balance
+from areal_x.simulation.balance import LeastLoaded
 
-ALMOST = 1e-3  # of a token: what rounding of the clock may leave of one that is done
+ROUNDING_TOKENS = 1e-3  # a request with no more than this left is done: the clock is rounded
 VOCABULARY = 1000
 
-Length = Callable[[int], int]  # of a completion, in tokens, from its request's seed
+Length = Callable[[int], int]  # length of a completion in tokens, from its request's seed
 
 
 @dataclass(frozen=True)
 class Speed:
-    """How fast one server is.
-
-    prefill: prompt tokens a second; nothing is decoded meanwhile. decode: new tokens a second, of
-    all requests together, by how many run at once. swap_seconds: how long it stands still to take
-    new weights; then it also computes the caches of what runs once more, as prompts.
-    """
+    """The speed of one server."""
 
     prefill: float
+    """Prompt tokens per second; nothing is decoded meanwhile."""
+
     decode: Callable[[int], float]
+    """New tokens per second, of all requests together, as a function of their number."""
+
     swap_seconds: float = 0.0
+    """Pause for new weights. Afterwards the server also recomputes the caches of the running
+    requests, at the speed of prefill."""
 
     def __post_init__(self) -> None:
         positive("speed.prefill", self.prefill)
@@ -49,13 +50,13 @@ class Speed:
 
 
 def fixed(length: int) -> Length:
-    """Every completion as long."""
+    """Every completion has this length."""
     return lambda seed: length
 
 
 def lognormal(mean: float, sigma: float, most: int) -> Length:
-    """Long tails: exp of a normal variable of deviation `sigma`, of this mean before it is cut to 1
-    … `most` tokens."""
+    """A long-tailed distribution: exp of a normal variable of standard deviation `sigma`, with this
+    mean before it is clipped to 1 … `most` tokens."""
     positive("lognormal.mean", mean)
     at_least("lognormal.sigma", sigma, 0)
     middle, normal = math.log(mean) - sigma**2 / 2, NormalDist()
@@ -67,8 +68,8 @@ def lognormal(mean: float, sigma: float, most: int) -> Length:
 
 
 def uniform(seed: int) -> float:
-    """In (0, 1), by the mixer of splitmix64: a generator of numpy's takes ten times as long to
-    make."""
+    """A pseudo-random number in (0, 1), by the mixer of splitmix64: creating a numpy generator takes
+    ten times as long."""
     x = (seed + 0x9E3779B97F4A7C15) & 0xFFFFFFFFFFFFFFFF
     x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & 0xFFFFFFFFFFFFFFFF
     x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & 0xFFFFFFFFFFFFFFFF
@@ -80,21 +81,22 @@ class _Job:
     prompt: int
     length: int
     done: asyncio.Future[Int32[np.ndarray, " N"]]  # the version of each token
-    began: float = math.nan  # the server's work then; NaN while it waits
+    began: float = math.nan  # the server's work at that time; NaN while it waits
 
     @property
-    def runs(self) -> bool:
+    def is_running(self) -> bool:
         return not math.isnan(self.began)
 
 
 class FakeEngine(Engine):
-    """`servers` servers that run up to `concurrency` requests each
-    (areal_x.protocols.engine.Engine).
+    """`servers` simulated servers of up to `concurrency` running requests each.
 
-    length: of a completion by its request's seed, cut to what the request and `context` allow. Each
-    request goes to the server that has the fewest, and waits there while `concurrency` run. Token
-    ids are made up and log-probabilities -1; the version of every token is that which its server
-    held when it was done, also where a swap came in between.
+    Each request goes to the server with the fewest, and waits there while `concurrency` are
+    running. Token ids are made up, and log-probabilities are -1. The version of a token is the one
+    that its server had when the token was finished, also across a swap.
+
+    length: length of a completion as a function of its request's seed, cut to what the request and
+    `context` allow.
     """
 
     def __init__(
@@ -109,14 +111,14 @@ class FakeEngine(Engine):
         positive("servers", servers)
         positive("concurrency", concurrency)
         self.speed, self.context = speed, context
-        self.slots = concurrency  # of one server
+        self.slots = concurrency  # per server
         self.concurrency = servers * concurrency
         self.version = -1
         self.length = length or lognormal(500, 1.0, 4000)
-        # tokens a second of each of n
+        # tokens per second of each of n requests
         rates = [math.inf, *(speed.decode(n) / n for n in range(1, concurrency + 1))]
         self._servers = [_Server(speed, rates) for _ in range(servers)]
-        self._balance = Balance(servers)
+        self._router = LeastLoaded(servers)
 
     async def start(self) -> None: ...
 
@@ -124,7 +126,7 @@ class FakeEngine(Engine):
         seed = request.seed or 0
         most = max_new_tokens(request, self.context, "FakeEngine.context")
         length = min(self.length(seed), most)
-        index = self._balance.take()
+        index = self._router.acquire()
         job = _Job(len(request.tokens), length, asyncio.get_running_loop().create_future())
         self._servers[index].add(job)
         try:
@@ -133,7 +135,7 @@ class FakeEngine(Engine):
             self._servers[index].remove(job)
             raise
         finally:
-            self._balance.give_back(index)
+            self._router.release(index)
         tokens = (np.arange(seed, seed + length) % VOCABULARY).astype(np.int32)
         return Completion(
             tokens,
@@ -155,7 +157,7 @@ class FakeEngine(Engine):
     async def close(self) -> None: ...
 
     def used(self) -> float:
-        """Seconds of all slots together in which a request held them, so far."""
+        """Time so far in seconds that requests occupied slots, summed over all slots."""
         for server in self._servers:
             server.advance()
         return sum(server.used for server in self._servers)
@@ -163,23 +165,29 @@ class FakeEngine(Engine):
 
 @dataclass
 class _Server:
-    """rates: tokens a second of each request, by how many run. at: the moment up to which `work`
-    and `used` are counted. busy: until then it decodes nothing, as it reads prompts or takes
-    weights."""
-
     speed: Speed
     rates: list[float]
+    """Tokens per second of each request, by the number of running requests."""
+
     work: float = 0.0
     at: float = 0.0
+    """The time up to which `work` and `used` are counted."""
+
     busy: float = 0.0
+    """Until then it decodes nothing, because it reads prompts or loads weights."""
+
     used: float = 0.0
     running: int = 0
-    # prompts of what runs, less the work at which each began: the caches hold running · work +
-    # tokens
     tokens: float = 0.0
-    swaps: list[tuple[float, int]] = field(default_factory=list)  # work and version
-    # a heap; who left is still there
+    """Prompt tokens of the running requests minus the work at which each began: their caches have
+    running · work + tokens tokens."""
+
+    swaps: list[tuple[float, int]] = field(default_factory=list)
+    """(work, version) of each swap."""
+
     ends: list[tuple[float, int, _Job]] = field(default_factory=list)
+    """A heap of (work at the end, sequence number, request), cancelled requests included."""
+
     waiting: deque[_Job] = field(default_factory=deque)
     timer: asyncio.TimerHandle | None = None
     admitted: int = 0
@@ -194,7 +202,7 @@ class _Server:
 
     def remove(self, job: _Job) -> None:
         self.advance()
-        if job.runs:
+        if job.is_running:
             self._end(job)
             self._fill()
         else:
@@ -208,7 +216,7 @@ class _Server:
         self._set_timer()
 
     def advance(self) -> None:
-        """Counts what was done since the last time; before anything changes."""
+        """Counts the work since the last call. Must be called before anything changes."""
         now = asyncio.get_running_loop().time()
         if self.running:
             self.used += self.running * (now - self.at)
@@ -235,16 +243,18 @@ class _Server:
     def _fire(self) -> None:
         self.timer = None
         self.advance()
-        while self.ends and (self.ends[0][2].done.done() or self.ends[0][0] <= self.work + ALMOST):
+        while self.ends and (
+            self.ends[0][2].done.done() or self.ends[0][0] <= self.work + ROUNDING_TOKENS
+        ):
             job = heappop(self.ends)[2]
-            if not job.done.done():  # else it was cancelled, and has left
+            if not job.done.done():  # else it was cancelled and removed
                 self._end(job)
                 job.done.set_result(self._versions(job))
         self._fill()
 
     def _set_timer(self) -> None:
-        """A timer that comes too early looks again and costs little; so only one that would come
-        too late is replaced."""
+        """Makes sure that a timer fires no later than the next request ends. One that fires too
+        early costs little, so only one that is too late is replaced."""
         while self.ends and self.ends[0][2].done.done():
             heappop(self.ends)
         if not self.ends:
@@ -258,12 +268,12 @@ class _Server:
             self.timer = asyncio.get_running_loop().call_at(when, self._fire)
 
     def _versions(self, job: _Job) -> Int32[np.ndarray, " N"]:
-        """Of each token the version at its end: what a swap finds half done is done again under the
-        new weights."""
+        """The version of each token, at its end: a token that a swap interrupts is generated again
+        with the new weights."""
         versions = np.full(job.length, -1, np.int32)
         end = job.length
         for work, version in reversed(self.swaps):
-            begin = max(0, math.floor(work - job.began + ALMOST))
+            begin = max(0, math.floor(work - job.began + ROUNDING_TOKENS))
             versions[begin:end] = version
             end = min(begin, end)
             if end == 0:

@@ -1,7 +1,7 @@
-"""The ring around a fake engine and a fake trainer, one turn after the other on the virtual clock.
+"""The training loop around a fake engine and a fake trainer, on the virtual clock.
 
-Runner, queue, journal and the way that weights take are the real ones; what a model would do only
-takes its time.
+Runner, queue, journal and the order of publication are the real ones; generation and training only
+take time.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from areal_x.batching.batch import staleness
-from areal_x.monitor.measures import describe
+from areal_x.monitor.step_metrics import describe_groups
 from areal_x.protocols.engine import Request, SamplingParams
 from areal_x.protocols.workflow import Generator, Workflow
 from areal_x.rollout.queue import TrajectoryQueue
@@ -33,30 +33,37 @@ Seconds = float | Callable[[Sequence[Group]], float]
 
 @dataclass(frozen=True)
 class Attempt(Workflow):
-    """One call of the engine with a prompt of so many tokens; the reward is 1 where the first new
-    token is even, else 0."""
+    """One call of the engine with a prompt of `prompt_tokens` tokens; the reward is 1 if the first
+    new token is even, else 0."""
 
     prompt_tokens: int = 100
     sampling: SamplingParams = field(default_factory=lambda: SamplingParams(max_tokens=2**20))
 
     async def run(self, task: Task, engine: Generator) -> list[Trajectory]:
         prompt = np.ones(self.prompt_tokens, np.int32)
-        said = await engine.generate(Request(prompt, self.sampling))
-        reward = float(said.tokens[0] % 2 == 0)
+        completion = await engine.generate(Request(prompt, self.sampling))
         return [
             Trajectory.from_completion(
-                prompt, said.tokens, said.logprobs, said.versions, reward, said.finish_reason
+                prompt,
+                completion.tokens,
+                completion.logprobs,
+                completion.versions,
+                reward=float(completion.tokens[0] % 2 == 0),
+                finish_reason=completion.finish_reason,
             )
         ]
 
 
 @dataclass
 class FakeTrainer:
-    """Takes time. step_seconds: of one step, or a function of the groups that it trains on.
-    publish_seconds: to stage weights, while generation goes on."""
+    """A trainer that only takes time."""
 
     step_seconds: Seconds = 0.0
+    """Duration of a step, or a function of the groups that it trains on."""
+
     publish_seconds: float = 0.0
+    """Time to stage weights, while generation continues."""
+
     version: int = 0
 
     async def step(self, groups: Sequence[Group]) -> None:
@@ -74,12 +81,14 @@ async def ring(
     resumed: Resumed | None = None,
     save: Callable[[dict[str, Any]], None] | None = None,
 ) -> list[dict[str, float]]:
-    """So many turns; of each the row that a run's metrics would have, in virtual seconds. watch: is
-    shown what each consumes. resumed: where a run that ended goes on, from the trainer's version.
-    save: is given what a checkpoint after each turn holds.
+    """Runs the loop for `steps` steps; returns one row a step, with the keys of a run's metrics, in
+    virtual seconds.
 
-    Beside a run's keys: slot_seconds, in which requests held slots of the engine, all slots
-    together.
+    In addition, slot_seconds is the time that requests occupied slots of the engine, summed over
+    slots.
+
+    watch: called with the groups of each step. resumed: the state to resume from, at the trainer's
+    version. save: called with the runner's state for a checkpoint after each step.
     """
     engine: FakeEngine = rollout.engine  # type: ignore[assignment]
     now = asyncio.get_running_loop().time
@@ -101,7 +110,7 @@ async def ring(
             paused = await rollout.swap(engine.stage(trainer), trainer.version)
             row = {
                 "step": trainer.version,
-                **describe(groups, ages),
+                **describe_groups(groups, ages),
                 "wait_seconds": waited - began,
             }
             row |= {
@@ -131,9 +140,11 @@ def simulate(
     recorder: Recorder | None = None,
     watch: Callable[[list[Group]], None] | None = None,
 ) -> list[dict[str, float]]:
-    """Runs `ring` from the trainer's version on, with a runner of these settings, which are named
-    as those of `train`. workflow: by default `Attempt()`. recorder: a journal, or none. watch: see
-    `ring`."""
+    """Runs `ring` from the trainer's version on. The other settings are those of `train`.
+
+    workflow: None for `Attempt()`. recorder: a journal, or None. watch: called with the groups of
+    each step.
+    """
     runner = Runner(
         engine,
         workflow or Attempt(),

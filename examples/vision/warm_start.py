@@ -143,7 +143,7 @@ def shown(directory: Path, task: Task) -> Trajectory:
     """A prompt in the format of the chat template, and its answer, which is trained on."""
     reader = load_image_reader(str(directory))
     images = reader.read(image_urls(task.prompt))
-    prompt = reader.expanded(
+    prompt = reader.expand_tokens(
         encode(PIECES, f"<user>{START}{IMAGE}{STOP}{QUESTION}<end><assistant>"), images
     )
     answer = supervised_trajectory((prompt, False), (encode(PIECES, f"{task.answer}<end>"), True))

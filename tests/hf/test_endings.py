@@ -1,4 +1,4 @@
-"""Where a model's turn ends, with chat templates of the shapes that families have, and what is made of it everywhere."""
+"""The end of a model's turn, for chat templates like those of the model families, and its use everywhere."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from areal_x.preflight import tokens
 from areal_x.preflight.model import Model
 from areal_x.protocols.engine import Completion, SamplingParams
 from areal_x.types import Task
+from areal_x.workflows.offline import Demonstrations, PreferencePairs
 from areal_x.workflows.single_turn import SingleTurn, text_of
-from areal_x.workflows.supervised import Demonstrations, PreferencePairs
 from tests.conftest import CHARACTERS
 
 # Each writes the turns of "messages" as its family does, with names of roles as they are.
@@ -104,7 +104,7 @@ FAMILIES = {
 
 
 def write(directory: Path, family: Family) -> None:
-    """Tokenizer and configs of a family, over characters; ids below 2 + the characters' are text."""
+    """Writes tokenizer and configs of a family, over characters; ids below 2 + the number of characters are text."""
     from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -217,7 +217,7 @@ def test_a_judged_text_is_without_the_end(family: Family, tokenizer: Any) -> Non
 
 
 def test_check_names_the_ends_and_a_turns_end_that_no_file_names(family: Family, tokenizer: Any) -> None:
-    said = tokens.end(tokenizer, Model(Path(tokenizer.name_or_path), {}))
+    said = tokens.check_end_tokens(tokenizer, Model(Path(tokenizer.name_or_path), {}))
     assert all(repr(mark) in said for mark in (family.marks[0], *family.listed, family.turn))
     unnamed = f"with {family.turn!r} the chat template ends a turn, which neither the tokenizer's eos_token nor"
     assert (unnamed in said) == (family.turn not in (family.marks[0], *family.listed))
@@ -226,4 +226,4 @@ def test_check_names_the_ends_and_a_turns_end_that_no_file_names(family: Family,
 def test_an_end_outside_the_models_vocabulary_is_refused(tokenizer: Any, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"vocab_size": 30}')
     with pytest.raises(UserError, match="outside the vocabulary of 30"):
-        tokens.end(tokenizer, Model(tmp_path, {}))
+        tokens.check_end_tokens(tokenizer, Model(tmp_path, {}))

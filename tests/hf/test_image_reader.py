@@ -1,4 +1,4 @@
-"""Pictures in messages: read as Hugging Face's processor does, counted among the tokens, refused where they cannot be read."""
+"""Images in messages: read as by Hugging Face's processor, expanded to tokens, rejected if they cannot be read."""
 
 from __future__ import annotations
 
@@ -96,10 +96,10 @@ def gif() -> str:
 @pytest.mark.parametrize(
     ("url", "reason"),
     [
-        ("http://127.0.0.1:1/a.png", "nothing is fetched.*http://127"),
-        ("file:///etc/passwd", "nothing is fetched"),
-        ("/etc/passwd", "nothing is fetched"),
-        ("data:text/plain;base64,aGk=", "nothing is fetched"),
+        ("http://127.0.0.1:1/a.png", "nothing is downloaded.*http://127"),
+        ("file:///etc/passwd", "nothing is downloaded"),
+        ("/etc/passwd", "nothing is downloaded"),
+        ("data:text/plain;base64,aGk=", "nothing is downloaded"),
         ("data:image/png;base64,aGk=", "cannot be read as PNG, JPEG, WEBP"),
         ("data:image/png;base64,a*k=", "cannot be read"),
         (gif(), "cannot be read"),
@@ -109,17 +109,17 @@ def gif() -> str:
     ids=["http", "file", "path", "text", "no_picture", "no_base64", "gif", "pixels", "bytes"],
 )
 def test_a_picture_that_is_fetched_or_large_or_none_is_refused(seeing: Path, monkeypatch, url: str, reason: str) -> None:
-    monkeypatch.setattr(image_reader, "MOST_PIXELS", 10_000)
-    monkeypatch.setattr(image_reader, "MOST_BYTES", 20_000)
+    monkeypatch.setattr(image_reader, "MAX_PIXELS", 10_000)
+    monkeypatch.setattr(image_reader, "MAX_BYTES", 20_000)
     if "×" in reason:
-        monkeypatch.setattr(image_reader, "MOST_BYTES", 2**20)
+        monkeypatch.setattr(image_reader, "MAX_BYTES", 2**20)
     with pytest.raises(UserError, match=reason):
         load_image_reader(str(seeing)).read(image_urls(shows(url)))
 
 
 @pytest.mark.parametrize("size", [(1, 300), (300, 1), (2, 4000)])
 def test_a_picture_of_a_shape_that_the_processor_refuses_is_refused(seeing: Path, size: tuple[int, int]) -> None:
-    with pytest.raises(UnreadableImage, match=rf"refuses an image \(of {size[1]}×{size[0]} pixels\)"):
+    with pytest.raises(UnreadableImage, match=rf"rejects an image \(of {size[1]}×{size[0]} pixels\)"):
         read_prompt_images(load_tokenizer(seeing), shows(as_url(noise(*size))))
 
 
@@ -154,7 +154,7 @@ def test_a_part_without_a_url_and_a_text_with_an_image_token_are_refused(seeing:
 def test_a_model_of_text_alone_and_one_without_its_processor_refuse_images(
     seeing: Path, tiny_model_dir: Path, tmp_path
 ) -> None:
-    with pytest.raises(UserError, match="reads text alone: train a model that sees"):
+    with pytest.raises(UserError, match="reads text only: train a vision-language model"):
         read_prompt_images(load_tokenizer(tiny_model_dir), shows(as_url(noise(32, 32))))
     (tmp_path / "config.json").write_bytes((seeing / "config.json").read_bytes())
     with pytest.raises(UserError, match=r"no image processor that loads.*preprocessor_config\.json"):

@@ -1,4 +1,4 @@
-"""Model directories: what is missing is named, what is written loads elsewhere."""
+"""Model directories: a missing file is named, and what is written loads in other libraries."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_a_directory_of_adapters_is_no_model_and_says_how_to_make_one(tmp_path, 
     shutil.copy(tiny_model_dir / "config.json", tmp_path)
     for file in ("adapter_config.json", "adapter_model.safetensors"):
         (tmp_path / file).touch()
-    with pytest.raises(UserError, match=rf"holds adapters .* `python -m areal_x\.export {tmp_path} DIRECTORY`"):
+    with pytest.raises(UserError, match=rf"contains adapters .* `python -m areal_x\.export {tmp_path} DIRECTORY`"):
         model_dir.resolve(str(tmp_path))
 
 
@@ -111,7 +111,7 @@ def test_a_classifier_is_a_critic_or_a_reward_model_and_no_policy(tmp_path, tiny
 @pytest.mark.parametrize("labels, count", [({}, 2), ({"num_labels": 5}, 5), ({"id2label": {"0": "a", "1": "b", "2": "c"}}, 3)])
 def test_a_classifier_of_several_labels_is_refused(tmp_path, labels, count):
     (tmp_path / "config.json").write_text(json.dumps({"architectures": ["LlamaForSequenceClassification"], **labels}))
-    with pytest.raises(UserError, match=rf"of {count} labels: the head 'reward' needs a classifier with one"):
+    with pytest.raises(UserError, match=rf"with {count} labels: the head 'reward' needs a classifier with one"):
         model_dir.check_head(tmp_path, "reward")
 
 

@@ -1,4 +1,4 @@
-"""Whether two models have the same tokens: their tokenizers say it, and not the sizes of their embeddings."""
+"""Two models share their tokens if their tokenizers do, whatever the sizes of their embeddings."""
 
 from __future__ import annotations
 
@@ -35,7 +35,8 @@ def test_two_characters_that_change_places_are_named(tmp_path: Path, tiny_model_
     other = write_model(tmp_path)
     write_tokenizer(other, CHARACTERS.replace("23", "32"))
     with pytest.raises(
-        ConfigError, match=rf"train\.teacher = .* tokens of {tiny_model_dir}: 2 differ, as '[23]' is [45] there and [45]"
+        ConfigError,
+        match=rf"train\.teacher = .* tokens of {tiny_model_dir}: 2 differ, such as '[23]', which is [45] there and [45]",
     ):
         check(other, tiny_model_dir)
 
@@ -46,12 +47,12 @@ def test_a_special_token_more_is_named(tmp_path: Path, tiny_model_dir: Path) -> 
     tokenizer.add_tokens(["<think>"], special_tokens=True)
     tokenizer.save_pretrained(other)
     assert tokens_of(other)["<think>"] == 44  # though it was read before
-    with pytest.raises(ConfigError, match="1 differ, as '<think>' is none there and 44"):
+    with pytest.raises(ConfigError, match="1 differ, such as '<think>', which is none there and 44"):
         check(other, tiny_model_dir)
 
 
 def test_a_tokenizer_with_more_tokens_than_its_model_is_refused(tmp_path: Path, tiny_model_dir: Path) -> None:
-    with pytest.raises(ConfigError, match="a model of all its tokenizer's tokens: its vocab_size is 40"):
+    with pytest.raises(ConfigError, match="a model that has all of its tokenizer's tokens: its vocab_size is 40"):
         check(write_model(tmp_path, vocab_size=40), tiny_model_dir)
 
 

@@ -276,11 +276,11 @@ def test_images_that_are_not_those_of_the_tokens_or_the_model_are_refused(model_
         return image_arrays(pack([trajectory], ROW).batch, shape)
 
     assert arrays(seeing).patches.shape == (1, 16, 96)
-    with pytest.raises(UserError, match="the model reads text alone"):
+    with pytest.raises(UserError, match="the model reads text only"):
         arrays(seeing, None)
     with pytest.raises(UserError, match="4 image tokens and no image"):
         arrays(replace(seeing, images=None))
-    with pytest.raises(UserError, match="has 4 image tokens, but its 1 images are 2 of them"):
+    with pytest.raises(UserError, match="has 4 image tokens, but its 1 images need 2"):
         arrays(replace(seeing, images=Images(seeing.images.patches[:8], np.array([[1, 2, 4]]))))
     with pytest.raises(UserError, match="patches of 90 numbers, but the model's tower takes 96"):
         arrays(replace(seeing, images=replace(seeing.images, patches=seeing.images.patches[:, :90])))
@@ -292,7 +292,7 @@ def test_a_text_model_is_given_no_images_and_a_student_that_sees_no_blind_teache
     batch = learnable(packed_of())
     trainer = make_trainer(model_dir_of("qwen3"))
     for ask in (trainer.logprobs, lambda batch: trainer.update(batch, losses.sft)):
-        with pytest.raises(UserError, match="the model reads text alone: train one that sees"):
+        with pytest.raises(UserError, match="the model reads text only: train a vision-language model"):
             ask(batch)
     teacher = {"teacher": str(model_dir_of("qwen3")), "divergence": lambda student, teacher: student[..., 0]}
     with pytest.raises(ConfigError, match=r"train.teacher .* a model that sees images as"):

@@ -196,10 +196,10 @@ def checkpoint(model_dir_of: MadeModel, tmp_path_factory: pytest.TempPathFactory
 @pytest.mark.parametrize(
     "name, changed, says",
     [
-        ("qwen3", LoRAConfig(4, 6.0), r"adapters of lora\.rank = 3, with which lora\.rank = 4 cannot go on"),
+        ("qwen3", LoRAConfig(4, 6.0), r"adapters of lora\.rank = 3 and cannot be resumed with lora\.rank = 4"),
         ("qwen3", LoRAConfig(3, 7.0), r"adapters of lora\.alpha = 6\.0"),
         ("qwen3", LoRAConfig(3, 6.0, ("q_proj",)), r"set lora\.targets = \('down_proj', "),
-        ("qwen3", LoRAConfig(), r"holds adapters, with which lora\.rank = 0 cannot go on"),
+        ("qwen3", LoRAConfig(), r"contains adapters and cannot be resumed with lora\.rank = 0"),
         ("other", LORA, r"adapters of another model than .*: set model\.path .*qwen3"),
     ],
 )
@@ -217,7 +217,7 @@ def test_an_adapter_of_other_settings_or_of_another_model_is_refused(
 
 def test_a_whole_models_state_is_refused_by_a_trainer_of_adapters(model_dir_of: MadeModel, tmp_path: Path) -> None:
     make_trainer(model_dir_of("qwen3")).save(tmp_path)
-    with pytest.raises(UserError, match=r"holds no adapters, with which lora\.rank = 3 cannot go on"):
+    with pytest.raises(UserError, match=r"contains no adapters and cannot be resumed with lora\.rank = 3"):
         make_trainer(model_dir_of("qwen3"), lora=LORA).restore(tmp_path)
 
 

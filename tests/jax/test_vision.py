@@ -232,7 +232,7 @@ def test_an_image_token_that_the_policy_wrote_is_text() -> None:
     np.testing.assert_array_equal(positions[:, -4:], np.tile(np.arange(6, 10), (3, 1)))
     places = image_places(image_tokens(tokens, IMAGE, sampled)[None])
     np.testing.assert_array_equal(places[0], [-1, -1, -1, 0, 1, 2, 3, -1, -1, -1, -1, -1])
-    with pytest.raises(UserError, match="has 5 image tokens, but its 1 images are 4 of them"):
+    with pytest.raises(UserError, match="has 5 image tokens, but its 1 images need 4"):
         mrope_positions(tokens, grids, IMAGE, 2)
 
 

@@ -1,4 +1,4 @@
-"""What a person sees while a run trains."""
+"""The display of a run's progress."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_the_panel_keeps_the_accuracy_of_the_last_evaluation() -> None:
     console = Console(file=io.StringIO(), width=160)
     console.print(panel([ROW, {"step": 13, "reward": 0.6}], 48, elapsed=61.0, since_last=0.0))
     assert "91.4%" in console.file.getvalue()  # type: ignore[attr-defined]
-    assert "1:01 gone" in console.file.getvalue()  # type: ignore[attr-defined]
+    assert "1:01 elapsed" in console.file.getvalue()  # type: ignore[attr-defined]
 
 
 def test_the_panel_is_there_before_the_first_step() -> None:
@@ -108,7 +108,7 @@ def test_outside_a_notebook_none_is_found() -> None:
 
 def test_a_run_that_learns_nothing_from_most_groups_says_so_after_some_steps() -> None:
     def shown(rows: list[dict[str, float]]) -> list[int]:
-        """The steps after which a warning was shown."""
+        """The steps after which a warning is shown."""
         display = Display(len(rows), stream := io.StringIO())
         steps = []
         for step, row in enumerate(rows):

@@ -1,4 +1,4 @@
-"""Colours that say a number, and text that cannot break out of them."""
+"""Colours that represent a number, and escaping of the text."""
 
 from __future__ import annotations
 

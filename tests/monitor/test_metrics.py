@@ -1,4 +1,4 @@
-"""What a run measured, in metrics.jsonl, TensorBoard's files and the trackers that are asked for."""
+"""A run's metrics in metrics.jsonl, TensorBoard's files and the configured trackers."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_no_step_is_there_twice_after_a_resume(tmp_path: Path) -> None:
 
 def test_a_run_without_metrics_has_no_rows(tmp_path: Path) -> None:
     assert metrics.read(tmp_path) == []
-    metrics.cut(tmp_path, 3)
+    metrics.remove_after(tmp_path, 3)
     assert metrics.read(tmp_path) == []
 
 

@@ -1,4 +1,4 @@
-"""The picture that a run leaves."""
+"""The plot that a run writes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 from matplotlib.image import imread
 
 from areal_x.monitor.metrics import MetricsWriter
-from areal_x.monitor.plot import drawn, plot
+from areal_x.monitor.plot import live_plots, plot
 
 ROWS = [
     {"step": 0, "accuracy": 0.3},
@@ -54,7 +54,7 @@ def test_no_window_system_is_touched(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError, None])
 def test_a_run_has_its_pictures_however_it_ends(tmp_path: Path, error: type[BaseException] | None) -> None:
-    with pytest.raises(error) if error else nullcontext(), drawn(tmp_path):
+    with pytest.raises(error) if error else nullcontext(), live_plots(tmp_path):
         with MetricsWriter(tmp_path) as metrics:
             metrics.write({"step": 1, "reward": 0.5})
         assert not (tmp_path / "plot.png").exists()
@@ -66,14 +66,14 @@ def test_a_run_has_its_pictures_however_it_ends(tmp_path: Path, error: type[Base
 def test_a_run_that_measured_nothing_has_no_picture_and_one_that_cannot_be_drawn_ends_as_it_would(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with drawn(tmp_path):
+    with live_plots(tmp_path):
         pass
     assert not (tmp_path / "plot.png").exists()
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "reward": 0.5}\n')
     (tmp_path / "plot.png").mkdir()
-    with drawn(tmp_path):
+    with live_plots(tmp_path):
         pass
-    assert capsys.readouterr().out.startswith(f"no picture of {tmp_path} could be drawn (")
+    assert capsys.readouterr().out.startswith(f"no plot of {tmp_path} could be drawn (")
 
 
 def test_a_run_is_drawn_on_the_way_now_and_then_and_not_for_more_than_its_share(
@@ -87,8 +87,8 @@ def test_a_run_is_drawn_on_the_way_now_and_then_and_not_for_more_than_its_share(
         at.append(now)
         now += 5
 
-    monkeypatch.setattr("areal_x.monitor.plot.draw", slow)
-    with drawn(tmp_path) as again:
+    monkeypatch.setattr("areal_x.monitor.plot.write_plots", slow)
+    with live_plots(tmp_path) as again:
         for _ in range(1200):
             now += 1
             again()

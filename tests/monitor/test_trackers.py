@@ -1,4 +1,4 @@
-"""What a tracker is given, by what real wandb writes; trackio, whose server's packages vLLM's exclude, is a stand-in here."""
+"""The calls of trackers, by the files of real wandb; trackio is a stand-in, as its packages conflict with vLLM's."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from areal_x.config.writer import settings_of
+from areal_x.config.recorded import settings_of
 from areal_x.errors import UserError
 from areal_x.monitor import metrics, trackers
 from areal_x.monitor.metrics import MetricsWriter

@@ -1,4 +1,4 @@
-"""What a notebook shows of trajectories is what the trainer saw."""
+"""A notebook shows trajectories as they were trained on."""
 
 from __future__ import annotations
 
@@ -99,4 +99,4 @@ def test_what_the_trainer_was_not_asked_is_not_shown(tiny_model_dir: Path, turn:
     unasked = replace(turn, batches=[batch.replace(proximal_logp=batch.behavior_logp) for batch in turn.batches])
     page = show_turn(unasked, load_tokenizer(tiny_model_dir)).html
     assert "trainer − engine" not in page
-    assert "log-probability when it was drawn" in page
+    assert "log-probability when it was sampled" in page

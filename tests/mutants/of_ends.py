@@ -153,7 +153,7 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
-        "areal_x/monitor/measures.py",
+        "areal_x/monitor/step_metrics.py",
         ("tests/test_metrics_page.py",),
         ("groups of equal rewards count as varied", "len(set(group.rewards)) < 2", "len(set(group.rewards)) < 1"),
         ("the estimate of the entropy has the wrong sign", '{"entropy_estimate": -float(', '{"entropy_estimate": float('),

@@ -1,4 +1,4 @@
-"""What is found before a run: each finding is provoked once, and the example that ships has none."""
+"""The checks before a run: each problem is provoked once, and the shipped example has none."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from areal_x.engines.embedded import EmbeddedConfig
 from areal_x.engines.vllm.engine import VLLMConfig
 from areal_x.errors import ConfigError, UserError
 from areal_x.experiment import Experiment
-from areal_x.preflight import algorithm, data, memory, model, places, servers, tokens, versions
-from areal_x.preflight.finding import finding
+from areal_x.preflight import algorithm, data, memory, model, servers, storage, tokens, versions
+from areal_x.preflight.finding import run_check
 from areal_x.protocols.backends import Devices
 from areal_x.protocols.engine import EngineError, SamplingParams
 from areal_x.protocols.trainer_config import LoRAConfig, MeshConfig, OptimizerConfig
@@ -44,7 +44,7 @@ def experiment(tiny_model_dir: Path, tmp_path: Path) -> Experiment:
 
 @pytest.fixture
 def tiny(tiny_model_dir: Path) -> model.Model:
-    return model.find(str(tiny_model_dir))
+    return model.find_model(str(tiny_model_dir))
 
 
 def command(*bindings: str, model: Path, tmp_path: Path) -> list[str]:
@@ -112,7 +112,7 @@ def test_what_the_config_itself_refuses_is_the_sentence_of_train(
 
 
 def test_the_arithmetic_example_has_no_problem_as_a_command(tmp_path: Path) -> None:
-    """Of a random model: to make the example's own is half a minute's work."""
+    """With a random model: making the example's own takes half a minute."""
     from examples.arithmetic.model import write_model
 
     write_model(tmp_path / "model", 0)
@@ -181,19 +181,21 @@ def well(policy: Policy, batch: Batch) -> Any:
         (a_number_as_metric, "the loss a_number_as_metric returned a float as its metric 'length'"),
         (without_mask, "the loss without_mask is not 0 where batch.mask is False"),
         (not_finite, "the loss not_finite or its gradient is not finite"),
-        (constant, "the loss constant has no gradient by policy.logp: nothing would be learnt"),
+        (constant, "the loss constant has no gradient with respect to policy.logp: nothing would be learnt"),
     ],
 )
 def test_a_loss_that_cannot_be_trained_with_is_refused(loss: Any, error: str, backend: str) -> None:
     with pytest.raises(UserError, match=error):
-        algorithm.trains(replace(recipes.grpo(), loss=loss), backend, 4)
+        algorithm.check_algorithm(replace(recipes.grpo(), loss=loss), backend, 4)
 
 
 def test_a_loss_that_raises_is_a_problem_with_its_place(backend: str) -> None:
     config: Any = None
-    found = finding(config, "algorithm", lambda: algorithm.trains(replace(recipes.grpo(), loss=misspelt), backend, 4))
+    found = run_check(
+        config, "algorithm", lambda: algorithm.check_algorithm(replace(recipes.grpo(), loss=misspelt), backend, 4)
+    )
     assert not found.ok
-    assert re.match(r"AttributeError: .*'advantage'.* \(.*test_check\.py:\d+ in misspelt\)$", found.words)
+    assert re.match(r"AttributeError: .*'advantage'.* \(.*test_check\.py:\d+ in misspelt\)$", found.message)
 
 
 def of_values(policy: Policy, batch: Batch) -> Any:
@@ -202,7 +204,7 @@ def of_values(policy: Policy, batch: Batch) -> Any:
 
 def test_a_critics_loss_is_looked_at_too(backend: str) -> None:
     with pytest.raises(UserError, match="the loss of_values returned an array"):
-        algorithm.trains(replace(recipes.ppo(), value_loss=of_values), backend, 4)
+        algorithm.check_algorithm(replace(recipes.ppo(), value_loss=of_values), backend, 4)
 
 
 @pytest.mark.parametrize(
@@ -213,12 +215,12 @@ def test_a_critics_loss_is_looked_at_too(backend: str) -> None:
         ({"weighting": lambda mask: mask.sum(1)}, r"<lambda> returned weighting of shape"),
         ({"corrections": lambda log_ratio, mask, segment_ids: 1.0}, r"<lambda> returned corrections of shape \[\]"),
         ({"shaping": lambda lengths: lengths.sum()}, r"<lambda> returned shaping of shape \[\]: it must be \[12\]"),
-        ({"filters": (lambda group: None,)}, "the filter <lambda> gave no bool"),
+        ({"filters": (lambda group: None,)}, "the filter <lambda> did not return a bool"),
     ],
 )
 def test_a_part_of_another_shape_is_refused(parts: dict[str, Any], error: str) -> None:
     with pytest.raises(UserError, match=error):
-        algorithm.trains(replace(recipes.grpo(), **parts), "torch", 4)
+        algorithm.check_algorithm(replace(recipes.grpo(), **parts), "torch", 4)
 
 
 OTHERS = {
@@ -233,7 +235,7 @@ OTHERS = {
 def test_every_recipe_and_a_loss_that_is_well_have_no_problem(name: str, backend: str) -> None:
     made = {**RECIPES, **OTHERS}[name]
     size = 1 if made.advantages is None or "greedy" in made.needs else 4
-    assert algorithm.trains(made, backend, size).startswith(made.name)
+    assert algorithm.check_algorithm(made, backend, size).startswith(made.name)
 
 
 def test_a_filter_sees_the_runs_own_tasks() -> None:
@@ -241,7 +243,7 @@ def test_a_filter_sees_the_runs_own_tasks() -> None:
         return bool(group.task.metadata["hard"])
 
     tasks = [replace(task, metadata={"hard": True}) for task in TASKS]
-    assert algorithm.trains(replace(recipes.grpo(), filters=(hard,)), "torch", 4, tasks)
+    assert algorithm.check_algorithm(replace(recipes.grpo(), filters=(hard,)), "torch", 4, tasks)
 
 
 def test_the_command_names_the_loss(checked: Any) -> None:
@@ -264,11 +266,11 @@ def test_a_package_of_another_version_or_none_is_named_with_what_installs_it() -
 
 def test_a_vllm_whose_endpoints_are_others_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     other = SimpleNamespace(name="vllm", version="0.33.1", requires=[])
-    find = versions.find
-    monkeypatch.setattr(versions, "find", lambda name: other if name in versions.VLLM else find(name))
+    find = versions.find_package
+    monkeypatch.setattr(versions, "find_package", lambda name: other if name in versions.VLLM else find(name))
     with pytest.raises(UserError, match=r"vllm 0\.33\.1 is installed, .* pip install 'vllm==0\.32\.\*'"):
-        versions.fit("jax", with_vllm=True)
-    assert "vllm" not in versions.fit("jax", with_vllm=False)
+        versions.check_versions("jax", with_vllm=True)
+    assert "vllm" not in versions.check_versions("jax", with_vllm=False)
 
 
 # ---- tasks and rewards
@@ -276,30 +278,30 @@ def test_a_vllm_whose_endpoints_are_others_is_refused(monkeypatch: pytest.Monkey
 
 def test_the_reward_is_called_in_a_process_of_its_own_and_ended_after_its_time() -> None:
     task = Task("one", "1+0=", "1")
-    assert "counts_ones gives 0.125 for its own answer" in data.reward_works(SingleTurn(reward=counts_ones), [task])
+    assert "counts_ones gives 0.125 for its own answer" in data.check_reward(SingleTurn(reward=counts_ones), [task])
     with pytest.raises(UserError, match=r"fails failed on task 'one' \(ZeroDivisionError"):
-        data.reward_works(SingleTurn(reward=fails), [task])
-    with pytest.raises(UserError, match=r"sleeps was not done .* after 0\.2 seconds: .*reward_timeout_seconds"):
-        data.reward_works(SingleTurn(reward=sleeps, reward_timeout_seconds=0.2), [task])
+        data.check_reward(SingleTurn(reward=fails), [task])
+    with pytest.raises(UserError, match=r"sleeps did not finish .* within 0\.2 seconds: .*reward_timeout_seconds"):
+        data.check_reward(SingleTurn(reward=sleeps, reward_timeout_seconds=0.2), [task])
 
 
 @pytest.mark.parametrize(
     "reward, sentence",
     [
         ("blind", "blind never reads the text"),
-        ("generous", r"generous gives 1 for each of 14 different texts, among them an empty"),
+        ("generous", r"generous gives 1 for each of 14 different texts, an empty one included"),
     ],
 )
 def test_a_reward_that_tells_no_answer_from_another_is_refused(reward: str, sentence: str) -> None:
     tasks = [Task("one", "1+0=", "1"), Task("two", "1+1=", "2")]
     with pytest.raises(UserError, match=sentence):
-        data.reward_works(SingleTurn(reward=globals()[reward]), tasks, must_vary=True)
+        data.check_reward(SingleTurn(reward=globals()[reward]), tasks, must_vary=True)
 
 
 def test_a_reward_may_judge_all_samples_alike_where_it_could_give_more() -> None:
     tasks = [Task("one", "1+0=", "1")]
-    assert data.reward_works(SingleTurn(reward=counts_ones), tasks, must_vary=True).endswith("to task 'one'")
-    assert "0 for its own answer to task 'one', and the same for 7 other" in data.reward_works(
+    assert data.check_reward(SingleTurn(reward=counts_ones), tasks, must_vary=True).endswith("to task 'one'")
+    assert "0 for its own answer to task 'one', and the same for 7 other" in data.check_reward(
         SingleTurn(reward=demanding), tasks, must_vary=True
     )
 
@@ -341,38 +343,40 @@ def sleeps(task: Task, text: str) -> float:
     "tasks, sentence",
     [
         ([], "has no tasks"),
-        (["a prompt"], "holds a str and not tasks"),
+        (["a prompt"], "contains a str instead of tasks"),
         ([Task("a", "1"), Task("a", "2")], "two different tasks with the id 'a'"),
         ([Task("a", "1", "x"), Task("a", "1", "y")], "two different tasks with the id 'a'"),
     ],
 )
 def test_tasks_that_cannot_be_trained_on(tasks: list[Any], sentence: str) -> None:
     with pytest.raises(UserError, match=sentence):
-        data.readable("train.dataset", tasks)
+        data.check_tasks("train.dataset", tasks)
 
 
 def test_a_task_that_comes_twice_is_no_problem() -> None:
-    assert data.readable("train.dataset", [Task("a", "1"), Task("a", "1")]) == "2 tasks, 1 of them different; the first is 'a'"
+    assert (
+        data.check_tasks("train.dataset", [Task("a", "1"), Task("a", "1")]) == "2 tasks, 1 of them different; the first is 'a'"
+    )
 
 
 # ---- folders
 
 
 def test_a_run_that_exists_and_a_folder_that_is_a_file(experiment: Experiment, tmp_path: Path) -> None:
-    assert "can be written" in places.run_directory(experiment)
+    assert "can be written" in storage.check_run_directory(experiment)
     (tmp_path / "runs" / "run").mkdir(parents=True)
     (tmp_path / "runs" / "run" / "config.gin").touch()
     with pytest.raises(ConfigError, match=r"train\.name = 'run' .* exists"):
-        places.run_directory(experiment)
+        storage.check_run_directory(experiment)
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match=r"train\.runs = .* is a file"):
-        places.run_directory(replace(experiment, runs=str(tmp_path / "file" / "runs")))
+        storage.check_run_directory(replace(experiment, runs=str(tmp_path / "file" / "runs")))
 
 
 def test_a_folder_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("os.access", lambda place, mode: False)
     with pytest.raises(ConfigError, match=r"vllm\.staging = .* that can be written"):
-        places.writable("vllm.staging", tmp_path)
+        storage.writable("vllm.staging", tmp_path)
 
 
 def test_checkpoints_and_weights_that_will_not_fit_on_the_disk(
@@ -382,20 +386,20 @@ def test_checkpoints_and_weights_that_will_not_fit_on_the_disk(
     with pytest.raises(
         ConfigError, match=r"train\.keep_checkpoints = 2 .* 3 times a checkpoint of 1\.[0-9]+ MB .* 1 MB are free"
     ):
-        places.room(experiment, tiny)
+        storage.check_disk(experiment, tiny)
     many = replace(experiment, vllm=VLLMConfig(staging="/tmp"))
-    assert "1 MB are free" in places.staging(many, tiny, on_cpu=True)
+    assert "1 MB are free" in storage.check_staging(many, tiny, on_cpu=True)
     monkeypatch.setattr("shutil.disk_usage", lambda place: SimpleNamespace(free=1000))
     with pytest.raises(ConfigError, match=r"vllm\.staging = '/tmp' .* the size of the weights"):
-        places.staging(many, tiny, on_cpu=True)
+        storage.check_staging(many, tiny, on_cpu=True)
 
 
 def test_a_checkpoint_takes_what_was_counted(experiment: Experiment, tiny: model.Model) -> None:
     once = replace(experiment, steps=1, engine="embedded")
     saved = once.run().directory / "checkpoints" / "1" / "trainer"
     tensors = sum(file.stat().st_size for file in saved.glob("*.safetensors"))
-    assert places.checkpoint_bytes(experiment, tiny) == pytest.approx(tensors, rel=0.05)
-    assert places.checkpoint_bytes(replace(experiment, algorithm=recipes.ppo()), tiny) == 2 * places.checkpoint_bytes(
+    assert storage.checkpoint_bytes(experiment, tiny) == pytest.approx(tensors, rel=0.05)
+    assert storage.checkpoint_bytes(replace(experiment, algorithm=recipes.ppo()), tiny) == 2 * storage.checkpoint_bytes(
         experiment, tiny
     )
 
@@ -437,7 +441,7 @@ def test_memory_is_counted_by_parameter_and_by_token(experiment: Experiment) -> 
 )
 def test_what_does_not_fit_names_what_to_lower(experiment: Experiment, parameters: int, changes: Any, binding: str) -> None:
     with pytest.raises(ConfigError) as raised:
-        memory.enough(replace(experiment, **changes), qwen(parameters), GPU)
+        memory.check_memory(replace(experiment, **changes), qwen(parameters), GPU)
     assert raised.value.binding == binding
     assert "of the 80 GB that each device has" in str(raised.value)
 
@@ -453,9 +457,9 @@ def test_servers_on_gpus_of_their_own_take_nothing_of_the_trainers(experiment: E
 
 def test_servers_that_are_not_there(experiment: Experiment, tiny_model_dir: Path) -> None:
     with pytest.raises(UserError, match=r"no healthy vLLM server answers at http://127\.0\.0\.1:1:"):
-        servers.generate(VLLMConfig(urls=("http://127.0.0.1:1",)))
+        servers.check_engine_servers(VLLMConfig(urls=("http://127.0.0.1:1",)))
     with pytest.raises((UserError, EngineError), match=r"no vLLM server answers at http://127\.0\.0\.1:1"):
-        servers.score(experiment, ["http://127.0.0.1:1"], tiny_model_dir)
+        servers.check_scoring_servers(experiment, ["http://127.0.0.1:1"], tiny_model_dir)
 
 
 # ---- tokens
@@ -467,25 +471,25 @@ def test_prompts_with_images_need_a_model_and_an_engine_that_see(experiment, tin
     from examples.vision.warm_start import write_model
 
     write_model(tmp_path / "seeing", 0)
-    seeing = model.find(str(tmp_path / "seeing"))
+    seeing = model.find_model(str(tmp_path / "seeing"))
     assert "22 tokens" in fit(replace(experiment, backend="torch"), pictures(3), seeing)
-    with pytest.raises(ConfigError, match=r"train\.backend = 'jax' .* 'torch', whose embedded engine sees"):
+    with pytest.raises(ConfigError, match=r"train\.backend = 'jax' .* 'torch', whose embedded engine supports images"):
         fit(replace(experiment, backend="jax"), pictures(3), seeing)
-    with pytest.raises(UserError, match="reads text alone"):
+    with pytest.raises(UserError, match="reads text only"):
         fit(replace(experiment, backend="torch"), pictures(3), tiny)
 
 
 def fit(experiment: Experiment, tasks: list[Task], of: model.Model) -> str:
     from areal_x.hf.tokenizer import load_tokenizer
 
-    return tokens.lengths(experiment, tasks, load_tokenizer(of.directory), of)
+    return tokens.check_lengths(experiment, tasks, load_tokenizer(of.directory), of)
 
 
 @pytest.mark.parametrize(
     "change, tasks, sentence",
     [
         (lambda e: e, [Task("long", "1" * 40)], r"train\.row_length = 32 .* greater: all 1 tasks have prompts longer than 24"),
-        (lambda e: replace(e, row_length=1024), TASKS, r"train\.row_length = 1024 .* at most 512, for which"),
+        (lambda e: replace(e, row_length=1024), TASKS, r"train\.row_length = 1024 .* at most 512, the longest context"),
         (lambda e: with_trainer(e, mesh=MeshConfig(context=3)), TASKS, r"a multiple of mesh\.context = 3"),
         (
             lambda e: replace(e, workflow=SingleTurn(reward=counts_ones, sampling=SamplingParams(max_tokens=30))),
@@ -515,6 +519,6 @@ def test_an_answer_that_could_not_end(tiny: model.Model) -> None:
             self.eos_token_id, self.name_or_path = token, "x"
 
     with pytest.raises(UserError, match="has no end token"):
-        tokens.end(Ending(None), tiny)
+        tokens.check_end_tokens(Ending(None), tiny)
     with pytest.raises(UserError, match="the end token 99 is outside the vocabulary of 44"):
-        tokens.end(Ending(99), tiny)
+        tokens.check_end_tokens(Ending(99), tiny)

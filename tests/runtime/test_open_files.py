@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from areal_x.engines.vllm.config import VLLMConfig
-from areal_x.preflight import servers as check
+from areal_x.preflight import servers
 from areal_x.runtime import open_files
 
 ROOT = Path(__file__).parents[2]
@@ -162,10 +162,10 @@ def test_a_command_raises_the_limit_and_an_import_does_not(limits: tuple[int, in
 
 
 def test_check_says_what_to_set(limits: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(check, "is_cpu_build", lambda: True)
+    monkeypatch.setattr(servers, "is_cpu_build", lambda: True)
     resource.setrlimit(resource.RLIMIT_NOFILE, (1024, limits[1]))
-    assert check.generate(VLLMConfig(servers=2, concurrency=300)).endswith("by vLLM for CPU")
-    asked = check.generate(VLLMConfig(servers=4, concurrency=512))
+    assert servers.check_engine_servers(VLLMConfig(servers=2, concurrency=300)).endswith("by vLLM for CPU")
+    asked = servers.check_engine_servers(VLLMConfig(servers=4, concurrency=512))
     assert (
         "only 768 of 2048 requests are in flight at a time, as this process may open 1024 files: set `ulimit -n 2304`" in asked
     )

@@ -9,7 +9,7 @@ from areal_x import plan
 from areal_x.monitor.metrics import MetricsWriter
 from areal_x.run.journal import Journal
 from areal_x.simulation import FakeEngine, FakeTrainer, Speed, fixed, simulate
-from areal_x.simulation.planning import Choice, Predicted, Profile, best, choices, described, predict, search
+from areal_x.simulation.planner import Choice, Prediction, Profile, predict, profile_from_sizes, recommended, search, splits
 
 # 16 tokens in steps of 1/8 s; a batch of 2 x 4 sequences of 16 + 8 tokens trains in 3 s on one accelerator.
 PROFILE = Profile(0.125, 0.0, np.inf, 1 / 64, 0.5, 0.25, np.full(5, 16, np.int32), 8, 8)
@@ -38,15 +38,15 @@ def test_twice_the_accelerators_halve_what_they_do():
 
 
 def test_the_splits_leave_each_side_one_and_are_not_many():
-    assert [(c.generation, c.training) for c in choices(3, CHOICE)] == [(1, 2), (2, 1)]
-    assert [c.generation for c in choices(64, CHOICE)] == [8, 16, 24, 32, 40, 48, 56]
+    assert [(c.generation, c.training) for c in splits(3, CHOICE)] == [(1, 2), (2, 1)]
+    assert [c.generation for c in splits(64, CHOICE)] == [8, 16, 24, 32, 40, 48, 56]
 
 
 def test_the_best_is_the_least_stale_of_those_that_are_nearly_as_fast():
     def made(seconds, staleness):
-        return Predicted(CHOICE, seconds, 0.0, 0.0, staleness, 1, 1.0)
+        return Prediction(CHOICE, seconds, 0.0, 0.0, staleness, 1, 1.0)
 
-    assert best([made(10.0, 4.0), made(10.1, 2.0), made(11.0, 0.0)]).step_seconds == 10.1
+    assert recommended([made(10.0, 4.0), made(10.1, 2.0), made(11.0, 0.0)]).step_seconds == 10.1
 
 
 def test_the_search_finds_the_split_at_which_both_sides_are_busy():
@@ -54,13 +54,13 @@ def test_the_search_finds_the_split_at_which_both_sides_are_busy():
     profile = replace(PROFILE, decode_step_seconds=0.0, decode_request_seconds=1 / 16, train_token_seconds=1 / 8)
     profile = replace(profile, publish_seconds=0.0, swap_seconds=0.0)
     found = search(profile, 4, CHOICE)
-    assert (best(found).choice.generation, best(found).choice.training) == (1, 3)
-    assert best(found).choice.max_staleness > 0
+    assert (recommended(found).choice.generation, recommended(found).choice.training) == (1, 3)
+    assert recommended(found).choice.max_staleness > 0
     assert [p.step_seconds for p in found] == sorted(p.step_seconds for p in found)
 
 
 def test_sizes_become_seconds_by_the_arithmetic_of_the_roofline():
-    profile = described(
+    profile = profile_from_sizes(
         1e9, flops=1e14, bandwidth=1e12, mean_length=100, most=400, prompt_tokens=8, concurrency=8, efficiency=0.5
     )
     assert profile.decode_step_seconds == 2e9 / 0.5e12

@@ -130,7 +130,7 @@ def test_images_that_do_not_fit_are_refused(model_dir_of):
 def test_images_for_a_model_of_text_are_refused(model_dir_of):
     batch, trainer = pack(with_images(*PROMPTS), ROW).batch, trainer_of(model_dir_of("qwen3"))
     for ask in (trainer.logprobs, lambda batch: trainer.update(learnable(batch), losses.ppo_clip)):
-        with pytest.raises(UserError, match="the model reads text alone"):
+        with pytest.raises(UserError, match="the model reads text only"):
             ask(batch)
 
 

@@ -124,7 +124,7 @@ def test_an_adapter_of_another_rank_is_refused(tiny_model_dir, taught, tmp_path)
     taught.save(tmp_path)
     for changed, says in (
         (LoRAConfig(4, 6.0), r"set lora\.rank = 3"),
-        (LoRAConfig(), r"holds adapters, with which lora\.rank = 0"),
+        (LoRAConfig(), r"contains adapters and cannot be resumed with lora\.rank = 0"),
     ):
         with pytest.raises(UserError, match=says):
             make(tiny_model_dir, lora=changed).restore(tmp_path)

@@ -10,7 +10,7 @@ import pytest
 
 from areal_x.errors import ConfigError, UserError
 from areal_x.hf.tokenizer import load_tokenizer
-from areal_x.preflight.model import beside, find, others
+from areal_x.preflight.model import check_other_models, find_model, other_models
 from areal_x.rollout.episode import run_episode
 from areal_x.rollout.queue import TrajectoryQueue
 from areal_x.rollout.runner import EpisodeEngine, Runner
@@ -176,15 +176,15 @@ def test_a_reward_model_of_other_tokens_is_refused_and_one_of_the_policys_is_not
 
 def test_check_names_a_reward_model_of_other_tokens(classifier_dir, tiny_model_dir, tmp_path):
     run = tiny_experiment(tiny_model_dir, tmp_path / "runs")
-    model, tokenizer = find(str(tiny_model_dir)), load_tokenizer(tiny_model_dir)
-    assert others(run) == {}
+    model, tokenizer = find_model(str(tiny_model_dir)), load_tokenizer(tiny_model_dir)
+    assert other_models(run) == {}
     paths = {
         name: with_tokens(classifier_dir, tmp_path / name, of) for name, of in (("a", CHARACTERS), ("b", CHARACTERS[::-1]))
     }
     judged = {name: replace(run, workflow=LearnedReward(run.workflow, path)) for name, path in paths.items()}
-    assert beside(judged["a"], model, tokenizer) == "the policy's tokens: learned_reward.path"
+    assert check_other_models(judged["a"], model, tokenizer) == "the policy's tokens: learned_reward.path"
     with pytest.raises(ConfigError, match=r"learned_reward\.path"):
-        beside(judged["b"], model, tokenizer)
+        check_other_models(judged["b"], model, tokenizer)
 
 
 class Shown(LearnedReward):
@@ -194,7 +194,7 @@ class Shown(LearnedReward):
 
     def setup(self, tokenizer):
         ready = super().setup(tokenizer)
-        self.seen.append(type(ready.reward_model._model).__module__)
+        self.seen.append(type(ready.judge._model).__module__)
         return ready
 
 

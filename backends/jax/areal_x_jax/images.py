@@ -14,7 +14,7 @@ from jaxtyping import Bool, Float, Int
 
 from areal_x.errors import UserError
 from areal_x.hf.image_positions import (
-    TEXT_ALONE,
+    TEXT_ONLY,
     Grid,
     check_grids,
     count_patches,
@@ -37,7 +37,7 @@ def image_arrays(batch: Batch, shape: VisionShape | None) -> ImageArrays | None:
     if shape is None:
         if not batch.has_images:
             return None
-        raise UserError(TEXT_ALONE)
+        raise UserError(TEXT_ONLY)
     of_image = image_tokens(batch.tokens, shape.image_token, batch.mask) & (batch.segment_ids > 0)
     if not batch.has_images:
         if of_image.any():

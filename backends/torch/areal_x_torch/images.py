@@ -11,7 +11,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from areal_x.errors import ConfigError, UserError
-from areal_x.hf.image_positions import TEXT_ALONE, check_grids, image_tokens, mrope_positions
+from areal_x.hf.image_positions import TEXT_ONLY, check_grids, image_tokens, mrope_positions
 from areal_x.types import Batch
 from areal_x_torch.flat_rows import Flat, to_tensor
 
@@ -33,7 +33,7 @@ def check_images(batch: Batch, config: Any) -> None:
         return
     tower = getattr(config, "vision_config", None)
     if tower is None:
-        raise UserError(TEXT_ALONE)
+        raise UserError(TEXT_ONLY)
     channels = tower.in_chans if hasattr(tower, "in_chans") else tower.in_channels
     features = channels * tower.temporal_patch_size * tower.patch_size**2
     if batch.patches.shape[2] != features:

@@ -1,5 +1,5 @@
-"""What a turn of the ring writes down: how long its parts took, what it consumed, what its models
-foretold."""
+"""Computes the metrics of a step: durations of its phases, statistics of the groups that it
+consumed, throughput, held-out loss. docs/metrics.md lists the keys."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from areal_x.rollout.runner import RolloutStats
 from areal_x.runtime import timeline
 from areal_x.types import NOT_THE_POLICY, Batch, Group, Policy, Scored, Trajectory
 
-LAPS = {  # what a step consists of, and what it is called on the timeline
+PHASES = {  # the phases of a step, and their names on the timeline
     "wait_seconds": "wait",
     "logprob_seconds": "log-probabilities",
     "update_seconds": "update",
@@ -26,8 +26,10 @@ LAPS = {  # what a step consists of, and what it is called on the timeline
 
 
 class Stopwatch:
-    """Seconds of each lap of a step since the one before, by name, and a span each on the
-    timeline."""
+    """Measures the phases of a step in seconds, and records each as a span on the timeline.
+
+    laps: duration of each phase so far, by its key in PHASES.
+    """
 
     def __init__(self, step: int) -> None:
         self.step = step
@@ -35,8 +37,9 @@ class Stopwatch:
         self.laps: dict[str, float] = {}
 
     def lap(self, name: str) -> None:
+        """Ends a phase, which began when the one before it ended."""
         now = time.perf_counter()
-        timeline.add(LAPS[name], self.last, now, step=self.step)
+        timeline.add(PHASES[name], self.last, now, step=self.step)
         self.laps[name], self.last = now - self.last, now
 
     @property
@@ -44,21 +47,20 @@ class Stopwatch:
         return self.last - self.began
 
 
-def describe(
+def describe_groups(
     groups: Sequence[Group], ages: Sequence[int], batches: Sequence[Batch] = ()
 ) -> dict[str, float]:
-    """What a step consumed: rewards with the verifier's own numbers, lengths, ages; with the
-    batches, what it can learn from them. What there is nothing of is left out. docs/metrics.md
-    lists the keys."""
+    """Statistics of the groups that a step consumed: rewards with the verifier's own numbers,
+    lengths, ages; with the batches, also of their advantages. Keys without data are omitted."""
     episodes = [episode for group in groups for episode in group.scored]
     trajectories = [trajectory for episode in episodes for trajectory in episode.trajectories]
     return {
-        **of_rewards(
+        **reward_metrics(
             [episode.outcome for episode in episodes if isinstance(episode.outcome, Scored)]
         ),
-        **of_lengths(trajectories),
+        **length_metrics(trajectories),
         **entropy_estimate(trajectories),
-        **of_advantages(groups, batches),
+        **advantage_metrics(groups, batches),
         "trained_tokens": int(sum(trajectory.mask.sum() for trajectory in trajectories)),
         "packed_tokens": int(sum(len(trajectory) for trajectory in trajectories)),
         "staleness_mean": float(np.mean(ages)),
@@ -66,11 +68,11 @@ def describe(
     }
 
 
-def of_rewards(outcomes: Sequence[Scored]) -> dict[str, float]:
+def reward_metrics(outcomes: Sequence[Scored]) -> dict[str, float]:
     rewards = [outcome.reward for outcome in outcomes]
     details = {name for outcome in outcomes for name in outcome.details}
     return {
-        **spread("reward", rewards),
+        **mean_min_max("reward", rewards),
         **({"reward_std": float(np.std(rewards))} if rewards else {}),
         **{
             f"reward/{name}": float(
@@ -81,19 +83,20 @@ def of_rewards(outcomes: Sequence[Scored]) -> dict[str, float]:
     }
 
 
-def of_lengths(trajectories: Sequence[Trajectory]) -> dict[str, float]:
-    """A prompt: the tokens before the first that is trained on. A response: the tokens that are."""
+def length_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
+    """Lengths of prompts (tokens before the first trained one) and of responses (trained tokens),
+    and the share of truncated responses."""
     if not trajectories:
         return {}
     prompts = [int(t.mask.argmax()) if t.mask.any() else len(t) for t in trajectories]
     return {
-        **spread("prompt_length", prompts),
-        **spread("response_length", [int(t.mask.sum()) for t in trajectories]),
+        **mean_min_max("prompt_length", prompts),
+        **mean_min_max("response_length", [int(t.mask.sum()) for t in trajectories]),
         "truncated": float(np.mean([t.finish_reason == "length" for t in trajectories])),
     }
 
 
-def spread(name: str, values: Sequence[float]) -> dict[str, float]:
+def mean_min_max(name: str, values: Sequence[float]) -> dict[str, float]:
     if not values:
         return {}
     return {
@@ -104,8 +107,8 @@ def spread(name: str, values: Sequence[float]) -> dict[str, float]:
 
 
 def entropy_estimate(trajectories: Sequence[Trajectory]) -> dict[str, float]:
-    """The mean of -log b over the tokens that a policy b sampled, whose expectation is b's entropy:
-    in nats a token."""
+    """The mean of -logprob over the tokens sampled from a policy, in nats a token: its expectation
+    is the policy's entropy."""
     sampled = [t.logprobs[t.mask & (t.versions != NOT_THE_POLICY)] for t in trajectories]
     count = sum(map(len, sampled))
     return (
@@ -115,9 +118,9 @@ def entropy_estimate(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     )
 
 
-def of_advantages(groups: Sequence[Group], batches: Sequence[Batch]) -> dict[str, float]:
-    """What keeps a step from learning, where the algorithm has advantages: groups whose rewards are
-    all equal, and trained tokens whose advantage is 0."""
+def advantage_metrics(groups: Sequence[Group], batches: Sequence[Batch]) -> dict[str, float]:
+    """Shares of the data that give no training signal, if the algorithm has advantages: groups with
+    equal rewards, and trained tokens with an advantage of 0."""
     with_advantages = [batch for batch in batches if batch.advantages is not None]
     if not with_advantages:
         return {}
@@ -133,38 +136,41 @@ def of_advantages(groups: Sequence[Group], batches: Sequence[Batch]) -> dict[str
 
 
 def saved_tokens(groups: Sequence[Group], batches: Sequence[Batch]) -> int:
-    """How many tokens of the trajectories lie in no row of their own, as another one's copy is read
-    in their place."""
-    whole = sum(
+    """Number of the trajectories' tokens that are not stored, because they share another
+    trajectory's copy."""
+    total = sum(
         len(trajectory)
         for group in groups
         for episode in group.scored
         for trajectory in episode.trajectories
     )
-    return whole - sum(int(np.count_nonzero(batch.segment_ids)) for batch in batches)
+    return total - sum(int(np.count_nonzero(batch.segment_ids)) for batch in batches)
 
 
-def judge(batch: Batch, algorithm: Algorithm, trainer: Trainer) -> dict[str, float]:
-    """The loss and the means of its metrics over masked tokens, without a step: held_out/loss,
+def evaluate_held_out(batch: Batch, algorithm: Algorithm, trainer: Trainer) -> dict[str, float]:
+    """The loss and its metrics, reduced over masked tokens, without a step: held_out/loss,
     held_out/…"""
-    scores = algorithm.head != "policy"
+    is_reward_model = algorithm.head != "policy"
     policy = (
-        Policy(values=trainer.values(batch)) if scores else Policy(logp=trainer.logprobs(batch))
+        Policy(values=trainer.values(batch))
+        if is_reward_model
+        else Policy(logp=trainer.logprobs(batch))
     )
     terms, metrics = algorithm.loss(policy, batch)
-    of_tokens = {name: np.asarray(x)[batch.mask] for name, x in metrics.items()}
-    means = {
+    masked = {name: np.asarray(x)[batch.mask] for name, x in metrics.items()}
+    reduced = {
         name: float(np.max(x, initial=0) if is_max_reduced(name) else np.mean(x))
-        for name, x in of_tokens.items()
+        for name, x in masked.items()
     }
     return {
         f"held_out/{name}": x
-        for name, x in {"loss": float(np.sum(batch.weights * terms)), **means}.items()
+        for name, x in {"loss": float(np.sum(batch.weights * terms)), **reduced}.items()
     }
 
 
 def save_groups(file: Path, groups: Sequence[Group]) -> Path:
-    """One line a trajectory: its task, reward, tokens, log-probabilities, mask and versions."""
+    """Writes one JSON line a trajectory: its task, reward, tokens, log-probabilities, mask and
+    versions."""
     with file.open("w") as lines:
         for group in groups:
             for trajectory in (t for episode in group.scored for t in episode.trajectories):
@@ -179,26 +185,22 @@ def save_groups(file: Path, groups: Sequence[Group]) -> Path:
     return file
 
 
-def explained(batch: Batch) -> dict[str, float]:
-    """How much of the variance of returns the critic's values foretold, 1 being all: 1 - var(R - V)
+def explained_variance(batch: Batch) -> dict[str, float]:
+    """Share of the variance of returns that the critic's values predict, at most 1: 1 - var(R - V)
     / var(R)."""
-    returns, values = (
-        np.asarray(batch.returns)[batch.mask],
-        np.asarray(batch.old_values)[batch.mask],
-    )
+    returns = np.asarray(batch.returns)[batch.mask]
+    values = np.asarray(batch.old_values)[batch.mask]
     variance = float(np.var(returns))
-    return (
-        {"explained_variance": 1 - float(np.var(returns - values)) / variance}
-        if variance > 0
-        else {}
-    )
+    if variance == 0:
+        return {}
+    return {"explained_variance": 1 - float(np.var(returns - values)) / variance}
 
 
-def rates(
+def throughput(
     row: Mapping[str, float], before: RolloutStats, after: RolloutStats, published: Published
 ) -> dict[str, float]:
-    """Tokens a second of generation (over the whole turn) and of training (while it trained); the
-    rollout's counts so far; what publishing took."""
+    """Tokens per second of generation (over the whole step) and of training (while training); the
+    rollout's counts so far; the cost of publishing."""
     staged = (
         {"published_bytes_per_second": published.bytes / row["publish_seconds"]}
         if published.bytes

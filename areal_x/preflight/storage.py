@@ -1,4 +1,4 @@
-"""Whether the folders that a run writes to can be written, and have room for it."""
+"""Checks that the directories that a run writes to are writable and have enough space."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from areal_x.preflight.model import Model
 from areal_x.protocols.trainer_config import bytes_per_parameter
 from areal_x.run.run_dir import existing, writable
 
-JOURNAL_BYTES = 6  # of a token, as JournalConfig says
-SAVED_MOMENTS = {"adamw": 8, "adafactor": 1, "muon": 8}  # bytes of a parameter, in fp32, at most
+JOURNAL_BYTES = 6  # per token (see JournalConfig)
+SAVED_MOMENTS = {"adamw": 8, "adafactor": 1, "muon": 8}  # bytes per parameter in fp32, at most
 
 
-def run_directory(experiment: Experiment) -> str:
-    """Raises: ConfigError for a place that cannot be written, and for a run that is there
-    already."""
+def check_run_directory(experiment: Experiment) -> str:
+    """Raises: ConfigError for a directory that cannot be written, and for a run that already
+    exists."""
     runs = Path(experiment.runs)
     writable("train.runs", runs)
     run = runs / experiment.name if experiment.name else None
@@ -31,43 +31,44 @@ def run_directory(experiment: Experiment) -> str:
     return f"{run or runs} can be written"
 
 
-def room(experiment: Experiment, model: Model) -> str:
-    """Raises: ConfigError where checkpoints and journal will not fit on the disk."""
+def check_disk(experiment: Experiment, model: Model) -> str:
+    """Raises: ConfigError if checkpoints and journal do not fit on the disk."""
     runs = Path(experiment.runs)
-    needed, how = (
-        checkpoint_bytes(experiment, model),
-        f"a checkpoint of {gb(checkpoint_bytes(experiment, model))}",
-    )
-    count = experiment.keep_checkpoints + 1  # the oldest goes when the newest is whole
+    checkpoint = checkpoint_bytes(experiment, model)
+    count = experiment.keep_checkpoints + 1  # the oldest is deleted once the newest is complete
     journal = journal_bytes(experiment)
     free = shutil.disk_usage(existing(runs)).free
-    said = (
-        f"{count} times {how} and a journal of at most {gb(journal)}; {gb(free)} are free in {runs}"
+    sizes = (
+        f"{count} times a checkpoint of {format_bytes(checkpoint)} and a journal of at most"
+        f" {format_bytes(journal)}; {format_bytes(free)} are free in {runs}"
     )
-    if needed * count + journal > free:
-        wanted = f"smaller, or train.runs on a larger disk: the run writes {said}"
+    if checkpoint * count + journal > free:
+        wanted = f"smaller, or train.runs on a larger disk: the run writes {sizes}"
         raise ConfigError("train.keep_checkpoints", experiment.keep_checkpoints, wanted)
-    return said
+    return sizes
 
 
-def staging(experiment: Experiment, model: Model, on_cpu: bool) -> str:
-    """The folder that weights pass through. Raises: ConfigError where it cannot be written or has
-    no room for them."""
+def check_staging(experiment: Experiment, model: Model, on_cpu: bool) -> str:
+    """Checks the directory to which weights are staged. Raises: ConfigError if it cannot be written
+    or is too small."""
     parent = Path(experiment.vllm.staging) if experiment.vllm.staging else default_parent()
     writable("vllm.staging", parent)
     free = shutil.disk_usage(existing(parent)).free
     if experiment.trainer.lora.rank:
-        return f"{parent} can be written; {gb(free)} are free"
+        return f"{parent} can be written; {format_bytes(free)} are free"
     needed = model.parameters * bytes_per_parameter(experiment.trainer, on_cpu)
     if needed > free:
-        wanted = f"a folder with {gb(needed)}, the size of the weights: {parent} has {gb(free)}"
+        wanted = (
+            f"a directory with {format_bytes(needed)}, the size of the weights: {parent} has"
+            f" {format_bytes(free)}"
+        )
         raise ConfigError("vllm.staging", experiment.vllm.staging, wanted)
-    return f"{parent} takes the weights, {gb(needed)}; {gb(free)} are free"
+    return f"{parent} takes the weights, {format_bytes(needed)}; {format_bytes(free)} are free"
 
 
 def checkpoint_bytes(experiment: Experiment, model: Model) -> int:
-    """fp32 weights and the optimizer's moments, of the policy and of a critic; of adapters almost
-    nothing."""
+    """Bytes of fp32 weights and optimizer moments, of the policy and a critic. Adapters count as
+    0."""
     if experiment.trainer.lora.rank:
         return 0
     trained = 2 if "values" in experiment.algorithm.needs else 1
@@ -78,7 +79,7 @@ def checkpoint_bytes(experiment: Experiment, model: Model) -> int:
 
 
 def journal_bytes(experiment: Experiment) -> int:
-    """At most: each answer as long as a row."""
+    """An upper bound on the journal's size: every sequence as long as a row."""
     steps = min(experiment.steps, experiment.journal.keep_steps or experiment.steps)
     return (
         steps
@@ -89,5 +90,5 @@ def journal_bytes(experiment: Experiment) -> int:
     )
 
 
-def gb(size: float) -> str:
+def format_bytes(size: float) -> str:
     return f"{size / 1e9:.3g} GB" if size >= 1e8 else f"{size / 1e6:.3g} MB"

@@ -1,8 +1,7 @@
-"""What a split of accelerators between generation and training would do: a profile, and a
-simulation of each choice.
+"""Predicts the effect of a split of accelerators between generation and training, by simulating
+each choice with a profile of the hardware.
 
-Pure: a profile is numbers, a choice is numbers, and the ring of areal_x.simulation tells what
-becomes of both on a virtual clock.
+A profile and a choice are plain numbers, and areal_x.simulation runs them on a virtual clock.
 """
 
 from __future__ import annotations
@@ -18,41 +17,54 @@ from areal_x.errors import at_least, positive, within
 from areal_x.simulation import Attempt, FakeEngine, FakeTrainer, Length, Speed, simulate, uniform
 from areal_x.types import Group
 
-# of the queue's slots: steps so many times max_staleness + 1 before a simulated run has used up its
-# first stock
-FILLS = 3
-SETTLED = 12  # steps that are measured: groups come in waves
-STALENESS = (0, 1, 2, 4)  # bounds that are tried
-AS_GOOD = 1.02  # a step that takes so many times as long is worth what it saves in staleness
-AS_FAST = 0.998  # of a run's tokens a second: what its simulation reaches
-# a full engine is at most so many times as fast as the whole run; to 0.2 % of it
-FASTEST, HALVINGS = 256.0, 12
+# Warm-up steps, in units of max_staleness + 1: a simulated run has then consumed the groups that
+# filled its queue at the start.
+WARMUP_FILLS = 3
+MEASURED_STEPS = 12  # several, as groups arrive in waves
+STALENESS = (0, 1, 2, 4)  # the bounds that are tried
+ACCEPTED_SLOWDOWN = 1.02  # a step may take so many times as long if its staleness is smaller
+ACCEPTED_RATE = 0.998  # share of a run's tokens per second that its simulation must reach
+# A full engine generates at most this many times as fast as the whole run.
+MAX_SPEEDUP = 256.0
+HALVINGS = 12  # bisection steps, which find the speed to within 0.2 %
 
 
 @dataclass(frozen=True)
 class Profile:
-    """What one accelerator does, and what it is asked to do.
+    """The speed of one accelerator, and the workload.
 
-    decode_step_seconds, decode_request_seconds: a token of each of n requests takes the first + n
-    times the second. prefill: prompt tokens a second. train_token_seconds: log-probabilities and
-    update, of a packed token. publish_seconds: to stage weights, swap_seconds: that generation
-    stands still. lengths: of completions, a sample. prompt_tokens: on average. concurrency: up to
-    how many requests on one accelerator this was measured or holds. Training is taken to share out
-    evenly, so its accelerators should be of one fast network.
+    Training is assumed to scale linearly, so its accelerators should share a fast network.
     """
 
     decode_step_seconds: float
+    """Time of one decoding step, independent of the number of requests."""
+
     decode_request_seconds: float
+    """Additional time of a decoding step for each request."""
+
     prefill: float
+    """Prompt tokens per second."""
+
     train_token_seconds: float
+    """Time for log-probabilities and update, per packed token."""
+
     publish_seconds: float
+    """Time to stage weights, while generation continues."""
+
     swap_seconds: float
+    """Pause of generation for new weights."""
+
     lengths: Int32[np.ndarray, " samples"]
+    """A sample of completion lengths in tokens."""
+
     prompt_tokens: int
+    """Mean prompt length in tokens."""
+
     concurrency: int
+    """Requests on one accelerator for which these numbers were measured or estimated."""
 
     def decode(self, n: int) -> float:
-        """Tokens a second of n requests together."""
+        """Tokens per second of n requests together."""
         return n / (self.decode_step_seconds + self.decode_request_seconds * n)
 
     def length(self) -> Length:
@@ -62,35 +74,43 @@ class Profile:
 
 @dataclass(frozen=True)
 class Choice:
-    """generation, training: accelerators. The others are parameters of `train`; concurrency: of one
-    server."""
+    """A split of accelerators, with the parameters of `train` that matter for it."""
 
     generation: int
+    """Accelerators that generate, one server each."""
+
     training: int
+    """Accelerators that train."""
+
     max_staleness: int
     window: int
     concurrency: int
+    """Requests at once on one server."""
+
     groups_per_step: int
     group_size: int
 
 
 @dataclass(frozen=True)
-class Predicted:
-    """Means of settled steps. trainer_idle: share of the time in which it waited for groups.
-    generation_idle: share of the engine's slots that were empty. tokens_per_second: new ones that
-    were trained on."""
+class Prediction:
+    """Means over simulated steps, after the warm-up."""
 
     choice: Choice
     step_seconds: float
     trainer_idle: float
+    """Share of the time that the trainer waited for groups."""
+
     generation_idle: float
+    """Share of the engine's slots that were empty."""
+
     staleness_mean: float
     staleness_max: int
     tokens_per_second: float
+    """Generated tokens that were trained on, per second."""
 
 
-def predict(profile: Profile, choice: Choice, settled: int = SETTLED) -> Predicted:
-    """Simulates `settled` steps, after those in which the queue fills."""
+def predict(profile: Profile, choice: Choice, steps: int = MEASURED_STEPS) -> Prediction:
+    """Simulates `steps` steps, after the warm-up in which the queue fills."""
 
     def step_seconds(groups: Sequence[Group]) -> float:
         tokens = sum(
@@ -104,33 +124,33 @@ def predict(profile: Profile, choice: Choice, settled: int = SETTLED) -> Predict
         concurrency=choice.concurrency,
         length=profile.length(),
     )
-    first = FILLS * (choice.max_staleness + 1)
+    warmup = WARMUP_FILLS * (choice.max_staleness + 1)
     rows = simulate(
         engine,
         FakeTrainer(step_seconds, profile.publish_seconds),
-        steps=first + settled,
+        steps=warmup + steps,
         groups_per_step=choice.groups_per_step,
         group_size=choice.group_size,
         max_staleness=choice.max_staleness,
         window=choice.window,
         workflow=Attempt(profile.prompt_tokens),
-    )[first:]
+    )[warmup:]
     seconds = sum(row["seconds"] for row in rows)
     used = sum(row["slot_seconds"] for row in rows) / (
         seconds * choice.generation * choice.concurrency
     )
-    return Predicted(
+    return Prediction(
         choice,
-        seconds / len(rows),
-        sum(row["wait_seconds"] for row in rows) / seconds,
-        1 - used,
-        sum(row["staleness_mean"] for row in rows) / len(rows),
-        int(max(row["staleness_max"] for row in rows)),
-        sum(row["trained_tokens"] for row in rows) / seconds,
+        step_seconds=seconds / len(rows),
+        trainer_idle=sum(row["wait_seconds"] for row in rows) / seconds,
+        generation_idle=1 - used,
+        staleness_mean=sum(row["staleness_mean"] for row in rows) / len(rows),
+        staleness_max=int(max(row["staleness_max"] for row in rows)),
+        tokens_per_second=sum(row["trained_tokens"] for row in rows) / seconds,
     )
 
 
-def described(
+def profile_from_sizes(
     parameters: float,
     flops: float,
     bandwidth: float,
@@ -141,12 +161,14 @@ def described(
     efficiency: float = 0.4,
     sigma: float = 1.0,
 ) -> Profile:
-    """A profile from the sizes of a model and a device, where nothing was measured.
+    """Estimates a profile from the sizes of a model and the peak rates of a device, without any
+    measurement.
 
-    Weights and gradients of 2 bytes a parameter. A decoding step reads all weights once; a token
-    costs 2 operations a parameter to generate or read and 8 to train on (2 of its log-probability,
-    6 of forward and backward); weights are staged once. All at `efficiency` of the peaks. Caches,
-    attention over long rows and the network are left out. lengths: lognormal.
+    Weights and gradients have 2 bytes per parameter. A decoding step reads all weights once; a
+    token costs 2 operations per parameter to prefill or generate and 8 to train on (2 for its
+    log-probability, 6 for forward and backward); weights are staged once. All at `efficiency` of
+    the peak rates. Caches, attention over long rows and the network are ignored. Lengths are
+    lognormal.
     """
     for name, value in (
         ("parameters", parameters),
@@ -156,28 +178,37 @@ def described(
     ):
         positive(f"--{name}", value)
     within("--efficiency", efficiency, 0.01, 1)
-    token = 2 * parameters / (flops * efficiency)
-    read = 2 * parameters / (bandwidth * efficiency)
+    token_seconds = 2 * parameters / (flops * efficiency)
+    read_seconds = 2 * parameters / (bandwidth * efficiency)
     normal = np.random.default_rng(0).normal(np.log(mean_length) - sigma**2 / 2, sigma, 10_000)
     lengths = np.clip(np.exp(normal), 1, most).astype(np.int32)
     return Profile(
-        read, token, 1 / token, 4 * token, read, read, lengths, prompt_tokens, concurrency
+        decode_step_seconds=read_seconds,
+        decode_request_seconds=token_seconds,
+        prefill=1 / token_seconds,
+        train_token_seconds=4 * token_seconds,
+        publish_seconds=read_seconds,
+        swap_seconds=read_seconds,
+        lengths=lengths,
+        prompt_tokens=prompt_tokens,
+        concurrency=concurrency,
     )
 
 
-def measured(
+def profile_from_run(
     rows: Sequence[Mapping[str, float]],
     lengths: Int32[np.ndarray, " samples"],
     prompt_tokens: int,
     ran: Choice,
 ) -> Profile:
-    """A profile from a run's metrics and the lengths in its journal. ran: the choice that it made.
+    """A profile from a run's metrics and the completion lengths in its journal. ran: the run's own
+    choice.
 
-    Steps after the first two are used, as those compile. The speed of decoding is that with which
-    the simulation of the run itself generates as many tokens a second as the run did (a lower bound
-    where the run's trainer never waited). One batch says nothing of others, so every decoding step
-    is taken to cost the same. Prompts are taken to be read as fast as a full batch is decoded,
-    another lower bound.
+    The first two steps, which compile, are skipped. The decoding speed is the lowest with which the
+    simulation of the run generates as many tokens per second as the run did (a lower bound if the
+    run's trainer never waited). One batch size does not show the cost of others, so every decoding
+    step is assumed to cost the same. Prompts are assumed to be read as fast as a full batch is
+    decoded, another lower bound.
     """
     rows = [row for row in rows if row["step"] > 2 and row.get("seconds")]
 
@@ -205,8 +236,9 @@ def measured(
             base, decode_step_seconds=base.decode_step_seconds / times, prefill=base.prefill * times
         )
 
-    enough = AS_FAST * min(rate, predict(faster(FASTEST), ran).tokens_per_second)
-    low, high = 1.0, FASTEST  # bisected by ratios for the least speed that is enough
+    enough = ACCEPTED_RATE * min(rate, predict(faster(MAX_SPEEDUP), ran).tokens_per_second)
+    # geometric bisection for the lowest speed that is enough
+    low, high = 1.0, MAX_SPEEDUP
     for _ in range(HALVINGS):
         middle = math.sqrt(low * high)
         low, high = (
@@ -217,8 +249,8 @@ def measured(
     return faster(high)
 
 
-def choices(accelerators: int, ran: Choice, most: int = 7) -> list[Choice]:
-    """Splits of the accelerators, at most so many of them, with the other settings of `ran`."""
+def splits(accelerators: int, ran: Choice, most: int = 7) -> list[Choice]:
+    """At most `most` evenly spaced splits of the accelerators, with the other settings of `ran`."""
     at_least("--accelerators", accelerators, 2)
     sizes = sorted(
         {
@@ -229,15 +261,15 @@ def choices(accelerators: int, ran: Choice, most: int = 7) -> list[Choice]:
     return [replace(ran, generation=n, training=accelerators - n) for n in sizes]
 
 
-def search(profile: Profile, accelerators: int, ran: Choice) -> list[Predicted]:
-    """All splits at each staleness; then, around the best of them, other windows and concurrencies.
-    The fastest first."""
+def search(profile: Profile, accelerators: int, ran: Choice) -> list[Prediction]:
+    """Predicts all splits at each staleness bound; then, around the best of them, other windows and
+    concurrencies. Returns the fastest first."""
     tried = [
         predict(profile, replace(choice, max_staleness=s))
-        for choice in choices(accelerators, ran)
+        for choice in splits(accelerators, ran)
         for s in STALENESS
     ]
-    around = best(tried).choice
+    around = recommended(tried).choice
     windows = {1, max(1, ran.groups_per_step // 2), ran.groups_per_step} - {around.window}
     fewer = {max(1, ran.concurrency // 2), max(1, ran.concurrency // 4)} - {around.concurrency}
     more = [replace(around, window=w) for w in sorted(windows)] + [
@@ -248,10 +280,10 @@ def search(profile: Profile, accelerators: int, ran: Choice) -> list[Predicted]:
     )
 
 
-def best(predictions: Sequence[Predicted]) -> Predicted:
-    """Of those that are nearly as fast as the fastest, the one with the least staleness."""
+def recommended(predictions: Sequence[Prediction]) -> Prediction:
+    """Among those that are nearly as fast as the fastest, the one with the least staleness."""
     fastest = min(p.step_seconds for p in predictions)
     return min(
-        (p for p in predictions if p.step_seconds <= AS_GOOD * fastest),
+        (p for p in predictions if p.step_seconds <= ACCEPTED_SLOWDOWN * fastest),
         key=lambda p: (p.staleness_mean, p.step_seconds),
     )

@@ -15,7 +15,7 @@ from areal_x.rollout.queue import TrajectoryQueue
 from areal_x.rollout.runner import TRAINING, seed_of
 from areal_x.run.journal import Journal
 from areal_x.simulation import Attempt, Deadlock, FakeEngine, FakeTrainer, Speed, fixed, lognormal, run, simulate
-from areal_x.simulation.balance import Balance
+from areal_x.simulation.balance import LeastLoaded
 
 SHARED = Speed(prefill=math.inf, decode=lambda n: 8.0)  # 8 tokens a second, whoever shares them
 LENGTHS = lognormal(50, 1.0, 400)
@@ -26,7 +26,7 @@ def request(seed=0, prompt=4, most=2**10):
 
 
 def play(engine, *calls):
-    """Makes each call (at second, seed) and gives when it was answered, and the answers."""
+    """Makes each call (at second, seed); returns when each was answered, and the answers."""
 
     async def one(at, seed):
         await asyncio.sleep(at)
@@ -77,7 +77,7 @@ def test_waiting_for_what_cannot_come_is_an_error_and_no_waiting():
     async def main():
         await asyncio.Event().wait()
 
-    with pytest.raises(Deadlock, match="no timer will bring"):
+    with pytest.raises(Deadlock, match="no timer is left"):
         run(main())
 
 
@@ -174,15 +174,15 @@ def test_lengths_depend_on_the_seed_alone_and_have_the_mean_that_was_asked_for()
 @settings(max_examples=100, deadline=None)
 @given(servers=st.integers(1, 5), moves=st.lists(st.integers(0, 9), max_size=60))
 def test_a_request_always_goes_to_a_server_with_the_fewest(servers, moves):
-    balance, held = Balance(servers), []
+    router, held = LeastLoaded(servers), []
     for move in moves:
         if move < 6 or not held:
-            before = list(balance.in_flight)
-            held.append(balance.take())
+            before = list(router.in_flight)
+            held.append(router.acquire())
             assert before[held[-1]] == min(before)
         else:
-            balance.give_back(held.pop(move % len(held)))
-        assert balance.in_flight == [held.count(server) for server in range(servers)]
+            router.release(held.pop(move % len(held)))
+        assert router.in_flight == [held.count(server) for server in range(servers)]
 
 
 def test_speeds_that_cannot_be_are_refused_by_name():
