@@ -31,6 +31,7 @@ wheels: $(VENV)/demo.stamp  ## the three distributions in dist/
 	$(INSTALL) build
 	rm -rf dist
 	for project in $(PROJECTS); do $(BIN)/python -m build --outdir dist $$project || exit 1; done
+	rm -rf *.egg-info backends/*/*.egg-info  # Python finds them in the current directory before what is installed
 
 lock:  ## constraints.txt anew: the newest versions that go together
 	$(PYTHON) -m venv --clear $(LOCK)
@@ -65,4 +66,4 @@ $(VENV)/test.stamp: pyproject.toml backends/jax/pyproject.toml backends/torch/py
 	touch $@ $(VENV)/demo.stamp
 
 clean:
-	rm -rf $(VENV) $(LOCK) build dist site
+	rm -rf $(VENV) $(LOCK) build dist site *.egg-info backends/*/*.egg-info

@@ -100,12 +100,12 @@ if TYPE_CHECKING:
     from areal_x.types import Trajectory as Trajectory
     from areal_x.types import Turn as Turn
     from areal_x.workflows.learned_reward import LearnedReward as LearnedReward
-    from areal_x.workflows.offline import Demonstrations as Demonstrations
-    from areal_x.workflows.offline import PreferencePairs as PreferencePairs
-    from areal_x.workflows.single_turn import Judged as Judged
+    from areal_x.workflows.single_turn import RewardedWorkflow as RewardedWorkflow
     from areal_x.workflows.single_turn import SingleTurn as SingleTurn
     from areal_x.workflows.single_turn import encode as encode
     from areal_x.workflows.single_turn import text_of as text_of
+    from areal_x.workflows.supervised import Demonstrations as Demonstrations
+    from areal_x.workflows.supervised import PreferencePairs as PreferencePairs
 
 _NAMES = {
     "areal_x.types": (
@@ -123,8 +123,8 @@ _NAMES = {
     "areal_x.protocols.engine": "Completion Engine Request SamplingParams",
     "areal_x.engines.embedded": "EmbeddedConfig EmbeddedEngine",
     "areal_x.engines.vllm.config": "VLLMConfig",
-    "areal_x.workflows.single_turn": "Judged SingleTurn encode text_of",
-    "areal_x.workflows.offline": "Demonstrations PreferencePairs",
+    "areal_x.workflows.single_turn": "RewardedWorkflow SingleTurn encode text_of",
+    "areal_x.workflows.supervised": "Demonstrations PreferencePairs",
     "areal_x.workflows.learned_reward": "LearnedReward",
     "areal_x.algorithms.algorithm": "Algorithm",
     "areal_x.algorithms.arrays": "importance_ratio masked",

@@ -14,7 +14,7 @@ from areal_x.algorithms import losses, mismatch
 from areal_x.batching.batch import Models
 from areal_x.cluster import ranks
 from areal_x.cluster.links import Follower, Leader
-from areal_x.config.recorded import settings_of
+from areal_x.config.writer import settings_of
 from areal_x.engines.embedded import EmbeddedEngine
 from areal_x.engines.none import NoEngine
 from areal_x.engines.vllm import server as servers

@@ -25,7 +25,7 @@ from areal_x.batching.batch import Models, make_batches
 from areal_x.build import Factory
 from areal_x.cluster import ranks
 from areal_x.cluster.links import Follower
-from areal_x.config.recorded import by_gin, differences, text_of
+from areal_x.config.writer import by_gin, differences, text_of
 from areal_x.engines.vllm.gpu_transfer import check_machine
 from areal_x.hf.model_dir import resolve
 from areal_x.hf.tokenizer import load_tokenizer

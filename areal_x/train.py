@@ -31,8 +31,8 @@ import gin
 from areal_x.cluster import ranks
 from areal_x.config.describe import help_text
 from areal_x.config.reader import Config, load
-from areal_x.config.recorded import text_of
 from areal_x.config.types import check_early, check_experiment
+from areal_x.config.writer import text_of
 from areal_x.errors import UserError, described, place_of, sentence, traceback_of
 from areal_x.run import checkpoint, resuming, run_dir
 from areal_x.runtime import interrupts, open_files

@@ -22,6 +22,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PAGES = ROOT / "build" / "pages"
 GUIDES = ("README.md", "benchmarks/README.md", *(f"docs/{f.name}" for f in (ROOT / "docs").glob("*.md")))
 PACKAGES = ("areal_x", "areal_x.agents", "areal_x.sandbox", "areal_x.simulation")
+IMAGES = (".png", ".svg")
 LINK = re.compile(r"(\]\()([^)#\s]+)(#[^)]*)?(\))")
 LANGUAGES = {".py": "python", ".gin": "python", ".mjs": "javascript", ".json": "json", ".toml": "toml", ".txt": "text"}
 
@@ -36,7 +37,7 @@ def write_pages() -> None:
     shutil.rmtree(PAGES, ignore_errors=True)
     for guide in GUIDES:
         write(guide, (ROOT / guide).read_text(encoding="utf-8"))
-    for image in (ROOT / "docs").glob("*.png"):
+    for image in (f for f in (ROOT / "docs").iterdir() if f.suffix in IMAGES):
         shutil.copyfile(image, PAGES / "docs" / image.name)
     for package in PACKAGES:
         (PAGES / "api").mkdir(exist_ok=True)
@@ -54,7 +55,7 @@ def write(path: str, text: str) -> None:
         found = os.path.normpath(Path(path).parent / target)
         if "://" in target or not (ROOT / found).exists():
             return link[0]  # another site's; or broken, which the build reports
-        if found.endswith(".png"):
+        if found.endswith(IMAGES):
             return link[0]
         linked.append(found)
         return f"{link[1]}{os.path.relpath(page_of(found), Path(page_of(path)).parent)}{link[3] or ''}{link[4]}"

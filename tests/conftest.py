@@ -134,7 +134,7 @@ def no_bindings() -> Iterator[None]:
     """What a config binds, and what is known of objects that gin made of it, ends with the test that read it."""
     yield
     gin.clear_config()
-    if recorded := sys.modules.get("areal_x.config.recorded"):
+    if recorded := sys.modules.get("areal_x.config.writer"):
         recorded._made.clear()
         recorded._built.clear()
 

@@ -27,7 +27,7 @@ from areal_x.runtime.thread import OneThread, in_thread
 from areal_x.sandbox import pool as sandbox_pool
 from areal_x.sandbox.pool import ProgramResult, Sandbox
 from areal_x.types import Scored, Task, Trajectory
-from areal_x.workflows.learned_reward import Judge
+from areal_x.workflows.learned_reward import RewardModel
 from tests.agents.gateway.scripted import RUN, Letters, Scripted
 from tests.engines.test_embedded import Counting, Model, request
 from tests.rewards.reward_functions import Opened, exits_at_once, waits_for_file
@@ -113,7 +113,7 @@ async def _(stall: Stall) -> None:
         stall.hold()
         return np.ones(np.shape(batch.tokens), np.float32)
 
-    judge = Judge(SimpleNamespace(values=values), 32)  # type: ignore[arg-type]
+    judge = RewardModel(SimpleNamespace(values=values), 32)  # type: ignore[arg-type]
     answer = np.arange(2, 4, dtype=np.int32)
     trajectory = Trajectory.from_completion(answer, answer, np.zeros(2, np.float32), np.zeros(2, np.int32), 1.0)
     assert await stall.for_episode(judge.score([trajectory])) == [1.0]

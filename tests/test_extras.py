@@ -143,7 +143,6 @@ def test_the_packages_of_accelerators_are_on_the_index(requirement: str, index: 
     assert resolve(requirement, tmp_path) is None
 
 
-@pytest.mark.xfail(reason="the reader of gin files imports every room, with those of the extras")
 def test_a_run_without_extras_imports_none_of_their_packages(tiny_model_dir: Path, tmp_path: Path) -> None:
     """The demo's run, shortened, in a process of its own, that lists its modules at the end."""
     pytest.importorskip("jax")

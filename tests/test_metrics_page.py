@@ -19,7 +19,7 @@ from areal_x.rollout.rollout import Published
 from areal_x.rollout.runner import RolloutStats
 from areal_x.runtime import cores
 from areal_x.types import Episode, Group, Scored, Task, Trajectory
-from areal_x.workflows.offline import Demonstrations, PreferencePairs
+from areal_x.workflows.supervised import Demonstrations, PreferencePairs
 from tests.experiments import TASKS, tiny_experiment
 
 PAGE = Path(__file__).parents[1] / "docs" / "metrics.md"

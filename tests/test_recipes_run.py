@@ -14,7 +14,7 @@ from areal_x.errors import ConfigError, UserError
 from areal_x.experiment import Experiment
 from areal_x.hf import model_dir
 from areal_x.protocols.trainer_config import CriticConfig, OptimizerConfig
-from areal_x.workflows.offline import Demonstrations, PreferencePairs
+from areal_x.workflows.supervised import Demonstrations, PreferencePairs
 from tests.experiments import TASKS, tiny_experiment
 
 WRITTEN = [replace(task, answer="1" * (1 + i % 4)) for i, task in enumerate(TASKS)]
@@ -206,7 +206,7 @@ def test_a_teacher_with_other_tokens_is_refused(experiment, tmp_path):
 
 def test_answers_that_are_no_pairs_end_the_run_with_their_task(experiment):
     run = offline(experiment, algorithm=recipes.dpo(), workflow=PreferencePairs(), dataset=TASKS)
-    with pytest.raises(UserError, match=r"task '\d' is no pair"):
+    with pytest.raises(UserError, match=r"task '\d' is not a pair"):
         for _ in run.turns(run.open()):
             pass
 

@@ -27,14 +27,14 @@ from areal_x.protocols.engine import PromptTooLong
 from areal_x.protocols.workflow import EpisodeResult, Generator
 from areal_x.runtime.thread import in_thread
 from areal_x.types import Failed, Message, Outcome, Scored, Task
-from areal_x.workflows.single_turn import ABORTED, Judged, prompt_tokens
+from areal_x.workflows.single_turn import ABORTED, RewardedWorkflow, prompt_tokens
 
 Feedback = str | Callable[[Task, str, float], str]
 
 
 @gin.configurable("multi_turn", denylist=["tokenizer", "pool"])
 @dataclass(frozen=True)
-class MultiTurn(Judged):
+class MultiTurn(RewardedWorkflow):
     """Tries again after feedback, until an answer is right or no attempt is left. The reward is
     that of the last attempt.
 
@@ -97,7 +97,7 @@ class MultiTurn(Judged):
 
 @gin.configurable("tool_use", denylist=["tokenizer", "pool", "toolbox"])
 @dataclass(frozen=True)
-class ToolUse(Judged):
+class ToolUse(RewardedWorkflow):
     """Answers with the help of tools: calls the tools that a reply asks for and shows their
     results, until a reply calls none.
 

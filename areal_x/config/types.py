@@ -24,7 +24,7 @@ from areal_x.config.reader import (
     registered,
     short_name,
 )
-from areal_x.config.recorded import only_in_python
+from areal_x.config.writer import only_in_python
 from areal_x.errors import ConfigError, UserError
 
 UNKNOWN = object()

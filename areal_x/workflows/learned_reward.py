@@ -1,5 +1,5 @@
-"""A reward model as the judge: what another workflow answers is scored by a model that
-`recipes.reward_model` trained.
+"""Rewards from a reward model that `recipes.reward_model` trained, for the trajectories of another
+workflow.
 
 train.workflow = @learned_reward()
 learned_reward.workflow = @single_turn()
@@ -33,27 +33,33 @@ from areal_x.runtime import background
 from areal_x.runtime.waits import waiting, whose
 from areal_x.types import Episode, Scored, Task, Trajectory
 
-AT_ONCE = 256  # trajectories scored in one call
+MAX_BATCH = 256  # trajectories scored in one call
 
 
-@gin.configurable("learned_reward", denylist=["judge"])
+@gin.configurable("learned_reward", denylist=["reward_model"])
 @dataclass(frozen=True)
 class LearnedReward(Workflow):
-    """The episodes of another workflow with a reward model's score of each trajectory, at its last
-    token, for its reward.
+    """Runs another workflow and replaces the reward of each trajectory by a reward model's score at
+    its last token.
 
-    workflow: what answers. Its own reward stays as the detail `verified`, and alone judges the
-    greedy answers of an evaluation: the two together show what the learned reward is worth. path:
-    of the reward model, which must have the policy's tokens: a directory, a hub name or a function
-    that makes one. backend: what computes it, "jax" or "torch"; by default what trains the run.
-    row_length: the longest prompt and answer together.
+    The workflow's own reward stays as the detail `verified`, and is the only reward of greedy
+    answers in an evaluation: comparing the two shows what the learned reward is worth.
     """
 
     workflow: Workflow
+    """Workflow whose trajectories are scored."""
+
     path: str | Callable[[], str]
+    """The reward model, which must have the policy's vocabulary: a directory, a hub name, or a
+    function that makes one."""
+
     backend: str | None = None
+    """"jax" or "torch"; None uses the run's backend."""
+
     row_length: int = 1024
-    judge: Judge | None = None
+    """Maximum tokens of a trajectory, prompt and answer together; a longer one fails its episode."""
+
+    reward_model: RewardModel | None = None
 
     def __post_init__(self) -> None:
         positive("learned_reward.row_length", self.row_length)
@@ -74,26 +80,29 @@ class LearnedReward(Workflow):
         )
 
     def find(self, tokenizer: Any) -> Path:
-        """The reward model's directory. tokenizer: the policy's, None for a workflow of numbers.
-        Raises: ConfigError for a model that gives no rewards, or of other tokens."""
+        """Returns the reward model's directory. tokenizer: the policy's, or None to compare no
+        vocabularies.
+
+        Raises: ConfigError for a model without a score head or with another vocabulary.
+        """
         directory = resolve(self.path)
         if not is_classifier(read_config(directory)):
             raise ConfigError(
                 "learned_reward.path",
                 str(directory),
-                "a model with a score head, as reward_model trains it",
+                "a model with a score head, as reward_model trains one",
             )
         if tokenizer is not None:
             check_tokens(
                 "learned_reward.path",
                 directory,
                 tokenizer.get_vocab(),
-                "the policy, whose answers it reads",
+                "the policy, whose answers it scores",
             )
         return directory
 
     def setup(self, tokenizer: Any) -> LearnedReward:
-        """Raises: as `find` does."""
+        """Loads the reward model. Raises: as `find`."""
         directory = self.find(tokenizer)
         backend = self.backend or min(entry_points(group="areal_x.backends").names)
         config = TrainerConfig(
@@ -103,11 +112,11 @@ class LearnedReward(Workflow):
             row_length=self.row_length,
         )
         config = replace(config, mesh=config.mesh.within_one_process())
-        judge = Judge(create_trainer(backend, config), self.row_length)
-        return replace(self, workflow=self.workflow.setup(tokenizer), judge=judge)
+        reward_model = RewardModel(create_trainer(backend, config), self.row_length)
+        return replace(self, workflow=self.workflow.setup(tokenizer), reward_model=reward_model)
 
     def greedy(self) -> Workflow:
-        """For an evaluation: the inner workflow, with the verifier's reward."""
+        """Returns the inner workflow greedily, so that an evaluation uses the verifier's reward."""
         return self.workflow.greedy()
 
     def baseline(self) -> Workflow:
@@ -123,7 +132,7 @@ class LearnedReward(Workflow):
         self.workflow.restore(state)
 
     async def run(self, task: Task, engine: Generator) -> EpisodeResult:
-        assert self.judge is not None, "call setup(tokenizer) first"
+        assert self.reward_model is not None, "call setup(tokenizer) first"
         episode = episode_of(await self.workflow.run(task, engine))
         if not isinstance(episode.outcome, Scored):
             return episode
@@ -132,7 +141,7 @@ class LearnedReward(Workflow):
                 f"a trajectory of {longest} tokens is longer than learned_reward.row_length ="
                 f" {self.row_length}"
             )
-        scores = await self.judge.score(episode.trajectories)
+        scores = await self.reward_model.score(episode.trajectories)
         details = {**episode.outcome.details, "verified": episode.outcome.reward}
         trajectories = tuple(
             replace(t, reward=score) for t, score in zip(episode.trajectories, scores, strict=True)
@@ -141,40 +150,44 @@ class LearnedReward(Workflow):
 
     async def close(self) -> None:
         await self.workflow.close()
-        if self.judge is not None:
-            self.judge.close()
+        if self.reward_model is not None:
+            self.reward_model.close()
 
 
-class Judge:
-    """Scores trajectories on a thread of its own: all that wait when it becomes free, together."""
+class RewardModel:
+    """Scores trajectories on its own thread; those that wait when the thread becomes free are
+    scored in one batch."""
 
     def __init__(self, model: Trainer, row_length: int) -> None:
-        self._model, self._row_length = model, row_length
-        self._waiting: list[tuple[Trajectory, asyncio.Future[float]]] = []
-        self._serving: asyncio.Task[None] | None = None
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="judge")
+        self._model = model
+        self._row_length = row_length
+        self._queue: list[tuple[Trajectory, asyncio.Future[float]]] = []
+        self._worker: asyncio.Task[None] | None = None
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="reward model")
 
     async def score(self, trajectories: Sequence[Trajectory]) -> list[float]:
+        """Returns the score of each trajectory at its last token."""
         loop = asyncio.get_running_loop()
         mine = [(trajectory, loop.create_future()) for trajectory in trajectories]
-        self._waiting += mine
-        if self._serving is None or self._serving.done():
-            self._serving = background.start(self._serve(), "the learned reward")
+        self._queue += mine
+        if self._worker is None or self._worker.done():
+            self._worker = background.start(self._score_queue(), "the learned reward")
         with waiting(
-            whose(), "the learned reward", lambda: f"{len(self._waiting)} trajectories wait"
+            whose(), "the learned reward", lambda: f"{len(self._queue)} trajectories wait"
         ):
             return list(await asyncio.gather(*(score for _, score in mine)))
 
     def close(self) -> None:
-        """Ends the thread; safe to call twice."""
-        if self._serving is not None:
-            self._serving.cancel()
+        """Stops the thread; safe to call twice."""
+        if self._worker is not None:
+            self._worker.cancel()
         self._thread.shutdown(wait=True, cancel_futures=True)
 
-    async def _serve(self) -> None:
+    async def _score_queue(self) -> None:
         loop = asyncio.get_running_loop()
-        while self._waiting:
-            taken, self._waiting = self._waiting[:AT_ONCE], self._waiting[AT_ONCE:]
+        while self._queue:
+            taken = self._queue[:MAX_BATCH]
+            self._queue = self._queue[MAX_BATCH:]
             try:
                 scores: Sequence[Any] = await loop.run_in_executor(
                     self._thread, self._scores, [t for t, _ in taken]
@@ -185,7 +198,7 @@ class Judge:
                         future.set_exception(error)
                 continue
             for (_, future), score in zip(taken, scores, strict=True):
-                if not future.done():  # whoever asked may have been ended meanwhile
+                if not future.done():  # its episode may have been cancelled meanwhile
                     future.set_result(float(score))
 
     def _scores(self, trajectories: Sequence[Trajectory]) -> list[np.ndarray]:

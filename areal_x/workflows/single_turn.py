@@ -1,5 +1,4 @@
-"""Workflows that ask for one completion and score its text: the single turn, and what others build
-on."""
+"""The single-turn workflow, and the base class of workflows with a reward function."""
 
 from __future__ import annotations
 
@@ -39,39 +38,43 @@ ABORTED = Failed("the engine aborted the request")
 
 
 @dataclass(frozen=True)
-class Judged(Workflow):
-    """A workflow that asks for completions and has a text of theirs judged. One that gin makes adds
-    `run` and its own name.
-
-    reward: a function (task, text) -> number, or -> (number, {name: number}); text is a completion
-    without special tokens. sampling: how completions are drawn; the model's end tokens are added to
-    its stop tokens. reward_workers: most processes that judge at once. reward_timeout_seconds:
-    after which a reward is ended with its process. reward_limits: what that process may use beside
-    time.
-    """
-
-    binding: ClassVar[str]  # its name in a gin file
+class RewardedWorkflow(Workflow):
+    """Base class of workflows that score a text with a reward function in worker processes. A
+    subclass adds `run` and, for messages about its settings, `binding`."""
 
     reward: Reward
+    """Function `(task, text) -> number`, or `-> (number, {name: number})` to report more numbers.
+    The text has no special tokens."""
+
     sampling: SamplingParams = field(default_factory=SamplingParams)
+    """How completions are sampled; the model's end tokens are added to its stop tokens."""
+
     reward_workers: int = 4
+    """Maximum number of reward processes."""
+
     reward_timeout_seconds: float = 10.0
+    """Time limit of one call of the reward, in seconds; the process of one that takes longer is
+    killed."""
+
     reward_limits: RewardLimits = field(default_factory=RewardLimits)
+    """Resource limits of a reward process."""
+
     tokenizer: Any = None
     pool: RewardPool | None = None
 
     def __post_init__(self) -> None:
+        name = self.binding or type(self).__name__
         if not callable(self.reward):
             raise UserError(
-                f"{self.binding}.reward = {self.reward!r} cannot work: "
+                f"{name}.reward = {self.reward!r} cannot work: "
                 "it must be a function (in gin `@name`, without parentheses)"
             )
-        at_least(f"{self.binding}.reward_workers", self.reward_workers, 1)
-        positive(f"{self.binding}.reward_timeout_seconds", self.reward_timeout_seconds)
+        at_least(f"{name}.reward_workers", self.reward_workers, 1)
+        positive(f"{name}.reward_timeout_seconds", self.reward_timeout_seconds)
 
     def setup(self, tokenizer: Any) -> Self:
-        """Raises UserError for a tokenizer without an end token, or a reward that no other process
-        could run."""
+        """Raises: UserError for a tokenizer without an end token, or a reward that cannot be sent to
+        another process."""
         return replace(
             self,
             sampling=with_end(self.sampling, tokenizer),
@@ -89,7 +92,7 @@ class Judged(Workflow):
         return replace(self, sampling=replace(self.sampling, temperature=0.0))
 
     async def score(self, task: Task, text: str) -> Outcome:
-        """What became of judging a text."""
+        """Runs the reward function on a text and returns the outcome."""
         assert self.pool is not None, "call setup(tokenizer) first"
         return await self.pool.score(task, text)
 
@@ -100,16 +103,9 @@ class Judged(Workflow):
 
 @gin.configurable("single_turn", denylist=["tokenizer", "pool"])
 @dataclass(frozen=True)
-class SingleTurn(Judged):
-    """One prompt, one completion, one score. A prompt of messages may show images to a model that
-    sees.
-
-    reward: a function (task, text) -> number, or -> (number, {name: number}); text is the
-    completion without special tokens. sampling: how completions are drawn; the model's end tokens
-    are added to its stop tokens. reward_workers: most processes that judge at once.
-    reward_timeout_seconds: after which a reward is ended with its process. reward_limits: what that
-    process may use beside time.
-    """
+class SingleTurn(RewardedWorkflow):
+    """Samples one completion of the task's prompt and scores it. Chat messages may contain images if
+    the model accepts them."""
 
     binding: ClassVar[str] = "single_turn"
 
@@ -135,20 +131,22 @@ class SingleTurn(Judged):
             return outcome
         trajectory = Trajectory.from_completion(
             prompt,
-            completion.tokens,
-            completion.logprobs,
-            completion.versions,
-            outcome.reward,
-            completion.finish_reason,
-            completion.experts,
-            images,
+            tokens=completion.tokens,
+            logprobs=completion.logprobs,
+            versions=completion.versions,
+            reward=outcome.reward,
+            finish_reason=completion.finish_reason,
+            experts=completion.experts,
+            images=images,
         )
         return Episode(outcome, (trajectory,))
 
 
 def with_end(sampling: SamplingParams, tokenizer: Any) -> SamplingParams:
-    """The sampling with the model's end tokens among its stop tokens. Raises UserError where there
-    is none."""
+    """Returns the sampling with the model's end tokens added to its stop tokens.
+
+    Raises: UserError if the model has no end token.
+    """
     return replace(
         sampling,
         stop_token_ids=tuple(dict.fromkeys((*sampling.stop_token_ids, *stop_tokens(tokenizer)))),
@@ -156,14 +154,15 @@ def with_end(sampling: SamplingParams, tokenizer: Any) -> SamplingParams:
 
 
 def text_of(tokenizer: Any, tokens: Int32[np.ndarray, " N"]) -> str:
-    """What a completion says, without special tokens and those that end one, which a tokenizer may
-    not call special."""
-    said = tokens[~np.isin(tokens, ends(tokenizer))]
-    return str(tokenizer.decode(said.tolist(), skip_special_tokens=True))
+    """Decodes a completion without special tokens and without end tokens, which some tokenizers do
+    not list as special."""
+    kept = tokens[~np.isin(tokens, ends(tokenizer))]
+    return str(tokenizer.decode(kept.tolist(), skip_special_tokens=True))
 
 
 def prompt_tokens(prompt: str | Sequence[Message], tokenizer: Any) -> int | None:
-    """How many there are; None where it has images, of which only reading them tells."""
+    """Returns the number of tokens of a prompt; None if it has images, which would have to be read
+    first."""
     return None if image_urls(prompt) else len(encode(tokenizer, prompt))
 
 
@@ -173,12 +172,14 @@ def encode(
     images: Images | None = None,
     most: int | None = None,
 ) -> Int32[np.ndarray, " prompt"]:
-    """Token ids of a text as it is, or of messages in the chat template with the assistant's turn
-    opened.
+    """Returns the token ids of a text, or of chat messages in the chat template up to the start of
+    the assistant's turn.
 
-    images: those of the messages, as `read_pictures` makes them. most: tokens that are of any use.
-    Raises UserError for messages where the tokenizer has no chat template, or one without a place
-    for images; PromptTooLong for many more than `most`.
+    images: those of the messages, as `read_images` returns them. most: the engine's context, in
+    tokens.
+
+    Raises: UserError if the tokenizer has no chat template for messages, or the template no place
+    for images; PromptTooLong for a text far longer than `most`.
     """
     if most is not None:
         texts = [prompt] if isinstance(prompt, str) else texts_of(prompt)

@@ -21,7 +21,7 @@ from areal_x.monitor.display import panel
 from areal_x.protocols.trainer_config import CriticConfig
 from areal_x.rollout.episode import run_episode
 from areal_x.types import Batch, Episode, Failed, Group, Policy, Scored, Task, Trajectory
-from areal_x.workflows.offline import Demonstrations
+from areal_x.workflows.supervised import Demonstrations
 from tests.conftest import CHARACTERS, write_model, write_tokenizer
 from tests.experiments import TASKS, tiny_experiment
 from tests.rollout.fakes import Doing

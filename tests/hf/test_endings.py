@@ -22,8 +22,8 @@ from areal_x.preflight import tokens
 from areal_x.preflight.model import Model
 from areal_x.protocols.engine import Completion, SamplingParams
 from areal_x.types import Task
-from areal_x.workflows.offline import Demonstrations, PreferencePairs
 from areal_x.workflows.single_turn import SingleTurn, text_of
+from areal_x.workflows.supervised import Demonstrations, PreferencePairs
 from tests.conftest import CHARACTERS
 
 # Each writes the turns of "messages" as its family does, with names of roles as they are.

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from areal_x.config.recorded import settings_of
+from areal_x.config.writer import settings_of
 from areal_x.errors import UserError
 from areal_x.monitor import metrics, trackers
 from areal_x.monitor.metrics import MetricsWriter

@@ -27,7 +27,7 @@ from areal_x.runtime import loop as loops
 from areal_x.runtime.thread import OneThread
 from areal_x.tasks.stream import TaskStream
 from areal_x.types import Failed, Trajectory
-from areal_x.workflows.learned_reward import Judge
+from areal_x.workflows.learned_reward import RewardModel
 from tests.rollout.fakes import TASKS, Doing, FakeEngine, Plain
 
 pytestmark = pytest.mark.timeout(60)  # what nobody hears of is waited for for ever
@@ -351,7 +351,7 @@ def test_the_embedded_engines_thread_ends_what_waits_for_it_wherever_it_breaks()
 
 def test_what_breaks_a_learned_reward_ends_the_run() -> None:
     def begin() -> None:
-        judge = Judge(SimpleNamespace(values=None), 8)  # type: ignore[arg-type]
+        judge = RewardModel(SimpleNamespace(values=None), 8)  # type: ignore[arg-type]
         judge._scores = lambda taken: []  # type: ignore[method-assign]
         nothing = [np.zeros(2, kind) for kind in (np.int32, np.bool_, np.float32, np.int32)]
         scoring = judge.score([Trajectory(*nothing)])

@@ -91,7 +91,7 @@ ALLOWED: dict[str, Inside | Bounded | str] = {
     "run/journal.py Journal._failed: self._said.get()": AT_ONCE,
     "run/journal.py Journal._write: self._said.get()": AT_ONCE,
     "run/journal.py Journal._write: self._urgent.wait()": Bounded("GATHER_SECONDS"),
-    "workflows/learned_reward.py Judge._serve: await loop.run_in_executor": Inside("the learned reward"),
+    "workflows/learned_reward.py RewardModel._score_queue: await loop.run_in_executor": Inside("the learned reward"),
     "runtime/loop.py result: future.result()": AT_ONCE,
     "runtime/loop.py result: wait()": Inside(GROUPS),  # and in every other call of the rollout
     "runtime/loop.py run: thread.join()": AT_ONCE,

@@ -17,8 +17,8 @@ from areal_x.tasks.screening import MARGIN, Screen, create_screen
 from areal_x.tasks.stream import TaskStream
 from areal_x.types import Task
 from areal_x.workflows.learned_reward import LearnedReward
-from areal_x.workflows.offline import Demonstrations, PreferencePairs
 from areal_x.workflows.single_turn import SingleTurn, encode
+from areal_x.workflows.supervised import Demonstrations, PreferencePairs
 from tests.rollout.fakes import Doing, FakeEngine, Plain
 
 LONGEST = 12

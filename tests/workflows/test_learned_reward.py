@@ -194,7 +194,7 @@ class Shown(LearnedReward):
 
     def setup(self, tokenizer):
         ready = super().setup(tokenizer)
-        self.seen.append(type(ready.judge._model).__module__)
+        self.seen.append(type(ready.reward_model._model).__module__)
         return ready
 
 

@@ -24,7 +24,7 @@ import gin
 import numpy as np
 from gin import config_parser
 
-from areal_x.config.in_words import described
+from areal_x.config.fingerprint import described
 from areal_x.config.reader import (
     Binding,
     Config,

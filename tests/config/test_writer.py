@@ -19,10 +19,10 @@ from areal_x.algorithms.assembly import PARTS
 from areal_x.algorithms.filters import varied
 from areal_x.algorithms.rebuild import same
 from areal_x.algorithms.recipes import dapo, distill, grpo, m2po, ppo
-from areal_x.config.in_words import described
+from areal_x.config.fingerprint import described
 from areal_x.config.reader import config_text, load
-from areal_x.config.recorded import Missing, differences, parsed, text_of
 from areal_x.config.types import check_early, check_experiment
+from areal_x.config.writer import Missing, differences, parsed, text_of
 from areal_x.engines.embedded import EmbeddedConfig
 from areal_x.errors import UserError
 from areal_x.experiment import Experiment
@@ -152,7 +152,7 @@ def same_but_for_gin(ours: Any, theirs: Any) -> bool:
 def test_two_runs_with_different_losses_leave_different_files(tmp_path):
     texts = [text_of(made(algorithm=grpo(loss=loss))) for loss in (lambda p, b: (p.logp, {}), lambda p, b: (-p.logp, {}))]
     assert len({line for text in texts for line in text.splitlines() if ".what" in line}) == 2
-    assert "test_recorded.py:" in texts[0]
+    assert "test_writer.py:" in texts[0]
     (told,) = differences(*texts)
     assert told.startswith("grpo_loss/given_in_python.what = ")
 
@@ -187,7 +187,7 @@ def test_what_gin_cannot_say_is_told_in_words_and_each_command_says_what_it_lack
         assert told.startswith(f"error: {file} is of a run that was started from Python, and gin cannot say what it gave as ")
         assert told.count("\n") == 1
         assert "train.dataset (10 tasks, the first '0', sha256 " in told
-        assert "grpo.loss (tests.config.test_recorded.closing_over.<locals>.<lambda> (" in told
+        assert "grpo.loss (tests.config.test_writer.closing_over.<locals>.<lambda> (" in told
         assert told.endswith("as Experiment(...).run(resume=True)\n")
     given = load(file, ["train.dataset = @ten_recorded_tasks()", "grpo.loss = @reinforce"])
     check_early(given)
@@ -203,7 +203,7 @@ def test_what_is_missing_says_so_when_it_is_used():
 
 
 BY_GIN = """
-import tests.config.test_recorded
+import tests.config.test_writer
 big/sampling.max_tokens = 77
 REWARD = @recorded_test.a_reward
 train.dataset = @ten_recorded_tasks()
@@ -270,7 +270,7 @@ import sys
 from areal_x import train
 from areal_x.algorithms.recipes import grpo
 from tests.experiments import tiny_experiment
-from tests.config.test_recorded import a_reward
+from tests.config.test_writer import a_reward
 from areal_x.protocols.engine import SamplingParams
 from areal_x.workflows.single_turn import SingleTurn
 
