@@ -21,7 +21,7 @@ from tests.engines.families import FAMILIES
 from tests.models import MODELS, MORE, SEEING, write_random
 
 ROOT = Path(__file__).parents[3]
-STAND_IN = ROOT / "tests" / "rollout" / "torchvision_stand_in"
+STAND_IN = ROOT / "tests" / "engines" / "vllm" / "torchvision_stand_in"
 
 
 @pytest.fixture(scope="module")
