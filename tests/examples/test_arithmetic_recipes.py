@@ -18,7 +18,7 @@ from examples.arithmetic.task import demonstrated, problems, verify
 
 ROOT = Path(__file__).parents[2]
 FILES = sorted((ROOT / "examples" / "arithmetic").glob("*.gin"))
-RECIPES = re.findall(r"^@gin.configurable\n@kept\ndef (\w+)", Path(recipes.__file__).read_text(), re.MULTILINE)
+RECIPES = re.findall(r"^@gin.configurable\n@records_call\ndef (\w+)", Path(recipes.__file__).read_text(), re.MULTILINE)
 
 
 @pytest.fixture(autouse=True)

@@ -62,7 +62,7 @@ def test_each_image_has_its_place_and_its_own_patches() -> None:
 
 @pytest.mark.parametrize("wrong", [PROMPT[PROMPT != IMAGE], PROMPT[:12], np.delete(PROMPT, 5)], ids=["none", "one", "short"])
 def test_tokens_that_are_not_of_the_images_are_refused(wrong: np.ndarray) -> None:
-    with pytest.raises(UserError, match=r"needs \d image tokens in a row"):
+    with pytest.raises(UserError, match=r"needs \d consecutive image tokens"):
         features_of(wrong, SHOWN.images, IMAGE, merge=2)
 
 

@@ -353,7 +353,7 @@ def test_the_probe_holds_what_a_tokenizer_may_split_differently(tiny_model_dir: 
         (answer([5, 6, 8], [0, -1, -1]), "omitted the log-probability"),
         (answer([5, 6, 7], [0, -1, -9999.0]), "omitted the log-probability"),
         (answer([5, 6, 7], [0, -1, None]), "omitted the log-probability"),
-        (answer([5, 6, 7], [0, -1, 2.5]), "logits in place of log-probabilities"),
+        (answer([5, 6, 7], [0, -1, 2.5]), "logits instead of log-probabilities"),
     ],
     ids=["none", "too few", "of other tokens", "minus infinity", "null", "a logit"],
 )
