@@ -211,6 +211,8 @@ class Settings:
         if self.trainer.replay_experts and self.engine != "vllm":
             wanted = f"False with the engine {self.engine!r}, which records no experts"
             raise ConfigError("trainer.replay_experts", True, wanted)
+        if not hasattr(self.workflow, "sampling_params"):
+            raise ConfigError("train.workflow", self.workflow, "a subclass of areal_x.Workflow")
         if not self.serving:
             check_distribution(self.workflow, self.engine, self.trainer.temperature)
         if self.deterministic:

@@ -21,14 +21,19 @@ HEAVY = ("jax", "torch", "transformers", "vllm", "datasets", "matplotlib")
 
 TASKS = """
 import gin
+from areal_x import Workflow
 
 @gin.configurable(module="command_test")
 def two_problems():
     return [1, 2]
 
+class Walk(Workflow):
+    async def run(self, task, engine):
+        raise NotImplementedError
+
 @gin.configurable(module="command_test")
 def walk():
-    return None
+    return Walk()
 """
 
 GOOD = """
