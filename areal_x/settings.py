@@ -146,9 +146,6 @@ class Settings:
     then be sampled."""
 
     def __post_init__(self) -> None:
-        check_workflow("train.workflow", self.workflow)
-        if self.evaluation is not None:
-            check_workflow("train.evaluation", self.evaluation)
         find_backend(self.backend)
         one_of("train.engine", self.engine, ENGINES)
         check_loggers(self.loggers)
@@ -211,8 +208,10 @@ class Settings:
         if self.trainer.replay_experts and self.engine != "vllm":
             wanted = f"False with the engine {self.engine!r}, which records no experts"
             raise ConfigError("trainer.replay_experts", True, wanted)
-        if not hasattr(self.workflow, "sampling_params"):
-            raise ConfigError("train.workflow", self.workflow, "a subclass of areal_x.Workflow")
+        # After the checks of values: while a file is looked at early, no workflow is built yet.
+        check_workflow("train.workflow", self.workflow)
+        if self.evaluation is not None:
+            check_workflow("train.evaluation", self.evaluation)
         if not self.serving:
             check_distribution(self.workflow, self.engine, self.trainer.temperature)
         if self.deterministic:
