@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from functools import cache
@@ -17,6 +16,7 @@ import gin
 import pytest
 from hypothesis import settings
 
+from tests import forking
 from tests.servers import nothing_is_lost_unasked, run, vllm_engine, vllm_server, watch  # noqa: F401  (fixtures)
 
 # How long an example takes says how busy the machine is.
@@ -26,13 +26,40 @@ settings.load_profile("any_speed")
 os.environ.setdefault("QUICKSTART_STEPS", "6")  # of the notebook, which is run like a test
 
 
-def pytest_configure() -> None:
+def pytest_configure(config: pytest.Config) -> None:
+    if hasattr(config.option, "loadscopereorder"):
+        config.option.loadscopereorder = False  # else what has the most tests comes first
     # What a shell starts in the background ignores Ctrl-C, and so would what that starts; tests send it.
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+    # Two workers on two cores: a second thread for products of tiny matrices would wait, spinning, for a core that another has.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
     # Most of the suite's time is the compiler's, which needs half as long without these; other releases may lack the flag.
     if find_spec("jaxlib") and version("jaxlib").startswith("0.10."):
         os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_cpu_use_fusion_emitters=false".strip()
+
+
+# The modules that take longest, so that no worker of pytest-xdist is left with one of them at the end.
+LONGEST_FIRST = (
+    "tests/torch/test_processes.py",
+    "tests/engines/vllm/test_vllm_engine.py",
+    "tests/jax/test_processes.py",
+)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """A worker of pytest-xdist takes a module whole, unless that says otherwise, so that what a fixture makes for a module is
+    made once."""
+
+    def module(item: pytest.Item) -> str:
+        return item.nodeid.partition("::")[0]
+
+    for item in items:
+        if item.get_closest_marker("xdist_group") is None:
+            item.add_marker(pytest.mark.xdist_group(module(item)))
+    places = {name: place for place, name in enumerate(LONGEST_FIRST)}
+    items.sort(key=lambda item: places.get(module(item), len(places)))
 
 
 CHARACTERS = "0123456789+=,>.abcdefghijklmnopqrstuvwxyz "
@@ -156,9 +183,12 @@ def quick_compilation(tmp_path_factory: pytest.TempPathFactory) -> None:
     }
     for name, value in settings.items():
         jax.config.update(name, value)
+    # So that every process that a test starts takes them there too, and none from the user's own cache.
+    os.environ["JAX_COMPILATION_CACHE_DIR"] = str(programs)
+    os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.1"
 
 
-# For a process whose JAX shall compile with as little optimisation; what computes a lot is better off without.
+# For a process whose JAX shall compile with as little optimisation.
 QUICK = {"JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
 
 
@@ -166,13 +196,13 @@ def environment_with(devices: int, **more: str) -> dict[str, str]:
     """For a process whose JAX sees so many devices of a CPU, and which finds what this one can import."""
     flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={devices}".strip()
     paths = os.pathsep.join([str(Path(__file__).parents[1]), *sys.path])
-    return {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags, "PYTHONPATH": paths, **more}
+    return {**os.environ, **QUICK, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags, "PYTHONPATH": paths, **more}
 
 
 def python_with(devices: int, *arguments: str, **environment: str) -> str:
     """What python with these arguments prints where JAX sees so many devices of a CPU."""
     made = environment_with(devices, **environment)
-    answer = subprocess.run([sys.executable, *arguments], env=made, capture_output=True, text=True, timeout=900)
+    answer = forking.run([sys.executable, *arguments], made, Path.cwd(), timeout=900)
     if answer.returncode:
         raise RuntimeError(answer.stderr)
     return answer.stdout

@@ -13,7 +13,10 @@ from pathlib import Path
 import pytest
 
 from areal_x.monitor.metrics import read
-from tests.conftest import QUICK, environment_with
+from tests import forking
+from tests.conftest import environment_with
+
+Process = forking.Process | subprocess.Popen[bytes]
 
 
 def free_port() -> int:
@@ -25,11 +28,9 @@ def free_port() -> int:
 
 
 @contextmanager
-def started(
-    command: Sequence[str], processes: int, devices: int, folder: Path, **more: str
-) -> Iterator[list[subprocess.Popen]]:
+def started(command: Sequence[str], processes: int, devices: int, folder: Path, **more: str) -> Iterator[list[Process]]:
     """The same command in several processes, whose outputs go to files out-0, err-0 …; those left at the end are killed."""
-    environment = environment_with(devices, PYTHONFAULTHANDLER="1", **QUICK, **more)
+    environment = environment_with(devices, PYTHONFAULTHANDLER="1", **more)
     if processes > 1:
         environment |= {"WORLD_SIZE": str(processes), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     with ExitStack() as stack:
@@ -37,9 +38,8 @@ def started(
         for rank in range(processes):
             out, err = (stack.enter_context((folder / f"{name}-{rank}").open("w")) for name in ("out", "err"))
             own = {"RANK": str(rank)} if processes > 1 else {}
-            process = subprocess.Popen(command, env=environment | own, stdout=out, stderr=err, cwd=folder)
-            made.append(stack.enter_context(process))
-            stack.callback(process.kill)
+            made.append(stack.enter_context(forking.popen(command, environment | own, folder, out, err)))
+            stack.callback(made[-1].kill)
         yield made
 
 

@@ -14,6 +14,8 @@ import pytest
 from areal_x import plan, train
 from areal_x.config.reader import load
 from areal_x.config.types import check_early, check_experiment
+from tests import forking
+from tests.conftest import environment_with
 from tests.docs_pages import BLOCK, NOT_RUN, ROOT, blocks, pages, write_modules
 
 EXAMPLE = "examples/arithmetic/grpo.gin"  # where a page says FILE.gin
@@ -40,7 +42,7 @@ def test_the_picture_of_the_architecture_is_what_the_layout_allows():
 @pytest.fixture(scope="module")
 def problems() -> dict[str, str]:
     """By page what went wrong when its Python was run, all pages in one process of their own."""
-    done = subprocess.run([sys.executable, "-m", "tests.docs_pages"], cwd=ROOT, capture_output=True, text=True, check=False)
+    done = forking.run([sys.executable, "-m", "tests.docs_pages"], environment_with(1), ROOT)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
 import sys
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
@@ -33,6 +31,8 @@ from areal_x.run.run_dir import open_run
 from areal_x.settings import Settings
 from areal_x.types import Task
 from areal_x.workflows.single_turn import SingleTurn
+from tests import forking
+from tests.conftest import environment_with
 from tests.experiments import TASKS, counts_ones
 
 
@@ -285,11 +285,8 @@ if __name__ == "__main__":
 
 def test_a_run_from_python_is_replayed_without_its_tasks_and_its_reward(tiny_model_dir, tmp_path):
     (tmp_path / "program.py").write_text(NOTEBOOK)
-    root = str(Path(__file__).parents[2])
     for command in (["program.py", str(tiny_model_dir)], ["-m", "areal_x.replay", "runs/mine"]):
-        environment = {**os.environ, "PYTHONPATH": root}
-        full = [sys.executable, *command]
-        done = subprocess.run(full, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+        done = forking.run([sys.executable, *command], environment_with(1), tmp_path)
         assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-1] == "all 2 losses are those of the run, to the last bit"
     written = (tmp_path / "runs" / "mine" / "config.gin").read_text()

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import string
-import subprocess
 import sys
 from itertools import pairwise
 from pathlib import Path
@@ -14,7 +12,8 @@ import pytest
 
 from areal_x.errors import UserError
 from examples.gsm8k.task import INSTRUCTION, gsm8k
-from tests.conftest import QUICK, write_model, write_tokenizer
+from tests import forking
+from tests.conftest import environment_with, write_model, write_tokenizer
 
 REAL = Path(__file__).parents[3] / "shared" / "data" / "gsm8k"
 
@@ -83,7 +82,7 @@ def test_the_experiment_starts_rolls_out_scores_and_steps_with_a_tiny_model(file
     arguments = [part for name, value in bindings.items() for part in ("-b", f"{name} = {value!r}")]
     command = [sys.executable, "-m", "areal_x.train", "examples/gsm8k/grpo.gin", *arguments]
     root = Path(__file__).parents[2]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=root, env={**os.environ, **QUICK}, check=False)
+    done = forking.run(command, environment_with(1), root)
     assert done.returncode == 0, done.stderr
     rows = [json.loads(line) for line in (tmp_path / "runs" / "gsm8k" / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == [0, 1, 2]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -30,7 +29,9 @@ from areal_x.protocols.engine import EngineError, SamplingParams
 from areal_x.protocols.trainer_config import LoRAConfig, MeshConfig, OptimizerConfig
 from areal_x.types import Batch, Group, Policy, Task
 from areal_x.workflows.single_turn import SingleTurn
+from tests import forking
 from tests.config.test_bad_input import RECIPES
+from tests.conftest import environment_with
 from tests.experiments import TASKS, counts_ones, tiny_experiment
 
 GPU = Devices("cuda", 1, 80 * 10**9)
@@ -118,8 +119,8 @@ def test_the_arithmetic_example_has_no_problem_as_a_command(tmp_path: Path) -> N
     write_model(tmp_path / "model", 0)
     bindings = ["-b", f"model.path = '{tmp_path}/model'", "-b", f"train.runs = '{tmp_path}'"]
     command = [sys.executable, "-m", "areal_x.check", "examples/arithmetic/grpo.gin", *bindings]
-    said = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    assert said.returncode == 0, said.stdout
+    said = forking.run(command, environment_with(1), ROOT)
+    assert said.returncode == 0, said.stdout + said.stderr
     assert "20,000 tasks" in said.stdout
 
 

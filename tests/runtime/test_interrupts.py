@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -16,8 +15,9 @@ import pytest
 
 from areal_x.runtime import interrupts
 from areal_x.runtime.interrupts import check, noted, noted_in_each
+from tests import forking
+from tests.conftest import environment_with
 
-ROOT = Path(__file__).parents[2]
 OF_A_STEP = ["the loss", "a destructor", "a weak reference's callback", "a collection of garbage"]
 EVERY_MOMENT = 26
 
@@ -36,15 +36,7 @@ def interrupted_in_a_callback() -> None:
 
 def stopped(place: Path, model: Path, backend: str, moments: list[str]) -> list[dict[str, object]]:
     code = "import sys; from tests.stopping import main; main(*sys.argv[1:])"
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, "-c", code, str(model), backend, *moments],
-        cwd=place,
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    done = forking.run([sys.executable, "-c", code, str(model), backend, *moments], environment_with(1), place)
     assert done.returncode == 0, done.stderr[-3000:]
     return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
 

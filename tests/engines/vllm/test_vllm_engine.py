@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -231,38 +229,6 @@ def test_a_server_that_dies_at_start_says_why_and_leaves_nothing(tiny_model_dir:
     assert list((tmp_path / "staging").iterdir()) == []
     assert "vLLM server 1 of 1 is starting" in lines[0]
     run(engine.close())
-
-
-OWNER = """
-import asyncio, sys
-from pathlib import Path
-from areal_x.engines.vllm.config import VLLMConfig
-from areal_x.engines.vllm.engine import VLLMEngine
-
-async def main():
-    model, logs, staging = map(Path, sys.argv[1:])
-    engine = VLLMEngine(VLLMConfig(context=128, staging=str(staging)), model, logs, report=lambda line: None)
-    await engine.start()
-    print(engine._servers[0].process.pid, flush=True)
-    await asyncio.sleep(600)
-
-asyncio.run(main())
-"""
-
-
-def test_a_run_killed_with_sigkill_leaves_no_server_and_no_weights(tiny_model_dir: Path, tmp_path: Path) -> None:
-    staging = tmp_path / "staging"
-    words = [sys.executable, "-c", OWNER, str(tiny_model_dir), str(tmp_path / "logs"), str(staging)]
-    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as owner:
-        try:
-            guard = psutil.Process(int(owner.stdout.readline()))
-            processes = [guard, *guard.children(recursive=True)]
-            assert len(processes) >= 3  # the guard, the front end, the engine
-        finally:
-            owner.kill()
-    _, alive = psutil.wait_procs(processes, timeout=30)
-    assert alive == []
-    assert list(staging.iterdir()) == []
 
 
 @pytest.mark.loses(r"^vLLM server 1 of 2 is lost ")

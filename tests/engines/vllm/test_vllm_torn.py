@@ -1,12 +1,18 @@
-"""Updates that break off: nothing is sampled from parts of two policies. On a real server of a model with a tied head."""
+"""Updates that break off: nothing is sampled from parts of two policies. On a real server of a model with a tied head, which a
+process of its own started and is killed at the end."""
 
 from __future__ import annotations
 
 import asyncio
+import json
+import subprocess
+import sys
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+import psutil
 import pytest
 
 from areal_x.engines.vllm.client import VLLMClient
@@ -16,6 +22,7 @@ from areal_x.engines.vllm.staging import StagedFiles
 from areal_x.protocols.engine import Completion, EngineError, Request, SamplingParams
 from tests.conftest import write_model
 from tests.engines.conformance import expected_logprobs
+from tests.engines.vllm.watching import LOGS, Watch
 from tests.servers import Run, Weights
 
 pytestmark = [pytest.mark.server, pytest.mark.xdist_group("vllm-torn")]
@@ -30,23 +37,59 @@ def other_tied_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_model(tmp_path_factory.mktemp("other"), tie_word_embeddings=True, seed=5)
 
 
+OWNER = """
+import asyncio, json, sys
+from pathlib import Path
+from areal_x.engines.vllm.config import VLLMConfig
+from areal_x.engines.vllm.engine import VLLMEngine
+
+async def main():
+    model, logs, staging = map(Path, sys.argv[1:])
+    config = VLLMConfig(context=512, concurrency=8, staging=str(staging), arguments=("--num-gpu-blocks-override", "64"))
+    engine = VLLMEngine(config, model, logs, report=lambda line: None)
+    await engine.start()
+    (server,) = engine._servers
+    print(json.dumps({"pid": server.process.pid, "url": server.url, "key": server.key}), flush=True)
+    await asyncio.sleep(600)
+
+asyncio.run(main())
+"""
+
+
+@dataclass(frozen=True)
+class Owned:
+    """A server, and the process that started it."""
+
+    owner: subprocess.Popen[str]
+    pid: int  # of the server's guard
+    url: str
+    key: str
+    staging: Path
+
+
 @pytest.fixture(scope="module")
-def server(tied_model_dir: Path, tmp_path_factory: pytest.TempPathFactory, run: Run) -> Iterator[VLLMEngine]:
-    config = VLLMConfig(context=512, concurrency=8, arguments=("--num-gpu-blocks-override", "64"))
-    engine = VLLMEngine(config, tied_model_dir, tmp_path_factory.mktemp("vllm"))
-    run(engine.start())
-    yield engine
-    run(engine.close())
+def server(tied_model_dir: Path, tmp_path_factory: pytest.TempPathFactory, watch: Watch) -> Iterator[Owned]:
+    folder = tmp_path_factory.mktemp("vllm")
+    logs, staging = folder / "logs", folder / "staging"
+    words = [sys.executable, "-c", OWNER, str(tied_model_dir), str(logs), str(staging)]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as owner:
+        try:
+            assert owner.stdout is not None
+            started = json.loads(owner.stdout.readline())
+            (log,) = logs.glob(LOGS)
+            watch.logs.setdefault(log, 0)
+            yield Owned(owner, staging=staging, **started)
+        finally:
+            owner.kill()
 
 
 @pytest.fixture
 def engine(
-    server: VLLMEngine, tied_model_dir: Path, tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch
+    server: Owned, tied_model_dir: Path, tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[VLLMEngine]:
     """Over the same server, as one that somebody else started, so that it is not started again when it is lost."""
-    (ours,) = server._servers
-    monkeypatch.setenv("VLLM_API_KEY", ours.key)
-    engine = VLLMEngine(VLLMConfig(urls=(ours.url,), heartbeat_seconds=1.0), tied_model_dir, tmp_path)
+    monkeypatch.setenv("VLLM_API_KEY", server.key)
+    engine = VLLMEngine(VLLMConfig(urls=(server.url,), heartbeat_seconds=1.0), tied_model_dir, tmp_path)
     run(engine.start())
     run(engine.swap(engine.stage(Weights(tied_model_dir, 1))))
     yield engine
@@ -133,18 +176,33 @@ def test_a_file_that_was_cut_short_is_refused_before_anything_stops(
 
 @pytest.mark.log_errors("already active")
 def test_a_server_left_in_the_middle_of_an_update_by_a_run_that_was_killed_is_used_by_the_next(
-    server: VLLMEngine, tied_model_dir: Path, other_tied_dir: Path, tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch
+    server: Owned, tied_model_dir: Path, other_tied_dir: Path, tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (ours,) = server._servers
-    monkeypatch.setenv("VLLM_API_KEY", ours.key)
-    client = server._clients[0]
-    run(client.pause())
-    run(client.start_update())
-    engine = VLLMEngine(VLLMConfig(urls=(ours.url,)), tied_model_dir, tmp_path)
-    try:
-        run(engine.start())
-        assert run(client.is_paused())
-        run(engine.swap(engine.stage(Weights(other_tied_dir, 1))))
-        assert_of(run(engine.generate(SHORT)), SHORT, {1: other_tied_dir})
-    finally:
-        run(engine.close())
+    monkeypatch.setenv("VLLM_API_KEY", server.key)
+    engine = VLLMEngine(VLLMConfig(urls=(server.url,)), tied_model_dir, tmp_path)
+
+    async def next_run() -> Completion:
+        client = VLLMClient(server.url, server.key)
+        try:
+            await client.pause()
+            await client.start_update()
+            await engine.start()
+            assert await client.is_paused()
+            await engine.swap(await asyncio.to_thread(engine.stage, Weights(other_tied_dir, 1)))
+            return await engine.generate(SHORT)
+        finally:
+            await client.close()
+            await engine.close()
+
+    assert_of(run(next_run()), SHORT, {1: other_tied_dir})
+
+
+def test_a_run_killed_with_sigkill_leaves_no_server_and_no_weights(server: Owned) -> None:
+    guard = psutil.Process(server.pid)
+    processes = [guard, *guard.children(recursive=True)]
+    assert len(processes) >= 3  # the guard, the front end, the engine
+    assert server.staging.is_dir()
+    server.owner.kill()
+    _, alive = psutil.wait_procs(processes, timeout=30)
+    assert alive == []
+    assert list(server.staging.iterdir()) == []
