@@ -13,7 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from areal_x.algorithms import recipes
-from areal_x.config.describe import settings_of, summary_of
+from areal_x.algorithms.algorithm import Algorithm
+from areal_x.algorithms.assembly import PARTS, PENALTIES, add_penalties
+from areal_x.config.describe import descriptions, settings_of, split_arguments, summary_of
 from areal_x.config.reader import offered, registered, short_name
 
 PAGE = Path(__file__).with_name("configuration.md")
@@ -38,13 +40,9 @@ cited paper: for each part its formula, its source and the values it is bound to
 
 Besides its own hyperparameters every recipe accepts, in gin as `NAME.PART` or in Python by keyword:
 
-| | |
+| part | description |
 |---|---|
-| `loss`, `advantages`, `weighting`, `corrections`, `shaping`, `filters` | another function, including your own |
-| `value_loss`, `divergence` | the same, for recipes with a critic and for `distill` with a `beta` |
-| `proximal` | `"behavior"`, `"recompute"` or `"interpolate"`: the denominator of the importance ratio |
-| `reward_kl` | KL to the reference as a cost in every token's reward |
-| `kl_coefficient`, `kl_estimator`, `entropy_coefficient` | a KL penalty or an entropy bonus in the loss |
+PARTS
 
 logp is the log-probability of a token under the trained policy, proximal and behavior are those under the proximal policy and
 the one that sampled; r = exp(logp - proximal), and A is the advantage.
@@ -87,11 +85,16 @@ def cell(text: str) -> str:
 
 def algorithms() -> str:
     """Every recipe as it explains itself with the numbers of its paper."""
-    text = ALGORITHMS_HEAD
+    described = descriptions(Algorithm) | descriptions(add_penalties)
+    rows = [f"| `{part}` | {cell(described[part])} |" for part in (*PARTS, *PENALTIES)]
+    text = ALGORITHMS_HEAD.replace("PARTS", "\n".join(rows))
     for recipe in [r for r in vars(recipes).values() if inspect.isfunction(inspect.unwrap(r)) and is_recipe(r)]:
         required = {"max_tokens": 1024} if "max_tokens" in inspect.signature(recipe).parameters else {}
         algorithm = recipe(**required)
-        text += f"\n## `{algorithm.name}`\n\n{inspect.getdoc(recipe)}\n\n```text\n{algorithm.explain()}\n```\n"
+        summary, arguments = split_arguments(inspect.getdoc(recipe) or "")
+        settings = [f"* `{algorithm.name}.{name}`: {sentence}\n" for name, sentence in arguments.items()]
+        text += f"\n## `{algorithm.name}`\n\n{summary}\n\n" + "".join([*settings, "\n"] if settings else [])
+        text += f"```text\n{algorithm.explain()}\n```\n"
     return text
 
 

@@ -59,7 +59,7 @@ def add_penalties(
 
     Args:
         kl_coefficient: Weight of the KL divergence from the reference model in the loss; at least
-            0, where 0 needs no reference.
+            0. At 0 the run needs no reference.
         kl_estimator: Per-token estimator of that divergence: "k1", "k2" or "k3"
             (`areal_x.algorithms.kl`).
         entropy_coefficient: Weight of the policy's entropy, which the loss rewards; below 0 it is

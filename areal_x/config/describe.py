@@ -52,7 +52,7 @@ def settings_of(configurable: Any) -> list[Setting]:
 def summary_of(configurable: Any) -> str:
     """Returns the docstring of a configurable without its `Args:` section."""
     text = inspect.getdoc(configurable.wrapped) or ""
-    return _split_arguments(text)[0]
+    return split_arguments(text)[0]
 
 
 def default_of(parameter: inspect.Parameter, wrapped: Any) -> str:
@@ -77,13 +77,13 @@ def _gin_name(function: Any) -> str:
 def descriptions(wrapped: Any) -> dict[str, str]:
     """Returns the description of each parameter of a class or function that has one."""
     if not inspect.isclass(wrapped):
-        return _split_arguments(inspect.getdoc(wrapped) or "")[1]
+        return split_arguments(inspect.getdoc(wrapped) or "")[1]
     found: dict[str, str] = {}
     for cls in reversed(wrapped.__mro__):
         if cls.__module__ != "builtins":
             found |= dict(_under_fields(cls))
     if not inspect.isclass(wrapped) or not dataclasses.is_dataclass(wrapped):
-        found |= _split_arguments(inspect.getdoc(wrapped) or "")[1]
+        found |= split_arguments(inspect.getdoc(wrapped) or "")[1]
     return found
 
 
@@ -125,7 +125,7 @@ def _under_fields(cls: type) -> Iterator[tuple[str, str]]:
                 yield field.target.id, " ".join(text.split())
 
 
-def _split_arguments(text: str) -> tuple[str, dict[str, str]]:
+def split_arguments(text: str) -> tuple[str, dict[str, str]]:
     """Splits a docstring into the text around its `Args:` section and the section's entries."""
     around: list[str] = []
     entries: dict[str, str] = {}
