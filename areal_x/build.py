@@ -14,7 +14,7 @@ from areal_x.algorithms import losses, mismatch
 from areal_x.batching.batch import Models
 from areal_x.cluster import ranks
 from areal_x.cluster.links import Follower, Leader
-from areal_x.config.writer import settings_of
+from areal_x.config.writer import read_settings
 from areal_x.engines.embedded import EmbeddedEngine
 from areal_x.engines.none import NoEngine
 from areal_x.engines.vllm import server as servers
@@ -103,7 +103,7 @@ class Factory(Settings):
                 self.create_rollout(engine, workflow, evaluation, journal, tokenizer, message)
             )
             starting = (
-                trackers.start(name, run, self.project, settings_of(run)) for name in self.loggers
+                trackers.start(name, run, self.project, read_settings(run)) for name in self.loggers
             )
             metrics = stack.enter_context(
                 MetricsWriter(run, starting, resumed_at=start.step if resume else None)

@@ -25,7 +25,7 @@ from areal_x.batching.batch import Models, make_batches
 from areal_x.build import Factory
 from areal_x.cluster import ranks
 from areal_x.cluster.links import Follower
-from areal_x.config.writer import by_gin, differences, text_of
+from areal_x.config.writer import changed_settings, gin_file_of, records_gin_parts
 from areal_x.engines.vllm.gpu_transfer import check_machine
 from areal_x.hf.model_dir import resolve
 from areal_x.hf.tokenizer import load_tokenizer
@@ -53,7 +53,7 @@ class RunResult:
     metrics: list[dict[str, float]]
 
 
-@by_gin
+@records_gin_parts
 @gin.configurable("train")
 @dataclass(kw_only=True)
 class Experiment(Factory):
@@ -101,9 +101,9 @@ class Experiment(Factory):
         run = open_run(
             Path(self.runs),
             name,
-            lambda name: text_of(self, name=name),
+            lambda name: gin_file_of(self, name=name),
             resume=resume,
-            differences=differences,
+            changed_settings=changed_settings,
         )
         ranks.tell(process, ranks.BEGINS)
         return run

@@ -32,7 +32,7 @@ from areal_x.cluster import ranks
 from areal_x.config.describe import help_text
 from areal_x.config.reader import Config, load
 from areal_x.config.types import check_early, check_experiment
-from areal_x.config.writer import text_of
+from areal_x.config.writer import gin_file_of
 from areal_x.errors import UserError, described, place_of, sentence, traceback_of
 from areal_x.run import checkpoint, resuming, run_dir
 from areal_x.runtime import interrupts, open_files
@@ -51,7 +51,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if options.dry_run:
             experiment = gin.get_configurable("train")()
             experiment.plan()
-            print(text_of(experiment))
+            print(gin_file_of(experiment))
         else:
             in_processes(config, lambda: run_named(config, options))
 

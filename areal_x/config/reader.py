@@ -1,9 +1,9 @@
-"""Reads gin files and -b bindings so that a mistake is told at once: the file, the line, and the
+"""Reads gin files and -b bindings, and reports a mistake at once with its file, its line and the
 nearest valid name.
 
-gin's own parser reads the statements. This module looks at each of them before it is bound, because
-gin's errors name neither the valid choices nor, once a value is used, the line it came from.
-`areal_x.config.types` then looks at the values.
+gin's own parser reads the statements. This module checks each of them before it is bound, because
+gin's errors name neither the valid choices nor, once a value is used, the line that it came from.
+`areal_x.config.types` then checks the values.
 """
 
 from __future__ import annotations
@@ -38,17 +38,22 @@ Key = tuple[str, str, str]  # scope, complete selector, parameter: what gin bind
 
 @dataclass(frozen=True)
 class Binding:
-    """One `scope/selector.parameter = value`. name: as a reader writes it. place: "FILE:LINE", or
-    the -b text."""
+    """One `scope/selector.parameter = value`."""
 
     scope: str
+
     selector: str
+    """The configurable's complete name."""
+
     parameter: str
     value: Any
+
     place: str
+    """"FILE:LINE", or the -b text."""
 
     @property
     def name(self) -> str:
+        """The left-hand side as a gin file writes it."""
         if self.selector == MACRO:
             return self.scope
         return (
@@ -58,42 +63,44 @@ class Binding:
 
 @dataclass(frozen=True)
 class Config:
-    """What was read. bindings: the ones in effect (a later one replaces an earlier one). file: the
-    first file."""
+    """A gin file with its includes, and the bindings of the command line."""
 
     file: str
+    """The file that was named; the others are included."""
+
     bindings: dict[Key, Binding]
+    """The bindings in effect: a later one replaces an earlier one."""
 
     def place(self, binding: Binding) -> str:
-        """Where the value stands: for a macro, where that is defined."""
+        """Returns the place of a binding's value; for a macro, the place of its definition."""
         while is_reference(binding.value) and binding.value.configurable.selector == MACRO:
             binding = self.bindings["/".join(binding.value.scopes), MACRO, "value"]
         return binding.place
 
     def resolve(self, value: Any) -> Any:
-        """The value that a macro stands for; anything else as it is."""
+        """Returns the value of a macro, and any other value as it is."""
         while is_reference(value) and value.configurable.selector == MACRO:
             value = self.bindings["/".join(value.scopes), MACRO, "value"].value
         return value
 
     def value(self, name: str) -> Any:
-        """What an unscoped parameter is bound to, else its default."""
+        """Returns the value of an unscoped parameter ("configurable.parameter"): bound, or default."""
         selector, _, parameter = name.rpartition(".")
         configurable = find_configurable(selector, self.file)
         bound = self.bindings.get(("", configurable.selector, parameter))
         return self.resolve(bound.value) if bound else parameters(configurable)[parameter].default
 
     def is_bound(self, name: str) -> bool:
+        """True if an unscoped parameter ("configurable.parameter") is bound."""
         selector, _, parameter = name.rpartition(".")
         return ("", find_configurable(selector, self.file).selector, parameter) in self.bindings
 
     def locate(self, error: UserError, scope: str = "") -> UserError:
-        """The same sentence with the place of the binding it speaks of in front, where it speaks of
+        """Returns the error with the place of the binding that its message names, if it names
         one."""
-        begins = re.match(
-            r"(\w+\.\w+) = ", str(error)
-        )  # how a sentence about a binding begins, also where it is no ConfigError
-        name = getattr(error, "binding", None) or (begins and begins[1])
+        # Other errors than ConfigError also begin with the binding.
+        begins = re.match(r"(\w+\.\w+) = ", str(error))
+        name = error.binding if isinstance(error, ConfigError) else begins and begins[1]
         found = [
             b for b in self.bindings.values() if f"{short_name(b.selector)}.{b.parameter}" == name
         ]
@@ -109,10 +116,10 @@ class Config:
 
 
 def load(file: str | Path, bindings: Sequence[str] = ()) -> Config:
-    """Binds what a gin file says, then the given bindings, which win. What was bound before is
-    forgotten.
+    """Clears gin, then binds the statements of a gin file and the given bindings, which win.
 
-    Includes are looked for in the current directory, then beside the file that includes them.
+    Included files are searched for in the current directory, then beside the including file.
+
     Raises: UserError with the place, what is wrong there and the nearest valid name.
     """
     gin.clear_config()
@@ -125,8 +132,8 @@ def load(file: str | Path, bindings: Sequence[str] = ()) -> Config:
 
 
 def config_text() -> str:
-    """A gin file of the same experiment: every parameter in use, defaults too, and what is bound
-    but not in use yet."""
+    """Returns a gin file of the same experiment: every parameter in use, with its default or bound
+    value, and the bindings that nothing has used yet."""
     text = gin.operative_config_str()
     for section in gin.config_str().split("# Parameters for ")[1:]:
         header = f"# Parameters for {section.splitlines()[0]}"
@@ -135,14 +142,14 @@ def config_text() -> str:
     return text
 
 
-_noted: list[list[tuple[Any, Any]]] = []  # what is being noted, the innermost last
+_recording: list[list[tuple[Any, Any]]] = []  # the open recordings, the innermost last
 
 
-class Reference(gin.config.ConfigurableReference):  # type: ignore[misc]
-    """One whose result is noted together with it, see `noting`."""
+class RecordedReference(gin.config.ConfigurableReference):  # type: ignore[misc]
+    """A reference to a configurable that records its results, see `record_references`."""
 
     def __eq__(self, other: object) -> bool:
-        """As gin's own, with which gin compares it to see whether it can be written."""
+        """Equal to gin's own reference, with which gin compares it to see if it can be written."""
         return isinstance(other, gin.config.ConfigurableReference) and (
             self.configurable,
             self.evaluate,
@@ -155,20 +162,20 @@ class Reference(gin.config.ConfigurableReference):  # type: ignore[misc]
 
     def __deepcopy__(self, memo: Any) -> Any:
         made = super().__deepcopy__(memo)
-        if _noted:
-            _noted[-1].append((made, self))
+        if _recording:
+            _recording[-1].append((made, self))
         return made
 
 
 @contextmanager
-def noting() -> Iterator[list[tuple[Any, Any]]]:
-    """What references give meanwhile, each with its reference: gin calls them where it copies what
-    is bound."""
-    _noted.append([])
+def record_references() -> Iterator[list[tuple[Any, Any]]]:
+    """Yields a list that collects (result, reference) of the references that gin calls in this
+    context; it calls them when it copies a bound value."""
+    _recording.append([])
     try:
-        yield _noted[-1]
+        yield _recording[-1]
     finally:
-        _noted.pop()
+        _recording.pop()
 
 
 def is_reference(value: Any) -> bool:
@@ -176,7 +183,7 @@ def is_reference(value: Any) -> bool:
 
 
 def registered() -> dict[str, Any]:
-    """Every configurable by its complete selector, without gin's own."""
+    """Returns the configurables by their complete names, without gin's own."""
     return {
         selector: c
         for selector, c in gin.config._REGISTRY.items()
@@ -190,7 +197,7 @@ def short_name(selector: str) -> str:
 
 
 def parameters(configurable: Any) -> dict[str, inspect.Parameter]:
-    """The parameters that a binding may set."""
+    """Returns the parameters that a binding may set."""
     allowed, denied = configurable.allowlist, configurable.denylist or ()
     found = inspect.signature(configurable.wrapped).parameters
     return {
@@ -202,13 +209,18 @@ def parameters(configurable: Any) -> dict[str, inspect.Parameter]:
 
 @dataclass
 class _Reader:
-    """Reads statement by statement and keeps where each binding stood. gin's parser calls it at
+    """Reads statement by statement and keeps the place of each binding. gin's parser calls it for
     each @name and %name."""
 
     bindings: dict[Key, Binding] = field(default_factory=dict)
-    macros_used: list[tuple[str, str]] = field(default_factory=list)  # name, place
-    problem: str = ""  # with a reference of the statement being parsed
-    macros: list[str] = field(default_factory=list)  # of the statement being parsed
+    macros_used: list[tuple[str, str]] = field(default_factory=list)
+    """Name and place of each use."""
+
+    problem: str = ""
+    """The first invalid reference of the statement that is being parsed."""
+
+    macros: list[str] = field(default_factory=list)
+    """Macros of the statement that is being parsed."""
 
     def read_file(self, path: Path, place: str, parents: tuple[Path, ...]) -> None:
         if path in parents:
@@ -279,10 +291,10 @@ class _Reader:
     def configurable_reference(self, scoped_name: str, evaluate: bool) -> Any:
         try:
             find_configurable(scoped_name.rsplit("/", 1)[-1], "@" + scoped_name)
-        except UserError as error:  # the parser would wrap it: raised when the statement is read
+        except UserError as error:  # the parser would wrap it, so _Reader.read_text raises it
             self.problem = self.problem or str(error)
             return None
-        return Reference(scoped_name, evaluate)
+        return RecordedReference(scoped_name, evaluate)
 
     def macro(self, name: str) -> Any:
         reference = gin.config.ParserDelegate().macro(name)
@@ -291,8 +303,8 @@ class _Reader:
         return reference
 
     def check_macros(self) -> None:
-        """A macro that is used must be defined; one that is not used is a binding that lacks the
-        configurable's name."""
+        """Raises: UserError for a macro that is used and not defined, or defined and not used: such
+        a binding probably lacks its configurable's name."""
         defined = {b.scope: b for b in self.bindings.values() if b.selector == MACRO}
         for name, place in self.macros_used:
             if name not in defined:
@@ -320,18 +332,23 @@ def _place(source: str, line: int) -> str:
 
 
 @cache
-def offered() -> Mapping[str, str]:
-    """Returns the module of every configurable that an installed package offers, by name."""
+def configurable_modules() -> Mapping[str, str]:
+    """Returns the module of every configurable that an installed package registers, by name."""
     return {entry.name: entry.value for entry in entry_points(group=GROUP)}
 
 
+def _module_of(name: str) -> str | None:
+    modules = configurable_modules()
+    return modules.get(name) or modules.get(name.rpartition(".")[2])
+
+
 def find_configurable(name: str, place: str) -> Any:
-    """Returns the configurable of that name, and imports the module that registers it if need be.
+    """Returns the configurable of that name, after importing the module that registers it.
 
     Raises: UserError with the nearest name.
     """
     matching = gin.config._REGISTRY.matching_selectors(name)
-    if not matching and (module := offered().get(name, offered().get(name.rpartition(".")[2]))):
+    if not matching and (module := _module_of(name)):
         try:
             importlib.import_module(module)
         except ModuleNotFoundError as error:
@@ -343,14 +360,16 @@ def find_configurable(name: str, place: str) -> Any:
         choices = ", ".join(sorted(matching))
         raise UserError(f"{place}: {name!r} may be any of {choices}: write one of these")
     if not matching:
-        known = sorted({*offered(), *(short_name(selector) for selector in registered())})
+        known = sorted(
+            {*configurable_modules(), *(short_name(selector) for selector in registered())}
+        )
         hint = nearest(name, known) or "; there are " + ", ".join(known)
         raise UserError(f"{place}: nothing configurable is called {name!r}{hint}")
     return gin.config._REGISTRY[matching[0]]
 
 
 def check_parameter(configurable: Any, name: str, place: str) -> None:
-    """Raises: UserError with the nearest parameter when the configurable has none of that name."""
+    """Raises: UserError with the nearest name if the configurable has no such parameter."""
     known = parameters(configurable)
     if name in known or any(p.kind is p.VAR_KEYWORD for p in known.values()):
         return
@@ -381,7 +400,7 @@ def _import(statement: Any, place: str) -> None:
                 else ""
             )
             raise UserError(
-                f"{place}: {parent} is a module and no package, so {missing!r} cannot be"
+                f"{place}: {parent} is a module, not a package, so {missing!r} cannot be"
                 f" imported{inside}"
             ) from None
         paths = None if found is None else found.__path__

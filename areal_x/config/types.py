@@ -1,9 +1,9 @@
-"""Looks at every bound value before anything slow is imported or built.
+"""Checks every bound value before anything slow is imported or built.
 
-First the types, against the annotations. Then everything that builds settings (a configurable
-dataclass, or a function that returns one) is tried with the values bound to it, so that what its
-own checks refuse is refused now. References to anything else (a dataset that is downloaded, a model
-that is made) are not called.
+First the types, against the annotations. Then every configurable dataclass, and every function that
+returns a dataclass, is called with its bound values, so that its own checks run now. References to
+anything else (a dataset to download, a model to create) are not called; the value UNKNOWN takes the
+place of their results.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from areal_x.config.reader import (
     registered,
     short_name,
 )
-from areal_x.config.writer import only_in_python
+from areal_x.config.writer import python_only_values
 from areal_x.errors import ConfigError, UserError
 
 UNKNOWN = object()
@@ -39,8 +39,8 @@ WORDS = {
 
 
 def check_early(config: Config) -> None:
-    """Raises: UserError for the first bound value that cannot work, with its place and what
-    would."""
+    """Raises: UserError for the first bound value that cannot work, with its place and what would
+    work."""
     for binding in config.bindings.values():
         _check_type(binding, config)
         _check_call(binding, config)
@@ -59,9 +59,8 @@ def check_early(config: Config) -> None:
 
 
 def check_experiment(config: Config, without: Sequence[str] = ()) -> None:
-    """Raises: UserError naming the parameters of `train` that have no default and are not bound,
-    and those that the program had which wrote the file and no gin file can say, but for `without`
-    (names of parameters)."""
+    """Raises: UserError naming the parameters of `train` that are required and not bound, or whose
+    values only the Python program had that wrote the file, except the parameters in `without`."""
     train = find_configurable("train", config.file)
     missing = _missing(train, _bound(train, "", config))
     if missing:
@@ -71,19 +70,19 @@ def check_experiment(config: Config, without: Sequence[str] = ()) -> None:
     lacking = {
         b.name: words
         for b in config.bindings.values()
-        if b.parameter not in without and (words := only_in_python(b, config))
+        if b.parameter not in without and (words := python_only_values(b, config))
     }
     if lacking:
-        told = "; ".join(f"{name} ({', '.join(words)})" for name, words in lacking.items())
+        listed = "; ".join(f"{name} ({', '.join(words)})" for name, words in lacking.items())
         raise UserError(
-            f"{config.file} is of a run that was started from Python, and gin cannot say what it"
-            f" gave as {told}: bind it with -b to something that is registered with"
-            " gin.configurable, or go on from Python with the same objects, as"
-            " Experiment(...).run(resume=True)"
+            f"{config.file} belongs to a run that was started from Python, and gin cannot express its"
+            f" {listed}: bind them with -b to something that is registered with gin.configurable, or"
+            " continue from Python with the same objects, with Experiment(...).run(resume=True)"
         )
 
 
 def builds_settings(configurable: Any) -> bool:
+    """True for a dataclass, and for a function that returns one."""
     wrapped = configurable.wrapped
     return (
         is_dataclass(wrapped)
@@ -93,7 +92,7 @@ def builds_settings(configurable: Any) -> bool:
 
 
 def _bound(configurable: Any, scope: str, config: Config) -> dict[str, Any]:
-    """The values in effect inside a scope: a/b sees those of a/b, then of a, then the unscoped."""
+    """Returns the values in effect in a scope: in a/b those of a/b, then of a, then the unscoped."""
     parts = scope.split("/") if scope else []
     scopes = ["/".join(parts[:n]) for n in range(len(parts) + 1)]
     return {
@@ -114,16 +113,16 @@ def _missing(configurable: Any, given: Mapping[str, Any]) -> list[str]:
 
 
 def _try(configurable: Any, scope: str, config: Config) -> Any:
-    """What the configurable builds of its bound values, or UNKNOWN.
+    """Returns what the configurable builds from its bound values, or UNKNOWN.
 
-    What it is given may hold UNKNOWN in the place of a result that must not be computed now. A
-    complaint that may come of that is no complaint: the real construction will say.
+    An argument may contain UNKNOWN in place of a result that must not be computed now. An error
+    that may come from that is ignored: the real construction would raise it again.
     """
     bound = _bound(configurable, scope, config)
     given = {name: _tried(value, scope, config) for name, value in bound.items()}
     given |= dict.fromkeys(_missing(configurable, given), UNKNOWN)
     wrapped = configurable.wrapped
-    # a default of another configurable would call gin, and with it every reference bound there
+    # A default that is another configurable would call gin, and every reference bound there.
     if is_dataclass(wrapped):
         factories = {
             f.name: f.default_factory for f in fields(wrapped) if f.default_factory is not MISSING
@@ -182,7 +181,7 @@ def _holds_unknown(value: Any) -> bool:
 
 
 def _check_call(binding: Binding, config: Config) -> None:
-    """A function that is called with `()` needs a value for each parameter that has no default."""
+    """Raises: UserError for a `@name()` whose function lacks a required argument."""
     value = config.resolve(binding.value)
     if (
         not is_reference(value)
@@ -227,13 +226,16 @@ def _hints(wrapped: Any) -> dict[str, Any]:
             if is_dataclass(wrapped) or not inspect.isclass(wrapped)
             else inspect.unwrap(wrapped.__init__)
         )
-    except (NameError, TypeError, AttributeError):  # annotations that exist for type checkers alone
+    except (
+        NameError,
+        TypeError,
+        AttributeError,
+    ):  # annotations that only type checkers can resolve
         return {}
 
 
 def _fits(value: Any, hint: Any) -> bool:
-    """Whether a gin value can be what the annotation says. What cannot be judged without calling it
-    fits."""
+    """True if a gin value can satisfy the annotation, or if only a call could tell."""
     origin, parts = get_origin(hint), get_args(hint)
     if origin in (Union, UnionType):
         return any(_fits(value, part) for part in parts)
@@ -259,8 +261,7 @@ def _fits(value: Any, hint: Any) -> bool:
 
 
 def _takes_a_function(hint: Any) -> bool:
-    """Whether a function or class itself, and not what it returns, can be what the annotation
-    says."""
+    """True if a function or class itself, not its result, can satisfy the annotation."""
     kind = get_origin(hint) or hint
     if kind in (Any, Callable, type, object):
         return True
@@ -276,9 +277,9 @@ def _describe(hint: Any) -> str:
     if origin is Literal:
         return "one of " + ", ".join(map(repr, parts))
     if (origin or hint) in (tuple, list, Sequence):
-        return "a list" if not parts else f"a list, each of it {_describe(parts[0])}"
+        return "a list" if not parts else f"a list, each item {_describe(parts[0])}"
     if (origin or hint) is Callable:
         return "a function (@name)"
     if isinstance(hint, type) and is_dataclass(hint):
-        return f"of the class {hint.__name__} (@name())"
+        return f"of class {hint.__name__} (@name())"
     return WORDS.get(hint, getattr(hint, "__name__", str(hint)))

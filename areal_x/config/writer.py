@@ -1,8 +1,9 @@
-"""The gin file of an experiment, however it was made: by gin, in Python, or by both.
+"""Writes the gin file of an experiment, whether gin or Python or both made it.
 
-What the objects hold is written, whatever gin has bound. What no gin file can say (tasks that a
-program made, a function of a notebook) is written in words, as the value of `given_in_python`: such
-a run is replayed with those bindings given again, and goes on from Python with the same objects.
+The file has the values that the objects hold, whatever gin has bound. A value that gin cannot
+express (tasks that a program made, a notebook's function) is described in words, as the argument of
+`given_in_python`: such a run is replayed with those bindings given again, and continues from Python
+with the same objects.
 """
 
 from __future__ import annotations
@@ -24,53 +25,62 @@ import gin
 import numpy as np
 from gin import config_parser
 
-from areal_x.config.fingerprint import described
+from areal_x.config.fingerprint import fingerprint
 from areal_x.config.reader import (
     Binding,
     Config,
     config_text,
     find_configurable,
     is_reference,
-    noting,
     parameters,
+    record_references,
     short_name,
 )
 from areal_x.errors import UserError
 from areal_x.types import Task
 
 T = TypeVar("T")
-MANY = 64  # values in one binding; a longer list is data and not a setting
+MAX_VALUES = 64  # in one binding; a longer list is data, not a setting
 SIMPLE = (bool, int, str, type(None))
 
 
-# ---- what stands in a written file
+# ---- configurables that a written file refers to
 
 
 @dataclass(frozen=True)
-class Missing:
-    """In the place of what only a Python program has. Raises: UserError when it is used."""
+class PythonOnly:
+    """Stands for a value that only a Python program has. Raises: UserError on use."""
 
     what: str
+    """Description of the value."""
 
     def __call__(self, *_: Any, **__: Any) -> Any:
-        raise UserError(f"this was given in Python and not by gin: {self.what}")
+        raise UserError(f"only the Python program that started the run has this value: {self.what}")
 
     __len__ = __getitem__ = __iter__ = __call__
 
 
 @gin.configurable
 def given_in_python(what: str) -> Any:
-    """What a run was given by a Python program and no gin file can say, in words.
-    `train.config.gin` of a run that was started from Python names it so; bind something else in its
-    place."""
-    return Missing(what)
+    """Stands for a value that a run was given in Python and that gin cannot express; the config.gin
+    of such a run contains it. Bind something else in its place.
+
+    Args:
+        what: Description of the value.
+    """
+    return PythonOnly(what)
 
 
 @gin.configurable
 def imported(name: str, **parameters: Any) -> Any:
-    """A function of a module, without its having to be registered with gin. name:
-    "package.module:function". parameters: bound to it. Raises: UserError where there is no such
-    function."""
+    """Returns a function of a module, which need not be registered with gin.
+
+    Args:
+        name: "package.module:function".
+        parameters: Arguments to bind to it.
+
+    Raises: UserError if there is no such function.
+    """
     module, _, path = name.partition(":")
     try:
         found: Any = functools.reduce(getattr, path.split("."), importlib.import_module(module))
@@ -83,41 +93,45 @@ def imported(name: str, **parameters: Any) -> Any:
 
 @runtime_checkable
 class Rebuildable(Protocol):
-    """An object that knows which configurable makes it: an `areal_x.Algorithm`."""
+    """An object that knows which configurable makes it, such as an `areal_x.Algorithm`."""
 
     def rebuilt(self) -> Iterator[tuple[Callable[..., Any], dict[str, Any]]]:
         """Yields the configurable and the arguments with which it makes an equal object; nothing if
-        none does."""
+        there is none."""
         ...
 
 
-# ---- what gin made
+# ---- objects that gin made
 
 
 @dataclass(frozen=True)
 class _Built:
-    """An experiment that gin made of its bindings alone, and which they were."""
+    """An experiment that gin made from its bindings alone."""
 
     experiment: weakref.ref[Any]
-    parts: Mapping[str, int]  # identities of its fields
+
+    parts: Mapping[str, int]
+    """Identities of its fields."""
+
     config: str
+    """The bindings."""
 
 
-# for the experiment that gin had a part in last: results, and the references they are of
+# Results of gin's references in the latest experiment that has any, with their references.
 _made: list[tuple[Any, Any]] = []
 _built: list[_Built] = []
 
 
-def by_gin(cls: type[T]) -> type[T]:
-    """Notes, for a configurable class, what gin makes for its objects."""
+def records_gin_parts(cls: type[T]) -> type[T]:
+    """Class decorator of a configurable: records what gin makes for its objects."""
     init: Any = cls.__init__
 
     @functools.wraps(init)
     def noted(self: T, *positional: Any, **given: Any) -> None:
-        with noting() as made:
+        with record_references() as made:
             init(self, *positional, **given)
         held = list(vars(self).values())
-        # gin also makes what it is then given: of that, nothing is held.
+        # gin also evaluates bindings that an explicit argument then replaces.
         if any(result is part for result, _ in made for part in held):
             _made[:] = made
         if not positional and not given:
@@ -131,9 +145,9 @@ def _parts(experiment: Any) -> dict[str, int]:
     return {f.name: id(getattr(experiment, f.name)) for f in fields(experiment)}
 
 
-def text_of(experiment: Any, **changes: Any) -> str:
-    """The gin file of the experiment with these of its parameters changed. Of what gin alone made
-    it is gin's own operative config, see `areal_x.config.config_text`."""
+def gin_file_of(experiment: Any, **changes: Any) -> str:
+    """Returns the gin file of an experiment, with these of its parameters changed. If gin alone made
+    the experiment, that is gin's operative config (areal_x.config.reader.config_text)."""
     kept = {name: x for name, x in changes.items() if getattr(experiment, name) != x}
     for built in _built:
         as_built = (
@@ -152,15 +166,17 @@ def text_of(experiment: Any, **changes: Any) -> str:
 
 
 class _Writer:
-    """The bindings of objects, each complete, so that none depends on what else is bound."""
+    """Collects the bindings of objects. Each configurable's are complete, so that none depends on
+    other bindings."""
 
     def __init__(self) -> None:
-        self._sections: dict[str, dict[str, str]] = {}  # of each "scope/selector", its parameters
+        self._sections: dict[str, dict[str, str]] = {}  # parameters by "scope/selector"
         self._modules: set[str] = set()
-        self._in_words = False
+        self._has_described = False
 
     def text(self) -> str:
-        statements, bound = parsed(gin.config_str())
+        """Returns the gin file."""
+        statements, bound = parse_bindings(gin.config_str())
         others = {
             key: x
             for key, x in bound.items()
@@ -179,13 +195,10 @@ class _Writer:
             if f"%{name}" in f"{used} {' '.join(macros.values())}"
         }
         lines = sorted({*statements, *(f"import {module}" for module in self._modules)})
-        if self._in_words:
+        if self._has_described:
             lines += [
                 "",
-                (
-                    "# This run was started from Python: what gin cannot say of it stands below in"
-                    " words."
-                ),
+                "# This run was started from Python: values that gin cannot express are described below.",
             ]
         section = None
         for key, x in [*macros.items(), *sorted((others | ours).items(), key=_order)]:
@@ -198,9 +211,11 @@ class _Writer:
     def write(
         self, configurable: Any, where: str, values: Mapping[str, Any], scoped: bool = False
     ) -> str:
-        """Binds the parameters and gives the reference to what they make. where: a scope's name,
-        for a second one of this configurable. scoped: also for the first, as where it is called
-        without a scope it has other parameters."""
+        """Binds a configurable's parameters and returns the reference that makes its object.
+
+        where: the scope of a second object of the same configurable. scoped: uses the scope for the
+        first too, because without a scope the configurable has other parameters.
+        """
         name = short_name(configurable.selector)
         bound = {
             parameter: self.value(x, f"{name}_{parameter}".replace(".", "_"))
@@ -215,7 +230,7 @@ class _Writer:
         return f"@{section}()"
 
     def value(self, x: Any, where: str) -> str:
-        """What stands behind the equals sign."""
+        """Returns the right-hand side of a binding."""
         if isinstance(x, np.generic):
             x = x.item()
         if isinstance(x, Path):
@@ -226,7 +241,7 @@ class _Writer:
             return (
                 repr(x)
                 if math.isfinite(x)
-                else self._words(x, where)
+                else self._described(x, where)
                 if math.isnan(x)
                 else f"{'-' * (x < 0)}1e999"
             )
@@ -235,7 +250,7 @@ class _Writer:
         if (
             is_dataclass(x)
             and not isinstance(x, type)
-            and (configurable := registered_as(type(x))) is not None
+            and (configurable := configurable_of(type(x))) is not None
         ):
             return self.write(
                 configurable, where, {name: getattr(x, name) for name in parameters(configurable)}
@@ -244,13 +259,13 @@ class _Writer:
             return repr(reference)
         if (
             isinstance(x, tuple | list | dict)
-            and len(x) <= MANY
+            and len(x) <= MAX_VALUES
             and not any(isinstance(item, Task) for item in x)
         ):
             return self._container(x, where)
         if callable(x) and (text := self._function(x, where)):
             return text
-        return self._words(x, where)
+        return self._described(x, where)
 
     def _container(self, x: Any, where: str) -> str:
         if isinstance(x, dict):
@@ -263,10 +278,10 @@ class _Writer:
         return f"[{items}]" if isinstance(x, list) else f"({items}{',' * (len(x) == 1)})"
 
     def _function(self, x: Any, where: str) -> str:
-        """The reference to a function or class that a module has; empty where none has."""
+        """Returns the reference to a function or class of a module; "" if it is in none."""
         bound = x.keywords if isinstance(x, partial) and not x.args else {}
         function = x.func if bound else x
-        configurable, scope = registered_as(function), scope_of(function)
+        configurable, scope = configurable_of(function), scope_of(function)
         if configurable is not None and not (scope and bound):
             reference = (
                 self.write(configurable, where, bound, True)
@@ -276,19 +291,19 @@ class _Writer:
             module = configurable.wrapped.__module__
             self._modules |= set() if module.startswith("areal_x.") else {module}
             return f"@{scope}/{reference[1:-2]}" if scope else reference[:-2]
-        if name := place_in_module(function):
-            return self.write(registered_as(imported), where, {"name": name, **bound}, True)
+        if name := import_path(function):
+            return self.write(configurable_of(imported), where, {"name": name, **bound}, True)
         return ""
 
     def _rebuilt(self, x: Rebuildable, where: str) -> str:
         for configurable, arguments in x.rebuilt():
-            return self.write(registered_as(configurable), where, arguments)
+            return self.write(configurable_of(configurable), where, arguments)
         reference = next((r for made, r in _made if made is x), None)
-        return self._words(x, where) if reference is None else repr(reference)
+        return self._described(x, where) if reference is None else repr(reference)
 
-    def _words(self, x: Any, where: str) -> str:
-        self._in_words = True
-        what = x.what if isinstance(x, Missing) else described(x)
+    def _described(self, x: Any, where: str) -> str:
+        self._has_described = True
+        what = x.what if isinstance(x, PythonOnly) else fingerprint(x)
         self._sections[f"{where}/given_in_python"] = {"what": repr(what)}
         return f"@{where}/given_in_python()"
 
@@ -298,12 +313,12 @@ def _order(binding: tuple[str, str]) -> tuple[list[str], str]:
     return section.lower().split("/")[::-1], parameter
 
 
-def registered_as(x: Any) -> Any:
-    """The configurable that a function or class is, also in a scope; None where it is none that a
-    file could import."""
+def configurable_of(x: Any) -> Any:
+    """Returns the configurable of a function or class, or of its wrapper for a scope; None if there
+    is none that a file could import."""
     try:
         configurable = gin.config._inverse_lookup(x, allow_decorators=True)
-    except TypeError:  # what cannot be a key
+    except TypeError:  # not hashable
         return None
     if configurable is None or not is_importable(configurable.wrapped.__module__):
         return None
@@ -311,14 +326,14 @@ def registered_as(x: Any) -> Any:
 
 
 def scope_of(function: Any) -> str:
-    """In which gin calls it."""
+    """Returns the scope in which gin calls a function; "" without one."""
     if not inspect.isfunction(function):
         return ""
     return "/".join(inspect.getclosurevars(function).nonlocals.get("scope_components", ()))
 
 
-def place_in_module(function: Any) -> str:
-    """ "package.module:function" of what an import finds; empty where none does."""
+def import_path(function: Any) -> str:
+    """Returns "package.module:function"; "" if importing the module does not give that function."""
     module, path = getattr(function, "__module__", None), getattr(function, "__qualname__", "")
     if not module or not path or "<" in path or not is_importable(module):
         return ""
@@ -330,18 +345,18 @@ def place_in_module(function: Any) -> str:
 
 
 def is_importable(module: str) -> bool:
-    """Whether another process finds it too: not a notebook's own, or the program's."""
+    """True if another process can import it: not a notebook's or a script's own module."""
     try:
         return module != "__main__" and importlib.util.find_spec(module) is not None
     except (ImportError, ValueError):
         return False
 
 
-# ---- reading such a file
+# ---- reading a written file
 
 
 class _Names(config_parser.ParserDelegate):  # type: ignore[misc]
-    """Takes references as they stand, whatever is registered."""
+    """Keeps references as text, registered or not."""
 
     def configurable_reference(self, scoped_configurable_name: str, evaluate: bool) -> Any:
         return _Name(f"@{scoped_configurable_name}{'()' * evaluate}")
@@ -358,9 +373,9 @@ class _Name:
         return self.text
 
 
-def parsed(text: str) -> tuple[list[str], dict[str, str]]:
-    """The imports of a written file, and its bindings as text, by "scope/selector.parameter"; a
-    macro's by its name alone."""
+def parse_bindings(text: str) -> tuple[list[str], dict[str, str]]:
+    """Returns the import statements of a gin file, and the text of its values by
+    "scope/selector.parameter", or by a macro's name."""
     statements, bound = [], {}
     for statement in config_parser.ConfigParser(text, _Names()):
         if isinstance(statement, config_parser.ImportStatement):
@@ -372,12 +387,14 @@ def parsed(text: str) -> tuple[list[str], dict[str, str]]:
     return statements, bound
 
 
-def settings_of(run: Path) -> dict[str, Any]:
-    """What a run's config.gin binds, by "configurable.parameter": plain values as they are, all
-    else as it is written."""
+def read_settings(run: Path) -> dict[str, Any]:
+    """Returns the bindings of a run's config.gin by "configurable.parameter": plain values as they
+    are, references as text."""
     return {
         name: _plain(value)
-        for name, value in parsed((run / "config.gin").read_text(encoding="utf-8"))[1].items()
+        for name, value in parse_bindings((run / "config.gin").read_text(encoding="utf-8"))[
+            1
+        ].items()
     }
 
 
@@ -388,10 +405,10 @@ def _plain(text: str) -> Any:
         return text
 
 
-def differences(before: str, now: str) -> list[str]:
-    """Of two such files, each setting that both speak of and that is another now. Where a run lies
-    is none."""
-    old, new = (parsed(text)[1] for text in (before, now))
+def changed_settings(before: str, now: str) -> list[str]:
+    """Returns a sentence for each setting that differs between two files, for the configurables that
+    both bind. The run's name and folder do not count."""
+    old, new = (parse_bindings(text)[1] for text in (before, now))
     sections = {key.rpartition(".")[0] for key in old} & {key.rpartition(".")[0] for key in new}
     found = []
     for key in sorted(old.keys() | new.keys()):
@@ -408,8 +425,8 @@ def differences(before: str, now: str) -> list[str]:
     return found
 
 
-def only_in_python(binding: Binding, config: Config) -> list[str]:
-    """What of a binding only a Python program has, in the words that it left."""
+def python_only_values(binding: Binding, config: Config) -> list[str]:
+    """Returns the descriptions of the values in a binding that only a Python program has."""
     found, values = [], [binding.value]
     while values:
         value = values.pop()
@@ -417,7 +434,7 @@ def only_in_python(binding: Binding, config: Config) -> list[str]:
             words = config.bindings.get(
                 ("/".join(value.scopes), value.configurable.selector, "what")
             )
-            found.append(str(words.value) if words else "without words")
+            found.append(str(words.value) if words else "without a description")
         values += (
             value.values()
             if isinstance(value, dict)

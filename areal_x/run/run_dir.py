@@ -21,7 +21,7 @@ CONFIG, LOCK = "config.gin", ".lock"
 # the runs of this process; the system unlocks them however it ends
 _locked: dict[Path, IO[str]] = {}
 Say = Callable[[str], None]
-Differences = Callable[[str, str], Sequence[str]]
+ChangedSettings = Callable[[str, str], Sequence[str]]
 
 
 def check(runs: Path, name: str | None, resume: bool) -> str | None:
@@ -61,12 +61,12 @@ def open_run(
     *,
     resume: bool = False,
     say: Say = print,
-    differences: Differences = new_lines,
+    changed_settings: ChangedSettings = new_lines,
 ) -> Path:
     """Creates the directory of a new run, or finds that of a resumed one, and writes its config.
 
     name: None takes `run-1`, `run-2` …  config: the text of a gin file, or a function that returns
-    it for the run's name. say: receives the settings that a resumed run changes. differences: the
+    it for the run's name. say: receives the settings that a resumed run changes. changed_settings: returns the
     settings that differ between two configs, one sentence each.
 
     Raises: as `check`, and UserError if another process writes to the run.
@@ -79,7 +79,7 @@ def open_run(
         for part in ("logs", "checkpoints"):
             (run / part).mkdir(exist_ok=True)
         text = config if isinstance(config, str) else config(run.name)
-        if resume and (changed := _changes(run, text, differences)):
+        if resume and (changed := _changes(run, text, changed_settings)):
             kept = 1 + len(list(run.glob("config-*.gin")))
             (run / CONFIG).rename(run / f"config-{kept}.gin")
             say(f"the run goes on with other settings than before: {'; '.join(changed)}")
@@ -176,9 +176,9 @@ def _unwritable(binding: str, place: Path) -> Iterator[None]:
         raise ConfigError(binding, str(place), wanted) from error
 
 
-def _changes(run: Path, text: str, differences: Differences) -> Sequence[str]:
+def _changes(run: Path, text: str, changed_settings: ChangedSettings) -> Sequence[str]:
     try:
-        return differences((run / CONFIG).read_text(encoding="utf-8"), text)
+        return changed_settings((run / CONFIG).read_text(encoding="utf-8"), text)
     except (OSError, UnicodeDecodeError, SyntaxError):
         return []
 

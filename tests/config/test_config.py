@@ -125,13 +125,13 @@ def check(*bindings: str) -> None:
         ("train.steps = 1e3", "train.steps = 1000.0 cannot work: it must be a whole number"),
         ("train.steps = True", "train.steps = True cannot work: it must be a whole number"),
         ("optimizer.eps = 'small'", "optimizer.eps = 'small' cannot work: it must be a number"),
-        ("train.loggers = 'wandb'", "train.loggers = 'wandb' cannot work: it must be a list, each of it text in quotes"),
+        ("train.loggers = 'wandb'", "train.loggers = 'wandb' cannot work: it must be a list, each item text in quotes"),
         (
             "sampling.stop_token_ids = ['a']",
-            "sampling.stop_token_ids = ['a'] cannot work: it must be a list, each of it a whole number",
+            "sampling.stop_token_ids = ['a'] cannot work: it must be a list, each item a whole number",
         ),
         ("model.path = 3", "model.path = 3 cannot work: it must be text in quotes or a function (@name)"),
-        ("train.algorithm = 'grpo'", "train.algorithm = 'grpo' cannot work: it must be of the class Algorithm (@name())"),
+        ("train.algorithm = 'grpo'", "train.algorithm = 'grpo' cannot work: it must be of class Algorithm (@name())"),
         (
             "train.algorithm = @grpo",
             "train.algorithm = @grpo cannot work: it must be what grpo returns, not the function itself: write @grpo()",

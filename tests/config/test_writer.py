@@ -17,10 +17,10 @@ from areal_x.algorithms.assembly import PARTS
 from areal_x.algorithms.filters import varied
 from areal_x.algorithms.rebuild import same
 from areal_x.algorithms.recipes import dapo, distill, grpo, m2po, ppo
-from areal_x.config.fingerprint import described
+from areal_x.config.fingerprint import fingerprint
 from areal_x.config.reader import config_text, load
 from areal_x.config.types import check_early, check_experiment
-from areal_x.config.writer import Missing, differences, parsed, text_of
+from areal_x.config.writer import PythonOnly, changed_settings, gin_file_of, parse_bindings
 from areal_x.engines.embedded import EmbeddedConfig
 from areal_x.errors import UserError
 from areal_x.experiment import Experiment
@@ -120,7 +120,7 @@ EXPRESSED = {
 @pytest.mark.parametrize("name", EXPRESSED)
 def test_what_python_made_is_made_again_from_the_file_that_was_written(name, tmp_path):
     experiment = made(**EXPRESSED[name])
-    again = read_again(text_of(experiment), tmp_path)
+    again = read_again(gin_file_of(experiment), tmp_path)
     for f in fields(Settings):
         ours, theirs = getattr(experiment, f.name), getattr(again, f.name)
         if f.name == "algorithm":
@@ -128,14 +128,14 @@ def test_what_python_made_is_made_again_from_the_file_that_was_written(name, tmp
                 assert same_but_for_gin(getattr(ours, part), getattr(theirs, part)), part
         else:
             assert same_but_for_gin(ours, theirs), f.name
-    assert text_of(again) == config_text()  # the second was made by gin
+    assert gin_file_of(again) == config_text()  # the second was made by gin
 
 
 def same_but_for_gin(ours: Any, theirs: Any) -> bool:
     """Bound by partial in one, by gin in a scope in the other: then called alike."""
     if isinstance(ours, partial) and not isinstance(theirs, partial):
         where = ours.func if not hasattr(ours.func, "__wrapped__") else ours.func.__wrapped__
-        bound = {k: v for s in [parsed(gin.config_str())[1]] for k, v in s.items()}
+        bound = {k: v for s in [parse_bindings(gin.config_str())[1]] for k, v in s.items()}
         return theirs.__name__ == where.__name__ and all(
             any(key.endswith(f"{where.__name__}.{name}") and text == repr(x) for key, text in bound.items())
             for name, x in ours.keywords.items()
@@ -150,10 +150,10 @@ def same_but_for_gin(ours: Any, theirs: Any) -> bool:
 
 
 def test_two_runs_with_different_losses_leave_different_files(tmp_path):
-    texts = [text_of(made(algorithm=grpo(loss=loss))) for loss in (lambda p, b: (p.logp, {}), lambda p, b: (-p.logp, {}))]
+    texts = [gin_file_of(made(algorithm=grpo(loss=loss))) for loss in (lambda p, b: (p.logp, {}), lambda p, b: (-p.logp, {}))]
     assert len({line for text in texts for line in text.splitlines() if ".what" in line}) == 2
     assert "test_writer.py:" in texts[0]
-    (told,) = differences(*texts)
+    (told,) = changed_settings(*texts)
     assert told.startswith("grpo_loss/given_in_python.what = ")
 
 
@@ -162,29 +162,29 @@ def closing_over(number):
 
 
 def test_a_digest_sees_what_a_function_closes_over_and_not_where_it_stands():
-    one, other, again = (described(closing_over(x)).rpartition("sha256")[2] for x in (1, 2, 1))
+    one, other, again = (fingerprint(closing_over(x)).rpartition("sha256")[2] for x in (1, 2, 1))
     assert one == again != other
-    assert described([Task("a", "b")]) != described([Task("a", "c")])
+    assert fingerprint([Task("a", "b")]) != fingerprint([Task("a", "c")])
     source = "def loss(policy, batch):\n    return policy.logp, {}\n"
     places = []
     for lines in ("", "\n\n"):
         names: dict[str, Any] = {"__name__": "__main__"}
         exec(compile(lines + source, "<ipython-input-1>", "exec"), names)
-        places.append(described(names["loss"]))
+        places.append(fingerprint(names["loss"]))
     assert places[0] == places[1]
 
 
 def test_what_gin_cannot_say_is_told_in_words_and_each_command_says_what_it_lacks(tmp_path, capsys):
     experiment = made(dataset=TASKS, algorithm=grpo(loss=closing_over(3)))
     file = tmp_path / "config.gin"
-    file.write_text(text_of(experiment))
-    assert "# This run was started from Python: what gin cannot say of it stands below in words." in file.read_text()
+    file.write_text(gin_file_of(experiment))
+    assert "# This run was started from Python: values that gin cannot express are described below." in file.read_text()
     from areal_x import check
 
     for command in (train.main, check.main):
         assert command([str(file)]) == 1
         told = capsys.readouterr().err
-        assert told.startswith(f"error: {file} is of a run that was started from Python, and gin cannot say what it gave as ")
+        assert told.startswith(f"error: {file} belongs to a run that was started from Python, and gin cannot express its ")
         assert told.count("\n") == 1
         assert "train.dataset (10 tasks, the first '0', sha256 " in told
         assert "grpo.loss (tests.config.test_writer.closing_over.<locals>.<lambda> (" in told
@@ -196,9 +196,9 @@ def test_what_gin_cannot_say_is_told_in_words_and_each_command_says_what_it_lack
 
 
 def test_what_is_missing_says_so_when_it_is_used():
-    missing = Missing("a list")
+    missing = PythonOnly("a list")
     for use in (len, list, lambda x: x[0], lambda x: x()):
-        with pytest.raises(UserError, match="given in Python and not by gin: a list"):
+        with pytest.raises(UserError, match="only the Python program that started the run has this value: a list"):
             use(missing)
 
 
@@ -223,7 +223,7 @@ def test_what_gin_made_keeps_gins_own_file(tmp_path):
     (tmp_path / "run.gin").write_text(BY_GIN)
     load(tmp_path / "run.gin", ["train.name = 'x'"])
     experiment = gin.get_configurable("train")()
-    assert text_of(experiment, name="x") == config_text()
+    assert gin_file_of(experiment, name="x") == config_text()
 
 
 def test_what_an_object_holds_wins_over_what_gin_has_bound(tmp_path):
@@ -234,7 +234,7 @@ def test_what_an_object_holds_wins_over_what_gin_has_bound(tmp_path):
         experiment, trainer=replace(experiment.trainer, optimizer=OptimizerConfig(learning_rate=5e-2)), steps=3, name="mixed"
     )
     gin.bind_parameter("optimizer.learning_rate", 8.0)
-    bound = parsed(text := text_of(changed, name="mixed"))[1]
+    bound = parse_bindings(text := gin_file_of(changed, name="mixed"))[1]
     assert bound["optimizer.learning_rate"] == "0.05"
     assert bound["train.steps"] == "3"
     assert bound["train.dataset"] == "@ten_recorded_tasks()"  # gin made it, and can make it again
@@ -248,18 +248,18 @@ def test_what_an_object_holds_wins_over_what_gin_has_bound(tmp_path):
     gin.clear_config()
     load(tmp_path / "run.gin")
     mixed = Experiment(dataset=TASKS, steps=4)  # gin gives the rest
-    bound = parsed(text_of(mixed))[1]
+    bound = parse_bindings(gin_file_of(mixed))[1]
     assert bound["train.dataset"] == "@train_dataset/given_in_python()"
     assert (bound["train.steps"], bound["sampling.max_tokens"], bound["grpo.clip_high"]) == ("4", "77", "0.3")
 
 
 def test_a_resumed_run_says_which_settings_changed_and_keeps_the_file_from_before(tmp_path):
     said: list[str] = []
-    before, now = (text_of(made(algorithm=grpo(clip_high=x), steps=n, name="run")) for x, n in ((0.2, 5), (0.3, 6)))
+    before, now = (gin_file_of(made(algorithm=grpo(clip_high=x), steps=n, name="run")) for x, n in ((0.2, 5), (0.3, 6)))
     open_run(tmp_path, "run", before)
-    open_run(tmp_path, "run", before, resume=True, say=said.append, differences=differences)
+    open_run(tmp_path, "run", before, resume=True, say=said.append, changed_settings=changed_settings)
     assert said == []
-    open_run(tmp_path, "run", now, resume=True, say=said.append, differences=differences)
+    open_run(tmp_path, "run", now, resume=True, say=said.append, changed_settings=changed_settings)
     assert said == ["the run goes on with other settings than before: grpo.clip_high = 0.3 (was 0.2); train.steps = 6 (was 5)"]
     assert (tmp_path / "run" / "config-1.gin").read_text() == before
     assert (tmp_path / "run" / "config.gin").read_text() == now

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from areal_x.config.writer import settings_of
+from areal_x.config.writer import read_settings
 from areal_x.errors import UserError
 from areal_x.monitor import metrics, trackers
 from areal_x.monitor.metrics import MetricsWriter
@@ -136,7 +136,7 @@ def test_a_run_hands_its_settings_and_its_project_to_the_tracker(
     experiment = tiny_experiment(tiny_model_dir, tmp_path, steps=1, loggers=("trackio",), project="mine", backend="torch")
     result = experiment.run()
     assert begun[0]["project"] == "mine"
-    assert begun[0]["config"] == settings_of(result.directory)
+    assert begun[0]["config"] == read_settings(result.directory)
     assert {"train.steps": 1, "train.backend": "torch", "optimizer.learning_rate": 1e-3}.items() <= begun[0]["config"].items()
 
 
