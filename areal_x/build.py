@@ -61,13 +61,13 @@ class Parts:
     recorder: StepRecorder
     spans: timeline.Recorder
     saver: checkpoint.Saver
-    drawn_from: dict[str, Any]
+    stream_identity: dict[str, Any]
 
     def save(self, step: int) -> None:
         """Saves a checkpoint, and prunes the journal of what no checkpoint needs any more."""
         with timeline.span("checkpoint", step=step):
             self.journal.sync()  # the groups that the checkpoint was trained on
-            state = {"rollout": self.rollout.state(), "drawn_from": self.drawn_from}
+            state = {"rollout": self.rollout.state(), "drawn_from": self.stream_identity}
             self.saver.save(step, self.models.save, state)
             self.journal.prune(min(checkpoint.steps(self.run), default=0), step)
         self.spans.write(self.run)
@@ -82,7 +82,7 @@ class Factory(Settings):
         rollout; closes all of it at the end."""
         start = resuming.BEGINNING
         if resume:
-            start = resuming.start(run, self.dataset, self.seed, message)
+            start = resuming.find_start(run, self.dataset, self.seed, message)
         directory = self.find_model(self.trainer.model.path)
         tokenizer = load_tokenizer(directory)
         workflow = self.workflow.computed_by(self.backend).setup(tokenizer)
@@ -126,7 +126,7 @@ class Factory(Settings):
                 recorder=recorder,
                 spans=spans,
                 saver=saver,
-                drawn_from=resuming.drawn_from(self.dataset, self.seed),
+                stream_identity=resuming.stream_identity(self.dataset, self.seed),
             )
 
     def resumed(self, start: resuming.Start, journal: Journal) -> Resumed | None:

@@ -71,7 +71,7 @@ class Experiment(Factory):
         if isinstance(process, Follower):
             self.follow(process)
             return RunResult(Path(self.runs), [])
-        resumes = resuming.decided(resume, Path(self.runs), self.name, self.steps)
+        resumes = resuming.decide(resume, Path(self.runs), self.name, self.steps)
         if resumes is None:  # it has finished
             ranks.tell(process, ranks.FINISHED)
             return RunResult(run := Path(self.runs, self.name or ""), read(run))
@@ -93,7 +93,7 @@ class Experiment(Factory):
         """
         show_in_notebooks()
         process = self.join()  # before anything looks at a device
-        name = resuming.named(Path(self.runs), self.name, resume)  # before models are loaded
+        name = resuming.check_name(Path(self.runs), self.name, resume)  # before models are loaded
         cores.limit_spinning(self.computes_beside_servers)  # before anything imports torch
         if self.engine == "vllm":
             check_machine(self.vllm)

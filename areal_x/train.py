@@ -116,12 +116,12 @@ def in_processes(config: Config, work: Callable[[], object]) -> None:
 def run_named(config: Config, options: argparse.Namespace) -> None:
     """Names the run, unless the config does, and runs it. What its name alone tells is told before
     anything is made."""
-    runs, stem = Path(config.value("train.runs")), run_dir.stem_of(options.file)
+    runs, stem = Path(config.value("train.runs")), run_dir.run_stem(options.file)
     bound = config.value("train.name") if config.is_bound("train.name") else None
     resume, claimed = bool(options.resume), False
     name = bound or stem
     if options.resume == resuming.AUTO:
-        goes_on = resuming.automatic(runs, name, config.value("train.steps"))
+        goes_on = resuming.resume_if_begun(runs, name, config.value("train.steps"))
         if goes_on is None:
             ranks.tell(
                 ranks.join(config.value("train.backend"), config.value("mesh.processes")),
@@ -130,7 +130,7 @@ def run_named(config: Config, options: argparse.Namespace) -> None:
             return
         resume = goes_on
     elif bound is not None:
-        resuming.named(runs, name, resume)
+        resuming.check_name(runs, name, resume)
     elif resume:
         name = run_dir.newest_name(runs, stem)
     else:

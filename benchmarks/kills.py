@@ -76,7 +76,7 @@ def die_at(moment: str, call: int, seconds: float) -> None:
         "update": (Experiment, "learn"),
         "file of a checkpoint": (checkpoint, "_flush_and_digest"),
         "directory of a checkpoint": (checkpoint, "flush_directory"),
-        "journal": (Journal, "_say"),
+        "journal": (Journal, "_append"),
         "consumption": (Journal, "consumed"),
     }[moment]
     function: Callable[..., Any] = getattr(module, name)

@@ -29,7 +29,7 @@ from pathlib import Path
 
 from areal_x.rollout.queue import TrajectoryQueue
 from areal_x.rollout.runner import TRAINING, seed_of
-from areal_x.run.journal import Journal, Recorder, Unrecorded
+from areal_x.run.journal import Journal, NullRecorder, Recorder
 from areal_x.simulation import FakeEngine, FakeTrainer, Speed, lognormal, simulate
 from areal_x.types import Group
 
@@ -95,7 +95,7 @@ def simulated(servers: int, steps: int, recorder: Recorder, max_staleness: int) 
 def measure(servers: int, steps: int, journal: bool, max_staleness: int = MAX_STALENESS) -> str:
     groups = GROUPS_A_SERVER * servers
     with tempfile.TemporaryDirectory() as folder, Journal(Path(folder)) if journal else nullcontext() as written:
-        held = Held(written or Unrecorded())
+        held = Held(written or NullRecorder())
         began = time.process_time()
         rows = simulated(servers, steps, held, max_staleness)
         if written is not None:

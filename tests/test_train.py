@@ -237,7 +237,7 @@ def test_auto_begins_again_what_ended_before_its_first_checkpoint_and_keeps_what
     for _ in range(2):
         assert train.main(AUTO) == 130
     said = capsys.readouterr()
-    assert "runs/play-run ended before its first checkpoint and begins again; what there was of it is now" in said.out
+    assert "runs/play-run ended before its first checkpoint and begins again; its files are now in" in said.out
     ring.error, ring.saves = None, True
     assert train.main(AUTO) == 0
     assert sorted(p.name for p in Path("runs").iterdir()) == ["play-run", "play-run.before-1", "play-run.before-2"]
@@ -272,7 +272,7 @@ def test_a_name_that_cannot_be_resumed_is_refused_before_anything_is_made(
 
 def test_nothing_to_resume_is_a_sentence(ring: Ring, capsys: pytest.CaptureFixture[str]) -> None:
     assert train.main(["run.gin", "--resume"]) == 1
-    assert capsys.readouterr().err.startswith("error: there is nothing to resume: runs holds no run play-run-1")
+    assert capsys.readouterr().err.startswith("error: there is nothing to resume: runs has no run play-run-1")
 
 
 @pytest.mark.parametrize(

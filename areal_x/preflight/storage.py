@@ -10,7 +10,7 @@ from areal_x.errors import ConfigError
 from areal_x.experiment import Experiment
 from areal_x.preflight.model import Model
 from areal_x.protocols.trainer_config import bytes_per_parameter
-from areal_x.run.run_dir import existing, writable
+from areal_x.run.run_dir import check_writable, nearest_existing
 
 JOURNAL_BYTES = 6  # per token (see JournalConfig)
 SAVED_MOMENTS = {"adamw": 8, "adafactor": 1, "muon": 8}  # bytes per parameter in fp32, at most
@@ -20,7 +20,7 @@ def check_run_directory(experiment: Experiment) -> str:
     """Raises: ConfigError for a directory that cannot be written, and for a run that already
     exists."""
     runs = Path(experiment.runs)
-    writable("train.runs", runs)
+    check_writable("train.runs", runs)
     run = runs / experiment.name if experiment.name else None
     if run is not None and run.is_dir() and any(run.iterdir()):
         raise ConfigError(
@@ -37,7 +37,7 @@ def check_disk(experiment: Experiment, model: Model) -> str:
     checkpoint = checkpoint_bytes(experiment, model)
     count = experiment.keep_checkpoints + 1  # the oldest is deleted once the newest is complete
     journal = journal_bytes(experiment)
-    free = shutil.disk_usage(existing(runs)).free
+    free = shutil.disk_usage(nearest_existing(runs)).free
     sizes = (
         f"{count} times a checkpoint of {format_bytes(checkpoint)} and a journal of at most"
         f" {format_bytes(journal)}; {format_bytes(free)} are free in {runs}"
@@ -52,8 +52,8 @@ def check_staging(experiment: Experiment, model: Model, on_cpu: bool) -> str:
     """Checks the directory to which weights are staged. Raises: ConfigError if it cannot be written
     or is too small."""
     parent = Path(experiment.vllm.staging) if experiment.vllm.staging else default_parent()
-    writable("vllm.staging", parent)
-    free = shutil.disk_usage(existing(parent)).free
+    check_writable("vllm.staging", parent)
+    free = shutil.disk_usage(nearest_existing(parent)).free
     if experiment.trainer.lora.rank:
         return f"{parent} can be written; {format_bytes(free)} are free"
     needed = model.parameters * bytes_per_parameter(experiment.trainer, on_cpu)

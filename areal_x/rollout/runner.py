@@ -22,7 +22,7 @@ from areal_x.rollout.episode import error_of, first_of, run_episode
 from areal_x.rollout.pacing import ImmediatePacing, Pacing, WavePacing
 from areal_x.rollout.patience import Patience
 from areal_x.rollout.queue import TrajectoryQueue
-from areal_x.run.journal import Recorder, Resumed, Unrecorded
+from areal_x.run.journal import NullRecorder, Recorder, Resumed
 from areal_x.runtime import timeline
 from areal_x.runtime.waits import doing, on_behalf_of, waiting
 from areal_x.tasks.screening import Screen
@@ -190,7 +190,7 @@ class Runner:
         self.row_length = row_length
         self.together = together
         self.screen = screen
-        self.recorder = recorder or Unrecorded()
+        self.recorder = recorder or NullRecorder()
         self._positions: dict[int, int] = {}  # in the stream, of pending tickets
         self._changed = asyncio.Event()
         self._pacing: Pacing = (

@@ -1,8 +1,8 @@
-"""Checkpoints that are whole or absent: `checkpoints/<step>/` with state.json and, written last, a
-manifest of digests.
+"""Checkpoints that are complete or absent: `checkpoints/<step>/` with state.json and, written last,
+a manifest of digests.
 
-A checkpoint is written beside its place, flushed to the disk and renamed there, so a crash at any
-moment leaves the earlier ones as they were. Reading verifies every digest.
+A checkpoint is written under a temporary name, flushed to disk and renamed, so a crash at any
+moment leaves the earlier ones intact. Reading verifies every digest.
 """
 
 from __future__ import annotations
@@ -22,24 +22,28 @@ from typing import Any
 from areal_x.errors import UserError
 from areal_x.runtime.waits import waiting
 
-MANIFEST, STATE = "manifest.json", "state.json"
-UNFINISHED = ".unfinished-"  # the start of the name of what is not yet, or no longer, a checkpoint
+MANIFEST = "manifest.json"
+STATE = "state.json"
+UNFINISHED = ".unfinished-"  # prefix of directories that are not yet, or no longer, a checkpoint
 
-
-# until what goes on in the background is done; raises what went wrong there
+# Blocks until background writes are done, and raises their error.
 Wait = Callable[[], None]
-Write = Callable[[Path], Wait | None]  # fills the directory it is given, or begins to
+# Fills the given directory, or starts to in the background and returns a Wait.
+Write = Callable[[Path], Wait | None]
 
 
 class Saver:
-    """Saves the checkpoints of a run. What is written in the background is completed on a thread
-    while the run goes on, one checkpoint at a time; leaving the context waits for it.
+    """Saves the checkpoints of a run. Background writes are completed on a thread while the run goes
+    on, one checkpoint at a time; leaving the context waits for the last.
 
-    keep: of the newest, how many stay. report: told when a checkpoint is whole.
+    keep: number of newest checkpoints to keep. message: called with a sentence about each complete
+    checkpoint.
     """
 
-    def __init__(self, run: Path, keep: int, report: Callable[[str], None]) -> None:
-        self._run, self._keep, self._report = run, keep, report
+    def __init__(self, run: Path, keep: int, message: Callable[[str], None]) -> None:
+        self._run = run
+        self._keep = keep
+        self._message = message
         self._thread = ThreadPoolExecutor(1, "checkpoint")
         self._pending: Future[None] | None = None
 
@@ -51,8 +55,11 @@ class Saver:
             self.wait()
 
     def save(self, step: int, write: Write, state: Mapping[str, Any]) -> None:
-        """See `checkpoint.save`; the checkpoint is whole when this returns, unless `write` left
-        something to the background. Raises: what went wrong with the checkpoint before, too."""
+        """Saves as `checkpoint.save` does. The checkpoint is complete on return unless `write` left
+        work to the background.
+
+        Raises: also the error of the previous checkpoint.
+        """
         self.wait()
         with waiting("the run", f"the checkpoint of step {step} to be written"):
             begun = begin(self._run, step, write)
@@ -62,7 +69,7 @@ class Saver:
                 self._pending = self._thread.submit(self._complete, begun, state)
 
     def wait(self) -> None:
-        """Until no checkpoint is being completed."""
+        """Waits for the checkpoint that is being completed, if any."""
         pending, self._pending = self._pending, None
         if pending is not None:
             with waiting("the run", "the checkpoint before to be completed"):
@@ -70,17 +77,18 @@ class Saver:
 
     def _complete(self, begun: Begun, state: Mapping[str, Any]) -> None:
         complete(begun, state, self._keep)
-        self._report(f"checkpoint of step {begun.step} saved")
+        self._message(f"checkpoint of step {begun.step} saved")
 
 
 @dataclass(frozen=True)
 class Begun:
-    """A checkpoint that is being written. wait: for what is written in the background, None where
-    all is there."""
+    """A checkpoint that is being written."""
 
     run: Path
     step: int
+
     wait: Wait | None
+    """Waits for background writes; None if there are none."""
 
     @property
     def place(self) -> Path:
@@ -94,27 +102,32 @@ class Begun:
 def save(run: Path, step: int, write: Write, state: Mapping[str, Any], keep: int = 2) -> Path:
     """Writes checkpoints/<step> and deletes all but the `keep` newest up to it.
 
-    state: what JSON can hold (cursors, random state, version). Raises: UserError when the disk is
-    full; whatever `write` raises. Either way the earlier checkpoints are untouched.
+    state: JSON data (cursors, random state, version).
+
+    Raises: UserError if the disk is full; whatever `write` raises. Either way the earlier
+    checkpoints are untouched.
     """
     return complete(begin(run, step, write), state, keep)
 
 
 def begin(run: Path, step: int, write: Write) -> Begun:
+    """Creates the directory and starts to fill it. Deletes what earlier attempts left."""
     checkpoints = run / "checkpoints"
     checkpoints.mkdir(parents=True, exist_ok=True)
     for left_over in checkpoints.glob(UNFINISHED + "*"):
         shutil.rmtree(left_over)
     begun = Begun(run, step, None)
-    with _whole_or_absent(begun):
+    with _complete_or_absent(begun):
         begun.unfinished.mkdir()
         return Begun(run, step, write(begun.unfinished))
 
 
 def complete(begun: Begun, state: Mapping[str, Any], keep: int) -> Path:
+    """Waits for background writes, adds state and manifest, and renames the directory to its final
+    name, which it returns."""
     unfinished, place, checkpoints = begun.unfinished, begun.place, begun.place.parent
     replaced = checkpoints / f"{UNFINISHED}{begun.step}-replaced"
-    with _whole_or_absent(begun):
+    with _complete_or_absent(begun):
         if begun.wait is not None:
             begun.wait()
         (unfinished / STATE).write_text(json.dumps(dict(state)), encoding="utf-8")
@@ -132,7 +145,7 @@ def complete(begun: Begun, state: Mapping[str, Any], keep: int) -> Path:
         _flush_and_digest(unfinished / MANIFEST)
         for directory in (unfinished, *(p for p in unfinished.rglob("*") if p.is_dir())):
             flush_directory(directory)
-        if place.exists():  # damaged, or of a run that was resumed from before it
+        if place.exists():  # damaged, or from before the run was resumed at an earlier step
             place.rename(replaced)
         unfinished.rename(place)
         flush_directory(checkpoints)
@@ -144,8 +157,8 @@ def complete(begun: Begun, state: Mapping[str, Any], keep: int) -> Path:
 
 
 @contextmanager
-def _whole_or_absent(begun: Begun) -> Iterator[None]:
-    """Removes what there is of a checkpoint that could not be written."""
+def _complete_or_absent(begun: Begun) -> Iterator[None]:
+    """Deletes a checkpoint that could not be written."""
     try:
         yield
     except BaseException as error:
@@ -155,16 +168,16 @@ def _whole_or_absent(begun: Begun) -> Iterator[None]:
             raise UserError(
                 f"the checkpoint of step {begun.step} could not be saved because the disk of"
                 f" {begun.place.parent} is full (it had {needed / 1e6:.1f} MB when it stopped): the"
-                " earlier checkpoints are whole; make room and use --resume"
+                " earlier checkpoints are intact; make room and use --resume"
             ) from error
         raise
 
 
-def newest(run: Path, say: Callable[[str], None] = print) -> tuple[int, Path, dict[str, Any]]:
-    """The step, directory and state of the newest checkpoint whose digests hold; says which damaged
-    ones it passed over.
+def newest(run: Path, message: Callable[[str], None] = print) -> tuple[int, Path, dict[str, Any]]:
+    """Returns step, directory and state of the newest intact checkpoint. `message` is called for
+    each damaged one before it.
 
-    Raises: UserError when no whole checkpoint is left.
+    Raises: UserError if none is intact.
     """
     refused = []
     for step in (there := steps(run))[::-1]:
@@ -175,20 +188,20 @@ def newest(run: Path, say: Callable[[str], None] = print) -> tuple[int, Path, di
             return step, path, state
         refused.append(f"{path} is damaged ({damage})")
         if step != there[0]:
-            say(f"checkpoint {refused[-1]}: trying the one before it")
+            message(f"checkpoint {refused[-1]}: trying the one before it")
     why = ": " + "; ".join(refused) if refused else ""
     raise UserError(f"{run} has no checkpoint to resume from{why}")
 
 
 def steps(run: Path) -> list[int]:
-    """The steps that have a checkpoint, rising."""
+    """Returns the steps that have a checkpoint, in ascending order."""
     return sorted(
         int(p.name) for p in (run / "checkpoints").glob("*") if p.name.isdecimal() and p.is_dir()
     )
 
 
 def find_damage(path: Path) -> str:
-    """The first file that is not what the manifest says, and how; empty when all are."""
+    """Returns a description of the first file that differs from the manifest; "" if none does."""
     try:
         files = json.loads((path / MANIFEST).read_text(encoding="utf-8"))["files"]
         expected = {name: (entry["bytes"], entry["sha256"]) for name, entry in files.items()}
@@ -216,7 +229,8 @@ def find_damage(path: Path) -> str:
 
 
 def is_disk_full(error: BaseException) -> bool:
-    """Also where a library written in another language gives only the words (safetensors)."""
+    """True for "no space left" and "quota exceeded", also in the message of a library that raises no
+    OSError (safetensors)."""
     full = (errno.ENOSPC, errno.EDQUOT)
     if isinstance(error, OSError) and error.errno is not None:
         return error.errno in full
@@ -237,6 +251,7 @@ def _flush_and_digest(file: Path) -> str:
 
 
 def flush_directory(directory: Path) -> None:
+    """Brings a directory's entries to the disk."""
     descriptor = os.open(directory, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -1,8 +1,8 @@
-"""A group as bytes: a description in JSON, compressed, then the arrays one after the other.
+"""Encodes a group as bytes: a compressed JSON header, then the arrays one after the other.
 
-Of tokens and log-probabilities a general compressor leaves hardly less than their bytes that are
-not 0, and takes most of a core for it. So masks and versions are written as runs, other whole
-numbers in as few bytes as they need, the rest as it is.
+A general compressor takes most of a core and hardly saves more of tokens and log-probabilities than
+their zero bytes. So masks and versions are run-length encoded, other integers are stored in as few
+bytes as they need, and floats as they are.
 """
 
 from __future__ import annotations
@@ -30,64 +30,65 @@ from areal_x.types import (
 )
 
 OUTCOMES: dict[str, type[Outcome]] = {"scored": Scored, "failed": Failed, "timed_out": TimedOut}
-# of a trajectory
+# Fields of a trajectory that are arrays.
 ARRAYS = ("tokens", "mask", "logprobs", "versions", "token_rewards", "experts", "credit")
-RUN = 16  # bytes that a run takes, about
-SIZE = 4  # bytes of the number that says how long the description before the arrays is
+RUN = 16  # bytes of one run, roughly
+SIZE = 4  # bytes of the header's length
 
 
 def encode(group: Group) -> bytes:
-    """Everything of a group but its task, ticket and version, which have columns of their own."""
+    """Returns a group as bytes, except its task, ticket and version, which are columns of the
+    journal."""
     trajectories = [trajectory for episode in group.episodes for trajectory in episode.trajectories]
     parts: list[bytes] = []
 
     def put(x: np.ndarray) -> list[Any]:
-        how, content = written(x)
+        form, content = encode_array(x)
         parts.append(content)
-        return [len(content), *how]
+        return [len(content), *form]
 
     def joined(name: str) -> list[Any]:
-        """Which trajectories have it, and it of all of them, one after the other."""
+        """Which trajectories have the array, and their arrays concatenated."""
         arrays = [getattr(t, name) for t in trajectories]
         there = [x for x in arrays if x is not None]
         return [[x is not None for x in arrays], put(np.concatenate(there)) if there else None]
 
-    # whose images they were first, as those of a group are mostly the same ones
+    # The first trajectory with each set of images: a group's attempts usually share theirs.
     written_by: dict[int, int] = {}
 
-    def seen(i: int, images: Images | None) -> dict[str, Any] | int | None:
+    def images_of(i: int, images: Images | None) -> dict[str, Any] | int | None:
         if images is None or written_by.setdefault(id(images), i) != i:
             return None if images is None else written_by[id(images)]
         return {f.name: put(getattr(images, f.name)) for f in fields(Images)}
 
     names = {kind: name for name, kind in OUTCOMES.items()}
 
-    def ended(outcome: Outcome) -> list[Any]:
+    def outcome_fields(outcome: Outcome) -> list[Any]:
         return [names[type(outcome)], {f.name: getattr(outcome, f.name) for f in fields(outcome)}]
 
     head = {
-        "episodes": [[ended(e.outcome), len(e.trajectories)] for e in group.episodes],
+        "episodes": [[outcome_fields(e.outcome), len(e.trajectories)] for e in group.episodes],
         "trajectories": [
-            [len(t), t.reward, t.finish_reason, seen(i, t.images)]
+            [len(t), t.reward, t.finish_reason, images_of(i, t.images)]
             for i, t in enumerate(trajectories)
         ],
         "arrays": {name: joined(name) for name in ARRAYS},
         "greedy_reward": group.greedy_reward,
     }
-    described = zlib.compress(json.dumps(head, default=_number).encode(), 1)
-    return b"".join([len(described).to_bytes(SIZE, "little"), described, *parts])
+    header = zlib.compress(json.dumps(head, default=_number).encode(), 1)
+    return b"".join([len(header).to_bytes(SIZE, "little"), header, *parts])
 
 
 def decode(content: bytes, task: Task, ticket: int, admitted_version: int) -> Group:
-    """What `encode` was given."""
+    """Returns the group that `encode` was given."""
     at = SIZE + int.from_bytes(content[:SIZE], "little")
     head = json.loads(zlib.decompress(content[SIZE:at]))
     lengths = [length for length, *_ in head["trajectories"]]
 
     def get(described: list[Any]) -> Any:
         nonlocal at
-        size, *how = described
-        x = read_back(how, content[at : at + size])
+        size, *form = described
+        x = decode_array(form, content[at : at + size])
         at += size
         return x
 
@@ -105,7 +106,7 @@ def decode(content: bytes, task: Task, ticket: int, admitted_version: int) -> Gr
             if isinstance(x, int)
             else x and Images(**{name: get(y) for name, y in x.items()})
         )
-    # what a journal does not name was not there when it was written
+    # Arrays that this version added are absent from older journals.
     nobody = [[False] * len(lengths)]
     arrays = {name: split(*head["arrays"].get(name, nobody)) for name in ARRAYS}
     trajectories = iter(
@@ -120,14 +121,14 @@ def decode(content: bytes, task: Task, ticket: int, admitted_version: int) -> Gr
         ]
     )
     episodes = tuple(
-        Episode(OUTCOMES[kind](**said), tuple(islice(trajectories, count)))
-        for (kind, said), count in head["episodes"]
+        Episode(OUTCOMES[kind](**values), tuple(islice(trajectories, count)))
+        for (kind, values), count in head["episodes"]
     )
     return Group(task, ticket, admitted_version, episodes, head["greedy_reward"])
 
 
-def written(x: np.ndarray) -> tuple[list[Any], bytes]:
-    """How an array is written, for `read_back`, and its bytes."""
+def encode_array(x: np.ndarray) -> tuple[list[Any], bytes]:
+    """Returns the form in which an array is stored, for `decode_array`, and its bytes."""
     dtype, shape = x.dtype.newbyteorder("<").str, list(x.shape)
     if x.size and x.dtype.kind in "bi":
         flat = x.reshape(-1).view(np.uint8) if x.dtype.kind == "b" else x.reshape(-1)
@@ -151,9 +152,9 @@ def written(x: np.ndarray) -> tuple[list[Any], bytes]:
     return [dtype, shape, "plain"], x.astype(dtype).tobytes()
 
 
-def read_back(how: Sequence[Any], content: bytes) -> np.ndarray:
-    """The array that was written so."""
-    dtype, shape, form, *rest = how
+def decode_array(stored: Sequence[Any], content: bytes) -> np.ndarray:
+    """Returns the array that `encode_array` stored."""
+    dtype, shape, form, *rest = stored
     size, at = math.prod(shape), 0
     if form == "plain":
         return np.frombuffer(content, dtype).reshape(shape)
@@ -169,5 +170,5 @@ def read_back(how: Sequence[Any], content: bytes) -> np.ndarray:
 
 
 def _number(x: Any) -> Any:
-    """A verifier's numbers may be numpy's."""
+    """Converts numpy numbers, which a verifier may return, for JSON."""
     return x.item()

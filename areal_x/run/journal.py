@@ -1,13 +1,13 @@
-"""What a run drew and consumed, durably: from it a killed run goes on having lost and repeated
-nothing, and runs are replayed.
+"""The durable record of the groups that a run sampled and consumed: a killed run resumes from it
+without losing or repeating any, and a finished run is replayed from it.
 
     runner ──admitted, finished, given back, consumed──▶ a thread ──one transaction after the other──▶ journal.sqlite
 
-Every call returns at once; the thread writes the entries in their order, so that whenever the
-process is killed the file holds all of them up to some moment shortly before. `flush` waits until
-they are written, `sync` until they are on the disk: a checkpoint is written only after what it
-depends on. Where a loss of power took the end of the journal all the same, the checkpoint's own
-state stands in for it (`Journal.resumed`).
+Every call returns at once; the thread writes the entries in order, so whenever the process is
+killed the file has all entries up to a moment shortly before. `flush` waits until they are written,
+`sync` until they are on disk: a checkpoint is written only after the entries that it depends on. If
+a power failure nevertheless took the end of the journal, the checkpoint's own state replaces it
+(`Journal.resumed`).
 """
 
 from __future__ import annotations
@@ -45,22 +45,20 @@ CREATE INDEX IF NOT EXISTS consumed_ticket ON consumed (ticket);
 ADMIT = "INSERT OR REPLACE INTO groups VALUES (?, ?, ?, ?, ?, NULL)"
 END = "UPDATE groups SET status = ?, content = ? WHERE ticket = ?"
 CONSUME = "INSERT OR REPLACE INTO consumed VALUES (?, ?, ?)"
-LOCKED_SECONDS = 30.0  # that a write waits for another program which holds the file
-# a transaction costs as much as writing several groups, so that what follows shortly shares it
+LOCKED_SECONDS = 30.0  # for which a write waits while another program locks the file
+# A transaction costs as much as writing several groups, so entries wait this long to share one.
 GATHER_SECONDS = 0.25
-TaskAt = Callable[[int], Task]  # the task of a position of the stream
+TaskAt = Callable[[int], Task]  # the task at a position of the stream
 
 
 @gin.configurable("journal")
 @dataclass(frozen=True)
 class JournalConfig:
-    """How much of a run its journal keeps.
-
-    keep_steps: of so many steps before the newest checkpoint the groups stay there to be looked at
-    and replayed; what a resumed run needs stays in any case. 0 keeps all: 5 to 7 bytes a token.
-    """
+    """How much of a run its journal keeps."""
 
     keep_steps: int = 1000
+    """Steps before the newest checkpoint whose groups are kept for inspection and replay; groups
+    that a resumed run needs are always kept. 0 keeps all, at 5 to 7 bytes per token."""
 
     def __post_init__(self) -> None:
         at_least("journal.keep_steps", self.keep_steps, 0)
@@ -68,24 +66,29 @@ class JournalConfig:
 
 @dataclass(frozen=True)
 class Resumed:
-    """Where a rollout goes on.
-
-    position: of the dataset's next task. next_ticket: of the next group. unfinished: the position
-    of each ticket that is to be run again. finished: the groups that wait to be consumed, each with
-    its position. order: the tickets of the next steps, where they are known, as a run that went on
-    from here before consumed them. workflow: its own state, None where it has none.
-    """
+    """Where a rollout continues."""
 
     position: int = 0
+    """Position of the dataset's next task."""
+
     next_ticket: int = 0
+    """Ticket of the next group."""
+
     unfinished: Mapping[int, int] = field(default_factory=dict)
+    """Tickets of the groups to run again, with the positions of their tasks."""
+
     finished: Sequence[tuple[int, Group]] = ()
+    """Groups that wait to be consumed, each with its position."""
+
     order: Sequence[Sequence[int]] = ()
+    """Tickets of the next steps, if a run that continued from here before has consumed them."""
+
     workflow: Any = None
+    """The workflow's own state; None if it has none."""
 
 
 class Recorder(Protocol):
-    """What a runner tells of its groups."""
+    """Receives the events of a runner's groups."""
 
     def admitted(self, group: Group, position: int) -> None: ...
 
@@ -96,8 +99,8 @@ class Recorder(Protocol):
     def consumed(self, step: int, groups: Sequence[Group]) -> None: ...
 
 
-class Unrecorded:
-    """A recorder that forgets."""
+class NullRecorder:
+    """A recorder that keeps nothing."""
 
     def admitted(self, group: Group, position: int) -> None: ...
 
@@ -109,20 +112,22 @@ class Unrecorded:
 
 
 class Journal:
-    """The journal of a run's directory, to be written and read. A context manager: leaving it
-    writes what is left.
+    """The journal in a run's directory, for writing and reading. Leaving the context writes the
+    remaining entries.
 
-    Raises: UserError for a file that is no journal; and, from any call after it, when the file
-    could not be written. Nothing is written after a transaction that failed, so that the file never
-    has a gap: a resumed run goes on from what is there. A journal that may only be read is read.
+    After a failed transaction nothing more is written, so the file never has a gap and a resumed
+    run continues from its end. A journal without write permission can be read.
+
+    Raises: UserError for a file that is not a journal, and from every call after a failed write.
     """
 
     def __init__(self, run: Path, keep_steps: int = 0) -> None:
-        self.path, self.keep_steps = run / FILE, keep_steps
-        self._said: SimpleQueue[Any] = SimpleQueue()
+        self.path = run / FILE
+        self.keep_steps = keep_steps
+        self._entries: SimpleQueue[Any] = SimpleQueue()
         self._urgent = threading.Event()
         self._error: BaseException | None = None
-        self._writing = self._connect()  # the thread's
+        self._writing = self._connect()  # used by the thread
         self._thread = background.thread(
             self._write, what="the journal's thread", failed=self._failed, name="journal"
         )
@@ -131,26 +136,28 @@ class Journal:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._said.put(None)
+        self._entries.put(None)
         self._urgent.set()
         with waiting("the run", "the journal to be closed", self._left):
             self._thread.join()
 
-    # ---- what a run says
+    # ---- writing
 
     def admitted(self, group: Group, position: int) -> None:
-        """The group took a slot for the task at this position of the stream, the first time or
-        again."""
-        self._say(ADMIT, (group.ticket, position, group.task.id, group.admitted_version, ADMITTED))
+        """Records that the group took a slot, for the first time or again, for the task at this
+        position of the stream."""
+        self._append(
+            ADMIT, (group.ticket, position, group.task.id, group.admitted_version, ADMITTED)
+        )
 
     def finished(self, group: Group) -> None:
-        """The group waits to be consumed."""
-        self._say(END, (FINISHED, group, group.ticket))
+        """Records that the group waits to be consumed."""
+        self._append(END, (FINISHED, group, group.ticket))
 
     def given_back(self, group: Group) -> None:
-        """The group is not trained on. Its outcomes are kept, its tokens are not."""
+        """Records that the group is not trained on; keeps its outcomes without its tokens."""
         outcomes = tuple(Episode(episode.outcome) for episode in group.episodes)
-        self._say(
+        self._append(
             END,
             (
                 GIVEN_BACK,
@@ -160,33 +167,33 @@ class Journal:
         )
 
     def consumed(self, step: int, groups: Sequence[Group]) -> None:
-        """The step that makes this version trains on these groups, in this order."""
+        """Records that the step with this number trains on these groups, in this order."""
         for place, group in enumerate(groups):
-            self._say(CONSUME, (step, place, group.ticket))
+            self._append(CONSUME, (step, place, group.ticket))
 
     def prune(self, oldest_checkpoint: int, step: int) -> None:
-        """Forgets the groups that `keep_steps` before `step`, and a run resumed from the oldest
-        checkpoint, do without."""
+        """Deletes the groups older than `keep_steps` before `step` that no run resumed from the
+        oldest checkpoint needs."""
         if self.keep_steps:
             last = min(oldest_checkpoint, step - self.keep_steps)
-            # The newest ticket stays: it tells where tickets and positions go on.
-            self._say(
+            # The newest ticket stays: tickets and positions continue from it.
+            self._append(
                 "DELETE FROM groups WHERE ticket < (SELECT max(ticket) FROM groups) AND ("
                 "ticket IN (SELECT ticket FROM consumed WHERE step <= ?) OR "
                 "status = ? AND ticket < (SELECT max(ticket) FROM consumed WHERE step <= ?))",
                 (last, GIVEN_BACK, last),
             )
-            self._say("DELETE FROM consumed WHERE step <= ?", (last,))
+            self._append("DELETE FROM consumed WHERE step <= ?", (last,))
 
     def flush(self) -> None:
         """Returns when every entry is in the file."""
         self._wait_for(_Written(durable=False))
 
     def sync(self) -> None:
-        """Returns when every entry is on the disk, where a loss of power leaves it."""
+        """Returns when every entry is on disk, safe from a power failure."""
         self._wait_for(_Written(durable=True))
 
-    # ---- what it tells
+    # ---- reading
 
     def resumed(
         self,
@@ -196,17 +203,20 @@ class Journal:
         before: int | None = None,
         saved: Mapping[str, Any] | None = None,
     ) -> Resumed | None:
-        """Where the rollout goes on from the checkpoint of `step`; None where nothing is known.
+        """Returns where the rollout continues from the checkpoint of `step`; None if nothing is
+        known.
 
-        task_at: gives the task of a position. What was consumed after the checkpoint is consumed
-        again, in the same order, as long as steps are of the same size. before: forgets tickets
-        from this one on, and so where they were consumed. saved: the `Rollout.state` of the
-        checkpoint, which holds where the end of the journal, or all of it, is missing: what was
-        trained on by then is not trained on again, and what was drawn keeps its ticket.
+        Groups consumed after the checkpoint are consumed again, in the same order, as long as steps
+        have the same size.
+
+        task_at: returns the task at a position. before: deletes the groups from this ticket on, and
+        the record of their consumption. saved: the `Rollout.state` of the checkpoint, which
+        replaces a missing end of the journal: groups trained on by then are not trained on again,
+        and admitted ones keep their tickets.
         """
         if before is not None:
-            self._say("DELETE FROM groups WHERE ticket >= ?", (before,))
-            self._say("DELETE FROM consumed WHERE step > ?", (step,))
+            self._append("DELETE FROM groups WHERE ticket >= ?", (before,))
+            self._append("DELETE FROM consumed WHERE step > ?", (step,))
         self.flush()
         with self._open() as connection:
             newest, position = connection.execute(
@@ -229,23 +239,22 @@ class Journal:
         next_ticket, next_position = (0, 0) if newest is None else (1 + newest, 1 + position)
         unfinished: dict[int, int] = {}
         if saved is not None:
-            waiting, drawn, drawn_to = (
-                dict(saved["unfinished"]),
-                saved["next_ticket"],
-                saved["position"],
-            )
+            waiting = dict(saved["unfinished"])
+            saved_ticket = saved["next_ticket"]
             recorded = {ticket: position for ticket, position, *_ in rows}
-            # A journal that lost its end once, and went on after a later checkpoint than this one,
-            # has a gap: what comes after that is drawn again.
-            next_ticket, next_position = drawn, drawn_to
+            # A journal that lost its end once, and continued after a later checkpoint than this
+            # one, has a gap: groups after the gap are sampled again.
+            next_ticket, next_position = saved_ticket, saved["position"]
             while next_ticket in recorded:
                 next_position = 1 + recorded[next_ticket]
                 next_ticket += 1
-            self._say("DELETE FROM groups WHERE ticket >= ?", (next_ticket,))
+            self._append("DELETE FROM groups WHERE ticket >= ?", (next_ticket,))
             unfinished = {
                 ticket: position for ticket, position in waiting.items() if ticket not in recorded
             }
-            rows = [row for row in rows if row[0] in waiting or drawn <= row[0] < next_ticket]
+            rows = [
+                row for row in rows if row[0] in waiting or saved_ticket <= row[0] < next_ticket
+            ]
         finished = {}
         for ticket, position, version, status, content in rows:
             group = (
@@ -255,18 +264,18 @@ class Journal:
                 finished[ticket] = (position, group)
             elif status != GIVEN_BACK:
                 unfinished[ticket] = position
-        # of the steps from here on, up to one that is not there or that a kill cut in two
+        # The next steps, up to one that is missing or that a kill interrupted.
         order: list[list[int]] = []
         while len(
             tickets := taken.get(step + len(order) + 1, ())
         ) == groups_per_step and finished.keys() >= set(tickets):
             order.append(list(tickets))
         for ticket, (position, group) in list(finished.items()):
-            # of weights that steps would have made that are not there
+            # Sampled with weights of steps that are lost.
             if group.admitted_version > step + len(order):
                 unfinished[ticket] = position
                 del finished[ticket]
-        self._say("DELETE FROM consumed WHERE step > ?", (step + len(order),))
+        self._append("DELETE FROM consumed WHERE step > ?", (step + len(order),))
         self.flush()
         return Resumed(
             next_position,
@@ -277,7 +286,7 @@ class Journal:
         )
 
     def steps(self) -> list[int]:
-        """The steps whose groups are all there, rising."""
+        """Returns the steps whose groups are complete, in ascending order."""
         with self._open() as connection:
             found = connection.execute(
                 "SELECT step FROM consumed LEFT JOIN groups USING (ticket) GROUP BY step HAVING"
@@ -286,8 +295,8 @@ class Journal:
             return [step for (step,) in found]
 
     def groups_of(self, step: int, task_at: TaskAt | None = None) -> list[Group]:
-        """The groups that a step consumed, in its order. task_at: gives the task of a position;
-        without it a task has an id and nothing else."""
+        """Returns the groups that a step consumed, in order. task_at: returns the task at a
+        position; without it, tasks have only an id."""
         with self._open() as connection:
             found = connection.execute(
                 "SELECT ticket, position, task, admitted_version, content FROM consumed JOIN groups"
@@ -302,9 +311,9 @@ class Journal:
         ]
 
     def to_pandas(self) -> Any:
-        """One row a trajectory of what was finished, a row without tokens for an episode that was
-        not scored: which step consumed it (NaN: none yet), its task, outcome, reward, versions and
-        arrays."""
+        """Returns a table with one row per trajectory of the finished groups, and a row without
+        tokens for an episode that was not scored: the step that consumed it (NaN: none yet), task,
+        outcome, reward, versions and arrays."""
         import pandas
 
         with self._open() as connection:
@@ -317,13 +326,14 @@ class Journal:
     # ---- the file
 
     def _connect(self) -> sqlite3.Connection | None:
-        """To write with, on another thread; None where the file can only be read."""
+        """Returns the connection for writing, which another thread uses; None if the file can only
+        be read."""
         try:
             connection: sqlite3.Connection = sqlite3.connect(
                 self.path, timeout=LOCKED_SECONDS, check_same_thread=False
             )
-            # Readers do not wait for the writer, and a commit is one append, which `sync` brings to
-            # the disk. Where the file system cannot, each commit does.
+            # With a write-ahead log, readers do not wait for the writer, and a commit is one append,
+            # which `sync` flushes. On file systems without it, each commit flushes.
             (mode,) = connection.execute("PRAGMA journal_mode = WAL").fetchone()
             connection.execute(f"PRAGMA synchronous = {'NORMAL' if mode == 'wal' else 'FULL'}")
             with connection:
@@ -339,17 +349,17 @@ class Journal:
 
     @contextmanager
     def _open(self) -> Iterator[sqlite3.Connection]:
-        """A connection to look with. Raises: UserError for a file that cannot be read."""
+        """Yields a connection for reading. Raises: UserError for a file that cannot be read."""
         if self._writing is None and self._log.is_file() and self._log.stat().st_size:
-            wanted = "copy the run to where you may write, and give the copy"
+            wanted = "copy the run to a folder that you may write to, and use the copy"
             raise UserError(
                 f"the journal {self.path} was not closed and is in a folder that cannot be written:"
                 f" {wanted}"
             )
-        how = "mode=rw" if self._writing is not None else "immutable=1"
+        mode = "mode=rw" if self._writing is not None else "immutable=1"
         try:
             with closing(
-                sqlite3.connect(f"{self.path.absolute().as_uri()}?{how}", uri=True)
+                sqlite3.connect(f"{self.path.absolute().as_uri()}?{mode}", uri=True)
             ) as connection:
                 yield connection
         except sqlite3.Error as error:
@@ -360,15 +370,15 @@ class Journal:
 
     @property
     def _log(self) -> Path:
-        """Which of SQLite's files holds what is not in the main one yet."""
+        """SQLite's write-ahead log: transactions that are not yet in the main file."""
         return self.path.with_name(f"{FILE}-wal")
 
-    def _say(self, statement: str, values: tuple[Any, ...]) -> None:
+    def _append(self, statement: str, values: tuple[Any, ...]) -> None:
         self._check()
-        self._said.put((statement, values))
+        self._entries.put((statement, values))
 
     def _wait_for(self, written: _Written) -> None:
-        self._said.put(written)
+        self._entries.put(written)
         self._urgent.set()
         with waiting("the run", "the journal to be written", self._left):
             while not written.wait(1.0) and self._thread.is_alive():
@@ -376,45 +386,45 @@ class Journal:
         self._check()
 
     def _left(self) -> str:
-        return f"{self._said.qsize()} entries of {self.path} are left"
+        return f"{self._entries.qsize()} entries of {self.path} are left"
 
     def _check(self) -> None:
         if self._error is not None:
             raise UserError(
-                f"the journal {self.path} could not be written ({self._error}): make room and go on"
+                f"the journal {self.path} could not be written ({self._error}): make room and continue"
                 " with --resume"
             ) from self._error
 
     def _failed(self, error: BaseException) -> None:
         self._error = self._error or error
-        while not self._said.empty():
-            if isinstance(entry := self._said.get(), threading.Event):
+        while not self._entries.empty():
+            if isinstance(entry := self._entries.get(), threading.Event):
                 entry.set()
 
     def _write(self) -> None:
         ended = False
         while not ended:
             with waiting("the journal", "entries", idle=True):
-                said = [self._said.get()]
+                received = [self._entries.get()]
             self._urgent.wait(GATHER_SECONDS)
             self._urgent.clear()
-            while not self._said.empty():
-                said.append(self._said.get())
-            ended = None in said
-            asked = [entry for entry in said if isinstance(entry, _Written)]
-            entries = [entry for entry in said if isinstance(entry, tuple)]
+            while not self._entries.empty():
+                received.append(self._entries.get())
+            ended = None in received
+            waits = [entry for entry in received if isinstance(entry, _Written)]
+            entries = [entry for entry in received if isinstance(entry, tuple)]
             if self._error is None:  # else there would be a gap
                 try:
-                    self._transact(entries, durable=any(written.durable for written in asked))
+                    self._transact(entries, durable=any(written.durable for written in waits))
                 except Exception as error:
                     self._error = error
-            for written in asked:
+            for written in waits:
                 written.set()
         if self._writing is not None:
             self._writing.close()
 
     def _transact(self, entries: Sequence[tuple[str, tuple[Any, ...]]], durable: bool) -> None:
-        """All of the entries or none; durable: then everything so far is on the disk."""
+        """Writes all of the entries or none. durable: flushes everything so far to disk."""
         if self._writing is None:
             if entries:
                 raise PermissionError("it can only be read")
@@ -425,17 +435,17 @@ class Journal:
                     statement, [encode(x) if isinstance(x, Group) else x for x in values]
                 )
         if durable:
-            if self._log.is_file():  # no lock is held on it, so that closing it loses none
+            if self._log.is_file():  # no lock is held on it that closing would release
                 with self._log.open("rb") as log:
                     os.fsync(log.fileno())
-            # Moves the log into the main file and syncs that; while somebody reads, the log itself
+            # Moves the log into the main file and flushes that; while there are readers, the log
             # stays.
             self._writing.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
             flush_directory(self.path.parent)
 
 
 class _Written(threading.Event):
-    """Set when every entry before it is written. durable: and on the disk."""
+    """Set when every entry before it is written. durable: and flushed to disk."""
 
     def __init__(self, durable: bool) -> None:
         super().__init__()
@@ -444,17 +454,17 @@ class _Written(threading.Event):
 
 def _wanted(error: sqlite3.Error) -> str:
     if _code(error) in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED):
-        return "another program holds it; close that and try again"
-    return "give the directory of a run, or move the file away to go on without it"
+        return "another program has locked it; close that and try again"
+    return "name the directory of a run, or move the file away to continue without it"
 
 
 def _code(error: sqlite3.Error) -> int:
-    """SQLite's primary code, 0 for an error of Python's own."""
+    """Returns SQLite's primary error code; 0 for an error that Python raised."""
     return getattr(error, "sqlite_errorcode", 0) & 0xFF
 
 
 def _read(content: bytes, task: Task, ticket: int, version: int) -> Group | None:
-    """The group, or None where its bytes are damaged."""
+    """Returns the group; None if its bytes are damaged."""
     try:
         return decode(content, task, ticket, version)
     except Exception:
@@ -470,7 +480,7 @@ def table_rows(
     status: str,
     content: bytes,
 ) -> Iterator[dict[str, Any]]:
-    """The rows of `Journal.to_pandas` of one group."""
+    """Yields the rows of one group for `Journal.to_pandas`."""
     group = decode(content, Task(task, ""), ticket, version)
     whose = {
         "step": step,

@@ -1,9 +1,9 @@
-"""Where a resumed run goes on, and whether it is the run that began.
+"""Where a resumed run continues, and the check that its dataset and seed are still the same.
 
-A checkpoint counts steps and holds what they were drawn from. What decides which task is drawn when
-(the tasks, their order, the seed) must be as it was: with anything else a task would be trained on
-twice, or never. Everything else may change at a resume: `train.minibatches`, learning rates, the
-algorithm, the backend.
+A checkpoint records its step and the identity of the task stream: the tasks, their order and the
+seed. With another stream some tasks would be trained on twice and some never, so it is refused.
+Everything else may change at a resume: `train.minibatches`, learning rates, the algorithm, the
+backend.
 """
 
 from __future__ import annotations
@@ -21,17 +21,21 @@ from areal_x.run.journal import FILE, LOCKED_SECONDS, Journal, Resumed
 from areal_x.runtime.digest import dataset_digest
 from areal_x.types import Task
 
-Say = Callable[[str], None]
+Message = Callable[[str], None]
 
 
 @dataclass(frozen=True)
 class Start:
-    """Where a run begins or goes on. step: that was taken last. path: the checkpoint, None at the
-    beginning. saved: what `Rollout.state` gave then."""
+    """Where a run begins or continues."""
 
     step: int = 0
+    """The last step taken."""
+
     path: Path | None = None
+    """The checkpoint; None at the beginning."""
+
     saved: Mapping[str, Any] = field(default_factory=dict)
+    """The `Rollout.state` of the checkpoint."""
 
     def rollout(
         self,
@@ -57,18 +61,18 @@ BEGINNING = Start()
 AUTO = "auto"
 
 
-def automatic(runs: Path, name: str | None, steps: int, say: Say = print) -> bool | None:
-    """What a run that a scheduler starts again and again has to do: True to go on with its newest
-    checkpoint, False to begin, None where it has taken all of its steps. What ended before its
-    first checkpoint is put aside and begun again.
+def resume_if_begun(
+    runs: Path, name: str | None, steps: int, message: Message = print
+) -> bool | None:
+    """Decides how a run continues that a scheduler starts again and again: True from its newest
+    checkpoint, False from the beginning, None if it has taken all of its steps. A run that ended
+    before its first checkpoint is set aside and begins again.
 
-    Raises: ConfigError for a run without a name, UserError where another process writes to it.
+    Raises: ConfigError for a run without a name, UserError if another process writes to it.
     """
     if name is None:
-        raise ConfigError(
-            "train.name", None, "a name, by which a run that is started again is found"
-        )
-    run_dir.check(runs, None, resume=False)
+        raise ConfigError("train.name", None, "a name, by which a restarted run is found")
+    run_dir.check_name(runs, None, resume=False)
     run = runs / name
     saved = checkpoint.steps(run)
     if (
@@ -76,64 +80,66 @@ def automatic(runs: Path, name: str | None, steps: int, say: Say = print) -> boo
         and saved[-1] >= steps
         and not checkpoint.find_damage(run / "checkpoints" / str(saved[-1]))
     ):
-        say(f"{run} has finished: it has taken {saved[-1]} of {steps} steps")
+        message(f"{run} has finished: it has taken {saved[-1]} of {steps} steps")
         return None
-    if not saved and (aside := run_dir.put_aside(run)):
-        say(
-            f"{run} ended before its first checkpoint and begins again; what there was of it is now"
-            f" {aside}"
+    if not saved and (aside := run_dir.set_aside(run)):
+        message(
+            f"{run} ended before its first checkpoint and begins again; its files are now in {aside}"
         )
     return bool(saved)
 
 
-def decided(resume: bool | str, runs: Path, name: str | None, steps: int) -> bool | None:
-    """Whether a run goes on; None where it has finished and `resume` is "auto"."""
-    return automatic(runs, name, steps) if resume == AUTO else bool(resume)
+def decide(resume: bool | str, runs: Path, name: str | None, steps: int) -> bool | None:
+    """Returns True if a run resumes, False if it begins, None if it has finished and `resume` is
+    "auto"."""
+    return resume_if_begun(runs, name, steps) if resume == AUTO else bool(resume)
 
 
-def named(runs: Path, name: str | None, resume: bool) -> str | None:
-    """The name of a run that is about to be opened. Raises: as `run_dir.check`, and UserError
-    without a checkpoint."""
-    name = run_dir.check(runs, name, resume)
+def check_name(runs: Path, name: str | None, resume: bool) -> str | None:
+    """Returns the name of a run that is about to be opened.
+
+    Raises: as `run_dir.check_name`, and UserError for a resumed run without a checkpoint.
+    """
+    name = run_dir.check_name(runs, name, resume)
     if resume and name is not None and not checkpoint.steps(runs / name):
         raise UserError(f"{runs / name} has no checkpoint to resume from")
     return name
 
 
-def start(run: Path, dataset: Sequence[Task], seed: int, say: Say) -> Start:
-    """Where the newest whole checkpoint goes on; a damaged journal is set aside.
+def find_start(run: Path, dataset: Sequence[Task], seed: int, message: Message) -> Start:
+    """Returns where the newest intact checkpoint continues; sets a damaged journal aside.
 
-    Raises: UserError without a checkpoint, ConfigError for another seed or other tasks than those
-    that it was drawn from.
+    Raises: UserError without a checkpoint, ConfigError if its seed or its tasks were others.
     """
-    step, path, state = checkpoint.newest(run, say)
-    then, now = state.get("drawn_from"), drawn_from(dataset, seed)
+    step, path, state = checkpoint.newest(run, message)
+    then = state.get("drawn_from")
+    now = stream_identity(dataset, seed)
     if then is not None and then["seed"] != seed:
         wanted = (
-            f"{then['seed']}, with which {run} drew its tasks: another seed would draw some twice"
-            " and some never"
+            f"{then['seed']}, with which {run} began: with another seed some tasks would be trained"
+            " on twice and some never"
         )
         raise ConfigError("train.seed", seed, wanted)
     if then is not None and then != now:
         wanted = (
             f"the {then['tasks']:,} tasks of {path}, in their order: with others some would be"
-            " drawn twice and some never; to train on these, begin a new run with model.path ="
+            " trained on twice and some never; to train on these, start a new run with model.path ="
             f" {str(path / 'trainer')!r}"
         )
         raise ConfigError("train.dataset", f"{now['tasks']:,} tasks", wanted)
-    set_aside_if_damaged(run, say)
+    set_aside_damaged_journal(run, message)
     return Start(step, path, state["rollout"])
 
 
-def drawn_from(dataset: Sequence[Task], seed: int) -> dict[str, Any]:
-    """What decides which task is drawn when: the seed, how many tasks there are, and a digest of
-    them."""
+def stream_identity(dataset: Sequence[Task], seed: int) -> dict[str, Any]:
+    """Returns what decides the order of tasks: the seed, the number of tasks, and their digest.
+    Checkpoints have it under "drawn_from"."""
     return {"seed": seed, "tasks": len(dataset), "sha256": dataset_digest(dataset)}
 
 
-def set_aside_if_damaged(run: Path, say: Say) -> None:
-    """Renames a journal that is none, or is damaged, so that the run goes on with its checkpoint
-    alone."""
+def set_aside_damaged_journal(run: Path, message: Message) -> None:
+    """Renames a journal that is damaged or not a journal, so that the run continues from its
+    checkpoint alone."""
     path = run / FILE
     if not path.is_file():
         return
@@ -141,17 +147,17 @@ def set_aside_if_damaged(run: Path, say: Say) -> None:
         with closing(sqlite3.connect(path, timeout=LOCKED_SECONDS)) as connection:
             found = connection.execute("PRAGMA quick_check(1)").fetchone()[0]
             damage = "" if found == "ok" else " ".join(str(found).split())
-    except sqlite3.OperationalError:  # locked, or not to be read: for whoever opens it to say
+    except sqlite3.OperationalError:  # locked or unreadable: opening it will report that
         return
     except sqlite3.DatabaseError as error:
         damage = str(error)
     if not damage:
         return
     aside = path.with_name(f"{FILE}.damaged-{1 + len(list(run.glob(f'{FILE}.damaged-*')))}")
-    for end in ("-wal", "-shm"):  # of the damaged file alone
-        path.with_name(FILE + end).unlink(missing_ok=True)
+    for suffix in ("-wal", "-shm"):  # useless without the damaged file
+        path.with_name(FILE + suffix).unlink(missing_ok=True)
     path.rename(aside)
-    say(
-        f"the journal {path} is damaged ({damage}) and is now {aside.name}: what waited to be"
-        " trained on is generated again"
+    message(
+        f"the journal {path} is damaged ({damage}) and is now {aside.name}: groups that waited to be"
+        " trained on are generated again"
     )

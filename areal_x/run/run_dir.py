@@ -1,8 +1,8 @@
 """The run directory: `runs/<name>/` with config.gin, metrics.jsonl, logs/, checkpoints/.
 
-A run is never overwritten: a name that exists is refused unless the run is resumed. A resumed run's
-config.gin says what it goes on with; where that is something else than before, the file from before
-stays as config-1.gin, config-2.gin …
+A run is never overwritten: an existing name is refused unless the run is resumed. A resumed run's
+config.gin has its current settings; if they differ from the earlier ones, the earlier file is kept
+as config-1.gin, config-2.gin …
 """
 
 from __future__ import annotations
@@ -17,21 +17,22 @@ from typing import IO
 from areal_x.errors import ConfigError, UserError, nearest
 from areal_x.run import checkpoint
 
-CONFIG, LOCK = "config.gin", ".lock"
-# the runs of this process; the system unlocks them however it ends
+CONFIG = "config.gin"
+LOCK = ".lock"
+# The runs of this process. The system unlocks them when the process ends, however it ends.
 _locked: dict[Path, IO[str]] = {}
-Say = Callable[[str], None]
+Message = Callable[[str], None]
 ChangedSettings = Callable[[str, str], Sequence[str]]
 
 
-def check(runs: Path, name: str | None, resume: bool) -> str | None:
-    """Looks, and makes nothing: a mistake is told before models are loaded. The name, of an unnamed
-    resumed run the newest's.
+def check_name(runs: Path, name: str | None, resume: bool) -> str | None:
+    """Returns the run's name; for a resumed run without one, the newest run's. Creates nothing, and
+    is called before models are loaded.
 
-    Raises: UserError when a new run's name is taken, or a resumed run is not there; ConfigError for
-    a folder that cannot be written.
+    Raises: UserError if a new run's name is taken or a resumed run does not exist; ConfigError for
+    a folder that cannot be written to.
     """
-    writable("train.runs", runs)
+    check_writable("train.runs", runs)
     if name is None:
         return newest_name(runs, "run") if resume else None
     run = runs / name
@@ -40,7 +41,7 @@ def check(runs: Path, name: str | None, resume: bool) -> str | None:
         there = sorted(p.name for p in runs.iterdir() if p.is_dir()) if runs.is_dir() else []
         raise UserError(f"there is no run {run} to resume{nearest(run.name, there)}")
     if taken:
-        writable("train.name", run)
+        check_writable("train.name", run)
     if taken and not resume:
         raise UserError(
             f"the run {run} exists and is not overwritten: choose another train.name, or use"
@@ -60,18 +61,18 @@ def open_run(
     config: str | Callable[[str], str],
     *,
     resume: bool = False,
-    say: Say = print,
+    message: Message = print,
     changed_settings: ChangedSettings = new_lines,
 ) -> Path:
     """Creates the directory of a new run, or finds that of a resumed one, and writes its config.
 
     name: None takes `run-1`, `run-2` …  config: the text of a gin file, or a function that returns
-    it for the run's name. say: receives the settings that a resumed run changes. changed_settings: returns the
-    settings that differ between two configs, one sentence each.
+    it for the run's name. message: called with the settings that a resumed run changes.
+    changed_settings: returns the settings that differ between two configs, one sentence each.
 
-    Raises: as `check`, and UserError if another process writes to the run.
+    Raises: as `check_name`, and UserError if another process writes to the run.
     """
-    name = check(runs, name, resume)
+    name = check_name(runs, name, resume)
     with _unwritable("train.runs", runs):
         run = runs / (name or claim_name(runs, "run"))
         run.mkdir(parents=True, exist_ok=True)
@@ -82,19 +83,20 @@ def open_run(
         if resume and (changed := _changes(run, text, changed_settings)):
             kept = 1 + len(list(run.glob("config-*.gin")))
             (run / CONFIG).rename(run / f"config-{kept}.gin")
-            say(f"the run goes on with other settings than before: {'; '.join(changed)}")
+            message(f"the run continues with changed settings: {'; '.join(changed)}")
         (run / CONFIG).write_text(text, encoding="utf-8")
-        for place in (run, runs):  # else a loss of power may leave no run for its checkpoints
+        for place in (run, runs):  # so that a power failure leaves the run with its checkpoints
             checkpoint.flush_directory(place)
     return run
 
 
 def claim_name(runs: Path, stem: str) -> str:
-    """A name that no run has, `stem-1`, `stem-2` …, reserved by making its directory, so that runs
-    started together differ.
+    """Returns a name that no run has, `stem-1`, `stem-2` …, reserved by creating its directory, so
+    that runs started at the same time get different names.
 
-    Raises: ConfigError for a folder that cannot be written."""
-    writable("train.runs", runs)
+    Raises: ConfigError for a folder that cannot be written to.
+    """
+    check_writable("train.runs", runs)
     with _unwritable("train.runs", runs):
         runs.mkdir(parents=True, exist_ok=True)
         number = max(_numbers(runs, stem), default=0) + 1
@@ -106,10 +108,12 @@ def claim_name(runs: Path, stem: str) -> str:
                 number += 1
 
 
-def newest_name(runs: Path, stem: str, say: Say = print) -> str:
-    """The last run of this stem that has a checkpoint; says which later ones it passed over.
+def newest_name(runs: Path, stem: str, message: Message = print) -> str:
+    """Returns the newest run of this stem that has a checkpoint. `message` is called with the later
+    ones that have none.
 
-    Raises: UserError when there is none."""
+    Raises: UserError if there is none.
+    """
     names = [f"{stem}-{number}" for number in sorted(_numbers(runs, stem), reverse=True)]
     began = [name for name in names if (runs / name / CONFIG).is_file()]
     found = next((name for name in began if checkpoint.steps(runs / name)), None)
@@ -118,25 +122,26 @@ def newest_name(runs: Path, stem: str, say: Say = print) -> str:
         " checkpoint"
     )
     if found is None:
-        why = f"of {without}" if began else f"{runs} holds no run {stem}-1, {stem}-2 …"
+        why = without if began else f"{runs} has no run {stem}-1, {stem}-2 …"
         raise UserError(f"there is nothing to resume: {why} (train.name chooses any other run)")
     if found != began[0]:
-        say(f"resuming {runs / found}, as {without}")
+        message(f"resuming {runs / found}, as {without}")
     return found
 
 
-def stem_of(file: Path) -> str:
-    """What runs of a gin file are called: its directory and its name, as examples of different
-    tasks share file names."""
+def run_stem(file: Path) -> str:
+    """Returns the stem of the names of a gin file's runs: the file's directory and its name, because
+    examples of different tasks share file names."""
     file = file.resolve()
     return f"{file.parent.name}-{file.stem}" if file.parent.name else file.stem
 
 
-def put_aside(run: Path) -> Path | None:
-    """Renames what is left of a run that ended before its first checkpoint, so that its name is
-    free; None where nothing is.
+def set_aside(run: Path) -> Path | None:
+    """Renames the directory of a run that ended before its first checkpoint, to free its name.
+    Returns the new path; None if there is no such directory.
 
-    Raises: UserError when another process writes to it."""
+    Raises: UserError if another process writes to it.
+    """
     if not _is_taken(run):
         return None
     _lock(run)
@@ -146,31 +151,32 @@ def put_aside(run: Path) -> Path | None:
         return run.rename(run.with_name(f"{run.name}.before-{number}"))
 
 
-def writable(binding: str, place: Path) -> None:
-    """Raises: ConfigError for a folder that cannot be written, or could not be made."""
-    there = existing(place)
-    if not there.is_dir():
+def check_writable(binding: str, place: Path) -> None:
+    """Raises: ConfigError for a folder that cannot be written to or created."""
+    found = nearest_existing(place)
+    if not found.is_dir():
         raise ConfigError(
-            binding, str(place), f"a folder, or where one can be made ({there} is a file)"
+            binding, str(place), f"a folder, or where one can be created ({found} is a file)"
         )
-    if not os.access(there, os.W_OK | os.X_OK):
-        raise ConfigError(binding, str(place), f"a folder that can be written ({there} cannot)")
+    if not os.access(found, os.W_OK | os.X_OK):
+        raise ConfigError(binding, str(place), f"a folder that can be written to ({found} cannot)")
 
 
-def existing(place: Path) -> Path:
-    """The place itself, or the nearest one above it that is there."""
+def nearest_existing(place: Path) -> Path:
+    """Returns the path itself, or its nearest parent that exists."""
     place = place.absolute()
     return next(p for p in (place, *place.parents) if p.exists())
 
 
 @contextmanager
 def _unwritable(binding: str, place: Path) -> Iterator[None]:
-    """What `writable` cannot foresee: root is told that it may, quotas, network file systems."""
+    """Raises: ConfigError in place of an OSError, for what `check_writable` cannot foresee: root's
+    permissions, quotas, network file systems."""
     try:
         yield
     except OSError as error:
         wanted = (
-            f"a folder that can be written ({error.strerror or type(error).__name__}:"
+            f"a folder that can be written to ({error.strerror or type(error).__name__}:"
             f" {error.filename or place})"
         )
         raise ConfigError(binding, str(place), wanted) from error

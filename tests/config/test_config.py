@@ -156,7 +156,7 @@ def check(*bindings: str) -> None:
         ),
         (
             "import areal_x.types.Task",
-            "areal_x.types is a module and no package, so 'areal_x.types.Task' cannot be imported: "
+            "areal_x.types is a module, not a package, so 'areal_x.types.Task' cannot be imported: "
             "write `import areal_x.types`, and @Task where it is used",
         ),
         (

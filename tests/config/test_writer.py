@@ -188,7 +188,7 @@ def test_what_gin_cannot_say_is_told_in_words_and_each_command_says_what_it_lack
         assert told.count("\n") == 1
         assert "train.dataset (10 tasks, the first '0', sha256 " in told
         assert "grpo.loss (tests.config.test_writer.closing_over.<locals>.<lambda> (" in told
-        assert told.endswith("as Experiment(...).run(resume=True)\n")
+        assert told.endswith("with Experiment(...).run(resume=True)\n")
     given = load(file, ["train.dataset = @ten_recorded_tasks()", "grpo.loss = @reinforce"])
     check_early(given)
     check_experiment(given)
@@ -257,10 +257,10 @@ def test_a_resumed_run_says_which_settings_changed_and_keeps_the_file_from_befor
     said: list[str] = []
     before, now = (gin_file_of(made(algorithm=grpo(clip_high=x), steps=n, name="run")) for x, n in ((0.2, 5), (0.3, 6)))
     open_run(tmp_path, "run", before)
-    open_run(tmp_path, "run", before, resume=True, say=said.append, changed_settings=changed_settings)
+    open_run(tmp_path, "run", before, resume=True, message=said.append, changed_settings=changed_settings)
     assert said == []
-    open_run(tmp_path, "run", now, resume=True, say=said.append, changed_settings=changed_settings)
-    assert said == ["the run goes on with other settings than before: grpo.clip_high = 0.3 (was 0.2); train.steps = 6 (was 5)"]
+    open_run(tmp_path, "run", now, resume=True, message=said.append, changed_settings=changed_settings)
+    assert said == ["the run continues with changed settings: grpo.clip_high = 0.3 (was 0.2); train.steps = 6 (was 5)"]
     assert (tmp_path / "run" / "config-1.gin").read_text() == before
     assert (tmp_path / "run" / "config.gin").read_text() == now
 

@@ -199,8 +199,8 @@ MUTANTS: list[Mutant] = [
         ("tests/run/test_journal.py",),
         (
             "of the groups that a step consumed one is recorded",
-            "            self._say(CONSUME, (step, place, group.ticket))",
-            "            self._say(CONSUME, (step, 0, group.ticket))",
+            "            self._append(CONSUME, (step, place, group.ticket))",
+            "            self._append(CONSUME, (step, 0, group.ticket))",
         ),
         (
             "a resumed run trains again on the last step's groups",
@@ -228,7 +228,7 @@ MUTANTS: list[Mutant] = [
         ("tests/run/test_resuming.py",),
         (
             "what the end of the journal lacks is trained on again",
-            "            rows = [row for row in rows if row[0] in waiting or drawn <= row[0] < next_ticket]",
+            "            rows = [row for row in rows if row[0] in waiting or saved_ticket <= row[0] < next_ticket]",
             "            pass",
         ),
     ),

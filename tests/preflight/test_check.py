@@ -377,7 +377,7 @@ def test_a_run_that_exists_and_a_folder_that_is_a_file(experiment: Experiment, t
 def test_a_folder_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("os.access", lambda place, mode: False)
     with pytest.raises(ConfigError, match=r"vllm\.staging = .* that can be written"):
-        storage.writable("vllm.staging", tmp_path)
+        storage.check_writable("vllm.staging", tmp_path)
 
 
 def test_checkpoints_and_weights_that_will_not_fit_on_the_disk(

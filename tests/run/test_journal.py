@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from areal_x.errors import UserError
-from areal_x.run.group_bytes import decode, encode, read_back, written
+from areal_x.run.group_bytes import decode, decode_array, encode, encode_array
 from areal_x.run.journal import Journal
 from areal_x.types import Episode, Failed, Group, Images, Scored, Task, TimedOut, Trajectory
 
@@ -88,8 +88,8 @@ def test_every_array_of_whole_numbers_comes_back_whatever_its_range(data, dtype,
     bounds = sorted(data.draw(st.lists(st.integers(low, high), min_size=2, max_size=2)))
     numbers = data.draw(st.lists(st.integers(*bounds), max_size=30))
     x = np.repeat(np.array(numbers, dtype), 40 if runs else 1)
-    how, content = written(x)
-    assert_same(read_back(json.loads(json.dumps(how)), content), x)
+    how, content = encode_array(x)
+    assert_same(decode_array(json.loads(json.dumps(how)), content), x)
 
 
 def test_a_groups_masks_and_versions_take_next_to_nothing():
@@ -266,7 +266,7 @@ def test_what_goes_wrong_on_the_thread_is_told_by_the_next_call(tmp_path):
             connection.execute("DROP TABLE groups")
         journal.admitted(group(0), 0)
         with pytest.raises(
-            UserError, match=r"could not be written \(no such table: groups\): make room and go on with --resume"
+            UserError, match=r"could not be written \(no such table: groups\): make room and continue with --resume"
         ):
             journal.flush()
         with pytest.raises(UserError, match="could not be written"):
@@ -296,12 +296,12 @@ def test_after_a_transaction_that_failed_nothing_is_written_so_that_there_is_no_
                 journal.flush()
         except UserError as error:
             told = str(error)
-        assert "could not be written (database or disk is full): make room and go on with --resume" in told
+        assert "could not be written (database or disk is full): make room and continue with --resume" in told
         assert 0 < written < 50
         journal._writing.execute("PRAGMA max_page_count = 1000000").fetchall()  # somebody made room
         with pytest.raises(UserError, match="could not be written"):
             journal.admitted(group(99), 99)
-        journal._said.put(("INSERT INTO consumed VALUES (9, 9, 9)", ()))  # as what was under way when it failed
+        journal._entries.put(("INSERT INTO consumed VALUES (9, 9, 9)", ()))  # as what was under way when it failed
         with pytest.raises(UserError, match="could not be written"):
             journal.flush()
     monkeypatch.undo()
@@ -332,7 +332,7 @@ def test_a_write_waits_for_a_program_that_holds_the_file_and_then_gives_up_in_a_
     holding.execute("COMMIT")
     holding.execute("PRAGMA locking_mode = EXCLUSIVE")
     holding.execute("DELETE FROM consumed")
-    with pytest.raises(UserError, match=r"cannot be opened \(database is locked\): another program holds it"):
+    with pytest.raises(UserError, match=r"cannot be opened \(database is locked\): another program has locked it"):
         Journal(tmp_path)
     holding.close()
 

@@ -198,9 +198,9 @@ def test_a_damaged_journal_is_set_aside_and_the_checkpoint_goes_on_alone(tmp_pat
     content[slice(None) if how == "garbage" else slice(4096, 8192)] = b"x" * (len(content) if how == "garbage" else 4096)
     file.write_bytes(content)
     state = {"position": 9, "next_ticket": 9, "unfinished": [[7, 7], [8, 8]]}
-    checkpoint.save(tmp_path, 4, lambda path: None, {"rollout": state, "drawn_from": resuming.drawn_from(TASKS, 3)})
+    checkpoint.save(tmp_path, 4, lambda path: None, {"rollout": state, "drawn_from": resuming.stream_identity(TASKS, 3)})
     said: list[str] = []
-    began = resuming.start(tmp_path, TASKS, 3, said.append)
+    began = resuming.find_start(tmp_path, TASKS, 3, said.append)
     assert len(said) == 1
     assert said[0].startswith(f"the journal {file} is damaged (")
     assert (tmp_path / f"{FILE}.damaged-1").read_bytes() == content
@@ -210,21 +210,21 @@ def test_a_damaged_journal_is_set_aside_and_the_checkpoint_goes_on_alone(tmp_pat
 
 
 def test_other_tasks_or_another_seed_are_refused_at_a_resume(tmp_path):
-    state = {"rollout": {}, "drawn_from": resuming.drawn_from(TASKS, 3)}
+    state = {"rollout": {}, "drawn_from": resuming.stream_identity(TASKS, 3)}
     checkpoint.save(tmp_path, 4, lambda path: None, state)
-    assert resuming.start(tmp_path, list(TASKS), 3, print).step == 4
-    with pytest.raises(ConfigError, match=r"train\.seed = 4 cannot work: it must be 3, with which .* drew its tasks"):
-        resuming.start(tmp_path, TASKS, 4, print)
+    assert resuming.find_start(tmp_path, list(TASKS), 3, print).step == 4
+    with pytest.raises(ConfigError, match=r"train\.seed = 4 cannot work: it must be 3, with which .* began"):
+        resuming.find_start(tmp_path, TASKS, 4, print)
     changed = [*TASKS[:-1], Task(TASKS[-1].id, "another prompt")]
     for tasks in (TASKS[:-1], TASKS[::-1], changed):
         with pytest.raises(ConfigError, match=r"train\.dataset = .* it must be the 7 tasks of .*, in their order"):
-            resuming.start(tmp_path, tasks, 3, print)
+            resuming.find_start(tmp_path, tasks, 3, print)
 
 
 def test_the_digest_of_tasks_is_the_same_in_every_process_and_does_not_read_all_of_a_long_dataset(monkeypatch):
     odd = [Task("a", "b", object()), Task("b", [{"role": "user", "content": "x"}], {1: {2, 3}}), Task("c", "d", np.zeros(3))]
     again = [Task("a", "b", object()), Task("b", [{"role": "user", "content": "x"}], {1: {3, 2}}), Task("c", "d", np.ones(3))]
-    assert resuming.drawn_from(odd, 0) == resuming.drawn_from(again, 0)
+    assert resuming.stream_identity(odd, 0) == resuming.stream_identity(again, 0)
     monkeypatch.setattr("areal_x.runtime.digest.MAX_DIGESTED_TASKS", 10)
     read: list[int] = []
 
@@ -236,7 +236,7 @@ def test_the_digest_of_tasks_is_the_same_in_every_process_and_does_not_read_all_
             read.append(index)
             return Task(str(index), "")
 
-    assert resuming.drawn_from(Long(), 0)["tasks"] == 10**6
+    assert resuming.stream_identity(Long(), 0)["tasks"] == 10**6
     assert (len(read), read[0], read[-1]) == (10, 0, 10**6 - 1)
 
 

@@ -15,7 +15,7 @@ import pytest
 from areal_x.errors import ConfigError, UserError
 from areal_x.monitor.metrics import MetricsWriter, read
 from areal_x.run import checkpoint
-from areal_x.run.run_dir import claim_name, newest_name, open_run, stem_of
+from areal_x.run.run_dir import claim_name, newest_name, open_run, run_stem
 
 OPEN = "import os, sys; from pathlib import Path; from areal_x.run.run_dir import open_run\n"
 
@@ -71,7 +71,7 @@ def test_names_are_numbered_and_the_newest_is_the_highest(tmp_path: Path) -> Non
     said: list[str] = []
     assert newest_name(tmp_path, "grpo", said.append) == "grpo-10"  # grpo-11 was claimed but never began
     assert said == []
-    with pytest.raises(UserError, match=r"nothing to resume: .* holds no run sft-1, sft-2 …"):
+    with pytest.raises(UserError, match=r"nothing to resume: .* has no run sft-1, sft-2 …"):
         newest_name(tmp_path, "sft")
 
 
@@ -83,7 +83,7 @@ def test_a_run_whose_start_failed_is_passed_over_and_named(tmp_path: Path) -> No
     assert newest_name(tmp_path, "grpo", said.append) == "grpo-1"
     assert said == [f"resuming {tmp_path}/grpo-1, as grpo-3, grpo-2 ended before a first checkpoint"]
     open_run(tmp_path, "sft-1", "")
-    with pytest.raises(UserError, match=r"nothing to resume: of sft-1 ended before a first checkpoint"):
+    with pytest.raises(UserError, match=r"nothing to resume: sft-1 ended before a first checkpoint"):
         newest_name(tmp_path, "sft")
 
 
@@ -121,7 +121,7 @@ def test_what_only_the_system_knows_to_be_unwritable_is_a_sentence_too(tmp_path:
         raise OSError(errno.ENOSPC, "No space left on device", str(tmp_path))
 
     monkeypatch.setattr(Path, "write_text", full)
-    with pytest.raises(ConfigError, match=r"train\.runs = .* a folder that can be written \(No space left on device: "):
+    with pytest.raises(ConfigError, match=r"train\.runs = .* a folder that can be written to \(No space left on device: "):
         open_run(tmp_path, "new", "")
 
 
@@ -137,8 +137,8 @@ def test_a_claimed_name_can_be_opened_as_a_new_run(tmp_path: Path) -> None:
 
 
 def test_examples_that_share_a_file_name_have_runs_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert stem_of(Path("examples/arithmetic/grpo.gin")) == "arithmetic-grpo"
-    assert stem_of(Path("examples/gsm8k/grpo.gin")) == "gsm8k-grpo"
+    assert run_stem(Path("examples/arithmetic/grpo.gin")) == "arithmetic-grpo"
+    assert run_stem(Path("examples/gsm8k/grpo.gin")) == "gsm8k-grpo"
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
-    assert stem_of(Path("grpo.gin")) == "here-grpo"
+    assert run_stem(Path("grpo.gin")) == "here-grpo"
