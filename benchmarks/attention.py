@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from areal_x_jax.attention import attend
-from areal_x_jax.dense_attention import Seen
+from areal_x_jax.dense_attention import AttentionMask
 
 HEADS, KV_HEADS, HEAD_DIM = 4, 2, 64
 LONG, SHORT = 16384, 2048
@@ -37,7 +37,7 @@ def compiled(how: str, length: int) -> Any:
     """The compiled program for the gradients of query, key and value."""
 
     def loss(query: jax.Array, key: jax.Array, value: jax.Array, ids: jax.Array) -> jax.Array:
-        return jnp.sum(attend(query, key, value, Seen(ids, ids), scale=HEAD_DIM**-0.5, how=how) ** 2)
+        return jnp.sum(attend(query, key, value, AttentionMask(ids, ids), scale=HEAD_DIM**-0.5, how=how) ** 2)
 
     query, key = (jax.ShapeDtypeStruct((1, length, heads, HEAD_DIM), jnp.float32) for heads in (HEADS, KV_HEADS))
     ids = jax.ShapeDtypeStruct((1, length), jnp.int32)

@@ -48,7 +48,7 @@ from areal_x.protocols.engine import SamplingParams
 from areal_x.protocols.sampler import SlotRequest
 from areal_x.trainer import ModelConfig, OptimizerConfig, Trainer, TrainerConfig, create_trainer
 from areal_x.types import Batch
-from areal_x_jax.architecture import Shape, shape_of
+from areal_x_jax.architecture import Architecture, read_architecture
 
 QWEN = {
     "architectures": ["Qwen2ForCausalLM"],
@@ -194,7 +194,7 @@ def parse_arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def prepare(args: argparse.Namespace, name: str, directory: Path) -> tuple[Trainer, Batch, Shape, float]:
+def prepare(args: argparse.Namespace, name: str, directory: Path) -> tuple[Trainer, Batch, Architecture, float]:
     """Returns a trainer of this model, the batch of each step, the model's sizes and the FLOPs of a step."""
     config = TrainerConfig(
         model=ModelConfig(str(write_random(directory / "model", MODELS[name])), attention=args.attention),
@@ -202,7 +202,7 @@ def prepare(args: argparse.Namespace, name: str, directory: Path) -> tuple[Train
         micro_batch_rows=args.rows,
         remat=args.remat,
     )
-    trainer, shape = create_trainer(args.in_process, config), shape_of(MODELS[name])
+    trainer, shape = create_trainer(args.in_process, config), read_architecture(MODELS[name])
     rng, rows = np.random.default_rng(0), max(args.tokens // args.row_length, 1)
     sequences = [rng.integers(0, shape.vocab, length) for _ in range(rows) for length in cut(args.row_length, rng)]
     batch = packed(sequences, args.row_length)
@@ -226,7 +226,7 @@ def timed(trainer: Trainer, of: JaxDevice | TorchDevice, batch: Batch, steps: in
     return seconds[2:]
 
 
-def draw(trainer: Trainer, shape: Shape, args: argparse.Namespace, name: str) -> str:
+def draw(trainer: Trainer, shape: Architecture, args: argparse.Namespace, name: str) -> str:
     """Tokens per second of the sampler with all slots alive, after a first round that compiles."""
     context = 128 + args.drawn
     sampler = trainer.sampler(args.slots, context)

@@ -55,11 +55,11 @@ def read_with_jax(directory: Path, processes: int) -> tuple[int, int]:
     """Peak bytes of the process while it read the model, minus those before; and the bytes of its parameters."""
     import jax
 
-    from areal_x_jax.architecture import shape_of
-    from areal_x_jax.sharding import make_layout
+    from areal_x_jax.architecture import read_architecture
+    from areal_x_jax.sharding import make_partitioner
     from areal_x_jax.weights import from_tensors
 
-    shape, layout = shape_of(model_dir.read_config(directory)), make_layout(MeshConfig())
+    shape, layout = read_architecture(model_dir.read_config(directory)), make_partitioner(MeshConfig())
     jax.block_until_ready(jax.numpy.ones((64, 64)) @ jax.numpy.ones((64, 64)))
     peak = Peak()
     peak.start()
@@ -74,7 +74,7 @@ def read_with_torch(directory: Path, processes: int) -> tuple[int, int]:
     from areal_x_torch import loading
     from areal_x_torch.dtensors import local
     from areal_x_torch.processes import join
-    from areal_x_torch.sharding import make_mesh, spread
+    from areal_x_torch.sharding import make_mesh, shard_model
 
     joined = join(processes) if processes > 1 else None
     device = torch.device("cpu")
@@ -83,7 +83,7 @@ def read_with_torch(directory: Path, processes: int) -> tuple[int, int]:
     peak = Peak()
     peak.start()
     built = loading.build(directory, "policy")
-    spread(built, mesh, torch.float32, device)
+    shard_model(built, mesh, torch.float32, device)
     loading.fill(built, directory)
     most = peak.stop()
     if joined is not None:

@@ -85,11 +85,11 @@ def main() -> None:
 
     import jax
 
-    from areal_x_jax.architecture import shape_of
+    from areal_x_jax.architecture import read_architecture
     from areal_x_jax.parameters import parameter_shapes
     from areal_x_jax.sampler import Sampler
 
-    shape = shape_of(CONFIG)
+    shape = read_architecture(CONFIG)
     rng = np.random.default_rng(0)
     weights = Weights(jax.tree.map(lambda leaf: rng.normal(0, 0.05, leaf.shape).astype(np.float32), parameter_shapes(shape)))
     clock = time.process_time if arguments.cpu_seconds else time.perf_counter

@@ -44,7 +44,7 @@ from safetensors.numpy import save_file
 from areal_x.algorithms.weighting import token_mean
 from areal_x.batching.packing import pack
 from areal_x.types import Batch, Trajectory
-from areal_x_jax.architecture import Shape, shape_of
+from areal_x_jax.architecture import Architecture, read_architecture
 from areal_x_jax.parameters import parameter_shapes
 from areal_x_jax.weights import to_tensors
 
@@ -76,7 +76,7 @@ def write_random(directory: Path, config: dict[str, Any]) -> Path:
     """Writes the Hugging Face directory of a random model of this config, without a tokenizer."""
     directory.mkdir(parents=True)
     (directory / "config.json").write_text(json.dumps(config))
-    shape, rng = shape_of(config), np.random.default_rng(0)
+    shape, rng = read_architecture(config), np.random.default_rng(0)
     sizes_of = parameter_shapes(shape)
     params = jax.tree.map(lambda x: 0.02 * rng.standard_normal(x.shape, np.float32), sizes_of)
     named = {name: np.ones_like(x) if name.endswith("norm.weight") else x for name, x in to_tensors(shape, params)}
@@ -102,7 +102,7 @@ def draw_sequences(vocabulary: int, count: int, mean: int) -> list[list[int]]:
     return [rng.integers(0, vocabulary, length).tolist() for length in rng.permutation(lengths)]
 
 
-def flops_of(shape: Shape, lengths: np.ndarray) -> float:
+def flops_of(shape: Architecture, lengths: np.ndarray) -> float:
     """FLOPs of one step."""
     leaves = jax.tree.leaves(parameter_shapes(shape)["layers"])
     in_products = sum(int(np.prod(leaf.shape)) for leaf in leaves if len(leaf.shape) > 2) + shape.hidden * shape.vocab
@@ -125,7 +125,7 @@ def peak_flops(size: int = 3072, tries: int = 5, dtype: Any = jnp.float32) -> fl
 
 def main() -> None:
     args = parse_arguments()
-    shape = shape_of(CONFIG | {"num_hidden_layers": args.layers, "vocab_size": args.vocabulary})
+    shape = read_architecture(CONFIG | {"num_hidden_layers": args.layers, "vocab_size": args.vocabulary})
     sequences = draw_sequences(args.vocabulary, args.sequences, args.mean_length)
     lengths = np.array([len(tokens) for tokens in sequences])
     print(f"{len(lengths)} sequences of {lengths.min()} to {lengths.max()} tokens, {lengths.sum():,} in all", file=sys.stderr)

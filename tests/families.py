@@ -17,7 +17,7 @@ from areal_x.protocols.engine import SamplingParams
 from areal_x.protocols.sampler import SlotRequest
 from areal_x_torch import loading
 from areal_x_torch.attention import Segments, sdpa
-from areal_x_torch.model import Row, head, hidden_states
+from areal_x_torch.model import PackedRow, head, hidden_states
 from areal_x_torch.sampler import Sampler
 
 CPU = torch.device("cpu")
@@ -133,7 +133,7 @@ def compared(model_type: str, directory: Path) -> str:
     rng = np.random.default_rng(0)
     sequences = [torch.from_numpy(rng.integers(2, 64, n)) for n in LENGTHS]
     positions = torch.cat([torch.arange(n) for n in LENGTHS])
-    states = hidden_states(ours, Row(torch.cat(sequences), positions, Segments.of(LENGTHS, sdpa, CPU)))
+    states = hidden_states(ours, PackedRow(torch.cat(sequences), positions, Segments.of(LENGTHS, sdpa, CPU)))
     packed = [chosen(x, s) for x, s in zip(head(ours).logits(states).split(LENGTHS), sequences, strict=True)]
     alone = [chosen(theirs(s[None], use_cache=False).logits[0], s) for s in sequences]
     far = max(float((x - y).abs().max()) for x, y in zip(packed, alone, strict=True))

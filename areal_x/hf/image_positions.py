@@ -13,6 +13,7 @@ import numpy as np
 from jaxtyping import Bool, Int
 
 from areal_x.errors import UserError
+from areal_x.types import Batch
 
 Grid = tuple[int, int, int]
 TEXT_ONLY = (
@@ -92,3 +93,12 @@ def check_grids(grids: Sequence[Grid], merge: int) -> None:
                 f"an image of {height}×{width} patches: its height and width must be multiples of"
                 f" {merge}"
             )
+
+
+def batch_images(batch: Batch) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Returns patches, grids and image_segments of a batch with images."""
+    patches, grids, image_segments = batch.patches, batch.grids, batch.image_segments
+    assert patches is not None
+    assert grids is not None
+    assert image_segments is not None
+    return patches, grids, image_segments

@@ -217,7 +217,7 @@ def test_any_number_of_lanes_draws_what_two_draw(backend: str, trainer: Any, sam
     requests = [slot_request(slot, 3 + slot, 5 + 2 * slot, seed=slot) for slot in range(0, SLOTS, 2)]
     expected = to_the_end(sampler, requests)
     model = {"dtype": trainer.dtype} if backend == "torch" else {}
-    other = type(sampler)(trainer.model if model else trainer.shape, SLOTS, CONTEXT, lanes=lanes, **model)
+    other = type(sampler)(trainer.model if model else trainer.arch, SLOTS, CONTEXT, lanes=lanes, **model)
     other.load(trainer.snapshot())
     for slot, (tokens, logprobs) in to_the_end(other, requests).items():
         assert tokens == expected[slot][0]

@@ -22,7 +22,7 @@ from transformers import CONFIG_MAPPING
 
 from areal_x.errors import UserError
 from areal_x.hf.model_dir import read_config, read_tensors
-from areal_x_jax.architecture import Shape, shape_of
+from areal_x_jax.architecture import Architecture, read_architecture
 from areal_x_jax.dense_attention import softcapped
 from areal_x_jax.model import head_kernel, hidden_states
 from areal_x_jax.weights import from_tensors
@@ -232,15 +232,15 @@ def vision_cases(family: str) -> Iterator[tuple[str, dict[str, Any]]]:
         yield f"{family} images rope_parameters = {change!r}", {**base, "text_config": text}
 
 
-def packed_logprobs(shape: Shape, directory: Path, rows: list[np.ndarray]) -> list[np.ndarray]:
+def packed_logprobs(arch: Architecture, directory: Path, rows: list[np.ndarray]) -> list[np.ndarray]:
     """What we say of sequences that are neighbours in one row."""
-    params = from_tensors(shape, read_tensors(directory), str(directory))
+    params = from_tensors(arch, read_tensors(directory), str(directory))
     tokens = np.concatenate(rows)[None]
     ids = np.repeat(np.arange(1, len(rows) + 1), [len(row) for row in rows])[None]
     positions = np.concatenate([np.arange(len(row)) for row in rows])[None]
     with jax.disable_jit():  # cases are of many shapes: most of a compilation would be used once
-        hidden, _ = hidden_states(shape, params, jnp.asarray(tokens), jnp.asarray(positions), jnp.asarray(ids), False)
-        logits = np.asarray(softcapped(hidden @ head_kernel(params), shape.logit_softcap))[0]
+        hidden, _ = hidden_states(arch, params, jnp.asarray(tokens), jnp.asarray(positions), jnp.asarray(ids), False)
+        logits = np.asarray(softcapped(hidden @ head_kernel(params), arch.logit_softcap))[0]
     return np.split(log_softmax(logits), np.cumsum([len(row) for row in rows])[:-1])
 
 
@@ -248,7 +248,7 @@ def deviation(config: dict[str, Any], directory: Path, images: bool = False) -> 
     """The largest difference of any log-probability from transformers' (of any logit beside images); or why we or transformers
     refuse the config."""
     try:
-        shape = shape_of(config)
+        arch = read_architecture(config)
     except UserError as error:
         return f"refused: {error}"
     rows = sequences(31, 17, 23, vocab=49)
@@ -257,12 +257,12 @@ def deviation(config: dict[str, Any], directory: Path, images: bool = False) -> 
         theirs = [log_softmax(x) for x in torch_logits(directory, rows)]
     except Exception as error:
         return f"transformers fails: {type(error).__name__}: {str(error).splitlines()[0][:120]}"
-    assert shape_of(read_config(directory)) == shape, "what transformers saves is read otherwise"
+    assert read_architecture(read_config(directory)) == arch, "what transformers saves is read otherwise"
     if images:
         from .test_images import image_logit_deviation
 
         return image_logit_deviation(directory, image_like=True)
-    return max(float(np.abs(a - b).max()) for a, b in zip(packed_logprobs(shape, directory, rows), theirs, strict=True))
+    return max(float(np.abs(a - b).max()) for a, b in zip(packed_logprobs(arch, directory, rows), theirs, strict=True))
 
 
 def main(families: list[str]) -> None:

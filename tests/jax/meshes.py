@@ -60,7 +60,7 @@ def learn(directory: Path, mesh: dict[str, int], lora: LoRAConfig | None = None)
             head_chunk=32,
         )
     )
-    of_model = partial(batch_of, trainer.shape.vocab, images=trainer.shape.vision is not None)
+    of_model = partial(batch_of, trainer.arch.vocab, images=trainer.arch.vision is not None)
     learned = [trainer.update(of_model(step), losses.ppo_clip) for step in range(UPDATES)]
     leaves = jax.tree.leaves(trainer.params)
     here = sum(leaf.addressable_shards[0].data.size for leaf in leaves) / sum(leaf.size for leaf in leaves)

@@ -16,7 +16,7 @@ from areal_x_jax import attention
 from areal_x_jax.attention import attend, prepare
 from areal_x_jax.attention_kernels import Candidate, splash
 from areal_x_jax.blocked_attention import KEPT, _Ids, _split, blocked, reach
-from areal_x_jax.dense_attention import Seen, dense
+from areal_x_jax.dense_attention import AttentionMask, dense
 
 HEAD_DIM = 8
 SCALE = HEAD_DIM**-0.5
@@ -71,14 +71,14 @@ def formula(
     return [attended, d_query, d_key, d_value]
 
 
-def computed(way: Callable[..., jax.Array], inputs: list[Any], seen: Seen, softcap: float = 0.0) -> list[np.ndarray]:
+def computed(way: Callable[..., jax.Array], inputs: list[Any], seen: AttentionMask, softcap: float = 0.0) -> list[np.ndarray]:
     """What `formula` gives, of a way to attend; seen's window and start are traced unless they are integers."""
     *qkv, gradient = inputs
 
     @jax.jit
     def run(seen_arrays: tuple[Any, ...], *qkv: jax.Array) -> tuple[jax.Array, ...]:
         static = {name: x for name, x in seen._asdict().items() if isinstance(x, int)}
-        known = Seen(*seen_arrays)._replace(**static)
+        known = AttentionMask(*seen_arrays)._replace(**static)
         attended, back = jax.vjp(lambda *qkv: way(*qkv, known, SCALE, softcap), *qkv)
         return attended, *back(jnp.asarray(gradient, attended.dtype))
 
@@ -95,14 +95,14 @@ def assert_close(found: list[np.ndarray], wanted: list[np.ndarray], most: float 
 @pytest.mark.parametrize("group", [1, 2, 4])
 def test_packed_rows_attend_as_the_formula_says(way: Callable[..., jax.Array], group: int) -> None:
     inputs = draw(IDS, group)
-    assert_close(computed(way, inputs, Seen(IDS, IDS)), formula(inputs, IDS))
+    assert_close(computed(way, inputs, AttentionMask(IDS, IDS)), formula(inputs, IDS))
 
 
 @pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
 @pytest.mark.parametrize("window, traced", [(1, False), (3, False), (99, False), (1, True), (20, True), (99, True)])
 def test_a_window_hides_what_is_further_back(way: Callable[..., jax.Array], window: int, traced: bool) -> None:
     inputs = draw(IDS)
-    seen = Seen(IDS, IDS, window=jnp.int32(window) if traced else window)
+    seen = AttentionMask(IDS, IDS, window=jnp.int32(window) if traced else window)
     assert_close(computed(way, inputs, seen), formula(inputs, IDS, window))
 
 
@@ -119,33 +119,33 @@ def test_answers_see_the_prompt_that_they_share_and_not_each_other(
 ) -> None:
     inputs = draw(SHARING, group)
     prefixes = np.where(SHARING > 0, np.take_along_axis(PREFIXES, np.maximum(SHARING - 1, 0), axis=1), 0).astype(np.int32)
-    found = computed(way, inputs, Seen(SHARING, SHARING, prefixes=prefixes), softcap)
+    found = computed(way, inputs, AttentionMask(SHARING, SHARING, prefixes=prefixes), softcap)
     assert_close(found, formula(inputs, SHARING, softcap=softcap, prefixes=prefixes))
 
 
 @pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
 def test_a_traced_window_of_zero_hides_nothing(way: Callable[..., jax.Array]) -> None:
     inputs = draw(IDS)
-    assert_close(computed(way, inputs, Seen(IDS, IDS, window=jnp.int32(0))), formula(inputs, IDS))
+    assert_close(computed(way, inputs, AttentionMask(IDS, IDS, window=jnp.int32(0))), formula(inputs, IDS))
 
 
 @pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
 @pytest.mark.parametrize("window", [0, 5])
 def test_a_soft_cap_bends_the_scores(way: Callable[..., jax.Array], window: int) -> None:
     inputs = draw(IDS)
-    assert_close(computed(way, inputs, Seen(IDS, IDS, window=window), 0.7), formula(inputs, IDS, window, 0.7))
+    assert_close(computed(way, inputs, AttentionMask(IDS, IDS, window=window), 0.7), formula(inputs, IDS, window, 0.7))
 
 
 @pytest.mark.parametrize("block", [7, 53, 512])
 def test_blocks_of_any_size_give_the_same(block: int) -> None:
     inputs = draw(IDS)
-    assert_close(computed(partial(blocked, block=block), inputs, Seen(IDS, IDS)), formula(inputs, IDS))
+    assert_close(computed(partial(blocked, block=block), inputs, AttentionMask(IDS, IDS)), formula(inputs, IDS))
 
 
 def test_segments_may_come_in_any_order() -> None:
     ids = np.random.default_rng(1).integers(0, 4, IDS.shape).astype(np.int32)
     inputs = draw(ids)
-    assert_close(computed(WAYS["blocked"], inputs, Seen(ids, ids, window=30)), formula(inputs, ids, 30))
+    assert_close(computed(WAYS["blocked"], inputs, AttentionMask(ids, ids, window=30)), formula(inputs, ids, 30))
 
 
 @pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
@@ -154,7 +154,7 @@ def test_the_parts_of_a_row_attend_as_the_whole(way: Callable[..., jax.Array], w
     inputs = draw(IDS)
     query, key, value, gradient = inputs
     parts = [
-        computed(way, [query[:, at], key, value, gradient[:, at]], Seen(IDS[:, at], IDS, jnp.int32(at.start), window))
+        computed(way, [query[:, at], key, value, gradient[:, at]], AttentionMask(IDS[:, at], IDS, jnp.int32(at.start), window))
         for at in (slice(0, 21), slice(21, 53))
     ]
     attended, d_query = (np.concatenate([part[i] for part in parts], axis=1) for i in (0, 1))
@@ -170,20 +170,20 @@ def test_the_parts_of_a_row_may_be_on_their_devices(way: Callable[..., jax.Array
 
     def split(ids: jax.Array, *qkv: jax.Array) -> jax.Array:
         whole, key, value = (jax.lax.all_gather(x, "context", axis=1, tiled=True) for x in (ids, *qkv[1:]))
-        return way(qkv[0], key, value, Seen(ids, whole, jax.lax.axis_index("context") * ids.shape[1]), SCALE)
+        return way(qkv[0], key, value, AttentionMask(ids, whole, jax.lax.axis_index("context") * ids.shape[1]), SCALE)
 
-    def on_mesh(query: jax.Array, key: jax.Array, value: jax.Array, seen: Seen, *_: float) -> jax.Array:
+    def on_mesh(query: jax.Array, key: jax.Array, value: jax.Array, seen: AttentionMask, *_: float) -> jax.Array:
         return jax.shard_map(split, mesh=mesh, in_specs=part, out_specs=part)(seen.queries, query, key, value)
 
     inputs = draw(IDS)
-    assert_close(computed(on_mesh, inputs, Seen(IDS, IDS)), formula(inputs, IDS))
+    assert_close(computed(on_mesh, inputs, AttentionMask(IDS, IDS)), formula(inputs, IDS))
 
 
 @pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
 def test_a_sequence_alone_attends_as_it_does_packed(way: Callable[..., jax.Array]) -> None:
     inputs, at = draw(IDS), slice(18, 40)
-    whole = computed(way, inputs, Seen(IDS, IDS))
-    alone = computed(way, [x[:1, at] for x in inputs], Seen(IDS[:1, at], IDS[:1, at]))
+    whole = computed(way, inputs, AttentionMask(IDS, IDS))
+    alone = computed(way, [x[:1, at] for x in inputs], AttentionMask(IDS[:1, at], IDS[:1, at]))
     assert_close(alone, [x[:1, at] for x in whole], 2e-6)
 
 
@@ -191,8 +191,8 @@ def test_a_sequence_alone_attends_as_it_does_packed(way: Callable[..., jax.Array
 def test_bf16_rounds_and_no_more(way: Callable[..., jax.Array]) -> None:
     inputs = [jnp.asarray(x, jnp.bfloat16) for x in draw(IDS)]
     wanted = formula([np.asarray(x) for x in inputs], IDS)
-    assert_close(computed(way, inputs, Seen(IDS, IDS)), wanted, 0.05)
-    assert way(*inputs[:3], Seen(IDS, IDS), SCALE).dtype == jnp.bfloat16
+    assert_close(computed(way, inputs, AttentionMask(IDS, IDS)), wanted, 0.05)
+    assert way(*inputs[:3], AttentionMask(IDS, IDS), SCALE).dtype == jnp.bfloat16
 
 
 @pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
@@ -201,7 +201,7 @@ def test_scores_and_softmax_are_in_fp32_whatever_the_input(way: Callable[..., ja
     more, ids = np.arange(40) % 4, np.ones((1, 40), np.int32)
     key = jnp.asarray(np.stack([np.full(40, 8), more], axis=-1)[None, :, None], jnp.bfloat16)
     query = jnp.broadcast_to(jnp.asarray([64, 1], jnp.bfloat16), key.shape)
-    attended = np.asarray(way(query, key, key, Seen(ids, ids), 1.0), np.float32)
+    attended = np.asarray(way(query, key, key, AttentionMask(ids, ids), 1.0), np.float32)
     assert abs(attended[0, -1, 0, 1] - np.average(more, weights=np.exp(more))) < 0.02
 
 
@@ -212,25 +212,25 @@ def test_nothing_is_nan_whatever_is_padding(way: Callable[..., jax.Array], softc
     ids = packed((), (3,), (20,), length=53)
     inputs = [1e3 * x for x in draw(ids)]
     inputs[3] = inputs[0]
-    assert all(np.isfinite(x).all() for x in computed(way, inputs, Seen(ids, ids, window=jnp.int32(2)), softcap))
+    assert all(np.isfinite(x).all() for x in computed(way, inputs, AttentionMask(ids, ids, window=jnp.int32(2)), softcap))
 
 
 def test_padding_gets_nothing_from_blocks() -> None:
-    attended = np.asarray(WAYS["blocked"](*draw(IDS)[:3], Seen(IDS, IDS), SCALE))
+    attended = np.asarray(WAYS["blocked"](*draw(IDS)[:3], AttentionMask(IDS, IDS), SCALE))
     np.testing.assert_array_equal((attended == 0).all(axis=(2, 3)), IDS == 0)
 
 
 def test_what_is_prepared_is_what_dense_adds() -> None:
     inputs, windows = draw(IDS), (0, 3, jnp.int32(3))
     for window in windows:
-        seen = Seen(IDS, IDS, window=window)
+        seen = AttentionMask(IDS, IDS, window=window)
         ready = prepare(seen, "dense")
         assert ready.bias is not None
         np.testing.assert_array_equal(dense(*inputs[:3], ready, SCALE), dense(*inputs[:3], seen, SCALE))
-    assert prepare(Seen(IDS, IDS), "blocked").bias is None
-    assert prepare(Seen(IDS, IDS)).bias is not None
+    assert prepare(AttentionMask(IDS, IDS), "blocked").bias is None
+    assert prepare(AttentionMask(IDS, IDS)).bias is not None
     long = np.ones((1, attention.DENSE_KEYS + 1), np.int32)
-    assert prepare(Seen(long, long)).bias is None
+    assert prepare(AttentionMask(long, long)).bias is None
 
 
 # ---- what blocked costs
@@ -281,7 +281,7 @@ def test_blocked_never_builds_an_array_of_queries_by_keys(way: str, squares: boo
     ids = jax.ShapeDtypeStruct((1, length), jnp.int32)
 
     def loss(query: jax.Array, key: jax.Array, value: jax.Array, ids: jax.Array) -> jax.Array:
-        return jnp.sum(attend(query, key, value, Seen(ids, ids), scale=0.125, how=way))
+        return jnp.sum(attend(query, key, value, AttentionMask(ids, ids), scale=0.125, implementation=way))
 
     for function in (loss, jax.grad(loss, argnums=(0, 1, 2))):
         shapes = list(arrays_of(jax.make_jaxpr(function)(query, key, key, ids).jaxpr))
@@ -292,7 +292,7 @@ def test_blocked_never_builds_an_array_of_queries_by_keys(way: str, squares: boo
 
 def test_its_backward_pass_runs_no_forward_pass_where_a_policy_keeps_its_names() -> None:
     inputs = draw(IDS)
-    seen = Seen(IDS, IDS)
+    seen = AttentionMask(IDS, IDS)
 
     def loops(policy: Any) -> int:
         layer = jax.checkpoint(lambda *qkv: jnp.sum(blocked(*qkv, seen, SCALE) ** 2), policy=policy)
@@ -305,21 +305,21 @@ def test_its_backward_pass_runs_no_forward_pass_where_a_policy_keeps_its_names()
 # ---- which way is taken
 
 
-def call(how: str = "auto", **change: Any) -> np.ndarray:
-    return np.asarray(attend(*draw(IDS)[:3], Seen(IDS, IDS, **change), scale=SCALE, how=how))
+def call(implementation: str = "auto", **change: Any) -> np.ndarray:
+    return np.asarray(attend(*draw(IDS)[:3], AttentionMask(IDS, IDS, **change), scale=SCALE, implementation=implementation))
 
 
 def test_names_force_a_way_and_all_agree() -> None:
     rows, length = IDS.shape
     wanted = formula(draw(IDS), IDS)[0].reshape(rows, length, -1)
-    for how in ("auto", "dense", "blocked"):
-        np.testing.assert_allclose(call(how) * (IDS > 0)[..., None], wanted, atol=1e-5)
-    arguments = [*(jnp.asarray(x) for x in draw(IDS)[:2]), Seen(IDS, IDS), 0.0]
+    for implementation in ("auto", "dense", "blocked"):
+        np.testing.assert_allclose(call(implementation) * (IDS > 0)[..., None], wanted, atol=1e-5)
+    arguments = [*(jnp.asarray(x) for x in draw(IDS)[:2]), AttentionMask(IDS, IDS), 0.0]
     assert attention.choose(*arguments, "blocked") is blocked
     assert attention.choose(*arguments, "dense") is dense
     assert attention.choose(*arguments, "auto") is dense
     long = jnp.zeros((1, attention.DENSE_KEYS + 1, 1, 8))
-    assert attention.choose(long, long, Seen(long[..., 0, 0], long[..., 0, 0]), 0.0, "auto") is blocked
+    assert attention.choose(long, long, AttentionMask(long[..., 0, 0], long[..., 0, 0]), 0.0, "auto") is blocked
 
 
 def test_an_unknown_name_and_another_platforms_kernel_are_refused() -> None:
@@ -347,7 +347,7 @@ def with_candidate(monkeypatch: pytest.MonkeyPatch, kernel: Callable[..., jax.Ar
 def in_a_program(softcap: float = 0.0) -> np.ndarray:
     """Asked for within a scan that is being traced and differentiated, as a model does."""
     query, key, value, _ = (jnp.asarray(x) for x in draw(IDS))
-    seen = Seen(jnp.asarray(IDS), jnp.asarray(IDS))
+    seen = AttentionMask(jnp.asarray(IDS), jnp.asarray(IDS))
 
     @jax.jit
     @jax.grad
@@ -373,7 +373,7 @@ def test_a_kernel_that_agrees_is_used_and_checked_once(monkeypatch: pytest.Monke
     in_a_program(softcap=1.0)  # which it does not take
     assert not traced
     with pytest.raises(ConfigError, match=r"model\.attention = 'fake' .* fake needs no soft cap"):
-        attend(*draw(IDS)[:3], Seen(IDS, IDS), scale=SCALE, softcap=1.0, how="fake")
+        attend(*draw(IDS)[:3], AttentionMask(IDS, IDS), scale=SCALE, softcap=1.0, implementation="fake")
 
 
 def swapped_heads(query: jax.Array, key: jax.Array, value: jax.Array, *rest: Any) -> jax.Array:
@@ -382,11 +382,12 @@ def swapped_heads(query: jax.Array, key: jax.Array, value: jax.Array, *rest: Any
     return dense(query, key[:, :, order], value[:, :, order], *rest)
 
 
-def no_segments(query: jax.Array, key: jax.Array, value: jax.Array, seen: Seen, *rest: Any) -> jax.Array:
-    return dense(query, key, value, Seen(jnp.ones_like(seen.queries), jnp.ones_like(seen.keys), window=seen.window), *rest)
+def no_segments(query: jax.Array, key: jax.Array, value: jax.Array, seen: AttentionMask, *rest: Any) -> jax.Array:
+    ids = jnp.ones_like(seen.queries), jnp.ones_like(seen.keys)
+    return dense(query, key, value, AttentionMask(*ids, window=seen.window), *rest)
 
 
-def no_window(query: jax.Array, key: jax.Array, value: jax.Array, seen: Seen, *rest: Any) -> jax.Array:
+def no_window(query: jax.Array, key: jax.Array, value: jax.Array, seen: AttentionMask, *rest: Any) -> jax.Array:
     return dense(query, key, value, seen._replace(window=0), *rest)
 
 
@@ -430,5 +431,5 @@ def test_a_kernel_that_deviates_or_raises_is_not_used(
 def test_the_kernel_for_tpu_agrees_where_it_is_emulated(window: int, softcap: float) -> None:
     ids = packed((50, 71, 7), (100,), length=128)
     inputs = draw(ids)
-    seen = Seen(ids, ids, window=window)
+    seen = AttentionMask(ids, ids, window=window)
     assert_close(computed(partial(splash, interpret=True), inputs, seen, softcap), formula(inputs, ids, window, softcap))

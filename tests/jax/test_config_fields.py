@@ -13,7 +13,7 @@ import pytest
 from transformers import CONFIG_MAPPING
 
 from areal_x.errors import UserError
-from areal_x_jax.architecture import shape_of
+from areal_x_jax.architecture import read_architecture
 from areal_x_jax.families import FAMILIES
 from tests.models import GEMMA3, MORE, QWEN3, SEEING, SIZES
 
@@ -73,12 +73,12 @@ def test_packed_sequences_longer_than_any_window_have_transformers_numbers(name:
 def test_every_field_changes_what_is_computed_or_is_refused_by_name(family: str) -> None:
     """That it changes to the right numbers shows `python -m tests.jax.config_fields`."""
     without_effect = {name for name in known_fields(family) if name not in WITHOUT_EFFECT and f"{family} {name}" not in IGNORED}
-    bases = [shape_of(with_architecture(base)) for base in BASES[family]]
+    bases = [read_architecture(with_architecture(base)) for base in BASES[family]]
     for words, changed in cases(family):
         if words.split()[2] not in without_effect:
             continue
         try:
-            if shape_of(changed) != bases[int(words.split()[1])]:
+            if read_architecture(changed) != bases[int(words.split()[1])]:
                 without_effect.discard(words.split()[2])
         except UserError:
             without_effect.discard(words.split()[2])
@@ -87,10 +87,10 @@ def test_every_field_changes_what_is_computed_or_is_refused_by_name(family: str)
 
 @pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl"])
 def test_every_field_of_a_tower_changes_what_is_computed_or_is_refused_by_name(family: str) -> None:
-    base, without_effect = shape_of({**SEEING[family], "architectures": [ARCHITECTURES[family]]}), set()
+    base, without_effect = read_architecture({**SEEING[family], "architectures": [ARCHITECTURES[family]]}), set()
     for words, changed in vision_cases(family):
         try:
-            effect = shape_of(changed) != base
+            effect = read_architecture(changed) != base
         except UserError:
             effect = True
         without_effect |= set() if effect else {words.split()[2]}
@@ -123,19 +123,19 @@ def test_what_a_config_leaves_out_is_what_transformers_takes(family: str) -> Non
     kind = CONFIG_MAPPING[family]
     least = {"model_type": family, "architectures": [ARCHITECTURES[family]]}
     whole = kind().to_dict()
-    assert shape_of(least) == shape_of({**whole, "architectures": least["architectures"]})
+    assert read_architecture(least) == read_architecture({**whole, "architectures": least["architectures"]})
     text = kind().get_text_config()
-    shape = shape_of(least)
-    assert (shape.eps, shape.layers, shape.kv_heads) == (text.rms_norm_eps, text.num_hidden_layers, text.num_key_value_heads)
+    arch = read_architecture(least)
+    assert (arch.eps, arch.layers, arch.kv_heads) == (text.rms_norm_eps, text.num_hidden_layers, text.num_key_value_heads)
 
 
 def test_windows_that_a_config_leaves_out_are_transformers() -> None:
-    gemma = shape_of(with_architecture({key: x for key, x in GEMMA3.items() if key != "head_dim"}))
+    gemma = read_architecture(with_architecture({key: x for key, x in GEMMA3.items() if key != "head_dim"}))
     assert gemma.windows == (4096,) * 4
     assert gemma.head_dim == 256
     mistral = with_architecture({**SIZES, "model_type": "mistral"})
-    assert shape_of(mistral).windows == (4096, 4096)
-    assert shape_of(mistral | {"sliding_window": None}).windows == (0, 0)
+    assert read_architecture(mistral).windows == (4096, 4096)
+    assert read_architecture(mistral | {"sliding_window": None}).windows == (0, 0)
 
 
 @pytest.mark.parametrize(
@@ -156,7 +156,7 @@ def test_windows_that_a_config_leaves_out_are_transformers() -> None:
 )
 def test_what_a_family_has_not_is_refused_by_name(change: dict[str, Any], complaint: str) -> None:
     with pytest.raises(UserError, match=complaint):
-        shape_of(with_architecture(QWEN3) | change)
+        read_architecture(with_architecture(QWEN3) | change)
 
 
 def test_every_family_is_here() -> None:

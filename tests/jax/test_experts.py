@@ -21,7 +21,7 @@ from areal_x.hf import model_dir
 from areal_x.protocols.trainer_config import LoRAConfig, ModelConfig, OptimizerConfig, TrainerConfig
 from areal_x_jax.architecture import Experts
 from areal_x_jax.experts import Routing, imbalance, mixture, route
-from areal_x_jax.sharding import ALONE
+from areal_x_jax.sharding import ONE_DEVICE
 from areal_x_jax.trainer import Trainer
 from tests.experts import REFUSED, batch_of_others, recorded, replayed_logprobs
 from tests.models import trajectories
@@ -56,7 +56,7 @@ def test_each_token_is_computed_by_the_experts_of_the_largest_probability(normal
     weights = np.take_along_axis(probabilities, best, -1)
     weights = weights / weights.sum(-1, keepdims=True) if normalised else weights
     np.testing.assert_allclose(routing.weights, weights, rtol=1e-5)
-    said = mixture(jax.tree.map(jnp.asarray, LAYER), jnp.asarray(X), routing, jnp.square, ALONE)
+    said = mixture(jax.tree.map(jnp.asarray, LAYER), jnp.asarray(X), routing, jnp.square, ONE_DEVICE)
     np.testing.assert_allclose(said, by_hand(best, weights), rtol=1e-4, atol=1e-4)
 
 

@@ -12,7 +12,7 @@ from jax.extend.core import jaxprs_in_params
 
 from areal_x.algorithms.distillation import generalized_jsd
 from areal_x_jax import head
-from areal_x_jax.sharding import ALONE, Layout
+from areal_x_jax.sharding import ONE_DEVICE, Partitioner
 from tests.conftest import python_with
 from tests.models import log_softmax
 
@@ -122,8 +122,8 @@ def test_a_divergence_is_of_both_distributions_before_the_token_and_its_gradient
     upstream = rng.normal(size=(ROWS, LENGTH)).astype(np.float32)
 
     def total(hidden: Any, kernel: Any) -> Any:
-        beside = head.Teacher(*teacher, partial(generalized_jsd, beta=0))
-        _, _, divergence = head.logprobs(hidden, kernel, tokens, SEGMENTS, 0.5, chunk, teacher=beside)
+        adapter_leaves = head.Teacher(*teacher, partial(generalized_jsd, beta=0))
+        _, _, divergence = head.logprobs(hidden, kernel, tokens, SEGMENTS, 0.5, chunk, teacher=adapter_leaves)
         return jnp.sum(upstream * divergence), divergence
 
     (d_hidden, d_kernel), ours = jax.grad(total, argnums=(0, 1), has_aux=True)(hidden, kernel)
@@ -165,10 +165,10 @@ def test_no_array_of_tokens_by_vocabulary_exists_forward_or_backward(
 ) -> None:
     hidden, kernel = np.zeros((4, 33, 8), np.float32), np.zeros((8, 999), np.float32)
     ids = np.ones((4, 33), np.int32)
-    beside = head.Teacher(hidden, kernel, partial(generalized_jsd, beta=0.5)) if teacher else None
+    adapter_leaves = head.Teacher(hidden, kernel, partial(generalized_jsd, beta=0.5)) if teacher else None
 
     def total(hidden: Any, kernel: Any) -> Any:
-        given = head.logprobs(hidden, kernel, ids, ids, 1.0, chunk, entropy, beside)
+        given = head.logprobs(hidden, kernel, ids, ids, 1.0, chunk, entropy, adapter_leaves)
         return sum(jnp.sum(x) for x in jax.tree.leaves(given))
 
     program = jax.make_jaxpr(jax.grad(total, argnums=(0, 1)))(hidden, kernel)
@@ -180,14 +180,16 @@ def test_no_array_of_tokens_by_vocabulary_exists_forward_or_backward(
 Total = Callable[[Any, Any], Any]
 
 
-def total_of(chunk: int, tied: bool = False, entropy: bool = True, softcap: float = 0.0, layout: Layout = ALONE) -> Total:
+def total_of(
+    chunk: int, tied: bool = False, entropy: bool = True, softcap: float = 0.0, partitioner: Partitioner = ONE_DEVICE
+) -> Total:
     """A weighted sum of all that is said of drawn(7)'s tokens, by hidden and kernel, the latter transposed if tied."""
     tokens = drawn(7)[2]
     weights = np.random.default_rng(8).normal(size=(2, ROWS, LENGTH)).astype(np.float32)
 
     def total(hidden: Any, kernel: Any) -> Any:
         kernel = kernel.T if tied else kernel
-        said = head.logprobs(hidden, kernel, tokens, SEGMENTS, 0.7, chunk, entropy, None, softcap, layout, tied)
+        said = head.logprobs(hidden, kernel, tokens, SEGMENTS, 0.7, chunk, entropy, None, softcap, partitioner, tied)
         return sum(jnp.sum(weight * x) for weight, x in zip(weights, said, strict=False) if x is not None)
 
     return total
@@ -249,17 +251,17 @@ def test_unless_a_chunk_is_given_the_size_of_the_vocabulary_chooses(monkeypatch:
 ON_A_MESH = """
 import numpy as np
 from areal_x.trainer import MeshConfig
-from areal_x_jax.sharding import ALONE, make_layout
+from areal_x_jax.sharding import ONE_DEVICE, make_partitioner
 from tests.jax import test_head
 
 rng = np.random.default_rng(0)
 test_head.ROWS, test_head.VOCAB, test_head.SEGMENTS = 4, 24, np.ones((4, test_head.LENGTH), np.int32)
 hidden, kernel, _ = test_head.drawn(7)
-layout = make_layout(MeshConfig(data=2, fsdp=2, tensor=2))
+partitioner = make_partitioner(MeshConfig(data=2, fsdp=2, tensor=2))
 for tied in (False, True):
     given = hidden, kernel.T if tied else kernel
     wanted = test_head.value_and_gradients(test_head.total_of(1000, tied, True, 2.0), *given)
-    found = test_head.value_and_gradients(test_head.total_of(20, tied, True, 2.0, layout), *given)
+    found = test_head.value_and_gradients(test_head.total_of(20, tied, True, 2.0, partitioner), *given)
     for x, y in zip(found, wanted, strict=True):
         np.testing.assert_allclose(x, y, atol=1e-5)
 print("the same")

@@ -20,14 +20,14 @@ from areal_x.hf.model_dir import read_config, read_tensors
 from areal_x.protocols.trainer_config import ModelConfig, OptimizerConfig, TrainerConfig
 from areal_x.types import Batch, Images, Trajectory
 from areal_x_jax import head
-from areal_x_jax.architecture import Shape, shape_of
+from areal_x_jax.architecture import Architecture, read_architecture
 from areal_x_jax.images import image_arrays
 from areal_x_jax.model import head_kernel, hidden_states
 from areal_x_jax.parameters import Params
-from areal_x_jax.sharding import ALONE
+from areal_x_jax.sharding import ONE_DEVICE
 from areal_x_jax.trainer import Trainer
-from areal_x_jax.vision import look
-from areal_x_jax.vision_architecture import MODULES, VisionShape
+from areal_x_jax.vision import image_features
+from areal_x_jax.vision_architecture import MODULES, VisionArchitecture
 from areal_x_jax.weights import from_tensors, saved_name, to_tensors
 from tests.engines.conformance import slot_request, to_the_end
 from tests.models import IMAGE, PROMPTS, log_softmax, reference_model, seen_logits, stand_in_reference, with_images
@@ -54,26 +54,26 @@ def packed_of(**how: Any) -> Packed:
     return pack(with_images(*PROMPTS, **how), ROW)
 
 
-def hidden_of(shape: Shape, params: Params, batch: Batch) -> Any:
-    arrays = image_arrays(batch, shape.vision)
+def hidden_of(arch: Architecture, params: Params, batch: Batch) -> Any:
+    arrays = image_arrays(batch, arch.vision)
     assert arrays is not None
-    features = look(shape, params, arrays, False, ALONE, "auto")
+    features = image_features(arch, params, arrays, False, ONE_DEVICE, "auto")
     packed = (batch.tokens, batch.positions, batch.segment_ids)
-    return hidden_states(shape, params, *map(jnp.asarray, packed), False, images=features)[0]
+    return hidden_states(arch, params, *map(jnp.asarray, packed), False, images=features)[0]
 
 
-def load(directory: Path) -> tuple[Shape, Params]:
-    shape = shape_of(read_config(directory))
-    return shape, from_tensors(shape, read_tensors(directory), str(directory))
+def load(directory: Path) -> tuple[Architecture, Params]:
+    arch = read_architecture(read_config(directory))
+    return arch, from_tensors(arch, read_tensors(directory), str(directory))
 
 
 def image_logit_deviation(directory: Path, image_like: bool = False) -> float:
     """The largest difference of any logit of packed sequences, with images and without, from transformers'."""
     import torch
 
-    shape, params = load(directory)
+    arch, params = load(directory)
     packed = packed_of(image_like=image_like)
-    logits = jax.jit(lambda params: hidden_of(shape, params, packed.batch) @ head_kernel(params))(params)
+    logits = jax.jit(lambda params: hidden_of(arch, params, packed.batch) @ head_kernel(params))(params)
     model = stand_in_reference(directory) if image_like else reference_model(directory)
     with torch.no_grad():
         theirs = [seen_logits(model, trajectory).numpy() for trajectory in with_images(*PROMPTS, image_like=image_like)]
@@ -92,20 +92,20 @@ def image_gradient_deviation(directory: Path) -> float:
     tensor."""
     import torch
 
-    shape, params = load(directory)
+    arch, params = load(directory)
     batch, tokens = packed_of(image_like=False).batch, 0
 
     @jax.jit
     def loss(params: Params) -> Any:
-        hidden, ids = hidden_of(shape, params, batch), jnp.asarray(batch.segment_ids)
+        hidden, ids = hidden_of(arch, params, batch), jnp.asarray(batch.segment_ids)
         return -jnp.sum(head.logprobs(hidden, head_kernel(params), jnp.asarray(batch.tokens), ids, 1.0, 64)[0])
 
-    ours, model = dict(to_tensors(shape, jax.grad(loss)(params))), reference_model(directory)
+    ours, model = dict(to_tensors(arch, jax.grad(loss)(params))), reference_model(directory)
     for trajectory in with_images(*PROMPTS, image_like=False):
         logp = torch.log_softmax(seen_logits(model, trajectory)[:-1], -1)
         (-logp[torch.arange(len(logp)), torch.tensor(trajectory.tokens[1:]).long()].sum()).backward()
         tokens += len(logp)
-    theirs = {saved_name(shape, name): x.grad.numpy() for name, x in model.named_parameters()}
+    theirs = {saved_name(arch, name): x.grad.numpy() for name, x in model.named_parameters()}
     assert ours.keys() == theirs.keys()
     return float(np.max([np.abs(ours[name] - x).max() / np.abs(x).max() for name, x in theirs.items()]))
 
@@ -145,14 +145,14 @@ def test_an_update_is_that_of_torch_and_what_is_saved_loads_in_transformers(
     torch.optim.AdamW(groups, lr=1e-2 / 4, betas=(OPTIMIZER.beta1, OPTIMIZER.beta2), eps=OPTIMIZER.eps).step()
     ours = dict(trainer.weights())
     for name, parameter in model.named_parameters():
-        np.testing.assert_allclose(ours[saved_name(trainer.shape, name)], parameter.detach().numpy(), atol=2e-5, err_msg=name)
+        np.testing.assert_allclose(ours[saved_name(trainer.arch, name)], parameter.detach().numpy(), atol=2e-5, err_msg=name)
 
     trainer.save(tmp_path)
     saved = dict(read_tensors(tmp_path))
     assert saved.keys() == {name for name, _ in read_tensors(model_dir_of(family))}
     again = reference_model(tmp_path)
     for name, parameter in again.named_parameters():
-        np.testing.assert_array_equal(saved[saved_name(trainer.shape, name)], parameter.detach().numpy())
+        np.testing.assert_array_equal(saved[saved_name(trainer.arch, name)], parameter.detach().numpy())
     for trajectory, logp in zip(made, packed.gather(trainer.logprobs(packed.batch)), strict=True):
         with torch.no_grad():
             logits = seen_logits(again, trajectory).numpy()
@@ -223,7 +223,7 @@ def test_a_critic_of_a_model_that_sees_is_trained_and_read_again(model_dir_of: M
     values = make_trainer(tmp_path, head="reward").values(batch)
     np.testing.assert_array_equal(values, trainer.values(batch))
     score = dict(trainer.weights())["score.weight"]
-    hidden = hidden_of(trainer.shape, trainer.params, batch)
+    hidden = hidden_of(trainer.arch, trainer.params, batch)
     np.testing.assert_allclose(values, (hidden @ score.T)[..., 0] * (batch.segment_ids > 0), atol=1e-5)
 
 
@@ -241,39 +241,39 @@ def test_models_are_read_as_they_are_on_the_hub(family: str, model_dir_of: MadeM
     """Under either names, and with the text's sizes beside the tower's, as older configs of Qwen2.5-VL have them."""
     directory = model_dir_of(family)
     config, tensors = read_config(directory), dict(read_tensors(directory))
-    shape = shape_of(config)
+    arch = read_architecture(config)
     renamed = {as_on_the_hub(family, config, name): x for name, x in tensors.items()}
     assert len(renamed.keys() & tensors.keys()) == 1  # the head
-    expected, found = (from_tensors(shape, x.items(), "made") for x in (tensors, renamed))
+    expected, found = (from_tensors(arch, x.items(), "made") for x in (tensors, renamed))
     jax.tree.map(np.testing.assert_array_equal, expected, found)
     text = dict(config["text_config"])
     sections = text.pop("rope_parameters")["mrope_section"]
     flat = {**text, **config, "rope_scaling": {"type": "mrope", "mrope_section": sections}, "rope_theta": 1e4}
     del flat["text_config"]
-    assert shape_of(flat) == shape
+    assert read_architecture(flat) == arch
 
 
 def test_tensors_of_the_tower_that_are_missing_or_of_another_shape_are_named(model_dir_of: MadeModel) -> None:
     directory = model_dir_of("qwen3_vl")
-    shape, tensors = shape_of(read_config(directory)), dict(read_tensors(directory))
+    arch, tensors = read_architecture(read_config(directory)), dict(read_tensors(directory))
     name = "model.visual.deepstack_merger_list.1.norm.bias"
     without = {key: x for key, x in tensors.items() if key != name}
     with pytest.raises(UserError, match=f"missing {name}"):
-        from_tensors(shape, without.items(), "made")
+        from_tensors(arch, without.items(), "made")
     kernel = "model.visual.patch_embed.proj.weight"
     with pytest.raises(
         UserError, match=r"proj.weight has the shape \(32, 96\), but its config.json asks for \(32, 3, 2, 4, 4\)"
     ):
-        from_tensors(shape, {**tensors, kernel: tensors[kernel].reshape(32, -1)}.items(), "made")
+        from_tensors(arch, {**tensors, kernel: tensors[kernel].reshape(32, -1)}.items(), "made")
 
 
 def test_images_that_are_not_those_of_the_tokens_or_the_model_are_refused(model_dir_of: MadeModel) -> None:
-    shape = shape_of(read_config(model_dir_of("qwen3_vl"))).vision
+    arch = read_architecture(read_config(model_dir_of("qwen3_vl"))).vision
     (seeing,) = with_images((2, (1, 4, 4), 1))
     assert seeing.images is not None
 
-    def arrays(trajectory: Trajectory, shape: VisionShape | None = shape) -> Any:
-        return image_arrays(pack([trajectory], ROW).batch, shape)
+    def arrays(trajectory: Trajectory, arch: VisionArchitecture | None = arch) -> Any:
+        return image_arrays(pack([trajectory], ROW).batch, arch)
 
     assert arrays(seeing).patches.shape == (1, 16, 96)
     with pytest.raises(UserError, match="the model reads text only"):

@@ -21,6 +21,7 @@ from areal_x.hf import adapters, model_dir
 from areal_x.protocols.trainer_config import LoRAConfig, ModelConfig, TrainerConfig
 from areal_x.types import Batch, Policy
 from areal_x_jax.trainer import Trainer
+from areal_x_jax.update import update_step
 from tests.models import log_softmax, reference_model, torch_logits, trajectories
 
 from .meshes import learn, learn_on
@@ -71,7 +72,7 @@ def test_an_adapters_model_is_transformers_with_the_product_added_to_each_kernel
     targets = ("q_proj", "o_proj") if name == "qwen3-moe" else LORA.targets
     trainer = randomised(make_trainer(model_dir_of(name), lora=LoRAConfig(3, 6.0, targets)))
     adapter = dict(trainer.adapter())
-    assert len(adapter) == 2 * len(targets) * trainer.shape.layers
+    assert len(adapter) == 2 * len(targets) * trainer.arch.layers
     model = reference_model(model_dir_of(name))
     import torch
 
@@ -92,7 +93,7 @@ def test_adapters_begin_as_peft_draws_them_and_change_nothing(model_dir_of: Made
     assert_near(logprobs(trainer), logprobs(plain), atol=0)
     layers = trainer.params["layers"]
     assert not any(np.any(x) for name, x in layers.items() if name.endswith("_lora_b"))
-    a = np.asarray(layers["q_lora_a"]) * np.sqrt(trainer.shape.hidden)  # kaiming_uniform with a = sqrt(5)
+    a = np.asarray(layers["q_lora_a"]) * np.sqrt(trainer.arch.hidden)  # kaiming_uniform with a = sqrt(5)
     assert 0.8 < np.abs(a).max() <= 1
     assert abs(a.mean()) < 0.2
     assert not np.array_equal(a[0], a[1])
@@ -158,8 +159,8 @@ def test_only_adapters_have_gradients_and_moments(batch: Batch, model_dir_of: Ma
 
 def work(trainer: Trainer, batch: Batch) -> dict[str, float]:
     """Of the compiled step: its arithmetic, and the bytes that it takes beside the weights and the state."""
-    micro, count = trainer._lay_out(batch)
-    step = jax.jit(partial(trainer._step, losses.sft), donate_argnums=(0, 1))
+    micro, count = trainer._to_device(batch)
+    step = jax.jit(partial(update_step, trainer.forward, trainer.optimizer, losses.sft), donate_argnums=(0, 1))
     given = trainer.params, trainer.moments, trainer.base, None, micro, count, np.float32(1)
     compiled = step.lower(*given).compile()
     return {"flops": compiled.cost_analysis()["flops"], "bytes": compiled.memory_analysis().temp_size_in_bytes}

@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from areal_x.errors import UserError
 from areal_x.hf.model_dir import read_config, read_tensors
 from areal_x_jax import head
-from areal_x_jax.architecture import Shape, shape_of
+from areal_x_jax.architecture import Architecture, read_architecture
 from areal_x_jax.dense_attention import softcapped
-from areal_x_jax.layer_scan import Segment, segments_of
+from areal_x_jax.layer_scan import LayerRun, layer_runs
 from areal_x_jax.model import head_kernel, hidden_states
 from areal_x_jax.parameters import Params, parameter_shapes
 from areal_x_jax.rope import Rope
@@ -29,21 +29,21 @@ BASE = {**QWEN3, "architectures": ["Qwen3ForCausalLM"], "rms_norm_eps": 1e-6}
 MIXED = {**MORE["qwen3-moe-between"], "architectures": ["Qwen3MoeForCausalLM"]}
 
 
-def load(directory: Path) -> tuple[Shape, Params]:
-    shape = shape_of(read_config(directory))
-    return shape, from_tensors(shape, read_tensors(directory), str(directory))
+def load(directory: Path) -> tuple[Architecture, Params]:
+    arch = read_architecture(read_config(directory))
+    return arch, from_tensors(arch, read_tensors(directory), str(directory))
 
 
-def logits_of(shape: Shape, params: Params, tokens: Any, segment_ids: Any, positions: Any) -> np.ndarray:
-    hidden, _ = hidden_states(shape, params, jnp.asarray(tokens), jnp.asarray(positions), jnp.asarray(segment_ids), False)
-    return np.asarray(softcapped(hidden @ head_kernel(params), shape.logit_softcap))
+def logits_of(arch: Architecture, params: Params, tokens: Any, segment_ids: Any, positions: Any) -> np.ndarray:
+    hidden, _ = hidden_states(arch, params, jnp.asarray(tokens), jnp.asarray(positions), jnp.asarray(segment_ids), False)
+    return np.asarray(softcapped(hidden @ head_kernel(params), arch.logit_softcap))
 
 
 def logit_deviation(directory: Path) -> float:
     """The largest difference of any logit of a sequence from transformers'."""
-    shape, params = load(directory)
+    arch, params = load(directory)
     (tokens,) = sequences(40)
-    ours = logits_of(shape, params, tokens[None], np.ones((1, 40), np.int32), np.arange(40)[None])[0]
+    ours = logits_of(arch, params, tokens[None], np.ones((1, 40), np.int32), np.arange(40)[None])[0]
     return float(np.abs(ours - torch_logits(directory, [tokens])[0]).max())
 
 
@@ -72,17 +72,17 @@ def torch_gradients(directory: Path, tokens: np.ndarray) -> dict[str, np.ndarray
 
 def gradient_deviation(directory: Path) -> float:
     """The largest difference of any gradient of a loss from transformers', relative to the largest of its tensor."""
-    shape, params = load(directory)
+    arch, params = load(directory)
     tokens = np.maximum(sequences(30)[0], 1)  # torch gives an embedding that pads, 0, no gradient
 
     @jax.jit
     def loss(params: Params, tokens: Any) -> Any:
         ids, positions = jnp.ones_like(tokens), jnp.arange(30)[None]
-        hidden, _ = hidden_states(shape, params, tokens, positions, ids, False)
-        logp, *_ = head.logprobs(hidden, head_kernel(params), tokens, ids, 1.0, 64, softcap=shape.logit_softcap)
+        hidden, _ = hidden_states(arch, params, tokens, positions, ids, False)
+        logp, *_ = head.logprobs(hidden, head_kernel(params), tokens, ids, 1.0, 64, softcap=arch.logit_softcap)
         return -jnp.mean(logp[:, 1:])
 
-    ours = dict(to_tensors(shape, jax.grad(loss)(params, jnp.asarray(tokens[None]))))
+    ours = dict(to_tensors(arch, jax.grad(loss)(params, jnp.asarray(tokens[None]))))
     theirs = torch_gradients(directory, tokens)
     assert ours.keys() == theirs.keys()
     # An expert that no token chose has a gradient of zeros.
@@ -95,28 +95,28 @@ def test_gradients_are_those_of_transformers(name: str, model_dir_of: MadeModel)
 
 
 def test_a_packed_row_gives_what_each_sequence_alone_gives(model_dir_of: MadeModel) -> None:
-    shape, params = load(model_dir_of("qwen3"))
+    arch, params = load(model_dir_of("qwen3"))
     alone = sequences(9, 1, 14)
     row = np.concatenate([*alone, np.full(6, 7, np.int32)])[None]
     ids = np.repeat([1, 2, 3, 0], [9, 1, 14, 6])[None]
     positions = np.concatenate([np.arange(len(s)) for s in alone] + [np.zeros(6, int)])[None]
-    packed = logits_of(shape, params, row, ids, positions)[0]
+    packed = logits_of(arch, params, row, ids, positions)[0]
     start = 0
     for s in alone:
-        own = logits_of(shape, params, s[None], np.ones((1, len(s)), np.int32), np.arange(len(s))[None])[0]
+        own = logits_of(arch, params, s[None], np.ones((1, len(s)), np.int32), np.arange(len(s))[None])[0]
         np.testing.assert_allclose(packed[start : start + len(s)], own, atol=1e-5)
         start += len(s)
 
 
 def test_recomputing_layers_gives_the_same_gradients(model_dir_of: MadeModel) -> None:
-    shape, params = load(model_dir_of("qwen2"))
+    arch, params = load(model_dir_of("qwen2"))
     tokens = jnp.asarray(np.stack(sequences(16, 16)))
     ids, positions = jnp.ones((2, 16), jnp.int32), jnp.tile(jnp.arange(16), (2, 1))
 
     @jax.jit
     def both(params: Params) -> Any:
         return [
-            jax.grad(lambda p, remat=remat: jnp.sum(hidden_states(shape, p, tokens, positions, ids, remat)[0] ** 2))(params)
+            jax.grad(lambda p, remat=remat: jnp.sum(hidden_states(arch, p, tokens, positions, ids, remat)[0] ** 2))(params)
             for remat in (False, True)
         ]
 
@@ -127,10 +127,10 @@ def test_recomputing_layers_gives_the_same_gradients(model_dir_of: MadeModel) ->
 @pytest.mark.parametrize("change", [{}, MIXED])
 def test_the_program_does_not_grow_with_depth(change: dict[str, Any]) -> None:
     def program(layers: int) -> int:
-        shape = shape_of({**BASE, **change, "num_hidden_layers": layers})
+        arch = read_architecture({**BASE, **change, "num_hidden_layers": layers})
         ids = jax.ShapeDtypeStruct((2, 8), jnp.int32)
-        gradient = jax.grad(lambda p, ids: jnp.sum(hidden_states(shape, p, ids, ids, ids, False)[0]))
-        return len(jax.jit(gradient).lower(parameter_shapes(shape), ids).as_text().splitlines())
+        gradient = jax.grad(lambda p, ids: jnp.sum(hidden_states(arch, p, ids, ids, ids, False)[0]))
+        return len(jax.jit(gradient).lower(parameter_shapes(arch), ids).as_text().splitlines())
 
     assert program(4) == program(12)
 
@@ -147,61 +147,61 @@ def test_the_program_does_not_grow_with_depth(change: dict[str, Any]) -> None:
     ],
 )
 def test_layers_are_scanned_in_the_fewest_kinds_of_bodies(kinds: str, expected: list[tuple[int, int, int]]) -> None:
-    assert segments_of(list(kinds)) == [Segment(*segment) for segment in expected]
+    assert layer_runs(list(kinds)) == [LayerRun(*segment) for segment in expected]
 
 
 @given(st.lists(st.booleans(), min_size=1, max_size=12))
 def test_segments_hold_every_layer_once_and_repeat_what_they_say(kinds: list[bool]) -> None:
-    told = [kinds[segment.first + i % segment.period] for segment in segments_of(kinds) for i in range(segment.count)]
+    told = [kinds[segment.first + i % segment.period] for segment in layer_runs(kinds) for i in range(segment.count)]
     assert told == kinds
 
 
 @pytest.mark.parametrize("name", [*MODELS, *MORE])
 def test_tensors_go_in_and_come_out_under_the_same_names_with_the_same_bits(name: str, model_dir_of: MadeModel) -> None:
-    shape, params = load(model_dir_of(name))
+    arch, params = load(model_dir_of(name))
     read = dict(read_tensors(model_dir_of(name)))
-    written = dict(to_tensors(shape, params))
-    assert written.keys() == read.keys() == places(shape).keys()
+    written = dict(to_tensors(arch, params))
+    assert written.keys() == read.keys() == places(arch).keys()
     for tensor in read:
         np.testing.assert_array_equal(written[tensor], read[tensor])
 
 
 def test_tensors_that_do_not_fit_the_config_are_listed(model_dir_of: MadeModel) -> None:
-    shape = shape_of(read_config(model_dir_of("qwen3")))
+    arch = read_architecture(read_config(model_dir_of("qwen3")))
     tensors = dict(read_tensors(model_dir_of("qwen3")))
     without = {name: x for name, x in tensors.items() if name != "model.norm.weight"}
     with pytest.raises(UserError, match=r"here .*: missing model\.norm\.weight; left over extra\.weight"):
-        from_tensors(shape, [*without.items(), ("extra.weight", np.zeros(3))], "here")
+        from_tensors(arch, [*without.items(), ("extra.weight", np.zeros(3))], "here")
     with pytest.raises(UserError, match=r"model\.norm\.weight has the shape \(3,\), but its config\.json asks for \(32,\)"):
-        from_tensors(shape, [*without.items(), ("model.norm.weight", np.zeros(3))], "here")
+        from_tensors(arch, [*without.items(), ("model.norm.weight", np.zeros(3))], "here")
 
 
 def test_a_damaged_tensor_is_named(model_dir_of: MadeModel) -> None:
-    shape = shape_of(read_config(model_dir_of("qwen3")))
+    arch = read_architecture(read_config(model_dir_of("qwen3")))
     tensors = dict(read_tensors(model_dir_of("qwen3")))
     tensors["model.layers.1.mlp.up_proj.weight"] = np.full((48, 32), np.nan, np.float32)
     with pytest.raises(UserError, match=r"here: model\.layers\.1\.mlp\.up_proj\.weight holds numbers that are not finite"):
-        from_tensors(shape, tensors.items(), "here")
+        from_tensors(arch, tensors.items(), "here")
 
 
 def test_what_scores_has_a_matrix_of_one_row_in_place_of_the_head(model_dir_of: MadeModel) -> None:
     for name in ("qwen3", "qwen3-tied"):
         config, tensors = read_config(model_dir_of(name)), dict(read_tensors(model_dir_of(name)))
-        shape = shape_of(config, "value")
-        assert shape == shape_of({**config, "architectures": ["Qwen3ForSequenceClassification"]}, "reward")
-        params = from_tensors(shape, [*tensors.items(), ("score.weight", np.arange(32.0)[None])], "here")
+        arch = read_architecture(config, "value")
+        assert arch == read_architecture({**config, "architectures": ["Qwen3ForSequenceClassification"]}, "reward")
+        params = from_tensors(arch, [*tensors.items(), ("score.weight", np.arange(32.0)[None])], "here")
         assert "head" not in params
-        written = dict(to_tensors(shape, params))
+        written = dict(to_tensors(arch, params))
         assert written.keys() == (tensors.keys() - {"lm_head.weight"}) | {"score.weight"}
         np.testing.assert_array_equal(written["score.weight"], np.arange(32.0)[None])
         with pytest.raises(UserError, match=r"missing score\.weight"):
-            from_tensors(shape, tensors.items(), "here")
+            from_tensors(arch, tensors.items(), "here")
 
 
 def test_many_missing_tensors_are_counted_and_not_all_named(model_dir_of: MadeModel) -> None:
-    shape = shape_of(read_config(model_dir_of("qwen3")))
+    arch = read_architecture(read_config(model_dir_of("qwen3")))
     with pytest.raises(UserError, match=r"missing lm_head\.weight, .* and \d\d more"):
-        from_tensors(shape, [], "here")
+        from_tensors(arch, [], "here")
 
 
 @pytest.mark.parametrize(
@@ -217,10 +217,10 @@ def test_many_missing_tensors_are_counted_and_not_all_named(model_dir_of: MadeMo
 )
 def test_what_the_decoder_does_not_do_is_refused_by_name(change: dict[str, Any], complaint: str) -> None:
     with pytest.raises(UserError, match=complaint):
-        shape_of(BASE | change)
+        read_architecture(BASE | change)
 
 
 def test_the_rotary_base_is_read_from_old_and_new_configs() -> None:
-    old = shape_of(BASE | {"rope_theta": 12345.0})
-    new = shape_of(BASE | {"rope_parameters": {"rope_type": "default", "rope_theta": 12345.0}})
-    assert old == new == replace(shape_of(BASE), ropes=(Rope(12345.0),))
+    old = read_architecture(BASE | {"rope_theta": 12345.0})
+    new = read_architecture(BASE | {"rope_parameters": {"rope_type": "default", "rope_theta": 12345.0}})
+    assert old == new == replace(read_architecture(BASE), ropes=(Rope(12345.0),))

@@ -19,11 +19,11 @@ from areal_x.protocols.backends import create_trainer
 from areal_x.protocols.trainer import Trainer
 from areal_x.protocols.trainer_config import ModelConfig, TrainerConfig
 from areal_x.types import Trajectory
-from areal_x_jax import kv_cache
+from areal_x_jax import kv_cache, sampling
 from areal_x_jax.lane import CPU_CHUNK
 from areal_x_jax.prefill_chunks import packed
 from areal_x_jax.sampler import Sampler
-from areal_x_jax.sampling import draw, uniform
+from areal_x_jax.sampling import uniform
 from tests.conftest import write_model
 from tests.engines import conformance
 from tests.engines.conformance import slot_request, to_the_end
@@ -62,7 +62,7 @@ def test_a_prompt_that_several_have_is_read_once_in_a_lane(trainer: Trainer, mon
         return packed(prompts, *how)
 
     monkeypatch.setattr("areal_x_jax.lane.packed", packing)
-    sampler = Sampler(trainer.shape, 8, 128, lanes=1)
+    sampler = Sampler(trainer.arch, 8, 128, lanes=1)
     sampler.load(trainer.snapshot())
     sampler.fill([slot_request(slot, prompt, 4) for slot, prompt in enumerate((33, 20, 33, 33, 20))])
     assert read == [[19, 32]]
@@ -75,7 +75,7 @@ def test_nothing_longer_is_drawn_than_the_model_was_made_for(tmp_path: Path) -> 
 
 
 def test_a_lane_returns_when_enough_of_its_slots_are_free(trainer: Trainer) -> None:
-    sampler = Sampler(trainer.shape, SLOTS, CONTEXT, lanes=1)
+    sampler = Sampler(trainer.arch, SLOTS, CONTEXT, lanes=1)
     sampler.load(trainer.snapshot())
     sampler.fill([slot_request(slot, 5, 2 + slot) for slot in range(SLOTS)])
     decoded = sampler.decode(100, 3)
@@ -120,12 +120,12 @@ def test_the_ring_holds_a_context(context: int) -> None:
     "newest, lengths", [(0, (1, 1)), (5, (6, 3)), (130, (1, 67)), (130, (2, 68)), (3, (100, 1)), (191, (192, 9))]
 )
 def test_a_slot_sees_its_newest_columns_and_a_part_is_read_only_where_some_slot_sees_it(newest, lengths) -> None:
-    ring = kv_cache.empty(layers=1, slots=2, kv_heads=1, head_dim=2, context=192, dtype=jnp.float32)
+    cache = kv_cache.empty(layers=1, slots=2, kv_heads=1, head_dim=2, context=192, dtype=jnp.float32)
     parts, width = kv_cache.columns(192)
     expected = np.zeros((2, 192), bool)
     for slot, length in enumerate(lengths):
         expected[slot, [(newest - age) % 192 for age in range(length)]] = True
-    seen = kv_cache.visible(ring, jnp.int32(newest), jnp.asarray(lengths))
+    seen = kv_cache.visible(cache, jnp.int32(newest), jnp.asarray(lengths))
     assert (np.concatenate([bias for _, bias in seen], 1) == 0).tolist() == expected.tolist()
     assert [bool(used) for used, _ in seen] == [expected[:, p * width : (p + 1) * width].any() for p in range(parts)]
 
@@ -153,7 +153,7 @@ def test_draws_follow_the_distribution(vocabulary: int, top_k: int, top_p: float
     logits = np.random.default_rng(vocabulary).normal(0, 2, vocabulary).astype(np.float32)
     ask = (jnp.full(rows, 0.7), jnp.full(rows, top_p), jnp.full(rows, top_k))
     uniforms = jnp.asarray(np.random.default_rng(0).uniform(size=rows), jnp.float32)
-    tokens, logprobs = jax.jit(draw)(jnp.tile(logits, (rows, 1)), uniforms, *ask, jnp.array(top_k > 0))
+    tokens, logprobs = jax.jit(sampling.sample)(jnp.tile(logits, (rows, 1)), uniforms, *ask, jnp.array(top_k > 0))
     logits = logits.astype(np.float64) / 0.7
     plain = logits - np.log(np.exp(logits).sum())
     expected = conformance.truncated(plain, top_k, top_p)
@@ -164,7 +164,9 @@ def test_draws_follow_the_distribution(vocabulary: int, top_k: int, top_p: float
 def test_an_extreme_uniform_still_draws_a_token_that_has_mass() -> None:
     logits = jnp.asarray(np.random.default_rng(1).normal(0, 30, (16, 400)), jnp.float32)
     for uniforms in (jnp.full(16, 2.0**-24), jnp.full(16, 1 - 2.0**-24)):
-        _, logprobs = jax.jit(draw)(logits, uniforms, jnp.ones(16), jnp.full(16, 0.5), jnp.full(16, 9), jnp.array(True))
+        _, logprobs = jax.jit(sampling.sample)(
+            logits, uniforms, jnp.ones(16), jnp.full(16, 0.5), jnp.full(16, 9), jnp.array(True)
+        )
         assert np.isfinite(logprobs).all()
 
 

@@ -10,8 +10,8 @@ import pytest
 
 from areal_x.errors import ConfigError, UserError
 from areal_x.protocols.trainer_config import MeshConfig
-from areal_x_jax.architecture import shape_of
-from areal_x_jax.sharding import ALONE, AXES, Layout, check_fit, make_layout
+from areal_x_jax.architecture import read_architecture
+from areal_x_jax.sharding import AXES, ONE_DEVICE, Partitioner, check_divisible, make_partitioner
 from tests.models import MODELS, MORE
 
 from .meshes import learn, learn_on
@@ -53,7 +53,7 @@ def test_ten_updates_are_the_same_on_every_mesh(name: str, model_dir_of: MadeMod
     ],
 )
 def test_a_mesh_that_does_not_divide_the_model_is_refused(name: str, axis: str, size: int, says: str) -> None:
-    class Sized(Layout):
+    class Sized(Partitioner):
         def size(self, *axes: str) -> int:
             return size if axis in axes else 1
 
@@ -61,17 +61,17 @@ def test_a_mesh_that_does_not_divide_the_model_is_refused(name: str, axis: str, 
     odd = {"qwen2-moe-odd": MORE["qwen2-moe"] | {"shared_expert_intermediate_size": 41}}
     config = (MODELS | MORE | odd)[name]
     with pytest.raises(UserError, match=says.replace(".", r"\.")):
-        check_fit(Sized(), shape_of({**config, "architectures": [architectures[str(config["model_type"])]]}))
+        check_divisible(Sized(), read_architecture({**config, "architectures": [architectures[str(config["model_type"])]]}))
 
 
 @pytest.mark.parametrize("axis", AXES)
 def test_a_mesh_of_other_than_the_devices_is_refused(axis: str) -> None:
     with pytest.raises(ConfigError, match=rf"mesh\.{axis} = 64 .*mesh\.data = -1"):
-        make_layout(MeshConfig(**{axis: 64}))
+        make_partitioner(MeshConfig(**{axis: 64}))
     with pytest.raises(ConfigError, match=rf"mesh\.{axis} = 0"):
         MeshConfig(**{axis: 0})
 
 
 def test_one_device_alone_says_nothing_to_the_compiler() -> None:
     x = np.ones(3)
-    assert ALONE.pin(x, "hidden") is x
+    assert ONE_DEVICE.constrain(x, "hidden") is x

@@ -16,7 +16,7 @@ from areal_x.errors import ConfigError, UserError
 from areal_x.hf import model_dir
 from areal_x.protocols.trainer_config import MeshConfig, ModelConfig, OptimizerConfig, TrainerConfig
 from areal_x.types import Batch, Policy
-from areal_x_jax.architecture import shape_of
+from areal_x_jax.architecture import read_architecture
 from areal_x_jax.trainer import Trainer
 from tests.conftest import QUICK, python_with, write_model
 from tests.models import LLAMA3, MODELS, log_softmax, reference_model, torch_logits, trajectories
@@ -225,7 +225,6 @@ import json, sys, numpy as np
 from areal_x.algorithms import losses
 from areal_x.trainer import MeshConfig, ModelConfig, OptimizerConfig, TrainerConfig
 from areal_x.types import Batch
-from areal_x_jax.architecture import shape_of
 from areal_x_jax.trainer import Trainer
 
 directory, arrays = sys.argv[1:]
@@ -314,4 +313,4 @@ def test_a_sequence_longer_than_the_model_was_made_for_is_refused_and_a_row_of_s
 )
 def test_positions_that_are_stretched_make_room_for_longer_sequences(scaling: dict[str, Any] | None, context: int) -> None:
     config = {**MODELS["llama"], "architectures": ["LlamaForCausalLM"], "rope_scaling": scaling}
-    assert shape_of(config).context == context
+    assert read_architecture(config).context == context

@@ -15,11 +15,11 @@ import pytest
 from areal_x.errors import UserError
 from areal_x.hf.image_positions import image_tokens, mrope_positions
 from areal_x.hf.model_dir import read_config, read_tensors
-from areal_x_jax.architecture import Shape, shape_of
+from areal_x_jax.architecture import Architecture, read_architecture
 from areal_x_jax.images import image_places, patch_layout
 from areal_x_jax.parameters import Params, parameter_shapes
 from areal_x_jax.vision import PatchLayout, encode, multimodal_rotation
-from areal_x_jax.vision_architecture import MODULES, VisionShape, vision_shape_of
+from areal_x_jax.vision_architecture import MODULES, VisionArchitecture, read_vision_architecture
 from areal_x_jax.weights import from_tensors, places, to_tensors
 from tests.models import IMAGE, image_prompt, reference_model
 
@@ -35,13 +35,13 @@ class Made:
 
     reference: Any
     directory: Path
-    shape: Shape
+    arch: Architecture
     params: Params
 
     @property
-    def tower(self) -> VisionShape:
-        assert self.shape.vision is not None
-        return self.shape.vision
+    def tower(self) -> VisionArchitecture:
+        assert self.arch.vision is not None
+        return self.arch.vision
 
 
 @pytest.fixture(scope="module")
@@ -49,16 +49,16 @@ def made_of(model_dir_of: Callable[[str], Path]) -> Callable[[str], Made]:
     @cache
     def make(family: str) -> Made:
         directory = model_dir_of(family)
-        shape = shape_of(read_config(directory))
-        params = from_tensors(shape, read_tensors(directory), str(directory))["vision"]
-        return Made(reference_model(directory), directory, shape, params)
+        arch = read_architecture(read_config(directory))
+        params = from_tensors(arch, read_tensors(directory), str(directory))["vision"]
+        return Made(reference_model(directory), directory, arch, params)
 
     return make
 
 
-def random_patches(shape: VisionShape, capacity: int = PATCHES) -> np.ndarray:
+def random_patches(arch: VisionArchitecture, capacity: int = PATCHES) -> np.ndarray:
     """The same numbers for the images whatever the capacity; beyond them others, none of them 0."""
-    patches = np.random.default_rng(1).normal(size=(capacity, shape.in_features)).astype(np.float32)
+    patches = np.random.default_rng(1).normal(size=(capacity, arch.in_features)).astype(np.float32)
     patches[PATCHES:] = 100.0 * np.random.default_rng(2).normal(size=patches[PATCHES:].shape)
     return patches
 
@@ -71,7 +71,7 @@ def encoded(made: Made, capacity: int | None = None) -> list[np.ndarray]:
     """What encode says of GRIDS' images, then of each deepstack layer, without padding."""
     layout = patch_layout(GRIDS, made.tower, capacity)
     patches = random_patches(made.tower, len(layout.frames))
-    embeddings, deepstack = jax.jit(encode, static_argnums=0)(made.shape, made.params, patches[None], in_a_row(layout))
+    embeddings, deepstack = jax.jit(encode, static_argnums=0)(made.arch, made.params, patches[None], in_a_row(layout))
     return [np.asarray(x)[0, : PATCHES // 4] for x in (embeddings, *deepstack)]
 
 
@@ -100,7 +100,7 @@ def test_an_image_says_the_same_alone_and_in_any_padding(family: str, made_of: C
     start = 4 * 8
     patches = random_patches(made.tower)[start : start + 60]
     layout = patch_layout(GRIDS[1:2], made.tower, 60)
-    embeddings, deepstack = encode(made.shape, made.params, jnp.asarray(patches)[None], in_a_row(layout))
+    embeddings, deepstack = encode(made.arch, made.params, jnp.asarray(patches)[None], in_a_row(layout))
     for a, b in zip(together, (embeddings, *deepstack), strict=True):
         np.testing.assert_allclose(a[start // 4 : start // 4 + 15], b[0], atol=1e-5)
 
@@ -136,7 +136,9 @@ def test_gradients_are_those_of_torch_and_ignore_padding(
     probes = np.random.default_rng(3).normal(size=(count, tokens, made.tower.out)).astype(np.float32) / tokens
 
     def loss(params: Params) -> jax.Array:
-        embeddings, deepstack = encode(made.shape, params, jnp.asarray(patches)[None], in_a_row(layout), remat, how=how)
+        embeddings, deepstack = encode(
+            made.arch, params, jnp.asarray(patches)[None], in_a_row(layout), remat, implementation=how
+        )
         said = zip((embeddings, *deepstack), probes, strict=True)
         return sum(jnp.sum(x[0, :tokens] * probe) for x, probe in said)
 
@@ -147,9 +149,9 @@ def test_gradients_are_those_of_torch_and_ignore_padding(
     sum((x * torch.tensor(probe)).sum() for x, probe in zip(said, probes, strict=True)).backward()
     prefix = f"{MODULES[family][1]}."
     theirs = {prefix + name: parameter.grad.numpy() for name, parameter in tower.named_parameters()}
-    assert theirs.keys() == {name for name in places(made.shape) if name.startswith(prefix)}
-    params = jax.tree.map(jnp.zeros_like, parameter_shapes(made.shape)) | {"vision": ours}
-    for name, gradient in to_tensors(made.shape, params):
+    assert theirs.keys() == {name for name in places(made.arch) if name.startswith(prefix)}
+    params = jax.tree.map(jnp.zeros_like, parameter_shapes(made.arch)) | {"vision": ours}
+    for name, gradient in to_tensors(made.arch, params):
         if name in theirs:
             scale = np.abs(theirs[name]).max()
             np.testing.assert_allclose(gradient / scale, theirs[name] / scale, atol=1e-4, err_msg=name)
@@ -158,21 +160,21 @@ def test_gradients_are_those_of_torch_and_ignore_padding(
 def test_the_program_does_not_grow_with_depth_or_with_images(made_of: Callable[[str], Made]) -> None:
     def program(depth: int, grids: list[tuple[int, int, int]]) -> int:
         config = read_config(made_of("qwen3_vl").directory)
-        shape = shape_of({**config, "vision_config": {**config["vision_config"], "depth": depth}})
-        assert shape.vision is not None
-        layout = patch_layout(grids, shape.vision)
-        patches = jax.ShapeDtypeStruct((1, len(layout.frames), shape.vision.in_features), jnp.float32)
-        lowered = jax.jit(encode, static_argnums=0).lower(shape, parameter_shapes(shape)["vision"], patches, in_a_row(layout))
+        arch = read_architecture({**config, "vision_config": {**config["vision_config"], "depth": depth}})
+        assert arch.vision is not None
+        layout = patch_layout(grids, arch.vision)
+        patches = jax.ShapeDtypeStruct((1, len(layout.frames), arch.vision.in_features), jnp.float32)
+        lowered = jax.jit(encode, static_argnums=0).lower(arch, parameter_shapes(arch)["vision"], patches, in_a_row(layout))
         return len(lowered.as_text().splitlines())
 
     assert program(3, [(1, 8, 8)]) == program(12, [(1, 2, 4), (1, 6, 6), (1, 2, 2)])
 
 
 def test_the_capacity_is_a_power_of_two_of_squares(made_of: Callable[[str], Made]) -> None:
-    shape = made_of("qwen3_vl").tower
+    arch = made_of("qwen3_vl").tower
 
     def capacity(*grids: tuple[int, int, int]) -> int:
-        return len(patch_layout(grids, shape).frames)
+        return len(patch_layout(grids, arch).frames)
 
     assert capacity() == 4
     assert capacity((1, 2, 2)) == 4
@@ -205,9 +207,9 @@ def test_what_the_tower_does_not_do_is_refused_by_name(made_of: Callable[[str], 
         return {**config, "vision_config": {**config["vision_config"], **fields}}
 
     with pytest.raises(UserError, match="the activation 'relu'"):
-        vision_shape_of(changed(hidden_act="relu"))
+        read_vision_architecture(changed(hidden_act="relu"))
     with pytest.raises(UserError, match=r"deepstack_visual_indexes = \[2, 0\]"):
-        vision_shape_of(changed(deepstack_visual_indexes=[2, 0]))
+        read_vision_architecture(changed(deepstack_visual_indexes=[2, 0]))
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -252,7 +254,7 @@ def test_the_rotation_is_that_of_transformers(family: str, made_of: Callable[[st
 
     made = made_of(family)
     positions = np.random.default_rng(0).integers(0, 200, (3, 2, 9)).astype(np.int32)
-    ours = multimodal_rotation(jnp.asarray(positions), made.shape.ropes[0], made.tower, 16)
+    ours = multimodal_rotation(jnp.asarray(positions), made.arch.ropes[0], made.tower, 16)
     theirs = made.reference.model.language_model.rotary_emb(torch.zeros(1), torch.tensor(positions))
     for a, b in zip(ours, theirs, strict=True):
         np.testing.assert_allclose(np.tile(a[:, :, 0], 2), b.numpy(), atol=1e-4, rtol=0)  # they repeat it for both halves
@@ -261,4 +263,4 @@ def test_the_rotation_is_that_of_transformers(family: str, made_of: Callable[[st
 def test_sections_that_do_not_fill_a_head_are_refused(made_of: Callable[[str], Made]) -> None:
     config = read_config(made_of("qwen2_5_vl").directory)
     with pytest.raises(UserError, match=r"mrope_section = \[2, 3, 3\] .* must add up to head_dim / 2 = 16"):
-        shape_of({**config, "text_config": {**config["text_config"], "head_dim": 32}})
+        read_architecture({**config, "text_config": {**config["text_config"], "head_dim": 32}})

@@ -53,8 +53,8 @@ MUTANTS: list[Mutant] = [
         ),
         (
             "JAX: the temperature is left out",
-            '        return layout.pin(softcapped(logits, softcap) / temperature, "rows", None, "vocab")',
-            '        return layout.pin(softcapped(logits, softcap), "rows", None, "vocab")',
+            '        return partitioner.constrain(softcapped(logits, softcap) / temperature, "rows", None, "vocab")',
+            '        return partitioner.constrain(softcapped(logits, softcap), "rows", None, "vocab")',
         ),
         (
             "JAX: the temperature is left out where logits are computed by blocks",
@@ -87,7 +87,7 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
-        JAX + "trainer.py",
+        JAX + "update.py",
         ("tests/jax/test_trainer.py", "tests/test_losses_in_trainers.py"),
         (
             "JAX: metrics are normalised per micro-batch",
@@ -96,8 +96,8 @@ MUTANTS: list[Mutant] = [
         ),
         (
             "JAX: the loss is averaged over micro-batches",
-            "                return jnp.sum(micro.weights * terms), means",
-            "                return jnp.sum(micro.weights * terms) / count, means",
+            "            return jnp.sum(micro.weights * terms), means",
+            "            return jnp.sum(micro.weights * terms) / count, means",
         ),
         (
             "JAX: a step whose gradient is not finite is taken",
@@ -106,8 +106,8 @@ MUTANTS: list[Mutant] = [
         ),
         (
             "JAX: only the last micro-batch's gradient counts",
-            "            return (values + value, both), jax.tree.map(jnp.add, gradients, gradient)",
-            "            return (values + value, both), gradient",
+            "        return (values + value, both), jax.tree.map(jnp.add, gradients, gradient)",
+            "        return (values + value, both), gradient",
         ),
     ),
     *planted(
@@ -115,13 +115,13 @@ MUTANTS: list[Mutant] = [
         ("tests/torch/test_trainer.py", "tests/test_losses_in_trainers.py"),
         (
             "torch: the loss is averaged over a micro-batch's tokens",
-            "            total = (rows.weights * terms).sum()",
-            "            total = (rows.weights * terms).mean()",
+            "        total = (rows.weights * terms).sum()",
+            "        total = (rows.weights * terms).mean()",
         ),
         (
             "torch: metrics are normalised per micro-batch",
-            "                    sums[name] += x.sum() / tokens",
-            "                    sums[name] += x.sum() / max(int(rows.mask.sum()), 1)",
+            "                sums[name] += x.sum() / tokens",
+            "                sums[name] += x.sum() / max(int(rows.mask.sum()), 1)",
         ),
         (
             "torch: a step whose gradient is not finite is taken",
@@ -133,6 +133,10 @@ MUTANTS: list[Mutant] = [
             '            group["lr"] = rate',
             '            group["lr"] = self.config.optimizer.learning_rate',
         ),
+    ),
+    *planted(
+        TORCH + "forward.py",
+        ("tests/torch/test_trainer.py", "tests/test_losses_in_trainers.py"),
         (
             "torch: log-probabilities are of the token that was read, not of the next",
             'before=self.config.head != "reward", own=own)',
@@ -209,7 +213,7 @@ MUTANTS: list[Mutant] = [
         SAMPLERS,
         (
             "torch: sampling ignores the temperature",
-            "        scaled = scaled / how.temperature",
+            "        scaled = scaled / row_sampling.temperature",
             "        scaled = scaled * 1",
         ),
         (
@@ -257,8 +261,8 @@ MUTANTS: list[Mutant] = [
         (*SAMPLERS, "tests/jax/test_sampler.py"),
         (
             "JAX: the newest token is read at the wrong position",
-            "rotations_of(shape, rows.length - 1)",
-            "rotations_of(shape, rows.length)",
+            "position_rotations(arch, rows.length - 1)",
+            "position_rotations(arch, rows.length)",
         ),
         (
             "JAX: copied prompts are one column off",

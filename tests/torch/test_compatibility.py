@@ -69,7 +69,7 @@ def test_the_probe_sees_windows_of_real_sizes(ignored_masks, tmp_path):
 
 def test_what_is_short_stays_in_order_and_other_numbers_stay():
     with torch.device("meta"):
-        model = dummy_model.stand_in(random_of(tiny("gemma2")))
+        model = dummy_model.make_dummy(random_of(tiny("gemma2")))
     model.config.sliding_window, model.config.attention_chunk_size, model.config.max_window_layers = 4096, 8192, 28
     assert compatibility.shorten(model) == [4, 7, 10]  # the layers' own is 5
     assert (model.config.sliding_window, model.config.attention_chunk_size) == (7, 10)
@@ -86,7 +86,7 @@ def random_of(config):
 def test_a_model_is_probed_once_in_a_process(tmp_path, monkeypatch):
     directory = write_config({**SIZES, "model_type": "llama", "head_dim": 4}, tmp_path)
     loading.build(directory, "policy")
-    monkeypatch.setattr(compatibility, "stand_in", lambda model: pytest.fail("it is probed again"))
+    monkeypatch.setattr(compatibility, "make_dummy", lambda model: pytest.fail("it is probed again"))
     loading.build(directory, "policy")
 
 
@@ -136,7 +136,7 @@ def test_up_to_that_length_a_sequence_is_what_it_is_alone(tmp_path, rope):
 
 def test_static_scalings_have_rows_of_any_length(tmp_path):
     directory = turning(tmp_path, STATIC)
-    assert rope.steady_length(AutoConfig.from_pretrained(directory)) is None
+    assert rope.stable_length(AutoConfig.from_pretrained(directory)) is None
     areal_x_torch.create_trainer(settings(directory, 1000))
 
 
@@ -144,4 +144,4 @@ def test_the_length_of_one_kind_of_layers_counts():
     config = AutoConfig.for_model("gemma3_text")
     of_full = LONGROPE | {"original_max_position_embeddings": 32}
     config.rope_parameters = {"full_attention": of_full, "sliding_attention": {"rope_type": "default", "rope_theta": 1e4}}
-    assert rope.steady_length(config) == (32, "longrope")
+    assert rope.stable_length(config) == (32, "longrope")

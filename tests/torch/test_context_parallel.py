@@ -16,7 +16,7 @@ from areal_x.errors import ConfigError
 from areal_x.protocols.trainer_config import MeshConfig
 from areal_x_torch import context_parallel
 from areal_x_torch.attention import Segments, attend, sdpa
-from areal_x_torch.flat_rows import Flat, divisible
+from areal_x_torch.flat_rows import FlatRow, padded_to_multiple
 from areal_x_torch.sharding import check_model
 
 from .test_attention import CPU, RAGGED, arrays, formula
@@ -77,9 +77,9 @@ def test_parts_of_a_row_attend_as_the_row_does(monkeypatch, processes, kv_heads,
         return sdpa(query, key, *others)
 
     def compute(group, rank):
-        own = context_parallel.own_part(sum(lengths), group)
+        own = context_parallel.token_range(sum(lengths), group)
         parts = [x.detach()[:, :, own].requires_grad_() for x in inputs]
-        segments = Segments.of(lengths, context_parallel.exchanging(seen, group), CPU)
+        segments = Segments.of(lengths, context_parallel.ulysses(seen, group), CPU)
         extra = {"scaling": scale, "sliding_window": window, "softcap": softcap}
         found = attend(None, *parts, None, segments=segments, **extra)[0]
         grads = torch.autograd.grad((found * weights[:, own]).sum(), parts)
@@ -91,9 +91,9 @@ def test_parts_of_a_row_attend_as_the_row_does(monkeypatch, processes, kv_heads,
 
 
 def test_a_state_tells_of_the_next_token_though_a_neighbour_has_that():
-    flat = divisible(Flat(np.array([4, 5, 6, 8, 9]), np.array([3, 2]), np.array([-1, -1])), 4)
+    flat = padded_to_multiple(FlatRow(np.array([4, 5, 6, 8, 9]), np.array([3, 2]), np.array([-1, -1])), 4)
     assert flat.places.tolist()[:5] == [4, 5, 6, 8, 9]
-    assert (len(flat.places), flat.lengths.tolist(), flat.silent) == (8, [3, 2, 3], 3)
+    assert (len(flat.places), flat.lengths.tolist(), flat.padding) == (8, [3, 2, 3], 3)
     wanted = np.ones((3, 4), bool)
     read = [flat.read(wanted, before=True, own=slice(start, start + 2)) for start in range(0, 8, 2)]
     assert [telling.tolist() for telling, _ in read] == [[0, 1], [1], [], []]

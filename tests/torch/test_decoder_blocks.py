@@ -17,7 +17,7 @@ from areal_x.algorithms import losses
 from areal_x.protocols.trainer_config import MeshConfig, ModelConfig, TrainerConfig
 from areal_x_torch import decoder_blocks, loading
 from areal_x_torch import trainer as trainer_module
-from areal_x_torch.sharding import make_mesh, spread
+from areal_x_torch.sharding import make_mesh, shard_model
 from tests.models import MODELS, trajectories, write_config
 
 from .test_trainer import all_weights, batch_of, save_model, sequences, trainer_of
@@ -53,12 +53,12 @@ def test_what_is_computed_again_gives_the_same_step_without_products_or_with_the
 
 def test_auto_takes_the_first_that_fits_into_half_of_what_is_left(qwen3):
     built = loading.build(qwen3, "policy")
-    products = decoder_blocks.products_of(built)
+    products = decoder_blocks.product_width(built)
     assert products == 2 * (64 + 32 + 32 + 32 + 48 + 48 + 32)  # q, k, v, o, gate, up and down of both layers
     config = TrainerConfig(ModelConfig(str(qwen3)), mesh=MeshConfig(fsdp=2, processes=2))
     state = 16 * sum(x.numel() for x in built.parameters()) // 2
-    assert decoder_blocks.room_of(built, config, state + 1000) == 500
-    assert decoder_blocks.room_of(built, config, None) is None
+    assert decoder_blocks.free_bytes(built, config, state + 1000) == 500
+    assert decoder_blocks.free_bytes(built, config, None) is None
     for room, wanted in ((None, "nothing"), (55, "nothing"), (54, "products"), (20, "products"), (19, "layers")):
         bytes_of_room = room if room is None else room * products * 2
         assert decoder_blocks.choose(config, torch.bfloat16, products, bytes_of_room, 10) == wanted
@@ -93,7 +93,7 @@ def test_a_model_on_the_host_learns_the_same(qwen3, alone, monkeypatch):
     # On a CPU the host is the device: that each block is brought and given up is tested, not that memory is saved.
     mesh = make_mesh(MeshConfig(), CPU, offload=True)
     monkeypatch.setattr(trainer_module, "make_mesh", lambda *_: mesh)
-    monkeypatch.setattr(trainer_module, "spread", lambda *of, **_: spread(*of, offload=True))
+    monkeypatch.setattr(trainer_module, "shard_model", lambda *of, **_: shard_model(*of, offload=True))
     offloaded = trainer_of(qwen3)
     monkeypatch.undo()
     plain, (batch, _) = trainer_of(qwen3), batch_of(sequences())

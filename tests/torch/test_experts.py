@@ -69,7 +69,7 @@ def by_hand(layer: Any, x: Any, chosen: Any, weights: Any) -> Any:
 @pytest.mark.parametrize(("width", "inner"), [(16, 8), (7, 5)], ids=["grouped", "looped"])
 def test_each_token_is_computed_by_the_experts_that_are_chosen_and_so_is_its_gradient(width: int, inner: int) -> None:
     layer, (x, chosen, weights) = layer_of(width, inner), drawn(width)
-    assert experts.has_grouped_product(x, layer.down_proj) == (width == 16)
+    assert experts.can_group(x, layer.down_proj) == (width == 16)
     x.requires_grad_(), weights.requires_grad_()
     slope = torch.randn(TOKENS, width, generator=torch.Generator().manual_seed(1))
     found, expected = experts.mixture(layer, x, chosen, weights), by_hand(layer, x, chosen, weights)
@@ -111,7 +111,7 @@ def make_trainer(directory: Path, **changes: Any) -> Trainer:
     return Trainer(TrainerConfig(ModelConfig(str(directory)), optimizer, **({"micro_batch_rows": 1} | changes)))
 
 
-def weighed(batch: Batch) -> Batch:
+def expert_weights(batch: Batch) -> Batch:
     return batch.replace(weights=np.asarray(sequence_mean(batch.mask, batch.segment_ids), np.float32))
 
 
@@ -122,7 +122,7 @@ def test_imbalance_is_that_of_transformers_over_the_tokens_of_each_micro_batch(m
     directory = model_dir_of("qwen3-moe")
     made = trajectories(12, 7, 9, 5)
     packed = pack(made, 20)
-    batch = weighed(packed.batch)
+    batch = expert_weights(packed.batch)
     theirs = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
     expected = 0.0
     for of_row, mask in zip(batch.segment_ids, batch.mask, strict=True):
@@ -142,7 +142,7 @@ def test_imbalance_is_that_of_transformers_over_the_tokens_of_each_micro_batch(m
 
 
 def test_a_balance_has_experts_chosen_more_alike(model_dir_of: Callable[[str], Path]) -> None:
-    batch = weighed(pack(trajectories(12, 7, 9, 5), 40).batch)
+    batch = expert_weights(pack(trajectories(12, 7, 9, 5), 40).batch)
     trainer = make_trainer(model_dir_of("qwen3-moe"), balance=10.0, optimizer=OptimizerConfig(learning_rate=1e-3))
     first, *_, last = (trainer.update(batch, losses.sft)["expert_imbalance"] for _ in range(8))
     assert last < first - 0.05
@@ -163,7 +163,7 @@ def test_a_trainer_replays_the_experts_that_the_engine_recorded(family: str, mod
         np.testing.assert_allclose(said, replayed_logprobs(directory, one.tokens, of_one), atol=1e-4)
     free = make_trainer(directory).logprobs(packed.batch)
     assert np.abs(free - trainer.logprobs(packed.batch)).max() > 0.1
-    batch = weighed(packed.batch)
+    batch = expert_weights(packed.batch)
     expected = -float((batch.weights * trainer.logprobs(batch)).sum())
     assert trainer.update(batch, losses.sft)["loss"] == pytest.approx(expected, rel=1e-5)
 
@@ -171,7 +171,7 @@ def test_a_trainer_replays_the_experts_that_the_engine_recorded(family: str, mod
 @pytest.mark.parametrize("family", ["qwen3-moe", "qwen2-moe"])
 def test_both_backends_push_and_replay_alike(family: str, model_dir_of: Callable[[str], Path]) -> None:
     pytest.importorskip("jax")
-    batch = weighed(replayable()[1].batch)
+    batch = expert_weights(replayable()[1].batch)
     optimizer = OptimizerConfig(learning_rate=1e-2, eps=1e-2, clip_norm=0.0)
     config = TrainerConfig(ModelConfig(str(model_dir_of(family))), optimizer, micro_batch_rows=1)
     config = replace(config, balance=0.3, replay_experts=True)
@@ -184,7 +184,7 @@ def test_both_backends_push_and_replay_alike(family: str, model_dir_of: Callable
 
 
 def test_blocks_that_are_computed_again_choose_and_count_as_before(model_dir_of: Callable[[str], Path]) -> None:
-    batch = weighed(replayable()[1].batch)
+    batch = expert_weights(replayable()[1].batch)
     found = {}
     for remat in ("auto", "layers"):
         trainer = make_trainer(model_dir_of("qwen3-moe"), remat=remat, balance=0.5, replay_experts=True)
@@ -223,7 +223,7 @@ def test_meshes_that_cannot_split_a_mixture_are_refused(family, mesh, says, mode
 def test_a_sampler_takes_a_mixture_from_its_trainer(model_dir_of: Callable[[str], Path]) -> None:
     trainer = make_trainer(model_dir_of("qwen3-moe"), optimizer=OptimizerConfig(learning_rate=0.1))
     sampler = trainer.sampler(2, 32)
-    trainer.update(weighed(pack(trajectories(12, 7), 32).batch), losses.sft)
+    trainer.update(expert_weights(pack(trajectories(12, 7), 32).batch), losses.sft)
     sampler.load(trainer.snapshot())
     drawn_with = sampler.lanes[0].model.state_dict()
     for name, x in trainer.model.state_dict().items():
@@ -239,7 +239,7 @@ def test_routers_of_another_kind_are_neither_pushed_nor_replayed_but_trained(tmp
     for change in ({"balance": 0.1}, {"replay_experts": True}):
         with pytest.raises(ConfigError, match="whose routers do not weigh experts by a softmax"):
             make_trainer(directory, **change)
-    said = make_trainer(directory).update(weighed(pack(trajectories(8, 5), 16).batch), losses.sft)
+    said = make_trainer(directory).update(expert_weights(pack(trajectories(8, 5), 16).batch), losses.sft)
     assert "expert_imbalance" not in said
 
 

@@ -20,7 +20,7 @@ from areal_x.hf import model_dir
 from areal_x.protocols.trainer_config import ModelConfig, OptimizerConfig, TrainerConfig
 from areal_x_torch import loading, model
 from areal_x_torch.attention import Segments, sdpa
-from areal_x_torch.flat_rows import flatten
+from areal_x_torch.flat_rows import flatten_rows
 from tests.models import MODELS, MORE, SIZES, trajectories, write_config
 
 LENGTHS = (23, 9, 17, 9, 2, 30)  # most are longer than the windows
@@ -74,7 +74,7 @@ def flat_logits(of, sequences):
     lengths = tuple(len(s) for s in sequences)
     tokens = torch.from_numpy(np.concatenate(sequences).astype(np.int64))
     positions = torch.cat([torch.arange(n) for n in lengths])
-    hidden = model.hidden_states(of, model.Row(tokens, positions, Segments.of(lengths, sdpa, CPU)))
+    hidden = model.hidden_states(of, model.PackedRow(tokens, positions, Segments.of(lengths, sdpa, CPU)))
     return model.head(of).logits(hidden).split(lengths)
 
 
@@ -182,7 +182,7 @@ def test_what_a_flat_row_would_compute_wrongly_is_refused(tmp_path, changes, rea
 @pytest.mark.parametrize("budget", [1, 20, 40, 1000])
 def test_flat_rows_hold_each_token_once_and_sequences_whole(budget):
     packed = pack(trajectories(*LENGTHS), 40)
-    rows = flatten(packed.batch.segment_ids, budget)
+    rows = flatten_rows(packed.batch.segment_ids, budget)
     places = np.concatenate([row.places for row in rows])
     assert sorted(places) == np.flatnonzero(packed.batch.segment_ids).tolist()
     for row in rows:
@@ -212,4 +212,4 @@ def test_no_more_is_scored_at_once_than_a_micro_batch_holds(family_dir, monkeypa
 
 
 def test_rows_without_a_sequence_have_no_flat_row():
-    assert flatten(np.zeros((2, 8), np.int32), 100) == []
+    assert flatten_rows(np.zeros((2, 8), np.int32), 100) == []

@@ -75,10 +75,11 @@ def test_gradients_are_those_of_each_sequence_alone(model_dir_of, name):
 
 
 def rows_of(trainer, batch):
-    from areal_x_torch.flat_rows import flatten
+    from areal_x_torch.flat_rows import flatten_rows
 
     return (
-        trainer._row(batch, flat, slice(0, len(flat.places)), None) for flat in flatten(batch.segment_ids, batch.tokens.size)
+        trainer.forward.row(batch, flat, slice(0, len(flat.places)), None)
+        for flat in flatten_rows(batch.segment_ids, batch.tokens.size)
     )
 
 

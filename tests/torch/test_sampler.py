@@ -16,9 +16,9 @@ from areal_x.protocols.trainer import Trainer
 from areal_x.protocols.trainer_config import ModelConfig, TrainerConfig
 from areal_x_torch import sampler as sampling
 from areal_x_torch.decode_step import NextLogits
-from areal_x_torch.flat_rows import by_length
+from areal_x_torch.flat_rows import group_by_length
 from areal_x_torch.sampler import Sampler
-from areal_x_torch.sampling import Drawing, draw, uniform
+from areal_x_torch.sampling import RowSampling, sample, uniform
 from tests.engines import conformance
 from tests.engines.conformance import slot_request, to_the_end
 
@@ -157,9 +157,9 @@ def test_both_backends_draw_with_the_same_numbers() -> None:
 def test_draws_follow_the_distribution(vocabulary: int, top_k: int, top_p: float) -> None:
     rows = 4000
     logits = np.random.default_rng(vocabulary).normal(0, 2, vocabulary).astype(np.float32)
-    how = Drawing.of(np.full(rows, 0.7), np.full(rows, top_p), np.full(rows, top_k), torch.device("cpu"))
+    how = RowSampling.of(np.full(rows, 0.7), np.full(rows, top_p), np.full(rows, top_k), torch.device("cpu"))
     uniforms = torch.from_numpy(np.random.default_rng(0).uniform(size=(rows, 1)).astype(np.float32))
-    tokens, logprobs = (x.numpy() for x in draw(torch.from_numpy(np.tile(logits, (rows, 1))), uniforms, how))
+    tokens, logprobs = (x.numpy() for x in sample(torch.from_numpy(np.tile(logits, (rows, 1))), uniforms, how))
     logits = logits.astype(np.float64) / 0.7
     expected = conformance.truncated(logits - np.log(np.exp(logits).sum()), top_k, top_p)
     np.testing.assert_allclose(logprobs, np.log(expected[tokens]), atol=1e-5)
@@ -168,8 +168,8 @@ def test_draws_follow_the_distribution(vocabulary: int, top_k: int, top_p: float
 
 def test_rows_that_ask_for_different_things_get_each_its_own() -> None:
     logits = torch.log(torch.tensor([[0.5, 0.3, 0.15, 0.05]])).repeat(4, 1)
-    how = Drawing.of(np.array([0, 1, 1, 2.0]), np.array([1, 0.6, 1, 1.0]), np.array([2, 0, 1, 0]), torch.device("cpu"))
-    tokens, logprobs = draw(logits, torch.full((4, 1), 0.99), how)
+    how = RowSampling.of(np.array([0, 1, 1, 2.0]), np.array([1, 0.6, 1, 1.0]), np.array([2, 0, 1, 0]), torch.device("cpu"))
+    tokens, logprobs = sample(logits, torch.full((4, 1), 0.99), how)
     hot = np.sqrt([0.5, 0.3, 0.15, 0.05])
     assert tokens.tolist() == [0, 1, 0, 3]
     expected = [0.5, 0.3 / 0.8, 1.0, hot[3] / hot.sum()]
@@ -179,16 +179,16 @@ def test_rows_that_ask_for_different_things_get_each_its_own() -> None:
 def test_an_extreme_uniform_still_draws_a_token_that_has_mass() -> None:
     logits = torch.from_numpy(np.random.default_rng(1).normal(0, 30, (16, 400)).astype(np.float32))
     for kwargs in ({"top_p": np.full(16, 0.5), "top_k": np.full(16, 9)}, {"top_p": np.ones(16), "top_k": np.zeros(16, int)}):
-        how = Drawing.of(np.ones(16), device=torch.device("cpu"), **kwargs)
+        how = RowSampling.of(np.ones(16), device=torch.device("cpu"), **kwargs)
         for extreme in (2.0**-24, 1 - 2.0**-24):
-            _, logprobs = draw(logits, torch.full((16, 1), extreme), how)
+            _, logprobs = sample(logits, torch.full((16, 1), extreme), how)
             assert torch.isfinite(logprobs).all()
 
 
 def test_groups_by_length_hold_each_once_within_the_budget() -> None:
     lengths = np.random.default_rng(0).integers(1, 300, 200)
     for budget in (1, 300, 1000, 10**6):
-        groups = by_length(lengths, budget)
+        groups = group_by_length(lengths, budget)
         assert sorted(np.concatenate(groups).tolist()) == list(range(200))
         longest = [lengths[group].max() for group in groups]
         assert longest == sorted(longest, reverse=True)

@@ -12,9 +12,9 @@ from typing import Any
 
 from areal_x.errors import ConfigError, UserError
 from areal_x.hf.model_dir import text_config
-from areal_x_jax.families import Described, describe, refuse
+from areal_x_jax.families import ParsedConfig, parse_config, refuse_features
 from areal_x_jax.rope import Rope, ropes_of
-from areal_x_jax.vision_architecture import VisionShape, vision_shape_of
+from areal_x_jax.vision_architecture import VisionArchitecture, read_vision_architecture
 
 ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
 
@@ -44,7 +44,7 @@ class Adapters:
 
 
 @dataclass(frozen=True)
-class Shape:
+class Architecture:
     """Sizes and features of a decoder. heads share kv_heads in equal groups; head_dim need not be
     hidden / heads.
 
@@ -81,7 +81,7 @@ class Shape:
     attention_softcap: float = 0.0
     logit_softcap: float = 0.0
     experts: Experts | None = None
-    vision: VisionShape | None = None
+    vision: VisionArchitecture | None = None
     context: int = 0
     adapters: Adapters | None = None
 
@@ -101,18 +101,18 @@ class Shape:
         return int(len(self.ropes) > 1 and self.windows[layer] > 0)
 
 
-def shape_of(config: Mapping[str, Any], head: str = "policy") -> Shape:
+def read_architecture(config: Mapping[str, Any], head: str = "policy") -> Architecture:
     """Reads a Hugging Face config. Raises: UserError naming what this decoder does not do and what
     would."""
-    described = describe(config)
+    described = parse_config(config)
     family, text = described.family, described.text
     gemma, layers, heads = family.gemma, text.num_hidden_layers, text.num_attention_heads
-    vision = vision_shape_of(config) if family.sees else None
+    vision = read_vision_architecture(config) if family.sees else None
     head_dim = getattr(text, "head_dim", None) or text.hidden_size // heads
     kv_heads = text.num_key_value_heads or heads
     activation = text.hidden_activation if gemma else text.hidden_act
     windows, ropes = windows_of(described, config), ropes_of(described)
-    refuse(
+    refuse_features(
         {
             f"the activation {activation!r}": activation not in ACTIVATIONS,
             "bidirectional attention": bool(getattr(text, "use_bidirectional_attention", False)),
@@ -133,7 +133,7 @@ def shape_of(config: Mapping[str, Any], head: str = "policy") -> Shape:
             f" {text.hidden_size}"
         )
     asked = [bias for key, named in family.biases.items() if getattr(text, key) for bias in named]
-    return Shape(
+    return Architecture(
         vocab=text.vocab_size,
         hidden=text.hidden_size,
         layers=layers,
@@ -168,7 +168,7 @@ def context_of(named: int, rope: Rope) -> int:
     return int(named * rope.factor) if rope.kind == "linear" else named
 
 
-def windows_of(described: Described, config: Mapping[str, Any]) -> tuple[int, ...]:
+def windows_of(described: ParsedConfig, config: Mapping[str, Any]) -> tuple[int, ...]:
     """Of each layer how many tokens it sees, 0 for all: as transformers' rule for the family and
     its defaults have it.
 
@@ -183,13 +183,13 @@ def windows_of(described: Described, config: Mapping[str, Any]) -> tuple[int, ..
     if text.model_type == "ministral":
         rule = "layer_types"
     unknown = ", ".join(sorted(set(kinds or ()) - {"full_attention", "sliding_attention"}))
-    refuse({f"layers of the kind {unknown}": bool(unknown)})
+    refuse_features({f"layers of the kind {unknown}": bool(unknown)})
     listed = [kind == "sliding_attention" for kind in kinds or ()]
     every = {"layer_types": listed, "all": [width is not None] * layers, "none": [False] * layers}
     sliding = every[rule][:layers]
     written = text_config(config)
     pattern = written.get("_sliding_window_pattern", 6)
-    refuse(
+    refuse_features(
         {
             f"sliding_window = {width} in layers with a window": (
                 any(sliding) and not (width or 0) > 0
@@ -211,7 +211,7 @@ def windows_of(described: Described, config: Mapping[str, Any]) -> tuple[int, ..
     return tuple(int(width or 0) if slides else 0 for slides in sliding)
 
 
-def experts_of(described: Described) -> Experts | None:
+def experts_of(described: ParsedConfig) -> Experts | None:
     """None where no layer has any."""
     family, text = described.family, described.text
     if not family.sparse:
@@ -226,7 +226,7 @@ def experts_of(described: Described) -> Experts | None:
             f" num_experts = {text.num_experts}"
         )
     shared = text.shared_expert_intermediate_size if family.shared else 0
-    refuse({"a shared expert without features": family.shared and not shared})
+    refuse_features({"a shared expert without features": family.shared and not shared})
     return Experts(
         count=text.num_experts,
         per_token=text.num_experts_per_tok,
@@ -237,11 +237,11 @@ def experts_of(described: Described) -> Experts | None:
     )
 
 
-def check_sharing(shares: bool, directory: Path, shape: Shape) -> None:
+def check_sharing(shares: bool, directory: Path, arch: Architecture) -> None:
     """Raises: ConfigError where prompts are to be shared by a model for which that would not be the
     same."""
-    has = "sees images, whose positions are counted otherwise" if shape.vision is not None else ""
-    if any(shape.windows):
+    has = "sees images, whose positions are counted otherwise" if arch.vision is not None else ""
+    if any(arch.windows):
         has = (
             "has windows, which JAX counts by places in a row and not by positions (torch by"
             " positions)"

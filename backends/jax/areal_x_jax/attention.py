@@ -15,7 +15,7 @@ from jaxtyping import Array, Float
 from areal_x.errors import ConfigError, one_of
 from areal_x_jax.attention_kernels import CANDIDATES, MASK_BYTES, mask_bytes, trusted
 from areal_x_jax.blocked_attention import blocked
-from areal_x_jax.dense_attention import Attend, Keys, Queries, Seen, bias_of, dense
+from areal_x_jax.dense_attention import Attend, AttentionMask, Keys, Queries, attention_bias, dense
 
 # Up to this length dense is as fast as blocked on a CPU (forward and backward in fp32, one sequence
 # a row); at 512 it takes 1.4 times as long, at 2,048 nearly three times, and more where a row holds
@@ -23,28 +23,28 @@ from areal_x_jax.dense_attention import Attend, Keys, Queries, Seen, bias_of, de
 DENSE_KEYS = 256
 
 
-def prepare(seen: Seen, how: str = "auto") -> Seen:
+def prepare(seen: AttentionMask, implementation: str = "auto") -> AttentionMask:
     """Computes, where `attend` would read it, what segments and causality add to the scores:
     outside a scan over layers it is computed once and not once a layer. The window is left out, as
     each layer may bring its own."""
-    if how == "auto":
+    if implementation == "auto":
         reads = seen.keys.shape[1] <= DENSE_KEYS or (
             jax.default_backend() == "gpu" and mask_bytes(seen) <= MASK_BYTES
         )
     else:
-        reads = how in ("dense", "cudnn")
-    return seen._replace(bias=bias_of(seen._replace(window=0))) if reads else seen
+        reads = implementation in ("dense", "cudnn")
+    return seen._replace(bias=attention_bias(seen._replace(window=0))) if reads else seen
 
 
 def attend(
     query: Queries,
     key: Keys,
     value: Keys,
-    seen: Seen,
+    seen: AttentionMask,
     *,
     scale: float,
     softcap: float = 0.0,
-    how: str = "auto",
+    implementation: str = "auto",
 ) -> Float[Array, "rows queries features"]:
     """softmax(scale * query @ key) @ value over the keys that are seen; features are heads *
     head_dim. Softmax in fp32.
@@ -54,19 +54,21 @@ def attend(
     where it takes such a call and can be trusted, else dense for short rows and blocked for long
     ones. Raises: ConfigError for another name, and for a candidate that cannot work.
     """
-    implementation = choose(query, key, seen, softcap, how)
-    return implementation(query, key, value, seen, scale, softcap).reshape(*query.shape[:2], -1)
+    chosen = choose(query, key, seen, softcap, implementation)
+    return chosen(query, key, value, seen, scale, softcap).reshape(*query.shape[:2], -1)
 
 
-def choose(query: Array, key: Array, seen: Seen, softcap: float, how: str) -> Attend:
+def choose(
+    query: Array, key: Array, seen: AttentionMask, softcap: float, implementation: str
+) -> Attend:
     """The function that `attend` calls."""
-    one_of("model.attention", how, ("auto", "dense", "blocked", *CANDIDATES))
-    if how in ("dense", "blocked"):
-        return dense if how == "dense" else blocked
+    one_of("model.attention", implementation, ("auto", "dense", "blocked", *CANDIDATES))
+    if implementation in ("dense", "blocked"):
+        return dense if implementation == "dense" else blocked
     plain = dense if key.shape[1] <= DENSE_KEYS else blocked
     platform = jax.default_backend()
     for name, candidate in CANDIDATES.items():
-        if how not in ("auto", name):
+        if implementation not in ("auto", name):
             continue
         if platform == candidate.platform and candidate.takes(query, key, seen, softcap):
             group = query.shape[2] // key.shape[2]
@@ -75,10 +77,10 @@ def choose(query: Array, key: Array, seen: Seen, softcap: float, how: str) -> At
                 if trusted(name, candidate, group, query.shape[3], str(query.dtype), softcap)
                 else plain
             )
-        if how == name:
+        if implementation == name:
             raise ConfigError(
                 "model.attention",
-                how,
+                implementation,
                 f"'auto', 'dense' or 'blocked' here: {name} needs {candidate.needs}",
             )
     return plain

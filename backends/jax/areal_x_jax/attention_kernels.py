@@ -16,7 +16,13 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
-from areal_x_jax.dense_attention import Attend, Seen, bias_of, dense, is_zero
+from areal_x_jax.dense_attention import (
+    Attend,
+    AttentionMask,
+    attention_bias,
+    dense,
+    is_statically_zero,
+)
 
 MASK_BYTES = 2**27  # the largest mask [rows, queries, keys] in bf16 that cuDNN is given
 
@@ -26,12 +32,12 @@ class Candidate(NamedTuple):
 
     platform: str
     attend: Attend
-    takes: Callable[[Array, Array, Seen, float], bool]
+    takes: Callable[[Array, Array, AttentionMask, float], bool]
     needs: str
 
 
 def cudnn(
-    query: Array, key: Array, value: Array, seen: Seen, scale: float, softcap: float = 0.0
+    query: Array, key: Array, value: Array, seen: AttentionMask, scale: float, softcap: float = 0.0
 ) -> Array:
     """NVIDIA's fused attention through jax's public function, which knows the lengths of rows and
     windows but no segments.
@@ -40,15 +46,15 @@ def cudnn(
     longer ones are not taken. jax's packed layout would need none, but is not public and has given
     wrong results with grouped queries (jax 0.10.2).
     """
-    bias = bias_of(seen)[:, :, :, 0].astype(query.dtype)
+    bias = attention_bias(seen)[:, :, :, 0].astype(query.dtype)
     # then it skips the upper half, whatever the mask says
-    square = is_zero(seen.start) and query.shape[1] == key.shape[1]
+    square = is_statically_zero(seen.start) and query.shape[1] == key.shape[1]
     return jax.nn.dot_product_attention(
         query, key, value, bias, scale=scale, is_causal=square, implementation="cudnn"
     )
 
 
-def _cudnn_takes(query: Array, key: Array, seen: Seen, softcap: float) -> bool:
+def _cudnn_takes(query: Array, key: Array, seen: AttentionMask, softcap: float) -> bool:
     even = query.shape[1] % 2 == key.shape[1] % 2 == 0
     heads = query.shape[3] % 8 == 0 and query.shape[3] <= 128
     return (
@@ -60,7 +66,7 @@ def _cudnn_takes(query: Array, key: Array, seen: Seen, softcap: float) -> bool:
     )
 
 
-def mask_bytes(seen: Seen) -> int:
+def mask_bytes(seen: AttentionMask) -> int:
     return 2 * seen.queries.size * seen.keys.shape[1]
 
 
@@ -68,7 +74,7 @@ def splash(
     query: Array,
     key: Array,
     value: Array,
-    seen: Seen,
+    seen: AttentionMask,
     scale: float,
     softcap: float = 0.0,
     interpret: bool = False,
@@ -106,10 +112,14 @@ def splash(
     )
 
 
-def _splash_takes(query: Array, key: Array, seen: Seen, softcap: float) -> bool:
+def _splash_takes(query: Array, key: Array, seen: AttentionMask, softcap: float) -> bool:
     """On one device only: XLA cannot split a Pallas kernel over the devices that rows are sharded
     on."""
-    square = is_zero(seen.start) and query.shape[1] == key.shape[1] and query.shape[1] % 128 == 0
+    square = (
+        is_statically_zero(seen.start)
+        and query.shape[1] == key.shape[1]
+        and query.shape[1] % 128 == 0
+    )
     return (
         square
         and isinstance(seen.window, int)
@@ -176,9 +186,10 @@ def _deviation(
     *inputs, gradient = (jnp.asarray(rng.normal(size=size), dtype) for size in sizes)
     gradient *= (ids > 0)[..., None, None]
 
-    def results(attend: Attend, seen: Seen, *inputs: Array) -> list[np.ndarray]:
+    def results(attend: Attend, seen: AttentionMask, *inputs: Array) -> list[np.ndarray]:
         def loss(*inputs: Array) -> tuple[Array, Array]:
-            attended = attend(*inputs, seen, head_dim**-0.5, softcap).astype(jnp.float32)
+            query, key, value = inputs
+            attended = attend(query, key, value, seen, head_dim**-0.5, softcap).astype(jnp.float32)
             return jnp.sum(attended * gradient), attended * (ids > 0)[..., None, None]
 
         (_, attended), gradients = jax.jit(
@@ -188,7 +199,7 @@ def _deviation(
 
     worst = 0.0
     for window in (0, 50):
-        seen = Seen(jnp.asarray(ids), jnp.asarray(ids), 0, window)
+        seen = AttentionMask(jnp.asarray(ids), jnp.asarray(ids), 0, window)
         found = results(candidate.attend, seen, *inputs)
         wanted = results(dense, seen, *(x.astype(jnp.float32) for x in inputs))
         for x, y in zip(found, wanted, strict=True):

@@ -17,11 +17,11 @@ from jaxtyping import Array, Bool, Float, Int
 
 from areal_x_jax.dense_attention import (
     HIDDEN,
+    AttentionMask,
     Keys,
     Queries,
-    Seen,
-    in_groups,
-    is_zero,
+    group_heads,
+    is_statically_zero,
     sees,
     softcapped,
 )
@@ -37,7 +37,7 @@ def blocked(
     query: Queries,
     key: Keys,
     value: Keys,
-    seen: Seen,
+    seen: AttentionMask,
     scale: float,
     softcap: float = 0.0,
     block: int | None = None,
@@ -51,12 +51,12 @@ def blocked(
     """
     block = block or (CPU_BLOCK if jax.default_backend() == "cpu" else BLOCK)
     queries, keys = (min(block, x.shape[1]) for x in (query, key))
-    window = None if is_zero(seen.window) else seen.window
+    window = None if is_statically_zero(seen.window) else seen.window
     prefixes = None if seen.prefixes is None else _split(seen.prefixes, queries)
     ids = _Ids(_split(seen.queries, queries), _split(seen.keys, keys), seen.start, window, prefixes)
     # [blocks, rows, kv_heads, queries, group, head_dim] and [blocks, rows, kv_heads, keys,
     # head_dim]
-    grouped = jnp.moveaxis(_split(in_groups(query * scale, key.shape[2]), queries), 3, 2)
+    grouped = jnp.moveaxis(_split(group_heads(query * scale, key.shape[2]), queries), 3, 2)
     key, value = (jnp.moveaxis(_split(x, keys), 3, 2) for x in (key, value))
     attended = _attend_blocks(softcap, grouped, key, value, ids)
     attended = jnp.moveaxis(attended, 0, 1)  # [rows, blocks, kv_heads, queries, group, head_dim]
@@ -65,7 +65,7 @@ def blocked(
 
 
 class _Ids(NamedTuple):
-    """`Seen` in blocks, padded with padding. Without a window that could hide something, window is
+    """`AttentionMask` in blocks, padded with padding. Without a window that could hide something, window is
     None."""
 
     queries: Int[Array, "query_blocks rows block"]
@@ -125,7 +125,7 @@ def within_reach(
         jnp.arange(key_count) * keys,
     )
     meet &= first_key < first_query + width
-    if not is_zero(ids.window):
+    if not is_statically_zero(ids.window):
         meet &= (first_key + keys > first_query - ids.window + 1) | (ids.window == 0)
     end = key_count - jnp.argmax(meet[:, ::-1], axis=1)
     return jnp.argmax(meet, axis=1), jnp.where(jnp.any(meet, axis=1), end, 0)

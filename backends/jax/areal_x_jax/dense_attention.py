@@ -4,7 +4,7 @@ once."""
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +14,7 @@ from jaxtyping import Array, Bool, Float, Int
 HIDDEN = -1e30
 
 
-class Seen(NamedTuple):
+class AttentionMask(NamedTuple):
     """Which key a query may attend to: key j is seen by query i of the same segment if j <= start +
     i, and, with a window, if start + i - j < window. Of the segment that stands at i in `prefixes`,
     if it is not 0, the query sees all keys before it, and no window then.
@@ -32,10 +32,10 @@ class Seen(NamedTuple):
     prefixes: Int[Array, "rows queries"] | None = None
 
 
-Queries = Float[Array, "rows queries heads head_dim"]
-Keys = Float[Array, "rows keys kv_heads head_dim"]  # and values
+Queries: TypeAlias = Float[Array, "rows queries heads head_dim"]
+Keys: TypeAlias = Float[Array, "rows keys kv_heads head_dim"]  # and values
 # query, key, value, seen, scale, softcap → as query
-Attend = Callable[[Array, Array, Array, Seen, float, float], Array]
+Attend: TypeAlias = Callable[[Array, Array, Array, AttentionMask, float, float], Array]
 
 
 def sees(
@@ -46,10 +46,10 @@ def sees(
     window: int | Int[Array, ""] | None,
     prefixes: Int[Array, "rows queries"] | None = None,
 ) -> Bool[Array, "rows queries keys"]:
-    """Between queries and keys of these segments and indices in the row. prefixes: see `Seen`."""
+    """Between queries and keys of these segments and indices in the row. prefixes: see `AttentionMask`."""
     behind = query_at[:, None] - key_at
     near = behind >= 0
-    if not is_zero(window):
+    if not is_statically_zero(window):
         near &= (behind < window) | (window == 0)
     same = queries[:, :, None] == keys[:, None, :]
     if prefixes is not None:
@@ -57,7 +57,7 @@ def sees(
     return same & near
 
 
-def bias_of(seen: Seen) -> Float[Array, "rows 1 queries 1 keys"]:
+def attention_bias(seen: AttentionMask) -> Float[Array, "rows 1 queries 1 keys"]:
     """What to add to the scores, from `prepare` if it was called."""
     query_at, key_at = (
         seen.start + jnp.arange(seen.queries.shape[1]),
@@ -66,13 +66,13 @@ def bias_of(seen: Seen) -> Float[Array, "rows 1 queries 1 keys"]:
     if seen.bias is None:
         visible = sees(seen.queries, seen.keys, query_at, key_at, seen.window, seen.prefixes)
         return jnp.where(visible, 0.0, HIDDEN)[:, None, :, None]
-    if is_zero(seen.window):
+    if is_statically_zero(seen.window):
         return seen.bias
     near = (query_at[:, None] - key_at < seen.window) | (seen.window == 0)
     return jnp.where(near[:, None], seen.bias, HIDDEN)
 
 
-def is_zero(x: int | Array | None) -> bool:
+def is_statically_zero(x: int | Array | None) -> bool:
     """Whether it is none, or 0 whatever the program will be given, so that what depends on it can
     be left out."""
     return x is None or (isinstance(x, int) and x == 0)
@@ -82,7 +82,7 @@ def dense(
     query: Queries,
     key: Keys,
     value: Keys,
-    seen: Seen,
+    seen: AttentionMask,
     scale: float,
     softcap: float = 0.0,
 ) -> Queries:
@@ -91,16 +91,16 @@ def dense(
     The scores are [rows, kv_heads, queries, group, keys], as the product gives them: any other
     order would copy them.
     """
-    grouped = in_groups(query * scale, key.shape[2])
+    grouped = group_heads(query * scale, key.shape[2])
     scores = jnp.einsum("blgrd,bmgd->bglrm", grouped, key, preferred_element_type=jnp.float32)
-    weights = jax.nn.softmax(softcapped(scores, softcap) + bias_of(seen), axis=-1).astype(
+    weights = jax.nn.softmax(softcapped(scores, softcap) + attention_bias(seen), axis=-1).astype(
         value.dtype
     )
     attended = jnp.einsum("bglrm,bmgd->bglrd", weights, value)
     return jnp.moveaxis(attended, 1, 2).reshape(query.shape)
 
 
-def in_groups(query: Queries, kv_heads: int) -> Float[Array, "rows queries kv_heads group _"]:
+def group_heads(query: Queries, kv_heads: int) -> Float[Array, "rows queries kv_heads group _"]:
     rows, queries, heads, head_dim = query.shape
     return query.reshape(rows, queries, kv_heads, heads // kv_heads, head_dim)
 

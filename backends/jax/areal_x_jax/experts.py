@@ -20,7 +20,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from areal_x_jax.architecture import Experts
 from areal_x_jax.parameters import Params
-from areal_x_jax.sharding import Layout
+from areal_x_jax.sharding import Partitioner
 
 Activation = Callable[[Array], Array]
 
@@ -58,24 +58,25 @@ def mixture(
     x: Float[Array, "rows length hidden"],
     routing: Routing,
     activation: Activation,
-    layout: Layout,
+    partitioner: Partitioner,
 ) -> Float[Array, "rows length hidden"]:
     """What the chosen experts say of each token, weighed. layer: experts_gate, experts_up [experts,
     hidden, intermediate] and experts_down."""
-    kernels = [layer[f"experts_{name}"] for name in ("gate", "up", "down")]
-    if layout.size("expert") == 1:
-        return grouped(x, routing.chosen, routing.weights, *kernels, 0, activation)
+    gate, up, down = (layer[f"experts_{name}"] for name in ("gate", "up", "down"))
+    if partitioner.size("expert") == 1:
+        return grouped(x, routing.chosen, routing.weights, gate, up, down, 0, activation)
 
-    def part(x: Array, chosen: Array, weights: Array, *kernels: Array) -> Array:
-        whole = [jax.lax.all_gather(a, "expert", axis=0, tiled=True) for a in (x, chosen, weights)]
-        first = jax.lax.axis_index("expert") * kernels[0].shape[0]
-        return jax.lax.psum_scatter(
-            grouped(*whole, *kernels, first, activation), "expert", scatter_dimension=0, tiled=True
+    def part(x: Array, chosen: Array, weights: Array, gate: Array, up: Array, down: Array) -> Array:
+        x, chosen, weights = (
+            jax.lax.all_gather(a, "expert", axis=0, tiled=True) for a in (x, chosen, weights)
         )
+        first = jax.lax.axis_index("expert") * gate.shape[0]
+        combined = grouped(x, chosen, weights, gate, up, down, first, activation)
+        return jax.lax.psum_scatter(combined, "expert", scatter_dimension=0, tiled=True)
 
     spec = PartitionSpec("expert")
-    return layout.alone(part, (spec,) * 6, spec, ("expert",))(
-        x, routing.chosen, routing.weights, *kernels
+    return partitioner.shard_map(part, (spec,) * 6, spec, ("expert",))(
+        x, routing.chosen, routing.weights, gate, up, down
     )
 
 

@@ -86,7 +86,7 @@ FOREIGN_BUT_TO_GEMMA = (
 
 
 @dataclass(frozen=True)
-class Described:
+class ParsedConfig:
     """A model's config with all defaults. whole: transformers' own, text: its part for the language
     model, or the same."""
 
@@ -95,7 +95,7 @@ class Described:
     text: Any
 
 
-def describe(config: Mapping[str, Any]) -> Described:
+def parse_config(config: Mapping[str, Any]) -> ParsedConfig:
     """Raises: UserError for an architecture that is not known, fields that it has not, and what
     transformers refuses."""
     family = family_of(config)
@@ -104,9 +104,11 @@ def describe(config: Mapping[str, Any]) -> Described:
     if not family.shared:
         foreign["shared_expert_intermediate_size"] = ()
     given = {name: part[name] for part in (config, of_text) for name in foreign if part.get(name)}
-    refuse({f"{name} = {value!r}": value not in foreign[name] for name, value in given.items()})
-    whole = as_transformers_reads(config, family)
-    return Described(family, whole, whole.get_text_config())
+    refuse_features(
+        {f"{name} = {value!r}": value not in foreign[name] for name, value in given.items()}
+    )
+    whole = parse_with_transformers(config, family)
+    return ParsedConfig(family, whole, whole.get_text_config())
 
 
 def family_of(config: Mapping[str, Any]) -> Family:
@@ -136,7 +138,7 @@ def family_of(config: Mapping[str, Any]) -> Family:
     return family
 
 
-def as_transformers_reads(config: Mapping[str, Any], family: Family) -> Any:
+def parse_with_transformers(config: Mapping[str, Any], family: Family) -> Any:
     from transformers import CONFIG_MAPPING
 
     # As AutoConfig does: a Mistral whose layers differ is computed by the class of its successor.
@@ -148,8 +150,10 @@ def as_transformers_reads(config: Mapping[str, Any], family: Family) -> Any:
     given = {**deepcopy(dict(config)), "model_type": model_type}
     # flat: not every class looks for the text's fields beside the tower's
     if family.sees and "text_config" not in given:
-        beside = ("vision_config", "architectures", "model_type")
-        given["text_config"] = {name: value for name, value in given.items() if name not in beside}
+        outside_text = ("vision_config", "architectures", "model_type")
+        given["text_config"] = {
+            name: value for name, value in given.items() if name not in outside_text
+        }
         scaling = given["text_config"].get("rope_scaling") or {}
         if scaling.get("type") == "mrope":  # an older word for sections of an unscaled rotation
             kept = {name: value for name, value in scaling.items() if name != "type"}
@@ -165,7 +169,9 @@ def as_transformers_reads(config: Mapping[str, Any], family: Family) -> Any:
         ) from error
 
 
-def refuse(features: Mapping[str, bool], instead: str = "use train.backend = 'torch'") -> None:
+def refuse_features(
+    features: Mapping[str, bool], instead: str = "use train.backend = 'torch'"
+) -> None:
     """Raises: UserError for the first feature that is asked for."""
     for feature, asked in features.items():
         if asked:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +24,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from areal_x.types import Divergence
 from areal_x_jax.dense_attention import HIDDEN, softcapped
-from areal_x_jax.sharding import ALONE, AXES, BY_ROW, Layout
+from areal_x_jax.sharding import AXES, ONE_DEVICE, ROW_AXES, Partitioner
 
 # at once on one device where the caller names no number: 64 MiB, and the backward pass has two such
 # arrays
@@ -53,7 +53,7 @@ def logprobs(
     entropy: bool = False,
     teacher: Teacher | None = None,
     softcap: float = 0.0,
-    layout: Layout = ALONE,
+    partitioner: Partitioner = ONE_DEVICE,
     tied: bool = False,
 ) -> tuple[
     Float[Array, "rows length"],
@@ -72,15 +72,15 @@ def logprobs(
     whether the kernel is a transposed array, which is then read as it lies and not copied.
     """
     rows, length = tokens.shape
-    apart, least = layout.size(*BY_ROW), 1 if chunk else NARROWEST
+    apart, least = partitioner.size(*ROW_AXES), 1 if chunk else NARROWEST
     # of one device
-    vocab, positions = kernel.shape[1] // layout.size("tensor"), rows * length // apart
+    vocab, positions = kernel.shape[1] // partitioner.size("tensor"), rows * length // apart
     at_once = max(chunk // apart if chunk else LOGITS // vocab, 1)
     # All at once nothing is computed twice, a fourth of the work: that is worth as much memory as
     # two blocks.
     if teacher is None and positions > (at_once if chunk else 2 * at_once):
         width = _width(vocab, max(at_once * vocab // positions, least))
-        blocks = Blocks(width, temperature, softcap, entropy, tied, layout)
+        blocks = Blocks(width, temperature, softcap, entropy, tied, partitioner)
         flat = (
             hidden.reshape(-1, hidden.shape[-1]),
             kernel.T if tied else kernel,
@@ -89,17 +89,19 @@ def logprobs(
         said = jax.tree.map(
             lambda x: x.reshape(rows, length)[:, :-1], (*_by_blocks(blocks, *flat), None)
         )
-        return jax.tree.map(lambda x: _of_the_next(x, segment_ids), said)
-    kernel = layout.pin(kernel, None, "vocab")
+        return jax.tree.map(lambda x: _shift_to_next(x, segment_ids), said)
+    kernel = partitioner.constrain(kernel, None, "vocab")
 
     def logits_of(
         hidden: Array, kernel: Array, softcap: float
     ) -> Float[Array, "rows columns vocab"]:
         logits = jnp.dot(hidden, kernel.astype(hidden.dtype), preferred_element_type=jnp.float32)
-        return layout.pin(softcapped(logits, softcap) / temperature, "rows", None, "vocab")
+        return partitioner.constrain(
+            softcapped(logits, softcap) / temperature, "rows", None, "vocab"
+        )
 
     def chosen_of(logits: Array, targets: Array) -> Float[Array, "rows columns"]:
-        if layout.size("tensor") == 1:
+        if partitioner.size("tensor") == 1:
             return jnp.take_along_axis(logits, targets[..., None], axis=-1)[..., 0]
         return jnp.sum(
             jnp.where(jnp.arange(logits.shape[-1]) == targets[..., None], logits, 0), axis=-1
@@ -128,7 +130,7 @@ def logprobs(
         said = jax.tree.map(
             lambda x: jnp.moveaxis(x, 0, 1).reshape(rows, -1)[:, : length - 1], said
         )
-    return jax.tree.map(lambda x: _of_the_next(x, segment_ids), said)
+    return jax.tree.map(lambda x: _shift_to_next(x, segment_ids), said)
 
 
 def values(
@@ -144,13 +146,13 @@ def values(
     """
     of_each = (hidden.astype(jnp.float32) @ kernel)[..., 0]
     return (
-        _of_the_next(of_each[:, :-1], segment_ids)
+        _shift_to_next(of_each[:, :-1], segment_ids)
         if before
         else jnp.where(segment_ids > 0, of_each, 0.0)
     )
 
 
-def _of_the_next(
+def _shift_to_next(
     said: Float[Array, "rows length-1"], segment_ids: Int[Array, "rows length"]
 ) -> Float[Array, "rows length"]:
     """What each position but the last says of the next token, at that token; 0 at padding and at a
@@ -183,7 +185,7 @@ class Blocks(NamedTuple):
     softcap: float
     entropy: bool
     tied: bool
-    layout: Layout
+    partitioner: Partitioner
 
     @property
     def axis(self) -> int:
@@ -197,8 +199,10 @@ class Blocks(NamedTuple):
         return softcapped(products, self.softcap) / self.temperature
 
 
-Each = Float[Array, " positions"]
-Said = tuple[Each, Each | None]  # log-probabilities and entropies
+PerPosition: TypeAlias = Float[Array, " positions"]
+TokenStatistics: TypeAlias = tuple[
+    PerPosition, PerPosition | None
+]  # log-probabilities and entropies
 
 
 def _width(vocab: int, most: int) -> int:
@@ -212,22 +216,22 @@ def _width(vocab: int, most: int) -> int:
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _by_blocks(
     blocks: Blocks, hidden: Array, kernel: Array, targets: Int[Array, " positions"]
-) -> Said:
+) -> TokenStatistics:
     return _forward(blocks, hidden, kernel, targets)[0]
 
 
 def _forward(
     blocks: Blocks, hidden: Array, kernel: Array, targets: Array
-) -> tuple[Said, tuple[Array | None, ...]]:
+) -> tuple[TokenStatistics, tuple[Array | None, ...]]:
     of_hidden, of_kernel, each = _specs(blocks)
-    chosen, total, entropy = _on_each_device(blocks, _say, (of_hidden, of_kernel, each), each)(
-        hidden, kernel, targets
-    )
+    chosen, total, entropy = _on_each_device(
+        blocks, _block_statistics, (of_hidden, of_kernel, each), each
+    )(hidden, kernel, targets)
     return (chosen - total, entropy), (hidden, kernel, targets, total, entropy)
 
 
 def _backward(
-    blocks: Blocks, saved: tuple[Array | None, ...], gradients: Said
+    blocks: Blocks, saved: tuple[Array | None, ...], gradients: TokenStatistics
 ) -> tuple[Array, Array, None]:
     of_hidden, of_kernel, each = _specs(blocks)
     inputs, outputs = (of_hidden, of_kernel, each, each, each, each), (of_hidden, of_kernel)
@@ -239,7 +243,7 @@ _by_blocks.defvjp(_forward, _backward)
 
 def _specs(blocks: Blocks) -> tuple[PartitionSpec, PartitionSpec, PartitionSpec]:
     """Of hidden, of the kernel and of one number a position."""
-    spec = blocks.layout.spec
+    spec = blocks.partitioner.spec
     return (
         spec("rows", None),
         spec("vocab", None) if blocks.tied else spec(None, "vocab"),
@@ -254,17 +258,17 @@ def _on_each_device(
     function = partial(function, blocks)
     return (
         function
-        if blocks.layout.size(*AXES) == 1
-        else blocks.layout.alone(function, inputs, outputs)
+        if blocks.partitioner.size(*AXES) == 1
+        else blocks.partitioner.shard_map(function, inputs, outputs)
     )
 
 
-def _say(
+def _block_statistics(
     blocks: Blocks,
     hidden: Float[Array, "positions features"],
     kernel: Float[Array, "vocab features"] | Float[Array, "features vocab"],
     targets: Int[Array, " positions"],
-) -> tuple[Each, Each, Each | None]:
+) -> tuple[PerPosition, PerPosition, PerPosition | None]:
     """The logit of each target, the logarithm of the sum of all logits' exponentials, and the
     entropy.
 
@@ -282,7 +286,7 @@ def _say(
         exponentials = jnp.exp(logits - above[:, None])
         if blocks.entropy:
             of_block = jnp.sum(exponentials * (logits - above[:, None]), axis=-1)
-            weighted = _moved(weighted, total, largest, above) + of_block
+            weighted = _rescaled(weighted, total, largest, above) + of_block
         total = jnp.exp(largest - above) * total + jnp.sum(exponentials, axis=-1)
         return (chosen, above, total, weighted), None
 
@@ -290,9 +294,9 @@ def _say(
     (chosen, largest, total, weighted), _ = jax.lax.scan(
         add, (zeros, zeros + HIDDEN, zeros, zeros), _starts(blocks, kernel)
     )
-    if blocks.layout.size("tensor") > 1:
+    if blocks.partitioner.size("tensor") > 1:
         above = jax.lax.pmax(largest, "tensor")
-        parts = chosen, jnp.exp(largest - above) * total, _moved(weighted, total, largest, above)
+        parts = chosen, jnp.exp(largest - above) * total, _rescaled(weighted, total, largest, above)
         (chosen, total, weighted), largest = jax.lax.psum(parts, "tensor"), above
     return (
         chosen,
@@ -301,7 +305,9 @@ def _say(
     )
 
 
-def _moved(weighted: Each, total: Each, origin: Each, to: Each) -> Each:
+def _rescaled(
+    weighted: PerPosition, total: PerPosition, origin: PerPosition, to: PerPosition
+) -> PerPosition:
     """A sum of (logit - origin) · exp(logit - origin), of which `total` is that of exponentials,
     for another origin."""
     return jnp.exp(origin - to) * (weighted + (origin - to) * total)
@@ -312,16 +318,17 @@ def _differentiate(
     hidden: Float[Array, "positions features"],
     kernel: Float[Array, "vocab features"] | Float[Array, "features vocab"],
     targets: Int[Array, " positions"],
-    total: Each,
-    entropy: Each | None,
-    gradients: Said,
+    total: PerPosition,
+    entropy: PerPosition | None,
+    gradients: TokenStatistics,
 ) -> tuple[Array, Array]:
     """The gradients of hidden and kernel.
 
     By the logit j, with p = softmax(logits) and H its entropy: log p_t has the derivative 1[j = t]
     - p_j, and H has -p_j (log p_j + H).
     """
-    d_logp, d_entropy = (None if x is None else x[:, None] for x in gradients)
+    d_logp, d_entropy = gradients
+    d_logp = d_logp[:, None]
 
     def add(sums: tuple[Array, Array], starts: Array) -> tuple[tuple[Array, Array], None]:
         d_hidden, d_kernel = sums
@@ -329,7 +336,9 @@ def _differentiate(
         logits, of_products = jax.vjp(blocks.logits, _products(blocks, hidden, block))
         new, hits = _columns(blocks, kernel, targets, starts)
         logp = jnp.where(new, logits - total[:, None], HIDDEN)
-        of_softmax = d_logp if d_entropy is None else d_logp + d_entropy * (logp + entropy[:, None])
+        of_softmax = d_logp
+        if d_entropy is not None and entropy is not None:
+            of_softmax = d_logp + d_entropy[:, None] * (logp + entropy[:, None])
         (d_products,) = of_products(jnp.where(hits, d_logp, 0) - jnp.exp(logp) * of_softmax)
         d_products = d_products.astype(hidden.dtype)
         d_hidden += _product(d_products, block.astype(hidden.dtype), 1, blocks.axis)
@@ -342,8 +351,8 @@ def _differentiate(
 
     zeros = jnp.zeros(hidden.shape, jnp.float32), jnp.zeros(kernel.shape, jnp.float32)
     (d_hidden, d_kernel), _ = jax.lax.scan(add, zeros, _starts(blocks, kernel))
-    if blocks.layout.size(*AXES) > 1:
-        d_hidden, d_kernel = jax.lax.psum(d_hidden, "tensor"), jax.lax.psum(d_kernel, BY_ROW)
+    if blocks.partitioner.size(*AXES) > 1:
+        d_hidden, d_kernel = jax.lax.psum(d_hidden, "tensor"), jax.lax.psum(d_kernel, ROW_AXES)
     return d_hidden.astype(hidden.dtype), d_kernel
 
 
@@ -362,7 +371,7 @@ def _columns(
     each target is."""
     columns = starts[0] + jnp.arange(blocks.width)
     new = columns >= starts[1]
-    if blocks.layout.size("tensor") > 1:
+    if blocks.partitioner.size("tensor") > 1:
         columns += jax.lax.axis_index("tensor") * kernel.shape[blocks.axis]
     return new[None], new & (columns == targets[:, None])
 

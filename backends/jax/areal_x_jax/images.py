@@ -16,6 +16,7 @@ from areal_x.errors import UserError
 from areal_x.hf.image_positions import (
     TEXT_ONLY,
     Grid,
+    batch_images,
     check_grids,
     count_patches,
     image_tokens,
@@ -23,10 +24,10 @@ from areal_x.hf.image_positions import (
 )
 from areal_x.types import Batch
 from areal_x_jax.vision import ImageArrays, PatchLayout
-from areal_x_jax.vision_architecture import VisionShape
+from areal_x_jax.vision_architecture import VisionArchitecture
 
 
-def image_arrays(batch: Batch, shape: VisionShape | None) -> ImageArrays | None:
+def image_arrays(batch: Batch, arch: VisionArchitecture | None) -> ImageArrays | None:
     """What the step reads of a batch's images; None without any. shape: of the model's tower, None
     where it reads text alone.
 
@@ -34,11 +35,11 @@ def image_arrays(batch: Batch, shape: VisionShape | None) -> ImageArrays | None:
     few programs are compiled. Raises: UserError for a model that reads text alone, for patches that
     are not this tower's, and where the image tokens of a sequence are not those of its images.
     """
-    if shape is None:
+    if arch is None:
         if not batch.has_images:
             return None
         raise UserError(TEXT_ONLY)
-    of_image = image_tokens(batch.tokens, shape.image_token, batch.mask) & (batch.segment_ids > 0)
+    of_image = image_tokens(batch.tokens, arch.image_token, batch.mask) & (batch.segment_ids > 0)
     if not batch.has_images:
         if of_image.any():
             raise UserError(
@@ -46,21 +47,21 @@ def image_arrays(batch: Batch, shape: VisionShape | None) -> ImageArrays | None:
                 " `images`"
             )
         return None
-    if batch.patches.shape[2] != shape.in_features:
-        wanted = f"the model's tower takes {shape.in_features}: use the processor that it came with"
+    given, given_grids, image_segments = batch_images(batch)
+    if given.shape[2] != arch.in_features:
+        wanted = f"the model's tower takes {arch.in_features}: use the processor that it came with"
         raise UserError(
-            f"the images of the batch have patches of {batch.patches.shape[2]} numbers, but"
-            f" {wanted}"
+            f"the images of the batch have patches of {given.shape[2]} numbers, but {wanted}"
         )
     grids = [
         [(t, h, w) for t, h, w in own[there].tolist()]
-        for own, there in zip(batch.grids, batch.image_segments > 0, strict=True)
+        for own, there in zip(given_grids, image_segments > 0, strict=True)
     ]
-    capacity = capacity_of(max(map(count_patches, grids)), shape.merge)
-    layouts = [patch_layout(own, shape, capacity) for own in grids]
-    patches = np.zeros((len(grids), capacity, shape.in_features), np.float32)
-    width = min(capacity, batch.patches.shape[1])
-    patches[:, :width] = batch.patches[:, :width]
+    capacity = padded_patches(max(map(count_patches, grids)), arch.merge)
+    layouts = [patch_layout(own, arch, capacity) for own in grids]
+    patches = np.zeros((len(grids), capacity, arch.in_features), np.float32)
+    width = min(capacity, given.shape[1])
+    patches[:, :width] = given[:, :width]
     layout = PatchLayout(
         *(
             None if of_rows[0] is None else np.stack(of_rows)
@@ -68,7 +69,7 @@ def image_arrays(batch: Batch, shape: VisionShape | None) -> ImageArrays | None:
         )
     )
     return ImageArrays(
-        patches, layout, image_places(of_image), positions_of(batch, of_image, grids, shape)
+        patches, layout, image_places(of_image), positions_of(batch, of_image, grids, arch)
     )
 
 
@@ -76,13 +77,14 @@ def positions_of(
     batch: Batch,
     of_image: Bool[np.ndarray, "rows length"],
     grids: Sequence[Sequence[Grid]],
-    shape: VisionShape,
+    arch: VisionArchitecture,
 ) -> Int[np.ndarray, "rows 3 length"]:
     """Those of `mrope_positions` for each sequence of packed rows, whose images have these grids,
     row by row."""
+    _, _, image_segments = batch_images(batch)
     positions = np.repeat(np.asarray(batch.positions, np.int32)[:, None], 3, axis=1)
     for row, (segment_ids, own) in enumerate(zip(batch.segment_ids, grids, strict=True)):
-        owners = batch.image_segments[row][batch.image_segments[row] > 0]
+        owners = image_segments[row][image_segments[row] > 0]
         for segment in np.union1d(owners, segment_ids[of_image[row]]):
             here, theirs = (
                 segment_ids == segment,
@@ -91,8 +93,8 @@ def positions_of(
             of_segment = mrope_positions(
                 batch.tokens[row, here],
                 theirs,
-                shape.image_token,
-                shape.merge,
+                arch.image_token,
+                arch.merge,
                 batch.mask[row, here],
             )
             positions[row][:, here] = of_segment
@@ -100,7 +102,7 @@ def positions_of(
 
 
 def patch_layout(
-    grids: Sequence[Grid], shape: VisionShape, capacity: int | None = None
+    grids: Sequence[Grid], arch: VisionArchitecture, capacity: int | None = None
 ) -> PatchLayout:
     """Where all patches of these images lie, padded to the capacity.
 
@@ -108,11 +110,11 @@ def patch_layout(
     or the given one. Raises: UserError for grids that do not divide into the merger's squares, or
     do not fit.
     """
-    merge = shape.merge
+    merge = arch.merge
     check_grids(grids, merge)
     patches = count_patches(grids)
     if capacity is None:
-        capacity = capacity_of(patches, merge)
+        capacity = padded_patches(patches, merge)
     if patches > capacity or capacity % merge**2:
         raise UserError(
             f"{patches} patches need a capacity of as many, and a multiple of {merge**2}, not"
@@ -123,37 +125,37 @@ def patch_layout(
     start = 0
     for count, height, width in grids:
         here = slice(start, start + count * height * width)
-        row, column = (np.tile(axis, count) for axis in in_squares(height, width, merge))
+        row, column = (np.tile(axis, count) for axis in merge_order(height, width, merge))
         frame = np.repeat(np.arange(count), height * width)
         rows[here], columns[here] = row, column
         frames[here] = frames.max() + 1 + frame
-        if shape.window:
-            down, across = -(-height // shape.window), -(-width // shape.window)
+        if arch.window:
+            down, across = -(-height // arch.window), -(-width // arch.window)
             windows[here] = (
                 windows.max()
                 + 1
-                + (frame * down + row // shape.window) * across
-                + column // shape.window
+                + (frame * down + row // arch.window) * across
+                + column // arch.window
             )
-        if shape.table:
-            corners[here], weights[here] = between(row, height, column, width, shape.table)
+        if arch.table:
+            corners[here], weights[here] = interpolation(row, height, column, width, arch.table)
         start = here.stop
-    of_table = (corners, weights) if shape.table else (None, None)
-    return PatchLayout(frames, windows if shape.window else None, rows, columns, *of_table)
+    of_table = (corners, weights) if arch.table else (None, None)
+    return PatchLayout(frames, windows if arch.window else None, rows, columns, *of_table)
 
 
-def capacity_of(patches: int, merge: int) -> int:
+def padded_patches(patches: int, merge: int) -> int:
     """The least merge² · 2^n that is as many."""
     return merge**2 << max(-(-patches // merge**2) - 1, 0).bit_length()
 
 
-def in_squares(height: int, width: int, merge: int) -> Int[np.ndarray, "2 patches"]:
+def merge_order(height: int, width: int, merge: int) -> Int[np.ndarray, "2 patches"]:
     """Row and column of each patch of a frame, square after square of merge² patches."""
     squares = np.indices((height, width)).reshape(2, height // merge, merge, width // merge, merge)
     return squares.swapaxes(2, 3).reshape(2, -1)
 
 
-def between(
+def interpolation(
     row: Int[np.ndarray, " patches"],
     height: int,
     column: Int[np.ndarray, " patches"],

@@ -13,17 +13,20 @@ with one query a slot run twice as fast as with keys laid out like values (measu
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any, TypeAlias
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from areal_x_jax.dense_attention import HIDDEN, softcapped
 
-Parts = tuple[Array, ...]
-Layer = tuple[Parts, Parts]  # keys and values
-Ring = tuple[Layer, ...]
+Parts: TypeAlias = tuple[Array, ...]
+Layer: TypeAlias = tuple[Parts, Parts]  # keys and values
+KVCache: TypeAlias = tuple[Layer, ...]
 # softmax so far: the largest score, the sum of exponentials, the weighted sum of values
-Partial = tuple[Array, Array, Array]
+Partial: TypeAlias = tuple[Array, Array, Array]
 
 # columns in a part, about: smaller parts read less beyond the longest sequence, but take longer to
 # compile
@@ -38,7 +41,9 @@ def columns(context: int) -> tuple[int, int]:
     return parts, -(-context // (parts * 16)) * 16
 
 
-def empty(layers: int, slots: int, kv_heads: int, head_dim: int, context: int, dtype) -> Ring:
+def empty(
+    layers: int, slots: int, kv_heads: int, head_dim: int, context: int, dtype: Any
+) -> KVCache:
     parts, width = columns(context)
 
     def layer() -> Layer:
@@ -49,17 +54,17 @@ def empty(layers: int, slots: int, kv_heads: int, head_dim: int, context: int, d
     return tuple(layer() for _ in range(layers))
 
 
-def capacity(ring: Ring) -> int:
-    keys, _ = ring[0]
+def capacity(cache: KVCache) -> int:
+    keys, _ = cache[0]
     return len(keys) * keys[0].shape[-1]
 
 
 def visible(
-    ring: Ring, newest: Int[Array, ""], lengths: Int[Array, " rows"]
+    cache: KVCache, newest: Int[Array, ""], lengths: Int[Array, " rows"]
 ) -> list[tuple[Array, Array]]:
     """For each part: whether any row's newest `lengths` columns reach into it, and what to add to a
     score in each column."""
-    parts, width = len(ring[0][0]), ring[0][0][0].shape[-1]
+    parts, width = len(cache[0][0]), cache[0][0][0].shape[-1]
     total = parts * width
     age = (newest - jnp.arange(total)) % total
     bias = jnp.where(age < lengths[:, None], 0.0, HIDDEN)
@@ -115,7 +120,7 @@ def attend(
             lambda w: product("sgrc,sgcd->sgrd", w, values),
         )
 
-    so_far = nothing_yet(query)
+    so_far = empty_softmax(query)
     for (used, bias), key, value in zip(seen, keys, values, strict=True):
         so_far = jax.lax.cond(
             used, part, lambda so_far, *_: so_far, so_far, query, key, value, bias
@@ -132,12 +137,12 @@ def product(spelling: str, left: Array, right: Array) -> Array:
     )
 
 
-def nothing_yet(query: Array) -> Partial:
+def empty_softmax(query: Array) -> Partial:
     *rows, head_dim = query.shape
     return jnp.full(rows, HIDDEN), jnp.zeros(rows), jnp.zeros((*rows, head_dim))
 
 
-def merge(so_far: Partial, scores: Array, weighted) -> Partial:
+def merge(so_far: Partial, scores: Array, weighted: Callable[[Array], Array]) -> Partial:
     """Adds columns to a softmax in progress (Milakov and Gimelshein, arXiv 1805.02867)."""
     largest, total, sum_ = so_far
     new = jnp.maximum(largest, scores.max(-1))
@@ -150,14 +155,14 @@ def finished(so_far: Partial) -> Array:
 
 
 def write_pieces(
-    ring: Ring,
+    cache: KVCache,
     fresh: list[tuple[Array, Array]],
     slots: Int[Array, " pieces"],
     starts: Int[Array, " pieces"],
     firsts: Int[Array, " pieces"],
     lengths: Int[Array, " pieces"],
     count: Int[Array, ""],
-) -> Ring:
+) -> KVCache:
     """Writes the first `count` pieces: piece i is tokens firsts[i] … of the chunk, for columns
     starts[i] … of slot slots[i].
 
@@ -165,14 +170,14 @@ def write_pieces(
     read, and kept where the piece does not cover it, so the whole row of a part is one update
     whatever the length.
     """
-    width, total = ring[0][0][0].shape[-1], capacity(ring)
+    width, total = cache[0][0][0].shape[-1], capacity(cache)
     margin = ((0, 0), (width, width), (0, 0))
     padded = [
         (jnp.pad(k.swapaxes(0, 1), margin).swapaxes(1, 2), jnp.pad(v.swapaxes(0, 1), margin))
         for k, v in fresh
     ]
 
-    def piece(i: Array, ring: Ring) -> Ring:
+    def piece(i: Array, cache: KVCache) -> KVCache:
         slot, start, first, length = slots[i], starts[i], firsts[i], lengths[i]
 
         def write(part: Array, chunk: Array, p: int, axis: int) -> Array:
@@ -192,10 +197,10 @@ def write_pieces(
                 tuple(write(part, chunk[0], p, 2) for p, part in enumerate(keys)),
                 tuple(write(part, chunk[1], p, 1) for p, part in enumerate(values)),
             )
-            for (keys, values), chunk in zip(ring, padded, strict=True)
+            for (keys, values), chunk in zip(cache, padded, strict=True)
         )
 
-    return jax.lax.fori_loop(0, count, piece, ring)
+    return jax.lax.fori_loop(0, count, piece, cache)
 
 
 def attend_chunk(
@@ -221,7 +226,7 @@ def attend_chunk(
     together = (before >= 0) & (before < window) if window else before >= 0
     scores = softcapped(product("tgrd,ugd->tgru", query, keys), softcap)
     scores = jnp.where(together[:, None, None], scores, HIDDEN)
-    so_far = merge(nothing_yet(query), scores, lambda w: product("tgru,ugd->tgrd", w, values))
+    so_far = merge(empty_softmax(query), scores, lambda w: product("tgru,ugd->tgrd", w, values))
 
     def earlier(so_far: Partial) -> Partial:
         # One slot's row is small enough to be put together from its parts.

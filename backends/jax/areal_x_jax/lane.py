@@ -14,7 +14,7 @@ all drawing is in one place.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -25,20 +25,20 @@ from jaxtyping import Array, Bool, Float, Int
 from areal_x.errors import UserError
 from areal_x.protocols.sampler import Decoded, SlotRequest, group_identical
 from areal_x_jax import kv_cache
-from areal_x_jax.architecture import Shape
+from areal_x_jax.architecture import Architecture
 from areal_x_jax.dense_attention import softcapped
-from areal_x_jax.kv_cache import Ring
+from areal_x_jax.kv_cache import KVCache
 from areal_x_jax.model import (
-    embedded,
+    embed,
     finish_layer,
     head_kernel,
+    position_rotations,
     project_qkv,
     rms_norm,
-    rotations_of,
 )
-from areal_x_jax.parameters import Params, in_layers
+from areal_x_jax.parameters import Params, layer_leaves
 from areal_x_jax.prefill_chunks import Chunk, packed
-from areal_x_jax.sampling import draw, uniform
+from areal_x_jax.sampling import sample, uniform
 from areal_x_jax.sharding import sampling_spec
 
 STEPS = 128  # most tokens a slot may grow in one call: the height of the outputs' buffers
@@ -56,13 +56,13 @@ LEAST_COMPACT = 4  # slots that it has at least: fewer save nothing
 class Rows(NamedTuple):
     """What decoding knows of each sequence.
 
-    token: the newest, not yet in the cache. length: tokens including it. drawn: how many were
+    token: the newest, not yet in the cache. length: tokens including it. generated: how many were
     generated. limit: its most.
     """
 
     token: Int[Array, " rows"]
     length: Int[Array, " rows"]
-    drawn: Int[Array, " rows"]
+    generated: Int[Array, " rows"]
     limit: Int[Array, " rows"]
     live: Bool[Array, " rows"]
     seed: Int[Array, "rows 2"]
@@ -72,135 +72,146 @@ class Rows(NamedTuple):
     stops: Int[Array, "rows stops"]
 
 
-def take_apart(params: Params, shape: Shape) -> Params:
+# step, cache, rows, tokens, log-probabilities
+State: TypeAlias = tuple[Array, KVCache, Rows, Array, Array]
+
+
+def unstack_layers(params: Params, arch: Architecture) -> Params:
     """The same parameters with a list of layers, each with what it has, in place of the stacks."""
-    layers: list[Params] = [{} for _ in range(shape.layers)]
-    for name, leaf in in_layers(shape).items():
-        for index, layer in enumerate(shape.layers_in(leaf.stack)):
+    layers: list[Params] = [{} for _ in range(arch.layers)]
+    for name, leaf in layer_leaves(arch).items():
+        for index, layer in enumerate(arch.layers_in(leaf.stack)):
             layers[layer][name] = params["layers"][name][index]
     return {**params, "layers": layers}
 
 
-def prefill(shape: Shape, params: Params, ring: Ring, chunk: Chunk) -> Ring:
+def prefill(arch: Architecture, params: Params, cache: KVCache, chunk: Chunk) -> KVCache:
     """Writes the keys and values of the chunk's tokens."""
-    x, rotations = embedded(shape, params, chunk.tokens), rotations_of(shape, chunk.positions)
+    x, rotations = embed(arch, params, chunk.tokens), position_rotations(arch, chunk.positions)
     same = chunk.piece[:, None] == chunk.piece
     # how far; negative: not at all
     before = jnp.where(same, chunk.positions[:, None] - chunk.positions, -1)
     fresh = []
-    for i, (layer, cached) in enumerate(zip(params["layers"], ring, strict=True)):
-        query, key, value = project_qkv(shape, layer, x, rotations[shape.rope_of(i)])
+    for i, (layer, cached) in enumerate(zip(params["layers"], cache, strict=True)):
+        query, key, value = project_qkv(arch, layer, x, rotations[arch.rope_of(i)])
         fresh.append((key, value))
-        if i == shape.layers - 1:
+        if i == arch.layers - 1:
             break  # nothing needs what the last layer says of a prompt
         place = (chunk.slot[0], chunk.start[0], chunk.past, chunk.piece == 0)
-        near = shape.windows[i], shape.attention_softcap
+        near = arch.windows[i], arch.attention_softcap
         attended = kv_cache.attend_chunk(
-            scaled(shape, query), (key, value), before, cached, *place, *near
+            scaled(arch, query), (key, value), before, cached, *place, *near
         )
-        x, _ = finish_layer(shape, layer, x, attended.reshape(*x.shape[:-1], -1))
+        x, _ = finish_layer(arch, layer, x, attended.reshape(*x.shape[:-1], -1))
     return kv_cache.write_pieces(
-        ring, fresh, chunk.slot, chunk.start, chunk.first, chunk.length, chunk.count
+        cache, fresh, chunk.slot, chunk.start, chunk.first, chunk.length, chunk.count
     )
 
 
 def copy(
-    ring: Ring, sources: Int[Array, " slots"], targets: Int[Array, " slots"], count: Int[Array, ""]
-) -> Ring:
+    cache: KVCache,
+    sources: Int[Array, " slots"],
+    targets: Int[Array, " slots"],
+    count: Int[Array, ""],
+) -> KVCache:
     """The first `count` sources, one after the other, into the targets."""
 
-    def one(i: Array, ring: Ring) -> Ring:
+    def one(i: Array, cache: KVCache) -> KVCache:
         return jax.tree.map(
-            lambda x: jax.lax.dynamic_update_index_in_dim(x, x[sources[i]], targets[i], 0), ring
+            lambda x: jax.lax.dynamic_update_index_in_dim(x, x[sources[i]], targets[i], 0), cache
         )
 
-    return jax.lax.fori_loop(0, count, one, ring)
+    return jax.lax.fori_loop(0, count, one, cache)
 
 
 def decode(
-    shape: Shape,
+    arch: Architecture,
     params: Params,
-    ring: Ring,
+    cache: KVCache,
     rows: Rows,
     column: Int[Array, ""],
     steps: Int[Array, ""],
     until_free: Int[Array, ""],
     slots: Int[Array, " rows"] | None = None,
-) -> tuple[Ring, Rows, Array, Array]:
+) -> tuple[KVCache, Rows, Array, Array]:
     """Grows every live row by up to `steps` tokens, beginning at ring column `column`.
 
     slots: the slots that the rows are, where they are not all. Returns the ring, the rows, and
-    tokens and log-probabilities `[STEPS, rows]`, of which a row's first (drawn afterwards - drawn
+    tokens and log-probabilities `[STEPS, rows]`, of which a row's first (generated afterwards - generated
     before) are its own.
     """
-    whole = ring
+    whole = cache
     if slots is not None:
-        ring = jax.tree.map(lambda x: x[slots], whole)
+        cache = jax.tree.map(lambda x: x[slots], whole)
     truncates = (rows.live & ((rows.top_k > 0) | (rows.top_p < 1))).any()
     alive = rows.live.sum()
 
-    def going(state) -> Array:
+    def going(state: State) -> Array:
         step, _, rows, _, _ = state
         return (step < steps) & rows.live.any() & (alive - rows.live.sum() < until_free)
 
-    def grow(state):
-        step, ring, rows, tokens, logprobs = state
-        ring, logits = forward(shape, params, ring, rows, (column + step) % kv_cache.capacity(ring))
-        drawn = uniform(rows.seed, rows.drawn)
-        token, logprob = draw(logits, drawn, rows.temperature, rows.top_p, rows.top_k, truncates)
+    def grow(state: State) -> State:
+        step, cache, rows, tokens, logprobs = state
+        cache, logits = forward(
+            arch, params, cache, rows, (column + step) % kv_cache.capacity(cache)
+        )
+        uniforms = uniform(rows.seed, rows.generated)
+        token, logprob = sample(
+            logits, uniforms, rows.temperature, rows.top_p, rows.top_k, truncates
+        )
         tokens, logprobs = tokens.at[step].set(token), logprobs.at[step].set(logprob)
-        drawn = rows.drawn + rows.live
-        stopped = (token[:, None] == rows.stops).any(-1) | (drawn >= rows.limit)
+        generated = rows.generated + rows.live
+        stopped = (token[:, None] == rows.stops).any(-1) | (generated >= rows.limit)
         rows = rows._replace(
             token=jnp.where(rows.live, token, rows.token),
             length=rows.length + rows.live,
-            drawn=drawn,
+            generated=generated,
             live=rows.live & ~stopped,
         )
-        return step + 1, ring, rows, tokens, logprobs
+        return step + 1, cache, rows, tokens, logprobs
 
     buffer = jnp.zeros((STEPS, len(rows.token)))
-    state = (jnp.int32(0), ring, rows, buffer.astype(jnp.int32), buffer)
-    _, ring, rows, tokens, logprobs = jax.lax.while_loop(going, grow, state)
+    state = (jnp.int32(0), cache, rows, buffer.astype(jnp.int32), buffer)
+    _, cache, rows, tokens, logprobs = jax.lax.while_loop(going, grow, state)
     if slots is not None:
-        ring = jax.tree.map(
-            lambda whole, part: whole.at[slots].set(part, unique_indices=True), whole, ring
+        cache = jax.tree.map(
+            lambda whole, part: whole.at[slots].set(part, unique_indices=True), whole, cache
         )
-    return ring, rows, tokens, logprobs
+    return cache, rows, tokens, logprobs
 
 
 def forward(
-    shape: Shape, params: Params, ring: Ring, rows: Rows, column: Array
-) -> tuple[Ring, Float[Array, "rows vocab"]]:
+    arch: Architecture, params: Params, cache: KVCache, rows: Rows, column: Array
+) -> tuple[KVCache, Float[Array, "rows vocab"]]:
     """Feeds each row's newest token, written into ring column `column`: the logits of its next
     one."""
-    x, rotations = embedded(shape, params, rows.token), rotations_of(shape, rows.length - 1)
+    x, rotations = embed(arch, params, rows.token), position_rotations(arch, rows.length - 1)
     lengths = jnp.where(rows.live, rows.length, 1)
     reach = {
-        window: jnp.minimum(lengths, window) if window else lengths for window in set(shape.windows)
+        window: jnp.minimum(lengths, window) if window else lengths for window in set(arch.windows)
     }
-    seen = {window: kv_cache.visible(ring, column, columns) for window, columns in reach.items()}
+    seen = {window: kv_cache.visible(cache, column, columns) for window, columns in reach.items()}
     written = []
-    for i, (layer, cached) in enumerate(zip(params["layers"], ring, strict=True)):
-        query, key, value = project_qkv(shape, layer, x, rotations[shape.rope_of(i)])
+    for i, (layer, cached) in enumerate(zip(params["layers"], cache, strict=True)):
+        query, key, value = project_qkv(arch, layer, x, rotations[arch.rope_of(i)])
         cached = kv_cache.write_newest(cached, key, value, column)
         written.append(cached)
         attended = kv_cache.attend(
-            scaled(shape, query), cached, seen[shape.windows[i]], shape.attention_softcap
+            scaled(arch, query), cached, seen[arch.windows[i]], arch.attention_softcap
         )
-        x, _ = finish_layer(shape, layer, x, attended.reshape(*x.shape[:-1], -1))
-    x = rms_norm(x, params["norm"], shape)
+        x, _ = finish_layer(arch, layer, x, attended.reshape(*x.shape[:-1], -1))
+    x = rms_norm(x, params["norm"], arch)
     return tuple(written), softcapped(
-        kv_cache.product("rh,hv->rv", x, head_kernel(params)), shape.logit_softcap
+        kv_cache.product("rh,hv->rv", x, head_kernel(params)), arch.logit_softcap
     )
 
 
-def scaled(shape: Shape, query: Array) -> Array:
+def scaled(arch: Architecture, query: Array) -> Array:
     """Queries [..., heads, head_dim], grouped by the key-value head they share and scaled."""
     grouped = query.reshape(
-        *query.shape[:-2], shape.kv_heads, shape.heads // shape.kv_heads, shape.head_dim
+        *query.shape[:-2], arch.kv_heads, arch.heads // arch.kv_heads, arch.head_dim
     )
-    return grouped * shape.scale
+    return grouped * arch.scale
 
 
 class Lane:
@@ -213,12 +224,12 @@ class Lane:
     supports_images = False
 
     def __init__(
-        self, shape: Shape, slots: int, context: int, call: Callable[..., Any], group: Mesh
+        self, arch: Architecture, slots: int, context: int, call: Callable[..., Any], group: Mesh
     ) -> None:
         self._call = call
         self.slots = slots
         self.context = context
-        self.shape = shape
+        self.arch = arch
         # Of the ring's parts: keys and values of each head lie where its queries are computed.
         # Pinned, where there is a choice, as each other way in which a program might leave them
         # would compile the next one again.
@@ -227,12 +238,12 @@ class Lane:
         pinned = self._lies if group.size > 1 else None
         self._chunk = CPU_CHUNK if jax.default_backend() == "cpu" else ACCELERATOR_CHUNK
         self._params: Any = None
-        self._ring: Ring | None = None
+        self._cache: KVCache | None = None
         self._column = 0  # of the ring, that the next step writes
         self._rows = Rows(
             token=np.zeros(slots, np.int32),
             length=np.ones(slots, np.int32),
-            drawn=np.zeros(slots, np.int32),
+            generated=np.zeros(slots, np.int32),
             limit=np.zeros(slots, np.int32),
             live=np.zeros(slots, bool),
             seed=np.zeros((slots, 2), np.uint32),
@@ -256,24 +267,24 @@ class Lane:
         """params: on the device, taken apart."""
         self._params = params
         self._rows.live[:] = False
-        if self._ring is None:
+        if self._cache is None:
             dtype = self._params["embed"].dtype
-            shape = self.shape
+            arch = self.arch
             empty = kv_cache.empty(
-                shape.layers, self.slots, shape.kv_heads, shape.head_dim, self.context, dtype
+                arch.layers, self.slots, arch.kv_heads, arch.head_dim, self.context, dtype
             )
-            self._ring = jax.device_put(empty, self._lies)
+            self._cache = jax.device_put(empty, self._lies)
 
     def fill(self, requests: Sequence[SlotRequest]) -> None:
-        if self._ring is None:
+        if self._cache is None:
             raise RuntimeError("the sampler has no weights: load a snapshot first")
         if not self._rows.live.any():
             # the order of sums depends on where keys lie: an idle sampler computes the same every
             # time
             self._column = 0
         for request in requests:
-            self._place(request)
-        capacity = kv_cache.capacity(self._ring)
+            self._set_slot(request)
+        capacity = kv_cache.capacity(self._cache)
         # of one token nothing is cached yet
         alike = [same for same in group_identical(requests).values() if len(same[0].tokens) > 1]
         prompts = [
@@ -281,20 +292,20 @@ class Lane:
             for r, *_ in alike
         ]
         for chunk in packed(prompts, self._chunk, capacity):
-            self._ring = self._call(
-                "prefill", self._prefill, self.shape, self._params, self._ring, chunk
+            self._cache = self._call(
+                "prefill", self._prefill, self.arch, self._params, self._cache, chunk
             )
         copies = np.array(
             [(first.slot, other.slot) for first, *others in alike for other in others], np.int32
         ).reshape(-1, 2)
         if len(copies):  # equal tokens lie in equal columns
             padded = np.pad(copies, ((0, self.slots - len(copies)), (0, 0)))
-            self._ring = self._call(
-                "copy", self._copy, self._ring, *padded.T, np.int32(len(copies))
+            self._cache = self._call(
+                "copy", self._copy, self._cache, *padded.T, np.int32(len(copies))
             )
-        jax.block_until_ready(self._ring)  # so that who measures a swap sees all of it
+        jax.block_until_ready(self._cache)  # so that who measures a swap sees all of it
 
-    def _place(self, request: SlotRequest) -> None:
+    def _set_slot(self, request: SlotRequest) -> None:
         sampling, length, slot = request.sampling, len(request.tokens), request.slot
         if length >= self.context + (request.generated > 0):
             raise ValueError(
@@ -305,7 +316,7 @@ class Lane:
                 f"{len(sampling.stop_token_ids)} stop tokens are more than the {STOP_IDS} that the"
                 " JAX sampler takes"
             )
-        vision = self.shape.vision
+        vision = self.arch.vision
         if (
             vision is not None
             and vision.image_token in request.tokens[: length - request.generated]
@@ -317,7 +328,7 @@ class Lane:
         rows, greedy = self._rows, sampling.temperature == 0
         rows.token[slot] = request.tokens[-1]
         rows.length[slot] = length
-        rows.drawn[slot] = request.generated
+        rows.generated[slot] = request.generated
         rows.limit[slot] = min(sampling.max_tokens, request.generated + self.context - length)
         rows.live[slot] = True
         rows.seed[slot] = request.seed & 0xFFFFFFFF, request.seed >> 32 & 0xFFFFFFFF
@@ -346,14 +357,16 @@ class Lane:
         rows = Rows(*(x[slots] for x in before)) if compact else before
         limits = np.int32(self._column), np.int32(steps), np.int32(until_free)
         program = "compact" if compact else "decode"
-        arguments = self.shape, self._params, self._ring, rows, *limits, slots
-        self._ring, *outputs = self._call(program, self._decode, *arguments)
+        arguments = self.arch, self._params, self._cache, rows, *limits, slots
+        self._cache, *outputs = self._call(program, self._decode, *arguments)
         after, tokens, logprobs = jax.device_get(outputs)
-        grown = after.drawn - rows.drawn
+        grown = after.generated - rows.generated
         finished = rows.live & ~after.live
         taken = int(grown.max())
-        self._column = (self._column + taken) % kv_cache.capacity(self._ring)
-        self._rows = Rows(*(_put_back(x, new, slots) for x, new in zip(before, after, strict=True)))
+        self._column = (self._column + taken) % kv_cache.capacity(self._cache)
+        self._rows = Rows(
+            *(_scatter_rows(x, new, slots) for x, new in zip(before, after, strict=True))
+        )
         every = np.arange(self.slots) if slots is None else slots
         decoded = Decoded(
             tokens=np.zeros((self.slots, taken), np.int32),
@@ -369,7 +382,7 @@ class Lane:
         self._rows.live[list(slots)] = False
 
 
-def _put_back(whole: np.ndarray, rows: np.ndarray, slots: np.ndarray | None) -> np.ndarray:
+def _scatter_rows(whole: np.ndarray, rows: np.ndarray, slots: np.ndarray | None) -> np.ndarray:
     whole = whole.copy()
     whole[slice(None) if slots is None else slots] = rows
     return whole

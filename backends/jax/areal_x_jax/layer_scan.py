@@ -16,12 +16,12 @@ from typing import Any
 import jax
 from jaxtyping import Array
 
-from areal_x_jax.architecture import Shape
-from areal_x_jax.parameters import Params, adaptable, beside, in_layers
+from areal_x_jax.architecture import Architecture
+from areal_x_jax.parameters import Params, adaptable_kernels, adapter_leaves, layer_leaves
 
 
 @dataclass(frozen=True)
-class Segment:
+class LayerRun:
     """`repeats` times the same `period` layers, from layer `first` on."""
 
     first: int
@@ -33,25 +33,25 @@ class Segment:
         return self.period * self.repeats
 
 
-def segments_of(kinds: Sequence[Any]) -> list[Segment]:
+def layer_runs(kinds: Sequence[Any]) -> list[LayerRun]:
     """All layers in order, where each segment leaves out as many layers of the program as any that
     begins there."""
     found, first = [], 0
     while first < len(kinds):
-        left, best = len(kinds) - first, Segment(first, 1, 1)
+        left, best = len(kinds) - first, LayerRun(first, 1, 1)
         for period in range(1, left // 2 + 1):
             unit, repeats = kinds[first : first + period], 1
             while kinds[first + repeats * period : first + (repeats + 1) * period] == unit:
                 repeats += 1
             if period * (repeats - 1) > best.count - best.period:
-                best = Segment(first, period, repeats)
+                best = LayerRun(first, period, repeats)
         found.append(best)
         first += best.count
     return found
 
 
 def scan(
-    shape: Shape,
+    arch: Architecture,
     step: Callable[[Array, tuple[Params, Any]], tuple[Array, Array | None]],
     x: Array,
     layers: Params,
@@ -63,9 +63,9 @@ def scan(
     layers: stacked (see `Leaf.stack`). each: a tree of arrays whose first axis is that of all
     layers. Returns the numbers of each segment's layers that give any.
     """
-    leaves, numbers = in_layers(shape) | beside(shape, adaptable(shape)), []
-    places = {stack: shape.layers_in(stack) for stack in ("layers", "dense", "sparse")}
-    for segment in segments_of([layer in places["dense"] for layer in places["layers"]]):
+    leaves, numbers = layer_leaves(arch) | adapter_leaves(arch, adaptable_kernels(arch)), []
+    places = {stack: arch.layers_in(stack) for stack in ("layers", "dense", "sparse")}
+    for segment in layer_runs([layer in places["dense"] for layer in places["layers"]]):
         # Where this segment's layers stand in each stack, and those of its first period.
         within = {
             stack: [at for at, layer in enumerate(own) if layer in _layers(segment)]
@@ -78,7 +78,7 @@ def scan(
             lambda x, at=within["layers"], n=segment.repeats: _cut(x, at, n), each
         )
 
-        def period(x: Array, of: Any, segment: Segment = segment) -> tuple[Array, list[Array]]:
+        def period(x: Array, of: Any, segment: LayerRun = segment) -> tuple[Array, list[Array]]:
             stacks, of_layers = of
             said = []
             for j in range(segment.period):
@@ -111,7 +111,7 @@ def scan(
     return x, numbers
 
 
-def _layers(segment: Segment) -> range:
+def _layers(segment: LayerRun) -> range:
     return range(segment.first, segment.first + segment.count)
 
 

@@ -16,29 +16,29 @@ from jaxtyping import Array, Float
 
 from areal_x.errors import ConfigError
 from areal_x.protocols.trainer_config import LoRAConfig
-from areal_x_jax.architecture import Adapters, Shape
-from areal_x_jax.parameters import Params, adaptable, parameter_shapes
+from areal_x_jax.architecture import Adapters, Architecture
+from areal_x_jax.parameters import Params, adaptable_kernels, parameter_shapes
 
 
-def trained_shape(shape: Shape, config: LoRAConfig) -> Shape:
+def trained_architecture(arch: Architecture, config: LoRAConfig) -> Architecture:
     """What is trained of a decoder: all of it, or adapters and its score. Raises: ConfigError for
     targets that it has not."""
     if not config.rank:
-        return shape
-    there = {f"{kernel}_proj": kernel for kernel in adaptable(shape)}
+        return arch
+    there = {f"{kernel}_proj": kernel for kernel in adaptable_kernels(arch)}
     unknown = [target for target in config.targets if target not in there]
     if unknown:
-        experts = " (experts and their router can have no adapters)" if shape.experts else ""
+        experts = " (experts and their router can have no adapters)" if arch.experts else ""
         wanted = (
             f"without {', '.join(unknown)}, as this model's kernels that can have adapters are"
             f" {', '.join(there)}{experts}"
         )
         raise ConfigError("lora.targets", config.targets, wanted)
     kernels = tuple(kernel for target, kernel in there.items() if target in config.targets)
-    return replace(shape, adapters=Adapters(kernels, config.rank, config.scale))
+    return replace(arch, adapters=Adapters(kernels, config.rank, config.scale))
 
 
-def drawn(trained: Shape, seed: int, lies: Params) -> Params:
+def init_adapters(trained: Architecture, seed: int, shardings: Params) -> Params:
     """Adapters that change nothing yet: b is 0 and a uniform within ±1 / sqrt(its rows), as PEFT
     draws it. A score is 0."""
 
@@ -53,11 +53,11 @@ def drawn(trained: Shape, seed: int, lies: Params) -> Params:
                 )
         return params
 
-    drawn: Params = jax.jit(draw, out_shardings=lies)()
-    return drawn
+    adapters: Params = jax.jit(draw, out_shardings=shardings)()
+    return adapters
 
 
-def joined(base: Params, adapters: Params, scale: float) -> Params:
+def with_adapters(base: Params, adapters: Params, scale: float) -> Params:
     """One tree in which the layers have adapters beside their kernels, with the scale in each
     lora_b."""
     own = {

@@ -6,14 +6,14 @@ with them. The functions below take one layer's parameters as a plain dict: the 
 over rows, the sampler calls them for one token a slot. What a family has not, its dict has not.
 
 A training step of a small model on a CPU is as much memory traffic as arithmetic: `linear`,
-`attention.dense`, `rotations_of` and what `hidden_states` keeps are measured choices.
+`attention.dense`, `position_rotations` and what `hidden_states` keeps are measured choices.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -22,12 +22,13 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
 from areal_x_jax import attention, experts, layer_scan
-from areal_x_jax.architecture import Shape
+from areal_x_jax.architecture import Architecture
 from areal_x_jax.blocked_attention import KEPT
-from areal_x_jax.parameters import Params, adaptable, beside, in_layers
-from areal_x_jax.sharding import ALONE, AXES, Layout
+from areal_x_jax.dense_attention import AttentionMask
+from areal_x_jax.parameters import Params, adaptable_kernels, adapter_leaves, layer_leaves
+from areal_x_jax.sharding import AXES, ONE_DEVICE, Partitioner
 
-Rotation = tuple[Array, Array]
+Rotation: TypeAlias = tuple[Array, Array]
 # names for jax.checkpoint_policies.save_only_these_names what a kernel and its adapter give
 # together
 PRODUCT = "product"
@@ -59,14 +60,14 @@ class ImageFeatures(NamedTuple):
 
 
 def hidden_states(
-    shape: Shape,
+    arch: Architecture,
     params: Params,
     tokens: Int[Array, "rows length"],
     positions: Int[Array, "rows length"],
     segment_ids: Int[Array, "rows length"],
     remat: bool,
-    layout: Layout = ALONE,
-    how: str = "auto",
+    partitioner: Partitioner = ONE_DEVICE,
+    implementation: str = "auto",
     recorded: Int[Array, "rows length layers per_token"] | None = None,
     images: ImageFeatures | None = None,
     prefix_ids: Int[Array, "rows length"] | None = None,
@@ -84,67 +85,74 @@ def hidden_states(
     """
     # The barrier keeps the compiler from computing sines again for each head and layer.
     rotations = jax.lax.optimization_barrier(
-        rotations_of(shape, positions) if images is None else (images.rotation,)
+        position_rotations(arch, positions) if images is None else (images.rotation,)
     )
-    attend = attention_of(shape, segment_ids, prefix_ids, how, layout)
+    attend = attention_of(arch, segment_ids, prefix_ids, implementation, partitioner)
     axes = {
         name: leaf.axes
-        for name, leaf in (in_layers(shape) | beside(shape, adaptable(shape))).items()
+        for name, leaf in (
+            layer_leaves(arch) | adapter_leaves(arch, adaptable_kernels(arch))
+        ).items()
     }
 
     def layer(x: Array, of_layer: tuple[Any, ...]) -> tuple[Array, Array | None]:
         weights, (window, rope_index, chosen, depth) = of_layer
-        weights = layout.gathered(weights, axes)
-        query, key, value = project_qkv(shape, weights, x, _pick(rotations, rope_index))
+        weights = partitioner.gathered(weights, axes)
+        query, key, value = project_qkv(arch, weights, x, _select(rotations, rope_index))
         x, routing = finish_layer(
-            shape, weights, x, attend(query, key, value, window), layout, chosen
+            arch, weights, x, attend(query, key, value, window), partitioner, chosen
         )
         if images is not None and depth is not None:
-            x = deepened(x, images, depth)
+            x = add_deepstack(x, images, depth)
         uneven = None if routing is None else experts.imbalance(routing, segment_ids > 0)
-        return layout.pin(x, "rows", "length", None), uneven
+        return partitioner.constrain(x, "rows", "length", None), uneven
 
-    x = embedded(shape, params, tokens)
+    x = embed(arch, params, tokens)
     if images is not None:
-        x = jnp.where(images.places[..., None] < 0, x, at_places(images.embeddings, images.places))
-    ropes = np.array([shape.rope_of(i) for i in range(shape.layers)])
+        x = jnp.where(
+            images.places[..., None] < 0, x, gather_places(images.embeddings, images.places)
+        )
+    ropes = np.array([arch.rope_of(i) for i in range(arch.layers)])
     chosen = None if recorded is None else jnp.moveaxis(recorded, 2, 0)
-    depth = None if images is None or images.deepstack is None else np.arange(shape.layers)
-    each = np.array(shape.windows), ropes, chosen, depth
+    depth = None if images is None or images.deepstack is None else np.arange(arch.layers)
+    each = np.array(arch.windows), ropes, chosen, depth
     adapted = any(name.endswith("_lora_a") for name in params["layers"])
     kept = PRODUCTS_WITH_ADAPTERS if adapted else PRODUCTS
     layer = jax.checkpoint(
         layer, policy=jax.checkpoint_policies.nothing_saveable if remat else kept
     )
     x, uneven = layer_scan.scan(
-        shape, layer, layout.pin(x, "rows", "length", None), params["layers"], each
+        arch, layer, partitioner.constrain(x, "rows", "length", None), params["layers"], each
     )
-    return rms_norm(x, params["norm"], shape), jnp.concatenate(uneven).mean() if uneven else None
+    return rms_norm(x, params["norm"], arch), jnp.concatenate(uneven).mean() if uneven else None
 
 
 # query, key, value, the layer's window
-Attend = Callable[[Array, Array, Array, Array], Float[Array, "rows length features"]]
+Attend: TypeAlias = Callable[[Array, Array, Array, Array], Float[Array, "rows length features"]]
 
 
 def attention_of(
-    shape: Shape,
+    arch: Architecture,
     segment_ids: Int[Array, "rows length"],
     prefix_ids: Int[Array, "rows length"] | None,
-    how: str,
-    layout: Layout,
+    implementation: str,
+    partitioner: Partitioner,
 ) -> Attend:
     """Attention within the segments of these rows; on a mesh each device computes that of its rows,
     its heads and, against the keys and values of whole rows, its part of their length."""
-    settings = {"scale": shape.scale, "softcap": shape.attention_softcap, "how": how}
-    (window, *others), devices = set(shape.windows), layout.size(*AXES)
-    seen = attention.Seen(segment_ids, segment_ids, prefixes=prefix_ids)
+    attend = partial(
+        attention.attend,
+        scale=arch.scale,
+        softcap=arch.attention_softcap,
+        implementation=implementation,
+    )
+    (window, *others), devices = set(arch.windows), partitioner.size(*AXES)
+    seen = AttentionMask(segment_ids, segment_ids, prefixes=prefix_ids)
     if devices == 1:
-        seen = attention.prepare(seen, how)
+        seen = attention.prepare(seen, implementation)
 
-    def alone(query: Array, key: Array, value: Array, of_layer: Array) -> Array:
-        return attention.attend(
-            query, key, value, seen._replace(window=of_layer if others else window), **settings
-        )
+    def attend_whole_rows(query: Array, key: Array, value: Array, of_layer: Array) -> Array:
+        return attend(query, key, value, seen._replace(window=of_layer if others else window))
 
     def part(
         query: Array, key: Array, value: Array, queries: Array, of_layer: Array, *prefixes: Array
@@ -153,38 +161,43 @@ def attention_of(
             jax.lax.all_gather(x, "context", axis=1, tiled=True) for x in (key, value, queries)
         )
         start = jax.lax.axis_index("context") * query.shape[1]
-        seen = attention.Seen(queries, keys, start, of_layer if others else window)
-        return attention.attend(
-            query, key, value, seen._replace(prefixes=prefixes[0] if prefixes else None), **settings
-        )
+        seen = AttentionMask(queries, keys, start, of_layer if others else window)
+        return attend(query, key, value, seen._replace(prefixes=prefixes[0] if prefixes else None))
 
-    heads, ids = layout.spec("rows", "length", "heads", None), layout.spec("rows", "length")
+    heads, ids = (
+        partitioner.spec("rows", "length", "heads", None),
+        partitioner.spec("rows", "length"),
+    )
     shared = () if prefix_ids is None else (prefix_ids,)
-    inputs = heads, heads, heads, ids, layout.spec(), *(ids for _ in shared)
+    inputs = heads, heads, heads, ids, partitioner.spec(), *(ids for _ in shared)
     on_mesh = (
-        layout.alone(part, inputs, layout.spec("rows", "length", "heads")) if devices > 1 else None
+        partitioner.shard_map(part, inputs, partitioner.spec("rows", "length", "heads"))
+        if devices > 1
+        else None
     )
 
     if on_mesh is None:
-        return alone
+        return attend_whole_rows
     return lambda query, key, value, window: on_mesh(
         query, key, value, segment_ids, window, *shared
     )
 
 
-def embedded(shape: Shape, params: Params, tokens: Int[Array, ...]) -> Float[Array, "... hidden"]:
+def embed(
+    arch: Architecture, params: Params, tokens: Int[Array, ...]
+) -> Float[Array, "... hidden"]:
     x = params["embed"][tokens]
-    return x if shape.embed_scale == 1 else x * jnp.asarray(shape.embed_scale, x.dtype)
+    return x if arch.embed_scale == 1 else x * jnp.asarray(arch.embed_scale, x.dtype)
 
 
-def at_places(
+def gather_places(
     features: Float[Array, "rows tokens hidden"], places: Int[Array, "rows length"]
 ) -> Float[Array, "rows length hidden"]:
     """The features of each token's place, and of text any."""
     return jnp.take_along_axis(features, jnp.maximum(places, 0)[..., None], axis=1)
 
 
-def deepened(
+def add_deepstack(
     x: Float[Array, "rows length hidden"], images: ImageFeatures, depth: Int[Array, ""]
 ) -> Array:
     """What layer `depth` says, with that layer's features added at images where it has any."""
@@ -192,7 +205,7 @@ def deepened(
     layers = len(images.deepstack)
     features = images.deepstack[jnp.minimum(depth, layers - 1)]
     here = (images.places >= 0) & (depth < layers)
-    return x + jnp.where(here[..., None], at_places(features, images.places), 0)
+    return x + jnp.where(here[..., None], gather_places(features, images.places), 0)
 
 
 def head_kernel(params: Params) -> Float[Array, "hidden vocab"]:
@@ -200,58 +213,56 @@ def head_kernel(params: Params) -> Float[Array, "hidden vocab"]:
 
 
 def project_qkv(
-    shape: Shape, layer: Params, x: Float[Array, "... hidden"], rotation: Rotation
+    arch: Architecture, layer: Params, x: Float[Array, "... hidden"], rotation: Rotation
 ) -> tuple[Array, Array, Array]:
     """Rotated queries [..., heads, head_dim] and keys, and values [..., kv_heads, head_dim], of one
     layer's input."""
-    x = rms_norm(x, layer["input_norm"], shape)
+    x = rms_norm(x, layer["input_norm"], arch)
 
     def project(name: str, heads: int) -> Array:
-        return affine(layer, name, x).reshape(*x.shape[:-1], heads, shape.head_dim)
+        return affine(layer, name, x).reshape(*x.shape[:-1], heads, arch.head_dim)
 
     query, key, value = (
-        project("q", shape.heads),
-        project("k", shape.kv_heads),
-        project("v", shape.kv_heads),
+        project("q", arch.heads),
+        project("k", arch.kv_heads),
+        project("v", arch.kv_heads),
     )
     if "q_norm" in layer:
-        query, key = rms_norm(query, layer["q_norm"], shape), rms_norm(key, layer["k_norm"], shape)
+        query, key = rms_norm(query, layer["q_norm"], arch), rms_norm(key, layer["k_norm"], arch)
     return rope(query, rotation), rope(key, rotation), value
 
 
 def finish_layer(
-    shape: Shape,
+    arch: Architecture,
     layer: Params,
     x: Array,
     attended: Float[Array, "... features"],
-    layout: Layout = ALONE,
+    partitioner: Partitioner = ONE_DEVICE,
     recorded: Int[Array, "... per_token"] | None = None,
 ) -> tuple[Float[Array, "... hidden"], experts.Routing | None]:
     """A layer after its attention: output projection, residual, gated MLP or experts, residual; how
     the experts were chosen."""
     y = affine(layer, "o", attended.astype(x.dtype))
-    x = x + (
-        rms_norm(y, layer["attention_out_norm"], shape) if "attention_out_norm" in layer else y
-    )
-    y = rms_norm(x, layer["mlp_norm"], shape)
-    activation, routing = ACTIVATIONS[shape.activation], None
-    if shape.experts is None or "router" not in layer:
-        y = gated(layer, "", y, activation)
+    x = x + (rms_norm(y, layer["attention_out_norm"], arch) if "attention_out_norm" in layer else y)
+    y = rms_norm(x, layer["mlp_norm"], arch)
+    activation, routing = ACTIVATIONS[arch.activation], None
+    if arch.experts is None or "router" not in layer:
+        y = gated_mlp(layer, "", y, activation)
     else:
-        routing = experts.route(shape.experts, layer["router"], y, recorded)
+        routing = experts.route(arch.experts, layer["router"], y, recorded)
         shared = 0
-        if shape.experts.shared:
-            shared = jax.nn.sigmoid(y @ layer["shared_router"]) * gated(
+        if arch.experts.shared:
+            shared = jax.nn.sigmoid(y @ layer["shared_router"]) * gated_mlp(
                 layer, "shared_", y, activation
             )
-        y = experts.mixture(layer, y, routing, activation, layout) + shared
+        y = experts.mixture(layer, y, routing, activation, partitioner) + shared
     return (
-        x + (rms_norm(y, layer["mlp_out_norm"], shape) if "mlp_out_norm" in layer else y),
+        x + (rms_norm(y, layer["mlp_out_norm"], arch) if "mlp_out_norm" in layer else y),
         routing,
     )
 
 
-def gated(layer: Params, prefix: str, x: Array, activation: Callable[[Array], Array]) -> Array:
+def gated_mlp(layer: Params, prefix: str, x: Array, activation: Callable[[Array], Array]) -> Array:
     return affine(
         layer,
         f"{prefix}down",
@@ -296,17 +307,17 @@ linear.defvjp(_linear_forward, _linear_backward)
 
 
 def rms_norm(
-    x: Float[Array, "... features"], scale: Float[Array, " features"], shape: Shape
+    x: Float[Array, "... features"], scale: Float[Array, " features"], arch: Architecture
 ) -> Float[Array, "... features"]:
     """Computed in fp32 whatever the input."""
     y = x.astype(jnp.float32)
-    y = y * jax.lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + shape.eps)
-    if shape.norm_offset:
+    y = y * jax.lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + arch.eps)
+    if arch.norm_offset:
         return (y * (1.0 + scale.astype(jnp.float32))).astype(x.dtype)
     return y.astype(x.dtype) * scale
 
 
-def rotations_of(shape: Shape, positions: Int[Array, ...]) -> tuple[Rotation, ...]:
+def position_rotations(arch: Architecture, positions: Int[Array, ...]) -> tuple[Rotation, ...]:
     """For each of the shape's ropes cosine and sine [..., 1, head_dim / 2] of the angles by which
     `rope` turns a head at each position."""
 
@@ -318,7 +329,7 @@ def rotations_of(shape: Shape, positions: Int[Array, ...]) -> tuple[Rotation, ..
             else (jnp.cos(angle) * scale, jnp.sin(angle) * scale)
         )
 
-    return tuple(rotation(rope.frequencies(shape.head_dim), rope.scale) for rope in shape.ropes)
+    return tuple(rotation(rope.frequencies(arch.head_dim), rope.scale) for rope in arch.ropes)
 
 
 def rope(
@@ -331,7 +342,7 @@ def rope(
     return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
 
 
-def _pick(of_kinds: tuple[Any, ...], index: Array) -> Any:
+def _select(of_kinds: tuple[Any, ...], index: Array) -> Any:
     """The one that a layer has, whose number is scanned with it."""
     if len(of_kinds) == 1:
         return of_kinds[0]

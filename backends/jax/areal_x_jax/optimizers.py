@@ -8,7 +8,7 @@ matrix is done to each of them alone.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator
 from itertools import takewhile
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -24,10 +24,10 @@ from jaxtyping import Array, Float, Int32
 from areal_x.errors import UserError
 from areal_x.hf import model_dir
 from areal_x.protocols.trainer_config import OptimizerConfig
-from areal_x_jax.architecture import Shape
-from areal_x_jax.parameters import Params, in_layers
-from areal_x_jax.sharding import Layout, all_of, lay
-from areal_x_jax.weights import places, put, saved_name
+from areal_x_jax.architecture import Architecture
+from areal_x_jax.parameters import Params, layer_leaves
+from areal_x_jax.sharding import addressable, put_sharded
+from areal_x_jax.weights import places, saved_name, write_into_stack
 
 STACKS = DictKey("layers"), DictKey("deepstack")
 # Muon's, of its reference and of torch.optim.Muon: the quintic's coefficients, its steps, the least
@@ -42,11 +42,11 @@ def make_optimizer(config: OptimizerConfig) -> optax.GradientTransformation:
     direction = {
         "adamw": adam,
         "adafactor": factored(),
-        "muon": optax.partition({"muon": muon(), "adamw": adam}, _which_of_muon),
+        "muon": optax.partition({"muon": muon(), "adamw": adam}, _muon_labels),
     }[config.name]
     return optax.chain(
         optax.clip_by_global_norm(config.clip_norm) if config.clip_norm > 0 else optax.identity(),
-        kept_as({"fp32": jnp.float32, "bf16": jnp.bfloat16}[config.moments], direction),
+        with_moment_dtype({"fp32": jnp.float32, "bf16": jnp.bfloat16}[config.moments], direction),
         optax.add_decayed_weights(config.weight_decay, matrices),
         optax.scale_by_learning_rate(config.learning_rate_at),
     )
@@ -60,7 +60,7 @@ def matrices(params: Params) -> Params:
     return found
 
 
-def _which_of_muon(params: Params) -> Params:
+def _muon_labels(params: Params) -> Params:
     """A layer's matrices are Muon's, but for those that say one number of a token; embeddings,
     heads and vectors AdamW's."""
 
@@ -75,7 +75,9 @@ def _which_of_muon(params: Params) -> Params:
     return labels
 
 
-def kept_as(dtype: Any, transform: optax.GradientTransformation) -> optax.GradientTransformation:
+def with_moment_dtype(
+    dtype: Any, transform: optax.GradientTransformation
+) -> optax.GradientTransformation:
     """The same in fp32, from a state whose numbers (but for counts) are of this type between
     steps."""
 
@@ -189,37 +191,41 @@ def orthogonal(x: Float[Array, "*stack rows columns"]) -> Float[Array, "*stack r
 # ---- states: trees in which copies of the tree of parameters lie, whole or in part
 
 
-def _own(path: KeyPath) -> tuple[str, ...]:
+def _parameter_path(path: KeyPath) -> tuple[str, ...]:
     """The path of the parameter that a number of a state belongs to, () for a count."""
     return tuple(
         key.key for key in takewhile(lambda key: isinstance(key, DictKey), reversed(path))
     )[::-1]
 
 
-def _which(path: KeyPath) -> str:
+def _moment(path: KeyPath) -> str:
     """Which moment a number of a state is of, "trace"; "" for a count."""
-    own = _own(path)
+    own = _parameter_path(path)
     return str(path[-len(own) - 1].name) if own else ""
 
 
-def name_of(path: KeyPath) -> str:
+def moment_name(path: KeyPath) -> str:
     """What a moment is called under this backend's own names: which it is and of which parameter,
     "trace.layers.q"."""
-    return ".".join((_which(path), *_own(path)))
+    return ".".join((_moment(path), *_parameter_path(path)))
 
 
-def shardings_of(state: Any, params: Params, lies: Params, replicated: NamedSharding) -> Any:
+def moment_shardings(
+    state: Any, params: Params, shardings: Params, replicated: NamedSharding
+) -> Any:
     """Where a state lies: each moment split as its parameter is, but for axes that it has not;
     counts on every device."""
     of = {
-        _own(path): (x.shape, at)
-        for (path, x), at in zip(tree_leaves_with_path(params), jax.tree.leaves(lies), strict=True)
+        _parameter_path(path): (x.shape, at)
+        for (path, x), at in zip(
+            tree_leaves_with_path(params), jax.tree.leaves(shardings), strict=True
+        )
     }
 
     def lie(path: KeyPath, x: Array) -> NamedSharding:
-        if not _own(path):
+        if not _parameter_path(path):
             return replicated
-        whole, at = of[_own(path)]
+        whole, at = of[_parameter_path(path)]
         kept = (
             axis if mine == its else None
             for mine, its, axis in zip(x.shape, whole, at.spec, strict=False)
@@ -229,13 +235,13 @@ def shardings_of(state: Any, params: Params, lies: Params, replicated: NamedShar
     return tree_map_with_path(lie, state)
 
 
-class Kept(NamedTuple):
+class MomentPlace(NamedTuple):
     """A moment of a tensor: the path of its leaf's parameter, where it is called `which`, and the
     place in its stack."""
 
-    which: str
+    moment: str
     path: tuple[str, ...]
-    index: tuple[int, ...]
+    index: tuple[int, ...]  # type: ignore[assignment]  # hides tuple.index, which nobody calls
     tensor: tuple[int, ...]  # its shape in a file
     transposed: bool
 
@@ -244,123 +250,124 @@ IN_FILES = {"trace": "trace", "mu": "exp_avg", "nu": "exp_avg_sq", "row": "row",
 ACROSS = {"row": "column", "column": "row"}  # of what is stored transposed, in files
 
 
-def portable(config: OptimizerConfig, shape: Shape) -> bool:
+def portable(config: OptimizerConfig, arch: Architecture) -> bool:
     """Whether a state is one of single tensors of the files, for any backend. AdamW's is in any
     case. Muon and Adafactor compute with matrices: torch joins those of a mixture's experts, and
     makes others of a tower's kernel of five axes."""
-    mixture = any("{expert}" in leaf.name for leaf in in_layers(shape).values())
-    tower = shape.vision is not None and shape.adapters is None
+    mixture = any("{expert}" in leaf.name for leaf in layer_leaves(arch).values())
+    tower = arch.vision is not None and arch.adapters is None
     return config.name == "adamw" or not (mixture or tower)
 
 
-def kept(shape: Shape, state: Any) -> dict[str, Kept]:
+def moment_places(arch: Architecture, state: Any) -> dict[str, MomentPlace]:
     """The moments of a state by their names in a file, "exp_avg.model.norm.weight"."""
     leaves = {
-        (_which(path), _own(path)): x.shape
+        (_moment(path), _parameter_path(path)): x.shape
         for path, x in tree_leaves_with_path(state)
-        if _own(path)
+        if _parameter_path(path)
     }
     found = {}
     for which, in_file in IN_FILES.items():
-        for name, place in places(shape).items():
+        for name, place in places(arch).items():
             if (which, place.path) not in leaves:
                 continue
             own = leaves[which, place.path][len(place.index) :]
             of_file = ACROSS.get(in_file, in_file) if place.transposed else in_file
             whole = place.tensor if which not in ACROSS else own[::-1] if place.transposed else own
-            found[f"{of_file}.{name}"] = Kept(
+            found[f"{of_file}.{name}"] = MomentPlace(
                 which, place.path, place.index, whole, place.transposed
             )
     return found
 
 
-def save(
-    directory: Path | None,
-    config: OptimizerConfig,
-    shape: Shape,
-    state: Any,
-    described: Mapping[str, Any],
-) -> None:
-    """The moments under the names of tensors, for any backend, or under those of this one's
-    parameters where they are none's of a tensor. described: what else to know of the state, at
-    least its version."""
-    described = {**described, "optimizer": config.name}
+def moment_tensors(
+    config: OptimizerConfig, arch: Architecture, state: Any
+) -> Iterator[tuple[str, np.ndarray]]:
+    """Yields the moments of a state, one at a time: under the names of tensors if they are portable,
+    else under those of this backend's parameters."""
     leaves = {
-        (_which(path), _own(path)): x for path, x in tree_leaves_with_path(state) if _own(path)
+        (_moment(path), _parameter_path(path)): x
+        for path, x in tree_leaves_with_path(state)
+        if _parameter_path(path)
     }
 
     def fetched(x: Array) -> np.ndarray:
-        return np.asarray(jax.device_get(all_of(x)))
+        return np.asarray(jax.device_get(addressable(x)))
 
-    def in_file(own: Kept) -> np.ndarray:
-        whole = leaves[own.which, own.path]
+    def in_file(own: MomentPlace) -> np.ndarray:
+        whole = leaves[own.moment, own.path]
         value = fetched(whole[own.index] if own.index else whole)
         return np.ascontiguousarray(value.T if own.transposed else value).reshape(own.tensor)
 
-    if portable(config, shape):
-        tensors = ((name, in_file(own)) for name, own in kept(shape, state).items())
+    if portable(config, arch):
+        for name, place in moment_places(arch, state).items():
+            yield name, in_file(place)
     else:
-        described["backend"] = "jax"
-        tensors = ((".".join((which, *own)), fetched(x)) for (which, own), x in leaves.items())
-    model_dir.write_optimizer_state(directory, tensors, described)
+        for (moment, path), x in leaves.items():
+            yield ".".join((moment, *path)), fetched(x)
 
 
-def restored(
-    directory: Path, config: OptimizerConfig, shape: Shape, state: Any, lies: Any, layout: Layout
+def read_moments(
+    directory: Path, arch: Architecture, state: Any, shardings: Any, *, version: int, own_form: bool
 ) -> Any:
-    """The state that `save` wrote, in the types of `state`. Raises: UserError for what is not this
-    optimizer's."""
-    described = model_dir.read_trainer_state(directory)
-    config.check_state(directory, described, "jax")
-    if "backend" in described:
-        state = _read_into(state, lies, directory)
-    elif portable(config, shape):
-        state = _read_tensors(shape, state, lies, directory)
-    else:
-        raise UserError(
-            f"{directory} holds the state of {config.name} for each tensor, and JAX keeps another"
-            " one with this model: go on with the backend that wrote it, or begin anew from its"
-            f" weights with model.path = {str(directory)!r}"
-        )
+    """Returns a state of the shapes and dtypes of `state` with the moments of a checkpoint and all
+    counts at `version`. own_form: the moments have the names of this backend's parameters.
+
+    Raises: UserError for moments of another model.
+    """
+    read = (
+        _read_own_form(state, shardings, directory)
+        if own_form
+        else _read_portable(arch, state, shardings, directory)
+    )
     # From a host value, so that each of the optimizer's counts gets a buffer of its own to donate.
-    return jax.device_put(optax.tree.set(state, count=np.int32(described["version"])), lies)
+    return jax.device_put(optax.tree.set(read, count=np.int32(version)), shardings)
 
 
-def _read_tensors(shape: Shape, state: Any, lies: Any, directory: Path) -> Any:
+def _read_portable(arch: Architecture, state: Any, shardings: Any, directory: Path) -> Any:
     """The state with the moments of each tensor in a file, put where they lie one at a time."""
-    wanted, source = kept(shape, state), directory / model_dir.MOMENTS
-    of_leaves = zip(tree_leaves_with_path(state), jax.tree.leaves(lies), strict=True)
-    leaves = {(_which(path), _own(path)): (x, at) for (path, x), at in of_leaves if _own(path)}
+    wanted, source = moment_places(arch, state), directory / model_dir.MOMENTS
+    of_leaves = zip(tree_leaves_with_path(state), jax.tree.leaves(shardings), strict=True)
+    leaves = {
+        (_moment(path), _parameter_path(path)): (x, at)
+        for (path, x), at in of_leaves
+        if _parameter_path(path)
+    }
     made: dict[Any, Any] = {
         key: jax.ShapeDtypeStruct(x.shape, x.dtype) for key, (x, _) in leaves.items()
     }
     for given, x in model_dir.read_moments(directory):
         which, _, tensor = given.partition(".")
-        name = f"{which}.{saved_name(shape, tensor)}"
+        name = f"{which}.{saved_name(arch, tensor)}"
         own = wanted.pop(name, None)
         if own is None or own.tensor != x.shape:
             raise UserError(f"{source} is of another model: its {given} has no place in this one")
-        old, at = leaves[own.which, own.path]
-        flat = x if own.which in ACROSS or x.ndim < 2 else x.reshape(len(x), -1)
+        old, at = leaves[own.moment, own.path]
+        flat = x if own.moment in ACROSS or x.ndim < 2 else x.reshape(len(x), -1)
         value = np.asarray(flat.T if own.transposed else flat).astype(old.dtype)
         if not np.isfinite(value).all():
             raise UserError(
                 f"{source}: {given} holds numbers that are not finite: the file is damaged"
             )
-        made[own.which, own.path] = put(made[own.which, own.path], value, own.index, at)
+        made[own.moment, own.path] = write_into_stack(
+            made[own.moment, own.path], value, own.index, at
+        )
     if wanted:
         raise UserError(f"{source} lacks {next(iter(wanted))}: copy the checkpoint again")
     return tree_map_with_path(
-        lambda path, x: made[_which(path), _own(path)] if _own(path) else x, state
+        lambda path, x: made[_moment(path), _parameter_path(path)] if _parameter_path(path) else x,
+        state,
     )
 
 
-def _read_into(state: Any, lies: Any, directory: Path) -> Any:
+def _read_own_form(state: Any, shardings: Any, directory: Path) -> Any:
     """The state with the moments of a file under this backend's own names, fetched to where they
     lie one at a time."""
     wanted = {
-        name_of(path): (x, at)
-        for (path, x), at in zip(tree_leaves_with_path(state), jax.tree.leaves(lies), strict=True)
+        moment_name(path): (x, at)
+        for (path, x), at in zip(
+            tree_leaves_with_path(state), jax.tree.leaves(shardings), strict=True
+        )
     }
     found = {}
     for name, x in model_dir.read_moments(directory):
@@ -370,14 +377,16 @@ def _read_into(state: Any, lies: Any, directory: Path) -> Any:
                 f"{directory / model_dir.MOMENTS} is of another model: its {name} has no place in"
                 " this one"
             )
-        found[name] = lay(x.astype(old.dtype), at)
+        found[name] = put_sharded(x.astype(old.dtype), at)
     missing = [
         name
         for path, _ in tree_leaves_with_path(state)
-        if _own(path) and (name := name_of(path)) not in found
+        if _parameter_path(path) and (name := moment_name(path)) not in found
     ]
     if missing:
         raise UserError(
             f"{directory / model_dir.MOMENTS} lacks {missing[0]}: copy the checkpoint again"
         )
-    return tree_map_with_path(lambda path, x: found[name_of(path)] if _own(path) else x, state)
+    return tree_map_with_path(
+        lambda path, x: found[moment_name(path)] if _parameter_path(path) else x, state
+    )

@@ -15,9 +15,9 @@ import jax.numpy as jnp
 from flax import nnx
 
 from areal_x.hf.adapters import PEFT_PREFIX
-from areal_x_jax.architecture import Shape
+from areal_x_jax.architecture import Architecture
 from areal_x_jax.families import MLP, OUT, QKV
-from areal_x_jax.vision_architecture import MODULES, VisionShape
+from areal_x_jax.vision_architecture import MODULES, VisionArchitecture
 
 Params = dict[str, Any]
 
@@ -77,7 +77,7 @@ VISION_NAMES = {
 @dataclass(frozen=True)
 class Leaf:
     """name: Hugging Face's, {expert} standing for a number. axes: what each is, as stored, without
-    that of a stack. stack: the layers that have it (see `Shape.layers_in`)."""
+    that of a stack. stack: the layers that have it (see `Architecture.layers_in`)."""
 
     name: str
     axes: tuple[str, ...]
@@ -88,14 +88,14 @@ class Leaf:
         return len(self.axes) > 1 and self.axes[0] not in ("vocab", "vision_positions")
 
 
-def in_layers(shape: Shape) -> dict[str, Leaf]:
+def layer_leaves(arch: Architecture) -> dict[str, Leaf]:
     """What the layers have."""
-    if shape.adapters is not None:
-        return beside(shape, shape.adapters.kernels)
+    if arch.adapters is not None:
+        return adapter_leaves(arch, arch.adapters.kernels)
     found = {
         "input_norm": Leaf("input_layernorm.weight", ("hidden",)),
         "mlp_norm": Leaf(
-            f"{'pre_feedforward' if shape.out_norms else 'post_attention'}_layernorm.weight",
+            f"{'pre_feedforward' if arch.out_norms else 'post_attention'}_layernorm.weight",
             ("hidden",),
         ),
         "q": Leaf("self_attn.q_proj.weight", ("hidden", "query")),
@@ -103,47 +103,47 @@ def in_layers(shape: Shape) -> dict[str, Leaf]:
         "v": Leaf("self_attn.v_proj.weight", ("hidden", "key")),
         "o": Leaf("self_attn.o_proj.weight", ("query", "hidden")),
     }
-    if QKV in shape.biases:
+    if QKV in arch.biases:
         found |= {
             f"{x}_bias": Leaf(f"self_attn.{x}_proj.bias", ("query" if x == "q" else "key",))
             for x in "qkv"
         }
-    if OUT in shape.biases:
+    if OUT in arch.biases:
         found["o_bias"] = Leaf("self_attn.o_proj.bias", ("hidden",))
-    if shape.qk_norm:
+    if arch.qk_norm:
         found |= {f"{x}_norm": Leaf(f"self_attn.{x}_norm.weight", ("head_dim",)) for x in "qk"}
-    if shape.out_norms:
+    if arch.out_norms:
         found["attention_out_norm"] = Leaf("post_attention_layernorm.weight", ("hidden",))
         found["mlp_out_norm"] = Leaf("post_feedforward_layernorm.weight", ("hidden",))
-    plain = mlp("", "mlp", "intermediate", MLP in shape.biases)
-    if shape.experts is None:
+    plain = mlp("", "mlp", "intermediate", MLP in arch.biases)
+    if arch.experts is None:
         return found | plain
     mixture = {"router": Leaf("mlp.gate.weight", ("hidden", "experts"))}
     one = mlp("", "mlp.experts.{expert}", "expert_intermediate", False)
     mixture |= {
         f"experts_{name}": Leaf(leaf.name, ("experts", *leaf.axes)) for name, leaf in one.items()
     }
-    if shape.experts.shared:
+    if arch.experts.shared:
         mixture |= mlp("shared_", "mlp.shared_expert", "shared_intermediate", False)
         mixture["shared_router"] = Leaf("mlp.shared_expert_gate.weight", ("hidden", "one"))
-    if not shape.experts.dense:
+    if not arch.experts.dense:
         return found | mixture
     # Both kinds of layers: each stack is of the layers that have the leaf.
     found |= {name: replace(leaf, stack="dense") for name, leaf in plain.items()}
     return found | {name: replace(leaf, stack="sparse") for name, leaf in mixture.items()}
 
 
-def adaptable(shape: Shape) -> tuple[str, ...]:
+def adaptable_kernels(arch: Architecture) -> tuple[str, ...]:
     """The kernels that adapters can stand beside. Experts and their routers have none."""
     return ("q", "k", "v", "o") + (
-        ("gate", "up", "down") if shape.experts is None or shape.experts.dense else ()
+        ("gate", "up", "down") if arch.experts is None or arch.experts.dense else ()
     )
 
 
-def beside(shape: Shape, kernels: Iterable[str]) -> dict[str, Leaf]:
+def adapter_leaves(arch: Architecture, kernels: Iterable[str]) -> dict[str, Leaf]:
     """The adapters of these kernels under PEFT's names: q_lora_a [hidden, rank] and q_lora_b [rank,
     query] of q."""
-    decoder, found = in_layers(replace(shape, adapters=None)), {}
+    decoder, found = layer_leaves(replace(arch, adapters=None)), {}
     for kernel in kernels:
         of = decoder[kernel]
         module, (into, out) = of.name.removesuffix(".weight"), of.axes
@@ -165,40 +165,40 @@ def mlp(prefix: str, module: str, width: str, biases: bool) -> dict[str, Leaf]:
     return found
 
 
-def module_of(shape: Shape) -> str:
+def module_of(arch: Architecture) -> str:
     """Of the decoder, in Hugging Face's names."""
-    return MODULES[shape.vision.family][0] if shape.vision else "model"
+    return MODULES[arch.vision.family][0] if arch.vision else "model"
 
 
-def outside_layers(shape: Shape) -> dict[str, Leaf]:
-    if shape.adapters is not None:
+def other_leaves(arch: Architecture) -> dict[str, Leaf]:
+    if arch.adapters is not None:
         return (
-            {"score": Leaf(f"{PEFT_PREFIX}score.weight", ("hidden", "one"))} if shape.scores else {}
+            {"score": Leaf(f"{PEFT_PREFIX}score.weight", ("hidden", "one"))} if arch.scores else {}
         )
-    module = module_of(shape)
+    module = module_of(arch)
     embed, norm = (
         Leaf(f"{module}.embed_tokens.weight", ("vocab", "hidden")),
         Leaf(f"{module}.norm.weight", ("hidden",)),
     )
     found = {"embed": embed, "norm": norm}
-    if shape.scores:
+    if arch.scores:
         found["score"] = Leaf("score.weight", ("hidden", "one"))
-    elif not shape.tied:
+    elif not arch.tied:
         found["head"] = Leaf("lm_head.weight", ("hidden", "vocab"))
     return found
 
 
-def in_vision(shape: VisionShape) -> dict[tuple[str, ...], Leaf]:
+def vision_leaves(arch: VisionArchitecture) -> dict[tuple[str, ...], Leaf]:
     """What the tower has, by path below "vision"; the name of what is stacked holds {} for its
     index."""
-    module, found = MODULES[shape.family][1], {}
-    for path, name in VISION_NAMES[shape.family].items():
+    module, found = MODULES[arch.family][1], {}
+    for path, name in VISION_NAMES[arch.family].items():
         axes, keys = VISION[path], tuple(path.split("."))
         found[keys] = Leaf(f"{module}.{name}.weight", axes)
-        biased = {"patch": shape.patch_bias, "positions": False, "norm": shape.layer_norm}
+        biased = {"patch": arch.patch_bias, "positions": False, "norm": arch.layer_norm}
         if biased.get(keys[-1].removeprefix("attention_").removeprefix("mlp_"), True):
             found[(*keys[:-1], f"{keys[-1]}_bias")] = Leaf(f"{module}.{name}.bias", axes[-1:])
-    return {path: leaf for path, leaf in found.items() if path[0] != "deepstack" or shape.deepstack}
+    return {path: leaf for path, leaf in found.items() if path[0] != "deepstack" or arch.deepstack}
 
 
 def stack_of(path: tuple[str, ...]) -> tuple[str, ...]:
@@ -206,54 +206,54 @@ def stack_of(path: tuple[str, ...]) -> tuple[str, ...]:
     return (f"vision_{path[0]}",) if path[0] in ("layers", "deepstack") else ()
 
 
-def sizes_of(shape: Shape) -> dict[str, int]:
+def sizes_of(arch: Architecture) -> dict[str, int]:
     """How long each kind of axis is."""
-    experts = shape.experts
-    return sizes_of_vision(shape.vision) | {
-        "vocab": shape.vocab,
-        "hidden": shape.hidden,
-        "query": shape.heads * shape.head_dim,
-        "key": shape.kv_heads * shape.head_dim,
-        "head_dim": shape.head_dim,
-        "intermediate": shape.intermediate,
+    experts = arch.experts
+    return vision_axis_sizes(arch.vision) | {
+        "vocab": arch.vocab,
+        "hidden": arch.hidden,
+        "query": arch.heads * arch.head_dim,
+        "key": arch.kv_heads * arch.head_dim,
+        "head_dim": arch.head_dim,
+        "intermediate": arch.intermediate,
         "experts": experts.count if experts else 0,
         "expert_intermediate": experts.intermediate if experts else 0,
         "shared_intermediate": experts.shared if experts else 0,
-        **{stack: len(shape.layers_in(stack)) for stack in ("layers", "dense", "sparse")},
-        "rank": shape.adapters.rank if shape.adapters else 0,
+        **{stack: len(arch.layers_in(stack)) for stack in ("layers", "dense", "sparse")},
+        "rank": arch.adapters.rank if arch.adapters else 0,
         "one": 1,
     }
 
 
-def sizes_of_vision(shape: VisionShape | None) -> dict[str, int]:
-    if shape is None:
+def vision_axis_sizes(arch: VisionArchitecture | None) -> dict[str, int]:
+    if arch is None:
         return {}
-    wide = shape.hidden * shape.merge**2
+    wide = arch.hidden * arch.merge**2
     return {
-        "patch_features": shape.in_features,
-        "vision_positions": shape.table**2,
-        "vision_hidden": shape.hidden,
-        "vision_qkv": 3 * shape.hidden,
-        "vision_attended": shape.hidden,
-        "vision_intermediate": shape.intermediate,
+        "patch_features": arch.in_features,
+        "vision_positions": arch.table**2,
+        "vision_hidden": arch.hidden,
+        "vision_qkv": 3 * arch.hidden,
+        "vision_attended": arch.hidden,
+        "vision_intermediate": arch.intermediate,
         "vision_joined": wide,
         "vision_wide": wide,
-        "vision_out": shape.out,
-        "vision_layers": shape.layers,
-        "vision_deepstack": len(shape.deepstack),
+        "vision_out": arch.out,
+        "vision_layers": arch.layers,
+        "vision_deepstack": len(arch.deepstack),
     }
 
 
-def axes_of(shape: Shape) -> Params:
+def parameter_axes(arch: Architecture) -> Params:
     """The tree of parameters with the kinds of their axes, as tuples, in place of arrays."""
-    layers = {name: (leaf.stack, *leaf.axes) for name, leaf in in_layers(shape).items()}
+    layers = {name: (leaf.stack, *leaf.axes) for name, leaf in layer_leaves(arch).items()}
     found: Params = {
-        **{name: leaf.axes for name, leaf in outside_layers(shape).items()},
+        **{name: leaf.axes for name, leaf in other_leaves(arch).items()},
         "layers": layers,
     }
-    if shape.vision is not None and shape.adapters is None:
+    if arch.vision is not None and arch.adapters is None:
         found["vision"] = {}
-        for path, leaf in in_vision(shape.vision).items():
+        for path, leaf in vision_leaves(arch.vision).items():
             *outer, name = path
             within = found["vision"].setdefault(outer[0], {}) if outer else found["vision"]
             within[name] = (*stack_of(path), *leaf.axes)
@@ -278,10 +278,10 @@ class Decoder(Parameters):
     layers that have it), and score [hidden, 1] or, unless it is tied, head [hidden, vocab]; vision:
     of a model that sees, its tower (see VISION). Of adapters: their layers, and the score."""
 
-    def __init__(self, shape: Shape) -> None:
-        super().__init__(axes_of(shape), sizes_of(shape))
+    def __init__(self, arch: Architecture) -> None:
+        super().__init__(parameter_axes(arch), sizes_of(arch))
 
 
-def parameter_shapes(shape: Shape) -> Params:
+def parameter_shapes(arch: Architecture) -> Params:
     """The tree of parameters as shapes and dtypes, without allocating any."""
-    return nnx.to_pure_dict(nnx.state(nnx.eval_shape(lambda: Decoder(shape)), nnx.Param))
+    return nnx.to_pure_dict(nnx.state(nnx.eval_shape(lambda: Decoder(arch)), nnx.Param))

@@ -17,8 +17,8 @@ from areal_x.protocols.backends import Devices
 from areal_x.protocols.trainer_config import TrainerConfig
 from areal_x.types import Batch, Loss, Policy, evaluate_loss
 from areal_x_jax import lora
-from areal_x_jax.architecture import check_sharing, shape_of
-from areal_x_jax.sharding import AXES, Layout, check_fit, sizes_of
+from areal_x_jax.architecture import check_sharing, read_architecture
+from areal_x_jax.sharding import AXES, Partitioner, check_divisible, sizes_of
 from areal_x_jax.weights import check_tensors
 
 
@@ -33,16 +33,16 @@ def check(config: TrainerConfig) -> Devices:
     sizes = sizes_of(config.mesh, len(own) * config.mesh.processes)
     mesh: Any = AbstractMesh(tuple(sizes.values()), AXES)
     directory = Path(str(config.model.path))
-    shape = shape_of(model_dir.read_config(directory), config.head)
-    if config.replay_experts and shape.experts is None:
+    arch = read_architecture(model_dir.read_config(directory), config.head)
+    if config.replay_experts and arch.experts is None:
         raise ConfigError(
             "trainer.replay_experts", True, f"False with {directory}, which has no experts"
         )
-    check_fit(Layout(mesh), shape)
-    check_sharing(config.share_prompts, directory, shape)
-    lora.trained_shape(shape, config.lora)
+    check_divisible(Partitioner(mesh), arch)
+    check_sharing(config.share_prompts, directory, arch)
+    lora.trained_architecture(arch, config.lora)
     if any(directory.glob("*.safetensors")):  # else they are on the hub yet
-        check_tensors(shape, model_dir.shapes(directory), str(directory))
+        check_tensors(arch, model_dir.shapes(directory), str(directory))
     memory = (own[0].memory_stats() or {}).get("bytes_limit")
     return Devices(own[0].platform, len(own), memory if own[0].platform != "cpu" else None)
 

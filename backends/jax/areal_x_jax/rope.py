@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from areal_x_jax.families import Described, refuse
+from areal_x_jax.families import ParsedConfig, refuse_features
 
 KINDS = ("default", "linear", "llama3", "yarn")
 # All that transformers knows in rope_parameters, whether the kind reads it or not.
@@ -89,20 +89,20 @@ class Rope:
         )
 
 
-def ropes_of(described: Described) -> tuple[Rope, ...]:
+def ropes_of(described: ParsedConfig) -> tuple[Rope, ...]:
     """Of layers that see all and, where they differ, of those with a window. Raises: UserError for
     what is not known."""
     text = described.text
     parameters: Mapping[str, Any] = text.rope_parameters or {}
     most = text.max_position_embeddings
     if not described.family.gemma:
-        refuse({"a rotation for each kind of layers": "rope_type" not in parameters})
+        refuse_features({"a rotation for each kind of layers": "rope_type" not in parameters})
         return (rope_of(parameters, most),)
     kinds = ("full_attention", "sliding_attention")
-    beside = ", ".join(sorted(set(parameters) - set(kinds)))
-    refuse({f"rope_parameters for all layers alike ({beside})": bool(beside)})
+    others = ", ".join(sorted(set(parameters) - set(kinds)))
+    refuse_features({f"rope_parameters for all layers alike ({others})": bool(others)})
     # transformers looks for it beside the kinds of layers, where nothing can stand.
-    refuse(
+    refuse_features(
         {"truncate in one kind of layers": any("truncate" in parameters[kind] for kind in kinds)}
     )
     return tuple(rope_of(parameters[kind], most) for kind in kinds)
@@ -111,7 +111,7 @@ def ropes_of(described: Described) -> tuple[Rope, ...]:
 def rope_of(given: Mapping[str, Any], longest: int) -> Rope:
     """longest: sequence that the config names (max_position_embeddings)."""
     kind, unknown = given["rope_type"], ", ".join(sorted(set(given) - FIELDS))
-    refuse(
+    refuse_features(
         {
             f"rope scaling {kind!r}": kind not in KINDS,
             f"{unknown} in rope_parameters": bool(unknown),

@@ -11,8 +11,8 @@ import jax
 from jax.sharding import Mesh, NamedSharding
 
 from areal_x.engines.lanes import Lanes, lanes_on_cpu
-from areal_x_jax.architecture import Shape
-from areal_x_jax.lane import Lane, take_apart
+from areal_x_jax.architecture import Architecture
+from areal_x_jax.lane import Lane, unstack_layers
 from areal_x_jax.parameters import Params
 from areal_x_jax.sharding import sampling_groups
 
@@ -27,7 +27,7 @@ class Sampler(Lanes):
 
     def __init__(
         self,
-        shape: Shape,
+        arch: Architecture,
         slots: int,
         context: int,
         lanes: int | None = None,
@@ -42,34 +42,34 @@ class Sampler(Lanes):
         in_group = 1
         if len(groups) == 1:
             in_group = lanes or (lanes_on_cpu(slots) if jax.default_backend() == "cpu" else 1)
-        size, calls = slots // (len(groups) * in_group), [FirstAlone() for _ in groups]
+        size, calls = slots // (len(groups) * in_group), [CompileOnce() for _ in groups]
         self._groups = groups
         self._in_group = in_group
-        self._take_apart = jax.jit(partial(take_apart, shape=shape))
+        self._unstack = jax.jit(partial(unstack_layers, arch=arch))
         each = [
             (group, call)
             for group, call in zip(groups, calls, strict=True)
             for _ in range(in_group)
         ]
-        super().__init__(
-            [Lane(shape, size, context, call, group) for group, call in each], self._for_each_lane
-        )
+        made = [Lane(arch, size, context, call, group) for group, call in each]
+        self._first = made[0]
+        super().__init__(made, self._lane_weights)
 
     @property
     def programs(self) -> int:
         """How many programs have been compiled; lanes of one device share them, as they are of one
         size."""
-        return self.lanes[0].programs + self._take_apart._cache_size()
+        return self._first.programs + self._unstack._cache_size()
 
-    def _for_each_lane(self, snapshot: Params) -> list[Params]:
+    def _lane_weights(self, snapshot: Params) -> list[Params]:
         apart = [
-            self._take_apart(jax.tree.map(partial(part_of, group=group), snapshot))
+            self._unstack(jax.tree.map(partial(shard_on, group=group), snapshot))
             for group in self._groups
         ]
         return [weights for weights in apart for _ in range(self._in_group)]
 
 
-def part_of(x: jax.Array, group: Mesh) -> jax.Array:
+def shard_on(x: jax.Array, group: Mesh) -> jax.Array:
     """x on the devices of a group, without a copy: each has its part already."""
     there = {shard.device: shard.data for shard in x.addressable_shards}
     parts = [there[device] for device in group.devices.flat]
@@ -80,7 +80,7 @@ def part_of(x: jax.Array, group: Mesh) -> jax.Array:
     )
 
 
-class FirstAlone:
+class CompileOnce:
     """Calls functions by name, each name's first time alone: lanes that need one program at once
     would each compile it."""
 

@@ -35,7 +35,7 @@ def _mix(x: UInt32[Array, " rows"]) -> UInt32[Array, " rows"]:
     return x ^ (x >> 16)
 
 
-def draw(
+def sample(
     logits: Float[Array, "rows vocabulary"],
     uniforms: Float[Array, " rows"],
     temperature: Float[Array, " rows"],

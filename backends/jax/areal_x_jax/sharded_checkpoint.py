@@ -41,8 +41,8 @@ def save(directory: Path, params: Params, moments: Any) -> Wait:
     return wait
 
 
-def restored(
-    directory: Path, params: Params, lies: Params, moments: Any, moments_lie: Any
+def restore(
+    directory: Path, params: Params, shardings: Params, moments: Any, moment_shardings: Any
 ) -> tuple[Params, Any]:
     """Parameters and moments as `save` wrote them, in the types and shapes of the given ones, where
     they are to lie.
@@ -53,7 +53,7 @@ def restored(
 
     state, shardings = (
         {"params": params, "moments": moments},
-        {"params": lies, "moments": moments_lie},
+        {"params": shardings, "moments": moment_shardings},
     )
     wanted = jax.tree.map(
         lambda x, at: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at), state, shardings

@@ -23,11 +23,11 @@ from jaxtyping import Array
 
 from areal_x.errors import ConfigError, UserError
 from areal_x.protocols.trainer_config import MeshConfig
-from areal_x_jax.architecture import Shape
-from areal_x_jax.parameters import Params, axes_of
+from areal_x_jax.architecture import Architecture
+from areal_x_jax.parameters import Params, parameter_axes
 
 AXES = ("data", "fsdp", "expert", "context", "tensor")
-BY_ROW = ("data", "fsdp", "expert")
+ROW_AXES = ("data", "fsdp", "expert")
 RULES: dict[str, str | tuple[str, ...] | None] = {
     # of parameters
     "vocab": "tensor",
@@ -42,14 +42,14 @@ RULES: dict[str, str | tuple[str, ...] | None] = {
     "vision_hidden": "fsdp",
     "vision_wide": "fsdp",
     # of what is computed
-    "rows": BY_ROW,
+    "rows": ROW_AXES,
     "length": "context",
     "heads": "tensor",
 }
 
 
 @dataclass(frozen=True)
-class Layout:
+class Partitioner:
     """A mesh, or None for one device: then nothing is split and nothing said to the compiler."""
 
     mesh: Mesh | None = None
@@ -65,7 +65,7 @@ class Layout:
         assert self.mesh is not None
         return NamedSharding(self.mesh, self.spec(*axes))
 
-    def pin(self, x: Array, *axes: str | None) -> Array:
+    def constrain(self, x: Array, *axes: str | None) -> Array:
         """x, split as its axes say from here on."""
         return (
             x
@@ -81,9 +81,9 @@ class Layout:
             name: [None if RULES.get(axis) == "fsdp" else axis for axis in own]
             for name, own in axes.items()
         }
-        return {name: self.pin(x, *whole[name]) for name, x in params.items()}
+        return {name: self.constrain(x, *whole[name]) for name, x in params.items()}
 
-    def alone(
+    def shard_map(
         self, function: Callable[..., Any], inputs: Any, outputs: Any, axes: tuple[str, ...] = AXES
     ) -> Callable[..., Any]:
         """A function that each device calls with its own parts. inputs, outputs: partition specs;
@@ -93,10 +93,10 @@ class Layout:
         )
 
 
-ALONE = Layout()
+ONE_DEVICE = Partitioner()
 
 
-def lay(x: np.ndarray, sharding: NamedSharding | None) -> Array:
+def put_sharded(x: np.ndarray, sharding: NamedSharding | None) -> Array:
     """x on the devices: on those of this process, where others have a part of it and call this
     too."""
     if sharding is None or sharding.is_fully_addressable:
@@ -104,7 +104,7 @@ def lay(x: np.ndarray, sharding: NamedSharding | None) -> Array:
     return jax.make_array_from_callback(np.shape(x), sharding, lambda index: np.asarray(x)[index])
 
 
-def all_of(x: Array) -> Array:
+def addressable(x: Array) -> Array:
     """x where this process can read all of it: on its first device, where other processes have a
     part, who call this too."""
     if not isinstance(x, Array) or x.is_fully_addressable:
@@ -119,7 +119,7 @@ def _replicate(sharding: NamedSharding) -> Any:
     return jax.jit(lambda x: x, out_shardings=sharding)
 
 
-def make_layout(config: MeshConfig) -> Layout:
+def make_partitioner(config: MeshConfig) -> Partitioner:
     """All devices, of this process or of all, divided as the config says. Raises: ConfigError where
     they cannot be."""
     devices = jax.devices() if config.processes > 1 else jax.local_devices()
@@ -127,7 +127,7 @@ def make_layout(config: MeshConfig) -> Layout:
     mesh = jax.make_mesh(
         tuple(sizes.values()), AXES, axis_types=(AxisType.Auto,) * len(AXES), devices=devices
     )
-    return Layout(mesh)
+    return Partitioner(mesh)
 
 
 def sizes_of(config: MeshConfig, devices: int) -> dict[str, int]:
@@ -155,34 +155,34 @@ def sizes_of(config: MeshConfig, devices: int) -> dict[str, int]:
     return sizes
 
 
-def check_fit(layout: Layout, shape: Shape) -> None:
+def check_divisible(partitioner: Partitioner, arch: Architecture) -> None:
     """Raises: UserError for a mesh that does not divide the model, before anything is allocated."""
     counts = {
-        "heads": ("tensor", shape.heads),
-        "key-value heads": ("tensor", shape.kv_heads),
-        "entries of the vocabulary": ("tensor", shape.vocab),
+        "heads": ("tensor", arch.heads),
+        "key-value heads": ("tensor", arch.kv_heads),
+        "entries of the vocabulary": ("tensor", arch.vocab),
         "features of the MLP": (
             "tensor",
-            shape.intermediate if shape.experts is None or shape.experts.dense else 0,
+            arch.intermediate if arch.experts is None or arch.experts.dense else 0,
         ),
-        "features of an expert": ("tensor", shape.experts.intermediate if shape.experts else 0),
-        "features of the shared expert": ("tensor", shape.experts.shared if shape.experts else 0),
-        "features of the model": ("fsdp", shape.hidden),
+        "features of an expert": ("tensor", arch.experts.intermediate if arch.experts else 0),
+        "features of the shared expert": ("tensor", arch.experts.shared if arch.experts else 0),
+        "features of the model": ("fsdp", arch.hidden),
         "features of the vision tower": (
             "fsdp",
-            shape.vision.hidden if shape.vision else layout.size("fsdp"),
+            arch.vision.hidden if arch.vision else partitioner.size("fsdp"),
         ),
-        "experts": ("expert", shape.experts.count if shape.experts else layout.size("expert")),
+        "experts": ("expert", arch.experts.count if arch.experts else partitioner.size("expert")),
     }
     for what, (axis, count) in counts.items():
-        if count % layout.size(axis):
+        if count % partitioner.size(axis):
             raise UserError(
-                f"mesh.{axis} = {layout.size(axis)} does not divide the {count} {what}: give it a"
+                f"mesh.{axis} = {partitioner.size(axis)} does not divide the {count} {what}: give it a"
                 " size that does"
             )
-    if shape.experts is None and layout.size("expert") > 1:
+    if arch.experts is None and partitioner.size("expert") > 1:
         raise UserError(
-            f"mesh.expert = {layout.size('expert')} needs a model with experts: use mesh.data or"
+            f"mesh.expert = {partitioner.size('expert')} needs a model with experts: use mesh.data or"
             " mesh.fsdp"
         )
 
@@ -206,12 +206,12 @@ def sampling_spec(group: Mesh, axes: tuple[str, ...]) -> PartitionSpec:
     )
 
 
-def sampling_shardings(layout: Layout, shape: Shape) -> Params:
+def sampling_shardings(partitioner: Partitioner, arch: Architecture) -> Params:
     """Of the parameters that `sampling_groups` decode with, on the whole mesh: each group finds its
     own parts there."""
-    assert layout.mesh is not None
-    (group, *_), mesh = sampling_groups(layout.mesh), layout.mesh
-    axes = {name: own for name, own in axes_of(shape).items() if name != "vision"}
+    assert partitioner.mesh is not None
+    (group, *_), mesh = sampling_groups(partitioner.mesh), partitioner.mesh
+    axes = {name: own for name, own in parameter_axes(arch).items() if name != "vision"}
     return jax.tree.map(
         lambda own: NamedSharding(mesh, sampling_spec(group, own)),
         axes,
@@ -219,8 +219,10 @@ def sampling_shardings(layout: Layout, shape: Shape) -> Params:
     )
 
 
-def shardings(layout: Layout, shape: Shape) -> Params:
+def parameter_shardings(partitioner: Partitioner, arch: Architecture) -> Params:
     """Of each parameter."""
     return jax.tree.map(
-        lambda axes: layout.sharding(*axes), axes_of(shape), is_leaf=lambda x: isinstance(x, tuple)
+        lambda axes: partitioner.sharding(*axes),
+        parameter_axes(arch),
+        is_leaf=lambda x: isinstance(x, tuple),
     )

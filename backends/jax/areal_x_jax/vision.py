@@ -1,7 +1,7 @@
 """The vision towers of Qwen2.5-VL and Qwen3-VL from one description, over the patches of each row's
 images.
 
-What differs between families is a field of `VisionShape`, never a subclass. The patches of a row's
+What differs between families is a field of `VisionArchitecture`, never a subclass. The patches of a row's
 images lie one after the other in the order of Hugging Face's image processors, in which the patches
 that the merger joins are neighbours. Which patches attend to each other is said by segment ids
 (`PatchLayout`, made by `images.patch_layout`), so that Qwen2.5-VL's windows need no reordering:
@@ -11,7 +11,7 @@ attention does not ask in which order the patches of a window lie.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -19,12 +19,13 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from areal_x_jax import attention
-from areal_x_jax.architecture import Shape
-from areal_x_jax.model import PRODUCTS, ImageFeatures, Rotation, affine, gated, rope
-from areal_x_jax.parameters import Params, axes_of
+from areal_x_jax.architecture import Architecture
+from areal_x_jax.dense_attention import AttentionMask
+from areal_x_jax.model import PRODUCTS, ImageFeatures, Rotation, affine, gated_mlp, rope
+from areal_x_jax.parameters import Params, parameter_axes
 from areal_x_jax.rope import Rope
-from areal_x_jax.sharding import ALONE, AXES, Layout
-from areal_x_jax.vision_architecture import VisionShape
+from areal_x_jax.sharding import AXES, ONE_DEVICE, Partitioner
+from areal_x_jax.vision_architecture import VisionArchitecture
 
 EPS = 1e-6  # of every norm of both families: no config says it
 
@@ -55,22 +56,33 @@ class ImageArrays(NamedTuple):
     """
 
     patches: Float[Array, "rows capacity in_features"]
-    layout: PatchLayout
+    patch_layout: PatchLayout
     places: Int[Array, "rows length"]
     positions: Int[Array, "rows 3 length"]
 
 
-def look(
-    shape: Shape, params: Params, images: ImageArrays, remat: bool, layout: Layout, how: str
+def image_features(
+    arch: Architecture,
+    params: Params,
+    images: ImageArrays,
+    remat: bool,
+    partitioner: Partitioner,
+    implementation: str,
 ) -> ImageFeatures:
     """What the decoder needs to know of the images of its rows. remat, how: as in
     `model.hidden_states`."""
-    assert shape.vision is not None
+    assert arch.vision is not None
     embeddings, deepstack = encode(
-        shape, params["vision"], images.patches, images.layout, remat, layout, how
+        arch,
+        params["vision"],
+        images.patches,
+        images.patch_layout,
+        remat,
+        partitioner,
+        implementation,
     )
     rotation = multimodal_rotation(
-        jnp.moveaxis(images.positions, 1, 0), shape.ropes[0], shape.vision, shape.head_dim
+        jnp.moveaxis(images.positions, 1, 0), arch.ropes[0], arch.vision, arch.head_dim
     )
     return ImageFeatures(
         images.places, embeddings, jnp.stack(deepstack) if deepstack else None, rotation
@@ -78,13 +90,13 @@ def look(
 
 
 def encode(
-    shape: Shape,
+    arch: Architecture,
     params: Params,
     patches: Float[Array, "rows capacity in_features"],
-    lies: PatchLayout,
+    patch_layout: PatchLayout,
     remat: bool = False,
-    layout: Layout = ALONE,
-    how: str = "auto",
+    partitioner: Partitioner = ONE_DEVICE,
+    implementation: str = "auto",
 ) -> tuple[Float[Array, "rows tokens out"], tuple[Float[Array, "rows tokens out"], ...]]:
     """The embeddings of the tokens of all images, capacity / merge² of them a row, and the same of
     each deepstack layer.
@@ -93,22 +105,28 @@ def encode(
     tower. remat, how: as in `model.hidden_states`. On a mesh each device has the patches of its
     rows; those that share rows compute the same.
     """
-    tower, axes = shape.vision, axes_of(shape)["vision"]
+    tower, axes = arch.vision, parameter_axes(arch)["vision"]
     assert tower is not None
     own = {name: own[1:] for name, own in axes["layers"].items()}
-    outside = layout.gathered(
+    outside = partitioner.gathered(
         {name: x for name, x in params.items() if not isinstance(x, dict)}, axes
     )
     x = affine(outside, "patch", patches.astype(outside["patch"].dtype))
-    if tower.table:
-        corners = outside["positions"][lies.corners] * lies.corner_weights[..., None]
+    if patch_layout.corner_weights is not None:
+        corners = (
+            outside["positions"][patch_layout.corners] * patch_layout.corner_weights[..., None]
+        )
         x = x + jnp.sum(corners, axis=-2).astype(x.dtype)
-    rotation = jax.lax.optimization_barrier(patch_rotation(tower, lies))
-    attend = attention_of(how, layout)
+    rotation = jax.lax.optimization_barrier(patch_rotation(tower, patch_layout))
+    attend = attention_of(implementation, partitioner)
 
     def layer(x: Array, weights: Params, full: Array) -> Array:
-        weights = layout.gathered(weights, own)
-        segments = jnp.where(full, lies.frames, lies.windows) if tower.window else lies.frames
+        weights = partitioner.gathered(weights, own)
+        segments = (
+            jnp.where(full, patch_layout.frames, patch_layout.windows)
+            if tower.window
+            else patch_layout.frames
+        )
         y = norm(tower, weights, "attention_norm", x)
         query, key, value = jnp.moveaxis(
             affine(weights, "qkv", y).reshape(*y.shape[:-1], 3, tower.heads, -1), -3, 0
@@ -116,7 +134,7 @@ def encode(
         query, key = (rope(z.astype(jnp.float32), rotation).astype(z.dtype) for z in (query, key))
         x = x + affine(weights, "o", attend(query, key, value, segments))
         x = x + mlp(tower, weights, norm(tower, weights, "mlp_norm", x))
-        return layout.pin(x, "rows", None, None)
+        return partitioner.constrain(x, "rows", None, None)
 
     layer = jax.checkpoint(
         layer, policy=jax.checkpoint_policies.nothing_saveable if remat else PRODUCTS
@@ -137,98 +155,106 @@ def encode(
     # of all others: past the end, where nothing is kept
     slots[list(tower.deepstack)] = np.arange(len(tower.deepstack))
     kept = jnp.zeros((len(tower.deepstack), *x.shape), x.dtype)
-    x = layout.pin(x, "rows", None, None)
+    x = partitioner.constrain(x, "rows", None, None)
     (x, kept), _ = jax.lax.scan(step, (x, kept), (params["layers"], full, slots))
     deepstack = []
     for i, x_of_layer in enumerate(kept):
         weights = {name: leaf[i] for name, leaf in params["deepstack"].items()}
-        weights = layout.gathered(
+        weights = partitioner.gathered(
             weights, {name: own[1:] for name, own in axes["deepstack"].items()}
         )
         deepstack.append(merge(tower, weights, x_of_layer, joined_first=True))
     return merge(
-        tower, layout.gathered(params["merger"], axes["merger"]), x, joined_first=False
+        tower, partitioner.gathered(params["merger"], axes["merger"]), x, joined_first=False
     ), tuple(deepstack)
 
 
 # query, key, value, segments
-Attend = Callable[[Array, Array, Array, Array], Float[Array, "rows capacity hidden"]]
+Attend: TypeAlias = Callable[[Array, Array, Array, Array], Float[Array, "rows capacity hidden"]]
 
 
-def attention_of(how: str, layout: Layout) -> Attend:
+def attention_of(implementation: str, partitioner: Partitioner) -> Attend:
     """Attention in both directions within segments; on a mesh each device computes that of its
     rows."""
     # another name may be of a kernel that is causal
-    how = how if how in ("dense", "blocked") else "auto"
+    implementation = implementation if implementation in ("dense", "blocked") else "auto"
 
     def attend(query: Array, key: Array, value: Array, segments: Array) -> Array:
         # Queries that all stand behind the last key see every key of their segment.
-        seen = attention.Seen(segments, segments, start=segments.shape[1])
-        return attention.attend(query, key, value, seen, scale=query.shape[-1] ** -0.5, how=how)
+        seen = AttentionMask(segments, segments, start=segments.shape[1])
+        return attention.attend(
+            query, key, value, seen, scale=query.shape[-1] ** -0.5, implementation=implementation
+        )
 
-    if layout.size(*AXES) == 1:
+    if partitioner.size(*AXES) == 1:
         return attend
-    heads = layout.spec("rows", None, None, None)
-    return layout.alone(
-        attend, (heads, heads, heads, layout.spec("rows", None)), layout.spec("rows", None, None)
+    heads = partitioner.spec("rows", None, None, None)
+    return partitioner.shard_map(
+        attend,
+        (heads, heads, heads, partitioner.spec("rows", None)),
+        partitioner.spec("rows", None, None),
     )
 
 
-def patch_rotation(shape: VisionShape, layout: PatchLayout) -> Rotation:
+def patch_rotation(arch: VisionArchitecture, patch_layout: PatchLayout) -> Rotation:
     """Cosine and sine [rows, capacity, 1, head_dim / 2] of angles that turn with the patch's row in
     the first half, with its column in the second."""
-    frequencies = Rope(shape.rope_theta).frequencies(shape.hidden // shape.heads // 2)
+    frequencies = Rope(arch.rope_theta).frequencies(arch.hidden // arch.heads // 2)
     rows, columns = (
-        x[..., None, None].astype(jnp.float32) * frequencies for x in (layout.rows, layout.columns)
+        x[..., None, None].astype(jnp.float32) * frequencies
+        for x in (patch_layout.rows, patch_layout.columns)
     )
     angle = jnp.concatenate([rows, columns], axis=-1)
     return jnp.cos(angle), jnp.sin(angle)
 
 
 def merge(
-    shape: VisionShape, weights: Params, x: Float[Array, "rows capacity hidden"], joined_first: bool
+    arch: VisionArchitecture,
+    weights: Params,
+    x: Float[Array, "rows capacity hidden"],
+    joined_first: bool,
 ) -> Float[Array, "rows tokens out"]:
     """One embedding of merge² neighbouring patches. joined_first: whether the norm is of the joined
     patches or of each."""
-    joined = len(x), -1, shape.hidden * shape.merge**2
-    x = norm(shape, weights, "norm", x.reshape(joined) if joined_first else x).reshape(joined)
+    joined = len(x), -1, arch.hidden * arch.merge**2
+    x = norm(arch, weights, "norm", x.reshape(joined) if joined_first else x).reshape(joined)
     return affine(weights, "down", jax.nn.gelu(affine(weights, "up", x), approximate=False))
 
 
 def mlp(
-    shape: VisionShape, weights: Params, x: Float[Array, "rows capacity hidden"]
+    arch: VisionArchitecture, weights: Params, x: Float[Array, "rows capacity hidden"]
 ) -> Float[Array, "rows capacity hidden"]:
-    if shape.gated:
-        return gated(weights, "", x, jax.nn.silu)
+    if arch.gated_mlp:
+        return gated_mlp(weights, "", x, jax.nn.silu)
     return affine(weights, "down", jax.nn.gelu(affine(weights, "up", x), approximate=True))
 
 
 def norm(
-    shape: VisionShape, weights: Params, name: str, x: Float[Array, "... features"]
+    arch: VisionArchitecture, weights: Params, name: str, x: Float[Array, "... features"]
 ) -> Float[Array, "... features"]:
     """Computed in fp32 whatever the input."""
     y = x.astype(jnp.float32)
-    if shape.layer_norm:
+    if arch.layer_norm:
         y = y - jnp.mean(y, axis=-1, keepdims=True)
     y = y * jax.lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + EPS) * weights[name]
-    return (y + weights[f"{name}_bias"] if shape.layer_norm else y).astype(x.dtype)
+    return (y + weights[f"{name}_bias"] if arch.layer_norm else y).astype(x.dtype)
 
 
 def multimodal_rotation(
-    positions: Int[Array, "3 rows length"], rope: Rope, shape: VisionShape, head_dim: int
+    positions: Int[Array, "3 rows length"], rope: Rope, arch: VisionArchitecture, head_dim: int
 ) -> Rotation:
-    """What `model.rotations_of` gives, [rows, length, 1, head_dim / 2], for positions in time,
+    """What `model.position_rotations` gives, [rows, length, 1, head_dim / 2], for positions in time,
     height and width.
 
     Of the head_dim / 2 angles, sections[i] turn with positions[i]: one section after the other
     (Qwen2.5-VL), or interleaved as time, height, width, time, … from the first on, with time also
     where the others have ended (Qwen3-VL).
     """
-    axis = np.repeat(np.arange(3), shape.sections)
-    if shape.interleaved:
+    axis = np.repeat(np.arange(3), arch.sections)
+    if arch.interleaved:
         axis[:] = 0
         for i in (1, 2):
-            axis[i : 3 * shape.sections[i] : 3] = i
+            axis[i : 3 * arch.sections[i] : 3] = i
     angle = jnp.moveaxis(positions[axis], 0, -1)[..., None, :].astype(
         jnp.float32
     ) * rope.frequencies(head_dim)

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from areal_x.errors import UserError
-from areal_x_jax.families import describe, refuse
+from areal_x_jax.families import parse_config, refuse_features
 
 # Where the decoder's tensors and the tower's lie in what transformers saves. On the hub there are
 # also models of each family under the names of the other.
@@ -21,7 +21,7 @@ MODULES = {"qwen2_5_vl": ("model", "visual"), "qwen3_vl": ("model.language_model
 
 
 @dataclass(frozen=True)
-class VisionShape:
+class VisionArchitecture:
     """Sizes and features of a vision tower.
 
     family: whose names the tensors have; nothing else is read from it. patch: what a patch holds,
@@ -45,7 +45,7 @@ class VisionShape:
     intermediate: int
     out: int
     rope_theta: float
-    gated: bool
+    gated_mlp: bool
     layer_norm: bool
     window: int
     full_layers: tuple[int, ...]
@@ -60,15 +60,15 @@ class VisionShape:
         return int(np.prod(self.patch))
 
     @property
-    def seen(self) -> tuple[object, ...]:
+    def host_view(self) -> tuple[object, ...]:
         """All that the host reads of it: towers that agree in this take the same arrays."""
         return self.patch, self.merge, self.window, self.table, self.image_token
 
 
-def vision_shape_of(config: Mapping[str, Any]) -> VisionShape:
+def read_vision_architecture(config: Mapping[str, Any]) -> VisionArchitecture:
     """Reads the vision tower of a Hugging Face config. Raises: UserError naming what this tower
     does not do."""
-    described = describe(config)
+    described = parse_config(config)
     whole, text, vision = described.whole, described.text, described.whole.vision_config
     family = described.family.model_type
     qwen3 = family == "qwen3_vl"
@@ -86,7 +86,7 @@ def vision_shape_of(config: Mapping[str, Any]) -> VisionShape:
         "gelu_pytorch_tanh" if qwen3 else "silu",
         (vision.patch_size, vision.temporal_patch_size),
     )
-    refuse(
+    refuse_features(
         {
             f"the activation {vision.hidden_act!r} of the vision tower": vision.hidden_act != known,
             f"mrope_interleaved = {interleaved}": interleaved != qwen3,
@@ -102,7 +102,7 @@ def vision_shape_of(config: Mapping[str, Any]) -> VisionShape:
             " order"
         )
     size, merge = vision.patch_size, vision.spatial_merge_size
-    return VisionShape(
+    return VisionArchitecture(
         family=family,
         patch=(vision.in_channels, vision.temporal_patch_size, size, size),
         patch_bias=qwen3,
@@ -113,7 +113,7 @@ def vision_shape_of(config: Mapping[str, Any]) -> VisionShape:
         intermediate=vision.intermediate_size,
         out=vision.out_hidden_size,
         rope_theta=float(rope["rope_theta"]),
-        gated=not qwen3,
+        gated_mlp=not qwen3,
         layer_norm=qwen3,
         window=vision.window_size // merge // size * merge if not qwen3 else 0,
         full_layers=tuple(vision.fullatt_block_indexes) if not qwen3 else (),

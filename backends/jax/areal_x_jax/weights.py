@@ -14,19 +14,25 @@ import numpy as np
 
 from areal_x.errors import UserError
 from areal_x.hf.adapters import PEFT_PREFIX
-from areal_x_jax.architecture import Shape
+from areal_x_jax.architecture import Architecture
 from areal_x_jax.parameters import (
     Leaf,
     Params,
-    in_layers,
-    in_vision,
+    layer_leaves,
     module_of,
-    outside_layers,
+    other_leaves,
     parameter_shapes,
     sizes_of,
     stack_of,
+    vision_leaves,
 )
-from areal_x_jax.sharding import ALONE, Layout, all_of, lay, shardings
+from areal_x_jax.sharding import (
+    ONE_DEVICE,
+    Partitioner,
+    addressable,
+    parameter_shardings,
+    put_sharded,
+)
 from areal_x_jax.vision_architecture import MODULES
 
 
@@ -42,52 +48,52 @@ class Place:
     tensor: tuple[int, ...]
 
 
-def places(shape: Shape) -> dict[str, Place]:
+def places(arch: Architecture) -> dict[str, Place]:
     """Every tensor of this model by the name that transformers saves it under, in the order of the
     model."""
-    found, sizes = {}, sizes_of(shape)
+    found, sizes = {}, sizes_of(arch)
 
     def place(path: tuple[str, ...], leaf: Leaf, *index: int) -> Place:
         tensor = tuple(sizes[axis] for axis in leaf.axes["{expert}" in leaf.name :])
         return Place(path, index, leaf.transposed, tensor[::-1] if leaf.transposed else tensor)
 
-    outside = outside_layers(shape)
+    outside = other_leaves(arch)
     if "embed" in outside:
         found[outside["embed"].name] = place(("embed",), outside["embed"])
-    count = shape.experts.count if shape.experts else 0
+    count = arch.experts.count if arch.experts else 0
     leaves, stacks = (
-        in_layers(shape),
-        {stack: shape.layers_in(stack) for stack in ("layers", "dense", "sparse")},
+        layer_leaves(arch),
+        {stack: arch.layers_in(stack) for stack in ("layers", "dense", "sparse")},
     )
-    for layer in range(shape.layers):
+    for layer in range(arch.layers):
         for name, leaf in leaves.items():
             if layer not in stacks[leaf.stack]:
                 continue
-            index = stacks[leaf.stack].index(layer)
-            full = f"{PEFT_PREFIX if shape.adapters else ''}{module_of(shape)}.layers.{layer}.{leaf.name}"
+            at = stacks[leaf.stack].index(layer)
+            full = f"{PEFT_PREFIX if arch.adapters else ''}{module_of(arch)}.layers.{layer}.{leaf.name}"
             path = "layers", name
             if "{expert}" in full:
                 for expert in range(count):
-                    found[full.format(expert=expert)] = place(path, leaf, index, expert)
+                    found[full.format(expert=expert)] = place(path, leaf, at, expert)
             else:
-                found[full] = place(path, leaf, index)
+                found[full] = place(path, leaf, at)
     for name, leaf in outside.items():
         found.setdefault(leaf.name, place((name,), leaf))
-    if shape.vision is not None and shape.adapters is None:
-        for path, leaf in in_vision(shape.vision).items():
-            for index in np.ndindex(*(sizes[axis] for axis in stack_of(path))):
-                found[leaf.name.format(*index)] = place(("vision", *path), leaf, *index)
-        kernel = f"{MODULES[shape.vision.family][1]}.patch_embed.proj.weight"
-        found[kernel] = replace(found[kernel], tensor=(shape.vision.hidden, *shape.vision.patch))
+    if arch.vision is not None and arch.adapters is None:
+        for within, leaf in vision_leaves(arch.vision).items():
+            for index in np.ndindex(*(sizes[axis] for axis in stack_of(within))):
+                found[leaf.name.format(*index)] = place(("vision", *within), leaf, *index)
+        kernel = f"{MODULES[arch.vision.family][1]}.patch_embed.proj.weight"
+        found[kernel] = replace(found[kernel], tensor=(arch.vision.hidden, *arch.vision.patch))
     return found
 
 
-def saved_name(shape: Shape, name: str) -> str:
+def saved_name(arch: Architecture, name: str) -> str:
     """The name that transformers saves this tensor under: models that see are on the hub under
     either of MODULES' names."""
-    if shape.vision is None or shape.adapters is not None:
+    if arch.vision is None or arch.adapters is not None:
         return name
-    text, tower = MODULES[shape.vision.family]
+    text, tower = MODULES[arch.vision.family]
     for prefix, module in (
         ("model.visual.", tower),
         ("visual.", tower),
@@ -100,10 +106,10 @@ def saved_name(shape: Shape, name: str) -> str:
 
 
 def from_tensors(
-    shape: Shape,
+    arch: Architecture,
     tensors: Iterable[tuple[str, np.ndarray]],
     source: str,
-    layout: Layout = ALONE,
+    partitioner: Partitioner = ONE_DEVICE,
     dtype: Any = jnp.float32,
 ) -> Params:
     """The tree of parameters of this type (a score's is fp32) on the devices, split as the layout
@@ -111,15 +117,17 @@ def from_tensors(
 
     Raises: UserError listing tensors that are missing, left over, of another shape, or not finite.
     """
-    where, made = places(shape), parameter_shapes(shape)
-    lies = (
-        shardings(layout, shape) if layout.mesh is not None else jax.tree.map(lambda _: None, made)
+    where, made = places(arch), parameter_shapes(arch)
+    shardings = (
+        parameter_shardings(partitioner, arch)
+        if partitioner.mesh is not None
+        else jax.tree.map(lambda _: None, made)
     )
     missing, left_over = set(where), []
     for given, tensor in tensors:
-        name = saved_name(shape, given)
+        name = saved_name(arch, given)
         if name not in where:
-            if not is_left_out(shape, name):
+            if not is_ignored(arch, name):
                 left_over.append(given)
             continue
         place = where[name]
@@ -133,36 +141,38 @@ def from_tensors(
                 " training failed"
             )
         value = value if place.path == ("score",) else value.astype(dtype)
-        holder, last = leaf_of(made, place.path[:-1]), place.path[-1]
-        holder[last] = put(holder[last], value, place.index, leaf_of(lies, place.path))
+        holder, last = get_leaf(made, place.path[:-1]), place.path[-1]
+        holder[last] = write_into_stack(
+            holder[last], value, place.index, get_leaf(shardings, place.path)
+        )
         missing.discard(name)
-    refuse_others(missing, left_over, source)
+    refuse_mismatch(missing, left_over, source)
     return made
 
 
-def check_tensors(shape: Shape, tensors: Mapping[str, tuple[int, ...]], source: str) -> None:
+def check_tensors(arch: Architecture, tensors: Mapping[str, tuple[int, ...]], source: str) -> None:
     """Raises: UserError for what `from_tensors` would refuse of tensors of these shapes, of which
     none is read. What scores may lack its score, which then is 0."""
-    where = places(shape)
-    names = {saved_name(shape, given): given for given in tensors}
+    where = places(arch)
+    names = {saved_name(arch, given): given for given in tensors}
     for name in names.keys() & where.keys():
         check_size(names[name], tensors[names[name]], where[name], source)
-    missing = where.keys() - names.keys() - ({"score.weight"} if shape.scores else set())
-    refuse_others(
+    missing = where.keys() - names.keys() - ({"score.weight"} if arch.scores else set())
+    refuse_mismatch(
         missing,
         [
             given
             for name, given in names.items()
-            if name not in where and not is_left_out(shape, name)
+            if name not in where and not is_ignored(arch, name)
         ],
         source,
     )
 
 
-def is_left_out(shape: Shape, name: str) -> bool:
+def is_ignored(arch: Architecture, name: str) -> bool:
     """Some save the tied head a second time, and what scores has no use for a language model's
     head."""
-    return name == "lm_head.weight" and (shape.tied or shape.scores)
+    return name == "lm_head.weight" and (arch.tied or arch.scores)
 
 
 def check_size(name: str, size: tuple[int, ...], place: Place, source: str) -> None:
@@ -172,7 +182,7 @@ def check_size(name: str, size: tuple[int, ...], place: Place, source: str) -> N
         )
 
 
-def refuse_others(missing: Collection[str], left_over: list[str], source: str) -> None:
+def refuse_mismatch(missing: Collection[str], left_over: list[str], source: str) -> None:
     if missing or left_over:
         complaints = {"missing": sorted(missing), "left over": left_over}
         listed = "; ".join(
@@ -183,15 +193,17 @@ def refuse_others(missing: Collection[str], left_over: list[str], source: str) -
         )
 
 
-def leaf_of(tree: Params, path: tuple[str, ...]) -> Any:
+def get_leaf(tree: Params, path: tuple[str, ...]) -> Any:
     """What lies there in a tree: a leaf, or a tree."""
     return reduce(lambda inner, key: inner[key], path, tree)
 
 
-def put(whole: Any, value: np.ndarray, index: tuple[int, ...], sharding: Any) -> jax.Array:
+def write_into_stack(
+    whole: Any, value: np.ndarray, index: tuple[int, ...], sharding: Any
+) -> jax.Array:
     """`whole` (a shape as long as nothing is in it) with `value` at this place of its stack."""
     if not index:
-        return lay(np.ascontiguousarray(value), sharding)
+        return put_sharded(np.ascontiguousarray(value), sharding)
     if not isinstance(whole, jax.Array):
         whole = jnp.zeros(whole.shape, value.dtype, device=sharding)
     part = value[(None,) * len(index)]
@@ -207,11 +219,11 @@ def writer(sharding: Any) -> Any:
     return jax.jit(write, donate_argnums=0, out_shardings=sharding)
 
 
-def to_tensors(shape: Shape, params: Params) -> Iterator[tuple[str, np.ndarray]]:
+def to_tensors(arch: Architecture, params: Params) -> Iterator[tuple[str, np.ndarray]]:
     """Each tensor under its Hugging Face name, fetched from the devices one at a time."""
-    for name, place in places(shape).items():
-        leaf = leaf_of(params, place.path)
-        value = np.asarray(jax.device_get(all_of(leaf[place.index] if place.index else leaf)))
+    for name, place in places(arch).items():
+        leaf = get_leaf(params, place.path)
+        value = np.asarray(jax.device_get(addressable(leaf[place.index] if place.index else leaf)))
         yield (
             name,
             np.ascontiguousarray(value.T).reshape(place.tensor) if place.transposed else value,

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from functools import cache, cached_property
 from importlib.util import find_spec
 from itertools import accumulate, groupby
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from jaxtyping import Bool, Float, Int32
@@ -33,9 +33,9 @@ NAMES = ("auto", "sdpa", "flash", "npu")
 BLOCK = 512
 FLASH_HEAD_DIM = 256  # the widest head that flash-attn takes
 
-Queries = Float[Tensor, "rows heads tokens head_dim"]
-Keys = Float[Tensor, "rows kv_heads tokens head_dim"]
-Attended = Float[Tensor, "rows tokens heads head_dim"]
+Queries: TypeAlias = Float[Tensor, "rows heads tokens head_dim"]
+Keys: TypeAlias = Float[Tensor, "rows kv_heads tokens head_dim"]
+Attended: TypeAlias = Float[Tensor, "rows tokens heads head_dim"]
 
 
 @dataclass(frozen=True)
@@ -110,7 +110,9 @@ def bounds_of(lengths: tuple[int, ...], device: torch.device) -> Int32[Tensor, "
     return torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=device)
 
 
-Attend = Callable[[Queries, Keys, Keys, Segments, float, "int | None", "float | None"], Attended]
+Attend: TypeAlias = Callable[
+    [Queries, Keys, Keys, Segments, float, "int | None", "float | None"], Attended
+]
 
 
 # which way it is computed depends on the lengths of sequences: each row would be compiled anew
@@ -213,17 +215,17 @@ def sdpa(
     attended, of_shared = [], {}
     for (length, prefix, of, count), part in zip(runs, parts, strict=True):
         of_shared[of] = part[1:]
-        rows = [x.unflatten(2, (count, length)).transpose(1, 2).flatten(0, 1) for x in part]
+        q, k, v = (x.unflatten(2, (count, length)).transpose(1, 2).flatten(0, 1) for x in part)
         if prefix >= 0:
-            prompt = (x.expand(count, -1, -1, -1) for x in of_shared[prefix])
-            rows[1:] = (torch.cat(both, dim=2) for both in zip(prompt, rows[1:], strict=True))
+            prompt_k, prompt_v = (x.expand(count, -1, -1, -1) for x in of_shared[prefix])
+            k, v = torch.cat([prompt_k, k], dim=2), torch.cat([prompt_v, v], dim=2)
         if prefix < 0 and softcap is None and (window is None or window >= length):
             grouped = query.shape[1] != key.shape[1]
             found = scaled_dot_product_attention(
-                *rows, is_causal=True, scale=scale, enable_gqa=grouped
+                q, k, v, is_causal=True, scale=scale, enable_gqa=grouped
             )
         else:
-            found = torch.cat(list(_in_blocks(*rows, segments, scale, window, softcap)), dim=2)
+            found = torch.cat(list(_in_blocks(q, k, v, segments, scale, window, softcap)), dim=2)
         attended.append(
             found.transpose(1, 2).reshape(len(query), count * length, *found.shape[1::2])
         )

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 
-class Shared(torch.autograd.Function):
+class CopyToGroup(torch.autograd.Function):
     """What all have goes into parts: its gradient is the sum of theirs."""
 
     @staticmethod
@@ -25,7 +25,7 @@ class Shared(torch.autograd.Function):
         return summed, None
 
 
-class Summed(torch.autograd.Function):
+class SumOverGroup(torch.autograd.Function):
     """The sum of the parts that all have."""
 
     @staticmethod
@@ -39,7 +39,7 @@ class Summed(torch.autograd.Function):
         return grad, None
 
 
-class Joined(torch.autograd.Function):
+class GatherFromGroup(torch.autograd.Function):
     """Parts of equal size one after the other along the last axis."""
 
     @staticmethod
@@ -54,7 +54,7 @@ class Joined(torch.autograd.Function):
         return grad.chunk(ctx.group.size(), dim=-1)[ctx.group.rank()], None
 
 
-class Exchanged(torch.autograd.Function):
+class AllToAll(torch.autograd.Function):
     """Rows for each process of a group in its order, so many as `sent` says, for those that they
     have for this one."""
 
@@ -69,4 +69,4 @@ class Exchanged(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        return Exchanged.apply(grad, *ctx.how), None, None, None
+        return AllToAll.apply(grad, *ctx.how), None, None, None

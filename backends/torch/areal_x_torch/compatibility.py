@@ -21,16 +21,17 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from areal_x.errors import UserError
 from areal_x_torch.attention import ATTENTION, Segments, sdpa
-from areal_x_torch.dummy_model import stand_in
+from areal_x_torch.dtensors import ShardedView, local
+from areal_x_torch.dummy_model import make_dummy
 from areal_x_torch.experts import EXPERTS, is_experts
 from areal_x_torch.model import (
-    Row,
+    PackedRow,
     decoder,
+    has_vision,
     head,
     hidden_states,
     is_classifier,
     named_tensors,
-    sees,
 )
 
 # How configs and modules call what is a number of tokens that some layer sees or selects; not which
@@ -66,7 +67,7 @@ def prepare(model: PreTrainedModel, directory: Path) -> None:
     which = type(model), sha256(model.config.to_json_string().encode()).hexdigest()
     if which not in _passed:
         try:
-            reason = difference(stand_in(model))
+            reason = difference(make_dummy(model))
         except NotImplementedError as error:
             reason = str(error)
         except Exception as error:  # transformers' own code, given what it does not expect
@@ -83,7 +84,7 @@ def prepare(model: PreTrainedModel, directory: Path) -> None:
 
 
 def attend_by(model: PreTrainedModel, name: str) -> None:
-    model.set_attn_implementation({"text_config": name} if sees(model) else name)
+    model.set_attn_implementation({"text_config": name} if has_vision(model) else name)
 
 
 @torch.inference_mode()
@@ -94,7 +95,8 @@ def difference(model: PreTrainedModel) -> str | None:
     The model's spans are shortened for good.
     """
     held = {x.untyped_storage().data_ptr() for x in model.state_dict().values()}
-    if any(x.untyped_storage().data_ptr() not in held for x in named_tensors(model).values()):
+    named = (local(x) for x in named_tensors(model).values() if not isinstance(x, ShardedView))
+    if any(x.untyped_storage().data_ptr() not in held for x in named):
         return "its files hold other tensors than parts of the model's"
     beyond = max(shorten(model), default=0) + 3
     lengths = tuple(max(n, beyond) if i in COMPARED else n for i, n in enumerate(LENGTHS))
@@ -148,7 +150,7 @@ def _packed(model: PreTrainedModel, *sequences: Tensor) -> tuple[Tensor, ...]:
     """The last states of sequences in one flat row."""
     lengths = tuple(map(len, sequences))
     positions = torch.cat([torch.arange(n) for n in lengths])
-    row = Row(torch.cat(sequences), positions, Segments.of(lengths, sdpa, positions.device))
+    row = PackedRow(torch.cat(sequences), positions, Segments.of(lengths, sdpa, positions.device))
     return hidden_states(model, row).split(lengths)
 
 

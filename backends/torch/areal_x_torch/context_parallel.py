@@ -20,7 +20,7 @@ from transformers import PreTrainedConfig
 from areal_x.errors import ConfigError
 from areal_x.protocols.trainer_config import MeshConfig
 from areal_x_torch.attention import Attend, Attended, Keys, Queries, Segments
-from areal_x_torch.collectives import Exchanged
+from areal_x_torch.collectives import AllToAll
 
 
 def check_context(model: PreTrainedConfig, mesh: MeshConfig) -> None:
@@ -44,7 +44,7 @@ def check_context(model: PreTrainedConfig, mesh: MeshConfig) -> None:
         )
 
 
-def own_part(tokens: int, group: ProcessGroup | None) -> slice:
+def token_range(tokens: int, group: ProcessGroup | None) -> slice:
     """Which tokens of a row are this process's; all where no others share it."""
     if group is None:
         return slice(0, tokens)
@@ -52,7 +52,7 @@ def own_part(tokens: int, group: ProcessGroup | None) -> slice:
     return slice(group.rank() * each, (group.rank() + 1) * each)
 
 
-def exchanging(attend: Attend, group: ProcessGroup | None) -> Attend:
+def ulysses(attend: Attend, group: ProcessGroup | None) -> Attend:
     """Attention by `attend` to and from this process's tokens alone, of rows whose segments are
     given whole."""
     if group is None:
@@ -74,11 +74,11 @@ def exchanging(attend: Attend, group: ProcessGroup | None) -> Attend:
         # short.
         whole = to_heads(torch.cat([x.flatten(2) for x in parts], dim=2), group)
         shares = whole.split([x.shape[2] * x.shape[3] for x in parts], dim=1)
-        heads = [
+        query, key, value = (
             x.unflatten(1, of.shape[2:]).transpose(0, 1)[None]
             for x, of in zip(shares, parts, strict=True)
-        ]
-        attended = attend(*heads, segments, scale, window, softcap)
+        )
+        attended = attend(query, key, value, segments, scale, window, softcap)
         own = to_tokens(attended[0].flatten(1), group)
         return own.unflatten(2, attended.shape[2:]).flatten(1, 2)[None]
 
@@ -112,5 +112,5 @@ def _exchanged(
 ) -> Float[Tensor, "rows features"]:
     """As many rows for each process."""
     each = [len(x) // group.size()] * group.size()
-    received: Tensor = Exchanged.apply(x, each, each, group)
+    received: Tensor = AllToAll.apply(x, each, each, group)
     return received

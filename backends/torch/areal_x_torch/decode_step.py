@@ -17,7 +17,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from areal_x_torch.kv_cache import Cache, Layer, Newest
+from areal_x_torch.kv_cache import Cache, DecodeCache, Layer
 from areal_x_torch.model import decoder, head
 
 # (token, its position, *Cache.newest(its column, used)) → the logits of what comes next
@@ -42,7 +42,7 @@ class NextLogits(nn.Module):
         keys: list[Tensor],
         values: list[Tensor],
     ) -> Float[Tensor, "rows vocabulary"]:
-        cache = Newest(self.layers, self.windows, places, masks, keys, values)
+        cache = DecodeCache(self.layers, self.windows, places, masks, keys, values)
         out = decoder(self.model)(
             input_ids=token[:, None], position_ids=position[:, None], use_cache=False, cache=cache
         )
@@ -50,7 +50,7 @@ class NextLogits(nn.Module):
 
 
 @torch.inference_mode()
-def traced(model: PreTrainedModel, layers: Sequence[Layer]) -> Step:
+def trace_step(model: PreTrainedModel, layers: Sequence[Layer]) -> Step:
     """The step as a graph, for any number of rows and columns; without one, with a warning, where
     it would say other things."""
     step = NextLogits(model, layers)

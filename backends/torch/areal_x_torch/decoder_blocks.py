@@ -24,7 +24,7 @@ from transformers import PreTrainedModel
 
 from areal_x.errors import UserError
 from areal_x.protocols.trainer_config import TrainerConfig
-from areal_x_torch.experts import computed_again
+from areal_x_torch.experts import recompute_contexts
 
 # Whose results "products" keeps: products with kernels, experts' too, and attention, by parts of
 # the names of its kernels. Not bmm, which computes scores.
@@ -48,14 +48,15 @@ def prepare(
         decoder = set(model.get_decoder().modules())  # what sees looks at lengths on the way
         blocks = [block for block in blocks_of(model) if block in decoder]
         # One function for all blocks of a class: of one each, each would be compiled.
-        compiled = {kind: torch.compile(kind.forward, dynamic=True) for kind in map(type, blocks)}
+        kinds: set[Any] = {type(block) for block in blocks}
+        compiled = {kind: torch.compile(kind.forward, dynamic=True) for kind in kinds}
         for block in blocks:
             block.forward = partial(compiled[type(block)], block)
     learns = any(x.requires_grad for x in model.parameters())
     if learns and not (config.compile and config.remat == "products"):
         recompute(
             model,
-            partial(choose, config, dtype, products_of(model), room_of(model, config, memory)),
+            partial(choose, config, dtype, product_width(model), free_bytes(model, config, memory)),
         )
 
 
@@ -73,7 +74,7 @@ def choose(
     these) or "layers".
 
     "auto" takes the first that fits into the room, and "nothing" where nobody knows it. products:
-    see `products_of`.
+    see `product_width`.
     """
     if config.remat != "auto":
         return config.remat
@@ -83,7 +84,7 @@ def choose(
     return "nothing" if config.compile and how == "products" else how
 
 
-def products_of(model: PreTrainedModel) -> int:
+def product_width(model: PreTrainedModel) -> int:
     """How many numbers the products of all blocks give for each token, of experts those that
     compute it."""
     experts = getattr(model.config.get_text_config(), "num_experts_per_tok", None) or 1
@@ -91,7 +92,7 @@ def products_of(model: PreTrainedModel) -> int:
     return sum(x.shape[-2] * (experts if x.ndim == 3 else 1) for x in parameters)
 
 
-def room_of(model: PreTrainedModel, config: TrainerConfig, memory: int | None) -> int | None:
+def free_bytes(model: PreTrainedModel, config: TrainerConfig, memory: int | None) -> int | None:
     """Half of the bytes that are left of a device beside parameters, gradients and moments: the
     other half is for the head, for gathered blocks and for what is computed on the way."""
     if memory is None:
@@ -144,7 +145,7 @@ def _again(
 
 def _contexts(how: str) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
     """In which a block is computed first, and again."""
-    first, again = computed_again()
+    first, again = recompute_contexts()
     if how == "layers":
         return first, again
     keeps, takes = create_selective_checkpoint_contexts(_policy)

@@ -39,7 +39,7 @@ def memory_of(device: torch.device) -> int | None:
         return None
 
 
-def repeat_exactly(device: torch.device) -> None:
+def make_deterministic(device: torch.device) -> None:
     """Lets torch choose only kernels that give equal bits for equal operands, and raise where an
     operation has none.
 

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.nn import Parameter
 
 
-class Piece(NamedTuple):
+class ShardedView(NamedTuple):
     """Some numbers of a tensor that lies on several processes: where they would be, were it whole
     and contiguous."""
 
@@ -30,24 +30,25 @@ def local(x: Tensor) -> Tensor:
     return x.to_local() if isinstance(x, DTensor) else x
 
 
-def gathered(x: Tensor) -> Tensor:
+def gather(x: Tensor) -> Tensor:
     """The whole tensor, which all processes gather together."""
     return x.full_tensor() if isinstance(x, DTensor) else x
 
 
-def gathered_each(
-    tensors: Iterable[tuple[str, Tensor | Piece]], as_: Callable[[Tensor], Tensor] = lambda x: x
+def gather_each(
+    tensors: Iterable[tuple[str, Tensor | ShardedView]],
+    as_: Callable[[Tensor], Tensor] = lambda x: x,
 ) -> Iterator[tuple[str, Tensor]]:
     """The whole tensors, one after the other; of neighbours that are pieces of one tensor, that is
     gathered once. as_: what is made of each before."""
     last: DTensor | None = None
     for name, x in tensors:
-        if isinstance(x, Piece):
+        if isinstance(x, ShardedView):
             if last is not x.of:
-                last, whole = x.of, gathered(as_(x.of)).contiguous()
+                last, whole = x.of, gather(as_(x.of)).contiguous()
             yield name, x.view(whole)
         else:
-            yield name, gathered(as_(x))
+            yield name, gather(as_(x))
 
 
 def own_part(whole: Tensor, of: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 Module = TypeVar("Module", bound=nn.Module)
 
 
-def stand_in(model: PreTrainedModel) -> PreTrainedModel:
+def make_dummy(model: PreTrainedModel) -> PreTrainedModel:
     """A model on the meta device with random parameters, on the CPU, of the same widths; of its
     decoder the first blocks, as many as it takes to have one of every kind. Other copies of its
     parameters exist while a layer computes, one at a time."""
@@ -28,10 +28,10 @@ def stand_in(model: PreTrainedModel) -> PreTrainedModel:
             )
     # one expert after the other: a grouped product wants rows that do not overlap
     copy.set_experts_implementation("eager")
-    return drawn(copy)
+    return randomised(copy)
 
 
-def drawn(module: Module) -> Module:
+def randomised(module: Module) -> Module:
     """The same module; what of it was on the meta device is random, on the CPU."""
     random, made = torch.Generator().manual_seed(0), dict[int, Tensor]()
     for part in module.modules():

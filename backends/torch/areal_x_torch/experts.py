@@ -35,9 +35,9 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from areal_x.errors import ConfigError
 from areal_x.protocols.trainer_config import TrainerConfig
-from areal_x_torch.collectives import Exchanged
+from areal_x_torch.collectives import AllToAll
 from areal_x_torch.dtensors import local, mesh_of
-from areal_x_torch.dummy_model import drawn
+from areal_x_torch.dummy_model import randomised
 
 EXPERTS = "areal_x_grouped"
 IN_LAYER = re.compile(r"\.(\d+)\.")  # of a decoder, "model.layers.3.mlp.gate"
@@ -67,9 +67,9 @@ def mixture(
     sizes = torch.bincount(chosen.reshape(-1), minlength=len(module.down_proj))
     x, mesh = hidden.to(dtype)[order // chosen.shape[1]], mesh_of(module.down_proj)
     said = (
-        said_here(module, x, sizes)
+        local_experts(module, x, sizes)
         if mesh is None
-        else said_elsewhere(module, x, sizes, mesh["expert"].get_group())
+        else dispatched_experts(module, x, sizes, mesh["expert"].get_group())
     )
     # In the order of tokens, so that the sum does not depend on the routing.
     said = said[order.argsort()].view(*chosen.shape, -1)
@@ -84,7 +84,7 @@ def is_experts(module: nn.Module) -> bool:
     return hasattr(module, "is_transposed") and hasattr(module, "has_gate")
 
 
-def said_here(
+def local_experts(
     module: nn.Module, x: Float[Tensor, "n features"], sizes: Int[Tensor, " experts"]
 ) -> Float[Tensor, "n features"]:
     """What this process's experts say of tokens that lie in their order, so many for each."""
@@ -97,7 +97,7 @@ def said_here(
     return grouped(module._apply_gate(x) if module.has_gate else module.act_fn(x), outer, sizes)
 
 
-def said_elsewhere(
+def dispatched_experts(
     module: nn.Module,
     x: Float[Tensor, "n features"],
     sizes: Int[Tensor, " experts"],
@@ -115,8 +115,8 @@ def said_elsewhere(
         .repeat_interleave(asked.view(-1))
     )
     order = by_asker.argsort(stable=True)
-    said = said_here(module, Exchanged.apply(x, sent, received, group)[order], asked.sum(0))
-    back: Tensor = Exchanged.apply(said[order.argsort()], received, sent, group)
+    said = local_experts(module, AllToAll.apply(x, sent, received, group)[order], asked.sum(0))
+    back: Tensor = AllToAll.apply(said[order.argsort()], received, sent, group)
     return back
 
 
@@ -127,21 +127,21 @@ def grouped(
 ) -> Float[Tensor, "n out"]:
     """Tokens times the kernel of their expert: first those of the first expert, as many as `sizes`
     says, and so on."""
-    if has_grouped_product(x, kernels):
+    if can_group(x, kernels):
         return functional.grouped_mm(x, kernels, offs=sizes.cumsum(0).int())
     parts = zip(x.split(sizes.tolist()), kernels.unbind(), strict=True)
     return torch.cat([part @ kernel for part, kernel in parts])
 
 
-def has_grouped_product(x: Tensor, kernels: Tensor) -> bool:
+def can_group(x: Tensor, kernels: Tensor) -> bool:
     """Whether torch multiplies groups at once on this device and in this type, which wants rows of
     whole 16 bytes."""
     aligned = all(width * x.element_size() % 16 == 0 for width in kernels.shape[1:])
-    return aligned and multiplies_groups(x.device, x.dtype)
+    return aligned and has_grouped_mm(x.device, x.dtype)
 
 
 @cache
-def multiplies_groups(device: torch.device, dtype: torch.dtype) -> bool:
+def has_grouped_mm(device: torch.device, dtype: torch.dtype) -> bool:
     """Which devices and types it takes differs with torch's version: here it is tried."""
     x = torch.ones(16, 16, device=device, dtype=dtype)
     try:
@@ -160,8 +160,8 @@ class Routers(NamedTuple):
 
     layers: int
     per_token: int
-    count: int
-    routed: tuple[int, ...]
+    count: int  # type: ignore[assignment]  # hides tuple.count, which nobody calls
+    routing_scope: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -175,7 +175,9 @@ class Tally:
     @staticmethod
     def of(routers: Routers, device: torch.device) -> Tally:
         none = torch.zeros(routers.count, device=device)
-        return Tally(dict.fromkeys(routers.routed, none), dict.fromkeys(routers.routed, none))
+        return Tally(
+            dict.fromkeys(routers.routing_scope, none), dict.fromkeys(routers.routing_scope, none)
+        )
 
     def add(
         self,
@@ -204,18 +206,18 @@ class Tally:
 class Routing:
     """What routers are to do in one pass through a model. recorded: the experts that an engine sent
     each token through, -1 where it recorded none; without it they choose. tally: where that is
-    counted, of the first `counted` tokens."""
+    counted, of the first `real_tokens` tokens."""
 
     recorded: Int[Tensor, "tokens layers per_token"] | None
     tally: Tally | None
-    counted: int
+    real_tokens: int
 
 
 _running: ContextVar[Routing | None] = ContextVar("routing", default=None)
 
 
 @contextmanager
-def routed(routing: Routing | None) -> Iterator[None]:
+def routing_scope(routing: Routing | None) -> Iterator[None]:
     """Has the routers that a thread runs do so."""
     before = _running.set(routing)
     try:
@@ -224,15 +226,15 @@ def routed(routing: Routing | None) -> Iterator[None]:
         _running.reset(before)
 
 
-def computed_again() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+def recompute_contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
     """For torch.utils.checkpoint: how a block is computed first, and again. It is not counted
     twice."""
     routing = _running.get()
-    return nullcontext(), routed(routing and replace(routing, tally=None))
+    return nullcontext(), routing_scope(routing and replace(routing, tally=None))
 
 
 def hook_routers(model: PreTrainedModel, config: TrainerConfig, directory: Path) -> Routers | None:
-    """Has the routers of a model do what `routed` says; None for a model that has none, or others
+    """Has the routers of a model do what `routing_scope` says; None for a model that has none, or others
     than of softmax.
 
     Raises: ConfigError for what a config asks of routers that the model does not have.
@@ -245,7 +247,7 @@ def hook_routers(model: PreTrainedModel, config: TrainerConfig, directory: Path)
     found = {
         int(number[1]): router for name, router in routers if (number := IN_LAYER.search(name))
     }
-    normalised = {n: normalises(drawn(deepcopy(router))) for n, router in found.items()}
+    normalised = {n: normalises(randomised(deepcopy(router))) for n, router in found.items()}
     if not found or None in normalised.values():
         mixed = bool(found) or any(is_experts(module) for module in model.modules())
         if config.replay_experts:
@@ -262,7 +264,7 @@ def hook_routers(model: PreTrainedModel, config: TrainerConfig, directory: Path)
     for n, router in found.items():
         router.register_forward_hook(partial(_route, n, normalised[n]))
     with torch.no_grad():
-        tried = drawn(deepcopy(next(iter(found.values()))))
+        tried = randomised(deepcopy(next(iter(found.values()))))
         logits, _, chosen = tried(_tokens_for(tried))
     return Routers(
         model.config.get_text_config().num_hidden_layers,
@@ -284,7 +286,7 @@ def normalises(router: nn.Module) -> bool | None:
             logits, weights, chosen = router(
                 x / router(x)[0].float().std().clamp(min=1e-6).to(x.dtype)
             )
-            both = {n: weighed(logits.float().softmax(-1), chosen, n) for n in (True, False)}
+            both = {n: expert_weights(logits.float().softmax(-1), chosen, n) for n in (True, False)}
         except (
             TypeError,
             ValueError,
@@ -299,7 +301,7 @@ def normalises(router: nn.Module) -> bool | None:
     return next(alike, None)
 
 
-def weighed(
+def expert_weights(
     probabilities: Float[Tensor, "tokens experts"], chosen: Tensor, normalised: bool
 ) -> Tensor:
     """The weights of chosen experts."""
@@ -309,8 +311,8 @@ def weighed(
 
 def _tokens_for(router: nn.Module) -> Float[Tensor, "64 features"]:
     kernel = next(router.parameters())
-    drawn = torch.randn(64, kernel.shape[-1], generator=torch.Generator().manual_seed(0))
-    return drawn.to(kernel.device, kernel.dtype)
+    randomised = torch.randn(64, kernel.shape[-1], generator=torch.Generator().manual_seed(0))
+    return randomised.to(kernel.device, kernel.dtype)
 
 
 @torch.compiler.disable  # what it does is said outside
@@ -326,7 +328,9 @@ def _route(
     if routing.recorded is not None:
         recorded = routing.recorded[:, layer]
         chosen = torch.where(recorded >= 0, recorded, chosen)
-        weights = weighed(probabilities, chosen, normalised).to(weights.dtype)
+        weights = expert_weights(probabilities, chosen, normalised).to(weights.dtype)
     if routing.tally is not None:
-        routing.tally.add(layer, chosen[: routing.counted], probabilities[: routing.counted])
+        routing.tally.add(
+            layer, chosen[: routing.real_tokens], probabilities[: routing.real_tokens]
+        )
     return logits, weights, chosen

@@ -19,7 +19,7 @@ from areal_x.types import Batch
 
 
 @dataclass(frozen=True)
-class Flat:
+class FlatRow:
     """Some sequences of packed rows in one flat row.
 
     places: where in the flattened packed rows each token lies. lengths: of each sequence. prefixes:
@@ -31,13 +31,13 @@ class Flat:
     places: Int64[np.ndarray, " tokens"]
     lengths: Int64[np.ndarray, " sequences"]
     prefixes: Int64[np.ndarray, " sequences"]
-    silent: int = 0
+    padding: int = 0
 
     @property
     def positions(self) -> Int64[np.ndarray, " tokens"]:
         """Of each token in its sequence, the shared part included."""
         before = np.where(self.prefixes >= 0, self.lengths[self.prefixes], 0)
-        return _counted(self.lengths) + np.repeat(before, self.lengths)
+        return _positions_within(self.lengths) + np.repeat(before, self.lengths)
 
     def take(self, x: np.ndarray) -> np.ndarray:
         """What stands in packed rows at these tokens."""
@@ -54,32 +54,32 @@ class Flat:
         not have the token.
         """
         chosen = self.take(wanted)
-        chosen[len(chosen) - self.silent :] = False
+        chosen[len(chosen) - self.padding :] = False
         if before:
-            chosen = chosen & (_counted(self.lengths) > 0)
+            chosen = chosen & (_positions_within(self.lengths) > 0)
         found = np.flatnonzero(chosen)
-        telling = found - before
-        here = (telling >= own.start) & (telling < own.stop)
-        return telling[here] - own.start, self.places[found[here]]
+        state_at = found - before
+        here = (state_at >= own.start) & (state_at < own.stop)
+        return state_at[here] - own.start, self.places[found[here]]
 
-    def counted(self, own: slice) -> int:
+    def real_tokens(self, own: slice) -> int:
         """How many tokens of the part `own` are not silent; they come first."""
-        return max(min(own.stop, len(self.places) - self.silent) - own.start, 0)
+        return max(min(own.stop, len(self.places) - self.padding) - own.start, 0)
 
 
-def no_sequence(tokens: int) -> Flat:
+def padding_row(tokens: int) -> FlatRow:
     """For a pass that only other processes need."""
-    return Flat(np.zeros(tokens, np.int64), np.array([tokens]), np.array([-1]), silent=tokens)
+    return FlatRow(np.zeros(tokens, np.int64), np.array([tokens]), np.array([-1]), padding=tokens)
 
 
-def divisible(flat: Flat, parts: int) -> Flat:
+def padded_to_multiple(flat: FlatRow, parts: int) -> FlatRow:
     """The same with as few silent tokens at the end as `parts` processes need to have as many
     tokens each."""
-    silent = -len(flat.places) % parts
-    if not silent:
+    padding = -len(flat.places) % parts
+    if not padding:
         return flat
-    places = np.append(flat.places, np.zeros(silent, np.int64))
-    return Flat(places, np.append(flat.lengths, silent), np.append(flat.prefixes, -1), silent)
+    places = np.append(flat.places, np.zeros(padding, np.int64))
+    return FlatRow(places, np.append(flat.lengths, padding), np.append(flat.prefixes, -1), padding)
 
 
 def micro_batches(batch: Batch, most: int, shares: int = 1) -> list[list[Batch]]:
@@ -105,11 +105,11 @@ def to_tensor(x: np.ndarray, device: torch.device) -> torch.Tensor:
     return torch.from_numpy(x.astype(wide, copy=False)).to(device)
 
 
-def flatten(
+def flatten_rows(
     segment_ids: Int64[np.ndarray, "rows length"],
     budget: int,
     prefix_ids: Int64[np.ndarray, "rows length"] | None = None,
-) -> list[Flat]:
+) -> list[FlatRow]:
     """The sequences of packed rows, longest first, in the fewest flat rows of about `budget`
     tokens, shared evenly.
 
@@ -145,12 +145,13 @@ def flatten(
     parts, firsts = -(-len(filled) // budget), np.flatnonzero(prefixes < 0)
     sizes = totals[order][firsts]
     middles = np.cumsum(sizes) - sizes / 2
-    cuts = np.searchsorted(middles, np.arange(1, parts) * (len(filled) / parts)) if parts else []
+    even = np.arange(1, parts) * (len(filled) / max(parts, 1))
+    cuts = np.searchsorted(middles, even)
     bounds = [0, *np.append(firsts, len(order))[cuts].tolist(), len(order)]
     of_parts = [slice(first, last) for first, last in pairwise(bounds) if first < last]
     return [
-        Flat(
-            np.repeat(starts[part], lengths[part]) + _counted(lengths[part]),
+        FlatRow(
+            np.repeat(starts[part], lengths[part]) + _positions_within(lengths[part]),
             lengths[part],
             np.where(prefixes[part] < 0, -1, prefixes[part] - part.start),
         )
@@ -158,7 +159,7 @@ def flatten(
     ]
 
 
-def by_length(lengths: Int64[np.ndarray, " n"], budget: int) -> list[Int64[np.ndarray, " m"]]:
+def group_by_length(lengths: Int64[np.ndarray, " n"], budget: int) -> list[Int64[np.ndarray, " m"]]:
     """The numbers 0 … n-1 in groups of like lengths, longest first.
 
     A group's count times its longest is at most `budget`, unless it is a single one. What follows a
@@ -175,6 +176,6 @@ def by_length(lengths: Int64[np.ndarray, " n"], budget: int) -> list[Int64[np.nd
     return groups
 
 
-def _counted(lengths: Int64[np.ndarray, " sequences"]) -> Int64[np.ndarray, " tokens"]:
+def _positions_within(lengths: Int64[np.ndarray, " sequences"]) -> Int64[np.ndarray, " tokens"]:
     """0 … length − 1 for each, one after the other."""
     return np.arange(lengths.sum()) - np.repeat(np.cumsum(lengths) - lengths, lengths)

@@ -14,7 +14,7 @@ divergence.
 from __future__ import annotations
 
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -24,7 +24,7 @@ from torch.distributed import ProcessGroup
 from torch.utils.checkpoint import checkpoint
 
 from areal_x.types import Divergence
-from areal_x_torch.collectives import Joined, Shared
+from areal_x_torch.collectives import CopyToGroup, GatherFromGroup
 from areal_x_torch.model import Head, softcapped
 
 # at once where the caller names no number: 64 MiB, of which there are up to three arrays
@@ -34,7 +34,7 @@ NARROWEST = 512  # columns of a block even if its logits are more: narrower prod
 # product
 CACHED = 2**22
 
-Each = Float[Tensor, " positions"]
+Each: TypeAlias = Float[Tensor, " positions"]
 
 
 class Teacher(NamedTuple):
@@ -63,7 +63,7 @@ def logprobs(
     vocabulary.
     """
     if head.others is not None:
-        hidden = Shared.apply(hidden, head.others)
+        hidden = CopyToGroup.apply(hidden, head.others)
     vocabulary, positions = len(head.weight), len(targets)
     at_once = max(chunk or LOGITS // vocabulary, 1)
     if teacher is not None:
@@ -162,7 +162,7 @@ class ByBlocks(torch.autograd.Function):
                 1 - (logits * (how.temperature / how.softcap)).square_() if how.softcap else None
             )
             logp, slope = logits.sub_(total[:, None]), scaled
-            if entropy is not None:
+            if entropy is not None and grad_entropy is not None:
                 slope = (
                     (logp + entropy[:, None])
                     .mul_(grad_entropy[:, None] / how.temperature)
@@ -237,7 +237,7 @@ def _by_chunks(
     ) -> tuple[Tensor, ...]:
         logits = _logits(hidden, Head(weight, bias, head.softcap), temperature)
         if head.others is not None:
-            logits = Joined.apply(logits, head.others)
+            logits = GatherFromGroup.apply(logits, head.others)
         theirs = _logits(of_teacher, teacher.head, temperature)
         both = min(logits.shape[-1], theirs.shape[-1])
         divergence = teacher.divergence(logits[..., :both], theirs[..., :both])

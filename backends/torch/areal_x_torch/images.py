@@ -11,14 +11,24 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from areal_x.errors import ConfigError, UserError
-from areal_x.hf.image_positions import TEXT_ONLY, check_grids, image_tokens, mrope_positions
+from areal_x.hf.image_positions import (
+    TEXT_ONLY,
+    Grid,
+    batch_images,
+    check_grids,
+    image_tokens,
+    mrope_positions,
+)
 from areal_x.types import Batch
-from areal_x_torch.flat_rows import Flat, to_tensor
+from areal_x_torch.flat_rows import FlatRow, to_tensor
 
-SEEING = ("qwen2_5_vl", "qwen3_vl")  # the model_types whose positions `mrope_positions` gives
+VISION_MODELS = (
+    "qwen2_5_vl",
+    "qwen3_vl",
+)  # the model_types whose positions `mrope_positions` gives
 
 
-class Seen(NamedTuple):
+class RowImages(NamedTuple):
     """The images of a flat row in the order of its tokens, and the tokens that stand for them."""
 
     patches: Float[Tensor, "patches features"]
@@ -36,13 +46,13 @@ def check_images(batch: Batch, config: Any) -> None:
         raise UserError(TEXT_ONLY)
     channels = tower.in_chans if hasattr(tower, "in_chans") else tower.in_channels
     features = channels * tower.temporal_patch_size * tower.patch_size**2
-    if batch.patches.shape[2] != features:
+    patches, grids, image_segments = batch_images(batch)
+    if patches.shape[2] != features:
         wanted = f"the model's tower takes {features}: use the processor that it came with"
         raise UserError(
-            f"the images of the batch have patches of {batch.patches.shape[2]} numbers, but"
-            f" {wanted}"
+            f"the images of the batch have patches of {patches.shape[2]} numbers, but {wanted}"
         )
-    check_grids(batch.grids[batch.image_segments > 0].tolist(), tower.spatial_merge_size)
+    check_grids(grids[image_segments > 0].tolist(), tower.spatial_merge_size)
 
 
 def check_sharing(shares: bool, directory: Path, config: Any) -> None:
@@ -52,9 +62,9 @@ def check_sharing(shares: bool, directory: Path, config: Any) -> None:
         raise ConfigError("train.share_prompts", True, wanted)
 
 
-def seen_of(
-    packed: Batch, flat: Flat, config: Any, device: torch.device, together: bool
-) -> tuple[Int[np.ndarray, "3 tokens"], Seen | None]:
+def row_images(
+    packed: Batch, flat: FlatRow, config: Any, device: torch.device, together: bool
+) -> tuple[Int[np.ndarray, "3 tokens"], RowImages | None]:
     """Positions in time, height and width of the tokens of a flat row, and its images, for a model
     that sees.
 
@@ -68,43 +78,44 @@ def seen_of(
     of_image = image_tokens(tokens, token, sampled)
     positions = np.repeat(flat.positions[None], 3, axis=0)
     stops = np.cumsum(flat.lengths)
-    patches, grids = [], []
-    for start, stop in () if flat.silent else zip(stops - flat.lengths, stops, strict=True):
-        own = _images_of(packed, int(flat.places[start]))
-        if len(own) or of_image[start:stop].any():
-            row = int(flat.places[start]) // packed.shape[1]
-            theirs = [tuple(packed.grids[row, i].tolist()) for i in own]
-            here = slice(start, stop)
-            positions[:, here] = mrope_positions(tokens[here], theirs, token, merge, sampled[here])
-            ends = np.cumsum(packed.grids[row].prod(axis=1)) if len(own) else ()
-            patches += [
-                packed.patches[row, ends[i] - int(np.prod(packed.grids[row, i])) : ends[i]]
-                for i in own
-            ]
-            grids += theirs
+    patches: list[np.ndarray] = []
+    grids: list[Grid] = []
+    for start, stop in () if flat.padding else zip(stops - flat.lengths, stops, strict=True):
+        own = _images_of(packed, int(flat.places[start])) if packed.has_images else []
+        if own or of_image[start:stop].any():
+            here, own_grids = slice(start, stop), [grid for grid, _ in own]
+            positions[:, here] = mrope_positions(
+                tokens[here], own_grids, token, merge, sampled[here]
+            )
+            patches += [of_image for _, of_image in own]
+            grids += own_grids
     if not grids:
         if not together or not packed.has_images:
             return positions, None
         patches, grids = (
-            [np.zeros((merge**2, packed.patches.shape[2]), np.float32)],
+            [np.zeros((merge**2, batch_images(packed)[0].shape[2]), np.float32)],
             [(1, merge, merge)],
         )
         of_image[:] = False
     arrays = np.concatenate(patches), np.array(grids), np.flatnonzero(of_image)
-    return positions, Seen(*(to_tensor(x, device) for x in arrays))
+    return positions, RowImages(*(to_tensor(x, device) for x in arrays))
 
 
-def _images_of(packed: Batch, place: int) -> Int[np.ndarray, " images"]:
-    """Which images of its row belong to the sequence that a token of the flattened packed rows is
-    of."""
-    if not packed.has_images:
-        return np.zeros(0, np.int64)
+def _images_of(packed: Batch, place: int) -> list[tuple[Grid, Float[np.ndarray, "_ features"]]]:
+    """Returns grid and patches of each image of the sequence to which a token of the flattened
+    packed rows belongs."""
+    patches, grids, image_segments = batch_images(packed)
     row, column = divmod(place, packed.shape[1])
-    return np.flatnonzero(packed.image_segments[row] == packed.segment_ids[row, column])
+    ends = np.cumsum(grids[row].prod(axis=1))
+    own = np.flatnonzero(image_segments[row] == packed.segment_ids[row, column])
+    return [
+        (tuple(grids[row, i].tolist()), patches[row, ends[i] - grids[row, i].prod() : ends[i]])
+        for i in own
+    ]
 
 
-def look(
-    model: nn.Module, embedded: Float[Tensor, "1 tokens features"], seen: Seen | None
+def embed_images(
+    model: nn.Module, embedded: Float[Tensor, "1 tokens features"], seen: RowImages | None
 ) -> dict[str, Any]:
     """What the language model of a transformers model that sees is given in place of tokens.
 

@@ -3,7 +3,7 @@
 transformers lets an attention function be named in a model's config; every layer then calls it with
 its own queries, keys and values, already rotated. `attend` is that function: the only place where
 the sampler reaches into a model. What it is given in place of a transformers cache is one of three:
-`Probe`, `Prefill` or `Newest`.
+`ProbeCache`, `PrefillCache` or `DecodeCache`.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Layer(NamedTuple):
     window: int | None
 
 
-class Probe:
+class ProbeCache:
     """Attends to nothing: learns what each layer would keep."""
 
     def __init__(self) -> None:
@@ -59,7 +59,7 @@ class Probe:
 
 @torch.inference_mode()
 def layers_of(model: PreTrainedModel) -> list[Layer]:
-    probe = Probe()
+    probe = ProbeCache()
     decoder(model)(
         input_ids=torch.zeros(1, 1, dtype=torch.int64, device=model.device),
         use_cache=False,
@@ -99,7 +99,7 @@ class Cache:
     def newest(
         self, own: Int[Tensor, " rows"], used: int
     ) -> tuple[Tensor, list[Tensor], list[Tensor], list[Tensor]]:
-        """What `Newest` needs for the first rows, their newest tokens in the columns `own`, tensors
+        """What `DecodeCache` needs for the first rows, their newest tokens in the columns `own`, tensors
         all. used: columns of the row with most."""
         places = torch.arange(0, len(own) * self.columns, self.columns, device=own.device) + own
         columns, own = torch.arange(used, device=own.device), own[:, None]
@@ -116,7 +116,7 @@ class Cache:
 
 
 @dataclass
-class Prefill:
+class PrefillCache:
     """A forward pass that writes columns start … start + length of rows first … first + rows."""
 
     cache: Cache
@@ -147,10 +147,10 @@ class Prefill:
             return scaled_dot_product_attention(
                 query, key, value, is_causal=True, scale=scale, enable_gqa=grouped
             )
-        seen = (x[rows, :stop].transpose(1, 2) for x in both)
+        keys, values = (x[rows, :stop].transpose(1, 2) for x in both)
         mask = self._mask(window, query.device)
         return scaled_dot_product_attention(
-            query, *seen, attn_mask=mask, scale=scale, enable_gqa=grouped
+            query, keys, values, attn_mask=mask, scale=scale, enable_gqa=grouped
         )
 
     def _mask(self, window: int | None, device: torch.device) -> Tensor:
@@ -163,7 +163,7 @@ class Prefill:
 
 
 @dataclass(frozen=True)
-class Newest:
+class DecodeCache:
     """A forward pass of one token of each of the first rows, which sees all before it.
 
     places: its column in the flattened rows. masks: 0 at the columns that a row sees, else minus
@@ -190,13 +190,14 @@ class Newest:
         mask = self.masks[self.windows.index(window)]
         rows, heads = query.shape[:2]
         kv_heads = key.shape[1]
-        seen = []
+        seen: list[Tensor] = []
         for x, new in ((self.keys[index], key), (self.values[index], value)):
             x.view(-1, kv_heads, x.shape[-1]).index_copy_(0, self.places, new[:, :, 0])
             seen.append(x[:rows, : mask.shape[-1]].transpose(1, 2))
         # The heads that share keys become the queries' length: nothing is repeated.
         grouped = query.reshape(rows, kv_heads, heads // kv_heads, query.shape[-1])
-        attended = scaled_dot_product_attention(grouped, *seen, attn_mask=mask, scale=scale)
+        keys, values = seen
+        attended = scaled_dot_product_attention(grouped, keys, values, attn_mask=mask, scale=scale)
         return attended.reshape(rows, heads, 1, -1)
 
 
@@ -207,7 +208,7 @@ def attend(
     value: Tensor,
     attention_mask: Visible | None,
     *,
-    cache: Probe | Prefill | Newest,
+    cache: ProbeCache | PrefillCache | DecodeCache,
     scaling: float | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,

@@ -29,9 +29,9 @@ from transformers.utils import logging
 from areal_x.errors import UserError
 from areal_x.hf import model_dir
 from areal_x_torch import compatibility
-from areal_x_torch.dtensors import Piece, local, own_part
+from areal_x_torch.dtensors import ShardedView, local, own_part
 from areal_x_torch.experts import is_experts
-from areal_x_torch.images import SEEING
+from areal_x_torch.images import VISION_MODELS
 from areal_x_torch.model import (
     ADAPTER,
     SCORE,
@@ -62,14 +62,14 @@ def build(directory: Path, head: str) -> PreTrainedModel:
     config = model_dir.read_config(directory)
     kind, name, changes = AutoModelForCausalLM, "a causal language model", {}
     if "vision_config" in config:
-        if config["model_type"] not in SEEING:
-            kinds = f"of models that see, the torch backend trains {' and '.join(SEEING)}"
+        if config["model_type"] not in VISION_MODELS:
+            kinds = f"of models that see, the torch backend trains {' and '.join(VISION_MODELS)}"
             raise UserError(
                 f"{directory} is a {config['model_type']}; {kinds}: use one of these, or a model of"
                 " text"
             )
         kind, name = (
-            AutoModelForImageTextToText if head == "policy" else scoring(directory),
+            AutoModelForImageTextToText if head == "policy" else value_model_class(directory),
             "a model that sees",
         )
     elif head != "policy":
@@ -78,7 +78,9 @@ def build(directory: Path, head: str) -> PreTrainedModel:
             "a sequence classifier",
             {"num_labels": 1},
         )
-    promised = {tensor: _Promised(shape) for tensor, shape in model_dir.shapes(directory).items()}
+    promised = {
+        tensor: _TensorOnDisk(shape) for tensor, shape in model_dir.shapes(directory).items()
+    }
     with quiet():
         try:
             described = AutoConfig.from_pretrained(
@@ -120,13 +122,13 @@ def build(directory: Path, head: str) -> PreTrainedModel:
     return model
 
 
-def scoring(directory: Path) -> type[PreTrainedModel]:
+def value_model_class(directory: Path) -> type[PreTrainedModel]:
     """The class of a model that sees with a score in place of its head, which transformers has of
     models of text alone."""
     config = AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
     writes: type[PreTrainedModel] = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING[type(config)]
 
-    class Scores(writes):  # type: ignore[misc, valid-type]
+    class Scores(writes):
         _tied_weights_keys = None
 
         def __init__(self, config: PreTrainedConfig) -> None:
@@ -139,14 +141,14 @@ def scoring(directory: Path) -> type[PreTrainedModel]:
     return Scores
 
 
-class _Promised:
+class _TensorOnDisk:
     """What transformers takes for a tensor that is still in its file: it gives one on the meta
     device, and nothing is read."""
 
     def __init__(self, shape: tuple[int, ...]) -> None:
         self.shape = shape
 
-    def __getitem__(self, _: Any) -> _Promised:
+    def __getitem__(self, _: Any) -> _TensorOnDisk:
         return self
 
     def to(self, device: Any, dtype: torch.dtype) -> Tensor:
@@ -209,7 +211,7 @@ def fill(model: PreTrainedModel, directory: Path) -> None:
     """Reads the tensors of a directory, one at a time, into the model that `build` made of it; of
     one that lies on several processes its own part. A score that the directory has not is 0."""
     targets = named_tensors(model)
-    missing, into = {name for name in targets if not name.endswith(ADAPTER)}, _Into(targets)
+    missing, into = {name for name in targets if not name.endswith(ADAPTER)}, _TensorWriter(targets)
     for file_name, x in model_dir.read_tensors(directory):
         name = file_name if file_name in targets else f"{model.base_model_prefix}.{file_name}"
         if name in targets:  # else it is one that transformers leaves out, as `build` has found
@@ -226,13 +228,15 @@ def fill(model: PreTrainedModel, directory: Path) -> None:
 
 
 @torch.no_grad()
-def copy_in(
-    targets: Mapping[str, Tensor | Piece], tensors: Iterable[tuple[str, np.ndarray]], source: str
+def copy_tensors(
+    targets: Mapping[str, Tensor | ShardedView],
+    tensors: Iterable[tuple[str, np.ndarray]],
+    source: str,
 ) -> None:
     """Copies arrays into the tensors of their names, one at a time. Raises: UserError listing what
     is missing, left over or of another shape."""
     missing, left_over = set(targets), []
-    into = _Into(targets)
+    into = _TensorWriter(targets)
     for name, x in tensors:
         if name not in targets:
             left_over.append(name)
@@ -249,19 +253,19 @@ def copy_in(
         raise UserError(f"the tensors of {source} do not fit the model ({complaints})")
 
 
-class _Into:
+class _TensorWriter:
     """Tensors that whole arrays are copied into, one at a time: of what lies on several processes
     its own part, and nothing of the rest is cast or copied; of one whose pieces come one by one,
     once all are there."""
 
-    def __init__(self, targets: Mapping[str, Tensor | Piece]) -> None:
+    def __init__(self, targets: Mapping[str, Tensor | ShardedView]) -> None:
         self._targets = targets
-        self._left = Counter(id(x.of) for x in targets.values() if isinstance(x, Piece))
+        self._left = Counter(id(x.of) for x in targets.values() if isinstance(x, ShardedView))
         self._joined: dict[int, Tensor] = {}
 
     def put(self, name: str, x: np.ndarray) -> None:
         target, whole = self._targets[name], from_numpy(x)
-        if isinstance(target, Piece):
+        if isinstance(target, ShardedView):
             of = id(target.of)
             target.view(
                 self._joined.setdefault(of, torch.empty(target.of.shape, dtype=target.of.dtype))

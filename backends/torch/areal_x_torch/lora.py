@@ -27,13 +27,13 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from areal_x.errors import ConfigError
 from areal_x.hf.adapters import PEFT_PREFIX
 from areal_x.protocols.trainer_config import LoRAConfig
-from areal_x_torch.collectives import Shared, Summed
-from areal_x_torch.dtensors import Piece, gathered, local, split
+from areal_x_torch.collectives import CopyToGroup, SumOverGroup
+from areal_x_torch.dtensors import ShardedView, gather, local, split
 from areal_x_torch.loading import quiet
 from areal_x_torch.model import ADAPTER, is_classifier, named_tensors
 
 
-class Adapted(nn.Linear):
+class LoRALinear(nn.Linear):
     """A linear layer with an adapter, in fp32, beside its own parameters.
 
     others: the processes that have the other parts of it, where it is split: of its rows, or of its
@@ -58,8 +58,10 @@ class Adapted(nn.Linear):
     def forward(self, x: Float[Tensor, "*_ features"]) -> Float[Tensor, "*_ out"]:
         bias = None if self.bias is None else local(self.bias)
         if self.others is None or self.by_rows:
-            return self._product(x if self.others is None else Shared.apply(x, self.others), bias)
-        summed: Tensor = Summed.apply(self._product(x, None), self.others)
+            return self._product(
+                x if self.others is None else CopyToGroup.apply(x, self.others), bias
+            )
+        summed: Tensor = SumOverGroup.apply(self._product(x, None), self.others)
         return summed if bias is None else summed + bias
 
     def _product(self, x: Tensor, bias: Tensor | None) -> Tensor:
@@ -82,9 +84,7 @@ class Adapted(nn.Linear):
     def merged(self) -> Float[Tensor, "out features"]:
         """The weight with what the adapter adds, computed in fp32, in the weight's type; gathered,
         where it is split."""
-        weight, a, b = (
-            gathered(layer.weight.detach()) for layer in (self, self.lora_A, self.lora_B)
-        )
+        weight, a, b = (gather(layer.weight.detach()) for layer in (self, self.lora_A, self.lora_B))
         return (weight + self.scale * (b @ a)).to(weight.dtype)
 
 
@@ -124,7 +124,7 @@ def adaptable(model: PreTrainedModel) -> dict[str, nn.Linear]:
     }
 
 
-def adapt(model: PreTrainedModel, config: LoRAConfig, seed: int) -> None:
+def add_adapters(model: PreTrainedModel, config: LoRAConfig, seed: int) -> None:
     """Puts adapters beside the targets of a frozen model; a classifier's score is trained in full.
 
     They change nothing yet: B is 0 and A uniform within ±1 / sqrt(its columns), as PEFT draws it.
@@ -132,39 +132,39 @@ def adapt(model: PreTrainedModel, config: LoRAConfig, seed: int) -> None:
     random = torch.Generator().manual_seed(seed)
     for name, plain in adaptable(model).items():
         if name.rpartition(".")[2] in config.targets:
-            layer = Adapted(plain, config.rank, config.scale)
-            drawn = torch.rand(layer.lora_A.weight.shape, generator=random) * 2 - 1
+            layer = LoRALinear(plain, config.rank, config.scale)
+            uniform = torch.rand(layer.lora_A.weight.shape, generator=random) * 2 - 1
             with torch.no_grad():
-                layer.lora_A.weight.copy_(drawn * layer.in_features**-0.5)
+                layer.lora_A.weight.copy_(uniform * layer.in_features**-0.5)
                 layer.lora_B.weight.zero_()
             model.set_submodule(name, layer)
     if is_classifier(model):
         model.score.requires_grad_(True)
 
 
-def trained(model: PreTrainedModel, config: LoRAConfig) -> dict[str, Parameter]:
+def trained_parameters(model: PreTrainedModel, config: LoRAConfig) -> dict[str, Parameter]:
     """What is trained, under the names that its files have: PEFT's for adapters and a score beside
     them."""
     wrapped = PEFT_PREFIX if config.rank else ""
     return {wrapped + name: p for name, p in model.named_parameters() if p.requires_grad}
 
 
-def merged(model: PreTrainedModel) -> Iterator[tuple[str, Tensor | Piece]]:
+def merged(model: PreTrainedModel) -> Iterator[tuple[str, Tensor | ShardedView]]:
     """The tensors of the plain model, one at a time, with adapters merged into them."""
     adapted = {
         f"{name}.weight": module
         for name, module in model.named_modules()
-        if isinstance(module, Adapted)
+        if isinstance(module, LoRALinear)
     }
     for name, x in named_tensors(model).items():
         if not name.endswith(ADAPTER):
             yield name, adapted[name].merged() if name in adapted else x
 
 
-def remove(model: PreTrainedModel) -> PreTrainedModel:
+def remove_adapters(model: PreTrainedModel) -> PreTrainedModel:
     """The same model with plain layers in place of the adapted."""
     for name, module in list(model.named_modules()):
-        if isinstance(module, Adapted):
+        if isinstance(module, LoRALinear):
             plain = nn.Linear(module.in_features, module.out_features, device="meta")
             plain.weight, plain.bias = module.weight, module.bias
             model.set_submodule(name, plain)

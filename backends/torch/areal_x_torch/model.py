@@ -19,23 +19,23 @@ from transformers import (
 from transformers.core_model_loading import revert_weight_conversion
 
 from areal_x_torch.attention import Segments
-from areal_x_torch.dtensors import Piece
-from areal_x_torch.experts import Routing, routed
-from areal_x_torch.images import Seen, look
+from areal_x_torch.dtensors import ShardedView
+from areal_x_torch.experts import Routing, routing_scope
+from areal_x_torch.images import RowImages, embed_images
 
 SCORE = "score.weight"  # what a sequence classifier has in place of a language model's head
 # how the names end of what stands beside a frozen model's own tensors
 ADAPTER = ".lora_A.weight", ".lora_B.weight"
 
 
-class Row(NamedTuple):
+class PackedRow(NamedTuple):
     """Sequences one after the other, each with positions from 0 on; of a model that sees, three and
     perhaps images. routing: what a mixture's routers are to do."""
 
     tokens: Int[Tensor, " tokens"]
     positions: Int[Tensor, "*3 tokens"]
     segments: Segments
-    seen: Seen | None = None
+    seen: RowImages | None = None
     routing: Routing | None = None
 
 
@@ -64,13 +64,15 @@ def softcapped(logits: Tensor, softcap: float) -> Tensor:
     return softcap * torch.tanh(logits / softcap) if softcap else logits
 
 
-def hidden_states(model: PreTrainedModel, row: Row) -> Float[Tensor, "tokens features"]:
+def hidden_states(model: PreTrainedModel, row: PackedRow) -> Float[Tensor, "tokens features"]:
     """What the head reads at each token of a flat row."""
     read = {"input_ids": row.tokens[None]}
-    if sees(model):
-        read = look(model.base_model, model.get_input_embeddings()(row.tokens[None]), row.seen)
+    if has_vision(model):
+        read = embed_images(
+            model.base_model, model.get_input_embeddings()(row.tokens[None]), row.seen
+        )
     # One row: of positions, and of those in three directions.
-    with routed(row.routing):
+    with routing_scope(row.routing):
         states = decoder(model)(
             **read, position_ids=row.positions.unsqueeze(-2), use_cache=False, segments=row.segments
         )
@@ -79,7 +81,7 @@ def hidden_states(model: PreTrainedModel, row: Row) -> Float[Tensor, "tokens fea
 
 def decoder(model: PreTrainedModel) -> nn.Module:
     """What reads text: of a model that sees the part behind its tower."""
-    found: nn.Module = model.base_model.language_model if sees(model) else model.base_model
+    found: nn.Module = model.base_model.language_model if has_vision(model) else model.base_model
     return found
 
 
@@ -103,12 +105,12 @@ def softcap_of(model: PreTrainedModel) -> float:
     return float(found or 0.0)
 
 
-def vocabulary(model: PreTrainedModel) -> int:
+def vocabulary_size(model: PreTrainedModel) -> int:
     """How many tokens it knows."""
     return int(model.config.get_text_config().vocab_size)
 
 
-def sees(model: PreTrainedModel) -> bool:
+def has_vision(model: PreTrainedModel) -> bool:
     return hasattr(model.config, "vision_config")
 
 
@@ -116,7 +118,7 @@ def is_classifier(model: PreTrainedModel) -> bool:
     return hasattr(model, "score")
 
 
-def own_tensors(model: PreTrainedModel) -> dict[str, Tensor]:
+def state_tensors(model: PreTrainedModel) -> dict[str, Tensor]:
     """What a model's state is made of, under its own names, without copying: a tied head once,
     under the embedding's name."""
     buffers = model.state_dict().keys() & {name for name, _ in model.named_buffers()}
@@ -127,12 +129,14 @@ def own_tensors(model: PreTrainedModel) -> dict[str, Tensor]:
     return {name: x.detach() for name, x in named}
 
 
-def named_tensors(model: PreTrainedModel) -> dict[str, Tensor | Piece]:
+def named_tensors(model: PreTrainedModel) -> dict[str, Tensor | ShardedView]:
     """The same under the names that `save_pretrained` would write."""
-    return as_saved(model, own_tensors(model))
+    return as_saved(model, state_tensors(model))
 
 
-def as_saved(model: PreTrainedModel, tensors: Mapping[str, Tensor]) -> dict[str, Tensor | Piece]:
+def as_saved(
+    model: PreTrainedModel, tensors: Mapping[str, Tensor]
+) -> dict[str, Tensor | ShardedView]:
     """Tensors that lie as the model's of these names do, under the names of its files, as views: a
     mixture's experts, which transformers joins while it loads them, are one by one. What is copied
     into them is in the model. Of a tensor that lies on several processes the parts are pieces,
@@ -140,23 +144,25 @@ def as_saved(model: PreTrainedModel, tensors: Mapping[str, Tensor]) -> dict[str,
     views = {name: x.detach() for name, x in tensors.items()}
     if not getattr(model, "_weight_conversions", None):
         return dict(views)
-    spread = {
+    shard_model = {
         name: torch.empty(x.shape, device="meta")
         for name, x in views.items()
         if isinstance(x, DTensor)
     }
-    held = {x.untyped_storage()._cdata: views[name] for name, x in spread.items()}
+    held = {x.untyped_storage()._cdata: views[name] for name, x in shard_model.items()}
     parts = revert_weight_conversion(
-        model, {name: x.as_subclass(_View) for name, x in (views | spread).items()}
+        model, {name: x.as_subclass(_View) for name, x in (views | shard_model).items()}
     )
 
-    def part(x: Tensor) -> Tensor | Piece:
+    def part(x: Tensor) -> Tensor | ShardedView:
         if not x.is_meta:
             return x.as_subclass(Tensor)
         of = held.get(x.untyped_storage()._cdata)
         if of is None:  # of a model that is not read yet
             return x.as_subclass(Tensor)
-        return of if x.shape == of.shape else Piece(of, x.shape, x.stride(), x.storage_offset())
+        return (
+            of if x.shape == of.shape else ShardedView(of, x.shape, x.stride(), x.storage_offset())
+        )
 
     return {name: part(x) for name, x in parts.items()}
 
@@ -164,7 +170,7 @@ def as_saved(model: PreTrainedModel, tensors: Mapping[str, Tensor]) -> dict[str,
 class _View(Tensor):
     """What transformers takes apart: it would copy some parts only to lay them out."""
 
-    def contiguous(self, *_: Any, **__: Any) -> _View:  # type: ignore[override]
+    def contiguous(self, *_: Any, **__: Any) -> _View:
         return self
 
 

@@ -26,11 +26,10 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn import Parameter
 from torch.optim.adamw import adamw
 
-from areal_x.errors import UserError
 from areal_x.hf import model_dir
 from areal_x.protocols.trainer_config import OptimizerConfig
-from areal_x_torch import loading, model
-from areal_x_torch.dtensors import Piece, gathered_each, mesh_of
+from areal_x_torch import loading
+from areal_x_torch.dtensors import ShardedView, mesh_of
 
 # Muon's, of its reference and of torch.optim.Muon: the quintic's coefficients, its steps, the least
 # norm, the momentum.
@@ -225,48 +224,31 @@ def _move(p: Parameter, direction: Tensor, group: Mapping[str, Any]) -> None:
 # ---- files
 
 # Tensors that lie as parameters do, under the names of the files.
-AsSaved = Callable[[Mapping[str, Tensor]], dict[str, Tensor | Piece]]
+AsSaved = Callable[[Mapping[str, Tensor]], dict[str, Tensor | ShardedView]]
 
 
-def save(
-    directory: Path | None,
-    config: OptimizerConfig,
-    optimizer: Optimizer,
-    named: Mapping[str, Parameter],
-    numbers: Mapping[str, Any],
-    as_saved: AsSaved,
-) -> None:
-    """The moments under the names of tensors, for any backend, or under this backend's own where
-    they are none's of a tensor. numbers: what else to know of the state, at least its version."""
-    numbers = {**numbers, "optimizer": config.name}
-    if not portable(config, named, as_saved):
-        numbers["backend"] = "torch"
-    own = _under_names(config, optimizer, named, as_saved)
-    arrays = ((name, model.to_numpy(x)) for name, x in gathered_each(own.items()))
-    model_dir.write_optimizer_state(directory, arrays, numbers)
-
-
-def restore(
+def read_moments(
     directory: Path,
     config: OptimizerConfig,
     optimizer: Optimizer,
     named: Mapping[str, Parameter],
     as_saved: AsSaved,
+    *,
+    version: int,
+    own_form: bool,
 ) -> None:
-    """Takes the state that `save` wrote, in the types that this optimizer keeps. Raises: UserError
-    for what is not its own."""
-    described = model_dir.read_trainer_state(directory)
-    config.check_state(directory, described, "torch")
-    if "backend" not in described and not portable(config, named, as_saved):
-        raise UserError(
-            f"{directory} holds the state of {config.name} for each tensor, and torch keeps another"
-            " one with this model: go on with the backend that wrote it, or begin anew from its"
-            f" weights with model.path = {str(directory)!r}"
-        )
-    as_here = "backend" in described  # also of what an earlier release would not write so any more
-    own = moments(optimizer, named) if as_here else _under_names(config, optimizer, named, as_saved)
-    loading.copy_in(own, model_dir.read_moments(directory), str(directory / model_dir.MOMENTS))
-    optimizer.set_steps(int(described["version"]))
+    """Copies the moments of a checkpoint into the optimizer's state, which then is at `version`.
+    own_form: the moments have this backend's own names.
+
+    Raises: UserError for moments of another model.
+    """
+    if own_form:
+        own: Mapping[str, Tensor | ShardedView] = moments(optimizer, named)
+    else:
+        own = named_moments(config, optimizer, named, as_saved)
+    source = str(directory / model_dir.MOMENTS)
+    loading.copy_tensors(own, model_dir.read_moments(directory), source)
+    optimizer.set_steps(version)
 
 
 def portable(config: OptimizerConfig, named: Mapping[str, Parameter], as_saved: AsSaved) -> bool:
@@ -292,9 +274,9 @@ def moments(optimizer: Optimizer, named: Mapping[str, Parameter]) -> State:
     }
 
 
-def _under_names(
+def named_moments(
     config: OptimizerConfig, optimizer: Optimizer, named: Mapping[str, Parameter], as_saved: AsSaved
-) -> dict[str, Tensor | Piece]:
+) -> dict[str, Tensor | ShardedView]:
     """The same under the parameter's name in the files, where it has one."""
     if not portable(config, named, as_saved):
         return dict(moments(optimizer, named))

@@ -27,14 +27,14 @@ TEXT = -1  # in place of a feature
 
 
 @dataclass(frozen=True)
-class Looked:
+class PromptImages:
     """features: what the tower said of all images, see `features_of`. which: of each token, its row
     of them; TEXT of others."""
 
     features: Sequence[Float[Tensor, "image_tokens width"]]
     which: Int[Tensor, "rows length"]
 
-    def given(self, embedded: Float[Tensor, "rows chunk width"], start: int) -> dict[str, Any]:
+    def inputs(self, embedded: Float[Tensor, "rows chunk width"], start: int) -> dict[str, Any]:
         """What the language model is given in place of the tokens of a chunk of the first rows,
         from column `start` on."""
         which = self.which[: embedded.shape[0], start : start + embedded.shape[1]]
@@ -43,13 +43,15 @@ class Looked:
             return {"inputs_embeds": embedded}
         first, *deeper = (x[which[seen]] for x in self.features)
         embedded[seen] = first.to(embedded.dtype)
-        given: dict[str, Any] = {"inputs_embeds": embedded}
-        return given | (
+        inputs: dict[str, Any] = {"inputs_embeds": embedded}
+        return inputs | (
             {"visual_pos_masks": seen, "deepstack_visual_embeds": deeper} if deeper else {}
         )
 
 
-def look(model: PreTrainedModel, requests: Sequence[SlotRequest], length: int) -> Looked | None:
+def encode_images(
+    model: PreTrainedModel, requests: Sequence[SlotRequest], length: int
+) -> PromptImages | None:
     """At the images of these sequences, each a row of `length` tokens; None where there are none.
 
     model: one that sees, in evaluation.
@@ -70,7 +72,7 @@ def look(model: PreTrainedModel, requests: Sequence[SlotRequest], length: int) -
     patches = np.concatenate([images.patches for images in distinct.values()])
     grids = np.concatenate([images.grids for images in distinct.values()])
     device = model.device
-    return Looked(
+    return PromptImages(
         features_of(model.base_model, to_tensor(patches, device), to_tensor(grids, device)),
         to_tensor(which, device),
     )

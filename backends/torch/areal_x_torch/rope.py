@@ -17,10 +17,13 @@ from transformers import PreTrainedConfig
 from areal_x.errors import ConfigError, UserError
 
 # what names that length
-TOLD = {"longrope": "original_max_position_embeddings", "dynamic": "max_position_embeddings"}
+LENGTH_FIELDS = {
+    "longrope": "original_max_position_embeddings",
+    "dynamic": "max_position_embeddings",
+}
 
 
-def steady_length(config: PreTrainedConfig) -> tuple[int, str] | None:
+def stable_length(config: PreTrainedConfig) -> tuple[int, str] | None:
     """The longest sequence that is turned as shorter ones are, and the kind of the rotation; None
     where all are."""
     text = config.get_text_config()
@@ -28,15 +31,17 @@ def steady_length(config: PreTrainedConfig) -> tuple[int, str] | None:
     found = []
     for of in (rope, *rope.values()):  # of all layers, or of each kind of them
         kind: Any = of.get("rope_type") if isinstance(of, dict) else None
-        if kind in TOLD:
-            found.append((int(of.get(TOLD[kind]) or getattr(text, TOLD[kind])), kind))
+        if kind in LENGTH_FIELDS:
+            found.append(
+                (int(of.get(LENGTH_FIELDS[kind]) or getattr(text, LENGTH_FIELDS[kind])), kind)
+            )
     return min(found, default=None)
 
 
 def check_length(binding: str, length: int, config: PreTrainedConfig, directory: Path) -> None:
     """Raises: ConfigError for a setting by which sequences may be longer than all of them can be to
     be turned alike."""
-    steady = steady_length(config)
+    steady = stable_length(config)
     if steady is not None and length > steady[0]:
         raise ConfigError(
             binding, length, f"at most {steady[0]} with {directory}: {_why(steady[1])}"
@@ -46,7 +51,7 @@ def check_length(binding: str, length: int, config: PreTrainedConfig, directory:
 def check_longest(longest: int, config: PreTrainedConfig, directory: Path) -> None:
     """Raises: UserError for a batch whose longest sequence has so many tokens, where that is too
     many."""
-    steady = steady_length(config)
+    steady = stable_length(config)
     if steady is not None and longest > steady[0]:
         wanted = f"sequences of at most {steady[0]} tokens with {directory}"
         raise UserError(f"a sequence has {longest} tokens: give {wanted}: {_why(steady[1])}")

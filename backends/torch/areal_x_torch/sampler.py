@@ -27,11 +27,11 @@ from areal_x.errors import UserError
 from areal_x.protocols.sampler import Decoded, SlotRequest, group_identical
 from areal_x.runtime import cores
 from areal_x_torch import lora, prompt_images
-from areal_x_torch.decode_step import Step, traced
-from areal_x_torch.flat_rows import by_length
-from areal_x_torch.kv_cache import ATTENTION, Cache, Prefill, layers_of
-from areal_x_torch.model import as_saved, decoder, sees
-from areal_x_torch.sampling import Drawing, draw, uniform
+from areal_x_torch.decode_step import Step, trace_step
+from areal_x_torch.flat_rows import group_by_length
+from areal_x_torch.kv_cache import ATTENTION, Cache, PrefillCache, layers_of
+from areal_x_torch.model import as_saved, decoder, has_vision
+from areal_x_torch.sampling import RowSampling, sample, uniform
 
 CHUNK = 512  # columns of a prefill: what a longer prompt costs in memory at once
 PREFILL = 8192  # tokens of all prompts in a prefill
@@ -49,7 +49,7 @@ class Rows:
     token: np.ndarray
     column: np.ndarray
     shift: np.ndarray
-    drawn: np.ndarray
+    generated: np.ndarray
     limit: np.ndarray
     seed: np.ndarray
     temperature: np.ndarray
@@ -77,7 +77,7 @@ class Rows:
             token=np.array([r.tokens[-1] for r in requests], np.int64),
             column=np.array(lengths) - 1,
             shift=np.array(shifts),
-            drawn=np.array([r.generated for r in requests]),
+            generated=np.array([r.generated for r in requests]),
             limit=np.array(limits),
             seed=np.array(
                 [(r.seed & 0xFFFFFFFF, r.seed >> 32 & 0xFFFFFFFF) for r in requests], np.uint32
@@ -122,8 +122,10 @@ class Sampler(Lanes):
         dtype: torch.dtype,
         lanes: int | None = None,
     ) -> None:
-        self.model = lora.remove(copy.deepcopy(model)).requires_grad_(False)
-        self.model.set_attn_implementation({"text_config": ATTENTION} if sees(model) else ATTENTION)
+        self.model = lora.remove_adapters(copy.deepcopy(model)).requires_grad_(False)
+        self.model.set_attn_implementation(
+            {"text_config": ATTENTION} if has_vision(model) else ATTENTION
+        )
         for p in self.model.parameters():
             p.data = p.data.to(dtype)
         on_cpu = model.device.type == "cpu"
@@ -136,7 +138,7 @@ class Sampler(Lanes):
                 f" not draw from ({error})"
             )
             raise UserError(f"the embedded engine cannot be used: set {wanted}") from error
-        step = traced(self.model, layers)
+        step = trace_step(self.model, layers)
         caches = [Cache(layers, slots // count, context, dtype, model.device) for _ in range(count)]
         begin = (
             partial(torch.set_num_threads, max(1, cores.available() // count)) if on_cpu else None
@@ -157,7 +159,7 @@ class Lane:
 
     def __init__(self, model: PreTrainedModel, step: Step, cache: Cache) -> None:
         self.model = model
-        self.supports_images = sees(model)
+        self.supports_images = has_vision(model)
         self.slots, self.context = len(cache.keys[0]), cache.columns
         self._step = step
         self._loaded = False
@@ -184,7 +186,7 @@ class Lane:
                 )
         self.free([r.slot for r in requests])
         alike = list(group_identical(requests).values())
-        for group in by_length(
+        for group in group_by_length(
             np.array([len(same[0].tokens) for same in alike], np.int64), PREFILL
         ):
             first = len(self._rows)
@@ -216,26 +218,30 @@ class Lane:
         """Grows all rows until some finish, which then leave; how many steps that took."""
         rows, device = self._rows, self.model.device
         ahead = np.arange(steps - taken)
-        uniforms = torch.from_numpy(uniform(rows.seed, rows.drawn[:, None] + ahead)).to(device)
-        how = Drawing.of(rows.temperature, rows.top_p, rows.top_k, device)
+        uniforms = torch.from_numpy(uniform(rows.seed, rows.generated[:, None] + ahead)).to(device)
+        row_sampling = RowSampling.of(rows.temperature, rows.top_p, rows.top_k, device)
         token, column, shift = (
             torch.from_numpy(x).to(device) for x in (rows.token, rows.column, rows.shift)
         )
         used = int(rows.column.max()) + 1
-        left = rows.limit - rows.drawn
+        left = rows.limit - rows.generated
         for step in range(len(ahead)):
             logits = self._step(token, column + shift, *self._cache.newest(column, used + step))
-            token, logprob = draw(logits, uniforms[:, step, None], how)
+            token, logprob = sample(logits, uniforms[:, step, None], row_sampling)
             column = column + 1
-            decoded.tokens[rows.slot, taken + step] = drawn = token.cpu().numpy()
+            decoded.tokens[rows.slot, taken + step] = generated = token.cpu().numpy()
             decoded.logprobs[rows.slot, taken + step] = logprob.cpu().numpy()
-            done = (drawn[:, None] == rows.stops).any(-1) | (left == step + 1)
+            done = (generated[:, None] == rows.stops).any(-1) | (left == step + 1)
             if done.any():
                 break
         grown = step + 1
         decoded.counts[rows.slot] += grown
         decoded.finished[rows.slot[done]] = True
-        rows.token, rows.column, rows.drawn = drawn, rows.column + grown, rows.drawn + grown
+        rows.token, rows.column, rows.generated = (
+            generated,
+            rows.column + grown,
+            rows.generated + grown,
+        )
         self._drop(done)
         return grown
 
@@ -253,7 +259,7 @@ class Lane:
             tokens[row, :length] = request.tokens
             if request.images is not None:
                 positions[:, row, :length] = prompt_images.positions_of(self.model, request)
-        looked = prompt_images.look(self.model, requests, longest)
+        looked = prompt_images.encode_images(self.model, requests, longest)
         read, embed = decoder(self.model), self.model.get_input_embeddings()
         for start in range(0, longest - 1, CHUNK):
             # What padding writes lies behind its row's end, where decoding overwrites it before it
@@ -261,14 +267,14 @@ class Lane:
             rows = sum(len(request.tokens) - 1 > start for request in requests)
             here = slice(start, min(start + CHUNK, longest - 1))
             chunk = torch.from_numpy(tokens[:rows, here]).to(self.model.device)
-            given = {"input_ids": chunk} if looked is None else looked.given(embed(chunk), start)
+            inputs = {"input_ids": chunk} if looked is None else looked.inputs(embed(chunk), start)
             # A model of text has one position a token; of text alone those of one that sees are
             # three equal ones.
             own = torch.from_numpy(
                 positions[:, :rows, here] if looked is not None else positions[0, :rows, here]
             )
-            cache = Prefill(self._cache, len(self._rows), rows, start, chunk.shape[1])
-            read(**given, position_ids=own.to(chunk.device), use_cache=False, cache=cache)
+            cache = PrefillCache(self._cache, len(self._rows), rows, start, chunk.shape[1])
+            read(**inputs, position_ids=own.to(chunk.device), use_cache=False, cache=cache)
         ends = [len(request.tokens) - 1 for request in requests]
         return [int(positions[0, row, end]) - end for row, end in enumerate(ends)]
 

@@ -36,7 +36,7 @@ def _mix(x: UInt32[np.ndarray, "*shape"]) -> UInt32[np.ndarray, "*shape"]:
 
 
 @dataclass(frozen=True)
-class Drawing:
+class RowSampling:
     """How each row draws, as columns `[rows, 1]`; None where no row asks for it.
 
     The distribution is softmax(logits / temperature), of which the top_k most likely are kept (0:
@@ -52,7 +52,7 @@ class Drawing:
     @staticmethod
     def of(
         temperature: np.ndarray, top_p: np.ndarray, top_k: np.ndarray, device: torch.device
-    ) -> Drawing:
+    ) -> RowSampling:
         greedy = temperature == 0
         temperature = np.where(greedy, 1, temperature).astype(np.float32)
         truncates = ~greedy & ((top_p < 1) | (top_k > 0))
@@ -62,7 +62,7 @@ class Drawing:
         def column(x: np.ndarray, asked: np.ndarray) -> Tensor | None:
             return torch.from_numpy(x[:, None]).to(device) if asked.any() else None
 
-        return Drawing(
+        return RowSampling(
             column(temperature, temperature != 1),
             column(greedy, greedy),
             column(top_p, truncates),
@@ -70,25 +70,27 @@ class Drawing:
         )
 
 
-def draw(
-    logits: Float[Tensor, "rows vocabulary"], uniforms: Float[Tensor, "rows 1"], how: Drawing
+def sample(
+    logits: Float[Tensor, "rows vocabulary"],
+    uniforms: Float[Tensor, "rows 1"],
+    row_sampling: RowSampling,
 ) -> tuple[Int[Tensor, " rows"], Float[Tensor, " rows"]]:
     """A token of each row and its log-probability under the distribution it was drawn from."""
     scaled = logits.float()
-    if how.temperature is not None:
-        scaled = scaled / how.temperature
+    if row_sampling.temperature is not None:
+        scaled = scaled / row_sampling.temperature
     scaled = scaled - scaled.amax(-1, keepdim=True)
     mass = scaled.exp()
-    if how.top_p is not None and how.top_k is not None:
-        mass = torch.where(kept(scaled, how.top_p, how.top_k), mass, 0)
+    if row_sampling.top_p is not None and row_sampling.top_k is not None:
+        mass = torch.where(kept(scaled, row_sampling.top_p, row_sampling.top_k), mass, 0)
     cumulative = mass.cumsum(-1)
     total = cumulative[:, -1:]
     # Neither the uniform nor rounding may put the target at or past the end; a token without mass
     # is never the first above it.
     target = torch.minimum(uniforms * total, total * (1 - 2.0**-22))
     tokens = torch.searchsorted(cumulative, target, right=True)
-    if how.greedy is not None:
-        tokens = torch.where(how.greedy, scaled.argmax(-1, keepdim=True), tokens)
+    if row_sampling.greedy is not None:
+        tokens = torch.where(row_sampling.greedy, scaled.argmax(-1, keepdim=True), tokens)
     return tokens[:, 0], (scaled.gather(1, tokens) - total.log())[:, 0]
 
 

@@ -9,7 +9,7 @@ tensor    heads, the width of the MLP and the vocabulary; every process of a ten
 
 A parameter is a DTensor that knows how it is split: over tensor where it is computed in parts, and
 over fsdp, expert and context together, to be gathered; one of experts over expert, and to be
-gathered over fsdp and context. The axes of a `joined` mesh have the names of those that they join.
+gathered over fsdp and context. The axes of a `joined_mesh` mesh have the names of those that they join.
 """
 
 from __future__ import annotations
@@ -45,12 +45,12 @@ from areal_x_torch.decoder_blocks import blocks_of
 from areal_x_torch.dtensors import local, split
 from areal_x_torch.experts import is_experts
 from areal_x_torch.loading import materialize
-from areal_x_torch.lora import Adapted
+from areal_x_torch.lora import LoRALinear
 from areal_x_torch.model import Head, head_layer, is_classifier, softcap_of
 from areal_x_torch.processes import join_alone
 
 AXES = ("data", "fsdp", "expert", "context", "tensor")
-ROWS = ("data", "fsdp", "expert")  # the axes along which processes have rows of their own
+ROW_AXES = ("data", "fsdp", "expert")  # the axes along which processes have rows of their own
 # the axes over which every parameter is split that is not an expert's
 DENSE = "fsdp expert context"
 # what configs call how many experts a layer has
@@ -91,7 +91,7 @@ def sizes_of(config: MeshConfig) -> tuple[int, ...]:
 
 
 @cache
-def joined(mesh: DeviceMesh, *axes: str) -> DeviceMesh:
+def joined_mesh(mesh: DeviceMesh, *axes: str) -> DeviceMesh:
     """The same devices with other axes, "fsdp context" being one axis of these two. All processes
     call it in one order."""
     names = list(mesh.mesh_dim_names or ())
@@ -145,7 +145,7 @@ def check_model(
         raise ConfigError("mesh.fsdp", config.fsdp, wanted)
 
 
-class Spoken(nn.Module):
+class HeadModule(nn.Module):
     """A head as a module of its own, since a model's head is read where its forward is never
     called.
 
@@ -166,14 +166,14 @@ class Spoken(nn.Module):
         return say(hidden, Head(weight, bias, self.softcap, self.others))
 
 
-class Whole(nn.Module):
+class ModelWithHead(nn.Module):
     """A model and its head as one forward pass, of which `fully_shard` needs to see the begin and
     the end."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__()
         self.model = model
-        self.head = Spoken(model)
+        self.head = HeadModule(model)
 
     def forward(
         self, read: Callable[[PreTrainedModel], Tensor], say: Callable[[Tensor, Head], Any]
@@ -181,14 +181,14 @@ class Whole(nn.Module):
         return self.head(read(self.model), say)
 
 
-def spread(
+def shard_model(
     model: PreTrainedModel,
     mesh: DeviceMesh | None,
     dtype: torch.dtype,
     device: torch.device,
-    ends: bool = True,
+    shard_ends: bool = True,
     offload: bool = False,
-) -> Whole:
+) -> ModelWithHead:
     """The model, as `model.build` gives it, on the device: whole, or this process's part of it,
     which `model.fill` then reads.
 
@@ -204,15 +204,15 @@ def spread(
     is on the device while it is computed. Raises: ConfigError for a model that the mesh does not
     divide.
     """
-    whole = Whole(model)
+    whole = ModelWithHead(model)
     if mesh is None:
         materialize(whole, device)
         return whole
-    dense = joined(mesh, "data", DENSE, "tensor")
+    dense = joined_mesh(mesh, "data", DENSE, "tensor")
     if dense["tensor"].size() > 1:
         learns = {name: p.requires_grad for name, p in model.named_parameters()}
         split_heads(model, dense["tensor"])
-        if ends:
+        if shard_ends:
             split_vocabulary(model, dense["tensor"])
             whole.head.others = None if is_classifier(model) else dense["tensor"].get_group()
         for name, p in model.named_parameters():  # torch's own styles make parameters that learn
@@ -244,7 +244,7 @@ def spread(
 
     low = None if dtype == torch.float32 else dtype
     if mesh["expert"].size() > 1:
-        mixed = joined(mesh, "tensor", "data", "fsdp context", "expert")
+        mixed = joined_mesh(mesh, "tensor", "data", "fsdp context", "expert")
         beside = (
             mixed["data", "fsdp context"] if mixed["data"].size() > 1 else mixed["fsdp context"]
         )
@@ -253,7 +253,7 @@ def spread(
             shard(module, low, beside)
     for block in blocks_of(model):
         shard(block, low)
-    if not ends:
+    if not shard_ends:
         materialize(whole, device)
         return whole
     if not is_tied(model):
@@ -295,7 +295,7 @@ def split_heads(model: PreTrainedModel, mesh: DeviceMesh) -> None:
         for name, layer in list(decoder.named_modules()) if style in STYLES else ():
             if not fnmatchcase(name, pattern):
                 continue
-            if isinstance(layer, Adapted):
+            if isinstance(layer, LoRALinear):
                 # whose outputs are columns: it is x Wᵀ
                 layer.split(mesh, by_rows=style == "colwise")
             else:
@@ -328,7 +328,9 @@ def split_experts(module: nn.Module, mesh: DeviceMesh) -> None:
         setattr(module, name, split(x, mesh, 0))
 
 
-def parts_to_sum(model: PreTrainedModel, mesh: DeviceMesh | None) -> list[nn.Parameter]:
+def replicated_in_tensor_group(
+    model: PreTrainedModel, mesh: DeviceMesh | None
+) -> list[nn.Parameter]:
     """The parameters of which each process of a tensor group has the gradient of its own heads or
     columns alone."""
     if mesh is None or mesh["tensor"].size() == 1:
@@ -343,7 +345,7 @@ def parts_to_sum(model: PreTrainedModel, mesh: DeviceMesh | None) -> list[nn.Par
     for name, module in decoder.named_modules():
         if any(fnmatchcase(name, of) for of in names):
             found += list(module.parameters())
-        if isinstance(module, Adapted) and module.others is not None:
+        if isinstance(module, LoRALinear) and module.others is not None:
             found.append(module.whole)
     return found
 
@@ -351,10 +353,12 @@ def parts_to_sum(model: PreTrainedModel, mesh: DeviceMesh | None) -> list[nn.Par
 # ---- sums over all processes
 
 
-def rank_among_rows(mesh: DeviceMesh | None) -> tuple[int, int]:
+def row_rank(mesh: DeviceMesh | None) -> tuple[int, int]:
     """Which share of a batch's rows is this process's, and of how many."""
     place, shares = 0, 1
-    for axis in ROWS if mesh is not None else ():
+    if mesh is None:
+        return place, shares
+    for axis in ROW_AXES:
         place, shares = (
             place * mesh[axis].size() + mesh.get_local_rank(axis),
             shares * mesh[axis].size(),
@@ -365,12 +369,12 @@ def rank_among_rows(mesh: DeviceMesh | None) -> tuple[int, int]:
 def sum_over_rows(x: Tensor, mesh: DeviceMesh | None) -> Tensor:
     """The sum of what the processes found in their own rows; the same, bit for bit, on every
     one."""
-    return _sum_along(x, mesh, ROWS)
+    return _sum_along(x, mesh, ROW_AXES)
 
 
 def sum_over_tokens(x: Tensor, mesh: DeviceMesh | None) -> Tensor:
     """The same of what they found in their own parts of rows."""
-    return _sum_along(x, mesh, (*ROWS, "context"))
+    return _sum_along(x, mesh, (*ROW_AXES, "context"))
 
 
 def _sum_along(x: Tensor, mesh: DeviceMesh | None, own: Sequence[str]) -> Tensor:
@@ -385,7 +389,7 @@ def _sum_along(x: Tensor, mesh: DeviceMesh | None, own: Sequence[str]) -> Tensor
     return x
 
 
-def largest_over_rows(found: Mapping[str, Tensor], mesh: DeviceMesh | None) -> dict[str, Tensor]:
+def max_over_rows(found: Mapping[str, Tensor], mesh: DeviceMesh | None) -> dict[str, Tensor]:
     """Of each the largest that a process found in its own rows; all have the same names."""
     if mesh is None or not found:
         return dict(found)

@@ -1,0 +1,193 @@
+"""The trainer's forward pass over micro-batches, from parameters to what a head outputs: pure
+functions that are traced into the compiled programs.
+
+A batch on the devices is [micro-batches, rows, length]; a micro-batch is one index of the first
+axis.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float32
+
+from areal_x.protocols.trainer_config import TrainerConfig
+from areal_x.types import Batch, Policy
+from areal_x_jax import head, lora
+from areal_x_jax.architecture import Architecture
+from areal_x_jax.model import ImageFeatures, head_kernel, hidden_states
+from areal_x_jax.parameters import Params
+from areal_x_jax.sharding import ROW_AXES, Partitioner
+from areal_x_jax.vision import ImageArrays, image_features
+from areal_x_jax.vision_architecture import VisionArchitecture
+
+jax.tree_util.register_dataclass(Batch)
+jax.tree_util.register_dataclass(Policy)
+
+Rows: TypeAlias = tuple[Batch, ImageArrays | None]  # a batch, and its images
+
+# Activations saved for one device's backward pass, beyond which it recomputes whole layers.
+SAVED_BYTES = 4 * 2**30
+
+
+@dataclass(frozen=True)
+class Forward:
+    """The forward pass of one model on one mesh, in the compute precision `dtype`."""
+
+    config: TrainerConfig
+    arch: Architecture
+    teacher_arch: Architecture | None
+    partitioner: Partitioner
+    dtype: Any
+
+    def policy(
+        self,
+        params: Params,
+        base: Params | None,
+        rows: Rows,
+        entropy: bool = False,
+        teacher: Params | None = None,
+    ) -> tuple[Policy, Array | None]:
+        """Returns the head's outputs for a micro-batch, and how unevenly its experts were chosen
+        (None without experts). base: the frozen model, if `params` are adapters."""
+        params = self._with_base(params, base)
+        (batch, images), cast = rows, self._cast(params)
+        remat = self._remat(batch, images)
+        features = self._image_features(self.arch, cast, images, remat)
+        hidden, imbalance = self._hidden(
+            self.arch, cast, batch, features, remat=remat, recorded=batch.experts
+        )
+        if self.arch.scores:
+            before = self.config.head == "value"
+            values = head.values(hidden, params["score"], batch.segment_ids, before)
+            return Policy(values=values), imbalance
+        beside = None
+        if teacher is not None:
+            assert self.teacher_arch is not None
+            assert self.config.divergence is not None
+            # It gets no gradient, so none of its activations are saved.
+            features = self._image_features(self.teacher_arch, teacher, images, remat=False)
+            teacher_hidden, _ = self._hidden(
+                self.teacher_arch, teacher, batch, features, remat=False
+            )
+            beside = head.Teacher(
+                teacher_hidden,
+                head_kernel(teacher),
+                self.config.divergence,
+                self.teacher_arch.logit_softcap,
+            )
+        # The head reads neighbouring positions.
+        hidden = self.partitioner.constrain(hidden, "rows", None, None)
+        logp, entropies, divergence = head.logprobs(
+            hidden,
+            head_kernel(params),
+            batch.tokens,
+            batch.segment_ids,
+            self.config.temperature,
+            chunk=self.config.head_chunk * self.partitioner.size(*ROW_AXES),
+            entropy=entropy,
+            teacher=beside,
+            softcap=self.arch.logit_softcap,
+            partitioner=self.partitioner,
+            tied=self.arch.tied,
+        )
+        return Policy(logp=logp, entropy=entropies, divergence=divergence), imbalance
+
+    def outputs(
+        self, params: Params, base: Params | None, rows: Rows, count: Array
+    ) -> Float32[Array, "capacity rows length"]:
+        """Returns log-probabilities, or the values of a critic or reward model, of the first
+        `count` micro-batches."""
+
+        def fill(index: Array, filled: Array) -> Array:
+            policy, _ = self.policy(params, base, micro_batch(rows, index))
+            return filled.at[index].set(policy.values if self.arch.scores else policy.logp)
+
+        return jax.lax.fori_loop(0, count, fill, jnp.zeros(rows[0].tokens.shape, jnp.float32))
+
+    def copy_for_sampling(self, params: Params, adapters: Params | None) -> Params:
+        """Returns a copy in the compute precision, with adapters merged."""
+        if adapters is not None:
+            params = lora.merged(params, adapters, self.config.lora.scale)
+        copied: Params = jax.tree.map(lambda x: jnp.array(x, self.dtype, copy=True), params)
+        return copied
+
+    def _with_base(self, params: Params, base: Params | None) -> Params:
+        return params if base is None else lora.with_adapters(base, params, self.config.lora.scale)
+
+    def _cast(self, params: Params) -> Params:
+        """Returns parameters in the compute precision, but for a score, which is computed in
+        fp32."""
+        score = {"score": params["score"]} if "score" in params else {}
+        return {**jax.tree.map(lambda x: x.astype(self.dtype), params), **score}
+
+    def _remat(self, batch: Batch, images: ImageArrays | None) -> bool:
+        """True if the backward pass recomputes whole layers."""
+        if self.config.remat != "auto":
+            return self.config.remat == "layers"
+        devices = self.partitioner.size(*ROW_AXES)
+        tokens = batch.tokens.size // self.partitioner.size(*ROW_AXES, "context")
+        saved = tokens * saved_activations(self.arch)
+        if images is not None and self.arch.vision is not None:
+            patches = images.patch_layout.rows.size // devices
+            saved += patches * saved_activations_per_patch(self.arch.vision)
+        return bool(saved * jnp.dtype(self.dtype).itemsize > SAVED_BYTES)
+
+    def _image_features(
+        self, arch: Architecture, params: Params, images: ImageArrays | None, remat: bool
+    ) -> ImageFeatures | None:
+        if images is None:
+            return None
+        implementation = self.config.model.attention
+        return image_features(arch, params, images, remat, self.partitioner, implementation)
+
+    def _hidden(
+        self,
+        arch: Architecture,
+        params: Params,
+        batch: Batch,
+        features: ImageFeatures | None,
+        *,
+        remat: bool,
+        recorded: Array | None = None,
+    ) -> tuple[Array, Array | None]:
+        return hidden_states(
+            arch,
+            params,
+            batch.tokens,
+            batch.positions,
+            batch.segment_ids,
+            remat,
+            self.partitioner,
+            self.config.model.attention,
+            recorded,
+            features,
+            batch.prefix_ids,
+        )
+
+
+def micro_batch(rows: Rows, index: Array | int) -> Rows:
+    found: Rows = jax.tree.map(
+        lambda x: jax.lax.dynamic_index_in_dim(x, index, keepdims=False), rows
+    )
+    return found
+
+
+def saved_activations(arch: Architecture) -> int:
+    """Numbers per token that the backward pass saves without remat: the layers' inputs and all
+    products with kernels."""
+    attention = (arch.heads + 2 * arch.kv_heads) * arch.head_dim
+    experts, inner = arch.experts, arch.layers * arch.intermediate
+    if experts is not None:
+        sparse = len(arch.layers_in("sparse"))
+        inner = sparse * (experts.per_token * experts.intermediate + experts.shared)
+        inner += len(experts.dense) * arch.intermediate
+    return arch.layers * (3 * arch.hidden + attention) + 2 * inner
+
+
+def saved_activations_per_patch(arch: VisionArchitecture) -> int:
+    """The same for each patch of a vision tower."""
+    return arch.layers * (5 * arch.hidden + (1 + arch.gated_mlp) * arch.intermediate)

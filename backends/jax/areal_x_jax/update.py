@@ -1,0 +1,79 @@
+"""One optimizer step as a pure function, compiled once per loss, row length and capacity."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jaxtyping import Array
+
+from areal_x.protocols.trainer import is_max_reduced
+from areal_x.types import Loss, evaluate_loss
+from areal_x_jax.forward import Forward, Rows, micro_batch
+from areal_x_jax.parameters import Params
+
+
+def update_step(
+    forward: Forward,
+    optimizer: optax.GradientTransformation,
+    loss: Loss,
+    params: Params,
+    moments: Any,
+    base: Params | None,
+    teacher: Params | None,
+    rows: Rows,
+    count: Array,
+    trained: Array,
+) -> tuple[Params, Any, dict[str, Array]]:
+    """Takes one optimizer step over the first `count` micro-batches and returns parameters, moments
+    and metrics.
+
+    trained: masked tokens of the whole batch. A step whose loss or gradient norm is not finite
+    leaves parameters and moments as they are.
+    """
+
+    def objective(params: Params, of_micro: Rows) -> tuple[Array, dict[str, Array]]:
+        micro, _ = of_micro
+        policy, imbalance = forward.policy(params, base, of_micro, forward.config.entropy, teacher)
+        terms, metrics = evaluate_loss(loss, policy, micro)
+        masked = {name: jnp.where(micro.mask, x, 0) for name, x in metrics.items()}
+        means = {
+            name: jnp.max(x) if is_max_reduced(name) else jnp.sum(x) / trained
+            for name, x in masked.items()
+        }
+        if imbalance is None:
+            return jnp.sum(micro.weights * terms), means
+        imbalance = imbalance * jnp.sum(micro.mask) / trained
+        total = jnp.sum(micro.weights * terms) + forward.config.balance * imbalance
+        return total, means | {"expert_imbalance": imbalance}
+
+    differentiate = jax.value_and_grad(objective, has_aux=True)
+
+    def add(index: Array, sums: Any) -> Any:
+        (value, metrics), gradient = differentiate(params, micro_batch(rows, index))
+        (values, all_metrics), gradients = sums
+        both = {
+            name: (jnp.maximum if is_max_reduced(name) else jnp.add)(all_metrics[name], x)
+            for name, x in metrics.items()
+        }
+        return (values + value, both), jax.tree.map(jnp.add, gradients, gradient)
+
+    kinds = jax.eval_shape(differentiate, params, micro_batch(rows, 0))
+    zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), kinds)
+    (value, metrics), gradient = jax.lax.fori_loop(0, count, add, zeros)
+    norm = optax.tree.norm(gradient)
+    finite = jnp.isfinite(value) & jnp.isfinite(norm)
+    updates, new_moments = optimizer.update(gradient, moments, params)
+
+    def keep(new: Array, old: Array) -> Array:
+        """The optimizer's counts, the only integers, increase: they are the version, and a skipped
+        step is one too."""
+        return new if jnp.issubdtype(new.dtype, jnp.integer) else jnp.where(finite, new, old)
+
+    params, moments = jax.tree.map(
+        keep, (optax.apply_updates(params, updates), new_moments), (params, moments)
+    )
+    results = {"loss": value, "grad_norm": norm, "skipped": 1.0 - finite, **metrics}
+    return params, moments, results

@@ -1,0 +1,149 @@
+"""From packed rows to what a head outputs for their tokens: flat rows, passes through the model, and
+back.
+
+Each of several processes has its own share of a batch's rows. All of them make the same number of
+passes through the model in the same order, because they gather its parameters together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from jaxtyping import Bool
+from numpy import ndarray
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from transformers import PreTrainedModel
+
+from areal_x.protocols.trainer_config import TrainerConfig
+from areal_x.types import Batch, Policy
+from areal_x_torch import context_parallel, experts, head, model
+from areal_x_torch.attention import Attend, Segments
+from areal_x_torch.collectives import SumOverGroup
+from areal_x_torch.flat_rows import (
+    FlatRow,
+    flatten_rows,
+    padded_to_multiple,
+    padding_row,
+    to_tensor,
+)
+from areal_x_torch.images import row_images
+from areal_x_torch.sharding import ModelWithHead
+
+
+@dataclass(frozen=True)
+class Forward:
+    """The forward passes of one model on one process."""
+
+    config: TrainerConfig
+
+    module: ModelWithHead
+    """The model and its head, as sharded."""
+
+    device: torch.device
+
+    dtype: torch.dtype
+    """Compute precision."""
+
+    attend: Attend
+
+    context: ProcessGroup | None
+    """Processes that share each row's tokens; None for this one alone."""
+
+    share: int
+    """Index of this process's share of a batch's rows."""
+
+    distributed: bool
+    """True if other processes gather parameters with this one."""
+
+    def passes(self, shares: Sequence[Batch]) -> list[FlatRow]:
+        """Returns this process's passes over its share of the rows, given all shares: as many as
+        the process with most makes."""
+        budget = self.config.micro_batch_rows * shares[0].shape[1]
+        passes = [flatten_rows(share.segment_ids, budget, share.prefix_ids) for share in shares]
+        parts = self.config.mesh.context
+        own = [padded_to_multiple(flat, parts) for flat in passes[self.share]]
+        return own + [padding_row(parts)] * (max(map(len, passes)) - len(own))
+
+    def policy(
+        self,
+        packed: Batch,
+        wanted: Bool[ndarray, "rows length"],
+        passes: Sequence[FlatRow],
+        entropy: bool = False,
+        teacher: PreTrainedModel | None = None,
+        tally: experts.Tally | None = None,
+    ) -> Policy:
+        """Returns the head's outputs for the wanted tokens of packed rows, 0 elsewhere, computed in
+        these passes."""
+        outputs: dict[str, Tensor] = {}
+        for flat in passes:
+            own = context_parallel.token_range(len(flat.places), self.context)
+            state_at, token_at = flat.read(wanted, before=self.config.head != "reward", own=own)
+            row = self.row(packed, flat, own, tally)
+            targets, state_at, token_at = (
+                to_tensor(x, self.device)
+                for x in (packed.tokens.reshape(-1)[token_at], state_at, token_at)
+            )
+            teacher_states = None
+            if teacher is not None:
+                assert self.config.divergence is not None
+                with torch.no_grad():
+                    hidden = self._hidden(teacher, row, state_at)
+                teacher_states = head.Teacher(hidden, model.head(teacher), self.config.divergence)
+            body = partial(self._hidden, row=row, state_at=state_at)
+            apply_head = partial(
+                self._head_outputs, targets=targets, entropy=entropy, teacher=teacher_states
+            )
+            for name, x in self.module(body, apply_head).items():
+                everywhere = outputs.get(name, x.new_zeros(packed.tokens.size))
+                outputs[name] = everywhere.index_copy(0, token_at, x)
+        if self.context is not None:
+            # A loss may need every output of a sequence. Each process computes the same loss, and
+            # its gradient goes back to the outputs computed here.
+            outputs = {name: SumOverGroup.apply(x, self.context) for name, x in outputs.items()}
+        return Policy(**{name: x.reshape(packed.shape) for name, x in outputs.items()})
+
+    def row(
+        self, packed: Batch, flat: FlatRow, own: slice, tally: experts.Tally | None
+    ) -> model.PackedRow:
+        """Returns the tokens `own` of a flat row, with the sequences of the whole row."""
+        net = self.module.model
+        segments = Segments.of(
+            tuple(flat.lengths.tolist()), self.attend, self.device, tuple(flat.prefixes.tolist())
+        )
+        tokens = to_tensor(flat.take(packed.tokens)[own], self.device)
+        positions, images = flat.positions[own], None
+        if model.has_vision(net):
+            positions, images = row_images(packed, flat, net.config, self.device, self.distributed)
+        recorded = None
+        if packed.experts is not None:
+            recorded = to_tensor(flat.take(packed.experts)[own], self.device)
+        routing = experts.Routing(recorded, tally, flat.real_tokens(own))
+        return model.PackedRow(tokens, to_tensor(positions, self.device), segments, images, routing)
+
+    def _hidden(self, net: PreTrainedModel, row: model.PackedRow, state_at: Tensor) -> Tensor:
+        """Returns a model's last hidden states at the indices `state_at` of a flat row."""
+        with torch.autocast(self.device.type, self.dtype, enabled=self.dtype != torch.float32):
+            states = model.hidden_states(net, row)
+        return states.to(self.dtype).index_select(0, state_at)
+
+    def _head_outputs(
+        self,
+        hidden: Tensor,
+        layer: model.Head,
+        targets: Tensor,
+        entropy: bool,
+        teacher: head.Teacher | None,
+    ) -> dict[str, Tensor]:
+        c = self.config
+        if c.head != "policy":
+            return {"values": head.values(hidden, layer.weight)}
+        logp, entropies, divergence = head.logprobs(
+            hidden, layer, targets, c.temperature, c.head_chunk, entropy, teacher
+        )
+        outputs = {"logp": logp, "entropy": entropies, "divergence": divergence}
+        return {name: x for name, x in outputs.items() if x is not None}
