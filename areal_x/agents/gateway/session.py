@@ -27,7 +27,7 @@ from areal_x.protocols.engine import EngineError, SamplingParams
 from areal_x.protocols.workflow import Generator
 from areal_x.rollout.episode import first_of
 from areal_x.runtime.waits import waiting, whose
-from areal_x.types import Message, Outcome
+from areal_x.types import Message, Outcome, Scored
 
 LOG = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -184,7 +184,7 @@ class GatewaySession:
             "prompt_tokens": sum(len(call.prompt) for call in calls),
             "generated_tokens": self.state.generated,
             "rewards": dict(self.state.rewards),
-            "reward": getattr(self.outcome, "reward", None),
+            "reward": self.outcome.reward if isinstance(self.outcome, Scored) else None,
             "seconds": _now() - self.state.opened,
             "limits": dict(vars(self.limits)),
             "overruled": dict(self.overruled),
