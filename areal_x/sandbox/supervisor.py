@@ -21,6 +21,7 @@ from typing import Any, NoReturn
 from areal_x.runtime import footprint, guard, memory_group
 from areal_x.sandbox import namespaces, program
 from areal_x.sandbox.isolation import Isolation, KernelLimits, enter, group_name, program_folder
+from areal_x.sandbox.verdict import verdict
 
 LENGTH_BYTES = 8  # of the request's length prefix
 AT_ONCE = 1 << 16  # bytes
@@ -154,14 +155,14 @@ def _start(
     os.set_blocking(output, False)
     os.set_blocking(report, False)
     return RunningProgram(
-        child,
-        wakeup,
-        output,
-        report,
-        folder,
-        began,
-        HeadAndTail(2 * settings["output_characters"]),
-        group,
+        child=child,
+        wakeup=wakeup,
+        output=output,
+        report=report,
+        folder=folder,
+        began=began,
+        kept=HeadAndTail(2 * settings["output_characters"]),
+        group=group,
     )
 
 
@@ -324,58 +325,6 @@ def _sizes(folder: str) -> Iterator[int]:
         for name in files:
             with suppress(OSError):
                 yield Path(place, name).lstat().st_size
-
-
-def verdict(reason: str, code: int, reported: bytes, settings: Settings) -> dict[str, Any]:
-    """Returns the status and error of the program. code: of its first process; a signal is
-    negative, or as in a shell (128 + n)."""
-    code = guard.as_a_shell(code)
-    match reason:
-        case "timeout":
-            return {
-                "status": "timeout",
-                "error": f"the program was ended after {settings['seconds']:g} seconds",
-            }
-        case "memory":
-            return {
-                "status": "memory",
-                "error": f"the program used more than {settings['memory_mb']:g} MB of memory",
-            }
-        case "processes":
-            return {
-                "status": "killed",
-                "error": f"the program had more than {settings['processes']} processes or threads",
-            }
-        case "files":
-            most = f"{settings['files']} files or {settings['file_mb']:g} MB"
-            return {"status": "killed", "error": f"the program wrote more than {most}"}
-    if code == 0:
-        return {"status": "ok", "error": None}
-    if report := _report(reported):
-        return report
-    if code == 128 + signal.SIGXCPU:
-        return {
-            "status": "timeout",
-            "error": f"the program used its {settings['cpu_seconds']:g} seconds of processor time",
-        }
-    if code - 128 in signal.valid_signals():
-        return {
-            "status": "killed",
-            "error": f"the program was ended by {signal.Signals(code - 128).name}",
-        }
-    return {"status": "error", "error": f"exit status {code}"}
-
-
-def _report(reported: bytes) -> dict[str, str] | None:
-    """Returns the program's own report, which may hold anything."""
-    try:
-        report = json.loads(reported)
-        known = report["status"] in ("error", "memory", "killed") and isinstance(
-            report["error"], str
-        )
-        return {"status": report["status"], "error": report["error"]} if known else None
-    except (ValueError, KeyError, TypeError, RecursionError):
-        return None
 
 
 @contextmanager

@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from areal_x.sandbox.supervisor import HeadAndTail, _has_no_reader, verdict
+from areal_x.sandbox.supervisor import HeadAndTail, _has_no_reader
+from areal_x.sandbox.verdict import verdict
 
 SETTINGS = {"seconds": 5, "cpu_seconds": 3, "memory_mb": 100, "processes": 8, "files": 9, "file_mb": 2}
 
