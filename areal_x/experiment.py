@@ -39,7 +39,11 @@ from areal_x.rollout.rollout import Rollout
 from areal_x.run import resuming
 from areal_x.run.run_dir import open_run
 from areal_x.runtime import cores, timeline
-from areal_x.runtime.interrupts import check, noted, noted_in_each
+from areal_x.runtime.interrupts import (
+    deferred_interrupts,
+    deferred_interrupts_in_each,
+    raise_if_interrupted,
+)
 from areal_x.runtime.waits import waiting
 from areal_x.settings import Settings
 from areal_x.types import Batch, Group, Loss, Turn
@@ -59,7 +63,7 @@ class RunResult:
 class Experiment(Factory):
     __doc__ = Settings.__doc__
 
-    @noted()
+    @deferred_interrupts()
     def run(self, resume: bool | str = False) -> RunResult:
         """Trains to the last step with a live display, and leaves a plot in the run's directory.
 
@@ -108,7 +112,7 @@ class Experiment(Factory):
         ranks.tell(process, ranks.BEGINS)
         return run
 
-    @noted_in_each
+    @deferred_interrupts_in_each
     def turns(
         self, run: Path, resume: bool = False, message: Callable[[str], None] = print
     ) -> Iterator[Turn]:
@@ -159,7 +163,7 @@ class Experiment(Factory):
         """
         rows = []
         for batch in batches:
-            check()
+            raise_if_interrupted()
             row = models.policy.update(batch, loss)
             if models.critic is not None and self.algorithm.value_loss is not None:
                 learned = models.critic.update(batch, self.algorithm.value_loss)

@@ -75,13 +75,13 @@ def with_config(
     sys.path.insert(0, str(Path.cwd()))  # gin files import examples.arithmetic.task and the like
     config: Config | None = None
     try:
-        with interrupts.noted(at_once=True):
+        with interrupts.deferred_interrupts(at_once=True):
             config = load(file, bindings)
-            interrupts.check()
+            interrupts.raise_if_interrupted()
             check_early(config)
             if complete:
                 check_experiment(config, without)
-            interrupts.check()
+            interrupts.raise_if_interrupted()
             return work(config) or 0
     except UserError as error:
         return fail(config.locate(error) if config else error)
@@ -137,9 +137,11 @@ def run_named(config: Config, options: argparse.Namespace) -> None:
         name, claimed = run_dir.claim_name(runs, stem), True
     gin.bind_parameter("train.name", name)
     try:
-        with interrupts.noted():  # what is left to raise is raised here, with the way to go on
+        with (
+            interrupts.deferred_interrupts()
+        ):  # what is left to raise is raised here, with the way to go on
             experiment = gin.get_configurable("train")()
-            interrupts.check()
+            interrupts.raise_if_interrupted()
             experiment.run(resume=resume)
     except KeyboardInterrupt:
         raise KeyboardInterrupt(_how_to_go_on(runs / name, options)) from None

@@ -79,7 +79,7 @@ async def _(stall: Stall) -> None:
 
 def slow_to_end(stall: Stall) -> None:
     """What keeps processes takes its time to end."""
-    ended = guard.ended
+    ended = guard.wait_until_ended
 
     def slowly(process: Any) -> int:
         stall.hold()

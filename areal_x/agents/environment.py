@@ -108,7 +108,7 @@ class Environment(Workflow):
             return await self._play(task, dialogue, world, thread, shown)
         finally:
             if close := getattr(world, "close", None):
-                thread.tell(close)
+                thread.run_unobserved(close)
             thread.close()
 
     async def _play(

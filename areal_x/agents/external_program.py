@@ -98,7 +98,7 @@ async def wait_for_exit(process: asyncio.subprocess.Process) -> int:
     it."""
     while True:
         try:
-            return await asyncio.wait_for(process.wait(), guard.LOOK)
+            return await asyncio.wait_for(process.wait(), guard.POLL_SECONDS)
         except TimeoutError:
             with suppress(ProcessLookupError):
                 process.send_signal(signal.SIGCONT)

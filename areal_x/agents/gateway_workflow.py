@@ -16,7 +16,7 @@ from areal_x.agents.gateway.session_state import SessionLimits
 from areal_x.errors import UserError, one_of
 from areal_x.protocols.engine import SamplingParams
 from areal_x.protocols.workflow import EpisodeResult, Generator, Workflow
-from areal_x.runtime.thread import beside
+from areal_x.runtime.thread import inline_or_in_pool
 from areal_x.types import Outcome
 from areal_x.workflows.single_turn import with_end
 
@@ -101,7 +101,7 @@ class GatewayWorkflow(Workflow):
         calls = session.calls()
         # each prompt is compared with each earlier trajectory
         size = sum(len(call.prompt) for call in calls) * len(calls)
-        return await beside(size, episode_of_calls, calls, outcome, self.credit)
+        return await inline_or_in_pool(size, episode_of_calls, calls, outcome, self.credit)
 
     def lazy_gateway(self) -> LazyGateway:
         assert self.host is not None, "call setup(tokenizer) first"

@@ -19,4 +19,6 @@ def main(lifeline_fd: int, words: list[str], processes: int) -> None:
             print(f"{words[0]}: {error.strerror}", file=sys.stderr)
             os._exit(127)
 
-    guard.keep(work, lifeline_fd, owners_fds=(1, 2), processes=processes, ends_with_worker=True)
+    guard.run_guarded(
+        work, lifeline_fd, owners_fds=(1, 2), processes=processes, ends_with_worker=True
+    )

@@ -151,7 +151,7 @@ def pack_groups(
 
 def add_model_outputs(batch: Batch, algorithm: Algorithm, models: Models, version: int) -> Batch:
     """Adds the tokens' ages and every log-probability and value that the algorithm reads."""
-    interrupts.check()
+    interrupts.raise_if_interrupted()
     versions = np.asarray(batch.versions)
     ages = np.where(versions == NOT_THE_POLICY, 0, version - versions).astype(np.int32)
     batch = batch.replace(ages=ages)

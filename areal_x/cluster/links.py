@@ -106,7 +106,7 @@ class Leader:
         Raises: UserError naming the process that failed or is gone, and why; whatever the body
         raises, unless that came of it.
         """
-        interrupts.check()  # before the others begin, as none can leave a call alone
+        interrupts.raise_if_interrupted()  # before the others begin, as none can leave a call alone
         with self._changed:
             self._check()
             self._call += 1
@@ -217,7 +217,7 @@ class Leader:
                 return
             if not self._busy:  # it waits for rollouts, or measures
                 self._interrupted = True
-                if not interrupts.note():
+                if not interrupts.request_stop():
                     signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
                 if self._changed.wait_for(heard, SECONDS_TO_END):
                     return
@@ -262,7 +262,7 @@ class Follower:
                 with waiting(f"process {self.rank}", "process 0's next call", idle=True):
                     message, arrays = self._inbox.get(timeout=0.5)
             except Empty:
-                interrupts.check()
+                interrupts.raise_if_interrupted()
                 continue
             if "end" not in message:
                 return message, arrays
@@ -364,7 +364,7 @@ def accept(listener: Listener, count: int) -> tuple[dict[int, Connection], dict[
             try:
                 link = came.get(timeout=min(max(until - time.monotonic(), 0), 0.5))
             except Empty:
-                interrupts.check()
+                interrupts.raise_if_interrupted()
                 if time.monotonic() < until:
                     continue
                 where = ":".join(map(str, listener.address))

@@ -16,7 +16,7 @@ import numpy as np
 from areal_x.errors import ConfigError, UserError
 from areal_x.protocols.trainer import Trainer
 from areal_x.protocols.trainer_config import TrainerConfig
-from areal_x.runtime.interrupts import check
+from areal_x.runtime.interrupts import raise_if_interrupted
 from areal_x.types import Batch, Loss, Policy
 
 GROUP = "areal_x.backends"
@@ -81,9 +81,9 @@ def create_trainer(backend: str, config: TrainerConfig) -> Trainer:
 
     Raises: ConfigError listing the installed backends if `backend` is not one of them.
     """
-    check()
+    raise_if_interrupted()
     trainer = load_backend(backend).create_trainer(config)
-    check()
+    raise_if_interrupted()
     return trainer
 
 

@@ -168,7 +168,7 @@ class RewardPool:
             ", ".join(f"process {guard.pid}" for guard in ending),
         ):
             for guard in ending:
-                await asyncio.to_thread(guarding.ended, guard)
+                await asyncio.to_thread(guarding.wait_until_ended, guard)
             # control groups left behind by guards that were killed
             await asyncio.to_thread(memory_group.remove_all, f"{self._groups}.")
 
@@ -248,7 +248,7 @@ class RewardPool:
 
     async def _exit_reason(self, worker: _Worker) -> str:
         with waiting(whose(), "its reward process to end", f"process {worker.guard.pid}"):
-            code = await asyncio.to_thread(guarding.ended, worker.guard)
+            code = await asyncio.to_thread(guarding.wait_until_ended, worker.guard)
         if code == -guarding.TOO_MANY:
             return f"it had more than {self.limits.processes} processes (reward_limits.processes)"
         if code == -guarding.TOO_MUCH:

@@ -43,15 +43,15 @@ def main(
         return (
             group.overrun()
             if group is not None
-            else footprint.memory(list(guard.descendants(os.getpid())), most) > most
+            else footprint.memory_bytes(list(guard.descendants(os.getpid())), most) > most
         )
 
-    guard.keep(
+    guard.run_guarded(
         lambda: work(socket_fd, limits, group),
         lifeline_fd,
         (socket_fd,),
         limits["processes"],
-        too_much=too_much,
+        over_memory=too_much,
         afterwards=partial(memory_group.remove_all, f"{name}."),
     )
 
@@ -61,7 +61,7 @@ def work(
 ) -> None:
     if group is not None:
         group.enter()
-    guard.limit(
+    guard.set_limits(
         {
             resource.RLIMIT_DATA: int(limits["memory_gb"] * 1e9),
             resource.RLIMIT_NOFILE: limits["files"],

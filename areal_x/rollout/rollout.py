@@ -22,7 +22,7 @@ from areal_x.protocols.workflow import Workflow
 from areal_x.rollout.runner import RolloutStats, Runner
 from areal_x.run.journal import Resumed
 from areal_x.runtime import background, timeline
-from areal_x.runtime.interrupts import noted
+from areal_x.runtime.interrupts import deferred_interrupts
 from areal_x.runtime.loop import result, serve
 from areal_x.runtime.waits import waiting
 from areal_x.types import Episode, Group, Task
@@ -130,7 +130,10 @@ class Rollout:
         """
         runner = self.runner
         step, idle = runner.queue.step + 1, runner.workflow.open_ended
-        with noted(), waiting("the trainer", f"the groups of step {step}", runner.doing, idle=idle):
+        with (
+            deferred_interrupts(),
+            waiting("the trainer", f"the groups of step {step}", runner.doing, idle=idle),
+        ):
             if self._taking is None:
                 self._taking = self._submit(self.runner.take())
             groups = self._result(self._taking)

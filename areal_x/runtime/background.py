@@ -1,10 +1,9 @@
-"""What runs beside the caller: a task, a thread or a callback of ours that ends with an exception
-ends the run with it.
+"""Background tasks, threads and callbacks whose exceptions end the run.
 
-An exception there has nobody to go to: asyncio keeps it until somebody asks, a thread prints it,
-and what waits for their work waits for ever. So each is begun here, under a name, and its
-unexpected end is reported: of an event loop to whoever watches the loop (a run), of a thread to
-whom its owner says.
+Nothing receives their exceptions: asyncio keeps a task's until the task is awaited, a thread prints
+it, and whatever waits for their work waits forever. So each is started here, under a name, and an
+exception is reported: from an event loop to the function that `watch` set (the run's), from a
+thread to the function that its owner passed.
 """
 
 from __future__ import annotations
@@ -25,23 +24,24 @@ T = TypeVar("T")
 Failed = Callable[[BaseException], None]
 
 LOG = logging.getLogger(__name__)
-OURS = ("areal_x.", "areal_x_jax.", "areal_x_torch.")
+OUR_MODULES = ("areal_x.", "areal_x_jax.", "areal_x_torch.")
 
 _watched: WeakKeyDictionary[asyncio.AbstractEventLoop, Failed] = WeakKeyDictionary()
 
 
 class Unexpected(UserError):
-    """Something that runs beside the run ended with an exception. The exception is its cause."""
+    """A background task, thread or callback ended with an exception, which is its cause."""
 
 
 def watch(loop: asyncio.AbstractEventLoop, failed: Failed) -> None:
-    """failed: told, on the loop's thread, of each unexpected end on this loop."""
+    """Sets the function that is called, on the loop's thread, with the exceptions of background work
+    on this loop."""
     _watched[loop] = failed
 
 
 def start(work: Coroutine[Any, Any, T], what: str, failed: Failed | None = None) -> asyncio.Task[T]:
-    """A task of the running loop. what: begins the sentence about its end. failed: told instead of
-    who watches the loop."""
+    """Starts a task on the running loop. what: subject of the sentence about its exception. failed:
+    called with the exception instead of the function that watches the loop."""
     task = asyncio.get_running_loop().create_task(work, name=what)
     task.add_done_callback(partial(_done, what, failed))
     return task
@@ -50,8 +50,7 @@ def start(work: Coroutine[Any, Any, T], what: str, failed: Failed | None = None)
 def thread(
     function: Callable[..., object], *arguments: Any, what: str, failed: Failed, name: str = ""
 ) -> threading.Thread:
-    """A thread that keeps no process from ending, begun. failed: told there of what the function
-    raises."""
+    """Starts a daemon thread. failed: called on that thread with the exception of the function."""
 
     def run() -> None:
         try:
@@ -65,7 +64,7 @@ def thread(
 
 
 def on_loop() -> Failed:
-    """For threads: reports to who watches the loop that runs now."""
+    """Returns a function that threads call to report an exception to the running loop's watcher."""
     loop = asyncio.get_running_loop()
 
     def failed(error: BaseException) -> None:
@@ -76,8 +75,8 @@ def on_loop() -> Failed:
 
 
 def serve(loop: asyncio.AbstractEventLoop) -> None:
-    """Runs the loop until it is stopped. Exceptions in callbacks of ours are reported; those that
-    end a loop (SystemExit) are too, and do not end it, so that what is open can be closed."""
+    """Runs the loop until it is stopped. Exceptions in this project's callbacks are reported, also
+    those that would end the loop (SystemExit): it goes on, so that open resources can be closed."""
     loop.set_exception_handler(_unhandled)
     while True:
         try:
@@ -88,7 +87,7 @@ def serve(loop: asyncio.AbstractEventLoop) -> None:
 
 
 def report(loop: asyncio.AbstractEventLoop, error: BaseException) -> None:
-    """On the loop's thread."""
+    """Reports an exception to the loop's watcher, on the loop's thread; logs it if there is none."""
     failed = _watched.get(loop)
     if failed is None:
         LOG.error("%s", error, exc_info=error)
@@ -97,7 +96,8 @@ def report(loop: asyncio.AbstractEventLoop, error: BaseException) -> None:
 
 
 def described(what: str, error: BaseException) -> BaseException:
-    """One sentence; what is one already stays as it is."""
+    """Returns an exception whose message is one sentence; an EngineError or UserError is one
+    already."""
     if isinstance(error, EngineError | UserError):
         return error
     text = " ".join(str(error).split())
@@ -109,12 +109,12 @@ def described(what: str, error: BaseException) -> BaseException:
 
 
 def _place(error: BaseException) -> str:
-    """The last line of ours that it came through, else the line that raised it."""
+    """Returns this project's innermost line in the traceback, or the line that raised."""
     frames = [
         (frame.f_globals.get("__name__", ""), frame.f_code.co_filename, line)
         for frame, line in walk_tb(error.__traceback__)
     ]
-    ours = [frame for frame in frames if frame[0].startswith(OURS) and frame[0] != __name__]
+    ours = [frame for frame in frames if frame[0].startswith(OUR_MODULES) and frame[0] != __name__]
     return "".join(f" ({Path(file).name}, line {line})" for _, file, line in (ours or frames)[-1:])
 
 
@@ -128,8 +128,8 @@ def _done(what: str, failed: Failed | None, task: asyncio.Task[Any]) -> None:
 
 
 def _unhandled(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-    """asyncio's handler of what nobody else handles: also of broken transports and of the tasks of
-    libraries."""
+    """Exception handler of the loop; asyncio calls it for broken transports and libraries' tasks,
+    too."""
     error, handle = context.get("exception"), context.get("handle")
     if error is not None and handle is not None and _is_ours(getattr(handle, "_callback", None)):
         report(loop, described("a callback", error))
@@ -140,4 +140,4 @@ def _unhandled(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None
 def _is_ours(callback: Any) -> bool:
     while isinstance(callback, partial):
         callback = callback.func
-    return str(getattr(callback, "__module__", "")).startswith(OURS)
+    return str(getattr(callback, "__module__", "")).startswith(OUR_MODULES)

@@ -14,8 +14,8 @@ MAX_DIGESTED_TASKS = 10_000
 
 
 def dataset_digest(dataset: Sequence[Any]) -> str:
-    """Returns the SHA-256 of tasks (areal_x.types.Task) in their order, the same in every process. In a long dataset, tasks at
-    equal distances are sampled."""
+    """Returns the SHA-256 of tasks (areal_x.types.Task) in their order, the same in every process.
+    Only MAX_DIGESTED_TASKS of a longer dataset are read, at equal distances."""
     digest = hashlib.sha256()
     for index in (
         np.unique(np.linspace(0, len(dataset) - 1, MAX_DIGESTED_TASKS).astype(int))

@@ -1,5 +1,5 @@
-"""How much memory processes hold, as far as /proc shows it: for machines where no control group
-limits it (Linux)."""
+"""Memory use of processes, as far as /proc shows it, for machines where no control group limits it
+(Linux)."""
 
 from __future__ import annotations
 
@@ -8,26 +8,27 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
-# in kilobytes, of a process's status
+# Lines of /proc/PID/status, in kilobytes.
 HELD = ("RssAnon:", "RssShmem:", "VmSwap:", "HugetlbPages:", "VmPTE:")
-# of its smaps_rollup, the same but for the last two
+# Lines of /proc/PID/smaps_rollup: the same, shared pages divided among their processes, without the
+# last two.
 SHARED_ONCE = ("Pss_Anon:", "Pss_Shmem:", "SwapPss:")
 OF_THE_KERNEL = ("HugetlbPages:", "VmPTE:")
-THREAD_BYTES = 32 << 10  # a thread's stack in the kernel and what describes it
-PIPE_BYTES = 64 << 10  # the most that an ordinary one holds
-MAPPING_BYTES = 300  # what describes one
-# kilobytes of address space from which on mappings are counted: fewer cannot be many
+THREAD_BYTES = 32 << 10  # a thread's kernel stack and its data structures
+PIPE_BYTES = 64 << 10  # capacity of a default pipe
+MAPPING_BYTES = 300  # kernel memory of one mapping
+# Kilobytes of address space above which mappings are counted: smaller ones cannot have many.
 MAPPINGS_FROM = 1 << 18
-SHARED_MEMORY = "/dev/zero (deleted)"  # what maps calls that which no file backs
-# net.core.wmem_default of Linux, the most that one holds unless it asks for more
+SHARED_MEMORY = "/dev/zero (deleted)"  # the name in maps of memory without a file
+# net.core.wmem_default of Linux: the capacity of a socket that does not ask for more.
 SOCKET_BYTES = 212_992
 
 
-def memory(pids: Sequence[int], most: float) -> int:
-    """Bytes that no file backs, and the kernel's own for these processes, of all together.
+def memory_bytes(pids: Sequence[int], most: float) -> int:
+    """Returns the bytes that no file backs, plus the kernel's own memory, of these processes
+    together.
 
-    What several share is counted once where the sum is beyond `most`, which takes the kernel
-    longer.
+    Shared memory is counted once if the plain sum exceeds `most`; that takes the kernel longer.
     """
     kernels = sum(_kernels(pid) for pid in pids) + _buffers(pids)
     held = sum(_kilobytes(pid, "status", HELD) for pid in pids) * 1024
@@ -36,13 +37,14 @@ def memory(pids: Sequence[int], most: float) -> int:
     return held + kernels
 
 
-def threads(pids: Sequence[int]) -> int:
+def thread_count(pids: Sequence[int]) -> int:
+    """Returns the number of threads of these processes."""
     return sum(_threads(pid) for pid in pids)
 
 
-def deleted(pids: Sequence[int], unknown: float) -> int:
-    """Bytes of files that have no name any more, only these processes. unknown: what one counts as
-    that is only mapped."""
+def deleted_file_bytes(pids: Sequence[int], unknown: float) -> int:
+    """Returns the bytes of deleted files that these processes still have open or mapped. unknown: the
+    size to assume for a file that is only mapped."""
     found: dict[tuple[int, int], float] = {}
     for pid in pids:
         with suppress(OSError):
@@ -61,8 +63,8 @@ def deleted(pids: Sequence[int], unknown: float) -> int:
 
 
 def _shared_once(pid: int) -> int:
-    """Kilobytes. A process may keep others from looking so closely; then as if it shared
-    nothing."""
+    """Returns the kilobytes of a process with shared pages divided among their processes. If the
+    process denies that view, its pages count as unshared."""
     shared = _kilobytes(pid, "smaps_rollup", SHARED_ONCE)
     return (
         shared + _kilobytes(pid, "status", OF_THE_KERNEL)
@@ -87,8 +89,7 @@ def _threads(pid: int) -> int:
 
 
 def _kernels(pid: int) -> int:
-    """Bytes of the kernel's that describe a process; but for page tables, which are counted with
-    what it holds."""
+    """Returns the kernel memory of a process without its page tables, which HELD includes."""
     mappings = 0
     if _kilobytes(pid, "status", ("VmSize:",)) > MAPPINGS_FROM:
         with suppress(OSError):
@@ -97,7 +98,7 @@ def _kernels(pid: int) -> int:
 
 
 def _buffers(pids: Sequence[int]) -> int:
-    """The most that their pipes and sockets can hold."""
+    """Returns the capacity of the processes' pipes and sockets, in bytes."""
     found: set[str] = set()
     for pid in pids:
         for path in _descriptors(pid):

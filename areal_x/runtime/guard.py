@@ -1,15 +1,14 @@
-"""Keeps what another process starts: a guard that ends all of it, whatever it did and however its
-owner died.
+"""Guard processes: each ends a worker and everything that the worker started, whatever that did and
+however the owner died.
 
     owner ──(lifeline: a pipe on which nothing is ever written)──▶ guard ──(SIGKILL to its process group)──▶ worker
 
-The process that the owner starts is the guard. It forks the worker into a process group of its own
-and waits for the end of the lifeline, which comes when the owner lets go of it or is gone, however
-it died. Then it kills the group, whatever the worker has started, in that group or out of it, and
-ends. Only the standard library is imported here.
+The owner starts the guard. It forks the worker into a new process group and waits for the end of the
+lifeline, which comes when the owner closes the pipe or dies. Then the guard kills the group and all
+other descendants, in that group or out of it, and exits. Only the standard library is imported here.
 
-All but the process group and the kernel's limits needs Linux; elsewhere a process that leaves the
-group outlives the worker.
+Everything but the process group and the kernel's limits needs Linux; elsewhere a process that leaves
+the group outlives the worker.
 """
 
 from __future__ import annotations
@@ -30,11 +29,11 @@ from itertools import islice
 from pathlib import Path
 from select import select
 
-LOOK = 0.1  # seconds between two counts of processes
-# How the guard ends where the worker had more processes, or they more memory, than they may; else
-# it ends by itself.
-TOO_MANY, TOO_MUCH = signal.SIGUSR1, signal.SIGUSR2
-END_SECONDS = 10.0  # for a guard to end what it keeps, on a machine that is busy
+POLL_SECONDS = 0.1  # between two counts of the processes
+# The signal that the guard dies of after its worker had too many processes, or used too much memory.
+TOO_MANY = signal.SIGUSR1
+TOO_MUCH = signal.SIGUSR2
+END_SECONDS = 10.0  # for a guard to end its processes on a busy machine
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
 CLONE_NEWUSER, CLONE_NEWNET = 0x10000000, 0x40000000  # linux/sched.h
 LIBC = ctypes.CDLL(None, use_errno=True)
@@ -45,39 +44,39 @@ START = (
 
 
 def command(module: str, *arguments: object, flags: Sequence[str] = ("-P",)) -> list[str]:
-    """What starts `main(*arguments)` of a module of this very package in a new interpreter;
-    arguments as JSON has them. flags: of the interpreter."""
+    """Returns the command line that runs `main(*arguments)` of a module of this package in a new
+    interpreter. arguments: JSON values. flags: of the interpreter."""
     root = Path(__file__).resolve().parents[2]
     return [sys.executable, *flags, "-c", START.format(module), str(root), json.dumps(arguments)]
 
 
-def keep(
+def run_guarded(
     work: Callable[[], None],
     lifeline_fd: int,
     owners_fds: tuple[int, ...] = (),
     processes: int | None = None,
     folder: str | None = None,
     ends_with_worker: bool = False,
-    too_much: Callable[[], bool] | None = None,
+    over_memory: Callable[[], bool] | None = None,
     afterwards: Callable[[], object] | None = None,
 ) -> None:
-    """Does `work` in the worker, while this process becomes its guard; does not return in the
+    """Forks a worker that runs `work`, while this process becomes its guard; does not return in the
     guard.
 
-    owners_fds: on which the owner waits for the worker, so that the guard must not hold them.
-    processes: the most at once, the worker among them. folder: removed at the end.
-    ends_with_worker: all of it ends when the worker does, too. too_much: whether what is below this
-    process uses more memory than it may. afterwards: done when all has ended.
+    owners_fds: descriptors on which the owner waits for the worker; the guard closes them.
+    processes: most processes at once, including the worker. folder: deleted at the end.
+    ends_with_worker: end all processes when the worker ends. over_memory: returns True if the
+    descendants use too much memory. afterwards: called when all have ended.
     """
     if sys.platform == "linux":
-        # what is left without a parent below becomes the guard's child
+        # Orphaned descendants become the guard's children.
         LIBC.prctl(PR_SET_CHILD_SUBREAPER, 1)
     guarding = os.getpid()
     worker = os.fork()
     if worker:
         for fd in owners_fds:
             os.close(fd)
-        guard(lifeline_fd, worker, processes, folder, ends_with_worker, too_much, afterwards)
+        guard(lifeline_fd, worker, processes, folder, ends_with_worker, over_memory, afterwards)
     os.setpgid(0, 0)
     os.close(lifeline_fd)
     die_with_parent(guarding)
@@ -90,44 +89,44 @@ def guard(
     processes: int | None,
     folder: str | None,
     ends_with_worker: bool = False,
-    too_much: Callable[[], bool] | None = None,
+    over_memory: Callable[[], bool] | None = None,
     afterwards: Callable[[], object] | None = None,
 ) -> None:
-    """Waits for the end of the lifeline, or of what else should end all of them, and then for
-    that."""
+    """Waits for the end of the lifeline or another reason to end, then ends all processes and
+    exits."""
     with suppress(OSError):
-        # in both processes, so that the group exists whoever comes first
+        # Set in both processes, so that the group exists whichever runs first.
         os.setpgid(worker, worker)
     beyond: signal.Signals | None = None
-    looks = processes is not None or ends_with_worker or too_much is not None
-    while beyond is None and not select([lifeline_fd], [], [], LOOK if looks else None)[0]:
+    polls = processes is not None or ends_with_worker or over_memory is not None
+    while beyond is None and not select([lifeline_fd], [], [], POLL_SECONDS if polls else None)[0]:
         if (
             ends_with_worker
             and os.waitid(os.P_PID, worker, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
         ):
             break
         for child in children(os.getpid()):
-            if child != worker:  # not reaped yet, so that the number is still its own
+            if child != worker:  # not yet reaped, so its number is not reused
                 os.waitpid(child, os.WNOHANG)
-        if processes is not None and more_than(processes):
+        if processes is not None and has_more_than(processes):
             beyond = TOO_MANY
-        elif too_much is not None and too_much():
+        elif over_memory is not None and over_memory():
             beyond = TOO_MUCH
     code = end_all(worker)
-    if beyond is None and too_much is not None and too_much():  # the kernel was first
+    if beyond is None and over_memory is not None and over_memory():  # the kernel killed first
         beyond = TOO_MUCH
     if folder is not None:
-        remove(folder)
+        remove_tree(folder)
     if afterwards is not None:
         afterwards()
     if beyond is not None:
         signal.signal(beyond, signal.SIG_DFL)
         os.kill(os.getpid(), beyond)
-    sys.exit(as_a_shell(code))
+    sys.exit(shell_exit_code(code))
 
 
 def die_with_parent(parent: int) -> None:
-    """SIGKILL for this process when the process that forked it is gone; Linux only."""
+    """Makes the kernel kill this process when its parent dies; Linux only."""
     if sys.platform == "linux":
         LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != parent:
@@ -135,40 +134,40 @@ def die_with_parent(parent: int) -> None:
 
 
 def end_all(worker: int) -> int:
-    """Kills this process's child with its group and all that is left of what was started below; the
-    child's exit code."""
+    """Kills this process's child, the child's group and all other descendants. Returns the child's
+    exit code."""
     with suppress(ProcessLookupError):
         os.killpg(worker, signal.SIGKILL)
     with suppress(ProcessLookupError):
-        os.kill(worker, signal.SIGKILL)  # before it has a group of its own
+        os.kill(worker, signal.SIGKILL)  # it may not have its own group yet
     code = 0
-    with suppress(ChildProcessError):  # there is none left
+    with suppress(ChildProcessError):  # none is left
         while True:
             for pid in list(descendants(os.getpid())):
                 with suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
             pid, status = os.waitpid(-1, 0)
-            while pid:  # all that have ended, before the rest is looked at anew
+            while pid:  # reap all that have ended before listing the rest again
                 code = os.waitstatus_to_exitcode(status) if pid == worker else code
                 pid, status = os.waitpid(-1, os.WNOHANG)
     return code
 
 
-def as_a_shell(code: int) -> int:
-    """An exit code that says a signal (-9) as a shell does (137)."""
+def shell_exit_code(code: int) -> int:
+    """Returns an exit code as a shell reports it: 137 for -9, a signal."""
     return code if code >= 0 else 128 - code
 
 
-def more_than(processes: int) -> bool:
-    """Whether more run below this one. Looks no further than needed: of one that forks without end
-    it would never see all."""
+def has_more_than(processes: int) -> bool:
+    """True if this process has more descendants. Stops counting there: a process that forks
+    endlessly would never be counted to the end."""
     return len(list(islice(descendants(os.getpid()), processes + 1))) > processes
 
 
 def children(pid: int) -> list[int]:
-    """Where there is no /proc, or no such process any more, none."""
+    """Returns the children of a process; none without /proc or if the process has ended."""
     found: list[int] = []
-    with suppress(OSError):  # it has ended, perhaps just now
+    with suppress(OSError):  # it has ended
         for thread in os.listdir(f"/proc/{pid}/task"):  # noqa: PTH208 (Path.glob raises where it ends meanwhile)
             with suppress(OSError):
                 found += map(int, Path(f"/proc/{pid}/task/{thread}/children").read_text().split())
@@ -176,7 +175,7 @@ def children(pid: int) -> list[int]:
 
 
 def descendants(pid: int) -> Iterator[int]:
-    """Near ones first, however deep they are."""
+    """Yields all descendants of a process, in breadth-first order."""
     waiting = deque([pid])
     while waiting:
         below = children(waiting.popleft())
@@ -184,20 +183,20 @@ def descendants(pid: int) -> Iterator[int]:
         waiting += below
 
 
-def ended(guard: subprocess.Popen[bytes]) -> int:
-    """Waits for a guard whose lifeline is cut, in its owner; its exit code.
+def wait_until_ended(guard: subprocess.Popen[bytes]) -> int:
+    """Waits, in the owner, for a guard whose lifeline is closed. Returns its exit code.
 
-    What it keeps may have stopped it, where no wall forbids that, and may do so again: it is woken
-    until it ends. After `END_SECONDS` it is killed with all that is below it.
+    The guarded processes may stop the guard, repeatedly, unless a sandbox forbids that: it is
+    continued until it ends. After `END_SECONDS` it is killed with all its descendants.
     """
     end = time.monotonic() + END_SECONDS
     while time.monotonic() < end:
         with suppress(subprocess.TimeoutExpired):
-            return guard.wait(LOOK)
+            return guard.wait(POLL_SECONDS)
         with suppress(OSError):
-            os.kill(guard.pid, signal.SIGCONT)  # not waited for yet, so that the number is its own
+            os.kill(guard.pid, signal.SIGCONT)  # not yet waited for, so its number is not reused
     stopped: set[int] = set()
-    # so that none of them forks while the rest is found
+    # Stopped first, so that none forks while the others are found.
     while found := {guard.pid, *descendants(guard.pid)} - stopped:
         _signal(found, signal.SIGSTOP)
         stopped |= found
@@ -211,42 +210,41 @@ def _signal(pids: Iterable[int], number: signal.Signals) -> None:
             os.kill(pid, number)
 
 
-def limit(kernels: Mapping[int, int]) -> None:
-    """What each process may use, this one and those that it starts, by the resource's number. A
-    core of one that crashed is nobody's."""
-    for kind, most in {**kernels, resource.RLIMIT_CORE: 0}.items():
+def set_limits(limits: Mapping[int, int]) -> None:
+    """Sets the kernel's resource limits, by number, for this process and those that it starts, and
+    disables core dumps."""
+    for kind, most in {**limits, resource.RLIMIT_CORE: 0}.items():
         _, allowed = resource.getrlimit(kind)
         most = most if allowed == resource.RLIM_INFINITY else min(most, allowed)
         resource.setrlimit(kind, (most, most))
 
 
-def remove(folder: str) -> None:
-    """A folder with all that is in it, also where its owner took away the right to look into a
-    part."""
+def remove_tree(folder: str) -> None:
+    """Deletes a folder and its contents, also subfolders without read permission."""
     for place, folders, _ in os.walk(folder):
         for name in folders:
-            with suppress(OSError):  # (a link that points elsewhere is left as it is)
+            with suppress(OSError):  # (a link to elsewhere is not followed)
                 if not (inner := Path(place, name)).is_symlink():
                     inner.chmod(0o700)
     shutil.rmtree(folder, ignore_errors=True)
 
 
 def leave_network() -> bool:
-    """Moves to a network of its own, without any device that leads out; whether that was allowed.
-    Unix sockets stay."""
+    """Moves this process to a network namespace without devices. Returns False if that is not
+    allowed. Unix sockets still work."""
     if sys.platform != "linux":
         return False
     if LIBC.unshare(CLONE_NEWNET) == 0:  # root
         return True
-    if not allowed(lambda: enter_own_namespace(CLONE_NEWNET)):
+    if not works_in_a_child(lambda: enter_own_namespace(CLONE_NEWNET)):
         return False
     enter_own_namespace(CLONE_NEWNET)
     return True
 
 
-def allowed(change: Callable[[], object]) -> bool:
-    """Whether a change of this process that cannot be taken back works, as another one tries it
-    first: some machines allow a namespace and then nothing in it."""
+def works_in_a_child(change: Callable[[], object]) -> bool:
+    """True if an irreversible change of this process works, tried in a child: some machines allow a
+    namespace and then nothing in it."""
     trial = os.fork()
     if trial == 0:
         try:
@@ -258,8 +256,11 @@ def allowed(change: Callable[[], object]) -> bool:
 
 
 def enter_own_namespace(others: int) -> None:
-    """One of users and `others` (CLONE_NEW…), with the same user within: files stay its own. Raises
-    OSError."""
+    """Enters new namespaces: of users, with the same user inside, so that files keep their owner,
+    and `others` (CLONE_NEW…).
+
+    Raises: OSError if that is not allowed.
+    """
     user, group = os.getuid(), os.getgid()
     if LIBC.unshare(CLONE_NEWUSER | others) != 0:
         raise OSError("no namespace is allowed")

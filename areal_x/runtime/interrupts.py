@@ -1,10 +1,11 @@
-"""Ctrl-C and SIGTERM as notes, at which a run looks between its calls.
+"""Ctrl-C and SIGTERM as a flag that a run checks between its calls.
 
-As an exception a signal could come anywhere: in a callback of the garbage collector's or of a weak
-reference's, where the interpreter prints and forgets it; inside a library that does not expect one,
-which then crashes; between taking a lock and holding it. So while `noted` lasts it only leaves a
-note, and `check` raises KeyboardInterrupt where a run can end: between two lines of the ring, two
-micro-batches, two looks at what is waited for. A second signal ends what does not get there.
+A signal's exception could be raised anywhere: in a callback of the garbage collector or of a weak
+reference, where the interpreter prints and drops it; inside a library that does not expect one and
+crashes; between acquiring a lock and entering its block. So inside `deferred_interrupts` a signal
+only sets a flag, and `raise_if_interrupted` raises KeyboardInterrupt where a run can end: between
+two lines of the ring, two micro-batches, two polls of a wait. A second signal ends a run that does
+not get there.
 """
 
 from __future__ import annotations
@@ -23,87 +24,89 @@ from typing import ParamSpec, TypeVar
 P = ParamSpec("P")
 T = TypeVar("T")
 
-# in which a second signal is the first one's: who stops several processes signals some of them
-# twice
+# Signals this close together count as one: a program that stops several processes may signal some
+# of them twice.
 SAME_SECONDS = 1.0
 INTERRUPTED = 130  # exit status
-FIRST = "stopping after what runs now; a second signal ends it at once\n"
-SECOND = "stopped at once, by a second signal\n"
+FIRST = "stopping after the current operation; a second signal ends the process at once\n"
+SECOND = "stopped at once by a second signal\n"
 
 
-class _Notes:
-    """A signal's handler. at_once: a second signal ends the process, else it raises
-    KeyboardInterrupt where it comes."""
+class _SignalHandler:
+    """Sets a flag at the first signal. at_once: a second one ends the process; otherwise it raises
+    KeyboardInterrupt where the process is."""
 
     def __init__(self, at_once: bool) -> None:
         self._at_once = at_once
-        self._came: float | None = None  # a monotonic time
+        self._signalled_at: float | None = None  # time.monotonic()
         self._raised = False
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
-        if self._came is None:
-            self.note()
+        if self._signalled_at is None:
+            self.request_stop()
             if sys.stderr.isatty():
                 os.write(2, FIRST.encode())
-        elif time.monotonic() - self._came > SAME_SECONDS:
+        elif time.monotonic() - self._signalled_at > SAME_SECONDS:
             if not self._at_once:
                 raise KeyboardInterrupt
             os.write(2, SECOND.encode())
-            os._exit(INTERRUPTED)  # servers and workers have guards of their own, which end them
+            os._exit(INTERRUPTED)  # servers and workers have guards that end them
 
-    def note(self) -> None:
-        self._came = time.monotonic()
+    def request_stop(self) -> None:
+        self._signalled_at = time.monotonic()
 
-    def check(self) -> None:
-        """Raises once: what closes afterwards waits for its ends undisturbed."""
-        if self._came is not None and not self._raised:
+    def raise_if_interrupted(self) -> None:
+        """Raises once only, so that closing is not interrupted again."""
+        if self._signalled_at is not None and not self._raised:
             self._raised = True
             raise KeyboardInterrupt
 
 
-_current: _Notes | None = None
+_current: _SignalHandler | None = None
 
 
-def check() -> None:
-    """Raises KeyboardInterrupt, in the main thread, where a signal was noted."""
+def raise_if_interrupted() -> None:
+    """Raises: KeyboardInterrupt, in the main thread, if a signal has come."""
     if _current is not None and threading.current_thread() is threading.main_thread():
-        _current.check()
+        _current.raise_if_interrupted()
 
 
-def note() -> bool:
-    """Leaves a note as a signal does, from any thread; whether there is somebody who looks."""
+def request_stop() -> bool:
+    """Sets the flag as a signal does, from any thread. Returns False if nothing checks it."""
     current = _current
     if current is not None:
-        current.note()
+        current.request_stop()
     return current is not None
 
 
 @contextmanager
-def noted(at_once: bool = False) -> Iterator[Callable[[], None]]:
-    """Ctrl-C, and SIGTERM where it does the same, as a note. The function that this gives raises
-    it, and leaving does: in the place of an exception too, which may have come of the signal.
+def deferred_interrupts(at_once: bool = False) -> Iterator[Callable[[], None]]:
+    """Context in which Ctrl-C, and SIGTERM if it has the same handler, sets a flag. Yields a
+    function that raises KeyboardInterrupt if the flag is set; leaving the context does too, also in
+    place of another exception, which the signal may have caused.
 
-    Within another one this is that one; on another thread than the main one, which alone is told of
-    signals, it does nothing. at_once: what a second signal does, see `_Notes`.
+    A nested context shares the outer one's flag. On other threads than the main one, which never
+    receive signals, it does nothing. at_once: see `_SignalHandler`.
     """
     global _current
     if threading.current_thread() is not threading.main_thread():
         yield lambda: None
         return
-    outer, notes = _current, _current or _Notes(at_once)
+    outer = _current
+    handler = outer or _SignalHandler(at_once)
     ours = [
         n
         for n in (signal.SIGINT, signal.SIGTERM)
         if outer is None and signal.getsignal(n) is signal.default_int_handler
     ]
-    _current = notes
+    _current = handler
     for number in ours:
-        signal.signal(number, notes)
+        signal.signal(number, handler)
     try:
-        yield notes.check
+        yield handler.raise_if_interrupted
     except Exception as error:
         try:
-            notes.check()
+            handler.raise_if_interrupted()
         except KeyboardInterrupt as stopped:
             raise stopped from error
         raise
@@ -111,12 +114,12 @@ def noted(at_once: bool = False) -> Iterator[Callable[[], None]]:
         for number in ours:
             signal.signal(number, signal.default_int_handler)
         _current = outer
-    notes.check()
+    handler.raise_if_interrupted()
 
 
-def noted_in_each(make: Callable[P, Iterator[T]]) -> Callable[P, Iterator[T]]:
-    """For a generator: notes while it works and not in between, where the handlers are whoever's
-    who asks for its values."""
+def deferred_interrupts_in_each(make: Callable[P, Iterator[T]]) -> Callable[P, Iterator[T]]:
+    """Decorator of a generator: interrupts are deferred while it computes a value, and not between
+    values, when the caller's handlers are in place."""
 
     @wraps(make)
     def each(*arguments: P.args, **named: P.kwargs) -> Iterator[T]:
@@ -124,13 +127,13 @@ def noted_in_each(make: Callable[P, Iterator[T]]) -> Callable[P, Iterator[T]]:
         end = object()
         try:
             while True:
-                with noted():
+                with deferred_interrupts():
                     made = next(work, end)
                 if made is end:
                     return
                 yield made  # type: ignore[misc]
         finally:
-            with noted():
+            with deferred_interrupts():
                 work.close()  # type: ignore[attr-defined]
 
     return each

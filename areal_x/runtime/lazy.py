@@ -10,11 +10,12 @@ from importlib import import_module
 def lazy_names(
     package: str, names_of: Mapping[str, str]
 ) -> tuple[Callable[[str], object], Callable[[], list[str]]]:
-    """The `__getattr__` and `__dir__` of a package that offers names of its modules.
+    """Returns `__getattr__` and `__dir__` for a package that exports names of its modules.
 
-    names_of: for each module, the names that it contributes, separated by spaces. Importing the
-    package imports none of the modules; the first use of a name imports its module and keeps the
-    name in the package. Submodules of the package stay reachable under their own names.
+    Importing the package imports none of the modules; the first use of a name imports its module
+    and stores the name in the package. Submodules stay reachable under their own names.
+
+    names_of: for each module, the exported names, separated by spaces.
     """
     module_of = {name: module for module, names in names_of.items() for name in names.split()}
 

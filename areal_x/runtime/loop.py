@@ -1,5 +1,5 @@
-"""Event loops on threads of their own, for callers whose own thread may run one already, as a
-notebook's does."""
+"""Event loops on their own threads, for callers whose thread may already run one, as a notebook's
+does."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from contextlib import contextmanager
 from typing import Any, TypeVar
 
 from areal_x.runtime import background
-from areal_x.runtime.interrupts import noted
+from areal_x.runtime.interrupts import deferred_interrupts
 
 T = TypeVar("T")
 
 
 def run(work: Coroutine[Any, Any, T], name: str) -> T:
-    """Runs a coroutine to its end on a loop and a thread of that name, both gone when this returns.
-    An interrupt cancels it.
+    """Runs a coroutine to its end on a new loop and thread of that name, and closes both. An
+    interrupt cancels it.
 
-    Raises what it raises, or what ended unexpectedly beside it.
+    Raises: what the coroutine raises, or the error of a background task that ended unexpectedly.
     """
     loop = asyncio.new_event_loop()
     future = asyncio.run_coroutine_threadsafe(work, loop)
@@ -44,17 +44,17 @@ def run(work: Coroutine[Any, Any, T], name: str) -> T:
 
 
 def result(future: Future[T]) -> T:
-    """What the future gives or raises. Ctrl-C ends the waiting."""
-    with noted() as check:
+    """Returns or raises what the future does. Ctrl-C ends the wait."""
+    with deferred_interrupts() as raise_if_interrupted:
         while not future.done():
-            check()
+            raise_if_interrupted()
             wait([future], timeout=0.2)
     return future.result()
 
 
 async def together(coroutines: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
-    """The results of all, run concurrently. When one raises, the others are cancelled and awaited
-    before its error goes on."""
+    """Runs coroutines concurrently and returns their results. If one raises, the others are
+    cancelled and awaited before its error propagates."""
     tasks = [asyncio.create_task(coroutine) for coroutine in coroutines]
     try:
         return await asyncio.gather(*tasks)
@@ -67,10 +67,10 @@ async def together(coroutines: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
 
 @contextmanager
 def short_collections() -> Iterator[None]:
-    """Python's collector leaves alone what is there now, until the end.
+    """Exempts all present objects from garbage collection until the end.
 
-    It stops every thread while it looks through all objects: 240 ms where torch, transformers and
-    vLLM are imported, in which no loop answers.
+    A collection stops every thread while it traverses all objects: 240 ms with torch, transformers
+    and vLLM imported, during which no event loop answers.
     """
     gc.collect()
     gc.freeze()
@@ -81,8 +81,8 @@ def short_collections() -> Iterator[None]:
 
 
 def serve(loop: asyncio.AbstractEventLoop) -> None:
-    """Runs the loop until it is stopped, then cancels what is left on it: what a loop's own thread
-    does."""
+    """Runs a loop on its own thread until it is stopped, then cancels the remaining tasks and closes
+    it."""
     asyncio.set_event_loop(loop)
     try:
         background.serve(loop)

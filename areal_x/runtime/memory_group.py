@@ -1,9 +1,9 @@
-"""Memory limits that the kernel holds: a control group (cgroup 2, or 1) for one worker and all that
-it starts.
+"""Memory limits enforced by the kernel: a control group (cgroup version 2 or 1) for one worker and
+everything that it starts.
 
-It counts what no process shows: pages that are shared and mapped by nobody, files in memory, page
-tables, what waits in pipes and sockets. Whether a run may make one is tried; where it may not,
-areal_x.runtime.footprint counts what can be seen. Only the standard library is imported here.
+A control group also counts memory that no process shows: shared pages that nothing maps, files in
+memory, page tables, data in pipes and sockets. A run tries to create one; if it may not,
+areal_x.runtime.footprint counts what /proc shows. Only the standard library is imported here.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-REMOVAL_SECONDS = 1.0  # for the kernel to let go of a group whose processes have ended
+REMOVAL_SECONDS = 1.0  # for the kernel to release a group whose processes have ended
 PROBE_PIPES, PIPE_BYTES = 32, 1 << 16
-# by cgroup's version: of the limit, the limit with what is swapped out, what is used, and the
-# kernel's kills
+# By cgroup version, the files of the limit, the limit including swap, the usage, and the kernel's
+# kills.
 FILES = {
     2: ("memory.max", "memory.swap.max", "memory.current", "memory.events"),
     1: (
@@ -32,29 +32,31 @@ FILES = {
 
 @dataclass(frozen=True)
 class Place:
-    """Where groups can be made. path: of the group that they are in."""
+    """A control group in which groups can be created."""
 
     path: str
+
     version: int
+    """1 or 2, of cgroup."""
 
 
 @dataclass(frozen=True)
 class MemoryGroup:
-    """One that is there. Made by `create`."""
+    """An existing control group; `create` returns it."""
 
     path: str
     version: int
 
     def enter(self) -> None:
-        """With this process and all that it starts from now on. Raises OSError."""
+        """Moves this process, and all that it will start, into the group. Raises: OSError."""
         Path(self.path, "cgroup.procs").write_text("0")
 
     def used(self) -> int:
-        """Bytes."""
+        """Returns the memory in use, in bytes."""
         return int(Path(self.path, FILES[self.version][2]).read_text())
 
     def overrun(self) -> bool:
-        """Whether the kernel has ended a process of it for want of memory."""
+        """True if the kernel has killed a process of the group for exceeding the limit."""
         with suppress(OSError):
             words = [
                 line.split()
@@ -64,24 +66,24 @@ class MemoryGroup:
         return False
 
     def remove(self) -> None:
-        """When its processes have ended."""
+        """Removes the group once its processes have ended."""
         _remove(Path(self.path))
 
 
 def create(place: Place, name: str, most_bytes: float) -> MemoryGroup:
-    """Raises OSError."""
+    """Creates a group with a limit. Raises: OSError."""
     path = Path(place.path, name)
     limit, with_swap, *_ = FILES[place.version]
-    with suppress(OSError):  # of one that was killed
+    with suppress(OSError):  # left by a killed process
         path.rmdir()
     path.mkdir()
     try:
         (path / limit).write_text(str(int(most_bytes)))
-        with suppress(OSError):  # where swap is not accounted
+        with suppress(OSError):  # swap may not be accounted
             (path / with_swap).write_text("0" if place.version == 2 else str(int(most_bytes)))
         if place.version == 2:
             with suppress(OSError):
-                # all of it, so that what is left does not go on without a part
+                # Kill all processes together: none should go on without the others.
                 (path / "memory.oom.group").write_text("1")
     except OSError:
         _remove(path)
@@ -90,8 +92,8 @@ def create(place: Place, name: str, most_bytes: float) -> MemoryGroup:
 
 
 def find(name: str) -> Place | None:
-    """Where this process can make groups that hold, as a group of that name tries; None where it
-    cannot."""
+    """Returns where this process can create groups whose limits hold, tried with a group of this
+    name; None if nowhere."""
     for place in places():
         with suppress(OSError, ValueError):
             if (
@@ -110,20 +112,19 @@ def find(name: str) -> Place | None:
 
 
 def places() -> list[Place]:
-    """Where it may be tried: below the group of this process, then beside it, as one of version 2
-    that holds processes can have none below."""
+    """Returns the candidates: the group of this process, then that group's parent, because a group
+    of version 2 that has processes cannot have subgroups."""
     try:
-        mounts, groups = (
-            Path("/proc/self/mountinfo").read_text(),
-            Path("/proc/self/cgroup").read_text(),
-        )
+        mounts = Path("/proc/self/mountinfo").read_text()
+        groups = Path("/proc/self/cgroup").read_text()
     except OSError:
         return []
-    return [place for place in parsed(mounts, groups) if os.access(place.path, os.W_OK)]
+    return [place for place in parse_places(mounts, groups) if os.access(place.path, os.W_OK)]
 
 
-def parsed(mounts: str, groups: str) -> list[Place]:
-    """mounts: as /proc/self/mountinfo has them; groups: as /proc/self/cgroup."""
+def parse_places(mounts: str, groups: str) -> list[Place]:
+    """Returns the candidates of `places`. mounts: content of /proc/self/mountinfo. groups: content of
+    /proc/self/cgroup."""
     own: dict[str, str] = {}
     for line in groups.splitlines():
         _, controllers, path = line.split(":", 2)
@@ -141,7 +142,7 @@ def parsed(mounts: str, groups: str) -> list[Place]:
         kind, _, options = after.split()[:3]
         if kind not in own or (kind == "cgroup" and "memory" not in options.split(",")):
             continue
-        with suppress(ValueError):  # of a part of the tree in which this process is not
+        with suppress(ValueError):  # mounted from a part of the tree without this process
             inner = Path(own[kind]).relative_to(root)
             if ".." in inner.parts:
                 continue
@@ -154,7 +155,7 @@ def parsed(mounts: str, groups: str) -> list[Place]:
 
 
 def remove_all(prefix: str) -> None:
-    """The groups whose names begin so, which processes that were killed have left."""
+    """Removes the groups with this name prefix that killed processes left."""
     for place in places():
         for path in _named(place, prefix):
             _remove(path)
@@ -166,7 +167,7 @@ def _named(place: Place, prefix: str) -> Iterator[Path]:
 
 
 def _counts(group: MemoryGroup) -> bool:
-    """Whether a process can be moved there, and the kernel's memory for it counts: some start with
+    """True if a process can enter the group and its kernel memory counts: some machines boot with
     cgroup.memory=nokmem."""
     before = group.used()
     pipes: list[tuple[int, int]] = []
@@ -184,10 +185,10 @@ def _counts(group: MemoryGroup) -> bool:
         finally:
             os._exit(1)
     os.close(writing)
-    said = os.read(reading, 64)
+    answer = os.read(reading, 64)
     os.close(reading)
     os.waitpid(child, 0)
-    return bool(said) and int(said) - before > PROBE_PIPES * PIPE_BYTES // 2
+    return bool(answer) and int(answer) - before > PROBE_PIPES * PIPE_BYTES // 2
 
 
 def _remove(path: Path) -> None:

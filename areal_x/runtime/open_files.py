@@ -1,4 +1,4 @@
-"""How many files, and so connections, this process may have open at a time (`ulimit -n`)."""
+"""The limit of files, and so of connections, that this process may have open (`ulimit -n`)."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ import socket
 import sys
 from contextlib import suppress
 
-# for everything but requests to servers: logs, checkpoints, the journal, pipes, agents' connections
+# For everything but requests to servers: logs, checkpoints, journal, pipes, agents' connections.
 RESERVED = 256
-MOST = 2**20  # where the system sets no bound
+MOST = 2**20  # if the system sets no limit
 
 
 def raise_limit() -> None:
-    """Raises this process's soft limit to the hard one, as a shell's 1,024 is meant for programs of
-    another kind. For commands: the limit is the whole process's, and its children inherit it."""
+    """Raises this process's soft limit to the hard limit; shells set only 1,024. Only commands call
+    it, because the limit applies to the whole process and its children."""
     if sys.platform == "win32":
         return
     import resource
@@ -28,6 +28,7 @@ def raise_limit() -> None:
 
 
 def allowed() -> int:
+    """Returns how many files this process may open."""
     if sys.platform == "win32":
         return MOST
     import resource
@@ -37,18 +38,18 @@ def allowed() -> int:
 
 
 def connections() -> int:
-    """Most requests to servers that may be in flight at a time."""
+    """Returns how many requests to servers may be in flight at once."""
     return max(1, allowed() - min(RESERVED, allowed() // 2))
 
 
 def enough_for(requests: int) -> str | None:
-    """What to set where fewer requests than these can be in flight, or None."""
+    """Returns a sentence about what to set if fewer requests can be in flight; None if they can."""
     most = connections()
     if most >= requests:
         return None
     few = (
-        f"only {most} of {requests} requests are in flight at a time, as this process may open"
-        f" {allowed()} files"
+        f"only {most} of {requests} requests are in flight at a time, because this process may open"
+        f" only {allowed()} files"
     )
     return (
         f"{few}: set `ulimit -n {requests + RESERVED}` in the shell that starts the run (or"
@@ -57,13 +58,13 @@ def enough_for(requests: int) -> str | None:
 
 
 def ran_out(error: OSError) -> bool:
-    """True if this process, or the whole machine, has no descriptor left; nothing is known then
-    about the other side."""
+    """True if this process, or the whole machine, has no file descriptor left; the error then says
+    nothing about the server."""
     if error.errno in (errno.EMFILE, errno.ENFILE):
         return True
     if not isinstance(error, socket.gaierror) and not isinstance(error.__cause__, socket.gaierror):
         return False
-    try:  # a name could not be looked up, perhaps for want of a descriptor
+    try:  # a failed name lookup may have needed a descriptor
         os.close(os.open(os.devnull, os.O_RDONLY))
     except OSError as found:
         return found.errno in (errno.EMFILE, errno.ENFILE)

@@ -1,4 +1,4 @@
-"""Functions that block, for an event loop that must not."""
+"""Runs blocking functions on threads for an event loop, which must not block."""
 
 from __future__ import annotations
 
@@ -18,16 +18,17 @@ from areal_x.runtime.waits import waiting, whose
 P = ParamSpec("P")
 T = TypeVar("T")
 
-INLINE = 1 << 14  # characters, or as much other work: some milliseconds at most
-BESIDE = ThreadPoolExecutor(4, thread_name_prefix="areal-x beside")
+INLINE = 1 << 14  # characters, or as much other work: a few milliseconds at most
+POOL = ThreadPoolExecutor(4, thread_name_prefix="areal-x pool")
 
 
 class OneThread:
-    """Runs functions one after the other in a thread of its own, as some objects allow no other.
+    """Runs functions one after the other on one dedicated thread, as objects need that are bound to
+    a thread.
 
-    The thread starts with the first function. It keeps no process from ending, so that a function
-    which never returns costs a thread and nothing else; that is also why asyncio.to_thread is not
-    used, whose few threads all of the process share.
+    The thread starts with the first function. It is a daemon thread, so a function that never
+    returns costs only that thread; asyncio.to_thread would occupy one of the few threads that the
+    whole process shares.
     """
 
     def __init__(self, name: str = "areal-x blocking") -> None:
@@ -36,26 +37,29 @@ class OneThread:
         self._thread: threading.Thread | None = None
 
     async def run(self, function: Callable[P, T], *arguments: P.args, **named: P.kwargs) -> T:
-        """What the function returns, or raises. Cancelled, it goes on, and nobody hears of it."""
+        """Returns or raises what the function does. After a cancellation it runs to its end
+        unobserved."""
         loop = asyncio.get_running_loop()
         done: asyncio.Future[T] = loop.create_future()
         context = contextvars.copy_context()
 
-        def tell(told: Callable[[Any], None], what: Any) -> None:
+        def settle(set_outcome: Callable[[Any], None], outcome: Any) -> None:
             if not done.done():  # else it was cancelled
-                told(what)
+                set_outcome(outcome)
 
         def work() -> None:
-            told: Callable[[Any], None] = done.set_result
-            what: Any
+            set_outcome: Callable[[Any], None] = done.set_result
+            outcome: Any
             try:
-                what = context.run(function, *arguments, **named)
-            except StopIteration as error:  # no future can hold one
-                told, what = done.set_exception, RuntimeError(f"StopIteration: {error}")
+                outcome = context.run(function, *arguments, **named)
+            except StopIteration as error:  # a future cannot hold one
+                set_outcome = done.set_exception
+                outcome = RuntimeError(f"StopIteration: {error}")
             except BaseException as error:
-                told, what = done.set_exception, error
+                set_outcome = done.set_exception
+                outcome = error
             if not loop.is_closed():
-                loop.call_soon_threadsafe(partial(tell, told, what))
+                loop.call_soon_threadsafe(partial(settle, set_outcome, outcome))
 
         self._put(work)
         with waiting(
@@ -63,8 +67,8 @@ class OneThread:
         ):
             return await done
 
-    def tell(self, function: Callable[[], object]) -> None:
-        """Does it after all that was asked before; nobody hears of how it went."""
+    def run_unobserved(self, function: Callable[[], object]) -> None:
+        """Runs a function after those before it, without waiting for it and ignoring its errors."""
 
         def work() -> None:
             with suppress(Exception):
@@ -73,7 +77,7 @@ class OneThread:
         self._put(work)
 
     def close(self) -> None:
-        """Ends the thread once it has done what was asked of it before. Safe to call twice."""
+        """Ends the thread after the functions that it has received. Safe to call twice."""
         self._work.put(None)
 
     def _put(self, work: Callable[[], None]) -> None:
@@ -91,11 +95,11 @@ class OneThread:
             if work is None:
                 return
             work()
-            del work  # what it holds is not kept until there is other work
+            del work  # or its objects would live until the next function
 
 
 async def in_thread(function: Callable[P, T], *arguments: P.args, **named: P.kwargs) -> T:
-    """One function in a thread that is only for it."""
+    """Runs one function on a thread of its own."""
     thread = OneThread()
     try:
         return await thread.run(function, *arguments, **named)
@@ -103,20 +107,23 @@ async def in_thread(function: Callable[P, T], *arguments: P.args, **named: P.kwa
         thread.close()
 
 
-async def beside(size: int, function: Callable[P, T], *arguments: P.args, **named: P.kwargs) -> T:
-    """What a function returns whose work is bounded and grows with `size`: at once where that is
-    little, else by one of a few threads, so that the loop turns meanwhile. Not for functions that
-    may never return, nor for long calls into libraries that hold Python's lock."""
+async def inline_or_in_pool(
+    size: int, function: Callable[P, T], *arguments: P.args, **named: P.kwargs
+) -> T:
+    """Runs a function whose work is bounded and grows with `size`: directly if that is small,
+    otherwise on one of a few threads, so that the event loop stays responsive. Not for functions
+    that may never return, nor for long calls into libraries that hold Python's global lock."""
     return (
         function(*arguments, **named)
         if size <= INLINE
-        else await in_pool(BESIDE, function, *arguments, **named)
+        else await in_pool(POOL, function, *arguments, **named)
     )
 
 
 async def in_pool(
     pool: Executor, function: Callable[P, T], *arguments: P.args, **named: P.kwargs
 ) -> T:
+    """Runs a function on a pool's thread, in the caller's context variables."""
     context = contextvars.copy_context()
     with waiting(whose(), "a function on a thread", lambda: name_of(function)):
         return await asyncio.get_running_loop().run_in_executor(
@@ -125,5 +132,5 @@ async def in_pool(
 
 
 def name_of(function: Callable[..., object]) -> str:
-    """For messages."""
+    """Returns a function's name for messages."""
     return str(getattr(function, "__qualname__", type(function).__name__))

@@ -1,4 +1,4 @@
-"""Who was busy when: spans of a run, kept in memory and written as a trace that Perfetto opens
+"""The timeline of a run: spans of its parts, kept in memory and written as a trace for Perfetto
 (ui.perfetto.dev).
 
     with timeline.span("update", step=3):          # anywhere, on any thread
@@ -6,9 +6,9 @@
     with timeline.span("generate", ticket=7) as span:
         span.note(tokens=12)
 
-A span costs about three microseconds (benchmarks/timeline.py). Of each lane the newest are kept: of
-the trainer, which has a dozen a step, those of thousands of steps, and of generation those of the
-last thousands of requests. The process has one recorder, that of the run that began last.
+A span costs about three microseconds (benchmarks/timeline.py). Each lane keeps its newest spans:
+thousands of steps of the trainer, which has a dozen spans per step, and thousands of generation
+requests. The process has one recorder, the one of the run that began last.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from types import TracebackType
 from typing import Any, NamedTuple
 
 FILE = "timeline.json"
-CAPACITY = 20_000  # spans of a lane: about 3 MB of trace
+CAPACITY = 20_000  # spans per lane: about 3 MB of trace
 
-# The lane of each span. Several of a lane may be open at a time but for the trainer's, which is one
-# thread.
+# The lane of each span. In every lane but the trainer's, which is one thread, several spans may be
+# open at once.
 TRAINER, ENGINE, EPISODES, GENERATION, REWARDS = LANES = (
     "trainer",
     "engine",
@@ -50,7 +50,7 @@ LANE_OF = {
 
 
 class Interval(NamedTuple):
-    """What was done from `start` to `end`, in seconds of time.perf_counter."""
+    """A span that ended, from `start` to `end` in seconds of time.perf_counter."""
 
     name: str
     start: float
@@ -59,7 +59,7 @@ class Interval(NamedTuple):
 
 
 class Recorder:
-    """The newest spans of each lane. capacity: how many. Any thread may add to it."""
+    """Keeps the newest `capacity` spans of each lane. Any thread may add spans."""
 
     def __init__(self, capacity: int = CAPACITY) -> None:
         self.began = time.perf_counter()
@@ -70,18 +70,19 @@ class Recorder:
         self._kept[LANE_OF[name]].append(Interval(name, start, end, arguments))
 
     def of(self, lane: str) -> list[Interval]:
-        """Those that ended, in that order, and then those that have not, up to now."""
+        """Returns the spans of a lane that ended, in the order of their ends, and then the open ones
+        up to now."""
         now = time.perf_counter()
         running = [
             Interval(s.name, s.start, now, s.arguments)
             for s in list(self._open.values())
             if LANE_OF[s.name] == lane
         ]
-        # a deque's copy is one step to other threads, and iterating is not
+        # copying a deque is atomic for other threads; iterating is not
         return [*self._kept[lane].copy(), *running]
 
     def idle_share(self, lane: str, start: float, end: float) -> float:
-        """Which part of the time from start to end no span of the lane was open."""
+        """Returns the fraction of the time from start to end with no open span in the lane."""
         busy, until = 0.0, start
         for interval in sorted(i[1:3] for i in self.of(lane) if i.end > start and i.start < end):
             first, last = max(interval[0], until), min(interval[1], end)
@@ -89,7 +90,7 @@ class Recorder:
         return 1 - busy / (end - start) if end > start else 0.0
 
     def write(self, run: Path) -> Path:
-        """Writes timeline.json, whole or not at all."""
+        """Writes timeline.json atomically and returns its path."""
         file, unfinished = run / FILE, run / (FILE + ".new")
         unfinished.write_text(
             json.dumps({"traceEvents": trace_events(self), "displayTimeUnit": "ms"}),
@@ -107,7 +108,7 @@ class Span:
         self.recorder, self.name, self.arguments = recorder, name, arguments
 
     def note(self, **arguments: Any) -> None:
-        """Adds to its arguments what is known only now."""
+        """Adds arguments that are known only now."""
         self.arguments |= arguments
 
     def __enter__(self) -> Span:
@@ -131,18 +132,18 @@ _current = Recorder()
 
 
 def span(name: str, **arguments: Any) -> Span:
-    """A span of the current run. name: one of LANE_OF."""
+    """Returns a span of the current run, as a context manager. name: a key of LANE_OF."""
     return Span(_current, name, arguments)
 
 
 def add(name: str, start: float, end: float, **arguments: Any) -> None:
-    """A span that was measured already."""
+    """Adds a span that was already measured."""
     _current.add(name, start, end, **arguments)
 
 
 @contextmanager
 def recording(run: Path) -> Iterator[Recorder]:
-    """Begins a run's timeline, and writes it at the end, however that comes."""
+    """Begins a run's timeline, and writes it at the end, also after an error."""
     global _current
     recorder = _current = Recorder()
     try:
@@ -152,8 +153,8 @@ def recording(run: Path) -> Iterator[Recorder]:
 
 
 def trace_events(recorder: Recorder) -> list[dict[str, Any]]:
-    """Complete events ("ph": "X", times in microseconds): a process a lane, a thread for each span
-    open at once."""
+    """Returns trace events, complete ones ("ph": "X") with times in microseconds: one process per
+    lane, with as many threads as spans are open at once."""
     events: list[dict[str, Any]] = []
     for pid, lane in enumerate(LANES, start=1):
         events.append(
@@ -190,8 +191,8 @@ def trace_events(recorder: Recorder) -> list[dict[str, Any]]:
 
 
 def rows_of(intervals: Sequence[Interval], nested: bool = False) -> list[int]:
-    """For intervals in the order of their starts a row each, the first that is free, so that no two
-    overlap in one. nested: all in the first, as one thread's spans lie in each other."""
+    """Returns a row for each interval, in the order of their starts: the first free one, so that no
+    two overlap in a row. nested: all in the first row, because one thread's spans are nested."""
     if nested:
         return [0] * len(intervals)
     ends: list[float] = []
@@ -204,7 +205,8 @@ def rows_of(intervals: Sequence[Interval], nested: bool = False) -> list[int]:
 
 
 def read(run: Path) -> dict[str, list[Interval]]:
-    """The spans of a run by lane, in the order of their starts, in seconds since it began."""
+    """Returns the spans of a run by lane, in the order of their starts, in seconds since the run
+    began."""
     events = json.loads((run / FILE).read_text(encoding="utf-8"))["traceEvents"]
     found: dict[str, list[Interval]] = {lane: [] for lane in LANES}
     for e in events:

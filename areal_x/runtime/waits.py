@@ -1,5 +1,4 @@
-"""Who waits for whom: every wait of a run by name, and a sentence when nothing has moved for too
-long.
+"""Names every wait of a run, and reports them when nothing has moved for too long.
 
     with waiting("the trainer", "the groups of step 7", lambda: f"{done} of 16 are finished"):
         groups = queue.take()
@@ -7,13 +6,13 @@ long.
     with watching(message, log, rhythm):      # around a run
         ...
 
-Who waits follows the work through tasks and threads: in `with on_behalf_of("episode 2")` code says
-`waiting(whose(), …)`.
+The name of the waiting part follows the work through tasks and threads: inside
+`with on_behalf_of("episode 2")`, `whose()` returns it and code calls `waiting(whose(), …)`.
 
-A wait that begins or ends is movement, and so is `moved()`, for work that goes on inside one wait.
-Silence is reported after 30 seconds, or three times the run's own rhythm where that is longer, and
-again each time it has lasted twice as long; not while every wait is idle, as between two steps in a
-notebook.
+A wait that begins or ends counts as movement, and so does `moved()`, for progress inside one wait.
+Silence is reported after 30 seconds, or after three times the duration of a step if that is longer,
+and again whenever it has lasted twice as long; not while every wait is idle, as between two steps
+in a notebook.
 """
 
 from __future__ import annotations
@@ -33,56 +32,60 @@ from pathlib import Path
 from areal_x.runtime import background
 
 SILENCE_SECONDS = 30.0
-RHYTHMS = 3.0  # a silence is longer than so many steps of the run
-SHOWN = 4  # who wait, in a message; the log has all
+STEPS = 3.0  # a silence is longer than this many steps of the run
+SHOWN = 4  # waiting parts in a message; the log has all
 FILE = "waits.log"  # below a run's logs/
 
 
 @dataclass(frozen=True)
 class Wait:
-    """who, what: as the sentence "who waits for what" reads. detail: more about the item; a
-    function is called when it is reported. idle: for something to do. since: in seconds of
-    time.monotonic."""
+    """A wait, for the sentence "`who` waits for `what`"."""
 
     who: str
     what: str
+
     detail: str | Callable[[], str] = ""
+    """More about the item; a function is called when the wait is reported."""
+
     idle: bool = False
+    """True for a wait for something to do."""
+
     since: float = field(default_factory=time.monotonic)
+    """Its start, in seconds of time.monotonic."""
 
     def about(self, now: float) -> str:
-        """For how long it has lasted, and for what."""
+        """Describes how long the wait has lasted, and for what."""
         try:
             more = self.detail if isinstance(self.detail, str) else self.detail()
-        except Exception as error:  # what it looks at belongs to another thread
+        except Exception as error:  # it reads another thread's data
             more = f"unknown: {error}"
         return f"{now - self.since:.0f} s for {self.what}{f' ({more})' if more else ''}"
 
 
 _whose: ContextVar[str] = ContextVar("whose", default="the run")
 _moves: ContextVar[bool] = ContextVar("moves", default=True)
-_open: dict[int, Wait] = {}  # every operation on it is one step to other threads
+_open: dict[int, Wait] = {}  # every operation on it is atomic for other threads
 _numbers = itertools.count()
 _last_moved = time.monotonic()
 
 
 def moved() -> None:
-    """Something went on."""
+    """Records progress."""
     global _last_moved
     if _moves.get():
         _last_moved = time.monotonic()
 
 
 def whose() -> str:
-    """For whom the code that asks works."""
+    """Returns the name of the part that the calling code works for."""
     return _whose.get()
 
 
 @contextmanager
 def on_behalf_of(who: str, *, moves: bool = True) -> Iterator[None]:
-    """Names whose work the body and all that it starts do. moves: False for what is repeated
-    whether or not anything goes on, as heartbeats and new attempts are: its waits are reported and
-    are no movement."""
+    """Names the part that the body, and all tasks and threads that it starts, work for. moves: False
+    for work that repeats regardless of progress, such as heartbeats and retries: its waits are
+    reported but do not count as movement."""
     tokens = _whose.set(who), _moves.set(moves and _moves.get())
     try:
         yield
@@ -95,9 +98,9 @@ def on_behalf_of(who: str, *, moves: bool = True) -> Iterator[None]:
 def waiting(
     who: str, what: str, detail: str | Callable[[], str] = "", *, idle: bool = False
 ) -> Iterator[None]:
-    """Names the wait in the body. idle: a wait for something to do, as workers and listeners have:
-    it is no movement, and where all waits are idle nothing is wrong. A loop that retries is one
-    wait, or each attempt would count as movement."""
+    """Names the wait in the body. A loop that retries should be one wait, or each attempt would
+    count as movement. idle: a wait for something to do, as of workers and listeners: it is no
+    movement, and if all waits are idle nothing is wrong."""
     number = next(_numbers)
     _open[number] = Wait(who, what, detail, idle)
     if not idle:
@@ -111,12 +114,13 @@ def waiting(
 
 
 def open_waits() -> list[Wait]:
-    """Those that have not ended: the longest first, the idle ones last."""
+    """Returns the waits that have not ended, the longest first and the idle ones last."""
     return sorted(_open.copy().values(), key=lambda wait: (wait.idle, wait.since))
 
 
 def doing(whose: str) -> str:
-    """What those do whose names begin so: of each the wait that it began last."""
+    """Summarises what the parts whose names begin with this wait for, by the latest wait of
+    each."""
     last = {
         wait.who: wait
         for wait in sorted(_open.copy().values(), key=lambda wait: wait.since)
@@ -136,8 +140,8 @@ def watching(
     rhythm: Callable[[], float] = lambda: 0.0,
     silence_seconds: float | None = None,
 ) -> Iterator[None]:
-    """Reports silences until the body ends. message: shows a sentence. log: a folder. rhythm:
-    seconds of a usual step."""
+    """Reports silences until the body ends. message: called with the report. log: folder of the log
+    file. rhythm: returns the seconds of a usual step."""
     silence_seconds = SILENCE_SECONDS if silence_seconds is None else silence_seconds
     ended = threading.Event()
     moved()
@@ -168,20 +172,20 @@ def _watch(
         if _last_moved != moved_then:
             moved_then, reported = _last_moved, 0.0
         silent = time.monotonic() - moved_then
-        if is_due(silent, reported, max(silence_seconds, RHYTHMS * rhythm()), open_waits()):
+        if is_due(silent, reported, max(silence_seconds, STEPS * rhythm()), open_waits()):
             reported = silent
             write_log(log, silent)
             message(report(silent))
 
 
 def is_due(silent: float, reported: float, limit: float, waits: Sequence[Wait]) -> bool:
-    """Whether a silence of so many seconds is to be reported. reported: how long it was when it was
-    reported last, else 0."""
+    """True if a silence of this many seconds should be reported. reported: its length at the last
+    report, or 0."""
     return silent >= max(limit, 2 * reported) and any(not wait.idle for wait in waits)
 
 
 def report(silent_seconds: float) -> str:
-    """One paragraph: for how long nothing has moved, and those who have waited longest."""
+    """Returns one paragraph: how long nothing has moved, and the longest waits."""
     sentences = sentences_of(open_waits())
     more = (
         [f"{len(sentences) - SHOWN} more wait, see logs/{FILE}"] if len(sentences) > SHOWN else []
@@ -192,8 +196,8 @@ def report(silent_seconds: float) -> str:
 
 
 def sentences_of(waits: Sequence[Wait]) -> list[str]:
-    """One of each who waits, in the order of their first waits: from the outermost wait to the
-    innermost."""
+    """Returns a sentence per waiting part, in the order of their first waits, each from its outermost
+    wait to its innermost."""
     now, of_each = time.monotonic(), dict[str, list[Wait]]()
     for wait in waits:
         of_each.setdefault(wait.who, []).append(wait)
@@ -204,8 +208,8 @@ def sentences_of(waits: Sequence[Wait]) -> list[str]:
 
 
 def write_log(log: Path, silent_seconds: float) -> None:
-    """Appends every open wait and the stacks of all threads. What cannot be written is not: a watch
-    ends no run."""
+    """Appends every open wait and the stacks of all threads. Errors are ignored: a log must not end
+    the run."""
     lines = [f"{time.strftime('%Y-%m-%d %H:%M:%S')} nothing has moved for {silent_seconds:.0f} s"]
     lines += [f"  {sentence}" for sentence in sentences_of(open_waits())]
     names = {thread.ident: thread.name for thread in threading.enumerate()}

@@ -60,7 +60,7 @@ PRELOADED = (
 def main(control_fd: int, lifeline_fd: int, base: str, settings: dict[str, Any]) -> None:
     """base: an empty folder of the pool's own, which the guard removes."""
     groups = partial(memory_group.remove_all, group_name(base, ""))
-    guard.keep(
+    guard.run_guarded(
         partial(serve, control_fd, base, settings),
         lifeline_fd,
         (control_fd,),

@@ -73,18 +73,18 @@ def choose(
     control_groups: True if control groups may be used.
     """
     groups = memory_group.find(group_name(base, "trial")) if control_groups else None
-    calls = guard.allowed(partial(_check_filter, groups is not None))
+    calls = guard.works_in_a_child(partial(_check_filter, groups is not None))
     isolation = Isolation("none", False, False, False, calls, tuple(readable), groups)
     for mechanism, own_users in (("root", False), ("user", True)):
         built = replace(isolation, mechanism=mechanism, files=True, network=True, processes=True)
-        if mechanism in mechanisms and guard.allowed(
+        if mechanism in mechanisms and guard.works_in_a_child(
             partial(_check_namespaces, base, own_users, built)
         ):
             namespaces.prepare(base, own_users, readable, built.devices)
             return built
     guard.leave_network()  # sockets in the file system stay reachable
     known = landlock.version() if "landlock" in mechanisms else 0
-    if not known or not guard.allowed(partial(_check_landlock, base, isolation)):
+    if not known or not guard.works_in_a_child(partial(_check_landlock, base, isolation)):
         return replace(isolation, network=calls)
     # Without the filter a program can reach services through their sockets, and change the limits
     # of other processes.
@@ -106,7 +106,7 @@ def _check_namespaces(base: str, own_users: bool, isolation: Isolation) -> None:
     """Tries everything that a program will need, in a process that this may spoil. Raises: OSError."""
     namespaces.prepare(base, own_users, isolation.readable, isolation.devices)
     namespaces.new_process_namespace()
-    if not guard.allowed(
+    if not guard.works_in_a_child(
         partial(namespaces.enter, base, None if own_users else FIRST_USER, 1.0, 10)
     ):
         raise OSError("the namespaces cannot be entered")
@@ -153,7 +153,7 @@ def enter(
         os.chdir(folder)
         namespaces.drop_capabilities()
     seconds = ceil(limits.cpu_seconds)
-    guard.limit(
+    guard.set_limits(
         {
             resource.RLIMIT_DATA: int(limits.memory_mb * 1e6) + SPARE,
             resource.RLIMIT_NOFILE: OPEN_FILES,

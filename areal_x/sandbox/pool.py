@@ -137,8 +137,8 @@ class _ForkServer:
         os.close(self.lifeline)
         self.control.close()
         with waiting(whose(), "the sandbox to end", f"process {self.guard.pid}"):
-            await asyncio.to_thread(guard.ended, self.guard)
-            await asyncio.to_thread(guard.remove, self.base)
+            await asyncio.to_thread(guard.wait_until_ended, self.guard)
+            await asyncio.to_thread(guard.remove_tree, self.base)
             await asyncio.to_thread(memory_group.remove_all, group_name(self.base, ""))
 
 
@@ -273,14 +273,14 @@ class Sandbox:
                 here.close()
         if hello is None:
             with waiting(whose(), "the sandbox to end", f"process {process.pid}"):
-                code = await asyncio.to_thread(guard.ended, process)
+                code = await asyncio.to_thread(guard.wait_until_ended, process)
             raise UserError(
                 f"the process of the sandbox ended at its start (exit status {code}): its error"
                 " output is above"
             )
         if hello["missing"] or refused:
             with waiting(whose(), "the sandbox to end", f"process {process.pid}"):
-                await asyncio.to_thread(guard.ended, process)
+                await asyncio.to_thread(guard.wait_until_ended, process)
         if hello["missing"]:
             name, error = next(iter(hello["missing"].items()))
             raise ConfigError(

@@ -99,7 +99,7 @@ def supervise(pool: socket.socket, isolation: Isolation, base: str, settings: Se
         seconds = time.monotonic() - running.began
     finally:
         if not isolation.uses_namespaces:
-            guard.remove(folder)
+            guard.remove_tree(folder)
         if group is not None:
             group.remove()
     kept = running.kept
@@ -225,7 +225,7 @@ def _reap_as_init(running: int) -> int:
     while True:
         pid, status = os.wait()
         if pid == running:
-            return guard.as_a_shell(os.waitstatus_to_exitcode(status))
+            return guard.shell_exit_code(os.waitstatus_to_exitcode(status))
 
 
 def _open_standard_files() -> None:
@@ -242,7 +242,7 @@ def watch(
 ) -> str:
     """Waits until the program has ended, or must be ended; returns "ended", or the reason:
     "timeout", "memory", "processes", "files", "hung up"."""
-    every = guard.LOOK if running.group is not None else LOOK_FOR_MEMORY
+    every = guard.POLL_SECONDS if running.group is not None else LOOK_FOR_MEMORY
     end = running.began + settings["seconds"]
     look = running.began + every
 
@@ -298,7 +298,7 @@ def _exceeded_limit(
     below = list(islice(guard.descendants(os.getpid()), most + 1))
     if len(below) > most:
         return "processes"
-    if not isolation.counts_processes and footprint.threads(below) > most:
+    if not isolation.counts_processes and footprint.thread_count(below) > most:
         return "processes"
     if running.group is not None:
         if running.group.overrun():
@@ -306,14 +306,14 @@ def _exceeded_limit(
     else:
         most_bytes = settings["memory_mb"] * 1e6 + INTERPRETER_BYTES
         in_memory = namespaces.used_bytes(running.child) if isolation.uses_namespaces else 0
-        if in_memory + footprint.memory(below, most_bytes - in_memory) > most_bytes:
+        if in_memory + footprint.memory_bytes(below, most_bytes - in_memory) > most_bytes:
             return "memory"
     if not isolation.uses_namespaces:
         most_file = settings["file_mb"] * 1e6
         sizes = list(islice(_sizes(running.folder), settings["files"] + 2))
         if (
             len(sizes) > settings["files"] + 1
-            or sum(sizes) + footprint.deleted(below, most_file) > most_file
+            or sum(sizes) + footprint.deleted_file_bytes(below, most_file) > most_file
         ):
             return "files"
     return None

@@ -13,7 +13,7 @@ from areal_x.runtime import guard
 def verdict(reason: str, code: int, reported: bytes, settings: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the status and error of the program. code: of its first process; a signal is
     negative, or as in a shell (128 + n)."""
-    code = guard.as_a_shell(code)
+    code = guard.shell_exit_code(code)
     match reason:
         case "timeout":
             return {

@@ -21,7 +21,7 @@ from areal_x.hf.image_reader import (
 from areal_x.protocols.engine import Request, SamplingParams
 from areal_x.protocols.workflow import EpisodeResult, Generator, Workflow
 from areal_x.rewards.pool import Reward, RewardLimits, RewardPool
-from areal_x.runtime.thread import beside, in_thread
+from areal_x.runtime.thread import in_thread, inline_or_in_pool
 from areal_x.tasks.text_length import estimate_characters, raise_if_too_long, texts_of
 from areal_x.types import (
     Episode,
@@ -115,7 +115,7 @@ class SingleTurn(RewardedWorkflow):
     async def run(self, task: Task, engine: Generator) -> EpisodeResult:
         urls = image_urls(task.prompt)
         images = await in_thread(read_images, self.tokenizer.name_or_path, urls) if urls else None
-        prompt = await beside(
+        prompt = await inline_or_in_pool(
             estimate_characters(task.prompt),
             encode,
             self.tokenizer,

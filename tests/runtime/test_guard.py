@@ -36,7 +36,7 @@ def test_a_folder_is_removed_with_what_its_owner_may_not_look_into_and_what_a_li
     (folder / "link").symlink_to(outside)
     (folder / "a" / "b").chmod(0)
     (folder / "a").chmod(0)
-    guard.remove(str(folder))
+    guard.remove_tree(str(folder))
     assert not folder.exists()
     assert (outside / "kept").read_text() == "x"
     assert outside.stat().st_mode & 0o777 == 0o755
@@ -48,7 +48,7 @@ def test_processes_below_are_counted_no_further_than_asked_and_all_of_them_end()
         "from areal_x.runtime import guard",
         "child = os.fork()",
         "if child == 0: os.execvp('sleep', ['sleep', '1000'])",
-        "print(guard.more_than(0), guard.more_than(1), guard.as_a_shell(guard.end_all(child)))",
+        "print(guard.has_more_than(0), guard.has_more_than(1), guard.shell_exit_code(guard.end_all(child)))",
     )
     ran = subprocess.run([sys.executable, "-c", "\n".join(lines)], capture_output=True, text=True, check=True)
     assert ran.stdout.split() == [str(sys.platform == "linux"), "False", "137"]

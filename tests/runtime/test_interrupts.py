@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from areal_x.runtime import interrupts
-from areal_x.runtime.interrupts import check, noted, noted_in_each
+from areal_x.runtime.interrupts import deferred_interrupts, deferred_interrupts_in_each, raise_if_interrupted
 from tests import forking
 from tests.conftest import environment_with
 
@@ -96,25 +96,25 @@ def test_a_second_signal_ends_a_run_that_is_stuck(tmp_path, number):
 
 def test_an_interrupt_that_comes_within_a_callback_of_the_interpreters_is_not_lost():
     before = signal.getsignal(signal.SIGINT)
-    with noted() as outer:
+    with deferred_interrupts() as outer:
         outer()
-        with noted() as inner:
+        with deferred_interrupts() as inner:
             interrupted_in_a_callback()
             with pytest.raises(KeyboardInterrupt):
                 inner()
         outer()  # raised once: what closes now is not disturbed
-        check()
+        raise_if_interrupted()
     assert signal.getsignal(signal.SIGINT) is before is signal.default_int_handler
-    check()
+    raise_if_interrupted()
 
 
 def test_an_interrupt_that_nobody_asked_for_is_raised_at_the_end():
-    with pytest.raises(KeyboardInterrupt), noted():
+    with pytest.raises(KeyboardInterrupt), deferred_interrupts():
         interrupted_in_a_callback()
 
 
 def failing(interrupted):
-    with noted():
+    with deferred_interrupts():
         if interrupted:
             interrupted_in_a_callback()
         raise OSError("a server that the same signal may have ended")
@@ -132,7 +132,7 @@ def test_signals_of_one_moment_are_one_and_a_later_one_interrupts_where_it_comes
     reached = []
 
     def twice():
-        with noted():
+        with deferred_interrupts():
             interrupted_in_a_callback()
             signal.raise_signal(signal.SIGINT)
             reached.append("the same moment")
@@ -149,10 +149,10 @@ def test_another_thread_looks_at_no_note_and_can_leave_one():
     told: list[bool] = []
 
     def elsewhere() -> None:
-        with noted() as look:
+        with deferred_interrupts() as look:
             look()
-        check()
-        told.append(interrupts.note())
+        raise_if_interrupted()
+        told.append(interrupts.request_stop())
 
     def started() -> None:
         thread = threading.Thread(target=elsewhere)
@@ -160,7 +160,7 @@ def test_another_thread_looks_at_no_note_and_can_leave_one():
         thread.join()
 
     started()
-    with pytest.raises(KeyboardInterrupt), noted():
+    with pytest.raises(KeyboardInterrupt), deferred_interrupts():
         started()
     assert told == [False, True]
 
@@ -168,7 +168,7 @@ def test_another_thread_looks_at_no_note_and_can_leave_one():
 def test_a_generator_notes_while_it_works_and_not_between():
     closed, seen = [], []
 
-    @noted_in_each
+    @deferred_interrupts_in_each
     def steps():
         try:
             for step in range(5):

@@ -167,7 +167,8 @@ def test_check_says_what_to_set(limits: tuple[int, int], monkeypatch: pytest.Mon
     assert servers.check_engine_servers(VLLMConfig(servers=2, concurrency=300)).endswith("by vLLM for CPU")
     asked = servers.check_engine_servers(VLLMConfig(servers=4, concurrency=512))
     assert (
-        "only 768 of 2048 requests are in flight at a time, as this process may open 1024 files: set `ulimit -n 2304`" in asked
+        "only 768 of 2048 requests are in flight at a time, because this process may open only 1024 files: set `ulimit -n 2304`"
+        in asked
     )
 
 

@@ -91,8 +91,8 @@ def test_what_is_told_is_done_though_nobody_waits_and_its_errors_are_nobodys():
 
     async def run():
         thread = OneThread()
-        thread.tell(lambda: 1 / 0)
-        thread.tell(done.set)
+        thread.run_unobserved(lambda: 1 / 0)
+        thread.run_unobserved(done.set)
         thread.close()
 
     asyncio.run(run())

@@ -17,7 +17,7 @@ from areal_x.agents.chat.prompts import CachedReply, ReplyCache, build_prompt
 from areal_x.agents.chat.rendering import Renderer, text_content
 from areal_x.protocols.engine import Completion, Request, SamplingParams, max_new_tokens
 from areal_x.protocols.workflow import Generator
-from areal_x.runtime.thread import beside
+from areal_x.runtime.thread import inline_or_in_pool
 from areal_x.tasks.text_length import CHARACTERS_PER_TOKEN, estimate_characters
 from areal_x.types import Message
 
@@ -90,7 +90,7 @@ class ChatEngine:
             Call(str(len(self.calls)) if id is None else id, prompt.tokens, completion)
         )
         size = len(completion.tokens) * CHARACTERS_PER_TOKEN
-        kept, stopped_by = await beside(
+        kept, stopped_by = await inline_or_in_pool(
             size, cut_at_stop, self.renderer, completion.tokens, request.stop
         )
         reply = await self.renderer.read(kept, request.tools, prompt.tokens)
@@ -101,7 +101,7 @@ class ChatEngine:
                 before = request.messages[:-1]
                 begun = text_content(request.messages[-1].get("content"))
             held = CachedReply(prompt.text, np.concatenate([prompt.tokens, kept]), reply, begun)
-            await beside(estimate_characters(before), self._memory.add, before, held)
+            await inline_or_in_pool(estimate_characters(before), self._memory.add, before, held)
         return ChatAnswer(prompt.tokens, completion, reply, stopped_by)
 
 

@@ -29,7 +29,7 @@ from jaxtyping import Int32
 from areal_x.agents.chat.parsing import Reply
 from areal_x.agents.chat.rendering import Renderer, Tools, Unrenderable, encoded, text_content
 from areal_x.agents.json_checks import json_bounds
-from areal_x.runtime.thread import beside
+from areal_x.runtime.thread import inline_or_in_pool
 from areal_x.tasks.text_length import estimate_characters
 from areal_x.types import Message
 
@@ -97,7 +97,7 @@ async def build_prompt(
     refuses, PromptTooLong.
     """
     template = template or {}
-    found = await beside(estimate_characters(messages), memory.find, messages)
+    found = await inline_or_in_pool(estimate_characters(messages), memory.find, messages)
     whole = [
         _with_reasoning(message, found[place].reply) if place in found else message
         for place, message in enumerate(messages)
@@ -111,12 +111,14 @@ async def build_prompt(
                 shown = await renderer.rendered(
                     [*whole[:place], marked, *whole[place + 1 :]], tools, template, continue_final
                 )
-                rest = await beside(len(shown), _behind, renderer, held, shown, words, most)
+                rest = await inline_or_in_pool(
+                    len(shown), _behind, renderer, held, shown, words, most
+                )
                 if rest is not None:
                     open_end = continue_final and place == len(whole) - 1
                     start = without_end_token(renderer, held.tokens) if open_end else held.tokens
                     return Prompt(text, np.concatenate([start, rest]))
-    return Prompt(text, await beside(len(text), encoded, renderer, text, True, most))
+    return Prompt(text, await inline_or_in_pool(len(text), encoded, renderer, text, True, most))
 
 
 def keys(messages: Sequence[Message]) -> list[bytes]:

@@ -23,7 +23,7 @@ from areal_x.agents.chat.parsing import (
 from areal_x.agents.json_checks import json_bounds
 from areal_x.errors import TaskError, UserError
 from areal_x.hf.endings import ends
-from areal_x.runtime.thread import beside
+from areal_x.runtime.thread import inline_or_in_pool
 from areal_x.tasks.text_length import CHARACTERS_PER_TOKEN, estimate_characters, raise_if_too_long
 from areal_x.types import Message
 
@@ -120,7 +120,7 @@ class TemplateRenderer:
         template: Mapping[str, Any],
         continue_final: bool = False,
     ) -> str:
-        return await beside(
+        return await inline_or_in_pool(
             estimate_characters((messages, tools)),
             self._rendered_now,
             messages,
@@ -175,7 +175,7 @@ class TemplateRenderer:
         continue_final: bool = False,
     ) -> Int32[np.ndarray, " P"]:
         text = await self.rendered(messages, tools, template, continue_final)
-        return await beside(len(text), self.encode, text, True)
+        return await inline_or_in_pool(len(text), self.encode, text, True)
 
     async def read(
         self,
@@ -183,7 +183,7 @@ class TemplateRenderer:
         tools: Tools,
         prompt: Int32[np.ndarray, " P"] | None = None,
     ) -> Reply:
-        return await beside(
+        return await inline_or_in_pool(
             len(tokens) * CHARACTERS_PER_TOKEN, self._read_now, tokens, tools, prompt
         )
 
@@ -245,7 +245,7 @@ class PlainRenderer:
         continue_final: bool = False,
     ) -> Int32[np.ndarray, " P"]:
         text = await self.rendered(messages, tools, template, continue_final)
-        return await beside(len(text), self.encode, text, True)
+        return await inline_or_in_pool(len(text), self.encode, text, True)
 
     async def read(
         self,

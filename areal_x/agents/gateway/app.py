@@ -36,7 +36,7 @@ from areal_x.agents.gateway.streams import (
     dumped_slowly,
     event,
 )
-from areal_x.runtime.thread import INLINE, beside
+from areal_x.runtime.thread import INLINE, inline_or_in_pool
 from areal_x.runtime.waits import waiting
 from areal_x.tasks.text_length import CHARACTERS_PER_TOKEN, estimate_tokens
 
@@ -139,7 +139,7 @@ def application(host: SessionHost) -> Starlette:
         attempt = attempt_at(prefix, request.headers, body)
         previous = session.sent.find_lost(attempt, client, host.is_open)
         id = f"{prefix}{secrets.token_hex(12)}" if previous is None else previous.answers[0].id
-        exchange, keep = await beside(len(body), make, session, body, id)
+        exchange, keep = await inline_or_in_pool(len(body), make, session, body, id)
         await check_schemas(
             session.schemas, exchange.chat_request, exchange.tool_param, exchange.format_param
         )
@@ -159,7 +159,7 @@ def application(host: SessionHost) -> Starlette:
             size = (
                 sum(len(call.answer.completion.tokens) for call in answers) * CHARACTERS_PER_TOKEN
             )
-            return await beside(
+            return await inline_or_in_pool(
                 size, written, exchange, answers, dumped if size <= INLINE else dumped_slowly
             )
 
@@ -206,7 +206,7 @@ def application(host: SessionHost) -> Starlette:
     async def count_tokens(request: Request) -> ASGIApp:
         session = session_of(request)
         body = await body_of(request, session.limits.body_megabytes)
-        chat_request = await beside(len(body), messages.read_count_request, body)
+        chat_request = await inline_or_in_pool(len(body), messages.read_count_request, body)
         await check_schemas(
             session.schemas, chat_request, Messages.tool_param, Messages.format_param
         )
@@ -219,7 +219,7 @@ def application(host: SessionHost) -> Starlette:
         )
         return json_response(
             {
-                "input_tokens": await beside(
+                "input_tokens": await inline_or_in_pool(
                     len(text),
                     estimate_tokens,
                     lambda piece: len(renderer.encode(piece, begins=True)),

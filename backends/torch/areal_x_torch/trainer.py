@@ -26,7 +26,7 @@ from areal_x.hf.tokenizer import check_known, check_vocabulary
 from areal_x.hf.trainer import HuggingFaceTrainer, Tensors
 from areal_x.protocols.trainer import Wait, is_max_reduced
 from areal_x.protocols.trainer_config import TrainerConfig
-from areal_x.runtime.interrupts import check
+from areal_x.runtime.interrupts import raise_if_interrupted
 from areal_x.types import IMAGES, Batch, Loss, evaluate_loss
 from areal_x_torch import (
     attention,
@@ -150,7 +150,7 @@ class Trainer(HuggingFaceTrainer):
         largest: dict[str, Tensor] = defaultdict(zero)
         for shares in micro_batches(batch, self.config.micro_batch_rows, self.shares):
             if self.mesh is None:  # others would wait in a collective
-                check()
+                raise_if_interrupted()
             self._backward(loss, shares, tokens, sums, largest)
         largest = max_over_rows(largest, self.mesh)
         totals = sum_over_rows(torch.stack(list(sums.values())), self.mesh)
