@@ -34,7 +34,7 @@ from areal_x.types import Task
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The exit status."""
+    """Returns the exit status."""
     parser = parser_of("check", __doc__)
     parser.add_argument("file", metavar="FILE.gin", type=Path)
     options = parser.parse_args(arguments)

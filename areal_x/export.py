@@ -1,11 +1,11 @@
-"""Makes a plain Hugging Face model of a checkpoint.
+"""Writes a checkpoint as a plain Hugging Face model.
 
     python -m areal_x.export runs/arithmetic-lora-1 my-model
     python -m areal_x.export runs/arithmetic-lora-1/checkpoints/50 my-model
 
-The first is a run, whose newest checkpoint is taken, a checkpoint, or a trainer's directory in it.
-Adapters are merged into the model that they were trained beside, which must still be where it was;
-the optimizer's state is left out.
+The first argument is a run, whose newest checkpoint is used, a checkpoint, or the trainer's directory
+in one. Adapters are merged into their base model, which must still be where it was; the optimizer's
+state is left out.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from areal_x.runtime.command import command_of, in_this_form
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The exit status: 0, or 1 after one sentence about a mistake."""
+    """Returns the exit status: 0, or 1 after one sentence about a mistake."""
     parser = argparse.ArgumentParser(
         prog=command_of("export"),
         description=in_this_form(str(__doc__), "export"),
@@ -44,11 +44,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def export(source: Path, directory: Path) -> None:
-    """Writes the model of a run, a checkpoint or a trainer's directory, one tensor in memory at a
-    time: all of it or nothing.
+    """Writes the model of a run, a checkpoint or a trainer's directory, completely or not at all, with
+    one tensor in memory at a time.
 
-    Raises: UserError when there is no checkpoint, when something is at `directory`, or when the
-    base of adapters is not what it was."""
+    Raises: UserError if there is no checkpoint, if `directory` exists, or if the adapters' base
+    model has changed.
+    """
     source = find(source)
     if directory.exists() and not (directory.is_dir() and not any(directory.iterdir())):
         raise UserError(f"{directory} exists and is not overwritten: choose another directory")
@@ -64,33 +65,37 @@ def export(source: Path, directory: Path) -> None:
 
 
 def tensors_of(source: Path) -> Iterator[tuple[str, np.ndarray]]:
-    """Of a trainer's directory, with its adapters merged, one at a time. Raises: as `export`."""
+    """Yields the tensors of a trainer's directory, with adapters merged, one at a time. Raises: as
+    `export`."""
     if not model_dir.is_adapter(source):
         return model_dir.read_tensors(source)
     found = adapters.read_config(source)
     base = model_dir.resolve(found["base_model_name_or_path"])
     if model_dir.read_trainer_state(source).get("base") != adapters.fingerprint(base):
         raise UserError(
-            f"{base} is not the model that the adapters of {source} were trained beside: put that"
-            " one there again"
+            f"{base} is not the base model with which the adapters of {source} were trained: restore"
+            " that model there"
         )
     scale = found["lora_alpha"] / found["r"]
     return adapters.merge(model_dir.read_tensors(base), adapters.read(source), scale)
 
 
 def find(source: Path) -> Path:
-    """The trainer's directory of a run, a checkpoint, or itself."""
+    """Returns the trainer's directory of a run, of a checkpoint, or the directory itself.
+
+    Raises: UserError for anything else, and for a damaged checkpoint.
+    """
     if (source / "checkpoints").is_dir():
-        _, source, _ = checkpoint.newest(source)  # whose digests it has read
+        _, source, _ = checkpoint.newest(source)  # verifies its digests
     else:
         for place in (source, source.parent):  # a checkpoint, or the trainer's directory in one
             if (place / checkpoint.MANIFEST).exists() and (damage := checkpoint.find_damage(place)):
-                raise UserError(f"{place} is damaged ({damage}): take another checkpoint")
+                raise UserError(f"{place} is damaged ({damage}): use another checkpoint")
     if (source / "trainer").is_dir():
         source = source / "trainer"
     if not (source / model_dir.STATE).is_file():
         raise UserError(
-            f"{source} is no run and no checkpoint: give runs/NAME or runs/NAME/checkpoints/STEP"
+            f"{source} is neither a run nor a checkpoint: name runs/NAME or runs/NAME/checkpoints/STEP"
         )
     return source
 

@@ -1,11 +1,11 @@
-"""Says how to share out accelerators between generation and training, from what a run measured or
-from the sizes of things.
+"""Recommends how to divide accelerators between generation and training, from a run's measurements
+or from the sizes of model and hardware.
 
     python -m areal_x.plan examples/arithmetic/grpo.gin --accelerators 8 --from runs/arithmetic-grpo-1
     python -m areal_x.plan FILE.gin --accelerators 64 --parameters 7e9 --flops 9.9e14 --bandwidth 3.35e12 --mean-length 3000
 
-It simulates the file's run with each split, bounds of staleness, windows and concurrencies, prints
-what it predicts of the fastest, and draws step time and idle shares over the splits. -b binds one
+It simulates the file's run for each split, staleness bound, window and concurrency, prints the
+predictions for the fastest, and plots step time and idle fractions over the splits. -b binds one
 parameter over the file's.
 """
 
@@ -38,14 +38,14 @@ from areal_x.simulation.planner import (
 )
 from areal_x.train import fail, parser_of
 
-STEPS_READ = 20  # of a run's journal, the newest
+STEPS_READ = 20  # newest steps of a run's journal
 SHOWN = 12  # rows of the table
-COLOURS = (GREY, "#56B4E9", BLUE, ORANGE)  # of STALENESS
+COLOURS = (GREY, "#56B4E9", BLUE, ORANGE)  # one for each of STALENESS
 PEAKS = ("parameters", "flops", "bandwidth", "mean_length")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The exit status: 0, or 1 after one sentence about a mistake."""
+    """Returns the exit status: 0, or 1 after one sentence about a mistake."""
     options = parse(arguments)
     sys.path.insert(0, str(Path.cwd()))  # gin files import examples.arithmetic.task and the like
     config: Config | None = None
@@ -54,7 +54,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise ConfigError(
                 "--accelerators",
                 options.accelerators,
-                "at least 2: one that generates and one that trains",
+                "at least 2: one to generate and one to train",
             )
         ran, profile = from_run(options.recorded) if options.recorded else (None, None)
         config = load(options.file, options.bindings)
@@ -67,8 +67,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         show(predictions, config)
         print(f"plot: {draw(predictions, asked, options.plot)}")
     except UserError as error:
-        of_command = str(getattr(error, "binding", "")).startswith("--")
-        return fail(error if config is None or of_command else config.locate(error))
+        of_option = isinstance(error, ConfigError) and error.binding.startswith("--")
+        return fail(error if config is None or of_option else config.locate(error))
     return 0
 
 
@@ -76,41 +76,39 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = parser_of("plan", __doc__)
     parser.add_argument("file", metavar="FILE.gin", type=Path)
     parser.add_argument(
-        "--accelerators", type=int, required=True, help="how many there are for both"
+        "--accelerators", type=int, required=True, help="number of accelerators for both"
     )
     parser.add_argument(
         "--from",
         dest="recorded",
         metavar="RUN",
         type=Path,
-        help="a run's directory: its measurements",
+        help="directory of a run whose measurements are used",
     )
-    parser.add_argument("--parameters", type=float, help="of the model")
+    parser.add_argument("--parameters", type=float, help="number of the model's parameters")
+    parser.add_argument("--flops", type=float, help="peak operations per second of one accelerator")
     parser.add_argument(
-        "--flops", type=float, help="of one accelerator, operations a second at its peak"
+        "--bandwidth", type=float, help="peak memory bandwidth of one accelerator, bytes per second"
     )
+    parser.add_argument("--mean-length", type=float, help="mean tokens of a completion")
     parser.add_argument(
-        "--bandwidth", type=float, help="of one accelerator's memory, bytes a second at its peak"
-    )
-    parser.add_argument("--mean-length", type=float, help="tokens of a completion on average")
-    parser.add_argument(
-        "--prompt-tokens", type=int, default=200, help="of a prompt on average (default: 200)"
+        "--prompt-tokens", type=int, default=200, help="mean tokens of a prompt (default: 200)"
     )
     parser.add_argument(
         "--efficiency",
         type=float,
         default=0.4,
-        help="share of both peaks that is reached (default: 0.4)",
+        help="fraction of both peaks that is reached (default: 0.4)",
     )
     parser.add_argument(
-        "--plot", type=Path, default=Path("plan.png"), help="where to draw (default: plan.png)"
+        "--plot", type=Path, default=Path("plan.png"), help="file of the plot (default: plan.png)"
     )
     return parser.parse_args(arguments)
 
 
 def choice_of(config: Config) -> Choice:
-    """What a gin file says of a run. An embedded engine and its trainer count as one accelerator
-    each."""
+    """Returns the choice that a gin file makes. An embedded engine and its trainer count as one
+    accelerator each."""
     on_servers = config.value("train.engine") == "vllm"
     given = {
         name: config.value(f"train.{name}")
@@ -129,12 +127,14 @@ def choice_of(config: Config) -> Choice:
 
 
 def from_run(run: Path) -> tuple[Choice, Profile]:
-    """What a run chose, and what it measured. Raises: UserError for what is no run, or one that is
-    too short."""
+    """Returns a run's choice and its measurements.
+
+    Raises: UserError if it is not a run, or too short.
+    """
     rows = [row for row in read(run) if row.get("packed_tokens")]
     if len(rows) < 3 or not (run / FILE).is_file():
         raise UserError(
-            f"--from {run} has {len(rows)} steps to learn from: give the directory of a run of at"
+            f"--from {run} has {len(rows)} measured steps: name the directory of a run of at"
             " least 3 steps"
         )
     with Journal(run) as journal:
@@ -144,7 +144,7 @@ def from_run(run: Path) -> tuple[Choice, Profile]:
     trajectories = [t for group in groups for episode in group.scored for t in episode.trajectories]
     if not trajectories:
         raise UserError(
-            f"--from {run} has a journal without a step: give the directory of a run of at least 3"
+            f"--from {run} has a journal without a step: name the directory of a run of at least 3"
             " steps"
         )
     lengths = np.array([t.mask.sum() for t in trajectories], np.int32)
@@ -154,10 +154,14 @@ def from_run(run: Path) -> tuple[Choice, Profile]:
 
 
 def from_sizes(config: Config, options: argparse.Namespace) -> Profile:
+    """Returns a profile computed from the command line's sizes.
+
+    Raises: UserError naming the missing ones.
+    """
     missing = [f"--{name.replace('_', '-')}" for name in PEAKS if getattr(options, name) is None]
     if missing:
         raise UserError(
-            f"nothing says how fast things are: give --from RUN, or also {', '.join(missing)}"
+            f"the plan needs measurements or sizes: add --from RUN, or {', '.join(missing)}"
         )
     return profile_from_sizes(
         options.parameters,
@@ -172,7 +176,7 @@ def from_sizes(config: Config, options: argparse.Namespace) -> Profile:
 
 
 def show(predictions: Sequence[Prediction], config: Config) -> None:
-    """The fastest as a table, and what to bind for the recommended one."""
+    """Prints the fastest choices as a table, and the bindings of the recommended one."""
     from rich.console import Console
     from rich.table import Table
 
@@ -187,14 +191,17 @@ def show(predictions: Sequence[Prediction], config: Config) -> None:
     for p in [chosen, *(p for p in predictions if p is not chosen)][:SHOWN]:
         c = p.choice
         settings = (c.generation, c.training, c.max_staleness, c.window, c.concurrency)
-        told = (
+        predicted = (
             f"{p.step_seconds:.3g}",
             f"{p.trainer_idle:.0%}",
             f"{p.generation_idle:.0%}",
             f"{p.staleness_mean:.1f}",
         )
         table.add_row(
-            *map(str, settings), *told, str(p.staleness_max), style="bold" if p is chosen else None
+            *map(str, settings),
+            *predicted,
+            str(p.staleness_max),
+            style="bold" if p is chosen else None,
         )
     Console().print(table)
     c = chosen.choice
@@ -207,8 +214,8 @@ def show(predictions: Sequence[Prediction], config: Config) -> None:
 
 
 def draw(predictions: Sequence[Prediction], asked: Choice, path: Path) -> Path:
-    """Step time over the split for each bound on staleness, and the idle shares at the recommended
-    one; window and concurrency as the file has them."""
+    """Plots step time over the split for each staleness bound, and the idle fractions at the
+    recommended bound, with the file's window and concurrency. Returns the path."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator, PercentFormatter
@@ -256,7 +263,7 @@ def draw(predictions: Sequence[Prediction], asked: Choice, path: Path) -> Path:
 def course_of(
     predictions: Sequence[Prediction], staleness: int
 ) -> tuple[list[int], list[Prediction]]:
-    """Accelerators that generate, rising, and what is predicted with so many."""
+    """Returns the numbers of generating accelerators, ascending, and the prediction for each."""
     course = sorted(
         (p for p in predictions if p.choice.max_staleness == staleness),
         key=lambda p: p.choice.generation,

@@ -1,13 +1,12 @@
-"""Trains on what a run consumed, in its order, without any engine.
+"""Trains on the groups that a run consumed, in the same order, without an engine.
 
     python -m areal_x.replay runs/arithmetic-grpo-1
     python -m areal_x.replay runs/arithmetic-grpo-1 -b "train.algorithm = @gspo()"
     python -m areal_x.replay runs/arithmetic-grpo-1 -b "train.backend = 'torch'"
 
-With nothing changed it gives the run's losses again; with another algorithm it answers what that
-would have made of the same data. The replay is a run of its own, beside the one it repeats. -b
-binds one parameter over the run's config. Tasks and rewards are not looked at again: what they came
-to is in the journal.
+Without changes it reproduces the run's losses; with another algorithm it shows what that would have
+done with the same data. The replay is a new run beside the recorded one. -b binds one parameter over
+the run's config. Tasks and rewards are not computed again: their results are in the journal.
 """
 
 from __future__ import annotations
@@ -33,21 +32,22 @@ from areal_x.run.journal import FILE, Journal
 from areal_x.runtime import cores
 from areal_x.train import fail, in_processes, parser_of, with_config
 
-# parameters that only what generates looks at
+# Parameters of `train` that only generation needs.
 NOT_USED = ("dataset", "held_out", "evaluation", "reward")
 
 
 @dataclass(kw_only=True)
 class Replay(Experiment):
-    """The experiment whose rollout is the journal of a run. recorded: the run's directory."""
+    """An experiment whose rollout is the journal of a run."""
 
     recorded: Path
+    """The run's directory."""
 
     def create_engine(self, *_: Any) -> Engine:
         return NoEngine()
 
     def evaluate(self, *_: Any) -> dict[str, float]:
-        return {}  # tasks are not looked at again
+        return {}  # there is no engine
 
     def create_rollout(self, *_: Any) -> Any:
         return ReplayedRollout(Journal(self.recorded), self.recorded_steps())
@@ -58,22 +58,23 @@ class Replay(Experiment):
         )
 
     def recorded_steps(self) -> list[int]:
-        """Those that can be replayed. Raises: UserError where the first are not there, nor what
-        they made of the model."""
+        """Returns the steps that can be replayed.
+
+        Raises: UserError if the first steps were pruned, because the model after them is not there.
+        """
         with Journal(self.recorded) as journal:
             steps = journal.steps()
         if not steps or steps[0] != 1:
-            begin = f"begins at step {steps[0]}" if steps else "holds no step"
-            wanted = "journal.keep_steps = 0 keeps all of a run"
+            begin = f"begins at step {steps[0]}" if steps else "has no complete step"
             raise UserError(
-                f"{self.recorded / FILE} {begin}, and the model that it begins from is not there:"
-                f" {wanted}"
+                f"{self.recorded / FILE} {begin}, and the model from before that step is not there:"
+                " journal.keep_steps = 0 keeps all steps of a run"
             )
         return steps
 
 
 class RecordedThreads(cores.Threads):
-    """Those of a run. counts: of each step, None where it wrote none down."""
+    """The numbers of threads of a recorded run. counts: one per step, None if none was recorded."""
 
     def __init__(self, trainer: Any, counts: Sequence[int | None]) -> None:
         super().__init__(trainer, generating=0)
@@ -85,14 +86,14 @@ class RecordedThreads(cores.Threads):
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The exit status, as of `areal_x.train`."""
+    """Returns the exit status, as `areal_x.train` does."""
     parser = parser_of("replay", __doc__)
     parser.add_argument("run", metavar="RUN", type=Path, help="the run's directory")
     options = parser.parse_args(arguments)
     if not (options.run / FILE).is_file():
         return fail(
             UserError(
-                f"{options.run} has no {FILE}: give the directory of a run, as"
+                f"{options.run} has no {FILE}: name the directory of a run, such as"
                 " runs/arithmetic-grpo-1"
             )
         )
@@ -103,24 +104,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return with_config(options.run / run_dir.CONFIG, options.bindings, work, without=NOT_USED)
 
 
-def replay(run: Path, say: Callable[[str], None] = print) -> Path:
-    """Replays a run as the parameters of `train` say now; the replay's directory, `<run>-replay-1`
-    and so on."""
+def replay(run: Path, message: Callable[[str], None] = print) -> Path:
+    """Replays a run with the present parameters of `train` and returns the replay's directory,
+    `<run>-replay-1` and so on."""
     for name, nothing in (("dataset", ()), ("held_out", ()), ("evaluation", None)):
-        gin.bind_parameter(f"train.{name}", nothing)  # so that they are not made
+        gin.bind_parameter(f"train.{name}", nothing)  # so that they are not built
     experiment = gin.get_configurable("train")()
-    given = {f.name: getattr(experiment, f.name) for f in fields(experiment)}
+    settings = {f.name: getattr(experiment, f.name) for f in fields(experiment)}
     name = run_dir.claim_name(run.parent, f"{run.name}-replay")
     changes = {"name": name, "runs": str(run.parent), "recorded": run}
-    replayed = Replay(**given | changes)
+    replayed = Replay(**settings | changes)
     replayed.steps = min(replayed.steps, len(replayed.recorded_steps()))
     result = replayed.run()
-    say(compared(read(run), result.metrics))
+    message(compare_losses(read(run), result.metrics))
     return result.directory
 
 
-def compared(recorded: list[dict[str, Any]], replayed: list[dict[str, Any]]) -> str:
-    """A sentence about the losses of both."""
+def compare_losses(recorded: list[dict[str, Any]], replayed: list[dict[str, Any]]) -> str:
+    """Returns a sentence that compares the losses of both runs."""
     losses = {row["step"]: row["loss"] for row in recorded if row.get("loss") is not None}
     pairs = [
         (losses[row["step"]], row["loss"])
@@ -132,8 +133,8 @@ def compared(recorded: list[dict[str, Any]], replayed: list[dict[str, Any]]) -> 
     largest = max(range(len(pairs)), key=lambda i: abs(pairs[i][0] - pairs[i][1]))
     a, b = pairs[largest]
     if a == b:
-        return f"all {len(pairs)} losses are those of the run, to the last bit"
-    return f"of {len(pairs)} losses the one least like the run's is {b:.8g} where that had {a:.8g}"
+        return f"all {len(pairs)} losses equal the run's to the last bit"
+    return f"the largest difference among {len(pairs)} losses is {b:.8g} where the run had {a:.8g}"
 
 
 if __name__ == "__main__":

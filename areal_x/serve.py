@@ -1,11 +1,10 @@
-"""Serves the model of a gin file to agents, without training it: to try an agent, or to see what a
-run's checkpoint does.
+"""Serves the model of a gin file to agents without training it, to try an agent or a checkpoint.
 
     python -m areal_x.serve examples/arithmetic/grpo.gin
     python -m areal_x.serve FILE.gin -b "model.path = 'runs/NAME/checkpoints/100/trainer'"
 
-Any client opens as many sessions as it likes with the key in gateway.json (areal_x.agents.session);
-the rewards that it gives are shown. Ends with Ctrl-C.
+Any client may open any number of sessions with the key in gateway.json (areal_x.agents.session); the
+rewards that it sends are printed. Ctrl-C stops the service.
 """
 
 from __future__ import annotations
@@ -36,64 +35,70 @@ from areal_x.types import Scored
 
 @dataclass(kw_only=True)
 class Service:
-    """A gateway over an engine that holds its weights, whose sessions are whoever's that asks.
-
-    hosted: whose sampling, limits and gateway it has. address: the file for the gateway's address
-    and key.
-    """
+    """A gateway over an engine, which opens a session for every client that asks."""
 
     engine: Engine
-    hosted: GatewayWorkflow
+    """Has started and has weights."""
+
+    workflow: GatewayWorkflow
+    """Has the sampling, the limits and the gateway."""
+
     address: Path
-    say: Callable[[str], None] = print
+    """File for the gateway's address and key."""
+
+    message: Callable[[str], None] = print
+
     opened: int = 0
-    watching: set[asyncio.Task[None]] = field(default_factory=set)
+    """Number of sessions so far."""
+
+    observers: set[asyncio.Task[None]] = field(default_factory=set)
+    """Tasks that wait for the ends of sessions."""
 
     async def start(self) -> None:
-        host = self.hosted.lazy_gateway()
+        host = self.workflow.lazy_gateway()
         host.gateway.on_open = self.open
         await host.start()
         write_address(self.address, host.gateway.url, host.gateway.key)
-        self.say(f"serving at {host.gateway.url}; its address and key are in {self.address}")
+        self.message(f"serving at {host.gateway.url}; its address and key are in {self.address}")
 
     async def open(self, label: str | None) -> GatewaySession:
         self.opened += 1
-        session = await self.hosted.open(
+        session = await self.workflow.open(
             EpisodeEngine(self.engine, (0, self.opened), nothing, nothing)
         )
-        watching = background.start(self.watch(session, label), "the watch over a session")
-        self.watching.add(watching)
-        watching.add_done_callback(self.watching.discard)
+        observer = background.start(self.observe(session, label), "the watch over a session")
+        self.observers.add(observer)
+        observer.add_done_callback(self.observers.discard)
         return session
 
-    async def watch(self, session: GatewaySession, label: str | None) -> None:
+    async def observe(self, session: GatewaySession, label: str | None) -> None:
         with session:
             outcome = await session.ended()
         worth = (
             f"reward {outcome.reward:g}" if isinstance(outcome, Scored) else type(outcome).__name__
         )
-        self.say(
+        self.message(
             f"session {session.id}{f' ({printable(label)})' if label else ''}:"
             f" {len(session.calls())} calls, {worth}"
         )
 
     async def close(self) -> None:
-        await self.hosted.close()
-        await asyncio.gather(*self.watching, return_exceptions=True)
+        await self.workflow.close()
+        await asyncio.gather(*self.observers, return_exceptions=True)
 
 
 def nothing(_: int) -> None: ...
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The exit status, as of `areal_x.train`."""
+    """Returns the exit status, as `areal_x.train` does."""
     parser = parser_of("serve", __doc__)
     parser.add_argument("file", metavar="FILE.gin", type=Path)
     parser.add_argument(
         "--address",
         type=Path,
         default=Path(ADDRESS),
-        help="where the gateway's address and key are written",
+        help="file for the gateway's address and key",
     )
     options = parser.parse_args(arguments)
 
@@ -103,19 +108,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return with_config(options.file, [*options.bindings, "train.serving = True"], work)
 
 
-def serve(experiment: Experiment, address: Path, say: Callable[[str], None] = print) -> None:
-    """Returns when it is interrupted."""
+def serve(experiment: Experiment, address: Path, message: Callable[[str], None] = print) -> None:
+    """Serves until it is interrupted."""
     directory = experiment.find_model(experiment.trainer.model.path)
     workflow = experiment.workflow
-    hosted = (
+    served = (
         workflow
         if isinstance(workflow, GatewayWorkflow)
         else Online(sampling=workflow.sampling_params() or SamplingParams())
     )
-    hosted = hosted.setup(load_tokenizer(directory))
-    trainer = experiment.create_models(directory, hosted).policy
-    engine = experiment.create_engine(directory, trainer, hosted, address.parent, say)
-    service = Service(engine=engine, hosted=hosted, address=address, say=say)
+    served = served.setup(load_tokenizer(directory))
+    trainer = experiment.create_models(directory, served).policy
+    engine = experiment.create_engine(directory, trainer, served, address.parent, message)
+    service = Service(engine=engine, workflow=served, address=address, message=message)
 
     async def until_interrupted() -> None:
         try:

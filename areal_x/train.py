@@ -6,14 +6,14 @@
     python -m areal_x.train examples/arithmetic/grpo.gin --resume
     python -m areal_x.train examples/arithmetic/grpo.gin --resume=auto
 
-Of several processes that train one model (mesh.processes) each is started with the same command;
-the first writes.
+If several processes train one model (mesh.processes), each is started with the same command; the
+first one writes the run's directory.
 
--b binds one parameter and wins over the file; text needs quotes. --resume goes on with train.name,
-or with the newest run of this file that has a checkpoint. --resume=auto is for what starts a
-command again and again (torchrun --max-restarts, Slurm's requeue): it goes on with train.name, or
-with the run that is called as this file, begins it where there is none, and does nothing where it
-has finished. --dry-run builds everything, starts nothing and prints the operative config.
+-b binds one parameter and wins over the file; text needs quotes. --resume continues train.name, or
+the newest run of this file that has a checkpoint. --resume=auto is for commands that are restarted
+automatically (torchrun --max-restarts, Slurm's requeue): it continues train.name, or the run with
+this file's name, starts it if there is none, and does nothing if it has finished. --dry-run builds
+everything, starts nothing and prints the operative config.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ FAILED = 1
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The exit status, see `with_config`."""
+    """Returns the exit status, see `with_config`."""
     options = parse(arguments)
     if options.help_config:
         return with_config(options.file, options.bindings, show_settings, complete=False)
@@ -94,17 +94,19 @@ def with_config(
         if isinstance(error, EngineError):
             return fail(error)
         if not place_of(error):
-            raise  # ours: all of it is wanted
+            raise  # an error of this project: the whole traceback is needed
         print(traceback_of(error), file=sys.stderr)
         return fail(UserError(described(error)))
 
 
 def show_settings(config: Config) -> None:
+    """Prints what the file may set."""
     print(help_text(config))
 
 
 def in_processes(config: Config, work: Callable[[], object]) -> None:
-    """Does it in this process or, of several, in the first, whose trainers the others follow."""
+    """Runs the work in this process. If several train one model, the first runs it and the others
+    follow its trainers' calls."""
     joined = ranks.join(config.value("train.backend"), config.value("mesh.processes"))
     with joined or nullcontext():
         if joined is not None and joined.rank:
@@ -114,37 +116,39 @@ def in_processes(config: Config, work: Callable[[], object]) -> None:
 
 
 def run_named(config: Config, options: argparse.Namespace) -> None:
-    """Names the run, unless the config does, and runs it. What its name alone tells is told before
-    anything is made."""
-    runs, stem = Path(config.value("train.runs")), run_dir.run_stem(options.file)
+    """Names the run, unless the config does, and runs it. Errors about the name are raised before
+    anything is built."""
+    runs = Path(config.value("train.runs"))
+    stem = run_dir.run_stem(options.file)
     bound = config.value("train.name") if config.is_bound("train.name") else None
-    resume, claimed = bool(options.resume), False
+    resume = bool(options.resume)
+    claimed = False
     name = bound or stem
     if options.resume == resuming.AUTO:
-        goes_on = resuming.resume_if_begun(runs, name, config.value("train.steps"))
-        if goes_on is None:
+        resumes = resuming.resume_if_begun(runs, name, config.value("train.steps"))
+        if resumes is None:
             ranks.tell(
                 ranks.join(config.value("train.backend"), config.value("mesh.processes")),
                 ranks.FINISHED,
             )
             return
-        resume = goes_on
+        resume = resumes
     elif bound is not None:
         resuming.check_name(runs, name, resume)
     elif resume:
         name = run_dir.newest_name(runs, stem)
     else:
-        name, claimed = run_dir.claim_name(runs, stem), True
+        name = run_dir.claim_name(runs, stem)
+        claimed = True
     gin.bind_parameter("train.name", name)
     try:
-        with (
-            interrupts.deferred_interrupts()
-        ):  # what is left to raise is raised here, with the way to go on
+        # Leaving this context raises a late interrupt here, where the message says how to resume.
+        with interrupts.deferred_interrupts():
             experiment = gin.get_configurable("train")()
             interrupts.raise_if_interrupted()
             experiment.run(resume=resume)
     except KeyboardInterrupt:
-        raise KeyboardInterrupt(_how_to_go_on(runs / name, options)) from None
+        raise KeyboardInterrupt(_how_to_resume(runs / name, options)) from None
     finally:
         if claimed and not any((runs / name).iterdir()):  # it ended before it began
             (runs / name).rmdir()
@@ -170,6 +174,7 @@ def parser_of(name: str, description: str | None) -> argparse.ArgumentParser:
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """Returns the options of the command line."""
     parser = parser_of("train", __doc__)
     parser.add_argument("file", metavar="FILE.gin", type=Path)
     again = parser.add_mutually_exclusive_group()
@@ -177,11 +182,11 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         "--resume",
         action="store_const",
         const="newest",
-        help="continue from the newest whole checkpoint",
+        help="continue from the newest intact checkpoint",
     )
-    to_begin = "continue where the run is, else begin; nothing where it has finished"
+    auto = "continue the run if it exists, otherwise start it; do nothing if it has finished"
     again.add_argument(
-        "--resume=auto", dest="resume", action="store_const", const=resuming.AUTO, help=to_begin
+        "--resume=auto", dest="resume", action="store_const", const=resuming.AUTO, help=auto
     )
     parser.add_argument(
         "--dry-run",
@@ -197,11 +202,12 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def fail(error: BaseException) -> int:
+    """Prints an error as one sentence and returns the exit status."""
     print(f"error: {sentence(error)}", file=sys.stderr)
     return FAILED
 
 
-def _how_to_go_on(run: Path, options: argparse.Namespace) -> str:
+def _how_to_resume(run: Path, options: argparse.Namespace) -> str:
     if not (run / run_dir.CONFIG).is_file():
         return ""  # it had not begun
     if not checkpoint.steps(run):
@@ -209,15 +215,16 @@ def _how_to_go_on(run: Path, options: argparse.Namespace) -> str:
     bindings = [f"-b {_quote(binding)}" for binding in options.bindings]
     again = "--resume=auto" if options.resume == resuming.AUTO else "--resume"
     command = " ".join([command_of("train"), shlex.quote(str(options.file)), *bindings, again])
-    return f": the run is in {run}; go on from step {checkpoint.steps(run)[-1]} with: {command}"
+    return f": the run is in {run}; continue from step {checkpoint.steps(run)[-1]} with: {command}"
 
 
 def _quote(text: str) -> str:
-    """For a shell, in double quotes where they will do, as bindings hold single ones."""
+    """Quotes a binding for a shell, in double quotes if they suffice, because bindings often contain
+    single ones."""
     return shlex.quote(text) if set(text) & set('"$`\\!') else f'"{text}"'
 
 
 if __name__ == "__main__":
-    # so that a scheduler's stop closes servers as Ctrl-C does
+    # A scheduler's SIGTERM closes servers as Ctrl-C does.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     sys.exit(main())

@@ -92,10 +92,10 @@ def test_what_cannot_be_exported_is_one_sentence(
     write_adapter(tmp_path / "trainer", tiny_model_dir)
     assert export.main([str(tmp_path / "trainer"), str(tmp_path)]) == 1
     assert capsys.readouterr().err == f"error: {tmp_path} exists and is not overwritten: choose another directory\n"
-    with pytest.raises(UserError, match="is no run and no checkpoint: give runs/NAME"):
+    with pytest.raises(UserError, match="is neither a run nor a checkpoint: name runs/NAME"):
         export.export(tiny_model_dir, tmp_path / "plain")
     settings = adapters.read_config(tmp_path / "trainer") | {"base_model_name_or_path": str(tied_model_dir)}
     (tmp_path / "trainer" / adapters.CONFIG).write_text(json.dumps(settings))
-    with pytest.raises(UserError, match=r"is not the model that the adapters of .* were trained beside"):
+    with pytest.raises(UserError, match=r"is not the base model with which the adapters of .* were trained"):
         export.export(tmp_path / "trainer", tmp_path / "plain")
     assert not (tmp_path / "plain").exists()

@@ -13,7 +13,7 @@ from areal_x.algorithms import recipes
 from areal_x.experiment import Experiment
 from areal_x.monitor.metrics import read
 from areal_x.protocols.trainer_config import LoRAConfig, ModelConfig, OptimizerConfig, TrainerConfig
-from areal_x.replay import Replay, compared
+from areal_x.replay import Replay, compare_losses
 from areal_x.run import checkpoint
 from areal_x.run.journal import Journal
 from tests.delays import delayed, digest
@@ -81,4 +81,4 @@ def test_a_random_run_is_the_same_stopped_resumed_and_replayed(
     assert checkpoint.steps(directory)[-1] == STEPS
     given = {field.name: getattr(broken, field.name) for field in fields(broken)}
     replayed = Replay(**{**given, "recorded": directory, "name": "again"}).run()
-    assert compared(read(whole), replayed.metrics) == f"all {STEPS} losses are those of the run, to the last bit"
+    assert compare_losses(read(whole), replayed.metrics) == f"all {STEPS} losses equal the run's to the last bit"

@@ -10,7 +10,7 @@ import pytest
 from areal_x.algorithms.recipes import gspo
 from areal_x.errors import UserError
 from areal_x.monitor.metrics import read
-from areal_x.replay import Replay, compared
+from areal_x.replay import Replay, compare_losses
 from areal_x.run import checkpoint
 from areal_x.run.journal import FILE, Journal
 from areal_x.runtime import cores
@@ -39,7 +39,7 @@ def test_a_run_gives_its_losses_again_to_the_last_bit(recorded):
     experiment, run = recorded
     again = replayed(experiment, run.directory)
     assert losses(again.metrics) == losses(run.metrics)
-    assert compared(run.metrics, again.metrics) == "all 6 losses are those of the run, to the last bit"
+    assert compare_losses(run.metrics, again.metrics) == "all 6 losses equal the run's to the last bit"
 
 
 def test_the_other_backend_gives_them_but_for_rounding(recorded):
@@ -80,7 +80,7 @@ def test_another_algorithm_sees_the_same_groups_and_learns_otherwise(recorded):
     for name in ("reward", "trained_tokens", "staleness_max"):
         assert [row[name] for row in again.metrics if name in row] == [row[name] for row in run.metrics if name in row]
     assert losses(again.metrics)[1:] != losses(run.metrics)[1:]
-    assert compared(run.metrics, again.metrics).startswith("of 6 losses the one least like the run's is ")
+    assert compare_losses(run.metrics, again.metrics).startswith("the largest difference among 6 losses is ")
 
 
 def test_a_journal_whose_beginning_is_gone_is_refused_in_a_sentence(recorded, tmp_path):
@@ -120,7 +120,7 @@ def test_the_command_replays_a_run_and_says_how_like_it_is(tiny_model_dir, tmp_p
     folder = tmp_path / "folder"
     finished(command_of(tiny_model_dir, folder, ONLINE, "mesh.fsdp = 1"), 1, 1, folder)
     finished([sys.executable, "-m", "areal_x.replay", "runs/run"], 1, 1, folder)
-    assert (folder / "out-0").read_text().splitlines()[-1] == "all 2 losses are those of the run, to the last bit"
+    assert (folder / "out-0").read_text().splitlines()[-1] == "all 2 losses equal the run's to the last bit"
     assert losses(read(folder / "runs" / "run-replay-1")) == losses(read(folder / "runs" / "run"))
     pytest.importorskip("torch")
     bindings = "train.backend = 'torch'", "mesh.processes = 2", "mesh.fsdp = 2"
@@ -129,5 +129,5 @@ def test_the_command_replays_a_run_and_says_how_like_it_is(tiny_model_dir, tmp_p
     ours, theirs = (losses(read(folder / "runs" / name)) for name in ("run-replay-2", "run"))
     np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-7)
     assert not (folder / "runs" / "run-replay-3").exists()  # the second process names no run of its own
-    with pytest.raises(AssertionError, match=r"error: nowhere has no journal\.sqlite: give the directory of a run"):
+    with pytest.raises(AssertionError, match=r"error: nowhere has no journal\.sqlite: name the directory of a run"):
         finished([sys.executable, "-m", "areal_x.replay", "nowhere"], 1, 1, folder)

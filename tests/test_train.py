@@ -154,7 +154,7 @@ def test_ctrl_c_says_where_the_run_is_and_resume_goes_on_with_it(ring: Ring, cap
     assert train.main(command) == 130
     said = capsys.readouterr().err
     assert said == (
-        "stopped: the run is in runs/play-run-1; go on from step 4 with: "
+        "stopped: the run is in runs/play-run-1; continue from step 4 with: "
         'python -m areal_x.train run.gin -b "train.runs = \'runs\'" -b "train.steps = 5" --resume\n'
     )
     ring.error = None

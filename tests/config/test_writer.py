@@ -288,7 +288,7 @@ def test_a_run_from_python_is_replayed_without_its_tasks_and_its_reward(tiny_mod
     for command in (["program.py", str(tiny_model_dir)], ["-m", "areal_x.replay", "runs/mine"]):
         done = forking.run([sys.executable, *command], environment_with(1), tmp_path)
         assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines()[-1] == "all 2 losses are those of the run, to the last bit"
+    assert done.stdout.splitlines()[-1] == "all 2 losses equal the run's to the last bit"
     written = (tmp_path / "runs" / "mine" / "config.gin").read_text()
     assert "grpo.clip_high = 0.5" in written
     assert f"model.path = '{tiny_model_dir}'" in written

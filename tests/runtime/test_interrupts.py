@@ -52,7 +52,7 @@ def test_a_signal_is_honoured_at_whatever_moment_it_comes(tmp_path, tiny_model_d
         assert run["status"] == interrupts.INTERRUPTED, run
         last = run["said"].splitlines()[-1]
         if run["checkpoints"]:
-            assert f"go on from step {run['checkpoints'][-1]} with: python -m areal_x.train" in last, run
+            assert f"continue from step {run['checkpoints'][-1]} with: python -m areal_x.train" in last, run
             assert last.endswith("--resume"), run
         else:
             assert last == "stopped" or last.endswith("it has no checkpoint yet to resume from"), run

@@ -108,11 +108,11 @@ def test_the_command_says_what_to_bind_and_draws_it(tmp_path, capsys):
 @pytest.mark.parametrize(
     "arguments, sentence",
     [
-        (["--accelerators", "1"], "error: --accelerators = 1 cannot work: it must be at least 2: one that generates and one"),
-        (["--accelerators", "4"], "error: nothing says how fast things are: give --from RUN, or also --parameters, --flops"),
+        (["--accelerators", "1"], "error: --accelerators = 1 cannot work: it must be at least 2: one to generate and one"),
+        (["--accelerators", "4"], "error: the plan needs measurements or sizes: add --from RUN, or --parameters, --flops"),
         (
             ["--accelerators", "4", "--from", "nowhere"],
-            "error: --from nowhere has 0 steps to learn from: give the directory of",
+            "error: --from nowhere has 0 measured steps: name the directory of",
         ),
         (
             ["--accelerators", "4", "--parameters", "-1", "--flops", "1", "--bandwidth", "1", "--mean-length", "9"],

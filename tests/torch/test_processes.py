@@ -320,7 +320,7 @@ def test_a_signal_ends_both_processes_and_says_how_to_go_on(told: str, tiny_mode
         assert re.search(r"^error: process 1 ended: it was stopped$", said, flags=re.MULTILINE), said
     else:
         assert code == 130
-        goes_on = r"^stopped: the run is in .*; go on from step \d+ with: python -m areal_x\.train .* --resume$"
+        goes_on = r"^stopped: the run is in .*; continue from step \d+ with: python -m areal_x\.train .* --resume$"
         assert re.search(goes_on, said, flags=re.MULTILINE)
     if told == "both":
         last = checkpoint.steps(run)[-1]
