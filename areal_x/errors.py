@@ -11,21 +11,19 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-# characters of a word that is compared with others: it may be a model's, and the time grows with
-# their product
+# Characters of a word that is compared with others. A model may have written the word, and the time
+# grows with the product of the lengths.
 LONGEST = 100
 
-
-# Found when this is imported: a process that is out of file descriptors still says where it failed.
+# Computed at import, so that a process without file descriptors can still report where it failed.
 INSTALLED = tuple(
     Path(sysconfig.get_path(name)) for name in ("stdlib", "platstdlib", "purelib", "platlib")
 )
-TRACEBACK = 4000  # characters that are kept of one: the innermost frames and the message
+TRACEBACK = 4000  # characters of a traceback to keep: the innermost frames and the message
 
 
 class UserError(Exception):
-    """A mistake that the reader of the message can mend: shown as one sentence, without a
-    traceback."""
+    """A mistake that the reader of the message can fix. Shown as one sentence without a traceback."""
 
 
 class ConfigError(UserError, ValueError):
@@ -37,13 +35,13 @@ class ConfigError(UserError, ValueError):
 
 
 class EngineError(RuntimeError):
-    """The engine itself cannot go on (a server died, a program failed): ends the run with this
+    """The engine cannot continue (a server died, a program failed). Ends the run with this
     sentence."""
 
 
 class TaskError(UserError):
-    """A task that this run cannot do, as its prompt is too long: fails its episodes, where another
-    UserError ends the run."""
+    """A task that this run cannot do, for example because its prompt is too long. Fails the task's
+    episodes, while any other UserError ends the run."""
 
 
 class PromptTooLong(TaskError, ValueError):
@@ -51,21 +49,25 @@ class PromptTooLong(TaskError, ValueError):
 
 
 def positive(binding: str, value: float) -> None:
+    """Raises: ConfigError unless the value is greater than 0."""
     if not value > 0:
         raise ConfigError(binding, value, "greater than 0")
 
 
 def at_least(binding: str, value: float, least: float) -> None:
+    """Raises: ConfigError if the value is less than `least`."""
     if not value >= least:
         raise ConfigError(binding, value, f"at least {least}")
 
 
 def within(binding: str, value: float, low: float, high: float) -> None:
+    """Raises: ConfigError unless low <= value <= high."""
     if not low <= value <= high:
         raise ConfigError(binding, value, f"between {low} and {high}")
 
 
 def one_of(binding: str, value: str, choices: Sequence[str]) -> None:
+    """Raises: ConfigError, with the nearest choice, for a value that is none of the choices."""
     if value not in choices:
         raise ConfigError(
             binding, value, f"one of {', '.join(map(repr, choices))}{nearest(value, choices)}"
@@ -89,21 +91,19 @@ def in_brief(value: object) -> str:
 
 
 def nearest(word: str, choices: Sequence[str]) -> str:
-    """The end of a sentence that names the closest valid choice, or nothing."""
+    """Returns the end of a sentence that names the closest valid choice; "" if none is close."""
     close = get_close_matches(str(word), choices, n=1) if len(str(word)) <= LONGEST else []
     return f"; did you mean {close[0]!r}?" if close else ""
 
 
 def sentence(error: BaseException) -> str:
-    """The message without the trail of configurables that gin appends to whatever passes through
-    them."""
+    """Returns an error's message without the trail of configurables that gin appends."""
     return str(error).split("\n  In call to configurable")[0]
 
 
 def place_of(error: BaseException) -> str:
-    """ "FILE:LINE in FUNCTION" of the innermost frame of a user's own code, "" where the error
-    passed through none: frames of this project, of its backends, of installed packages and of
-    Python itself do not count."""
+    """Returns "FILE:LINE in FUNCTION" of the innermost frame of a user's own code; "" if there is
+    none. Frames of this project, its backends, installed packages and Python itself do not count."""
     own = [
         frame for frame in traceback.extract_tb(error.__traceback__) if _is_users(frame.filename)
     ]
@@ -115,14 +115,14 @@ def place_of(error: BaseException) -> str:
 
 
 def described(error: BaseException) -> str:
-    """One sentence about an error that a user's code raised: its type, its message, and where."""
+    """Returns one sentence about an error of a user's code: its type, message and place."""
     text, place = " ".join(sentence(error).split()), place_of(error)
     what = f"{type(error).__name__}: {text}" if text else type(error).__name__
     return f"{what} ({place})" if place else what
 
 
 def traceback_of(error: BaseException, most: int = TRACEBACK) -> str:
-    """The end of the error's traceback, of so many characters at the most."""
+    """Returns the last `most` characters of an error's traceback."""
     return "".join(traceback.format_exception(error))[-most:]
 
 
@@ -137,8 +137,8 @@ def _is_users(filename: str) -> bool:
 
 
 def printable(text: str) -> str:
-    """The text for a terminal: whoever wrote it (an agent, a model, a program) may have put the
-    terminal's commands into it."""
+    """Returns a text without control characters, for a terminal: an agent, a model or a program may
+    have put terminal commands into it."""
     return "".join(
         letter if letter.isprintable() or letter in "\n\t" else "\N{REPLACEMENT CHARACTER}"
         for letter in text

@@ -1,4 +1,4 @@
-"""The settings of a run, and which of them cannot work together."""
+"""The settings of a run, and the checks that they can work together."""
 
 from __future__ import annotations
 
@@ -172,19 +172,19 @@ class Settings:
             server_urls(f"train.{name}", getattr(self, name))
         if "teacher_logits" in self.algorithm.needs and server_urls("train.teacher", self.teacher):
             wanted = (
-                "a directory or a hub name: no server gives the whole distribution, from which"
-                f" {self.algorithm.name} learns"
+                "a directory or a hub name: no server returns the whole distribution, which"
+                f" {self.algorithm.name} needs"
             )
             raise ConfigError("train.teacher", self.teacher, wanted)
         if self.algorithm.needs & {"teacher", "teacher_logits"} and self.teacher is None:
             raise ConfigError(
-                "train.teacher", None, f"the model that {self.algorithm.name} learns from"
+                "train.teacher", None, f"the model that {self.algorithm.name} distills from"
             )
         if self.algorithm.head != "policy" and self.engine != "none":
             raise ConfigError(
                 "train.engine",
                 self.engine,
-                f"'none', as {self.algorithm.name} trains a model that says nothing",
+                f"'none', because {self.algorithm.name} trains a model that generates no text",
             )
         if (
             self.engine == "none"
@@ -192,17 +192,19 @@ class Settings:
             and self.algorithm.needs & {"entropy", "teacher_logits"}
         ):
             wanted = (
-                f"left out with the engine 'none', as only a step gives {self.algorithm.name} what"
-                " its loss reads"
+                f"left out with the engine 'none', because only a training step computes what the"
+                f" loss of {self.algorithm.name} needs"
             )
             raise ConfigError("train.held_out", f"{len(self.held_out)} tasks", wanted)
         if self.share_prompts and self.algorithm.pairs:
-            wanted = f"False with {self.algorithm.name}, which compares pairs that lie side by side"
+            wanted = (
+                f"False with {self.algorithm.name}, which compares pairs that are adjacent in a row"
+            )
             raise ConfigError("train.share_prompts", True, wanted)
         if self.share_prompts and self.trainer.replay_experts:
             wanted = (
-                "False with trainer.replay_experts, as the engine chose experts for each attempt's"
-                " prompt anew"
+                "False with trainer.replay_experts, because the engine chose experts for the prompt"
+                " of each attempt separately"
             )
             raise ConfigError("train.share_prompts", True, wanted)
         if self.trainer.replay_experts and self.engine != "vllm":
@@ -224,8 +226,8 @@ class Settings:
         ):
             if context > self.row_length:
                 wanted = (
-                    f"at most train.row_length = {self.row_length}, as a sequence is never cut to"
-                    " fit its row"
+                    f"at most train.row_length = {self.row_length}, because a sequence is never cut"
+                    " to fit its row"
                 )
                 raise ConfigError(binding, context, wanted)
 
@@ -239,15 +241,15 @@ class Settings:
         wanted = None
         if self.engine == "vllm":
             wanted = (
-                "False with train.engine = 'vllm', whose servers batch requests as they arrive:"
-                " 'embedded' does not"
+                "False with train.engine = 'vllm', whose servers batch requests as they arrive, or"
+                " train.engine = 'embedded'"
             )
         elif self.window > 1:
             wanted = (
-                f"False with train.window = {self.window}, which lets whichever group finishes"
-                " first go first: set it to 1"
+                f"False with train.window = {self.window}, which consumes groups in the order in"
+                " which they finish, or train.window = 1"
             )
         elif self.workflow.open_ended:
-            wanted = "False with a workflow whose episodes others begin and end"
+            wanted = "False with a workflow whose episodes are begun and ended from outside"
         if wanted is not None:
             raise ConfigError("train.deterministic", True, wanted)

@@ -1,8 +1,8 @@
-"""The nouns of the ring: what flows from the dataset to the trainer.
+"""The nouns of the ring: the data that flows from the dataset to the trainer.
 
-Every array of a `Trajectory` has one length T and position t of each speaks of token t itself: its
-log-probability, the version that produced it, whether it is trained on. Nothing is rolled or
-shifted outside a model's own head.
+All arrays of a `Trajectory` have one length T, and position t of each is about token t itself: its
+log-probability, the version that sampled it, whether it is trained on. Nothing is rolled or shifted
+outside a model's own head.
 """
 
 from __future__ import annotations
@@ -17,41 +17,41 @@ from jaxtyping import Bool, Float32, Int16, Int32
 from areal_x.errors import UserError, function_name, in_brief
 
 Array = Any  # a numpy, jax or torch array: the algorithms are written for all three
-# of a student's and a teacher's logits [..., vocabulary], giving [...]
+# A function of a student's and a teacher's logits [..., vocabulary] that returns [...].
 Divergence = Callable[[Array, Array], Array]
 
-IMAGES = ("patches", "grids", "image_segments")  # what a batch says of them
-NOT_THE_POLICY = -1  # the version of a token that no policy produced: a prompt, a tool's output
-NOT_RECORDED = -1  # in place of an expert that no engine said
+IMAGES = ("patches", "grids", "image_segments")  # the fields of a batch about images
+NOT_THE_POLICY = -1  # version of a token that no policy sampled: a prompt, a tool's output
+NOT_RECORDED = -1  # in place of an expert that the engine did not record
 
 Message = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
 class Task:
-    """One item of a dataset.
-
-    prompt: chat messages (a list of {"role", "content"}) or plain text.
-    answer: whatever the reward compares with; None where the reward needs nothing.
-    """
+    """One item of a dataset."""
 
     id: str
+
     prompt: str | Sequence[Message]
+    """Chat messages (a list of {"role", "content"}) or plain text."""
+
     answer: Any = None
+    """Whatever the reward compares with; None if it needs nothing."""
+
     metadata: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class Images:
-    """The images of one sequence, in the order in which its tokens speak of them, as Hugging Face's
-    processors give them.
-
-    patches: the pixels of all of them, patch after patch (a processor's `pixel_values`). grids: how
-    many frames, rows and columns of patches each has (its `image_grid_thw`).
-    """
+    """The images of one sequence, in the order of their tokens, as Hugging Face's processors return
+    them."""
 
     patches: Float32[np.ndarray, "patches features"]
+    """The pixels of all images, patch after patch (a processor's `pixel_values`)."""
+
     grids: Int32[np.ndarray, "images 3"]
+    """Frames, rows and columns of patches of each image (`image_grid_thw`)."""
 
     def __post_init__(self) -> None:
         wanted = int(np.prod(self.grids, axis=1).sum())
@@ -64,27 +64,38 @@ class Images:
 
 @dataclass(frozen=True)
 class Trajectory:
-    """One token sequence to learn from, all arrays of one length T.
-
-    tokens: ids. mask: produced by the policy and to be trained on. logprobs: log-probability of
-    this very token under the distribution it was sampled from (0 where the policy did not produce
-    it). versions: the policy version that produced it (-1 where none did). reward: of the whole
-    sequence. token_rewards: added to it where the algorithm uses per-token rewards. experts: of a
-    mixture, those that the engine sent each token through in each layer (-1 where it recorded
-    none). images: those that tokens outside the mask stand for, of a model that sees. credit: what
-    each token's advantage counts, multiplied onto it; None is 1 for all.
-    """
+    """One token sequence to train on. All arrays have one length T."""
 
     tokens: Int32[np.ndarray, " T"]
+    """Token ids."""
+
     mask: Bool[np.ndarray, " T"]
+    """True for tokens that the policy sampled and that are trained on."""
+
     logprobs: Float32[np.ndarray, " T"]
+    """Log-probability of the token under the distribution that it was sampled from; 0 if the policy
+    did not sample it."""
+
     versions: Int32[np.ndarray, " T"]
+    """The policy version that sampled the token; -1 if none did."""
+
     reward: float | None = None
+    """Reward of the whole sequence."""
+
     token_rewards: Float32[np.ndarray, " T"] | None = None
+    """Rewards per token, added to `reward` if the algorithm uses per-token rewards."""
+
     finish_reason: str = "stop"
+
     experts: Int16[np.ndarray, "T layers per_token"] | None = None
+    """For a mixture of experts: the experts that the engine routed each token to; -1 if it recorded
+    none."""
+
     images: Images | None = None
+    """The images that tokens outside the mask stand for."""
+
     credit: Float32[np.ndarray, " T"] | None = None
+    """Factors on the tokens' advantages; None is 1 for all."""
 
     def __post_init__(self) -> None:
         optional = [name for name in ("experts", "credit") if getattr(self, name) is not None]
@@ -107,39 +118,55 @@ class Trajectory:
         experts: Int16[np.ndarray, "P+N layers per_token"] | None = None,
         images: Images | None = None,
     ) -> Trajectory:
-        """A prompt of P tokens that is context, then N generated tokens that are trained on.
-        images: of the prompt."""
-        context, length = len(prompt), len(prompt) + len(tokens)
-        ids, mask = np.empty(length, np.int32), np.ones(length, np.bool_)
-        ids[:context], ids[context:] = prompt, tokens
+        """Returns the trajectory of a prompt of P tokens and N sampled tokens, which are trained on.
+        images: those of the prompt."""
+        context = len(prompt)
+        length = context + len(tokens)
+        ids = np.empty(length, np.int32)
+        ids[:context] = prompt
+        ids[context:] = tokens
+        mask = np.ones(length, np.bool_)
         mask[:context] = False
-        logp, version = np.zeros(length, np.float32), np.full(length, NOT_THE_POLICY, np.int32)
-        logp[context:], version[context:] = logprobs, versions
-        return Trajectory(ids, mask, logp, version, reward, None, finish_reason, experts, images)
+        logp = np.zeros(length, np.float32)
+        logp[context:] = logprobs
+        version = np.full(length, NOT_THE_POLICY, np.int32)
+        version[context:] = versions
+        return Trajectory(
+            tokens=ids,
+            mask=mask,
+            logprobs=logp,
+            versions=version,
+            reward=reward,
+            finish_reason=finish_reason,
+            experts=experts,
+            images=images,
+        )
 
 
 @dataclass(frozen=True)
 class Scored:
-    """The episode ended and was judged. details: the verifier's own numbers, by name."""
+    """The episode ended and was scored."""
 
     reward: float
+
     details: Mapping[str, float] = field(default_factory=dict)
+    """The verifier's own numbers, by name."""
 
 
 @dataclass(frozen=True)
 class Failed:
-    """The episode raised: data to count and show, never a silent zero and never trained on.
-
-    traceback: kept for the first few different errors of a run, "" for others.
-    """
+    """The episode raised an exception. It is counted and shown, never a silent zero and never
+    trained on."""
 
     error: str
+
     traceback: str = field(default="", compare=False)
+    """Kept for the first few different errors of a run, "" for the others."""
 
 
 @dataclass(frozen=True)
 class TimedOut:
-    """The episode, or its reward, was ended after this many seconds."""
+    """The episode, or its reward function, was ended after this many seconds."""
 
     seconds: float
 
@@ -149,8 +176,7 @@ Outcome = Scored | Failed | TimedOut
 
 @dataclass(frozen=True)
 class Episode:
-    """One attempt at a task: what became of it, and what there is to learn from (nothing unless it
-    was scored)."""
+    """One attempt at a task: its outcome, and its trajectories if it was scored."""
 
     outcome: Outcome
     trajectories: tuple[Trajectory, ...] = ()
@@ -165,64 +191,95 @@ class Episode:
 
 @dataclass(frozen=True)
 class Group:
-    """The episodes of one task that are compared with each other.
-
-    ticket: the order of admission, unique in a run. admitted_version: the version that engines held
-    at admission. greedy_reward: of a greedy answer to the same task, where the algorithm compares
-    with it.
-    """
+    """The episodes of one task, which are compared with each other."""
 
     task: Task
+
     ticket: int
+    """Number in the order of admission, unique in a run."""
+
     admitted_version: int
+    """The engines' policy version at admission."""
+
     episodes: tuple[Episode, ...] = ()
+
     greedy_reward: float | None = None
+    """Reward of a greedy answer to the same task, if the algorithm compares with it."""
 
     @property
     def scored(self) -> tuple[Episode, ...]:
+        """The episodes that were scored."""
         return tuple(e for e in self.episodes if isinstance(e.outcome, Scored))
 
     @property
     def rewards(self) -> list[float]:
+        """The rewards of the scored episodes."""
         return [e.outcome.reward for e in self.episodes if isinstance(e.outcome, Scored)]
 
 
 @dataclass(frozen=True)
 class Batch:
-    """Packed rows `[rows, length]`; a row may hold many sequences. What an algorithm does not need
-    is None.
+    """Packed rows `[rows, length]`, each of which may contain many sequences.
 
-    segment_ids: 0 is padding, 1.. the sequences of that row. positions: within the sequence. mask:
-    trained on. behavior_logp, proximal_logp, reference_logp: log-probability of each token under
-    the policy that sampled it, the policy the update is anchored to, and the frozen reference.
-    ages: how many versions older than the trained one the token's is. weights: what each term
-    counts in `sum(weights * terms)`. experts: `[rows, length, layers, per_token]`, see Trajectory.
-    prefix_ids: the earlier segment of its row that a token attends to beside its own, 0 for none: a
-    prompt that answers share, after which their positions count on and of which no token is trained
-    on (areal_x.batching.sharing). patches `[rows, patches, features]`, grids `[rows, images, 3]`,
-    image_segments `[rows, images]`: the images of each row, one after the other as their tokens
-    stand in it (see `Images`), and whose each is; 0 is padding. None where no row has an image. The
-    same dataclass holds numpy, jax or torch arrays.
+    Fields that an algorithm does not need are None. The arrays are numpy, jax or torch arrays, of
+    shape `[rows, length]` unless stated.
     """
 
     tokens: Array
+    """Token ids."""
+
     segment_ids: Array
+    """1, 2, … for the sequences of a row; 0 for padding."""
+
     positions: Array
+    """Position within the sequence."""
+
     mask: Array
+    """True for tokens that are trained on."""
+
     behavior_logp: Array | None = None
+    """Log-probability under the policy that sampled the token."""
+
     proximal_logp: Array | None = None
+    """Log-probability under the policy to which the update is anchored."""
+
     reference_logp: Array | None = None
+    """Log-probability under the frozen reference."""
+
     versions: Array | None = None
+    """The policy version that sampled the token; -1 if none did."""
+
     ages: Array | None = None
+    """How many versions the token's is behind the trained one."""
+
     advantages: Array | None = None
+
     returns: Array | None = None
+    """Targets of the critic."""
+
     old_values: Array | None = None
+    """The critic's values before the step."""
+
     weights: Array | None = None
+    """Weight of each term in `sum(weights * terms)`."""
+
     experts: Array | None = None
+    """`[rows, length, layers, per_token]`, see `Trajectory`."""
+
     prefix_ids: Array | None = None
+    """The earlier segment of the row that a token attends to in addition to its own; 0 for none. It
+    is a prompt that answers share: their positions continue after it, and none of its tokens is
+    trained on (areal_x.batching.sharing)."""
+
     patches: Array | None = None
+    """`[rows, patches, features]`: the images of each row, in the order of their tokens (see
+    `Images`). None, as the next two, if no row has an image."""
+
     grids: Array | None = None
+    """`[rows, images, 3]`: the grids of these images."""
+
     image_segments: Array | None = None
+    """`[rows, images]`: the segment of each image; 0 for padding."""
 
     @property
     def has_images(self) -> bool:
@@ -237,26 +294,29 @@ class Batch:
         return replace(self, **changes)
 
     def map(self, function: Any) -> Batch:
-        """The same batch with `function` applied to each array that is there."""
+        """Returns the batch with `function` applied to each array that is not None."""
         present = {f.name: getattr(self, f.name) for f in fields(self)}
         return Batch(**{name: None if x is None else function(x) for name, x in present.items()})
 
 
 @dataclass(frozen=True)
 class Policy:
-    """What the trainer's forward pass gives a loss, each `[rows, length]`, position t about token
-    t.
-
-    logp: log-probability of the token. entropy: of the distribution it was drawn from, in nats,
-    where the algorithm needs it. values: of a critic or a reward model, which gives nothing else.
-    divergence: between this policy's distribution and the teacher's over the whole vocabulary where
-    the token was drawn, 0 at a segment's first token and at padding.
-    """
+    """The outputs of the trainer's forward pass for a loss, each `[rows, length]`; position t is
+    about token t."""
 
     logp: Array = None
+    """Log-probability of the token; None from a critic or a reward model."""
+
     entropy: Array | None = None
+    """Entropy, in nats, of the distribution that the token was sampled from, if the algorithm needs
+    it."""
+
     values: Array | None = None
+    """Values of a critic or a reward model, their only output."""
+
     divergence: Array | None = None
+    """Divergence between this policy's and the teacher's distribution over the whole vocabulary; 0
+    at a segment's first token and at padding."""
 
 
 @dataclass(frozen=True)
@@ -283,7 +343,7 @@ Loss = Callable[[Policy, Batch], LossTerms]
 
 
 def evaluate_loss(loss: Loss, policy: Policy, batch: Batch) -> LossTerms:
-    """Returns the terms and metrics of a loss that anybody may have written.
+    """Runs a loss, checks what it returned, and returns its terms and metrics.
 
     Raises: UserError unless it returns one term per token, `[rows, length]`, and a dict of arrays.
     """

@@ -293,7 +293,7 @@ def test_a_critic_of_other_tokens_is_refused_at_the_start(experiment, tmp_path):
 def test_what_a_step_alone_gives_is_not_asked_of_held_out_data(experiment):
     written = {"workflow": Demonstrations(), "engine": "none", "group_size": 1, "held_out": TASKS}
     replace(experiment, algorithm=recipes.sft(), **written)
-    with pytest.raises(ConfigError, match=r"train\.held_out = '10 tasks' .*only a step gives sft"):
+    with pytest.raises(ConfigError, match=r"train\.held_out = '10 tasks' .*the loss of sft needs"):
         replace(experiment, algorithm=recipes.sft(entropy_coefficient=0.1), **written)
 
 
