@@ -21,7 +21,7 @@ from pathlib import Path
 from areal_x.engines.embedded import EmbeddedConfig
 from benchmarks.recipes import train
 from tests.conftest import write_model
-from tests.delays import delayed, digest
+from tests.random_delays import delayed, digest
 
 COST_STEPS = 30
 

@@ -16,7 +16,7 @@ import importlib.util
 import tempfile
 from pathlib import Path
 
-from tests.invariance import ALL, deviations, measure, measure_on_four_devices, model_directories
+from tests.packing_invariance import ALL, deviations, measure, measure_on_four_devices, model_directories
 
 
 def columns(backend: str, directories: tuple[Path, Path, Path]) -> dict[str, dict[str, tuple[float, float]]]:

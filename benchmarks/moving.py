@@ -15,8 +15,8 @@ import argparse
 import tempfile
 from pathlib import Path
 
+from tests.backend_moves import across, deviations, learn, recorded_batches, trainer
 from tests.conftest import write_model
-from tests.moving import across, deviations, learn, recorded_batches, trainer
 
 COURSES = (["jax", "torch"], ["torch", "jax"], ["torch"])
 

@@ -1,4 +1,4 @@
-"""What every test may use: a tiny random model directory, made once."""
+"""Fixtures for all tests: tiny random models, written once, and settings of pytest and JAX."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ from hypothesis import settings
 from tests import forking
 from tests.servers import nothing_is_lost_unasked, run, vllm_engine, vllm_server, watch  # noqa: F401  (fixtures)
 
-# How long an example takes says how busy the machine is.
+# The duration of an example depends on the load of the machine.
 settings.register_profile("any_speed", deadline=None)
 settings.load_profile("any_speed")
 
-os.environ.setdefault("QUICKSTART_STEPS", "6")  # of the notebook, which is run like a test
+os.environ.setdefault("QUICKSTART_STEPS", "6")  # for the notebook, which is run as a test
 
 
 def pytest_configure(config: pytest.Config) -> None:
     if hasattr(config.option, "loadscopereorder"):
-        config.option.loadscopereorder = False  # else what has the most tests comes first
-    # What a shell starts in the background ignores Ctrl-C, and so would what that starts; tests send it.
+        config.option.loadscopereorder = False  # else the modules with most tests come first
+    # Programs that a shell starts in the background ignore Ctrl-C, and so do their children; tests send it.
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     # Two workers on two cores: a second thread for products of tiny matrices would wait, spinning, for a core that another has.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    # Most of the suite's time is the compiler's, which needs half as long without these; other releases may lack the flag.
+    # Compilation is most of the suite's time, and takes half as long without these emitters; other releases may lack the flag.
     if find_spec("jaxlib") and version("jaxlib").startswith("0.10."):
         os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_cpu_use_fusion_emitters=false".strip()
 
@@ -49,8 +49,7 @@ LONGEST_FIRST = (
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """A worker of pytest-xdist takes a module whole, unless that says otherwise, so that what a fixture makes for a module is
-    made once."""
+    """Assigns each module to one worker of pytest-xdist, unless it is marked otherwise, so that module fixtures run once."""
 
     def module(item: pytest.Item) -> str:
         return item.nodeid.partition("::")[0]
@@ -78,7 +77,7 @@ def write_tokenizer(directory: Path, characters: str = CHARACTERS) -> None:
 
 
 def write_model(directory: Path, *, seed: int = 0, **changes: object) -> Path:
-    """A random Qwen3 with its tokenizer, in the form `save_pretrained` gives, written without torch."""
+    """A random Qwen3 with its tokenizer, as `save_pretrained` writes them, without torch."""
     import numpy as np
     from safetensors.numpy import save_file
 
@@ -126,7 +125,7 @@ def write_model(directory: Path, *, seed: int = 0, **changes: object) -> Path:
         }
     if not c["tie_word_embeddings"]:
         shapes["lm_head.weight"] = (c["vocab_size"], h)
-    # Norms are drawn around 1 and matrices large enough that a wrong layer shows in the logits.
+    # Norms are around 1, and matrices large enough that a wrong layer shows in the logits.
     draw = {
         n: rng.normal(1.0 if len(s) == 1 else 0.0, 0.1 if len(s) == 1 else 0.15, s).astype(np.float32)
         for n, s in shapes.items()
@@ -158,18 +157,18 @@ def model_dir_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Pa
 
 @pytest.fixture(autouse=True)
 def no_bindings() -> Iterator[None]:
-    """What a config binds, and what is known of objects that gin made of it, ends with the test that read it."""
+    """Clears gin's bindings, and the record of objects that gin made, after each test."""
     yield
     gin.clear_config()
-    if recorded := sys.modules.get("areal_x.config.writer"):
-        recorded._made.clear()
-        recorded._built.clear()
+    if writer := sys.modules.get("areal_x.config.writer"):
+        writer._made.clear()
+        writer._built.clear()
 
 
 @pytest.fixture(scope="session", autouse=True)
 def quick_compilation(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """JAX compiles with little optimisation, and each program once: most of the time of tests that compile goes there. The
-    programs lie where the other workers of pytest-xdist find them too."""
+    """Makes JAX compile with little optimisation, and each program once: compilation takes most of these tests' time. The
+    workers of pytest-xdist share the compiled programs."""
     if not find_spec("jax"):
         return
     import jax
@@ -183,24 +182,24 @@ def quick_compilation(tmp_path_factory: pytest.TempPathFactory) -> None:
     }
     for name, value in settings.items():
         jax.config.update(name, value)
-    # So that every process that a test starts takes them there too, and none from the user's own cache.
+    # Processes that a test starts share them too, and do not use the user's own cache.
     os.environ["JAX_COMPILATION_CACHE_DIR"] = str(programs)
     os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.1"
 
 
-# For a process whose JAX shall compile with as little optimisation.
+# Environment of a process whose JAX compiles with as little optimisation.
 QUICK = {"JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
 
 
 def environment_with(devices: int, **more: str) -> dict[str, str]:
-    """For a process whose JAX sees so many devices of a CPU, and which finds what this one can import."""
+    """Environment of a process whose JAX has this many CPU devices and which can import what this one can."""
     flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={devices}".strip()
     paths = os.pathsep.join([str(Path(__file__).parents[1]), *sys.path])
     return {**os.environ, **QUICK, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags, "PYTHONPATH": paths, **more}
 
 
 def python_with(devices: int, *arguments: str, **environment: str) -> str:
-    """What python with these arguments prints where JAX sees so many devices of a CPU."""
+    """Runs python with these arguments and this many CPU devices for JAX; returns its output."""
     made = environment_with(devices, **environment)
     answer = forking.run([sys.executable, *arguments], made, Path.cwd(), timeout=900)
     if answer.returncode:

@@ -1,9 +1,9 @@
-"""Runs the Python of the documentation as a reader would: each page from its top, in one namespace, with what it says is there.
+"""Runs the Python code of the documentation as a reader would: each page from its top, in one namespace.
 
-    python -m tests.docs_pages        # prints one line of JSON: by page what went wrong, "" where nothing did
+    python -m tests.docs_pages        # prints one line of JSON: an error by page, "" for none
 
-A block whose first line is `# name.py` is that file. One process for all pages: what they register with gin stays out of the
-tests' own.
+A block whose first line is `# name.py` becomes that file. All pages run in one process, apart from the tests', because they
+register configurables with gin.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from typing import Any
 ROOT = Path(__file__).parents[1]
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 MODULE = re.compile(r"# (\w+)\.py\b.*\n")
-NOT_RUN = {  # a line that only this block has, and why
+NOT_RUN = {  # a line that only this block has, and the reason
     "with session() as episode:": "needs a served run: tests/test_serve.py and tests/agents/test_online.py run these lines",
     'AutoProcessor.from_pretrained("Qwen/Qwen2.5-VL-3B-Instruct")': "needs the hub: tests/jax/test_images.py makes a processor",
 }
@@ -46,14 +46,14 @@ def pages(language: str) -> list[Path]:
 
 
 def write_modules(folder: Path) -> None:
-    """The files that pages show, where their other blocks find them."""
+    """Writes the files that pages show, so that other blocks can import them."""
     for page in pages("python"):
         for _, text in blocks(page, "python"):
             if named := MODULE.match(text):
                 (folder / f"{named[1]}.py").write_text(text, encoding="utf-8")
 
 
-# ---- what a page says is there
+# ---- objects that a page assumes
 
 
 def of_gateway() -> Namespace:
@@ -77,7 +77,7 @@ def of_gateway() -> Namespace:
 
 
 def a_run() -> Namespace:
-    """runs/arithmetic-grpo-1, of three steps, and the experiment that made it."""
+    """The run runs/arithmetic-grpo-1 with three steps, and an experiment."""
     from areal_x.hf.tokenizer import load_tokenizer
     from tests.conftest import write_model
     from tests.experiments import tiny_experiment
@@ -95,7 +95,7 @@ def a_run() -> Namespace:
 SETTINGS: dict[str, Callable[[], Namespace]] = {"gateway.md": of_gateway, "journal.md": a_run, "monitoring.md": a_run}
 
 
-# ---- what a page promises of it
+# ---- checks of a page's results
 
 
 def check_agents(found: Namespace) -> None:
@@ -216,7 +216,7 @@ CHECKS = {
 
 
 def read_through(page: Path, loop: asyncio.AbstractEventLoop) -> Namespace:
-    """Runs every block of the page that can run, in order, as a notebook does: with a loop where a block awaits."""
+    """Runs the blocks of a page in order, as a notebook does, with an event loop for those that await."""
     found: Namespace = {"__name__": "__main__", **SETTINGS.get(page.name, dict)()}
     for line, text in blocks(page, "python"):
         if any(first in text for first in NOT_RUN):

@@ -1,4 +1,4 @@
-"""The experiment that tests of the ring vary: a tiny model, short answers, a reward that there is always some of."""
+"""The small experiment that tests of the ring vary: a tiny model, short answers, and a reward that is rarely 0."""
 
 from __future__ import annotations
 
@@ -16,10 +16,12 @@ TASKS = [Task(str(i), f"{i}+{7 * i % 10}=") for i in range(10)]
 
 
 def counts_ones(task: Task, text: str) -> tuple[float, dict[str, float]]:
+    """Reward: the number of ones in the text, divided by 8."""
     return text.count("1") / 8, {"length": len(text)}
 
 
 def tiny_experiment(model: Path, runs: Path, **changes: Any) -> Experiment:
+    """Six synchronous steps of GRPO on a model directory, with changed settings."""
     settings: dict[str, Any] = {
         "dataset": TASKS,
         "workflow": SingleTurn(reward=counts_ones, sampling=SamplingParams(max_tokens=8), reward_workers=1),

@@ -1,4 +1,4 @@
-"""Recorded experts, and what transformers says of tokens that go through them."""
+"""Recorded experts, and the log-probabilities that transformers computes when routed to them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from areal_x.batching.packing import pack
 from areal_x.types import Batch
 from tests.models import log_softmax, reference_model, trajectories
 
-# For a model of four experts, two of which each of two layers chooses: shapes a token, numbers, and what is said of them.
+# Recordings that do not fit a model of two layers that choose two of four experts: their shape per token, their largest number,
+# and words of the error.
 REFUSED = [
     ((3, 2), 3, "another model"),
     ((2, 1), 3, "another model"),
@@ -22,7 +23,7 @@ REFUSED = [
 
 
 def batch_of_others(shape: tuple[int, int] | None, largest: int) -> Batch:
-    """A sequence whose recorded experts are all `largest`, in this shape a token, or that has none."""
+    """A sequence whose recorded experts are all `largest`, in this shape per token; without experts for None."""
     (one,) = trajectories(8)
     if shape is not None:
         one = replace(one, experts=np.full((8, *shape), largest, np.int16))
@@ -30,7 +31,7 @@ def batch_of_others(shape: tuple[int, int] | None, largest: int) -> Batch:
 
 
 def replayed_logprobs(directory: Path, tokens: np.ndarray, experts: np.ndarray) -> np.ndarray:
-    """What transformers says of each token, 0 for the first, with its routers made to choose these experts."""
+    """Log-probability of each token under transformers, 0 for the first, with its routers forced to choose these experts."""
     import torch
 
     model = reference_model(directory)
@@ -54,7 +55,7 @@ def replayed_logprobs(directory: Path, tokens: np.ndarray, experts: np.ndarray) 
 
 
 def recorded(length: int, seed: int, count: int = 4, layers: int = 2) -> np.ndarray:
-    """Two of so many experts in each layer, but for the last token's."""
+    """Two random experts of `count` in each layer for every token but the last."""
     rng = np.random.default_rng(seed)
     drawn = rng.permuted(np.broadcast_to(np.arange(count), (length, layers, count)), axis=-1)[..., :2].astype(np.int16)
     drawn[-1] = -1

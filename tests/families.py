@@ -1,4 +1,4 @@
-"""Every causal language model of transformers, tiny and random, and what the torch backend makes of it beside transformers."""
+"""Tiny random models of every causal architecture of transformers, compared between the torch backend and transformers."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ CPU = torch.device("cpu")
 LENGTHS = (31, 7, 44, 2, 23)  # most are longer than the window
 WINDOW, CLOSE = 5, 1e-4
 LAYERS = 4
-LARGEST = 5_000_000  # parameters of what is tiny
-# What configs call the same thing; each is set where a config has it.
+LARGEST = 5_000_000  # parameters of a tiny model
+# Sizes by the names that configs give them; each is set if a config has it.
 SIZES: dict[str, Any] = {
     **dict.fromkeys(("vocab_size",), 64),
     **dict.fromkeys(("hidden_size", "n_embd", "d_model", "embedding_size", "moe_latent_size"), 32),
@@ -72,7 +72,7 @@ def tiny(model_type: str) -> PreTrainedConfig:
     return kind(**given | OWN.get(kind.model_type, {}))
 
 
-# Of single architectures, what the sizes above leave at odds.
+# Settings of single architectures that the sizes above would make inconsistent.
 LATENT = {"num_key_value_heads": 4}  # keys and values of all heads come from one vector
 PADDED = {"pad_token_id": 0}
 UNSCALED = {"logit_scale": 1.0}
@@ -113,7 +113,8 @@ def chosen(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
 
 @torch.inference_mode()
 def compared(model_type: str, directory: Path) -> str:
-    """Begins with "agrees", "refused" (and the reason), "differs" or "not built". On one thread, as `reference_model` is."""
+    """Returns a sentence that begins with "agrees", "refused" (and the reason), "differs" or "not built". Uses one thread, as
+    `reference_model` does."""
     torch.set_num_threads(1)
     try:
         made = random_model(tiny(model_type))

@@ -1,5 +1,5 @@
-"""Which module of this project imports which, read from the source: also imports inside functions, those for type checkers
-alone, and modules that are named in a string (entry points, `python -m`, processes that are started)."""
+"""The imports between this project's modules, read from the source, including imports inside functions, type-only imports and
+modules named in strings (entry points, `python -m`, processes that are started)."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ PACKAGES = {
     "areal_x_jax": ROOT / "backends" / "jax" / "areal_x_jax",
     "areal_x_torch": ROOT / "backends" / "torch" / "areal_x_torch",
 }
-NAMED = re.compile(r"(areal_x\w*(?:\.\w+)+)(?::\w+)?")  # all of a string that names a module, or a function of one
+NAMED = re.compile(r"(areal_x\w*(?:\.\w+)+)(?::\w+)?")  # a whole string that names a module or its function
 
 
 @cache
 def modules() -> Mapping[str, Path]:
-    """Every module by its dotted name; a package under its own."""
+    """The path of every module by its dotted name."""
     found = {}
     for package, folder in PACKAGES.items():
         for path in sorted(folder.rglob("*.py")):

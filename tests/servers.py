@@ -18,7 +18,7 @@ from areal_x.hf.model_dir import read_tensors, write_model
 from tests.engines.vllm.watching import Watch, declared, watching
 from tests.optimizer_moments import write_adamw_state
 
-# What the tiny model's characters can write.
+# Uses only characters of the tiny model.
 TEMPLATE = (
     "{% for message in messages %}{% if message['role'] == 'tool' %}{{ raise_exception('no tools here') }}{% endif %}"
     "{{ message['role'][0] }}>{{ message['content'] }}.{% endfor %}{% if add_generation_prompt %}a>{% endif %}"
@@ -28,7 +28,7 @@ Run = Callable[[Coroutine[Any, Any, Any]], Any]
 
 @dataclass
 class Weights:
-    """What an engine's `stage` needs of a trainer: a model directory's tensors under a version."""
+    """The part of a trainer that an engine's `stage` uses: a model directory's tensors, and a version."""
 
     directory: Path
     version: int
@@ -39,7 +39,7 @@ class Weights:
 
 @pytest.fixture(scope="session", autouse=True)
 def watch() -> Iterator[Watch]:
-    """Of every engine of the session; what comes after the last test fails that one."""
+    """Watches every engine of the session; a problem after the last test fails that test."""
     with watching() as watch:
         yield watch
         watch.check((), (), None)
@@ -47,7 +47,7 @@ def watch() -> Iterator[Watch]:
 
 @pytest.fixture(autouse=True)
 def nothing_is_lost_unasked(watch: Watch, request: pytest.FixtureRequest) -> Iterator[None]:
-    """See tests.engines.vllm.watching: a test that loses servers, or has them fail, declares it."""
+    """Fails a test in which servers are lost or log errors without its declaring so (tests.engines.vllm.watching)."""
     folder = request.getfixturevalue("tmp_path") if "tmp_path" in request.fixturenames else None
     yield
     watch.check(declared(request.node, "loses"), declared(request.node, "log_errors"), folder)
@@ -67,8 +67,8 @@ def run() -> Iterator[Run]:
 
 @pytest.fixture(scope="session")
 def vllm_server(tiny_model_dir: Path, tmp_path_factory: pytest.TempPathFactory, run: Run) -> Iterator[VLLMEngine]:
-    """An engine over one real server of the tiny model, started once. Tests take `vllm_engine`, which knows what it holds."""
-    checkpoint = tmp_path_factory.mktemp("checkpoint")  # the server takes what a trainer saves, with its optimizer's state
+    """An engine over one real server of the tiny model, started once. Tests use `vllm_engine`, whose weights are known."""
+    checkpoint = tmp_path_factory.mktemp("checkpoint")  # as a trainer saves it, with its optimizer's state
     write_model(checkpoint, tiny_model_dir, read_tensors(tiny_model_dir))
     write_adamw_state(
         checkpoint, ((name, x, x) for name, x in read_tensors(tiny_model_dir)), {"version": 1, "optimizer": "adamw"}
@@ -82,7 +82,7 @@ def vllm_server(tiny_model_dir: Path, tmp_path_factory: pytest.TempPathFactory, 
 
 @pytest.fixture
 def vllm_engine(vllm_server: VLLMEngine, tiny_model_dir: Path, run: Run) -> VLLMEngine:
-    """The shared server holding the tiny model's own weights under a version that no test before has seen."""
+    """The shared server with the tiny model's own weights, under a version that no earlier test used."""
     staged = vllm_server.stage(Weights(tiny_model_dir, vllm_server.version + 1))
     run(vllm_server.swap(staged))
     return vllm_server

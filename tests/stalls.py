@@ -1,4 +1,4 @@
-"""What the injections of stalls share: each begins a wait that does not end, has it named, and lets it end."""
+"""Base of the injected stalls: each begins a wait that does not end, expects the report that names it, and lets it end."""
 
 from __future__ import annotations
 
@@ -23,23 +23,22 @@ STALLS: dict[str, Callable[[Stall], Awaitable[None]]] = {}
 
 @dataclass
 class Stall:
-    """folder: for files, and where the watch writes. name: of the wait. request: for fixtures."""
+    """A stalled wait. folder: for files and the log of waits. name: of the wait. request: for fixtures."""
 
     folder: Path
     name: str
     request: pytest.FixtureRequest
     heard: SimpleQueue[str] = field(default_factory=SimpleQueue)
     named: bool = False
-    gate: threading.Event = field(default_factory=threading.Event)  # what is stalled waits for it
+    gate: threading.Event = field(default_factory=threading.Event)  # stalled functions wait for it
 
     async def said(self, who: str, what: str = "") -> None:
-        """Waits until a message says so. what: how the wait's own words begin; then anything, and the details. Both are
-        patterns."""
+        """Waits until a report names the wait. who, what: patterns; `what` matches the beginning of the wait's name."""
         pattern = re.compile(rf"{who} has waited (?:\d+ s for [^;]*, of these )?\d+ s for {what or re.escape(self.name)}")
         await asyncio.to_thread(self._said, pattern)
 
     async def idle(self, who: str, what: str = "") -> None:
-        """As `said`, of a wait for something to do: by itself it is none to report."""
+        """As `said`, for a wait for something to do, which is reported only beside another one."""
         with waiting("somebody else", "something else"):
             await self.said(who, what)
 
@@ -50,23 +49,23 @@ class Stall:
             try:
                 said.append(self.heard.get(timeout=max(until - time.monotonic(), 0)))
             except Empty:
-                pytest.fail(f"nobody said {pattern.pattern!r} but:\n" + "\n".join(said))
+                pytest.fail(f"no report matches {pattern.pattern!r}:\n" + "\n".join(said))
             shown = said[-1] if "more wait, see" not in said[-1] else (self.folder / FILE).read_text()
             self.named = bool(pattern.search(shown))
 
     def hold(self, *_: Any, **__: Any) -> None:
-        """For a thread: stalls until `release`."""
+        """Blocks a thread until `release`."""
         assert self.gate.wait(300)
 
     async def held(self, *_: Any, **__: Any) -> None:
-        """For a coroutine."""
+        """Blocks a coroutine until `release`."""
         await asyncio.to_thread(self.hold)
 
     def release(self) -> None:
         self.gate.set()
 
     async def for_episode(self, work: Awaitable[Any], detail: str = "", who: str = EPISODE) -> Any:
-        """What the work of an episode gives that stalls, is named and released."""
+        """Runs stalling work of an episode, expects its report, releases it, and returns its result."""
         return await self.through(work, re.escape(who), f"{re.escape(self.name)}{detail}")
 
     async def through(self, work: Awaitable[Any], who: str, what: str = "") -> Any:
@@ -83,7 +82,7 @@ class Stall:
 
 
 def stall(name: str) -> Callable[[Callable[[Stall], Awaitable[None]]], Callable[[Stall], Awaitable[None]]]:
-    """Registers the injection of a stall at the waits of this name."""
+    """Registers a function that injects a stall into the waits of this name."""
 
     def register(inject: Callable[[Stall], Awaitable[None]]) -> Callable[[Stall], Awaitable[None]]:
         assert name not in STALLS, name

@@ -12,14 +12,14 @@ from areal_x.errors import UserError
 from areal_x.protocols.trainer import Trainer
 from areal_x.protocols.trainer_config import OptimizerConfig
 from areal_x.types import Batch
-from tests import moving
-from tests.moving import LOSS, recorded_batches
+from tests import backend_moves
+from tests.backend_moves import LOSS, recorded_batches
 
 pytest.importorskip("jax")
 pytest.importorskip("torch")
 
 OPTIMIZER = OptimizerConfig(learning_rate=1e-3, warmup_steps=3, schedule="cosine", schedule_steps=20, weight_decay=0.1)
-trainer = partial(moving.trainer, optimizer=OPTIMIZER)
+trainer = partial(backend_moves.trainer, optimizer=OPTIMIZER)
 
 
 @pytest.fixture(scope="module")

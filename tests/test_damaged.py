@@ -14,7 +14,7 @@ from areal_x.errors import UserError
 from areal_x.monitor import metrics
 
 TO_RUN = """
-import tests.checked
+import tests.check_configurables
 model.path = '{model}'
 train.backend = 'torch'
 train.dataset = @checked.tasks()

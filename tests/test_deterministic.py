@@ -11,7 +11,7 @@ import pytest
 from areal_x.engines.embedded import EmbeddedConfig
 from areal_x.errors import ConfigError, UserError
 from areal_x.experiment import Experiment
-from tests.delays import TwoCalls, delayed, digest
+from tests.random_delays import TwoCalls, delayed, digest
 
 
 @pytest.fixture(scope="module")

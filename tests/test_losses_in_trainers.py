@@ -11,7 +11,7 @@ import pytest
 
 from areal_x.algorithms import losses, preferences
 from areal_x.protocols.trainer_config import OptimizerConfig, TrainerConfig
-from tests.invariance import (
+from tests.packing_invariance import (
     ALL,
     LOSSES,
     PACKINGS,

@@ -10,7 +10,7 @@ import pytest
 from areal_x import train
 from areal_x.monitor.metrics import read
 from areal_x.types import Batch
-from tests.moving import Course, across, deviations, learn, recorded_batches, trainer
+from tests.backend_moves import Course, across, deviations, learn, recorded_batches, trainer
 
 pytest.importorskip("jax")
 pytest.importorskip("torch")

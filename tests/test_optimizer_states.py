@@ -18,8 +18,8 @@ from areal_x.errors import UserError
 from areal_x.hf import model_dir
 from areal_x.protocols.trainer import Trainer
 from areal_x.protocols.trainer_config import LoRAConfig, OptimizerConfig
+from tests.backend_moves import LOSS, recorded_batches, trainer
 from tests.models import write_random
-from tests.moving import LOSS, recorded_batches, trainer
 
 BACKENDS = ("jax", "torch")
 FORMS = ("portable", "sharded")

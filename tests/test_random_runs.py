@@ -16,7 +16,7 @@ from areal_x.protocols.trainer_config import LoRAConfig, ModelConfig, OptimizerC
 from areal_x.replay import Replay, compare_losses
 from areal_x.run import checkpoint
 from areal_x.run.journal import Journal
-from tests.delays import delayed, digest
+from tests.random_delays import delayed, digest
 
 RECIPES = ("grpo", "dapo", "gspo", "rloo", "reinforce_pp", "cispo", "ppo", "decoupled_ppo")
 STEPS = 6

@@ -18,7 +18,7 @@ from areal_x.protocols.backends import create_trainer
 from areal_x.protocols.trainer import Trainer
 from areal_x.protocols.trainer_config import ModelConfig, OptimizerConfig, TrainerConfig
 from areal_x.types import Episode, Group, Scored, Task, Trajectory
-from tests.invariance import DIVERGENCE, model_directories
+from tests.packing_invariance import DIVERGENCE, model_directories
 
 ARGUMENTS: dict[str, dict[str, Any]] = {
     "dr_grpo": {"max_tokens": 6},

@@ -15,7 +15,7 @@ from areal_x.run import checkpoint
 from areal_x.run.journal import FILE, Journal
 from areal_x.runtime import cores
 from tests.experiments import tiny_experiment
-from tests.starting import ONLINE, command_of, finished
+from tests.launching import ONLINE, command_of, finished
 
 
 @pytest.fixture(scope="module")

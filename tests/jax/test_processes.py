@@ -16,7 +16,7 @@ import pytest
 
 from areal_x.hf import model_dir
 from areal_x.run import checkpoint
-from tests.starting import ONLINE, WRITTEN, assert_measured_alike, command_of, finished, started
+from tests.launching import ONLINE, WRITTEN, assert_measured_alike, command_of, finished, started
 
 MESHES = [
     {"name": "fsdp", "optimizer": "adamw", "fsdp": 4},

@@ -27,7 +27,7 @@ from areal_x_jax.sampling import uniform
 from tests.conftest import write_model
 from tests.engines import conformance
 from tests.engines.conformance import slot_request, to_the_end
-from tests.starting import finished
+from tests.launching import finished
 
 from .sampling import sample
 

@@ -11,7 +11,7 @@ import pytest
 
 from areal_x.errors import UserError
 from areal_x.hf.model_dir import check_portable
-from tests.starting import finished
+from tests.launching import finished
 
 from .resharding import make_trainer
 

@@ -51,7 +51,7 @@ def tiny(tiny_model_dir: Path) -> model.Model:
 def command(*bindings: str, model: Path, tmp_path: Path) -> list[str]:
     file = tmp_path / "run.gin"
     file.write_text(
-        "import tests.checked\n"
+        "import tests.check_configurables\n"
         f"model.path = '{model}'\ntrain.dataset = @checked.tasks()\ntrain.workflow = @single_turn()\n"
         f"single_turn.reward = @checked.ones\nsampling.max_tokens = 8\ntrain.row_length = 32\ntrain.runs = '{tmp_path}/runs'\n"
     )

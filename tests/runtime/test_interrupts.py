@@ -35,7 +35,7 @@ def interrupted_in_a_callback() -> None:
 
 
 def stopped(place: Path, model: Path, backend: str, moments: list[str]) -> list[dict[str, object]]:
-    code = "import sys; from tests.stopping import main; main(*sys.argv[1:])"
+    code = "import sys; from tests.interrupted_runs import main; main(*sys.argv[1:])"
     done = forking.run([sys.executable, "-c", code, str(model), backend, *moments], environment_with(1), place)
     assert done.returncode == 0, done.stderr[-3000:]
     return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]

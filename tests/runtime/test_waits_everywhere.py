@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from areal_x.runtime.waits import watching
-from tests import blocking
+from tests import blocking_calls
 from tests.stalls import STALLS, Stall
 
 for part in ("of_runs", "of_episodes", "of_servers"):
@@ -163,13 +163,13 @@ ALLOWED: dict[str, Inside | Bounded | str] = {
 
 
 def test_every_wait_has_a_name_or_a_reason_not_to_need_one() -> None:
-    found = {str(place) for place in blocking.unnamed()}
+    found = {str(place) for place in blocking_calls.unnamed()}
     assert sorted(found - ALLOWED.keys()) == [], "name them: with waiting(who, what): …"
     assert sorted(ALLOWED.keys() - found) == [], "these are there no more"
 
 
 def test_the_reasons_hold() -> None:
-    names = blocking.names()
+    names = blocking_calls.names()
     for place, reason in ALLOWED.items():
         if isinstance(reason, Inside):
             assert reason.name in names, place
@@ -181,11 +181,11 @@ def test_the_reasons_hold() -> None:
 def test_the_documentation_lists_every_name() -> None:
     text = Path("docs/monitoring.md").read_text(encoding="utf-8").partition("## When nothing moves")[2].partition("\n## ")[0]
     plain = re.sub(r"\b(N|NAME|URL|PATH)\b", "{}", text)
-    assert [name for name in blocking.names() if name not in plain] == []
+    assert [name for name in blocking_calls.names() if name not in plain] == []
 
 
 def test_of_every_name_there_is_a_stall() -> None:
-    assert set(blocking.names()) == set(STALLS)
+    assert set(blocking_calls.names()) == set(STALLS)
 
 
 @pytest.mark.parametrize("name", sorted(STALLS))

@@ -18,7 +18,7 @@ from areal_x.hf import adapters, model_dir
 from areal_x.protocols.trainer_config import LoRAConfig, OptimizerConfig
 from areal_x_torch import loading, model
 from areal_x_torch.lora import adaptable
-from tests.moving import LOSS, deviations, learn, recorded_batches, trainer
+from tests.backend_moves import LOSS, deviations, learn, recorded_batches, trainer
 
 LORA = LoRAConfig(rank=3, alpha=6.0)
 OPTIMIZER = OptimizerConfig(learning_rate=1e-2, warmup_steps=3, schedule="cosine", schedule_steps=8, weight_decay=0.1)

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from areal_x.hf import model_dir
 from areal_x.protocols.trainer_config import OptimizerConfig
 from areal_x_torch.optimizers import Optimizer
-from tests.moving import LOSS, deviations, learn, recorded_batches, trainer
+from tests.backend_moves import LOSS, deviations, learn, recorded_batches, trainer
 
 KINDS = {"adamw": {}, "adamw-bf16": {"moments": "bf16"}, "adafactor": {}, "muon": {}, "muon-bf16": {"moments": "bf16"}}
 SETTINGS = {"learning_rate": 1e-3, "warmup_steps": 3, "schedule": "cosine", "schedule_steps": 10, "weight_decay": 0.1}

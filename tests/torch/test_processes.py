@@ -26,8 +26,8 @@ from areal_x.hf import adapters, model_dir
 from areal_x.monitor.metrics import read
 from areal_x.run import checkpoint
 from areal_x_torch import processes
+from tests.launching import ONLINE, WRITTEN, assert_measured_alike, command_of, finished, started
 from tests.models import DIVISIBLE, write_config, write_random
-from tests.starting import ONLINE, WRITTEN, assert_measured_alike, command_of, finished, started
 
 from .processes import trainer_of
 from .test_trainer import save_model

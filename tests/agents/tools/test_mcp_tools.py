@@ -15,7 +15,7 @@ import pytest
 from areal_x.agents.tools.mcp_tools import McpServer
 from areal_x.agents.tools.toolbox import Toolbox
 from areal_x.errors import ConfigError, UserError
-from tests.starting import free_port
+from tests.launching import free_port
 
 pytest.importorskip("mcp")
 

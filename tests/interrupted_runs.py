@@ -1,6 +1,6 @@
-"""Runs of the command in one process, each of which gets a single signal at another moment; what became of them as JSON lines.
+"""Runs the command repeatedly in one process, each time with one signal at another moment, and prints JSON lines.
 
-python -c "from tests.stopping import main; main(MODEL, BACKEND, *MOMENTS)"
+python -c "from tests.interrupted_runs import main; main(MODEL, BACKEND, *MOMENTS)"
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from areal_x.types import Scored, Task
 from areal_x.workflows.single_turn import SingleTurn
 
 GIN = """
-import tests.stopping
+import tests.interrupted_runs
 import stopping_import
 train.dataset = @stopping_tasks()
 train.held_out = @stopping_tasks()
@@ -56,8 +56,8 @@ model.path = {model!r}
 train.backend = {backend!r}
 """
 
-number = signal.SIGINT  # the one that is sent
-armed: str | None = None  # at this moment
+number = signal.SIGINT  # the signal to send
+armed: str | None = None  # the moment at which to send it
 
 
 def now(moment: str) -> None:
@@ -74,7 +74,7 @@ class Thing:
 
 
 def in_callbacks() -> None:
-    """What the interpreter calls by itself: an exception that is raised there is printed and forgotten."""
+    """Functions that the interpreter calls by itself: it prints and drops an exception that is raised there."""
     thing = Thing()
     gone = weakref.ref(thing, lambda _: now("a weak reference's callback"))
     del thing
@@ -103,7 +103,7 @@ def stopping_reward(task: Any, text: str) -> float:
 
 @gin.configurable(module="tests")
 class stopping_turn(SingleTurn):
-    """Scores where it is, for the time that a process for the reward takes to start."""
+    """Scores in this process, because a process for the reward takes long to start."""
 
     async def score(self, task: Any, text: str) -> Scored:
         return Scored(stopping_reward(task, text))
@@ -111,7 +111,7 @@ class stopping_turn(SingleTurn):
 
 @gin.configurable(module="tests", denylist=["policy", "batch"])
 def stopping_loss(policy: Any, batch: Any) -> Any:
-    """Traced, with JAX: it is called while a step is compiled."""
+    """With JAX, called while a step is traced."""
     now("the loss")
     in_callbacks()
     return -policy.logp * batch.advantages * batch.mask, {}
@@ -168,7 +168,7 @@ def hooks() -> Iterator[None]:
 
 
 def stopped(moment: str, place: Path) -> dict[str, Any]:
-    """What became of a run that got a signal at that moment."""
+    """The outcome of a run that received a signal at that moment."""
     global armed
     armed = moment
     sys.modules.pop("stopping_import", None)
@@ -193,7 +193,7 @@ def main(model: str, backend: str, *moments: str) -> None:
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # as the command does
     place = Path.cwd()
     (place / "run.gin").write_text(GIN.format(model=model, backend=backend))
-    (place / "stopping_import.py").write_text("from tests import stopping\nstopping.now('an import')\n")
+    (place / "stopping_import.py").write_text("from tests import interrupted_runs\ninterrupted_runs.now('an import')\n")
     with hooks():
         for i, moment in enumerate(moments or MOMENTS):
             number = (signal.SIGINT, signal.SIGTERM)[i % 2]

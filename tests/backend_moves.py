@@ -1,4 +1,4 @@
-"""One run of recorded batches, whole on a backend or moved from one to the other: what tests assert and a benchmark prints."""
+"""Training on recorded batches, on one backend or moved between backends: for tests, and for a benchmark that prints it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ LOSS = partial(losses.ppo_clip, clip_low=0.2, clip_high=0.28)
 
 
 class Course(NamedTuple):
-    """What became of a run: the loss of each update, and the weights that it ended with."""
+    """Result of a training: the loss of each update, and the final weights."""
 
     losses: np.ndarray
     weights: dict[str, np.ndarray]
@@ -35,9 +35,9 @@ def trainer(backend: str, directory: Path, optimizer: OptimizerConfig, **changes
 
 
 def recorded_batches(count: int, scorer: Trainer, mean: float = 0.0) -> list[Batch]:
-    """Batches as a run would record them: unequal sequences, behaviour log-probabilities near those of the first policy.
+    """Batches as a run would record them: sequences of different lengths, behaviour log-probabilities near the first policy's.
 
-    mean: of the advantages. At 0 a loss is a small difference of large terms, whose relative error says little."""
+    mean: of the advantages. At 0 a loss is a small difference of large terms, whose relative error means little."""
     rng = np.random.default_rng(0)
     batches = []
     for _ in range(count):
@@ -60,30 +60,30 @@ def recorded_batches(count: int, scorer: Trainer, mean: float = 0.0) -> list[Bat
 
 
 def across(count: int) -> OptimizerConfig:
-    """AdamW whose rate rises for a quarter of so many updates and falls for the rest, so that a count that is lost shows."""
+    """AdamW with a warm-up over a quarter of the updates and a cosine decay over the rest, so that a lost step count shows."""
     schedule = {"warmup_steps": count // 4, "schedule": "cosine", "schedule_steps": count}
     return OptimizerConfig(learning_rate=1e-3, weight_decay=0.1, **schedule)
 
 
 def learn(backends: Sequence[str], directory: Path, batches: Sequence[Batch], **settings: Any) -> Course:
-    """An update a batch, an even part of them on each backend in turn, which goes on from the checkpoint of the one before."""
-    said: list[float] = []
+    """One update per batch; each backend in turn takes an equal share, from the checkpoint of the one before."""
+    losses_so_far: list[float] = []
     parts = np.array_split(np.arange(len(batches)), len(backends))
     with tempfile.TemporaryDirectory() as name:
-        handed = Path(name)
+        checkpoint = Path(name)
         for backend, part in zip(backends, parts, strict=True):
             learner = trainer(backend, directory, **settings)
-            if said:
-                learner.restore(handed)
-            assert learner.version == len(said)
-            said += [learner.update(batches[i], LOSS)["loss"] for i in part]
-            learner.save(handed)
-    return Course(np.array(said), {name: np.array(x, np.float32) for name, x in learner.weights()})
+            if losses_so_far:
+                learner.restore(checkpoint)
+            assert learner.version == len(losses_so_far)
+            losses_so_far += [learner.update(batches[i], LOSS)["loss"] for i in part]
+            learner.save(checkpoint)
+    return Course(np.array(losses_so_far), {name: np.array(x, np.float32) for name, x in learner.weights()})
 
 
 def deviations(found: Course, expected: Course) -> tuple[float, float, float]:
-    """The largest relative deviation of a loss, the largest difference of a weight, and that of all weights, relative to their
-    norm."""
+    """The largest relative deviation of a loss, the largest difference of a weight, and the norm of the weights' difference
+    relative to their norm."""
     loss = np.abs(found.losses / expected.losses - 1).max()
     one, other = (
         np.concatenate([course.weights[name].reshape(-1) for name in expected.weights]) for course in (found, expected)

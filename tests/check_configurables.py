@@ -1,4 +1,4 @@
-"""What the gin file of tests/preflight/test_check.py is made of."""
+"""Configurables that the gin files of tests/preflight/test_check.py bind."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Every loss through a whole trainer, however its batch is packed: what the tests assert and the benchmark prints.
+"""Every loss through a whole trainer with differently packed batches: for tests, and for a benchmark that prints it.
 
-`python -m tests.invariance POLICY JUDGE TEACHER PACKINGS` prints what `measure` gives with JAX on all its devices.
+`python -m tests.packing_invariance POLICY JUDGE TEACHER PACKINGS` prints the result of `measure` with JAX on all its devices.
 """
 
 from __future__ import annotations
@@ -52,14 +52,14 @@ ALL = tuple(name for names in LOSSES.values() for name in names)
 STILL = OptimizerConfig(learning_rate=1e-30)
 DIVERGENCE = partial(generalized_jsd, beta=0.5)
 
-SEQUENCES, TOKENS = 64, 512  # which leaves a few rows empty
-PACKINGS = ((1, 16), (2, 16), (4, 32), (8, 16))  # in so many micro-batches, in rows of this length
+SEQUENCES, TOKENS = 64, 512  # a few rows stay empty
+PACKINGS = ((1, 16), (2, 16), (4, 32), (8, 16))  # number of micro-batches, length of rows
 
 
 @cache
 def chosen(head: str) -> Callable[[Policy, Batch], Any]:
-    """All losses of a head in one, so that a trainer compiles a step once: of a batch's `ages`, which none of them reads, the
-    number says whose terms count; those of the others are 0, and so is their gradient. Metrics are those of all."""
+    """All losses of a head as one, so that a trainer compiles one step. A batch's `ages`, which no loss reads, are the number
+    of the loss whose terms count; the others' terms and gradients are 0. The metrics are those of all losses."""
 
     def loss(policy: Policy, batch: Batch) -> Any:
         xp = array_namespace(batch.ages)
@@ -74,7 +74,7 @@ def chosen(head: str) -> Callable[[Policy, Batch], Any]:
 
 
 def sequences() -> list[Trajectory]:
-    """Drawn at about the probability that a random model of 44 tokens gives them."""
+    """Random sequences, sampled at about the probability that a random model with 44 tokens gives them."""
     rng = np.random.default_rng(0)
     made = []
     for _ in range(SEQUENCES):
@@ -84,7 +84,7 @@ def sequences() -> list[Trajectory]:
 
 
 def batch_of(head: str, name: str, shuffle: int = 0, row_length: int = 16) -> Batch:
-    """The same sequences with what belongs to each, and `name` chosen. shuffle: 0 leaves them and their rows as they are."""
+    """The same sequences with their advantages and the like, for the loss `name`. shuffle: seed of their order; 0 keeps it."""
     trajectories, rng, order = sequences(), np.random.default_rng(1), np.random.default_rng(shuffle)
     advantages = rng.normal(1.0, 0.8, SEQUENCES)
     noise = [rng.normal(0, 0.3, len(t)).astype(np.float32) for t in trajectories]
@@ -108,7 +108,7 @@ def batch_of(head: str, name: str, shuffle: int = 0, row_length: int = 16) -> Ba
 
 
 def make_trainer(backend: str, directories: Sequence[Path], head: str, **settings: Any) -> Trainer:
-    """directories: of the policy, of a model with a `score`, and of the policy's teacher (see `model_directories`)."""
+    """directories: the policy's, a model's with a `score`, and the teacher's (see `model_directories`)."""
     policy, judge, teacher = map(str, directories)
     if head == "policy":
         settings |= {"model": ModelConfig(policy), "entropy": True, "teacher": teacher, "divergence": DIVERGENCE}
@@ -118,7 +118,7 @@ def make_trainer(backend: str, directories: Sequence[Path], head: str, **setting
 
 
 def model_directories(directory: Path) -> tuple[Path, Path, Path]:
-    """A policy, a critic or reward model (the policy with a random `score` in place of its last matrix), and a teacher."""
+    """Writes a policy, a critic or reward model (the policy with a random `score` in place of its head), and a teacher."""
     policy, judge, teacher = (directory / name for name in ("policy", "judge", "teacher"))
     write_model(policy)
     write_model(teacher, seed=1)
@@ -132,7 +132,7 @@ def model_directories(directory: Path) -> tuple[Path, Path, Path]:
 def measure(
     backend: str, directories: Sequence[Path], packings: Sequence[tuple[int, int]] = PACKINGS, devices: int = 1
 ) -> dict[str, list[tuple[float, float]]]:
-    """For each loss its value and gradient norm in each packing, of which each has another order of sequences and rows."""
+    """Value and gradient norm of each loss in each packing. Packings also differ in the order of sequences and rows."""
     found: dict[str, list[tuple[float, float]]] = {name: [] for name in ALL}
     for head, names in LOSSES.items():
         for count, length in packings:
@@ -147,11 +147,11 @@ def measure(
 def measure_on_four_devices(
     directories: Sequence[Path], packings: Sequence[tuple[int, int]] = PACKINGS
 ) -> dict[str, list[tuple[float, float]]]:
-    """What `measure` gives in a process whose JAX has four devices, and compiles as this one's does."""
+    """The result of `measure` in a process whose JAX has four devices and the same compiler settings."""
     import jax
 
     compiled = {"JAX_DISABLE_MOST_OPTIMIZATIONS": str(int(jax.config.values["jax_disable_most_optimizations"]))}
-    said = python_with(4, "-m", "tests.invariance", *map(str, directories), json.dumps(packings), **compiled)
+    said = python_with(4, "-m", "tests.packing_invariance", *map(str, directories), json.dumps(packings), **compiled)
     devices, found = json.loads(said.splitlines()[-1])
     assert devices == 4
     return {name: [(loss, norm) for loss, norm in pairs] for name, pairs in found.items()}

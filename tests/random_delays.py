@@ -1,4 +1,5 @@
-"""A run whose parts take random times, and the digest of all that it drew, consumed and learnt: what two equal runs compare."""
+"""A run whose parts take random times, and the digest of everything that it sampled, consumed and trained, by which two runs
+are compared."""
 
 from __future__ import annotations
 
@@ -25,17 +26,17 @@ from areal_x.types import Batch, Episode, Scored, Task, Trajectory
 from areal_x.workflows.single_turn import SingleTurn
 from tests.experiments import TASKS, tiny_experiment
 
-LONGEST = 0.02  # seconds, of a delay: about as long as a call of a tiny model takes
+LONGEST = 0.02  # seconds of a delay: about as long as a call of a tiny model
 
 
 def delay(rng: random.Random) -> float:
-    """Mostly none, sometimes long: what reorders most."""
+    """A random delay, mostly none and sometimes long, which reorders most."""
     return rng.choice((0, 0, LONGEST * rng.random(), LONGEST))
 
 
 @dataclass(frozen=True)
 class TwoCalls(SingleTurn):
-    """Two calls with delays before, between and after them; the second continues the first's answer."""
+    """Makes two calls, with delays before, between and after them; the second continues the first's answer."""
 
     rng: Any = None
 
@@ -52,7 +53,7 @@ class TwoCalls(SingleTurn):
 
 
 class Delayed(Experiment):
-    """The steps and the sampler take random times too."""
+    """An experiment whose steps and sampler take random times too."""
 
     def learn(self, batches: Sequence[Batch], *others: Any) -> dict[str, float]:
         time.sleep(delay(self.workflow.rng))
@@ -63,24 +64,24 @@ class Delayed(Experiment):
         if isinstance(engine, EmbeddedEngine):
             decode, rng = engine._sampler.decode, self.workflow.rng
 
-            def slow(*how: int) -> Any:
+            def slow(*steps: int) -> Any:
                 time.sleep(delay(rng))
-                return decode(*how)
+                return decode(*steps)
 
             engine._sampler.decode = slow
         return engine
 
 
 def delayed(model: Path, runs: Path, delays: Any, **changes: Any) -> Experiment:
-    """An asynchronous run of two calls an episode, with an evaluation on the way. delays: seeds the delays alone."""
+    """An asynchronous run with two calls per episode and an evaluation in the middle. delays: seed of the delays alone."""
     workflow = TwoCalls(reward=len, sampling=replace(SingleTurn(len).sampling, max_tokens=8), reward_workers=1)
-    how = {"max_staleness": 4, "deterministic": True, "steps": 7, "held_out": TASKS[:3], "evaluate_every": 3}
-    made = tiny_experiment(model, runs, **{**how, "workflow": replace(workflow, rng=random.Random(delays)), **changes})
+    settings = {"max_staleness": 4, "deterministic": True, "steps": 7, "held_out": TASKS[:3], "evaluate_every": 3}
+    made = tiny_experiment(model, runs, **{**settings, "workflow": replace(workflow, rng=random.Random(delays)), **changes})
     return Delayed(**{field.name: getattr(made, field.name) for field in fields(made)})
 
 
 def digest(run: Path) -> str:
-    """Of what each step consumed, in order, to the last bit, and of the last weights."""
+    """Digest of the groups that each step consumed, in order and to the last bit, and of the final weights."""
     found = hashlib.sha256()
     with Journal(run) as journal:
         for step in journal.steps():

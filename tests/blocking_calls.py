@@ -1,4 +1,4 @@
-"""Where the code of a run may wait, found in its source."""
+"""Finds, in the source, the places where the code of a run may block."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 import areal_x
 
 ROOT = Path(areal_x.__file__).parent
-# Programs of other processes, of which the run waits for an answer or an end; and what users' programs call.
+# Programs of other processes, and the client that users' programs call: the run waits for them elsewhere.
 ELSEWHERE = (
     "agents/client.py",
     "runtime/guard.py",
@@ -28,7 +28,7 @@ NO_WAIT = ("asyncio.timeout(", "asyncio.timeout_at(")  # limits
 
 @dataclass(frozen=True)
 class Place:
-    """file: below areal_x. function: with the classes and functions around it. expression: what may block."""
+    """A call that may block. file: below areal_x. function: with the enclosing classes and functions."""
 
     file: str
     function: str
@@ -55,7 +55,7 @@ def unnamed() -> set[Place]:
 
 
 def names() -> dict[str, list[str]]:
-    """What is waited for, with {} for what differs from time to time, by the files that wait for it."""
+    """The names of all waits, with {} for their variable parts, and the files that use each."""
     found: dict[str, list[str]] = {}
     for file, tree in sources().items():
         for node in ast.walk(tree):
@@ -67,7 +67,7 @@ def names() -> dict[str, list[str]]:
 def template(what: ast.expr) -> str:
     if isinstance(what, ast.Constant) and isinstance(what.value, str):
         return what.value
-    assert isinstance(what, ast.JoinedStr), f"what is waited for must be written where it is: {ast.unparse(what)}"
+    assert isinstance(what, ast.JoinedStr), f"a wait must be named by a literal: {ast.unparse(what)}"
     return "".join(str(part.value) if isinstance(part, ast.Constant) else "{}" for part in what.values)
 
 
@@ -76,7 +76,7 @@ def called(function: ast.expr) -> str:
 
 
 def plain(function: ast.expr) -> str:
-    """Without the arguments of a call that gives what is called."""
+    """The called expression without the arguments of inner calls."""
     if isinstance(function, ast.Attribute) and isinstance(function.value, ast.Call):
         return f"{plain(function.value.func)}().{function.attr}"
     return ast.unparse(function)
@@ -101,7 +101,7 @@ def _in(node: ast.AST, file: str, function: str, coroutines: set[str]) -> Iterat
         if not ours or ast.unparse(node.value).startswith("asyncio."):
             what = node.value.func if isinstance(node.value, ast.Call) else node.value
             yield Place(file, function, f"await {plain(what)}")
-        children = list(ast.iter_child_nodes(node.value))  # of its own call enough was said
+        children = list(ast.iter_child_nodes(node.value))  # the call itself was reported
     elif isinstance(node, ast.Call) and _blocks(node):
         yield Place(file, function, f"{plain(node.func)}()")
     for child in children:

@@ -1,4 +1,4 @@
-"""Starts one command in several processes that find each other."""
+"""Starts a command in several processes that train one model together."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Process = forking.Process | subprocess.Popen[bytes]
 
 
 def free_port() -> int:
-    """Of those that no connection is given, as one would be to somebody else's before the processes listen there."""
+    """A free port outside the range for outgoing connections, one of which could take it before the processes listen."""
     while True:
         with socket.socket() as probe, suppress(OSError):
             probe.bind(("127.0.0.1", port := random.randrange(20_000, 32_000)))
@@ -29,7 +29,7 @@ def free_port() -> int:
 
 @contextmanager
 def started(command: Sequence[str], processes: int, devices: int, folder: Path, **more: str) -> Iterator[list[Process]]:
-    """The same command in several processes, whose outputs go to files out-0, err-0 …; those left at the end are killed."""
+    """Starts the command in several processes, with outputs in files out-0, err-0 …; kills those that are left at the end."""
     environment = environment_with(devices, PYTHONFAULTHANDLER="1", **more)
     if processes > 1:
         environment |= {"WORLD_SIZE": str(processes), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
@@ -44,6 +44,7 @@ def started(command: Sequence[str], processes: int, devices: int, folder: Path, 
 
 
 def finished(command: Sequence[str], processes: int, devices: int, folder: Path, **more: str) -> None:
+    """Runs the command in several processes to its end, which must be successful in all."""
     with started(command, processes, devices, folder, **more) as made:
         codes = [process.wait(timeout=500) for process in made]
     assert not any(codes), f"{codes}\n" + "\n".join((folder / f"err-{rank}").read_text() for rank in range(processes))
@@ -108,7 +109,7 @@ mesh.processes = 2
 
 
 def command_of(directory: Path, folder: Path, text: str, *bindings: str) -> list[str]:
-    """The command of a run of a model, written to a folder of its own."""
+    """The command of a run of this model, whose gin file is written to a new folder."""
     folder.mkdir()
     (folder / "processes_tasks.py").write_text(TASKS.replace("MODEL", repr(str(directory))))
     (folder / "run.gin").write_text(RUN + text)
@@ -116,12 +117,12 @@ def command_of(directory: Path, folder: Path, text: str, *bindings: str) -> list
 
 
 def assert_measured_alike(one: Path, two: Path) -> None:
-    """Two folders in which ONLINE ran, with the same numbers in every row."""
+    """Asserts that two runs of ONLINE, in these folders, wrote the same metrics."""
     expected, rows = (read(x / "runs" / "run") for x in (one, two))
     assert len(rows) == 3
     for row, alone in zip(rows[1:], expected[1:], strict=True):
         assert row.keys() == alone.keys()
-        for name in ("reward", "response_length", "trained_tokens"):  # the same tokens were drawn
+        for name in ("reward", "response_length", "trained_tokens"):  # the same tokens were sampled
             assert row[name] == alone[name]
         for name in ("loss", "grad_norm", "reference_kl", "policy_gap"):
             assert row[name] == pytest.approx(alone[name], rel=1e-3, abs=1e-6)
