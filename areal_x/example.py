@@ -46,7 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if options.name is None:
             print(listing())
         else:
-            print(written(options.name, options.folder))
+            print(copy_example(options.name, options.folder))
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
@@ -58,7 +58,7 @@ def listing() -> str:
     return "\n".join(f"{name:18} {summary(source() / name)}" for name in names())
 
 
-def written(name: str, folder: Path) -> str:
+def copy_example(name: str, folder: Path) -> str:
     """Copies an example and the ones it uses to `folder`/examples; returns what to run next.
 
     A file that is there already with the same content is left alone. Nothing is written if there is

@@ -229,20 +229,20 @@ def draw(predictions: Sequence[Prediction], asked: Choice, path: Path) -> Path:
         if (p.choice.window, p.choice.concurrency) == (asked.window, asked.concurrency)
     ]
     for staleness, colour in zip(STALENESS, COLOURS, strict=True):
-        splits, course = course_of(plain, staleness)
+        splits, curve = curve_of(plain, staleness)
         top.plot(
-            splits, [p.step_seconds for p in course], color=colour, marker="o", label=str(staleness)
+            splits, [p.step_seconds for p in curve], color=colour, marker="o", label=str(staleness)
         )
     top.set_ylabel("seconds a step")
     top.set_ylim(bottom=0)
     top.legend(frameon=False, ncols=len(STALENESS), title="max_staleness", loc="upper center")
 
     chosen = recommended(plain).choice
-    splits, course = course_of(plain, chosen.max_staleness)
-    bottom.plot(splits, [p.trainer_idle for p in course], color=BLUE, marker="o", label="trainer")
+    splits, curve = curve_of(plain, chosen.max_staleness)
+    bottom.plot(splits, [p.trainer_idle for p in curve], color=BLUE, marker="o", label="trainer")
     bottom.plot(
         splits,
-        [p.generation_idle for p in course],
+        [p.generation_idle for p in curve],
         color=ORANGE,
         marker="o",
         label="slots of the engine",
@@ -260,15 +260,15 @@ def draw(predictions: Sequence[Prediction], asked: Choice, path: Path) -> Path:
     return path
 
 
-def course_of(
+def curve_of(
     predictions: Sequence[Prediction], staleness: int
 ) -> tuple[list[int], list[Prediction]]:
     """Returns the numbers of generating accelerators, ascending, and the prediction for each."""
-    course = sorted(
+    curve = sorted(
         (p for p in predictions if p.choice.max_staleness == staleness),
         key=lambda p: p.choice.generation,
     )
-    return [p.choice.generation for p in course], course
+    return [p.choice.generation for p in curve], curve
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ from areal_x.algorithms import recipes
 from areal_x.algorithms.algorithm import Algorithm
 from areal_x.algorithms.assembly import PARTS, PENALTIES, add_penalties
 from areal_x.config.describe import descriptions, settings_of, split_arguments, summary_of
-from areal_x.config.reader import offered, registered, short_name
+from areal_x.config.reader import configurable_modules, registered, short_name
 
 PAGE = Path(__file__).with_name("configuration.md")
 HEAD = """# Configuration
@@ -53,7 +53,7 @@ batch. `sft`, `dpo`, `ipo` and `reward_model` train on a dataset: `train.workflo
 
 
 def page() -> str:
-    for module in {module for module in offered().values() if module.startswith("areal_x.")}:
+    for module in {module for module in configurable_modules().values() if module.startswith("areal_x.")}:
         importlib.import_module(module)
     ours = [(s, c) for s, c in registered().items() if c.wrapped.__module__.startswith("areal_x.")]
     ours.sort(key=lambda pair: (short_name(pair[0]) != "train", short_name(pair[0])))

@@ -56,7 +56,7 @@ def is_read_early(name: str) -> bool:
 
 
 class Process:
-    """What tests use of subprocess.Popen."""
+    """The part of subprocess.Popen that tests use."""
 
     def __init__(self, command: Sequence[str], pid: int, ended: int) -> None:
         self.args, self.pid, self.returncode = command, pid, None

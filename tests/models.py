@@ -209,7 +209,7 @@ def sequences(*lengths: int, vocab: int = 50, seed: int = 0) -> list[np.ndarray]
 
 
 def trajectories(*lengths: int, vocab: int = 50, seed: int = 0) -> list[Trajectory]:
-    """Of random tokens, a third of each the prompt, with plausible behaviour log-probabilities."""
+    """Trajectories of random tokens, a third of each the prompt, with plausible behaviour log-probabilities."""
     rng = np.random.default_rng(seed)
     made = []
     for n in lengths:

@@ -78,14 +78,14 @@ async def _(stall: Stall) -> None:
 
 
 def slow_to_end(stall: Stall) -> None:
-    """What keeps processes takes its time to end."""
+    """Makes guards slow to end."""
     ended = guard.wait_until_ended
 
     def slowly(process: Any) -> int:
         stall.hold()
         return ended(process)
 
-    stall.request.getfixturevalue("monkeypatch").setattr(guard, "ended", slowly)
+    stall.request.getfixturevalue("monkeypatch").setattr(guard, "wait_until_ended", slowly)
 
 
 @stall("its reward processes to end")

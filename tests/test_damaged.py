@@ -75,7 +75,7 @@ def checkpoint_exported(at: Path) -> int:
 
 
 def trainer_exported(at: Path) -> int:
-    """Of a directory that was copied out of its checkpoint, so that no digest tells."""
+    """A directory that was copied out of its checkpoint, without its digests."""
     shutil.copytree(at / "run" / "checkpoints" / "2" / "trainer", at / "trainer")
     return export.main([str(at / "trainer"), str(at / "plain")])
 

@@ -125,7 +125,7 @@ def test_as_many_steps_are_taken_when_minibatches_change_at_a_resume(experiment)
 
 
 def test_a_checkpoint_is_written_after_all_that_it_depends_on_is_on_the_disk(experiment, monkeypatch, tmp_path):
-    """What the main file of the journal holds, without SQLite's log, is enough to go on from the checkpoint."""
+    """The main file of the journal, without SQLite's log, is enough to continue from the checkpoint."""
     save, seen = checkpoint.Saver.save, []
 
     def save_noted(saver, step, write, state):

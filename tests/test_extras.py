@@ -116,7 +116,7 @@ def index(tmp_path_factory: pytest.TempPathFactory) -> None:
 
 
 def resolve(requirement: str, folder: Path) -> str | None:
-    """What pip says against installing it without its dependencies; None where it would."""
+    """pip's objection to installing it without its dependencies; None if it would."""
     command = [
         sys.executable,
         "-m",

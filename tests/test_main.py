@@ -71,7 +71,7 @@ def test_the_overview_and_the_list_of_examples_load_nothing_that_a_run_needs() -
 
 
 def test_an_example_comes_with_those_it_uses(tmp_path: Path) -> None:
-    told = example.written("agents", tmp_path)
+    told = example.copy_example("agents", tmp_path)
     parts = sorted(part.name for part in (tmp_path / "examples").iterdir())
     assert parts == [
         "__init__.py",
@@ -83,11 +83,11 @@ def test_an_example_comes_with_those_it_uses(tmp_path: Path) -> None:
     assert told.endswith("examples/agents/FILE.gin, where FILE is one of agents_sdk, javascript, openai_client")
     for file in (tmp_path / "examples").rglob("*.*"):
         assert file.read_bytes() == (ROOT / file.relative_to(tmp_path)).read_bytes()
-    assert example.written("arithmetic", tmp_path)  # what is there already is the same
+    assert example.copy_example("arithmetic", tmp_path)  # what is there already is the same
 
 
-def test_the_files_of_an_example_can_be_read_where_they_were_written(tmp_path: Path) -> None:
-    example.written("self_play", tmp_path)
+def test_the_files_of_an_example_can_be_read_where_they_were_copy_example(tmp_path: Path) -> None:
+    example.copy_example("self_play", tmp_path)
     code = (
         "import sys; from areal_x.config.reader import load; sys.path.insert(0, ''); load('examples/self_play/tiny.gin')\n"
         "print({m.__file__ for n, m in sys.modules.items() if n.split('.')[0] == 'examples'})"
@@ -97,7 +97,7 @@ def test_the_files_of_an_example_can_be_read_where_they_were_written(tmp_path: P
     assert all(file.is_relative_to(tmp_path) for file in files)
 
 
-def test_a_file_of_the_users_is_not_overwritten(tmp_path: Path, monkeypatch, capsys) -> None:
+def test_a_file_of_the_users_is_not_overcopy_example(tmp_path: Path, monkeypatch, capsys) -> None:
     mine = tmp_path / "examples" / "arithmetic" / "task.py"
     mine.parent.mkdir(parents=True)
     mine.write_text("mine")

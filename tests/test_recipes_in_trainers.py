@@ -60,7 +60,7 @@ def trainer_of(directories: tuple[Path, Path, Path]) -> Any:
 
 
 def groups(pairs: bool) -> list[Group]:
-    """Of several tasks, whose answers were sampled by versions 0 to 4, far from what the model says of them now."""
+    """Groups of several tasks, sampled by versions 0 to 4, with log-probabilities far from the model's present ones."""
     rng = np.random.default_rng(0)
 
     def trajectory() -> Trajectory:
@@ -76,7 +76,7 @@ def groups(pairs: bool) -> list[Group]:
 
 
 def step(algorithm: Algorithm, trainer_of: Any, rows: int) -> list[dict[str, float]]:
-    """What an optimizer step over all groups says, of the policy and of the critic, without what times it."""
+    """Metrics of an optimizer step over all groups, of policy and critic, without durations."""
     student = algorithm.needs & {"entropy", "teacher_logits"}
     policy = trainer_of("student" if student else algorithm.head, rows)
     reference = trainer_of("reference", rows) if algorithm.needs & {"reference", "teacher"} or algorithm.reward_kl else None

@@ -23,7 +23,7 @@ ALLOWED = {
 
 
 def risky(source: str) -> Iterator[str]:
-    """What of this source can run or reveal what it should not."""
+    """The places in a source file that could run or reveal what they should not."""
     for node in ast.walk(ast.parse(source)):
         match node:
             case ast.Import(names):

@@ -70,7 +70,7 @@ def batch_of(shares: bool, models: Any, algorithm: Any = None) -> Batch:
 
 
 def trained_values(batch: Batch, x: np.ndarray) -> np.ndarray:
-    """Of all trained tokens, however they lie: in the order of the log-probabilities that they were drawn with."""
+    """The values of all trained tokens, however they are packed, in the order of their sampled log-probabilities."""
     mask = np.asarray(batch.mask)
     return np.asarray(x)[mask][np.argsort(np.asarray(batch.behavior_logp)[mask])]
 
@@ -196,7 +196,7 @@ LONG = [replace(task, prompt=f"what does this come to, added up: {task.prompt}")
 
 
 def metrics_of(directory: Path, runs: Path, **changes: Any) -> tuple[list[dict[str, float]], list[Any]]:
-    """What two steps wrote, and their turns."""
+    """The metrics that two steps wrote, and their turns."""
     experiment = tiny_experiment(directory, runs, dataset=LONG, row_length=128, steps=2, **changes)
     turns = list(experiment.turns(experiment.open()))
     return [turn.metrics for turn in turns[1:]], turns[1:]

@@ -1,4 +1,5 @@
-"""What a gin file may set: each configurable's parameters with type, default and description.
+"""Describes the settings of a gin file: each configurable's parameters with type, default and
+description.
 
 The description of a dataclass's parameter is the docstring under the field; of a function's, its
 entry in the docstring's `Args:` section.

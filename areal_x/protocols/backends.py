@@ -37,7 +37,7 @@ class Devices:
 
 
 class Backend(Protocol):
-    """What the module (or object) behind a backend's entry point offers."""
+    """The contract of the module (or object) behind a backend's entry point."""
 
     TRANSPORTS: tuple[str, ...]
     """Values of vllm.transport that its trainers support; ("files",) needs no more than

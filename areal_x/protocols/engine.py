@@ -21,8 +21,8 @@ from areal_x.types import Images
 @gin.configurable("sampling")
 @dataclass(frozen=True)
 class SamplingParams:
-    """How completions are sampled. Training samples from the whole distribution, at a temperature
-    above 0."""
+    """Sampling of completions. Training samples from the whole distribution, at a temperature above
+    0."""
 
     max_tokens: int = 256
     """Maximum number of new tokens."""

@@ -1,4 +1,4 @@
-"""What a trainer is built from: plain frozen dataclasses that every backend reads the same way."""
+"""The configuration of a trainer: frozen dataclasses that every backend reads the same way."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ class OptimizerConfig:
 @gin.configurable("mesh")
 @dataclass(frozen=True)
 class MeshConfig:
-    """How devices are divided among the kinds of parallelism; the product is the device count."""
+    """Division of devices among the kinds of parallelism; the product is the device count."""
 
     data: int = -1
     """Replicas of the model, each with its own rows; -1 uses all remaining devices."""

@@ -48,7 +48,7 @@ def encode(group: Group) -> bytes:
         return [len(content), *form]
 
     def joined(name: str) -> list[Any]:
-        """Which trajectories have the array, and their arrays concatenated."""
+        """A flag per trajectory that has the array, and these arrays concatenated."""
         arrays = [getattr(t, name) for t in trajectories]
         there = [x for x in arrays if x is not None]
         return [[x is not None for x in arrays], put(np.concatenate(there)) if there else None]

@@ -54,7 +54,7 @@ TaskAt = Callable[[int], Task]  # the task at a position of the stream
 @gin.configurable("journal")
 @dataclass(frozen=True)
 class JournalConfig:
-    """How much of a run its journal keeps."""
+    """The amount of a run that its journal keeps."""
 
     keep_steps: int = 1000
     """Steps before the newest checkpoint whose groups are kept for inspection and replay; groups

@@ -1,4 +1,4 @@
-"""How this process was started, for help texts and messages."""
+"""The command by which this process was started, for help texts and messages."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What may go wrong in the data and the settings: a clear error where it can be known, else a result that is no NaN."""
+"""Mistakes in the data and the settings: a clear error where it can be known, else a result that is no NaN."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ RECIPES = {
 }
 
 
-class Judge:
-    """Log-probabilities and values of tokens by their place alone."""
+class ByPosition:
+    """Log-probabilities and values that depend on a token's position alone."""
 
     def logprobs(self, batch: Batch) -> np.ndarray:
         return np.where(batch.segment_ids > 0, -1 - 0.1 * batch.positions, 0).astype(np.float32)
@@ -50,7 +50,7 @@ class Judge:
 
 
 def trajectory(*trained: int) -> Trajectory:
-    """Of one token for each of `trained`, 1 where it is trained on."""
+    """A trajectory with one token for each of `trained`; 1 means trained on."""
     mask = np.array(trained, bool)
     places = np.arange(len(mask), dtype=np.int32)
     return Trajectory(places, mask, np.where(mask, -0.5, 0).astype(np.float32), np.where(mask, 0, -1).astype(np.int32))
@@ -64,8 +64,8 @@ def group(ticket: int, *episodes: tuple[float, Trajectory]) -> Group:
 def learn_from(groups: list[Group], name: str) -> tuple[Batch, np.ndarray]:
     """The batch of the recipe, and the terms of its losses."""
     algorithm = RECIPES[name]
-    batch = make_batches(groups, algorithm, 16, Models(Judge(), Judge(), Judge()))[0]  # type: ignore[arg-type]
-    said = Policy(logp=Judge().logprobs(batch), entropy=np.ones(batch.shape), values=Judge().values(batch) + 0.1)
+    batch = make_batches(groups, algorithm, 16, Models(ByPosition(), ByPosition(), ByPosition()))[0]  # type: ignore[arg-type]
+    said = Policy(logp=ByPosition().logprobs(batch), entropy=np.ones(batch.shape), values=ByPosition().values(batch) + 0.1)
     terms, metrics = algorithm.step_loss()(said, batch)
     for x in metrics.values():
         assert np.isfinite(x).all()
@@ -143,7 +143,7 @@ def test_a_reward_that_is_no_finite_number_is_a_failed_episode_that_says_so(resu
 def test_episodes_that_are_no_pairs_are_refused_naming_their_task_and_never_paired_with_their_neighbours():
     two = [group(i, (1.0, trajectory(0, 1))) for i in range(2)]
     with pytest.raises(UserError, match=r"task '0' gave 1 trajectories .* compares 2: .*@preference_pairs\(\)"):
-        make_batches(two, recipes.dpo(), 16, Models(Judge(), Judge()))  # type: ignore[arg-type]
+        make_batches(two, recipes.dpo(), 16, Models(ByPosition(), ByPosition()))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

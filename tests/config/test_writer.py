@@ -1,4 +1,4 @@
-"""A run's config.gin says what the run was made of, however it was started, or says in words what it cannot."""
+"""A run's config.gin has its settings, however it was started, and describes values that gin cannot express."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def made(**changes: Any) -> Experiment:
 
 
 def read_again(text: str, folder: Path) -> Experiment:
-    """What a command makes of the file."""
+    """The experiment that a command builds from the file."""
     (folder / "written.gin").write_text(text)
     config = load(folder / "written.gin")
     check_early(config)

@@ -15,13 +15,13 @@ MUTANTS: list[Mutant] = [
         ("prompts are trained on", "        mask[:context] = False", "        mask[:0] = False"),
         (
             "an engine's log-probabilities are shifted by one",
-            "        logp[context:], version[context:] = logprobs, versions",
-            "        logp[context:], version[context:] = np.roll(logprobs, 1), versions",
+            "        logp[context:] = logprobs",
+            "        logp[context:] = np.roll(logprobs, 1)",
         ),
         (
             "a prompt's tokens have the version of the policy",
-            "np.full(length, NOT_THE_POLICY, np.int32)\n        logp[context:]",
-            "np.full(length, 0, np.int32)\n        logp[context:]",
+            "np.full(length, NOT_THE_POLICY, np.int32)\n        version[context:]",
+            "np.full(length, 0, np.int32)\n        version[context:]",
         ),
     ),
     *planted(

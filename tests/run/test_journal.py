@@ -1,4 +1,4 @@
-"""What is written comes back, whenever the process ends; a resumed run goes on as if it had never ended."""
+"""Entries are read back as written, whenever the process ends, and a resumed run continues as if it had never ended."""
 
 import dataclasses
 import json

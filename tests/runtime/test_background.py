@@ -1,4 +1,4 @@
-"""What runs beside a run ends it with one sentence when it ends unexpectedly; and nothing of ours runs beside it unseen."""
+"""Background work that ends unexpectedly ends the run with one sentence, and no background work is started unobserved."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def calls_in(tree: ast.AST) -> list[tuple[ast.Call, list[ast.AST]]]:
 
 
 def is_attended(call: ast.Call, function: ast.AST) -> bool:
-    """Whether a task is of a TaskGroup, or awaited by the function that begins it."""
+    """True if a task belongs to a TaskGroup or is awaited by the function that starts it."""
     nodes = list(ast.walk(function))
     items = [item for node in nodes if isinstance(node, ast.AsyncWith) for item in node.items]
     groups = [ast.unparse(item.optional_vars) for item in items if item.optional_vars and "TaskGroup" in ast.unparse(item)]
@@ -166,7 +166,7 @@ async def never(task: Any, engine: Any) -> Any:
 
 
 def ended_with(begin: Callable[[], object]) -> BaseException:
-    """What taking groups raises after `begin` was called on the rollout's loop. Without an error it would wait for ever."""
+    """The exception of taking groups after `begin` was called on the rollout's loop. Without an error it waits forever."""
     runner = Runner(FakeEngine(), Doing(never), TaskStream(TASKS), TrajectoryQueue(1, 0), group_size=1)
     with Rollout(runner) as rollout:
         rollout.start()

@@ -1,4 +1,4 @@
-"""What is said to OpenMP before torch is there, and how many threads a step gets."""
+"""The setting of OpenMP before torch is imported, and the number of threads of each step."""
 
 import os
 import subprocess
@@ -50,7 +50,7 @@ def test_a_trainer_spins_for_less_long_beside_servers_on_its_machine(settings, v
 
 
 def counts(generating, waited, cost, steps=8, most=4):
-    """Of each step, of a trainer whose tokens cost this much by count."""
+    """The thread counts of a trainer whose seconds per token depend on the count."""
     trainer, taken = SimpleNamespace(threads=most), []
     with cores.Threads(trainer, generating) as threads:
         for _ in range(steps):

@@ -256,7 +256,7 @@ def random_text(rng, room=100_000):
 
 
 def random_value(rng, room=500_000):
-    """Of about so many characters at most."""
+    """A text of about this many characters at most."""
     kind = rng.integers(7)
     if room < 100 or kind < 2:
         return random_text(rng, room)
@@ -408,7 +408,7 @@ class Game:
 
 
 async def failing(work):
-    """Whether it is refused or not."""
+    """Parses, whether the text is refused or not."""
     try:
         return await work
     except Exception as error:

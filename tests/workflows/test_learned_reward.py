@@ -1,4 +1,4 @@
-"""A reward model as the judge, against transformers' own classifier."""
+"""Rewards from a reward model, compared with transformers' own classifier."""
 
 import asyncio
 import shutil
@@ -55,7 +55,7 @@ def classifier_dir(classifier, tmp_path_factory):
 
 
 def episodes(workflow, count):
-    """What becomes of as many attempts at once, each with another seed."""
+    """The episodes of this many concurrent attempts, each with another seed."""
 
     async def all_of_them():
         ready = workflow.setup(None)
