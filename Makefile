@@ -16,6 +16,9 @@ demo: $(VENV)/demo.stamp  ## watch a language model learn to add: core and JAX o
 test: $(VENV)/test.stamp check  ## everything, against a real vLLM server for CPU
 	$(BIN)/python -m pytest -n 2 --dist loadgroup
 
+quick: $(VENV)/test.stamp  ## the first case of each short test: no server, no training (tests/quick.py)
+	$(BIN)/python -m pytest --quick -n 2 tests
+
 mutants: $(VENV)/test.stamp  ## plant each of the bugs of tests/mutants in a copy of the code and print which test sees it
 	$(BIN)/python -m tests.mutants
 

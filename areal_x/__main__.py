@@ -22,6 +22,7 @@ SUBCOMMANDS = {
     "export": "write a checkpoint as a plain Hugging Face model",
     "example": "copy an example out of the package",
 }
+FAILED = 1
 WRONG = 2  # the exit status of argparse for a wrong command line
 
 
@@ -46,7 +47,14 @@ def run(words: Sequence[str]) -> int:
         hint = nearest(words[0], list(SUBCOMMANDS)) or f": choose {', '.join(SUBCOMMANDS)}"
         print(f"error: there is no subcommand {words[0]!r}{hint}", file=sys.stderr)
         return WRONG
-    status: int = import_module(f"areal_x.{words[0]}").main(words[1:])
+    from areal_x.errors import UserError
+
+    try:
+        module = import_module(f"areal_x.{words[0]}")
+    except UserError as error:  # the extra that the subcommand needs is not installed
+        print(f"error: {error}", file=sys.stderr)
+        return FAILED
+    status: int = module.main(words[1:])
     return status
 
 

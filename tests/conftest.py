@@ -61,6 +61,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: places.get(module(item), len(places)))
 
 
+pytest_plugins = ["tests.quick"]
+
 CHARACTERS = "0123456789+=,>.abcdefghijklmnopqrstuvwxyz "
 
 

@@ -61,6 +61,14 @@ def test_what_is_no_subcommand_is_answered_with_the_nearest(capsys: pytest.Captu
     assert capsys.readouterr().out.endswith(f"{__version__}\n")
 
 
+def test_a_subcommand_whose_extra_is_missing_says_how_to_install_it() -> None:
+    code = (
+        "import sys; sys.modules['starlette'] = None; sys.stderr = sys.stdout\n"
+        "from areal_x.__main__ import run; print(run(['serve', 'FILE.gin']))"
+    )
+    assert output(code).splitlines() == ["error: agents need the package starlette: pip install 'areal-x[agents]'", "1"]
+
+
 def test_the_overview_and_the_list_of_examples_load_nothing_that_a_run_needs() -> None:
     code = (
         "import sys; before = set(sys.modules); from areal_x.__main__ import run; run(['--help']); run(['example'])\n"

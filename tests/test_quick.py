@@ -1,0 +1,61 @@
+"""The selection of `make quick` (tests/quick.py)."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from tests import quick
+
+ROOT = Path(__file__).parents[1]
+
+
+class Item:
+    def __init__(self, nodeid: str, *markers: str) -> None:
+        self.nodeid, self.markers = nodeid, markers
+
+    def get_closest_marker(self, name: str) -> bool:
+        return name in self.markers
+
+
+def selected(items: list[Item], monkeypatch: pytest.MonkeyPatch, long: set[str], **options: bool) -> list[str]:
+    monkeypatch.setattr(quick, "listed", lambda: long)
+    chosen = {"--quick": True, "--measure": False, **options}
+    hook = SimpleNamespace(pytest_deselected=lambda items: None)
+    quick.pytest_collection_modifyitems(SimpleNamespace(getoption=chosen.__getitem__, hook=hook), items)
+    return [item.nodeid for item in items]
+
+
+def items() -> list[Item]:
+    return [Item("a.py::one[1]"), Item("a.py::one[2]"), Item("a.py::two"), Item("a.py::served", "server"), Item("a.py::long")]
+
+
+def test_the_first_case_of_each_short_function_is_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert selected(items(), monkeypatch, {"a.py::long"}) == ["a.py::one[1]", "a.py::two"]
+
+
+def test_measuring_runs_the_long_ones_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = selected(items(), monkeypatch, {"a.py::long"}, **{"--measure": True})
+    assert found == ["a.py::one[1]", "a.py::two", "a.py::long"]
+
+
+def test_without_the_option_everything_is_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert len(selected(items(), monkeypatch, set(), **{"--quick": False})) == 5
+
+
+def test_every_long_test_that_is_listed_exists() -> None:
+    missing = []
+    for name in quick.listed():
+        file, *parts = name.split("::")
+        text = (ROOT / file).read_text() if (ROOT / file).is_file() else ""
+        # A state machine of hypothesis is named by its class alone; its method runTest is inherited.
+        if not all(
+            re.search(rf"^\s*(def|class|async def) {part}\b|^{part} = ", text, re.MULTILINE)
+            for part in parts
+            if part != "runTest"
+        ):
+            missing.append(name)
+    assert missing == []
