@@ -107,8 +107,8 @@ def decode(content: bytes, task: Task, ticket: int, admitted_version: int) -> Gr
             else x and Images(**{name: get(y) for name, y in x.items()})
         )
     # Arrays that this version added are absent from older journals.
-    nobody = [[False] * len(lengths)]
-    arrays = {name: split(*head["arrays"].get(name, nobody)) for name in ARRAYS}
+    missing = [[False] * len(lengths)]
+    arrays = {name: split(*head["arrays"].get(name, missing)) for name in ARRAYS}
     trajectories = iter(
         [
             Trajectory(

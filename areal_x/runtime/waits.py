@@ -191,7 +191,7 @@ def report(silent_seconds: float) -> str:
         [f"{len(sentences) - SHOWN} more wait, see logs/{FILE}"] if len(sentences) > SHOWN else []
     )
     return f"nothing has moved for {silent_seconds:.0f} s: " + (
-        "; ".join(sentences[:SHOWN] + more) or "and nobody waits"
+        "; ".join(sentences[:SHOWN] + more) or "and nothing waits"
     )
 
 
