@@ -93,7 +93,7 @@ class Factory(Settings):
         models = self.create_models(directory, workflow)
         process = self.join()
         if isinstance(process, Leader):
-            models = ranks.lead(process, models, losses_of)
+            models = ranks.distribute(process, models, losses_of)
         restore(models, start, message)
         engine = self.create_engine(directory, models.policy, workflow, run, message)
 
@@ -140,7 +140,7 @@ class Factory(Settings):
 
     def follow(self, leader: Follower) -> None:
         """Runs what every process but the first does: the same calls of the same trainers."""
-        if ranks.told(leader) == ranks.FINISHED:
+        if ranks.announced(leader) == ranks.FINISHED:
             return
         directory = self.find_model(self.trainer.model.path)
         ranks.serve(leader, self.create_models(directory, self.workflow), self.losses())

@@ -77,7 +77,7 @@ class Experiment(Factory):
             return RunResult(Path(self.runs), [])
         resumes = resuming.decide(resume, Path(self.runs), self.name, self.steps)
         if resumes is None:  # it has finished
-            ranks.tell(process, ranks.FINISHED)
+            ranks.announce(process, ranks.FINISHED)
             return RunResult(run := Path(self.runs, self.name or ""), read(run))
         run = self.open(resumes)
         with Display(self.steps) as display, live_plots(run) as draw:
@@ -109,7 +109,7 @@ class Experiment(Factory):
             resume=resume,
             changed_settings=changed_settings,
         )
-        ranks.tell(process, ranks.BEGINS)
+        ranks.announce(process, ranks.BEGINS)
         return run
 
     @deferred_interrupts_in_each

@@ -127,7 +127,7 @@ def run_named(config: Config, options: argparse.Namespace) -> None:
     if options.resume == resuming.AUTO:
         resumes = resuming.resume_if_begun(runs, name, config.value("train.steps"))
         if resumes is None:
-            ranks.tell(
+            ranks.announce(
                 ranks.join(config.value("train.backend"), config.value("mesh.processes")),
                 ranks.FINISHED,
             )

@@ -1,22 +1,22 @@
-"""Links between the processes that train one model: process 0 says what is done next, on plain
+"""Links between the processes that train one model: process 0 announces the next call, over plain
 sockets.
 
     process 0, the Leader                          every other process, a Follower
     ────────────────────────────────────────────────────────────────────────────────
     with together(message, arrays): ──message──▶   receive()
         does its part                                does its part
-                 ◀── done, or what went wrong ───  answer(call, error)
-    close(error) ──────────────── end ─────────▶   receive() gives None, or raises what ended process 0
+                 ◀── done, or the error ──────────  answer(call, error)
+    close(error) ──────────────── end ─────────▶   receive() returns None, or raises what ended process 0
 
 Between two steps process 0 may wait minutes for rollouts: a socket waits that long, a collective
 has a time limit. What the processes compute together goes through the backend's own process group;
 the links carry small JSON and the arrays of a batch, never a pickle, after both ends have proved
-that they know a key agreed on through that group.
+that they know a key exchanged through that group.
 
-Nobody hangs on somebody who is gone. A thread of each process watches its links, since the main
-thread may sit in a collective that nothing interrupts. What it sees is told by the main thread as
-soon as that looks; a main thread that does not look for SECONDS_TO_NOTICE is ended with its
-process. A follower whose leader vanishes ends at once: it has nothing to put in order.
+No process hangs because another is gone. A thread of each process watches its links, since the main
+thread may be in a collective, which nothing interrupts. The main thread raises what the thread saw
+as soon as it checks; a main thread that does not check within SECONDS_TO_NOTICE is ended with its
+process. A follower whose leader vanishes ends at once: it has nothing to clean up.
 """
 
 from __future__ import annotations
@@ -44,19 +44,20 @@ from areal_x.errors import UserError, sentence
 from areal_x.runtime import background, interrupts
 from areal_x.runtime.waits import waiting
 
-SECONDS_TO_MEET = 300.0  # from the first process at the meeting place to the last
-# in a call that somebody else has left: longer than an error takes that all run into by themselves
+SECONDS_TO_MEET = 300.0  # from the first process that joins to the last
+# How long a call may go on that another process has left: longer than an error needs that every
+# process runs into by itself.
 SECONDS_TO_NOTICE = 8.0
-SECONDS_TO_FOLLOW = 2.0  # the end of process 0
-SECONDS_TO_END = 60.0  # to close servers and workers, once told
+SECONDS_TO_FOLLOW = 2.0  # for a follower to end after process 0
+SECONDS_TO_END = 60.0  # to close servers and workers after a notification
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
 
 Arrays = Mapping[str, np.ndarray]
 
 
 class ProcessGroup(Protocol):
-    """A backend's processes: this one's rank, how many there are, and how bytes of rank 0 reach all
-    (a collective call)."""
+    """A backend's process group: this process's rank, the number of processes, and a broadcast of
+    bytes from rank 0 (a collective call)."""
 
     rank: int
     size: int
@@ -65,18 +66,19 @@ class ProcessGroup(Protocol):
 
 
 class Leader:
-    """Process 0's end of the links. A context manager that takes the others along when it ends."""
+    """Process 0's end of the links. A context manager that ends the other processes when it
+    ends."""
 
     rank = 0
 
     def __init__(self, links: Mapping[int, Connection]) -> None:
         self._links = links
-        self._done = dict.fromkeys(links, 0)  # of each process, the last call that it went through
+        self._done = dict.fromkeys(links, 0)  # each process's last completed call
         self._gone: set[int] = set()
         self._call = 0
         self._busy = False  # in a call
-        self._trouble = ""  # the first thing that went wrong elsewhere
-        self._noticed = False  # by the main thread
+        self._trouble = ""  # the first error of another process
+        self._noticed = False  # the main thread has raised it
         self._interrupted = False
         self._ended = False
         self._changed = threading.Condition()  # guards everything above
@@ -100,13 +102,14 @@ class Leader:
 
     @contextmanager
     def together(self, message: Mapping[str, Any], arrays: Arrays | None = None) -> Iterator[None]:
-        """While the body runs here, the others do what the message says; leaving it waits until
-        they have.
+        """Makes the others run the call in `message` while the body runs here; leaving it waits
+        until they have.
 
         Raises: UserError naming the process that failed or is gone, and why; whatever the body
-        raises, unless that came of it.
+        raises, unless that was a consequence.
         """
-        interrupts.raise_if_interrupted()  # before the others begin, as none can leave a call alone
+        # before the others begin, as no process can leave a call alone
+        interrupts.raise_if_interrupted()
         with self._changed:
             self._check()
             self._call += 1
@@ -126,8 +129,8 @@ class Leader:
                 self._check()
         except Exception as error:
             with self._changed:
-                # What failed here may have failed because somebody is gone: then that is what there
-                # is to say.
+                # What failed here may have failed because another process is gone: then that is the
+                # error to raise.
                 if not isinstance(error, UserError) and self._changed.wait_for(
                     lambda: self._trouble, timeout=1
                 ):
@@ -141,18 +144,18 @@ class Leader:
                 self._changed.notify_all()
 
     def agree(self, make: Callable[[], str]) -> str:
-        """What `make` gives here, on every process."""
+        """Returns the value of `make()` and sends it to every process."""
         value = make()
         self._send({"value": value})
         return value
 
     def done(self) -> None:
-        """Tells the others that these trainers have done their work: their `serve` returns."""
+        """Tells the others that these trainers have finished: their `serve` returns."""
         self._send({"done": True})
 
     def close(self, error: str | None = None) -> None:
-        """Tells the others that it is over, and why if not well, and waits until they are gone:
-        what joins them lives here."""
+        """Ends the others, with the reason if there was an error, and waits until they are gone:
+        the rendezvous of their process group lives here."""
         with self._changed:
             if self._ended:
                 return
@@ -164,7 +167,7 @@ class Leader:
 
     def _send(self, message: Mapping[str, Any], arrays: Arrays | None = None) -> None:
         for link in self._links.values():
-            with suppress(OSError):  # whoever watches this link says so
+            with suppress(OSError):  # the thread that watches this link reports it
                 send(link, message, arrays)
 
     def _behind(self, message: Mapping[str, Any]) -> str:
@@ -176,7 +179,7 @@ class Leader:
             self._noticed = True
             raise UserError(self._trouble)
 
-    # ---- what follows runs on threads that watch
+    # ---- the methods below run on the threads that watch links
 
     def _watch(self, rank: int, link: Connection) -> None:
         with suppress(EOFError, OSError):
@@ -191,11 +194,11 @@ class Leader:
             self._gone.add(rank)
             self._changed.notify_all()
         self._report(
-            f"process {rank} ended without a word: its own output or its host's log may say why"
+            f"process {rank} ended without an error message: see its own output or its host's log"
         )
 
     def _report(self, trouble: str) -> None:
-        """Has the main thread raise it, or ends the process where that cannot be had."""
+        """Makes the main thread raise it, or ends the process if that is impossible."""
         background.thread(
             self._insist,
             trouble,
@@ -215,7 +218,7 @@ class Leader:
             self._changed.notify_all()
             if self._changed.wait_for(heard, SECONDS_TO_NOTICE if self._busy else 1):
                 return
-            if not self._busy:  # it waits for rollouts, or measures
+            if not self._busy:  # the main thread waits for rollouts, or evaluates
                 self._interrupted = True
                 if not interrupts.request_stop():
                     signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
@@ -230,8 +233,8 @@ class Follower:
     def __init__(self, rank: int, link: Connection) -> None:
         self.rank = rank
         self._link = link
-        self._ended = False  # this process's work
-        self._over = False  # process 0's
+        self._ended = False  # this process has finished its work
+        self._over = False  # process 0 has finished
         self._inbox: SimpleQueue[tuple[dict[str, Any], dict[str, np.ndarray]]] = SimpleQueue()
         background.thread(
             self._watch, what="the watch over process 0", failed=ended_by, name="process-0"
@@ -241,8 +244,8 @@ class Follower:
         return self
 
     def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
-        """Tells process 0 of an error, or waits until that says that it is over: whoever is gone
-        before is missed.
+        """Reports an error to process 0, or waits until process 0 ends: one that left earlier would
+        be reported as missing.
 
         The link stays open until this process is gone, which is what process 0 waits for.
         """
@@ -254,11 +257,11 @@ class Follower:
             self.receive()
 
     def receive(self) -> tuple[dict[str, Any], dict[str, np.ndarray]] | None:
-        """The next message and its arrays; None at the end. Raises: UserError with what ended
-        process 0."""
+        """Returns the next message and its arrays; None at the end. Raises: UserError with what
+        ended process 0."""
         while True:
             try:
-                # In short waits, as a signal does not end a long one.
+                # Short waits, as a signal does not end a long one.
                 with waiting(f"process {self.rank}", "process 0's next call", idle=True):
                     message, arrays = self._inbox.get(timeout=0.5)
             except Empty:
@@ -276,7 +279,7 @@ class Follower:
             send(self._link, {"call": call, "error": error})
 
     def agree(self, make: Callable[[], str]) -> str:
-        """What process 0's `make` gave; this one's is not called."""
+        """Returns the value of process 0's `make()`; this process's is not called."""
         received = self.receive()
         if received is None:
             raise UserError("process 0 ended before the run began")
@@ -290,21 +293,22 @@ class Follower:
                     break
                 self._inbox.put((message, arrays))
         except (EOFError, OSError):
-            end_now("process 0 ended without a word: its own output or its host's log may say why")
-        told = f"process 0 ended: {message['end']}" if message["end"] else ""
-        self._inbox.put(({"end": told}, {}))
-        if told:
+            end_now(
+                "process 0 ended without an error message: see its own output or its host's log"
+            )
+        reason = f"process 0 ended: {message['end']}" if message["end"] else ""
+        self._inbox.put(({"end": reason}, {}))
+        if reason:
             time.sleep(SECONDS_TO_FOLLOW)
             if not self._ended:  # it waits in a collective that process 0 will never enter
-                end_now(told)
+                end_now(reason)
 
 
 def meet(group: ProcessGroup, config: str) -> Leader | Follower:
-    """Links the processes of a group; every one of them calls it. config: what has to be the same
-    on all.
+    """Links the processes of a group; every process calls it. config: text that must be the same on
+    all.
 
-    Raises: UserError where a process was given another config, naming a line of it, or does not
-    come.
+    Raises: UserError if a process has another config, naming a line of it, or does not join.
     """
     if group.rank:
         place = json.loads(group.broadcast(b""))
@@ -330,7 +334,7 @@ def meet(group: ProcessGroup, config: str) -> Leader | Follower:
         group.broadcast(json.dumps({"host": host, "port": port, "key": key.hex()}).encode())
         links, configs = accept(listener, group.size - 1)
     refused = next(
-        (told for rank in sorted(configs) if (told := difference(rank, configs[rank], config))), ""
+        (line for rank in sorted(configs) if (line := difference(rank, configs[rank], config))), ""
     )
     for link in links.values():
         send(link, {"refused": refused})
@@ -340,13 +344,13 @@ def meet(group: ProcessGroup, config: str) -> Leader | Follower:
 
 
 def accept(listener: Listener, count: int) -> tuple[dict[int, Connection], dict[int, str]]:
-    """The links and configs of so many processes, by rank."""
+    """Returns the links and configs of `count` processes, by rank."""
     came: Queue[Connection | BaseException] = Queue()
 
     def wait() -> None:
         left = count
         while left:
-            # whoever else looks at this port
+            # of strangers that connect to this port
             with suppress(AuthenticationError, EOFError, ConnectionError):
                 came.put(listener.accept())
                 left -= 1
@@ -369,8 +373,8 @@ def accept(listener: Listener, count: int) -> tuple[dict[int, Connection], dict[
                     continue
                 where = ":".join(map(str, listener.address))
                 raise UserError(
-                    f"{missing()} did not come to {where}: MASTER_ADDR must be an address that all"
-                    " reach"
+                    f"{missing()} did not connect to {where}: MASTER_ADDR must be an address that"
+                    " all can reach"
                 ) from None
             if isinstance(link, BaseException):
                 raise link
@@ -380,8 +384,8 @@ def accept(listener: Listener, count: int) -> tuple[dict[int, Connection], dict[
 
 
 def difference(rank: int, theirs: str, ours: str) -> str:
-    """A sentence about the first line in which another process's config is not process 0's; empty
-    where they are one."""
+    """Returns a sentence about the first line in which another process's config differs from
+    process 0's; empty if they are the same."""
     lines = [
         line
         for line in ndiff(ours.splitlines(), theirs.splitlines())
@@ -394,16 +398,15 @@ def difference(rank: int, theirs: str, ours: str) -> str:
     )
     return (
         f"process {rank} was started with another config than process 0: {other!r} where process 0"
-        f" has {mine!r}; start all with the same file and the same -b"
+        f" has {mine!r}; start all with the same file and the same -b options"
     )
 
 
 def own_address(master: str | None) -> str:
-    """The IPv4 address at which the others find this process, 0: the one that MASTER_ADDR names, or
-    its default route's.
+    """Returns the IPv4 address at which the others reach process 0: the one that MASTER_ADDR names,
+    or that of its default route.
 
-    Many hosts call themselves by their name at a loopback address, at which nobody else would find
-    them.
+    Many hosts resolve their own name to a loopback address, at which no other host would find them.
     """
     if master in LOOPBACK:
         return "127.0.0.1"
@@ -412,7 +415,7 @@ def own_address(master: str | None) -> str:
             return named
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
-            # an address of nobody's: this sends nothing, and tells the interface it would take
+            # a reserved address: this sends nothing, and selects the interface of the default route
             probe.connect(("192.0.2.1", 9))
         except OSError:
             return "127.0.0.1"
@@ -438,17 +441,14 @@ def receive(link: Connection) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
 def described(error: BaseException) -> str:
     if isinstance(error, KeyboardInterrupt):
         return "it was stopped"
-    said = sentence(error).strip()
-    return (
-        said
-        if isinstance(error, UserError)
-        else f"{type(error).__name__}: {said.splitlines()[0] if said else ''}"
-    )
+    text = sentence(error).strip()
+    if isinstance(error, UserError):
+        return text
+    return f"{type(error).__name__}: {text.splitlines()[0] if text else ''}"
 
 
 def ended_by(error: BaseException) -> None:
-    """For a thread without which this process would wait for ever: ends it with what ended the
-    thread."""
+    """Ends this process with the error of a thread without which it would wait forever."""
     end_now(f"{error}")
 
 

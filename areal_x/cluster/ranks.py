@@ -1,15 +1,15 @@
-"""One trainer of many processes: process 0 runs the ring, and the others go through the same calls
-of their own trainers.
+"""One trainer across many processes: process 0 runs the training loop, and the others repeat its
+calls on their own trainers.
 
-    process 0                                            process 1, 2, …
-    join ◀────────── the backend's process group ──────▶ join
-    Experiment.run: the ring                             Experiment.follow: the same trainers, and
-        DistributedTrainer(trainer).update(batch, loss) ──the batch──▶      serve: trainer.update(batch, loss)
+    process 0                                                  process 1, 2, …
+    join ◀──────────── the backend's process group ──────────▶ join
+    Experiment.run: the ring                                   Experiment.follow: the same trainers, and
+        DistributedTrainer.update(batch, loss) ──the batch──▶      serve: trainer.update(batch, loss)
 
-Every call of a trainer that spans processes is one that all of them make, in one order: they
-compute and gather together. What comes out is everyone's; process 0 uses it and the others throw it
-away, and process 0 alone writes files. A loss cannot be sent, but each process has it: a trainer is
-updated with one only.
+Every call of a trainer that spans processes is collective: all processes make it, in one order, and
+compute and gather together. All get the result; process 0 uses it and the others discard it, and
+process 0 alone writes files. A loss cannot be sent, but each process has it: a trainer is updated
+with one loss only.
 """
 
 from __future__ import annotations
@@ -34,18 +34,20 @@ from areal_x.protocols.sampler import Sampler
 from areal_x.protocols.trainer import Trainer, Wait
 from areal_x.types import Batch, Loss
 
-# what the others are told before anything else
+# what process 0 announces before anything else
 BEGINS, FINISHED = "the run begins", "the run has finished"
-_joined: list[Leader | Follower] = []  # a process is in one group, for as long as it lives
+_joined: list[Leader | Follower] = []  # a process belongs to one group for its lifetime
 
 
 def join(backend: str, processes: int) -> Leader | Follower | None:
-    """Meets the other processes, the first time it is called; None where there are none.
+    """Joins the other processes on the first call; returns None if there are none.
 
-    Who this is say the variables RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, or what the backend
-    finds by itself. Raises: UserError for a number of processes that is not the one started, a
-    backend that trains in one process alone, tasks of Slurm's that the backend does not make one
-    run of, and processes that were started with different configs or do not come.
+    The variables RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, or the backend's own discovery,
+    tell which process this is.
+
+    Raises: UserError for a number of processes other than were started, a backend that trains in
+    one process only, Slurm tasks that the backend cannot join into one run, and processes that were
+    started with different configs or do not join.
     """
     started = int(os.environ.get("WORLD_SIZE") or processes)
     if started != processes:
@@ -63,20 +65,22 @@ def join(backend: str, processes: int) -> Leader | Follower | None:
     return _joined[0]
 
 
-def tell(joined: Leader | Follower | None, what: str) -> None:
-    """Process 0 tells the others whether there is anything to do; without others, nobody."""
+def announce(joined: Leader | Follower | None, what: str) -> None:
+    """Announces to the other processes, if any, whether the run begins."""
     if isinstance(joined, Leader):
         joined.agree(lambda: what)
 
 
-def told(process_0: Follower) -> str:
+def announced(process_0: Follower) -> str:
+    """Returns what process 0 announced."""
     return process_0.agree(lambda: "")
 
 
 class DistributedTrainer:
-    """Process 0's trainer with those of the others behind it: an `areal_x.trainer.Trainer`.
+    """Process 0's trainer, whose calls all other processes repeat
+    (areal_x.protocols.trainer.Trainer).
 
-    name: what the others know the trainer by. loss: the one that `update` is called with.
+    name: of the trainer, the same on every process. loss: the one that `update` is called with.
     """
 
     threads: int | None = None  # each process has its own
@@ -99,7 +103,7 @@ class DistributedTrainer:
     def update(self, batch: Batch, loss: Loss) -> dict[str, float]:
         if loss is not self._loss:
             raise ValueError(
-                f"the other processes know one loss of the {self._name}, and this is another"
+                f"the other processes have one loss for the {self._name}, and this is another"
             )
         with self._all("update", batch):
             return self._trainer.update(batch, loss)
@@ -116,12 +120,12 @@ class DistributedTrainer:
             try:
                 for tensor in tensors:  # noqa: UP028 - `yield from` would close them where this is closed
                     yield tensor
-            finally:  # the others gather all of them, also where this one has seen enough
+            finally:  # the others gather all tensors, even if this process stops early
                 exhaust(tensors)
 
     def adapter(self) -> Iterator[tuple[str, np.ndarray]]:
         with self._all("adapter"):
-            yield from list(self._trainer.adapter())  # small, and here before the others go on
+            yield from list(self._trainer.adapter())  # small; complete before the others go on
 
     def snapshot(self) -> Any:
         with self._all("snapshot"):
@@ -147,18 +151,18 @@ class DistributedTrainer:
         return self._leader.together({"trainer": self._name, "method": method, **more}, arrays)
 
 
-def lead(leader: Leader, models: Models, losses: Mapping[str, Loss]) -> Models:
-    """The models with the others' behind those that are trainers. losses: what each is updated
-    with, by name."""
-    led = {
+def distribute(leader: Leader, models: Models, losses: Mapping[str, Loss]) -> Models:
+    """Returns the models with each trainer made a DistributedTrainer. losses: the loss of each
+    trainer, by name."""
+    distributed = {
         name: DistributedTrainer(leader, name, trainer, losses.get(name))
         for name, trainer in models.trainers().items()
     }
-    return replace(models, **led)  # type: ignore[arg-type]
+    return replace(models, **distributed)  # type: ignore[arg-type]
 
 
 def serve(follower: Follower, models: Models, losses: Mapping[str, Loss]) -> None:
-    """Goes through the calls that process 0 makes of its own, until it is done with them."""
+    """Repeats the calls of process 0 on this process's trainers until process 0 is done."""
     trainers = models.trainers()
     writing: list[Wait] = []
     while (received := follower.receive()) is not None:
@@ -168,7 +172,7 @@ def serve(follower: Follower, models: Models, losses: Mapping[str, Loss]) -> Non
         try:
             if message["method"] == "save_in_background":
                 wait_for(writing)
-            wait = follow(
+            wait = run_call(
                 trainers[message["trainer"]], message, arrays, losses.get(message["trainer"])
             )
             writing += [] if wait is None else [wait]
@@ -179,14 +183,14 @@ def serve(follower: Follower, models: Models, losses: Mapping[str, Loss]) -> Non
     wait_for(writing)
 
 
-def follow(
+def run_call(
     trainer: Trainer,
     message: Mapping[str, Any],
     arrays: Mapping[str, np.ndarray],
     loss: Loss | None,
 ) -> Wait | None:
-    """One call of `DistributedTrainer`, of which this process has nothing but the work; what waits for what it
-    left to the background."""
+    """Runs this process's part of one call of `DistributedTrainer`, and returns what waits for the
+    work that it left in the background."""
     method = message["method"]
     if method == "update":
         assert loss is not None

@@ -92,7 +92,7 @@ def main(directory: str, folder: str, *asked: str) -> None:
             if isinstance(joined, Follower):
                 ranks.serve(joined, models, LOSSES)
                 continue
-            found = ask(models if joined is None else ranks.lead(joined, models, LOSSES), Path(folder), name)
+            found = ask(models if joined is None else ranks.distribute(joined, models, LOSSES), Path(folder), name)
             (Path(folder) / f"{name}.json").write_text(json.dumps(found))
             if joined is not None:
                 joined.done()

@@ -37,7 +37,7 @@ def main(directory: str, folder: str, optimizer: str, *asked: str) -> None:
         models = Models(make_trainer(directory, optimizer, mesh))
         if isinstance(joined, Follower):
             return ranks.serve(joined, models, LOSSES)
-        trainer = (models if joined is None else ranks.lead(joined, models, LOSSES)).policy
+        trainer = (models if joined is None else ranks.distribute(joined, models, LOSSES)).policy
         for step in range(2):
             trainer.update(batch_of(64, step), losses.ppo_clip)
         (Path(folder) / "sharded").mkdir()

@@ -108,4 +108,4 @@ def test_who_is_killed_ends_the_others_with_a_sentence(
             time.sleep(0.05)
         processes[gone].kill()
         assert processes[left].wait(timeout=60) == 1
-    assert f"error: process {gone} ended without a word" in (folder / f"err-{left}").read_text()
+    assert f"error: process {gone} ended without an error message" in (folder / f"err-{left}").read_text()

@@ -141,7 +141,7 @@ def main(to: str, *asked: str) -> None:
             if isinstance(joined, Follower):
                 ranks.serve(joined, models, known)
                 continue
-            led = models if joined is None else ranks.lead(joined, models, known)
+            led = models if joined is None else ranks.distribute(joined, models, known)
             found = ask(led, loss, folder, name, form, sees="vision_config" in read_config(Path(directory)))
             (folder / f"{name}.json").write_text(json.dumps(found))
             if joined is not None:

@@ -247,7 +247,7 @@ def test_who_is_killed_takes_the_others_along_and_the_run_goes_on_exactly(
         if gone:
             other.kill()
             assert process.wait(timeout=60) == 1
-            assert "error: process 1 ended without a word" in (folder / "err-0").read_text()
+            assert "error: process 1 ended without an error message" in (folder / "err-0").read_text()
         else:
             process.kill()
             process.wait()
