@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from areal_x.engines.vllm import engine as engines
+from areal_x.engines.vllm import publisher
 from areal_x.engines.vllm import server as servers
 from areal_x.engines.vllm.client import VLLMClient
 from areal_x.engines.vllm.config import VLLMConfig
@@ -81,18 +81,21 @@ async def _(stall: Stall) -> None:
 
     def reached() -> None:
         engine.fleet.route = lambda *_: SERVER  # type: ignore[method-assign]
-        loop.call_soon_threadsafe(engine._change.set)
+        loop.call_soon_threadsafe(engine.dispatcher.notify)
 
     loop, stall.release = asyncio.get_running_loop(), reached  # type: ignore[method-assign]
-    placing = engine._place(0, np.arange(3, dtype=np.int32))
+    placing = engine.dispatcher._place(0, np.arange(3, dtype=np.int32))
     assert await stall.for_episode(placing, rf" \({SERVER}: \w+.*\)") == SERVER
 
 
 @stall("room to stage weights")
 async def _(stall: Stall) -> None:
     engine = engine_of(stall)
-    engine._staging, engine._current = SimpleNamespace(keep=print), StagedFiles(folder=stall.folder, version=1)  # type: ignore[assignment]
-    stall.request.getfixturevalue("monkeypatch").setattr(engines, "FULL_SECONDS", 5.0)
+    engine.publisher.staging, engine.publisher.current = (
+        SimpleNamespace(keep=print),
+        StagedFiles(folder=stall.folder, version=1),
+    )  # type: ignore[assignment]
+    stall.request.getfixturevalue("monkeypatch").setattr(publisher, "FULL_SECONDS", 5.0)
 
     def stage(staging: Any) -> StagedFiles:
         if stall.gate.is_set():
@@ -100,7 +103,7 @@ async def _(stall: Stall) -> None:
         raise NoRoom("no room to stage the weights here")
 
     def work() -> StagedFiles:
-        return engine._with_room(stage)
+        return engine.publisher.with_room(stage)
 
     staged = await stall.threaded(work, "the trainer", r"room to stage weights \(no room to stage the weights here\)")
     assert staged.version == 2
@@ -109,7 +112,7 @@ async def _(stall: Stall) -> None:
 @stall("the next version to be staged")
 async def _(stall: Stall) -> None:
     engine = engine_of(stall)
-    engine._current = StagedFiles(folder=stall.folder / "v1", version=1)
+    engine.publisher.current = StagedFiles(folder=stall.folder / "v1", version=1)
     loop = asyncio.get_running_loop()
 
     async def load(staged: StagedFiles) -> float:
@@ -117,11 +120,11 @@ async def _(stall: Stall) -> None:
 
     def staged() -> None:
         (stall.folder / "v1").mkdir()
-        loop.call_soon_threadsafe(engine._change.set)
+        loop.call_soon_threadsafe(engine.dispatcher.notify)
 
     stall.release = staged  # type: ignore[method-assign]
     replica: Any = SimpleNamespace(name=SERVER, load=load)
-    assert await stall.through(engine._load_current(replica), SERVER)
+    assert await stall.through(engine.publisher.load_current(replica), SERVER)
 
 
 @stall("the vLLM servers to end")
@@ -134,7 +137,7 @@ async def _(stall: Stall) -> None:
 @stall("the sending of weights to end")
 async def _(stall: Stall) -> None:
     engine = engine_of(stall)
-    engine._gpu_sender = SimpleNamespace(close=stall.hold)  # type: ignore[assignment]
+    engine.publisher.gpu_sender = SimpleNamespace(close=stall.hold)  # type: ignore[assignment]
     await stall.for_episode(engine.close())
 
 

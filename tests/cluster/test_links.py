@@ -1,4 +1,4 @@
-"""The links between processes, here between threads of one."""
+"""The links between processes, here between threads of one process."""
 
 from __future__ import annotations
 

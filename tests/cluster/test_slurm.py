@@ -1,4 +1,4 @@
-"""Slurm's tasks: one run of several, or a sentence with the line that makes one."""
+"""Slurm's tasks join into one run, or are refused with the command that would do it."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""What every engine must do, whatever is behind it: each check takes a started engine and compares it with transformers.
+"""The conformance checks of an engine: each takes a started engine, whatever is behind it, and compares it with transformers.
 
-The engine serves the model in `directory`, as the version it says. Checks are coroutines for the loop that started it.
+The engine serves the model in `directory` as its current version. Checks are coroutines for the loop that started it.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def reference(directory: Path) -> Any:
 
 
 def full_forward(directory: Path, tokens: np.ndarray, temperature: float = 1.0) -> np.ndarray:
-    """Log-probabilities [length, vocabulary] of what follows each token, by transformers."""
+    """Log-probabilities [length, vocabulary] of the next token after each token, by transformers."""
     import torch
 
     with torch.inference_mode():
@@ -45,7 +45,7 @@ def expected_logprobs(directory: Path, request: Request, completion: Completion)
 
 
 def truncated(logprobs: np.ndarray, top_k: int, top_p: float) -> np.ndarray:
-    """The distribution [vocabulary] that top_k, then top_p, leave of these log-probabilities, entry by entry."""
+    """The distribution [vocabulary] after top_k and then top_p, entry by entry."""
     order = np.argsort(-logprobs)
     kept, mass = [], 0.0
     most_likely = order[: top_k or len(order)]
@@ -94,7 +94,8 @@ async def check_greedy_takes_the_most_likely_token(engine: Engine, directory: Pa
 
 
 async def check_a_stop_token_ends_the_completion_and_belongs_to_it(engine: Engine, directory: Path) -> None:
-    """Any of several, as a model's turn may end with each; with its true log-probability, as every other token."""
+    """Any of several stop tokens ends it, as a model may have several end tokens; it has its true log-probability, as every
+    other token."""
     (prompt,) = prompts(directory, 1, longest=8, seed=2)
     free = await engine.generate(Request(prompt, SamplingParams(max_tokens=30, temperature=0.0)))
     places = {int(token): int(np.flatnonzero(free.tokens == token)[0]) for token in free.tokens}
@@ -114,7 +115,7 @@ async def check_truncated_sampling(
 ) -> None:
     """Frequencies (chi-square) and log-probabilities of one token against the distribution computed entry by entry.
 
-    deviations: where the statistic stands out; an engine that draws anew in every run needs more than one that has seeds.
+    deviations: at which the statistic fails; an engine without seeds, which samples anew in every run, needs more.
     """
     (prompt,) = prompts(directory, 1, longest=8, seed=3)
     sampling = SamplingParams(max_tokens=1, temperature=0.9, top_k=top_k, top_p=top_p)
@@ -128,7 +129,7 @@ async def check_truncated_sampling(
 
 
 def chi_square(counts: np.ndarray, expected: np.ndarray) -> float:
-    """How many standard deviations Pearson's statistic lies above its mean, rare tokens taken together as one cell."""
+    """Standard deviations by which Pearson's statistic lies above its mean, with rare tokens merged into one cell."""
     often = expected >= 5
     counts = np.append(counts[often], counts[~often].sum())
     expected = np.append(expected[often], expected[~often].sum())
@@ -139,8 +140,8 @@ def chi_square(counts: np.ndarray, expected: np.ndarray) -> float:
 
 
 async def check_weights_swapped_in_flight(engine: Engine, directory: Path, trainer: Any, after: Path) -> None:
-    """Each token has one true version: those before the swap have the old policy's log-probability, those after the new
-    one's in a full forward over everything before them. Nothing fails or is cut. `trainer` holds the model in `after`."""
+    """Each token has one true version: tokens before the swap have the old policy's log-probability, those after it the new
+    policy's in a full forward over everything before them. No request fails or is cut. `trainer` has the model in `after`."""
     before = engine.version
     staged = await asyncio.to_thread(engine.stage, trainer)
     count = min(engine.concurrency - 1, 8)
@@ -202,7 +203,7 @@ def slot_request(slot: int, prompt: int, most: int = 20, generated: int = 0, see
 
 
 def to_the_end(sampler: Sampler, requests: list[SlotRequest], steps: int = 7) -> dict[int, tuple[list[int], list[float]]]:
-    """What each slot says until all have finished."""
+    """The tokens of each slot until all have finished."""
     sampler.fill(requests)
     said: dict[int, tuple[list[int], list[float]]] = {request.slot: ([], []) for request in requests}
     live = set(said)

@@ -1,8 +1,8 @@
-"""Swaps the weights of every family of models by our weight transfer, in vLLM's own engine, one after the other.
+"""Swaps the weights of every model family through our weight transfer, in vLLM's own engine, one after the other.
 
     python -m tests.engines.families [NAME...]   # prints a line of JSON for each
 
-A server over HTTP does the same in 20 s a family.
+A server over HTTP does the same in 20 s per family.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ class Served:
         self.llm.reset_prefix_cache()
 
     def score(self, tokens: np.ndarray) -> np.ndarray:
-        """Log-probabilities of a prompt's tokens but the first."""
+        """Log-probabilities of a prompt's tokens except the first."""
         from vllm import SamplingParams
 
         sampling = SamplingParams(max_tokens=1, prompt_logprobs=0, detokenize=False)
@@ -117,7 +117,7 @@ class Served:
         return np.array([entry[int(t)].logprob for entry, t in zip(said.prompt_logprobs[1:], tokens[1:], strict=True)])
 
     def seen(self) -> np.ndarray:
-        """What the tower makes of an image."""
+        """The vision tower's features of an image."""
         import torch
         from vllm.config import set_current_vllm_config
         from vllm.forward_context import set_forward_context
@@ -188,7 +188,7 @@ def tried(name: str, scratch: Path) -> dict[str, Any]:
 
 
 def last_of_each_kind(tensors: dict[str, Any]) -> list[str]:
-    """One name of those that differ in numbers alone."""
+    """One name from each set that differs in numbers alone."""
     return list({"".join(c for c in name if not c.isdigit()): name for name in sorted(tensors)}.values())
 
 

@@ -1,4 +1,4 @@
-"""The embedded engine over a sampler that only counts: scheduling, threads, cancellation, swaps and errors."""
+"""The embedded engine over a counting sampler: scheduling, threads, cancellation, swaps and errors."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def next_token(tokens: list[int], seed: int) -> int:
 
 
 def expected(request: Request, seed: int) -> list[int]:
-    """What the counting sampler says to a request that is alone."""
+    """The counting sampler's completion of a request that runs alone."""
     tokens = request.tokens.tolist()
     while len(tokens) < len(request.tokens) + request.sampling.max_tokens:
         tokens.append(next_token(tokens, seed))
@@ -122,7 +122,7 @@ def with_engine(sampler: Counting, body: Callable[[EmbeddedEngine], Coroutine[An
 
 
 async def begun(sampler: Counting) -> None:
-    """Returns when a decode has begun that was not waited for yet."""
+    """Returns when another decode has begun."""
     await asyncio.to_thread(sampler.begun.acquire)
 
 

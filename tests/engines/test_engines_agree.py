@@ -1,4 +1,5 @@
-"""One truth for every token: what an engine says of the tokens it drew, the trainer says too. For all four pairs."""
+"""One truth for every token: the trainer computes the log-probabilities that an engine reports for its samples. For all four
+pairs."""
 
 from __future__ import annotations
 

@@ -71,7 +71,8 @@ def test_attempts_at_one_prompt_say_together_what_each_says_alone(trainer: Train
 
 
 def test_tokens_of_one_completion_are_drawn_independently(trainer: Trainer) -> None:
-    """The tiny model finds all tokens nearly as likely as each other: one number for all draws would give one token for all."""
+    """The tiny model finds all tokens nearly equally likely: one random number for all positions would sample one token for
+    all."""
     sampler = trainer.sampler(SLOTS, CONTEXT)
     sampler.load(trainer.snapshot())
     for tokens, _ in to_the_end(sampler, [slot_request(slot, 3, 200, seed=slot) for slot in range(4)]).values():
@@ -130,13 +131,13 @@ def whole_sampler(trainer: Trainer) -> Sampler:
 
 @pytest.fixture
 def sampler(whole_sampler: Sampler, trainer: Trainer) -> Sampler:
-    """One for all tests, as it compiles; what the last one left in it is forgotten."""
+    """One sampler for all tests, as it compiles; each test starts with empty slots."""
     whole_sampler.load(trainer.snapshot())
     return whole_sampler
 
 
 def test_a_completion_depends_neither_on_its_slot_nor_on_what_else_runs(sampler: Sampler) -> None:
-    """Alone (in few rows), among fifteen others, in another slot, and after JAX's ring has gone round."""
+    """Alone (in few rows), among fifteen others, in another slot, and after JAX's ring buffer has wrapped around."""
     mine = {"prompt": 30, "most": 40, "seed": 2**40 + 5}
     tokens, logprobs = to_the_end(sampler, [slot_request(3, **mine)])[3]
     others = [slot_request(slot, 5 + 20 * slot, 10 + slot, seed=slot) for slot in range(SLOTS) if slot != 9]
@@ -148,7 +149,7 @@ def test_a_completion_depends_neither_on_its_slot_nor_on_what_else_runs(sampler:
 
 
 def test_slots_filled_while_others_run_say_what_they_would_say_alone(sampler: Sampler, trainer: Trainer) -> None:
-    """Continuous batching, step by step: rows move into the gaps of those that finish, new ones come in behind."""
+    """Continuous batching, step by step: rows move into the gaps of those that finish, and new ones follow."""
     rng = np.random.default_rng(0)
     shapes = rng.integers(1, 60, (40, 2)).tolist()
     requests = [slot_request(0, prompt, most, seed=i) for i, (prompt, most) in enumerate(shapes)]
@@ -176,7 +177,7 @@ def test_slots_filled_while_others_run_say_what_they_would_say_alone(sampler: Sa
 
 
 def test_going_on_from_what_was_generated_draws_what_would_have_come(sampler: Sampler, trainer: Trainer) -> None:
-    """What a swap of weights does: the same weights again change nothing."""
+    """A swap of weights refills slots: with the same weights nothing changes."""
     whole = slot_request(0, 150, 30, seed=4)
     tokens, logprobs = to_the_end(sampler, [whole])[0]
     so_far = np.concatenate([whole.tokens, np.array(tokens[:11], np.int32)])

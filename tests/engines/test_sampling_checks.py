@@ -1,4 +1,4 @@
-"""Training samples from the distribution that the trainer computes, or is refused by the name of what changes it."""
+"""Training samples from the distribution that the trainer computes; a setting that changes it is refused by name."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ def reward(task: Task, text: str) -> float:
 
 @dataclass(frozen=True)
 class Own(Workflow):
-    """A user's."""
+    """A user's workflow."""
 
     sampling: SamplingParams = field(default_factory=SamplingParams)
 
 
 class Without(Workflow):
-    """One that says nothing of sampling."""
+    """A workflow without sampling settings."""
 
 
 WORKFLOWS: dict[str, Callable[[SamplingParams], Any]] = {

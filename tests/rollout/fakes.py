@@ -1,4 +1,4 @@
-"""An engine and workflows whose every step a test decides. (Those of areal_x.simulation take time by a model.)"""
+"""An engine and workflows whose every step a test decides. (Those of areal_x.simulation take simulated time.)"""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ TASKS = [Task(f"task {i}", f"{i}+{i}=") for i in range(50)]
 
 
 async def until(condition):
-    """Lets the loop turn until something holds; the test's own time limit is the only clock."""
+    """Runs the loop until a condition holds; the test's own time limit is the only clock."""
     while not condition():
         await asyncio.sleep(0)
 
 
 class FakeEngine(Engine):
-    """Answers at once, or (held) when the test says so. What it answers depends on the request's seed alone."""
+    """Answers at once, or (held) when the test opens its gate. The answer depends on the request's seed alone."""
 
     def __init__(self, concurrency=8, context=64, held=False):
         self.concurrency, self.context, self.version = concurrency, context, -1
@@ -83,7 +83,7 @@ class Plain(Workflow):
 
 @dataclass(frozen=True)
 class Doing(Workflow):
-    """Whatever a function (task, engine) does."""
+    """Runs a function (task, engine)."""
 
     function: object
 

@@ -13,7 +13,7 @@ from tests.rollout.fakes import until
 
 
 class Together:
-    """An engine that notes each wave and answers when the test says so."""
+    """An engine that records each wave and answers when the test says so."""
 
     def __init__(self) -> None:
         self.waves: list[list[int]] = []

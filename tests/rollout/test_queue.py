@@ -1,4 +1,4 @@
-"""The bound of the queue's docstring against every order of events that hypothesis can think of."""
+"""The bound in the queue's docstring, against every order of events that hypothesis generates."""
 
 import pytest
 from hypothesis import given, settings
@@ -12,7 +12,7 @@ TASK = Task("t", "p")
 
 
 class Driver:
-    """A queue, and the bookkeeping of what went in and came out, kept apart from the queue's own."""
+    """A queue, with separate bookkeeping of what went in and came out."""
 
     def __init__(self, groups_per_step, max_staleness, window, version=0, next_ticket=0, pending=(), finished=None, order=()):
         self.queue = TrajectoryQueue(groups_per_step, max_staleness, window)
@@ -62,7 +62,7 @@ class Driver:
         self.queue.published(self.out)
 
     def moves(self):
-        """Everything that could happen next."""
+        """All possible next events."""
         moves = [(self.finish, (t,)) for t in self.unfinished] + [(self.drop, (t,)) for t in self.unfinished]
         if self.queue.free > 0:
             moves.append((self.admit, ()))

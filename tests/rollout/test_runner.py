@@ -23,7 +23,7 @@ def make(engine, workflow=None, *, groups_per_step=2, max_staleness=1, window=2,
 
 
 def drive(test):
-    """Runs `test(engine → runner)` on a loop, with the runner's task beside it, and ends that."""
+    """Runs `test(engine → runner)` on a loop, with the runner's task beside it, and ends the task."""
 
     async def run():
         running = []
@@ -397,7 +397,7 @@ def test_errors_that_are_not_the_episodes_end_the_run_and_every_episode(error):
 
 
 def outcome_of(raised, **row):
-    """What becomes of an episode whose workflow raises this, or returns it."""
+    """The outcome of an episode whose workflow raises this, or returns it."""
 
     async def run(task, engine):
         if isinstance(raised, BaseException):

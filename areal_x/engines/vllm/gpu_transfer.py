@@ -39,6 +39,10 @@ from areal_x.runtime.waits import waiting
 if TYPE_CHECKING:
     from areal_x.engines.vllm.config import VLLMConfig
 
+EXPERIMENTAL = (
+    "vllm.transport = {transport!r} is experimental: it has not run on GPUs (docs/torch.md lists what"
+    " was tested)"
+)
 # vLLM's weight-transfer backend for each vllm.transport
 TRANSPORTS = {"files": BACKEND, "nccl": "nccl", "handles": "ipc"}
 Explain = Callable[[int, Coroutine[Any, Any, None]], Coroutine[Any, Any, None]]

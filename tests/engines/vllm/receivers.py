@@ -63,13 +63,13 @@ def without_gpu(replace: Replace) -> None:
 
 
 def digest(x: torch.Tensor) -> list[Any]:
-    """What tells one tensor from another."""
+    """A fingerprint of a tensor."""
     data = x.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
     return [str(x.dtype), list(x.shape), hashlib.sha256(data).hexdigest()]
 
 
 class Model(nn.Module):
-    """Takes what it is given to load."""
+    """Records the tensors that it is given to load."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -80,7 +80,7 @@ class Model(nn.Module):
 
 
 class Server:
-    """One server with some workers. calls: method, path and body of what was asked, in order. refused: a path that fails."""
+    """One server with some workers. calls: method, path and body of each request, in order. refused: a path that fails."""
 
     def __init__(self, workers: int) -> None:
         self.workers = workers

@@ -1,4 +1,4 @@
-"""How the limit on a server's requests follows what its cache holds, on made-up servers."""
+"""The limit on a server's requests follows the capacity of its cache, on simulated servers."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ MOST = 64
 
 @dataclass
 class Cache:
-    """A server whose cache holds `fits` requests, and that preempts those above. A request ends after `turns` looks; as many as
-    the limit allows are always there."""
+    """A server whose cache has room for `fits` requests, and that preempts those above. A request ends after `turns`
+    heartbeats; as many as the limit allows are always in flight."""
 
     fits: int
     turns: int = 4

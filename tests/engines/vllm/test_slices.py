@@ -1,4 +1,4 @@
-"""Completions drawn in slices, and whether servers say the same."""
+"""Completions generated in slices, and whether servers agree on the probe prompt."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from areal_x.protocols.engine import Completion
 
 @given(st.integers(1, 60), st.integers(0, 20), st.none() | st.integers(0, 59), st.booleans())
 def test_slices_give_what_one_request_gives(most: int, slice_tokens: int, stop: int | None, experts: bool) -> None:
-    """stop: the place of a stop token among the tokens that the model would draw."""
+    """stop: the position of a stop token among the tokens that the model would sample."""
     count = most if stop is None or stop >= most else stop + 1
     prompt, drawn = np.arange(5, dtype=np.int32), np.arange(100, 160, dtype=np.int32)
     chosen = np.random.default_rng(0).integers(0, 8, (5 + 60, 2, 3)).astype(np.int16)  # of the tokens as they are drawn

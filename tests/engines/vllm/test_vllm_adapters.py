@@ -1,4 +1,4 @@
-"""Which versions of an adapter are held, and what a server is started with for them. No server."""
+"""The versions of an adapter that servers hold, and the arguments of a server for them. No server."""
 
 from __future__ import annotations
 

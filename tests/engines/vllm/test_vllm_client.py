@@ -1,4 +1,4 @@
-"""What is made of a server's answers, without a server."""
+"""Parsing a server's responses, without a server."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_a_request_that_the_server_failed_is_an_error() -> None:
 
 
 def encoded(array: np.ndarray) -> str:
-    """As vLLM sends arrays."""
+    """An array in vLLM's encoding."""
     with io.BytesIO() as file:
         np.save(file, array, allow_pickle=False)
         return base64.b64encode(file.getvalue()).decode("ascii")
@@ -119,7 +119,8 @@ def test_a_servers_words_are_found_in_each_form_of_its_errors(text: str, words: 
 
 
 def talk(answers: list[bytes], talk_to: Any) -> tuple[Any, int]:
-    """What `talk_to(client)` gives or raises, and how many connections a server saw that answers each with the next bytes."""
+    """Returns or raises the result of `talk_to(client)`, and the number of connections that a server saw which answers each
+    with the next bytes."""
     connections = 0
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

@@ -137,7 +137,7 @@ def test_swaps_under_64_requests_lose_no_token_and_each_token_has_its_true_versi
 
 
 async def until_generating(engine: VLLMEngine, tokens: int) -> None:
-    """Returns when a request that came after those in flight has got its tokens: then those have got about as many."""
+    """Returns when a later request has got its tokens: those in flight before it then have about as many."""
     await engine.generate(Request(PROMPT, SamplingParams(max_tokens=tokens)))
 
 
@@ -163,7 +163,7 @@ def given_url(vllm_engine: VLLMEngine, run: Run) -> Any:
 
     async def give_back() -> None:
         client = VLLMClient(server.url, server.key)
-        await client.init_weight_transfer({"staging_root": str(vllm_engine._staging.root)})
+        await client.init_weight_transfer({"staging_root": str(vllm_engine.publisher.staging.root)})
         await client.close()
 
     run(give_back())

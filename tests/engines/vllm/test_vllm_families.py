@@ -1,4 +1,4 @@
-"""Every family of models that the backends promise goes through a swap in vLLM, with a head of its own and a tied one."""
+"""Every model family that the backends support goes through a swap in vLLM, with an untied and a tied head."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ STAND_IN = ROOT / "tests" / "engines" / "vllm" / "torchvision_stand_in"
 
 @pytest.fixture(scope="module")
 def reports(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
-    """By family, from one process, which goes on to the next while a test compares."""
+    """Reports by family, from one process, which continues with the next family while a test compares."""
     pytest.importorskip("vllm")
     pytest.importorskip("torch")
     path = [str(STAND_IN)] if find_spec("torchvision") is None else []
@@ -45,7 +45,7 @@ def reports(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]
 
 
 class Reports(dict[str, Any]):
-    """Reads lines until one is of the family that is asked for."""
+    """Reads lines until one belongs to the requested family."""
 
     def __init__(self, process: subprocess.Popen[str], log: Path) -> None:
         super().__init__()
@@ -96,7 +96,7 @@ NAMES = [name for name in MODELS | MORE | SEEING if not name.endswith(("-window"
 
 @pytest.mark.parametrize("backend", ["jax", "torch"])
 def test_what_a_trainer_publishes_has_the_names_and_shapes_of_the_models_files(backend: str, tmp_path: Path) -> None:
-    """So that a head is among them where it is the model's own, and only there."""
+    """A head is among the tensors exactly if the model has an untied one."""
     pytest.importorskip(f"areal_x_{backend}")
     pytest.importorskip("torch")
     heads = set()

@@ -1,4 +1,4 @@
-"""Who gets into a server of a run: nobody without the key, from another site's page or under another name, on any route."""
+"""Access to a run's server: none without the key, from another site's page or under another name, on any route."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def asked(server: Server, method: str, path: str, headers: dict[str, str]) -> tu
 
 
 def routes(server: Server) -> Iterator[tuple[str, str]]:
-    """All that the server has: by the list that it logs at its start, and by its own description."""
+    """All routes of the server: from the list that it logs at its start, and from its own description."""
     for path, methods in re.findall(r"Route: (\S+), Methods: ([A-Z, ]+)", server.log.read_text()):
         yield from ((method, path) for method in methods.split(", "))
     status, description = asked(server, "GET", "/openapi.json", {"Authorization": f"Bearer {server.key}"})

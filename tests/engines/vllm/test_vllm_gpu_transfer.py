@@ -1,4 +1,4 @@
-"""Weights that no file carries: what vLLM's own engines send and receive, without NCCL and CUDA."""
+"""Weights that no file carries: the bytes that vLLM's own engines send and receive, without NCCL and CUDA."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ ROOT = Path(__file__).parents[3]
 
 @dataclasses.dataclass
 class Torch:
-    """What a transport needs of a torch trainer."""
+    """The part of a torch trainer that a transport needs."""
 
     tensors: dict[str, Any]
     version: int = 0
@@ -102,7 +102,7 @@ def engine(
     from tests.engines.vllm.receivers import without_gpu
 
     class Library:
-        """NCCL's, with a unique id that says where to meet."""
+        """Stands in for NCCL's library, with a unique id that is the meeting place."""
 
         def ncclGetUniqueId(self) -> Any:
             with socket.create_server(("127.0.0.1", 0)) as free:
@@ -134,7 +134,7 @@ class FirstSwap:
 
 @pytest.fixture(scope="module")
 def first(engine: VLLMEngine, receivers: Receivers, tiny_model_dir: Path, run: Run, torch: Any) -> FirstSwap:
-    """After the servers have got version 7 of a torch trainer: what was done here, and asked of them, until then."""
+    """Runs after the servers received version 7 of a torch trainer: the engine, and the requests made until then."""
     from tests.engines.vllm.receivers import Communicator
 
     pytest.importorskip("areal_x_torch")
@@ -186,7 +186,7 @@ def test_later_weights_take_the_same_connection(first: FirstSwap, receivers: Rec
     from tests.engines.vllm.receivers import digest
 
     engine = first.engine
-    tensors = {m.name: torch.randn(m.shape).to(m.dtype) for m in engine._gpu_sender._source.metadata()}
+    tensors = {m.name: torch.randn(m.shape).to(m.dtype) for m in engine.publisher.gpu_sender._source.metadata()}
     run(engine.swap(engine.stage(Torch(tensors), 8)))
     for index, workers in enumerate((2, 1)):
         asked = receivers.ask(index)
@@ -204,11 +204,12 @@ def test_a_server_that_refuses_ends_the_swap_though_the_broadcast_waits_for_it_a
     from tests.engines.vllm.receivers import Communicator
 
     engine = first.engine
-    monkeypatch.setattr(engine._gpu_sender, "_broken", False)  # so that what this swap leaves does not concern the next test
+    # undone after this test, so that the failed swap does not affect the next one
+    monkeypatch.setattr(engine.publisher.gpu_sender, "_broken", False)
     monkeypatch.setattr(Communicator, "broadcast", lambda *of, **more: threading.Event().wait())
     monkeypatch.setattr(VLLMClient, "update_weights", refused_by_one(VLLMClient.update_weights, receivers.urls[0]))
     receivers.ask(0, "/refuse", path)
-    tensors = {m.name: torch.zeros(m.shape).to(m.dtype) for m in engine._gpu_sender._source.metadata()}
+    tensors = {m.name: torch.zeros(m.shape).to(m.dtype) for m in engine.publisher.gpu_sender._source.metadata()}
     with pytest.raises(EngineError, match=f"{receivers.urls[0]} answered {path} with 500: it was told to refuse"):
         run(engine.swap(engine.stage(Torch(tensors), 9)))
     assert engine.version != 9
@@ -231,7 +232,7 @@ def test_a_server_that_an_update_left_paused_is_not_taken_as_it_is(
 
 
 def refused_by_one(update_weights: Any, url: str) -> Any:
-    """The other server, which would wait for the broadcast for ever, is not asked."""
+    """The other server, which would wait for the broadcast forever, gets no request."""
 
     async def ask(client: VLLMClient, info: Any) -> None:
         if client.url == url:
@@ -265,7 +266,7 @@ def test_handles_go_to_the_server_as_what_vllm_unpickles_only_where_it_may(
     handle = {"the GPU": ("a handle", 3)}
 
     def chunks(iterator: Iterator[tuple[str, Any]], gpu_uuid: str, post_iter_func: Any, buffer_size_bytes: int) -> Any:
-        """A tensor in each; to share its memory needs a GPU."""
+        """One tensor per chunk; sharing its memory needs a GPU."""
         for name, x in iterator:
             yield PackedIpcChunk([name], [list(x.shape)], ["float32"], [x.nbytes], {gpu_uuid: handle["the GPU"]})
 

@@ -1,7 +1,7 @@
-"""Images beside the tokens of a request, and a real vLLM server that sees them: compared with the trainer's own forward pass.
+"""Images in requests to a real vLLM server of a vision-language model, compared with the trainer's own forward pass.
 
-The server's models that see need torchvision, whose builds on PyPI are for CUDA: where there is none, the tests with a server
-are left out.
+The server's vision models need torchvision, whose builds on PyPI are for CUDA: without one, the tests with a server are
+skipped.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def test_a_server_of_a_model_that_sees_takes_patches_as_they_are(model_dir_of, t
 
 @pytest.fixture(scope="module")
 def trainers(tmp_path_factory: pytest.TempPathFactory) -> list[Trainer]:
-    """Of two models."""
+    """Trainers of two models."""
     made = []
     for seed in (0, 1):
         directory = tmp_path_factory.mktemp("seeing")
@@ -102,7 +102,7 @@ def engine(trainers: list[Trainer], tmp_path_factory: pytest.TempPathFactory, ru
 
 
 def asked(trainer: Trainer, most: int) -> list[Request]:
-    """Four pictures, each asked of twice, and twice plain text."""
+    """Four pictures, each in two requests, and two requests of plain text."""
     tokenizer, how, made = load_tokenizer(trainer.directory), SamplingParams(max_tokens=most), []
     for task in pictures(4) * 2:
         images = read_prompt_images(tokenizer, task.prompt)
@@ -111,7 +111,7 @@ def asked(trainer: Trainer, most: int) -> list[Request]:
 
 
 def difference(trainer: Trainer, requests: list[Request], said: list[Completion], version: int) -> float:
-    """The largest between recorded log-probabilities of this version's tokens and the trainer's."""
+    """The largest difference between recorded log-probabilities of this version's tokens and the trainer's."""
     made = [
         Trajectory.from_completion(r.tokens, c.tokens, c.logprobs, c.versions, images=r.images)
         for r, c in zip(requests, said, strict=True)
@@ -125,7 +125,7 @@ def difference(trainer: Trainer, requests: list[Request], said: list[Completion]
 @pytest.mark.server
 @pytest.mark.xdist_group("vllm")
 def test_a_server_says_of_images_what_the_trainer_says_also_after_new_weights(engine, trainers, run: Run) -> None:
-    """What its tower said of an image under old weights is said anew."""
+    """The features that its vision tower computed under old weights are recomputed."""
 
     async def all_of(requests: list[Request]) -> list[Completion]:
         return list(await asyncio.gather(*map(engine.generate, requests)))

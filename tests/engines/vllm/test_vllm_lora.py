@@ -60,7 +60,8 @@ def engine(tiny_model_dir: Path, tmp_path_factory: pytest.TempPathFactory, run: 
 
 @pytest.fixture(scope="module", params=["jax", "torch"])
 def trainer(request: pytest.FixtureRequest, engine: VLLMEngine, tiny_model_dir: Path) -> Trainer:
-    """Of each backend in turn, whose versions go on where the last one's ended: the server knows them by their numbers."""
+    """A trainer of each backend in turn, whose versions continue after the last one's: the server knows them by their
+    numbers."""
     pytest.importorskip(request.param)
     optimizer = OptimizerConfig(learning_rate=2e-2)
     config = TrainerConfig(model=ModelConfig(str(tiny_model_dir)), optimizer=optimizer, lora=LORA, micro_batch_rows=4)

@@ -1,4 +1,5 @@
-"""A reference or a teacher behind a URL: it says what a trainer of the same model says, and asks for no more than it must."""
+"""A reference or teacher behind a URL computes the same numbers as a trainer of the same model, and sends no more requests than
+it must."""
 
 from __future__ import annotations
 
@@ -54,7 +55,7 @@ def trainer(tiny_model_dir: Path) -> Trainer:
 
 @pytest.fixture
 def served(vllm_engine: VLLMEngine) -> tuple[str, str]:
-    """Address and key of the shared server, which holds the tiny model."""
+    """Address and key of the shared server, which serves the tiny model."""
     (server,) = vllm_engine._servers
     return server.url, server.key
 

@@ -1,4 +1,4 @@
-"""Server processes: how they are started, what is said when they die, and that none outlives its run."""
+"""Server processes: how they start, the error message when they die, and that none outlives its run."""
 
 from __future__ import annotations
 

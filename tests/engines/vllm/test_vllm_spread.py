@@ -1,4 +1,4 @@
-"""What becomes of requests when servers are lost, with servers that do as they are told."""
+"""Requests survive the loss of servers: with scripted servers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from areal_x.engines.vllm import engine, fleet
+from areal_x.engines.vllm import fleet, publisher
 from areal_x.engines.vllm.config import VLLMConfig
 from areal_x.engines.vllm.engine import VLLMEngine
 from areal_x.engines.vllm.failures import ServerFailed, ServerLost
@@ -473,11 +473,11 @@ def test_servers_join_and_leave_while_requests_are_in_flight(trying: Callable[..
 def test_a_full_file_system_is_waited_for(
     trying: Callable[..., list[str]], tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(engine, "FULL_SECONDS", 0.001)
+    monkeypatch.setattr(publisher, "FULL_SECONDS", 0.001)
 
     async def attempt(engine: VLLMEngine, told: list[Told]) -> None:
         full = 3
-        stage = engine._staging.stage
+        stage = engine.publisher.staging.stage
 
         def refusing(*arguments: Any) -> StagedFiles:
             nonlocal full
@@ -486,7 +486,7 @@ def test_a_full_file_system_is_waited_for(
                 raise NoRoom("no room to stage the weights")
             return stage(*arguments)
 
-        monkeypatch.setattr(engine._staging, "stage", refusing)
+        monkeypatch.setattr(engine.publisher.staging, "stage", refusing)
         with pytest.raises(NoRoom):  # the first version, which nothing says will ever fit
             await publish(engine, tiny_model_dir, 1)
         full = 0

@@ -1,4 +1,4 @@
-"""The ways of weights to servers: what is refused, and how servers are started for each."""
+"""The transports of weights to servers: which settings are refused, and how servers are started for each."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What watches over the servers of the other tests: it sees a lost server and an engine that died, and nothing else."""
+"""The watch over the servers of other tests sees a lost server and an engine that died, and nothing else."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""What real servers did that no test asked for: a fleet heals, so a server that dies would go unnoticed.
+"""Failures of real servers that no test asked for: a fleet heals, so a server that dies would go unnoticed.
 
 Every loss that a fleet reports and every traceback in a server's log fails the test in which it came, unless the test declares
-it: `@pytest.mark.loses(*patterns)` of the reports, `@pytest.mark.log_errors(*patterns)` of the tracebacks' last lines. Each
-pattern must be met by at least one.
+it: `@pytest.mark.loses(*patterns)` for the reports, `@pytest.mark.log_errors(*patterns)` for the tracebacks' last lines. Each
+pattern must match at least one.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ LOGS = "vllm-*.log"  # as a run names them
 
 
 class Watch:
-    """Since the last look: losses reported by fleets, and what servers wrote."""
+    """Losses that fleets reported, and errors in servers' logs, since the last check."""
 
     def __init__(self) -> None:
         self.losses: list[str] = []
@@ -47,7 +47,8 @@ class Watch:
 
 
 def tracebacks(log: str) -> Iterator[str]:
-    """The error that each traceback in servers' log ends with. A server that was told to end may say that its engine died."""
+    """Yields the error that each traceback in a server's log ends with. A server that is being stopped may log that its engine
+    died."""
     inside = ending = False
     for line in (servers.PREFIX.sub("", line).rstrip() for line in log.splitlines()):
         ending = line.startswith(SHUTDOWN) or (ending and BEGIN not in line)

@@ -1,0 +1,165 @@
+"""The dispatcher sends each request to a server, and to another one if that is lost.
+
+Every request that entered is answered, whichever servers are lost meanwhile: the tokens that a lost
+server was generating are generated again elsewhere.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import time
+from functools import partial
+from typing import Any
+
+import numpy as np
+from jaxtyping import Int32
+
+from areal_x.engines.vllm.client import MODEL
+from areal_x.engines.vllm.config import VLLMConfig
+from areal_x.engines.vllm.failures import ServerFailed, ServerLost, ServerRestarted
+from areal_x.engines.vllm.routing import Prefixes
+from areal_x.engines.vllm.supervisor import Supervisor
+from areal_x.protocols.engine import Completion, EngineError, SamplingParams
+from areal_x.runtime.waits import waiting, whose
+
+ATTEMPTS = 10  # per request: if ten servers in a row fail at it, the fault is not theirs
+# Share of vllm.concurrency by which the load of a server that has the prompt's prefix in cache may
+# exceed the least load.
+SLACK = 1 / 8
+
+
+class Dispatcher:
+    """Places requests on the supervisor's servers.
+
+    experts: completions contain the experts of each token.
+    """
+
+    def __init__(self, config: VLLMConfig, supervisor: Supervisor, experts: bool) -> None:
+        self.prefixes = Prefixes()
+        self._config = config
+        self._supervisor = supervisor
+        self._fleet = supervisor.fleet
+        self._experts = experts
+        self._requests = itertools.count()
+        self._changed = asyncio.Event()
+
+    def notify(self) -> None:
+        """Wakes everything that waits for a change of the fleet."""
+        self._changed.set()
+
+    async def change(self) -> None:
+        """Waits until the fleet, or what it serves, may have changed."""
+        self._changed.clear()
+        await self._changed.wait()
+
+    async def generate(
+        self,
+        tokens: Int32[np.ndarray, " P"],
+        sampling: SamplingParams,
+        model: str,
+        stop: tuple[str, ...],
+        features: dict[str, Any] | None,
+    ) -> Completion:
+        """Generates on any server; another one starts over if that server is lost."""
+        request = next(self._requests)
+        self._fleet.enter(request)
+        try:
+            for attempt in itertools.count(1):
+                server = await self._place(request, tokens)
+                if server not in self._fleet.members:  # it left before this could go on
+                    continue
+                least = self._fleet.members[server].version
+                replica = self._supervisor.replicas[server]
+                call = replica.client.generate(
+                    tokens,
+                    sampling,
+                    model=model,
+                    experts=self._experts,
+                    stop=stop,
+                    features=features,
+                )
+                try:
+                    completion = await self._supervisor.unless_lost(
+                        call, partial(self._is_at, request, server)
+                    )
+                    if (
+                        model == MODEL
+                        and least is not None
+                        and completion.versions.min(initial=least) < least
+                    ):
+                        raise ServerRestarted(
+                            f"{server} generated with version {completion.versions.min()}, but was"
+                            f" given version {least}"
+                        )
+                    if completion.finish_reason != "abort" and self._fleet.answered(
+                        request, server, time.monotonic()
+                    ):
+                        self.prefixes.remember(np.concatenate([tokens, completion.tokens]), server)
+                        self.notify()
+                        return completion
+                    error: EngineError = ServerLost(f"{server} aborted a request that was wanted")
+                except (ServerLost, ServerFailed) as raised:
+                    error = raised
+                except EngineError as raised:
+                    raise replica.explained(raised) from raised
+                self._failed(request, server, error, attempt)
+            raise AssertionError("unreachable")
+        finally:
+            self._fleet.withdraw(request)
+            self.notify()
+
+    def _failed(self, request: int, server: str, error: EngineError, attempt: int) -> None:
+        """Raises EngineError if another attempt would not help."""
+        replica = self._supervisor.replicas.get(server)
+        if self._config.transport != "files" and replica is not None:
+            lost = (
+                f"{replica.explained(error)}; with vllm.transport = {self._config.transport!r} no"
+                " server is restarted"
+            )
+            raise EngineError(lost) from error
+        if attempt == ATTEMPTS:
+            raise EngineError(
+                f"{ATTEMPTS} servers in a row failed at one request, the last with: {error}"
+            ) from error
+        if isinstance(error, ServerRestarted) and self._is_at(request, server):
+            self._fleet.lost(server, f"{error}", time.monotonic())
+        died = replica.cause_of_death() if replica is not None else None
+        if died and self._is_at(request, server):
+            self._fleet.lost(server, died, time.monotonic())
+        self._fleet.failed(request, server, f"{error}", time.monotonic())
+        self._supervisor.settle()
+        self._supervisor.wake()
+
+    async def _place(self, request: int, tokens: Int32[np.ndarray, " P"]) -> str:
+        """Returns the server that the request is placed on, as soon as one takes it."""
+        slack = int(self._config.concurrency * SLACK)
+        while True:
+            cached = self.prefixes.cached(tokens, self._fleet.serving())
+            server = self._fleet.route(request, cached, slack, time.monotonic())
+            if server is not None:
+                self.prefixes.remember(tokens, server)
+                return server
+            if why := self._fleet.why_hopeless():
+                raise EngineError(why)
+            since = self._fleet.none_since
+            if since is not None and time.monotonic() - since > self._config.wait_seconds:
+                reasons = "; ".join(
+                    f"{name}: {m.reason or m.state.value}"
+                    for name, m in self._fleet.members.items()
+                )
+                waited = f"no vLLM server was ready for {self._config.wait_seconds:g} s"
+                raise EngineError(
+                    f"{waited} ({reasons}): raise vllm.wait_seconds if they need longer"
+                )
+            with waiting(whose(), "a vLLM server to take its request", self._states):
+                await self.change()
+
+    def _states(self) -> str:
+        members = self._fleet.members.copy().items()
+        return "; ".join(
+            f"{name}: {m.state.value}{f', {m.reason}' if m.reason else ''}" for name, m in members
+        )
+
+    def _is_at(self, request: int, server: str) -> bool:
+        return self._fleet.placed.get(request) == server

@@ -1,0 +1,293 @@
+"""The publisher moves weights from the trainer to the servers: it stages them while generation goes
+on, and swaps them in.
+
+    stage (trainer's thread)            swap (event loop)
+    ──────────────────────────────────────────────────────────────────────────────
+    files      write to a folder        each server: pause, load, resume
+    adapters   write to a folder        each server: load under a new name, no pause
+    GPU        nothing                  all servers: pause, receive from the GPU, resume
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import shutil
+import time
+from collections.abc import Callable, Coroutine
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+from jaxtyping import Float32, Int32
+
+from areal_x.engines.vllm import adapters
+from areal_x.engines.vllm.adapters import AdapterVersions
+from areal_x.engines.vllm.client import MODEL
+from areal_x.engines.vllm.config import VLLMConfig
+from areal_x.engines.vllm.dispatcher import Dispatcher
+from areal_x.engines.vllm.failures import ServerLost, ServerTorn
+from areal_x.engines.vllm.gpu_transfer import GPUSender, TrainerWeights
+from areal_x.engines.vllm.probe import trainer_logp
+from areal_x.engines.vllm.replica import Replica
+from areal_x.engines.vllm.staging import NoRoom, StagedFiles, Staging, default_parent
+from areal_x.engines.vllm.supervisor import Supervisor
+from areal_x.hf import adapters as adapter_files
+from areal_x.protocols.engine import EngineError
+from areal_x.protocols.trainer import Scorer
+from areal_x.protocols.trainer_config import LoRAConfig
+from areal_x.runtime import timeline
+from areal_x.runtime.loop import together
+from areal_x.runtime.waits import waiting, whose
+
+T = TypeVar("T")
+FULL_SECONDS = 1.0  # between two attempts to stage on a full file system
+
+
+class Publisher:
+    """Stages weights and swaps them into the supervisor's servers.
+
+    model: the served model's directory. scorer: computes the reference log-probabilities of the
+    probe prompt when weights are staged; None for none. published: called with each version as soon
+    as it is current.
+    """
+
+    def __init__(
+        self,
+        config: VLLMConfig,
+        model: Path,
+        supervisor: Supervisor,
+        dispatcher: Dispatcher,
+        *,
+        probe_prompt: Callable[[], Int32[np.ndarray, " T"]],
+        lora: LoRAConfig | None,
+        scorer: Scorer | None,
+        report: Callable[[str], None],
+        published: Callable[[int], None],
+    ) -> None:
+        self.versions = AdapterVersions()
+        self.staging: Staging | None = None
+        self.current: StagedFiles | None = None  # what a server that returns must load
+        self.gpu_sender: GPUSender | None = None  # for transports other than files
+        self.workers: dict[str, int] = {}  # of each server, for transports other than files
+        self._config = config
+        self._model = model
+        self._supervisor = supervisor
+        self._fleet = supervisor.fleet
+        self._dispatcher = dispatcher
+        self._probe_prompt = probe_prompt
+        self._lora = lora
+        self._scorer = scorer
+        self._report = report
+        self._published = published
+        self._version = 0
+
+    # ---- start and end
+
+    def open(self) -> Path:
+        """Creates the staging folder and returns it."""
+        parent = Path(self._config.staging).resolve() if self._config.staging else default_parent()
+        self.staging = Staging(parent)
+        return self.staging.root
+
+    def open_gpu_sender(self) -> None:
+        """Prepares a transport other than files, once all servers are up."""
+        replicas = self._supervisor.replicas
+        self.gpu_sender = GPUSender(
+            self._config,
+            clients=[replica.client for replica in replicas.values()],
+            sizes=[self.workers[name] for name in replicas],
+            explain=self._explain,
+        )
+
+    async def close(self) -> None:
+        """Ends the sending of weights; staged files stay until `remove_files`."""
+        if self.gpu_sender is not None:
+            with waiting(whose(), "the sending of weights to end"):
+                await asyncio.to_thread(self.gpu_sender.close)
+            self.gpu_sender = None
+
+    def remove_files(self) -> None:
+        if self.staging is not None:
+            self.staging.close()
+            self.staging = None
+
+    # ---- staging, on the trainer's thread
+
+    def stage(self, trainer: Any, version: int) -> StagedFiles | TrainerWeights:
+        assert self.staging is not None, "stage() needs an engine that was started"
+        if self.gpu_sender is not None:
+            return self.gpu_sender.stage(trainer, version)
+        if self._lora is not None:
+            write = partial(adapter_files.write, config=self._lora, base=self._model)
+            staged = self.with_room(
+                lambda staging: staging.stage(trainer.adapter(), version, write)
+            )
+        else:
+            staged = self.with_room(lambda staging: staging.stage(trainer.weights(), version))
+        if self._scorer is None:
+            return staged
+        return replace(staged, probe_logp=trainer_logp(self._scorer, self._probe_prompt()))
+
+    def with_room(self, stage: Callable[[Staging], StagedFiles]) -> StagedFiles:
+        """Stages weights; if the file system is full although an earlier version had room, retries,
+        first without the version that is kept for servers that return (these then wait for the next
+        one)."""
+        began = time.monotonic()
+        for attempt in itertools.count():
+            assert self.staging is not None
+            try:
+                return stage(self.staging)
+            except NoRoom as error:
+                if self.current is None or time.monotonic() - began > self._config.wait_seconds:
+                    raise
+                if attempt == 0 and self._lora is None:
+                    self.staging.keep(None)
+                    continue
+                if attempt <= 1:
+                    self._report(
+                        f"{error}; staging is tried again for {self._config.wait_seconds:g} s"
+                    )
+                with waiting("the trainer", "room to stage weights", f"{error}"):
+                    time.sleep(FULL_SECONDS)
+        raise AssertionError("unreachable")
+
+    # ---- swapping, on the event loop
+
+    async def swap(self, staged: StagedFiles | TrainerWeights) -> float:
+        assert self.staging is not None, "swap() needs an engine that was started"
+        if isinstance(staged, TrainerWeights):
+            return await self._send(staged)
+        await self._supervisor.pause_comparing()
+        previous, self.current = self.current, staged
+        self._supervisor.expect(staged.version, staged.probe_logp)
+        names = self._fleet.begin(staged.version)
+        if self._config.rolling:
+            outcomes = [await self._update(name, staged) for name in names]
+        else:
+            outcomes = await together(self._update(name, staged) for name in names)
+        errors = {
+            name: x for name, x in zip(names, outcomes, strict=True) if isinstance(x, EngineError)
+        }
+        pauses = [x for x in outcomes if not isinstance(x, EngineError)]
+        if (
+            errors
+            and not pauses
+            and not any(isinstance(error, ServerLost) for error in errors.values())
+        ):
+            self.current = previous
+            self._supervisor.expect(
+                self._version, None if previous is None else previous.probe_logp
+            )
+            for name, error in errors.items():
+                if isinstance(error, ServerTorn):
+                    self._fleet.lost(name, f"{error}", time.monotonic())
+            self._fleet.refused(time.monotonic())
+            self._supervisor.settle()
+            raise next(iter(errors.values()))
+        for name, error in errors.items():
+            self._fleet.lost(name, f"{error}", time.monotonic())
+        self._set_version(staged.version)
+        self._fleet.published(time.monotonic())
+        self._supervisor.settle()
+        if self._lora is not None:
+            await self._unload_adapters(self.versions.publish(staged))
+        else:
+            self.staging.keep(staged)
+        self._supervisor.compare()
+        return max(pauses, default=0.0)
+
+    async def _update(self, name: str, staged: StagedFiles) -> float | EngineError:
+        """Returns the seconds that the server was paused, or why it does not have the version."""
+        replica = self._supervisor.replicas.get(name)
+        if replica is None:
+            return ServerLost(f"{name} left during the swap")
+        call = replica.load(staged) if self._lora is None else self._load_adapter(replica, staged)
+        try:
+            paused = await self._supervisor.unless_lost(call, lambda: name in self._fleet.serving())
+        except EngineError as error:
+            return replica.explained(error)
+        if paused:
+            ended = time.perf_counter()
+            timeline.add("pause", ended - paused, ended, version=staged.version, server=name)
+        self._dispatcher.prefixes.forget(name)
+        self._fleet.updated(name, time.monotonic())
+        return paused
+
+    async def _load_adapter(self, replica: Replica, staged: StagedFiles) -> float:
+        """Loads an adapter beside the versions that requests are on."""
+        await replica.client.load_adapter(adapters.name_of(staged.version), staged.folder)
+        return 0.0
+
+    async def _unload_adapters(self, unused: list[StagedFiles]) -> None:
+        for old in unused:
+            for name in self._fleet.serving():
+                if (replica := self._supervisor.replicas.get(name)) is None:
+                    continue  # it left while another server unloaded
+                # a server that was restarted meanwhile never had it
+                with contextlib.suppress(EngineError):
+                    await replica.client.unload_adapter(adapters.name_of(old.version))
+            shutil.rmtree(old.folder, ignore_errors=True)
+
+    async def _send(self, staged: TrainerWeights) -> float:
+        """Sends weights to all servers together, as a broadcast has one sender. After an error they
+        stay paused: they may have parts of two policies, and no token may come from that."""
+        assert self.gpu_sender is not None
+        await self.gpu_sender.connect(staged)
+        began = time.perf_counter()
+        clients = [replica.client for replica in self._supervisor.replicas.values()]
+        try:
+            await together(
+                self._explain(index, client.pause()) for index, client in enumerate(clients)
+            )
+        except BaseException:
+            for client in clients:
+                with contextlib.suppress(Exception):
+                    await client.resume()
+            raise
+        await self.gpu_sender.send(staged)
+        for name in self._fleet.begin(staged.version):
+            self._fleet.updated(name, time.monotonic())
+            self._dispatcher.prefixes.forget(name)
+        self._fleet.published(time.monotonic())
+        await together(
+            self._explain(index, client.resume()) for index, client in enumerate(clients)
+        )
+        self._set_version(staged.version)
+        ended = time.perf_counter()
+        timeline.add("pause", began, ended, version=staged.version)
+        return ended - began
+
+    def _set_version(self, version: int) -> None:
+        self._version = version
+        self._published(version)
+
+    async def _explain(self, index: int, call: Coroutine[Any, Any, T]) -> T:
+        try:
+            return await call
+        except EngineError as error:
+            raise list(self._supervisor.replicas.values())[index].explained(error) from error
+
+    # ---- servers that join or return
+
+    async def load_current(self, replica: Replica) -> bool:
+        """Loads the newest weights into a server; returns False if none were published."""
+        if self.current is None:
+            return False
+        if self._lora is not None:
+            await replica.sync_adapters([*self.versions.held(), self.current])
+        else:
+            with waiting(replica.name, "the next version to be staged"):
+                while not self.current.folder.exists():  # removed by `with_room`
+                    await self._dispatcher.change()
+            await replica.load(self.current)
+        return True
+
+    async def probe(self, replica: Replica) -> Float32[np.ndarray, " T"]:
+        """Returns a server's log-probabilities of the probe prompt under the newest weights."""
+        adapter = None if self._lora is None else self.current
+        model = MODEL if adapter is None else adapters.name_of(adapter.version)
+        return await replica.client.probe(model, self._probe_prompt().tolist())
