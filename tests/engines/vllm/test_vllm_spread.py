@@ -275,7 +275,7 @@ def test_requests_wait_while_no_server_is_ready_but_not_forever(trying: Callable
         told[1].dead = False
         assert len((await task).tokens) == 4
         told[1].dead = True
-        engine.config = VLLMConfig(urls=URLS, wait_seconds=0.05)
+        engine.dispatcher._config = VLLMConfig(urls=URLS, wait_seconds=0.05)
         with pytest.raises(EngineError, match=r"no vLLM server was ready for 0\.05 s .*no answer.* vllm\.wait_seconds"):
             await engine.generate(REQUEST)
 
@@ -413,7 +413,7 @@ def test_a_server_that_drifts_from_the_trainer_is_quarantined_after_a_swap(
     trying: Callable[..., list[str]], tiny_model_dir: Path, servers: int
 ) -> None:
     async def attempt(engine: VLLMEngine, told: list[Told]) -> None:
-        engine.scorer = says = Says()
+        engine.publisher._scorer = says = Says()
         for says.version in (1, 2):
             await publish(engine, tiny_model_dir, says.version)
             await until(lambda: engine.supervisor._consensus is not None and engine.supervisor._consensus[0] == says.version)
@@ -438,7 +438,7 @@ def test_a_server_that_comes_back_far_from_the_trainer_is_quarantined(
     trying: Callable[..., list[str]], tiny_model_dir: Path
 ) -> None:
     async def attempt(engine: VLLMEngine, told: list[Told]) -> None:
-        engine.scorer = says = Says()
+        engine.publisher._scorer = says = Says()
         says.version = 1
         await publish(engine, tiny_model_dir, 1)
         told[0].dead = True
@@ -460,7 +460,7 @@ def test_servers_join_and_leave_while_requests_are_in_flight(trying: Callable[..
         await engine.leave(URLS[0])
         assert [len(completion.tokens) for completion in await asyncio.gather(*tasks)] == [4, 4]
         assert len(told[2].served) == 2
-        with pytest.raises(UserError, match="no server at http://nowhere takes part"):
+        with pytest.raises(UserError, match="no server at http://nowhere is in use"):
             await engine.leave("http://nowhere")
         told[1].dead = True
         with pytest.raises(UserError, match="cannot join: no vLLM server answers"):
