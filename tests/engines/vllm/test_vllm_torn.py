@@ -87,7 +87,7 @@ def server(tied_model_dir: Path, tmp_path_factory: pytest.TempPathFactory, watch
 def engine(
     server: Owned, tied_model_dir: Path, tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[VLLMEngine]:
-    """Over the same server, as one that somebody else started, so that it is not started again when it is lost."""
+    """An engine over the same server, as an external one, so that it is not restarted when it is lost."""
     monkeypatch.setenv("VLLM_API_KEY", server.key)
     engine = VLLMEngine(VLLMConfig(urls=(server.url,), heartbeat_seconds=1.0), tied_model_dir, tmp_path)
     run(engine.start())
