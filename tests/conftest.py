@@ -41,9 +41,29 @@ def pytest_configure(config: pytest.Config) -> None:
 
 # The modules that take longest, so that no worker of pytest-xdist is left with one of them at the end.
 LONGEST_FIRST = (
-    "tests/torch/test_processes.py",
     "tests/engines/vllm/test_vllm_engine.py",
+    "tests/torch/test_processes.py",
     "tests/jax/test_processes.py",
+    "tests/test_random_runs.py",
+    "tests/test_recipes_run.py",
+    "tests/test_share_prompts.py",
+    "tests/test_experiment.py",
+    "tests/sandbox/test_pool.py",
+    "tests/jax/test_sharding.py",
+    "tests/jax/test_optimizers.py",
+    "colab/quickstart.ipynb",
+    "tests/test_replay.py",
+    "tests/test_losses_in_trainers.py",
+    "tests/test_damaged.py",
+    "tests/jax/test_lora.py",
+    "tests/jax/test_images.py",
+    "tests/runtime/test_loop_turns.py",
+    "tests/jax/test_sampler.py",
+    "tests/runtime/test_interrupts.py",
+    "tests/engines/vllm/test_vllm_families.py",
+    "tests/engines/vllm/test_vllm_torn.py",
+    "tests/jax/test_sharded_checkpoint.py",
+    "tests/test_docs.py",
 )
 
 

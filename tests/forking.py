@@ -197,6 +197,8 @@ def become(command: list[str], environment: dict[str, str], paths: list[str]) ->
     sys.path[:] = [str(Path.cwd()), *filter(None, environment.get("PYTHONPATH", "").split(os.pathsep)), *paths]
     if environment.get("PYTHONFAULTHANDLER"):
         faulthandler.enable()
+    if environment.get("PYTHONUNBUFFERED"):
+        sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     sys.argv = command[1:] if command[1].endswith(".py") else [command[1], *command[3:]]
     main: Any = ModuleType("__main__")
     sys.modules["__main__"] = main

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
 import sys
 from pathlib import Path
 
@@ -13,7 +12,9 @@ import pytest
 
 from areal_x.agents.client import SessionError, session
 from areal_x.errors import printable
+from tests import forking
 from tests.agents.test_agent import ask
+from tests.conftest import environment_with
 
 ROOT = Path(__file__).parents[1]
 CONFIG = """
@@ -35,23 +36,26 @@ def test_the_command_serves_whoever_has_its_key_until_it_is_interrupted(backend,
     pytest.importorskip(backend)
     file, address = tmp_path / "serve.gin", tmp_path / "gateway.json"
     file.write_text(CONFIG.format(model=tiny_model_dir, backend=backend))
-    command = [sys.executable, "-u", "-m", "areal_x.serve", str(file), "--address", str(address)]
-    serving = subprocess.Popen(command, cwd=ROOT, env=dict(os.environ), stdout=subprocess.PIPE, text=True)
-    assert serving.stdout is not None
+    command = [sys.executable, "-m", "areal_x.serve", str(file), "--address", str(address)]
+    read, write = os.pipe()
+    with os.fdopen(write, "w") as out, (tmp_path / "err").open("w") as err:
+        serving = forking.popen(command, environment_with(1, PYTHONUNBUFFERED="1"), ROOT, out, err)
+    printed = os.fdopen(read)
     try:
-        line = serving.stdout.readline()
+        line = printed.readline()
         url = json.loads(address.read_text())["url"]
         assert line == f"serving at {url}; its address and key are in {address}\n"
         with session(address, label="mine\x1b[2J") as episode:
             said = ask(episode.base_url, episode.key, "1+2=")
             assert 1 <= said["usage"]["completion_tokens"] <= 8
             episode.reward(0.5)
-        assert serving.stdout.readline().endswith("(mine�[2J): 1 calls, reward 0.5\n")
+        assert printed.readline().endswith("(mine�[2J): 1 calls, reward 0.5\n")
         with pytest.raises(SessionError):
             episode.reward(0.5)
     finally:
         serving.send_signal(signal.SIGINT)
-        serving.communicate(timeout=60)
+        serving.wait(timeout=60)
+        printed.close()
     assert serving.returncode == 130
 
 
