@@ -40,7 +40,8 @@ from areal_x.run.journal import Journal
 from areal_x.types import Task
 from areal_x.workflows.single_turn import SingleTurn
 from tests.conftest import write_model
-from tests.experiments import counts_ones, tiny_experiment
+from tests.experiments import tiny_experiment
+from tests.ones import counts_ones
 
 STEPS, GROUPS, TASKS = 150, 3, 24
 RUNS: dict[str, dict[str, Any]] = {

@@ -11,13 +11,9 @@ from areal_x.protocols.engine import SamplingParams
 from areal_x.protocols.trainer_config import ModelConfig, OptimizerConfig, TrainerConfig
 from areal_x.types import Task
 from areal_x.workflows.single_turn import SingleTurn
+from tests.ones import counts_ones
 
 TASKS = [Task(str(i), f"{i}+{7 * i % 10}=") for i in range(10)]
-
-
-def counts_ones(task: Task, text: str) -> tuple[float, dict[str, float]]:
-    """Reward: the number of ones in the text, divided by 8."""
-    return text.count("1") / 8, {"length": len(text)}
 
 
 def tiny_experiment(model: Path, runs: Path, **changes: Any) -> Experiment:

@@ -11,7 +11,7 @@ import pytest
 
 from areal_x import export, replay, train
 from areal_x.errors import UserError
-from areal_x.monitor import metrics
+from areal_x.monitor import metrics, plot
 
 TO_RUN = """
 import tests.check_configurables
@@ -48,6 +48,13 @@ def whole(tiny_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Pat
     (place / "run.gin").write_text(TO_RUN.format(model=tiny_model_dir, runs=place))
     assert train.main([str(place / "run.gin"), "-b", "train.steps = 2"]) == 0
     return place
+
+
+@pytest.fixture(autouse=True)
+def undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The plots of a run that was read take as long as all else, and nothing that could be damaged."""
+    monkeypatch.setattr(plot, "plot", lambda *_: None)
+    monkeypatch.setattr(plot, "plot_timeline", lambda *_: None)
 
 
 def copied(whole: Path, to: Path) -> Path:

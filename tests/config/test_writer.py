@@ -33,7 +33,8 @@ from areal_x.types import Task
 from areal_x.workflows.single_turn import SingleTurn
 from tests import forking
 from tests.conftest import environment_with
-from tests.experiments import TASKS, counts_ones
+from tests.experiments import TASKS
+from tests.ones import counts_ones
 
 
 @gin.configurable(module="recorded_test")

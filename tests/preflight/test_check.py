@@ -32,7 +32,8 @@ from areal_x.workflows.single_turn import SingleTurn
 from tests import forking
 from tests.config.test_bad_input import RECIPES
 from tests.conftest import environment_with
-from tests.experiments import TASKS, counts_ones, tiny_experiment
+from tests.experiments import TASKS, tiny_experiment
+from tests.ones import counts_ones
 
 GPU = Devices("cuda", 1, 80 * 10**9)
 ROOT = Path(__file__).parents[2]
