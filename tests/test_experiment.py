@@ -53,14 +53,26 @@ class Wrapping(Workflow):
 
 
 @pytest.fixture
-def experiment(tiny_model_dir: Path, tmp_path: Path) -> Experiment:
-    return tiny_experiment(tiny_model_dir, tmp_path / "runs", held_out=TASKS[:5], name="ring")
+def backend(request: pytest.FixtureRequest) -> str:
+    """torch, which compiles nothing, unless a test says otherwise: the ring is the same around both."""
+    backend = getattr(request, "param", "torch")
+    pytest.importorskip(f"areal_x_{backend}")
+    return backend
+
+
+on_jax = pytest.mark.parametrize("backend", ["jax"], indirect=True)
+
+
+@pytest.fixture
+def experiment(backend: str, tiny_model_dir: Path, tmp_path: Path) -> Experiment:
+    return tiny_experiment(tiny_model_dir, tmp_path / "runs", backend=backend, held_out=TASKS[:5], name="ring")
 
 
 def final_weights(run: Path, step: int) -> dict[str, np.ndarray]:
     return dict(model_dir.read_tensors(run / "checkpoints" / str(step) / "trainer"))
 
 
+@on_jax
 def test_a_run_leaves_metrics_a_plot_and_a_model_that_transformers_loads(experiment):
     result = experiment.run()
     assert [row["step"] for row in result.metrics] == list(range(7))
@@ -76,6 +88,7 @@ def test_a_run_leaves_metrics_a_plot_and_a_model_that_transformers_loads(experim
     transformers.AutoModelForCausalLM.from_pretrained(result.directory / "checkpoints" / "6" / "trainer")
 
 
+@on_jax
 def test_on_policy_engine_and_trainer_agree_on_every_token(experiment):
     for turn in experiment.turns(experiment.open()):
         if turn.groups:
@@ -95,6 +108,7 @@ def test_no_group_is_older_than_the_bound_when_it_is_trained_on(experiment, wind
     assert max(ages) >= 1  # the rollout did run ahead
 
 
+@on_jax
 def test_a_run_that_is_stopped_and_resumed_ends_where_an_unbroken_one_does(experiment):
     whole = replace(experiment, name="whole").run()
     first = replace(experiment, name="parts", checkpoint_every=2)
