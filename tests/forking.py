@@ -37,6 +37,8 @@ IMPORTED = (
     "areal_x_jax.sampler",
     "areal_x_torch.trainer",
     "areal_x_torch.sampler",
+    "areal_x_torch.sharded_checkpoint",
+    "torch.distributed.checkpoint.state_dict_saver",
     "transformers.models.auto.modeling_auto",
     "transformers.models.qwen2.modeling_qwen2",
     "transformers.models.qwen3.modeling_qwen3",
