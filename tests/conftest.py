@@ -26,8 +26,8 @@ settings.load_profile("any_speed")
 os.environ.setdefault("QUICKSTART_STEPS", "6")  # for the notebook, which is run as a test
 
 
-# Compilation is most of the suite's time: it takes half as long without these emitters, and a fifth less if programs are not split
-# for threads whose cores another worker occupies.
+# Compilation is most of the suite's time: it takes half as long without these emitters, and a fifth less if programs are not
+# split for threads whose cores another worker occupies.
 COMPILES_QUICKLY = (
     "--xla_cpu_use_fusion_emitters=false",
     "--xla_cpu_parallel_codegen_split_count=1",
