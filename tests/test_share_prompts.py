@@ -164,7 +164,7 @@ def test_jax_refuses_windows_and_both_refuse_models_that_see(model_dir_of: Calla
     with pytest.raises(ConfigError, match=r"train\.share_prompts = True .*has windows"):
         trainer_of(model_dir_of("mistral-window"), ("jax", "auto"))
     for way in NEITHER:
-        with pytest.raises(ConfigError, match=r"train\.share_prompts = True .*sees images"):
+        with pytest.raises(ConfigError, match=r"train\.share_prompts = True .*vision tower"):
             trainer_of(model_dir_of("qwen3_vl"), way)
 
 

@@ -143,11 +143,11 @@ def test_windows_that_a_config_leaves_out_are_transformers() -> None:
     [
         (
             {"architectures": ["Gemma3ForConditionalGeneration"], "model_type": "gemma3"},
-            "does not do Gemma3ForConditionalGeneration with images",
+            "does not support Gemma3ForConditionalGeneration with images",
         ),
-        ({"architectures": ["Gemma3ForCausalLM"], "vision_config": {}}, "does not do Gemma3ForCausalLM with images"),
+        ({"architectures": ["Gemma3ForCausalLM"], "vision_config": {}}, "does not support Gemma3ForCausalLM with images"),
         ({"architectures": ["Qwen3ForConditionalGeneration"]}, "trains Qwen3ForCausalLM"),
-        ({"model_type": "llama"}, "config.json says model_type = 'llama', but .* Qwen3ForCausalLM has 'qwen3'"),
+        ({"model_type": "llama"}, "config.json has model_type = 'llama', but .* Qwen3ForCausalLM needs 'qwen3'"),
         ({"quantization_config": {"bits": 4}}, "quantization_config"),
         ({"num_hidden_layers": "two"}, r"transformers cannot read the model's config.json \(.*num_hidden_layers"),
         ({"final_logit_softcapping": 30.0}, r"final_logit_softcapping = 30\.0"),

@@ -262,7 +262,7 @@ def test_tensors_of_the_tower_that_are_missing_or_of_another_shape_are_named(mod
         from_tensors(arch, without.items(), "made")
     kernel = "model.visual.patch_embed.proj.weight"
     with pytest.raises(
-        UserError, match=r"proj.weight has the shape \(32, 96\), but its config.json asks for \(32, 3, 2, 4, 4\)"
+        UserError, match=r"proj.weight has the shape \(32, 96\), but its config.json requires \(32, 3, 2, 4, 4\)"
     ):
         from_tensors(arch, {**tensors, kernel: tensors[kernel].reshape(32, -1)}.items(), "made")
 

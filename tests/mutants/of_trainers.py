@@ -48,8 +48,8 @@ MUTANTS: list[Mutant] = [
         ("tests/jax/test_head.py",),
         (
             "JAX: log-probabilities stand one token early",
-            "    return jnp.pad(jnp.where(follows, said, 0.0), ((0, 0), (1, 0)))",
-            "    return jnp.pad(jnp.where(follows, said, 0.0), ((0, 0), (0, 1)))",
+            "    return jnp.pad(jnp.where(follows, outputs, 0.0), ((0, 0), (1, 0)))",
+            "    return jnp.pad(jnp.where(follows, outputs, 0.0), ((0, 0), (0, 1)))",
         ),
         (
             "JAX: the temperature is left out",

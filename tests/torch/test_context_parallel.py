@@ -118,7 +118,7 @@ def test_heads_that_the_processes_of_a_row_do_not_share_evenly_are_refused(model
 
 @pytest.mark.parametrize(
     ("change", "wanted"),
-    [({"model_type": "qwen2_5_vl"}, "a model that sees")],
+    [({"model_type": "qwen2_5_vl"}, "rows with images")],
 )
 def test_what_sees_more_of_a_row_than_attention_does_is_refused(model, tmp_path, change, wanted):
     config = json.loads((model / "config.json").read_text())

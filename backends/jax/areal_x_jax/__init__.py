@@ -1,5 +1,4 @@
-"""The JAX backend of AReaL-X; its entry point offers `create_trainer`, `check`, `differentiate` and
-`join`."""
+"""The JAX backend of AReaL-X (areal_x.protocols.backends.Backend)."""
 
 from __future__ import annotations
 
@@ -14,7 +13,7 @@ from areal_x_jax.trainer import Trainer
 __all__ = ["JOINS_BY_SLURM", "TRANSPORTS", "check", "create_trainer", "differentiate", "join"]
 
 TRANSPORTS = ("files",)
-JOINS_BY_SLURM = True  # `join` needs no more than the variables that srun sets
+JOINS_BY_SLURM = True
 
 
 def create_trainer(config: TrainerConfig) -> Trainer:
@@ -23,8 +22,8 @@ def create_trainer(config: TrainerConfig) -> Trainer:
 
 
 def keep_compiled_programs() -> None:
-    """Lets a second start take its programs from the user's cache directory, unless the user has
-    chosen another place."""
+    """Caches compiled programs in the user's cache directory, unless another place was chosen, so
+    that a second start reuses them."""
     import jax
 
     if jax.config.jax_compilation_cache_dir is None:

@@ -1,4 +1,4 @@
-"""What a decoder is: sizes and features, read from a Hugging Face config.
+"""The architecture of a decoder: sizes and features, read from a Hugging Face config.
 
 Families differ in fields, never in subclasses: areal_x_jax.families lists them.
 """
@@ -21,43 +21,42 @@ ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
 
 @dataclass(frozen=True)
 class Experts:
-    """A mixture in place of each MLP. per_token: chosen for a token; normalised: whether their
-    weights sum to 1; shared: width of the expert that every token has, 0 for none. dense: the
-    layers that keep their MLP."""
+    """A mixture of experts in place of each MLP."""
 
     count: int
+
     per_token: int
+    """Experts chosen for a token."""
+
     intermediate: int
+
     normalised: bool
+    """True if the weights of a token's experts sum to 1."""
+
     shared: int = 0
+    """Width of the expert that every token goes through; 0 for none."""
+
     dense: tuple[int, ...] = ()
+    """Layers that keep a plain MLP."""
 
 
 @dataclass(frozen=True)
 class Adapters:
-    """LoRA's: kernels (as areal_x_jax.parameters calls them: "q", …) that have a product of two
-    narrow matrices beside them. scale: of that product."""
+    """Low-rank adapters beside some kernels."""
 
     kernels: tuple[str, ...]
+    """Adapted kernels, under the names of areal_x_jax.parameters ("q", …)."""
+
     rank: int
+
     scale: float
+    """Factor of the product of the two narrow matrices."""
 
 
 @dataclass(frozen=True)
 class Architecture:
     """Sizes and features of a decoder. heads share kv_heads in equal groups; head_dim need not be
-    hidden / heads.
-
-    windows: of each layer, how many tokens a token sees, itself included; 0 is all. ropes: of
-    layers that see all, and, where they differ, of those with a window. scale: of queries.
-    embed_scale: of embeddings. norm_offset: whether a norm's weight is counted from 1. out_norms:
-    whether what attention and MLP give is normed before it is added. attention_softcap,
-    logit_softcap: scores and logits are cap · tanh(x / cap); 0 is without. biases: which there are
-    (QKV, OUT, MLP). scores: whether it says one number of each token, and no logits. vision: of the
-    tower of a model that sees. context: tokens of the longest sequence that it was made for, 0
-    where nobody says. adapters: None for the decoder itself; else the parameters are what is
-    trained beside a frozen decoder of this shape.
-    """
+    hidden / heads."""
 
     vocab: int
     hidden: int
@@ -68,26 +67,57 @@ class Architecture:
     intermediate: int
     eps: float
     ropes: tuple[Rope, ...]
+    """The rotation of layers with full attention and, if it differs, of those with a window."""
+
     windows: tuple[int, ...]
+    """For each layer the number of tokens that a token sees, itself included; 0 is all."""
+
     scale: float
+    """Factor of queries."""
+
     biases: frozenset[str]
+    """Those of QKV, OUT and MLP that exist."""
+
     qk_norm: bool
+
     tied: bool
+    """True if the head is the transposed embedding."""
+
     scores: bool
+    """True for critics and reward models: one number per token in place of logits."""
+
     activation: str = "silu"
+
     embed_scale: float = 1.0
+    """Factor of embeddings."""
+
     norm_offset: bool = False
+    """True if a norm's scale is 1 + its weight."""
+
     out_norms: bool = False
+    """True if the outputs of attention and MLP are normalised before they are added."""
+
     attention_softcap: float = 0.0
+    """Scores are cap · tanh(x / cap); 0 turns it off."""
+
     logit_softcap: float = 0.0
+    """The same for logits."""
+
     experts: Experts | None = None
+
     vision: VisionArchitecture | None = None
+    """The vision tower of a vision-language model."""
+
     context: int = 0
+    """Longest sequence that the model was made for, in tokens; 0 if unknown."""
+
     adapters: Adapters | None = None
+    """None for the decoder itself; otherwise the parameters are those trained beside a frozen
+    decoder of this architecture."""
 
     def layers_in(self, stack: str) -> tuple[int, ...]:
-        """The layers that a stack of parameters is of: all "layers" or, of a mixture, the "dense"
-        or the "sparse" ones."""
+        """Returns the layers whose parameters a stack holds: all "layers" or, with a mixture, the
+        "dense" or the "sparse" ones."""
         dense = self.experts.dense if self.experts else ()
         every = tuple(range(self.layers))
         return {
@@ -97,17 +127,19 @@ class Architecture:
         }[stack]
 
     def rope_of(self, layer: int) -> int:
-        """Which of `ropes` a layer turns by."""
+        """Returns the index in `ropes` of a layer's rotation."""
         return int(len(self.ropes) > 1 and self.windows[layer] > 0)
 
 
 def read_architecture(config: Mapping[str, Any], head: str = "policy") -> Architecture:
-    """Reads a Hugging Face config. Raises: UserError naming what this decoder does not do and what
-    would."""
+    """Reads a Hugging Face config.
+
+    Raises: UserError naming what this backend does not support and what would work.
+    """
     described = parse_config(config)
     family, text = described.family, described.text
     gemma, layers, heads = family.gemma, text.num_hidden_layers, text.num_attention_heads
-    vision = read_vision_architecture(config) if family.sees else None
+    vision = read_vision_architecture(config) if family.has_vision else None
     head_dim = getattr(text, "head_dim", None) or text.hidden_size // heads
     kv_heads = text.num_key_value_heads or heads
     activation = text.hidden_activation if gemma else text.hidden_act
@@ -161,18 +193,18 @@ def read_architecture(config: Mapping[str, Any], head: str = "policy") -> Archit
 
 
 def context_of(named: int, rope: Rope) -> int:
-    """What the config names, stretched as its positions are. (What llama3's names is stretched
-    already.)"""
+    """Returns the model's longest sequence: the config's number, scaled as its positions are.
+    (llama3's is scaled already.)"""
     if rope.kind == "yarn":
         return max(named, int(rope.original * rope.factor))
     return int(named * rope.factor) if rope.kind == "linear" else named
 
 
 def windows_of(described: ParsedConfig, config: Mapping[str, Any]) -> tuple[int, ...]:
-    """Of each layer how many tokens it sees, 0 for all: as transformers' rule for the family and
-    its defaults have it.
+    """Returns for each layer the number of tokens that a token sees, 0 for all, by transformers'
+    rule for the family and its defaults. config: as written in the file.
 
-    config: as it was written. Raises: UserError where it asks for windows that the family has not.
+    Raises: UserError for windows that the family does not have.
     """
     text, rule = described.text, described.family.windows
     layers, width, kinds = (
@@ -206,13 +238,13 @@ def windows_of(described: ParsedConfig, config: Mapping[str, Any]) -> tuple[int,
                 and not {"layer_types", "sliding_window_pattern"} & set(written)
             ),
         },
-        "mend its config.json",
+        "correct its config.json",
     )
     return tuple(int(width or 0) if slides else 0 for slides in sliding)
 
 
 def experts_of(described: ParsedConfig) -> Experts | None:
-    """None where no layer has any."""
+    """Returns None if no layer has experts."""
     family, text = described.family, described.text
     if not family.sparse:
         return None
@@ -238,13 +270,17 @@ def experts_of(described: ParsedConfig) -> Experts | None:
 
 
 def check_sharing(shares: bool, directory: Path, arch: Architecture) -> None:
-    """Raises: ConfigError where prompts are to be shared by a model for which that would not be the
-    same."""
-    has = "sees images, whose positions are counted otherwise" if arch.vision is not None else ""
+    """Raises: ConfigError if prompts are to be shared by a model for which that would change the
+    numbers."""
+    has = (
+        "has a vision tower, whose positions are counted differently"
+        if arch.vision is not None
+        else ""
+    )
     if any(arch.windows):
         has = (
-            "has windows, which JAX counts by places in a row and not by positions (torch by"
-            " positions)"
+            "has sliding windows, which JAX counts by indices in a row and not by positions (torch"
+            " counts by positions)"
         )
     if shares and has:
         raise ConfigError("train.share_prompts", True, f"False with {directory}, which {has}")

@@ -1,8 +1,8 @@
 """Attention block by block: one block of queries and one of keys at a time, with a running softmax.
 
-Blocks in which nothing is seen are passed over, and the others computed again in the backward pass,
-so that memory grows with the length and not with its square, and sequences packed into a row cost
-their own squares and not the row's.
+Blocks without visible keys are skipped, and the others are recomputed in the backward pass: memory
+grows linearly with the length, and sequences packed into a row cost their own squares instead of
+the row's.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from areal_x_jax.dense_attention import (
     Queries,
     group_heads,
     is_statically_zero,
-    sees,
     softcapped,
+    visible_keys,
 )
 
-# queries and keys of a block: what its cache holds; on others, few enough steps of the loop
+# Queries and keys of a block: on a CPU what its cache holds, elsewhere few enough loop steps.
 CPU_BLOCK, BLOCK = 64, 512
-# names for jax.checkpoint_policies.save_only_these_names what the backward pass needs of the
-# forward one
+# Name, for jax.checkpoint_policies.save_only_these_names, of what the backward pass needs from the
+# forward pass.
 KEPT = "attention"
 
 
@@ -37,23 +37,23 @@ def blocked(
     query: Queries,
     key: Keys,
     value: Keys,
-    seen: AttentionMask,
+    mask: AttentionMask,
     scale: float,
     softcap: float = 0.0,
     block: int | None = None,
 ) -> Queries:
-    """One block of queries and one of keys at a time, with a running softmax. Padding attends to
-    nothing and gets 0.
+    """Attention with one block of queries and one of keys at a time. Padding attends to nothing and
+    gets 0.
 
-    Saves of the forward pass the output and the logarithm of each softmax's denominator. Rows of a
-    batch go through the blocks together, so a pair of blocks is computed if any row sees something
-    in it. Source: arXiv 2205.14135 and 2307.08691.
+    The forward pass saves the output and the log of each softmax's denominator. Rows of a batch go
+    through the blocks together, so a pair of blocks is computed if any row has a visible key in it.
+    Sources: arXiv 2205.14135 and 2307.08691.
     """
     block = block or (CPU_BLOCK if jax.default_backend() == "cpu" else BLOCK)
     queries, keys = (min(block, x.shape[1]) for x in (query, key))
-    window = None if is_statically_zero(seen.window) else seen.window
-    prefixes = None if seen.prefixes is None else _split(seen.prefixes, queries)
-    ids = _Ids(_split(seen.queries, queries), _split(seen.keys, keys), seen.start, window, prefixes)
+    window = None if is_statically_zero(mask.window) else mask.window
+    prefixes = None if mask.prefixes is None else _split(mask.prefixes, queries)
+    ids = _Ids(_split(mask.queries, queries), _split(mask.keys, keys), mask.start, window, prefixes)
     # [blocks, rows, kv_heads, queries, group, head_dim] and [blocks, rows, kv_heads, keys,
     # head_dim]
     grouped = jnp.moveaxis(_split(group_heads(query * scale, key.shape[2]), queries), 3, 2)
@@ -65,8 +65,8 @@ def blocked(
 
 
 class _Ids(NamedTuple):
-    """`AttentionMask` in blocks, padded with padding. Without a window that could hide something, window is
-    None."""
+    """An `AttentionMask` in blocks, with zeros as padding; window is None if it could hide
+    nothing."""
 
     queries: Int[Array, "query_blocks rows block"]
     keys: Int[Array, "key_blocks rows block"]
@@ -76,9 +76,9 @@ class _Ids(NamedTuple):
 
 
 class Reach(NamedTuple):
-    """Which blocks of keys a block of queries goes through: those from `first` to before `end`, and
-    with each from `gap` on so many further, `past`, than that: between a prompt that answers share
-    and an answer lie other answers."""
+    """Blocks of keys that a block of queries iterates over: from `first` to before `end`, where
+    each from `gap` on stands for the block `past` further on: other answers lie between a shared
+    prompt and an answer."""
 
     first: Int[Array, " query_blocks"]
     end: Int[Array, " query_blocks"]
@@ -90,13 +90,13 @@ class Reach(NamedTuple):
 
 
 def reach(ids: _Ids) -> Reach:
-    """Of the blocks of keys in which any row's block of queries may see something all, and few
+    """Returns all blocks of keys in which any row's block of queries may see something, and few
     others."""
     own = within_reach(ids, ids.queries)
     if ids.prefixes is None:
         return Reach(*own)
     (first, end), (prefix_first, prefix_end) = own, within_reach(ids, ids.prefixes)
-    none = prefix_end == 0  # and of nothing it begins at block 0
+    none = prefix_end == 0  # an empty range begins at block 0
     prefix_first = jnp.where(none, first, jnp.minimum(prefix_first, first))
     gap = jnp.where(none, first, jnp.minimum(prefix_end, first))
     return Reach(prefix_first, end - (first - gap), gap, first - gap)
@@ -105,11 +105,11 @@ def reach(ids: _Ids) -> Reach:
 def within_reach(
     ids: _Ids, queries: Int[Array, "query_blocks rows block"]
 ) -> tuple[Int[Array, " query_blocks"], Int[Array, " query_blocks"]]:
-    """The first block of keys in which any row's block of queries may see something of these
-    segments, and the one after the last; 0 and 0 where there is none.
+    """Returns the first block of keys in which any row's block of queries may see one of these
+    segments, and the one after the last; 0 and 0 if there is none.
 
-    Segments meet where the ranges of their ids do: for any order of ids nothing that is seen is
-    left out, and for rows packed one segment after the other little else is kept.
+    Two blocks meet where the ranges of their segment ids overlap: nothing visible is left out for
+    any order of ids, and for rows packed one segment after the other little else is kept.
     """
     largest = jnp.iinfo(ids.queries.dtype).max
 
@@ -165,11 +165,10 @@ def _forward(
         top, total, attended = jax.lax.fori_loop(
             reached.first, reached.end, add, (of_each + HIDDEN, of_each, nothing)
         )
-        # The weights of a query that has seen nothing are those of hidden keys, which it met before
-        # any other or alone.
-        sees = top > HIDDEN / 2
-        top, total = jnp.where(sees, top, 0.0), jnp.where(sees, total, 1.0)
-        attended = jnp.where(sees[..., None], attended, 0.0) / total[..., None]
+        # A query without visible keys has summed the weights of hidden ones.
+        sees_any = top > HIDDEN / 2
+        top, total = jnp.where(sees_any, top, 0.0), jnp.where(sees_any, total, 1.0)
+        attended = jnp.where(sees_any[..., None], attended, 0.0) / total[..., None]
         return attended.astype(query.dtype), top + jnp.log(total)
 
     attended, log_total = jax.lax.map(one, (jnp.arange(len(query)), reach(ids), query))
@@ -228,21 +227,21 @@ def _scores(
     i: Array,
     j: Array,
 ) -> tuple[Float[Array, "rows kv_heads queries group keys"], Bool[Array, "rows 1 queries 1 keys"]]:
-    """Those of blocks i and j, and which are seen. Padding sees nothing."""
+    """Returns the scores of blocks i and j, and which of them are visible. Padding sees nothing."""
     scores = jnp.einsum("bgqrd,bgkd->bgqrk", query, key, preferred_element_type=jnp.float32)
     queries, keys = ids.queries.shape[2], ids.keys.shape[2]
     query_at, key_at = ids.start + i * queries + jnp.arange(queries), j * keys + jnp.arange(keys)
     of_queries, of_keys = ids.queries[i], ids.keys[j]
     prefixes = None if ids.prefixes is None else ids.prefixes[i]
     visible = (
-        sees(of_queries, of_keys, query_at, key_at, ids.window, prefixes)
+        visible_keys(of_queries, of_keys, query_at, key_at, ids.window, prefixes)
         & (of_queries > 0)[..., None]
     )
     return softcapped(scores, softcap), visible[:, None, :, None]
 
 
 def _add_at(sums: Array, j: Array, of_scores: Array, of_queries: Array) -> Array:
-    """sums[j] + of_scores.T @ of_queries, in place within a loop."""
+    """Returns sums with of_scores.T @ of_queries added at j, in place within a loop."""
     product = jnp.einsum(
         "bgqrk,bgqrd->bgkd", of_scores, of_queries, preferred_element_type=jnp.float32
     )
@@ -250,7 +249,7 @@ def _add_at(sums: Array, j: Array, of_scores: Array, of_queries: Array) -> Array
 
 
 def _split(x: Array, block: int) -> Array:
-    """[rows, length, …] → [blocks, rows, block, …], padded with zeros to whole blocks."""
+    """Reshapes [rows, length, …] to [blocks, rows, block, …], padded with zeros to whole blocks."""
     rows, length, *rest = x.shape
     blocks = -(-length // block)
     x = jnp.pad(x, ((0, 0), (0, blocks * block - length), *((0, 0) for _ in rest)))

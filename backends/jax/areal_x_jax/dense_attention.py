@@ -10,18 +10,20 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-# the score of a key that is not seen: finite, as the difference of two infinities is NaN
+# The score of a hidden key: finite, because the difference of two infinities is NaN.
 HIDDEN = -1e30
 
 
 class AttentionMask(NamedTuple):
-    """Which key a query may attend to: key j is seen by query i of the same segment if j <= start +
-    i, and, with a window, if start + i - j < window. Of the segment that stands at i in `prefixes`,
-    if it is not 0, the query sees all keys before it, and no window then.
+    """The keys that each query attends to.
 
-    queries, keys: segment ids. start: the index in the row of the first query, 0 unless the row is
-    split. window: 0 for no window. Both may be traced; as Python integers they cost less and more
-    kernels take them. bias: see `prepare`.
+    Query i sees key j of its own segment if j <= start + i and, with a window, start + i - j <
+    window. It also sees every earlier key of the segment `prefixes[i]`, if that is not 0; there is
+    no window then.
+
+    queries, keys: segment ids. start: index in the row of the first query, 0 unless the row is
+    split. window: 0 for no window. Both may be traced; Python integers cost less and more kernels
+    support them. bias: see `attention.prepare`.
     """
 
     queries: Int[Array, "rows queries"]
@@ -34,11 +36,11 @@ class AttentionMask(NamedTuple):
 
 Queries: TypeAlias = Float[Array, "rows queries heads head_dim"]
 Keys: TypeAlias = Float[Array, "rows keys kv_heads head_dim"]  # and values
-# query, key, value, seen, scale, softcap → as query
+# query, key, value, mask, scale, softcap → shaped like query
 Attend: TypeAlias = Callable[[Array, Array, Array, AttentionMask, float, float], Array]
 
 
-def sees(
+def visible_keys(
     queries: Int[Array, "rows queries"],
     keys: Int[Array, "rows keys"],
     query_at: Int[Array, " queries"],
@@ -46,7 +48,8 @@ def sees(
     window: int | Int[Array, ""] | None,
     prefixes: Int[Array, "rows queries"] | None = None,
 ) -> Bool[Array, "rows queries keys"]:
-    """Between queries and keys of these segments and indices in the row. prefixes: see `AttentionMask`."""
+    """Returns which keys each query sees, given segment ids and indices in the row. prefixes: see
+    `AttentionMask`."""
     behind = query_at[:, None] - key_at
     near = behind >= 0
     if not is_statically_zero(window):
@@ -57,24 +60,26 @@ def sees(
     return same & near
 
 
-def attention_bias(seen: AttentionMask) -> Float[Array, "rows 1 queries 1 keys"]:
-    """What to add to the scores, from `prepare` if it was called."""
+def attention_bias(mask: AttentionMask) -> Float[Array, "rows 1 queries 1 keys"]:
+    """Returns what is added to the scores: 0 or HIDDEN; `prepare` may have computed it already."""
     query_at, key_at = (
-        seen.start + jnp.arange(seen.queries.shape[1]),
-        jnp.arange(seen.keys.shape[1]),
+        mask.start + jnp.arange(mask.queries.shape[1]),
+        jnp.arange(mask.keys.shape[1]),
     )
-    if seen.bias is None:
-        visible = sees(seen.queries, seen.keys, query_at, key_at, seen.window, seen.prefixes)
+    if mask.bias is None:
+        visible = visible_keys(
+            mask.queries, mask.keys, query_at, key_at, mask.window, mask.prefixes
+        )
         return jnp.where(visible, 0.0, HIDDEN)[:, None, :, None]
-    if is_statically_zero(seen.window):
-        return seen.bias
-    near = (query_at[:, None] - key_at < seen.window) | (seen.window == 0)
-    return jnp.where(near[:, None], seen.bias, HIDDEN)
+    if is_statically_zero(mask.window):
+        return mask.bias
+    near = (query_at[:, None] - key_at < mask.window) | (mask.window == 0)
+    return jnp.where(near[:, None], mask.bias, HIDDEN)
 
 
 def is_statically_zero(x: int | Array | None) -> bool:
-    """Whether it is none, or 0 whatever the program will be given, so that what depends on it can
-    be left out."""
+    """True if x is None or the Python integer 0, so that what depends on it can be left out of the
+    program."""
     return x is None or (isinstance(x, int) and x == 0)
 
 
@@ -82,18 +87,19 @@ def dense(
     query: Queries,
     key: Keys,
     value: Keys,
-    seen: AttentionMask,
+    mask: AttentionMask,
     scale: float,
     softcap: float = 0.0,
 ) -> Queries:
-    """All scores at once; the queries of a group read their shared key and value in place.
+    """Attention with all scores at once; the queries of a group read their shared key and value in
+    place.
 
     The scores are [rows, kv_heads, queries, group, keys], as the product gives them: any other
     order would copy them.
     """
     grouped = group_heads(query * scale, key.shape[2])
     scores = jnp.einsum("blgrd,bmgd->bglrm", grouped, key, preferred_element_type=jnp.float32)
-    weights = jax.nn.softmax(softcapped(scores, softcap) + attention_bias(seen), axis=-1).astype(
+    weights = jax.nn.softmax(softcapped(scores, softcap) + attention_bias(mask), axis=-1).astype(
         value.dtype
     )
     attended = jnp.einsum("bglrm,bmgd->bglrd", weights, value)

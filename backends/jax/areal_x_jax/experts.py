@@ -1,11 +1,11 @@
-"""A mixture of experts in place of an MLP: each token is computed by the few that a router chooses
-for it.
+"""A mixture of experts in place of an MLP: each token goes through the few experts that a router
+chooses.
 
     tokens ──router──▶ chosen experts, weights ──sort by expert──▶ grouped matmuls ──weigh, add──▶ tokens
 
-With the mesh's axis "expert" each device holds some of the experts: it gathers the tokens of its
-group, computes what its own experts say of them, and the parts are summed where the tokens came
-from.
+With the mesh axis "expert" each device holds some of the experts: it gathers the tokens of its
+group, applies its own experts, and the outputs are scattered back to the tokens' devices and
+summed.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Activation = Callable[[Array], Array]
 
 
 class Routing(NamedTuple):
-    """Which experts were chosen for each token and what each says weighs; probabilities: of all
+    """Experts chosen for each token, the weights of their outputs, and the probabilities of all
     experts, in fp32."""
 
     chosen: Int[Array, "... per_token"]
@@ -40,9 +40,9 @@ def route(
     x: Float[Array, "... hidden"],
     recorded: Int[Array, "... per_token"] | None = None,
 ) -> Routing:
-    """The most probable experts of each token; with `recorded`, those that the engine chose when it
-    sampled the token (-1 where it recorded none), so that both compute the same function. Source of
-    the replay: arXiv 2510.11370."""
+    """Returns the most probable experts of each token; with `recorded`, those that the engine chose
+    when it sampled the token (-1 if it recorded none), so that trainer and engine compute the same
+    function. Source of the replay: arXiv 2510.11370."""
     probabilities = jax.nn.softmax((x @ router.astype(x.dtype)).astype(jnp.float32), axis=-1)
     weights, chosen = jax.lax.top_k(probabilities, experts.per_token)
     if recorded is not None:
@@ -60,8 +60,8 @@ def mixture(
     activation: Activation,
     partitioner: Partitioner,
 ) -> Float[Array, "rows length hidden"]:
-    """What the chosen experts say of each token, weighed. layer: experts_gate, experts_up [experts,
-    hidden, intermediate] and experts_down."""
+    """Returns the weighted sum of the chosen experts' outputs. layer: experts_gate, experts_up
+    [experts, hidden, intermediate] and experts_down."""
     gate, up, down = (layer[f"experts_{name}"] for name in ("gate", "up", "down"))
     if partitioner.size("expert") == 1:
         return grouped(x, routing.chosen, routing.weights, gate, up, down, 0, activation)
@@ -90,12 +90,12 @@ def grouped(
     first: Array | int,
     activation: Activation,
 ) -> Array:
-    """The same of the experts `first`, first + 1, … whose kernels are given; what others are to say
-    is left out."""
+    """Computes the experts `first`, first + 1, … whose kernels are given; others contribute
+    nothing."""
     per_token, here = chosen.shape[-1], gate.shape[0]
     tokens = x.reshape(-1, x.shape[-1])
     own = chosen.reshape(-1) - first
-    # those of other devices come last, in no group
+    # Choices of other devices' experts come last, in no group.
     own = jnp.where((own >= 0) & (own < here), own, here)
     order = jnp.argsort(own, stable=True)
     sizes = jnp.bincount(own, length=here).astype(jnp.int32)
@@ -103,19 +103,19 @@ def grouped(
     inner = activation(jax.lax.ragged_dot(sorted_tokens, gate, sizes)) * jax.lax.ragged_dot(
         sorted_tokens, up, sizes
     )
-    said = jax.lax.ragged_dot(inner, down, sizes)
-    said = (
-        jnp.where((jnp.arange(len(order)) < sizes.sum())[:, None], said, 0)
+    outputs = jax.lax.ragged_dot(inner, down, sizes)
+    outputs = (
+        jnp.where((jnp.arange(len(order)) < sizes.sum())[:, None], outputs, 0)
         * weights.reshape(-1)[order][:, None]
     )
-    # in the order of tokens, so that the sum does not depend on the routing
-    back = said[jnp.argsort(order)]
+    # In the order of tokens, so that the sum does not depend on the routing.
+    back = outputs[jnp.argsort(order)]
     return back.reshape(len(tokens), per_token, -1).sum(1).reshape(x.shape)
 
 
 def imbalance(routing: Routing, counted: Bool[Array, ...]) -> Float[Array, ""]:
-    """experts · Σ f · p, f being the share of the counted tokens that an expert is chosen for and p
-    its mean probability: 1 per chosen expert where all are used alike. Source: Switch Transformer,
+    """Returns experts · Σ f · p, where f is the share of the counted tokens routed to an expert and
+    p its mean probability: 1 per chosen expert if all are used alike. Source: Switch Transformer,
     arXiv 2101.03961, eq. 4."""
     experts = routing.probabilities.shape[-1]
     total = jnp.maximum(counted.sum(), 1)

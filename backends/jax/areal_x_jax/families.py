@@ -1,8 +1,8 @@
-"""The families of models that the JAX backend knows, and their configs as transformers reads them.
+"""The model families that the JAX backend supports, and their configs as transformers reads them.
 
-What a config.json leaves out has the default of transformers' configuration class, and older
-spellings (rope_scaling, flat configs of models that see) are translated by it: no default stands
-here a second time. Families differ in fields.
+A field missing from config.json has the default of transformers' configuration class, which also
+translates older spellings (rope_scaling, flat configs of vision-language models): no default is
+repeated here. Families differ in fields, not in classes.
 """
 
 from __future__ import annotations
@@ -25,20 +25,32 @@ ATTENTION_BIAS = {"attention_bias": (QKV, OUT)}
 
 @dataclass(frozen=True)
 class Family:
-    """model_type: at Hugging Face. biases: which of QKV, OUT and MLP a field of the config switches
-    on; always: those without a field. windows: the layers that have one, as "layer_types" of the
-    config lists them, "all" or "none". sparse: whether MLPs are mixtures of experts, shared: with
-    one that every token goes through. sees: images, besides text."""
+    """Features of a model family."""
 
     model_type: str
+    """Hugging Face's model_type."""
+
     biases: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """Which of QKV, OUT and MLP a field of the config switches on."""
+
     always: tuple[str, ...] = ()
+    """Biases that no field switches."""
+
     windows: str = "layer_types"
+    """Layers with a window: those that the config's "layer_types" lists, "all" or "none"."""
+
     qk_norm: bool = False
+
     gemma: bool = False
+
     sparse: bool = False
+    """True if MLPs are mixtures of experts."""
+
     shared: bool = False
-    sees: bool = False
+    """True if every token also goes through a shared expert."""
+
+    has_vision: bool = False
+    """True for vision-language models."""
 
 
 FAMILIES = {
@@ -51,13 +63,13 @@ FAMILIES = {
     "LlamaForCausalLM": Family("llama", {**ATTENTION_BIAS, "mlp_bias": (MLP,)}, windows="none"),
     "MistralForCausalLM": Family("mistral", windows="all"),
     "Gemma3ForCausalLM": Family("gemma3_text", ATTENTION_BIAS, qk_norm=True, gemma=True),
-    "Qwen2_5_VLForConditionalGeneration": Family("qwen2_5_vl", always=(QKV,), sees=True),
+    "Qwen2_5_VLForConditionalGeneration": Family("qwen2_5_vl", always=(QKV,), has_vision=True),
     "Qwen3VLForConditionalGeneration": Family(
-        "qwen3_vl", ATTENTION_BIAS, windows="none", qk_norm=True, sees=True
+        "qwen3_vl", ATTENTION_BIAS, windows="none", qk_norm=True, has_vision=True
     ),
 }
-# Fields of other families that change what a model computes, and the values with which they do not.
-# transformers ignores them in the families above, and other programs may not.
+# Fields of other families that change what a model computes, with the values that change nothing.
+# transformers ignores them in the families above; other programs may not.
 FOREIGN: dict[str, tuple[Any, ...]] = {
     "quantization_config": (),
     "attention_chunk_size": (),
@@ -87,17 +99,23 @@ FOREIGN_BUT_TO_GEMMA = (
 
 @dataclass(frozen=True)
 class ParsedConfig:
-    """A model's config with all defaults. whole: transformers' own, text: its part for the language
-    model, or the same."""
+    """A model's config with all defaults."""
 
     family: Family
+
     whole: Any
+    """transformers' own config object."""
+
     text: Any
+    """Its part for the language model, or the same object."""
 
 
 def parse_config(config: Mapping[str, Any]) -> ParsedConfig:
-    """Raises: UserError for an architecture that is not known, fields that it has not, and what
-    transformers refuses."""
+    """Parses a Hugging Face config.
+
+    Raises: UserError for an unknown architecture, for fields that its family does not have, and for
+    what transformers refuses.
+    """
     family = family_of(config)
     of_text = config.get("text_config") or config
     foreign = FOREIGN | ({} if family.gemma else dict.fromkeys(FOREIGN_BUT_TO_GEMMA, ()))
@@ -123,17 +141,20 @@ def family_of(config: Mapping[str, Any]) -> Family:
             f" {', '.join(FAMILIES)} (the torch backend trains most causal language models of"
             " transformers)"
         )
-    family, kinds = FAMILIES[name], (CONDITIONAL if FAMILIES[name].sees else CAUSAL, CLASSIFIER)
-    if not given.endswith(kinds) or ("vision_config" in config and not family.sees):
+    family, kinds = (
+        FAMILIES[name],
+        (CONDITIONAL if FAMILIES[name].has_vision else CAUSAL, CLASSIFIER),
+    )
+    if not given.endswith(kinds) or ("vision_config" in config and not family.has_vision):
         raise UserError(
-            f"the JAX backend does not do {given} with images; of this family it trains {name}: "
+            f"the JAX backend does not support {given} with images; of this family it trains {name}: "
             "save the language model alone under that name, or train another model"
         )
     model_type = config.get("model_type")
     if model_type != family.model_type:
         raise UserError(
-            f"config.json says model_type = {model_type!r}, but an architecture of {given} has"
-            f" {family.model_type!r}: mend it"
+            f"config.json has model_type = {model_type!r}, but the architecture {given} needs"
+            f" {family.model_type!r}: correct it"
         )
     return family
 
@@ -141,41 +162,41 @@ def family_of(config: Mapping[str, Any]) -> Family:
 def parse_with_transformers(config: Mapping[str, Any], family: Family) -> Any:
     from transformers import CONFIG_MAPPING
 
-    # As AutoConfig does: a Mistral whose layers differ is computed by the class of its successor.
+    # Like AutoConfig: a Mistral with differing layers uses the class of its successor.
     model_type = (
         "ministral"
         if family.model_type == "mistral" and "layer_types" in config
         else family.model_type
     )
     given = {**deepcopy(dict(config)), "model_type": model_type}
-    # flat: not every class looks for the text's fields beside the tower's
-    if family.sees and "text_config" not in given:
+    # A flat config: not every class looks for the text's fields beside the tower's.
+    if family.has_vision and "text_config" not in given:
         outside_text = ("vision_config", "architectures", "model_type")
         given["text_config"] = {
             name: value for name, value in given.items() if name not in outside_text
         }
         scaling = given["text_config"].get("rope_scaling") or {}
-        if scaling.get("type") == "mrope":  # an older word for sections of an unscaled rotation
+        if scaling.get("type") == "mrope":  # an older name for sections of an unscaled rotation
             kept = {name: value for name, value in scaling.items() if name != "type"}
             given["text_config"]["rope_scaling"] = {**kept, "rope_type": "default"}
     try:
         return CONFIG_MAPPING[model_type].from_dict(given)
     except (
         Exception
-    ) as error:  # of each field's validation, and of arithmetic with what is not a number
+    ) as error:  # from field validation, and from arithmetic with what is not a number
         reason = " ".join(str(error).split())[:200] or type(error).__name__
         raise UserError(
-            f"transformers cannot read the model's config.json ({reason}): mend that field"
+            f"transformers cannot read the model's config.json ({reason}): correct that field"
         ) from error
 
 
 def refuse_features(
     features: Mapping[str, bool], instead: str = "use train.backend = 'torch'"
 ) -> None:
-    """Raises: UserError for the first feature that is asked for."""
+    """Raises: UserError for the first feature that the config requests."""
     for feature, asked in features.items():
         if asked:
             raise UserError(
-                f"the JAX backend does not do {feature}, which the model's config asks for:"
+                f"the JAX backend does not support {feature}, which the model's config requests:"
                 f" {instead}"
             )

@@ -1,13 +1,12 @@
-"""The heads: log-probabilities of given tokens, without an array of tokens by vocabulary, or one
-number of each token.
+"""The heads: log-probabilities of given tokens without an array of tokens by vocabulary, or one
+number per token.
 
-The shift by one, from what a position says to the token it speaks of, happens here and nowhere
-else.
+The shift by one, from a position's output to the token it predicts, happens here and nowhere else.
 
-Logits are computed for one block of the vocabulary after the other, and again in the backward pass,
-so that those of one block exist at a time and the kernel's gradient is written once, block by
-block. A divergence is a function of all logits of a position: where one is asked for, chunks of
-positions take the place of blocks.
+Logits are computed for one block of the vocabulary after another, and recomputed in the backward
+pass, so that one block's logits exist at a time and the kernel's gradient is written once, block by
+block. A divergence is a function of all logits of a position: with a teacher, chunks of positions
+take the place of blocks.
 """
 
 from __future__ import annotations
@@ -26,16 +25,16 @@ from areal_x.types import Divergence
 from areal_x_jax.dense_attention import HIDDEN, softcapped
 from areal_x_jax.sharding import AXES, ONE_DEVICE, ROW_AXES, Partitioner
 
-# at once on one device where the caller names no number: 64 MiB, and the backward pass has two such
-# arrays
+# Logits at once on one device if the caller gives no number: 64 MiB, and the backward pass has two
+# such arrays.
 LOGITS = 2**24
-NARROWEST = 512  # columns or positions even if their logits are more: narrower products are slow
+NARROWEST = 512  # least columns or positions at once: narrower products are slow
 
 
 class Teacher(NamedTuple):
-    """What a frozen model says of the same tokens, hidden @ kernel, capped as its own config says,
-    and how far from it is measured: over the tokens that both have, as either's embedding may be
-    padded further."""
+    """A frozen model's hidden states for the same tokens and its head kernel, with the divergence
+    from it. The divergence is taken over the tokens that both vocabularies have, because either
+    embedding may be padded further."""
 
     hidden: Float[Array, "rows length teacher_features"]
     kernel: Float[Array, "teacher_features teacher_vocab"]
@@ -60,24 +59,24 @@ def logprobs(
     Float[Array, "rows length"] | None,
     Float[Array, "rows length"] | None,
 ]:
-    """log softmax(logits / temperature) of each token, predicted from the one before it in its
-    segment; else 0. In fp32.
+    """Returns log softmax(logits / temperature) of each token, predicted from the one before it in
+    its segment, else 0; then the entropy and the divergence, or None. In fp32.
 
-    entropy: whether to give as well that of softmax(logits / temperature), in nats, at the same
-    tokens. teacher: whose divergence to give as well, there too, of both logits / temperature.
-    kernel: in fp32, so that its gradient is; the products are of hidden's type. chunk: as many
-    logits exist at once as this many positions have, but at least one of each row; 0 chooses by the
-    size of the vocabulary. softcap: of the logits, before the temperature. layout: with its axis
-    "tensor" each device has the logits of a part of the vocabulary, and only sums cross over. tied:
-    whether the kernel is a transposed array, which is then read as it lies and not copied.
+    entropy: also return the entropy of softmax(logits / temperature), in nats, at the same tokens.
+    teacher: also return the divergence of both logits / temperature. kernel: in fp32, so that its
+    gradient is; products are in hidden's dtype. chunk: as many logits exist at once as this many
+    positions have, but at least one position of each row; 0 chooses by the vocabulary size.
+    softcap: of the logits, before the temperature. partitioner: with its axis "tensor" each device
+    has the logits of a part of the vocabulary, and only sums are exchanged. tied: True if the
+    kernel is a transposed array, which is then read in place instead of copied.
     """
     rows, length = tokens.shape
     apart, least = partitioner.size(*ROW_AXES), 1 if chunk else NARROWEST
     # of one device
     vocab, positions = kernel.shape[1] // partitioner.size("tensor"), rows * length // apart
     at_once = max(chunk // apart if chunk else LOGITS // vocab, 1)
-    # All at once nothing is computed twice, a fourth of the work: that is worth as much memory as
-    # two blocks.
+    # All at once nothing is computed twice, which saves a quarter of the work and is worth the
+    # memory of two blocks.
     if teacher is None and positions > (at_once if chunk else 2 * at_once):
         width = _width(vocab, max(at_once * vocab // positions, least))
         blocks = Blocks(width, temperature, softcap, entropy, tied, partitioner)
@@ -86,10 +85,10 @@ def logprobs(
             kernel.T if tied else kernel,
             jnp.roll(tokens, -1, axis=1).reshape(-1),
         )
-        said = jax.tree.map(
+        outputs = jax.tree.map(
             lambda x: x.reshape(rows, length)[:, :-1], (*_by_blocks(blocks, *flat), None)
         )
-        return jax.tree.map(lambda x: _shift_to_next(x, segment_ids), said)
+        return jax.tree.map(lambda x: _shift_to_next(x, segment_ids), outputs)
     kernel = partitioner.constrain(kernel, None, "vocab")
 
     def logits_of(
@@ -122,15 +121,15 @@ def logprobs(
     whole = hidden[:, :-1], tokens[:, 1:], None if teacher is None else teacher.hidden[:, :-1]
     chunks = 1 if teacher is None else -(-rows * (length - 1) // (max(at_once, least) * apart))
     if chunks <= 1:
-        said = one(whole)
+        outputs = one(whole)
     else:
         columns = -(-(length - 1) // chunks)
         split = jax.tree.map(lambda x: _split(x, columns), whole)
-        said = jax.lax.map(jax.checkpoint(one), split)  # each [chunks, rows, columns]
-        said = jax.tree.map(
-            lambda x: jnp.moveaxis(x, 0, 1).reshape(rows, -1)[:, : length - 1], said
+        outputs = jax.lax.map(jax.checkpoint(one), split)  # each [chunks, rows, columns]
+        outputs = jax.tree.map(
+            lambda x: jnp.moveaxis(x, 0, 1).reshape(rows, -1)[:, : length - 1], outputs
         )
-    return jax.tree.map(lambda x: _shift_to_next(x, segment_ids), said)
+    return jax.tree.map(lambda x: _shift_to_next(x, segment_ids), outputs)
 
 
 def values(
@@ -139,10 +138,10 @@ def values(
     segment_ids: Int[Array, "rows length"],
     before: bool,
 ) -> Float[Array, "rows length"]:
-    """hidden @ kernel of each token of a segment, else 0. In fp32.
+    """Returns hidden @ kernel for each token of a segment, else 0. In fp32.
 
-    before: of the token before it in its segment, as a log-probability is; 0 for a segment's first
-    token.
+    before: for each token the value after the token before it in its segment, as for a
+    log-probability; 0 for a segment's first token.
     """
     of_each = (hidden.astype(jnp.float32) @ kernel)[..., 0]
     return (
@@ -153,12 +152,12 @@ def values(
 
 
 def _shift_to_next(
-    said: Float[Array, "rows length-1"], segment_ids: Int[Array, "rows length"]
+    outputs: Float[Array, "rows length-1"], segment_ids: Int[Array, "rows length"]
 ) -> Float[Array, "rows length"]:
-    """What each position but the last says of the next token, at that token; 0 at padding and at a
+    """Moves each position's output to the next token, which it predicts; 0 at padding and at a
     segment's first token."""
     follows = (segment_ids[:, 1:] == segment_ids[:, :-1]) & (segment_ids[:, 1:] > 0)
-    return jnp.pad(jnp.where(follows, said, 0.0), ((0, 0), (1, 0)))
+    return jnp.pad(jnp.where(follows, outputs, 0.0), ((0, 0), (1, 0)))
 
 
 def _entropy(logp: Float[Array, "... vocab"]) -> Float[Array, ...]:
@@ -166,7 +165,8 @@ def _entropy(logp: Float[Array, "... vocab"]) -> Float[Array, ...]:
 
 
 def _split(x: Array, columns: int) -> Array:
-    """[rows, length, …] → [chunks, rows, columns, …], padded with zeros to whole chunks."""
+    """Reshapes [rows, length, …] to [chunks, rows, columns, …], padded with zeros to whole
+    chunks."""
     rows, length, *rest = x.shape
     chunks = -(-length // columns)
     x = jnp.pad(x, ((0, 0), (0, chunks * columns - length), *((0, 0) for _ in rest)))
@@ -177,8 +177,8 @@ def _split(x: Array, columns: int) -> Array:
 
 
 class Blocks(NamedTuple):
-    """How logits are computed. width: of a block. tied: whether the kernel is given as [vocab,
-    features]."""
+    """How logits are computed in blocks. width: columns of a block. tied: True if the kernel is
+    [vocab, features]."""
 
     width: int
     temperature: float
@@ -189,7 +189,7 @@ class Blocks(NamedTuple):
 
     @property
     def axis(self) -> int:
-        """The kernel's, of the vocabulary."""
+        """The kernel's vocabulary axis."""
         return 0 if self.tied else 1
 
     def of_kernel(self, kernel: Array, start: Array) -> Array:
@@ -206,9 +206,9 @@ TokenStatistics: TypeAlias = tuple[
 
 
 def _width(vocab: int, most: int) -> int:
-    """Of as few blocks as there can be, all equally wide and none wider than `most`."""
+    """Returns the width of the fewest equally wide blocks that are no wider than `most`."""
     most = min(most, vocab)
-    step = 128 if most >= 128 else 1  # what hardware multiplies at once
+    step = 128 if most >= 128 else 1  # the hardware's tile
     count = -(-vocab // (most - most % step))
     return min(-(-vocab // (count * step)) * step, vocab)
 
@@ -242,7 +242,7 @@ _by_blocks.defvjp(_forward, _backward)
 
 
 def _specs(blocks: Blocks) -> tuple[PartitionSpec, PartitionSpec, PartitionSpec]:
-    """Of hidden, of the kernel and of one number a position."""
+    """Returns the partition specs of hidden, of the kernel and of one number per position."""
     spec = blocks.partitioner.spec
     return (
         spec("rows", None),
@@ -254,7 +254,7 @@ def _specs(blocks: Blocks) -> tuple[PartitionSpec, PartitionSpec, PartitionSpec]
 def _on_each_device(
     blocks: Blocks, function: Callable[..., Any], inputs: Any, outputs: Any
 ) -> Callable[..., Any]:
-    """The function of each device's rows and part of the vocabulary."""
+    """Applies a function to each device's rows and part of the vocabulary."""
     function = partial(function, blocks)
     return (
         function
@@ -269,8 +269,7 @@ def _block_statistics(
     kernel: Float[Array, "vocab features"] | Float[Array, "features vocab"],
     targets: Int[Array, " positions"],
 ) -> tuple[PerPosition, PerPosition, PerPosition | None]:
-    """The logit of each target, the logarithm of the sum of all logits' exponentials, and the
-    entropy.
+    """Returns each target's logit, the log of the sum of all logits' exponentials, and the entropy.
 
     A running softmax: relative to the largest logit so far, the sum of exponentials and that of
     logit times exponential.
@@ -308,8 +307,8 @@ def _block_statistics(
 def _rescaled(
     weighted: PerPosition, total: PerPosition, origin: PerPosition, to: PerPosition
 ) -> PerPosition:
-    """A sum of (logit - origin) · exp(logit - origin), of which `total` is that of exponentials,
-    for another origin."""
+    """Rebases a sum of (logit - origin) · exp(logit - origin) to another origin; `total` is the sum
+    of exponentials."""
     return jnp.exp(origin - to) * (weighted + (origin - to) * total)
 
 
@@ -322,10 +321,10 @@ def _differentiate(
     entropy: PerPosition | None,
     gradients: TokenStatistics,
 ) -> tuple[Array, Array]:
-    """The gradients of hidden and kernel.
+    """Returns the gradients of hidden and kernel.
 
-    By the logit j, with p = softmax(logits) and H its entropy: log p_t has the derivative 1[j = t]
-    - p_j, and H has -p_j (log p_j + H).
+    With p = softmax(logits) and entropy H, the derivative by logit j of log p_t is 1[j = t] - p_j,
+    and that of H is -p_j (log p_j + H).
     """
     d_logp, d_entropy = gradients
     d_logp = d_logp[:, None]
@@ -357,8 +356,8 @@ def _differentiate(
 
 
 def _starts(blocks: Blocks, kernel: Array) -> Int[np.ndarray, "blocks 2"]:
-    """Where each block starts, and its first column that is not in the block before: the last block
-    ends with the kernel."""
+    """Returns where each block starts and its first column that is not in the block before: the
+    last block ends with the kernel."""
     vocab = kernel.shape[blocks.axis]
     first = np.arange(0, vocab, blocks.width, dtype=np.int32)
     return np.stack([np.minimum(first, vocab - blocks.width), first], axis=1)
@@ -367,8 +366,8 @@ def _starts(blocks: Blocks, kernel: Array) -> Int[np.ndarray, "blocks 2"]:
 def _columns(
     blocks: Blocks, kernel: Array, targets: Array, starts: Array
 ) -> tuple[Bool[Array, "1 width"], Array]:
-    """Which of a block's columns are not in the block before, and [positions, width] which of those
-    each target is."""
+    """Returns which of a block's columns are not in the block before, and [positions, width] which
+    of those each target is."""
     columns = starts[0] + jnp.arange(blocks.width)
     new = columns >= starts[1]
     if blocks.partitioner.size("tensor") > 1:
@@ -381,7 +380,7 @@ def _products(blocks: Blocks, hidden: Array, block: Array) -> Float[Array, "posi
 
 
 def _product(x: Array, y: Array, x_axis: int, y_axis: int) -> Float[Array, "_ _"]:
-    """Of two matrices over these axes, in fp32."""
+    """The product of two matrices over these axes, in fp32."""
     return jax.lax.dot_general(
         x, y, (((x_axis,), (y_axis,)), ((), ())), preferred_element_type=jnp.float32
     )

@@ -1,8 +1,8 @@
-"""What a model that sees needs from the host: where the patches of its images lie, and where the
-images lie in its text.
+"""The host's part of vision-language models: where the patches of a batch's images are, and where
+the images are in its text.
 
-An image is given by its grid: (frames, height, width) in patches, as Hugging Face's processors say
-it (image_grid_thw).
+An image is given by its grid (frames, height, width) in patches, as Hugging Face's processors
+return it (image_grid_thw).
 """
 
 from __future__ import annotations
@@ -28,12 +28,14 @@ from areal_x_jax.vision_architecture import VisionArchitecture
 
 
 def image_arrays(batch: Batch, arch: VisionArchitecture | None) -> ImageArrays | None:
-    """What the step reads of a batch's images; None without any. shape: of the model's tower, None
-    where it reads text alone.
+    """Returns the arrays that the step reads of a batch's images; None without images. arch: of the
+    model's tower, None for a text-only model.
 
     Every row has room for as many patches as the fullest needs, rounded up to merge² · 2^n, so that
-    few programs are compiled. Raises: UserError for a model that reads text alone, for patches that
-    are not this tower's, and where the image tokens of a sequence are not those of its images.
+    few programs are compiled.
+
+    Raises: UserError for a text-only model, for another tower's patches, and if the image tokens of
+    a sequence do not match its images.
     """
     if arch is None:
         if not batch.has_images:
@@ -79,7 +81,7 @@ def positions_of(
     grids: Sequence[Sequence[Grid]],
     arch: VisionArchitecture,
 ) -> Int[np.ndarray, "rows 3 length"]:
-    """Those of `mrope_positions` for each sequence of packed rows, whose images have these grids,
+    """Returns the `mrope_positions` of each sequence of packed rows whose images have these grids,
     row by row."""
     _, _, image_segments = batch_images(batch)
     positions = np.repeat(np.asarray(batch.positions, np.int32)[:, None], 3, axis=1)
@@ -104,11 +106,10 @@ def positions_of(
 def patch_layout(
     grids: Sequence[Grid], arch: VisionArchitecture, capacity: int | None = None
 ) -> PatchLayout:
-    """Where all patches of these images lie, padded to the capacity.
+    """Returns the positions of all patches of these images, padded to the capacity, by default the
+    least merge² · 2^n patches that hold them, so that few programs are compiled.
 
-    The capacity is that of merge² · 2^n patches that holds them, so that few programs are compiled,
-    or the given one. Raises: UserError for grids that do not divide into the merger's squares, or
-    do not fit.
+    Raises: UserError for grids that do not divide into the merger's squares, or do not fit.
     """
     merge = arch.merge
     check_grids(grids, merge)
@@ -145,12 +146,12 @@ def patch_layout(
 
 
 def padded_patches(patches: int, merge: int) -> int:
-    """The least merge² · 2^n that is as many."""
+    """Returns the least merge² · 2^n that is at least `patches`."""
     return merge**2 << max(-(-patches // merge**2) - 1, 0).bit_length()
 
 
 def merge_order(height: int, width: int, merge: int) -> Int[np.ndarray, "2 patches"]:
-    """Row and column of each patch of a frame, square after square of merge² patches."""
+    """Returns row and column of each patch of a frame, square after square of merge² patches."""
     squares = np.indices((height, width)).reshape(2, height // merge, merge, width // merge, merge)
     return squares.swapaxes(2, 3).reshape(2, -1)
 
@@ -162,8 +163,8 @@ def interpolation(
     width: int,
     side: int,
 ) -> tuple[Int[np.ndarray, "patches 4"], Float[np.ndarray, "patches 4"]]:
-    """Indices and weights by which a table [side², …] is interpolated linearly in both directions,
-    its corners upon the frame's. In fp32, as Hugging Face does it."""
+    """Returns indices and weights that interpolate a table [side², …] bilinearly, its corners at
+    the frame's. In fp32, like Hugging Face."""
 
     def along(index: np.ndarray, size: int) -> tuple[np.ndarray, np.ndarray]:
         at = index.astype(np.float32) * np.float32(side - 1) / np.float32(max(size - 1, 1))
@@ -178,6 +179,5 @@ def interpolation(
 
 
 def image_places(of_image: Bool[np.ndarray, "rows length"]) -> Int[np.ndarray, "rows length"]:
-    """Which embedding of its row's images stands at each token, or −1 at text, where these tokens
-    are of images."""
+    """Returns for each token the index of its image embedding in the row, or −1 for text."""
     return np.where(of_image, np.cumsum(of_image, axis=-1, dtype=np.int32) - 1, np.int32(-1))

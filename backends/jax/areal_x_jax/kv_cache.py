@@ -1,14 +1,14 @@
-"""The sampler's key-value cache: one ring of columns that all slots write together.
+"""The sampler's key-value cache: a ring of columns that all slots write in step.
 
-All slots' newest token lies in one column, t modulo the capacity, and a slot's earlier ones in the
-columns before it. So a decode step writes every slot with one dynamic_update_slice instead of a
-scatter, and "the newest `length` columns" says what a slot may attend to. Keys are stored rotated
-by their own position, so where in the ring a token lies does not matter.
+The newest tokens of all slots are in one column, t modulo the capacity, and a slot's earlier ones
+in the columns before it. So a decoding step writes every slot with one dynamic_update_slice instead
+of a scatter, and "the newest `length` columns" are what a slot may attend to. Keys are stored
+rotated by their own position, so a token's column does not matter.
 
-The ring is cut into parts, each its own array, and a step reads only the parts that some live slot
-reaches into: a slice of one array would be copied before each matmul. Keys are laid out [slots,
-kv_heads, head_dim, columns] and values [slots, kv_heads, columns, head_dim]: on CPU their products
-with one query a slot run twice as fast as with keys laid out like values (measured).
+The cache is cut into parts, each its own array, and a step reads only the parts that some live slot
+reaches into: a slice of one array would be copied before each matmul. Keys are [slots, kv_heads,
+head_dim, columns] and values [slots, kv_heads, columns, head_dim]: on CPU their products with one
+query per slot run twice as fast as with keys in the order of values (measured).
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ from areal_x_jax.dense_attention import HIDDEN, softcapped
 Parts: TypeAlias = tuple[Array, ...]
 Layer: TypeAlias = tuple[Parts, Parts]  # keys and values
 KVCache: TypeAlias = tuple[Layer, ...]
-# softmax so far: the largest score, the sum of exponentials, the weighted sum of values
+# A softmax in progress: largest score, sum of exponentials, weighted sum of values.
 Partial: TypeAlias = tuple[Array, Array, Array]
 
-# columns in a part, about: smaller parts read less beyond the longest sequence, but take longer to
-# compile
+# About the columns of a part: smaller parts read less beyond the longest sequence, but take longer
+# to compile.
 PART = 64
 MOST_PARTS = 6
 
 
 def columns(context: int) -> tuple[int, int]:
-    """How many parts the ring has and how many columns each, for sequences of up to `context`
+    """Returns the number of parts and the columns of each, for sequences of up to `context`
     tokens."""
     parts = min(MOST_PARTS, max(1, round(context / PART)))
     return parts, -(-context // (parts * 16)) * 16
@@ -62,8 +62,8 @@ def capacity(cache: KVCache) -> int:
 def visible(
     cache: KVCache, newest: Int[Array, ""], lengths: Int[Array, " rows"]
 ) -> list[tuple[Array, Array]]:
-    """For each part: whether any row's newest `lengths` columns reach into it, and what to add to a
-    score in each column."""
+    """Returns for each part whether any row's newest `lengths` columns reach into it, and the bias
+    of each column's score."""
     parts, width = len(cache[0][0]), cache[0][0][0].shape[-1]
     total = parts * width
     age = (newest - jnp.arange(total)) % total
@@ -74,10 +74,10 @@ def visible(
 
 
 def write_newest(layer: Layer, key: Array, value: Array, newest: Int[Array, ""]) -> Layer:
-    """Writes one token a slot, key and value [slots, kv_heads, head_dim], into column `newest`.
+    """Writes one token per slot, key and value [slots, kv_heads, head_dim], into column `newest`.
 
-    The parts that do not hold the column rewrite one of their own: cheaper than a branch, and it
-    stays in place.
+    Parts that do not hold the column rewrite one of their own: cheaper than a branch, and it stays
+    in place.
     """
     keys, values = layer
     width = keys[0].shape[-1]
@@ -102,7 +102,7 @@ def attend(
     seen: list[tuple[Array, Array]],
     softcap: float = 0.0,
 ) -> Array:
-    """Attention of one scaled query a slot over the columns it sees, in fp32: [rows, kv, group,
+    """Attention of one scaled query per slot over its visible columns, in fp32: [rows, kv, group,
     head_dim]."""
     keys, values = layer
     if len(keys) == 1:
@@ -130,7 +130,7 @@ def attend(
 
 def product(spelling: str, left: Array, right: Array) -> Array:
     """An einsum accumulated in fp32. XLA has no bf16 × bf16 = fp32 matmul on CPU: there the
-    operands are lifted first."""
+    operands are converted first."""
     dtype = jnp.float32 if jax.default_backend() == "cpu" else right.dtype
     return jnp.einsum(
         spelling, left.astype(dtype), right.astype(dtype), preferred_element_type=jnp.float32
@@ -166,9 +166,9 @@ def write_pieces(
     """Writes the first `count` pieces: piece i is tokens firsts[i] … of the chunk, for columns
     starts[i] … of slot slots[i].
 
-    fresh: each layer's keys and values of the chunk, [tokens, kv_heads, head_dim]. A column is
-    read, and kept where the piece does not cover it, so the whole row of a part is one update
-    whatever the length.
+    fresh: each layer's keys and values of the chunk, [tokens, kv_heads, head_dim]. Columns that the
+    piece does not cover are read and kept, so that the whole row of a part is one update whatever
+    the length.
     """
     width, total = cache[0][0][0].shape[-1], capacity(cache)
     margin = ((0, 0), (width, width), (0, 0))
@@ -181,9 +181,9 @@ def write_pieces(
         slot, start, first, length = slots[i], starts[i], firsts[i], lengths[i]
 
         def write(part: Array, chunk: Array, p: int, axis: int) -> Array:
-            """axis: where the columns are in a row of the part, and in the padded chunk."""
+            """axis: of the columns, in a row of the part and in the padded chunk."""
             row = jax.lax.dynamic_index_in_dim(part, slot, 0, keepdims=False)
-            for turn in (0, total):  # a piece may go round the end of the ring
+            for turn in (0, total):  # a piece may wrap around the end of the ring
                 offset = p * width - start + turn  # of the part's first column, in the piece
                 covered = (jnp.arange(width) + offset >= 0) & (jnp.arange(width) + offset < length)
                 new = jax.lax.dynamic_slice_in_dim(chunk, width + first + offset, width, axis)
@@ -217,10 +217,10 @@ def attend_chunk(
 ) -> Array:
     """Attention of a prefill's scaled queries, in fp32: [tokens, kv, group, head_dim].
 
-    Over the chunk itself and, for the piece that continues a sequence begun in an earlier chunk,
-    over the `past` columns before `start` in its slot. before[i, j]: how many tokens token j is
-    before token i, negative where it is after it or of another sequence. continues: the tokens of
-    that piece. window: how many tokens a token sees, itself included; 0 is all.
+    Over the chunk itself and, for the piece that continues a sequence of an earlier chunk, over the
+    `past` columns before `start` in its slot. before[i, j]: how many tokens token j is before token
+    i, negative if it is later or in another sequence. continues: tokens of that piece. window:
+    tokens that a token sees, itself included; 0 is all.
     """
     keys, values = fresh
     together = (before >= 0) & (before < window) if window else before >= 0
@@ -229,7 +229,7 @@ def attend_chunk(
     so_far = merge(empty_softmax(query), scores, lambda w: product("tgru,ugd->tgrd", w, values))
 
     def earlier(so_far: Partial) -> Partial:
-        # One slot's row is small enough to be put together from its parts.
+        # One slot's row is small enough to be concatenated from its parts.
         keys = jnp.concatenate([part[slot] for part in layer[0]], axis=-1)
         values = jnp.concatenate([part[slot] for part in layer[1]], axis=-2)
         total = keys.shape[-1]

@@ -1,14 +1,14 @@
-"""One lane of the JAX backend's sampler: slots over a ring of cached columns, in five compiled
-programs whatever the lengths.
+"""One lane of the JAX sampler: slots over a ring of cached columns, in five compiled programs
+whatever the lengths.
 
-    load     a trainer's snapshot for all lanes, its layers taken apart (a slice of a stack would be copied at every step)
+    load     a trainer's snapshot for all lanes, its layers unstacked (a slice of a stack would be copied at every step)
     prefill  a chunk of packed tokens of any number of prompts: writes their keys and values, computes nothing else
-    copy     what prefill wrote for one slot into others that have the same tokens
-    decode   a loop on the device that writes, attends and draws, until it is worth looking again
-    compact  the same on the few slots that live, when at most 3/8 of them do
+    copy     what prefill wrote for one slot into others with the same tokens
+    decode   a loop on the device that writes, attends and samples until control returns to the host
+    compact  the same for the few live slots, when at most 3/8 of all are live
 
 Prefill leaves out a sequence's last token: decoding always begins by feeding the newest token, so
-all drawing is in one place.
+all sampling is in one place.
 """
 
 from __future__ import annotations
@@ -41,23 +41,23 @@ from areal_x_jax.prefill_chunks import Chunk, packed
 from areal_x_jax.sampling import sample, uniform
 from areal_x_jax.sharding import sampling_spec
 
-STEPS = 128  # most tokens a slot may grow in one call: the height of the outputs' buffers
-# tokens in a prefill: on CPU more at once are no faster each and leave more of the last chunk empty
-# (measured)
+STEPS = 128  # most tokens per slot in one call: the height of the output buffers
+# Tokens of a prefill: on CPU larger chunks are no faster per token and leave more of the last chunk
+# empty (measured).
 CPU_CHUNK = 64
 ACCELERATOR_CHUNK = 512
 STOP_IDS = 16  # stop tokens a request may have
-# The share of slots a compact decode has: near the best as uniform lengths run out (1/2), and
-# cheaper for a long tail.
+# Share of slots in a compact decode: near the best as uniform lengths run out (1/2), and cheaper
+# for a long tail.
 COMPACT = 3 / 8
-LEAST_COMPACT = 4  # slots that it has at least: fewer save nothing
+LEAST_COMPACT = 4  # least slots of a compact decode: fewer save nothing
 
 
 class Rows(NamedTuple):
-    """What decoding knows of each sequence.
+    """The decoding state of each sequence.
 
-    token: the newest, not yet in the cache. length: tokens including it. generated: how many were
-    generated. limit: its most.
+    token: the newest, not yet in the cache. length: tokens including it. generated: how many of
+    them were generated. limit: most to generate.
     """
 
     token: Int[Array, " rows"]
@@ -77,7 +77,8 @@ State: TypeAlias = tuple[Array, KVCache, Rows, Array, Array]
 
 
 def unstack_layers(params: Params, arch: Architecture) -> Params:
-    """The same parameters with a list of layers, each with what it has, in place of the stacks."""
+    """Returns the parameters with a list of layers in place of the stacks, each with the leaves it
+    has."""
     layers: list[Params] = [{} for _ in range(arch.layers)]
     for name, leaf in layer_leaves(arch).items():
         for index, layer in enumerate(arch.layers_in(leaf.stack)):
@@ -89,14 +90,14 @@ def prefill(arch: Architecture, params: Params, cache: KVCache, chunk: Chunk) ->
     """Writes the keys and values of the chunk's tokens."""
     x, rotations = embed(arch, params, chunk.tokens), position_rotations(arch, chunk.positions)
     same = chunk.piece[:, None] == chunk.piece
-    # how far; negative: not at all
+    # Distance in tokens; negative if not visible.
     before = jnp.where(same, chunk.positions[:, None] - chunk.positions, -1)
     fresh = []
     for i, (layer, cached) in enumerate(zip(params["layers"], cache, strict=True)):
         query, key, value = project_qkv(arch, layer, x, rotations[arch.rope_of(i)])
         fresh.append((key, value))
         if i == arch.layers - 1:
-            break  # nothing needs what the last layer says of a prompt
+            break  # nothing reads the last layer's output for a prompt
         place = (chunk.slot[0], chunk.start[0], chunk.past, chunk.piece == 0)
         near = arch.windows[i], arch.attention_softcap
         attended = kv_cache.attend_chunk(
@@ -114,7 +115,7 @@ def copy(
     targets: Int[Array, " slots"],
     count: Int[Array, ""],
 ) -> KVCache:
-    """The first `count` sources, one after the other, into the targets."""
+    """Copies the first `count` sources, one after another, into the targets."""
 
     def one(i: Array, cache: KVCache) -> KVCache:
         return jax.tree.map(
@@ -134,11 +135,11 @@ def decode(
     until_free: Int[Array, ""],
     slots: Int[Array, " rows"] | None = None,
 ) -> tuple[KVCache, Rows, Array, Array]:
-    """Grows every live row by up to `steps` tokens, beginning at ring column `column`.
+    """Grows every live row by up to `steps` tokens, beginning at cache column `column`.
 
-    slots: the slots that the rows are, where they are not all. Returns the ring, the rows, and
-    tokens and log-probabilities `[STEPS, rows]`, of which a row's first (generated afterwards - generated
-    before) are its own.
+    slots: the slots of the rows, if they are not all slots. Returns the cache, the rows, and tokens
+    and log-probabilities `[STEPS, rows]`, of which a row's first (generated afterwards - generated
+    before) are valid.
     """
     whole = cache
     if slots is not None:
@@ -183,8 +184,8 @@ def decode(
 def forward(
     arch: Architecture, params: Params, cache: KVCache, rows: Rows, column: Array
 ) -> tuple[KVCache, Float[Array, "rows vocab"]]:
-    """Feeds each row's newest token, written into ring column `column`: the logits of its next
-    one."""
+    """Feeds each row's newest token, written into cache column `column`, and returns the logits of
+    its next one."""
     x, rotations = embed(arch, params, rows.token), position_rotations(arch, rows.length - 1)
     lengths = jnp.where(rows.live, rows.length, 1)
     reach = {
@@ -207,7 +208,8 @@ def forward(
 
 
 def scaled(arch: Architecture, query: Array) -> Array:
-    """Queries [..., heads, head_dim], grouped by the key-value head they share and scaled."""
+    """Returns queries [..., heads, head_dim], grouped by the key-value head they share and
+    scaled."""
     grouped = query.reshape(
         *query.shape[:-2], arch.kv_heads, arch.heads // arch.kv_heads, arch.head_dim
     )
@@ -215,10 +217,10 @@ def scaled(arch: Architecture, query: Array) -> Array:
 
 
 class Lane:
-    """Some slots that decode together: their small state on the host, the ring on the device.
+    """Slots that decode together: small state on the host, the cache on the device.
 
-    call: calls a compiled program by a name, `call(name, program, *arguments)` (see
-    areal_x_jax.sampler). group: the devices, which split heads and vocabulary.
+    call: calls a compiled program by name, `call(name, program, *arguments)` (see
+    areal_x_jax.sampler). group: the devices, over which heads and vocabulary are sharded.
     """
 
     supports_images = False
@@ -230,16 +232,16 @@ class Lane:
         self.slots = slots
         self.context = context
         self.arch = arch
-        # Of the ring's parts: keys and values of each head lie where its queries are computed.
-        # Pinned, where there is a choice, as each other way in which a program might leave them
-        # would compile the next one again.
+        # The sharding of the cache's parts: keys and values of each head are on the device that
+        # computes its queries. Pinned, because any other output sharding of one program would make
+        # the next one compile again.
         spec = sampling_spec(group, ("slots", "key"))
-        self._lies = NamedSharding(group, spec) if group.size > 1 else group.devices.flat[0]
-        pinned = self._lies if group.size > 1 else None
+        self._sharding = NamedSharding(group, spec) if group.size > 1 else group.devices.flat[0]
+        pinned = self._sharding if group.size > 1 else None
         self._chunk = CPU_CHUNK if jax.default_backend() == "cpu" else ACCELERATOR_CHUNK
         self._params: Any = None
         self._cache: KVCache | None = None
-        self._column = 0  # of the ring, that the next step writes
+        self._column = 0  # of the cache, which the next step writes
         self._rows = Rows(
             token=np.zeros(slots, np.int32),
             length=np.ones(slots, np.int32),
@@ -260,11 +262,11 @@ class Lane:
 
     @property
     def programs(self) -> int:
-        """How many programs have been compiled."""
+        """Number of compiled programs."""
         return sum(f._cache_size() for f in (self._prefill, self._copy, self._decode))
 
     def load(self, params: Params) -> None:
-        """params: on the device, taken apart."""
+        """params: on the device, unstacked."""
         self._params = params
         self._rows.live[:] = False
         if self._cache is None:
@@ -273,19 +275,19 @@ class Lane:
             empty = kv_cache.empty(
                 arch.layers, self.slots, arch.kv_heads, arch.head_dim, self.context, dtype
             )
-            self._cache = jax.device_put(empty, self._lies)
+            self._cache = jax.device_put(empty, self._sharding)
 
     def fill(self, requests: Sequence[SlotRequest]) -> None:
         if self._cache is None:
             raise RuntimeError("the sampler has no weights: load a snapshot first")
         if not self._rows.live.any():
-            # the order of sums depends on where keys lie: an idle sampler computes the same every
-            # time
+            # The order of sums depends on the keys' columns: an idle sampler must compute the same
+            # every time.
             self._column = 0
         for request in requests:
             self._set_slot(request)
         capacity = kv_cache.capacity(self._cache)
-        # of one token nothing is cached yet
+        # A prompt of one token has nothing to cache.
         alike = [same for same in group_identical(requests).values() if len(same[0].tokens) > 1]
         prompts = [
             (r.slot, (self._column - len(r.tokens) + 1) % capacity, r.tokens[:-1])
@@ -298,12 +300,12 @@ class Lane:
         copies = np.array(
             [(first.slot, other.slot) for first, *others in alike for other in others], np.int32
         ).reshape(-1, 2)
-        if len(copies):  # equal tokens lie in equal columns
+        if len(copies):  # equal tokens are in equal columns
             padded = np.pad(copies, ((0, self.slots - len(copies)), (0, 0)))
             self._cache = self._call(
                 "copy", self._copy, self._cache, *padded.T, np.int32(len(copies))
             )
-        jax.block_until_ready(self._cache)  # so that who measures a swap sees all of it
+        jax.block_until_ready(self._cache)  # so that a measured swap includes it
 
     def _set_slot(self, request: SlotRequest) -> None:
         sampling, length, slot = request.sampling, len(request.tokens), request.slot
@@ -322,8 +324,8 @@ class Lane:
             and vision.image_token in request.tokens[: length - request.generated]
         ):
             raise UserError(
-                "a prompt has image tokens, but the embedded sampler reads text alone: leave images"
-                " out of prompts"
+                "a prompt has image tokens, but the JAX sampler reads text only: leave images out of"
+                " prompts"
             )
         rows, greedy = self._rows, sampling.temperature == 0
         rows.token[slot] = request.tokens[-1]
@@ -348,7 +350,7 @@ class Lane:
         steps = min(steps, STEPS)
         few = int(self.slots * COMPACT)
         compact = len(live) <= few and few >= LEAST_COMPACT
-        # Dead slots make up the number; what they compute is never read.
+        # Dead slots fill up the number; their outputs are never read.
         slots = (
             np.concatenate([live, np.flatnonzero(~before.live)])[:few].astype(np.int32)
             if compact

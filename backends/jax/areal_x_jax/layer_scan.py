@@ -1,9 +1,9 @@
-"""Layers in segments that repeat, so that a model with two kinds of layers is scanned and not
-unrolled.
+"""A scan over layers in runs that repeat, so that a model with two kinds of layers is scanned
+instead of unrolled.
 
-A mixture with dense layers between is a few segments: `decoder_sparse_step` = 2 is one, whose two
-layers repeat, and a dense first layer is one of its own before the rest. A model of equal layers is
-one segment of one layer.
+A mixture with dense layers in between is a few runs: `decoder_sparse_step` = 2 is one run of two
+repeating layers, and a dense first layer is a run of its own before the rest. A model of equal
+layers is one run of one layer.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from areal_x_jax.parameters import Params, adaptable_kernels, adapter_leaves, la
 
 @dataclass(frozen=True)
 class LayerRun:
-    """`repeats` times the same `period` layers, from layer `first` on."""
+    """The same `period` layers, `repeats` times, from layer `first` on."""
 
     first: int
     period: int
@@ -34,8 +34,8 @@ class LayerRun:
 
 
 def layer_runs(kinds: Sequence[Any]) -> list[LayerRun]:
-    """All layers in order, where each segment leaves out as many layers of the program as any that
-    begins there."""
+    """Returns all layers in order, each run chosen to save as many layers of the program as any
+    that begins there."""
     found, first = [], 0
     while first < len(kinds):
         left, best = len(kinds) - first, LayerRun(first, 1, 1)
@@ -55,40 +55,40 @@ def scan(
     step: Callable[[Array, tuple[Params, Any]], tuple[Array, Array | None]],
     x: Array,
     layers: Params,
-    each: Any,
+    per_layer: Any,
 ) -> tuple[Array, list[Array]]:
-    """x through all layers: `step(x, (a layer's parameters, what `each` holds of it))` gives the
-    next x and a number or None.
+    """Applies all layers to x: `step(x, (a layer's parameters, its entry of per_layer))` returns
+    the next x and a number or None.
 
-    layers: stacked (see `Leaf.stack`). each: a tree of arrays whose first axis is that of all
-    layers. Returns the numbers of each segment's layers that give any.
+    layers: stacked (see `Leaf.stack`). per_layer: a tree of arrays whose first axis is the layer.
+    Returns x and the numbers of each run's layers that have any.
     """
     leaves, numbers = layer_leaves(arch) | adapter_leaves(arch, adaptable_kernels(arch)), []
     places = {stack: arch.layers_in(stack) for stack in ("layers", "dense", "sparse")}
-    for segment in layer_runs([layer in places["dense"] for layer in places["layers"]]):
-        # Where this segment's layers stand in each stack, and those of its first period.
+    for run in layer_runs([layer in places["dense"] for layer in places["layers"]]):
+        # Indices of this run's layers in each stack.
         within = {
-            stack: [at for at, layer in enumerate(own) if layer in _layers(segment)]
+            stack: [at for at, layer in enumerate(own) if layer in _layers(run)]
             for stack, own in places.items()
         }
         stacks = {
-            name: _cut(x, within[leaves[name].stack], segment.repeats) for name, x in layers.items()
+            name: _cut(x, within[leaves[name].stack], run.repeats) for name, x in layers.items()
         }
         of_layers = jax.tree.map(
-            lambda x, at=within["layers"], n=segment.repeats: _cut(x, at, n), each
+            lambda x, at=within["layers"], n=run.repeats: _cut(x, at, n), per_layer
         )
 
-        def period(x: Array, of: Any, segment: LayerRun = segment) -> tuple[Array, list[Array]]:
+        def period(x: Array, of: Any, run: LayerRun = run) -> tuple[Array, list[Array]]:
             stacks, of_layers = of
-            said = []
-            for j in range(segment.period):
-                layer = segment.first + j
+            outputs = []
+            for j in range(run.period):
+                layer = run.first + j
                 weights = {}
                 for name, stack in stacks.items():
                     own = [
                         other
                         for other in places[leaves[name].stack]
-                        if other in _layers(segment)[: segment.period]
+                        if other in _layers(run)[: run.period]
                     ]
                     if layer in own:
                         weights[name] = stack if len(own) == 1 else stack[own.index(layer)]
@@ -96,29 +96,25 @@ def scan(
                     x,
                     (
                         weights,
-                        (
-                            of_layers
-                            if segment.period == 1
-                            else jax.tree.map(itemgetter(j), of_layers)
-                        ),
+                        (of_layers if run.period == 1 else jax.tree.map(itemgetter(j), of_layers)),
                     ),
                 )
-                said += [] if number is None else [number]
-            return x, said
+                outputs += [] if number is None else [number]
+            return x, outputs
 
-        x, said = jax.lax.scan(period, x, (stacks, of_layers))
-        numbers += said
+        x, outputs = jax.lax.scan(period, x, (stacks, of_layers))
+        numbers += outputs
     return x, numbers
 
 
-def _layers(segment: LayerRun) -> range:
-    return range(segment.first, segment.first + segment.count)
+def _layers(run: LayerRun) -> range:
+    return range(run.first, run.first + run.count)
 
 
 def _cut(x: Any, at: Sequence[int], repeats: int) -> Any:
-    """Some neighbours of a stack as [repeats, of one period, …], without the second axis where a
-    period has one (it would be a copy of the parameters and of their gradients); None where there
-    are none."""
+    """Returns consecutive layers of a stack as [repeats, layers of one period, …], without the
+    second axis for a period of one (it would copy the parameters and their gradients); None for no
+    layers."""
     if not at:
         return None
     part = x if len(at) == len(x) else x[at[0] : at[-1] + 1]

@@ -1,8 +1,8 @@
-"""Low-rank adapters beside a frozen decoder: what is trained is a tree of its own, joined with the
-decoder's where it is used.
+"""Low-rank adapters beside a frozen decoder: the trained parameters are a tree of their own, joined
+with the decoder's when used.
 
 frozen, in the compute precision ──┐
-                                   ├─ joined ──▶ the decoder's functions, which add (x @ a) @ b where a layer has them
+                                   ├─ with_adapters ──▶ the decoder's functions, which add (x @ a) @ b for layers with adapters
 adapters, fp32, with moments ──────┘
 """
 
@@ -21,8 +21,10 @@ from areal_x_jax.parameters import Params, adaptable_kernels, parameter_shapes
 
 
 def trained_architecture(arch: Architecture, config: LoRAConfig) -> Architecture:
-    """What is trained of a decoder: all of it, or adapters and its score. Raises: ConfigError for
-    targets that it has not."""
+    """Returns the architecture of what is trained: the whole decoder, or adapters and its score.
+
+    Raises: ConfigError for targets that the decoder does not have.
+    """
     if not config.rank:
         return arch
     there = {f"{kernel}_proj": kernel for kernel in adaptable_kernels(arch)}
@@ -39,8 +41,8 @@ def trained_architecture(arch: Architecture, config: LoRAConfig) -> Architecture
 
 
 def init_adapters(trained: Architecture, seed: int, shardings: Params) -> Params:
-    """Adapters that change nothing yet: b is 0 and a uniform within ±1 / sqrt(its rows), as PEFT
-    draws it. A score is 0."""
+    """Returns adapters without effect: b is 0 and a uniform within ±1 / sqrt(its rows), as in PEFT.
+    A score is 0."""
 
     def draw() -> Params:
         made = parameter_shapes(trained)
@@ -58,7 +60,7 @@ def init_adapters(trained: Architecture, seed: int, shardings: Params) -> Params
 
 
 def with_adapters(base: Params, adapters: Params, scale: float) -> Params:
-    """One tree in which the layers have adapters beside their kernels, with the scale in each
+    """Returns one tree in which layers have adapters beside their kernels, with the scale in each
     lora_b."""
     own = {
         name: x * scale if name.endswith("_lora_b") else x for name, x in adapters["layers"].items()
@@ -72,12 +74,12 @@ def merge(
     b: Float[Array, "*_ rank out"],
     scale: float,
 ) -> Float[Array, "*_ in out"]:
-    """A stack of kernels with what their adapters add, in the kernels' type."""
+    """Returns a stack of kernels with their adapters added, in the kernels' dtype."""
     return (kernel + scale * jnp.matmul(a, b, precision="highest")).astype(kernel.dtype)
 
 
 def merged(base: Params, adapters: Params, scale: float) -> Params:
-    """The decoder with the adapters merged into it."""
+    """Returns the decoder with the adapters merged into it."""
     own = adapters["layers"]
 
     def whole(name: str, kernel: Array) -> Array:

@@ -1,12 +1,13 @@
-"""The decoder of every text family, from one description (areal_x_jax.architecture), over packed rows.
+"""The decoder of every text family, over packed rows, from one description
+(areal_x_jax.architecture).
 
-Layers are stacked on a leading axis and scanned (see areal_x_jax.layer_scan), so that compile time
-does not grow with depth; what differs from layer to layer (its window, its rotation) is scanned
-with them. The functions below take one layer's parameters as a plain dict: the trainer scans them
-over rows, the sampler calls them for one token a slot. What a family has not, its dict has not.
+Layers are stacked on a leading axis and scanned (areal_x_jax.layer_scan), so that compile time does
+not grow with depth; what differs between layers (window, rotation) is scanned with them. The
+functions below take one layer's parameters as a plain dict: the trainer scans them over rows, the
+sampler calls them for one token per slot. Parameters that a family lacks are absent from its dict.
 
 A training step of a small model on a CPU is as much memory traffic as arithmetic: `linear`,
-`attention.dense`, `position_rotations` and what `hidden_states` keeps are measured choices.
+`dense`, `position_rotations` and what `hidden_states` saves are measured choices.
 """
 
 from __future__ import annotations
@@ -29,28 +30,28 @@ from areal_x_jax.parameters import Params, adaptable_kernels, adapter_leaves, la
 from areal_x_jax.sharding import AXES, ONE_DEVICE, Partitioner
 
 Rotation: TypeAlias = tuple[Array, Array]
-# names for jax.checkpoint_policies.save_only_these_names what a kernel and its adapter give
-# together
+# Name, for jax.checkpoint_policies.save_only_these_names, of the sum of a kernel's and its adapter's
+# products.
 PRODUCT = "product"
 ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
     "silu": jax.nn.silu,
     "gelu_tanh": partial(jax.nn.gelu, approximate=True),
 }
 
-# What the backward pass keeps without remat: see `hidden_states`.
+# What the backward pass saves without remat: see `hidden_states`.
 PRODUCTS = jax.checkpoint_policies.save_from_both_policies(
     jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
     jax.checkpoint_policies.save_only_these_names(KEPT),
 )
-# Each adapter's products would be kept beside its kernel's: their sum is enough.
+# Each adapter's products would be saved beside its kernel's: their sum is enough.
 PRODUCTS_WITH_ADAPTERS = jax.checkpoint_policies.save_only_these_names(KEPT, PRODUCT)
 
 
 class ImageFeatures(NamedTuple):
-    """What a vision tower says of the images of packed rows (see areal_x_jax.vision).
+    """What a vision tower computes for the images of packed rows (see areal_x_jax.vision).
 
-    places: which embedding of its row's stands at a token, −1 at text. deepstack: of each of the
-    first layers what is added to its output there. rotation: in place of that by plain positions.
+    places: index of each token's image embedding in its row, −1 for text. deepstack: what is added
+    to the outputs of each of the first layers there. rotation: replaces that of plain positions.
     """
 
     places: Int[Array, "rows length"]
@@ -72,18 +73,19 @@ def hidden_states(
     images: ImageFeatures | None = None,
     prefix_ids: Int[Array, "rows length"] | None = None,
 ) -> tuple[Float[Array, "rows length hidden"], Float[Array, ""] | None]:
-    """What the head reads, for packed rows: a token attends to those before it in its own segment
-    and in that which prefix_ids names (see `areal_x.types.Batch`). And, of a mixture of experts,
-    how unevenly they were chosen (`experts.imbalance`), the mean over layers. images: where rows
-    have any.
+    """Returns the head's input for packed rows, and the mean over layers of `experts.imbalance`, or
+    None without experts.
 
-    remat: the backward pass computes whole layers again from their inputs. Without it, it keeps the
-    results of products with kernels and computes the rest again (scores, all that is elementwise):
-    a fifth faster on a CPU than keeping everything, and what is kept grows with the length, not
-    with its square. how: attention is computed (see areal_x_jax.attention). recorded: the experts
-    that each token goes through (see `experts.route`).
+    A token attends to those before it in its own segment and in the one that prefix_ids names (see
+    `areal_x.types.Batch`). images: None if no row has any. implementation: of attention (see
+    areal_x_jax.attention). recorded: the experts that each token goes through (see
+    `experts.route`).
+
+    remat: the backward pass recomputes whole layers from their inputs. Without it, it saves the
+    results of products with kernels and recomputes the rest (scores, everything elementwise): a
+    fifth faster on a CPU than saving everything, and memory grows linearly with the length.
     """
-    # The barrier keeps the compiler from computing sines again for each head and layer.
+    # The barrier keeps the compiler from recomputing sines for each head and layer.
     rotations = jax.lax.optimization_barrier(
         position_rotations(arch, positions) if images is None else (images.rotation,)
     )
@@ -104,8 +106,8 @@ def hidden_states(
         )
         if images is not None and depth is not None:
             x = add_deepstack(x, images, depth)
-        uneven = None if routing is None else experts.imbalance(routing, segment_ids > 0)
-        return partitioner.constrain(x, "rows", "length", None), uneven
+        imbalance = None if routing is None else experts.imbalance(routing, segment_ids > 0)
+        return partitioner.constrain(x, "rows", "length", None), imbalance
 
     x = embed(arch, params, tokens)
     if images is not None:
@@ -115,16 +117,18 @@ def hidden_states(
     ropes = np.array([arch.rope_of(i) for i in range(arch.layers)])
     chosen = None if recorded is None else jnp.moveaxis(recorded, 2, 0)
     depth = None if images is None or images.deepstack is None else np.arange(arch.layers)
-    each = np.array(arch.windows), ropes, chosen, depth
+    per_layer = np.array(arch.windows), ropes, chosen, depth
     adapted = any(name.endswith("_lora_a") for name in params["layers"])
     kept = PRODUCTS_WITH_ADAPTERS if adapted else PRODUCTS
     layer = jax.checkpoint(
         layer, policy=jax.checkpoint_policies.nothing_saveable if remat else kept
     )
-    x, uneven = layer_scan.scan(
-        arch, layer, partitioner.constrain(x, "rows", "length", None), params["layers"], each
+    x, imbalance = layer_scan.scan(
+        arch, layer, partitioner.constrain(x, "rows", "length", None), params["layers"], per_layer
     )
-    return rms_norm(x, params["norm"], arch), jnp.concatenate(uneven).mean() if uneven else None
+    return rms_norm(x, params["norm"], arch), jnp.concatenate(
+        imbalance
+    ).mean() if imbalance else None
 
 
 # query, key, value, the layer's window
@@ -138,7 +142,7 @@ def attention_of(
     implementation: str,
     partitioner: Partitioner,
 ) -> Attend:
-    """Attention within the segments of these rows; on a mesh each device computes that of its rows,
+    """Returns attention within the segments of these rows; on a mesh each device computes its rows,
     its heads and, against the keys and values of whole rows, its part of their length."""
     attend = partial(
         attention.attend,
@@ -193,14 +197,14 @@ def embed(
 def gather_places(
     features: Float[Array, "rows tokens hidden"], places: Int[Array, "rows length"]
 ) -> Float[Array, "rows length hidden"]:
-    """The features of each token's place, and of text any."""
+    """Returns each token's image feature; for text, any."""
     return jnp.take_along_axis(features, jnp.maximum(places, 0)[..., None], axis=1)
 
 
 def add_deepstack(
     x: Float[Array, "rows length hidden"], images: ImageFeatures, depth: Int[Array, ""]
 ) -> Array:
-    """What layer `depth` says, with that layer's features added at images where it has any."""
+    """Adds the features of layer `depth` to its output at images, if it has any."""
     assert images.deepstack is not None
     layers = len(images.deepstack)
     features = images.deepstack[jnp.minimum(depth, layers - 1)]
@@ -215,8 +219,8 @@ def head_kernel(params: Params) -> Float[Array, "hidden vocab"]:
 def project_qkv(
     arch: Architecture, layer: Params, x: Float[Array, "... hidden"], rotation: Rotation
 ) -> tuple[Array, Array, Array]:
-    """Rotated queries [..., heads, head_dim] and keys, and values [..., kv_heads, head_dim], of one
-    layer's input."""
+    """Returns rotated queries [..., heads, head_dim] and keys, and values [..., kv_heads,
+    head_dim], of one layer's input."""
     x = rms_norm(x, layer["input_norm"], arch)
 
     def project(name: str, heads: int) -> Array:
@@ -240,8 +244,8 @@ def finish_layer(
     partitioner: Partitioner = ONE_DEVICE,
     recorded: Int[Array, "... per_token"] | None = None,
 ) -> tuple[Float[Array, "... hidden"], experts.Routing | None]:
-    """A layer after its attention: output projection, residual, gated MLP or experts, residual; how
-    the experts were chosen."""
+    """The part of a layer after attention: output projection, residual, gated MLP or experts,
+    residual. Returns its output and how experts were chosen."""
     y = affine(layer, "o", attended.astype(x.dtype))
     x = x + (rms_norm(y, layer["attention_out_norm"], arch) if "attention_out_norm" in layer else y)
     y = rms_norm(x, layer["mlp_norm"], arch)
@@ -271,7 +275,7 @@ def gated_mlp(layer: Params, prefix: str, x: Array, activation: Callable[[Array]
 
 
 def affine(layer: Params, name: str, x: Array) -> Array:
-    """Of the kernel, and its adapter and bias where the layer has them (an adapter's scale lies in
+    """Applies a kernel, with its adapter and bias if the layer has them (an adapter's scale is in
     its lora_b)."""
     y = linear(x, layer[name])
     if f"{name}_lora_a" in layer:
@@ -285,7 +289,8 @@ def linear(x: Float[Array, "... in"], kernel: Float[Array, "in out"]) -> Float[A
     """x @ kernel, with a backward pass that computes the incoming gradient once.
 
     XLA for CPU would fuse that gradient's formula (silu's, the rotation's) into the transposition
-    that one of the two products begins with, and compute it twice, in strides: a quarter of a step.
+    with which one of the two products begins, and compute it twice, with strides: a quarter of a
+    step.
     """
     return x @ kernel
 
@@ -309,7 +314,7 @@ linear.defvjp(_linear_forward, _linear_backward)
 def rms_norm(
     x: Float[Array, "... features"], scale: Float[Array, " features"], arch: Architecture
 ) -> Float[Array, "... features"]:
-    """Computed in fp32 whatever the input."""
+    """RMS norm, computed in fp32 whatever the input."""
     y = x.astype(jnp.float32)
     y = y * jax.lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + arch.eps)
     if arch.norm_offset:
@@ -318,8 +323,8 @@ def rms_norm(
 
 
 def position_rotations(arch: Architecture, positions: Int[Array, ...]) -> tuple[Rotation, ...]:
-    """For each of the shape's ropes cosine and sine [..., 1, head_dim / 2] of the angles by which
-    `rope` turns a head at each position."""
+    """Returns, for each of the architecture's ropes, cosine and sine [..., 1, head_dim / 2] of the
+    angles at each position."""
 
     def rotation(frequencies: np.ndarray, scale: float) -> Rotation:
         angle = positions[..., None, None].astype(jnp.float32) * frequencies
@@ -343,7 +348,7 @@ def rope(
 
 
 def _select(of_kinds: tuple[Any, ...], index: Array) -> Any:
-    """The one that a layer has, whose number is scanned with it."""
+    """Returns the variant of a layer, given its scanned index."""
     if len(of_kinds) == 1:
         return of_kinds[0]
     return jax.tree.map(

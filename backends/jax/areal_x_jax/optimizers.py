@@ -1,9 +1,9 @@
-"""The optimizers: which way a gradient points, where their states lie, and how they are saved.
+"""The optimizers: directions of a step, shardings of their states, and how states are saved.
 
-Every one is clipping by global norm, a direction, decay of matrices and the learning rate; they
-differ in the direction, whose size is about AdamW's, so that one learning rate serves them all. A
-leaf under one of STACKS is a stack, of layers and maybe of experts within each: what is done to a
-matrix is done to each of them alone.
+Each one is clipping by global norm, a direction, decay of matrices and the learning rate; the
+directions are about as large as AdamW's, so that one learning rate suits all of them. A leaf under
+one of STACKS is a stack of layers, perhaps with experts within each: what is done to a matrix is
+done to each of them separately.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from areal_x_jax.sharding import addressable, put_sharded
 from areal_x_jax.weights import places, saved_name, write_into_stack
 
 STACKS = DictKey("layers"), DictKey("deepstack")
-# Muon's, of its reference and of torch.optim.Muon: the quintic's coefficients, its steps, the least
-# norm, the momentum.
+# Muon's constants, as in its reference and torch.optim.Muon: the quintic's coefficients, its steps,
+# the least norm, the momentum.
 QUINTIC, STEPS, LEAST, MOMENTUM = (3.4445, -4.7750, 2.0315), 5, 1e-7, 0.95
 
 
 def make_optimizer(config: OptimizerConfig) -> optax.GradientTransformation:
-    """Clipping, a direction whose moments are kept as `config.moments` says, decay of matrices, the
+    """Chains clipping, a direction with moments in `config.moments`, decay of matrices, and the
     learning rate."""
     adam = optax.scale_by_adam(config.beta1, config.beta2, config.eps)
     direction = {
@@ -53,7 +53,7 @@ def make_optimizer(config: OptimizerConfig) -> optax.GradientTransformation:
 
 
 def matrices(params: Params) -> Params:
-    """Of each leaf, whether it is a matrix, or a stack of them."""
+    """Returns for each leaf whether it is a matrix or a stack of matrices."""
     found: Params = tree_map_with_path(
         lambda path, x: x.ndim > (2 if any(key in path for key in STACKS) else 1), params
     )
@@ -61,8 +61,8 @@ def matrices(params: Params) -> Params:
 
 
 def _muon_labels(params: Params) -> Params:
-    """A layer's matrices are Muon's, but for those that say one number of a token; embeddings,
-    heads and vectors AdamW's."""
+    """Muon gets a layer's matrices with more than one row and column; AdamW gets embeddings, heads
+    and vectors."""
 
     def label(path: KeyPath, x: Array) -> str:
         return (
@@ -78,7 +78,7 @@ def _muon_labels(params: Params) -> Params:
 def with_moment_dtype(
     dtype: Any, transform: optax.GradientTransformation
 ) -> optax.GradientTransformation:
-    """The same in fp32, from a state whose numbers (but for counts) are of this type between
+    """Runs a transform in fp32 on a state whose floating-point numbers have this dtype between
     steps."""
 
     def cast(state: Any, to: Any) -> Any:
@@ -104,12 +104,12 @@ class Factored(NamedTuple):
 
 def factored(least: float = 1e-30) -> optax.GradientTransformation:
     """Adafactor without momentum and without scaling by the parameter: gradient / sqrt(v), divided
-    by its root mean square where that is above 1.
+    by its root mean square if that is above 1.
 
     v = row · column / mean(row), two moving averages with the decay 1 - t^-0.8. A vector is a
-    matrix of one column, whose v is exact. Source: arXiv 1804.04235, algorithm 4, with section
-    7.2's decay. (optax's factors the two longest axes, which may be that of layers, and takes the
-    root mean square of all layers together.)
+    matrix of one column, whose v is exact. Source: arXiv 1804.04235, algorithm 4, with the decay of
+    section 7.2. (optax's version factors the two longest axes, which may be that of layers, and
+    takes the root mean square over all layers.)
     """
 
     def in_columns(tree: Params) -> Params:
@@ -136,7 +136,7 @@ def factored(least: float = 1e-30) -> optax.GradientTransformation:
             return old + fresh * (jnp.mean(gradient**2 + least, axis, keepdims=True) - old)
 
         def direction(gradient: Array, row: Array, column: Array, like: Array) -> Array:
-            # One root after the other: the product of two small means is 0 in fp32.
+            # Two roots in a row: the product of two small means would be 0 in fp32.
             x = (
                 gradient
                 * jax.lax.rsqrt(row / jnp.mean(row, -2, keepdims=True))
@@ -155,16 +155,16 @@ def factored(least: float = 1e-30) -> optax.GradientTransformation:
 
 
 def muon() -> optax.GradientTransformation:
-    """Nesterov's momentum, orthogonalised, times 0.2 · sqrt(the longer side): the root mean square
-    of AdamW's updates.
+    """Nesterov momentum, orthogonalised, times 0.2 · sqrt(the longer side): the root mean square of
+    AdamW's updates.
 
-    Sources: kellerjordan.github.io/posts/muon; the size, arXiv 2502.16982, eq. 4. (optax's makes
-    one axis of those of layers and experts, for which devices that share the experts all gather
+    Sources: kellerjordan.github.io/posts/muon; the size, arXiv 2502.16982, eq. 4. (optax's version
+    joins the axes of layers and experts, so that devices that share the experts would all gather
     them.)
     """
 
     def direction(momentum: Array) -> Array:
-        # Layer by layer: the iteration holds three copies of what it works on.
+        # Layer by layer, because the iteration holds three copies of its matrix.
         return 0.2 * max(momentum.shape[-2:]) ** 0.5 * jax.lax.map(orthogonal, momentum)
 
     return optax.chain(
@@ -174,7 +174,7 @@ def muon() -> optax.GradientTransformation:
 
 
 def orthogonal(x: Float[Array, "*stack rows columns"]) -> Float[Array, "*stack rows columns"]:
-    """The nearest matrix whose singular values are all the same, about: five steps of a quintic
+    """Returns approximately the nearest matrix with equal singular values: five steps of a quintic
     bring them to 0.7 … 1.2."""
     if x.shape[-2] > x.shape[-1]:
         return orthogonal(x.mT).mT
@@ -188,24 +188,24 @@ def orthogonal(x: Float[Array, "*stack rows columns"]) -> Float[Array, "*stack r
     return jax.lax.fori_loop(0, STEPS, step, x)
 
 
-# ---- states: trees in which copies of the tree of parameters lie, whole or in part
+# ---- states: trees that contain copies of the tree of parameters, whole or in part
 
 
 def _parameter_path(path: KeyPath) -> tuple[str, ...]:
-    """The path of the parameter that a number of a state belongs to, () for a count."""
+    """Returns the path of the parameter that a number of a state belongs to, () for a count."""
     return tuple(
         key.key for key in takewhile(lambda key: isinstance(key, DictKey), reversed(path))
     )[::-1]
 
 
 def _moment(path: KeyPath) -> str:
-    """Which moment a number of a state is of, "trace"; "" for a count."""
+    """Returns the moment that a number of a state belongs to, such as "trace"; "" for a count."""
     own = _parameter_path(path)
     return str(path[-len(own) - 1].name) if own else ""
 
 
 def moment_name(path: KeyPath) -> str:
-    """What a moment is called under this backend's own names: which it is and of which parameter,
+    """Returns a moment's name in this backend's own form: moment and parameter,
     "trace.layers.q"."""
     return ".".join((_moment(path), *_parameter_path(path)))
 
@@ -213,7 +213,7 @@ def moment_name(path: KeyPath) -> str:
 def moment_shardings(
     state: Any, params: Params, shardings: Params, replicated: NamedSharding
 ) -> Any:
-    """Where a state lies: each moment split as its parameter is, but for axes that it has not;
+    """Returns the shardings of a state: each moment like its parameter, except for axes it lacks;
     counts on every device."""
     of = {
         _parameter_path(path): (x.shape, at)
@@ -236,31 +236,31 @@ def moment_shardings(
 
 
 class MomentPlace(NamedTuple):
-    """A moment of a tensor: the path of its leaf's parameter, where it is called `which`, and the
-    place in its stack."""
+    """A moment of one tensor of the files: its name in the state, the path of its parameter, the
+    index in its stack."""
 
     moment: str
     path: tuple[str, ...]
     index: tuple[int, ...]  # type: ignore[assignment]  # hides tuple.index, which nobody calls
-    tensor: tuple[int, ...]  # its shape in a file
+    tensor: tuple[int, ...]  # shape in a file
     transposed: bool
 
 
 IN_FILES = {"trace": "trace", "mu": "exp_avg", "nu": "exp_avg_sq", "row": "row", "column": "column"}
-ACROSS = {"row": "column", "column": "row"}  # of what is stored transposed, in files
+ACROSS = {"row": "column", "column": "row"}  # names in files for transposed kernels
 
 
 def portable(config: OptimizerConfig, arch: Architecture) -> bool:
-    """Whether a state is one of single tensors of the files, for any backend. AdamW's is in any
-    case. Muon and Adafactor compute with matrices: torch joins those of a mixture's experts, and
-    makes others of a tower's kernel of five axes."""
+    """True if a state can be saved as moments of single tensors, for any backend. AdamW's always
+    can. Muon and Adafactor compute with matrices: torch joins the tensors of a mixture's experts,
+    and makes other matrices of a vision tower's kernel of five axes."""
     mixture = any("{expert}" in leaf.name for leaf in layer_leaves(arch).values())
     tower = arch.vision is not None and arch.adapters is None
     return config.name == "adamw" or not (mixture or tower)
 
 
 def moment_places(arch: Architecture, state: Any) -> dict[str, MomentPlace]:
-    """The moments of a state by their names in a file, "exp_avg.model.norm.weight"."""
+    """Returns the moments of a state by their names in a file, "exp_avg.model.norm.weight"."""
     leaves = {
         (_moment(path), _parameter_path(path)): x.shape
         for path, x in tree_leaves_with_path(state)
@@ -325,7 +325,8 @@ def read_moments(
 
 
 def _read_portable(arch: Architecture, state: Any, shardings: Any, directory: Path) -> Any:
-    """The state with the moments of each tensor in a file, put where they lie one at a time."""
+    """Returns the state with the moments of each tensor in a file, put on the devices one at a
+    time."""
     wanted, source = moment_places(arch, state), directory / model_dir.MOMENTS
     of_leaves = zip(tree_leaves_with_path(state), jax.tree.leaves(shardings), strict=True)
     leaves = {
@@ -361,8 +362,8 @@ def _read_portable(arch: Architecture, state: Any, shardings: Any, directory: Pa
 
 
 def _read_own_form(state: Any, shardings: Any, directory: Path) -> Any:
-    """The state with the moments of a file under this backend's own names, fetched to where they
-    lie one at a time."""
+    """Returns the state with the moments of a file in this backend's own form, put on the devices
+    one at a time."""
     wanted = {
         moment_name(path): (x, at)
         for (path, x), at in zip(

@@ -1,8 +1,9 @@
-"""The decoder's parameters: one table of their names, here and at Hugging Face, and of what each of
-their axes is.
+"""The decoder's parameters: one table of their names, here and at Hugging Face, and of the kind of
+each of their axes.
 
-Sizes, shardings (see areal_x_jax.sharding) and the way in and out of safetensors follow from it.
-Kernels are stored [in, out], the transpose of Hugging Face's, and layers stacked on a leading axis.
+Sizes, shardings (areal_x_jax.sharding) and conversion from and to safetensors follow from it.
+Kernels are stored [in, out], the transpose of Hugging Face's, and layers are stacked on a leading
+axis.
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ from areal_x_jax.vision_architecture import MODULES, VisionArchitecture
 
 Params = dict[str, Any]
 
-# Of a vision tower: path below params["vision"] → axes. What lies under "layers" and "deepstack" is
-# a stack.
+# A vision tower's parameters: path below params["vision"] → axes. Those under "layers" and
+# "deepstack" are stacks.
 VISION = {
     "patch": ("patch_features", "vision_hidden"),
     "positions": ("vision_positions", "vision_hidden"),
@@ -76,8 +77,9 @@ VISION_NAMES = {
 
 @dataclass(frozen=True)
 class Leaf:
-    """name: Hugging Face's, {expert} standing for a number. axes: what each is, as stored, without
-    that of a stack. stack: the layers that have it (see `Architecture.layers_in`)."""
+    """A parameter. name: Hugging Face's, {expert} standing for a number. axes: the kind of each
+    axis as stored, without the stack's. stack: the layers that have it (see
+    `Architecture.layers_in`)."""
 
     name: str
     axes: tuple[str, ...]
@@ -89,7 +91,7 @@ class Leaf:
 
 
 def layer_leaves(arch: Architecture) -> dict[str, Leaf]:
-    """What the layers have."""
+    """Returns the parameters of layers."""
     if arch.adapters is not None:
         return adapter_leaves(arch, arch.adapters.kernels)
     found = {
@@ -128,21 +130,21 @@ def layer_leaves(arch: Architecture) -> dict[str, Leaf]:
         mixture["shared_router"] = Leaf("mlp.shared_expert_gate.weight", ("hidden", "one"))
     if not arch.experts.dense:
         return found | mixture
-    # Both kinds of layers: each stack is of the layers that have the leaf.
+    # Both kinds of layers: each stack holds the layers that have the leaf.
     found |= {name: replace(leaf, stack="dense") for name, leaf in plain.items()}
     return found | {name: replace(leaf, stack="sparse") for name, leaf in mixture.items()}
 
 
 def adaptable_kernels(arch: Architecture) -> tuple[str, ...]:
-    """The kernels that adapters can stand beside. Experts and their routers have none."""
+    """Returns the kernels that can have adapters. Experts and their routers cannot."""
     return ("q", "k", "v", "o") + (
         ("gate", "up", "down") if arch.experts is None or arch.experts.dense else ()
     )
 
 
 def adapter_leaves(arch: Architecture, kernels: Iterable[str]) -> dict[str, Leaf]:
-    """The adapters of these kernels under PEFT's names: q_lora_a [hidden, rank] and q_lora_b [rank,
-    query] of q."""
+    """Returns the adapters of these kernels under PEFT's names: q_lora_a [hidden, rank] and
+    q_lora_b [rank, query] for q."""
     decoder, found = layer_leaves(replace(arch, adapters=None)), {}
     for kernel in kernels:
         of = decoder[kernel]
@@ -166,7 +168,7 @@ def mlp(prefix: str, module: str, width: str, biases: bool) -> dict[str, Leaf]:
 
 
 def module_of(arch: Architecture) -> str:
-    """Of the decoder, in Hugging Face's names."""
+    """Returns the decoder's module in Hugging Face's names."""
     return MODULES[arch.vision.family][0] if arch.vision else "model"
 
 
@@ -189,7 +191,7 @@ def other_leaves(arch: Architecture) -> dict[str, Leaf]:
 
 
 def vision_leaves(arch: VisionArchitecture) -> dict[tuple[str, ...], Leaf]:
-    """What the tower has, by path below "vision"; the name of what is stacked holds {} for its
+    """Returns the tower's parameters by path below "vision"; a stacked one's name holds {} for its
     index."""
     module, found = MODULES[arch.family][1], {}
     for path, name in VISION_NAMES[arch.family].items():
@@ -202,12 +204,12 @@ def vision_leaves(arch: VisionArchitecture) -> dict[tuple[str, ...], Leaf]:
 
 
 def stack_of(path: tuple[str, ...]) -> tuple[str, ...]:
-    """The axis in front of those of a tower's leaf: () where it is no stack."""
+    """Returns the leading axis of a tower's leaf, () if it is not stacked."""
     return (f"vision_{path[0]}",) if path[0] in ("layers", "deepstack") else ()
 
 
 def sizes_of(arch: Architecture) -> dict[str, int]:
-    """How long each kind of axis is."""
+    """Returns the length of each kind of axis."""
     experts = arch.experts
     return vision_axis_sizes(arch.vision) | {
         "vocab": arch.vocab,
@@ -245,7 +247,8 @@ def vision_axis_sizes(arch: VisionArchitecture | None) -> dict[str, int]:
 
 
 def parameter_axes(arch: Architecture) -> Params:
-    """The tree of parameters with the kinds of their axes, as tuples, in place of arrays."""
+    """Returns the tree of parameters with the kinds of their axes, as tuples, in place of
+    arrays."""
     layers = {name: (leaf.stack, *leaf.axes) for name, leaf in layer_leaves(arch).items()}
     found: Params = {
         **{name: leaf.axes for name, leaf in other_leaves(arch).items()},
@@ -261,7 +264,7 @@ def parameter_axes(arch: Architecture) -> Params:
 
 
 class Parameters(nnx.Module):
-    """Parameters of fp32 zeros, each under its name, in trees of trees."""
+    """A tree of fp32 zeros under the parameters' names."""
 
     def __init__(self, axes: Params, sizes: dict[str, int]) -> None:
         for name, own in axes.items():
@@ -274,14 +277,15 @@ class Parameters(nnx.Module):
 
 
 class Decoder(Parameters):
-    """embed [vocab, hidden], norm [hidden], layers (stacked: every leaf begins with the axis of the
-    layers that have it), and score [hidden, 1] or, unless it is tied, head [hidden, vocab]; vision:
-    of a model that sees, its tower (see VISION). Of adapters: their layers, and the score."""
+    """A decoder's parameters: embed [vocab, hidden], norm [hidden], layers (stacked: every leaf
+    begins with the axis of the layers that have it), and score [hidden, 1] or, unless it is tied,
+    head [hidden, vocab]; vision: the tower, if there is one (see VISION). Of adapters: their
+    layers, and the score."""
 
     def __init__(self, arch: Architecture) -> None:
         super().__init__(parameter_axes(arch), sizes_of(arch))
 
 
 def parameter_shapes(arch: Architecture) -> Params:
-    """The tree of parameters as shapes and dtypes, without allocating any."""
+    """Returns the tree of parameters as shapes and dtypes, without allocating any."""
     return nnx.to_pure_dict(nnx.state(nnx.eval_shape(lambda: Decoder(arch)), nnx.Param))

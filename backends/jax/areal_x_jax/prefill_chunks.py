@@ -14,9 +14,8 @@ from jaxtyping import Array, Int
 class Chunk(NamedTuple):
     """Packed tokens of several sequences for one prefill.
 
-    Piece i is tokens first[i] … first[i] + length[i] of the chunk and belongs to columns start[i] …
-    of slot[i]. Only piece 0 may continue a sequence, of which `past` tokens are in the cache before
-    it.
+    Piece i is tokens first[i] … first[i] + length[i] of the chunk, for columns start[i] … of
+    slot[i]. Only piece 0 may continue a sequence, of which `past` tokens are already in the cache.
     """
 
     tokens: Int[Array, " tokens"]
@@ -32,8 +31,7 @@ class Chunk(NamedTuple):
 
 @dataclass(frozen=True)
 class Piece:
-    """Part of a sequence to prefill: `past` of its tokens are in the cache before this piece's
-    first."""
+    """A part of a sequence to prefill; `past` of its tokens are already in the cache."""
 
     slot: int
     column: int
@@ -44,8 +42,8 @@ class Piece:
 def packed(
     pieces: Sequence[tuple[int, int, np.ndarray]], size: int, capacity: int
 ) -> Iterator[Chunk]:
-    """Chunks of `size` tokens of these sequences (slot, first column, tokens), one after the other,
-    cut where a chunk ends."""
+    """Yields chunks of `size` tokens of these sequences (slot, first column, tokens), one after
+    another, cut where a chunk ends."""
     cut: list[Piece] = []
     room = size
     for slot, column, tokens in pieces:

@@ -1,4 +1,4 @@
-"""What the trainer's construction would refuse, found without a weight of the model."""
+"""Finds what constructing the trainer would refuse, without reading weights."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from areal_x_jax.weights import check_tensors
 
 
 def check(config: TrainerConfig) -> Devices:
-    """See `areal_x.trainer.Devices`. Of several processes each is taken to have as many devices as
-    this one.
+    """See `areal_x.protocols.backends.Backend`. Other processes are assumed to have as many devices
+    as this one.
 
-    Raises: UserError for a mesh that does not divide the devices or the model, and for a model,
-    tensors or adapters that are not known.
+    Raises: UserError for a mesh that does not divide the devices or the model, and for an
+    unsupported model, tensors or adapters.
     """
     own = jax.local_devices()
     sizes = sizes_of(config.mesh, len(own) * config.mesh.processes)
@@ -41,14 +41,14 @@ def check(config: TrainerConfig) -> Devices:
     check_divisible(Partitioner(mesh), arch)
     check_sharing(config.share_prompts, directory, arch)
     lora.trained_architecture(arch, config.lora)
-    if any(directory.glob("*.safetensors")):  # else they are on the hub yet
+    if any(directory.glob("*.safetensors")):  # else they are still on the hub
         check_tensors(arch, model_dir.shapes(directory), str(directory))
     memory = (own[0].memory_stats() or {}).get("bytes_limit")
     return Devices(own[0].platform, len(own), memory if own[0].platform != "cpu" else None)
 
 
 def differentiate(loss: Loss, policy: Policy, batch: Batch) -> tuple[np.ndarray, Policy]:
-    """See `areal_x.trainer.Differentiate`; compiled, as an update is."""
+    """See `areal_x.protocols.backends.Backend`; compiled, as an update is."""
 
     def objective(policy: Policy, batch: Batch) -> tuple[jax.Array, jax.Array]:
         terms, _ = evaluate_loss(loss, policy, batch)

@@ -1,4 +1,4 @@
-"""The processes of `jax.distributed`: how this one joins them."""
+"""Joining the processes of `jax.distributed`."""
 
 from __future__ import annotations
 
@@ -28,18 +28,17 @@ class Processes:
 
 
 def join(processes: int) -> Processes:
-    """Joins so many processes: those that RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT tell of,
-    else those that JAX finds (on SLURM, Kubernetes, Open MPI and TPU pods). It must come before the
-    first look at a device.
+    """Joins a group of processes: those that RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT
+    describe, else those that JAX finds (on SLURM, Kubernetes, Open MPI and TPU pods). Must precede
+    the first access to a device.
 
-    Raises: UserError where they are not found or do not come, ConfigError where they are more or
-    fewer.
+    Raises: UserError if they are not found or do not arrive, ConfigError if their number differs.
     """
-    # Else who leaves after an error waits at a barrier, minutes long, for those who are gone.
+    # Otherwise a process that exits after an error waits minutes at a barrier for those that are gone.
     jax.config.update("jax_enable_recoverability", True)
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     try:
-        jax.distributed.initialize(**told(os.environ))
+        jax.distributed.initialize(**initialize_arguments(os.environ))
     except Exception as error:
         wanted = (
             f"start every one of the {processes} with {', '.join(VARIABLES)}, or all at once with"
@@ -56,8 +55,9 @@ def join(processes: int) -> Processes:
     return Processes(jax.process_index(), processes)
 
 
-def told(environment: os._Environ[str] | dict[str, str]) -> dict[str, object]:
-    """What jax.distributed.initialize is told: nothing where it is to find out by itself."""
+def initialize_arguments(environment: os._Environ[str] | dict[str, str]) -> dict[str, object]:
+    """Returns the arguments of jax.distributed.initialize; none if it is to detect the cluster
+    itself."""
     if any(name not in environment for name in VARIABLES):
         return {}
     port = int(environment["MASTER_PORT"])

@@ -1,4 +1,4 @@
-"""Rotary positions: how a config stretches them, and the frequencies that follow."""
+"""Rotary positions: how a config scales them, and the frequencies that follow."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy as np
 from areal_x_jax.families import ParsedConfig, refuse_features
 
 KINDS = ("default", "linear", "llama3", "yarn")
-# All that transformers knows in rope_parameters, whether the kind reads it or not.
+# Every field of rope_parameters that transformers knows, whether the kind reads it or not.
 FIELDS = {
     *(
         "rope_type",
@@ -37,13 +37,13 @@ FIELDS = {
 
 @dataclass(frozen=True)
 class Rope:
-    """Rotary positions: base θ, and how it is stretched beyond the length that a model was first
-    trained on.
+    """Rotary positions with base theta, and how they are scaled beyond the length of a model's
+    first training.
 
     kind: "default", "linear" (positions divided by factor), "llama3" or "yarn". low, high: where
-    the frequencies begin to be stretched and where they are no more; for yarn in rotations over the
-    original length (beta_slow, beta_fast), which truncate widens to whole pairs of features. scale:
-    of cosines and sines (yarn's attention factor).
+    scaling of frequencies begins and ends; for yarn in rotations over the original length
+    (beta_slow, beta_fast), which truncate widens to whole pairs of features. scale: of cosines and
+    sines (yarn's attention factor).
     """
 
     theta: float = 10000.0
@@ -56,7 +56,7 @@ class Rope:
     truncate: bool = True
 
     def frequencies(self, head_dim: int) -> np.ndarray:
-        """Radians a position of each pair of features, [head_dim / 2], in fp32.
+        """Returns radians per position for each pair of features, [head_dim / 2], in fp32.
 
         Sources: RoFormer, arXiv 2104.09864; linear, arXiv 2306.15595; yarn, arXiv 2309.00071, eq.
         23; llama3, arXiv 2407.21783.
@@ -83,15 +83,18 @@ class Rope:
         return (plain * kept + stretched * (1 - kept)).astype(np.float32)
 
     def _pair(self, rotations: float, head_dim: int) -> float:
-        """Which pair of features turns so often over the original length."""
+        """Returns the pair of features that rotates this often over the original length."""
         return float(
             head_dim * np.log(self.original / (rotations * 2 * np.pi)) / (2 * np.log(self.theta))
         )
 
 
 def ropes_of(described: ParsedConfig) -> tuple[Rope, ...]:
-    """Of layers that see all and, where they differ, of those with a window. Raises: UserError for
-    what is not known."""
+    """Returns the rotation of layers with full attention and, if it differs, of those with a
+    window.
+
+    Raises: UserError for unsupported scalings.
+    """
     text = described.text
     parameters: Mapping[str, Any] = text.rope_parameters or {}
     most = text.max_position_embeddings
@@ -101,34 +104,35 @@ def ropes_of(described: ParsedConfig) -> tuple[Rope, ...]:
     kinds = ("full_attention", "sliding_attention")
     others = ", ".join(sorted(set(parameters) - set(kinds)))
     refuse_features({f"rope_parameters for all layers alike ({others})": bool(others)})
-    # transformers looks for it beside the kinds of layers, where nothing can stand.
+    # transformers looks for it beside the kinds of layers, where nothing else is allowed.
     refuse_features(
         {"truncate in one kind of layers": any("truncate" in parameters[kind] for kind in kinds)}
     )
     return tuple(rope_of(parameters[kind], most) for kind in kinds)
 
 
-def rope_of(given: Mapping[str, Any], longest: int) -> Rope:
-    """longest: sequence that the config names (max_position_embeddings)."""
-    kind, unknown = given["rope_type"], ", ".join(sorted(set(given) - FIELDS))
+def rope_of(fields: Mapping[str, Any], longest: int) -> Rope:
+    """longest: the config's max_position_embeddings."""
+    kind, unknown = fields["rope_type"], ", ".join(sorted(set(fields) - FIELDS))
     refuse_features(
         {
             f"rope scaling {kind!r}": kind not in KINDS,
             f"{unknown} in rope_parameters": bool(unknown),
-            "a rotation of some features only": given.get("partial_rotary_factor") not in (None, 1),
+            "a rotation of some features only": fields.get("partial_rotary_factor")
+            not in (None, 1),
         }
     )
-    theta, factor = float(given["rope_theta"]), given.get("factor")
+    theta, factor = float(fields["rope_theta"]), fields.get("factor")
     if kind == "default":
         return Rope(theta)
     if kind == "linear":
-        return Rope(theta, kind, float(given["factor"]))
-    original = int(given["original_max_position_embeddings"])
+        return Rope(theta, kind, float(fields["factor"]))
+    original = int(fields["original_max_position_embeddings"])
     if kind == "llama3":
-        low, high = float(given["low_freq_factor"]), float(given["high_freq_factor"])
-        return Rope(theta, kind, float(given["factor"]), low, high, original)
+        low, high = float(fields["low_freq_factor"]), float(fields["high_freq_factor"])
+        return Rope(theta, kind, float(fields["factor"]), low, high, original)
     factor = float(longest / original if factor is None else factor)
-    low, high = float(given.get("beta_slow") or 1), float(given.get("beta_fast") or 32)
+    low, high = float(fields.get("beta_slow") or 1), float(fields.get("beta_fast") or 32)
     return Rope(
         theta,
         kind,
@@ -136,18 +140,19 @@ def rope_of(given: Mapping[str, Any], longest: int) -> Rope:
         low,
         high,
         original,
-        yarn_scale(given, factor),
-        bool(given.get("truncate", True)),
+        yarn_scale(fields, factor),
+        bool(fields.get("truncate", True)),
     )
 
 
-def yarn_scale(given: Mapping[str, Any], factor: float) -> float:
-    """Of cosines and sines: as given, or, as DeepSeek's mscale gives it, a quotient of two."""
-    if given.get("attention_factor") is not None:
-        return float(given["attention_factor"])
+def yarn_scale(fields: Mapping[str, Any], factor: float) -> float:
+    """Returns the factor of cosines and sines: as given, or the quotient of two that DeepSeek's
+    mscale gives."""
+    if fields.get("attention_factor") is not None:
+        return float(fields["attention_factor"])
 
     def of(mscale: float) -> float:
         return float(0.1 * mscale * np.log(factor) + 1) if factor > 1 else 1.0
 
-    mscale, of_all = given.get("mscale"), given.get("mscale_all_dim")
+    mscale, of_all = fields.get("mscale"), fields.get("mscale_all_dim")
     return of(mscale) / of(of_all) if mscale and of_all else of(1)

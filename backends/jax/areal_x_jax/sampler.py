@@ -1,4 +1,4 @@
-"""The JAX backend's batched sampler: lanes that share their weights and their compiled programs."""
+"""The JAX backend's batched sampler: lanes that share their weights and compiled programs."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from areal_x_jax.sharding import sampling_groups
 
 
 class Sampler(Lanes):
-    """An `areal_x.protocols.sampler.Sampler`: a lane for each group of the mesh's devices that
-    decodes together (see areal_x_jax.sharding.sampling_groups).
+    """An `areal_x.protocols.sampler.Sampler` with one lane for each group of devices that decodes
+    together (see `sharding.sampling_groups`).
 
-    On one device of a CPU there are several lanes: XLA runs programs as small as a decoding step on
-    one core, so two on two cores draw twice as many tokens a second.
+    On one CPU device there are several lanes: XLA runs programs as small as a decoding step on one
+    core, so two lanes on two cores sample twice as many tokens per second.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class Sampler(Lanes):
 
     @property
     def programs(self) -> int:
-        """How many programs have been compiled; lanes of one device share them, as they are of one
+        """Number of compiled programs; lanes of one device share them, because they have one
         size."""
         return self._first.programs + self._unstack._cache_size()
 
@@ -70,7 +70,7 @@ class Sampler(Lanes):
 
 
 def shard_on(x: jax.Array, group: Mesh) -> jax.Array:
-    """x on the devices of a group, without a copy: each has its part already."""
+    """Returns x on the devices of a group without a copy: each already has its part."""
     there = {shard.device: shard.data for shard in x.addressable_shards}
     parts = [there[device] for device in group.devices.flat]
     if len(parts) == 1:
@@ -81,8 +81,8 @@ def shard_on(x: jax.Array, group: Mesh) -> jax.Array:
 
 
 class CompileOnce:
-    """Calls functions by name, each name's first time alone: lanes that need one program at once
-    would each compile it."""
+    """Calls functions by name, each name's first call exclusively: lanes that need one program at
+    once would each compile it."""
 
     def __init__(self) -> None:
         self._turn = Lock()

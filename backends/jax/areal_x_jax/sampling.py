@@ -1,7 +1,7 @@
-"""Drawing the next token of each sequence: one counter-based uniform a token, then the inverse of
-the cumulative distribution.
+"""Sampling the next token of each sequence: one counter-based uniform per token, then the inverse
+of the cumulative distribution.
 
-One uniform is enough for a token, where the usual Gumbel maximum needs one for every entry of the
+One uniform per token suffices, while the usual Gumbel maximum needs one per entry of the
 vocabulary.
 """
 
@@ -11,15 +11,15 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
-# entries whose cumulative sum is one small triangular matmul; longer vocabularies go block by block
+# Entries whose cumulative sum is one small triangular matmul; longer vocabularies take several blocks.
 BLOCK = 128
 
 
 def uniform(seed: UInt32[Array, "rows 2"], count: Int[Array, " rows"]) -> Float[Array, " rows"]:
-    """A number in (0, 1) that is a function of the seed (64 bits, low word first) and of how many
-    were drawn before, alone.
+    """Returns numbers in (0, 1) that depend only on the seed (64 bits, low word first) and on how
+    many were generated before.
 
-    A chain of murmur3's 32-bit finaliser over the three words; the result's upper 23 bits, taken at
+    A chain of murmur3's 32-bit finaliser over the three words; the upper 23 bits of the result, at
     the middle of their cell.
     """
     state = _mix(seed[:, 0] ^ jnp.uint32(0x9E3779B9))
@@ -43,12 +43,13 @@ def sample(
     top_k: Int[Array, " rows"],
     truncates: Bool[Array, ""],
 ) -> tuple[Int[Array, " rows"], Float[Array, " rows"]]:
-    """A token of each row and its log-probability under the distribution it was drawn from.
+    """Returns a token for each row and its log-probability under the distribution it was sampled
+    from.
 
-    The distribution is softmax(logits / temperature), of which the top_k most likely are kept (0:
-    all), then of those the fewest whose probability reaches top_p, renormalised. Temperature 0
-    takes the most likely, with its plain log-probability. truncates: whether any row asks for top_k
-    or top_p; without it the sort is not run.
+    The distribution is softmax(logits / temperature), restricted to the top_k most likely tokens
+    (0: all), then to the fewest of those whose probability reaches top_p, renormalised. Temperature
+    0 takes the most likely token, with its plain log-probability. truncates: True if any row uses
+    top_k or top_p; otherwise the sort is not run.
     """
     greedy = temperature == 0
     scaled = logits.astype(jnp.float32) / jnp.where(greedy, 1.0, temperature)[:, None]
@@ -70,7 +71,7 @@ def kept(
     top_p: Float[Array, " rows"],
     top_k: Int[Array, " rows"],
 ) -> Bool[Array, "rows vocabulary"]:
-    """Which tokens top_k, then top_p, leave. Tokens as likely as the last one kept are kept too."""
+    """Returns which tokens top_k, then top_p, keep. Ties with the last one kept are kept too."""
     vocabulary = scaled.shape[-1]
     ordered = jnp.sort(scaled, axis=-1, descending=True)
     rank = jnp.arange(vocabulary)
@@ -89,7 +90,8 @@ def kept(
 def _invert(
     mass: Float[Array, "rows vocabulary"], uniforms: Float[Array, " rows"]
 ) -> tuple[Int[Array, " rows"], Float[Array, " rows"]]:
-    """The first entry at which the cumulative mass exceeds uniform · total, and the total."""
+    """Returns the first entry at which the cumulative mass exceeds uniform · total, and the
+    total."""
     rows, vocabulary = mass.shape
     if vocabulary <= 2 * BLOCK:
         cumulative = _cumulative(mass)
@@ -107,8 +109,8 @@ def _invert(
 
 
 def _cumulative(mass: Float[Array, "rows entries"]) -> Float[Array, "rows entries"]:
-    """The running sum, but 0 at entries without mass: rounding, which differs from entry to entry,
-    must never select one."""
+    """Returns the running sum, but 0 at entries without mass: rounding, which differs between
+    entries, must never select one."""
     triangle = jnp.triu(jnp.ones((mass.shape[-1],) * 2, jnp.float32))
     return jnp.where(mass > 0, jnp.dot(mass, triangle, precision=jax.lax.Precision.HIGHEST), 0.0)
 
@@ -116,6 +118,7 @@ def _cumulative(mass: Float[Array, "rows entries"]) -> Float[Array, "rows entrie
 def _first_above(
     cumulative: Float[Array, "rows entries"], target: Float[Array, " rows"]
 ) -> Int[Array, " rows"]:
-    """The first entry above the target, which rounding must not put at or past the largest."""
+    """Returns the first entry above the target, which rounding must not put at or past the
+    largest."""
     below = cumulative.max(-1) * jnp.float32(1 - 2.0**-23)
     return jnp.argmax(cumulative > jnp.minimum(target, below)[:, None], -1)

@@ -1,10 +1,10 @@
-"""Checkpoints of which every device writes its own part, in the background, by orbax; any other
-mesh reads them.
+"""Checkpoints of which every device writes its own part in the background, by orbax; any other mesh
+reads them.
 
-arrays/ holds parameters and moments under the names of this backend's trees. What no process holds
-whole is never gathered, so that saving takes as long with a large model as with a small one, as
-long as devices are added; the price is that only this backend reads it. `Trainer.save` with
-trainer.checkpoint = "portable" makes of it what every backend reads.
+arrays/ holds parameters and moments under the names of this backend's trees. Nothing is ever
+gathered, so that saving a large model takes as long as a small one if devices grow with it; the
+price is that only this backend can read it. `Trainer.save` with trainer.checkpoint = "portable"
+converts it into what every backend reads.
 """
 
 from __future__ import annotations
@@ -23,15 +23,11 @@ from areal_x_jax.parameters import Params
 PLACE = SHARDS["jax"]
 
 
-def is_sharded(directory: Path) -> bool:
-    return (directory / PLACE).is_dir()
-
-
 def save(directory: Path, params: Params, moments: Any) -> Wait:
-    """Returns as soon as the arrays may be donated; what it returns waits until all is on disk, and
-    raises what went wrong.
+    """Starts to write the arrays and returns once they may be donated; the result waits until
+    everything is on disk, and raises what went wrong.
 
-    Every process calls both; the directory is one that all of them see.
+    Every process calls both; the directory is visible to all of them.
     """
     import orbax.checkpoint.experimental.v1 as orbax
 
@@ -44,10 +40,10 @@ def save(directory: Path, params: Params, moments: Any) -> Wait:
 def restore(
     directory: Path, params: Params, shardings: Params, moments: Any, moment_shardings: Any
 ) -> tuple[Params, Any]:
-    """Parameters and moments as `save` wrote them, in the types and shapes of the given ones, where
-    they are to lie.
+    """Returns parameters and moments as `save` wrote them, with the dtypes and shapes of the given
+    ones and these shardings.
 
-    Raises: UserError for those of another model or optimizer, or where a part is missing.
+    Raises: UserError for those of another model or optimizer, or if a part is missing.
     """
     import orbax.checkpoint.experimental.v1 as orbax
 
@@ -61,7 +57,7 @@ def restore(
     named = _named(wanted)
     try:
         found = orbax.metadata(directory / PLACE).metadata
-        if found is None:  # and orbax has logged why
+        if found is None:  # orbax has logged why
             raise FileNotFoundError("a part is missing")
     except Exception as error:  # orbax and tensorstore raise errors of many types
         raise UserError(
@@ -70,9 +66,11 @@ def restore(
     for name in sorted(set(named) | set(found)):
         there, here = (tuple(x[name].shape) if name in x else None for x in (found, named))
         if there != here:
-            told = f"its {name} has the shape {there}" if there is not None else f"it has no {name}"
+            found_shape = (
+                f"its {name} has the shape {there}" if there is not None else f"it has no {name}"
+            )
             raise UserError(
-                f"{directory} holds another model or optimizer: {told} where {here or 'none'} is"
+                f"{directory} holds another model or optimizer: {found_shape} where {here or 'none'} is"
                 " needed"
             )
     try:
@@ -87,7 +85,7 @@ def restore(
 
 
 def _named(tree: Any) -> dict[str, Any]:
-    """One dict of leaves: what orbax keeps of a tuple's type depends on its release."""
+    """Returns one dict of leaves: how orbax treats tuple types depends on its release."""
     return {_name(path): x for path, x in tree_flatten_with_path(tree)[0]}
 
 

@@ -1,11 +1,10 @@
-"""Where arrays lie: the mesh of devices, and the one table that says over which of its axes each
-kind of array axis is split.
+"""The mesh of devices, and the one table of the mesh axes over which each kind of array axis is
+sharded.
 
-data      copies of the model, each with rows of its own
-fsdp      rows too; parameters are split, and gathered layer by layer as they are needed
-expert    rows too; each device has some of the experts, and sees the tokens of its group for them
-context   parts of every row: keys and values are gathered for the attention
-tensor    heads, the width of the MLP, the vocabulary
+data      copies of the model, each with its own rows fsdp      its own rows too; parameters are
+sharded, and gathered layer by layer as they are needed expert    its own rows too; each device has
+some of the experts, and gathers the tokens of its group for them context   parts of every row: keys
+and values are gathered for the attention tensor    heads, the width of the MLP, the vocabulary
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from areal_x_jax.parameters import Params, parameter_axes
 AXES = ("data", "fsdp", "expert", "context", "tensor")
 ROW_AXES = ("data", "fsdp", "expert")
 RULES: dict[str, str | tuple[str, ...] | None] = {
-    # of parameters
+    # parameters
     "vocab": "tensor",
     "hidden": "fsdp",
     "query": "tensor",
@@ -38,10 +37,10 @@ RULES: dict[str, str | tuple[str, ...] | None] = {
     "shared_intermediate": "tensor",
     "experts": "expert",
     "expert_intermediate": "tensor",
-    # a tower is small beside its decoder: each device of a tensor group computes all of it
+    # A tower is small beside its decoder: each device of a tensor group computes all of it.
     "vision_hidden": "fsdp",
     "vision_wide": "fsdp",
-    # of what is computed
+    # activations
     "rows": ROW_AXES,
     "length": "context",
     "heads": "tensor",
@@ -50,7 +49,7 @@ RULES: dict[str, str | tuple[str, ...] | None] = {
 
 @dataclass(frozen=True)
 class Partitioner:
-    """A mesh, or None for one device: then nothing is split and nothing said to the compiler."""
+    """A mesh and how arrays are sharded over it; None for one device, where no array is sharded."""
 
     mesh: Mesh | None = None
 
@@ -58,7 +57,7 @@ class Partitioner:
         return 1 if self.mesh is None else prod(self.mesh.shape[axis] for axis in axes)
 
     def spec(self, *axes: str | None) -> PartitionSpec:
-        """axes: what each axis of an array is; those that RULES does not name stay whole."""
+        """axes: the kind of each array axis; those that are not in RULES are not sharded."""
         return PartitionSpec(*(RULES.get(axis) if axis else None for axis in axes))
 
     def sharding(self, *axes: str | None) -> NamedSharding:
@@ -66,7 +65,7 @@ class Partitioner:
         return NamedSharding(self.mesh, self.spec(*axes))
 
     def constrain(self, x: Array, *axes: str | None) -> Array:
-        """x, split as its axes say from here on."""
+        """Constrains x to be sharded as its axes require."""
         return (
             x
             if self.mesh is None or self.mesh.size == 1
@@ -74,7 +73,8 @@ class Partitioner:
         )
 
     def gathered(self, params: Params, axes: Mapping[str, tuple[str, ...]]) -> Params:
-        """A layer's parameters as they are needed to compute: whole but for tensor and expert."""
+        """Returns a layer's parameters gathered for computing: sharded over tensor and expert
+        only."""
         if self.size("fsdp") == 1:
             return params
         whole = {
@@ -86,8 +86,8 @@ class Partitioner:
     def shard_map(
         self, function: Callable[..., Any], inputs: Any, outputs: Any, axes: tuple[str, ...] = AXES
     ) -> Callable[..., Any]:
-        """A function that each device calls with its own parts. inputs, outputs: partition specs;
-        axes: of the mesh, over which it is called apart."""
+        """Returns a function that each device calls with its own shards. inputs, outputs: partition
+        specs; axes: mesh axes that the function is mapped over."""
         return partial(jax.shard_map, mesh=self.mesh, axis_names=set(axes), check_vma=False)(
             function, in_specs=inputs, out_specs=outputs
         )
@@ -97,16 +97,16 @@ ONE_DEVICE = Partitioner()
 
 
 def put_sharded(x: np.ndarray, sharding: NamedSharding | None) -> Array:
-    """x on the devices: on those of this process, where others have a part of it and call this
-    too."""
+    """Puts x on the devices: on those of this process, if other processes have a part of it and
+    call this too."""
     if sharding is None or sharding.is_fully_addressable:
         return jax.device_put(x, sharding)
     return jax.make_array_from_callback(np.shape(x), sharding, lambda index: np.asarray(x)[index])
 
 
 def addressable(x: Array) -> Array:
-    """x where this process can read all of it: on its first device, where other processes have a
-    part, who call this too."""
+    """Returns x where this process can read all of it: on its first device, if other processes have
+    a part and call this too."""
     if not isinstance(x, Array) or x.is_fully_addressable:
         return x
     if not x.is_fully_replicated:
@@ -120,8 +120,10 @@ def _replicate(sharding: NamedSharding) -> Any:
 
 
 def make_partitioner(config: MeshConfig) -> Partitioner:
-    """All devices, of this process or of all, divided as the config says. Raises: ConfigError where
-    they cannot be."""
+    """Divides all devices, of this process or of all processes, as the config describes.
+
+    Raises: ConfigError if the mesh does not fit the devices.
+    """
     devices = jax.devices() if config.processes > 1 else jax.local_devices()
     sizes = sizes_of(config, len(devices))
     mesh = jax.make_mesh(
@@ -131,8 +133,10 @@ def make_partitioner(config: MeshConfig) -> Partitioner:
 
 
 def sizes_of(config: MeshConfig, devices: int) -> dict[str, int]:
-    """Of each axis, with so many devices in all. Raises: ConfigError where they are another number
-    than the mesh has."""
+    """Returns the size of each axis for this number of devices.
+
+    Raises: ConfigError if the mesh needs another number.
+    """
     sizes = {axis: getattr(config, axis) for axis in AXES}
     others = prod(size for axis, size in sizes.items() if axis != "data")
     if sizes["data"] == -1:
@@ -144,13 +148,13 @@ def sizes_of(config: MeshConfig, devices: int) -> dict[str, int]:
             " × ".join(f"{axis} {size}" for axis, size in sizes.items() if size != 1) or "data 1"
         )
         wanted = (
-            f"a size with which the mesh, {asked}, has the {devices} devices that are here and not"
+            f"a size with which the mesh, {asked}, has the {devices} devices that are available, not"
             f" {needed}"
         )
         raise ConfigError(
             f"mesh.{wrong}",
             getattr(config, wrong),
-            f"{wanted} (mesh.data = -1 takes all that are left)",
+            f"{wanted} (mesh.data = -1 uses all remaining ones)",
         )
     return sizes
 
@@ -188,9 +192,9 @@ def check_divisible(partitioner: Partitioner, arch: Architecture) -> None:
 
 
 def sampling_groups(mesh: Mesh) -> list[Mesh]:
-    """The devices of this process, in groups that decode together: each splits heads and vocabulary
-    as the axis "tensor" does, and has all of the rest. Where such a group spans processes, each
-    device is one of its own."""
+    """Returns the devices of this process in groups that decode together: each shards heads and
+    vocabulary as the axis "tensor" does, and has all of the rest. If such a group would span
+    processes, each device is its own group."""
     groups = mesh.devices.reshape(-1, mesh.shape["tensor"])
     if any(len({device.process_index for device in group}) > 1 for group in groups):
         groups = mesh.devices.reshape(-1, 1)
@@ -199,7 +203,7 @@ def sampling_groups(mesh: Mesh) -> list[Mesh]:
 
 
 def sampling_spec(group: Mesh, axes: tuple[str, ...]) -> PartitionSpec:
-    """How an array with these axes lies in such a group."""
+    """Returns how an array with these axes is sharded over such a group."""
     split = group.size > 1
     return PartitionSpec(
         *("tensor" if split and RULES.get(axis) == "tensor" else None for axis in axes)
@@ -207,8 +211,8 @@ def sampling_spec(group: Mesh, axes: tuple[str, ...]) -> PartitionSpec:
 
 
 def sampling_shardings(partitioner: Partitioner, arch: Architecture) -> Params:
-    """Of the parameters that `sampling_groups` decode with, on the whole mesh: each group finds its
-    own parts there."""
+    """Returns the shardings of the parameters that `sampling_groups` decode with, on the whole
+    mesh: each group finds its own parts there."""
     assert partitioner.mesh is not None
     (group, *_), mesh = sampling_groups(partitioner.mesh), partitioner.mesh
     axes = {name: own for name, own in parameter_axes(arch).items() if name != "vision"}
@@ -220,7 +224,7 @@ def sampling_shardings(partitioner: Partitioner, arch: Architecture) -> Params:
 
 
 def parameter_shardings(partitioner: Partitioner, arch: Architecture) -> Params:
-    """Of each parameter."""
+    """Returns the sharding of each parameter."""
     return jax.tree.map(
         lambda axes: partitioner.sharding(*axes),
         parameter_axes(arch),

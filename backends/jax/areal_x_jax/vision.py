@@ -1,11 +1,11 @@
 """The vision towers of Qwen2.5-VL and Qwen3-VL from one description, over the patches of each row's
 images.
 
-What differs between families is a field of `VisionArchitecture`, never a subclass. The patches of a row's
-images lie one after the other in the order of Hugging Face's image processors, in which the patches
-that the merger joins are neighbours. Which patches attend to each other is said by segment ids
-(`PatchLayout`, made by `images.patch_layout`), so that Qwen2.5-VL's windows need no reordering:
-attention does not ask in which order the patches of a window lie.
+What differs between families is a field of `VisionArchitecture`, never a subclass. The patches of a
+row's images are in the order of Hugging Face's image processors, in which the patches that the
+merger joins are neighbours. Segment ids (`PatchLayout`, made by `images.patch_layout`) define which
+patches attend to each other, so that Qwen2.5-VL's windows need no reordering: attention does not
+depend on the order of a window's patches.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ from areal_x_jax.rope import Rope
 from areal_x_jax.sharding import AXES, ONE_DEVICE, Partitioner
 from areal_x_jax.vision_architecture import VisionArchitecture
 
-EPS = 1e-6  # of every norm of both families: no config says it
+EPS = 1e-6  # of every norm of both families; no config holds it
 
 
 class PatchLayout(NamedTuple):
-    """Where each patch of a row's images lies. Padding has segment 0: it attends to padding alone,
-    if to anything.
+    """The position of each patch of a row's images. Padding has segment 0 and attends to padding
+    only, if to anything.
 
-    frames, windows: segment ids of full attention (each frame of each image its own) and of
+    frames, windows: segment ids of full attention (one for each frame of each image) and of
     windows; rows, columns: of the patch in its frame; corners, corner_weights: the four entries of
-    the learned table between which a patch lies. windows, corners and corner_weights are None where
-    the tower has no use for them.
+    the learned table between which a patch is. windows, corners and corner_weights are None if the
+    tower does not use them.
     """
 
     frames: Int[Array, "*rows capacity"]
@@ -51,7 +51,7 @@ class PatchLayout(NamedTuple):
 class ImageArrays(NamedTuple):
     """The images of packed rows, as `images.image_arrays` lays them out on the host.
 
-    places: which embedding of its row's stands at a token, −1 at text. positions: of tokens in
+    places: index of each token's image embedding in its row, −1 for text. positions: of tokens in
     time, height and width.
     """
 
@@ -69,8 +69,8 @@ def image_features(
     partitioner: Partitioner,
     implementation: str,
 ) -> ImageFeatures:
-    """What the decoder needs to know of the images of its rows. remat, how: as in
-    `model.hidden_states`."""
+    """Returns what the decoder needs to know of the images of its rows. remat, implementation: as
+    in `model.hidden_states`."""
     assert arch.vision is not None
     embeddings, deepstack = encode(
         arch,
@@ -98,12 +98,12 @@ def encode(
     partitioner: Partitioner = ONE_DEVICE,
     implementation: str = "auto",
 ) -> tuple[Float[Array, "rows tokens out"], tuple[Float[Array, "rows tokens out"], ...]]:
-    """The embeddings of the tokens of all images, capacity / merge² of them a row, and the same of
-    each deepstack layer.
+    """Returns the embeddings of the tokens of all images, capacity / merge² of them per row, and
+    the same of each deepstack layer.
 
-    What it says of padding has no meaning; padding patches hold any finite numbers. params: of the
-    tower. remat, how: as in `model.hidden_states`. On a mesh each device has the patches of its
-    rows; those that share rows compute the same.
+    Its output at padding is meaningless; padding patches hold any finite numbers. params: of the
+    tower. remat, implementation: as in `model.hidden_states`. On a mesh each device has the patches
+    of its rows; those that share rows compute the same.
     """
     tower, axes = arch.vision, parameter_axes(arch)["vision"]
     assert tower is not None
@@ -152,7 +152,7 @@ def encode(
         np.full(tower.layers, len(tower.deepstack), np.int32),
     )
     full[list(tower.full_layers)] = True
-    # of all others: past the end, where nothing is kept
+    # All other layers: past the end, where nothing is kept.
     slots[list(tower.deepstack)] = np.arange(len(tower.deepstack))
     kept = jnp.zeros((len(tower.deepstack), *x.shape), x.dtype)
     x = partitioner.constrain(x, "rows", None, None)
@@ -174,13 +174,13 @@ Attend: TypeAlias = Callable[[Array, Array, Array, Array], Float[Array, "rows ca
 
 
 def attention_of(implementation: str, partitioner: Partitioner) -> Attend:
-    """Attention in both directions within segments; on a mesh each device computes that of its
+    """Returns attention in both directions within segments; on a mesh each device computes its
     rows."""
-    # another name may be of a kernel that is causal
+    # Other implementations may be causal.
     implementation = implementation if implementation in ("dense", "blocked") else "auto"
 
     def attend(query: Array, key: Array, value: Array, segments: Array) -> Array:
-        # Queries that all stand behind the last key see every key of their segment.
+        # Queries that all come after the last key see every key of their segment.
         seen = AttentionMask(segments, segments, start=segments.shape[1])
         return attention.attend(
             query, key, value, seen, scale=query.shape[-1] ** -0.5, implementation=implementation
@@ -197,8 +197,8 @@ def attention_of(implementation: str, partitioner: Partitioner) -> Attend:
 
 
 def patch_rotation(arch: VisionArchitecture, patch_layout: PatchLayout) -> Rotation:
-    """Cosine and sine [rows, capacity, 1, head_dim / 2] of angles that turn with the patch's row in
-    the first half, with its column in the second."""
+    """Returns cosine and sine [rows, capacity, 1, head_dim / 2] of angles that follow the patch's
+    row in the first half and its column in the second."""
     frequencies = Rope(arch.rope_theta).frequencies(arch.hidden // arch.heads // 2)
     rows, columns = (
         x[..., None, None].astype(jnp.float32) * frequencies
@@ -214,8 +214,8 @@ def merge(
     x: Float[Array, "rows capacity hidden"],
     joined_first: bool,
 ) -> Float[Array, "rows tokens out"]:
-    """One embedding of merge² neighbouring patches. joined_first: whether the norm is of the joined
-    patches or of each."""
+    """Merges merge² neighbouring patches into one embedding. joined_first: True if the norm is of
+    the joined patches, False if of each."""
     joined = len(x), -1, arch.hidden * arch.merge**2
     x = norm(arch, weights, "norm", x.reshape(joined) if joined_first else x).reshape(joined)
     return affine(weights, "down", jax.nn.gelu(affine(weights, "up", x), approximate=False))
@@ -232,7 +232,7 @@ def mlp(
 def norm(
     arch: VisionArchitecture, weights: Params, name: str, x: Float[Array, "... features"]
 ) -> Float[Array, "... features"]:
-    """Computed in fp32 whatever the input."""
+    """Layer norm or RMS norm, computed in fp32 whatever the input."""
     y = x.astype(jnp.float32)
     if arch.layer_norm:
         y = y - jnp.mean(y, axis=-1, keepdims=True)
@@ -243,10 +243,10 @@ def norm(
 def multimodal_rotation(
     positions: Int[Array, "3 rows length"], rope: Rope, arch: VisionArchitecture, head_dim: int
 ) -> Rotation:
-    """What `model.position_rotations` gives, [rows, length, 1, head_dim / 2], for positions in time,
-    height and width.
+    """Returns what `model.position_rotations` does, [rows, length, 1, head_dim / 2], for positions
+    in time, height and width.
 
-    Of the head_dim / 2 angles, sections[i] turn with positions[i]: one section after the other
+    Of the head_dim / 2 angles, sections[i] follow positions[i]: one section after another
     (Qwen2.5-VL), or interleaved as time, height, width, time, … from the first on, with time also
     where the others have ended (Qwen3-VL).
     """

@@ -1,4 +1,5 @@
-"""What a vision tower is, and how a decoder meets what it says: read from a Hugging Face config.
+"""The architecture of a vision tower, and how a decoder uses its output: read from a Hugging Face
+config.
 
 What differs between families is a field, never a subclass.
 """
@@ -15,45 +16,60 @@ import numpy as np
 from areal_x.errors import UserError
 from areal_x_jax.families import parse_config, refuse_features
 
-# Where the decoder's tensors and the tower's lie in what transformers saves. On the hub there are
-# also models of each family under the names of the other.
+# Modules of the decoder's and the tower's tensors in what transformers saves. The hub also has models
+# of each family under the names of the other.
 MODULES = {"qwen2_5_vl": ("model", "visual"), "qwen3_vl": ("model.language_model", "model.visual")}
 
 
 @dataclass(frozen=True)
 class VisionArchitecture:
-    """Sizes and features of a vision tower.
-
-    family: whose names the tensors have; nothing else is read from it. patch: what a patch holds,
-    (channels, frames, height, width). merge: merge² neighbouring patches become one embedding of
-    `out` features. gated: whether the MLP is silu-gated (else plain, with the tanh approximation of
-    gelu). layer_norm: layer norms with a bias (else RMS norms). window: side of an attention window
-    in patches, 0 without; full_layers: those that attend to the whole frame nevertheless. table:
-    side of the learned table of positions, 0 without. deepstack: the layers whose outputs are
-    merged as well; each is added to what one of the decoder's first layers says. image_token: the
-    id of tokens at which an image's embeddings stand. sections, interleaved: which of a head's
-    angles turn with time, height and width (see `vision.multimodal_rotation`).
-    """
+    """Sizes and features of a vision tower."""
 
     family: str
+    """Family whose names the tensors have; used for nothing else."""
+
     patch: tuple[int, int, int, int]
+    """Size of a patch: (channels, frames, height, width)."""
+
     patch_bias: bool
+
     merge: int
+    """merge² neighbouring patches become one embedding of `out` features."""
+
     hidden: int
     layers: int
     heads: int
     intermediate: int
     out: int
     rope_theta: float
+
     gated_mlp: bool
+    """True if the MLP is gated by silu, False if it is plain, with gelu by tanh."""
+
     layer_norm: bool
+    """True for layer norms with a bias, False for RMS norms."""
+
     window: int
+    """Side of an attention window in patches; 0 for none."""
+
     full_layers: tuple[int, ...]
+    """Layers that attend to the whole frame nevertheless."""
+
     table: int
+    """Side of the learned table of positions; 0 for none."""
+
     deepstack: tuple[int, ...]
+    """Layers whose outputs are merged as well; each is added to the output of one of the decoder's
+    first layers."""
+
     image_token: int
+    """Id of the tokens that image embeddings replace."""
+
     sections: tuple[int, ...]
+    """Numbers of a head's angles that follow time, height and width (`vision.multimodal_rotation`)."""
+
     interleaved: bool
+    """True if those angles are interleaved."""
 
     @property
     def in_features(self) -> int:
@@ -61,13 +77,15 @@ class VisionArchitecture:
 
     @property
     def host_view(self) -> tuple[object, ...]:
-        """All that the host reads of it: towers that agree in this take the same arrays."""
+        """Everything that the host reads: towers that agree in this take the same arrays."""
         return self.patch, self.merge, self.window, self.table, self.image_token
 
 
 def read_vision_architecture(config: Mapping[str, Any]) -> VisionArchitecture:
-    """Reads the vision tower of a Hugging Face config. Raises: UserError naming what this tower
-    does not do."""
+    """Reads the vision tower of a Hugging Face config.
+
+    Raises: UserError naming what this tower does not support.
+    """
     described = parse_config(config)
     whole, text, vision = described.whole, described.text, described.whole.vision_config
     family = described.family.model_type

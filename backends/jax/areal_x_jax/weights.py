@@ -1,5 +1,5 @@
-"""Between Hugging Face's tensors and the decoder's stacked parameters, one tensor at a time,
-straight to where they lie."""
+"""Conversion between Hugging Face's tensors and the decoder's stacked parameters, one tensor at a
+time, directly to and from the devices."""
 
 from __future__ import annotations
 
@@ -38,9 +38,9 @@ from areal_x_jax.vision_architecture import MODULES
 
 @dataclass(frozen=True)
 class Place:
-    """Where a tensor lives: the path of its leaf, the place in the stack (a layer, or a layer and
-    an expert), whether it is stored transposed (a convolution's kernel after joining all axes but
-    the first), and the tensor's own shape."""
+    """The place of a tensor: path of its leaf, index in the stack (a layer, or a layer and an
+    expert), whether it is stored transposed (a convolution's kernel after joining all axes but the
+    first), and the tensor's own shape."""
 
     path: tuple[str, ...]
     index: tuple[int, ...]
@@ -49,8 +49,8 @@ class Place:
 
 
 def places(arch: Architecture) -> dict[str, Place]:
-    """Every tensor of this model by the name that transformers saves it under, in the order of the
-    model."""
+    """Returns the place of every tensor by the name under which transformers saves it, in the
+    model's order."""
     found, sizes = {}, sizes_of(arch)
 
     def place(path: tuple[str, ...], leaf: Leaf, *index: int) -> Place:
@@ -89,8 +89,8 @@ def places(arch: Architecture) -> dict[str, Place]:
 
 
 def saved_name(arch: Architecture, name: str) -> str:
-    """The name that transformers saves this tensor under: models that see are on the hub under
-    either of MODULES' names."""
+    """Returns the name under which transformers saves this tensor: vision-language models are on
+    the hub under either of MODULES' names."""
     if arch.vision is None or arch.adapters is not None:
         return name
     text, tower = MODULES[arch.vision.family]
@@ -112,8 +112,8 @@ def from_tensors(
     partitioner: Partitioner = ONE_DEVICE,
     dtype: Any = jnp.float32,
 ) -> Params:
-    """The tree of parameters of this type (a score's is fp32) on the devices, split as the layout
-    says: the host holds one tensor at a time.
+    """Returns the tree of parameters in this dtype (a score is fp32) on the devices, sharded by the
+    partitioner: the host holds one tensor at a time.
 
     Raises: UserError listing tensors that are missing, left over, of another shape, or not finite.
     """
@@ -151,8 +151,8 @@ def from_tensors(
 
 
 def check_tensors(arch: Architecture, tensors: Mapping[str, tuple[int, ...]], source: str) -> None:
-    """Raises: UserError for what `from_tensors` would refuse of tensors of these shapes, of which
-    none is read. What scores may lack its score, which then is 0."""
+    """Raises: UserError for what `from_tensors` would refuse of tensors of these shapes, without
+    reading them. A score may be missing, which then is 0."""
     where = places(arch)
     names = {saved_name(arch, given): given for given in tensors}
     for name in names.keys() & where.keys():
@@ -170,15 +170,15 @@ def check_tensors(arch: Architecture, tensors: Mapping[str, tuple[int, ...]], so
 
 
 def is_ignored(arch: Architecture, name: str) -> bool:
-    """Some save the tied head a second time, and what scores has no use for a language model's
-    head."""
+    """True for a tied head that was saved a second time, and for a language model's head in a model
+    that scores."""
     return name == "lm_head.weight" and (arch.tied or arch.scores)
 
 
 def check_size(name: str, size: tuple[int, ...], place: Place, source: str) -> None:
     if size != place.tensor:
         raise UserError(
-            f"{source}: {name} has the shape {size}, but its config.json asks for {place.tensor}"
+            f"{source}: {name} has the shape {size}, but its config.json requires {place.tensor}"
         )
 
 
@@ -189,19 +189,19 @@ def refuse_mismatch(missing: Collection[str], left_over: list[str], source: str)
             f"{what} {_listed(names)}" for what, names in complaints.items() if names
         )
         raise UserError(
-            f"the tensors of {source} are not those that its config.json asks for: {listed}"
+            f"the tensors of {source} are not those that its config.json requires: {listed}"
         )
 
 
 def get_leaf(tree: Params, path: tuple[str, ...]) -> Any:
-    """What lies there in a tree: a leaf, or a tree."""
+    """Returns the leaf or tree at a path."""
     return reduce(lambda inner, key: inner[key], path, tree)
 
 
 def write_into_stack(
     whole: Any, value: np.ndarray, index: tuple[int, ...], sharding: Any
 ) -> jax.Array:
-    """`whole` (a shape as long as nothing is in it) with `value` at this place of its stack."""
+    """Returns `whole` (a shape as long as it is empty) with `value` at this index of its stack."""
     if not index:
         return put_sharded(np.ascontiguousarray(value), sharding)
     if not isinstance(whole, jax.Array):
@@ -220,7 +220,7 @@ def writer(sharding: Any) -> Any:
 
 
 def to_tensors(arch: Architecture, params: Params) -> Iterator[tuple[str, np.ndarray]]:
-    """Each tensor under its Hugging Face name, fetched from the devices one at a time."""
+    """Yields each tensor under its Hugging Face name, fetched from the devices one at a time."""
     for name, place in places(arch).items():
         leaf = get_leaf(params, place.path)
         value = np.asarray(jax.device_get(addressable(leaf[place.index] if place.index else leaf)))

@@ -1,5 +1,8 @@
-"""The PyTorch backend of AReaL-X; its entry point offers `create_trainer`, `check`,
-`differentiate`, `join`, `TRANSPORTS`."""
+"""The PyTorch backend of AReaL-X (areal_x.protocols.backends.Backend).
+
+The transports "nccl" and "handles", Ascend NPUs and flash-attn are experimental: tested against
+stand-ins only.
+"""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""Causal attention within the sequences of one flat row, and which of several ways computes it.
+"""Causal attention within the sequences of one flat row, and the choice of its implementation.
 
-transformers lets an attention function be named in a model's config; every layer then calls it with
-its own queries, keys and values, already rotated. `attend` is that function in training: what it
-needs to know of the sequences comes as the keyword `segments` through the model's own forward.
-Without it each row is one sequence.
+transformers lets a model's config name an attention function, which every layer then calls with its
+own queries, keys and values, already rotated. `attend` is that function in training: the sequences
+arrive as the keyword `segments` through the model's own forward. Without it each row is one
+sequence.
 """
 
 from __future__ import annotations
@@ -28,10 +28,9 @@ from areal_x_torch.masks import Visible, window_of
 
 ATTENTION = "areal_x_segments"
 NAMES = ("auto", "sdpa", "flash", "npu")
-# Queries that attend at once where a mask is needed: it has as many rows, and as many columns and a
-# window more.
+# Queries that attend at once if a mask is needed: it has that many rows, and a window more columns.
 BLOCK = 512
-FLASH_HEAD_DIM = 256  # the widest head that flash-attn takes
+FLASH_HEAD_DIM = 256  # widest head that flash-attn supports
 
 Queries: TypeAlias = Float[Tensor, "rows heads tokens head_dim"]
 Keys: TypeAlias = Float[Tensor, "rows kv_heads tokens head_dim"]
@@ -40,17 +39,20 @@ Attended: TypeAlias = Float[Tensor, "rows tokens heads head_dim"]
 
 @dataclass(frozen=True)
 class Segments:
-    """The sequences of one flat row, one after the other, and how they attend.
-
-    lengths: of each. bounds: 0 and where each ends, on the device. prefixes: of each the earlier
-    one that it goes on from, of which it sees every token, or −1; none of these goes on from
-    another. Masks are kept, as many layers need the same.
-    """
+    """The sequences of one flat row, one after another, and the function that computes their
+    attention. Masks are cached, because many layers need the same."""
 
     lengths: tuple[int, ...]
+
     bounds: Int32[Tensor, " segments+1"]
+    """0 and the end of each sequence, on the device."""
+
     attend: Attend
+
     prefixes: tuple[int, ...]
+    """For each sequence the earlier one that it continues, of which it sees every token, or −1; none
+    of these continues another."""
+
     masks: dict[tuple[int, int, int | None], Tensor] = field(default_factory=dict)
 
     @staticmethod
@@ -60,7 +62,7 @@ class Segments:
         device: torch.device,
         prefixes: tuple[int, ...] | None = None,
     ) -> Segments:
-        """prefixes: None for none of any."""
+        """prefixes: None if no sequence continues another."""
         return Segments(
             lengths, bounds_of(lengths, device), attend, prefixes or (-1,) * len(lengths)
         )
@@ -71,7 +73,7 @@ class Segments:
 
     @cached_property
     def seen(self) -> tuple[int, ...]:
-        """How many keys the last token of each sees, itself included."""
+        """Number of keys that the last token of each sequence sees, itself included."""
         before = [self.lengths[i] if i >= 0 else 0 for i in self.prefixes]
         return tuple(shared + own for shared, own in zip(before, self.lengths, strict=True))
 
@@ -81,7 +83,7 @@ class Segments:
 
     @cached_property
     def keys(self) -> Int32[Tensor, " keys"]:
-        """The places of the keys that each segment sees, one segment after the other."""
+        """Indices of the keys that each sequence sees, one sequence after another."""
         ends = (0, *accumulate(self.lengths))
         spans = [
             span
@@ -93,11 +95,12 @@ class Segments:
 
     @cached_property
     def key_bounds(self) -> Int32[Tensor, " segments+1"]:
-        """Those of `keys`."""
+        """Bounds of `keys`."""
         return bounds_of(self.seen, self.bounds.device)
 
     def mask(self, queries: int, keys: int, window: int | None) -> Bool[Tensor, "queries keys"]:
-        """Which of the last `keys` tokens each of the last `queries` sees, itself the last."""
+        """Returns which of the last `keys` tokens each of the last `queries` sees, itself the
+        last."""
         which = queries, keys, window
         if which not in self.masks:
             behind = torch.arange(keys - queries, keys, device=self.bounds.device)[:, None]
@@ -115,7 +118,7 @@ Attend: TypeAlias = Callable[
 ]
 
 
-# which way it is computed depends on the lengths of sequences: each row would be compiled anew
+# What is computed depends on the lengths of sequences: each row would be compiled again.
 @torch.compiler.disable
 def attend(
     module: torch.nn.Module,
@@ -133,8 +136,8 @@ def attend(
     **_: Any,
 ) -> tuple[Attended, None]:
     """What transformers calls in each layer: softmax(scaling · query · key) · value over the keys
-    of the query's own sequence, itself and those of its window before it, see `masks`. softcap:
-    scores are softcap · tanh(scores / softcap).
+    of the query's own sequence up to itself and within its window, see `masks`. softcap: scores are
+    softcap · tanh(scores / softcap).
 
     Raises: NotImplementedError for attention with sinks, a bias or a mask of its own.
     """
@@ -143,7 +146,7 @@ def attend(
     window = window_of(module, attention_mask, sliding_window)
     if segments is None:
         segments = Segments.of((query.shape[2],), sdpa, query.device)
-    # Under autocast a rotation leaves float32 behind, and a product the compute precision.
+    # Under autocast a rotation returns float32, and a product the compute precision.
     query, key = query.to(value.dtype), key.to(value.dtype)
     scale = query.shape[3] ** -0.5 if scaling is None else scaling
     window = None if window is None or window >= segments.longest else window
@@ -155,11 +158,11 @@ masks.register(ATTENTION)
 
 
 def choose(how: str, device: torch.device, dtype: torch.dtype) -> Attend:
-    """The way to attend for `model.attention`: "auto" is flash-attn where it is installed and takes
-    the device and the compute precision, on an NPU torch_npu's kernel, else torch's
+    """Returns the implementation for `model.attention`: "auto" is flash-attn if it is installed and
+    supports the device and the compute precision, torch_npu's kernel on an NPU, else torch's
     scaled_dot_product_attention.
 
-    Raises: ConfigError for another name, and for a way that cannot work here.
+    Raises: ConfigError for an unknown name, and for an implementation that cannot work here.
     """
     one_of("model.attention", how, NAMES)
     lacks = {"sdpa": None, "flash": _flash_lacks(device, dtype), "npu": _npu_lacks(device)}
@@ -199,15 +202,14 @@ def sdpa(
     window: int | None,
     softcap: float | None,
 ) -> Attended:
-    """By torch's scaled_dot_product_attention, once for all neighbours of one length that go on
-    from the same prompt; no scores between sequences."""
+    """torch's scaled_dot_product_attention, once for all neighbours of one length that continue the
+    same prompt; no scores between sequences."""
     shared = {i for i in segments.prefixes if i >= 0}
     each = enumerate(zip(segments.lengths, segments.prefixes, strict=True))
-    # what others go on from is alone
+    # A sequence that others continue is a run of its own.
     like = [(length, prefix, i if i in shared else -1) for i, (length, prefix) in each]
     runs = [(n, prefix, of, len(list(equal))) for (n, prefix, of), equal in groupby(like)]
-    # A split's gradient is one concatenation; that of a slice would be as long as the row, for
-    # each.
+    # A split's gradient is one concatenation; that of each slice would be as long as the row.
     parts = zip(
         *(x.split([n * count for n, _, _, count in runs], dim=2) for x in (query, key, value)),
         strict=True,
@@ -241,8 +243,9 @@ def _in_blocks(
     window: int | None,
     softcap: float | None,
 ) -> Iterator[Float[Tensor, "rows heads block head_dim"]]:
-    """Whole sequences, a block of queries with the keys that any of it sees after the other. The
-    last key is the last query's own; there may be more keys than queries."""
+    """Yields the attention of whole sequences, one block of queries with the keys that any of it
+    sees after another. The last key is the last query's own; there may be more keys than
+    queries."""
     before, block = key.shape[2] - query.shape[2], max(BLOCK, window or 0)
     for start in range(before, key.shape[2], block):
         stop = min(start + block, key.shape[2])
@@ -256,7 +259,7 @@ def _in_blocks(
                 queries, seen, values, attn_mask=mask, scale=scale, enable_gqa=grouped
             )
         else:
-            # The heads that share keys are one more dimension: nothing is repeated.
+            # Heads that share keys are a dimension of their own: nothing is repeated.
             queries = query[:, :, start - before : stop - before].unflatten(1, (key.shape[1], -1))
             scores = (queries @ seen.transpose(2, 3)[:, :, None]).float() * scale
             scores = (softcap * torch.tanh(scores / softcap)).masked_fill(~mask, -math.inf)
@@ -272,15 +275,15 @@ def flash(
     window: int | None,
     softcap: float | None,
 ) -> Attended:
-    """By flash-attn's kernel for sequences of many lengths; by `sdpa` where heads are too wide or
-    unlike for it."""
+    """flash-attn's kernel for sequences of different lengths; `sdpa` for heads that are too wide or
+    unlike for it. Experimental: tested against a stand-in, never on a GPU."""
     if query.shape[3] > FLASH_HEAD_DIM or query.shape[3] != value.shape[3]:
         return sdpa(query, key, value, segments, scale, window, softcap)
     from flash_attn import flash_attn_varlen_func
 
     queries, keys, values = (x[0].transpose(0, 1) for x in (query, key, value))
     key_bounds = segments.bounds
-    if segments.shares:  # each with a copy of what it goes on from
+    if segments.shares:  # each with a copy of the prompt that it continues
         keys, values = (x.index_select(0, segments.keys) for x in (keys, values))
         key_bounds = segments.key_bounds
     return flash_attn_varlen_func(
@@ -307,8 +310,8 @@ def npu(
     window: int | None,
     softcap: float | None,
 ) -> Attended:
-    """By torch_npu's fused kernel; by `sdpa` for what that does not do: windows that cut, capped
-    scores, shared prompts."""
+    """torch_npu's fused kernel; `sdpa` for what it does not support: windows that cut, capped
+    scores, shared prompts. Experimental: tested against a stand-in, never on an NPU."""
     if window is not None or softcap is not None or segments.shares:
         return sdpa(query, key, value, segments, scale, window, softcap)
     from torch_npu import npu_fusion_attention
@@ -331,5 +334,5 @@ def npu(
 
 @cache
 def _hidden_of_npu(device: torch.device) -> Bool[Tensor, "2048 2048"]:
-    """True where a query does not see; of this size for sequences of any length."""
+    """True where a query does not see; the kernel takes this size for sequences of any length."""
     return torch.ones(2048, 2048, dtype=torch.bool, device=device).triu(1)

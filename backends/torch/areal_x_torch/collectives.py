@@ -11,7 +11,7 @@ from torch.distributed import ProcessGroup
 
 
 class CopyToGroup(torch.autograd.Function):
-    """What all have goes into parts: its gradient is the sum of theirs."""
+    """Identity on a tensor that all processes have; its gradient is the sum of theirs."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: ProcessGroup) -> Tensor:
@@ -26,7 +26,7 @@ class CopyToGroup(torch.autograd.Function):
 
 
 class SumOverGroup(torch.autograd.Function):
-    """The sum of the parts that all have."""
+    """Sum over processes; each gets the gradient of the sum."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: ProcessGroup) -> Tensor:
@@ -40,7 +40,8 @@ class SumOverGroup(torch.autograd.Function):
 
 
 class GatherFromGroup(torch.autograd.Function):
-    """Parts of equal size one after the other along the last axis."""
+    """Concatenates parts of equal size along the last axis; the gradient of each part is its
+    slice."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: ProcessGroup) -> Tensor:
@@ -55,18 +56,18 @@ class GatherFromGroup(torch.autograd.Function):
 
 
 class AllToAll(torch.autograd.Function):
-    """Rows for each process of a group in its order, so many as `sent` says, for those that they
-    have for this one."""
+    """Exchanges rows between processes: `sent` rows for each, in their order, against `received`
+    from each."""
 
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, sent: list[int], received: list[int], group: ProcessGroup
     ) -> Tensor:
-        ctx.how = received, sent, group
+        ctx.arguments = received, sent, group
         rows = x.new_empty(sum(received), *x.shape[1:])
         dist.all_to_all_single(rows, x.contiguous(), received, sent, group=group)
         return rows
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        return AllToAll.apply(grad, *ctx.how), None, None, None
+        return AllToAll.apply(grad, *ctx.arguments), None, None, None

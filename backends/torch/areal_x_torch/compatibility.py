@@ -1,10 +1,10 @@
-"""Whether this backend computes what transformers computes with a model: found on a stand-in for
-it, before a weight is read.
+"""Checks on a dummy model, before any weight is read, that this backend computes what transformers
+computes.
 
-A trainer puts sequences side by side and gives the layers an attention of its own, so what a config
-says counts only where that attention is told of it. No model is known by its name: the stand-in's
-numbers for packed sequences, longer than any window and with neighbours before and behind them, are
-compared with those of transformers' own attention for each alone.
+A trainer packs sequences side by side and replaces the layers' attention, so a setting of a config
+has an effect only if that attention gets it. No model is known by name: the dummy's outputs for
+packed sequences, longer than any window and with neighbours before and behind them, are compared
+with transformers' own attention on each sequence alone.
 """
 
 from __future__ import annotations
@@ -34,26 +34,26 @@ from areal_x_torch.model import (
     named_tensors,
 )
 
-# How configs and modules call what is a number of tokens that some layer sees or selects; not which
-# layers those are.
+# Names, in configs and modules, of numbers of tokens that some layer sees or selects; not of which
+# layers.
 SPAN = re.compile(
     r"window|attention_chunk|local_attention|index_topk|index_block|index_local|compress"
 )
 NOT_A_SPAN = re.compile(r"pattern|layer|use_|vision")
-SHORTEST = 4  # tokens that the smallest span becomes, the others a few more each
-LENGTHS = 3, 15, 2, 9  # of neighbours; those of COMPARED are longer than the spans of most models
+SHORTEST = 4  # tokens of the smallest span; the others get a few more each
+LENGTHS = 3, 15, 2, 9  # of neighbours; those in COMPARED exceed the spans of most models
 COMPARED = 1, 3
 CLOSE = {"rtol": 1e-3, "atol": 1e-3}
 
-# what has been found right once is so for as long as the process lives
+# Models that have passed in this process.
 _passed: set[tuple[type, str]] = set()
 
 
 def prepare(model: PreTrainedModel, directory: Path) -> None:
-    """Gives a model on the meta device this backend's attention and experts.
+    """Installs this backend's attention and experts in a model on the meta device.
 
-    Raises: UserError for a model that the trainer and the sampler would compute otherwise than
-    transformers does.
+    Raises: UserError for a model that trainer and sampler would compute differently from
+    transformers.
     """
     kind = f"{directory} is a {type(model).__name__}"
     if not model._supports_attention_backend:
@@ -72,7 +72,7 @@ def prepare(model: PreTrainedModel, directory: Path) -> None:
             reason = str(error)
         except Exception as error:  # transformers' own code, given what it does not expect
             reason = (
-                f"with this backend's attention it ends in {type(error).__name__}"
+                f"with this backend's attention it raises {type(error).__name__}"
                 f" ({(str(error).splitlines() or [''])[0]})"
             )
         if reason is not None:
@@ -89,11 +89,8 @@ def attend_by(model: PreTrainedModel, name: str) -> None:
 
 @torch.inference_mode()
 def difference(model: PreTrainedModel) -> str | None:
-    """In what a model on the CPU differs from transformers' own when its sequences are packed; None
-    where in nothing.
-
-    The model's spans are shortened for good.
-    """
+    """Returns how a model on the CPU differs from transformers' own when its sequences are packed;
+    None if it does not. The model's spans stay shortened."""
     held = {x.untyped_storage().data_ptr() for x in model.state_dict().values()}
     named = (local(x) for x in named_tensors(model).values() if not isinstance(x, ShardedView))
     if any(x.untyped_storage().data_ptr() not in held for x in named):
@@ -112,15 +109,15 @@ def difference(model: PreTrainedModel) -> str | None:
                 "what its tokens see follows rules beyond a window, which this backend's attention"
                 " is not told of"
             )
-    if is_classifier(model):  # whose score is this backend's own
+    if is_classifier(model):  # its score is this backend's own
         return None
     ours, theirs = head(model).logits(packed[i]), _as_transformers(model, each[i])
     return None if torch.allclose(theirs, ours, **CLOSE) else "it scales its logits after the head"
 
 
 def shorten(model: PreTrainedModel) -> list[int]:
-    """Makes what tells a model's layers how many tokens to see so small that the sequences here are
-    longer; the new numbers, of which unequal ones stay unequal and in their order."""
+    """Shortens the settings that limit how many tokens a layer sees, so that the sequences here are
+    longer. Returns the new numbers; unequal ones stay unequal and in order."""
     parts = list(model.modules())
     owners = {
         id(x): x
@@ -147,7 +144,7 @@ def shorten(model: PreTrainedModel) -> list[int]:
 
 
 def _packed(model: PreTrainedModel, *sequences: Tensor) -> tuple[Tensor, ...]:
-    """The last states of sequences in one flat row."""
+    """Returns the last hidden states of sequences in one flat row."""
     lengths = tuple(map(len, sequences))
     positions = torch.cat([torch.arange(n) for n in lengths])
     row = PackedRow(torch.cat(sequences), positions, Segments.of(lengths, sdpa, positions.device))
@@ -155,7 +152,7 @@ def _packed(model: PreTrainedModel, *sequences: Tensor) -> tuple[Tensor, ...]:
 
 
 def _alone(model: PreTrainedModel, sequence: Tensor) -> Tensor:
-    """The same of one sequence, with transformers' own attention."""
+    """Returns those of one sequence, with transformers' own attention."""
     with _eager(model):
         states: Tensor = decoder(model)(
             input_ids=sequence[None], use_cache=False
@@ -171,7 +168,7 @@ def _as_transformers(model: PreTrainedModel, sequence: Tensor) -> Tensor:
 
 @contextmanager
 def _eager(model: PreTrainedModel) -> Iterator[None]:
-    """The formula as it stands: transformers' faster ways leave out what caps scores."""
+    """Uses transformers' eager attention: its faster ones ignore soft caps."""
     attend_by(model, "eager")
     yield
     attend_by(model, ATTENTION)

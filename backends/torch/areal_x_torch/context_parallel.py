@@ -1,10 +1,10 @@
-"""Rows longer than one device has room for: every flat row's tokens are split over the processes of
-the mesh's axis "context".
+"""Context parallelism for rows longer than one device has room for: every flat row's tokens are
+split over the processes of the mesh axis "context".
 
-Each process has equally many, one after the other, for every layer that sees tokens alone.
-Attention sees the others, but no head sees another: before it the processes exchange tokens for
-heads, so that each has all tokens of its share of the heads and attends as one process does, and
-after it heads for tokens (DeepSpeed-Ulysses, arXiv 2309.14509).
+Each process has equally many consecutive tokens in every layer that treats tokens separately. In
+attention tokens see each other, but heads do not: before it the processes exchange tokens for
+heads, so that each has all tokens of its share of the heads, and after it heads for tokens
+(DeepSpeed-Ulysses, arXiv 2309.14509).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from areal_x_torch.collectives import AllToAll
 
 
 def check_context(model: PreTrainedConfig, mesh: MeshConfig) -> None:
-    """Raises: ConfigError for a model whose tokens cannot be split over so many processes."""
+    """Raises: ConfigError for a model whose tokens cannot be split over this many processes."""
 
     def wants(what: str) -> ConfigError:
         return ConfigError("mesh.context", mesh.context, what)
@@ -32,7 +32,7 @@ def check_context(model: PreTrainedConfig, mesh: MeshConfig) -> None:
     if mesh.context == 1:
         return
     if hasattr(model, "vision_config"):
-        raise wants("1, as torch does not split the rows of a model that sees yet: use mesh.fsdp")
+        raise wants("1, as torch does not split rows with images yet: use mesh.fsdp")
     if model.num_attention_heads % (mesh.context * mesh.tensor):
         over = (
             f" / mesh.tensor = {model.num_attention_heads // mesh.tensor}"
@@ -45,7 +45,7 @@ def check_context(model: PreTrainedConfig, mesh: MeshConfig) -> None:
 
 
 def token_range(tokens: int, group: ProcessGroup | None) -> slice:
-    """Which tokens of a row are this process's; all where no others share it."""
+    """Returns this process's tokens of a row; all of them if no other process shares it."""
     if group is None:
         return slice(0, tokens)
     each = tokens // group.size()
@@ -53,8 +53,8 @@ def token_range(tokens: int, group: ProcessGroup | None) -> slice:
 
 
 def ulysses(attend: Attend, group: ProcessGroup | None) -> Attend:
-    """Attention by `attend` to and from this process's tokens alone, of rows whose segments are
-    given whole."""
+    """Wraps an attention function for queries, keys and values of this process's tokens, in rows
+    whose segments are given whole."""
     if group is None:
         return attend
     processes = group.size()
@@ -70,8 +70,7 @@ def ulysses(attend: Attend, group: ProcessGroup | None) -> Attend:
     ) -> Attended:
         key, value = (repeated(x, processes) for x in (key, value))
         parts = [x[0].transpose(0, 1).unflatten(1, (processes, -1)) for x in (query, key, value)]
-        # One exchange of all three, as a message costs more than its size where a row's part is
-        # short.
+        # One exchange for all three: for a short part of a row, latency costs more than volume.
         whole = to_heads(torch.cat([x.flatten(2) for x in parts], dim=2), group)
         shares = whole.split([x.shape[2] * x.shape[3] for x in parts], dim=1)
         query, key, value = (
@@ -86,9 +85,9 @@ def ulysses(attend: Attend, group: ProcessGroup | None) -> Attend:
 
 
 def repeated(x: Keys, processes: int) -> Keys:
-    """Heads of keys or values, each so often that every process has the heads which its share of
-    the queries reads, and no oftener: `processes` divides the heads of queries, of which as many
-    read each of these."""
+    """Repeats heads of keys or values so that every process has those that its share of the
+    queries reads, and no more: `processes` divides the heads of queries, which share them in
+    equal groups."""
     times = processes // gcd(processes, x.shape[1])
     return x if times == 1 else x.repeat_interleave(times, dim=1)
 
@@ -96,21 +95,22 @@ def repeated(x: Keys, processes: int) -> Keys:
 def to_heads(
     x: Float[Tensor, "own_tokens processes features"], group: ProcessGroup
 ) -> Float[Tensor, "tokens features"]:
-    """From what all processes need of a process's tokens to what it needs of all tokens."""
+    """Exchanges what all processes need of this process's tokens for what it needs of all
+    tokens."""
     return _exchanged(x.transpose(0, 1).flatten(0, 1), group)
 
 
 def to_tokens(
     x: Float[Tensor, "tokens features"], group: ProcessGroup
 ) -> Float[Tensor, "own_tokens processes features"]:
-    """The way back."""
+    """The inverse of `to_heads`."""
     return _exchanged(x, group).unflatten(0, (group.size(), -1)).transpose(0, 1)
 
 
 def _exchanged(
     x: Float[Tensor, "rows features"], group: ProcessGroup
 ) -> Float[Tensor, "rows features"]:
-    """As many rows for each process."""
+    """Exchanges equally many rows with each process."""
     each = [len(x) // group.size()] * group.size()
     received: Tensor = AllToAll.apply(x, each, each, group)
     return received

@@ -1,9 +1,8 @@
-"""What is done to each decoder block before a model is spread: it is compiled, and the backward
-pass computes it again.
+"""Compiles decoder blocks and checkpoints their activations, before a model is sharded.
 
-It is computed again around what is compiled: attention runs outside of the compiled programs, which
-a checkpoint within them could not leave. The compiler itself keeps products and computes the rest
-again, so there "products" has nothing to add.
+Checkpointing is outside of the compiled program: attention runs outside of it, which a checkpoint
+inside could not leave. The compiler itself saves products and recomputes the rest, so "products"
+has nothing to add to it.
 """
 
 from __future__ import annotations
@@ -26,28 +25,28 @@ from areal_x.errors import UserError
 from areal_x.protocols.trainer_config import TrainerConfig
 from areal_x_torch.experts import recompute_contexts
 
-# Whose results "products" keeps: products with kernels, experts' too, and attention, by parts of
-# the names of its kernels. Not bmm, which computes scores.
+# Operations whose results "products" saves: products with kernels, experts' too, and attention, by
+# parts of its kernels' names. Not bmm, which computes scores.
 PRODUCTS = {"aten::mm", "aten::addmm", "aten::_grouped_mm"}
 ATTENTION = "attention", "flash_attn"
-# What is kept of each token, beside what its products give, in bf16: of Qwen3, Qwen2, Gemma 3 and a
-# mixture of few experts 4.0, 3.6, 5.3 and 5.4 times as much where nothing is computed again, 1.4,
-# 1.4, 1.4 and 2.2 with "products".
+# Bytes saved per token relative to the outputs of its products, in bf16. Measured for Qwen3, Qwen2,
+# Gemma 3 and a mixture of few experts: 4.0, 3.6, 5.3 and 5.4 if nothing is recomputed, and 1.4, 1.4,
+# 1.4 and 2.2 with "products".
 KEPT = {"nothing": 5.5, "products": 2.0}
 
 
 def prepare(
     model: PreTrainedModel, config: TrainerConfig, dtype: torch.dtype, memory: int | None
 ) -> None:
-    """Compiles blocks and has them computed again, as the config says; those of a frozen model are
-    only compiled.
+    """Compiles blocks and checkpoints their activations as the config requires; those of a frozen
+    model are only compiled.
 
-    dtype: of activations. memory: bytes of a device; None where it does not tell.
+    dtype: of activations. memory: bytes of a device; None if unknown.
     """
     if config.compile:
-        decoder = set(model.get_decoder().modules())  # what sees looks at lengths on the way
+        decoder = set(model.get_decoder().modules())  # a vision tower branches on lengths
         blocks = [block for block in blocks_of(model) if block in decoder]
-        # One function for all blocks of a class: of one each, each would be compiled.
+        # One function for all blocks of a class, so that it is compiled once.
         kinds: set[Any] = {type(block) for block in blocks}
         compiled = {kind: torch.compile(kind.forward, dynamic=True) for kind in kinds}
         for block in blocks:
@@ -61,8 +60,8 @@ def prepare(
 
 
 def recompute(model: PreTrainedModel, how: Callable[[int], str]) -> None:
-    """Has the backward pass compute blocks again from what went into them. how: given the tokens of
-    a pass, see `choose`."""
+    """Makes the backward pass recompute blocks from their inputs. how: see `choose`, given the
+    tokens of a pass."""
     for block in blocks_of(model):
         block.forward = partial(_again, block.forward, how)
 
@@ -70,10 +69,10 @@ def recompute(model: PreTrainedModel, how: Callable[[int], str]) -> None:
 def choose(
     config: TrainerConfig, dtype: torch.dtype, products: int, room: int | None, tokens: int
 ) -> str:
-    """What the backward pass of so many tokens computes again: "nothing", "products" (all but
-    these) or "layers".
+    """Returns what the backward pass recomputes for this many tokens: "nothing", "products" (all
+    but these) or "layers".
 
-    "auto" takes the first that fits into the room, and "nothing" where nobody knows it. products:
+    "auto" takes the first that fits into the room, and "nothing" if the room is unknown. products:
     see `product_width`.
     """
     if config.remat != "auto":
@@ -85,16 +84,16 @@ def choose(
 
 
 def product_width(model: PreTrainedModel) -> int:
-    """How many numbers the products of all blocks give for each token, of experts those that
-    compute it."""
+    """Returns how many numbers per token the products of all blocks produce, counting only the
+    experts that compute it."""
     experts = getattr(model.config.get_text_config(), "num_experts_per_tok", None) or 1
     parameters = [x for block in blocks_of(model) for x in block.parameters() if x.ndim >= 2]
     return sum(x.shape[-2] * (experts if x.ndim == 3 else 1) for x in parameters)
 
 
 def free_bytes(model: PreTrainedModel, config: TrainerConfig, memory: int | None) -> int | None:
-    """Half of the bytes that are left of a device beside parameters, gradients and moments: the
-    other half is for the head, for gathered blocks and for what is computed on the way."""
+    """Returns half of a device's bytes that parameters, gradients and moments leave: the other half
+    is for the head, gathered blocks and temporaries."""
     if memory is None:
         return None
     mesh = config.mesh
@@ -107,16 +106,16 @@ def free_bytes(model: PreTrainedModel, config: TrainerConfig, memory: int | None
 
 
 def blocks_of(model: PreTrainedModel) -> list[nn.Module]:
-    """The decoder blocks, by the name that transformers gives their class.
+    """Returns the decoder blocks, by the class names that transformers lists.
 
-    Raises: UserError where it names none.
+    Raises: UserError if it lists none.
     """
     names = set(model._no_split_modules or ())
     blocks = [module for module in model.modules() if type(module).__name__ in names]
     if not blocks:
         raise UserError(
-            f"transformers does not say what the blocks of a {type(model).__name__} are: train it"
-            " in one process"
+            f"transformers does not list the blocks of a {type(model).__name__}: train it in one"
+            " process"
         )
     return blocks
 
@@ -144,7 +143,7 @@ def _again(
 
 
 def _contexts(how: str) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-    """In which a block is computed first, and again."""
+    """Returns the contexts of a block's first computation and of its recomputation."""
     first, again = recompute_contexts()
     if how == "layers":
         return first, again

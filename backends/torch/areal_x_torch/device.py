@@ -1,4 +1,4 @@
-"""Where the trainer computes, and in which precision."""
+"""The trainer's device and compute precision."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
 
 
 def find_device() -> torch.device:
-    """The accelerator that torch finds (CUDA, NPU, XPU, MPS …), else the CPU."""
+    """Returns the accelerator that torch finds (CUDA, NPU, XPU, MPS …), else the CPU. Of these only
+    the CPU and CUDA have been tested; the others are experimental."""
     found = torch.accelerator.current_accelerator(check_available=True)
     return (
         torch.device("cpu")
@@ -22,7 +23,7 @@ def find_device() -> torch.device:
 
 
 def compute_dtype(precision: str, device: torch.device) -> torch.dtype:
-    """The dtype of activations for `trainer.precision`: "auto" is float32 on a CPU, else
+    """Returns the dtype of activations for `trainer.precision`: "auto" is float32 on a CPU, else
     bfloat16."""
     if precision == "auto":
         precision = "fp32" if device.type == "cpu" else "bf16"
@@ -30,7 +31,7 @@ def compute_dtype(precision: str, device: torch.device) -> torch.dtype:
 
 
 def memory_of(device: torch.device) -> int | None:
-    """The bytes of an accelerator's own memory; None where it does not tell, as a CPU."""
+    """Returns the bytes of an accelerator's own memory; None if unknown, as for a CPU."""
     if device.type == "cpu":
         return None
     try:
@@ -40,10 +41,10 @@ def memory_of(device: torch.device) -> int | None:
 
 
 def make_deterministic(device: torch.device) -> None:
-    """Lets torch choose only kernels that give equal bits for equal operands, and raise where an
-    operation has none.
+    """Restricts torch to kernels that give equal bits for equal operands, and makes it raise for
+    operations without one.
 
-    Raises: UserError on CUDA where the environment lets cuBLAS choose by what else is running.
+    Raises: UserError on CUDA if the environment lets cuBLAS choose kernels by what else is running.
     """
     if device.type == "cuda" and os.environ.get(WORKSPACE) not in (":4096:8", ":16:8"):
         raise UserError(

@@ -13,8 +13,7 @@ from torch.nn import Parameter
 
 
 class ShardedView(NamedTuple):
-    """Some numbers of a tensor that lies on several processes: where they would be, were it whole
-    and contiguous."""
+    """A view of a sharded tensor: shape, strides and offset in the whole, contiguous tensor."""
 
     of: DTensor
     shape: torch.Size
@@ -26,12 +25,12 @@ class ShardedView(NamedTuple):
 
 
 def local(x: Tensor) -> Tensor:
-    """This process's part of a tensor."""
+    """Returns this process's part of a tensor."""
     return x.to_local() if isinstance(x, DTensor) else x
 
 
 def gather(x: Tensor) -> Tensor:
-    """The whole tensor, which all processes gather together."""
+    """Returns the whole tensor, which all processes gather together."""
     return x.full_tensor() if isinstance(x, DTensor) else x
 
 
@@ -39,8 +38,8 @@ def gather_each(
     tensors: Iterable[tuple[str, Tensor | ShardedView]],
     as_: Callable[[Tensor], Tensor] = lambda x: x,
 ) -> Iterator[tuple[str, Tensor]]:
-    """The whole tensors, one after the other; of neighbours that are pieces of one tensor, that is
-    gathered once. as_: what is made of each before."""
+    """Yields the whole tensors, one after another; a tensor of which neighbours are views is
+    gathered once. as_: applied to each before it is gathered."""
     last: DTensor | None = None
     for name, x in tensors:
         if isinstance(x, ShardedView):
@@ -52,12 +51,11 @@ def gather_each(
 
 
 def own_part(whole: Tensor, of: Tensor) -> Tensor:
-    """Of a whole tensor what lies where this process's part of `of` does."""
+    """Returns the part of a whole tensor at the place of this process's part of `of`."""
     if not isinstance(of, DTensor):
         return whole
     mesh = of.device_mesh
-    # From the last axis of the mesh to the first: a dimension split by both was split by heads
-    # before.
+    # From the last axis of the mesh to the first: a dimension split by both was split by heads first.
     for axis in reversed(range(mesh.ndim)):
         placement = of.placements[axis]
         if not placement.is_replicate():
@@ -68,7 +66,7 @@ def own_part(whole: Tensor, of: Tensor) -> Tensor:
 
 
 def split(x: Parameter, mesh: DeviceMesh, dim: int) -> Parameter:
-    """A parameter that every process has whole, of which each keeps its part."""
+    """Shards a parameter that every process has whole."""
     parts = distribute_tensor(x.detach(), mesh, [Shard(dim)], src_data_rank=None)
     return Parameter(parts, requires_grad=x.requires_grad)
 

@@ -1,5 +1,5 @@
-"""Copies of a model, or of a part of it, that take no memory and are computed in a moment: on them
-one sees how such a model computes."""
+"""Small copies of a model that take no memory and are computed in a moment, for observing how the
+model computes."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ Module = TypeVar("Module", bound=nn.Module)
 
 
 def make_dummy(model: PreTrainedModel) -> PreTrainedModel:
-    """A model on the meta device with random parameters, on the CPU, of the same widths; of its
-    decoder the first blocks, as many as it takes to have one of every kind. Other copies of its
-    parameters exist while a layer computes, one at a time."""
+    """Returns a copy on the CPU, with random parameters, of a model on the meta device: the same
+    widths, and as many of the decoder's first blocks as include one of every kind. A layer's other
+    copies of its parameters exist while it computes, one at a time."""
     copy = deepcopy(model)
     decoder = copy.get_decoder()
     for name, blocks in list(decoder.named_children()):
@@ -26,13 +26,13 @@ def make_dummy(model: PreTrainedModel) -> PreTrainedModel:
             setattr(
                 decoder, name, blocks[: _with_every_kind(blocks, copy.config.get_text_config())]
             )
-    # one expert after the other: a grouped product wants rows that do not overlap
+    # One expert after another: a grouped product needs rows that do not overlap.
     copy.set_experts_implementation("eager")
     return randomised(copy)
 
 
 def randomised(module: Module) -> Module:
-    """The same module; what of it was on the meta device is random, on the CPU."""
+    """Replaces what is on the meta device by random tensors on the CPU and returns the module."""
     random, made = torch.Generator().manual_seed(0), dict[int, Tensor]()
     for part in module.modules():
         tensors: tuple[dict[str, Any], ...] = (part._parameters, part._buffers)
@@ -40,21 +40,21 @@ def randomised(module: Module) -> Module:
             for name, x in named.items():
                 if x is not None and x.is_meta:
                     made.setdefault(id(x), nn.Parameter(_random(x, random), requires_grad=False))
-                    named[name] = made[id(x)]  # what was tied is
+                    named[name] = made[id(x)]  # tied tensors stay tied
     return module
 
 
 def _random(like: Tensor, random: torch.Generator) -> Tensor:
-    """One line of random numbers, of which every row is the next window: about 1 in a vector, else
-    such that products are."""
+    """Returns overlapping windows of one line of random numbers: about 1 for a vector, else scaled
+    so that products are about 1."""
     line = torch.randn(sum(like.shape) - like.ndim + 1, generator=random)
     line = 1 + 0.2 * line if like.ndim < 2 else line * like.shape[-1] ** -0.5
     return line.to(like.dtype).as_strided(like.shape, (1,) * like.ndim)
 
 
 def _with_every_kind(blocks: nn.ModuleList, config: PreTrainedConfig) -> int:
-    """How many of the first blocks there are until all kinds are among them: of blocks that are
-    alike, and to which the config says the same in its lists of one entry a layer."""
+    """Returns how many of the first blocks include every kind: blocks are of one kind if they are
+    alike and have the same entries in the config's per-layer lists."""
     lists = [
         x for x in vars(config).values() if isinstance(x, list | tuple) and len(x) == len(blocks)
     ]
@@ -63,8 +63,8 @@ def _with_every_kind(blocks: nn.ModuleList, config: PreTrainedConfig) -> int:
 
 
 def _kind(block: nn.Module) -> tuple[Any, ...]:
-    """What tells a block from others: its parts, their shapes and what they are told; not which one
-    it is."""
+    """Returns what distinguishes a block from others: its parts, their shapes and settings; not its
+    index."""
     parts = []
     for name, module in block.named_modules():
         told = {

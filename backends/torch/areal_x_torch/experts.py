@@ -1,15 +1,15 @@
-"""A mixture of experts in place of an MLP: each token is computed by the few that a router chooses
-for it.
+"""A mixture of experts in place of an MLP: each token goes through the few experts that a router
+chooses.
 
     tokens ──router──▶ chosen experts, weights ──sort by expert──▶ grouped products ──weigh, add──▶ tokens
 
-With the mesh's axis "expert" each process holds some of the experts: tokens go to the processes of
-theirs, and what these say comes back.
+With the mesh axis "expert" each process holds some of the experts: tokens are sent to the processes
+of theirs, and the outputs come back.
 
-transformers lets the function of a mixture's experts be named in a model's config, as it does with
-attention: `mixture` is that function. Its routers are modules of the model's own. A hook on each
-replays recorded experts and counts what is chosen, as the pass through the model says that is
-running; blocks that are computed again run as their pass did.
+transformers lets a model's config name the function of a mixture's experts, as for attention:
+`mixture` is that function. Its routers are modules of the model. A hook on each replays recorded
+experts and counts the choices of the running pass, as `routing_scope` sets them; recomputed blocks
+run like their first pass.
 """
 
 from __future__ import annotations
@@ -40,28 +40,28 @@ from areal_x_torch.dtensors import local, mesh_of
 from areal_x_torch.dummy_model import randomised
 
 EXPERTS = "areal_x_grouped"
-IN_LAYER = re.compile(r"\.(\d+)\.")  # of a decoder, "model.layers.3.mlp.gate"
+IN_LAYER = re.compile(r"\.(\d+)\.")  # in names such as "model.layers.3.mlp.gate"
 
 
 # ---- products
 
 
-@torch.compiler.disable  # how many tokens each expert has differs with every pass
+@torch.compiler.disable  # the number of tokens of each expert differs in every pass
 def mixture(
     module: nn.Module,
     hidden: Float[Tensor, "tokens features"],
     chosen: Int[Tensor, "tokens per_token"],
     weights: Float[Tensor, "tokens per_token"],
 ) -> Float[Tensor, "tokens features"]:
-    """What transformers calls for the experts of each layer: what those chosen say of each token,
-    weighed.
+    """What transformers calls for the experts of each layer: the weighted sum of the chosen
+    experts' outputs.
 
     Raises: NotImplementedError for experts with biases.
     """
     if module.has_bias:
         raise NotImplementedError(f"the experts of {type(module).__name__} have biases")
     kind = hidden.device.type
-    # Autocast does not reach a product of groups.
+    # Autocast does not affect grouped products.
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype
     order = chosen.reshape(-1).argsort(stable=True)
     sizes = torch.bincount(chosen.reshape(-1), minlength=len(module.down_proj))
@@ -80,14 +80,14 @@ ALL_EXPERTS_FUNCTIONS.register(EXPERTS, mixture)
 
 
 def is_experts(module: nn.Module) -> bool:
-    """Whether a module is a mixture's experts, whose function transformers lets others replace."""
+    """True for a mixture's experts whose function transformers lets a config replace."""
     return hasattr(module, "is_transposed") and hasattr(module, "has_gate")
 
 
 def local_experts(
     module: nn.Module, x: Float[Tensor, "n features"], sizes: Int[Tensor, " experts"]
 ) -> Float[Tensor, "n features"]:
-    """What this process's experts say of tokens that lie in their order, so many for each."""
+    """Applies this process's experts to tokens in the experts' order, so many for each."""
     kernels = (
         local(k).to(x.dtype)
         for k in (module.gate_up_proj if module.has_gate else module.up_proj, module.down_proj)
@@ -103,10 +103,10 @@ def dispatched_experts(
     sizes: Int[Tensor, " experts"],
     group: ProcessGroup,
 ) -> Float[Tensor, "n features"]:
-    """The same where each process of a group has as many of the experts: tokens go to theirs, and
-    what is said comes back."""
-    wanted = sizes.view(group.size(), -1)  # of each process and each of its experts
-    asked = torch.empty_like(wanted)  # by each process of each of this one's
+    """The same if each process of a group has equally many experts: tokens are sent to theirs, and
+    the outputs come back."""
+    wanted = sizes.view(group.size(), -1)  # for each process and each of its experts
+    asked = torch.empty_like(wanted)  # by each process, for each of this one's
     dist.all_to_all_single(asked, wanted, group=group)
     sent, received = wanted.sum(1).tolist(), asked.sum(1).tolist()
     by_asker = (
@@ -125,8 +125,8 @@ def grouped(
     kernels: Float[Tensor, "experts features out"],
     sizes: Int[Tensor, " experts"],
 ) -> Float[Tensor, "n out"]:
-    """Tokens times the kernel of their expert: first those of the first expert, as many as `sizes`
-    says, and so on."""
+    """Multiplies tokens with their expert's kernel: first those of the first expert, as many as
+    `sizes` has, and so on."""
     if can_group(x, kernels):
         return functional.grouped_mm(x, kernels, offs=sizes.cumsum(0).int())
     parts = zip(x.split(sizes.tolist()), kernels.unbind(), strict=True)
@@ -134,7 +134,7 @@ def grouped(
 
 
 def can_group(x: Tensor, kernels: Tensor) -> bool:
-    """Whether torch multiplies groups at once on this device and in this type, which wants rows of
+    """True if torch multiplies groups at once on this device and in this dtype, which needs rows of
     whole 16 bytes."""
     aligned = all(width * x.element_size() % 16 == 0 for width in kernels.shape[1:])
     return aligned and has_grouped_mm(x.device, x.dtype)
@@ -142,7 +142,8 @@ def can_group(x: Tensor, kernels: Tensor) -> bool:
 
 @cache
 def has_grouped_mm(device: torch.device, dtype: torch.dtype) -> bool:
-    """Which devices and types it takes differs with torch's version: here it is tried."""
+    """Tries the operation, because the supported devices and dtypes differ between torch
+    releases."""
     x = torch.ones(16, 16, device=device, dtype=dtype)
     try:
         functional.grouped_mm(x, x[None], offs=torch.tensor([16], dtype=torch.int32, device=device))
@@ -155,8 +156,8 @@ def has_grouped_mm(device: torch.device, dtype: torch.dtype) -> bool:
 
 
 class Routers(NamedTuple):
-    """Of a model whose routers weigh by softmax. layers: of the decoder, each with a router or
-    without. count: of a layer's experts. routed: the layers that have a router."""
+    """The routers of a model that weighs experts by a softmax. layers: of the decoder, with or
+    without a router. count: experts of a layer. routed: the layers with a router."""
 
     layers: int
     per_token: int
@@ -166,8 +167,8 @@ class Routers(NamedTuple):
 
 @dataclass(frozen=True)
 class Tally:
-    """How experts were chosen in each routed layer, summed over tokens. hits: how often each was.
-    probabilities: of each."""
+    """Counts of the experts chosen in each routed layer and sums of their probabilities, over
+    tokens."""
 
     hits: dict[int, Float32[Tensor, " experts"]]
     probabilities: dict[int, Float32[Tensor, " experts"]]
@@ -190,12 +191,12 @@ class Tally:
         self.probabilities[layer] = self.probabilities[layer] + probabilities.sum(0)
 
     def imbalance(self, tokens: int, over_all: Callable[[Tensor], Tensor]) -> Float32[Tensor, ""]:
-        """experts · Σ f · p, f being the share of the tokens that an expert is chosen for and p its
-        mean probability, the mean over layers: 1 per chosen expert where all are used alike.
-        Source: Switch Transformer, arXiv 2101.03961, eq. 4.
+        """Returns experts · Σ f · p, where f is the share of tokens routed to an expert and p its
+        mean probability, averaged over layers: 1 per chosen expert if all are used alike. Source:
+        Switch Transformer, arXiv 2101.03961, eq. 4.
 
-        tokens: of all processes. over_all: sums over them; what is returned is this process's part
-        of the sum.
+        tokens: of all processes. over_all: sums over them; the result is this process's part of the
+        sum.
         """
         share = over_all(torch.stack(list(self.hits.values()))) / tokens
         mean = torch.stack(list(self.probabilities.values())) / tokens
@@ -204,9 +205,9 @@ class Tally:
 
 @dataclass(frozen=True)
 class Routing:
-    """What routers are to do in one pass through a model. recorded: the experts that an engine sent
-    each token through, -1 where it recorded none; without it they choose. tally: where that is
-    counted, of the first `real_tokens` tokens."""
+    """What routers do in one pass through a model. recorded: the experts that an engine chose for
+    each token, -1 if it recorded none; None lets them choose. tally: counts the first `real_tokens`
+    tokens."""
 
     recorded: Int[Tensor, "tokens layers per_token"] | None
     tally: Tally | None
@@ -218,7 +219,7 @@ _running: ContextVar[Routing | None] = ContextVar("routing", default=None)
 
 @contextmanager
 def routing_scope(routing: Routing | None) -> Iterator[None]:
-    """Has the routers that a thread runs do so."""
+    """Sets the routing of the routers that this thread runs."""
     before = _running.set(routing)
     try:
         yield
@@ -227,17 +228,17 @@ def routing_scope(routing: Routing | None) -> Iterator[None]:
 
 
 def recompute_contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-    """For torch.utils.checkpoint: how a block is computed first, and again. It is not counted
-    twice."""
+    """Returns the contexts of a block's first computation and of its recomputation, for
+    torch.utils.checkpoint. The second does not count again."""
     routing = _running.get()
     return nullcontext(), routing_scope(routing and replace(routing, tally=None))
 
 
 def hook_routers(model: PreTrainedModel, config: TrainerConfig, directory: Path) -> Routers | None:
-    """Has the routers of a model do what `routing_scope` says; None for a model that has none, or others
-    than of softmax.
+    """Hooks the routers of a model so that they follow `routing_scope`; None for a model without
+    routers, or with routers that do not weigh by a softmax.
 
-    Raises: ConfigError for what a config asks of routers that the model does not have.
+    Raises: ConfigError for settings of routers that the model cannot follow.
     """
     routers = (
         (name, module)
@@ -275,14 +276,14 @@ def hook_routers(model: PreTrainedModel, config: TrainerConfig, directory: Path)
 
 
 def normalises(router: nn.Module) -> bool | None:
-    """Whether a router's weights of the chosen experts are probabilities that are made to sum to 1;
-    None where they are neither these nor the probabilities themselves. Configs of families say this
-    in many ways: here it is tried."""
+    """True if a router's weights are probabilities normalised over the chosen experts, False if
+    they are the probabilities themselves; None if neither. Configs express this in many ways, so it
+    is tried."""
     x = _tokens_for(router)
     with torch.no_grad():
         try:
-            # Logits of about 1: of large ones the first choice has all the probability, whatever is
-            # normalised.
+            # Logits of about 1: with large ones the first choice would have all the probability,
+            # normalised or not.
             logits, weights, chosen = router(
                 x / router(x)[0].float().std().clamp(min=1e-6).to(x.dtype)
             )
@@ -291,7 +292,7 @@ def normalises(router: nn.Module) -> bool | None:
             TypeError,
             ValueError,
             RuntimeError,
-        ):  # it wants, or says, other things in another order
+        ):  # it takes or returns something else
             return None
     alike = (
         n
@@ -304,7 +305,7 @@ def normalises(router: nn.Module) -> bool | None:
 def expert_weights(
     probabilities: Float[Tensor, "tokens experts"], chosen: Tensor, normalised: bool
 ) -> Tensor:
-    """The weights of chosen experts."""
+    """Returns the weights of chosen experts."""
     weights = probabilities.gather(-1, chosen)
     return weights / weights.sum(-1, keepdim=True) if normalised else weights
 
@@ -315,11 +316,11 @@ def _tokens_for(router: nn.Module) -> Float[Tensor, "64 features"]:
     return randomised.to(kernel.device, kernel.dtype)
 
 
-@torch.compiler.disable  # what it does is said outside
+@torch.compiler.disable  # it depends on a context variable
 def _route(
     layer: int, normalised: bool, _: nn.Module, __: Any, said: tuple[Tensor, ...]
 ) -> tuple[Tensor, ...] | None:
-    """After a router's own forward. Source of the replay: arXiv 2510.11370."""
+    """Runs after a router's own forward. Source of the replay: arXiv 2510.11370."""
     routing = _running.get()
     if routing is None:
         return None

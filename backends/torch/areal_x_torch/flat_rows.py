@@ -1,9 +1,9 @@
-"""From packed rows to flat ones: sequences one after the other, without padding.
+"""Conversion of packed rows to flat ones: sequences one after another, without padding.
 
-Packing serves programs of fixed shapes. torch takes any shape, so for the model the sequences of
-packed rows lie in one row, as long as they are together, and attend each to itself
-(areal_x_torch.attention); every other layer sees tokens alone. A loss sees the packed rows
-themselves: their segments may belong together.
+Packing serves programs of fixed shapes. torch supports any shape, so the model gets the sequences
+of packed rows in one row as long as all of them, and each attends to itself
+(areal_x_torch.attention); every other layer treats tokens separately. A loss gets the packed rows
+themselves, because their segments may belong together.
 """
 
 from __future__ import annotations
@@ -20,38 +20,39 @@ from areal_x.types import Batch
 
 @dataclass(frozen=True)
 class FlatRow:
-    """Some sequences of packed rows in one flat row.
-
-    places: where in the flattened packed rows each token lies. lengths: of each sequence. prefixes:
-    of each the earlier one that it goes on from, a prompt that several share, or −1. silent: how
-    many tokens at the end are there only because several processes compute together, a sequence of
-    which nothing is read.
-    """
+    """Some sequences of packed rows in one flat row."""
 
     places: Int64[np.ndarray, " tokens"]
+    """Index of each token in the flattened packed rows."""
+
     lengths: Int64[np.ndarray, " sequences"]
+
     prefixes: Int64[np.ndarray, " sequences"]
+    """For each sequence the earlier one that it continues, a prompt that several share, or −1."""
+
     padding: int = 0
+    """Tokens at the end that exist only because several processes compute together: a sequence whose
+    outputs are never read."""
 
     @property
     def positions(self) -> Int64[np.ndarray, " tokens"]:
-        """Of each token in its sequence, the shared part included."""
+        """Position of each token in its sequence, the shared part included."""
         before = np.where(self.prefixes >= 0, self.lengths[self.prefixes], 0)
         return _positions_within(self.lengths) + np.repeat(before, self.lengths)
 
     def take(self, x: np.ndarray) -> np.ndarray:
-        """What stands in packed rows at these tokens."""
+        """Returns the entries of an array of packed rows at these tokens."""
         return x.reshape(-1, *x.shape[2:])[self.places]
 
     def read(
         self, wanted: Bool[np.ndarray, "rows length"], before: bool, own: slice
     ) -> tuple[Int64[np.ndarray, " n"], Int64[np.ndarray, " n"]]:
-        """The places in the part `own` of this row, from its begin on, whose hidden states tell of
-        wanted tokens, and those tokens' in the packed rows.
+        """Returns the indices, in the part `own` of this row, of the hidden states that the wanted
+        tokens' outputs are computed from, and those tokens' indices in the packed rows.
 
-        before: of a token tells the one before it, and of a sequence's first none; else itself. The
-        shift by one happens here and nowhere else: whoever has the state that tells of a token may
-        not have the token.
+        before: a token's state is the one of the token before it, and a sequence's first token has
+        none; otherwise its own. The shift by one happens here and nowhere else: the process that
+        has a token's state may not have the token.
         """
         chosen = self.take(wanted)
         chosen[len(chosen) - self.padding :] = False
@@ -63,18 +64,18 @@ class FlatRow:
         return state_at[here] - own.start, self.places[found[here]]
 
     def real_tokens(self, own: slice) -> int:
-        """How many tokens of the part `own` are not silent; they come first."""
+        """Returns the number of tokens of the part `own` that are not padding; they come first."""
         return max(min(own.stop, len(self.places) - self.padding) - own.start, 0)
 
 
 def padding_row(tokens: int) -> FlatRow:
-    """For a pass that only other processes need."""
+    """Returns the row of a pass that only other processes need."""
     return FlatRow(np.zeros(tokens, np.int64), np.array([tokens]), np.array([-1]), padding=tokens)
 
 
 def padded_to_multiple(flat: FlatRow, parts: int) -> FlatRow:
-    """The same with as few silent tokens at the end as `parts` processes need to have as many
-    tokens each."""
+    """Returns the row with the fewest padding tokens that give `parts` processes equally many
+    tokens."""
     padding = -len(flat.places) % parts
     if not padding:
         return flat
@@ -83,10 +84,9 @@ def padded_to_multiple(flat: FlatRow, parts: int) -> FlatRow:
 
 
 def micro_batches(batch: Batch, most: int, shares: int = 1) -> list[list[Batch]]:
-    """The packed rows that hold a sequence, shared evenly by the fewest micro-batches of at most
-    `most` rows for each of so many processes; of each micro-batch the rows of every one. Who has
-    none left has one of padding: all make the same passes.
-    """
+    """Divides the packed rows that hold a sequence evenly among the fewest micro-batches of at most
+    `most` rows for each of `shares` processes, and returns for each micro-batch the rows of every
+    process. A process without rows gets one of padding, because all make the same passes."""
     rows = np.flatnonzero(batch.segment_ids.any(axis=1))
     groups = np.array_split(rows, -(-len(rows) // (most * shares))) if len(rows) else []
     padding = batch.map(lambda x: np.zeros_like(x[:1]))
@@ -100,7 +100,7 @@ def micro_batches(batch: Batch, most: int, shares: int = 1) -> list[list[Batch]]
 
 
 def to_tensor(x: np.ndarray, device: torch.device) -> torch.Tensor:
-    """Numbers in the widths that torch computes and indexes with."""
+    """Converts to the widths that torch computes and indexes with."""
     wide = {"f": np.float32, "i": np.int64, "u": np.int64}.get(x.dtype.kind, x.dtype)
     return torch.from_numpy(x.astype(wide, copy=False)).to(device)
 
@@ -110,11 +110,11 @@ def flatten_rows(
     budget: int,
     prefix_ids: Int64[np.ndarray, "rows length"] | None = None,
 ) -> list[FlatRow]:
-    """The sequences of packed rows, longest first, in the fewest flat rows of about `budget`
-    tokens, shared evenly.
+    """Returns the sequences of packed rows, longest first, in the fewest flat rows of about
+    `budget` tokens, shared evenly.
 
-    prefix_ids: as of `areal_x.types.Batch`. A prompt and those that share it stay together, in
-    place of a sequence as long as all of them.
+    prefix_ids: see `areal_x.types.Batch`. A prompt and the sequences that share it stay together,
+    and count as one sequence as long as all of them.
     """
     rows, length = segment_ids.shape
     filled = np.flatnonzero(segment_ids)
@@ -133,9 +133,9 @@ def flatten_rows(
             np.searchsorted(keys[begins], starts // length * (length + 1) + of_each),
             -1,
         )
-    sets = np.where(prefixes < 0, numbers, prefixes)  # the first of each one's set
+    sets = np.where(prefixes < 0, numbers, prefixes)  # the prompt of each one's set
     totals = np.bincount(sets, lengths, len(sets)).astype(np.int64)
-    # Those of one length are neighbours, as `areal_x_torch.attention.sdpa` likes them.
+    # Equal lengths are neighbours, which `areal_x_torch.attention.sdpa` computes together.
     order = np.lexsort((-lengths, prefixes >= 0, sets, -totals[sets]))
     starts, lengths, prefixes = (
         starts[order],
@@ -160,10 +160,11 @@ def flatten_rows(
 
 
 def group_by_length(lengths: Int64[np.ndarray, " n"], budget: int) -> list[Int64[np.ndarray, " m"]]:
-    """The numbers 0 … n-1 in groups of like lengths, longest first.
+    """Returns the indices 0 … n-1 in groups of similar lengths, longest first.
 
-    A group's count times its longest is at most `budget`, unless it is a single one. What follows a
-    group is shared evenly by the fewest groups that could hold it, so that none is a remnant.
+    A group's count times its longest is at most `budget`, unless it is a single one. The indices
+    after a group are shared evenly by the fewest groups that could hold them, so that no group is a
+    remnant.
     """
     order = np.argsort(-lengths, kind="stable")
     groups, start = [], 0
@@ -177,5 +178,5 @@ def group_by_length(lengths: Int64[np.ndarray, " n"], budget: int) -> list[Int64
 
 
 def _positions_within(lengths: Int64[np.ndarray, " sequences"]) -> Int64[np.ndarray, " tokens"]:
-    """0 … length − 1 for each, one after the other."""
+    """Returns 0 … length − 1 for each, one after another."""
     return np.arange(lengths.sum()) - np.repeat(np.cumsum(lengths) - lengths, lengths)

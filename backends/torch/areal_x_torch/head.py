@@ -1,13 +1,13 @@
-"""The heads: log-probabilities of given tokens, without an array of tokens by vocabulary, or one
-number of each token.
+"""The heads: log-probabilities of given tokens without an array of tokens by vocabulary, or one
+number per token.
 
-Logits are computed for one block of the vocabulary after the other, and again in the backward pass,
-so that those of one block exist at a time and the weight's gradient is written once, block by
-block. A divergence is a function of all logits of a position: where one is asked for, chunks of
-positions take the place of blocks.
+Logits are computed for one block of the vocabulary after another, and recomputed in the backward
+pass, so that one block's logits exist at a time and the weight's gradient is written once, block by
+block. A divergence is a function of all logits of a position: with a teacher, chunks of positions
+take the place of blocks.
 
-Where the vocabulary is split over processes each computes the logits of its own words, and what is
-summed over the vocabulary is put together: three numbers a position, not logits, but for a
+If the vocabulary is sharded over processes, each computes the logits of its own words, and sums
+over the vocabulary are combined: three numbers per position instead of logits, except for a
 divergence.
 """
 
@@ -27,19 +27,20 @@ from areal_x.types import Divergence
 from areal_x_torch.collectives import CopyToGroup, GatherFromGroup
 from areal_x_torch.model import Head, softcapped
 
-# at once where the caller names no number: 64 MiB, of which there are up to three arrays
+# Logits at once if the caller gives no number: 64 MiB, in up to three arrays.
 LOGITS = 2**24
-NARROWEST = 512  # columns of a block even if its logits are more: narrower products are slow
-# logits of a block that a CPU's cache holds, so that what is done to each costs little beside the
-# product
+NARROWEST = 512  # least columns of a block: narrower products are slow
+# Logits of a block that fit a CPU's cache, so that elementwise operations cost little beside the
+# product.
 CACHED = 2**22
 
 Each: TypeAlias = Float[Tensor, " positions"]
 
 
 class Teacher(NamedTuple):
-    """What a frozen model left behind at the same positions, its head, and how far from it is
-    measured: over the tokens that both have, as either's embedding may be padded further."""
+    """A frozen model's hidden states at the same positions and its head, with the divergence from
+    it. The divergence is taken over the tokens that both vocabularies have, because either
+    embedding may be padded further."""
 
     hidden: Float[Tensor, "positions teacher_features"]
     head: Head
@@ -55,12 +56,13 @@ def logprobs(
     entropy: bool = False,
     teacher: Teacher | None = None,
 ) -> tuple[Each, Each | None, Each | None]:
-    """log softmax(logits / temperature) of the target at each position, in fp32; with `entropy`
-    also that distribution's, and with a teacher its divergence, of both logits / temperature.
+    """Returns log softmax(logits / temperature) of the target at each position, in fp32; then, if
+    requested, that distribution's entropy and, with a teacher, the divergence of both logits /
+    temperature.
 
-    `hidden` is what the token before the target left behind. The logits are computed in its dtype.
-    chunk: as many logits exist at once as this many positions have; 0 chooses by the size of the
-    vocabulary.
+    `hidden` is the state of the token before the target; the logits are computed in its dtype.
+    chunk: as many logits exist at once as this many positions have; 0 chooses by the vocabulary
+    size.
     """
     if head.others is not None:
         hidden = CopyToGroup.apply(hidden, head.others)
@@ -68,8 +70,8 @@ def logprobs(
     at_once = max(chunk or LOGITS // vocabulary, 1)
     if teacher is not None:
         return _by_chunks(hidden, head, targets, temperature, at_once, entropy, teacher)
-    # Kept, nothing is computed twice, a fourth of the work: that is worth as much memory as two
-    # blocks.
+    # Saved logits are not recomputed, which saves a quarter of the work and is worth the memory of
+    # two blocks.
     kept = positions <= (at_once if chunk else 2 * at_once)
     width = (
         vocabulary if kept else max(at_once * vocabulary // positions, 1 if chunk else NARROWEST)
@@ -83,14 +85,14 @@ def logprobs(
 def values(
     hidden: Float[Tensor, "positions features"], weight: Float[Tensor, "1 features"]
 ) -> Float[Tensor, " positions"]:
-    """One number a position, in fp32 whatever the dtype of `hidden`: next to a model it costs
-    nothing."""
+    """Returns one number per position, in fp32 whatever the dtype of `hidden`: the cost is
+    negligible."""
     return hidden.float() @ weight[0]
 
 
 class Blocks(NamedTuple):
-    """How logits are computed. width: columns of a block. kept: whether they wait for the backward
-    pass, which else computes them again. others: see `Head`."""
+    """How logits are computed in blocks. width: columns of a block. kept: True if logits are saved
+    for the backward pass instead of recomputed. others: see `Head`."""
 
     width: int
     kept: bool
@@ -101,7 +103,7 @@ class Blocks(NamedTuple):
 
 
 class ByBlocks(torch.autograd.Function):
-    """log softmax(capped(hidden @ weightᵀ + bias) / temperature)[target], one number a position;
+    """log softmax(capped(hidden @ weightᵀ + bias) / temperature)[target], one number per position;
     and -Σ p log p or None."""
 
     @staticmethod
@@ -153,7 +155,7 @@ class ByBlocks(torch.autograd.Function):
         )
         how: Blocks = ctx.how
         scaled = grad[:, None] / how.temperature
-        # which the lines below write over: a second backward pass computes them again
+        # Overwritten below: a second backward pass recomputes them.
         kept, ctx.kept = ctx.kept, []
         for number, part in enumerate(_parts(len(weight), how.width)):
             columns = _columns(weight, bias, part, how)
@@ -185,15 +187,16 @@ class ByBlocks(torch.autograd.Function):
 def _own_words(
     targets: Int[Tensor, " positions"], count: int, others: ProcessGroup | None
 ) -> Int[Tensor, " positions"]:
-    """Counted from the first of this process's words on: those of others are none of its own."""
+    """Returns target indices relative to this process's first word; others' words are out of
+    range."""
     return targets if others is None else targets - others.rank() * count
 
 
 def _of_all_words(
     chosen: Each, total: Each, entropy: Each, others: ProcessGroup
 ) -> tuple[Each, Each, Each]:
-    """The same of the whole vocabulary as of each process's part: the target's logit, log Σ exp and
-    the entropy."""
+    """Combines each process's target logit, log Σ exp and entropy into those of the whole
+    vocabulary."""
     highest = total.clone()
     dist.all_reduce(highest, dist.ReduceOp.MAX, group=others)
     summed = torch.stack([chosen, (total - highest).exp()])
@@ -207,15 +210,15 @@ def _of_all_words(
 def _within(
     targets: Int[Tensor, " positions"], part: slice
 ) -> tuple[Tensor, Int[Tensor, "positions 1"]]:
-    """Which targets are among a block's columns, and the column in the block, any for those that
-    are not."""
+    """Returns which targets are among a block's columns, and their column in the block (any, for
+    the others)."""
     here = (targets >= part.start) & (targets < part.stop)
     return here, (targets - part.start).clamp_(0, part.stop - part.start - 1)[:, None]
 
 
 def _part_of(both: Each, one: Each, entropy: Each) -> Each:
-    """Of the entropy of two blocks together what one of them gives, by the logarithms of their sums
-    of exponentials."""
+    """Returns the contribution of one of two blocks to their joint entropy, from the logs of their
+    sums of exponentials."""
     log_share = one - both
     return torch.where(one == -torch.inf, 0.0, log_share.exp() * (entropy - log_share))
 
@@ -229,7 +232,7 @@ def _by_chunks(
     entropy: bool,
     teacher: Teacher,
 ) -> tuple[Each, Each | None, Each]:
-    """All logits of a chunk of positions at a time. The divergence may be any function: autograd
+    """All logits of a chunk of positions at a time. The divergence may be any function, so autograd
     differentiates it."""
 
     def one(
@@ -246,8 +249,7 @@ def _by_chunks(
         return logp.gather(1, targets[:, None])[:, 0], of_all, divergence
 
     again = partial(checkpoint, one, use_reentrant=False, preserve_rng_state=False)
-    # One part where there is no position: a pass that other processes need has a gradient too, of
-    # zeros.
+    # One chunk even without positions: a pass that other processes need has a gradient of zeros.
     said = [
         again(hidden[p], teacher.hidden[p], targets[p], head.weight, head.bias)
         for p in _parts(max(len(targets), 1), chunk)
@@ -257,7 +259,7 @@ def _by_chunks(
 
 
 def _logits(hidden: Tensor, head: Head, temperature: float) -> Float[Tensor, "positions columns"]:
-    """In fp32 from the product on."""
+    """Logits in fp32 from the product on."""
     logits = softcapped(head._replace(softcap=0.0).logits(hidden).float(), head.softcap)
     return logits if temperature == 1 else logits / temperature
 

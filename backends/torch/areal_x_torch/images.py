@@ -1,4 +1,4 @@
-"""The images of a flat row, for transformers' own models that see."""
+"""The images of a flat row, for the vision-language models of transformers."""
 
 from __future__ import annotations
 
@@ -22,14 +22,12 @@ from areal_x.hf.image_positions import (
 from areal_x.types import Batch
 from areal_x_torch.flat_rows import FlatRow, to_tensor
 
-VISION_MODELS = (
-    "qwen2_5_vl",
-    "qwen3_vl",
-)  # the model_types whose positions `mrope_positions` gives
+# The model_types whose positions `mrope_positions` computes.
+VISION_MODELS = ("qwen2_5_vl", "qwen3_vl")
 
 
 class RowImages(NamedTuple):
-    """The images of a flat row in the order of its tokens, and the tokens that stand for them."""
+    """The images of a flat row in the order of its tokens, and the indices of their tokens."""
 
     patches: Float[Tensor, "patches features"]
     grids: Int[Tensor, "images 3"]
@@ -37,8 +35,7 @@ class RowImages(NamedTuple):
 
 
 def check_images(batch: Batch, config: Any) -> None:
-    """Raises: UserError for images that the model of a transformers config does not see, or not in
-    this form."""
+    """Raises: UserError for images that the model of a transformers config cannot read."""
     if not batch.has_images:
         return
     tower = getattr(config, "vision_config", None)
@@ -56,22 +53,23 @@ def check_images(batch: Batch, config: Any) -> None:
 
 
 def check_sharing(shares: bool, directory: Path, config: Any) -> None:
-    """Raises: ConfigError where prompts are to be shared by a model that sees."""
+    """Raises: ConfigError if prompts are to be shared by a vision-language model."""
     if shares and hasattr(config, "vision_config"):
-        wanted = f"False with {directory}, which sees images, whose positions are counted otherwise"
+        wanted = f"False with {directory}, which has a vision tower, whose positions are counted differently"
         raise ConfigError("train.share_prompts", True, wanted)
 
 
 def row_images(
     packed: Batch, flat: FlatRow, config: Any, device: torch.device, together: bool
 ) -> tuple[Int[np.ndarray, "3 tokens"], RowImages | None]:
-    """Positions in time, height and width of the tokens of a flat row, and its images, for a model
-    that sees.
+    """Returns positions in time, height and width of the tokens of a flat row, and its images, for
+    a vision-language model.
 
-    together: with other processes, which gather the tower if the batch has images at all. Then one
-    without any looks at a small black one, of which nothing is taken: its gradient of the tower is
-    0, and not None. Raises: UserError where the image tokens of a sequence are not those of its
-    images.
+    together: other processes gather the tower with this one if the batch has images at all. A
+    process without images then encodes a small black one, of which nothing is used: its gradient of
+    the tower is 0 instead of None.
+
+    Raises: UserError if the image tokens of a sequence do not match its images.
     """
     merge, token = config.vision_config.spatial_merge_size, config.image_token_id
     tokens, sampled = flat.take(packed.tokens), flat.take(packed.mask)
@@ -117,10 +115,10 @@ def _images_of(packed: Batch, place: int) -> list[tuple[Grid, Float[np.ndarray, 
 def embed_images(
     model: nn.Module, embedded: Float[Tensor, "1 tokens features"], seen: RowImages | None
 ) -> dict[str, Any]:
-    """What the language model of a transformers model that sees is given in place of tokens.
+    """Returns the inputs of a vision-language model's decoder in place of token ids.
 
-    transformers' own forward would take every token with an image's id for an image's; here one
-    that the policy wrote is text.
+    transformers' own forward would take every token with an image's id for an image; here one that
+    the policy generated is text.
     """
     if seen is None:
         return {"inputs_embeds": embedded}
@@ -139,8 +137,8 @@ def embed_images(
 def features_of(
     model: nn.Module, patches: Float[Tensor, "patches features"], grids: Int[Tensor, "images 3"]
 ) -> list[Float[Tensor, "image_tokens width"]]:
-    """What the tower of a transformers model says of images: what stands in place of their tokens'
-    embeddings, and of Qwen3-VL what is added to the states behind each of the first layers."""
+    """Returns the tower's features of images: the embeddings of their tokens and, for Qwen3-VL,
+    what is added to the states after each of the first layers."""
     found = model.get_image_features(patches, grids, return_dict=True)
     deeper = getattr(found, "deepstack_features", None) or ()
     return [torch.cat(list(x)) for x in (found.pooler_output, *deeper)]

@@ -1,9 +1,9 @@
 """Keys and values of the sampler's sequences, and the attention that reads and writes them.
 
-transformers lets an attention function be named in a model's config; every layer then calls it with
-its own queries, keys and values, already rotated. `attend` is that function: the only place where
-the sampler reaches into a model. What it is given in place of a transformers cache is one of three:
-`ProbeCache`, `PrefillCache` or `DecodeCache`.
+transformers lets a model's config name an attention function, which every layer then calls with its
+own queries, keys and values, already rotated. `attend` is that function: the only place where the
+sampler reaches into a model. In place of a transformers cache it gets one of three: `ProbeCache`,
+`PrefillCache` or `DecodeCache`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ ATTENTION = "areal_x_cache"
 
 
 class Layer(NamedTuple):
-    """What a layer keeps of a token, and how many tokens back it sees (None: all)."""
+    """The sizes of what a layer caches per token, and how many tokens back it sees (None: all)."""
 
     number: int
     kv_heads: int
@@ -37,7 +37,7 @@ class Layer(NamedTuple):
 
 
 class ProbeCache:
-    """Attends to nothing: learns what each layer would keep."""
+    """Attends to nothing and records what each layer would cache."""
 
     def __init__(self) -> None:
         self.layers: dict[int, Layer] = {}
@@ -52,7 +52,7 @@ class ProbeCache:
         window: int | None,
     ) -> Tensor:
         if layer in self.layers:
-            raise NotImplementedError("it attends more than once in a layer")
+            raise NotImplementedError("it attends more than once per layer")
         self.layers[layer] = Layer(layer, key.shape[1], key.shape[3], value.shape[3], window)
         return query.new_zeros(*query.shape[:3], value.shape[3])
 
@@ -69,7 +69,7 @@ def layers_of(model: PreTrainedModel) -> list[Layer]:
 
 
 class Cache:
-    """For each layer keys and values `[rows, columns, heads, head_dim]`; column c of a row is its
+    """Keys and values of each layer, `[rows, columns, heads, head_dim]`; column c of a row is its
     token c."""
 
     def __init__(
@@ -99,8 +99,8 @@ class Cache:
     def newest(
         self, own: Int[Tensor, " rows"], used: int
     ) -> tuple[Tensor, list[Tensor], list[Tensor], list[Tensor]]:
-        """What `DecodeCache` needs for the first rows, their newest tokens in the columns `own`, tensors
-        all. used: columns of the row with most."""
+        """Returns the tensors of a `DecodeCache` for the first rows, whose newest tokens are in the
+        columns `own`. used: columns of the longest row."""
         places = torch.arange(0, len(own) * self.columns, self.columns, device=own.device) + own
         columns, own = torch.arange(used, device=own.device), own[:, None]
         masks = []
@@ -135,8 +135,8 @@ class PrefillCache:
         scale: float | None,
         window: int | None,
     ) -> Tensor:
-        """[rows, heads, length, head_dim] of the queries, after their keys and values are
-        written."""
+        """Returns [rows, heads, length, head_dim] for the queries, after writing their keys and
+        values."""
         index = next(i for i, kept in enumerate(self.cache.layers) if kept.number == layer)
         rows, stop = slice(self.first, self.first + self.rows), self.start + self.length
         both = self.cache.keys[index], self.cache.values[index]
@@ -164,10 +164,10 @@ class PrefillCache:
 
 @dataclass(frozen=True)
 class DecodeCache:
-    """A forward pass of one token of each of the first rows, which sees all before it.
+    """A forward pass of one token for each of the first rows, which sees all before it.
 
-    places: its column in the flattened rows. masks: 0 at the columns that a row sees, else minus
-    infinity, for each window.
+    places: its column in the flattened rows. masks: for each window, 0 at visible columns and minus
+    infinity elsewhere.
     """
 
     layers: Sequence[Layer]
@@ -194,7 +194,7 @@ class DecodeCache:
         for x, new in ((self.keys[index], key), (self.values[index], value)):
             x.view(-1, kv_heads, x.shape[-1]).index_copy_(0, self.places, new[:, :, 0])
             seen.append(x[:rows, : mask.shape[-1]].transpose(1, 2))
-        # The heads that share keys become the queries' length: nothing is repeated.
+        # Heads that share keys become the length of the queries: nothing is repeated.
         grouped = query.reshape(rows, kv_heads, heads // kv_heads, query.shape[-1])
         keys, values = seen
         attended = scaled_dot_product_attention(grouped, keys, values, attn_mask=mask, scale=scale)
@@ -216,12 +216,14 @@ def attend(
     position_bias: Tensor | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """What transformers calls in each layer. Raises NotImplementedError for attention that is not a
-    plain softmax."""
+    """What transformers calls in each layer.
+
+    Raises: NotImplementedError for attention that is not a plain softmax.
+    """
     if softcap is not None or s_aux is not None or position_bias is not None:
         raise NotImplementedError(
             f"{type(module).__name__} caps or biases its attention, which the torch sampler does"
-            " not do"
+            " not support"
         )
     window = window_of(module, attention_mask, sliding_window)
     return cache.attend(module.layer_idx, query, key, value, scaling, window).transpose(1, 2), None

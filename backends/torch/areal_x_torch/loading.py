@@ -1,7 +1,6 @@
-"""From a directory to a model: built without its tensors, so that it may be split before it is
-loaded, each process reading its own part, as fp32 master weights. What the trainer would compute
-wrongly is refused here.
-"""
+"""From a directory to a model: built without its tensors, so that it can be sharded before it is
+loaded, each process reading its own part, as fp32 master weights. Models that the trainer would
+compute wrongly are refused here."""
 
 from __future__ import annotations
 
@@ -42,7 +41,7 @@ from areal_x_torch.model import (
 
 
 def frozen(directory: Path, device: torch.device, dtype: torch.dtype) -> PreTrainedModel:
-    """A language model that is only looked at, as `freeze` leaves it."""
+    """Returns a language model for inference only, as `freeze` leaves it."""
     model = freeze(build(directory, "policy"), dtype)
     materialize(model, device)
     fill(model, directory)
@@ -50,27 +49,28 @@ def frozen(directory: Path, device: torch.device, dtype: torch.dtype) -> PreTrai
 
 
 def build(directory: Path, head: str) -> PreTrainedModel:
-    """The model of a directory with its parameters on the meta device, and what no file holds, as a
-    rotation's frequencies, on the host: it may be changed and split before any of it takes memory.
-    `materialize` and `fill` make it the model.
+    """Returns the model of a directory with its parameters on the meta device and buffers that no
+    file holds, such as rotary frequencies, on the host: it can be changed and sharded before it
+    takes memory. `materialize` and `fill` complete it.
 
-    head: "policy" for a causal language model, else a sequence classifier with one label. Raises:
-    UserError where the tensors do not fit the config, or the model is one that this backend does
-    not train.
+    head: "policy" for a causal language model, else a sequence classifier with one label.
+
+    Raises: UserError if the tensors do not fit the config, or the backend does not train such a
+    model.
     """
     model_dir.check_head(directory, head)
     config = model_dir.read_config(directory)
     kind, name, changes = AutoModelForCausalLM, "a causal language model", {}
     if "vision_config" in config:
         if config["model_type"] not in VISION_MODELS:
-            kinds = f"of models that see, the torch backend trains {' and '.join(VISION_MODELS)}"
+            kinds = f"of models with images, the torch backend trains {' and '.join(VISION_MODELS)}"
             raise UserError(
                 f"{directory} is a {config['model_type']}; {kinds}: use one of these, or a model of"
                 " text"
             )
         kind, name = (
             AutoModelForImageTextToText if head == "policy" else value_model_class(directory),
-            "a model that sees",
+            "a vision-language model",
         )
     elif head != "policy":
         kind, name, changes = (
@@ -101,11 +101,11 @@ def build(directory: Path, head: str) -> PreTrainedModel:
                 ignore_mismatched_sizes=True,  # they are listed below, by name
                 output_loading_info=True,
             )
-        except Exception as error:  # each of its configurations and models has its own
+        except Exception as error:  # each configuration and model raises its own type
             reason = (str(error).strip() or type(error).__name__).splitlines()[0]
             raise UserError(f"transformers cannot load {directory} as {name}: {reason}") from error
     missing, left_over = set(found["missing_keys"]), set(found["unexpected_keys"])
-    if head != "policy":  # of a language model
+    if head != "policy":  # a language model's head is not used
         left_over = {name for name in left_over if not name.startswith("lm_head.")}
     complaints = _complaints(
         missing - {SCORE}, left_over, [name for name, *_ in found["mismatched_keys"]]
@@ -115,16 +115,16 @@ def build(directory: Path, head: str) -> PreTrainedModel:
     _tie_what_is_the_same(model, directory)
     if SCORE in missing:
         model.score.to("meta")
-    # transformers gives the padding token's embedding no gradient. Here padding never counts: it is
-    # a token like any other.
+    # transformers gives the padding token's embedding no gradient. Here padding never counts, so the
+    # token is like any other.
     model.get_input_embeddings().padding_idx = None
     compatibility.prepare(model, directory)
     return model
 
 
 def value_model_class(directory: Path) -> type[PreTrainedModel]:
-    """The class of a model that sees with a score in place of its head, which transformers has of
-    models of text alone."""
+    """Returns the class of a vision-language model with a score in place of its head, which
+    transformers has for text models only."""
     config = AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
     writes: type[PreTrainedModel] = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING[type(config)]
 
@@ -136,13 +136,13 @@ def value_model_class(directory: Path) -> type[PreTrainedModel]:
             del self.lm_head
             self.score = nn.Linear(config.get_text_config().hidden_size, 1, bias=False)
 
-    # By both transformers knows under which names the files of a class hold its tensors.
+    # transformers looks up the tensor names of a class's files by its name and module.
     Scores.__name__, Scores.__module__ = writes.__name__, writes.__module__
     return Scores
 
 
 class _TensorOnDisk:
-    """What transformers takes for a tensor that is still in its file: it gives one on the meta
+    """What transformers takes for a tensor that is still in its file: it returns one on the meta
     device, and nothing is read."""
 
     def __init__(self, shape: tuple[int, ...]) -> None:
@@ -156,7 +156,7 @@ class _TensorOnDisk:
 
 
 def _tie_what_is_the_same(model: PreTrainedModel, directory: Path) -> None:
-    """Ties a head that the config says is the embedding where the directory has both and they are
+    """Ties a head that the config declares tied if the directory has both tensors and they are
     equal: transformers compares them, but not on the meta device."""
     for target, source in model.all_tied_weights_keys.items():
         pair = {name: model.get_parameter(name) for name in (target, source)}
@@ -168,9 +168,9 @@ def _tie_what_is_the_same(model: PreTrainedModel, directory: Path) -> None:
 
 
 def freeze(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
-    """For a model that is only looked at. What autocast would cast at each use, the weights of
-    products, is of `dtype` for good; so it says to the last bit what the same model says in
-    training."""
+    """Prepares a model for inference only. Weights of products, which autocast would cast at each
+    use, are converted to `dtype` for good, so that its outputs equal, to the last bit, those of the
+    same model in training."""
     model.requires_grad_(False)
     kept = {
         id(model.get_input_embeddings().weight),
@@ -187,10 +187,10 @@ def freeze(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
 def materialize(
     module: nn.Module, device: torch.device, parameters: torch.device | None = None
 ) -> None:
-    """Puts what is on the meta device on this one, without values, and moves the rest there. What
-    was tied stays tied.
+    """Puts what is on the meta device on this one, without values, and moves the rest there. Tied
+    tensors stay tied.
 
-    parameters: where these lie, if not there too.
+    parameters: their device, if another.
     """
 
     def put(x: Tensor) -> Tensor:
@@ -198,7 +198,7 @@ def materialize(
         return torch.empty_like(x, device=to) if x.is_meta else x.to(to)
 
     swap = torch.__future__.get_swap_module_params_on_conversion()
-    # else each place would get a parameter of its own
+    # Otherwise each tied place would get its own parameter.
     torch.__future__.set_swap_module_params_on_conversion(True)
     try:
         module._apply(put)
@@ -208,13 +208,13 @@ def materialize(
 
 @torch.no_grad()
 def fill(model: PreTrainedModel, directory: Path) -> None:
-    """Reads the tensors of a directory, one at a time, into the model that `build` made of it; of
-    one that lies on several processes its own part. A score that the directory has not is 0."""
+    """Reads the tensors of a directory, one at a time, into the model that `build` made of it; into
+    a sharded one, its own part. A score that the directory lacks is 0."""
     targets = named_tensors(model)
     missing, into = {name for name in targets if not name.endswith(ADAPTER)}, _TensorWriter(targets)
     for file_name, x in model_dir.read_tensors(directory):
         name = file_name if file_name in targets else f"{model.base_model_prefix}.{file_name}"
-        if name in targets:  # else it is one that transformers leaves out, as `build` has found
+        if name in targets:  # else transformers ignores it, which `build` has checked
             into.put(name, x)
             missing.discard(name)
     if SCORE in missing:
@@ -233,8 +233,10 @@ def copy_tensors(
     tensors: Iterable[tuple[str, np.ndarray]],
     source: str,
 ) -> None:
-    """Copies arrays into the tensors of their names, one at a time. Raises: UserError listing what
-    is missing, left over or of another shape."""
+    """Copies arrays into the tensors of their names, one at a time.
+
+    Raises: UserError listing what is missing, left over or of another shape.
+    """
     missing, left_over = set(targets), []
     into = _TensorWriter(targets)
     for name, x in tensors:
@@ -254,9 +256,9 @@ def copy_tensors(
 
 
 class _TensorWriter:
-    """Tensors that whole arrays are copied into, one at a time: of what lies on several processes
-    its own part, and nothing of the rest is cast or copied; of one whose pieces come one by one,
-    once all are there."""
+    """Copies whole arrays into tensors, one at a time: into a sharded tensor its own part only,
+    nothing of the rest is converted or copied; into one that arrives as several views, once all of
+    them are there."""
 
     def __init__(self, targets: Mapping[str, Tensor | ShardedView]) -> None:
         self._targets = targets
@@ -279,7 +281,7 @@ class _TensorWriter:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Without the progress bars and reports that transformers prints while it loads."""
+    """Suppresses the progress bars and reports that transformers prints while it loads."""
     verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
     logging.set_verbosity(logging.CRITICAL)
     logging.disable_progress_bar()

@@ -1,13 +1,12 @@
-"""Low-rank adapters beside a frozen model: each adapted layer adds scale · B (A x) to what it
-gives.
+"""Low-rank adapters beside a frozen model: each adapted layer adds scale · B (A x) to its output.
 
-The names of the added parameters are PEFT's, so that the files of areal_x.hf.adapters need no others,
-and either backend goes on from them. Source: arXiv 2106.09685.
+The added parameters have PEFT's names, so that the files of areal_x.hf.adapters need no others and
+either backend can continue from them. Source: arXiv 2106.09685.
 
-Of a layer that is split over processes A is whole and B has a part of the rows, or A has a part of
-the columns and B is whole. Either way what each process computes from its own parts is what it adds
-to its part of the layer's product: nothing more is sent. The whole matrix has on each process the
-gradient of that one's part, and the sum of these once a step.
+If a layer is sharded over processes, either A is replicated and B has a part of the rows, or A has
+a part of the columns and B is replicated. Either way each process's own parts give what it adds to
+its part of the layer's product, without further communication. The replicated matrix has on each
+process the gradient of that part only, and the sum of these once per step.
 """
 
 from __future__ import annotations
@@ -34,11 +33,8 @@ from areal_x_torch.model import ADAPTER, is_classifier, named_tensors
 
 
 class LoRALinear(nn.Linear):
-    """A linear layer with an adapter, in fp32, beside its own parameters.
-
-    others: the processes that have the other parts of it, where it is split: of its rows, or of its
-    columns.
-    """
+    """A linear layer with an adapter, in fp32, beside its own parameters. others: the processes
+    that have the other parts of a sharded layer, by rows or by columns."""
 
     def __init__(self, layer: nn.Linear, rank: int, scale: float) -> None:
         nn.Module.__init__(self)  # no parameters of its own: they are those of `layer`
@@ -48,7 +44,7 @@ class LoRALinear(nn.Linear):
             scale,
         )
         self.weight, self.bias = layer.weight, layer.bias
-        # drawn while the layer is on the meta device yet
+        # On the CPU, because the layer is still on the meta device when they are initialised.
         made = {"bias": False, "device": "cpu", "dtype": torch.float32}
         self.lora_A = nn.Linear(self.in_features, rank, **made)
         self.lora_B = nn.Linear(rank, self.out_features, **made)
@@ -78,18 +74,18 @@ class LoRALinear(nn.Linear):
 
     @property
     def whole(self) -> Parameter:
-        """Of a layer that is split the matrix that is not."""
+        """The replicated matrix of a sharded layer."""
         return self.lora_A.weight if self.by_rows else self.lora_B.weight
 
     def merged(self) -> Float[Tensor, "out features"]:
-        """The weight with what the adapter adds, computed in fp32, in the weight's type; gathered,
-        where it is split."""
+        """Returns the weight with the adapter added, computed in fp32, in the weight's dtype;
+        gathered if it is sharded."""
         weight, a, b = (gather(layer.weight.detach()) for layer in (self, self.lora_A, self.lora_B))
         return (weight + self.scale * (b @ a)).to(weight.dtype)
 
 
 def check_targets(directory: Path, config: LoRAConfig) -> None:
-    """Raises: ConfigError for targets that the model of a directory has not, before any of it is
+    """Raises: ConfigError for targets that the model of a directory lacks, before any of it is
     read."""
     with quiet(), torch.device("meta"):
         try:
@@ -98,7 +94,7 @@ def check_targets(directory: Path, config: LoRAConfig) -> None:
             )
             model = AutoModelForCausalLM.from_config(described, trust_remote_code=False)
         except Exception:
-            return  # loading it says what is wrong
+            return  # loading it reports what is wrong
     there = list(dict.fromkeys(name.rpartition(".")[2] for name in adaptable(model)))
     unknown = [target for target in config.targets if target not in there]
     if unknown:
@@ -112,8 +108,8 @@ def check_targets(directory: Path, config: LoRAConfig) -> None:
 
 
 def adaptable(model: PreTrainedModel) -> dict[str, nn.Linear]:
-    """The layers that can have adapters: products of the decoder, but for experts'; not the head,
-    nor what sees."""
+    """Returns the layers that can have adapters: linear layers of the decoder except experts;
+    neither the head nor the vision tower."""
     decoder = model.get_decoder()
     place = next(name for name, module in model.named_modules() if module is decoder)
     inner = ((f"{place}.{name}", module) for name, module in decoder.named_modules())
@@ -127,7 +123,7 @@ def adaptable(model: PreTrainedModel) -> dict[str, nn.Linear]:
 def add_adapters(model: PreTrainedModel, config: LoRAConfig, seed: int) -> None:
     """Puts adapters beside the targets of a frozen model; a classifier's score is trained in full.
 
-    They change nothing yet: B is 0 and A uniform within ±1 / sqrt(its columns), as PEFT draws it.
+    They have no effect yet: B is 0 and A uniform within ±1 / sqrt(its columns), as in PEFT.
     """
     random = torch.Generator().manual_seed(seed)
     for name, plain in adaptable(model).items():
@@ -143,14 +139,14 @@ def add_adapters(model: PreTrainedModel, config: LoRAConfig, seed: int) -> None:
 
 
 def trained_parameters(model: PreTrainedModel, config: LoRAConfig) -> dict[str, Parameter]:
-    """What is trained, under the names that its files have: PEFT's for adapters and a score beside
+    """Returns what is trained, under its names in files: PEFT's for adapters and a score beside
     them."""
     wrapped = PEFT_PREFIX if config.rank else ""
     return {wrapped + name: p for name, p in model.named_parameters() if p.requires_grad}
 
 
 def merged(model: PreTrainedModel) -> Iterator[tuple[str, Tensor | ShardedView]]:
-    """The tensors of the plain model, one at a time, with adapters merged into them."""
+    """Yields the tensors of the plain model, one at a time, with adapters merged into them."""
     adapted = {
         f"{name}.weight": module
         for name, module in model.named_modules()
@@ -162,7 +158,7 @@ def merged(model: PreTrainedModel) -> Iterator[tuple[str, Tensor | ShardedView]]
 
 
 def remove_adapters(model: PreTrainedModel) -> PreTrainedModel:
-    """The same model with plain layers in place of the adapted."""
+    """Returns the same model with plain layers in place of adapted ones."""
     for name, module in list(model.named_modules()):
         if isinstance(module, LoRALinear):
             plain = nn.Linear(module.in_features, module.out_features, device="meta")

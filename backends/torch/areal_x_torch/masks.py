@@ -1,9 +1,9 @@
-"""What the masks of transformers' layers say, as numbers: each attention function of this backend
-knows its sequences itself, and needs from a mask no more than how far back a token sees.
+"""The masks of transformers' layers as numbers: this backend's attention functions know their
+sequences themselves, and need from a mask only how far back a token sees.
 
 Some models (Qwen2-MoE, Phi-MoE) give a layer its window in the mask alone. transformers lets a mask
-function be registered under the name of an attention function; `visible` is that function, and what
-it returns is what a layer passes as its mask.
+function be registered under the name of an attention function; `visible` is that function, and its
+result is what a layer passes as its mask.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ class Visible:
 
 
 def register(name: str) -> None:
-    """Gives the layers that attend by the function of this name `Visible` in place of a mask."""
+    """Gives the layers that use the attention function of this name a `Visible` in place of a
+    mask."""
     AttentionMaskInterface.register(name, visible)
 
 
@@ -35,8 +36,8 @@ def visible(
     allow_is_bidirectional_skip: bool | None = None,
     **_: Any,
 ) -> Visible:
-    """What transformers calls for each kind of layer in a pass. Which sequences are neighbours in a
-    row, which it reads from positions, is left out: attention knows them.
+    """What transformers calls for each kind of layer in a pass. It ignores which sequences are
+    neighbours in a row, which transformers infers from positions: attention knows them.
 
     Raises: NotImplementedError for masks that are not causal, are made of other functions, or cut
     sequences into chunks.
@@ -50,14 +51,14 @@ def visible(
     return _seen(local_size)
 
 
-@cache  # one object for each window, as compiled blocks are made for those they were given
+@cache  # one object per window, because compiled blocks are specialised for it
 def _seen(window: int | None) -> Visible:
     return Visible(window)
 
 
 def window_of(module: Any, mask: Visible | None, sliding_window: int | None) -> int | None:
-    """How many tokens a layer sees, by its mask where transformers made one, else by what it was
-    told.
+    """Returns how many tokens a layer sees, from its mask if transformers made one, else from its
+    own argument.
 
     Raises: NotImplementedError for a mask that the model has computed itself.
     """

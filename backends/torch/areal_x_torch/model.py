@@ -1,6 +1,5 @@
-"""What is computed with a causal language model of transformers, or a sequence classifier, and its
-tensors under their Hugging Face names.
-"""
+"""What is computed with a causal language model or a sequence classifier of transformers, and its
+tensors under their Hugging Face names."""
 
 from __future__ import annotations
 
@@ -23,14 +22,14 @@ from areal_x_torch.dtensors import ShardedView
 from areal_x_torch.experts import Routing, routing_scope
 from areal_x_torch.images import RowImages, embed_images
 
-SCORE = "score.weight"  # what a sequence classifier has in place of a language model's head
-# how the names end of what stands beside a frozen model's own tensors
+SCORE = "score.weight"  # a sequence classifier's head
+# Suffixes of the names of adapters beside a frozen model's own tensors.
 ADAPTER = ".lora_A.weight", ".lora_B.weight"
 
 
 class PackedRow(NamedTuple):
-    """Sequences one after the other, each with positions from 0 on; of a model that sees, three and
-    perhaps images. routing: what a mixture's routers are to do."""
+    """Sequences one after another, each with positions from 0 on; for a vision-language model three
+    per token, and perhaps images. routing: what a mixture's routers do."""
 
     tokens: Int[Tensor, " tokens"]
     positions: Int[Tensor, "*3 tokens"]
@@ -40,11 +39,10 @@ class PackedRow(NamedTuple):
 
 
 class Head(NamedTuple):
-    """What turns the last hidden states into logits, or into one score.
+    """The layer that turns the last hidden states into logits, or into one score.
 
-    softcap: logits are softcap · tanh(product / softcap); 0 leaves them as they are. others: the
-    processes that have the rest of the vocabulary, in the order of its words; None where it is all
-    here.
+    softcap: logits are softcap · tanh(product / softcap); 0 turns it off. others: the processes
+    that have the rest of the vocabulary, in the order of its words; None if it is all here.
     """
 
     weight: Float[Tensor, "vocabulary features"]
@@ -53,7 +51,7 @@ class Head(NamedTuple):
     others: ProcessGroup | None = None
 
     def logits(self, hidden: Float[Tensor, "*_ features"]) -> Float[Tensor, "*_ vocabulary"]:
-        """In the dtype of `hidden`; the weights may be of another."""
+        """Returns logits in the dtype of `hidden`; the weights may have another."""
         bias = None if self.bias is None else self.bias.to(hidden.dtype)
         return softcapped(
             nn.functional.linear(hidden, self.weight.to(hidden.dtype), bias), self.softcap
@@ -65,13 +63,13 @@ def softcapped(logits: Tensor, softcap: float) -> Tensor:
 
 
 def hidden_states(model: PreTrainedModel, row: PackedRow) -> Float[Tensor, "tokens features"]:
-    """What the head reads at each token of a flat row."""
+    """Returns the head's input for each token of a flat row."""
     read = {"input_ids": row.tokens[None]}
     if has_vision(model):
         read = embed_images(
             model.base_model, model.get_input_embeddings()(row.tokens[None]), row.seen
         )
-    # One row: of positions, and of those in three directions.
+    # One row of positions, or of positions in three directions.
     with routing_scope(row.routing):
         states = decoder(model)(
             **read, position_ids=row.positions.unsqueeze(-2), use_cache=False, segments=row.segments
@@ -80,7 +78,7 @@ def hidden_states(model: PreTrainedModel, row: PackedRow) -> Float[Tensor, "toke
 
 
 def decoder(model: PreTrainedModel) -> nn.Module:
-    """What reads text: of a model that sees the part behind its tower."""
+    """Returns the language model; for a vision-language model, the part after the tower."""
     found: nn.Module = model.base_model.language_model if has_vision(model) else model.base_model
     return found
 
@@ -96,7 +94,7 @@ def head(model: PreTrainedModel) -> Head:
 
 
 def softcap_of(model: PreTrainedModel) -> float:
-    """Of a language model's logits; 0 where it has none."""
+    """Returns the soft cap of a language model's logits, 0 for none."""
     found = (
         None
         if is_classifier(model)
@@ -106,7 +104,7 @@ def softcap_of(model: PreTrainedModel) -> float:
 
 
 def vocabulary_size(model: PreTrainedModel) -> int:
-    """How many tokens it knows."""
+    """Returns the number of tokens in the vocabulary."""
     return int(model.config.get_text_config().vocab_size)
 
 
@@ -119,8 +117,8 @@ def is_classifier(model: PreTrainedModel) -> bool:
 
 
 def state_tensors(model: PreTrainedModel) -> dict[str, Tensor]:
-    """What a model's state is made of, under its own names, without copying: a tied head once,
-    under the embedding's name."""
+    """Returns the tensors of a model's state under its own names, without copying: a tied head
+    once, under the embedding's name."""
     buffers = model.state_dict().keys() & {name for name, _ in model.named_buffers()}
     named = [
         *model.named_parameters(),
@@ -130,17 +128,17 @@ def state_tensors(model: PreTrainedModel) -> dict[str, Tensor]:
 
 
 def named_tensors(model: PreTrainedModel) -> dict[str, Tensor | ShardedView]:
-    """The same under the names that `save_pretrained` would write."""
+    """Returns the same under the names that `save_pretrained` would write."""
     return as_saved(model, state_tensors(model))
 
 
 def as_saved(
     model: PreTrainedModel, tensors: Mapping[str, Tensor]
 ) -> dict[str, Tensor | ShardedView]:
-    """Tensors that lie as the model's of these names do, under the names of its files, as views: a
-    mixture's experts, which transformers joins while it loads them, are one by one. What is copied
-    into them is in the model. Of a tensor that lies on several processes the parts are pieces,
-    unless it is one itself."""
+    """Returns tensors shaped like the model's of these names, under the names of its files, as
+    views: a mixture's experts, which transformers joins while it loads them, one by one. Writing
+    into the views writes into the model. Parts of a sharded tensor are `ShardedView`s, unless a
+    part is the whole tensor."""
     views = {name: x.detach() for name, x in tensors.items()}
     if not getattr(model, "_weight_conversions", None):
         return dict(views)
@@ -158,7 +156,7 @@ def as_saved(
         if not x.is_meta:
             return x.as_subclass(Tensor)
         of = held.get(x.untyped_storage()._cdata)
-        if of is None:  # of a model that is not read yet
+        if of is None:  # the model is not loaded yet
             return x.as_subclass(Tensor)
         return (
             of if x.shape == of.shape else ShardedView(of, x.shape, x.stride(), x.storage_offset())
@@ -168,14 +166,14 @@ def as_saved(
 
 
 class _View(Tensor):
-    """What transformers takes apart: it would copy some parts only to lay them out."""
+    """A tensor that transformers can take apart without copying parts to make them contiguous."""
 
     def contiguous(self, *_: Any, **__: Any) -> _View:
         return self
 
 
 def to_numpy(x: Tensor) -> np.ndarray:
-    """The array of a tensor; bfloat16 becomes ml_dtypes' type of that name."""
+    """Returns the array of a tensor; bfloat16 becomes ml_dtypes' type of that name."""
     x = x.detach().cpu().contiguous()
     if x.dtype == torch.bfloat16:
         import ml_dtypes
@@ -185,7 +183,7 @@ def to_numpy(x: Tensor) -> np.ndarray:
 
 
 def from_numpy(x: np.ndarray) -> Tensor:
-    """The tensor of an array, without copying where it can be."""
+    """Returns the tensor of an array, without copying if possible."""
     if x.dtype.name == "bfloat16":
         return torch.from_numpy(x.view(np.int16)).view(torch.bfloat16)
     return torch.from_numpy(x)

@@ -1,15 +1,14 @@
-"""The optimizers: which way a gradient points, in what their states are kept, and how they are
-saved.
+"""The optimizers: directions of a step, dtypes of their states, and how states are saved.
 
-Each is clipping by global norm (the trainer's), a direction, decay of matrices and the learning
-rate; the directions are those of the JAX backend, formula by formula, so one config means one
-thing. torch has two of them under the same names that compute something else: its Adafactor scales
-a step by the size of the parameter, at most 1 / sqrt(step); its Muon works in bfloat16, which moves
-a step by up to three percent. AdamW is torch's own.
+Each one is clipping by global norm (the trainer's), a direction, decay of matrices and the learning
+rate; the directions are those of the JAX backend, formula by formula, so that one config has one
+meaning. torch has two of them under the same names that compute something else: its Adafactor
+scales a step by the size of the parameter, at most 1 / sqrt(step); its Muon works in bfloat16,
+which moves a step by up to three percent. AdamW is torch's own.
 
-Parameters, gradients and states may be DTensors: what is done to them is elementwise, a mean, or a
-product of means; only Muon needs whole matrices, and each device gathers them and computes the
-same.
+Parameters, gradients and states may be DTensors: the operations on them are elementwise, a mean, or
+a product of means; only Muon needs whole matrices, which each device gathers and computes the same
+with.
 """
 
 from __future__ import annotations
@@ -31,21 +30,21 @@ from areal_x.protocols.trainer_config import OptimizerConfig
 from areal_x_torch import loading
 from areal_x_torch.dtensors import ShardedView, mesh_of
 
-# Muon's, of its reference and of torch.optim.Muon: the quintic's coefficients, its steps, the least
-# norm, the momentum.
+# Muon's constants, as in its reference and torch.optim.Muon: the quintic's coefficients, its steps,
+# the least norm, the momentum.
 QUINTIC, STEPS, LEAST, MOMENTUM = (3.4445, -4.7750, 2.0315), 5, 1e-7, 0.95
-TINY = 1e-30  # what Adafactor adds to squares
-# how transformers names what is repeated with depth
+TINY = 1e-30  # added to squares by Adafactor
+# Names of repeated modules in transformers.
 IN_A_LAYER = re.compile(r"\b(layers|layer|blocks|block|h)\.\d+\.")
 
 State = dict[str, Tensor]
 
 
 class Optimizer(torch.optim.Optimizer):
-    """AdamW, Adafactor or Muon over named parameters, with the states already there.
+    """AdamW, Adafactor or Muon over named parameters, with states allocated from the start.
 
-    Each state has a `step`, in fp32, and moments of `config.moments` between steps; what is
-    computed from them is in fp32.
+    Each state has a `step`, in fp32, and moments in `config.moments` between steps; updates are
+    computed in fp32.
     """
 
     def __init__(
@@ -57,9 +56,9 @@ class Optimizer(torch.optim.Optimizer):
             if rule == "muon" and not (
                 IN_A_LAYER.search(name) and p.ndim >= 2 and min(p.shape[-2:]) > 1
             ):
-                rule = "adamw"  # of embeddings, heads, vectors and what says one number of a token
+                rule = "adamw"  # embeddings, heads, vectors and one-row matrices
             decay = config.weight_decay if p.ndim >= 2 else 0.0
-            # torch computes with tensors of one mesh at once.
+            # Fused operations need tensors of one mesh.
             alike = rule, p.ndim >= 2, mesh_of(p)
             group = groups.setdefault(alike, {"params": [], "rule": rule, "weight_decay": decay})
             group["params"].append(p)
@@ -70,7 +69,7 @@ class Optimizer(torch.optim.Optimizer):
         }
         super().__init__(list(groups.values()), settings)
         kept = {"fp32": torch.float32, "bf16": torch.bfloat16}[config.moments]
-        # One at a time, so that no more than one parameter's moments are ever in fp32.
+        # One at a time, so that at most one parameter's moments are in fp32.
         self.at_once = None if config.moments == "fp32" else 1
         for group in self.param_groups:
             for p in group["params"]:
@@ -85,7 +84,7 @@ class Optimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self) -> None:
-        """One step of each parameter that has a gradient."""
+        """Takes one step for each parameter that has a gradient."""
         for group in self.param_groups:
             params = [p for p in group["params"] if p.grad is not None]
             size = self.at_once or max(len(params), 1)
@@ -99,12 +98,12 @@ class Optimizer(torch.optim.Optimizer):
                             old[name].copy_(x)
 
     def set_steps(self, count: int) -> None:
-        """As after so many steps, of which the moments are not told."""
+        """Sets the count of steps; the moments are unchanged."""
         for state in self.state.values():
             state["step"].fill_(count)
 
 
-# ---- moments of a parameter, in its shape or with axes of 1
+# ---- moments of a parameter: tensors of its shape, or with axes of length 1
 
 
 def _of_adamw(p: Tensor) -> State:
@@ -133,7 +132,7 @@ MOMENTS: Mapping[str, Callable[[Tensor], State]] = {
 def step_of_adamw(
     params: Sequence[Parameter], states: Sequence[State], group: Mapping[str, Any]
 ) -> None:
-    """torch's own, fused."""
+    """torch's own AdamW, fused."""
     moments = ([state[name] for state in states] for name in MOMENTS["adamw"](params[0]))
     adamw(
         list(params),
@@ -156,11 +155,11 @@ def step_of_adafactor(
     params: Sequence[Parameter], states: Sequence[State], group: Mapping[str, Any]
 ) -> None:
     """Adafactor without momentum and without scaling by the parameter: gradient / sqrt(v), divided
-    by its root mean square where that is above 1.
+    by its root mean square if that is above 1.
 
     v = row · column / mean(row), two moving averages with the decay 1 - t^-0.8. A vector is a
-    matrix of one column, whose v is exact. Source: arXiv 1804.04235, algorithm 4, with section
-    7.2's decay.
+    matrix of one column, whose v is exact. Source: arXiv 1804.04235, algorithm 4, with the decay of
+    section 7.2.
     """
     for p, state in zip(params, states, strict=True):
         state["step"] += 1
@@ -169,7 +168,7 @@ def step_of_adafactor(
         row, column = state["row"], state["column"]
         row += fresh * (squared.mean(-1, keepdim=True) - row)
         column += fresh * (squared.mean(-2, keepdim=True) - column)
-        # One root after the other: the product of two small means is 0 in fp32.
+        # Two roots in a row: the product of two small means would be 0 in fp32.
         x = gradient * (row / row.mean(-2, keepdim=True)).rsqrt() * column.rsqrt()
         x = x / x.square().mean((-2, -1), keepdim=True).sqrt().clamp(min=1)
         _move(p, x.reshape(p.shape) if p.ndim < 2 else x, group)
@@ -178,8 +177,8 @@ def step_of_adafactor(
 def step_of_muon(
     params: Sequence[Parameter], states: Sequence[State], group: Mapping[str, Any]
 ) -> None:
-    """Nesterov's momentum, orthogonalised, times 0.2 · sqrt(the longer side): the root mean square
-    of AdamW's updates.
+    """Nesterov momentum, orthogonalised, times 0.2 · sqrt(the longer side): the root mean square of
+    AdamW's updates.
 
     Sources: kellerjordan.github.io/posts/muon; the size, arXiv 2502.16982, eq. 4.
     """
@@ -201,7 +200,7 @@ RULES = {"adamw": step_of_adamw, "adafactor": step_of_adafactor, "muon": step_of
 
 
 def orthogonal(x: Float[Tensor, "*stack rows columns"]) -> Float[Tensor, "*stack rows columns"]:
-    """The nearest matrix whose singular values are all the same, about: five steps of a quintic
+    """Returns approximately the nearest matrix with equal singular values: five steps of a quintic
     bring them to 0.7 … 1.2."""
     if x.shape[-2] > x.shape[-1]:
         return orthogonal(x.mT).mT
@@ -223,7 +222,7 @@ def _move(p: Parameter, direction: Tensor, group: Mapping[str, Any]) -> None:
 
 # ---- files
 
-# Tensors that lie as parameters do, under the names of the files.
+# Renames tensors shaped like the parameters as in the files.
 AsSaved = Callable[[Mapping[str, Tensor]], dict[str, Tensor | ShardedView]]
 
 
@@ -252,9 +251,9 @@ def read_moments(
 
 
 def portable(config: OptimizerConfig, named: Mapping[str, Parameter], as_saved: AsSaved) -> bool:
-    """Whether a state is one of single tensors of the files. AdamW's is in any case. Muon and
-    Adafactor compute with matrices, of which a mixture's experts are other ones where transformers
-    joins tensors; of more than two axes each backend makes its own matrices."""
+    """True if a state can be saved as moments of single tensors of the files. AdamW's always can.
+    Muon and Adafactor compute with matrices, which differ from the files' if transformers joins a
+    mixture's experts; for more than two axes each backend makes its own matrices."""
     if config.name == "adamw":
         return True
     shapes = sorted(tuple(x.shape) for x in as_saved(dict(named)).values())
@@ -264,7 +263,7 @@ def portable(config: OptimizerConfig, named: Mapping[str, Parameter], as_saved: 
 
 
 def moments(optimizer: Optimizer, named: Mapping[str, Parameter]) -> State:
-    """Each moment under its own name and its parameter's, "exp_avg.model.norm.weight"."""
+    """Returns each moment under its own name and its parameter's, "exp_avg.model.norm.weight"."""
     states = ((name, optimizer.state[p]) for name, p in named.items())
     return {
         f"{which}.{name}": x
@@ -277,7 +276,7 @@ def moments(optimizer: Optimizer, named: Mapping[str, Parameter]) -> State:
 def named_moments(
     config: OptimizerConfig, optimizer: Optimizer, named: Mapping[str, Parameter], as_saved: AsSaved
 ) -> dict[str, Tensor | ShardedView]:
-    """The same under the parameter's name in the files, where it has one."""
+    """Returns the same under the parameter's name in the files, if it has one."""
     if not portable(config, named, as_saved):
         return dict(moments(optimizer, named))
     kinds = dict.fromkeys(

@@ -1,4 +1,4 @@
-"""What the trainer's construction would refuse, found without a weight of the model."""
+"""Finds what constructing the trainer would refuse, without reading weights."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from areal_x_torch.sharding import check_model, sizes_of
 
 
 def check(config: TrainerConfig) -> Devices:
-    """See `areal_x.trainer.Devices`.
+    """See `areal_x.protocols.backends.Backend`.
 
-    Raises: UserError for a mesh that does not make up the processes or does not divide the model,
-    for attention, adapters or shared prompts that it cannot have, and for a model that this backend
-    does not compute as transformers does.
+    Raises: UserError for a mesh that does not match the processes or does not divide the model, for
+    unsupported attention, adapters or shared prompts, and for a model that this backend computes
+    differently from transformers.
     """
     device, directory = find_device(), Path(str(config.model.path))
     if config.lora.rank:
         lora.check_targets(directory, config.lora)
     sizes_of(config.mesh)
-    # None: the memory is counted elsewhere
+    # None: preflight checks memory elsewhere.
     check_model(directory, config.mesh, None, learns=not config.lora.rank)
     built = loading.build(directory, config.head).config
     check_sharing(config.share_prompts, directory, built)
@@ -43,7 +43,7 @@ def check(config: TrainerConfig) -> Devices:
 
 
 def differentiate(loss: Loss, policy: Policy, batch: Batch) -> tuple[np.ndarray, Policy]:
-    """See `areal_x.trainer.Differentiate`."""
+    """See `areal_x.protocols.backends.Backend`."""
     device = torch.device("cpu")
     given = {
         f.name: to_tensor(x, device)

@@ -1,4 +1,4 @@
-"""The processes of `torch.distributed`, one a device: how this one joins them, or starts them."""
+"""The processes of `torch.distributed`, one per device: joining or starting them."""
 
 from __future__ import annotations
 
@@ -40,12 +40,12 @@ class Processes:
 
 
 def join(processes: int) -> Processes:
-    """Joins so many processes: those that RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT tell of, as
-    torchrun sets them; without them it starts the others itself, on this machine, with this one's
-    command. LOCAL_RANK chooses the device.
+    """Joins a group of processes: those that RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT
+    describe, as torchrun sets them; without these variables it starts the others itself, on this
+    machine, with this process's command. LOCAL_RANK chooses the device.
 
-    Raises: ConfigError for more processes than this machine has devices, UserError where they are
-    told in part or do not come.
+    Raises: ConfigError for more processes than this machine has devices, UserError if only some
+    variables are set or the processes do not arrive.
     """
     missing = [name for name in VARIABLES if name not in os.environ]
     if len(missing) == len(VARIABLES):
@@ -69,11 +69,11 @@ def join(processes: int) -> Processes:
 
 
 def choose_device() -> str:
-    """Takes the device of LOCAL_RANK; the backends of the process group, gloo for what lies on the
+    """Selects the device of LOCAL_RANK and returns the backends of the process group, gloo for the
     host."""
     local = int(os.environ.get("LOCAL_RANK", os.environ["RANK"]))
     if not torch.accelerator.is_available():
-        if "OMP_NUM_THREADS" not in os.environ:  # else each process would compute on all cores
+        if "OMP_NUM_THREADS" not in os.environ:  # otherwise each process would use all cores
             beside = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ["WORLD_SIZE"]))
             torch.set_num_threads(max(1, torch.get_num_threads() // beside))
         return "gloo"
@@ -82,7 +82,7 @@ def choose_device() -> str:
 
 
 def backends_of(device: torch.device) -> str:
-    """What sends what lies on the host, and what lies on a device."""
+    """Returns the communication backends for tensors on the host and on a device."""
     return (
         "gloo"
         if device.type == "cpu"
@@ -91,13 +91,13 @@ def backends_of(device: torch.device) -> str:
 
 
 def join_alone(device: torch.device) -> None:
-    """Makes this process the only one of a group, for what needs a mesh."""
+    """Makes this process the only one of a group, for code that needs a mesh."""
     if not dist.is_initialized():
         dist.init_process_group(backends_of(device), store=dist.HashStore(), rank=0, world_size=1)
 
 
 def start_others(processes: int) -> None:
-    """Starts this process's command for every other rank, and makes this one rank 0. They end with
+    """Starts this process's command for every other rank, and makes this one rank 0. They exit with
     it, and it with them."""
     if torch.accelerator.is_available() and processes > (found := torch.accelerator.device_count()):
         raise ConfigError(
@@ -117,7 +117,7 @@ def start_others(processes: int) -> None:
     command = [sys.executable, *sys.orig_argv[1:]]
     for rank in range(1, processes):
         own = {"RANK": str(rank), "LOCAL_RANK": str(rank), PARENT: str(os.getpid())}
-        # In a session of its own: Ctrl-C is process 0's to hear, which tells the others.
+        # In a session of its own: Ctrl-C goes to process 0, which notifies the others.
         child = subprocess.Popen(
             command, env=os.environ | own, stdin=subprocess.DEVNULL, start_new_session=True
         )
@@ -129,7 +129,7 @@ def start_others(processes: int) -> None:
 
 
 def end_with_child(rank: int, child: subprocess.Popen[bytes]) -> None:
-    """While process 0 waits for the others to join, nothing else would notice that one is gone."""
+    """Exits if a child dies before all have joined, which nothing else would notice."""
     code = child.wait()
     if code and not dist.is_initialized():
         end_now(
@@ -138,7 +138,7 @@ def end_with_child(rank: int, child: subprocess.Popen[bytes]) -> None:
 
 
 def end_with_parent() -> None:
-    """Ends this process when the one that started it is gone, whatever this one waits for."""
+    """Exits when the process that started this one is gone, whatever this one waits for."""
     parent = os.environ.get(PARENT)
     if parent is None:
         return

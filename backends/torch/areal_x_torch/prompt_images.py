@@ -1,8 +1,8 @@
-"""The images of sequences that are sampled: where their tokens lie in rows of unequal lengths, and
-what the tower says of them.
+"""The images of sequences that are sampled: where their tokens are in rows of unequal lengths, and
+the tower's features of them.
 
-A prefill goes through the rows in chunks of columns. The tower looks once, before the first chunk,
-and each image once, however many rows have it.
+A prefill goes through the rows in chunks of columns. The tower runs once, before the first chunk,
+and encodes each image once, however many rows have it.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ from areal_x.types import Images
 from areal_x_torch.flat_rows import to_tensor
 from areal_x_torch.images import features_of
 
-TEXT = -1  # in place of a feature
+TEXT = -1  # index of tokens without a feature
 
 
 @dataclass(frozen=True)
 class PromptImages:
-    """features: what the tower said of all images, see `features_of`. which: of each token, its row
-    of them; TEXT of others."""
+    """features: the tower's features of all images, see `features_of`. which: for each token its
+    index in them; TEXT for others."""
 
     features: Sequence[Float[Tensor, "image_tokens width"]]
     which: Int[Tensor, "rows length"]
 
     def inputs(self, embedded: Float[Tensor, "rows chunk width"], start: int) -> dict[str, Any]:
-        """What the language model is given in place of the tokens of a chunk of the first rows,
-        from column `start` on."""
+        """Returns the inputs of the language model in place of the token ids of a chunk of the
+        first rows, from column `start` on."""
         which = self.which[: embedded.shape[0], start : start + embedded.shape[1]]
         seen = which != TEXT
         if not seen.any():
@@ -52,9 +52,9 @@ class PromptImages:
 def encode_images(
     model: PreTrainedModel, requests: Sequence[SlotRequest], length: int
 ) -> PromptImages | None:
-    """At the images of these sequences, each a row of `length` tokens; None where there are none.
+    """Encodes the images of these sequences, each a row of `length` tokens; None if there are none.
 
-    model: one that sees, in evaluation.
+    model: a vision-language model in evaluation mode.
     """
     distinct: dict[int, Images] = {id(r.images): r.images for r in requests if r.images is not None}
     if not distinct:
@@ -79,8 +79,11 @@ def encode_images(
 
 
 def positions_of(model: PreTrainedModel, request: SlotRequest) -> Int[np.ndarray, "3 length"]:
-    """Of each token of a sequence, in time, height and width. Raises: UserError where its image
-    tokens are not those of its images, or nothing follows the last of them."""
+    """Returns the position of each token of a sequence in time, height and width.
+
+    Raises: UserError if its image tokens do not match its images, or nothing follows the last of
+    them.
+    """
     config = model.config
     if request.generated == 0 and request.tokens[-1] == config.image_token_id:
         raise UserError(
@@ -94,6 +97,6 @@ def positions_of(model: PreTrainedModel, request: SlotRequest) -> Int[np.ndarray
 
 
 def generated(request: SlotRequest) -> Bool[np.ndarray, " length"]:
-    """Which tokens the policy wrote: they are text, whatever their ids."""
+    """Returns which tokens the policy generated: they are text, whatever their ids."""
     length = len(request.tokens)
     return np.arange(length) >= length - request.generated

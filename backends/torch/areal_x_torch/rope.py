@@ -1,10 +1,11 @@
-"""Rotations that change with the length of a sequence: "longrope" (Phi-3 mini, Phi-3.5, Phi-4 mini)
-and "dynamic".
+"""Rotary scalings that depend on the length of a sequence: "longrope" (Phi-3 mini, Phi-3.5, Phi-4
+mini) and "dynamic".
 
-transformers turns all tokens of a pass by what its longest sequence asks for, so beyond some length
-a sequence's numbers would depend on its neighbours; and while a sequence is sampled no one knows
-how long it becomes. Up to that length every sequence is turned alike, here, in transformers and in
-vLLM: a run stays there. Static scalings (linear, yarn, llama3) are not concerned.
+transformers rotates all tokens of a pass by what its longest sequence requires, so beyond some
+length a sequence's numbers would depend on its neighbours; and while a sequence is being sampled
+its final length is unknown. Up to that length every sequence is rotated the same way, here, in
+transformers and in vLLM: a run stays within it. Static scalings (linear, yarn, llama3) are not
+affected.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from transformers import PreTrainedConfig
 
 from areal_x.errors import ConfigError, UserError
 
-# what names that length
+# Fields that hold that length.
 LENGTH_FIELDS = {
     "longrope": "original_max_position_embeddings",
     "dynamic": "max_position_embeddings",
@@ -24,12 +25,12 @@ LENGTH_FIELDS = {
 
 
 def stable_length(config: PreTrainedConfig) -> tuple[int, str] | None:
-    """The longest sequence that is turned as shorter ones are, and the kind of the rotation; None
-    where all are."""
+    """Returns the longest sequence that is rotated like shorter ones, and the kind of scaling; None
+    if all are."""
     text = config.get_text_config()
     rope = getattr(text, "rope_parameters", None) or {}
     found = []
-    for of in (rope, *rope.values()):  # of all layers, or of each kind of them
+    for of in (rope, *rope.values()):  # for all layers, or for each kind
         kind: Any = of.get("rope_type") if isinstance(of, dict) else None
         if kind in LENGTH_FIELDS:
             found.append(
@@ -39,8 +40,7 @@ def stable_length(config: PreTrainedConfig) -> tuple[int, str] | None:
 
 
 def check_length(binding: str, length: int, config: PreTrainedConfig, directory: Path) -> None:
-    """Raises: ConfigError for a setting by which sequences may be longer than all of them can be to
-    be turned alike."""
+    """Raises: ConfigError for a setting that allows sequences beyond the stable length."""
     steady = stable_length(config)
     if steady is not None and length > steady[0]:
         raise ConfigError(
@@ -49,8 +49,7 @@ def check_length(binding: str, length: int, config: PreTrainedConfig, directory:
 
 
 def check_longest(longest: int, config: PreTrainedConfig, directory: Path) -> None:
-    """Raises: UserError for a batch whose longest sequence has so many tokens, where that is too
-    many."""
+    """Raises: UserError for a batch whose longest sequence is beyond the stable length."""
     steady = stable_length(config)
     if steady is not None and longest > steady[0]:
         wanted = f"sequences of at most {steady[0]} tokens with {directory}"
@@ -59,6 +58,6 @@ def check_longest(longest: int, config: PreTrainedConfig, directory: Path) -> No
 
 def _why(kind: str) -> str:
     return (
-        f"of longer sequences its rotations ({kind}) change with the length, which sampling does"
-        " not know beforehand"
+        f"for longer sequences its rotations ({kind}) depend on the length, which sampling does not"
+        " know beforehand"
     )

@@ -1,13 +1,13 @@
 """The torch backend's batched sampler: any transformers model over a cache of its own, computing
-only what lives.
+live sequences only.
 
-A `Sampler` shares its slots out over lanes (areal_x.engines.lanes), which share one copy of the
-model. In a lane, slots are the caller's names; the sequences themselves lie in the first rows of
-the cache, without gaps: when one finishes, the last moves into its place, so that a step's cost
-falls with the number that still run and with the columns in use.
+A `Sampler` divides its slots among lanes (areal_x.engines.lanes), which share one copy of the
+model. In a lane, slots are the caller's names; the sequences themselves are in the first rows of
+the cache, without gaps: when one finishes, the last one moves into its place, so that a step's cost
+falls with the number of running sequences and of columns in use.
 
 Prefill leaves out a sequence's last token: decoding always begins by feeding the newest one, so all
-drawing is in one place. That one is text: a prompt that ends in an image is refused.
+sampling is in one place. That token is text: a prompt that ends in an image is refused.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ from areal_x_torch.kv_cache import ATTENTION, Cache, PrefillCache, layers_of
 from areal_x_torch.model import as_saved, decoder, has_vision
 from areal_x_torch.sampling import RowSampling, sample, uniform
 
-CHUNK = 512  # columns of a prefill: what a longer prompt costs in memory at once
+CHUNK = 512  # columns of a prefill: bounds the memory of long prompts
 PREFILL = 8192  # tokens of all prompts in a prefill
 
 
 @dataclass
 class Rows:
-    """What decoding knows of each row of the cache, on the host.
+    """The decoding state of each row of the cache, on the host.
 
-    token: the newest, not yet in the cache. column: its own. shift: its position less its column,
-    which images before it make differ. drawn: how many were generated. limit: generated at most.
+    token: the newest, not yet in the cache. column: its own. shift: its position minus its column,
+    which differ after images. generated: how many tokens were generated. limit: most to generate.
     """
 
     slot: np.ndarray
@@ -154,7 +154,7 @@ class Sampler(Lanes):
 
 
 class Lane:
-    """Some slots that decode together. step: the logits after the newest tokens
+    """Slots that decode together. step: computes the logits after the newest tokens
     (areal_x_torch.decode_step)."""
 
     def __init__(self, model: PreTrainedModel, step: Step, cache: Cache) -> None:
@@ -167,7 +167,7 @@ class Lane:
         self._rows = Rows.none()
 
     def load(self, weights: None) -> None:
-        """The model has new ones: what was computed with others is forgotten."""
+        """The model has new weights: what was computed with others is forgotten."""
         self._rows = Rows.none()
         self._loaded = True
 
@@ -201,8 +201,8 @@ class Lane:
 
     @torch.inference_mode()
     def decode(self, steps: int, until_free: int) -> Decoded:
-        """See `areal_x.protocols.sampler.Sampler`. A sequence's n-th token is drawn with a number
-        that (seed, n) alone give."""
+        """See `areal_x.protocols.sampler.Sampler`. A sequence's n-th token is sampled with a number
+        that depends on (seed, n) only."""
         decoded = Decoded(
             tokens=np.zeros((self.slots, steps), np.int32),
             logprobs=np.zeros((self.slots, steps), np.float32),
@@ -215,7 +215,7 @@ class Lane:
         return decoded
 
     def _decode_until_one_stops(self, decoded: Decoded, taken: int, steps: int) -> int:
-        """Grows all rows until some finish, which then leave; how many steps that took."""
+        """Grows all rows until some finish, removes those, and returns the number of steps."""
         rows, device = self._rows, self.model.device
         ahead = np.arange(steps - taken)
         uniforms = torch.from_numpy(uniform(rows.seed, rows.generated[:, None] + ahead)).to(device)
@@ -246,8 +246,9 @@ class Lane:
         return grown
 
     def _prefill(self, requests: Sequence[SlotRequest]) -> list[int]:
-        """Writes the keys and values of these sequences but for their last tokens, longest first,
-        into the rows behind those in use; the position of each last token less its column."""
+        """Writes the keys and values of these sequences except their last tokens, longest first,
+        into the rows after those in use; returns the position of each last token minus its
+        column."""
         rows, longest = len(requests), len(requests[0].tokens)
         tokens, positions = (
             np.zeros((rows, longest), np.int64),
@@ -262,14 +263,13 @@ class Lane:
         looked = prompt_images.encode_images(self.model, requests, longest)
         read, embed = decoder(self.model), self.model.get_input_embeddings()
         for start in range(0, longest - 1, CHUNK):
-            # What padding writes lies behind its row's end, where decoding overwrites it before it
-            # is seen.
+            # Padding writes beyond its row's end, where decoding overwrites it before it is read.
             rows = sum(len(request.tokens) - 1 > start for request in requests)
             here = slice(start, min(start + CHUNK, longest - 1))
             chunk = torch.from_numpy(tokens[:rows, here]).to(self.model.device)
             inputs = {"input_ids": chunk} if looked is None else looked.inputs(embed(chunk), start)
-            # A model of text has one position a token; of text alone those of one that sees are
-            # three equal ones.
+            # A text model has one position per token; for text, the three of a vision-language model
+            # are equal.
             own = torch.from_numpy(
                 positions[:, :rows, here] if looked is not None else positions[0, :rows, here]
             )

@@ -1,4 +1,4 @@
-"""Drawing the next token of each sequence: a counter-based uniform, then the inverse of the
+"""Sampling the next token of each sequence: a counter-based uniform, then the inverse of the
 cumulative distribution."""
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from torch import Tensor
 def uniform(
     seed: UInt32[np.ndarray, "rows 2"], count: Int[np.ndarray, "*shape"]
 ) -> Float32[np.ndarray, "*shape"]:
-    """A number in (0, 1) that is a function of the seed (64 bits, low word first) and of how many
-    were drawn before, alone.
+    """Returns numbers in (0, 1) that depend only on the seed (64 bits, low word first) and on how
+    many were generated before.
 
-    A chain of murmur3's 32-bit finaliser over the three words; the upper 23 bits of the result,
-    taken at the middle of their cell. `count` is [rows, …]. On the host, for many tokens in one
+    A chain of murmur3's 32-bit finaliser over the three words; the upper 23 bits of the result, at
+    the middle of their cell. `count` is [rows, …]. Computed on the host, for many tokens in one
     call.
     """
     words = seed.reshape(len(seed), 2, *[1] * (count.ndim - 1)).astype(np.uint32)
@@ -37,11 +37,11 @@ def _mix(x: UInt32[np.ndarray, "*shape"]) -> UInt32[np.ndarray, "*shape"]:
 
 @dataclass(frozen=True)
 class RowSampling:
-    """How each row draws, as columns `[rows, 1]`; None where no row asks for it.
+    """Each row's sampling parameters, as columns `[rows, 1]`; None if no row uses one.
 
-    The distribution is softmax(logits / temperature), of which the top_k most likely are kept (0:
-    all), then of those the fewest whose probability reaches top_p, renormalised. A greedy row takes
-    the most likely token and its plain log-probability.
+    The distribution is softmax(logits / temperature), restricted to the top_k most likely tokens
+    (0: all), then to the fewest of those whose probability reaches top_p, renormalised. A greedy
+    row takes the most likely token, with its plain log-probability.
     """
 
     temperature: Float[Tensor, "rows 1"] | None
@@ -75,7 +75,8 @@ def sample(
     uniforms: Float[Tensor, "rows 1"],
     row_sampling: RowSampling,
 ) -> tuple[Int[Tensor, " rows"], Float[Tensor, " rows"]]:
-    """A token of each row and its log-probability under the distribution it was drawn from."""
+    """Returns a token for each row and its log-probability under the distribution it was sampled
+    from."""
     scaled = logits.float()
     if row_sampling.temperature is not None:
         scaled = scaled / row_sampling.temperature
@@ -99,7 +100,7 @@ def kept(
     top_p: Float[Tensor, "rows 1"],
     top_k: Int[Tensor, "rows 1"],
 ) -> Bool[Tensor, "rows vocabulary"]:
-    """Which tokens top_k, then top_p, leave. Tokens as likely as the last one kept are kept too."""
+    """Returns which tokens top_k, then top_p, keep. Ties with the last one kept are kept too."""
     ordered = scaled.sort(-1, descending=True).values
     rank = torch.arange(scaled.shape[-1], device=scaled.device)
     within_k = (top_k == 0) | (rank < top_k)

@@ -1,11 +1,11 @@
-"""Checkpoints of which every process writes its own part, in the background, by
+"""Checkpoints of which every process writes its own part in the background, by
 torch.distributed.checkpoint; any other mesh reads them.
 
 shards/ holds tensors under the names of transformers' model, in which a mixture's experts are
-joined, and an optimizer's under its own, each process's in a safetensors file that says where they
-lie: torch's own form has a pickle, which can run any code. What no process holds whole is never
-gathered; the price is that only this backend reads it. `Trainer.save` makes of it what every
-backend reads.
+joined, and an optimizer's under its own, each process's in a safetensors file that records their
+places: torch's own form contains a pickle, which can run any code. Nothing is ever gathered; the
+price is that only this backend can read it. `Trainer.save` converts it into what every backend
+reads.
 """
 
 from __future__ import annotations
@@ -29,20 +29,16 @@ from areal_x.protocols.trainer import Wait
 
 INDEX = "shapes.json"  # of the whole tensors
 
-# as one process says here
+# torch warns so in a single process.
 warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or uninitialized")
 
 
-def is_sharded(directory: Path) -> bool:
-    return (directory / SHARDS["torch"]).is_dir()
-
-
 def save(directory: Path, tensors: Mapping[str, Tensor], together: bool) -> Wait:
-    """Returns as soon as the tensors may change; what it returns waits until all is on disk, and
-    raises what went wrong.
+    """Starts to write the tensors and returns once they may change; the result waits until
+    everything is on disk, and raises what went wrong.
 
-    together: whether all processes call both, with parts of the same tensors and a directory that
-    all of them see.
+    together: True if all processes call both, with parts of the same tensors and a directory that
+    is visible to all of them.
     """
     place = directory / SHARDS["torch"]
     writer = _Writer(str(place), save_distributed=True)
@@ -51,16 +47,16 @@ def save(directory: Path, tensors: Mapping[str, Tensor], together: bool) -> Wait
     def wait() -> None:
         try:
             saving.result()
-        except CheckpointException as error:  # a BaseException, which nobody expects
+        except CheckpointException as error:  # a BaseException, which callers do not expect
             raise RuntimeError(f"{place} could not be written: {_last_line(error)}") from error
 
     return wait
 
 
 def restore(directory: Path, tensors: Mapping[str, Tensor], together: bool) -> None:
-    """Fills the tensors with what `save` wrote, wherever they lie.
+    """Fills the tensors with what `save` wrote, whatever their shardings.
 
-    Raises: UserError for those of another model or optimizer, or where a part is missing.
+    Raises: UserError for those of another model or optimizer, or if a part is missing.
     """
     place = directory / SHARDS["torch"]
     reader = dcp.HuggingFaceStorageReader(str(place))
@@ -101,7 +97,7 @@ def restore(directory: Path, tensors: Mapping[str, Tensor], together: bool) -> N
 
 class _Writer(dcp.HuggingFaceStorageWriter):
     def finish(self, metadata: dcp.Metadata, results: Any) -> None:
-        """The last of all that is written: what the parts make up."""
+        """Writes the shapes of the whole tensors, last of all."""
         shapes = {name: list(x.size) for name, x in metadata.state_dict_metadata.items()}
         (Path(self.path) / INDEX).write_text(json.dumps(shapes))
 
@@ -112,11 +108,11 @@ def _who(together: bool) -> dict[str, Any]:
 
 @cache
 def _group() -> dist.ProcessGroup:
-    """A group beside the trainer's: what is agreed on in the background would get into the way of
-    its sums."""
+    """Returns a group beside the trainer's: background communication would interfere with its
+    collectives."""
     return dist.new_group(backend="gloo")
 
 
 def _last_line(error: BaseException) -> str:
-    """A CheckpointException's lines are tracebacks."""
+    """The last line of an error; a CheckpointException's others are tracebacks."""
     return (str(error).strip().splitlines() or [type(error).__name__])[-1]

@@ -1,15 +1,15 @@
-"""How a model is spread over processes, one device each: the mesh, what of a model lies where, and
-sums over all.
+"""Sharding of a model over processes, one device each: the mesh, the sharding of parameters, and
+sums over all processes.
 
-data      copies of the model, each with rows of its own; gradients are summed
-fsdp      rows too; parameters, gradients and moments are split, and gathered a decoder block at a time as they are needed
-expert    rows too; the experts of a mixture, to which tokens go
-context   tokens of every row, and parameters, gradients and moments as fsdp does
-tensor    heads, the width of the MLP and the vocabulary; every process of a tensor group has the same tokens
+data      copies of the model, each with its own rows; gradients are summed fsdp      its own rows
+too; parameters, gradients and moments are sharded, and gathered a decoder block at a time as they
+are needed expert    its own rows too; the experts of a mixture, to which tokens are sent context
+tokens of every row; parameters, gradients and moments are sharded as over fsdp tensor    heads, the
+width of the MLP and the vocabulary; every process of a tensor group has the same tokens
 
-A parameter is a DTensor that knows how it is split: over tensor where it is computed in parts, and
-over fsdp, expert and context together, to be gathered; one of experts over expert, and to be
-gathered over fsdp and context. The axes of a `joined_mesh` mesh have the names of those that they join.
+A parameter is a DTensor that knows its sharding: over tensor if it is computed in parts, and over
+fsdp, expert and context together, to be gathered; one of experts over expert, and to be gathered
+over fsdp and context. The axes of a joined mesh have the names of those that they join.
 """
 
 from __future__ import annotations
@@ -50,22 +50,24 @@ from areal_x_torch.model import Head, head_layer, is_classifier, softcap_of
 from areal_x_torch.processes import join_alone
 
 AXES = ("data", "fsdp", "expert", "context", "tensor")
-ROW_AXES = ("data", "fsdp", "expert")  # the axes along which processes have rows of their own
-# the axes over which every parameter is split that is not an expert's
+ROW_AXES = ("data", "fsdp", "expert")  # axes along which processes have their own rows
+# Axes over which every parameter that is not an expert's is sharded.
 DENSE = "fsdp expert context"
-# what configs call how many experts a layer has
+# Names, in configs, of the number of experts of a layer.
 COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
 STYLES = {"colwise": ColwiseParallel, "rowwise": RowwiseParallel}
 SUMMED = "replicated_with_grad_allreduce"  # what transformers' plans call a norm of single heads
 
 
 def make_mesh(config: MeshConfig, device: torch.device, offload: bool = False) -> DeviceMesh | None:
-    """The devices of all processes by their AXES; None for one process, whose model is whole.
+    """Returns the devices of all processes by their AXES; None for one process, whose model is
+    whole.
 
-    offload: whether parameters lie on the host. One process has a mesh then too, as what brings a
-    block to the device for as long as it is computed is what gathers it from several.
+    offload: True if parameters are on the host. Even one process has a mesh then, because the
+    mechanism that brings a block to the device while it is computed is the one that gathers it from
+    several.
 
-    Raises: ConfigError for axes that this backend does not have or that do not make up the
+    Raises: ConfigError for axes that this backend lacks or that do not match the number of
     processes.
     """
     sizes = sizes_of(config)
@@ -77,7 +79,7 @@ def make_mesh(config: MeshConfig, device: torch.device, offload: bool = False) -
 
 
 def sizes_of(config: MeshConfig) -> tuple[int, ...]:
-    """Of each of the AXES. Raises: as make_mesh."""
+    """Returns the size of each of the AXES. Raises: like make_mesh."""
     sizes = [getattr(config, axis) for axis in AXES[1:]]
     processes, split = config.processes, prod(sizes)
     if processes % split or config.data not in (-1, processes // split):
@@ -92,8 +94,8 @@ def sizes_of(config: MeshConfig) -> tuple[int, ...]:
 
 @cache
 def joined_mesh(mesh: DeviceMesh, *axes: str) -> DeviceMesh:
-    """The same devices with other axes, "fsdp context" being one axis of these two. All processes
-    call it in one order."""
+    """Returns the same devices with other axes, "fsdp context" being one axis of these two. All
+    processes call it in one order."""
     names = list(mesh.mesh_dim_names or ())
     order = [names.index(name) for axis in axes for name in axis.split()]
     sizes = [prod(mesh[name].size() for name in axis.split()) for axis in axes]
@@ -105,10 +107,9 @@ def joined_mesh(mesh: DeviceMesh, *axes: str) -> DeviceMesh:
 def check_model(
     directory: Path, config: MeshConfig, memory: int | None, learns: bool, offload: bool = False
 ) -> None:
-    """Raises: ConfigError for a model that the mesh cannot split, or whose parameters, gradients
-    and moments alone are more than the memory of the devices, each of which has so many bytes.
-    offload: see `make_mesh`.
-    """
+    """Raises: ConfigError for a model that the mesh cannot shard, or whose parameters, gradients
+    and moments alone exceed the memory of the devices, in bytes per device. offload: see
+    `make_mesh`."""
     if config.processes > 1:
         described = AutoConfig.from_pretrained(
             directory, local_files_only=True, trust_remote_code=False
@@ -132,7 +133,7 @@ def check_model(
     if memory is None or offload:
         return
     count = sum(prod(shape) for shape in model_dir.shapes(directory).values())
-    # fp32 weights, gradients and both moments, or weights that are only read in bf16.
+    # fp32 weights, gradients and both moments, or bf16 weights for inference.
     needed = count * (16 if learns else 2)
     beside = config.expert * config.context * config.tensor
     parts = config.fsdp * beside
@@ -146,10 +147,10 @@ def check_model(
 
 
 class HeadModule(nn.Module):
-    """A head as a module of its own, since a model's head is read where its forward is never
-    called.
+    """A head as a module of its own, because a model's own head is used without calling its
+    forward.
 
-    say: what is computed from hidden states and the head, all of it or this process's words.
+    say: computes outputs from hidden states and the head, all of it or this process's words.
     others: see `Head`.
     """
 
@@ -167,8 +168,7 @@ class HeadModule(nn.Module):
 
 
 class ModelWithHead(nn.Module):
-    """A model and its head as one forward pass, of which `fully_shard` needs to see the begin and
-    the end."""
+    """A model and its head as one forward pass, whose begin and end `fully_shard` must see."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__()
@@ -189,20 +189,19 @@ def shard_model(
     shard_ends: bool = True,
     offload: bool = False,
 ) -> ModelWithHead:
-    """The model, as `model.build` gives it, on the device: whole, or this process's part of it,
-    which `model.fill` then reads.
+    """Returns the model that `loading.build` made on the device: whole, or this process's part of
+    it, which `loading.fill` then reads.
 
     The order of what is done to a model, and why: it is frozen and given adapters first, while it
-    is one; its blocks are compiled, and computed again around that (areal_x_torch.decoder_blocks); then
-    heads and vocabulary are split, as what fully_shard splits further must be this process's part;
+    is whole; its blocks are compiled and checkpointed (areal_x_torch.decoder_blocks); then heads
+    and vocabulary are split, because what fully_shard shards further must be this process's part;
     then fully_shard, outermost, so that a block is gathered before anything of it runs, and once
-    for the backward pass, in which it is computed again. All of that on the meta device: only the
-    part that is left takes memory.
+    for the backward pass that recomputes it. All of this happens on the meta device: only the
+    remaining part takes memory.
 
-    dtype: of products. ends: whether the embedding, the last norm and the head are split too.
-    offload: whether parameters, and with them gradients and moments, lie on the host, and a block
-    is on the device while it is computed. Raises: ConfigError for a model that the mesh does not
-    divide.
+    dtype: of products. shard_ends: also shard the embedding, the last norm and the head. offload:
+    keep parameters, and with them gradients and moments, on the host, and a block on the device
+    only while it is computed. Raises: ConfigError for a model that the mesh does not divide.
     """
     whole = ModelWithHead(model)
     if mesh is None:
@@ -215,19 +214,19 @@ def shard_model(
         if shard_ends:
             split_vocabulary(model, dense["tensor"])
             whole.head.others = None if is_classifier(model) else dense["tensor"].get_group()
-        for name, p in model.named_parameters():  # torch's own styles make parameters that learn
+        for name, p in model.named_parameters():  # torch's styles make trainable parameters
             p.requires_grad_(learns[name])
     over = dense["data", DENSE] if dense["data"].size() > 1 else dense[DENSE]
 
-    # Pages that stay where they are let copies go on beside computing. A CPU has none.
+    # Pinned pages let copies overlap with computing. A CPU has none.
     on_host = CPUOffloadPolicy(pin_memory=device.type != "cpu") if offload else OffloadPolicy()
-    # the head is below the model too, where fully_shard would find it again
+    # The head is also below the model, where fully_shard would find it again.
     done: set[nn.Parameter] = set()
 
     def shard(unit: nn.Module, compute: torch.dtype | None, over: DeviceMesh = over) -> None:
-        # Gathered in what products are computed in; summed in fp32. What goes in is left alone: the
-        # residual stream is fp32, as on one device. What was gathered is given up after each pass:
-        # parameters are read and restored between passes.
+        # Parameters are gathered in the compute precision and gradients summed in fp32. Inputs are
+        # not cast: the residual stream is fp32, as on one device. Gathered parameters are released
+        # after each pass, because they are read and restored between passes.
         policy = MixedPrecisionPolicy(
             param_dtype=compute, reduce_dtype=torch.float32, cast_forward_inputs=False
         )
@@ -237,8 +236,7 @@ def shard_model(
             unit, mesh=over, reshard_after_forward=True, shard_placement_fn=by, **how
         )
         assert isinstance(unit, FSDPModule)
-        # Summed and not averaged: a batch's weights hold the normalisation. gloo has nothing but
-        # sums.
+        # Summed instead of averaged: a batch's weights hold the normalisation. gloo only has sums.
         unit.set_force_sum_reduction_for_comms(True)
         unit.set_gradient_divide_factor(1.0)
 
@@ -259,7 +257,7 @@ def shard_model(
     if not is_tied(model):
         shard(whole.head, None if is_classifier(model) else low)
         done.update(whole.head.parameters())
-    # The rest is the embedding, which a tied head is too, and the last norm.
+    # The rest is the embedding, which includes a tied head, and the last norm.
     shard(whole, None)
     materialize(whole, device, torch.device("cpu") if offload else device)
     return whole
@@ -270,15 +268,16 @@ def is_tied(model: PreTrainedModel) -> bool:
 
 
 def plan_of(config: PreTrainedConfig, tensor: int) -> dict[str, str]:
-    """transformers' own plan of what is split how, by patterns of names below the base model.
+    """Returns transformers' own plan of how layers are split, by patterns of names below the base
+    model.
 
-    Raises: ConfigError for models that this backend cannot split by heads, or not by so many.
+    Raises: ConfigError for models that this backend cannot split by heads, or not by this many.
     """
     plan = dict(config.base_model_tp_plan or {})
     plan.pop("embed_tokens", None)  # which `split_vocabulary` splits
     if not plan or set(plan.values()) - {*STYLES, SUMMED}:
         wanted = (
-            f"1, as heads and MLPs of a {config.model_type} model cannot be split yet: use"
+            f"1, as heads and MLPs of a {config.model_type} model cannot be sharded yet: use"
             " mesh.fsdp"
         )
         raise ConfigError("mesh.tensor", tensor, wanted)
@@ -296,15 +295,15 @@ def split_heads(model: PreTrainedModel, mesh: DeviceMesh) -> None:
             if not fnmatchcase(name, pattern):
                 continue
             if isinstance(layer, LoRALinear):
-                # whose outputs are columns: it is x Wᵀ
+                # Its outputs are columns: it computes x Wᵀ.
                 layer.split(mesh, by_rows=style == "colwise")
             else:
                 parallelize_module(layer, mesh, STYLES[style]())
 
 
 def split_vocabulary(model: PreTrainedModel, mesh: DeviceMesh) -> None:
-    """The embedding, and the head where it says words: what each process says of its own,
-    areal_x_torch.head puts together."""
+    """Splits the embedding, and a language model's head; areal_x_torch.head combines the outputs of
+    each process's words."""
     tied, layer = is_tied(model), head_layer(model)
     embedding = model.get_input_embeddings()
     parallelize_module(embedding, mesh, RowwiseParallel(input_layouts=Replicate()))
@@ -316,14 +315,14 @@ def split_vocabulary(model: PreTrainedModel, mesh: DeviceMesh) -> None:
 
 
 def split_along(size: int, x: nn.Parameter) -> Shard | None:
-    """How fully_shard splits what is split already, which it does evenly only: whole experts, or
-    else each of them."""
+    """Returns how fully_shard shards what is already split, which it must do evenly: whole experts,
+    or else each of them."""
     return Shard(1) if isinstance(x, DTensor) and x.ndim == 3 and len(local(x)) % size else None
 
 
 def split_experts(module: nn.Module, mesh: DeviceMesh) -> None:
-    """Each process has as many, which it alone computes: areal_x_torch.experts brings it their
-    tokens."""
+    """Gives each process equally many experts, which it alone computes: areal_x_torch.experts sends
+    it their tokens."""
     for name, x in list(module.named_parameters()):
         setattr(module, name, split(x, mesh, 0))
 
@@ -331,8 +330,8 @@ def split_experts(module: nn.Module, mesh: DeviceMesh) -> None:
 def replicated_in_tensor_group(
     model: PreTrainedModel, mesh: DeviceMesh | None
 ) -> list[nn.Parameter]:
-    """The parameters of which each process of a tensor group has the gradient of its own heads or
-    columns alone."""
+    """Returns the parameters for which each process of a tensor group has only the gradient of its
+    own heads or columns."""
     if mesh is None or mesh["tensor"].size() == 1:
         return []
     decoder = model.get_decoder()
@@ -354,7 +353,7 @@ def replicated_in_tensor_group(
 
 
 def row_rank(mesh: DeviceMesh | None) -> tuple[int, int]:
-    """Which share of a batch's rows is this process's, and of how many."""
+    """Returns the index of this process's share of a batch's rows, and the number of shares."""
     place, shares = 0, 1
     if mesh is None:
         return place, shares
@@ -367,19 +366,18 @@ def row_rank(mesh: DeviceMesh | None) -> tuple[int, int]:
 
 
 def sum_over_rows(x: Tensor, mesh: DeviceMesh | None) -> Tensor:
-    """The sum of what the processes found in their own rows; the same, bit for bit, on every
-    one."""
+    """Sums what the processes computed for their own rows; the same, bit for bit, on every one."""
     return _sum_along(x, mesh, ROW_AXES)
 
 
 def sum_over_tokens(x: Tensor, mesh: DeviceMesh | None) -> Tensor:
-    """The same of what they found in their own parts of rows."""
+    """Sums what the processes computed for their own parts of rows."""
     return _sum_along(x, mesh, (*ROW_AXES, "context"))
 
 
 def _sum_along(x: Tensor, mesh: DeviceMesh | None, own: Sequence[str]) -> Tensor:
     if mesh is not None:
-        # Along the other axes all found the same: it counts once.
+        # Along the other axes all have the same number, which counts once.
         x = (
             torch.zeros_like(x)
             if any(mesh.get_local_rank(axis) for axis in AXES if axis not in own)
@@ -390,7 +388,7 @@ def _sum_along(x: Tensor, mesh: DeviceMesh | None, own: Sequence[str]) -> Tensor
 
 
 def max_over_rows(found: Mapping[str, Tensor], mesh: DeviceMesh | None) -> dict[str, Tensor]:
-    """Of each the largest that a process found in its own rows; all have the same names."""
+    """Returns the maxima over the processes' rows; all have the same names."""
     if mesh is None or not found:
         return dict(found)
     x = torch.stack(list(found.values()))
@@ -399,7 +397,7 @@ def max_over_rows(found: Mapping[str, Tensor], mesh: DeviceMesh | None) -> dict[
 
 
 def total_norm(gradients: Sequence[Tensor], mesh: DeviceMesh | None) -> float:
-    """The norm of all gradients together, over all processes."""
+    """Returns the norm of all gradients together, over all processes."""
     if mesh is None:
         return float(torch.nn.utils.get_total_norm(gradients)) if gradients else 0.0
     own = [local(g) for g in gradients if is_counted(g, mesh)]
@@ -411,7 +409,7 @@ def total_norm(gradients: Sequence[Tensor], mesh: DeviceMesh | None) -> float:
 
 
 def is_counted(x: Tensor, mesh: DeviceMesh) -> bool:
-    """Whether this process is the first of those that have the same part of x."""
+    """True if this process is the first of those that have the same part of x."""
     split: set[str] = set()
     if isinstance(x, DTensor):
         for axes, placement in zip(x.device_mesh.mesh_dim_names or (), x.placements, strict=True):

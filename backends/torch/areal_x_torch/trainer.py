@@ -1,9 +1,9 @@
 """The torch trainer: a transformers model, an optimizer, and as many micro-batches as a batch
 needs.
 
-Of several processes each has a batch whole and computes its rows of it (areal_x_torch.sharding says
-what else lies where); all make the same passes through the model in the same order, as each gathers
-parameters together.
+Each of several processes gets the whole batch and computes its own rows (areal_x_torch.sharding
+defines the sharding of everything else); all make the same passes through the model in the same
+order, because they gather parameters together.
 """
 
 from __future__ import annotations
@@ -64,7 +64,8 @@ from areal_x_torch.sharding import (
 
 
 class Trainer(HuggingFaceTrainer):
-    """See `areal_x.trainer.Trainer`. fp32 master weights, activations in the compute precision."""
+    """An `areal_x.protocols.trainer.Trainer` with fp32 master weights and activations in the
+    compute precision."""
 
     backend = "torch"
 
@@ -76,7 +77,7 @@ class Trainer(HuggingFaceTrainer):
         self.device = find_device()
         if config.deterministic:
             make_deterministic(self.device)
-        # where all is on the host anyway
+        # On a CPU everything is on the host anyway.
         self.offload = config.offload and self.device.type != "cpu"
         self.mesh = make_mesh(config.mesh, self.device, self.offload)
         self.share, self.shares = row_rank(self.mesh)
@@ -88,7 +89,9 @@ class Trainer(HuggingFaceTrainer):
             if config.mesh.context == 1 or self.mesh is None
             else self.mesh["context"].get_group()
         )
-        attention.choose(config.model.attention, self.device, self.dtype)  # refuses early
+        attention.choose(
+            config.model.attention, self.device, self.dtype
+        )  # refuses before anything is loaded
         self.teacher = (
             self._load_teacher(Path(config.teacher)) if config.teacher is not None else None
         )
@@ -103,7 +106,7 @@ class Trainer(HuggingFaceTrainer):
             raise ConfigError(
                 "train.teacher",
                 config.teacher,
-                "a model that sees where the student does, and else one of text",
+                "a vision-language model exactly if the student is one",
             )
         if config.lora.rank:
             lora.add_adapters(self.model, config.lora, config.seed)
@@ -226,8 +229,8 @@ class Trainer(HuggingFaceTrainer):
         return self._all_tokens(batch, "values")
 
     def device_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """The tensors of `weights`, on this process's device. Where nothing is cast or gathered
-        they are the model's own."""
+        """Yields the tensors of `weights` on this process's device. Tensors that are neither cast
+        nor gathered are the model's own. With the transports "nccl" and "handles": experimental."""
         for name, x in gather_each(
             lora.merged(self.model), lambda x: x.to(self.dtype) if x.is_floating_point() else x
         ):
@@ -247,7 +250,7 @@ class Trainer(HuggingFaceTrainer):
         self.need_head("snapshot", "policy")
         copied = gather_each(lora.merged(self.model), lambda x: x.to(self.dtype, copy=True))
         copied = ((name, x.to(self.device)) for name, x in copied)
-        # All gather it, and the first, whose sampler draws, keeps it.
+        # All processes gather it; the first one, which has the sampler, keeps it.
         return {name: x for name, x in copied if self.mesh is None or self.mesh.get_rank() == 0}
 
     def sampler(self, slots: int, context: int) -> Any:
@@ -255,8 +258,7 @@ class Trainer(HuggingFaceTrainer):
 
         self.need_head("sampler", "policy")
         rope.check_length("embedded.context", context, self.model.config, self.directory)
-        # Who has a part of the model alone, or one whose blocks are compiled, samples with a whole
-        # one beside it.
+        # A process with a sharded model, or with compiled blocks, samples with a whole copy beside it.
         own = self.mesh is None and not self.config.compile
         of = self.model if own else loading.frozen(self.directory, self.device, self.dtype)
         return Sampler(of, slots, context, self.dtype)
@@ -309,11 +311,11 @@ class Trainer(HuggingFaceTrainer):
         self.optimizer.set_steps(version)
 
     def _as_saved(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor | ShardedView]:
-        """Of what is trained, or its moments, under the names of its files."""
+        """Returns trained tensors, or their moments, under the names of their files."""
         return dict(tensors) if self.config.lora.rank else model.as_saved(self.model, tensors)
 
     def _state(self) -> dict[str, Tensor]:
-        """Every tensor of a checkpoint, or this process's part, without copying."""
+        """Returns every tensor of a checkpoint, or this process's part, without copying."""
         return model.state_tensors(self.model) | optimizers.moments(self.optimizer, self.trained)
 
     def _check(self, batch: Batch, of: PreTrainedModel, directory: Path) -> None:
@@ -329,15 +331,15 @@ class Trainer(HuggingFaceTrainer):
         teacher = loading.freeze(loading.build(directory, "policy"), self.dtype)
         rope.check_length("train.row_length", self.config.row_length, teacher.config, directory)
         decoder_blocks.prepare(teacher, self.config, self.dtype, None)
-        # the student's pass reads its head
+        # The student's pass reads the teacher's head, so its ends are not sharded.
         shard_model(teacher, self.mesh, self.dtype, self.device, shard_ends=False)
         loading.fill(teacher, directory)
         return teacher
 
-    # what fully_shard gathers in inference mode could not be trained with afterwards
+    # Not inference mode: parameters that fully_shard gathers in it could not be trained afterwards.
     @torch.no_grad()
     def _all_tokens(self, batch: Batch, name: str) -> Float32[np.ndarray, "rows length"]:
-        """What the head says of all tokens."""
+        """Returns the head's output for all tokens."""
         self._check(batch, self.model, self.directory)
         read = {name: getattr(batch, name) for name in ("prefix_ids", *IMAGES)} | {
             "experts": self.recorded_experts(batch)
@@ -358,7 +360,7 @@ class Trainer(HuggingFaceTrainer):
         return sum_over_rows(outputs, self.mesh).cpu().numpy()
 
     def _clip(self) -> float:
-        """Scales the gradient down to `optimizer.clip_norm`; its global norm before."""
+        """Scales the gradient down to `optimizer.clip_norm` and returns its global norm before."""
         gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
         norm = total_norm(gradients, self.mesh)
         limit = self.config.optimizer.clip_norm
