@@ -17,9 +17,7 @@ from areal_x.cluster.links import Follower, Leader
 from areal_x.config.writer import read_settings
 from areal_x.engines.embedded import EmbeddedEngine
 from areal_x.engines.none import NoEngine
-from areal_x.engines.vllm import server as servers
-from areal_x.engines.vllm.engine import VLLMEngine
-from areal_x.engines.vllm.scorer import ServerScorer, server_urls
+from areal_x.engines.vllm.installed import default_threads, is_cpu_build
 from areal_x.errors import UserError
 from areal_x.hf.model_dir import resolve
 from areal_x.hf.tokenizer import check_vocabulary, load_tokenizer
@@ -169,14 +167,6 @@ class Factory(Settings):
         most = (self.max_staleness + 1) * self.groups_per_step + self.window - 2  # queue's bound
         return min(most // self.groups_per_step + 1, mismatch.MAX_LAGS)
 
-    def scoring_urls(self) -> tuple[str, ...]:
-        """Returns the servers that score in place of a reference or teacher that the algorithm
-        needs; none if a trainer scores."""
-        for name in ("teacher", "reference"):
-            if name in self.algorithm.needs:
-                return server_urls(f"train.{name}", getattr(self, name))
-        return ()
-
     def create_models(self, directory: Path, workflow: Workflow) -> Models:
         """Returns the trainer and whatever else the algorithm needs.
 
@@ -206,6 +196,8 @@ class Factory(Settings):
             name = "teacher" if "teacher" in needs else "reference"
             path = getattr(self, name)
             if urls := self.scoring_urls():
+                from areal_x.engines.vllm.scorer import ServerScorer
+
                 key = os.environ.get(self.vllm.key_variable)
                 reference_servers = ServerScorer(urls, key, load_tokenizer(directory), temperature)
             else:
@@ -224,11 +216,6 @@ class Factory(Settings):
             policy["divergence"] = self.algorithm.divergence
         return Models(trainer(directory, **policy), reference, critic, reference_servers)
 
-    def temperature(self, workflow: Workflow) -> float:
-        """Returns the policy's sampling temperature."""
-        sampling = workflow.sampling_params()
-        return self.trainer.temperature if sampling is None else sampling.temperature
-
     def create_engine(
         self, directory: Path, trainer: Trainer, workflow: Workflow, run: Path, message: Message
     ) -> Engine:
@@ -238,6 +225,8 @@ class Factory(Settings):
         if self.engine == "embedded":
             context = self.embedded.context or self.row_length
             return EmbeddedEngine(trainer.sampler(self.embedded.slots, context))
+        from areal_x.engines.vllm.engine import VLLMEngine
+
         experts = self.trainer.replay_experts
         # Servers score a prompt at temperature 1 only, and record experts only while sampling.
         compared_with = None if experts or self.temperature(workflow) != 1 else trainer
@@ -291,8 +280,8 @@ class Factory(Settings):
             pass  # the last bits of some products depend on the number of threads
         elif self.max_staleness and self.engine == "embedded":
             generating = cores.available() // 2
-        elif self.computes_beside_servers and servers.is_cpu_build():
-            each = self.vllm.threads or servers.default_threads(self.vllm.servers)
+        elif self.computes_beside_servers and is_cpu_build():
+            each = self.vllm.threads or default_threads(self.vllm.servers)
             generating = self.vllm.servers * each
         return cores.Threads(trainer, generating)
 

@@ -22,13 +22,13 @@ import gin
 
 from areal_x.algorithms.validation import learns_from_reward_alone
 from areal_x.config.reader import Config
-from areal_x.experiment import Experiment
 from areal_x.hf.model_dir import check_head
 from areal_x.hf.tokenizer import load_tokenizer
 from areal_x.preflight import algorithm, data, memory, servers, storage, tokens, versions
 from areal_x.preflight import model as models
 from areal_x.preflight.finding import Finding, run_check
 from areal_x.protocols.backends import Devices, load_backend
+from areal_x.settings import Settings
 from areal_x.train import FAILED, parser_of, with_config
 from areal_x.types import Task
 
@@ -91,23 +91,21 @@ def findings(config: Config) -> Iterator[Finding]:
     yield found
     if not found.ok:
         return
-    experiment: Experiment = made["settings"]
+    settings: Settings = made["settings"]
     yield look(
         "algorithm",
         lambda: algorithm.check_algorithm(
-            experiment.algorithm, experiment.backend, experiment.group_size, tasks["dataset"][:3]
+            settings.algorithm, settings.backend, settings.group_size, tasks["dataset"][:3]
         ),
     )
-    workflow = data.find_rewarded(experiment.workflow)
+    workflow = data.find_rewarded(settings.workflow)
     if workflow is not None and tasks["dataset"]:
-        must_vary = workflow is experiment.workflow and learns_from_reward_alone(
-            experiment.algorithm
-        )
+        must_vary = workflow is settings.workflow and learns_from_reward_alone(settings.algorithm)
         yield look("reward", lambda: data.check_reward(workflow, tasks["dataset"], must_vary))
-    yield look("run directory", lambda: storage.check_run_directory(experiment))
+    yield look("run directory", lambda: storage.check_run_directory(settings))
     if engine == "vllm":
-        yield look("servers", lambda: servers.check_engine_servers(experiment.vllm))
-    path = experiment.trainer.model.path
+        yield look("servers", lambda: servers.check_engine_servers(settings.vllm))
+    path = settings.trainer.model.path
     if callable(path) and problems:
         yield Finding(
             False,
@@ -121,18 +119,18 @@ def findings(config: Config) -> Iterator[Finding]:
         lambda m: f"{m.directory}, {m.parameters / 1e6:.4g} million parameters",
     )
     if "model" in made:
-        yield from model_findings(experiment, made["model"], tasks["dataset"], look)
+        yield from model_findings(settings, made["model"], tasks["dataset"], look)
 
 
 def model_findings(
-    experiment: Experiment, model: models.Model, tasks: Sequence[Task], look: Callable[..., Finding]
+    settings: Settings, model: models.Model, tasks: Sequence[Task], look: Callable[..., Finding]
 ) -> Iterator[Finding]:
     """Yields the findings that depend on the model."""
     devices: list[Devices] = []
     tokenizers: list[Any] = []
 
     def mesh() -> str:
-        devices.append(check_backend(experiment, model))
+        devices.append(check_backend(settings, model))
         (found,) = devices
         return f"{found.count} × {found.kind}" + (
             f" of {storage.format_bytes(found.memory)}" if found.memory else ""
@@ -144,49 +142,49 @@ def model_findings(
 
     yield look("devices and mesh", mesh)
     if devices:
-        yield look("memory", lambda: memory.check_memory(experiment, model, devices[0]))
-    yield look("disk", lambda: storage.check_disk(experiment, model))
-    if experiment.engine == "vllm" and experiment.vllm.transport == "files":
+        yield look("memory", lambda: memory.check_memory(settings, model, devices[0]))
+    yield look("disk", lambda: storage.check_disk(settings, model))
+    if settings.engine == "vllm" and settings.vllm.transport == "files":
         yield look(
             "staging",
             lambda: storage.check_staging(
-                experiment, model, on_cpu=bool(devices) and devices[0].kind == "cpu"
+                settings, model, on_cpu=bool(devices) and devices[0].kind == "cpu"
             ),
         )
     yield look("tokenizer", tokenizer)
-    if tokenizers and models.other_models(experiment):
+    if tokenizers and models.other_models(settings):
         yield look(
-            "other models", lambda: models.check_other_models(experiment, model, tokenizers[0])
+            "other models", lambda: models.check_other_models(settings, model, tokenizers[0])
         )
     if tokenizers and tasks:
-        yield look("lengths", lambda: tokens.check_lengths(experiment, tasks, tokenizers[0], model))
-    if urls := experiment.scoring_urls():
+        yield look("lengths", lambda: tokens.check_lengths(settings, tasks, tokenizers[0], model))
+    if urls := settings.scoring_urls():
         yield look(
             "scoring servers",
-            partial(servers.check_scoring_servers, experiment, urls, model.directory),
+            partial(servers.check_scoring_servers, settings, urls, model.directory),
         )
 
 
-def build(config: Config, tasks: dict[str, Sequence[Task]]) -> Experiment:
-    """Builds the experiment with the tasks that were already loaded, or none if that failed."""
+def build(config: Config, tasks: dict[str, Sequence[Task]]) -> Settings:
+    """Builds the run's settings with the tasks that were already loaded, or none if that failed."""
     for name in tasks:
         gin.bind_parameter(f"train.{name}", ())  # so that they are not loaded again
-    experiment: Experiment = gin.get_configurable("train")()
-    return replace(experiment, dataset=tasks["dataset"], held_out=tasks["held_out"])
+    settings: Settings = gin.get_configurable("train")()
+    return replace(settings, dataset=tasks["dataset"], held_out=tasks["held_out"])
 
 
-def check_backend(experiment: Experiment, model: models.Model) -> Devices:
+def check_backend(settings: Settings, model: models.Model) -> Devices:
     """Returns the devices. Raises: UserError if the backend would reject this config, this model or
     these devices."""
-    check_head(model.directory, experiment.algorithm.head)
-    settings = replace(
-        experiment.trainer,
-        model=replace(experiment.trainer.model, path=str(model.directory)),
-        head=experiment.algorithm.head,
-        share_prompts=experiment.share_prompts,
-        row_length=experiment.row_length,
+    check_head(model.directory, settings.algorithm.head)
+    config = replace(
+        settings.trainer,
+        model=replace(settings.trainer.model, path=str(model.directory)),
+        head=settings.algorithm.head,
+        share_prompts=settings.share_prompts,
+        row_length=settings.row_length,
     )
-    return load_backend(experiment.backend).check(settings)
+    return load_backend(settings.backend).check(config)
 
 
 if __name__ == "__main__":

@@ -26,7 +26,7 @@ from areal_x.build import Factory
 from areal_x.cluster import ranks
 from areal_x.cluster.links import Follower
 from areal_x.config.writer import changed_settings, gin_file_of, records_gin_parts
-from areal_x.engines.vllm.gpu_transfer import check_machine
+from areal_x.engines.vllm.transports import check_machine
 from areal_x.hf.model_dir import resolve
 from areal_x.hf.tokenizer import load_tokenizer
 from areal_x.monitor.display import Display

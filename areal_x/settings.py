@@ -10,9 +10,9 @@ from areal_x.algorithms.recipes import grpo
 from areal_x.algorithms.validation import validate_group_size
 from areal_x.engines.embedded import EmbeddedConfig
 from areal_x.engines.sampling_checks import check_distribution
+from areal_x.engines.vllm.addresses import server_urls
 from areal_x.engines.vllm.config import VLLMConfig
-from areal_x.engines.vllm.gpu_transfer import check_run
-from areal_x.engines.vllm.scorer import server_urls
+from areal_x.engines.vllm.transports import check_run
 from areal_x.errors import ConfigError, at_least, one_of, positive, within
 from areal_x.monitor.trackers import PROJECT, check_loggers
 from areal_x.protocols.backends import find_backend
@@ -236,6 +236,19 @@ class Settings:
         """True if servers that the run starts on this machine generate while the trainer
         computes."""
         return self.engine == "vllm" and self.max_staleness > 0 and not self.vllm.urls
+
+    def scoring_urls(self) -> tuple[str, ...]:
+        """Returns the servers that score in place of a reference or teacher that the algorithm
+        needs; none if a trainer scores."""
+        for name in ("teacher", "reference"):
+            if name in self.algorithm.needs:
+                return server_urls(f"train.{name}", getattr(self, name))
+        return ()
+
+    def temperature(self, workflow: Workflow) -> float:
+        """Returns the policy's sampling temperature."""
+        sampling = workflow.sampling_params()
+        return self.trainer.temperature if sampling is None else sampling.temperature
 
     def _check_deterministic(self) -> None:
         wanted = None

@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from areal_x.errors import ConfigError
-from areal_x.experiment import Experiment
 from areal_x.preflight.model import Model
 from areal_x.preflight.storage import format_bytes
 from areal_x.protocols.backends import Devices
 from areal_x.protocols.trainer_config import TrainerConfig, bytes_per_parameter
+from areal_x.settings import Settings
 
 # Bytes of fp32 moments per parameter: two moments, two factored ones, and one (of a matrix).
 MOMENTS = {"adamw": 8, "adafactor": 0, "muon": 4}
@@ -35,14 +35,14 @@ class Estimate:
         return self.state + self.activations + self.engine
 
 
-def check_memory(experiment: Experiment, model: Model, devices: Devices) -> str:
+def check_memory(settings: Settings, model: Model, devices: Devices) -> str:
     """Raises: ConfigError if the run cannot fit, naming the setting to lower."""
-    need = estimate(experiment, model, devices)
+    need = estimate(settings, model, devices)
     memory, where = (
         (devices.memory, "each device") if devices.memory else (host_memory(), "this machine")
     )
-    trainer = experiment.trainer
-    rows = f"{trainer.micro_batch_rows} rows of {experiment.row_length} tokens"
+    trainer = settings.trainer
+    rows = f"{trainer.micro_batch_rows} rows of {settings.row_length} tokens"
     sizes = (
         f"{model.parameters / 1e6:.4g} million parameters with their training state take"
         f" {format_bytes(need.state)}, the backward pass of {rows}"
@@ -57,14 +57,14 @@ def check_memory(experiment: Experiment, model: Model, devices: Devices) -> str:
             trainer.micro_batch_rows,
             f"lower, or trainer.remat = 'layers': {sizes}",
         )
-    if need.state <= memory and experiment.engine == "embedded":
-        raise ConfigError("embedded.slots", experiment.embedded.slots, f"lower: {sizes}")
+    if need.state <= memory and settings.engine == "embedded":
+        raise ConfigError("embedded.slots", settings.embedded.slots, f"lower: {sizes}")
     if need.state <= memory:
         wanted = (
             "with '--gpu-memory-utilization' and a smaller share, or the servers on GPUs of"
             f" vllm.devices: {sizes}"
         )
-        raise ConfigError("vllm.arguments", experiment.vllm.arguments, wanted)
+        raise ConfigError("vllm.arguments", settings.vllm.arguments, wanted)
     raise ConfigError(
         "mesh.fsdp",
         trainer.mesh.fsdp,
@@ -72,27 +72,27 @@ def check_memory(experiment: Experiment, model: Model, devices: Devices) -> str:
     )
 
 
-def estimate(experiment: Experiment, model: Model, devices: Devices) -> Estimate:
+def estimate(settings: Settings, model: Model, devices: Devices) -> Estimate:
     """Estimates the memory of a device. Sharded state is divided evenly; replicas of a model on the
     devices of one CPU machine are not counted.
 
     item, here and below: bytes per parameter in the compute precision.
     """
-    trainer, on_cpu = experiment.trainer, devices.kind == "cpu"
+    trainer, on_cpu = settings.trainer, devices.kind == "cpu"
     item = bytes_per_parameter(trainer, on_cpu)
     shards = 1 if on_cpu else trainer.mesh.fsdp * trainer.mesh.tensor
     trained = model.parameters * bytes_per_trained_parameter(trainer, item) / shards
     frozen = model.parameters * item / shards
-    needs = experiment.algorithm.needs
+    needs = settings.algorithm.needs
     others = 0.0
-    if needs & {"reference", "teacher"} and not experiment.scoring_urls():
+    if needs & {"reference", "teacher"} and not settings.scoring_urls():
         others += frozen
     if "values" in needs:
         others += trained
     return Estimate(
         state=trained + others,
-        activations=activation_bytes(experiment, model.config, item),
-        engine=engine_bytes(experiment, model, devices, item),
+        activations=activation_bytes(settings, model.config, item),
+        engine=engine_bytes(settings, model, devices, item),
     )
 
 
@@ -105,11 +105,11 @@ def bytes_per_trained_parameter(trainer: TrainerConfig, item: int) -> float:
     return 8 + moments + (item if item < 4 else 0)
 
 
-def activation_bytes(experiment: Experiment, config: Mapping[str, Any], item: int) -> float:
+def activation_bytes(settings: Settings, config: Mapping[str, Any], item: int) -> float:
     """Activations of one micro-batch that are kept for the backward pass: each layer's input and
     the outputs of its kernels, or with remat = "layers" all inputs and one layer's outputs."""
-    trainer = experiment.trainer
-    tokens = trainer.micro_batch_rows * experiment.row_length / trainer.mesh.context
+    trainer = settings.trainer
+    tokens = trainer.micro_batch_rows * settings.row_length / trainer.mesh.context
     hidden, layers, inner = (
         config["hidden_size"],
         config["num_hidden_layers"],
@@ -122,27 +122,25 @@ def activation_bytes(experiment: Experiment, config: Mapping[str, Any], item: in
     return float(tokens * kept * item)
 
 
-def engine_bytes(experiment: Experiment, model: Model, devices: Devices, item: int) -> float:
+def engine_bytes(settings: Settings, model: Model, devices: Devices, item: int) -> float:
     """Memory of the engine. Embedded: its copy of the weights and all caches when full. Servers on
     this trainer's GPU: the share that they take; on a CPU: the weights and 1 GB of cache each."""
-    if experiment.engine == "embedded":
-        return model.parameters * item + cache_bytes(experiment, model.config, item)
-    config = experiment.vllm
-    if experiment.engine == "none" or config.urls or config.devices:
+    if settings.engine == "embedded":
+        return model.parameters * item + cache_bytes(settings, model.config, item)
+    config = settings.vllm
+    if settings.engine == "none" or config.urls or config.devices:
         return 0.0
     if devices.memory is None:
         return config.servers * (model.parameters * item + 1e9)
     return gpu_share(config.arguments) * devices.memory
 
 
-def cache_bytes(experiment: Experiment, config: Mapping[str, Any], item: int) -> float:
+def cache_bytes(settings: Settings, config: Mapping[str, Any], item: int) -> float:
     heads, layers = config["num_attention_heads"], config["num_hidden_layers"]
     head = config.get("head_dim") or config["hidden_size"] // heads
     per_token = layers * 2 * (config.get("num_key_value_heads") or heads) * head * item
     return float(
-        experiment.embedded.slots
-        * (experiment.embedded.context or experiment.row_length)
-        * per_token
+        settings.embedded.slots * (settings.embedded.context or settings.row_length) * per_token
     )
 
 

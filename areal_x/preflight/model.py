@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from areal_x.errors import UserError
-from areal_x.experiment import Experiment
 from areal_x.hf import model_dir
 from areal_x.hf.tokenizer import check_vocabulary
+from areal_x.settings import Settings
 from areal_x.workflows.learned_reward import LearnedReward
 
 SMALL = ("*.json", "*.jinja", "*.model", "*.txt")  # config and tokenizer
@@ -52,15 +52,15 @@ def find_model(path: str | Callable[[], str]) -> Model:
         return look_up_on_hub(name)
 
 
-def other_models(experiment: Experiment) -> dict[str, Path]:
+def other_models(settings: Settings) -> dict[str, Path]:
     """The directories of the other models that read the policy's tokens (reference or teacher,
     critic, reward model), by the setting that names them. Models that functions make or that are on
     the hub are not included."""
-    needs, workflow = experiment.algorithm.needs, experiment.workflow
+    needs, workflow = settings.algorithm.needs, settings.workflow
     paths: dict[str, Any] = {
-        "train.teacher": experiment.teacher if needs & {"teacher", "teacher_logits"} else None,
-        "train.reference": experiment.reference if "reference" in needs else None,
-        "critic.path": experiment.critic.path if "values" in needs else None,
+        "train.teacher": settings.teacher if needs & {"teacher", "teacher_logits"} else None,
+        "train.reference": settings.reference if "reference" in needs else None,
+        "critic.path": settings.critic.path if "values" in needs else None,
         "learned_reward.path": workflow.path if isinstance(workflow, LearnedReward) else None,
     }
     return {
@@ -70,15 +70,15 @@ def other_models(experiment: Experiment) -> dict[str, Path]:
     }
 
 
-def check_other_models(experiment: Experiment, model: Model, tokenizer: Any) -> str:
+def check_other_models(settings: Settings, model: Model, tokenizer: Any) -> str:
     """Checks that the other models have the policy's tokens. Raises: ConfigError for one that does
     not."""
-    for binding, directory in other_models(experiment).items():
-        if isinstance(experiment.workflow, LearnedReward) and binding == "learned_reward.path":
-            experiment.workflow.find(tokenizer)
+    for binding, directory in other_models(settings).items():
+        if isinstance(settings.workflow, LearnedReward) and binding == "learned_reward.path":
+            settings.workflow.find(tokenizer)
         else:
             check_vocabulary(binding, directory, model.directory)
-    return f"the policy's tokens: {', '.join(other_models(experiment))}"
+    return f"the policy's tokens: {', '.join(other_models(settings))}"
 
 
 def is_hub_name(name: str) -> bool:

@@ -11,14 +11,14 @@ from pathlib import Path
 from areal_x.engines.vllm.client import VLLMClient
 from areal_x.engines.vllm.config import VLLMConfig
 from areal_x.engines.vllm.gate import unprotected_warning
-from areal_x.engines.vllm.gpu_transfer import TRANSPORTS, check_machine
+from areal_x.engines.vllm.installed import is_cpu_build
 from areal_x.engines.vllm.scorer import ServerScorer
-from areal_x.engines.vllm.server import is_cpu_build
+from areal_x.engines.vllm.transports import TRANSPORTS, check_machine
 from areal_x.errors import UserError
-from areal_x.experiment import Experiment
 from areal_x.hf.tokenizer import load_tokenizer
 from areal_x.runtime import open_files
 from areal_x.runtime.loop import run
+from areal_x.settings import Settings
 
 TIMEOUT_SECONDS = 20.0  # for one server to answer
 
@@ -70,11 +70,11 @@ async def query_server(url: str, key: str | None, transfer: str) -> tuple[int, b
         await client.close()
 
 
-def check_scoring_servers(experiment: Experiment, urls: Sequence[str], directory: Path) -> str:
+def check_scoring_servers(settings: Settings, urls: Sequence[str], directory: Path) -> str:
     """Checks that a reference's or teacher's servers answer, accept the key, and tokenise as the
     trained model does."""
-    temperature = experiment.temperature(experiment.workflow)
+    temperature = settings.temperature(settings.workflow)
     ServerScorer(
-        urls, os.environ.get(experiment.vllm.key_variable), load_tokenizer(directory), temperature
+        urls, os.environ.get(settings.vllm.key_variable), load_tokenizer(directory), temperature
     )
     return f"{len(urls)} answer, with the same tokens"

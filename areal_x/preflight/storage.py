@@ -7,36 +7,36 @@ from pathlib import Path
 
 from areal_x.engines.vllm.staging import default_parent
 from areal_x.errors import ConfigError
-from areal_x.experiment import Experiment
 from areal_x.preflight.model import Model
 from areal_x.protocols.trainer_config import bytes_per_parameter
 from areal_x.run.run_dir import check_writable, nearest_existing
+from areal_x.settings import Settings
 
 JOURNAL_BYTES = 6  # per token (see JournalConfig)
 SAVED_MOMENTS = {"adamw": 8, "adafactor": 1, "muon": 8}  # bytes per parameter in fp32, at most
 
 
-def check_run_directory(experiment: Experiment) -> str:
+def check_run_directory(settings: Settings) -> str:
     """Raises: ConfigError for a directory that cannot be written, and for a run that already
     exists."""
-    runs = Path(experiment.runs)
+    runs = Path(settings.runs)
     check_writable("train.runs", runs)
-    run = runs / experiment.name if experiment.name else None
+    run = runs / settings.name if settings.name else None
     if run is not None and run.is_dir() and any(run.iterdir()):
         raise ConfigError(
             "train.name",
-            experiment.name,
+            settings.name,
             f"another, as {run} exists and is not overwritten (or use --resume)",
         )
     return f"{run or runs} can be written"
 
 
-def check_disk(experiment: Experiment, model: Model) -> str:
+def check_disk(settings: Settings, model: Model) -> str:
     """Raises: ConfigError if checkpoints and journal do not fit on the disk."""
-    runs = Path(experiment.runs)
-    checkpoint = checkpoint_bytes(experiment, model)
-    count = experiment.keep_checkpoints + 1  # the oldest is deleted once the newest is complete
-    journal = journal_bytes(experiment)
+    runs = Path(settings.runs)
+    checkpoint = checkpoint_bytes(settings, model)
+    count = settings.keep_checkpoints + 1  # the oldest is deleted once the newest is complete
+    journal = journal_bytes(settings)
     free = shutil.disk_usage(nearest_existing(runs)).free
     sizes = (
         f"{count} times a checkpoint of {format_bytes(checkpoint)} and a journal of at most"
@@ -44,49 +44,45 @@ def check_disk(experiment: Experiment, model: Model) -> str:
     )
     if checkpoint * count + journal > free:
         wanted = f"smaller, or train.runs on a larger disk: the run writes {sizes}"
-        raise ConfigError("train.keep_checkpoints", experiment.keep_checkpoints, wanted)
+        raise ConfigError("train.keep_checkpoints", settings.keep_checkpoints, wanted)
     return sizes
 
 
-def check_staging(experiment: Experiment, model: Model, on_cpu: bool) -> str:
+def check_staging(settings: Settings, model: Model, on_cpu: bool) -> str:
     """Checks the directory to which weights are staged. Raises: ConfigError if it cannot be written
     or is too small."""
-    parent = Path(experiment.vllm.staging) if experiment.vllm.staging else default_parent()
+    parent = Path(settings.vllm.staging) if settings.vllm.staging else default_parent()
     check_writable("vllm.staging", parent)
     free = shutil.disk_usage(nearest_existing(parent)).free
-    if experiment.trainer.lora.rank:
+    if settings.trainer.lora.rank:
         return f"{parent} can be written; {format_bytes(free)} are free"
-    needed = model.parameters * bytes_per_parameter(experiment.trainer, on_cpu)
+    needed = model.parameters * bytes_per_parameter(settings.trainer, on_cpu)
     if needed > free:
         wanted = (
             f"a directory with {format_bytes(needed)}, the size of the weights: {parent} has"
             f" {format_bytes(free)}"
         )
-        raise ConfigError("vllm.staging", experiment.vllm.staging, wanted)
+        raise ConfigError("vllm.staging", settings.vllm.staging, wanted)
     return f"{parent} takes the weights, {format_bytes(needed)}; {format_bytes(free)} are free"
 
 
-def checkpoint_bytes(experiment: Experiment, model: Model) -> int:
+def checkpoint_bytes(settings: Settings, model: Model) -> int:
     """Bytes of fp32 weights and optimizer moments, of the policy and a critic. Adapters count as
     0."""
-    if experiment.trainer.lora.rank:
+    if settings.trainer.lora.rank:
         return 0
-    trained = 2 if "values" in experiment.algorithm.needs else 1
-    moments = SAVED_MOMENTS[experiment.trainer.optimizer.name] // (
-        2 if experiment.trainer.optimizer.moments == "bf16" else 1
+    trained = 2 if "values" in settings.algorithm.needs else 1
+    moments = SAVED_MOMENTS[settings.trainer.optimizer.name] // (
+        2 if settings.trainer.optimizer.moments == "bf16" else 1
     )
     return trained * model.parameters * (4 + moments)
 
 
-def journal_bytes(experiment: Experiment) -> int:
+def journal_bytes(settings: Settings) -> int:
     """An upper bound on the journal's size: every sequence as long as a row."""
-    steps = min(experiment.steps, experiment.journal.keep_steps or experiment.steps)
+    steps = min(settings.steps, settings.journal.keep_steps or settings.steps)
     return (
-        steps
-        * experiment.groups_per_step
-        * experiment.group_size
-        * experiment.row_length
-        * JOURNAL_BYTES
+        steps * settings.groups_per_step * settings.group_size * settings.row_length * JOURNAL_BYTES
     )
 
 

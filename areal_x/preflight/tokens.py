@@ -8,10 +8,10 @@ from itertools import islice
 from typing import Any
 
 from areal_x.errors import ConfigError, UserError
-from areal_x.experiment import Experiment
 from areal_x.hf.endings import FILES, named_ends, stop_tokens, turn_end
 from areal_x.hf.image_reader import read_prompt_images
 from areal_x.preflight.model import Model
+from areal_x.settings import Settings
 from areal_x.tasks.screening import create_screen
 from areal_x.types import Task
 from areal_x.workflows.single_turn import encode
@@ -38,35 +38,31 @@ def check_end_tokens(tokenizer: Any, model: Model) -> str:
     return f"{found}; with {names[turn.token]!r} the chat template ends a turn, which {unnamed}"
 
 
-def check_lengths(
-    experiment: Experiment, tasks: Sequence[Task], tokenizer: Any, model: Model
-) -> str:
+def check_lengths(settings: Settings, tasks: Sequence[Task], tokenizer: Any, model: Model) -> str:
     """Checks that prompts and answers fit into the context.
 
     Raises: UserError for prompts that cannot be read; ConfigError for a setting with which
     sequences, or all prompts, do not fit, or images are not supported.
     """
-    trainer, row = experiment.trainer, experiment.row_length
+    trainer, row = settings.trainer, settings.row_length
     if row % trainer.mesh.context:
         raise ConfigError(
             "train.row_length", row, f"a multiple of mesh.context = {trainer.mesh.context}"
         )
-    name = {"embedded": "embedded.context", "vllm": "vllm.context"}.get(experiment.engine)
-    own = {"embedded": experiment.embedded.context, "vllm": experiment.vllm.context}.get(
-        experiment.engine
+    name = {"embedded": "embedded.context", "vllm": "vllm.context"}.get(settings.engine)
+    own = {"embedded": settings.embedded.context, "vllm": settings.vllm.context}.get(
+        settings.engine
     )
     binding, context = (name, own) if name and own else ("train.row_length", row)
-    screen = create_screen(
-        experiment.workflow, tokenizer, experiment.longest_prompt, context, binding
-    )
+    screen = create_screen(settings.workflow, tokenizer, settings.longest_prompt, context, binding)
     left_out = screen and screen.scan(tasks, SCAN_SECONDS)
     fitting = (task for i, task in enumerate(tasks) if screen is None or screen.fits(i, task))
     first = list(islice(fitting, READ_PROMPTS))
     images = [read_prompt_images(tokenizer, task.prompt) for task in first]
-    if any(images) and experiment.engine == "embedded" and experiment.backend != "torch":
+    if any(images) and settings.engine == "embedded" and settings.backend != "torch":
         raise ConfigError(
             "train.backend",
-            experiment.backend,
+            settings.backend,
             "'torch', whose embedded engine supports images: the prompts have images",
         )
     longest = max(
@@ -84,9 +80,9 @@ def check_lengths(
     )
     if longest >= context:
         raise ConfigError(binding, context, f"more than {longest}: {prompts}")
-    sampling = experiment.workflow.sampling_params()
+    sampling = settings.workflow.sampling_params()
     answers = 0 if sampling is None else sampling.max_tokens
-    if experiment.engine != "none" and longest + answers > context:
+    if settings.engine != "none" and longest + answers > context:
         wanted = (
             f"at most {context - longest}, or {binding} = {context} raised: {prompts}, and longer"
             " answers would be cut"

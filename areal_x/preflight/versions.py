@@ -9,7 +9,7 @@ from importlib.metadata import Distribution, PackageNotFoundError, distribution,
 
 from packaging.requirements import Requirement
 
-from areal_x.engines.vllm.client import VLLM_RELEASE
+from areal_x.engines.vllm.installed import VLLM_RELEASE
 from areal_x.errors import UserError
 from areal_x.protocols.backends import find_backend
 

@@ -33,7 +33,6 @@ from areal_x.protocols.engine import Completion, EngineError, SamplingParams
 from areal_x.runtime.loop import together
 from areal_x.runtime.waits import waiting, whose
 
-VLLM_RELEASE = "0.32"
 MODEL = "policy"  # the name that servers serve the model under
 HEALTH_SECONDS = 5.0
 CONTROL_SECONDS = 600.0  # loading the weights of a large model from a shared folder

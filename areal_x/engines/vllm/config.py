@@ -8,8 +8,8 @@ from urllib.parse import urlsplit
 import gin
 
 from areal_x.engines.sampling_checks import check_arguments
-from areal_x.engines.vllm.gpu_transfer import check_settings
-from areal_x.engines.vllm.server import is_local
+from areal_x.engines.vllm.addresses import is_local
+from areal_x.engines.vllm.transports import check_settings
 from areal_x.errors import ConfigError, at_least, positive
 
 

@@ -28,22 +28,19 @@ from jaxtyping import Float32, Int32
 
 from areal_x.engines.vllm import adapters, slices
 from areal_x.engines.vllm import server as servers
+from areal_x.engines.vllm.addresses import is_local
 from areal_x.engines.vllm.client import MODEL, VLLMClient
 from areal_x.engines.vllm.config import VLLMConfig
 from areal_x.engines.vllm.dispatcher import Dispatcher
 from areal_x.engines.vllm.features import features_for
 from areal_x.engines.vllm.gate import unprotected_warning
-from areal_x.engines.vllm.gpu_transfer import (
-    EXPERIMENTAL,
-    TRANSPORTS,
-    TrainerWeights,
-    check_machine,
-)
+from areal_x.engines.vllm.gpu_transfer import TrainerWeights
 from areal_x.engines.vllm.probe import probe_prompt
 from areal_x.engines.vllm.publisher import Publisher
 from areal_x.engines.vllm.replica import Replica, external_replica, launches_of
 from areal_x.engines.vllm.staging import StagedFiles
 from areal_x.engines.vllm.supervisor import Supervisor
+from areal_x.engines.vllm.transports import EXPERIMENTAL, TRANSPORTS, check_machine
 from areal_x.errors import ConfigError, UserError
 from areal_x.hf.model_dir import read_config, text_config
 from areal_x.protocols.engine import Completion, Engine, EngineError, Request, max_new_tokens
@@ -207,9 +204,7 @@ class VLLMEngine(Engine):
         Raises: UserError if it cannot join.
         """
         replica = self._external(url)
-        if self.config.transport != "files" or (
-            not self.config.staging and not servers.is_local(url)
-        ):
+        if self.config.transport != "files" or (not self.config.staging and not is_local(url)):
             raise UserError(
                 f"{replica.name} cannot join: it needs vllm.transport = 'files' and a vllm.staging"
                 " that it sees"

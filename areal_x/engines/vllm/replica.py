@@ -15,9 +15,10 @@ from areal_x.engines.vllm import server as servers
 from areal_x.engines.vllm.client import HEALTH_SECONDS, VLLMClient
 from areal_x.engines.vllm.config import VLLMConfig
 from areal_x.engines.vllm.failures import ServerFailed, ServerLost, ServerTorn
-from areal_x.engines.vllm.gpu_transfer import TRANSPORTS
+from areal_x.engines.vllm.installed import default_threads
 from areal_x.engines.vllm.plugin import BACKEND
 from areal_x.engines.vllm.staging import StagedFiles
+from areal_x.engines.vllm.transports import TRANSPORTS
 from areal_x.errors import UserError
 from areal_x.protocols.engine import EngineError
 from areal_x.runtime.waits import waiting
@@ -201,7 +202,7 @@ def launches_of(
             concurrency=config.concurrency,
             seed=index,
             port=config.port + index if config.port else 0,
-            threads=config.threads or servers.default_threads(config.servers),
+            threads=config.threads or default_threads(config.servers),
             device=config.devices[index] if config.devices else None,
             experts=experts,
             lora_rank=lora_rank,

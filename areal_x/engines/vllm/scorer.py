@@ -11,15 +11,15 @@ not have.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
-from urllib.parse import urlsplit
 
 import numpy as np
 from jaxtyping import Float32, Int64
 
-from areal_x.engines.vllm.client import VLLM_RELEASE, ServedModel, VLLMClient
+from areal_x.engines.vllm.client import ServedModel, VLLMClient
+from areal_x.engines.vllm.installed import VLLM_RELEASE
 from areal_x.errors import ConfigError, UserError
 from areal_x.protocols.engine import EngineError
 from areal_x.runtime.loop import run, together
@@ -29,30 +29,6 @@ from areal_x.types import Batch
 CONCURRENCY = 32
 # Digits, white space, code and non-ASCII letters: where tokenizers differ.
 PROBE = "It's 1234567.89 km²,\n\tdef f(x): return x**2  # naïve, 北京, Ωμέγα"
-
-
-def server_urls(
-    binding: str, given: str | Sequence[str] | Callable[[], str] | None
-) -> tuple[str, ...]:
-    """Returns the addresses of servers, or () for a directory, a hub name, a function that creates
-    a directory, and None.
-
-    Raises: ConfigError for a list of anything but addresses.
-    """
-    if given is None or callable(given) or (isinstance(given, str) and not is_url(given)):
-        return ()
-    urls = (given,) if isinstance(given, str) else tuple(given)
-    if not urls or not all(map(is_url, urls)):
-        raise ConfigError(
-            binding,
-            given,
-            "a directory, a hub name, or one or more http:// or https:// addresses of servers",
-        )
-    return urls
-
-
-def is_url(text: str) -> bool:
-    return urlsplit(text).scheme in ("http", "https")
 
 
 class ServerScorer:

