@@ -62,5 +62,5 @@ def test_calls_that_an_episode_makes_at_once_are_refused(tiny_model_dir: Path, t
 
     experiment: Experiment = delayed(tiny_model_dir, tmp_path, 0)
     workflow = Both(**{field.name: getattr(experiment.workflow, field.name) for field in fields(experiment.workflow)})
-    with pytest.raises(UserError, match="calls that an episode makes at the same time"):
+    with pytest.raises(UserError, match="cannot order concurrent calls by one episode"):
         replace(experiment, workflow=workflow).run()

@@ -184,7 +184,7 @@ def test_a_student_comes_nearer_to_its_teacher(experiment, tmp_path):
     [
         ({"algorithm": recipes.distill()}, r"train\.teacher = None"),
         ({"algorithm": recipes.distill(beta=0.5)}, r"train\.teacher = None"),
-        ({"algorithm": recipes.distill(beta=0.5), "teacher": "http://host:8000"}, "no server gives the whole distribution"),
+        ({"algorithm": recipes.distill(beta=0.5), "teacher": "http://host:8000"}, "no server returns the whole distribution"),
         ({"algorithm": recipes.reward_model()}, r"train\.engine = 'embedded' cannot work: it must be 'none'"),
         ({"minibatches": 3}, r"train\.minibatches = 3"),
     ],
@@ -195,7 +195,7 @@ def test_what_cannot_work_is_refused_at_construction(experiment, changes, says):
 
 
 def test_a_teacher_with_other_tokens_is_refused(experiment, tmp_path):
-    from tests.conftest import CHARACTERS, write_model, write_tokenizer
+    from areal_x.testing.models import CHARACTERS, write_model, write_tokenizer
 
     other = write_model(tmp_path / "other")
     write_tokenizer(other, CHARACTERS[::-1])

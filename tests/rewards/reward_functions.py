@@ -98,10 +98,13 @@ def forks_and_leaves(task, text):
 def forks_without_end(task, text):
     """Forks task.answer children, each in a session of its own, with a file named for its process id."""
     for _ in range(task.answer):
-        if os.fork() == 0:
+        child = os.fork()
+        if child == 0:
             os.setsid()
             (Path(text) / str(os.getpid())).touch()
             time.sleep(1000)
+        while not (Path(text) / str(child)).exists():
+            time.sleep(0.001)
     while True:
         time.sleep(1000)
 

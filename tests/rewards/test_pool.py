@@ -172,7 +172,7 @@ def test_too_many_processes_are_a_failure_and_all_of_them_end(tmp_path):
     outcome = score(rewards.forks_without_end, str(tmp_path), Task("t", "p", 40), limits=RewardLimits(processes=8))
     assert outcome == Failed("the reward's process ended: it had more than 8 processes (reward_limits.processes)")
     started = [int(path.name) for path in tmp_path.iterdir()]
-    assert len(started) > 8
+    assert len(started) >= 7  # beside the reward's process and the one child too many, which may not have begun
     assert all(map(gone, started))
 
 
