@@ -19,8 +19,8 @@ import tempfile
 from pathlib import Path
 
 from areal_x.engines.embedded import EmbeddedConfig
+from areal_x.testing.models import write_model
 from benchmarks.recipes import train
-from tests.conftest import write_model
 from tests.random_delays import delayed, digest
 
 COST_STEPS = 30

@@ -37,9 +37,9 @@ from areal_x.experiment import Experiment
 from areal_x.hf import model_dir
 from areal_x.run import checkpoint
 from areal_x.run.journal import Journal
+from areal_x.testing.models import write_model
 from areal_x.types import Task
 from areal_x.workflows.single_turn import SingleTurn
-from tests.conftest import write_model
 from tests.experiments import tiny_experiment
 from tests.ones import counts_ones
 

@@ -20,8 +20,8 @@ import threading
 from pathlib import Path
 
 from areal_x.hf import model_dir
+from areal_x.testing.models import write_model
 from areal_x.trainer import MeshConfig
-from tests.conftest import write_model
 
 SIZES = {"hidden_size": 768, "intermediate_size": 2304, "num_hidden_layers": 24, "head_dim": 64, "vocab_size": 48_000}
 HEADS = {"num_attention_heads": 12, "num_key_value_heads": 4, "tie_word_embeddings": True}

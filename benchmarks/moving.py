@@ -15,8 +15,8 @@ import argparse
 import tempfile
 from pathlib import Path
 
+from areal_x.testing.models import write_model
 from tests.backend_moves import across, deviations, learn, recorded_batches, trainer
-from tests.conftest import write_model
 
 COURSES = (["jax", "torch"], ["torch", "jax"], ["torch"])
 

@@ -22,9 +22,9 @@ from areal_x.algorithms.weighting import token_mean
 from areal_x.batching.packing import pack
 from areal_x.engines.vllm.config import VLLMConfig
 from areal_x.engines.vllm.engine import VLLMEngine
+from areal_x.testing.models import CHARACTERS, write_tokenizer
 from areal_x.trainer import ModelConfig, OptimizerConfig, TrainerConfig
 from areal_x_jax.trainer import Trainer
-from tests.conftest import CHARACTERS, write_tokenizer
 from tests.models import GEMMA3, MODELS, MORE, trajectories, write_config
 
 VOCABULARY = len(CHARACTERS) + 2

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import sys
@@ -16,8 +15,11 @@ import gin
 import pytest
 from hypothesis import settings
 
+from areal_x.testing.models import write_model
 from tests import forking
 from tests.servers import nothing_is_lost_unasked, run, vllm_engine, vllm_server, watch  # noqa: F401  (fixtures)
+
+pytest.register_assert_rewrite("areal_x.testing.conformance")
 
 # The duration of an example depends on the load of the machine.
 settings.register_profile("any_speed", deadline=None)
@@ -90,81 +92,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 pytest_plugins = ["tests.quick"]
-
-CHARACTERS = "0123456789+=,>.abcdefghijklmnopqrstuvwxyz "
-
-
-def write_tokenizer(directory: Path, characters: str = CHARACTERS) -> None:
-    """A character tokenizer in Hugging Face form: ids 0 and 1 are padding and end."""
-    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    vocabulary = {"<pad>": 0, "<end>": 1, **{c: i + 2 for i, c in enumerate(characters)}}
-    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<pad>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
-    tokenizer.decoder = decoders.Fuse()
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<end>").save_pretrained(directory)
-
-
-def write_model(directory: Path, *, seed: int = 0, **changes: object) -> Path:
-    """A random Qwen3 with its tokenizer, as `save_pretrained` writes them, without torch."""
-    import numpy as np
-    from safetensors.numpy import save_file
-
-    c = {
-        "architectures": ["Qwen3ForCausalLM"],
-        "model_type": "qwen3",
-        "hidden_size": 64,
-        "intermediate_size": 96,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 32,
-        "vocab_size": len(CHARACTERS) + 2,
-        "max_position_embeddings": 512,
-        "rms_norm_eps": 1e-6,
-        "rope_theta": 10000.0,
-        "tie_word_embeddings": False,
-        "hidden_act": "silu",
-        "attention_bias": False,
-        "attention_dropout": 0.0,
-        "use_sliding_window": False,
-        "eos_token_id": 1,
-        "pad_token_id": 0,
-        "dtype": "float32",
-        **changes,
-    }
-    rng = np.random.default_rng(seed)
-    h, inter, d = c["hidden_size"], c["intermediate_size"], c["head_dim"]
-    q, kv = c["num_attention_heads"] * d, c["num_key_value_heads"] * d
-    shapes = {"model.embed_tokens.weight": (c["vocab_size"], h), "model.norm.weight": (h,)}
-    for i in range(c["num_hidden_layers"]):
-        p = f"model.layers.{i}."
-        shapes |= {
-            p + "self_attn.q_proj.weight": (q, h),
-            p + "self_attn.k_proj.weight": (kv, h),
-            p + "self_attn.v_proj.weight": (kv, h),
-            p + "self_attn.o_proj.weight": (h, q),
-            p + "self_attn.q_norm.weight": (d,),
-            p + "self_attn.k_norm.weight": (d,),
-            p + "mlp.gate_proj.weight": (inter, h),
-            p + "mlp.up_proj.weight": (inter, h),
-            p + "mlp.down_proj.weight": (h, inter),
-            p + "input_layernorm.weight": (h,),
-            p + "post_attention_layernorm.weight": (h,),
-        }
-    if not c["tie_word_embeddings"]:
-        shapes["lm_head.weight"] = (c["vocab_size"], h)
-    # Norms are around 1, and matrices large enough that a wrong layer shows in the logits.
-    draw = {
-        n: rng.normal(1.0 if len(s) == 1 else 0.0, 0.1 if len(s) == 1 else 0.15, s).astype(np.float32)
-        for n, s in shapes.items()
-    }
-    directory.mkdir(parents=True, exist_ok=True)
-    save_file(draw, directory / "model.safetensors", metadata={"format": "pt"})
-    (directory / "config.json").write_text(json.dumps(c, indent=2))
-    write_tokenizer(directory)
-    return directory
 
 
 @pytest.fixture(scope="session")

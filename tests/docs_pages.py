@@ -79,7 +79,7 @@ def of_gateway() -> Namespace:
 def a_run() -> Namespace:
     """The run runs/arithmetic-grpo-1 with three steps, and an experiment."""
     from areal_x.hf.tokenizer import load_tokenizer
-    from tests.conftest import write_model
+    from areal_x.testing.models import write_model
     from tests.experiments import tiny_experiment
 
     model = Path("model")

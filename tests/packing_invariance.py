@@ -23,8 +23,9 @@ from areal_x.hf import model_dir
 from areal_x.protocols.backends import create_trainer
 from areal_x.protocols.trainer import Trainer
 from areal_x.protocols.trainer_config import ModelConfig, OptimizerConfig, TrainerConfig
+from areal_x.testing.models import write_model
 from areal_x.types import Batch, Policy, Trajectory
-from tests.conftest import python_with, write_model
+from tests.conftest import python_with
 
 POLICY = {
     "reinforce": losses.reinforce,

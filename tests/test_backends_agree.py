@@ -8,7 +8,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from areal_x.errors import UserError
 from areal_x.protocols.trainer import Trainer
 from areal_x.protocols.trainer_config import OptimizerConfig
 from areal_x.types import Batch
@@ -49,13 +48,3 @@ def test_both_score_the_same_tokens_alike(tiny_model_dir, tied_model_dir, batche
     for directory in (tiny_model_dir, tied_model_dir):
         one, other = trainer("jax", directory), trainer("torch", directory)
         np.testing.assert_allclose(one.logprobs(batches[0]), other.logprobs(batches[0]), atol=1e-5)
-
-
-@pytest.mark.parametrize("backend", ["jax", "torch"])
-def test_images_that_are_not_looked_at_are_refused(tiny_model_dir, batches, backend):
-    rows = batches[0].shape[0]
-    images = {"patches": np.zeros((rows, 4, 6), np.float32), "grids": np.tile([[[1, 2, 2]]], (rows, 1, 1))}
-    batch, asked = batches[0].replace(**images, image_segments=np.ones((rows, 1), np.int32)), trainer(backend, tiny_model_dir)
-    for ask in (asked.logprobs, lambda batch: asked.update(batch, LOSS)):
-        with pytest.raises(UserError, match="the model reads text only"):
-            ask(batch)

@@ -18,9 +18,9 @@ from areal_x.errors import ConfigError, UserError
 from areal_x.protocols.backends import create_trainer
 from areal_x.protocols.trainer import Trainer
 from areal_x.protocols.trainer_config import ModelConfig, OptimizerConfig, TrainerConfig
+from areal_x.testing.models import CHARACTERS, write_model, write_tokenizer
 from areal_x.types import Batch, Policy, Trajectory
 from tests.algorithms.test_distillation import by_hand
-from tests.conftest import CHARACTERS, write_model, write_tokenizer
 
 torch = pytest.importorskip("torch")
 

@@ -22,6 +22,7 @@ ACCELERATORS = ("vllm", "cuda", "flash", "ascend")
 DISTRIBUTIONS = {"gin": "gin-config", "PIL": "pillow", "reasoning_gym": "reasoning-gym", "torch_npu": "torch-npu"}
 # Packages that come with another one, or with a backend; the core imports them lazily.
 BROUGHT = {
+    "tokenizers": "transformers",
     "IPython": "jupyterlab",
     "httpx2": "mcp",
     "mcp_types": "mcp",
@@ -32,7 +33,7 @@ BROUGHT = {
     "openai": "verifiers",
     "verifiers": "its own command, in docs/tools.md",
 }
-ROOMS_OF_EXTRAS = ("agents",)
+ROOMS_OF_EXTRAS = ("agents", "testing")
 LEFT_OUT = ("starlette", "uvicorn", "pydantic", "jsonschema")
 
 

@@ -76,31 +76,6 @@ def test_both_backends_give_the_same_steps(directories, tmp_path, head):
         assert max(np.abs(x - theirs[key]).max() for key, x in mine.items()) < 1e-4
 
 
-def test_a_step_that_is_not_finite_is_skipped_and_the_next_is_as_if_it_had_not_been(backend, directories, tmp_path):
-    def poisoned(policy, batch):
-        terms, metrics = losses.reinforce(policy, batch)
-        return terms * batch.old_values, metrics
-
-    batch = batch_of("policy", "reinforce")
-    good, bad = (batch.replace(old_values=np.full(batch.shape, x, np.float32)) for x in (1.0, np.nan))
-    one, other = (make_trainer(backend, directories, "policy", micro_batch_rows=8) for _ in range(2))
-    assert one.update(good, poisoned)["skipped"] == 0
-    other.update(good, poisoned)
-    before = {name: x.copy() for name, x in one.weights()}
-    result = one.update(bad, poisoned)
-    assert result["skipped"] == 1
-    assert not np.isfinite(result["loss"])
-    assert one.version == 2
-    for name, x in one.weights():
-        np.testing.assert_array_equal(x, before[name])
-    one.save(tmp_path / "saved")
-    restored = make_trainer(backend, directories, "policy", micro_batch_rows=8)
-    restored.restore(tmp_path / "saved")
-    assert restored.update(good, poisoned)["loss"] == pytest.approx(one.update(good, poisoned)["loss"], rel=1e-6)
-    mine, theirs = dict(one.weights()), dict(restored.weights())
-    assert max(np.abs(x - theirs[name]).max() for name, x in mine.items()) < 1e-6
-
-
 def test_a_head_that_says_no_distribution_has_no_entropy():
     from areal_x.errors import ConfigError
 

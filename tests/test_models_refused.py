@@ -13,7 +13,7 @@ import pytest
 from areal_x.errors import UserError
 from areal_x.protocols.backends import create_trainer, find_backend
 from areal_x.protocols.trainer_config import ModelConfig, TrainerConfig
-from tests.conftest import write_model
+from areal_x.testing.models import write_model
 from tests.models import SIZES, write_config
 
 MULTI_HEAD_LATENT = {

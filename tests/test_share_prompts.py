@@ -161,7 +161,7 @@ def test_torch_shares_with_windows_which_count_positions(model_dir_of: Callable[
 
 
 def test_jax_refuses_windows_and_both_refuse_models_that_see(model_dir_of: Callable[[str], Path]) -> None:
-    with pytest.raises(ConfigError, match=r"train\.share_prompts = True .*has windows"):
+    with pytest.raises(ConfigError, match=r"train\.share_prompts = True .*has sliding windows"):
         trainer_of(model_dir_of("mistral-window"), ("jax", "auto"))
     for way in NEITHER:
         with pytest.raises(ConfigError, match=r"train\.share_prompts = True .*vision tower"):
@@ -177,7 +177,7 @@ def test_what_cannot_share_is_refused_before_the_run(
     with pytest.raises(ConfigError, match=r"train\.share_prompts = True .*trainer\.replay_experts"):
         make(trainer=TrainerConfig(replay_experts=True), engine="vllm")
     windows = model_dir_of("mistral-window")
-    with pytest.raises(ConfigError, match=r"train\.share_prompts = True .*has windows"):
+    with pytest.raises(ConfigError, match=r"train\.share_prompts = True .*has sliding windows"):
         check_backend(make(), find_model(str(windows)))
 
 

@@ -20,9 +20,9 @@ from areal_x.experiment import Experiment
 from areal_x.monitor.display import panel
 from areal_x.protocols.trainer_config import CriticConfig
 from areal_x.rollout.episode import run_episode
+from areal_x.testing.models import CHARACTERS, write_model, write_tokenizer
 from areal_x.types import Batch, Episode, Failed, Group, Policy, Scored, Task, Trajectory
 from areal_x.workflows.supervised import Demonstrations
-from tests.conftest import CHARACTERS, write_model, write_tokenizer
 from tests.experiments import TASKS, tiny_experiment
 from tests.rollout.fakes import Doing
 

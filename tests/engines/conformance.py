@@ -15,7 +15,6 @@ import pytest
 
 from areal_x.errors import UserError
 from areal_x.protocols.engine import Completion, Engine, Request, SamplingParams
-from areal_x.protocols.sampler import Sampler, SlotRequest
 
 TOLERANCE = 1e-4
 
@@ -195,23 +194,3 @@ async def check_max_tokens_is_cut_to_the_room_left(engine: Engine) -> None:
 
 
 # A sampler by itself.
-
-
-def slot_request(slot: int, prompt: int, most: int = 20, generated: int = 0, seed: int = 0, **sampling: Any) -> SlotRequest:
-    tokens = np.random.default_rng(prompt).integers(2, 40, prompt).astype(np.int32)
-    return SlotRequest(slot, tokens, generated, SamplingParams(max_tokens=most, **sampling), seed)
-
-
-def to_the_end(sampler: Sampler, requests: list[SlotRequest], steps: int = 7) -> dict[int, tuple[list[int], list[float]]]:
-    """The tokens of each slot until all have finished."""
-    sampler.fill(requests)
-    said: dict[int, tuple[list[int], list[float]]] = {request.slot: ([], []) for request in requests}
-    live = set(said)
-    while live:
-        decoded = sampler.decode(steps, sampler.slots)
-        for slot in said:
-            said[slot][0].extend(decoded.tokens[slot, : decoded.counts[slot]].tolist())
-            said[slot][1].extend(decoded.logprobs[slot, : decoded.counts[slot]].tolist())
-            if decoded.finished[slot]:
-                live.remove(slot)
-    return said

@@ -154,8 +154,8 @@ def tried(name: str, scratch: Path) -> dict[str, Any]:
     for seed, directory in enumerate((old, new), 1):
         write_config(config, directory, sees, seed)
     if sees:
+        from areal_x.testing.models import write_tokenizer
         from examples.vision.warm_start import PROCESSOR
-        from tests.conftest import write_tokenizer
 
         write_tokenizer(old)
         (old / "preprocessor_config.json").write_text(json.dumps(PROCESSOR))

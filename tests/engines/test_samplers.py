@@ -13,12 +13,12 @@ import pytest
 from areal_x.engines.embedded import EmbeddedEngine
 from areal_x.engines.lanes import Lanes, lanes_on_cpu
 from areal_x.protocols.backends import create_trainer
-from areal_x.protocols.sampler import Sampler, SlotRequest
+from areal_x.protocols.sampler import Sampler
 from areal_x.protocols.trainer import Trainer
 from areal_x.protocols.trainer_config import ModelConfig, TrainerConfig
-from tests.conftest import write_model
+from areal_x.testing.conformance.helpers import sample_to_end, slot_request
+from areal_x.testing.models import write_model
 from tests.engines import conformance
-from tests.engines.conformance import slot_request, to_the_end
 
 SLOTS, CONTEXT = 16, 384
 
@@ -56,29 +56,6 @@ def engine(engine_and_run) -> EmbeddedEngine:
 @pytest.fixture
 def run(engine_and_run) -> Callable[[Any], Any]:
     return engine_and_run[1]
-
-
-def test_attempts_at_one_prompt_say_together_what_each_says_alone(trainer: Trainer) -> None:
-    sampler = trainer.sampler(SLOTS, CONTEXT)
-    sampler.load(trainer.snapshot())
-    # In any order, of two prompts, one of a single token, beside others; the last after its neighbours.
-    prompts = (33, 20, 33, 1, 33, 20, 50, 1, 33, 33)
-    requests = [slot_request(slot, prompt, 9 + slot % 3, seed=slot) for slot, prompt in enumerate(prompts)]
-    alone = {slot: said for request in requests for slot, said in to_the_end(sampler, [request]).items()}
-    for slot, (tokens, logprobs) in to_the_end(sampler, requests).items():
-        assert tokens == alone[slot][0]
-        np.testing.assert_allclose(logprobs, alone[slot][1], atol=1e-4)
-
-
-def test_tokens_of_one_completion_are_drawn_independently(trainer: Trainer) -> None:
-    """The tiny model finds all tokens nearly equally likely: one random number for all positions would sample one token for
-    all."""
-    sampler = trainer.sampler(SLOTS, CONTEXT)
-    sampler.load(trainer.snapshot())
-    for tokens, _ in to_the_end(sampler, [slot_request(slot, 3, 200, seed=slot) for slot in range(4)]).values():
-        counts = np.bincount(tokens)
-        assert np.count_nonzero(counts) > 25
-        assert counts.max() < 0.2 * len(tokens)
 
 
 def test_logprobs_are_those_of_a_full_forward(engine, run, tiny_model_dir) -> None:
@@ -136,91 +113,14 @@ def sampler(whole_sampler: Sampler, trainer: Trainer) -> Sampler:
     return whole_sampler
 
 
-def test_a_completion_depends_neither_on_its_slot_nor_on_what_else_runs(sampler: Sampler) -> None:
-    """Alone (in few rows), among fifteen others, in another slot, and after JAX's ring buffer has wrapped around."""
-    mine = {"prompt": 30, "most": 40, "seed": 2**40 + 5}
-    tokens, logprobs = to_the_end(sampler, [slot_request(3, **mine)])[3]
-    others = [slot_request(slot, 5 + 20 * slot, 10 + slot, seed=slot) for slot in range(SLOTS) if slot != 9]
-    for requests in ([slot_request(9, **mine), *others], [*others, slot_request(9, **mine)], [slot_request(9, **mine)]):
-        for _ in range(4):
-            again, its_logprobs = to_the_end(sampler, requests)[9]
-            assert again == tokens
-            np.testing.assert_allclose(its_logprobs, logprobs, atol=1e-5)
-
-
-def test_slots_filled_while_others_run_say_what_they_would_say_alone(sampler: Sampler, trainer: Trainer) -> None:
-    """Continuous batching, step by step: rows move into the gaps of those that finish, and new ones follow."""
-    rng = np.random.default_rng(0)
-    shapes = rng.integers(1, 60, (40, 2)).tolist()
-    requests = [slot_request(0, prompt, most, seed=i) for i, (prompt, most) in enumerate(shapes)]
-    waiting, free = list(enumerate(requests)), list(range(5))
-    running: dict[int, int] = {}
-    said: dict[int, list[int]] = {i: [] for i in range(len(requests))}
-    while waiting or running:
-        admitted = []
-        while waiting and free:
-            i, request = waiting.pop(0)
-            running[free[0]] = i
-            admitted.append(SlotRequest(free.pop(0), request.tokens, 0, request.sampling, request.seed))
-        sampler.fill(admitted)
-        decoded = sampler.decode(16, 1)
-        for slot, i in list(running.items()):
-            said[i] += decoded.tokens[slot, : decoded.counts[slot]].tolist()
-            if decoded.finished[slot]:
-                free.append(slot)
-                del running[slot]
-    assert [len(tokens) for tokens in said.values()] == [most for _, most in shapes]
-    alone = trainer.sampler(1, CONTEXT)
-    alone.load(trainer.snapshot())
-    for i, request in enumerate(requests):
-        assert to_the_end(alone, [request], steps=32)[0][0] == said[i]
-
-
-def test_going_on_from_what_was_generated_draws_what_would_have_come(sampler: Sampler, trainer: Trainer) -> None:
-    """A swap of weights refills slots: with the same weights nothing changes."""
-    whole = slot_request(0, 150, 30, seed=4)
-    tokens, logprobs = to_the_end(sampler, [whole])[0]
-    so_far = np.concatenate([whole.tokens, np.array(tokens[:11], np.int32)])
-    sampler.load(trainer.snapshot())
-    rest, its_logprobs = to_the_end(sampler, [SlotRequest(5, so_far, 11, whole.sampling, whole.seed)])[5]
-    assert rest == tokens[11:]
-    np.testing.assert_allclose(its_logprobs, logprobs[11:], atol=1e-5)
-
-
-def test_a_slot_filled_again_or_freed_forgets_what_it_held(sampler: Sampler) -> None:
-    tokens, logprobs = to_the_end(sampler, [slot_request(2, 9, seed=7)])[2]
-    sampler.fill([slot_request(2, 33, seed=1), slot_request(4, 12, seed=2)])
-    sampler.decode(3, SLOTS)
-    sampler.free([4, 11])  # slot 11 holds nothing
-    again, its_logprobs = to_the_end(sampler, [slot_request(2, 9, seed=7)])[2]
-    assert again == tokens
-    np.testing.assert_allclose(its_logprobs, logprobs, atol=1e-5)
-    assert sampler.decode(3, SLOTS).counts.tolist() == [0] * SLOTS
-
-
-def test_decode_returns_when_enough_slots_are_free(sampler: Sampler) -> None:
-    sampler.fill([slot_request(slot, 5, 2 + slot) for slot in range(SLOTS)])
-    decoded = sampler.decode(100, 3)
-    assert decoded.finished.sum() >= 3
-    assert decoded.counts.max() < 2 + SLOTS // 2
-    assert sampler.decode(100, SLOTS).counts.tolist() == [2 + slot - said for slot, said in enumerate(decoded.counts)]
-
-
-def test_a_sampler_without_weights_and_a_sequence_without_room_are_refused(sampler: Sampler, trainer: Trainer) -> None:
-    with pytest.raises(RuntimeError, match="load a snapshot"):
-        trainer.sampler(2, 8).fill([slot_request(0, 3)])
-    with pytest.raises(ValueError, match="no room"):
-        sampler.fill([slot_request(0, CONTEXT)])
-
-
 @pytest.mark.parametrize("lanes", [1, 4])
 def test_any_number_of_lanes_draws_what_two_draw(backend: str, trainer: Any, sampler: Sampler, lanes: int) -> None:
     requests = [slot_request(slot, 3 + slot, 5 + 2 * slot, seed=slot) for slot in range(0, SLOTS, 2)]
-    expected = to_the_end(sampler, requests)
+    expected = sample_to_end(sampler, requests)
     model = {"dtype": trainer.dtype} if backend == "torch" else {}
     other = type(sampler)(trainer.model if model else trainer.arch, SLOTS, CONTEXT, lanes=lanes, **model)
     other.load(trainer.snapshot())
-    for slot, (tokens, logprobs) in to_the_end(other, requests).items():
+    for slot, (tokens, logprobs) in sample_to_end(other, requests).items():
         assert tokens == expected[slot][0]
         np.testing.assert_allclose(logprobs, expected[slot][1], atol=1e-5)
 

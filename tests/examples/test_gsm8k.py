@@ -11,9 +11,10 @@ from pathlib import Path
 import pytest
 
 from areal_x.errors import UserError
+from areal_x.testing.models import write_model, write_tokenizer
 from examples.gsm8k.task import INSTRUCTION, gsm8k
 from tests import forking
-from tests.conftest import environment_with, write_model, write_tokenizer
+from tests.conftest import environment_with
 
 REAL = Path(__file__).parents[3] / "shared" / "data" / "gsm8k"
 

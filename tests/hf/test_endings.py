@@ -21,10 +21,10 @@ from areal_x.hf.tokenizer import load_tokenizer
 from areal_x.preflight import tokens
 from areal_x.preflight.model import Model
 from areal_x.protocols.engine import Completion, SamplingParams
+from areal_x.testing.models import CHARACTERS
 from areal_x.types import Task
 from areal_x.workflows.single_turn import SingleTurn, text_of
 from areal_x.workflows.supervised import Demonstrations, PreferencePairs
-from tests.conftest import CHARACTERS
 
 # Each writes the turns of "messages" as its family does, with names of roles as they are.
 BEGUN = "{% if add_generation_prompt %}"

@@ -9,7 +9,7 @@ import pytest
 
 from areal_x.errors import ConfigError, UserError
 from areal_x.hf.tokenizer import check_vocabulary, load_tokenizer, tokens_of
-from tests.conftest import CHARACTERS, write_model, write_tokenizer
+from areal_x.testing.models import CHARACTERS, write_model, write_tokenizer
 
 check = partial(check_vocabulary, "train.teacher")
 

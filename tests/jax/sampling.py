@@ -14,8 +14,8 @@ from typing import Any
 from areal_x.algorithms import losses
 from areal_x.protocols.sampler import Sampler
 from areal_x.protocols.trainer_config import MeshConfig, ModelConfig, OptimizerConfig, TrainerConfig
+from areal_x.testing.conformance.helpers import sample_to_end, slot_request
 from areal_x_jax.trainer import Trainer
-from tests.engines.conformance import slot_request, to_the_end
 
 from .meshes import batch_of
 
@@ -25,7 +25,7 @@ SLOTS, CONTEXT = 16, 96
 def drawn(sampler: Sampler, snapshot: Any) -> list[tuple[list[int], list[float]]]:
     """Each slot's tokens and log-probabilities."""
     sampler.load(snapshot)
-    said = to_the_end(sampler, [slot_request(slot, 3 + 4 * slot, 5 + slot, seed=slot) for slot in range(SLOTS)])
+    said = sample_to_end(sampler, [slot_request(slot, 3 + 4 * slot, 5 + slot, seed=slot) for slot in range(SLOTS)])
     return [said[slot] for slot in range(SLOTS)]
 
 

@@ -18,6 +18,7 @@ from areal_x.batching.packing import Packed, pack
 from areal_x.errors import ConfigError, UserError
 from areal_x.hf.model_dir import read_config, read_tensors
 from areal_x.protocols.trainer_config import ModelConfig, OptimizerConfig, TrainerConfig
+from areal_x.testing.conformance.helpers import sample_to_end, slot_request
 from areal_x.types import Batch, Images, Trajectory
 from areal_x_jax import head
 from areal_x_jax.architecture import Architecture, read_architecture
@@ -29,7 +30,6 @@ from areal_x_jax.trainer import Trainer
 from areal_x_jax.vision import image_features
 from areal_x_jax.vision_architecture import MODULES, VisionArchitecture
 from areal_x_jax.weights import from_tensors, saved_name, to_tensors
-from tests.engines.conformance import slot_request, to_the_end
 from tests.models import IMAGE, PROMPTS, log_softmax, reference_model, seen_logits, stand_in_reference, with_images
 
 from .meshes import learn, learn_on
@@ -306,7 +306,7 @@ def test_the_embedded_sampler_draws_from_a_model_that_sees_and_refuses_its_image
     (text,) = with_images((6,), answer=1)
     ask = slot_request(0, 7, 9)
     ask = replace(ask, tokens=text.tokens[:6])
-    tokens, logprobs = to_the_end(sampler, [ask])[0]
+    tokens, logprobs = sample_to_end(sampler, [ask])[0]
     whole = Trajectory.from_completion(ask.tokens, np.int32(tokens), np.float32(logprobs), np.zeros(9))
     packed = pack([whole], ROW)
     np.testing.assert_allclose(packed.gather(trainer.logprobs(packed.batch))[0][6:], logprobs, atol=1e-4)

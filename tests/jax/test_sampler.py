@@ -18,15 +18,15 @@ from areal_x.errors import UserError
 from areal_x.protocols.backends import create_trainer
 from areal_x.protocols.trainer import Trainer
 from areal_x.protocols.trainer_config import ModelConfig, TrainerConfig
+from areal_x.testing.conformance.helpers import sample_to_end, slot_request
+from areal_x.testing.models import write_model
 from areal_x.types import Trajectory
 from areal_x_jax import kv_cache, sampling
 from areal_x_jax.lane import CPU_CHUNK
 from areal_x_jax.prefill_chunks import packed
 from areal_x_jax.sampler import Sampler
 from areal_x_jax.sampling import uniform
-from tests.conftest import write_model
 from tests.engines import conformance
-from tests.engines.conformance import slot_request, to_the_end
 from tests.launching import finished
 
 from .sampling import sample
@@ -49,7 +49,7 @@ def test_at_most_five_programs_whatever_the_lengths(trainer: Trainer) -> None:
         (CPU_CHUNK, 9, {"top_p": 0.5}),
         (17, 1, {"temperature": 0.0}),
     ):
-        to_the_end(sampler, [slot_request(slot, prompt, 3 + slot, **kind) for slot in range(count)])
+        sample_to_end(sampler, [slot_request(slot, prompt, 3 + slot, **kind) for slot in range(count)])
         sampler.load(trainer.snapshot())
     assert sampler.programs - before <= 5
 
@@ -179,7 +179,7 @@ def test_what_every_family_draws_has_the_probability_that_its_trainer_gives(
     sampler = trainer.sampler(4, 2 * CPU_CHUNK)
     sampler.load(trainer.snapshot())
     requests = [slot_request(slot, length, 12) for slot, length in enumerate((CPU_CHUNK + 9, 3, 40, 1))]
-    said = to_the_end(sampler, requests)
+    said = sample_to_end(sampler, requests)
     for request in requests:
         tokens, logprobs = said[request.slot]
         answer, drawn_at = np.asarray(tokens, np.int32), np.asarray(logprobs, np.float32)

@@ -10,15 +10,16 @@ import numpy as np
 import pytest
 
 from areal_x.algorithms import losses
-from areal_x.algorithms.weighting import sequence_mean, token_mean
+from areal_x.algorithms.weighting import sequence_mean
 from areal_x.batching.packing import Packed, pack
 from areal_x.errors import ConfigError, UserError
 from areal_x.hf import model_dir
 from areal_x.protocols.trainer_config import MeshConfig, ModelConfig, OptimizerConfig, TrainerConfig
-from areal_x.types import Batch, Policy
+from areal_x.testing.models import write_model
+from areal_x.types import Batch
 from areal_x_jax.architecture import read_architecture
 from areal_x_jax.trainer import Trainer
-from tests.conftest import QUICK, python_with, write_model
+from tests.conftest import QUICK, python_with
 from tests.models import LLAMA3, MODELS, log_softmax, reference_model, torch_logits, trajectories
 from tests.optimizer_moments import write_adamw_state
 
@@ -52,11 +53,6 @@ def parameters(trainer: Trainer) -> dict[str, np.ndarray]:
     return dict(trainer.weights())
 
 
-def assert_same_bits(left: Trainer, right: Trainer) -> None:
-    assert left.version == right.version
-    jax.tree.map(np.testing.assert_array_equal, (left.params, left.moments), (right.params, right.moments))
-
-
 @pytest.mark.parametrize("name", ["qwen3", "qwen3-tied", "qwen2", "llama"])
 def test_logprobs_are_the_log_softmax_of_transformers_logits(name: str, model_dir_of: MadeModel) -> None:
     packed = pack(trajectories(*LENGTHS), 32)
@@ -67,12 +63,6 @@ def test_logprobs_are_the_log_softmax_of_transformers_logits(name: str, model_di
         expected = log_softmax(logits[:-1] / 0.8)[np.arange(len(tokens) - 1), tokens[1:]]
         np.testing.assert_allclose(logp[1:], expected, atol=1e-4)
         assert logp[0] == 0
-
-
-def test_log_probabilities_of_padding_are_zero(batch: Batch, still: Trainer) -> None:
-    logp = still.logprobs(batch)
-    assert logp.shape == batch.shape
-    assert not logp[batch.segment_ids == 0].any()
 
 
 class TorchSteps:
@@ -141,18 +131,6 @@ def still(model_dir_of: MadeModel) -> Trainer:
     return make_trainer(model_dir_of("qwen3"), optimizer=STILL, micro_batch_rows=8)
 
 
-def count_and_garbage(policy: Policy, batch: Batch) -> losses.LossTerms:
-    terms, _ = losses.sft(policy, batch)
-    garbage = batch.advantages / batch.mask  # infinite or NaN wherever the mask is False
-    return terms, {"one": terms * 0 + 1, "garbage": garbage}
-
-
-def test_a_metric_is_its_mean_over_the_masked_tokens_of_the_whole_batch(batch: Batch, still: Trainer) -> None:
-    learned = still.update(batch, count_and_garbage)
-    assert learned["one"] == pytest.approx(1.0)
-    assert learned["garbage"] == pytest.approx(batch.advantages[batch.mask].mean(), rel=1e-5)
-
-
 def test_the_step_compiles_once_for_batches_of_up_to_a_power_of_two_of_micro_batches(
     batch: Batch, model_dir_of: MadeModel
 ) -> None:
@@ -163,20 +141,6 @@ def test_the_step_compiles_once_for_batches_of_up_to_a_power_of_two_of_micro_bat
     assert trainer.programs == 1
     trainer.update(batch.map(lambda x: x[:2]), losses.ppo_clip)
     assert trainer.programs == 2
-
-
-def test_training_goes_on_from_a_saved_state_as_if_it_had_not_stopped(
-    batch: Batch, model_dir_of: MadeModel, tmp_path: Path
-) -> None:
-    trainer = make_trainer(model_dir_of("qwen3"))
-    trainer.update(batch, losses.sft)
-    trainer.save(tmp_path)
-    restored = make_trainer(model_dir_of("qwen3"))
-    restored.restore(tmp_path)
-    assert_same_bits(trainer, restored)
-    for _ in range(2):
-        assert trainer.update(batch, losses.sft) == restored.update(batch, losses.sft)
-    assert_same_bits(trainer, restored)
 
 
 @pytest.mark.parametrize("name", ["qwen3-tied", "qwen2"])
@@ -194,15 +158,6 @@ def test_what_was_saved_loads_in_transformers_with_the_same_logits(
         np.testing.assert_allclose(logp[1:], expected, atol=1e-4)
     for tensor, value in model_dir.read_tensors(tmp_path):
         np.testing.assert_array_equal(value, parameters(trainer)[tensor])
-
-
-def test_a_snapshot_outlives_the_update_that_takes_the_state_it_copied(batch: Batch, model_dir_of: MadeModel) -> None:
-    trainer = make_trainer(model_dir_of("qwen3"))
-    before = parameters(trainer)
-    snapshot = trainer.snapshot()
-    trainer.update(batch, losses.sft)
-    np.testing.assert_array_equal(snapshot["embed"], before["model.embed_tokens.weight"])
-    assert not np.array_equal(snapshot["embed"], parameters(trainer)["model.embed_tokens.weight"])
 
 
 def test_in_bf16_the_compute_is_bf16_and_the_master_weights_are_not(
@@ -252,16 +207,6 @@ def test_four_devices_give_what_one_gives(batch: Batch, model_dir_of: MadeModel,
     np.testing.assert_allclose(four["logp"], one.logprobs(batch), atol=1e-4)
 
 
-def test_a_batch_without_weights_is_an_error(batch: Batch, still: Trainer) -> None:
-    with pytest.raises(ValueError, match="no weights"):
-        still.update(batch.replace(weights=None), losses.sft)
-
-
-def test_a_token_outside_the_vocabulary_is_an_error_and_not_another_token(batch: Batch, still: Trainer) -> None:
-    with pytest.raises(UserError, match="token 50 is outside the vocabulary of 50"):
-        still.logprobs(batch.replace(tokens=np.full_like(batch.tokens, 50)))
-
-
 def test_what_stays_on_the_host_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"trainer\.offload = True .*mesh\.fsdp"):
         Trainer(TrainerConfig(offload=True))
@@ -271,28 +216,6 @@ def test_a_mesh_that_the_devices_cannot_make_is_refused_naming_what_would_work(m
     here = jax.local_device_count()
     with pytest.raises(ConfigError, match=rf"mesh\.data = {here + 1} .* the {here} devices .*mesh\.data = -1"):
         make_trainer(model_dir_of("qwen3"), mesh=MeshConfig(data=here + 1))
-
-
-def test_a_loss_that_raises_leaves_the_trainer_as_it_was(batch: Batch, model_dir_of: MadeModel) -> None:
-    def broken(policy: Policy, batch: Batch) -> losses.LossTerms:
-        raise RuntimeError("the user's own")
-
-    trainer = make_trainer(model_dir_of("qwen3"))
-    with pytest.raises(RuntimeError, match="the user's own"):
-        trainer.update(batch, broken)
-    assert trainer.version == 0
-    trainer.update(batch, losses.sft)
-    assert trainer.version == 1
-
-
-def test_token_mean_counts_tokens_and_sequence_mean_sequences(still: Trainer) -> None:
-    packed = pack(trajectories(*LENGTHS), 32)
-    logp = packed.gather(still.logprobs(packed.batch))
-    nll = [-x[t.mask] for x, t in zip(logp, trajectories(*LENGTHS), strict=True)]
-    by_token = still.update(learnable(packed, token_mean), losses.sft)
-    by_sequence = still.update(learnable(packed, sequence_mean), losses.sft)
-    assert by_token["loss"] == pytest.approx(np.concatenate(nll).mean(), rel=1e-5)
-    assert by_sequence["loss"] == pytest.approx(np.mean([x.mean() for x in nll]), rel=1e-5)
 
 
 def test_a_sequence_longer_than_the_model_was_made_for_is_refused_and_a_row_of_several_is_not(tmp_path: Path) -> None:

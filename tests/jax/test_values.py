@@ -8,7 +8,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import jax
 import numpy as np
 import pytest
 
@@ -16,11 +15,10 @@ from areal_x.algorithms import losses, preferences
 from areal_x.algorithms.weighting import sequence_mean
 from areal_x.batching.packing import Packed, pack
 from areal_x.errors import UserError
-from areal_x.hf import model_dir
 from areal_x.protocols.trainer_config import ModelConfig, OptimizerConfig, TrainerConfig
 from areal_x.types import Batch
 from areal_x_jax.trainer import Trainer
-from tests.models import MODELS, log_softmax, torch_logits, trajectories
+from tests.models import MODELS, trajectories
 
 MadeModel = Callable[[str], Path]
 LENGTHS = (12, 7, 20, 15, 5, 18, 9, 20, 1, 16, 13, 6)
@@ -135,19 +133,6 @@ def test_packed_rows_give_what_each_sequence_alone_gives(head: str, judge_dir_of
         np.testing.assert_allclose(values, trainer.values(batch)[0, : len(s)], atol=1e-5)
 
 
-@pytest.mark.parametrize("name", ["qwen3", "qwen3-tied"])
-@pytest.mark.parametrize("head", ["value", "reward"])
-def test_a_causal_language_model_begins_as_a_judge_that_says_zero(name: str, head: str, model_dir_of: MadeModel) -> None:
-    trainer = make_trainer(model_dir_of(name), head=head)
-    tensors, given = dict(trainer.weights()), dict(model_dir.read_tensors(model_dir_of(name)))
-    np.testing.assert_array_equal(tensors.pop("score.weight"), np.zeros((1, 32)))
-    given.pop("lm_head.weight", None)
-    assert tensors.keys() == given.keys()
-    for tensor, x in tensors.items():
-        np.testing.assert_array_equal(x, given[tensor])
-    assert not trainer.values(packed_sequences().batch).any()
-
-
 @pytest.mark.parametrize("head", ["value", "reward"])
 def test_updates_lower_the_loss(head: str, model_dir_of: MadeModel) -> None:
     make_batch, loss = LEARNING[head]
@@ -205,32 +190,6 @@ def test_a_critics_updates_are_those_of_torch(judge_dir_of: MadeModel) -> None:
         np.testing.assert_allclose(ours[tensor], parameter.detach().numpy(), atol=2e-5, err_msg=tensor)
 
 
-def test_the_score_decays_as_a_matrix(judge_dir_of: MadeModel) -> None:
-    optimizer = OptimizerConfig(learning_rate=0.1, weight_decay=0.5)
-    trainer = make_trainer(judge_dir_of("qwen3"), head="reward", optimizer=optimizer)
-    before = dict(trainer.weights())["score.weight"]
-    batch = critic_batch()
-    trainer.update(batch.replace(weights=0 * batch.weights), VALUE_CLIP)  # no gradient: decay alone
-    np.testing.assert_allclose(dict(trainer.weights())["score.weight"], before * (1 - 0.1 * 0.5), rtol=1e-6)
-
-
-@pytest.mark.parametrize("head", ["value", "reward"])
-def test_training_goes_on_from_a_saved_state_as_if_it_had_not_stopped(
-    head: str, model_dir_of: MadeModel, tmp_path: Path
-) -> None:
-    make_batch, loss = LEARNING[head]
-    batch = make_batch()
-    trainer = make_trainer(model_dir_of("qwen3"), head=head)
-    trainer.update(batch, loss)
-    trainer.save(tmp_path)
-    assert {"exp_avg.score.weight", "exp_avg_sq.score.weight"} <= dict(model_dir.read_moments(tmp_path)).keys()
-    restored = make_trainer(model_dir_of("qwen3"), head=head)
-    restored.restore(tmp_path)
-    for _ in range(2):
-        assert trainer.update(batch, loss) == restored.update(batch, loss)
-    jax.tree.map(np.testing.assert_array_equal, (trainer.params, trainer.moments), (restored.params, restored.moments))
-
-
 @pytest.mark.parametrize("name", MODELS)
 def test_what_was_saved_gives_the_same_scores_in_transformers_and_here(
     name: str, model_dir_of: MadeModel, tmp_path: Path
@@ -258,40 +217,11 @@ def test_a_policy_and_a_judge_do_not_take_each_others_states(model_dir_of: MadeM
         make_trainer(tmp_path / "critic")
 
 
-@pytest.mark.parametrize("head", ["value", "reward"])
-def test_what_a_head_does_not_say_is_refused(head: str, model_dir_of: MadeModel) -> None:
-    batch, judge = critic_batch(), make_trainer(model_dir_of("qwen3"), head=head)
-    with pytest.raises(ValueError, match="head 'policy' has no values"):
-        make_trainer(model_dir_of("qwen3")).values(batch)
-    with pytest.raises(ValueError, match=f"head '{head}' has no log-probabilities"):
-        judge.logprobs(batch)
-    with pytest.raises(ValueError, match=f"head '{head}' has no snapshot to sample from"):
-        judge.snapshot()
-    with pytest.raises(ValueError, match=f"head '{head}' has no sampler"):
-        judge.sampler(2, 32)
-
-
 def test_in_bf16_values_are_near_those_in_fp32(judge_dir_of: MadeModel) -> None:
     batch = critic_batch()
     low, high = (make_trainer(judge_dir_of("qwen3"), head="value", precision=p).values(batch) for p in ("bf16", "fp32"))
     assert 1e-4 < np.abs(low - high).max() < 0.2
     assert low.dtype == np.float32
-
-
-@pytest.mark.parametrize("head_chunk", [8, 1024])
-def test_a_loss_is_given_the_entropy_where_it_is_asked_for(head_chunk: int, model_dir_of: MadeModel) -> None:
-    packed = packed_sequences()
-    entropies = []
-    for tokens, logits in zip(sequences(), torch_logits(model_dir_of("qwen3"), sequences()), strict=True):
-        logp = log_softmax(logits[:-1] / 0.8)
-        entropies.append(np.array([0, *-(np.exp(logp) * logp).sum(-1)], np.float32))
-        assert len(entropies[-1]) == len(tokens)
-    expected = packed.spread_tokens(entropies)
-    trainer = make_trainer(model_dir_of("qwen3"), temperature=0.8, entropy=True, optimizer=STILL, head_chunk=head_chunk)
-    batch = critic_batch()
-    learned = trainer.update(batch, partial(losses.entropy_bonus, coefficient=0.5))
-    assert learned["loss"] == pytest.approx(-0.5 * (batch.weights * expected)[batch.mask].sum(), rel=1e-5)
-    assert learned["entropy"] == pytest.approx(expected[batch.mask].mean(), rel=1e-5)
 
 
 def test_a_bonus_raises_the_entropy(model_dir_of: MadeModel) -> None:

@@ -6,7 +6,8 @@ from tests.mutants.mutant import Mutant, planted
 
 JAX, TORCH = "backends/jax/areal_x_jax/", "backends/torch/areal_x_torch/"
 PACKING = ("tests/batching/test_packing.py", "tests/batching/test_sharing.py", "tests/agents/chat/test_merging.py")
-SAMPLERS = ("tests/engines/test_samplers.py",)
+CONFORMANCE = "tests/test_backends_conform.py"
+SAMPLERS = ("tests/engines/test_samplers.py", CONFORMANCE)
 
 MUTANTS: list[Mutant] = [
     *planted(
@@ -88,7 +89,7 @@ MUTANTS: list[Mutant] = [
     ),
     *planted(
         JAX + "update.py",
-        ("tests/jax/test_trainer.py", "tests/test_losses_in_trainers.py"),
+        ("tests/jax/test_trainer.py", "tests/test_losses_in_trainers.py", CONFORMANCE),
         (
             "JAX: metrics are normalised per micro-batch",
             "else jnp.sum(x) / trained for name, x in masked.items()}",
@@ -112,7 +113,7 @@ MUTANTS: list[Mutant] = [
     ),
     *planted(
         TORCH + "trainer.py",
-        ("tests/torch/test_trainer.py", "tests/test_losses_in_trainers.py"),
+        ("tests/torch/test_trainer.py", "tests/test_losses_in_trainers.py", CONFORMANCE),
         (
             "torch: the loss is averaged over a micro-batch's tokens",
             "        total = (rows.weights * terms).sum()",
@@ -136,7 +137,7 @@ MUTANTS: list[Mutant] = [
     ),
     *planted(
         TORCH + "forward.py",
-        ("tests/torch/test_trainer.py", "tests/test_losses_in_trainers.py"),
+        ("tests/torch/test_trainer.py", "tests/test_losses_in_trainers.py", CONFORMANCE),
         (
             "torch: log-probabilities are of the token that was read, not of the next",
             'before=self.config.head != "reward", own=own)',

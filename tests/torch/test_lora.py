@@ -13,7 +13,7 @@ torch = pytest.importorskip("torch")
 from transformers import AutoModelForCausalLM
 
 from areal_x import export
-from areal_x.errors import ConfigError, UserError
+from areal_x.errors import ConfigError
 from areal_x.hf import adapters, model_dir
 from areal_x.protocols.trainer_config import LoRAConfig, OptimizerConfig
 from areal_x_torch import loading, model
@@ -99,35 +99,11 @@ def test_the_adapted_model_is_transformers_with_the_products_added(tiny_model_di
     assert snapshot.keys() == dict(taught.weights()).keys()
 
 
-@pytest.mark.parametrize("name", ["adamw", "muon"])
-def test_training_goes_on_from_a_saved_adapter_bit_by_bit(tiny_model_dir, batches, tmp_path, name):
-    optimizer = OptimizerConfig(name=name, learning_rate=1e-2)
-    first, second = make(tiny_model_dir, optimizer=optimizer), make(tiny_model_dir, optimizer=optimizer, seed=7)
-    first.update(batches[0], LOSS)
-    first.save(tmp_path)
-    assert model_dir.is_adapter(tmp_path)
-    second.restore(tmp_path)
-    assert [first.update(b, LOSS) for b in batches[1:3]] == [second.update(b, LOSS) for b in batches[1:3]]
-    theirs = dict(second.adapter())
-    for key, x in first.adapter():
-        np.testing.assert_array_equal(x, theirs[key])
-
-
 def test_the_export_is_the_adapters_model(tiny_model_dir, taught, batches, tmp_path):
     taught.save(tmp_path / "adapter")
     export.export(tmp_path / "adapter", tmp_path / "plain")
     plain = make(tmp_path / "plain", lora=LoRAConfig())
     np.testing.assert_allclose(plain.logprobs(batches[0]), taught.logprobs(batches[0]), atol=1e-5)
-
-
-def test_an_adapter_of_another_rank_is_refused(tiny_model_dir, taught, tmp_path):
-    taught.save(tmp_path)
-    for changed, says in (
-        (LoRAConfig(4, 6.0), r"set lora\.rank = 3"),
-        (LoRAConfig(), r"contains adapters and cannot be resumed with lora\.rank = 0"),
-    ):
-        with pytest.raises(UserError, match=says):
-            make(tiny_model_dir, lora=changed).restore(tmp_path)
 
 
 def test_targets_that_the_model_has_not_are_refused_before_it_is_read(tiny_model_dir, monkeypatch):

@@ -18,10 +18,10 @@ from areal_x.protocols.engine import Completion, Request, SamplingParams
 from areal_x.protocols.sampler import SlotRequest
 from areal_x.protocols.trainer import Trainer
 from areal_x.protocols.trainer_config import ModelConfig, TrainerConfig
+from areal_x.testing.conformance.helpers import sample_to_end
 from areal_x.types import Images, Trajectory
 from areal_x_torch import prompt_images, sampler
 from areal_x_torch.images import features_of
-from tests.engines.conformance import to_the_end
 from tests.models import IMAGE, PROMPTS, with_images
 
 CONTEXT, ANSWER = 64, 24
@@ -81,9 +81,9 @@ def test_going_on_after_a_swap_draws_what_would_have_come(model_dir_of) -> None:
     drawing, request = trainer.sampler(2, CONTEXT), requests_of()[0]
     drawing.load(trainer.snapshot())
     for begun in ((), (IMAGE,), (9, IMAGE, IMAGE)):
-        tokens, logprobs = to_the_end(drawing, [slot_request(request, 0, begun)])[0]
+        tokens, logprobs = sample_to_end(drawing, [slot_request(request, 0, begun)])[0]
         drawing.load(trainer.snapshot())
-        rest, its_logprobs = to_the_end(drawing, [slot_request(request, 1, (*begun, *tokens[:11]))])[1]
+        rest, its_logprobs = sample_to_end(drawing, [slot_request(request, 1, (*begun, *tokens[:11]))])[1]
         assert rest == tokens[11:]
         np.testing.assert_allclose(its_logprobs, logprobs[11:], atol=1e-5)
 
@@ -93,7 +93,7 @@ def test_what_is_said_depends_on_the_image(model_dir_of) -> None:
     drawing = trainer.sampler(2, CONTEXT)
     drawing.load(trainer.snapshot())
     dark = Request(request.tokens, request.sampling, request.seed, Images(0 * request.images.patches, request.images.grids))
-    said = to_the_end(drawing, [slot_request(request, 0), slot_request(dark, 1)])
+    said = sample_to_end(drawing, [slot_request(request, 0), slot_request(dark, 1)])
     assert said[0][1][0] != pytest.approx(said[1][1][0], abs=1e-3)
 
 

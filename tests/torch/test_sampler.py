@@ -14,13 +14,13 @@ torch = pytest.importorskip("torch")
 from areal_x.protocols.backends import create_trainer
 from areal_x.protocols.trainer import Trainer
 from areal_x.protocols.trainer_config import ModelConfig, TrainerConfig
+from areal_x.testing.conformance.helpers import sample_to_end, slot_request
 from areal_x_torch import sampler as sampling
 from areal_x_torch.decode_step import NextLogits
 from areal_x_torch.flat_rows import group_by_length
 from areal_x_torch.sampler import Sampler
 from areal_x_torch.sampling import RowSampling, sample, uniform
 from tests.engines import conformance
-from tests.engines.conformance import slot_request, to_the_end
 
 SLOTS, CONTEXT = 16, 384
 
@@ -40,10 +40,10 @@ def sampler(tiny_model_dir: Path) -> Sampler:
 @pytest.mark.parametrize("chunk, together", [(512, 8192), (16, 8192), (1, 8192), (50, 60)])
 def test_the_chunks_of_a_prefill_do_not_matter(sampler: Sampler, monkeypatch, chunk, together) -> None:
     requests = [slot_request(slot, prompt, 6, seed=slot) for slot, prompt in enumerate((1, 2, 17, 50, 51, 130, 33))]
-    expected = to_the_end(sampler, requests)
+    expected = sample_to_end(sampler, requests)
     monkeypatch.setattr(sampling, "CHUNK", chunk)
     monkeypatch.setattr(sampling, "PREFILL", together)
-    for slot, (tokens, logprobs) in to_the_end(sampler, requests).items():
+    for slot, (tokens, logprobs) in sample_to_end(sampler, requests).items():
         assert tokens == expected[slot][0]
         np.testing.assert_allclose(logprobs, expected[slot][1], atol=1e-5)
 
@@ -87,7 +87,7 @@ def test_it_samples_any_model_whose_attention_goes_through_transformers_interfac
         sampler = trainer.sampler(4, 64)
     sampler.load(trainer.snapshot())
     requests = [slot_request(slot, prompt, 20, seed=slot) for slot, prompt in enumerate((3, 21, 10))]
-    for slot, (tokens, logprobs) in to_the_end(sampler, requests).items():
+    for slot, (tokens, logprobs) in sample_to_end(sampler, requests).items():
         prompt = requests[slot].tokens
         table = conformance.full_forward(tmp_path, np.concatenate([prompt, tokens]))
         expected = table[np.arange(len(prompt) - 1, len(prompt) + len(tokens) - 1), tokens]
@@ -112,7 +112,7 @@ def test_a_model_that_cannot_be_traced_is_sampled_as_it_is(tiny_model_dir, monke
     for each in (expected, sampler):
         each.load(trainer.snapshot())
     assert isinstance(sampler.lanes[0]._step, NextLogits)
-    said = [to_the_end(each, [slot_request(0, 9, 12, seed=1)])[0] for each in (expected, sampler)]
+    said = [sample_to_end(each, [slot_request(0, 9, 12, seed=1)])[0] for each in (expected, sampler)]
     assert said[0][0] == said[1][0]
     np.testing.assert_allclose(said[0][1], said[1][1], atol=1e-5)
 
@@ -124,7 +124,7 @@ def test_bf16_weights_are_sampled_in_bf16_with_log_probabilities_in_fp32(tiny_mo
     sampler.load(trainer.snapshot())
     assert {p.dtype for p in sampler.model.parameters()} == {torch.bfloat16}
     request = slot_request(0, 9, 12, seed=1)
-    tokens, logprobs = to_the_end(sampler, [request])[0]
+    tokens, logprobs = sample_to_end(sampler, [request])[0]
     table = conformance.full_forward(tiny_model_dir, np.concatenate([request.tokens, tokens]))
     np.testing.assert_allclose(logprobs, table[np.arange(8, 20), tokens], atol=0.3)
 

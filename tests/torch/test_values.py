@@ -132,11 +132,6 @@ def test_the_gradient_of_an_entropy_bonus_is_that_of_plain_autograd(policies):
     assert result["grad_norm"] == pytest.approx(float(norm), rel=1e-5)
 
 
-def test_without_being_asked_for_no_entropy_is_given(policies):
-    seen, _ = captured(trainer_of(policies["qwen3"]), batch_of(sequences())[0], nothing)
-    assert all(policy.entropy is None for policy, _ in seen)
-
-
 @pytest.mark.parametrize("kind", FAMILIES)
 def test_a_critics_value_of_a_token_is_the_score_of_what_came_before_it(classifiers, kind):
     batch, packed = batch_of(sequences())
@@ -196,33 +191,6 @@ def test_a_saved_critic_is_a_sequence_classifier_of_transformers(policies, kind,
     assert model.config.num_labels == 1
     for trajectory, ours in zip(sequences(), packed.gather(trainer.values(batch)), strict=True):
         np.testing.assert_allclose(ours, score_after_each(model.eval(), trajectory.tokens), atol=1e-6)
-
-
-def test_a_restored_critic_continues_bit_by_bit(policies, tmp_path):
-    batch, _ = batch_of(sequences())
-    batch = batch.replace(returns=batch.advantages, old_values=np.zeros_like(batch.advantages))
-    first = trainer_of(policies["qwen2"], head="value")
-    first.update(batch, losses.value_clip)
-    first.save(tmp_path / "saved")
-    for source in (policies["qwen2"], tmp_path / "saved"):
-        second = trainer_of(source, head="value")
-        second.restore(tmp_path / "saved")
-        second.update(batch, losses.value_clip)
-        if source == policies["qwen2"]:
-            first.update(batch, losses.value_clip)
-        theirs = all_weights(second)
-        for name, x in all_weights(first).items():
-            np.testing.assert_array_equal(x, theirs[name])
-
-
-def test_what_a_head_does_not_do_is_refused(policies, classifiers):
-    batch, _ = batch_of(sequences())
-    with pytest.raises(ValueError, match="values needs a trainer with the head 'value' or 'reward', not 'policy'"):
-        trainer_of(policies["qwen3"]).values(batch)
-    critic = trainer_of(classifiers["qwen3"], head="value")
-    for refused in (lambda: critic.logprobs(batch), critic.snapshot, lambda: critic.sampler(2, 16)):
-        with pytest.raises(ValueError, match="needs a trainer with the head 'policy', not 'value'"):
-            refused()
 
 
 def test_a_directory_that_does_not_fit_the_head_is_refused(policies, classifiers, tmp_path):

@@ -15,9 +15,9 @@ from areal_x.rollout.episode import run_episode
 from areal_x.rollout.queue import TrajectoryQueue
 from areal_x.rollout.runner import EpisodeEngine, Runner
 from areal_x.tasks.stream import TaskStream
+from areal_x.testing.models import CHARACTERS, write_tokenizer
 from areal_x.types import Failed, Scored, Task, Trajectory
 from areal_x.workflows.learned_reward import LearnedReward
-from tests.conftest import CHARACTERS, write_tokenizer
 from tests.experiments import tiny_experiment
 from tests.rollout.fakes import Doing, FakeEngine, Plain
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from areal_x.protocols.trainer_config import TrainerConfig
 from areal_x_jax.preflight import check, differentiate
@@ -12,8 +13,22 @@ from areal_x_jax.trainer import Trainer
 
 __all__ = ["JOINS_BY_SLURM", "TRANSPORTS", "check", "create_trainer", "differentiate", "join"]
 
-TRANSPORTS = ("files",)
+TRANSPORTS: tuple[str, ...] = ("files",)
 JOINS_BY_SLURM = True
+
+
+if TYPE_CHECKING:  # mypy checks that the contract is fulfilled
+    import areal_x_jax
+    from areal_x.protocols import backends, sampler, trainer
+    from areal_x_jax.sampler import Sampler
+
+    _backend: backends.Backend = areal_x_jax
+
+    def _trainer(own: Trainer) -> trainer.Trainer:
+        return own
+
+    def _sampler(own: Sampler) -> sampler.Sampler:
+        return own
 
 
 def create_trainer(config: TrainerConfig) -> Trainer:

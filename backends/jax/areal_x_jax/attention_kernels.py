@@ -1,8 +1,8 @@
 """Platform-specific attention kernels that jax offers, and the test each must pass before it is
 used.
 
-No kernel is used before it has agreed with `dense` on a small packed example in this process.
-"splash" has only run emulated, not on a TPU: experimental.
+No kernel is used before it has agreed with `dense` on a small packed example in this process. Both
+are experimental: "cudnn" has never been run, and "splash" only emulated, not on a TPU.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def cudnn(
     query: Array, key: Array, value: Array, mask: AttentionMask, scale: float, softcap: float = 0.0
 ) -> Array:
     """NVIDIA's fused attention through jax's public function, which supports row lengths and
-    windows but no segments.
+    windows but no segments. Experimental: never run on a GPU.
 
     Segments need a mask [rows, queries, keys], which is cheap for rows of a few thousand tokens;
     longer rows are refused. jax's packed layout would need no mask, but it is not public and has

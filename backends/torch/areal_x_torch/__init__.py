@@ -11,14 +11,27 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import numpy as np
 
+    import areal_x_torch
+    from areal_x.protocols import backends, sampler, trainer
     from areal_x.protocols.backends import Devices
     from areal_x.protocols.trainer_config import TrainerConfig
     from areal_x.types import Batch, Loss, Policy
     from areal_x_torch.processes import Processes
+    from areal_x_torch.sampler import Sampler
     from areal_x_torch.trainer import Trainer
 
-# values of vllm.transport; the latter two need `Trainer.device_weights`
-TRANSPORTS = ("files", "nccl", "handles")
+    # mypy checks that the contract is fulfilled.
+    _backend: backends.Backend = areal_x_torch
+
+    def _trainer(own: Trainer) -> trainer.Trainer:
+        return own
+
+    def _sampler(own: Sampler) -> sampler.Sampler:
+        return own
+
+
+# Values of vllm.transport; the latter two need `Trainer.device_weights` and are experimental.
+TRANSPORTS: tuple[str, ...] = ("files", "nccl", "handles")
 JOINS_BY_SLURM = False
 
 

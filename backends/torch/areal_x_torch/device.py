@@ -12,8 +12,8 @@ WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
 
 
 def find_device() -> torch.device:
-    """Returns the accelerator that torch finds (CUDA, NPU, XPU, MPS …), else the CPU. Of these only
-    the CPU and CUDA have been tested; the others are experimental."""
+    """Returns the accelerator that torch finds (CUDA, NPU, XPU, MPS …), else the CPU. Experimental
+    except for the CPU: no accelerator has been used in tests."""
     found = torch.accelerator.current_accelerator(check_available=True)
     return (
         torch.device("cpu")

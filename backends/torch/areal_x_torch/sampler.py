@@ -135,7 +135,7 @@ class Sampler(Lanes):
         except NotImplementedError as error:
             wanted = (
                 f"train.engine = 'vllm' with a {type(model).__name__}, which the torch sampler does"
-                f" not draw from ({error})"
+                f" not support ({error})"
             )
             raise UserError(f"the embedded engine cannot be used: set {wanted}") from error
         step = trace_step(self.model, layers)

@@ -14,9 +14,9 @@ from areal_x.engines.embedded import EmbeddedEngine
 from areal_x.protocols.backends import create_trainer
 from areal_x.protocols.engine import SamplingParams
 from areal_x.protocols.trainer_config import ModelConfig, OptimizerConfig, TrainerConfig
+from areal_x.testing.models import write_model
 from tests.agents.chat.conversations import END, SAYINGS, TOOLS
 from tests.agents.chat.speaking import tokenizer_of
-from tests.conftest import write_model
 
 CONTEXT, TURNS, REPLY = 1536, 3, 12  # tokens, completions of a conversation, tokens of each at most
 

@@ -17,7 +17,7 @@ from areal_x.engines.vllm.staging import StagedFiles
 from areal_x.errors import UserError
 from areal_x.hf.tokenizer import load_tokenizer
 from areal_x.protocols.engine import Completion, EngineError, Request, SamplingParams
-from tests.conftest import write_model
+from areal_x.testing.models import write_model
 from tests.engines import conformance
 from tests.engines.conformance import expected_logprobs
 from tests.servers import Run, Weights

@@ -20,11 +20,12 @@ from aiohttp import web
 from areal_x.algorithms.recipes import distill
 from areal_x.batching.packing import pack
 from areal_x.engines.embedded import EmbeddedConfig
+from areal_x.engines.vllm.addresses import server_urls
 from areal_x.engines.vllm.client import VLLMClient
 from areal_x.engines.vllm.config import VLLMConfig
 from areal_x.engines.vllm.engine import VLLMEngine
 from areal_x.engines.vllm.responses import scores_from
-from areal_x.engines.vllm.scorer import CONCURRENCY, PROBE, ServerScorer, server_urls
+from areal_x.engines.vllm.scorer import CONCURRENCY, PROBE, ServerScorer
 from areal_x.errors import ConfigError, UserError
 from areal_x.experiment import Experiment
 from areal_x.hf.tokenizer import load_tokenizer
@@ -32,9 +33,9 @@ from areal_x.protocols.backends import create_trainer
 from areal_x.protocols.engine import EngineError, SamplingParams
 from areal_x.protocols.trainer import Trainer
 from areal_x.protocols.trainer_config import ModelConfig, TrainerConfig
+from areal_x.testing.models import CHARACTERS, write_model, write_tokenizer
 from areal_x.types import Batch, Task, Trajectory
 from areal_x.workflows.single_turn import SingleTurn
-from tests.conftest import CHARACTERS, write_model, write_tokenizer
 from tests.servers import Run
 
 

@@ -20,7 +20,7 @@ from areal_x.engines.vllm.config import VLLMConfig
 from areal_x.engines.vllm.engine import VLLMEngine
 from areal_x.engines.vllm.staging import StagedFiles
 from areal_x.protocols.engine import Completion, EngineError, Request, SamplingParams
-from tests.conftest import write_model
+from areal_x.testing.models import write_model
 from tests.engines.conformance import expected_logprobs
 from tests.engines.vllm.watching import LOGS, Watch
 from tests.servers import Run, Weights
