@@ -1,4 +1,4 @@
-"""What tests of the examples share: a file loaded, a run of a few steps, a conversation that goes as it was demonstrated."""
+"""Helpers for tests of the examples: load a file, run a few steps, replay a demonstrated conversation."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ def operands(task: Task) -> tuple[int, int]:
 
 
 def carries(a: int, b: int) -> int:
-    """How many columns hand a 1 to a further column, by arithmetic alone."""
+    """Returns the number of columns with a carry, computed by arithmetic alone."""
     width = max(len(str(a)), len(str(b)))
     return sum(a % 10**i + b % 10**i >= 10**i for i in range(1, width))
 

@@ -181,7 +181,7 @@ NESTED = ("text_config", "vision_config")
 
 
 def known_fields(family: str) -> set[str]:
-    """Of transformers' configuration class, of the part for text where it has parts, and the older names that it translates."""
+    """Returns the fields of transformers' configuration class and of its text part, and the older names that it translates."""
     kind = CONFIG_MAPPING[family]
     own = {field.name for kind in (kind, kind.sub_configs.get("text_config", kind)) for field in fields(kind)}
     general = {field.name for field in fields(kind.__mro__[1])} - {"tie_word_embeddings"}
@@ -192,7 +192,7 @@ def known_fields(family: str) -> set[str]:
 
 
 def cases(family: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    """What is changed in words (family, number of the base, field, value), and the config with the change."""
+    """Yields a label of the change (family, number of the base, field, value) and the config with the change."""
     for number, base in enumerate(BASES[family]):
         base = {**deepcopy(base), "architectures": [ARCHITECTURES[family]]}
         extra = (
@@ -233,7 +233,7 @@ def vision_cases(family: str) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def packed_logprobs(arch: Architecture, directory: Path, rows: list[np.ndarray]) -> list[np.ndarray]:
-    """What we say of sequences that are neighbours in one row."""
+    """Returns our log-probabilities of sequences that are packed into one row."""
     params = from_tensors(arch, read_tensors(directory), str(directory))
     tokens = np.concatenate(rows)[None]
     ids = np.repeat(np.arange(1, len(rows) + 1), [len(row) for row in rows])[None]

@@ -77,7 +77,7 @@ def learn(directory: Path, mesh: dict[str, int], lora: LoRAConfig | None = None)
 def learn_on(
     directory: Path, meshes: Sequence[dict[str, int]], lora: LoRAConfig | None = None, **environment: str
 ) -> list[dict[str, Any]]:
-    """What `learn` gives on each mesh, in a process that has eight devices."""
+    """Returns the result of `learn` on each mesh, from a process with eight devices."""
     arguments = [str(directory), json.dumps(asdict(lora or LoRAConfig())), *map(json.dumps, meshes)]
     said = python_with(8, "-m", "tests.jax.meshes", *arguments, **environment)
     return [json.loads(line) for line in said.splitlines() if line.startswith("{")]

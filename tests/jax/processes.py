@@ -1,4 +1,4 @@
-"""What each of several processes does in a test: `python -m tests.jax.processes MODEL FOLDER MESH …`, a mesh being JSON of
+"""One of several processes of a test: `python -m tests.jax.processes MODEL FOLDER MESH …`, a mesh being JSON of
 MeshConfig's fields, the optimizer and a name.
 
 On each mesh: updates, everything else a trainer is asked, a save, and a save of what a restore of "one-NAME" gives, where there
@@ -75,7 +75,7 @@ def ask(models: Models, folder: Path, name: str) -> dict[str, Any]:
 
 
 def sampled_from(trainer: Any) -> Params:
-    """What the first lane of the trainer's sampler draws with."""
+    """Returns the parameters in the first lane of the trainer's sampler."""
     sampler = trainer.sampler(8, 32)
     sampler.load(trainer.snapshot())
     params: Params = sampler.lanes[0]._params

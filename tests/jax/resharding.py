@@ -1,4 +1,4 @@
-"""What the processes of a test of sharded checkpoints do: `python -m tests.jax.resharding MODEL FOLDER OPTIMIZER MESH …`.
+"""One of the processes of a test of sharded checkpoints: `python -m tests.jax.resharding MODEL FOLDER OPTIMIZER MESH …`.
 
 On the first mesh, JSON of MeshConfig's fields, two updates, a sharded checkpoint in FOLDER/sharded, the same state in portable
 form in FOLDER/portable, and another update while the first is still written. Each other mesh, of one process alone, reads the

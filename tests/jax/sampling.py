@@ -1,4 +1,4 @@
-"""What is sampled on a mesh, in a test: `python -m tests.jax.sampling MODEL FILE MESH`, the mesh being JSON of MeshConfig's
+"""Samples on a mesh, for a test: `python -m tests.jax.sampling MODEL FILE MESH`, the mesh being JSON of MeshConfig's
 fields.
 
 After an update, all slots are drawn to the end, the trainer goes on, and they are drawn once more from the same snapshot.

@@ -46,7 +46,7 @@ def draw(ids: np.ndarray, group: int = 2, kv_heads: int = 2) -> list[np.ndarray]
 def formula(
     inputs: list[np.ndarray], ids: np.ndarray, window: int = 0, softcap: float = 0.0, prefixes: np.ndarray | None = None
 ) -> list[np.ndarray]:
-    """What is attended and the gradients of query, key and value, in fp64, one query of one head at a time."""
+    """Returns the attention output and the gradients of query, key and value, in fp64, one query of one head at a time."""
     query, key, value, gradient = (x.astype(np.float64) for x in inputs)
     group = query.shape[2] // key.shape[2]
     attended, d_query, d_key, d_value = (np.zeros_like(x) for x in (query, query, key, value))
@@ -72,7 +72,7 @@ def formula(
 
 
 def computed(way: Callable[..., jax.Array], inputs: list[Any], seen: AttentionMask, softcap: float = 0.0) -> list[np.ndarray]:
-    """What `formula` gives, of a way to attend; seen's window and start are traced unless they are integers."""
+    """Returns the same as `formula`, computed by `way`; seen's window and start are traced unless they are integers."""
     *qkv, gradient = inputs
 
     @jax.jit

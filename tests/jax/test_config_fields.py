@@ -1,4 +1,4 @@
-"""What a model's config.json says is done, or refused by name: every field that transformers reads, in every family."""
+"""Every field of config.json that transformers reads is honoured or refused by name, in every family."""
 
 from __future__ import annotations
 

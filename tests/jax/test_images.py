@@ -82,7 +82,7 @@ def image_logit_deviation(directory: Path, image_like: bool = False) -> float:
 
 
 def in_sequences(packed: Packed, x: Any) -> list[np.ndarray]:
-    """Of each trajectory, what stands at its tokens."""
+    """Returns the values at each trajectory's tokens."""
     places = zip(packed.places.rows, packed.places.starts, packed.lengths, strict=True)
     return [np.asarray(x)[row, start : start + length] for row, start, length in places]
 

@@ -157,7 +157,7 @@ def test_only_adapters_have_gradients_and_moments(batch: Batch, model_dir_of: Ma
 
 
 def work(trainer: Trainer, batch: Batch) -> dict[str, float]:
-    """Of the compiled step: its arithmetic, and the bytes that it takes beside the weights and the state."""
+    """Returns the FLOPs of the compiled step, and its bytes in addition to weights and state."""
     micro, count = trainer._to_device(batch)
     step = jax.jit(partial(update_step, trainer.forward, trainer.optimizer, losses.sft), donate_argnums=(0, 1))
     given = trainer.params, trainer.moments, trainer.base, None, micro, count, np.float32(1)

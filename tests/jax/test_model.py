@@ -53,7 +53,7 @@ def test_logits_are_those_of_transformers(name: str, model_dir_of: MadeModel) ->
 
 
 def torch_gradients(directory: Path, tokens: np.ndarray) -> dict[str, np.ndarray]:
-    """Of the negative log-likelihood of tokens, under the names of the files: transformers holds experts together."""
+    """Returns gradients of the negative log-likelihood of tokens under the names of the files (one per expert)."""
     import torch
 
     model = reference_model(directory)

@@ -133,7 +133,7 @@ def orthogonal_in_numpy(x: np.ndarray) -> np.ndarray:
 
 
 def muon_in_numpy(count: int) -> dict[str, np.ndarray]:
-    """Of a layer's matrices."""
+    """Returns a layer's matrices after `count` steps."""
     values = {name: x.astype(np.float64) for name, x in apart(draw(0, 0.3)).items() if name.split(".")[0] in MATRICES_OF_LAYERS}
     momentum = {name: np.zeros_like(x) for name, x in values.items()}
     for rate, gradient in zip(RATES[:count], GRADIENTS[:count], strict=True):
@@ -242,7 +242,7 @@ def batch() -> Batch:
 
 @pytest.fixture(scope="module", params=KINDS)
 def trained(request: pytest.FixtureRequest, model_dir_of: MadeModel, batch: Batch) -> Trained:
-    """Which optimizer, a trainer after five of its steps, and their losses. (Of experts, biases and a score of them.)"""
+    """An optimizer, a trainer after five of its steps, and the losses; the model has experts, biases and a router."""
     trainer = make_trainer(model_dir_of("qwen2-moe"), request.param)
     return request.param, trainer, [trainer.update(batch, losses.sft)["loss"] for _ in range(5)]
 

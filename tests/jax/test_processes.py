@@ -28,7 +28,7 @@ GLOOS = "[Gloo] Rank ", " is connected to ", " peer ranks. ", "Expected number o
 
 @pytest.fixture(scope="module")
 def asked(model_dir_of: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What one process of four devices found, one-two-NAME.json, and two of two devices, two-NAME.json."""
+    """A folder with the results of one process with four devices, one-two-NAME.json, and of two with two, two-NAME.json."""
     folder = tmp_path_factory.mktemp("processes")
     command = [sys.executable, "-m", "tests.jax.processes", str(model_dir_of("even")), str(folder)]
     finished([*command, *(json.dumps({**mesh, "name": f"one-two-{mesh['name']}"}) for mesh in MESHES)], 1, 4, folder)
@@ -68,8 +68,7 @@ def test_a_state_of_one_process_goes_through_two_without_losing_a_bit(asked: Pat
 
 
 def without_gloo(printed: str) -> str:
-    """What is left when Gloo's part is taken away: it writes a line in pieces, from several threads at once, so that two may
-    lie within each other and either's end alone on a line."""
+    """Returns the output without Gloo's. Several of its threads write lines in pieces, so that two lines may be interleaved."""
     return re.sub("|".join(map(re.escape, GLOOS)) + r"|\d+|\s+", "", printed)
 
 

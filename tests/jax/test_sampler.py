@@ -1,4 +1,4 @@
-"""What is the JAX sampler's own; what it shares with torch's stands in tests/engines/test_samplers.py."""
+"""Properties of the JAX sampler alone; those of every sampler are in areal_x.testing.conformance.test_sampler."""
 
 from __future__ import annotations
 

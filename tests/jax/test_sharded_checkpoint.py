@@ -24,7 +24,7 @@ def contents(directory: Path) -> list[bytes]:
 
 
 def write(directory: Path, folder: Path, optimizer: str, *meshes: dict[str, int]) -> None:
-    """What resharding.py writes, on four devices."""
+    """Runs resharding.py on four devices."""
     processes = meshes[0].get("processes", 1)
     command = [sys.executable, "-m", "tests.jax.resharding", str(directory), str(folder), optimizer, *map(json.dumps, meshes)]
     finished(command, processes, 4 // processes, folder)

@@ -54,7 +54,7 @@ def judge_dir_of(model_dir_of: MadeModel, tmp_path_factory: pytest.TempPathFacto
 
 
 def scores_of_transformers(directory: Path, sequences: list[np.ndarray]) -> list[np.ndarray]:
-    """What the classifier says of each sequence after each of its tokens."""
+    """Returns the classifier's score of each sequence after each of its tokens."""
     import torch
     from transformers import AutoModelForSequenceClassification
 

@@ -68,7 +68,7 @@ def in_a_row(layout: PatchLayout) -> PatchLayout:
 
 
 def encoded(made: Made, capacity: int | None = None) -> list[np.ndarray]:
-    """What encode says of GRIDS' images, then of each deepstack layer, without padding."""
+    """Returns the output of encode for GRIDS' images, then that of each deepstack layer, without padding."""
     layout = patch_layout(GRIDS, made.tower, capacity)
     patches = random_patches(made.tower, len(layout.frames))
     embeddings, deepstack = jax.jit(encode, static_argnums=0)(made.arch, made.params, patches[None], in_a_row(layout))

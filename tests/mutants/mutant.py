@@ -1,4 +1,4 @@
-"""What a planted bug is."""
+"""A planted bug."""
 
 from __future__ import annotations
 

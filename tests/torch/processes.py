@@ -1,4 +1,4 @@
-"""What each of several processes does in a test: `python -m tests.torch.processes FOLDER ASKED …`, each JSON of a name, the
+"""One of several processes of a test: `python -m tests.torch.processes FOLDER ASKED …`, each JSON of a name, the
 directories of a model and perhaps of its teacher, MeshConfig's fields, and perhaps a lora.rank and changes of TrainerConfig's.
 
 For each: updates, everything else a trainer is asked, a save in both forms, and a save of what a restore of "one-NAME" gives,

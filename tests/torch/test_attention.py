@@ -115,7 +115,7 @@ def test_sinks_and_biases_are_refused():
 
 
 def last_of(query, key, value, scale, window, softcap):
-    """Of one sequence the queries of its last tokens alone, aligned as flash-attn aligns them: to the last key."""
+    """Returns the attention of a sequence's last queries, aligned to the last key as in flash-attn."""
     before = key.shape[2] - query.shape[2]
     whole = torch.cat([torch.zeros_like(query[:, :, :1]).expand(-1, -1, before, -1), query], dim=2)
     return formula(whole, key, value, (key.shape[2],), scale, window, softcap)[0, before:]

@@ -1,4 +1,4 @@
-"""What transformers computes with a model, the torch backend computes too, or refuses by name: windows, neighbours, lengths."""
+"""The torch backend computes the same as transformers with a model, or refuses it by name: windows, neighbours, lengths."""
 
 from __future__ import annotations
 

@@ -45,7 +45,7 @@ class Threads:
 
 
 def together(monkeypatch, processes, compute):
-    """What `compute(group, rank)` gives on each."""
+    """Returns the result of `compute(group, rank)` on each rank."""
     group = Threads(threading.Barrier(processes, timeout=60))
     monkeypatch.setattr(torch.distributed, "all_to_all_single", group.all_to_all_single)
 

@@ -31,7 +31,7 @@ def qwen3(tmp_path_factory):
 
 
 def computed_by(directory, remat):
-    """What an update says, the weights after it, how many products it computed, and how many numbers its graph kept."""
+    """Returns the metrics of an update, the weights after it, and its numbers of matrix products and of saved values."""
     trainer, saved = trainer_of(directory, remat=remat), []
     with (
         FlopCounterMode(display=False) as counter,

@@ -1,4 +1,4 @@
-"""Which device the trainer finds, and that nothing but torch.accelerator says so."""
+"""The trainer's device is found through torch.accelerator and nothing else."""
 
 from __future__ import annotations
 

@@ -70,7 +70,7 @@ def plain(directory):
 
 
 def flat_logits(of, sequences):
-    """Of the sequences in one flat row, through the seam."""
+    """Returns logits of the sequences in one flat row, by our attention."""
     lengths = tuple(len(s) for s in sequences)
     tokens = torch.from_numpy(np.concatenate(sequences).astype(np.int64))
     positions = torch.cat([torch.arange(n) for n in lengths])
@@ -79,7 +79,7 @@ def flat_logits(of, sequences):
 
 
 def padded_logits(of, sequences):
-    """Of the sequences in rows of their own, padded to the longest, by transformers' own masks."""
+    """Returns logits of the sequences in separate padded rows, with transformers' own masks."""
     longest = max(map(len, sequences))
     tokens = torch.stack([torch.from_numpy(np.pad(s, (0, longest - len(s))).astype(np.int64)) for s in sequences])
     real = torch.stack([(torch.arange(longest) < len(s)).long() for s in sequences])

@@ -1,4 +1,4 @@
-"""What is the torch sampler's own; what it shares with JAX's stands in tests/engines/test_samplers.py."""
+"""Properties of the torch sampler alone; those of every sampler are in areal_x.testing.conformance.test_sampler."""
 
 from __future__ import annotations
 

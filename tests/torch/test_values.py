@@ -253,7 +253,7 @@ def test_a_reward_models_loss_is_that_of_each_pairs_two_scores(classifiers, rows
 
 
 def segment_logps(directory, batch, where):
-    """Of each segment the log-probabilities of its tokens but the first, by transformers' logits."""
+    """Yields each segment's log-probabilities, without the first token's, from transformers' logits."""
     for row, start, n in where:
         tokens = batch.tokens[row, start : start + n]
         logp = log_softmax(logits_of(directory, tokens)[:-1])

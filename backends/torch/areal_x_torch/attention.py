@@ -135,7 +135,7 @@ def attend(
     position_bias: Tensor | None = None,
     **_: Any,
 ) -> tuple[Attended, None]:
-    """What transformers calls in each layer: softmax(scaling · query · key) · value over the keys
+    """The attention function that transformers calls in each layer: softmax(scaling · query · key) · value over the keys
     of the query's own sequence up to itself and within its window, see `masks`. softcap: scores are
     softcap · tanh(scores / softcap).
 

@@ -53,7 +53,7 @@ def mixture(
     chosen: Int[Tensor, "tokens per_token"],
     weights: Float[Tensor, "tokens per_token"],
 ) -> Float[Tensor, "tokens features"]:
-    """What transformers calls for the experts of each layer: the weighted sum of the chosen
+    """The function that transformers calls for the experts of each layer: the weighted sum of the chosen
     experts' outputs.
 
     Raises: NotImplementedError for experts with biases.

@@ -216,7 +216,7 @@ def attend(
     position_bias: Tensor | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """What transformers calls in each layer.
+    """The attention function that transformers calls in each layer.
 
     Raises: NotImplementedError for attention that is not a plain softmax.
     """

@@ -36,7 +36,7 @@ def visible(
     allow_is_bidirectional_skip: bool | None = None,
     **_: Any,
 ) -> Visible:
-    """What transformers calls for each kind of layer in a pass. It ignores which sequences are
+    """The mask function that transformers calls for each kind of layer in a pass. It ignores which sequences are
     neighbours in a row, which transformers infers from positions: attention knows them.
 
     Raises: NotImplementedError for masks that are not causal, are made of other functions, or cut

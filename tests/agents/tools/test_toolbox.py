@@ -29,7 +29,7 @@ def weather(city: str, days: int = 1) -> str:
 
 
 async def lookup(word: str, kind: Literal["noun", "verb"] = "noun") -> dict:
-    """What a word means.
+    """Returns the meaning of a word.
 
     Args:
         word: The word.
