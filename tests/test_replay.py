@@ -89,7 +89,7 @@ def test_a_journal_whose_beginning_is_gone_is_refused_in_a_sentence(recorded, tm
     with Journal(copied, keep_steps=2) as journal:
         journal.prune(oldest_checkpoint=6, step=6)
     with pytest.raises(
-        UserError, match=r"journal\.sqlite begins at step 5, and the model that it begins from is not there: jour"
+        UserError, match=r"journal\.sqlite begins at step 5, and the model from before that step is not there: jour"
     ):
         Replay(**{**vars(experiment), "recorded": copied}).recorded_steps()
 
