@@ -260,6 +260,8 @@ class Follower:
         """Returns the next message and its arrays; None at the end. Raises: UserError with what
         ended process 0."""
         while True:
+            # Process 0, if it was signalled too, ends all processes in order: it goes first.
+            interrupts.raise_if_interrupted(since_seconds=SECONDS_TO_FOLLOW)
             try:
                 # Short waits, as a signal does not end a long one.
                 with waiting(f"process {self.rank}", "process 0's next call", idle=True):

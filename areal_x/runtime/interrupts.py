@@ -55,9 +55,11 @@ class _SignalHandler:
     def request_stop(self) -> None:
         self._signalled_at = time.monotonic()
 
-    def raise_if_interrupted(self) -> None:
+    def raise_if_interrupted(self, since_seconds: float = 0.0) -> None:
         """Raises once only, so that closing is not interrupted again."""
-        if self._signalled_at is not None and not self._raised:
+        if self._signalled_at is None or self._raised:
+            return
+        if time.monotonic() - self._signalled_at >= since_seconds:
             self._raised = True
             raise KeyboardInterrupt
 
@@ -65,10 +67,10 @@ class _SignalHandler:
 _current: _SignalHandler | None = None
 
 
-def raise_if_interrupted() -> None:
-    """Raises: KeyboardInterrupt, in the main thread, if a signal has come."""
+def raise_if_interrupted(since_seconds: float = 0.0) -> None:
+    """Raises: KeyboardInterrupt, in the main thread, if a signal came at least this long ago."""
     if _current is not None and threading.current_thread() is threading.main_thread():
-        _current.raise_if_interrupted()
+        _current.raise_if_interrupted(since_seconds)
 
 
 def request_stop() -> bool:
