@@ -172,7 +172,7 @@ def test_tensors_that_do_not_fit_the_config_are_listed(model_dir_of: MadeModel) 
     without = {name: x for name, x in tensors.items() if name != "model.norm.weight"}
     with pytest.raises(UserError, match=r"here .*: missing model\.norm\.weight; left over extra\.weight"):
         from_tensors(arch, [*without.items(), ("extra.weight", np.zeros(3))], "here")
-    with pytest.raises(UserError, match=r"model\.norm\.weight has the shape \(3,\), but its config\.json asks for \(32,\)"):
+    with pytest.raises(UserError, match=r"model\.norm\.weight has the shape \(3,\), but its config\.json requires \(32,\)"):
         from_tensors(arch, [*without.items(), ("model.norm.weight", np.zeros(3))], "here")
 
 

@@ -157,7 +157,9 @@ class Trainer(HuggingFaceTrainer):
     def weights(self) -> Iterator[tuple[str, np.ndarray]]:
         tensors = self.own_tensors()
         if self.base is not None:
-            base = to_tensors(self.arch, self.base)
+            # A score is trained in full, beside the adapters, and no part of the base.
+            scores = {name: self.params[name] for name in ("score",) if self.arch.scores}
+            base = to_tensors(self.arch, {**self.base, **scores})
             tensors = adapter_files.merge(base, self.adapter(), self.config.lora.scale)
         for name, tensor in tensors:
             yield name, tensor.astype(self.dtype)

@@ -231,18 +231,27 @@ def test_a_server_that_dies_at_start_says_why_and_leaves_nothing(tiny_model_dir:
     run(engine.close())
 
 
-@pytest.mark.loses(r"^vLLM server 1 of 2 is lost ")
+@pytest.mark.loses(r"^vLLM server 1 of 1 is lost ")
 def test_a_server_killed_under_requests_takes_none_with_it_and_comes_back_with_the_newest_weights(
-    tiny_model_dir: Path, other_model_dir: Path, tmp_path: Path, run: Run
+    given_url: tuple[str, str],
+    tiny_model_dir: Path,
+    other_model_dir: Path,
+    tmp_path: Path,
+    run: Run,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """The server that the engine started; another one, which was running before, goes on."""
+    url, key = given_url
+    monkeypatch.setenv("MY_KEY", key)
     lines: list[str] = []
-    config = VLLMConfig(context=256, servers=2, slice_tokens=32, heartbeat_seconds=1.0)
+    config = VLLMConfig(context=256, slice_tokens=32, heartbeat_seconds=1.0, key_variable="MY_KEY")
     engine = VLLMEngine(config, tiny_model_dir, tmp_path, report=lines.append)
     requests = [Request(PROMPT[: 4 + i % 8], SamplingParams(max_tokens=200 + i)) for i in range(24)]
 
     async def kill_under_requests() -> tuple[list[Completion], Completion]:
         await engine.start()
         await engine.swap(engine.stage(Weights(tiny_model_dir, 1)))
+        await engine.join(url)
         running = [asyncio.create_task(engine.generate(request)) for request in requests]
         await until_generating(engine, 5)
         for process in psutil.Process(engine._servers[0].process.pid).children():
@@ -253,8 +262,9 @@ def test_a_server_killed_under_requests_takes_none_with_it_and_comes_back_with_t
         completions = await asyncio.gather(*running)
         while len(engine.fleet.serving()) < 2:
             await asyncio.sleep(0.1)
-        ((_, first),) = [(name, r) for name, r in engine.supervisor.replicas.items() if name.startswith("vLLM server 1")]
-        return completions, await first.client.generate(PROMPT, SamplingParams(max_tokens=40))
+        return completions, await engine.supervisor.replicas["vLLM server 1 of 1"].client.generate(
+            PROMPT, SamplingParams(max_tokens=40)
+        )
 
     try:
         completions, back = run(kill_under_requests())
@@ -269,5 +279,5 @@ def test_a_server_killed_under_requests_takes_none_with_it_and_comes_back_with_t
     np.testing.assert_array_equal(back.versions, 2)
     expected = expected_logprobs(other_model_dir, Request(PROMPT, SamplingParams()), back)
     np.testing.assert_allclose(back.logprobs, expected, atol=1e-4)
-    assert any("vLLM server 1 of 2 is lost" in line for line in lines)
-    assert lines[-1] == "vLLM server 1 of 2 serves again, with the weights of version 2"
+    assert any("vLLM server 1 of 1 is lost" in line for line in lines)
+    assert lines[-1] == "vLLM server 1 of 1 serves again, with the weights of version 2"
