@@ -37,6 +37,9 @@ COMPILES_QUICKLY = (
 )
 
 
+CACHED_BYTES = 2 << 30  # of compiled programs, the newest of all sessions
+
+
 def pytest_configure(config: pytest.Config) -> None:
     if hasattr(config.option, "loadscopereorder"):
         config.option.loadscopereorder = False  # else the modules with most tests come first
@@ -53,6 +56,7 @@ def pytest_configure(config: pytest.Config) -> None:
 LONGEST_FIRST = (
     "tests/engines/vllm/test_vllm_engine.py",
     "tests/torch/test_processes.py",
+    "tests/test_backends_conform.py",
     "tests/jax/test_processes.py",
     "tests/test_random_runs.py",
     "tests/test_recipes_run.py",
@@ -74,6 +78,10 @@ LONGEST_FIRST = (
     "tests/engines/vllm/test_vllm_torn.py",
     "tests/jax/test_sharded_checkpoint.py",
     "tests/test_docs.py",
+    "tests/test_extras.py",
+    "tests/agents/tools/test_mcp_tools.py",
+    "tests/jax/test_attention.py",
+    "tests/torch/test_decoder_blocks.py",
 )
 
 
@@ -123,25 +131,28 @@ def no_bindings() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def quick_compilation(tmp_path_factory: pytest.TempPathFactory) -> None:
+def quick_compilation(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> None:
     """Makes JAX compile with little optimisation, and each program once: compilation takes most of these tests' time. The
-    workers of pytest-xdist share the compiled programs."""
+    workers of pytest-xdist share the compiled programs, and so does the next session, through pytest's cache directory."""
     if not find_spec("jax"):
         return
     import jax
 
     base = tmp_path_factory.getbasetemp()
     programs = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "programs"
+    if request.config.pluginmanager.hasplugin("cacheprovider"):
+        programs = request.config.cache.mkdir("programs")
     settings = {
         "jax_compilation_cache_dir": str(programs),
+        "jax_compilation_cache_max_size": CACHED_BYTES,
         "jax_persistent_cache_min_compile_time_secs": 0.1,
         "jax_disable_most_optimizations": True,
     }
     for name, value in settings.items():
         jax.config.update(name, value)
-    # Processes that a test starts share them too, and do not use the user's own cache.
-    os.environ["JAX_COMPILATION_CACHE_DIR"] = str(programs)
-    os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.1"
+        # Processes that a test starts share them too, and do not use the user's own cache.
+        if "cache" in name:
+            os.environ[name.upper()] = str(value)
 
 
 # Environment of a process whose JAX compiles with as little optimisation.

@@ -13,6 +13,8 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 
+from tests.conftest import environment_with
+
 ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 EXTRAS = PROJECT["optional-dependencies"]
@@ -163,7 +165,7 @@ def test_a_run_without_extras_imports_none_of_their_packages(tiny_model_dir: Pat
         "print(status, sorted({name.split('.')[0] for name in sys.modules}))"
     )
     command = [sys.executable, "-c", code, *arguments]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    done = subprocess.run(command, cwd=ROOT, env=environment_with(1), capture_output=True, text=True, check=False)
     status, modules = done.stdout.splitlines()[-1].split(" ", 1)
     assert status == "0", done.stderr
     assert set(ast.literal_eval(modules)).isdisjoint(LEFT_OUT)
