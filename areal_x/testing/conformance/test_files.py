@@ -13,7 +13,6 @@ from areal_x.errors import UserError
 from areal_x.hf import model_dir as files
 from areal_x.protocols.trainer import Trainer
 from areal_x.protocols.trainer_config import LoRAConfig, OptimizerConfig
-from areal_x.runtime.waits import waiting
 from areal_x.testing.conformance.helpers import (
     assert_equal_weights,
     make_trainer,
@@ -91,8 +90,7 @@ def test_a_checkpoint_saved_in_the_background_restores_the_state_at_its_time(
     wait = first.save_in_background(tmp_path / "saved")
     expected = learn(first, "policy")  # the state may change as soon as the call has returned
     if wait is not None:
-        with waiting("the test", "the checkpoint to be complete"):
-            wait()
+        wait()
     second.restore(tmp_path / "saved")
     assert second.version == 1
     assert learn(second, "policy") == expected
