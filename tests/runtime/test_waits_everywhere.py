@@ -35,7 +35,7 @@ class Bounded:
 
 
 AT_ONCE = "ends at once: what it asks for is there, or it asks without waiting, or cancels first"
-A_TEST = "a test, and no part of a run"
+TEST = "a test, and no part of a run"
 OURS_TO_END = "waits for something to do, on a task or thread that its owner ends"
 
 REWARD, SERVER, STEP, AGENT = "its reward", "the vLLM server at {} to answer {}", "the trainer's step {}", "its agent"
@@ -48,7 +48,7 @@ ALLOWED: dict[str, Inside | Bounded | str] = {
     "run/checkpoint.py Saver.save: self.wait()": Inside(CHECKPOINT),
     "run/checkpoint.py complete: begun.wait()": Inside(CHECKPOINT),
     "batching/batch.py Models.save.wait_for_all: wait()": Inside(CHECKPOINT),
-    "testing/conformance/test_files.py test_a_checkpoint_saved_in_the_background_restores_the_state_at_its_time: wait()": A_TEST,
+    "testing/conformance/test_files.py test_a_checkpoint_saved_in_the_background_restores_the_state_at_its_time: wait()": TEST,
     "cluster/links.py Follower._watch: time.sleep()": Bounded("SECONDS_TO_FOLLOW"),
     "cluster/links.py Leader._insist: self._changed.wait_for()": Bounded("SECONDS_TO_END"),
     "cluster/links.py Leader.together: self._changed.wait_for()": Bounded("SECONDS_TO_NOTICE"),  # one second
