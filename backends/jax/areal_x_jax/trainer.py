@@ -157,9 +157,8 @@ class Trainer(HuggingFaceTrainer):
     def weights(self) -> Iterator[tuple[str, np.ndarray]]:
         tensors = self.own_tensors()
         if self.base is not None:
-            # A score is trained in full, beside the adapters, and no part of the base.
-            scores = {name: self.params[name] for name in ("score",) if self.arch.scores}
-            base = to_tensors(self.arch, {**self.base, **scores})
+            # A score is trained in full and only in params; all else is the base's.
+            base = to_tensors(self.arch, {**self.params, **self.base})
             tensors = adapter_files.merge(base, self.adapter(), self.config.lora.scale)
         for name, tensor in tensors:
             yield name, tensor.astype(self.dtype)
