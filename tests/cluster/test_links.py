@@ -15,8 +15,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from areal_x.cluster import links
 from areal_x.cluster.links import Follower, Leader, accept, difference, meet, own_address, send
 from areal_x.errors import UserError
+from areal_x.runtime import interrupts
+from areal_x.runtime.interrupts import deferred_interrupts
 
 
 @dataclass
@@ -106,6 +109,33 @@ def test_nobody_leaves_before_process_0_is_done() -> None:
         following.result(timeout=60)
         follower._link.close()
         closing.result(timeout=60)
+
+
+def test_a_signal_ends_a_follower_although_calls_keep_coming(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(links, "SECONDS_TO_FOLLOW", 0.0)
+    leader, follower = linked()
+    leader.done()  # a message that waits
+    with deferred_interrupts():
+        interrupts.request_stop()
+        with pytest.raises(KeyboardInterrupt):
+            follower.receive()
+    end(leader, follower)
+
+
+def test_process_0_has_time_to_end_a_signalled_follower_in_order() -> None:
+    leader, follower = linked()
+    leader.done()
+    received: list[Any] = []
+
+    def receive() -> None:
+        with deferred_interrupts():
+            interrupts.request_stop()
+            received.append(follower.receive())
+
+    with pytest.raises(KeyboardInterrupt):  # as the context ends
+        receive()
+    assert len(received) == 1
+    end(leader, follower)
 
 
 def test_an_error_of_this_process_is_told_as_it_is() -> None:
