@@ -13,31 +13,20 @@ from pathlib import Path
 
 import numpy as np
 
+from areal_x.testing.models import QWEN3
+
 VOCABULARY = 99
 PAD, END = 0, VOCABULARY
 WORDS = string.ascii_lowercase + string.digits
 
 CONFIG = {
-    "architectures": ["Qwen3ForCausalLM"],
-    "model_type": "qwen3",
+    **QWEN3,
     "hidden_size": 128,
     "intermediate_size": 256,
     "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 32,
     "vocab_size": VOCABULARY,
-    "max_position_embeddings": 512,
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 10000.0,
-    "tie_word_embeddings": False,
-    "hidden_act": "silu",
-    "attention_bias": False,
-    "attention_dropout": 0.0,
-    "use_sliding_window": False,
     "eos_token_id": None,
     "pad_token_id": PAD,
-    "dtype": "float32",
 }
 
 
