@@ -17,7 +17,7 @@ test: $(VENV)/test.stamp check  ## everything, against a real vLLM server for CP
 	$(BIN)/python -m pytest -n 2 --dist loadgroup
 
 quick: $(VENV)/test.stamp  ## the first case of each short test: no server, no training (tests/quick.py)
-	$(BIN)/python -m pytest --quick -n 2 tests
+	$(BIN)/python -m pytest --quick -n 2 --dist loadgroup tests
 
 mutants: $(VENV)/test.stamp  ## plant each of the bugs of tests/mutants in a copy of the code and print which test sees it
 	$(BIN)/python -m tests.mutants

@@ -40,6 +40,21 @@ COMPILES_QUICKLY = (
 CACHED_BYTES = 2 << 30  # of compiled programs, the newest of all sessions
 
 
+def pytest_sessionstart(session: pytest.Session) -> None:
+    """Deletes the oldest compiled programs of earlier sessions. JAX would do it at each program that it writes: it reads the
+    whole folder then, under a lock, which takes longer than to compile a small program."""
+    cache = getattr(session.config, "cache", None)
+    if cache is None or "PYTEST_XDIST_WORKER" in os.environ:
+        return
+    files = [(file.stat(), file) for file in cache.mkdir("programs").iterdir()]
+    left = sum(stat.st_size for stat, _ in files) - CACHED_BYTES
+    for stat, file in sorted(files, key=lambda x: x[0].st_mtime):
+        if left <= 0:
+            break
+        file.unlink()
+        left -= stat.st_size
+
+
 def pytest_configure(config: pytest.Config) -> None:
     if hasattr(config.option, "loadscopereorder"):
         config.option.loadscopereorder = False  # else the modules with most tests come first
@@ -144,7 +159,6 @@ def quick_compilation(request: pytest.FixtureRequest, tmp_path_factory: pytest.T
         programs = request.config.cache.mkdir("programs")
     settings = {
         "jax_compilation_cache_dir": str(programs),
-        "jax_compilation_cache_max_size": CACHED_BYTES,
         "jax_persistent_cache_min_compile_time_secs": 0.1,
         "jax_disable_most_optimizations": True,
     }

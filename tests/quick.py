@@ -1,13 +1,17 @@
 """The option --quick, of `make quick`: the part of the suite that fits into 90 seconds on two quiet cores.
 
 Of each test function the first case is run. Left out are tests with a real vLLM server (marker `server`), tests that train to a
-result (marker `slow`), and those that tests/long_tests.txt lists because they took long. The list is a measurement:
+result or start many processes (marker `slow`), and those that tests/long_tests.txt lists because they took long. The list is a
+measurement, made on a quiet machine:
 
-    python -m pytest --quick --measure tests      # runs the listed ones too, and writes the list anew
+    python -m pytest --quick --measure -n 2 --dist loadgroup tests      # adds those that took long to the list
+
+Repeat it until none is added: a module's fixtures fall to the first of its tests that is left. Without the list it begins anew.
 """
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
 from pathlib import Path
 
@@ -19,23 +23,24 @@ MARKERS = ("server", "slow")
 
 
 def function_of(nodeid: str) -> str:
-    return nodeid.partition("[")[0]
+    """The id without the case and without pytest-xdist's group."""
+    return re.split(r"[\[@]", nodeid, maxsplit=1)[0]
 
 
-def listed() -> set[str]:
-    return {line.split()[0] for line in LISTED.read_text().splitlines() if not line.startswith("#")}
+def seconds_listed() -> dict[str, float]:
+    lines = LISTED.read_text().splitlines() if LISTED.is_file() else []
+    return {name: float(seconds) for name, seconds in (line.split() for line in lines if not line.startswith("#"))}
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--quick", action="store_true", help="the first case of each test that is neither long nor needs a server")
-    parser.addoption("--measure", action="store_true", help="with --quick: run the long ones too, and list them anew")
+    parser.addoption("--measure", action="store_true", help="with --quick: add the tests that take long to the list")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if not config.getoption("--quick"):
         return
-    left_out = set() if config.getoption("--measure") else listed()
-    kept, seen = [], set(left_out)
+    kept, seen = [], set(seconds_listed())
     for item in items:
         name = function_of(item.nodeid)
         if name not in seen and not any(item.get_closest_marker(marker) for marker in MARKERS):
@@ -55,7 +60,8 @@ class Measure:
         self.seconds[function_of(report.nodeid)] += report.duration
 
     def pytest_sessionfinish(self) -> None:
-        long = sorted(f"{name} {seconds:.1f}" for name, seconds in self.seconds.items() if seconds > LONG)
+        found = seconds_listed() | {name: x for name, x in self.seconds.items() if x > LONG}
+        long = sorted(f"{name} {seconds:.1f}" for name, seconds in found.items())
         head = f"# Tests whose first case took more than {LONG} s, with the seconds; written by tests/quick.py."
         LISTED.write_text("\n".join([head, *long]) + "\n")
 

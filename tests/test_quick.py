@@ -22,8 +22,8 @@ class Item:
 
 
 def selected(items: list[Item], monkeypatch: pytest.MonkeyPatch, long: set[str], **options: bool) -> list[str]:
-    monkeypatch.setattr(quick, "listed", lambda: long)
-    chosen = {"--quick": True, "--measure": False, **options}
+    monkeypatch.setattr(quick, "seconds_listed", lambda: dict.fromkeys(long, 1.0))
+    chosen = {"--quick": True, **options}
     hook = SimpleNamespace(pytest_deselected=lambda items: None)
     quick.pytest_collection_modifyitems(SimpleNamespace(getoption=chosen.__getitem__, hook=hook), items)
     return [item.nodeid for item in items]
@@ -37,9 +37,15 @@ def test_the_first_case_of_each_short_function_is_run(monkeypatch: pytest.Monkey
     assert selected(items(), monkeypatch, {"a.py::long"}) == ["a.py::one[1]", "a.py::two"]
 
 
-def test_measuring_runs_the_long_ones_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = selected(items(), monkeypatch, {"a.py::long"}, **{"--measure": True})
-    assert found == ["a.py::one[1]", "a.py::two", "a.py::long"]
+def test_measuring_adds_to_the_list(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(quick, "LISTED", tmp_path / "list")
+    for runs in ({"a.py::one[1]@group": 2.0, "a.py::two": 0.1}, {"a.py::two@group": 0.5}):
+        measure = quick.Measure()
+        for nodeid, seconds in runs.items():
+            for phase in (0.75, 0.25):
+                measure.pytest_runtest_logreport(SimpleNamespace(nodeid=nodeid, duration=phase * seconds))
+        measure.pytest_sessionfinish()
+    assert quick.seconds_listed() == {"a.py::one": 2.0, "a.py::two": 0.5}
 
 
 def test_without_the_option_everything_is_run(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -48,7 +54,7 @@ def test_without_the_option_everything_is_run(monkeypatch: pytest.MonkeyPatch) -
 
 def test_every_long_test_that_is_listed_exists() -> None:
     missing = []
-    for name in quick.listed():
+    for name in quick.seconds_listed():
         file, *parts = name.split("::")
         text = (ROOT / file).read_text() if (ROOT / file).is_file() else ""
         for module in re.findall(r"^from areal_x\.(\S+) import \*", text, re.MULTILINE):  # the conformance suite

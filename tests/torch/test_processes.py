@@ -113,8 +113,9 @@ def asked(mesh: str, request: pytest.FixtureRequest) -> Path:
 
 def in_one_worker(test: Callable[..., None]) -> Callable[..., None]:
     """One worker asks, once for all."""
-    marked: Callable[..., None] = pytest.mark.xdist_group("meshes")(pytest.mark.timeout(600)(test))
-    return marked
+    for mark in (pytest.mark.xdist_group("meshes"), pytest.mark.timeout(600), pytest.mark.slow):
+        test = mark(test)
+    return test
 
 
 def found(folder: Path, name: str) -> dict[str, Any]:

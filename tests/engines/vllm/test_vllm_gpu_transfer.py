@@ -29,7 +29,7 @@ from areal_x.protocols.engine import EngineError
 from areal_x.protocols.trainer_config import ModelConfig, TrainerConfig
 from tests.servers import Run
 
-pytestmark = pytest.mark.xdist_group("vllm-direct")  # one other process for all
+pytestmark = [pytest.mark.xdist_group("vllm-direct"), pytest.mark.slow]  # one other process for all
 
 HANDLES = VLLMConfig(transport="handles", allow_unpickling=True)
 ROOT = Path(__file__).parents[3]
