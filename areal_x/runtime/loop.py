@@ -31,16 +31,18 @@ def run(work: Coroutine[Any, Any, T], name: str) -> T:
         future.cancel()
 
     background.watch(loop, failed)
-    thread = background.thread(serve, loop, what=f"the thread {name}", failed=failed, name=name)
-    try:
-        return result(future)
-    except CancelledError:
-        if failures:
-            raise failures[0] from failures[0].__cause__
-        raise
-    finally:
-        loop.call_soon_threadsafe(loop.stop)
-        thread.join()
+    # An interrupt between the thread's start and the wait for it would leave it running.
+    with deferred_interrupts():
+        thread = background.thread(serve, loop, what=f"the thread {name}", failed=failed, name=name)
+        try:
+            return result(future)
+        except CancelledError:
+            if failures:
+                raise failures[0] from failures[0].__cause__
+            raise
+        finally:
+            loop.call_soon_threadsafe(loop.stop)
+            thread.join()
 
 
 def result(future: Future[T]) -> T:

@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
+import os
+import signal
+import threading
 import weakref
 
-from areal_x.runtime.loop import short_collections
+import pytest
+
+from areal_x.runtime import background
+from areal_x.runtime.loop import run, short_collections
 
 
 class Thing:
@@ -35,3 +42,17 @@ def test_collections_leave_alone_what_was_there_and_collect_it_afterwards() -> N
         assert old() is None
     finally:
         gc.enable()
+
+
+def test_an_interrupt_right_after_the_threads_start_ends_the_thread_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    start = background.thread
+
+    def started_and_interrupted(*arguments: object, **named: object) -> threading.Thread:
+        thread = start(*arguments, **named)  # type: ignore[arg-type]
+        os.kill(os.getpid(), signal.SIGINT)
+        return thread
+
+    monkeypatch.setattr(background, "thread", started_and_interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        run(asyncio.Event().wait(), "interrupted")
+    assert "interrupted" not in [thread.name for thread in threading.enumerate()]
