@@ -52,7 +52,7 @@ def trained(file: str, directory: Path, monkeypatch: pytest.MonkeyPatch, **bindi
         "train.checkpoint_every": 0,
         "train.runs": str(directory),
         "train.name": "run",
-        "embedded.slots": 8,
+        "embedded.slots": 64,
         **{name.replace("__", "."): value for name, value in bindings.items()},
     }
     arguments = [part for name, value in bound.items() for part in ("-b", f"{name} = {value!r}")]
