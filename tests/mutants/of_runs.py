@@ -129,8 +129,17 @@ MUTANTS: list[Mutant] = [
         ("tests/engines/vllm/test_fleet.py", "tests/engines/vllm/test_vllm_client.py"),
         (
             "a block's name does not depend on what stands before it",
-            "        chain = hash((chain, data[end - BLOCK : end].tobytes()))",
-            "        chain = hash(data[end - BLOCK : end].tobytes())",
+            "        chain = hash((chain, data[4 * start : 4 * end]))",
+            "        chain = hash(data[4 * start : 4 * end])",
+        ),
+    ),
+    *planted(
+        "areal_x/engines/vllm/dispatcher.py",
+        ("tests/engines/vllm/test_vllm_spread.py",),
+        (
+            "a new request goes before those that wait",
+            "        if not self._waiting:\n            server = self._route",
+            "        if True:\n            server = self._route",
         ),
     ),
     *planted(

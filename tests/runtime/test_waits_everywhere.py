@@ -130,7 +130,7 @@ ALLOWED: dict[str, Inside | Bounded | str] = {
     "engines/vllm/gpu_transfer.py WeightSyncClient.start_weight_update: self._begin().result()": Inside(SENT),
     "engines/vllm/gpu_transfer.py WeightSyncClient.update_weights: self._begin().result()": Inside(SENT),
     "engines/vllm/gpu_transfer.py GPUSender._connect_by_nccl: connecting.result()": Inside(SENT),
-    "engines/vllm/dispatcher.py Dispatcher.change: await self._changed.wait": Inside("a vLLM server to take its request"),
+    "engines/vllm/dispatcher.py Dispatcher.change: await self._changed.wait": Inside("the next version to be staged"),
     "engines/vllm/publisher.py Publisher._explain: await call": Inside(SERVER),
     "agents/chat/server_renderer.py ServerRenderer._any: await ask": Inside(SERVER),
     "engines/vllm/scorer.py ServerScorer._clients: async with AsyncExitStack": AT_ONCE,
@@ -141,8 +141,7 @@ ALLOWED: dict[str, Inside | Bounded | str] = {
     "engines/vllm/supervisor.py Supervisor._compare: await asyncio.gather": Inside(SERVER),
     "engines/vllm/supervisor.py Supervisor._check_alive: await asyncio.gather": Inside(SERVER),
     "engines/vllm/supervisor.py Supervisor.wake: self._watching.result()": AT_ONCE,
-    "engines/vllm/supervisor.py Supervisor.unless_lost: await asyncio.wait": Inside(SERVER),
-    "engines/vllm/supervisor.py Supervisor.unless_lost: task.result()": AT_ONCE,
+    "engines/vllm/supervisor.py Supervisor.unless_lost: await call": Inside(SERVER),
     "engines/vllm/supervisor.py cancel_and_wait: await asyncio.wait": AT_ONCE,
     "run/run_dir.py _lock: fcntl.flock()": AT_ONCE,
     "sandbox/pool.py Sandbox._request: await asyncio.open_connection": AT_ONCE,
@@ -159,7 +158,6 @@ ALLOWED: dict[str, Inside | Bounded | str] = {
     "engines/vllm/client.py VLLMClient.accepts_without_key: async with session": AT_ONCE,
     "engines/vllm/connections.py exchange: async with request_slots": Inside("the vLLM server at {} to answer {}"),
     "engines/vllm/connections.py exchange: async with session.request": Inside("the vLLM server at {} to answer {}"),
-    "engines/vllm/connections.py exchange: await answer.text": Inside("the vLLM server at {} to answer {}"),
     "engines/vllm/connections.py exchange: await asyncio.sleep": Inside("the vLLM server at {} to answer {}"),
     "engines/vllm/gate.py Gate.__call__: await self.app": OURS_TO_END,  # in the server's own process
 }

@@ -22,9 +22,11 @@ from areal_x.engines.vllm.connections import exchange, session
 from areal_x.engines.vllm.failures import ServerFailed, ServerLost, ServerRefused
 from areal_x.engines.vllm.plugin import BACKEND
 from areal_x.engines.vllm.responses import (
+    Generated,
     completion_from,
     error_message,
     experts_from,
+    generated_from,
     next_from,
     scores_from,
 )
@@ -136,7 +138,7 @@ class VLLMClient:
         """
         body: dict[str, Any] = {
             "model": model,
-            "token_ids": [int(t) for t in tokens],
+            "token_ids": np.asarray(tokens).tolist(),
             "sampling_params": {
                 "max_tokens": sampling.max_tokens,
                 "temperature": sampling.temperature,
@@ -154,9 +156,7 @@ class VLLMClient:
         }
         if features is not None:
             body["features"] = features
-        answer = await self._call(
-            "POST", "/inference/v1/generate", body, retry=True, seconds=None, takes_slot=True
-        )
+        answer = await self._generated(body)
         completion = completion_from(answer)
         if not experts:
             return completion
@@ -249,10 +249,13 @@ class VLLMClient:
             "detokenize": False,
         }
         body = {"model": model, "token_ids": list(tokens), "sampling_params": wanted}
-        answer = await self._call(
+        return next_from(await self._generated(body), token)
+
+    async def _generated(self, body: Mapping[str, Any]) -> Generated:
+        answer = await self._send(
             "POST", "/inference/v1/generate", body, retry=True, seconds=None, takes_slot=True
         )
-        return next_from(answer, token)
+        return generated_from(answer)
 
     async def pause(self) -> None:
         """Freezes requests in flight and drops all caches: theirs, which are recomputed after
@@ -355,7 +358,14 @@ class VLLMClient:
         """Returns the version of the server's weights; "default" if it was never set."""
         return str((await self._call("GET", "/weight_info", retry=True))["weight_version"])
 
-    async def _call(
+    async def _call(self, method: str, path: str, body: Any = None, **how: Any) -> Any:
+        """Returns the response's JSON, or its text where that is a sentence. how: see `_send`."""
+        answer = await self._send(method, path, body, **how)
+        if path in TEXT:
+            return answer.decode()
+        return json.loads(answer) if answer else None
+
+    async def _send(
         self,
         method: str,
         path: str,
@@ -364,13 +374,13 @@ class VLLMClient:
         retry: bool = False,
         seconds: float | None = CONTROL_SECONDS,
         takes_slot: bool = False,
-    ) -> Any:
-        """Returns the response's JSON. retry: the request may be sent again if the connection
-        breaks before any response, as happens when a pooled connection was closed meanwhile.
-        takes_slot: see `exchange`."""
+    ) -> bytes:
+        """Returns the response. retry: the request may be sent again if the connection breaks
+        before any response, as happens when a pooled connection was closed meanwhile. takes_slot:
+        see `exchange`."""
         try:
             with waiting(whose(), f"the vLLM server at {self.url} to answer {path}"):
-                status, text = await exchange(
+                status, answer = await exchange(
                     self._session,
                     self.url,
                     method,
@@ -383,8 +393,8 @@ class VLLMClient:
         except ConnectionError as error:
             raise ServerLost(f"{error}") from error
         if status == 200:
-            return text if path in TEXT else json.loads(text) if text else None
-        raise self._refusal(path, status, error_message(text))
+            return answer
+        raise self._refusal(path, status, error_message(answer))
 
     def _refusal(self, path: str, status: int, words: str) -> Exception:
         server, endpoint = f"the vLLM server at {self.url}", path.partition("?")[0]

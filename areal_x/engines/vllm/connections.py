@@ -8,6 +8,8 @@ from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
+import msgspec
+
 from areal_x.errors import UserError
 from areal_x.runtime import open_files
 
@@ -20,6 +22,7 @@ CONNECT_SECONDS = 30.0
 ATTEMPTS = 3
 FILES_SECONDS = 60.0  # descriptors become free as other requests end
 FILES_POLL_SECONDS = 0.1
+JSON = {"Content-Type": "application/json"}
 
 _request_slots: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = (
     WeakKeyDictionary()
@@ -36,7 +39,9 @@ def session(key: str | None) -> aiohttp.ClientSession:
 
     connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_SECONDS)
     return aiohttp.ClientSession(
-        connector=connector, headers={"Authorization": f"Bearer {key}"} if key else {}
+        connector=connector,
+        headers={"Authorization": f"Bearer {key}"} if key else {},
+        cookie_jar=aiohttp.DummyCookieJar(),  # to look for cookies takes time at each request
     )
 
 
@@ -60,15 +65,19 @@ async def exchange(
     seconds: float | None,
     retry: bool = False,
     takes_slot: bool = False,
-) -> tuple[int, str]:
-    """Sends a request and returns the status and text of the server's response.
+) -> tuple[int, bytes]:
+    """Sends a request and returns the status and body of the server's response.
 
-    retry: the request may be sent again if the connection breaks before any response. takes_slot:
-    acquires one of `request_slots`. Raises: ConnectionError if there is no response; OutOfFiles.
+    body: of the request, sent as JSON. retry: the request may be sent again if the connection
+    breaks before any response. takes_slot: acquires one of `request_slots`.
+
+    Raises: ConnectionError if there is no response; OutOfFiles.
     """
     import aiohttp
 
     timeout = aiohttp.ClientTimeout(total=seconds, sock_connect=CONNECT_SECONDS)
+    data = None if body is None else msgspec.json.encode(body)
+    headers = None if body is None else JSON
     named = f"the vLLM server at {server}"
     async with request_slots() if takes_slot else nullcontext():
         began, attempts = time.monotonic(), ATTEMPTS if retry else 1
@@ -77,9 +86,9 @@ async def exchange(
                 raise ConnectionError(f"the connection to {named} was closed before {path}")
             try:
                 async with session.request(
-                    method, server + path, json=body, timeout=timeout
+                    method, server + path, data=data, headers=headers, timeout=timeout
                 ) as answer:
-                    return answer.status, await answer.text()
+                    return answer.status, await answer.read()
             except aiohttp.ClientOSError as error:
                 if open_files.ran_out(getattr(error, "os_error", error)):
                     if time.monotonic() - began > min(FILES_SECONDS, seconds or FILES_SECONDS):

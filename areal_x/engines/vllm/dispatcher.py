@@ -7,8 +7,11 @@ server was generating are generated again elsewhere.
 from __future__ import annotations
 
 import asyncio
+import heapq
 import itertools
 import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -18,7 +21,7 @@ from jaxtyping import Int32
 from areal_x.engines.vllm.client import MODEL
 from areal_x.engines.vllm.config import VLLMConfig
 from areal_x.engines.vllm.failures import ServerFailed, ServerLost, ServerRestarted
-from areal_x.engines.vllm.routing import Prefixes
+from areal_x.engines.vllm.routing import REMEMBERED, Prefixes, prefixes_of
 from areal_x.engines.vllm.supervisor import Supervisor
 from areal_x.protocols.engine import Completion, EngineError, SamplingParams
 from areal_x.runtime.waits import waiting, whose
@@ -27,6 +30,16 @@ ATTEMPTS = 10  # per request: if ten servers in a row fail at it, the fault is n
 # Share of vllm.concurrency by which the load of a server that has the prompt's prefix in cache may
 # exceed the least load.
 SLACK = 1 / 8
+PREFIXES_EACH = 16  # remembered for each request that may be in flight
+
+
+@dataclass(order=True)
+class Waiting:
+    """A request that no server has taken yet. Those that entered first are placed first."""
+
+    request: int
+    prefixes: Sequence[tuple[int, int]] = field(compare=False)
+    server: asyncio.Future[str] = field(compare=False)
 
 
 class Dispatcher:
@@ -36,17 +49,32 @@ class Dispatcher:
     """
 
     def __init__(self, config: VLLMConfig, supervisor: Supervisor, experts: bool) -> None:
-        self.prefixes = Prefixes()
+        requests = config.concurrency * (len(config.urls) or config.servers)
+        self.prefixes = Prefixes(max(REMEMBERED, PREFIXES_EACH * requests))
         self._config = config
         self._supervisor = supervisor
         self._fleet = supervisor.fleet
         self._experts = experts
         self._requests = itertools.count()
+        self._waiting: list[Waiting] = []  # a heap
         self._changed = asyncio.Event()
 
     def notify(self) -> None:
-        """Wakes everything that waits for a change of the fleet."""
+        """Acts on a change of the fleet: places as many waiting requests as servers have room for,
+        and wakes what waits for the change."""
         self._changed.set()
+        while self._waiting:
+            first = self._waiting[0]
+            if not first.server.done():  # it was cancelled, if it is
+                try:
+                    server = self._route(first.request, first.prefixes)
+                except EngineError as error:
+                    first.server.set_exception(error)
+                else:
+                    if server is None:
+                        return
+                    first.server.set_result(server)
+            heapq.heappop(self._waiting)
 
     async def change(self) -> None:
         """Waits until the fleet, or what it serves, may have changed."""
@@ -63,11 +91,12 @@ class Dispatcher:
     ) -> Completion:
         """Generates on any server; another one starts over if that server is lost."""
         request = next(self._requests)
+        prefixes = prefixes_of(tokens)
         self._fleet.enter(request)
         try:
             for attempt in itertools.count(1):
-                server = await self._place(request, tokens)
-                if server not in self._fleet.members:  # it left before this could go on
+                server = await self._place(request, prefixes)
+                if not self._is_at(request, server):  # it was lost before this could go on
                     continue
                 least = self._fleet.members[server].version
                 replica = self._supervisor.replicas[server]
@@ -95,8 +124,8 @@ class Dispatcher:
                     if completion.finish_reason != "abort" and self._fleet.answered(
                         request, server, time.monotonic()
                     ):
-                        self.prefixes.remember(np.concatenate([tokens, completion.tokens]), server)
-                        self.notify()
+                        whole = np.concatenate([tokens, completion.tokens])
+                        self.prefixes.remember(prefixes_of(whole, known=prefixes), server)
                         return completion
                     error: EngineError = ServerLost(f"{server} aborted a request that was wanted")
                 except (ServerLost, ServerFailed) as raised:
@@ -131,29 +160,38 @@ class Dispatcher:
         self._supervisor.settle()
         self._supervisor.wake()
 
-    async def _place(self, request: int, tokens: Int32[np.ndarray, " P"]) -> str:
-        """Returns the server that the request is placed on, as soon as one takes it."""
-        slack = int(self._config.concurrency * SLACK)
-        while True:
-            cached = self.prefixes.cached(tokens, self._fleet.serving())
-            server = self._fleet.route(request, cached, slack, time.monotonic())
+    async def _place(self, request: int, prefixes: Sequence[tuple[int, int]]) -> str:
+        """Returns the server that the request is placed on, as soon as one takes it and no request
+        that entered before it waits."""
+        if not self._waiting:
+            server = self._route(request, prefixes)
             if server is not None:
-                self.prefixes.remember(tokens, server)
                 return server
-            if why := self._fleet.why_hopeless():
-                raise EngineError(why)
-            since = self._fleet.none_since
-            if since is not None and time.monotonic() - since > self._config.wait_seconds:
-                reasons = "; ".join(
-                    f"{name}: {m.reason or m.state.value}"
-                    for name, m in self._fleet.members.items()
-                )
-                waited = f"no vLLM server was ready for {self._config.wait_seconds:g} s"
-                raise EngineError(
-                    f"{waited} ({reasons}): raise vllm.wait_seconds if they need longer"
-                )
-            with waiting(whose(), "a vLLM server to take its request", self._states):
-                await self.change()
+        place = Waiting(request, prefixes, asyncio.get_running_loop().create_future())
+        heapq.heappush(self._waiting, place)
+        self.notify()
+        with waiting(whose(), "a vLLM server to take its request", self._states):
+            return await place.server
+
+    def _route(self, request: int, prefixes: Sequence[tuple[int, int]]) -> str | None:
+        """Places a request and returns its server; None while no server takes it. Raises:
+        EngineError if none will, or none has served for too long."""
+        slack = int(self._config.concurrency * SLACK)
+        cached = self.prefixes.cached(prefixes)
+        server = self._fleet.route(request, cached, slack, time.monotonic())
+        if server is not None:
+            self.prefixes.remember(prefixes, server)
+            return server
+        if why := self._fleet.why_hopeless():
+            raise EngineError(why)
+        since = self._fleet.none_since
+        if since is not None and time.monotonic() - since > self._config.wait_seconds:
+            reasons = "; ".join(
+                f"{name}: {m.reason or m.state.value}" for name, m in self._fleet.members.items()
+            )
+            waited = f"no vLLM server was ready for {self._config.wait_seconds:g} s"
+            raise EngineError(f"{waited} ({reasons}): raise vllm.wait_seconds if they need longer")
+        return None
 
     def _states(self) -> str:
         members = self._fleet.members.copy().items()

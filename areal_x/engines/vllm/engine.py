@@ -285,9 +285,12 @@ class VLLMEngine(Engine):
                 length = slices.next_length(
                     sum(len(part.tokens) for part in parts), most, self.config.slice_tokens
                 )
+                sampling = request.sampling
+                if sampling.max_tokens != length:
+                    sampling = replace(sampling, max_tokens=length)
                 part = await self.dispatcher.generate(
                     slices.context_of(request.tokens, parts),
-                    replace(request.sampling, max_tokens=length),
+                    sampling,
                     model=name,
                     stop=request.stop,
                     features=features,

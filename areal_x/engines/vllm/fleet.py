@@ -21,7 +21,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 
-from areal_x.engines.vllm.routing import choose
+from areal_x.engines.vllm.routing import Loads, choose
 
 # Missed heartbeats in a row after which a server is lost; after the first it gets no new requests.
 MISSES = 3
@@ -71,6 +71,11 @@ class Member:
     def serves(self) -> bool:
         return self.state in SERVING
 
+    @property
+    def takes_requests(self) -> bool:
+        room = self.limit is None or len(self.requests) < self.limit
+        return self.state is State.READY and room
+
 
 class Fleet:
     """The servers and the requests placed on them.
@@ -85,6 +90,7 @@ class Fleet:
         self.members: dict[str, Member] = {}
         # each request's server, or None while it waits
         self.placed: dict[int, str | None] = {}
+        self.loads = Loads()  # of the servers that take requests
         self.floor = self.target = version
         self.silence_seconds = silence_seconds
         self.none_since: float | None = None  # since when no server serves
@@ -98,7 +104,13 @@ class Fleet:
 
     def leave(self, name: str, now: float) -> None:
         self._release(self.members.pop(name))
+        self._update_load(name)
         self._update_none_since(now)
+
+    def set_limit(self, name: str, limit: int) -> None:
+        """Sets how many requests a server may have at a time; those that it has stay."""
+        self.members[name].limit = limit
+        self._update_load(name)
 
     def due(self, now: float) -> list[str]:
         """Returns the servers to be started, or reached, now."""
@@ -127,6 +139,7 @@ class Fleet:
         member.ready_at = member.progress_at = now
         if member.tries:
             self._messages.append(f"{name} serves again, with the weights of version {version}")
+        self._update_load(name)
         self._update_none_since(now)
         return True
 
@@ -147,6 +160,7 @@ class Fleet:
         wait = min(FIRST_RETRY_SECONDS * 2 ** (member.tries - 1), LONGEST_RETRY_SECONDS)
         member.retry_at = now + wait
         self._release(member)
+        self._update_load(name)
         retry = f"{'restarted' if member.ours else 'tried again'} in {wait:g} s"
         if was_serving:
             message = f"{name} is lost ({reason}): its requests go to others, and it is {retry}"
@@ -171,6 +185,7 @@ class Fleet:
             self.lost(name, f"no request answered for {self.silence_seconds:g} s", now)
         else:
             member.state = State.READY if answered else State.SUSPECT
+            self._update_load(name)
 
     # ---- requests
 
@@ -179,21 +194,16 @@ class Fleet:
 
     def route(self, request: int, cached: Mapping[str, int], slack: int, now: float) -> str | None:
         """Places a waiting request and returns its server; None while no server takes it. cached:
-        how many of its tokens each server has in cache. slack: how many requests more than the
+        how many of its tokens some servers have in cache. slack: how many requests more than the
         least loaded server one may have because of its cache."""
-        loads = {
-            name: len(member.requests)
-            for name, member in self.members.items()
-            if member.state is State.READY
-            and (member.limit is None or len(member.requests) < member.limit)
-        }
-        name = choose(loads, cached, slack)
+        name = choose(self.loads, cached, slack)
         if name is not None:
             member = self.members[name]
             if not member.requests:
                 member.progress_at = now
             member.requests.add(request)
             self.placed[request] = name
+            self._update_load(name)
         return name
 
     def answered(self, request: int, name: str, now: float) -> bool:
@@ -205,6 +215,7 @@ class Fleet:
         member.requests.discard(request)
         member.errors, member.progress_at = 0, now
         del self.placed[request]
+        self._update_load(name)
         return True
 
     def failed(self, request: int, name: str, reason: str, now: float) -> None:
@@ -219,12 +230,14 @@ class Fleet:
             self.lost(name, reason, now)
         elif member.state is State.READY:
             member.state = State.SUSPECT  # until its next heartbeat
+        self._update_load(name)
 
     def withdraw(self, request: int) -> None:
         """Removes a request that is no longer wanted; harmless if it has left."""
         name = self.placed.pop(request, None)
         if name is not None:
             self.members[name].requests.discard(request)
+            self._update_load(name)
 
     # ---- weights
 
@@ -274,6 +287,7 @@ class Fleet:
         member = self.members[name]
         member.state, member.reason = state, reason
         self._release(member)
+        self._update_load(name)
         self._messages.append(f"{name} was {reason}")
         self._update_none_since(now)
 
@@ -282,6 +296,14 @@ class Fleet:
             self.placed[request] = None
         member.requests.clear()
         member.version = None
+
+    def _update_load(self, name: str) -> None:
+        """Keeps `loads` true after any change of a server."""
+        member = self.members.get(name)
+        if member is not None and member.takes_requests:
+            self.loads.set(name, len(member.requests))
+        else:
+            self.loads.remove(name)
 
     def _lose_others(self, now: float) -> None:
         for name in self.serving():

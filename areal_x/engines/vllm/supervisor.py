@@ -10,6 +10,7 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable, Coroutine
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import numpy as np
@@ -29,6 +30,15 @@ from areal_x.runtime.waits import on_behalf_of, waiting
 T = TypeVar("T")
 Scores = Float32[np.ndarray, " T"]
 LEAST_SLEEP_SECONDS = 0.05
+
+
+@dataclass(eq=False)
+class _Call:
+    """A call to a server, made by a task that waits for it."""
+
+    task: asyncio.Task[Any]
+    wanted: Callable[[], bool]
+    given_up: bool = False
 
 
 class Supervisor:
@@ -56,7 +66,7 @@ class Supervisor:
         self._load_current = load
         self._score = score
         self._changed = changed
-        self._calls: dict[asyncio.Task[Any], Callable[[], bool]] = {}
+        self._calls: set[_Call] = set()
         self._tasks: dict[str, asyncio.Task[None]] = {}  # that bring a server
         self._watching: asyncio.Task[None] | None = None
         self._comparing: asyncio.Task[None] | None = None
@@ -117,9 +127,10 @@ class Supervisor:
         """Acts on the fleet's decisions."""
         for sentence in self.fleet.messages():
             self._report(sentence)
-        for call, wanted in self._calls.items():
-            if not wanted():
-                call.cancel()
+        for call in self._calls:
+            if not call.given_up and not call.wanted():
+                call.given_up = True
+                call.task.cancel()
         self._changed()
 
     # ---- calls
@@ -130,17 +141,20 @@ class Supervisor:
         if not wanted():
             call.close()
             raise ServerLost("the server was lost before")
-        task = asyncio.create_task(call)
-        self._calls[task] = wanted
+        task = asyncio.current_task()
+        assert task is not None
+        running = _Call(task, wanted)
+        cancelled_before = task.cancelling()
+        self._calls.add(running)
         try:
-            await asyncio.wait([task])
+            return await call
+        except asyncio.CancelledError:
+            # As asyncio.timeout does: our own cancellation is undone, one of the caller's is not.
+            if running.given_up and task.uncancel() <= cancelled_before:
+                raise ServerLost("the server was lost meanwhile") from None
+            raise
         finally:
-            del self._calls[task]
-            if not task.done():
-                await cancel_and_wait(task)
-        if task.cancelled():
-            raise ServerLost("the server was lost meanwhile")
-        return task.result()
+            self._calls.remove(running)
 
     def wake(self) -> None:
         """Checks the servers now, after a failure."""
@@ -205,7 +219,8 @@ class Supervisor:
             return
         before = self._loads.get(name, load)
         self._loads[name] = load
-        member.limit = next_limit(member.limit, before, load, self._config.concurrency)
+        limit = next_limit(member.limit, before, load, self._config.concurrency)
+        self.fleet.set_limit(name, limit)
 
     async def _bring_up_again(self, name: str) -> None:
         try:

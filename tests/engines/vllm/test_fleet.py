@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from areal_x.engines.vllm.fleet import ERRORS, LONGEST_RETRY_SECONDS, MISSES, STEADY_SECONDS, TRIES, Fleet, State
-from areal_x.engines.vllm.routing import BLOCK, Prefixes, choose
+from areal_x.engines.vllm.routing import BLOCK, HOLDERS, Loads, Prefixes, choose, prefixes_of
 
 SILENCE = 100.0
 
@@ -296,6 +296,17 @@ class AnyOrder(RuleBasedStateMachine):
         assert all(version is not None and self.fleet.floor <= version <= self.fleet.target for version in versions)
 
     @invariant()
+    def the_loads_are_those_of_the_servers_that_take_requests(self) -> None:
+        takers = {name: len(m.requests) for name, m in self.fleet.members.items() if m.takes_requests}
+        assert {name: self.fleet.loads.get(name) for name in NAMES if self.fleet.loads.get(name) is not None} == takers
+        assert self.fleet.loads.least == min(takers.values(), default=None)
+
+    @rule(name=st.sampled_from(NAMES), limit=st.integers(1, 3))
+    def set_limit(self, name: str, limit: int) -> None:
+        if name in self.fleet.members and self.fleet.members[name].limit is not None:
+            self.fleet.set_limit(name, limit)
+
+    @invariant()
     def it_is_known_since_when_nobody_serves(self) -> None:
         if self.fleet.members:
             assert (self.fleet.none_since is None) == bool(self.fleet.serving())
@@ -307,17 +318,53 @@ TestAnyOrder = AnyOrder.TestCase
 
 # ---- routing
 
-loads = st.dictionaries(st.sampled_from("abcdef"), st.integers(0, 20))
+NAMES_OF_SIX = "abcdef"
 
 
-@given(loads, st.dictionaries(st.sampled_from("abcdef"), st.integers(0, 99)), st.integers(0, 8))
+def loads_of(loads: dict[str, int]) -> Loads:
+    made = Loads()
+    for name, load in loads.items():
+        made.set(name, load)
+    return made
+
+
+@given(st.lists(st.tuples(st.sampled_from(NAMES_OF_SIX), st.none() | st.integers(0, 20))))
+def test_the_least_loaded_is_known_after_any_changes(changes: list[tuple[str, int | None]]) -> None:
+    loads, expected = Loads(), dict[str, int]()
+    for name, load in changes:
+        if load is None:
+            loads.remove(name)
+            expected.pop(name, None)
+        else:
+            loads.set(name, load)
+            expected[name] = load
+        assert loads.least == min(expected.values(), default=None)
+        first = loads.first()
+        assert (first is None) == (not expected)
+        assert first is None or expected[first] == loads.least
+        assert {name: loads.get(name) for name in NAMES_OF_SIX if loads.get(name) is not None} == expected
+
+
+def test_servers_that_are_equally_loaded_are_taken_in_turn() -> None:
+    fleet = ready("a", "b", "c")
+    assert place(fleet, 0, 1, 2, 3, 4, 5) == ["a", "b", "c"] * 2
+    fleet.answered(1, "b", 1.0)
+    fleet.answered(0, "a", 1.0)
+    assert place(fleet, 6, 7) == ["b", "a"]
+
+
+of_servers = st.dictionaries(st.sampled_from(NAMES_OF_SIX), st.integers(0, 20))
+
+
+@given(of_servers, st.dictionaries(st.sampled_from(NAMES_OF_SIX), st.integers(0, 99)), st.integers(0, 8))
 def test_the_chosen_server_is_near_the_least_loaded_and_none_near_it_has_more_in_cache(
     loads: dict[str, int], cached: dict[str, int], slack: int
 ) -> None:
-    name = choose(loads, cached, slack)
+    name = choose(loads_of(loads), cached, slack)
     if not loads:
         assert name is None
         return
+    assert name is not None
     least = min(loads.values())
     assert loads[name] <= least + slack
     near = [other for other in loads if loads[other] <= least + slack]
@@ -326,35 +373,68 @@ def test_the_chosen_server_is_near_the_least_loaded_and_none_near_it_has_more_in
         assert loads[name] == least
 
 
+def cached(prefixes: Prefixes, tokens: list[int] | np.ndarray) -> dict[str, int]:
+    return prefixes.cached(prefixes_of(np.int32(tokens)))
+
+
+def remembering(sent: dict[str, list[int] | np.ndarray], **settings: int) -> Prefixes:
+    prefixes = Prefixes(**settings)
+    for server, tokens in sent.items():
+        prefixes.remember(prefixes_of(np.int32(tokens)), server)
+    return prefixes
+
+
 @given(st.lists(st.integers(0, 3), max_size=70), st.lists(st.integers(0, 3), max_size=70))
 def test_the_cached_beginning_is_the_common_one_in_whole_blocks(one: list[int], other: list[int]) -> None:
-    prefixes = Prefixes()
-    prefixes.remember(np.int32(one), "a")
     common = next((i for i, (x, y) in enumerate(zip(one, other, strict=False)) if x != y), min(len(one), len(other)))
-    assert prefixes.cached(np.int32(other), ["a", "b"]) == {"a": common // BLOCK * BLOCK, "b": 0}
+    whole = common // BLOCK * BLOCK
+    assert cached(remembering({"a": one}), other) == ({"a": whole} if whole else {})
+
+
+@given(st.integers(BLOCK, 200_000), st.integers(0, 200_000))
+def test_of_a_long_common_beginning_eight_ninths_are_known(common: int, more: int) -> None:
+    one, other = np.zeros((2, common + more), np.int32)
+    other[common:] = 1
+    found = cached(remembering({"a": one}), other)["a"]
+    assert found % BLOCK == 0
+    assert min(common * 8 / 9, common - BLOCK) < found <= common
+
+
+@given(st.integers(0, 5000), st.integers(0, 5000))
+def test_prefixes_go_on_from_those_that_are_known(first: int, more: int) -> None:
+    tokens = np.arange(first + more, dtype=np.int32)
+    known = prefixes_of(tokens[:first])
+    assert known + prefixes_of(tokens, known) == prefixes_of(tokens)
 
 
 def test_a_block_is_in_cache_behind_the_same_beginning_alone() -> None:
     first, other, second = (np.full(BLOCK, token, np.int32) for token in (1, 2, 3))
-    prefixes = Prefixes()
-    prefixes.remember(np.concatenate([first, second]), "a")
-    prefixes.remember(other, "a")
-    assert prefixes.cached(np.concatenate([other, second]), ["a"]) == {"a": BLOCK}
+    prefixes = remembering({"a": np.concatenate([first, second])})
+    prefixes.remember(prefixes_of(other), "a")
+    assert cached(prefixes, np.concatenate([other, second])) == {"a": BLOCK}
 
 
 def test_a_conversation_goes_on_where_its_beginning_was_and_new_weights_end_that() -> None:
     turn, longer = np.arange(40, dtype=np.int32), np.arange(60, dtype=np.int32)
-    prefixes = Prefixes()
-    prefixes.remember(turn, "b")
-    assert choose({"a": 0, "b": 2}, prefixes.cached(longer, ["a", "b"]), 2) == "b"
-    assert choose({"a": 0, "b": 3}, prefixes.cached(longer, ["a", "b"]), 2) == "a"
+    prefixes = remembering({"b": turn})
+    assert choose(loads_of({"a": 0, "b": 2}), cached(prefixes, longer), 2) == "b"
+    assert choose(loads_of({"a": 0, "b": 3}), cached(prefixes, longer), 2) == "a"
     prefixes.forget("b")
-    assert prefixes.cached(longer, ["a", "b"]) == {"a": 0, "b": 0}
+    assert cached(prefixes, longer) == {}
+
+
+def test_what_every_server_was_sent_hides_nothing_of_the_one_that_has_more() -> None:
+    system, turn = np.arange(4 * BLOCK, dtype=np.int32), np.arange(9 * BLOCK, dtype=np.int32)
+    prefixes = remembering({"a": turn, **{f"server {i}": system for i in range(2 * HOLDERS)}})
+    found = cached(prefixes, turn)
+    assert found["a"] == 9 * BLOCK
+    assert len(found) <= 2 * HOLDERS
+    assert set(found.values()) == {9 * BLOCK, 4 * BLOCK}
 
 
 @pytest.mark.parametrize("remembered", [0, 1, 2])
-def test_no_more_blocks_are_remembered_than_allowed(remembered: int) -> None:
+def test_no_more_prefixes_are_remembered_than_allowed(remembered: int) -> None:
     prefixes = Prefixes(remembered)
     for start in range(5):
-        prefixes.remember(np.arange(start, start + 2 * BLOCK, dtype=np.int32), "a")
-    assert len(prefixes._blocks) == remembered
+        prefixes.remember(prefixes_of(np.arange(start, start + 2 * BLOCK, dtype=np.int32)), "a")
+    assert len(prefixes._holders) == remembered

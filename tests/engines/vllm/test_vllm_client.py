@@ -8,18 +8,29 @@ import io
 import json
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from areal_x.engines.vllm.client import VLLMClient
-from areal_x.engines.vllm.responses import completion_from, error_message, experts_from, versions_from
+from areal_x.engines.vllm.failures import ServerFailed
+from areal_x.engines.vllm.responses import (
+    Generated,
+    Span,
+    completion_from,
+    error_message,
+    experts_from,
+    generated_from,
+    versions_from,
+)
 from areal_x.errors import UserError
 from areal_x.protocols.engine import EngineError, SamplingParams
 
 
-def answer(**changes: Any) -> dict[str, Any]:
+def body(**changes: Any) -> bytes:
+    """A generate endpoint's response of two tokens."""
     choice = {
         "index": 0,
         "finish_reason": "stop",
@@ -27,7 +38,29 @@ def answer(**changes: Any) -> dict[str, Any]:
         "weight_versions": [{"version": "3", "start": 0, "end": 2}],
         "logprobs": {"content": [{"token_id": 5, "logprob": -0.5}, {"token_id": 6, "logprob": -1.5}]},
     }
-    return {"choices": [{**choice, **changes}]}
+    return json.dumps({"choices": [{**choice, **changes}], "model": "policy"}).encode()
+
+
+def answer(**changes: Any) -> Generated:
+    return generated_from(body(**changes))
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        b"",
+        b"Internal Server Error",
+        b'{"choices": []}',
+        b'{"choices": [{}, {}]}',
+        b'{"choices": [{"token_ids": ["5"]}]}',
+        b'{"choices": [{"token_ids": [1.5]}]}',
+        b"[" * 100_000,
+    ],
+    ids=["nothing", "a sentence", "no choice", "two choices", "text for a token", "a fraction", "nested deeply"],
+)
+def test_what_is_no_response_of_a_generate_endpoint_is_an_error_of_the_server(said: bytes) -> None:
+    with pytest.raises(ServerFailed, match="responded to a generate request with"):
+        generated_from(said)
 
 
 def test_an_answer_becomes_a_completion_of_aligned_arrays() -> None:
@@ -83,7 +116,7 @@ def test_experts_that_are_missing_or_of_other_tokens_are_an_error(sent: np.ndarr
 def test_spans_give_each_token_the_version_of_its_span(runs: list[tuple[int, int]]) -> None:
     expected = [version for version, count in runs for _ in range(count)]
     ends = np.cumsum([0] + [count for _, count in runs])
-    spans = [{"version": str(v), "start": int(a), "end": int(b)} for (v, _), a, b in zip(runs, ends, ends[1:], strict=False)]
+    spans = [Span(int(a), int(b), str(v)) for (v, _), a, b in zip(runs, ends, ends[1:], strict=False)]
     np.testing.assert_array_equal(versions_from(spans, len(expected)), expected)
 
 
@@ -102,7 +135,7 @@ def test_spans_give_each_token_the_version_of_its_span(runs: list[tuple[int, int
 )
 def test_spans_that_leave_a_token_without_a_version_are_an_error(spans: list[dict[str, Any]]) -> None:
     with pytest.raises(EngineError, match="for 3 tokens"):
-        versions_from(spans, 3)
+        versions_from(msgspec.convert(spans, list[Span]), 3)
 
 
 @pytest.mark.parametrize(
@@ -115,7 +148,7 @@ def test_spans_that_leave_a_token_without_a_version_are_an_error(spans: list[dic
     ],
 )
 def test_a_servers_words_are_found_in_each_form_of_its_errors(text: str, words: str) -> None:
-    assert error_message(text) == words
+    assert error_message(text.encode()) == words
 
 
 def talk(answers: list[bytes], talk_to: Any) -> tuple[Any, int]:
@@ -152,9 +185,7 @@ def http(status: str, body: str) -> bytes:
 
 def test_a_question_is_asked_again_when_the_connection_ends_before_an_answer() -> None:
     prompt, sampling = np.int32([1, 2]), SamplingParams(max_tokens=2)
-    completion, connections = talk(
-        [b"", http("200 OK", json.dumps(answer()))], lambda client: client.generate(prompt, sampling)
-    )
+    completion, connections = talk([b"", http("200 OK", body().decode())], lambda client: client.generate(prompt, sampling))
     assert (list(completion.tokens), connections) == ([5, 6], 2)
 
 

@@ -51,6 +51,7 @@ class Told:
         stop: tuple[str, ...],
         features: object,
     ) -> Completion:
+        await asyncio.sleep(0)  # a request to a server takes at least a turn of the loop
         self._alive()
         if self.error is not None:
             raise self.error
@@ -210,6 +211,34 @@ def test_a_dead_servers_requests_are_answered_by_another_and_it_comes_back_with_
     assert lines[-1] == f"the vLLM server at {URLS[0]} serves again, with the weights of version 2"
 
 
+@pytest.mark.parametrize("cancelled", [False, True])
+def test_a_call_to_a_lost_server_ends_and_a_cancelled_caller_stays_cancelled(
+    cancelled: bool, trying: Callable[..., list[str]]
+) -> None:
+    async def attempt(engine: VLLMEngine, told: list[Told]) -> None:
+        there = True
+
+        async def ask() -> int:
+            with pytest.raises(ServerLost, match="was lost meanwhile"):
+                await engine.supervisor.unless_lost(asyncio.Event().wait(), lambda: there)
+            task = asyncio.current_task()
+            assert task is not None
+            return task.cancelling()
+
+        task = asyncio.create_task(ask())
+        await asyncio.sleep(0)
+        there = False
+        engine.supervisor.settle()
+        if cancelled:
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+        else:
+            assert await task == 0  # a time limit around it works as before
+
+    trying(attempt)
+
+
 @pytest.mark.parametrize("slice_tokens", [0, 1, 3, 4, 64])
 def test_slices_change_nothing_about_a_completion(slice_tokens: int, trying: Callable[..., list[str]]) -> None:
     async def attempt(engine: VLLMEngine, told: list[Told]) -> None:
@@ -224,23 +253,73 @@ def test_slices_change_nothing_about_a_completion(slice_tokens: int, trying: Cal
     trying(attempt, slice_tokens=slice_tokens)
 
 
-@pytest.mark.loses(r":1 (is lost \(no answer to 3 heartbeats|does not come back \(no vLLM server answers)")
+@pytest.mark.loses(r":[12] (is lost \(no answer to 3 heartbeats|does not come back \(no vLLM server answers)")
 def test_a_lost_server_takes_only_the_slice_with_it_that_it_was_drawing(trying: Callable[..., list[str]]) -> None:
     async def attempt(engine: VLLMEngine, told: list[Told]) -> None:
         first, second, _ = told
         first.held = second.held = True
         task = asyncio.create_task(engine.generate(Request(REQUEST.tokens, SamplingParams(max_tokens=6))))
-        await until(lambda: first.waiting)
-        first.waiting[0].set()
+        await until(lambda: first.waiting or second.waiting)
+        (*first.waiting, *second.waiting)[0].set()
         await until(lambda: len(first.waiting) + len(second.waiting) == 2)
-        (at,) = [server for server in (first, second) if len(server.waiting) == len(server.served) and server.served]
-        other = second if at is first else first
+        at, other = (first, second) if any(not gate.is_set() for gate in first.waiting) else (second, first)
         at.dead, other.held = True, False
         assert (await task).tokens.tolist() == [4, 5, 6, 7, 8, 9]
         assert (await task).finish_reason == "length"
-        assert [tokens for tokens, _ in other.served] == [[1, 2, 3, 4, 5], [1, 2, 3, 4, 5, 6, 7]]
+        assert [tokens for tokens, _ in other.served][-2:] == [[1, 2, 3, 4, 5], [1, 2, 3, 4, 5, 6, 7]]
 
     trying(attempt, slice_tokens=2)
+
+
+@pytest.mark.loses(r":1 (is lost \(no answer to 3 heartbeats|does not come back \(no vLLM server answers)")
+def test_requests_are_placed_in_the_order_in_which_they_came_and_a_lost_servers_go_first(
+    trying: Callable[..., list[str]],
+) -> None:
+    async def attempt(engine: VLLMEngine, told: list[Told]) -> None:
+        gone, left, _ = told
+        gone.held = left.held = True
+        for name in engine.fleet.members:
+            engine.fleet.set_limit(name, 1)
+        tasks = []
+        for prompt in range(30, 36):
+            tasks.append(asyncio.create_task(engine.generate(Request(np.int32([prompt]), REQUEST.sampling))))
+            await asyncio.sleep(0)
+        await until(lambda: gone.waiting and left.waiting)
+        tasks[3].cancel()  # 32, 33, 34 and 35 wait
+        with pytest.raises(asyncio.CancelledError):
+            await tasks.pop(3)
+        lost = gone.served[0][0][0]
+        gone.dead, left.held = True, False
+        await until(lambda: engine.dispatcher._waiting[0].request < 2)
+        left.waiting[0].set()
+        await asyncio.gather(*tasks)
+        assert [prompt for ((prompt,), _) in left.served] == [61 - lost, lost, 32, 34, 35]
+
+    trying(attempt)
+
+
+def test_a_new_request_finds_room_for_those_that_waited_before_it(trying: Callable[..., list[str]]) -> None:
+    async def attempt(engine: VLLMEngine, told: list[Told]) -> None:
+        servers = told[:2]
+        prompts = [Request(np.int32([prompt]), REQUEST.sampling) for prompt in range(30, 35)]
+        for name, server in zip(engine.fleet.members, servers, strict=True):
+            engine.fleet.set_limit(name, 1)
+            server.held = True
+        tasks = [asyncio.create_task(engine.generate(request)) for request in prompts[:4]]
+        await until(lambda: all(server.waiting for server in servers))
+        for name in engine.fleet.members:
+            engine.fleet.set_limit(name, 2)
+        tasks.append(asyncio.create_task(engine.generate(prompts[4])))
+        await until(lambda: sum(len(server.waiting) for server in servers) == 4)
+        served = [tokens for server in servers for tokens, _ in server.served]
+        assert sorted(served) == [[30], [31], [32], [33]]
+        for server in servers:
+            server.held = False
+            for gate in server.waiting:
+                gate.set()
+        await asyncio.gather(*tasks)
+
+    trying(attempt)
 
 
 @pytest.mark.loses(r":1 is lost \(500\)")
@@ -360,10 +439,11 @@ def test_rolling_swaps_stop_one_server_at_a_time(trying: Callable[..., list[str]
     async def attempt(engine: VLLMEngine, told: list[Told]) -> None:
         async def note(server: Told, info: Any) -> None:
             nonlocal most
-            most = max(most, sum(other.paused for other in told))
             await asyncio.sleep(0)
             said = await asyncio.gather(*(engine.generate(REQUEST) for _ in range(4)))
             assert {int(v) for completion in said for v in completion.versions} <= {0, 1}
+
+            most = max(most, sum(other.paused for other in told))
 
         for server in told:
             server.update_weights = lambda info, server=server: note(server, info)
@@ -508,6 +588,6 @@ def test_a_request_that_is_wanted_no_longer_leaves_nothing(trying: Callable[...,
         with pytest.raises(asyncio.CancelledError):
             await task
         assert engine.fleet.placed == {}
-        assert engine.supervisor._calls == {}
+        assert engine.supervisor._calls == set()
 
     trying(attempt)
