@@ -37,7 +37,7 @@ class Published:
     staged_seconds: float
     """Seconds to copy the weights, while generation goes on."""
     paused_seconds: float
-    """Seconds that generation was paused for the swap; with rolling swaps, the longest pause of any
+    """Seconds that generation was paused for the swap; with `vllm.waves`, the longest pause of any
     server."""
     bytes: int = 0
     """Bytes written to files; 0 if none were."""

@@ -46,8 +46,9 @@ class VLLMConfig:
     slice_tokens: int = 0
     """Generates a completion in requests of this many new tokens each, so that a lost server loses
     no more than one; 0 uses a single request."""
-    rolling: bool = False
-    """True updates the weights of one server after another, while the others go on generating."""
+    waves: int = 1
+    """Number of groups in which the servers load new weights: one group after the other, while the
+    others go on generating. 1 updates all servers together."""
     adaptive: bool = False
     """True gives each server as many requests as fit into its KV cache, at most `concurrency`."""
     heartbeat_seconds: float = 10.0
@@ -77,6 +78,7 @@ class VLLMConfig:
 
     def __post_init__(self) -> None:
         positive("vllm.servers", self.servers)
+        positive("vllm.waves", self.waves)
         at_least("vllm.context", self.context, 0)
         positive("vllm.concurrency", self.concurrency)
         at_least("vllm.port", self.port, 0)

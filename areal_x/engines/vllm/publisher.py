@@ -15,7 +15,7 @@ import contextlib
 import itertools
 import shutil
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -165,14 +165,12 @@ class Publisher:
         previous, self.current = self.current, staged
         self._supervisor.expect(staged.version, staged.probe_logp)
         names = self._fleet.begin(staged.version)
-        if self._config.rolling:
-            outcomes = [await self._update(name, staged) for name in names]
-        else:
-            outcomes = await together(self._update(name, staged) for name in names)
-        errors = {
-            name: x for name, x in zip(names, outcomes, strict=True) if isinstance(x, EngineError)
-        }
-        pauses = [x for x in outcomes if not isinstance(x, EngineError)]
+        outcomes: dict[str, float | EngineError] = {}
+        for wave in waves_of(names, self._config.waves):
+            updated = await together(self._update(name, staged) for name in wave)
+            outcomes |= zip(wave, updated, strict=True)
+        errors = {name: x for name, x in outcomes.items() if isinstance(x, EngineError)}
+        pauses = [x for x in outcomes.values() if not isinstance(x, EngineError)]
         if (
             errors
             and not pauses
@@ -291,3 +289,9 @@ class Publisher:
         adapter = None if self._lora is None else self.current
         model = MODEL if adapter is None else adapters.name_of(adapter.version)
         return await replica.client.probe(model, self._probe_prompt().tolist())
+
+
+def waves_of(names: Sequence[str], count: int) -> list[Sequence[str]]:
+    """Returns the servers in at most this many groups, whose sizes differ by one at most."""
+    groups = (names[wave::count] for wave in range(count))
+    return [group for group in groups if group]

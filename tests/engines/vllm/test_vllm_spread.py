@@ -433,17 +433,19 @@ def test_weights_that_every_server_refuses_are_an_error_and_the_old_ones_go_on(
     trying(attempt)
 
 
-def test_rolling_swaps_stop_one_server_at_a_time(trying: Callable[..., list[str]], tiny_model_dir: Path) -> None:
+@pytest.mark.parametrize("waves, at_once", [(1, 3), (2, 2), (3, 1), (7, 1)])
+def test_swaps_in_waves_stop_no_more_servers_at_a_time_than_a_wave_has(
+    waves: int, at_once: int, trying: Callable[..., list[str]], tiny_model_dir: Path
+) -> None:
     most = 0
 
     async def attempt(engine: VLLMEngine, told: list[Told]) -> None:
         async def note(server: Told, info: Any) -> None:
             nonlocal most
             await asyncio.sleep(0)
+            most = max(most, sum(other.paused for other in told))
             said = await asyncio.gather(*(engine.generate(REQUEST) for _ in range(4)))
             assert {int(v) for completion in said for v in completion.versions} <= {0, 1}
-
-            most = max(most, sum(other.paused for other in told))
 
         for server in told:
             server.update_weights = lambda info, server=server: note(server, info)
@@ -451,8 +453,8 @@ def test_rolling_swaps_stop_one_server_at_a_time(trying: Callable[..., list[str]
         assert [server.holds for server in told] == [1, 1, 1]
         assert (await engine.generate(REQUEST)).versions.tolist() == [1] * 4
 
-    trying(attempt, servers=3, rolling=True)
-    assert most == 1
+    trying(attempt, servers=3, waves=waves)
+    assert most == at_once
 
 
 @pytest.mark.loses(
