@@ -143,7 +143,7 @@ class Experiment(Factory):
                     learned = self.learn(batches, models, parts.loss)
                 clock.check_finite(learned, self.minibatches, groups, run)
                 clock.updated()
-                published = rollout.publish(models.policy, step)
+                published = rollout.publish(models.policy, step, wait=self.waits(step))
                 clock.published()
 
                 row = clock.row(groups, batches, learned, published)
@@ -200,6 +200,11 @@ class Experiment(Factory):
             return row | {"accuracy": float(np.mean(rewards))}
         (batch,) = make_batches(groups, self.algorithm, self.row_length, models)
         return row | evaluate_held_out(batch, self.algorithm, models.policy)
+
+    def waits(self, step: int) -> bool:
+        """True if the trainer waits until the engine has a step's weights, instead of going on as
+        soon as they are staged: the last ones, and where publications have fixed places."""
+        return step == self.steps or self.deterministic
 
     def is_due(self, every: int, step: int) -> bool:
         """True at the last step and at multiples of `every` (0: never before the last)."""

@@ -79,7 +79,7 @@ def written_by_all(tiny_model_dir: Path, model_dir_of: Any, runs: Path) -> set[s
     batch = pack([trajectory()], 8).batch
     keys |= set(mixture.update(batch.replace(weights=batch.mask.astype(np.float32)), losses.sft))
     took = {"seconds": 1.0, "packed_tokens": 1.0, "logprob_seconds": 1.0, "update_seconds": 1.0, "publish_seconds": 1.0}
-    return keys | set(throughput(took, RolloutStats(), RolloutStats(), Published(0.0, 0.0, bytes=1)))
+    return keys | set(throughput(took, RolloutStats(), RolloutStats(), Published(0.0, 0.0, bytes=1, seconds=1.0)))
 
 
 def trajectory(finish_reason: str = "stop", answer: int = 2, logp: float = -1.0) -> Trajectory:

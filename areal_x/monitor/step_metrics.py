@@ -202,7 +202,7 @@ def throughput(
     """Tokens per second of generation (over the whole step) and of training (while training); the
     rollout's counts so far; the cost of publishing."""
     staged = (
-        {"published_bytes_per_second": published.bytes / row["publish_seconds"]}
+        {"published_bytes_per_second": published.bytes / published.seconds}
         if published.bytes
         else {}
     )

@@ -115,6 +115,9 @@ class Staged:
     bytes: int = 0
     """Bytes written to files for the servers; 0 if nothing was written."""
 
+    reads_trainer: bool = False
+    """True if the swap reads the trainer's own memory, which must not change before it ends."""
+
 
 class ChatServer(Protocol):
     """A server that applies the model's chat template and parsers itself."""

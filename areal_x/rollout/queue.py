@@ -50,7 +50,9 @@ class TrajectoryQueue:
         ticket, and ranks are no further apart than tickets. So at most g + W − 1 others were
         consumed earlier, among them the v·P groups of all earlier steps: v·P ≤ g + W − 1.
 
-    Together (v − a)·P ≤ B + W − 2, and ages are integers. ∎ A run that begins at a version other
+    Together (v − a)·P ≤ B + W − 2, and ages are integers. ∎ The proof speaks of weights that are
+    published, however long that takes: steps may be taken while the publication of earlier ones is
+    under way, and their slots stay held until it ends. A run that begins at a version other
     than 0 counts from there; a resumed run is one that never ended, in which the unfinished groups
     took longer.
 

@@ -26,7 +26,7 @@ class ReplayedRollout:
 
     def start(self, _: object = None) -> None: ...
 
-    def publish(self, trainer: Trainer, version: int | None = None) -> Published:
+    def publish(self, trainer: Trainer, version: int | None = None, wait: bool = True) -> Published:
         return Published(0.0, 0.0)
 
     def take(self) -> list[Group]:

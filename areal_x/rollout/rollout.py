@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import CancelledError, Future
 from contextlib import AsyncExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from areal_x.protocols.trainer import Trainer
@@ -41,6 +41,8 @@ class Published:
     server."""
     bytes: int = 0
     """Bytes written to files; 0 if none were."""
+    seconds: float = 0.0
+    """Seconds from the beginning of staging until the engine has the weights."""
 
 
 class Rollout:
@@ -53,7 +55,7 @@ class Rollout:
             for _ in range(steps):
                 groups = rollout.take()
                 ...                           # one step of the trainer
-                rollout.publish(trainer)
+                rollout.publish(trainer, wait=False)
 
     runner: its workflow is already set up for the tokenizer. evaluation: the workflow that
     `evaluate` runs, by default the runner's, greedily.
@@ -65,6 +67,10 @@ class Rollout:
         self._workflows = [runner.workflow, *([evaluation] if evaluation else [])]  # to be closed
         self.resumed: Resumed | None = None  # where the first `swap` begins
         self._running: asyncio.Task[None] | None = None
+        self._swapping: asyncio.Task[Any] | None = None
+        # the publication that nobody has waited for, with its version
+        self._publication: tuple[int, Future[Published]] | None = None
+        self._last = Published(0.0, 0.0)
         self._taking: Future[list[Group]] | None = None
         self._calls: set[Future[Any]] = set()
         self._failure: BaseException | None = None  # an error outside the calls
@@ -97,11 +103,19 @@ class Rollout:
             self.close()
             raise
 
-    def publish(self, trainer: Trainer, version: int | None = None) -> Published:
+    def publish(self, trainer: Trainer, version: int | None = None, wait: bool = True) -> Published:
         """Publishes the trainer's weights to the engine, which generates all the while except
         during the swap, and frees the slots of the groups that were trained on. The first call
-        starts the rollout. version: of these weights, by default the trainer's."""
+        starts the rollout.
+
+        version: of these weights, by default the trainer's. wait: False returns as soon as the
+        weights are staged, so that the trainer goes on while the engine takes them; the result then
+        has the pause, bytes and seconds of the publication before. There is one publication at a
+        time: this waits for the one before, as `evaluate` does. If it fails, the next call of any
+        method raises its error. Where the swap reads the trainer's own memory, this always waits.
+        """
         version = trainer.version if version is None else version
+        self.finish_publication()
         began = time.perf_counter()
         with (
             timeline.span("stage", version=version),
@@ -109,9 +123,21 @@ class Rollout:
         ):
             staged = self.engine.stage(trainer, version)
         staged_seconds = time.perf_counter() - began
-        with waiting("the trainer", f"the engine to take version {version}"):
-            paused_seconds = self._call(self.swap(staged, version))
-        return Published(staged_seconds, paused_seconds, staged.bytes)
+        publication = self._submit(self._publish(staged, version, began, staged_seconds))
+        self._publication = version, publication
+        if wait or staged.reads_trainer:
+            return self.finish_publication()
+        publication.add_done_callback(self._published)
+        return replace(self._last, staged_seconds=staged_seconds)
+
+    def finish_publication(self) -> Published:
+        """Waits for the publication that `publish` left under way, if there is one, and returns the
+        last one's cost. Raises its error."""
+        if self._publication is not None:
+            (version, publication), self._publication = self._publication, None
+            with waiting("the trainer", f"the engine to take version {version}"):
+                self._last = self._wait_for(publication)
+        return self._last
 
     def join(self, url: str) -> None:
         """Adds a running server to the engine. See Engine.join."""
@@ -143,6 +169,7 @@ class Rollout:
     def evaluate(self, tasks: Sequence[Task]) -> list[Episode]:
         """Runs one episode per task under the most recently published weights, beside the
         rollout."""
+        self.finish_publication()
         with waiting("the trainer", "the evaluation", self.runner.evaluating):
             return self._call(self.runner.evaluate(tasks, self.evaluation))
 
@@ -170,6 +197,21 @@ class Rollout:
                 self._thread.join()
                 self._loop = None
 
+    async def _publish(
+        self, staged: Any, version: int, began: float, staged_seconds: float
+    ) -> Published:
+        self._swapping = asyncio.current_task()
+        try:
+            paused = await self.swap(staged, version)
+        finally:
+            self._swapping = None
+        return Published(staged_seconds, paused, staged.bytes, time.perf_counter() - began)
+
+    def _published(self, publication: Future[Published]) -> None:
+        """Ends the rollout if a publication failed: `take` would wait for its slots forever."""
+        if not publication.cancelled() and (error := publication.exception()) is not None:
+            self._failed(error)
+
     async def swap(self, staged: Any, version: int) -> float:
         """Does the part of `publish` that runs on the rollout's loop, and returns the seconds that
         generation was paused."""
@@ -193,6 +235,9 @@ class Rollout:
 
     async def end(self) -> None:
         """Does the part of `close` that runs on the rollout's loop."""
+        if self._swapping is not None:
+            self._swapping.cancel()
+            await asyncio.wait([self._swapping])
         # each is closed even if closing another raises
         async with AsyncExitStack() as closing:
             closing.push_async_callback(self.engine.close)
@@ -218,7 +263,9 @@ class Rollout:
 
     def _call(self, work: Coroutine[Any, Any, T]) -> T:
         """Runs a coroutine on the rollout's loop and waits for it; an interrupt cancels it."""
-        future = self._submit(work)
+        return self._wait_for(self._submit(work))
+
+    def _wait_for(self, future: Future[T]) -> T:
         try:
             return self._result(future)
         except BaseException:

@@ -224,7 +224,7 @@ def profile_from_run(
         decode_request_seconds=0.0,
         prefill=rate / ran.generation,
         train_token_seconds=trained * ran.training,
-        publish_seconds=max(0.0, mean("publish_seconds") - mean("pause_seconds")),
+        publish_seconds=mean("publish_seconds"),
         swap_seconds=mean("pause_seconds"),
         lengths=lengths,
         prompt_tokens=prompt_tokens,

@@ -84,7 +84,8 @@ async def ring(
     """Runs the loop for `steps` steps; returns one row a step, with the keys of a run's metrics, in
     virtual seconds.
 
-    In addition, slot_seconds is the time that requests occupied slots of the engine, summed over
+    As in a run, the trainer goes on while the engine takes its weights, and pause_seconds is of the
+    version before. In addition, slot_seconds is the time that requests occupied slots of the engine, summed over
     slots.
 
     watch: called with the groups of each step. resumed: the state to resume from, at the trainer's
@@ -95,7 +96,8 @@ async def ring(
     await engine.start()
     try:
         rollout.resumed = resumed
-        await rollout.swap(engine.stage(trainer), trainer.version)
+        paused = await rollout.swap(engine.stage(trainer), trainer.version)
+        publication: asyncio.Task[float] | None = None
         rows = []
         for _ in range(steps):
             began, used = now(), engine.used()
@@ -106,8 +108,11 @@ async def ring(
                 watch(groups)
             await trainer.step(groups)
             updated = now()
+            if publication is not None:
+                paused = await publication
             await asyncio.sleep(trainer.publish_seconds)
-            paused = await rollout.swap(engine.stage(trainer), trainer.version)
+            swap = rollout.swap(engine.stage(trainer), trainer.version)
+            publication = asyncio.create_task(swap)
             row = {
                 "step": trainer.version,
                 **describe_groups(groups, ages),
@@ -121,6 +126,8 @@ async def ring(
             rows.append(row | {"seconds": now() - began, "slot_seconds": engine.used() - used})
             if save is not None:
                 save(rollout.runner.state())
+        if publication is not None:
+            await publication
         return rows
     finally:
         await rollout.end()

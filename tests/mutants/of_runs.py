@@ -37,6 +37,25 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
+        "areal_x/rollout/rollout.py",
+        ("tests/rollout/test_rollout.py",),
+        (
+            "an evaluation does not wait for the weights that are on their way",
+            '        self.finish_publication()\n        with waiting("the trainer", "the evaluation"',
+            '        with waiting("the trainer", "the evaluation"',
+        ),
+        (
+            "two publications are under way at a time",
+            "        self.finish_publication()\n        began =",
+            "        began =",
+        ),
+        (
+            "a trainer changes weights that are being read",
+            "if wait or staged.reads_trainer:",
+            "if wait:",
+        ),
+    ),
+    *planted(
         "areal_x/rollout/runner.py",
         ("tests/rollout/test_runner.py", "tests/rollout/test_rollout.py"),
         (

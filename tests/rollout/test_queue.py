@@ -1,5 +1,7 @@
 """The bound in the queue's docstring, against every order of events that hypothesis generates."""
 
+import random
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -94,6 +96,31 @@ def test_no_order_of_events_exceeds_the_bound_or_loses_a_group_or_stops(data, gr
         assert queue.ages() == {t: driver.steps - v for t, v in sorted({**driver.unfinished, **driver.finished}.items())}
     assert queue.dropped == len(driver.dropped)
     assert sorted([*driver.consumed, *driver.dropped, *driver.unfinished, *driver.finished]) == list(range(queue.next_ticket))
+
+
+def test_ages_stay_within_the_bound_in_ten_thousand_random_schedules_with_a_publication_under_way():
+    """As the ring does it: the trainer publishes after each step and goes on; it waits for the publication before."""
+    draw = random.Random(0)
+    lagged = 0
+    for _ in range(10_000):
+        sizes = draw.randint(1, 4), draw.randint(0, 3), draw.randint(1, 9)
+        driver, under_way = Driver(*sizes), False
+        eager = draw.random()  # how soon an engine has new weights
+        for _ in range(draw.randint(10, 60)):
+            if under_way and (draw.random() < eager or not driver.unfinished):
+                driver.publish()
+                under_way = False
+            while driver.queue.free > 0 and draw.random() < 0.9:
+                driver.admit()
+            if driver.unfinished and draw.random() < 0.8:
+                driver.finish(draw.choice(list(driver.unfinished)))
+            if draw.random() < 0.3 and driver.take() is not None:
+                lagged += under_way
+                if under_way:
+                    driver.publish(driver.steps - 1)
+                under_way = True
+            assert driver.steps - driver.out <= 1 + under_way
+    assert lagged > 1000  # steps were taken while weights were on their way
 
 
 @settings(max_examples=200, deadline=None)

@@ -6,6 +6,7 @@ import os
 import signal
 import threading
 from contextlib import contextmanager
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -93,6 +94,108 @@ def test_weights_are_staged_on_the_callers_thread_and_swapped_on_the_rollouts():
         made.start()
         assert isinstance(made.publish(FakeTrainer()), Published)
     assert threads == {"stage": threading.current_thread().name, "swap": "rollout"}
+
+
+class SlowSwaps(FakeEngine):
+    """Swaps wait for a gate, from the second on. failing: they raise behind it."""
+
+    def __init__(self, failing=False):
+        super().__init__()
+        self.door, self.swapping, self.failing = threading.Event(), threading.Event(), failing
+
+    async def swap(self, staged):
+        if self.calls.count("swap"):
+            self.swapping.set()
+            try:
+                while not self.door.is_set():
+                    await asyncio.sleep(0.001)
+            except asyncio.CancelledError:
+                self.calls.append("given up")
+                raise
+            if self.failing:
+                raise EngineError("no server took the weights")
+        return await super().swap(staged)
+
+
+def test_the_trainer_goes_on_while_the_engine_takes_its_weights():
+    engine, trainer = SlowSwaps(), FakeTrainer()
+    with rollout(engine, max_staleness=1) as made:
+        made.start()
+        made.publish(trainer)
+        first = made.take()
+        trainer.version = 1
+        published = made.publish(trainer, wait=False)
+        assert published.paused_seconds == 0.25  # of version 0
+        assert engine.swapping.wait(60)
+        second = made.take()  # it was admitted before
+        assert engine.version == 0
+        assert made._look(lambda: made.runner.queue.version) == 0  # no slot is free before the weights are out
+        engine.door.set()
+        trainer.version = 2
+        made.publish(trainer)
+        assert engine.version == 2
+        assert engine.calls[-4:] == ["stage", "swap", "stage", "swap"]  # one after the other
+        third = made.take()
+    assert {group.admitted_version for group in [*first, *second]} == {0}
+    assert not {group.ticket for group in first} & {group.ticket for group in [*second, *third]}
+
+
+def test_an_evaluation_waits_for_the_weights():
+    engine, trainer = SlowSwaps(), FakeTrainer()
+    with rollout(engine) as made:
+        made.start()
+        made.publish(trainer)
+        made.take()
+        trainer.version = 1
+        made.publish(trainer, wait=False)
+        assert engine.swapping.wait(60)
+        threading.Timer(0.05, engine.door.set).start()
+        (episode,) = made.evaluate(TASKS[:1])
+    assert episode.trajectories[0].versions.max() == 1
+
+
+def test_a_publication_that_fails_beside_the_training_ends_what_waits_for_its_slots():
+    engine, trainer = SlowSwaps(failing=True), FakeTrainer()
+    with rollout(engine, max_staleness=0, window=1) as made:
+        made.start()
+        made.publish(trainer)
+        made.take()
+        trainer.version = 1
+        made.publish(trainer, wait=False)
+        engine.door.set()
+        with pytest.raises(EngineError, match="no server took the weights"):
+            made.take()
+        with pytest.raises(EngineError, match="no server took the weights"):
+            made.publish(trainer)
+
+
+def test_a_rollout_that_is_closed_gives_up_a_publication_before_it_closes_the_engine():
+    engine, trainer = SlowSwaps(), FakeTrainer()
+    with rollout(engine) as made:
+        made.start()
+        made.publish(trainer)
+        made.take()
+        trainer.version = 1
+        made.publish(trainer, wait=False)
+        assert engine.swapping.wait(60)
+    assert engine.version == 0
+    assert engine.calls[-2:] == ["given up", "close"]
+
+
+def test_weights_that_the_swap_reads_from_the_trainer_are_waited_for():
+    class Live(FakeEngine):
+        def stage(self, trainer, version=None):
+            return replace(super().stage(trainer, version), reads_trainer=True)
+
+    engine, trainer = Live(), FakeTrainer()
+    with rollout(engine) as made:
+        made.start()
+        made.publish(trainer, wait=False)
+        assert engine.version == 0
+        made.take()
+        trainer.version = 1
+        made.publish(trainer, wait=False)
+        assert engine.version == 1
 
 
 def test_evaluation_runs_beside_the_rollout_greedily_and_in_order():

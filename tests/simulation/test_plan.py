@@ -19,14 +19,14 @@ CHOICE = Choice(1, 1, max_staleness=0, window=1, concurrency=8, groups_per_step=
 def test_without_staleness_a_step_is_the_sum_of_its_parts():
     predicted = predict(PROFILE, CHOICE)
     assert predicted.step_seconds == 2 + 3 + 0.5 + 0.25
-    assert predicted.trainer_idle == 2 / 5.75
+    assert predicted.trainer_idle == (2 + 0.25) / 5.75  # its groups and, before, the engine with the last weights
     assert predicted.generation_idle == 1 - 2 / 5.75
     assert (predicted.staleness_mean, predicted.staleness_max) == (0, 0)
     assert predicted.tokens_per_second == 2 * 4 * 16 / 5.75
 
 
 def test_with_staleness_a_step_is_the_longer_of_its_parts():
-    assert predict(PROFILE, replace(CHOICE, max_staleness=2)).step_seconds == 3 + 0.5 + 0.25
+    assert predict(PROFILE, replace(CHOICE, max_staleness=2)).step_seconds == 3 + 0.5  # the swap is beside it
     quick = predict(replace(PROFILE, train_token_seconds=1 / 1024, publish_seconds=0.0), replace(CHOICE, max_staleness=2))
     assert quick.step_seconds == pytest.approx(2.25, abs=0.25)
 

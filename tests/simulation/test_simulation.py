@@ -197,8 +197,9 @@ def test_without_staleness_generation_and_training_take_turns():
     speed = Speed(math.inf, lambda n: 8.0 * n, swap_seconds=0.25)
     engine = FakeEngine(speed, concurrency=8, length=fixed(16))
     rows = simulate(engine, FakeTrainer(3.0, 1.0), steps=3, groups_per_step=2, group_size=4, max_staleness=0)
-    assert [row["wait_seconds"] for row in rows] == [2.0] * 3
-    assert [row["seconds"] for row in rows] == [2.0 + 3.0 + 1.0 + 0.25] * 3
+    # Nothing is admitted before the engine has the weights of the step before.
+    assert [row["wait_seconds"] for row in rows] == [2.0, 0.25 + 2.0, 0.25 + 2.0]
+    assert [row["seconds"] for row in rows] == [2.0 + 3.0 + 1.0, 0.25 + 2.0 + 3.0 + 1.0, 0.25 + 2.0 + 3.0 + 1.0]
     assert [row["staleness_max"] for row in rows] == [0] * 3
     assert [row["slot_seconds"] for row in rows] == [8 * 2.0] * 3
 

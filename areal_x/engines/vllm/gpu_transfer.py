@@ -49,6 +49,8 @@ class TrainerWeights(Staged):
     device: int
     """Index of the trainer's GPU."""
 
+    reads_trainer: bool = True
+
 
 class GPUSender:
     """The sending side for all servers of a run.
