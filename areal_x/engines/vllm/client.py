@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 from jaxtyping import Float32, Int32
 
@@ -136,26 +137,7 @@ class VLLMClient:
         that end the completion with the token that completes one. features: of images, see
         areal_x.engines.vllm.features.
         """
-        body: dict[str, Any] = {
-            "model": model,
-            "token_ids": np.asarray(tokens).tolist(),
-            "sampling_params": {
-                "max_tokens": sampling.max_tokens,
-                "temperature": sampling.temperature,
-                "top_p": sampling.top_p,
-                "top_k": sampling.top_k,
-                "stop_token_ids": list(sampling.stop_token_ids),
-                # `stop_token_ids` alone end a completion, as on every other engine.
-                "ignore_eos": True,
-                "logprobs": 0,
-                "stop": list(stop),
-                "detokenize": bool(stop),
-                # No "seed": a seeded request that meets a cache-clearing pause kills the engine on
-                # CPU.
-            },
-        }
-        if features is not None:
-            body["features"] = features
+        body = _generate_body(tokens, sampling, model, stop, features)
         answer = await self._generated(body)
         completion = completion_from(answer)
         if not experts:
@@ -249,9 +231,9 @@ class VLLMClient:
             "detokenize": False,
         }
         body = {"model": model, "token_ids": list(tokens), "sampling_params": wanted}
-        return next_from(await self._generated(body), token)
+        return next_from(await self._generated(msgspec.json.encode(body)), token)
 
-    async def _generated(self, body: Mapping[str, Any]) -> Generated:
+    async def _generated(self, body: bytes) -> Generated:
         answer = await self._send(
             "POST", "/inference/v1/generate", body, retry=True, seconds=None, takes_slot=True
         )
@@ -360,7 +342,8 @@ class VLLMClient:
 
     async def _call(self, method: str, path: str, body: Any = None, **how: Any) -> Any:
         """Returns the response's JSON, or its text where that is a sentence. how: see `_send`."""
-        answer = await self._send(method, path, body, **how)
+        sent = None if body is None else msgspec.json.encode(body)
+        answer = await self._send(method, path, sent, **how)
         if path in TEXT:
             return answer.decode()
         return json.loads(answer) if answer else None
@@ -369,15 +352,15 @@ class VLLMClient:
         self,
         method: str,
         path: str,
-        body: Any = None,
+        body: bytes | None,
         *,
         retry: bool = False,
         seconds: float | None = CONTROL_SECONDS,
         takes_slot: bool = False,
     ) -> bytes:
-        """Returns the response. retry: the request may be sent again if the connection breaks
-        before any response, as happens when a pooled connection was closed meanwhile. takes_slot:
-        see `exchange`."""
+        """Returns the response to a JSON body. retry: the request may be sent again if the
+        connection breaks before any response, as happens when a pooled connection was closed
+        meanwhile. takes_slot: see `exchange`."""
         try:
             with waiting(whose(), f"the vLLM server at {self.url} to answer {path}"):
                 status, answer = await exchange(
@@ -420,3 +403,35 @@ class VLLMClient:
             )
         message = f"{server} answered {endpoint} with {status}: {words}"
         return ServerFailed(message) if status >= 500 else ServerRefused(message, words)
+
+
+def _generate_body(
+    tokens: Int32[np.ndarray, " prompt"],
+    sampling: SamplingParams,
+    model: str,
+    stop: Sequence[str],
+    features: Mapping[str, Any] | None,
+) -> bytes:
+    """Returns the JSON of a generate request. It is made at once, as thousands of requests wait with
+    theirs, and the collector would look at every token of a list."""
+    body: dict[str, Any] = {
+        "model": model,
+        "token_ids": np.asarray(tokens).tolist(),
+        "sampling_params": {
+            "max_tokens": sampling.max_tokens,
+            "temperature": sampling.temperature,
+            "top_p": sampling.top_p,
+            "top_k": sampling.top_k,
+            "stop_token_ids": list(sampling.stop_token_ids),
+            # `stop_token_ids` alone end a completion, as on every other engine.
+            "ignore_eos": True,
+            "logprobs": 0,
+            "stop": list(stop),
+            "detokenize": bool(stop),
+            # No "seed": a seeded request that meets a cache-clearing pause kills the engine on
+            # CPU.
+        },
+    }
+    if features is not None:
+        body["features"] = features
+    return msgspec.json.encode(body)

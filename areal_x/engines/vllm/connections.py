@@ -5,10 +5,8 @@ from __future__ import annotations
 import asyncio
 import time
 from contextlib import nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
-
-import msgspec
 
 from areal_x.errors import UserError
 from areal_x.runtime import open_files
@@ -61,14 +59,14 @@ async def exchange(
     method: str,
     path: str,
     *,
-    body: Any = None,
+    body: bytes | None = None,
     seconds: float | None,
     retry: bool = False,
     takes_slot: bool = False,
 ) -> tuple[int, bytes]:
     """Sends a request and returns the status and body of the server's response.
 
-    body: of the request, sent as JSON. retry: the request may be sent again if the connection
+    body: of the request, JSON. retry: the request may be sent again if the connection
     breaks before any response. takes_slot: acquires one of `request_slots`.
 
     Raises: ConnectionError if there is no response; OutOfFiles.
@@ -76,7 +74,6 @@ async def exchange(
     import aiohttp
 
     timeout = aiohttp.ClientTimeout(total=seconds, sock_connect=CONNECT_SECONDS)
-    data = None if body is None else msgspec.json.encode(body)
     headers = None if body is None else JSON
     named = f"the vLLM server at {server}"
     async with request_slots() if takes_slot else nullcontext():
@@ -86,7 +83,7 @@ async def exchange(
                 raise ConnectionError(f"the connection to {named} was closed before {path}")
             try:
                 async with session.request(
-                    method, server + path, data=data, headers=headers, timeout=timeout
+                    method, server + path, data=body, headers=headers, timeout=timeout
                 ) as answer:
                     return answer.status, await answer.read()
             except aiohttp.ClientOSError as error:

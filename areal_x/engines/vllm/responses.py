@@ -21,25 +21,27 @@ ROUNDING = 1e-3  # how far above 0 rounding may put a log-probability
 RECORD_EXPERTS = "--enable-return-routed-experts"
 
 
-class TokenLogprob(msgspec.Struct):
+# A long response has thousands of these, none of which can be part of a cycle: gc=False, and a tuple
+# where there is usually nothing, spare the collector them.
+class TokenLogprob(msgspec.Struct, gc=False):
     """One of the likeliest tokens at a position."""
 
     token_id: int
     logprob: float
 
 
-class TokenLogprobs(msgspec.Struct):
+class TokenLogprobs(msgspec.Struct, gc=False):
     """The sampled token's log-probability, and those of the likeliest at its position."""
 
     logprob: float
-    top_logprobs: list[TokenLogprob] | None = None
+    top_logprobs: tuple[TokenLogprob, ...] | None = None
 
 
 class Logprobs(msgspec.Struct):
     content: list[TokenLogprobs] | None = None
 
 
-class Span(msgspec.Struct):
+class Span(msgspec.Struct, gc=False):
     """Output tokens of one version of the weights, half open."""
 
     start: int
@@ -141,7 +143,7 @@ def next_from(answer: Generated, token: int) -> float:
     it is missing."""
     (choice,) = answer.choices
     content = choice.logprobs.content if choice.logprobs else None
-    likeliest = (content[0].top_logprobs if content else None) or []
+    likeliest = (content[0].top_logprobs if content else None) or ()
     found = {entry.token_id: entry.logprob for entry in likeliest}.get(token, NO_LOGPROB)
     if not NO_LOGPROB < found <= ROUNDING:
         raise EngineError(
