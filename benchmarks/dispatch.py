@@ -17,6 +17,7 @@ import argparse
 import asyncio
 import json
 import random
+import re
 import resource
 import subprocess
 import sys
@@ -69,8 +70,8 @@ class Stub(asyncio.Protocol):
         self.received += data
         while (end := self.received.find(b"\r\n\r\n")) >= 0:
             head = self.received[:end]
-            at = head.lower().find(b"content-length:")
-            length = int(head[at + 15 : head.find(b"\r\n", at) if b"\r\n" in head[at:] else None]) if at >= 0 else 0
+            found = re.search(rb"content-length: *(\d+)", head, re.IGNORECASE)
+            length = int(found[1]) if found else 0
             if len(self.received) < end + 4 + length:
                 return
             self.received = self.received[end + 4 + length :]

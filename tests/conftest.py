@@ -51,7 +51,7 @@ def pytest_sessionstart(session: pytest.Session) -> None:
     for stat, file in sorted(files, key=lambda x: x[0].st_mtime):
         if left <= 0:
             break
-        file.unlink()
+        file.unlink(missing_ok=True)  # another session may be at it
         left -= stat.st_size
 
 

@@ -27,8 +27,7 @@ def check_engine_servers(config: VLLMConfig) -> str:
     """Checks the servers that generate. Raises: UserError or EngineError for the first one that
     cannot be used."""
     check_machine(config)
-    requests = config.concurrency * (len(config.urls) or config.servers)
-    file_warnings = filter(None, [open_files.enough_for(requests)])
+    file_warnings = filter(None, [open_files.enough_for(config.requests)])
     if not config.urls:
         kind = "CPU" if is_cpu_build() else "GPU"
         return "; ".join([f"{config.servers} will be started, by vLLM for {kind}", *file_warnings])

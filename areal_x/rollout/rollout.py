@@ -200,11 +200,7 @@ class Rollout:
     async def _publish(
         self, staged: Any, version: int, began: float, staged_seconds: float
     ) -> Published:
-        self._swapping = asyncio.current_task()
-        try:
-            paused = await self.swap(staged, version)
-        finally:
-            self._swapping = None
+        paused = await self.swap(staged, version)
         return Published(staged_seconds, paused, staged.bytes, time.perf_counter() - began)
 
     def _published(self, publication: Future[Published]) -> None:
@@ -215,23 +211,27 @@ class Rollout:
     async def swap(self, staged: Any, version: int) -> float:
         """Does the part of `publish` that runs on the rollout's loop, and returns the seconds that
         generation was paused."""
-        if self._running is not None:
-            with waiting(
-                "the publication",
-                f"the groups that were admitted before version {version}",
-                self.runner.doing,
-            ):
-                await self.runner.settled()
-        paused = await self.engine.swap(staged)
-        if self._running is None:
-            self.runner.begin(version, self.resumed)
-            # `take` raises its error
-            self._running = background.start(
-                self.runner.run(), "the rollout", failed=lambda _: None
-            )
-        else:
-            self.runner.published(version)
-        return paused
+        self._swapping = asyncio.current_task()
+        try:
+            if self._running is not None:
+                with waiting(
+                    "the publication",
+                    f"the groups that were admitted before version {version}",
+                    self.runner.doing,
+                ):
+                    await self.runner.settled()
+            paused = await self.engine.swap(staged)
+            if self._running is None:
+                self.runner.begin(version, self.resumed)
+                # `take` raises its error
+                self._running = background.start(
+                    self.runner.run(), "the rollout", failed=lambda _: None
+                )
+            else:
+                self.runner.published(version)
+            return paused
+        finally:
+            self._swapping = None
 
     async def end(self) -> None:
         """Does the part of `close` that runs on the rollout's loop."""

@@ -85,8 +85,8 @@ async def ring(
     virtual seconds.
 
     As in a run, the trainer goes on while the engine takes its weights, and pause_seconds is of the
-    version before. In addition, slot_seconds is the time that requests occupied slots of the engine, summed over
-    slots.
+    version before. In addition, slot_seconds is the time that requests occupied slots of the
+    engine, summed over slots.
 
     watch: called with the groups of each step. resumed: the state to resume from, at the trainer's
     version. save: called with the runner's state for a checkpoint after each step.
@@ -111,8 +111,8 @@ async def ring(
             if publication is not None:
                 paused = await publication
             await asyncio.sleep(trainer.publish_seconds)
-            swap = rollout.swap(engine.stage(trainer), trainer.version)
-            publication = asyncio.create_task(swap)
+            staged = engine.stage(trainer)
+            publication = asyncio.create_task(rollout.swap(staged, trainer.version))
             row = {
                 "step": trainer.version,
                 **describe_groups(groups, ages),

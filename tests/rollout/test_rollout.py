@@ -117,6 +117,20 @@ class SlowSwaps(FakeEngine):
         return await super().swap(staged)
 
 
+@contextmanager
+def publishing(engine, **settings):
+    """A rollout one of whose groups was trained on, and whose engine is taking version 1."""
+    trainer = FakeTrainer()
+    with rollout(engine, **settings) as made:
+        made.start()
+        made.publish(trainer)
+        made.take()
+        trainer.version = 1
+        made.publish(trainer, wait=False)
+        assert engine.swapping.wait(60)
+        yield made
+
+
 def test_the_trainer_goes_on_while_the_engine_takes_its_weights():
     engine, trainer = SlowSwaps(), FakeTrainer()
     with rollout(engine, max_staleness=1) as made:
@@ -141,43 +155,27 @@ def test_the_trainer_goes_on_while_the_engine_takes_its_weights():
 
 
 def test_an_evaluation_waits_for_the_weights():
-    engine, trainer = SlowSwaps(), FakeTrainer()
-    with rollout(engine) as made:
-        made.start()
-        made.publish(trainer)
-        made.take()
-        trainer.version = 1
-        made.publish(trainer, wait=False)
-        assert engine.swapping.wait(60)
+    engine = SlowSwaps()
+    with publishing(engine) as made:
         threading.Timer(0.05, engine.door.set).start()
         (episode,) = made.evaluate(TASKS[:1])
     assert episode.trajectories[0].versions.max() == 1
 
 
 def test_a_publication_that_fails_beside_the_training_ends_what_waits_for_its_slots():
-    engine, trainer = SlowSwaps(failing=True), FakeTrainer()
-    with rollout(engine, max_staleness=0, window=1) as made:
-        made.start()
-        made.publish(trainer)
-        made.take()
-        trainer.version = 1
-        made.publish(trainer, wait=False)
+    engine = SlowSwaps(failing=True)
+    with publishing(engine, max_staleness=0, window=1) as made:
         engine.door.set()
         with pytest.raises(EngineError, match="no server took the weights"):
             made.take()
         with pytest.raises(EngineError, match="no server took the weights"):
-            made.publish(trainer)
+            made.publish(FakeTrainer(version=1))
 
 
 def test_a_rollout_that_is_closed_gives_up_a_publication_before_it_closes_the_engine():
-    engine, trainer = SlowSwaps(), FakeTrainer()
-    with rollout(engine) as made:
-        made.start()
-        made.publish(trainer)
-        made.take()
-        trainer.version = 1
-        made.publish(trainer, wait=False)
-        assert engine.swapping.wait(60)
+    engine = SlowSwaps()
+    with publishing(engine):
+        pass
     assert engine.version == 0
     assert engine.calls[-2:] == ["given up", "close"]
 

@@ -76,6 +76,11 @@ class VLLMConfig:
     """True accepts that a server started here unpickles the content of requests with its key, which
     "handles" needs."""
 
+    @property
+    def requests(self) -> int:
+        """Number of requests that all servers together work on at once, at most."""
+        return self.concurrency * (len(self.urls) or self.servers)
+
     def __post_init__(self) -> None:
         positive("vllm.servers", self.servers)
         positive("vllm.waves", self.waves)

@@ -34,7 +34,7 @@ PREFIXES_EACH = 16  # remembered for each request that may be in flight
 
 
 @dataclass(order=True)
-class Waiting:
+class WaitingRequest:
     """A request that no server has taken yet. Those that entered first are placed first."""
 
     request: int
@@ -49,14 +49,13 @@ class Dispatcher:
     """
 
     def __init__(self, config: VLLMConfig, supervisor: Supervisor, experts: bool) -> None:
-        requests = config.concurrency * (len(config.urls) or config.servers)
-        self.prefixes = Prefixes(max(REMEMBERED, PREFIXES_EACH * requests))
+        self.prefixes = Prefixes(max(REMEMBERED, PREFIXES_EACH * config.requests))
         self._config = config
         self._supervisor = supervisor
         self._fleet = supervisor.fleet
         self._experts = experts
         self._requests = itertools.count()
-        self._waiting: list[Waiting] = []  # a heap
+        self._waiting: list[WaitingRequest] = []  # a heap
         self._changed = asyncio.Event()
 
     def notify(self) -> None:
@@ -167,7 +166,7 @@ class Dispatcher:
             server = self._route(request, prefixes)
             if server is not None:
                 return server
-        place = Waiting(request, prefixes, asyncio.get_running_loop().create_future())
+        place = WaitingRequest(request, prefixes, asyncio.get_running_loop().create_future())
         heapq.heappush(self._waiting, place)
         self.notify()
         with waiting(whose(), "a vLLM server to take its request", self._states):

@@ -86,7 +86,7 @@ class VLLMEngine(Engine):
         self.report = report
         self.experts = experts
         self.context = config.context or model_context(model)
-        self.concurrency = config.concurrency * (len(config.urls) or config.servers)
+        self.concurrency = config.requests
         self.version = 0
         self.lora = lora if lora is not None and lora.rank else None
         self.supervisor = Supervisor(

@@ -149,12 +149,13 @@ class Supervisor:
         try:
             return await call
         except asyncio.CancelledError:
-            # As asyncio.timeout does: our own cancellation is undone, one of the caller's is not.
-            if running.given_up and task.uncancel() <= cancelled_before:
+            if running.given_up and task.cancelling() - 1 <= cancelled_before:
                 raise ServerLost("the server was lost meanwhile") from None
-            raise
+            raise  # the caller's own cancellation
         finally:
             self._calls.remove(running)
+            if running.given_up:  # else a time limit around the call would not know its own
+                task.uncancel()
 
     def wake(self) -> None:
         """Checks the servers now, after a failure."""

@@ -308,6 +308,17 @@ def test_handles_to_a_server_of_several_workers_are_refused() -> None:
         GPUSender(HANDLES, [], [2], lambda index, call: call)
 
 
+@pytest.mark.parametrize(
+    "config", [HANDLES, VLLMConfig(urls=("http://127.0.0.1:9",), transport="nccl")], ids=["handles", "nccl"]
+)
+def test_the_trainer_waits_until_its_memory_has_been_read(
+    config: VLLMConfig, monkeypatch: pytest.MonkeyPatch, torch: Any
+) -> None:
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    sender = GPUSender(config, [], [1], lambda index, call: call)
+    assert sender.stage(SimpleNamespace(device_weights=list), 1).reads_trainer
+
+
 # ---- what vLLM has that the stand-ins replace
 
 

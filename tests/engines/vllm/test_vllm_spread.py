@@ -239,6 +239,34 @@ def test_a_call_to_a_lost_server_ends_and_a_cancelled_caller_stays_cancelled(
     trying(attempt)
 
 
+def test_a_call_that_ends_with_an_error_of_its_own_as_its_server_is_lost_leaves_no_cancellation(
+    trying: Callable[..., list[str]],
+) -> None:
+    async def attempt(engine: VLLMEngine, told: list[Told]) -> None:
+        there = True
+
+        async def call() -> None:
+            try:
+                await asyncio.Event().wait()
+            except asyncio.CancelledError:
+                raise ServerFailed("it broke off") from None
+
+        async def ask() -> None:
+            async with asyncio.timeout(0.01):
+                with pytest.raises(ServerFailed, match="it broke off"):
+                    await engine.supervisor.unless_lost(call(), lambda: there)
+                await asyncio.Event().wait()
+
+        task = asyncio.create_task(ask())
+        await asyncio.sleep(0)
+        there = False
+        engine.supervisor.settle()
+        with pytest.raises(TimeoutError):
+            await task
+
+    trying(attempt)
+
+
 @pytest.mark.parametrize("slice_tokens", [0, 1, 3, 4, 64])
 def test_slices_change_nothing_about_a_completion(slice_tokens: int, trying: Callable[..., list[str]]) -> None:
     async def attempt(engine: VLLMEngine, told: list[Told]) -> None:
