@@ -8,7 +8,7 @@ INSTALL := $(PIP) --constraint constraints.txt
 PROJECTS := . backends/jax backends/torch
 LOCK := .venv-lock
 
-.PHONY: demo test quick check mutants docs wheels lock clean
+.PHONY: demo test quick check cluster mutants docs wheels lock clean
 
 demo: $(VENV)/demo.stamp  ## watch a language model learn to add: core and JAX only, no torch, no vLLM
 	$(BIN)/areal-x train examples/arithmetic/grpo.gin
@@ -18,6 +18,9 @@ test: $(VENV)/test.stamp check  ## everything, against a real vLLM server for CP
 
 quick: $(VENV)/test.stamp  ## the first case of each short test: no server, no training (tests/quick.py)
 	$(BIN)/python -m pytest --quick -n 2 --dist loadgroup tests
+
+cluster: $(VENV)/test.stamp  ## what happens to a run when processes and nodes of its Ray cluster are killed, at every kind of moment
+	$(BIN)/python -m pytest -m cluster tests/cluster
 
 mutants: $(VENV)/test.stamp  ## plant each of the bugs of tests/mutants in a copy of the code and print which test sees it
 	$(BIN)/python -m tests.mutants

@@ -16,6 +16,7 @@ import areal_x
 SUBCOMMANDS = {
     "train": "train what a gin file describes",
     "check": "check everything that a run depends on, in seconds",
+    "launch": "write the job that runs a gin file on a cluster",
     "plan": "divide accelerators between generation and training",
     "replay": "train on a recorded run again, without an engine",
     "serve": "serve a run's model to agents, without training it",

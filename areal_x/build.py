@@ -4,7 +4,7 @@ them."""
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -12,8 +12,7 @@ from typing import Any
 
 from areal_x.algorithms import losses, mismatch
 from areal_x.batching.batch import Models
-from areal_x.cluster import ranks
-from areal_x.cluster.links import Follower, Leader
+from areal_x.cluster import trainers
 from areal_x.config.writer import read_settings
 from areal_x.engines.embedded import EmbeddedEngine
 from areal_x.engines.none import NoEngine
@@ -24,10 +23,9 @@ from areal_x.hf.tokenizer import check_vocabulary, load_tokenizer
 from areal_x.monitor import trackers
 from areal_x.monitor.metrics import MetricsWriter
 from areal_x.monitor.step_recorder import StepRecorder
-from areal_x.protocols.backends import create_trainer
 from areal_x.protocols.engine import Engine
 from areal_x.protocols.trainer import Trainer
-from areal_x.protocols.trainer_config import LoRAConfig
+from areal_x.protocols.trainer_config import LoRAConfig, TrainerConfig
 from areal_x.protocols.workflow import Workflow
 from areal_x.rollout.queue import TrajectoryQueue
 from areal_x.rollout.rollout import Rollout
@@ -81,21 +79,18 @@ class Factory(Settings):
         start = resuming.BEGINNING
         if resume:
             start = resuming.find_start(run, self.dataset, self.seed, message)
-        directory = self.find_model(self.trainer.model.path)
+        directory = resolve(self.trainer.model.path)
         tokenizer = load_tokenizer(directory)
         workflow = self.workflow.computed_by(self.backend).setup(tokenizer)
         evaluation = None  # the rollout's own workflow, greedily
         if self.evaluation is not None:
             evaluation = self.evaluation.computed_by(self.backend).setup(tokenizer).greedy()
         losses_of = self.losses()
-        models = self.create_models(directory, workflow)
-        process = self.join()
-        if isinstance(process, Leader):
-            models = ranks.distribute(process, models, losses_of)
-        restore(models, start, message)
-        engine = self.create_engine(directory, models.policy, workflow, run, message)
 
         with ExitStack() as stack:
+            models = stack.enter_context(self.models(directory, workflow, losses_of, run / "logs"))
+            restore(models, start, message)
+            engine = self.create_engine(directory, models.policy, workflow, run, message)
             journal = stack.enter_context(Journal(run, self.journal.keep_steps))
             rollout = stack.enter_context(
                 self.create_rollout(engine, workflow, evaluation, journal, tokenizer, message)
@@ -132,25 +127,6 @@ class Factory(Settings):
         task_at = TaskStream(self.dataset, self.seed).task_at
         return start.rollout(journal, task_at, self.groups_per_step, self.deterministic)
 
-    def join(self) -> Leader | Follower | None:
-        """Joins the processes that train one model together; None if there is only this one."""
-        return ranks.join(self.backend, self.trainer.mesh.processes)
-
-    def follow(self, leader: Follower) -> None:
-        """Runs what every process but the first does: the same calls of the same trainers."""
-        if ranks.announced(leader) == ranks.FINISHED:
-            return
-        directory = self.find_model(self.trainer.model.path)
-        ranks.serve(leader, self.create_models(directory, self.workflow), self.losses())
-
-    def find_model(self, path: str | Callable[[], str]) -> Path:
-        """Returns a model's directory. If a function makes it, the first process calls the function
-        and sends the others its result."""
-        process = self.join()
-        if process is None or not callable(path):
-            return resolve(path)
-        return Path(process.agree(lambda: str(resolve(path).absolute())))
-
     def losses(self) -> dict[str, Loss]:
         """Returns the loss of each trainer, by its name in Models."""
         watched: tuple[Loss, ...] = ()
@@ -167,54 +143,80 @@ class Factory(Settings):
         most = (self.max_staleness + 1) * self.groups_per_step + self.window - 2  # queue's bound
         return min(most // self.groups_per_step + 1, mismatch.MAX_LAGS)
 
+    @contextmanager
+    def models(
+        self, directory: Path, workflow: Workflow, losses: Mapping[str, Loss], logs: Path
+    ) -> Iterator[Models]:
+        """Builds the trainer and whatever else the algorithm needs, in this process or in those of
+        a cluster, which end with the body."""
+        configs = self.trainer_configs(directory, workflow)
+        if self.cluster == trainers.HERE:
+            yield self.models_of(trainers.trainers_here(self.backend, configs), directory, workflow)
+            return
+        with trainers.trainers_on_ray(
+            self.backend, configs, losses, self.placement, logs
+        ) as created:
+            yield self.models_of(created, directory, workflow)
+
     def create_models(self, directory: Path, workflow: Workflow) -> Models:
-        """Returns the trainer and whatever else the algorithm needs.
+        """Returns the trainer and whatever else the algorithm needs, in this process."""
+        configs = self.trainer_configs(directory, workflow)
+        return self.models_of(trainers.trainers_here(self.backend, configs), directory, workflow)
+
+    def models_of(
+        self, created: Mapping[str, Trainer], directory: Path, workflow: Workflow
+    ) -> Models:
+        """Returns the models, of which the backend computes those that were created and servers
+        the others."""
+        reference_servers = None
+        if self.algorithm.needs & {"reference", "teacher"} and (urls := self.scoring_urls()):
+            from areal_x.engines.vllm.scorer import ServerScorer
+
+            key = os.environ.get(self.vllm.key_variable)
+            temperature = self.temperature(workflow)
+            reference_servers = ServerScorer(urls, key, load_tokenizer(directory), temperature)
+        return Models(**created, reference_servers=reference_servers)
+
+    def trainer_configs(self, directory: Path, workflow: Workflow) -> dict[str, TrainerConfig]:
+        """Returns the configs of the trainers that the algorithm needs, by their names in Models.
 
         The policy is the model at its sampling temperature, so that engine and trainer compute
         log-probabilities of one distribution.
         """
-        temperature = self.temperature(workflow)
         config = replace(
             self.trainer,
-            temperature=temperature,
+            temperature=self.temperature(workflow),
             share_prompts=self.share_prompts,
             deterministic=self.deterministic,
             row_length=self.row_length,
         )
         needs = self.algorithm.needs
 
-        def trainer(path: Path, **changes: Any) -> Trainer:
-            model = replace(config.model, path=str(path))
-            return create_trainer(self.backend, replace(config, model=model, **changes))
+        def config_of(path: Path, **changes: Any) -> TrainerConfig:
+            model = replace(config.model, path=str(path.absolute()))
+            return replace(config, model=model, **changes)
 
         # Recorded experts are the policy's: another model would have routed differently.
         others: dict[str, Any] = {"replay_experts": False}
-        reference = None
-        reference_servers = None
-        critic = None
-        if needs & {"reference", "teacher"}:
-            name = "teacher" if "teacher" in needs else "reference"
-            path = getattr(self, name)
-            if urls := self.scoring_urls():
-                from areal_x.engines.vllm.scorer import ServerScorer
-
-                key = os.environ.get(self.vllm.key_variable)
-                reference_servers = ServerScorer(urls, key, load_tokenizer(directory), temperature)
-            else:
-                other = directory if path is None else self.find_model(path)
-                check_vocabulary(f"train.{name}", other, directory)
-                reference = trainer(other, frozen=True, lora=LoRAConfig(rank=0), **others)
-        if "values" in needs:
-            first = directory if self.critic.path is None else self.find_model(self.critic.path)
-            check_vocabulary("critic.path", first, directory)
-            optimizer = replace(config.optimizer, learning_rate=self.critic.learning_rate)
-            critic = trainer(first, head="value", optimizer=optimizer, **others)
         policy: dict[str, Any] = {"head": self.algorithm.head, "entropy": "entropy" in needs}
         if "teacher_logits" in needs:
             assert isinstance(self.teacher, str) or callable(self.teacher)  # checked by Settings
-            policy["teacher"] = str(self.find_model(self.teacher))
+            policy["teacher"] = str(resolve(self.teacher).absolute())
             policy["divergence"] = self.algorithm.divergence
-        return Models(trainer(directory, **policy), reference, critic, reference_servers)
+        found = {"policy": config_of(directory, **policy)}
+        if needs & {"reference", "teacher"} and not self.scoring_urls():
+            name = "teacher" if "teacher" in needs else "reference"
+            path = getattr(self, name)
+            other = directory if path is None else resolve(path)
+            check_vocabulary(f"train.{name}", other, directory)
+            no_lora = LoRAConfig(rank=0)
+            found["reference"] = config_of(other, frozen=True, lora=no_lora, **others)
+        if "values" in needs:
+            first = directory if self.critic.path is None else resolve(self.critic.path)
+            check_vocabulary("critic.path", first, directory)
+            optimizer = replace(config.optimizer, learning_rate=self.critic.learning_rate)
+            found["critic"] = config_of(first, head="value", optimizer=optimizer, **others)
+        return found
 
     def create_engine(
         self, directory: Path, trainer: Trainer, workflow: Workflow, run: Path, message: Message

@@ -6,9 +6,9 @@
                       trainer ◀── packed rows ◀── advantages, weights (host, numpy)
 
 The rollout runs on its own thread and waits for the trainer only where the queue's bound on
-staleness requires it; everything below runs on the caller's thread, one line after the other. If
-several processes train one model, the first runs the ring and the others follow its trainers' calls
-(areal_x.cluster.ranks).
+staleness requires it; everything below runs on the caller's thread, one line after the other. With
+train.cluster = 'ray' the trainer is in other processes, which make its calls together
+(areal_x.cluster.ganged); if one is lost, the run continues from its newest checkpoint.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ import numpy as np
 from areal_x.algorithms import mismatch
 from areal_x.batching.batch import Models, make_batches
 from areal_x.build import Factory
-from areal_x.cluster import ranks
-from areal_x.cluster.links import Follower
+from areal_x.cluster.attempts import Attempts
+from areal_x.cluster.gang import loss_behind
 from areal_x.config.writer import changed_settings, gin_file_of, records_gin_parts
 from areal_x.engines.vllm.transports import check_machine
 from areal_x.hf.model_dir import resolve
@@ -36,7 +36,7 @@ from areal_x.monitor.step_metrics import evaluate_held_out, explained_variance
 from areal_x.monitor.timeline_plot import PICTURE
 from areal_x.monitor.trajectories import show_in_notebooks
 from areal_x.rollout.rollout import Rollout
-from areal_x.run import resuming
+from areal_x.run import checkpoint, resuming
 from areal_x.run.run_dir import open_run
 from areal_x.runtime import cores, timeline
 from areal_x.runtime.interrupts import (
@@ -68,49 +68,65 @@ class Experiment(Factory):
         """Trains to the last step with a live display, and leaves a plot in the run's directory.
 
         resume: True continues from the newest checkpoint; "auto" continues if the run exists and
-        starts it if not. If several processes train one model, each calls this; in all but the
-        first it returns, without metrics, when the first has finished.
+        starts it if not.
         """
-        process = self.join()
-        if isinstance(process, Follower):
-            self.follow(process)
-            return RunResult(Path(self.runs), [])
         resumes = resuming.decide(resume, Path(self.runs), self.name, self.steps)
         if resumes is None:  # it has finished
-            ranks.announce(process, ranks.FINISHED)
             return RunResult(run := Path(self.runs, self.name or ""), read(run))
         run = self.open(resumes)
         with Display(self.steps) as display, live_plots(run) as draw:
-            for turn in self.turns(run, resumes, display.message):
+            for turn in self.attempts(run, resumes, display.message):
                 display.show(turn.metrics)
                 draw()
-        if process is not None:
-            process.done()
         print(f"run: {run}\nplot: {run / PLOT} (reward, accuracy and staleness over steps)")
         print(f"timeline: {run / PICTURE}, {run / timeline.FILE} (opens in ui.perfetto.dev)")
         return RunResult(run, read(run))
 
-    def open(self, resume: bool = False) -> Path:
-        """Creates or reopens the run's directory, which only this process then writes to.
+    def open(self, resume: bool = False, name: str | None = None) -> Path:
+        """Creates or reopens the run's directory, which only this process then writes to. name: by
+        default train.name.
 
         Raises: UserError if its name is taken or, with `resume`, unknown.
         """
         show_in_notebooks()
-        process = self.join()  # before anything looks at a device
-        name = resuming.check_name(Path(self.runs), self.name, resume)  # before models are loaded
+        name = name or self.name
+        name = resuming.check_name(Path(self.runs), name, resume)  # before models are loaded
         cores.limit_spinning(self.computes_beside_servers)  # before anything imports torch
         if self.engine == "vllm":
             check_machine(self.vllm)
         resolve(self.trainer.model.path)  # a missing model should not leave a run behind
-        run = open_run(
+        return open_run(
             Path(self.runs),
             name,
             lambda name: gin_file_of(self, name=name),
             resume=resume,
             changed_settings=changed_settings,
         )
-        ranks.announce(process, ranks.BEGINS)
-        return run
+
+    def attempts(
+        self, run: Path, resume: bool, message: Callable[[str], None] = print
+    ) -> Iterator[Turn]:
+        """Runs `turns`, and again from the newest checkpoint whenever processes that train were
+        lost."""
+        attempts = Attempts(self.placement.attempts)
+        while True:
+            step = attempts.begin(checkpoint.steps(run)[-1] if resume else 0)
+            try:
+                for turn in self.turns(run, resume, message):
+                    step = int(turn.metrics["step"])
+                    yield turn
+                return
+            except Exception as error:
+                lost = loss_behind(error)
+                if lost is None or not attempts.worthwhile(lost, step):
+                    raise lost or error from error.__cause__
+            message(f"{lost} (its output: {run / 'logs'}); the run continues")
+            resumes = resuming.resume_if_begun(run.parent, run.name, self.steps, message)
+            if resumes is None:  # the last checkpoint was complete
+                return
+            if not resumes:
+                self.open(name=run.name)
+            resume = resumes
 
     @deferred_interrupts_in_each
     def turns(

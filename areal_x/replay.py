@@ -30,7 +30,7 @@ from areal_x.rollout.replayed import ReplayedRollout
 from areal_x.run import run_dir
 from areal_x.run.journal import FILE, Journal
 from areal_x.runtime import cores
-from areal_x.train import fail, in_processes, parser_of, with_config
+from areal_x.train import fail, parser_of, with_config
 
 # Parameters of `train` that only generation needs.
 NOT_USED = ("dataset", "held_out", "evaluation", "reward")
@@ -99,7 +99,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         )
 
     def work(config: Config) -> None:
-        in_processes(config, lambda: replay(options.run))
+        replay(options.run)
 
     return with_config(options.run / run_dir.CONFIG, options.bindings, work, without=NOT_USED)
 

@@ -25,6 +25,7 @@ from areal_x.agents.online import Online, write_address
 from areal_x.config.reader import Config
 from areal_x.errors import printable
 from areal_x.experiment import Experiment
+from areal_x.hf.model_dir import resolve
 from areal_x.hf.tokenizer import load_tokenizer
 from areal_x.protocols.engine import Engine, SamplingParams
 from areal_x.rollout.runner import EpisodeEngine
@@ -110,7 +111,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def serve(experiment: Experiment, address: Path, message: Callable[[str], None] = print) -> None:
     """Serves until it is interrupted."""
-    directory = experiment.find_model(experiment.trainer.model.path)
+    directory = resolve(experiment.trainer.model.path)
     workflow = experiment.workflow
     served = (
         workflow

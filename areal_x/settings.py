@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from areal_x.algorithms.algorithm import Algorithm
 from areal_x.algorithms.recipes import grpo
 from areal_x.algorithms.validation import validate_group_size
+from areal_x.cluster.config import ClusterConfig
+from areal_x.cluster.trainers import HERE, check_cluster
 from areal_x.engines.embedded import EmbeddedConfig
 from areal_x.engines.sampling_checks import check_distribution
 from areal_x.engines.vllm.addresses import server_urls
@@ -67,12 +69,18 @@ class Settings:
     journal: JournalConfig = field(default_factory=JournalConfig)
     """The journal of trajectories."""
 
+    placement: ClusterConfig = field(default_factory=ClusterConfig)
+    """The nodes of the processes that train."""
+
     backend: str = "jax"
     """"jax", "torch", or the name of a third party's backend."""
 
     engine: str = "embedded"
     """"embedded" (the backend's sampler in this process), "vllm" (servers) or "none" (for workflows
     that train on existing answers)."""
+
+    cluster: str = HERE
+    """"here" trains in this process, "ray" in processes of a Ray cluster (docs/cluster.md)."""
 
     steps: int = 100
     """Steps of the ring; the weights are published after each."""
@@ -148,6 +156,7 @@ class Settings:
     def __post_init__(self) -> None:
         find_backend(self.backend)
         one_of("train.engine", self.engine, ENGINES)
+        check_cluster(self.cluster, self.trainer.mesh.processes)
         check_loggers(self.loggers)
         sizes = (
             "steps",

@@ -6,12 +6,12 @@
     python -m areal_x.train examples/arithmetic/grpo.gin --resume
     python -m areal_x.train examples/arithmetic/grpo.gin --resume=auto
 
-If several processes train one model (mesh.processes), each is started with the same command; the
-first one writes the run's directory.
+With train.cluster = 'ray' the model is trained in processes of a Ray cluster, that of RAY_ADDRESS or
+one on this machine, which this command starts (docs/cluster.md).
 
 -b binds one parameter and wins over the file; text needs quotes. --resume continues train.name, or
 the newest run of this file that has a checkpoint. --resume=auto is for commands that are restarted
-automatically (torchrun --max-restarts, Slurm's requeue): it continues train.name, or the run with
+automatically (Slurm's requeue, a Kubernetes job): it continues train.name, or the run with
 this file's name, starts it if there is none, and does nothing if it has finished. --dry-run builds
 everything, starts nothing and prints the operative config.
 """
@@ -19,16 +19,16 @@ everything, starts nothing and prints the operative config.
 from __future__ import annotations
 
 import argparse
+import os
 import shlex
 import signal
 import sys
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from pathlib import Path
 
 import gin
 
-from areal_x.cluster import ranks
+from areal_x.cluster import slurm
 from areal_x.config.describe import help_text
 from areal_x.config.reader import Config, load
 from areal_x.config.types import check_early, check_experiment
@@ -36,7 +36,7 @@ from areal_x.config.writer import gin_file_of
 from areal_x.errors import UserError, described, place_of, sentence, traceback_of
 from areal_x.run import checkpoint, resuming, run_dir
 from areal_x.runtime import interrupts, open_files
-from areal_x.runtime.command import command_of, in_this_form
+from areal_x.runtime.command import command_of, in_this_form, quote
 
 FAILED = 1
 
@@ -53,7 +53,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             experiment.plan()
             print(gin_file_of(experiment))
         else:
-            in_processes(config, lambda: run_named(config, options))
+            slurm.check_tasks(os.environ)
+            run_named(config, options)
 
     return with_config(options.file, options.bindings, work)
 
@@ -104,17 +105,6 @@ def show_settings(config: Config) -> None:
     print(help_text(config))
 
 
-def in_processes(config: Config, work: Callable[[], object]) -> None:
-    """Runs the work in this process. If several train one model, the first runs it and the others
-    follow its trainers' calls."""
-    joined = ranks.join(config.value("train.backend"), config.value("mesh.processes"))
-    with joined or nullcontext():
-        if joined is not None and joined.rank:
-            gin.get_configurable("train")().run()
-        else:
-            work()
-
-
 def run_named(config: Config, options: argparse.Namespace) -> None:
     """Names the run, unless the config does, and runs it. Errors about the name are raised before
     anything is built."""
@@ -127,10 +117,6 @@ def run_named(config: Config, options: argparse.Namespace) -> None:
     if options.resume == resuming.AUTO:
         resumes = resuming.resume_if_begun(runs, name, config.value("train.steps"))
         if resumes is None:
-            ranks.announce(
-                ranks.join(config.value("train.backend"), config.value("mesh.processes")),
-                ranks.FINISHED,
-            )
             return
         resume = resumes
     elif bound is not None:
@@ -212,16 +198,10 @@ def _how_to_resume(run: Path, options: argparse.Namespace) -> str:
         return ""  # it had not begun
     if not checkpoint.steps(run):
         return f": the run is in {run}; it has no checkpoint yet to resume from"
-    bindings = [f"-b {_quote(binding)}" for binding in options.bindings]
+    bindings = [f"-b {quote(binding)}" for binding in options.bindings]
     again = "--resume=auto" if options.resume == resuming.AUTO else "--resume"
     command = " ".join([command_of("train"), shlex.quote(str(options.file)), *bindings, again])
     return f": the run is in {run}; continue from step {checkpoint.steps(run)[-1]} with: {command}"
-
-
-def _quote(text: str) -> str:
-    """Quotes a binding for a shell, in double quotes if they suffice, because bindings often contain
-    single ones."""
-    return shlex.quote(text) if set(text) & set('"$`\\!') else f'"{text}"'
 
 
 if __name__ == "__main__":

@@ -35,11 +35,12 @@ PART = ("tokens", "mask", "logprobs", "versions")
 
 async def episode(experiment: object) -> str:
     """A digest of the arrays of one episode, sampled with fixed seeds."""
+    from areal_x.hf.model_dir import resolve
     from areal_x.hf.tokenizer import load_tokenizer
     from areal_x.rollout.episode import run_episode
     from areal_x.rollout.runner import EpisodeEngine
 
-    directory = experiment.find_model(experiment.trainer.model.path)  # type: ignore[attr-defined]
+    directory = resolve(experiment.trainer.model.path)  # type: ignore[attr-defined]
     workflow = experiment.workflow.setup(load_tokenizer(directory))  # type: ignore[attr-defined]
     trainer = experiment.create_models(directory, workflow).policy  # type: ignore[attr-defined]
     engine = experiment.create_engine(directory, trainer, workflow, directory, print)  # type: ignore[attr-defined]

@@ -24,7 +24,8 @@ from unittest import mock
 import gin
 import psutil
 
-from areal_x import build, experiment, train
+from areal_x import experiment, train
+from areal_x.cluster import trainers
 from areal_x.engines import embedded
 from areal_x.monitor import display, metrics, plot
 from areal_x.rollout import rollout, runner
@@ -118,8 +119,8 @@ def stopping_loss(policy: Any, batch: Any) -> Any:
 
 
 WHERE: dict[str, tuple[Any, str]] = {
-    "the model's construction": (build, "create_trainer"),
-    "the models' construction": (experiment.Experiment, "create_models"),
+    "the model's construction": (trainers, "create_trainer"),
+    "the models' construction": (experiment.Experiment, "trainer_configs"),
     "the engine's construction": (experiment.Experiment, "create_engine"),
     "the engine's start": (embedded.EmbeddedEngine, "start"),  # on the rollout's thread, as the next three
     "the swap": (embedded.EmbeddedEngine, "swap"),

@@ -1,19 +1,19 @@
-"""Stalls of the trainer's side: the ring's calls, checkpoints, the journal, the links between processes."""
+"""Stalls of the trainer's side: the ring's calls, checkpoints, the journal, the processes of a cluster."""
 
 from __future__ import annotations
 
 import asyncio
-import json
 import sqlite3
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
-from multiprocessing import Pipe
-from multiprocessing.connection import Client, Connection, Listener
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from areal_x.cluster import links
+import pytest
+
+from areal_x.cluster import on_ray
+from areal_x.cluster.gang import Room
 from areal_x.protocols.engine import Completion
 from areal_x.rollout.queue import TrajectoryQueue
 from areal_x.rollout.rollout import Rollout
@@ -277,76 +277,66 @@ async def _(stall: Stall) -> None:
         journal.flush()
 
 
-# ---- several processes
+# ---- processes of a cluster
 
 
 @contextmanager
-def process_0() -> Iterator[tuple[links.Leader, Connection]]:
-    """And the other end of its link to process 1."""
-    ours, theirs = Pipe()
-    leader = links.Leader({1: ours})
+def slow_ray(stall: Stall) -> Iterator[None]:
+    """Replaces Ray's calls by some that end when the stall is released."""
+    ray = pytest.importorskip("ray")
+    patch = stall.request.getfixturevalue("monkeypatch").setattr
+
+    def wait(references: list[Any], timeout: float) -> tuple[list[Any], list[Any]]:
+        return (references, []) if stall.gate.wait(timeout) else ([], references)
+
+    patch(ray, "wait", wait)
+    patch(ray, "get", lambda reference: reference)
+    patch(ray, "nodes", lambda: [{"Alive": True, "Resources": {"CPU": 2.0}}])
+    patch(ray, "available_resources", lambda: {"CPU": 1.0})
+    patch(ray, "init", stall.hold)
+    patch(ray, "is_initialized", lambda: False)
+    patch(ray, "shutdown", lambda: None)
     try:
-        yield leader, theirs
+        yield
     finally:
-        leader._ended = True  # that process 1 goes is then no trouble
-        theirs.close()
+        stall.release()
 
 
-@stall("the other processes to do their part")
+def gang_of(size: int) -> on_ray.RayGang:
+    gang = on_ray.RayGang.__new__(on_ray.RayGang)
+    gang._name, gang._size, gang._lost, gang._ended = "rank", size, None, True
+    gang._group = SimpleNamespace(ready=object)
+    return gang
+
+
+@stall("the processes that train")
 async def _(stall: Stall) -> None:
-    with process_0() as (leader, process_1):
-
-        def call() -> None:
-            with leader.together({"method": "update"}):
-                pass
-
-        calling = asyncio.create_task(asyncio.to_thread(call))
-        behind = r"the other processes to do their part \(of update: processes \[1\] have not\)"
-        await stall.said("process 0", behind)
-        links.send(process_1, {"call": 1, "error": None})
-        await calling
+    with slow_ray(stall):
+        answers = asyncio.create_task(asyncio.to_thread(gang_of(2)._results, ["a", "b"]))
+        await stall.said("the run", r"the processes that train \(\[0, 1\] have not answered\)")
+        stall.release()
+        assert await answers == ["a", "b"]
 
 
-@stall("the other processes to end")
+@stall("room for {} processes in the cluster")
 async def _(stall: Stall) -> None:
-    with process_0() as (leader, process_1):
-        closing = asyncio.create_task(asyncio.to_thread(leader.close))
-        await stall.said("process 0")
-        process_1.close()
-        await closing
+    with slow_ray(stall):
+        placed = asyncio.create_task(asyncio.to_thread(gang_of(2)._wait_for_room, Room()))
+        await stall.said("the run", r"room for 2 processes in the cluster \(2 CPU wanted, 1 free\)")
+        stall.release()
+        await placed
 
 
-@stall("process 0's next call")
+@stall("the Ray cluster")
 async def _(stall: Stall) -> None:
-    ours, theirs = Pipe()
-    follower = links.Follower(1, ours)
-    receiving = asyncio.create_task(asyncio.to_thread(follower.receive))
-    await stall.idle("process 1")
-    links.send(theirs, {"end": ""})
-    assert await receiving is None
+    def connect() -> None:
+        with on_ray.connected(1):
+            pass
 
-
-@stall("the other processes to come")
-async def _(stall: Stall) -> None:
-    with Listener(("127.0.0.1", 0), authkey=b"key") as listener:
-        accepting = asyncio.create_task(asyncio.to_thread(links.accept, listener, 1))
-        await stall.said("process 0", r"the other processes to come \(processes \[1\] have not\)")
-        with await asyncio.to_thread(Client, listener.address, authkey=b"key") as link:
-            links.send(link, {"rank": 1, "config": "the same"})
-            assert (await accepting)[1] == {1: "the same"}
-
-
-@stall("process 0 to compare the configs")
-async def _(stall: Stall) -> None:
-    with Listener(("127.0.0.1", 0), authkey=b"key") as listener:
-        host, port = listener.address
-        place = json.dumps({"host": host, "port": port, "key": b"key".hex()}).encode()
-        group: Any = SimpleNamespace(rank=1, size=2, broadcast=lambda _: place)
-        meeting = asyncio.create_task(asyncio.to_thread(links.meet, group, "the config"))
-        link = await asyncio.to_thread(listener.accept)
-        await stall.said("process 1")
-        links.send(link, {"refused": ""})
-        follower = await meeting
-        links.send(link, {"end": ""})
-        assert await asyncio.to_thread(follower.receive) is None  # type: ignore[union-attr]
-        stall.request.node._link = link  # open until this process is gone: see Follower.__exit__
+    with slow_ray(stall):
+        patch = stall.request.getfixturevalue("monkeypatch")
+        patch.delenv("RAY_ADDRESS", raising=False)
+        connecting = asyncio.create_task(asyncio.to_thread(connect))
+        await stall.said("the run")
+        stall.release()
+        await connecting

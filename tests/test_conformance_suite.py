@@ -16,7 +16,7 @@ pytest.importorskip("areal_x_torch")
 BROKEN = '''
 """The torch backend with a bug of its own."""
 import numpy as np
-from areal_x_torch import JOINS_BY_SLURM, TRANSPORTS, check, differentiate, join
+from areal_x_torch import DEVICES_EACH, TRANSPORTS, check, differentiate, join
 from areal_x_torch.trainer import Trainer
 
 

@@ -21,7 +21,13 @@ EXTRAS = PROJECT["optional-dependencies"]
 PAGE = (ROOT / "docs" / "installation.md").read_text()
 ACCELERATORS = ("vllm", "cuda", "flash", "ascend")
 # Modules whose distribution has another name.
-DISTRIBUTIONS = {"gin": "gin-config", "PIL": "pillow", "reasoning_gym": "reasoning-gym", "torch_npu": "torch-npu"}
+DISTRIBUTIONS = {
+    "yaml": "pyyaml",
+    "gin": "gin-config",
+    "PIL": "pillow",
+    "reasoning_gym": "reasoning-gym",
+    "torch_npu": "torch-npu",
+}
 # Packages that come with another one, or with a backend; the core imports them lazily.
 BROUGHT = {
     "tokenizers": "transformers",

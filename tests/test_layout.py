@@ -33,7 +33,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
     "rollout": ("protocols", "run", "tasks"),
     "engines": ("protocols", "hf", "batching"),
     "workflows": ("protocols", "hf", "rewards", "batching", "rollout"),
-    "cluster": ("protocols", "batching", "hf"),
+    "cluster": ("protocols", "hf"),
     "monitor": ("algorithms", "batching", "rollout", "run"),
     "settings": ("config", "engines", "workflows", "monitor", "cluster"),
     "build": ("settings",),
@@ -47,15 +47,16 @@ ROOMS: dict[str, tuple[str, ...]] = {
     "replay": ("train", "experiment"),
     "export": ("hf", "run"),
     "plan": ("train", "simulation"),
+    "launch": ("train", "cluster"),
     "serve": ("train", "experiment", "agents"),
     "example": (),
-    "__main__": ("train", "check", "replay", "export", "plan", "serve", "example"),
+    "__main__": ("train", "check", "replay", "export", "plan", "launch", "serve", "example"),
     "areal_x_jax": ("protocols", "hf"),
     "areal_x_torch": ("protocols", "hf"),
 }
 
 # Helpers of other rooms that were written for the backends.
-FOR_BACKENDS = {"areal_x.engines.lanes", "areal_x.cluster.links"}
+FOR_BACKENDS = {"areal_x.engines.lanes"}
 
 # Modules that offer names of other rooms under one address, and import them when a name is used.
 SURFACES = {"areal_x", "areal_x.trainer", "areal_x.rewards.shaping"}

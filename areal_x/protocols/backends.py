@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from importlib.metadata import EntryPoint, entry_points
-from typing import Any, Protocol, cast
+from typing import Protocol, cast
 
 import numpy as np
 
@@ -43,8 +43,8 @@ class Backend(Protocol):
     """Values of vllm.transport that its trainers support; ("files",) needs no more than
     `Trainer.weights`, "nccl" and "handles" need `Trainer.device_weights`."""
 
-    JOINS_BY_SLURM: bool
-    """True if `join` finds the other processes by the variables that srun sets alone."""
+    DEVICES_EACH: int | None
+    """Devices that one process computes on; None is all that it sees."""
 
     def create_trainer(self, config: TrainerConfig) -> Trainer:
         """Builds the trainer. Raises: ConfigError for what the backend cannot do, naming the field
@@ -64,16 +64,18 @@ class Backend(Protocol):
         """
         ...
 
-    def join(self, processes: int) -> Any:
-        """Joins the group of processes that train one model together and returns it
-        (areal_x.cluster.links.Processes).
+    def join(self, processes: int) -> None:
+        """Joins the group of processes that train one model together, before the first access to a
+        device. The variables RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and
+        MASTER_PORT describe it, as torchrun sets them.
 
-        Raises: ConfigError naming mesh.processes if the backend trains in one process only.
+        Raises: ConfigError naming mesh.processes if the backend trains in one process only,
+        UserError if the processes do not find each other.
         """
         ...
 
 
-DECLARED = ("TRANSPORTS", "JOINS_BY_SLURM", "create_trainer", "check", "differentiate", "join")
+DECLARED = ("TRANSPORTS", "DEVICES_EACH", "create_trainer", "check", "differentiate", "join")
 
 
 def create_trainer(backend: str, config: TrainerConfig) -> Trainer:

@@ -144,9 +144,8 @@ class MeshConfig:
     """Shards of attention heads, MLP width and vocabulary."""
 
     processes: int = 1
-    """Processes that train one model together on all their devices; the same command starts each
-    (docs/jax.md). With torch each process has one device; torchrun starts them, or, on one machine,
-    the first starts the others."""
+    """Processes that train one model together on all their devices, with train.cluster = 'ray'
+    (docs/cluster.md). With torch each process has one device, with JAX all of its node."""
 
     def __post_init__(self) -> None:
         if self.data != -1:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
 from pathlib import Path
 
@@ -24,3 +25,9 @@ def in_this_form(text: str, name: str) -> str:
     """Returns a help text with its `python -m areal_x.NAME` commands in the form of
     `command_of`."""
     return text.replace(f"python -m {PACKAGE}.{name}", command_of(name))
+
+
+def quote(text: str) -> str:
+    """Quotes a binding for a shell, in double quotes if they suffice, because bindings often contain
+    single ones."""
+    return shlex.quote(text) if set(text) & set('"$`\\!') else f'"{text}"'

@@ -7,6 +7,7 @@ LORA of LoRAConfig's.
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -16,6 +17,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.experimental import multihost_utils
 
 from areal_x.algorithms import losses
 from areal_x.algorithms.weighting import sequence_mean
@@ -87,3 +89,11 @@ if __name__ == "__main__":
     directory, lora, *meshes = sys.argv[1:]
     for mesh in meshes:
         print(json.dumps(learn(Path(directory), json.loads(mesh), LoRAConfig(**json.loads(lora)))), flush=True)
+
+
+def leave_together(processes: int) -> None:
+    """Ends this process when the others are done too: JAX aborts one that outlives the first."""
+    if processes > 1:
+        multihost_utils.sync_global_devices("done")
+        sys.stdout.flush()
+        os._exit(0)

@@ -2,14 +2,14 @@
 MeshConfig's fields, the optimizer and a name.
 
 On each mesh: updates, everything else a trainer is asked, a save, and a save of what a restore of "one-NAME" gives, where there
-is one. The first process writes what it found to FOLDER.
+is one. All processes do the same; the first one writes what it found to FOLDER.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import sys
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -17,23 +17,20 @@ import numpy as np
 
 from areal_x.algorithms import losses
 from areal_x.batching.batch import Models
-from areal_x.cluster import ranks
-from areal_x.cluster.links import Follower
 from areal_x.protocols.trainer_config import MeshConfig, ModelConfig, OptimizerConfig, TrainerConfig
 from areal_x.types import Batch, Policy
+from areal_x_jax import join
 from areal_x_jax.parameters import Params
 from areal_x_jax.trainer import Trainer
 
-from .meshes import batch_of
+from .meshes import batch_of, leave_together
 
 UPDATES, VOCABULARY = 4, 64
+IS_FIRST = os.environ.get("RANK", "0") == "0"
 
 
 def value_loss(policy: Policy, batch: Batch) -> losses.LossTerms:
     return (policy.values - batch.advantages) ** 2 * batch.mask, {}
-
-
-LOSSES = {"policy": losses.ppo_clip, "critic": value_loss}
 
 
 def make_models(directory: Path, optimizer: str, mesh: dict[str, int]) -> Models:
@@ -53,13 +50,11 @@ def ask(models: Models, folder: Path, name: str) -> dict[str, Any]:
     """Everything that a run asks its trainers; arrays as lists."""
     batches = [batch_of(VOCABULARY, step) for step in range(UPDATES)]
     learned = [models.policy.update(batch, losses.ppo_clip) for batch in batches]
-    models.policy.save(folder / name)
-    two = [tensor for _, (tensor, _) in zip(range(2), models.policy.weights(), strict=False)]  # the other processes gather all
+    save(models.policy, folder / name)
     found = {
         "loss": [row["loss"] for row in learned],
         "grad_norm": [row["grad_norm"] for row in learned],
         "logp": models.policy.logprobs(batches[0]).tolist(),
-        "two": two,
         "weights": {tensor: float(np.abs(x).sum()) for tensor, x in models.policy.weights()},
         "snapshot": float(np.abs(np.asarray(sampled_from(models.policy)["embed"])).sum()),
     }
@@ -70,32 +65,35 @@ def ask(models: Models, folder: Path, name: str) -> dict[str, Any]:
         found["values"] = models.critic.values(batches[0]).tolist()
     if (one := folder / f"one-{name}").is_dir():
         models.policy.restore(one)
-        models.policy.save(folder / f"back-{name}")
+        save(models.policy, folder / f"back-{name}")
     return found | {"version": models.policy.version}
 
 
+def save(trainer: Any, directory: Path) -> None:
+    trainer.save(directory if IS_FIRST else None)
+
+
 def sampled_from(trainer: Any) -> Params:
-    """Returns the parameters in the first lane of the trainer's sampler."""
+    """Returns the parameters in the first lane of the trainer's sampler, which is in the first process."""
+    snapshot = trainer.snapshot()
+    if not IS_FIRST:
+        return {"embed": np.zeros(())}
     sampler = trainer.sampler(8, 32)
-    sampler.load(trainer.snapshot())
+    sampler.load(snapshot)
     params: Params = sampler.lanes[0]._params
     return params
 
 
 def main(directory: str, folder: str, *asked: str) -> None:
     meshes = [json.loads(mesh) for mesh in asked]
-    joined = ranks.join("jax", meshes[0].get("processes", 1))
-    with joined or nullcontext():
-        for mesh in meshes:
-            name, optimizer = mesh.pop("name"), mesh.pop("optimizer")
-            models = make_models(Path(directory), optimizer, mesh)
-            if isinstance(joined, Follower):
-                ranks.serve(joined, models, LOSSES)
-                continue
-            found = ask(models if joined is None else ranks.distribute(joined, models, LOSSES), Path(folder), name)
+    if (processes := meshes[0].get("processes", 1)) > 1:
+        join(processes)
+    for mesh in meshes:
+        name, optimizer = mesh.pop("name"), mesh.pop("optimizer")
+        found = ask(make_models(Path(directory), optimizer, mesh), Path(folder), name)
+        if IS_FIRST:
             (Path(folder) / f"{name}.json").write_text(json.dumps(found))
-            if joined is not None:
-                joined.done()
+    leave_together(processes)
 
 
 if __name__ == "__main__":

@@ -8,20 +8,16 @@ sharded one and writes what it read to FOLDER/0, FOLDER/1, …
 from __future__ import annotations
 
 import json
+import os
 import sys
-from contextlib import nullcontext
 from pathlib import Path
 
 from areal_x.algorithms import losses
-from areal_x.batching.batch import Models
-from areal_x.cluster import ranks
-from areal_x.cluster.links import Follower
 from areal_x.protocols.trainer_config import MeshConfig, ModelConfig, OptimizerConfig, TrainerConfig
+from areal_x_jax import join
 from areal_x_jax.trainer import Trainer
 
-from .meshes import batch_of
-
-LOSSES = {"policy": losses.ppo_clip}
+from .meshes import batch_of, leave_together
 
 
 def make_trainer(directory: str | Path, optimizer: str, mesh: dict[str, int]) -> Trainer:
@@ -32,27 +28,23 @@ def make_trainer(directory: str | Path, optimizer: str, mesh: dict[str, int]) ->
 
 def main(directory: str, folder: str, optimizer: str, *asked: str) -> None:
     mesh, *others = (json.loads(mesh) for mesh in asked)
-    joined = ranks.join("jax", mesh.get("processes", 1))
-    with joined or nullcontext():
-        models = Models(make_trainer(directory, optimizer, mesh))
-        if isinstance(joined, Follower):
-            return ranks.serve(joined, models, LOSSES)
-        trainer = (models if joined is None else ranks.distribute(joined, models, LOSSES)).policy
-        for step in range(2):
-            trainer.update(batch_of(64, step), losses.ppo_clip)
-        (Path(folder) / "sharded").mkdir()
-        wait = trainer.save_in_background(Path(folder) / "sharded")
-        trainer.save(Path(folder) / "portable")
-        trainer.update(batch_of(64, 2), losses.ppo_clip)
-        assert wait is not None
-        wait()
-        if joined is not None:
-            joined.done()
+    if (processes := mesh.get("processes", 1)) > 1:
+        join(processes)
+    is_first = os.environ.get("RANK", "0") == "0"
+    trainer = make_trainer(directory, optimizer, mesh)
+    for step in range(2):
+        trainer.update(batch_of(64, step), losses.ppo_clip)
+    (Path(folder) / "sharded").mkdir(exist_ok=True)
+    wait = trainer.save_in_background(Path(folder) / "sharded")
+    trainer.save(Path(folder) / "portable" if is_first else None)
+    trainer.update(batch_of(64, 2), losses.ppo_clip)
+    assert wait is not None
+    wait()
+    leave_together(processes)
     for number, other in enumerate(others):
         reader = make_trainer(directory, optimizer, other)
         reader.restore(Path(folder) / "sharded")
         reader.save(Path(folder) / str(number))
-    return None
 
 
 if __name__ == "__main__":

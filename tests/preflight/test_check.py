@@ -419,7 +419,7 @@ def with_trainer(experiment: Experiment, **changes: Any) -> Experiment:
 
 
 def test_memory_is_counted_by_parameter_and_by_token(experiment: Experiment) -> None:
-    experiment = replace(experiment, engine="none", row_length=1024)
+    experiment = replace(experiment, engine="none", row_length=1024, cluster="ray")
     need = memory.estimate(experiment, qwen(10**9), GPU)
     assert need.state == 18e9  # weight, gradient and two moments in fp32, and bf16 to compute with
     per_layer = 3 * 1536 + (12 + 2 * 2) * 128 + 2 * 8960

@@ -49,11 +49,8 @@ ALLOWED: dict[str, Inside | Bounded | str] = {
     "run/checkpoint.py complete: begun.wait()": Inside(CHECKPOINT),
     "batching/batch.py Models.save.wait_for_all: wait()": Inside(CHECKPOINT),
     "testing/conformance/test_files.py test_a_checkpoint_saved_in_the_background_restores_the_state_at_its_time: wait()": TEST,
-    "cluster/links.py Follower._watch: time.sleep()": Bounded("SECONDS_TO_FOLLOW"),
-    "cluster/links.py Leader._insist: self._changed.wait_for()": Bounded("SECONDS_TO_END"),
-    "cluster/links.py Leader.together: self._changed.wait_for()": Bounded("SECONDS_TO_NOTICE"),  # one second
-    "cluster/links.py accept.wait: listener.accept()": Inside("the other processes to come"),
-    "cluster/links.py receive: link.recv_bytes()": OURS_TO_END,  # on the threads that watch, else inside the two meetings
+    "cluster/on_ray.py check_closed: stranger.wait()": Bounded("SECONDS_TO_PROBE"),
+    "cluster/on_ray.py gone_soon: ray.wait()": Bounded("SECONDS_TO_BLAME"),
     "runtime/memory_group.py _remove: time.sleep()": Bounded("REMOVAL_SECONDS"),
     "rewards/pool.py RewardPool._start: await asyncio.open_connection": AT_ONCE,  # over a socket that is connected
     "rewards/pool.py _ask: await worker.reader.readline": Inside(REWARD),

@@ -2,15 +2,15 @@
 directories of a model and perhaps of its teacher, MeshConfig's fields, and perhaps a lora.rank and changes of TrainerConfig's.
 
 For each: updates, everything else a trainer is asked, a save in both forms, and a save of what a restore of "one-NAME" gives,
-in both forms, where that is there. The first process writes what it found to FOLDER.
+in both forms, where that is there. All processes do the same; the first one writes what it found to FOLDER.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import sys
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,16 +23,16 @@ from areal_x.algorithms.mismatch import LagMetrics
 from areal_x.algorithms.weighting import token_mean
 from areal_x.batching.batch import Models
 from areal_x.batching.packing import pack
-from areal_x.cluster import ranks
-from areal_x.cluster.links import Follower
 from areal_x.hf.model_dir import read_config
 from areal_x.protocols.trainer_config import LoRAConfig, MeshConfig, ModelConfig, OptimizerConfig, TrainerConfig
 from areal_x.types import Batch, Policy, Trajectory
+from areal_x_torch import join
 from areal_x_torch.trainer import Trainer
 from tests.experts import recorded
 from tests.models import PROMPTS, with_images
 
 UPDATES, VOCABULARY = 2, 40
+IS_FIRST = os.environ.get("RANK", "0") == "0"
 # Rows with several images and rows without any, in two batches of three.
 SEEN, WITH_IMAGES = [*PROMPTS, (45,), (1, (1, 4, 6)), (44,)], (0, 1)
 LENGTHS = (9, 5, 12, 3, 7, 2, 15, 4, 6)  # rows of unequal numbers of sequences: more passes on one process than on another
@@ -98,15 +98,14 @@ def ask(models: Models, loss: losses.Loss, folder: Path, name: str, form: str, s
     found["critic"] = [critic.update(batch, value_loss)["grad_norm"] for batch in batches[:2]]
     found["values"] = critic.values(batches[0]).tolist()
     found["critic weights"] = {tensor: x.tolist() for tensor, x in critic.weights()}
-    policy.save(folder / name)
-    found["two"] = [tensor for _, (tensor, _) in zip(range(2), policy.weights(), strict=False)]  # the others gather all
+    save(policy, folder / name)
     found["weights"] = {tensor: x.tolist() for tensor, x in policy.weights()}
     # As the servers' transports take them: in a thread of its own.
     with ThreadPoolExecutor(1) as thread:
         on_device = thread.submit(lambda: list(policy.device_weights())).result()
     found["on the device"] = {tensor: x.tolist() for tensor, x in on_device}
     snapshot = policy.snapshot()
-    if not sees:
+    if not sees and IS_FIRST:  # the sampler is in the first process
         sampler = policy.sampler(2, 32)
         sampler.load(snapshot)
         snapshot = sampler.lanes[0].model.state_dict()
@@ -114,12 +113,12 @@ def ask(models: Models, loss: losses.Loss, folder: Path, name: str, form: str, s
     found["version"] = policy.version
     if (one := folder / f"one-{name}").is_dir():
         policy.restore(one)
-        policy.save(folder / f"back-{name}")
+        save(policy, folder / f"back-{name}")
         found["logp of one"] = policy.logprobs(batches[0]).tolist()
         policy.update(batches[0], loss)
         if (parts := folder / f"sharded-one-{name}").is_dir():
             policy.restore(parts)
-            policy.save(folder / f"resharded-{name}")
+            save(policy, folder / f"resharded-{name}")
     saving = policy.save_in_background(folder / f"{form}-{name}")
     policy.update(batches[0], loss)  # while that writes
     if saving is not None:
@@ -127,25 +126,23 @@ def ask(models: Models, loss: losses.Loss, folder: Path, name: str, form: str, s
     return found
 
 
+def save(trainer: Any, directory: Path) -> None:
+    trainer.save(directory if IS_FIRST else None)
+
+
 def main(to: str, *asked: str) -> None:
     folder, meshes = Path(to), [json.loads(mesh) for mesh in asked]
-    joined = ranks.join("torch", meshes[0].get("processes", 1))
-    with joined or nullcontext():
-        for mesh in meshes:
-            name, directory, teacher = mesh.pop("name"), mesh.pop("directory"), mesh.pop("teacher", None)
-            rank, changes = mesh.pop("rank", 0), mesh.pop("changes", {})
-            form = "portable" if rank else "sharded"
-            models = models_of(directory, mesh, teacher, rank, form, changes)
-            loss = ONE if teacher is None else TAUGHT
-            known = {"policy": loss, "critic": value_loss}
-            if isinstance(joined, Follower):
-                ranks.serve(joined, models, known)
-                continue
-            led = models if joined is None else ranks.distribute(joined, models, known)
-            found = ask(led, loss, folder, name, form, sees="vision_config" in read_config(Path(directory)))
+    if (processes := meshes[0].get("processes", 1)) > 1:
+        join(processes)
+    for mesh in meshes:
+        name, directory, teacher = mesh.pop("name"), mesh.pop("directory"), mesh.pop("teacher", None)
+        rank, changes = mesh.pop("rank", 0), mesh.pop("changes", {})
+        form = "portable" if rank else "sharded"
+        models = models_of(directory, mesh, teacher, rank, form, changes)
+        loss = ONE if teacher is None else TAUGHT
+        found = ask(models, loss, folder, name, form, sees="vision_config" in read_config(Path(directory)))
+        if IS_FIRST:
             (folder / f"{name}.json").write_text(json.dumps(found))
-            if joined is not None:
-                joined.done()
 
 
 if __name__ == "__main__":

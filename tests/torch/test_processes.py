@@ -3,30 +3,21 @@
 from __future__ import annotations
 
 import json
-import re
 import shutil
-import signal
-import subprocess
 import sys
-import time
 from collections.abc import Callable, Mapping
 from math import prod
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import numpy as np
-import psutil
 import pytest
 
 pytest.importorskip("torch")
 
 from areal_x.errors import UserError
 from areal_x.hf import adapters, model_dir
-from areal_x.monitor.metrics import read
-from areal_x.run import checkpoint
-from areal_x_torch import processes
-from tests.launching import ONLINE, WRITTEN, assert_measured_alike, command_of, finished, started
+from tests.launching import finished
 from tests.models import DIVISIBLE, write_config, write_random
 
 from .processes import trainer_of
@@ -137,7 +128,6 @@ def test_several_processes_learn_what_one_does(asked: Path, mesh: str) -> None:
         for name, x in one[tensors].items():
             np.testing.assert_allclose(two[tensors][name], x, atol=1e-6, err_msg=name)
     assert two["on the device"] == two["weights"]
-    assert two["two"] == list(one["weights"])[:2]
     assert two["version"] == 3
 
 
@@ -190,140 +180,3 @@ def test_parts_of_another_model_or_none_are_refused(of_two: Path, tmp_path: Path
         (copied / "shards" / name).unlink()
         with pytest.raises(UserError, match=r"is not whole.*: copy the checkpoint again"):
             trainer_of(str(of_two / "qwen3"), {}).restore(copied)
-
-
-def test_a_process_that_is_told_half_of_who_it_is_says_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in processes.VARIABLES:
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("RANK", "1")
-    with pytest.raises(UserError, match="WORLD_SIZE, MASTER_ADDR, MASTER_PORT is not set: start every one of the 2 processes"):
-        processes.join(2)
-
-
-def test_a_notebook_is_told_to_use_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in processes.VARIABLES:
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setitem(sys.modules, "__main__", ModuleType("__main__"))
-    with pytest.raises(UserError, match=r"cannot be started from a notebook: .* python -m areal_x\.train"):
-        processes.join(2)
-
-
-TORCH = "train.backend = 'torch'"
-TWO = TORCH, "mesh.processes = 2", "mesh.fsdp = 2", "trainer.checkpoint = 'sharded'"
-
-
-def test_one_command_starts_both_processes_and_measures_what_one_does(tiny_model_dir: Path, tmp_path: Path) -> None:
-    one, two = tmp_path / "one", tmp_path / "two"
-    finished(command_of(tiny_model_dir, one, ONLINE, TORCH, "mesh.fsdp = 1"), 1, 1, one)
-    finished(command_of(tiny_model_dir, two, ONLINE, *TWO), 1, 1, two)
-    assert_measured_alike(one, two)
-
-
-def wait_for(condition: Callable[[], object], process: subprocess.Popen[bytes], folder: Path) -> None:
-    until = time.monotonic() + 150
-    while not condition():
-        assert process.poll() is None, (folder / "err-0").read_text()
-        assert time.monotonic() < until
-        time.sleep(0.05)
-
-
-def is_there(process: psutil.Process) -> bool:
-    try:
-        return bool(process.status() != psutil.STATUS_ZOMBIE)
-    except psutil.NoSuchProcess:
-        return False
-
-
-@pytest.mark.parametrize("gone", [0, 1])
-def test_who_is_killed_takes_the_others_along_and_the_run_goes_on_exactly(
-    gone: int, tiny_model_dir: Path, tmp_path: Path
-) -> None:
-    folder, whole = tmp_path / "run", tmp_path / "whole"
-    command = command_of(tiny_model_dir, folder, WRITTEN, *TWO)
-    run = folder / "runs" / "run"
-    with started(command, 1, 1, folder) as (process,):
-        wait_for(lambda: checkpoint.steps(run), process, folder)
-        (other,) = psutil.Process(process.pid).children()
-        killed = time.monotonic()
-        if gone:
-            other.kill()
-            assert process.wait(timeout=60) == 1
-            assert "error: process 1 ended without an error message" in (folder / "err-0").read_text()
-        else:
-            process.kill()
-            process.wait()
-            while is_there(other):
-                assert time.monotonic() - killed < 60
-                time.sleep(0.05)
-        assert time.monotonic() - killed < 30
-        assert not is_there(other)
-    if gone:
-        until = f"train.steps = {checkpoint.steps(run)[-1] + 2}"
-        finished([*command, "-b", until, "--resume"], 1, 1, folder)
-        finished(command_of(tiny_model_dir, whole, WRITTEN, *TWO, until), 1, 1, whole)
-        of_both = (read(x / "runs" / "run")[-2:] for x in (folder, whole))
-        for row, expected in zip(*of_both, strict=True):
-            for name in ("step", "loss", "grad_norm"):
-                assert row[name] == expected[name]
-
-
-# A loss that ends one process in the middle of a step, while the other waits for what they compute together.
-FAILING = """
-@gin.configurable(module="processes_test")
-def failing(policy, batch):
-    import os
-    from areal_x.algorithms import losses
-    if os.environ["RANK"] == "1" and os.path.exists("fail"):
-        raise ArithmeticError("too many numbers")
-    return losses.sft(policy, batch)
-"""
-
-
-def test_who_raises_says_where_and_ends_the_others_and_the_run_goes_on(tiny_model_dir: Path, tmp_path: Path) -> None:
-    folder = tmp_path / "run"
-    command = command_of(tiny_model_dir, folder, WRITTEN, *TWO, "sft.loss = @processes_test.failing")
-    with (folder / "processes_tasks.py").open("a") as tasks:
-        tasks.write(FAILING)
-    run = folder / "runs" / "run"
-    with started(command, 1, 1, folder) as (process,):
-        wait_for(lambda: checkpoint.steps(run), process, folder)
-        (folder / "fail").touch()
-        assert process.wait(timeout=30) == 1
-    said = (folder / "err-0").read_text()
-    assert "error: process 1 ended: ArithmeticError: too many numbers\n" in said
-    # The traceback of the process that raised, to the line.
-    assert re.search(r'processes_tasks\.py", line \d+, in failing\n.*raise ArithmeticError\("too many numbers"\)', said)
-    (folder / "fail").unlink()
-    last = checkpoint.steps(run)[-1]
-    finished([*command, "-b", f"train.steps = {last + 1}", "--resume"], 1, 1, folder)
-    assert read(run)[-1]["step"] == last + 1
-
-
-@pytest.mark.parametrize("told", ["the first", "the other", "both"])
-def test_a_signal_ends_both_processes_and_says_how_to_go_on(told: str, tiny_model_dir: Path, tmp_path: Path) -> None:
-    """As Ctrl-C at a terminal tells both, a scheduler one of them."""
-    folder = tmp_path / "run"
-    command = command_of(tiny_model_dir, folder, WRITTEN, *TWO)
-    run = folder / "runs" / "run"
-    with started(command, 1, 1, folder) as (process,):
-        wait_for(lambda: checkpoint.steps(run), process, folder)
-        (other,) = psutil.Process(process.pid).children()
-        if told != "the other":
-            process.send_signal(signal.SIGINT)
-        if told != "the first":
-            other.send_signal(signal.SIGTERM)
-        code = process.wait(timeout=100)
-        assert not is_there(other)
-    said = (folder / "err-0").read_text()
-    assert "Traceback" not in said
-    if told == "the other":
-        assert code == 1
-        assert re.search(r"^error: process 1 ended: it was stopped$", said, flags=re.MULTILINE), said
-    else:
-        assert code == 130
-        goes_on = r"^stopped: the run is in .*; continue from step \d+ with: python -m areal_x\.train .* --resume$"
-        assert re.search(goes_on, said, flags=re.MULTILINE)
-    if told == "both":
-        last = checkpoint.steps(run)[-1]
-        finished([*command, "-b", f"train.steps = {last + 1}", "--resume"], 1, 1, folder)
-        assert [row["step"] for row in read(run)] == list(range(last + 2))

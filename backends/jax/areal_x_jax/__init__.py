@@ -11,10 +11,10 @@ from areal_x_jax.preflight import check, differentiate
 from areal_x_jax.processes import join
 from areal_x_jax.trainer import Trainer
 
-__all__ = ["JOINS_BY_SLURM", "TRANSPORTS", "check", "create_trainer", "differentiate", "join"]
+__all__ = ["DEVICES_EACH", "TRANSPORTS", "check", "create_trainer", "differentiate", "join"]
 
 TRANSPORTS: tuple[str, ...] = ("files",)
-JOINS_BY_SLURM = True
+DEVICES_EACH: int | None = None  # all devices of its host
 
 
 if TYPE_CHECKING:  # mypy checks that the contract is fulfilled

@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from areal_x.protocols.backends import Devices
     from areal_x.protocols.trainer_config import TrainerConfig
     from areal_x.types import Batch, Loss, Policy
-    from areal_x_torch.processes import Processes
     from areal_x_torch.sampler import Sampler
     from areal_x_torch.trainer import Trainer
 
@@ -32,7 +31,7 @@ if TYPE_CHECKING:
 
 # Values of vllm.transport; the latter two need `Trainer.device_weights` and are experimental.
 TRANSPORTS: tuple[str, ...] = ("files", "nccl", "handles")
-JOINS_BY_SLURM = False
+DEVICES_EACH: int | None = 1
 
 
 def create_trainer(config: TrainerConfig) -> Trainer:
@@ -53,7 +52,7 @@ def differentiate(loss: Loss, policy: Policy, batch: Batch) -> tuple[np.ndarray,
     return of_torch.differentiate(loss, policy, batch)
 
 
-def join(processes: int) -> Processes:
+def join(processes: int) -> None:
     from areal_x_torch import processes as of_torch
 
     return of_torch.join(processes)

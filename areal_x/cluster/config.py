@@ -1,0 +1,41 @@
+"""Settings of the cluster."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import gin
+
+from areal_x.errors import at_least, positive
+
+ROLE = "role"
+"""The label of nodes that `cluster.ranks_on` compares."""
+
+
+@gin.configurable("cluster")
+@dataclass(frozen=True)
+class ClusterConfig:
+    """Nodes of the processes that train, with train.cluster = 'ray'."""
+
+    accelerators: int | None = None
+    """Accelerators of each process. None is as many as the backend uses in one process (one with
+    torch, all of a node with JAX), or none in a cluster without accelerators."""
+
+    resource: str = "GPU"
+    """Kind of accelerator, as Ray names it: "GPU", "TPU", "NPU"."""
+
+    cpus: float = 1.0
+    """CPUs that are reserved for each process."""
+
+    ranks_on: str = ""
+    """Value of the label "role" of the nodes that train, as in `ray start --labels role=train`;
+    "" allows any node."""
+
+    attempts: int = 3
+    """How often the processes that train may be lost within ten steps before the run ends."""
+
+    def __post_init__(self) -> None:
+        if self.accelerators is not None:
+            at_least("cluster.accelerators", self.accelerators, 0)
+        at_least("cluster.cpus", self.cpus, 0)
+        positive("cluster.attempts", self.attempts)

@@ -1,0 +1,91 @@
+"""A gang: processes that exist together or not at all. Each holds one object, and all make the same
+calls on their objects.
+
+    driver ── call(method, …) ──▶ process 0, 1, …: object.method(…)        the first's result returns
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from areal_x.errors import UserError
+
+Make = Callable[[int], Any]
+"""Makes the object of the process with this rank."""
+
+
+@dataclass(frozen=True)
+class Room:
+    """What one process needs of its node."""
+
+    cpus: float = 1.0
+
+    accelerators: int = 0
+
+    resource: str = "GPU"
+    """The kind of accelerator, as Ray names it."""
+
+    labels: dict[str, str] = field(default_factory=dict)
+    """Labels that the node must have."""
+
+    def bundle(self) -> dict[str, float]:
+        """Returns the room as Ray's resources."""
+        accelerators = {self.resource: float(self.accelerators)} if self.accelerators else {}
+        return {"CPU": self.cpus, **accelerators}
+
+
+class Lost(UserError):
+    """A process of a gang has ended or failed; the gang has been ended."""
+
+    died: bool
+    """True if the process or its node is gone, False if its call raised."""
+
+    def __init__(self, text: str, died: bool) -> None:
+        super().__init__(text)
+        self.died = died
+
+
+def loss_behind(error: BaseException | None) -> Lost | None:
+    """Returns the loss of a gang that led to an error: what other threads raise after it are
+    consequences."""
+    while error is not None:
+        if isinstance(error, Lost):
+            return error
+        error = error.__cause__
+    return None
+
+
+class Gang(Protocol):
+    """The processes, seen from the driver. Its methods may be called from any thread."""
+
+    def call(self, method: str, *arguments: Any) -> Any:
+        """Makes all objects run the call, and returns the first's result.
+
+        Raises: a UserError of the call; Lost for any other error, and as soon as a process is gone.
+        After either the gang has ended.
+        """
+        ...
+
+    def each(self, method: str, arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
+        """Makes each object run the call with arguments of its own, and returns all results.
+        Raises: as `call`."""
+        ...
+
+    def one(self, rank: int, method: str, *arguments: Any) -> Any:
+        """Makes one object run the call, beside calls of all. Raises: as `call`."""
+        ...
+
+    def beside(self, method: str, *arguments: Any) -> Any:
+        """As `call`, but the next call of all need not wait for it."""
+        ...
+
+    def stream(self, method: str, *arguments: Any) -> Iterator[Any]:
+        """Yields what the first object's generator yields, as soon as it does. The generators of
+        all objects run to their end, also if this one is closed early. Raises: as `call`."""
+        ...
+
+    def end(self) -> None:
+        """Ends all processes. Safe to call twice."""
+        ...

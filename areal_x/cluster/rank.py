@@ -1,0 +1,149 @@
+"""One process of the gang that trains: it holds its part of every trainer, and makes the calls that
+the driver asks all processes to make.
+
+Every call of a trainer that spans processes is collective: all make it, in one order, and compute
+and gather together. The first process returns the result.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import gin
+import numpy as np
+
+from areal_x.hf.model_dir import exhaust
+from areal_x.protocols.backends import create_trainer, load_backend
+from areal_x.protocols.sampler import Decoded, Sampler, SlotRequest
+from areal_x.protocols.trainer import Trainer, Wait
+from areal_x.protocols.trainer_config import TrainerConfig
+from areal_x.types import Batch, Loss
+
+
+@dataclass(frozen=True)
+class RankSpec:
+    """What every process of a gang is told: the trainers to build, and how."""
+
+    backend: str
+
+    size: int
+    """Number of processes."""
+
+    configs: Mapping[str, TrainerConfig]
+    """The trainers, by name."""
+
+    losses: Mapping[str, Loss]
+    """The loss of each trainer that is updated."""
+
+    bindings: str
+    """gin's, which a loss that is a configurable reads when it is called."""
+
+
+class Rank:
+    """A process of the gang. rank: its number, from 0."""
+
+    def __init__(self, spec: RankSpec, rank: int) -> None:
+        self.rank = rank
+        self._spec = spec
+        self._trainers: dict[str, Trainer] = {}
+        self._waits: list[Wait] = []
+        self._sampler: Sampler | None = None
+        self._snapshot: Any = None
+
+    def meeting_place(self, address: str) -> tuple[str, int]:
+        """Returns this node's address with a port that is free there."""
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        with socket.socket(family) as probe:
+            probe.bind((address, 0))
+            return address, probe.getsockname()[1]
+
+    def join(self, address: str, port: int, local_rank: int, beside: int) -> None:
+        """Joins the others at the first one's address. local_rank: its number among those on its
+        node. beside: how many they are."""
+        os.environ |= {
+            "RANK": str(self.rank),
+            "WORLD_SIZE": str(self._spec.size),
+            "LOCAL_RANK": str(local_rank),
+            "LOCAL_WORLD_SIZE": str(beside),
+            "MASTER_ADDR": address,
+            "MASTER_PORT": str(port),
+        }
+        gin.parse_config(self._spec.bindings, skip_unknown=True)
+        if self._spec.size > 1:
+            load_backend(self._spec.backend).join(self._spec.size)
+
+    def build(self) -> dict[str, int]:
+        """Builds the trainers and returns their versions."""
+        for name, config in self._spec.configs.items():
+            self._trainers[name] = create_trainer(self._spec.backend, config)
+        return {name: trainer.version for name, trainer in self._trainers.items()}
+
+    # ---- calls that all make
+
+    def update(self, name: str, batch: Batch) -> dict[str, float]:
+        return self._trainers[name].update(batch, self._spec.losses[name])
+
+    def outputs(self, name: str, method: str, batch: Batch) -> np.ndarray | None:
+        """Returns logprobs or values in the first process, None in the others, which have the
+        same."""
+        found: np.ndarray = getattr(self._trainers[name], method)(batch)
+        return found if self.rank == 0 else None
+
+    def tensors(self, name: str, method: str) -> Iterator[tuple[str, np.ndarray]]:
+        """Yields weights or adapter in the first process; the others help to gather them."""
+        tensors = getattr(self._trainers[name], method)()
+        if self.rank == 0:
+            yield from tensors
+        else:
+            exhaust(tensors)
+
+    def save(self, name: str, directory: Path | None) -> None:
+        self._trainers[name].save(directory if self.rank == 0 else None)
+
+    def begin_save(self, name: str, directory: Path) -> bool:
+        """Returns True if `end_save` has something to wait for."""
+        wait = self._trainers[name].save_in_background(directory)
+        if wait is not None:
+            self._waits.append(wait)
+        return wait is not None
+
+    def end_save(self) -> None:
+        while self._waits:
+            self._waits.pop()()
+
+    def restore(self, name: str, directory: Path) -> int:
+        self._trainers[name].restore(directory)
+        return self._trainers[name].version
+
+    def take_snapshot(self, name: str) -> None:
+        """Takes a snapshot together; the first process keeps it for its sampler."""
+        found = self._trainers[name].snapshot()
+        self._snapshot = found if self.rank == 0 else None
+
+    # ---- the sampler, in the first process
+
+    def make_sampler(self, name: str, slots: int, context: int) -> tuple[int, int, bool]:
+        self._sampler = self._trainers[name].sampler(slots, context)
+        return self._sampler.slots, self._sampler.context, self._sampler.supports_images
+
+    def load(self) -> None:
+        assert self._sampler is not None
+        snapshot, self._snapshot = self._snapshot, None
+        self._sampler.load(snapshot)
+
+    def fill(self, requests: list[SlotRequest]) -> None:
+        assert self._sampler is not None
+        self._sampler.fill(requests)
+
+    def decode(self, steps: int, until_free: int) -> Decoded:
+        assert self._sampler is not None
+        return self._sampler.decode(steps, until_free)
+
+    def free(self, slots: list[int]) -> None:
+        assert self._sampler is not None
+        self._sampler.free(slots)

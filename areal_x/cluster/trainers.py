@@ -1,0 +1,97 @@
+"""The trainers of a run: in this process, or in a gang of processes on Ray."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+
+import gin
+
+from areal_x.cluster.config import ROLE, ClusterConfig
+from areal_x.cluster.gang import Gang, Room
+from areal_x.cluster.ganged import GangTrainer
+from areal_x.cluster.rank import Rank, RankSpec
+from areal_x.cluster.surroundings import surroundings
+from areal_x.errors import ConfigError, one_of
+from areal_x.protocols.backends import create_trainer, load_backend
+from areal_x.protocols.trainer import Trainer
+from areal_x.protocols.trainer_config import TrainerConfig
+from areal_x.types import Loss
+
+HERE, RAY = CLUSTERS = ("here", "ray")
+
+
+def trainers_here(backend: str, configs: Mapping[str, TrainerConfig]) -> dict[str, Trainer]:
+    """Builds the trainers in this process. configs: by name."""
+    return {name: create_trainer(backend, config) for name, config in configs.items()}
+
+
+@contextmanager
+def trainers_on_ray(
+    backend: str,
+    configs: Mapping[str, TrainerConfig],
+    losses: Mapping[str, Loss],
+    cluster: ClusterConfig,
+    logs: Path | None = None,
+) -> Iterator[dict[str, Trainer]]:
+    """Builds the trainers in processes of their own, as many as mesh.processes, which end with the
+    body. losses: of each trainer that is updated. logs: folder for what the processes print.
+
+    Raises: UserError, ConfigError for a cluster that cannot be used or has no room, and whatever
+    the construction raises.
+    """
+    from areal_x.cluster import on_ray
+
+    size = next(iter(configs.values())).mesh.processes
+    spec = RankSpec(
+        backend=backend,
+        size=size,
+        configs=configs,
+        losses=losses,
+        bindings=gin.config_str(),
+    )
+    with on_ray.connected(cpus=size * cluster.cpus):
+        room = Room(
+            cpus=cluster.cpus,
+            accelerators=accelerators(backend, cluster, on_ray.nodes()),
+            resource=cluster.resource,
+            labels={ROLE: cluster.ranks_on} if cluster.ranks_on else {},
+        )
+        gang = on_ray.RayGang("rank", size, room, partial(Rank, spec), surroundings(logs))
+        try:
+            join(gang, gang.nodes, gang.addresses[0])
+            versions = gang.call("build")
+            yield {
+                name: GangTrainer(gang, name, versions[name], losses.get(name)) for name in configs
+            }
+        finally:
+            gang.end()
+
+
+def accelerators(backend: str, cluster: ClusterConfig, nodes: Sequence[Mapping[str, float]]) -> int:
+    """Returns the accelerators of each process. nodes: the resources of each."""
+    if cluster.accelerators is not None:
+        return cluster.accelerators
+    most = int(max((node.get(cluster.resource, 0) for node in nodes), default=0))
+    each = load_backend(backend).DEVICES_EACH
+    return most if each is None else min(each, most)
+
+
+def join(gang: Gang, nodes: Sequence[str], address: str) -> None:
+    """Makes the processes one group. nodes: the node of each. address: the first one's."""
+    place = gang.one(0, "meeting_place", address)
+    gang.each(
+        "join",
+        [(*place, nodes[:rank].count(node), nodes.count(node)) for rank, node in enumerate(nodes)],
+    )
+
+
+def check_cluster(cluster: str, processes: int) -> None:
+    """Raises: ConfigError for a cluster that is not one of CLUSTERS, or several processes without
+    one."""
+    one_of("train.cluster", cluster, CLUSTERS)
+    if cluster == HERE and processes > 1:
+        wanted = "'ray' with mesh.processes above 1 (pip install areal-x[ray], docs/cluster.md)"
+        raise ConfigError("train.cluster", cluster, wanted)

@@ -1,0 +1,236 @@
+"""Runs whose trainer is in the processes of a Ray cluster, on CPUs, over gloo."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from areal_x.monitor.metrics import read
+from areal_x.run import checkpoint
+from tests.cluster.cluster import Cluster, cluster
+from tests.launching import ONLINE, WRITTEN, Process, assert_measured_alike, command_of, finished, started
+
+pytest.importorskip("ray")
+pytestmark = [pytest.mark.xdist_group("ray"), pytest.mark.timeout(600)]
+
+RAY = "train.cluster = 'ray'"
+JAX = "train.backend = 'jax'"
+TORCH = "train.backend = 'torch'"
+TWO = RAY, "mesh.processes = 2", "mesh.fsdp = 2"
+BACKENDS = pytest.mark.parametrize("backend", [JAX, TORCH], ids=["jax", "torch"])
+
+
+@pytest.fixture(scope="module")
+def ray() -> Iterator[Cluster]:
+    with cluster(3) as made:
+        yield made
+
+
+def wait_for(condition: Callable[[], object], process: Process, folder: Path) -> None:
+    until = time.monotonic() + 300
+    while not condition():
+        assert process.poll() is None, (folder / "err-0").read_text()
+        assert time.monotonic() < until
+        time.sleep(0.05)
+
+
+def rank(number: int, run: Path) -> psutil.Process:
+    """The process of a rank, which is the one that writes its log."""
+    log = str((run / "logs" / f"rank-{number}.log").resolve())
+    for process in psutil.process_iter():
+        try:
+            if str(Path(f"/proc/{process.pid}/fd/1").readlink()) == log and process.status() != psutil.STATUS_ZOMBIE:
+                return process
+        except OSError:
+            continue
+    raise AssertionError(f"no process writes {log}")
+
+
+def digest(run: Path) -> str:
+    last = checkpoint.steps(run)[-1]
+    return hashlib.sha256((run / "checkpoints" / str(last) / "trainer" / "model.safetensors").read_bytes()).hexdigest()
+
+
+@BACKENDS
+def test_two_processes_measure_what_one_does_alone(backend: str, ray: Cluster, tiny_model_dir: Path, tmp_path: Path) -> None:
+    one, two = tmp_path / "one", tmp_path / "two"
+    finished(command_of(tiny_model_dir, one, ONLINE, backend, "mesh.fsdp = 1"), 1, 1, one)
+    finished(command_of(tiny_model_dir, two, ONLINE, backend, *TWO), 1, 1, two, **ray.environment)
+    assert_measured_alike(one, two)
+
+
+@pytest.mark.parametrize(
+    "backend, gone",
+    [
+        pytest.param(JAX, 0, marks=pytest.mark.cluster, id="jax-0"),
+        pytest.param(JAX, 1, id="jax-1"),
+        pytest.param(TORCH, 0, id="torch-0"),
+        pytest.param(TORCH, 1, marks=pytest.mark.cluster, id="torch-1"),
+    ],
+)
+def test_a_run_goes_on_without_a_rank_that_was_killed_to_the_same_weights(
+    backend: str, gone: int, ray: Cluster, tiny_model_dir: Path, tmp_path: Path
+) -> None:
+    folder, whole = tmp_path / "run", tmp_path / "whole"
+    until = "train.steps = 9"
+    run = folder / "runs" / "run"
+    with started(command_of(tiny_model_dir, folder, WRITTEN, backend, *TWO, until), 1, 1, folder, **ray.environment) as (
+        process,
+    ):
+        wait_for(lambda: checkpoint.steps(run), process, folder)
+        rank(gone, run).kill()
+        assert process.wait(timeout=300) == 0, (folder / "err-0").read_text()
+    assert re.search(r"rank [01] is gone: .*; the run continues", (folder / "out-0").read_text())
+    finished(command_of(tiny_model_dir, whole, WRITTEN, backend, *TWO, until), 1, 1, whole, **ray.environment)
+    assert digest(run) == digest(whole / "runs" / "run")
+    assert [row["step"] for row in read(run)] == list(range(10))
+    assert [row.get("loss") for row in read(run)] == [row.get("loss") for row in read(whole / "runs" / "run")]
+
+
+# A loss that raises in one process in the middle of a step, while the other waits for what they compute together.
+FAILING = """
+@gin.configurable(module="processes_test")
+def failing(policy, batch):
+        from areal_x.algorithms import losses
+    if os.environ["RANK"] == "1" and os.path.exists("fail"):
+        if os.path.exists("once"):
+            os.remove("fail")
+        raise ArithmeticError("too many numbers")
+    return losses.sft(policy, batch)
+"""
+
+
+@pytest.mark.cluster
+@pytest.mark.parametrize("once", [True, False])
+def test_a_rank_that_raises_is_tried_again_but_not_at_the_same_step(
+    once: bool, ray: Cluster, tiny_model_dir: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / "run"
+    command = command_of(tiny_model_dir, folder, WRITTEN, TORCH, *TWO, "sft.loss = @processes_test.failing", "train.steps = 12")
+    with (folder / "processes_tasks.py").open("a") as tasks:
+        tasks.write(FAILING)
+    run = folder / "runs" / "run"
+    with started(command, 1, 1, folder, **ray.environment) as (process,):
+        wait_for(lambda: checkpoint.steps(run), process, folder)
+        if once:
+            (folder / "once").touch()
+        (folder / "fail").touch()
+        assert process.wait(timeout=300) == (0 if once else 1)
+    said = (folder / "err-0").read_text()
+    # The traceback of the process that raised, to the line.
+    assert re.search(r'processes_tasks\.py", line \d+, in failing\n.*raise ArithmeticError\("too many numbers"\)', said)
+    if once:
+        assert [row["step"] for row in read(run)] == list(range(13))
+    else:
+        assert "error: rank 1 failed: ArithmeticError: too many numbers\n" in said
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.cluster)])
+def test_a_signal_ends_all_processes_and_says_how_to_go_on(
+    number: signal.Signals, tiny_model_dir: Path, tmp_path: Path
+) -> None:
+    """On a cluster of the run's own."""
+    folder = tmp_path / "run"
+    run = folder / "runs" / "run"
+    with started(command_of(tiny_model_dir, folder, WRITTEN, TORCH, *TWO), 1, 1, folder) as (process,):
+        wait_for(lambda: checkpoint.steps(run), process, folder)
+        family = psutil.Process(process.pid).children(recursive=True)
+        process.send_signal(number)
+        assert process.wait(timeout=100) == 130
+    said = (folder / "err-0").read_text()
+    assert "Traceback" not in said
+    goes_on = r"^stopped: the run is in .*; continue from step \d+ with: python -m areal_x\.train .* --resume$"
+    assert re.search(goes_on, said, flags=re.MULTILINE), said
+    assert len(family) > 3
+    assert psutil.wait_procs(family, timeout=60)[1] == []
+
+
+@pytest.mark.cluster
+def test_a_driver_that_is_killed_leaves_no_process_and_the_run_resumes(
+    ray: Cluster, tiny_model_dir: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / "run"
+    run = folder / "runs" / "run"
+    command = command_of(tiny_model_dir, folder, WRITTEN, TORCH, *TWO)
+    with started(command, 1, 1, folder, **ray.environment) as (process,):
+        wait_for(lambda: checkpoint.steps(run), process, folder)
+        ranks = [rank(number, run) for number in (0, 1)]
+        process.kill()
+        assert psutil.wait_procs(ranks, timeout=60)[1] == []
+    last = checkpoint.steps(run)[-1]
+    finished([*command, "-b", f"train.steps = {last + 1}", "--resume=auto"], 1, 1, folder, **ray.environment)
+    assert read(run)[-1]["step"] == last + 1
+
+
+@pytest.mark.cluster
+def test_a_run_goes_on_without_a_node_that_was_killed(ray: Cluster, tiny_model_dir: Path, tmp_path: Path) -> None:
+    folder, until = tmp_path / "run", "train.steps = 9"
+    run = folder / "runs" / "run"
+    # No node has room for both.
+    command = command_of(tiny_model_dir, folder, WRITTEN, TORCH, *TWO, until, "cluster.cpus = 2")
+    with started(command, 1, 1, folder, **ray.environment) as (process,):
+        wait_for(lambda: checkpoint.steps(run), process, folder)
+        here = [psutil.Process(rank(number, run).pid).ppid() for number in (0, 1)]
+        assert here[0] != here[1]
+        while ray.ask("kill") == "done" and all(map(psutil.pid_exists, here)):
+            ray.ask("add")
+        ray.ask("add")
+        assert process.wait(timeout=300) == 0, (folder / "err-0").read_text()
+    assert "the run continues" in (folder / "out-0").read_text()
+    assert [row["step"] for row in read(run)] == list(range(10))
+
+
+def refused(command: list[str], folder: Path, **environment: str) -> str:
+    with started(command, 1, 1, folder, **environment) as (process,):
+        assert process.wait(timeout=200) == 1, (folder / "out-0").read_text()
+    return (folder / "err-0").read_text().strip().splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    "bindings, sentence",
+    [
+        (["cluster.accelerators = 1"], "cluster.accelerators = 1 cannot work: it must be at most 0, as many as a node"),
+        (["cluster.cpus = 3"], "cluster.cpus = 3 cannot work: it must be at most 2, as many as a node of the cluster has"),
+        (["cluster.ranks_on = 'train'"], "no node of the cluster has the label role = 'train'"),
+    ],
+)
+def test_room_that_no_node_has_is_refused(
+    bindings: list[str], sentence: str, ray: Cluster, tiny_model_dir: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / "run"
+    assert sentence in refused(command_of(tiny_model_dir, folder, WRITTEN, *TWO, *bindings), folder, **ray.environment)
+
+
+def test_an_address_where_nothing_answers_is_refused(tiny_model_dir: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    said = refused(command_of(tiny_model_dir, folder, WRITTEN, *TWO), folder, RAY_ADDRESS="127.0.0.1:9")
+    assert said == "error: no Ray cluster answers at 127.0.0.1:9 (Connection refused): see RAY_ADDRESS"
+
+
+def test_another_token_is_refused(ray: Cluster, tiny_model_dir: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    command = command_of(tiny_model_dir, folder, WRITTEN, *TWO)
+    said = refused(command, folder, **ray.environment | {"RAY_AUTH_TOKEN": "another token, of enough characters"})
+    assert said.startswith(f"error: the Ray cluster at {ray.address} cannot be used: ")
+
+
+def test_a_cluster_that_needs_no_token_is_refused(tiny_model_dir: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    with cluster(1, RAY_AUTH_MODE="disabled") as open_to_all:
+        command = command_of(tiny_model_dir, folder, WRITTEN, *TWO)
+        said = refused(command, folder, **open_to_all.environment)
+    assert said.startswith(
+        f"error: the Ray cluster at {open_to_all.address} needs no token, so anyone who reaches it can run code"
+    )
+
+
+def test_several_processes_without_a_cluster_are_refused(tiny_model_dir: Path, tmp_path: Path) -> None:
+    said = refused(command_of(tiny_model_dir, tmp_path / "run", WRITTEN, "mesh.processes = 2"), tmp_path / "run")
+    assert "train.cluster = 'here' cannot work: it must be 'ray' with mesh.processes above 1" in said

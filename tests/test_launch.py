@@ -1,0 +1,88 @@
+"""The jobs that `areal-x launch` writes."""
+
+from __future__ import annotations
+
+import shlex
+import subprocess
+from pathlib import Path
+
+import pytest
+import yaml
+
+from areal_x import launch
+
+FILE = "examples/arithmetic/grpo.gin"
+WIDE = "-b", "mesh.processes = 16", "-b", "train.backend = 'torch'"
+TRAIN = ["python", "-m", "areal_x.train", FILE, "--resume=auto"]
+
+
+@pytest.fixture
+def written(capsys: pytest.CaptureFixture[str]):
+    def write(*words: str) -> str:
+        assert launch.main(words) == 0, capsys.readouterr().err
+        return capsys.readouterr().out
+
+    return write
+
+
+def bindings_of(command: str) -> list[str]:
+    words = shlex.split(command)
+    assert words[:5] == TRAIN
+    assert words[5::2] == ["-b"] * (len(words) // 2 - 2)
+    return words[6::2]
+
+
+def test_a_batch_script_starts_one_task_a_node(written, tmp_path: Path) -> None:
+    script = written("slurm", FILE, "--nodes", "2", "--gpus", "8", *WIDE)
+    (tmp_path / "job").write_text(script)
+    subprocess.run(["bash", "-n", tmp_path / "job"], check=True)
+    assert {"#SBATCH --nodes=2", "#SBATCH --ntasks-per-node=1", "#SBATCH --gpus-per-node=8"} <= set(script.splitlines())
+    (command,) = (line for line in script.splitlines() if "areal_x.train" in line)
+    assert bindings_of(command.removesuffix(" &")) == [
+        "mesh.processes = 16",
+        "train.backend = 'torch'",
+        "train.cluster = 'ray'",
+    ]
+
+
+def test_a_task_of_skypilot_keeps_the_run_on_the_shared_volume(written) -> None:
+    task = yaml.safe_load(written("sky", FILE, "--nodes", "2", "--gpus", "8", *WIDE))
+    assert (task["num_nodes"], task["resources"]["accelerators"]) == (2, "H100:8")
+    (command,) = (line.strip() for line in task["run"].splitlines() if "areal_x.train" in line)
+    assert bindings_of(command)[-2:] == ["train.cluster = 'ray'", "train.runs = '/shared/runs'"]
+    assert "/shared" in task["file_mounts"]
+
+
+def test_a_rayjob_has_a_head_without_gpus(written) -> None:
+    job = yaml.safe_load(written("kuberay", FILE, "--nodes", "2", "--gpus", "8", "--image", "registry/areal-x", *WIDE))
+    spec = job["spec"]
+    assert "train.cluster = 'ray'" in bindings_of(spec["entrypoint"])
+    cluster = spec["rayClusterSpec"]
+    assert cluster["authOptions"] == {"mode": "token"}
+    (workers,) = cluster["workerGroupSpecs"]
+    gpus = [x["template"]["spec"]["containers"][0]["resources"]["limits"] for x in (cluster["headGroupSpec"], workers)]
+    assert gpus == [{}, {"nvidia.com/gpu": 8}]
+    assert workers["replicas"] == 2
+
+
+@pytest.mark.parametrize(
+    "words, sentence",
+    [
+        (("slurm", FILE, "--nodes", "0"), "--nodes = 0 cannot work: it must be positive"),
+        (
+            ("slurm", FILE, "--nodes", "1", "--gpus", "8", *WIDE),
+            "mesh.processes = 16 cannot work: it must be at most 8",
+        ),
+        (("slurm", FILE, "--nodes", "2", "--gpus", "8", "-b", "mesh.processes = 3"), "it must be at most 2, a node each"),
+        (("kuberay", FILE, "--nodes", "1"), "--image = '' cannot work: it must be a container image"),
+        (("slurm", FILE, "--nodes", "1", "-b", "train.step = 3"), "train.step"),
+    ],
+)
+def test_what_has_no_room_is_refused(words, sentence: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert launch.main(words) == 1
+    assert sentence in capsys.readouterr().err
+
+
+def test_a_name_is_made_a_label(written) -> None:
+    script = written("slurm", FILE, "--nodes", "1", "-b", "train.name = 'My run_2'")
+    assert "#SBATCH --job-name=my-run-2\n" in script
