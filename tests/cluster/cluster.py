@@ -61,7 +61,7 @@ def main(nodes: int) -> None:
         if line.strip() == "add":
             others.append(made.add_node(num_cpus=2, object_store_memory=100 << 20))
         else:
-            made.remove_node(others.pop(), allow_graceful=False)
+            made.remove_node(others.pop(0), allow_graceful=False)
         print("done", flush=True)
     made.shutdown()
 
