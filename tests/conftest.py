@@ -145,6 +145,16 @@ def no_bindings() -> Iterator[None]:
         writer._built.clear()
 
 
+@pytest.fixture(autouse=True)
+def same_folder() -> Iterator[None]:
+    """Fails a test that leaves this process in another working directory, where later tests of the worker would fail."""
+    folder = Path.cwd()
+    yield
+    left_in = Path.cwd()
+    os.chdir(folder)
+    assert left_in == folder
+
+
 @pytest.fixture(scope="session", autouse=True)
 def quick_compilation(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> None:
     """Makes JAX compile with little optimisation, and each program once: compilation takes most of these tests' time. The

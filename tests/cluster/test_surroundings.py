@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 import subprocess
 import sys
 from pathlib import Path
@@ -22,8 +23,6 @@ print(os.getcwd(), "/elsewhere" in sys.path, os.environ.get("NCCL_DEBUG"), os.en
 
 
 def entered(given: Surroundings) -> None:
-    import pickle
-
     variables = {**os.environ, THREADS: "1"} | {"NCCL_DEBUG": "the node's"}
     subprocess.run([sys.executable, "-c", ENTER, pickle.dumps(given).hex()], env=variables, check=True)
 
@@ -41,6 +40,7 @@ def test_only_what_libraries_read_is_passed_on(monkeypatch: pytest.MonkeyPatch) 
     assert "VLLM_API_KEY" not in found
 
 
-def test_a_node_without_the_runs_folder_is_refused(tmp_path: Path) -> None:
+def test_a_node_without_the_runs_folder_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)  # a process that enters its surroundings stays there
     with pytest.raises(UserError, match=r"cannot write to .*gone .*train\.runs must be a folder that all nodes share"):
         Surroundings(tmp_path, (), {THREADS: os.environ.get(THREADS, "1")}, tmp_path / "gone").enter("rank-0")
