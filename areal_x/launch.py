@@ -22,22 +22,21 @@ from typing import Any
 
 import yaml
 
+from areal_x.cluster.connection import SETTINGS
 from areal_x.cluster.trainers import RAY
-from areal_x.config.reader import Config, load
-from areal_x.config.types import check_early
-from areal_x.errors import ConfigError, UserError
+from areal_x.config.reader import Config
+from areal_x.errors import ConfigError, at_least, positive
 from areal_x.protocols.backends import load_backend
 from areal_x.run import run_dir
 from areal_x.runtime.command import quote
-from areal_x.train import fail, parser_of
+from areal_x.train import parser_of, with_config
 
 ATTEMPTS = 10  # how often a cluster repeats the job
 GRACE_SECONDS = 120  # from a cluster's warning to the end
 PORT = 6379
+LONGEST_NAME = 40  # a RayJob's has at most 47 characters, and begins with a letter
 RAY_VERSION = "2.60.0"
 SHARED_MEMORY = "64Gi"  # Ray's object store
-# Of every node (areal_x.cluster.on_ray.SETTINGS says why).
-SETTINGS = {"RAY_kill_child_processes_on_worker_exit": "false", "RAY_worker_niceness": "0"}
 
 
 @dataclass(frozen=True)
@@ -215,36 +214,31 @@ def to_yaml(value: Any) -> str:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Returns the exit status: 0, or 1 after one sentence about a mistake."""
     options = parse(arguments)
-    sys.path.insert(0, str(Path.cwd()))  # gin files import examples.arithmetic.task and the like
-    config: Config | None = None
-    try:
-        options.bindings.append(f"train.cluster = {RAY!r}")
-        config = load(options.file, options.bindings)
-        check_early(config)
+    options.bindings.append(f"train.cluster = {RAY!r}")
+
+    def work(config: Config) -> None:
         print(FORMS[options.form](job_of(config, options)), end="")
-    except UserError as error:
-        return fail(config.locate(error) if config is not None else error)
-    return 0
+
+    return with_config(options.file, options.bindings, work, complete=False)
 
 
 def job_of(config: Config, options: argparse.Namespace) -> Job:
     """Returns the job. Raises: ConfigError for a run that has no room on its nodes, or whose
     attempts would not find each other."""
-    for name in ("nodes", "gpus"):
-        if (value := getattr(options, name)) < (name == "nodes"):
-            raise ConfigError(f"--{name}", value, "positive" if name == "nodes" else "at least 0")
+    positive("--nodes", options.nodes)
+    at_least("--gpus", options.gpus, 0)
+    folder = Path(options.folder)
     check_room(config, options.nodes, options.gpus)
     bound = config.value("train.name") if config.is_bound("train.name") else None
+    name = re.sub("[^a-z0-9]+", "-", str(bound or run_dir.run_stem(options.file)).lower())
+    name = name.strip("-")[:LONGEST_NAME]
     bindings = list(options.bindings)
     if options.form == "kuberay" and not options.image:
         raise ConfigError("--image", options.image, "a container image that has this package")
-    if options.form != "slurm" and not str(config.value("train.runs")).startswith(options.folder):
-        bindings.append(f"train.runs = {options.folder + '/runs'!r}")
+    if options.form != "slurm" and not Path(config.value("train.runs")).is_relative_to(folder):
+        bindings.append(f"train.runs = {str(folder / 'runs')!r}")
     return Job(
-        # a label of Kubernetes
-        name=re.sub("[^a-z0-9]+", "-", str(bound or run_dir.run_stem(options.file)).lower()).strip(
-            "-"
-        ),
+        name=name if name[:1].isalpha() else f"run-{name}".strip("-"),
         file=str(options.file),
         bindings=tuple(bindings),
         nodes=options.nodes,

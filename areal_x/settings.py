@@ -228,7 +228,7 @@ class Settings:
         if self.deterministic:
             self._check_deterministic()
         if self.engine == "vllm":
-            check_run(self.vllm, self.backend, self.trainer.mesh.processes, self.trainer.lora.rank)
+            check_run(self.vllm, self.backend, self.cluster == HERE, self.trainer.lora.rank)
         for binding, context in (
             ("embedded.context", self.embedded.context),
             ("vllm.context", self.vllm.context),

@@ -14,8 +14,9 @@ from statistics import median
 
 import numpy as np
 
-from areal_x.cluster import on_ray
+from areal_x.cluster.connection import connected
 from areal_x.cluster.gang import Room
+from areal_x.cluster.on_ray import RayGang
 from areal_x.cluster.surroundings import surroundings
 from areal_x.types import Batch
 
@@ -61,11 +62,11 @@ def main() -> None:
     options = parser.parse_args()
     batch = batch_of(options.megabytes)
     began = time.perf_counter()
-    with on_ray.connected(cpus=max(options.ranks)):
+    with connected(cpus=max(options.ranks)):
         print(f"Ray was up after {time.perf_counter() - began:.1f} s")
         for ranks in options.ranks:
             began = time.perf_counter()
-            gang = on_ray.RayGang("rank", ranks, Room(), partial(idle), surroundings(None))
+            gang = RayGang("rank", ranks, Room(), partial(idle), surroundings(None))
             print(f"{ranks} ranks were up after {time.perf_counter() - began:.1f} s")
             spent, took = [], []
             for _ in range(options.calls):

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from areal_x.cluster import on_ray
+from areal_x.cluster import connection, on_ray
 from areal_x.cluster.gang import Room
 from areal_x.protocols.engine import Completion
 from areal_x.rollout.queue import TrajectoryQueue
@@ -330,7 +330,7 @@ async def _(stall: Stall) -> None:
 @stall("the Ray cluster")
 async def _(stall: Stall) -> None:
     def connect() -> None:
-        with on_ray.connected(1):
+        with connection.connected(1):
             pass
 
     with slow_ray(stall):

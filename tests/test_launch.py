@@ -68,7 +68,7 @@ def test_a_rayjob_has_a_head_without_gpus(written) -> None:
 @pytest.mark.parametrize(
     "words, sentence",
     [
-        (("slurm", FILE, "--nodes", "0"), "--nodes = 0 cannot work: it must be positive"),
+        (("slurm", FILE, "--nodes", "0"), "error: --nodes = 0 cannot work: it must be greater than 0\n"),
         (
             ("slurm", FILE, "--nodes", "1", "--gpus", "8", *WIDE),
             "mesh.processes = 16 cannot work: it must be at most 8",
@@ -83,6 +83,15 @@ def test_what_has_no_room_is_refused(words, sentence: str, capsys: pytest.Captur
     assert sentence in capsys.readouterr().err
 
 
-def test_a_name_is_made_a_label(written) -> None:
-    script = written("slurm", FILE, "--nodes", "1", "-b", "train.name = 'My run_2'")
-    assert "#SBATCH --job-name=my-run-2\n" in script
+@pytest.mark.parametrize(
+    "name, label", [("My run_2", "my-run-2"), ("7b", "run-7b"), ("--", "run"), ("x" * 99, "x" * launch.LONGEST_NAME)]
+)
+def test_a_name_is_made_a_label(written, name: str, label: str) -> None:
+    script = written("slurm", FILE, "--nodes", "1", "-b", f"train.name = {name!r}")
+    assert f"#SBATCH --job-name={label}\n" in script
+
+
+@pytest.mark.parametrize("runs, kept", [("/shared/mine", True), ("/shared2/runs", False), ("runs", False)])
+def test_runs_that_are_on_the_shared_volume_stay_there(written, runs: str, kept: bool) -> None:
+    task = yaml.safe_load(written("sky", FILE, "--nodes", "1", "-b", f"train.runs = {runs!r}"))
+    assert ("train.runs = '/shared/runs'" not in task["run"]) == kept

@@ -47,7 +47,7 @@ class GangTrainer:
         return self._gang.stream("tensors", self._name, "weights")
 
     def device_weights(self) -> Iterator[tuple[str, Any]]:
-        raise NotImplementedError("the driver has no device: vllm.transport must be 'files'")
+        raise NotImplementedError("settings allow vllm.transport = 'files' alone")
 
     def adapter(self) -> Iterator[tuple[str, np.ndarray]]:
         return self._gang.stream("tensors", self._name, "adapter")

@@ -1,151 +1,32 @@
-"""The gang on Ray. No other module imports it, so that a run of one process needs no Ray."""
+"""The gang on Ray: actors in a placement group. Imported only by runs that are on Ray."""
 
 from __future__ import annotations
 
-import os
-import secrets
-import signal
-import socket
-import subprocess
 import sys
 import threading
 import time
-import traceback
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from importlib.metadata import version
 from typing import Any
 
 import numpy as np
 
+from areal_x.cluster.connection import nodes
 from areal_x.cluster.gang import Lost, Make, Room
+from areal_x.cluster.process import PACKAGE, Process, Raised
 from areal_x.cluster.surroundings import Surroundings
-from areal_x.errors import ConfigError, UserError, sentence
+from areal_x.errors import ConfigError, UserError
 from areal_x.runtime import interrupts
 from areal_x.runtime.waits import waiting, whose
 from areal_x.types import Batch
 
-PACKAGE = "areal-x"
 POLL_SECONDS = 0.2
-SECONDS_TO_CONNECT = 30.0
-SECONDS_TO_PROBE = 60.0
 # An error of one process is often the consequence of another's end, which Ray reports soon after.
 SECONDS_TO_BLAME = 3.0
 STREAMED = 4  # tensors that the first process computes ahead of the driver
 # Groups of calls that run beside the calls of all.
 SAMPLING, SAVING = "sampling", "saving"
-# Of a cluster that is started here.
-SETTINGS = {
-    # Ray's default kills the guards of servers and rewards, whose job is to end those.
-    "RAY_kill_child_processes_on_worker_exit": "false",
-    "RAY_worker_niceness": "0",  # Ray's default gives way to any other process
-    "RAY_USAGE_STATS_ENABLED": "0",
-}
-PROBE = (
-    "import sys; from ray._raylet import GcsClient;"
-    " GcsClient(address=sys.argv[1]).check_alive([], timeout=30)"
-)
-
-
-@contextmanager
-def connected(cpus: float) -> Iterator[None]:
-    """Connects to the cluster of RAY_ADDRESS; without it, starts one on this machine that ends with
-    this process. cpus: how many such a cluster offers at least.
-
-    Raises: UserError if Ray is not installed, or if the cluster cannot be reached or needs no
-    token.
-    """
-    address = os.environ.get("RAY_ADDRESS")
-    for name, value in SETTINGS.items():
-        os.environ.setdefault(name, value)
-    if not address:  # read when Ray is imported
-        os.environ.setdefault("RAY_AUTH_MODE", "token")
-        os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
-    try:
-        import ray
-    except ImportError:
-        raise UserError("train.cluster = 'ray' needs Ray: pip install areal-x[ray]") from None
-    quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": "error"}
-    if ray.is_initialized():  # a notebook's
-        check_closed()
-        yield
-        return
-    with waiting("the run", "the Ray cluster"), same_signals():
-        if address:
-            _connect(address, quiet)
-        else:
-            offered = max(cpus, os.cpu_count() or 1)
-            local: dict[str, Any] = {"num_cpus": offered, "include_dashboard": False}
-            ray.init(address="local", _node_ip_address="127.0.0.1", **local, **quiet)
-    try:
-        yield
-    finally:
-        ray.shutdown()
-
-
-@contextmanager
-def same_signals() -> Iterator[None]:
-    """Installs the handlers of signals again that the body replaces: Ray's would end the process at
-    once."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield
-    finally:
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
-
-
-def _connect(address: str, options: dict[str, Any]) -> None:
-    import ray
-
-    host, _, port = address.rpartition(":")
-    if port.isdecimal():  # Ray would try for ever
-        try:
-            socket.create_connection((host.strip("[]"), int(port)), SECONDS_TO_CONNECT).close()
-        except OSError as error:
-            reason = error.strerror or str(error)
-            raise UserError(
-                f"no Ray cluster answers at {address} ({reason}): see RAY_ADDRESS"
-            ) from None
-    try:
-        ray.init(address=address, **options)
-    except Exception as error:
-        reason = (sentence(error).splitlines() or [type(error).__name__])[0]
-        raise UserError(f"the Ray cluster at {address} cannot be used: {reason}") from error
-    try:
-        check_closed()
-    except BaseException:
-        ray.shutdown()
-        raise
-
-
-def check_closed() -> None:
-    """Raises: UserError if the cluster answers a program that has no token. Another process tries,
-    as Ray reads its settings once."""
-    import ray
-
-    address = ray.get_runtime_context().gcs_address
-    with subprocess.Popen(
-        [sys.executable, "-c", PROBE, address],
-        env={**os.environ, "RAY_AUTH_MODE": "disabled"},
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-    ) as stranger:
-        try:
-            refused = stranger.wait(SECONDS_TO_PROBE) != 0
-        except subprocess.TimeoutExpired:
-            refused = True  # it waits for an answer
-        finally:
-            stranger.kill()
-    if not refused:
-        raise UserError(
-            f"the Ray cluster at {address} needs no token, so anyone who reaches it can run code in"
-            " it: export RAY_AUTH_MODE=token and RAY_AUTH_TOKEN_PATH on all nodes before ray start"
-        )
 
 
 class RayGang:
@@ -348,70 +229,6 @@ class RayGang:
                 interrupts.raise_if_interrupted()
 
 
-class Raised(Exception):
-    """An exception of a call, in a form that every process can read. is_mistake: it was a
-    UserError."""
-
-    def __init__(self, text: str, is_mistake: bool, traceback: str) -> None:
-        super().__init__(text, is_mistake, traceback)
-        self.text, self.is_mistake, self.traceback = text, is_mistake, traceback
-
-
-@contextmanager
-def reported() -> Iterator[None]:
-    """Makes exceptions of the body readable for the driver, and logs them."""
-    try:
-        yield
-    except Exception as error:
-        written = traceback.format_exc()
-        print(written, file=sys.stderr, flush=True)
-        is_mistake = isinstance(error, UserError)
-        text = sentence(error).strip()
-        if not is_mistake:
-            text = f"{type(error).__name__}: {text.splitlines()[0] if text else ''}"
-        raise Raised(text, is_mistake, written) from None
-
-
-class Process:
-    """The actor around a process's object."""
-
-    def enter(self, surroundings: Surroundings, name: str) -> None:
-        with reported():
-            surroundings.enter(name)
-
-    def make(self, make: Make, rank: int) -> None:
-        with reported():
-            self._object = make(rank)
-
-    def node(self, expected: str) -> tuple[str, str]:
-        """Returns the id and the address of its node. Raises: UserError unless the package has the
-        expected version there."""
-        import ray
-
-        own = ray.get_runtime_context().get_node_id()
-        address = next(n["NodeManagerAddress"] for n in ray.nodes() if n["NodeID"] == own)
-        with reported():
-            if (found := version(PACKAGE)) != expected:
-                raise UserError(
-                    f"the node {address} has {PACKAGE} {found}, the driver {expected}: install the"
-                    " same version on all nodes"
-                )
-        return own, address
-
-    def call(self, method: str, *arguments: Any) -> Any:
-        with reported():
-            return getattr(self._object, method)(*arguments)
-
-    def stream(self, method: str, *arguments: Any) -> Iterator[Any]:
-        with reported():
-            yield from getattr(self._object, method)(*arguments)
-
-    def exhaust(self, method: str, *arguments: Any) -> None:
-        with reported():
-            for _ in getattr(self._object, method)(*arguments):
-                pass
-
-
 def behind(rank_of: Mapping[Any, int], pending: Sequence[Any]) -> str:
     """Names the ranks whose calls have not ended."""
     return f"{sorted(rank_of[reference] for reference in pending)} have not answered"
@@ -443,15 +260,3 @@ def gone_soon(references: Sequence[Any]) -> tuple[Any, Exception] | None:
             if error is not None and not isinstance(error, ray.exceptions.RayTaskError):
                 return reference, error
     return None
-
-
-def nodes(labels: Mapping[str, str] | None = None) -> list[dict[str, float]]:
-    """Returns the resources of each node that is there and has these labels."""
-    import ray
-
-    wanted = (labels or {}).items()
-    return [
-        node["Resources"]
-        for node in ray.nodes()
-        if node["Alive"] and wanted <= node.get("Labels", {}).items()
-    ]

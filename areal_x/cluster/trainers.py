@@ -10,6 +10,7 @@ from pathlib import Path
 import gin
 
 from areal_x.cluster.config import ROLE, ClusterConfig
+from areal_x.cluster.connection import connected, nodes
 from areal_x.cluster.gang import Gang, Room
 from areal_x.cluster.ganged import GangTrainer
 from areal_x.cluster.rank import Rank, RankSpec
@@ -42,7 +43,7 @@ def trainers_on_ray(
     Raises: UserError, ConfigError for a cluster that cannot be used or has no room, and whatever
     the construction raises.
     """
-    from areal_x.cluster import on_ray
+    from areal_x.cluster.on_ray import RayGang
 
     size = next(iter(configs.values())).mesh.processes
     spec = RankSpec(
@@ -52,14 +53,14 @@ def trainers_on_ray(
         losses=losses,
         bindings=gin.config_str(),
     )
-    with on_ray.connected(cpus=size * cluster.cpus):
+    with connected(cpus=size * cluster.cpus):
         room = Room(
             cpus=cluster.cpus,
-            accelerators=accelerators(backend, cluster, on_ray.nodes()),
+            accelerators=accelerators(backend, cluster, nodes()),
             resource=cluster.resource,
             labels={ROLE: cluster.ranks_on} if cluster.ranks_on else {},
         )
-        gang = on_ray.RayGang("rank", size, room, partial(Rank, spec), surroundings(logs))
+        gang = RayGang("rank", size, room, partial(Rank, spec), surroundings(logs))
         try:
             join(gang, gang.nodes, gang.addresses[0])
             versions = gang.call("build")
@@ -70,21 +71,24 @@ def trainers_on_ray(
             gang.end()
 
 
-def accelerators(backend: str, cluster: ClusterConfig, nodes: Sequence[Mapping[str, float]]) -> int:
-    """Returns the accelerators of each process. nodes: the resources of each."""
+def accelerators(backend: str, cluster: ClusterConfig, there: Sequence[Mapping[str, float]]) -> int:
+    """Returns the accelerators of each process. there: the resources of each node."""
     if cluster.accelerators is not None:
         return cluster.accelerators
-    most = int(max((node.get(cluster.resource, 0) for node in nodes), default=0))
+    most = int(max((node.get(cluster.resource, 0) for node in there), default=0))
     each = load_backend(backend).DEVICES_EACH
     return most if each is None else min(each, most)
 
 
-def join(gang: Gang, nodes: Sequence[str], address: str) -> None:
-    """Makes the processes one group. nodes: the node of each. address: the first one's."""
+def join(gang: Gang, node_of: Sequence[str], address: str) -> None:
+    """Makes the processes one group. node_of: the node of each. address: the first one's."""
     place = gang.one(0, "meeting_place", address)
     gang.each(
         "join",
-        [(*place, nodes[:rank].count(node), nodes.count(node)) for rank, node in enumerate(nodes)],
+        [
+            (*place, node_of[:rank].count(node), node_of.count(node))
+            for rank, node in enumerate(node_of)
+        ],
     )
 
 

@@ -104,7 +104,8 @@ class Config:
         found = [
             b for b in self.bindings.values() if f"{short_name(b.selector)}.{b.parameter}" == name
         ]
-        if not found and not isinstance(error, ConfigError):
+        is_option = isinstance(error, ConfigError) and error.binding.startswith("--")
+        if is_option or (not found and not isinstance(error, ConfigError)):
             return UserError(sentence(error))
         if not found:
             return UserError(

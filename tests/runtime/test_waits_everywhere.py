@@ -49,7 +49,7 @@ ALLOWED: dict[str, Inside | Bounded | str] = {
     "run/checkpoint.py complete: begun.wait()": Inside(CHECKPOINT),
     "batching/batch.py Models.save.wait_for_all: wait()": Inside(CHECKPOINT),
     "testing/conformance/test_files.py test_a_checkpoint_saved_in_the_background_restores_the_state_at_its_time: wait()": TEST,
-    "cluster/on_ray.py check_closed: stranger.wait()": Bounded("SECONDS_TO_PROBE"),
+    "cluster/connection.py check_closed: stranger.wait()": Bounded("SECONDS_TO_PROBE"),
     "cluster/on_ray.py gone_soon: ray.wait()": Bounded("SECONDS_TO_BLAME"),
     "runtime/memory_group.py _remove: time.sleep()": Bounded("REMOVAL_SECONDS"),
     "rewards/pool.py RewardPool._start: await asyncio.open_connection": AT_ONCE,  # over a socket that is connected

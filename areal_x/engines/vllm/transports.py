@@ -58,10 +58,14 @@ def check_settings(config: VLLMConfig) -> None:
         raise ConfigError("vllm.allow_unpickling", False, wanted)
 
 
-def check_run(config: VLLMConfig, backend: str, processes: int, lora_rank: int) -> None:
-    """Raises: ConfigError for a trainer whose weights the transport cannot send."""
+def check_run(config: VLLMConfig, backend: str, here: bool, lora_rank: int) -> None:
+    """Raises: ConfigError for a trainer whose weights the transport cannot send. here: the trainer
+    is in this process."""
     if config.transport == "files":
         return
+    if not here:
+        wanted = "'files' with train.cluster = 'ray', as the process that sends has no trainer then"
+        raise ConfigError("vllm.transport", config.transport, wanted)
     if config.transport not in load_backend(backend).TRANSPORTS:
         wanted = (
             f"'files' with train.backend = {backend!r}, which has no torch tensors to send (the"
@@ -73,12 +77,6 @@ def check_run(config: VLLMConfig, backend: str, processes: int, lora_rank: int) 
             "vllm.transport",
             config.transport,
             "'files' with adapters, which are small and load without a pause",
-        )
-    if config.transport == "handles" and processes > 1:
-        raise ConfigError(
-            "mesh.processes",
-            processes,
-            "1 with vllm.transport = 'handles', which share the memory of one GPU",
         )
 
 

@@ -59,12 +59,12 @@ def test_a_run_whose_trainer_is_not_of_torch_is_refused_when_it_is_written_down(
 
 def test_adapters_and_handles_of_several_processes_are_refused() -> None:
     pytest.importorskip("areal_x_torch")
-    check_run(NCCL, "torch", processes=2, lora_rank=0)
-    check_run(HANDLES, "torch", processes=1, lora_rank=0)
+    check_run(NCCL, "torch", here=True, lora_rank=0)
+    check_run(HANDLES, "torch", here=True, lora_rank=0)
     with pytest.raises(ConfigError, match=r"vllm\.transport = 'nccl' .* 'files' with adapters"):
-        check_run(NCCL, "torch", processes=1, lora_rank=8)
-    with pytest.raises(ConfigError, match=r"mesh\.processes = 2 .* 1 with vllm\.transport = 'handles'"):
-        check_run(HANDLES, "torch", processes=2, lora_rank=0)
+        check_run(NCCL, "torch", here=True, lora_rank=8)
+    with pytest.raises(ConfigError, match=r"vllm\.transport = 'handles' .* 'files' with train\.cluster = 'ray'"):
+        check_run(HANDLES, "torch", here=False, lora_rank=0)
 
 
 def test_a_trainer_without_vllm_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
