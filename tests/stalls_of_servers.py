@@ -165,7 +165,7 @@ async def _(stall: Stall) -> None:
 @stall("its process to end")
 async def _(stall: Stall) -> None:
     replica = Replica(SERVER, ExternalServer("http://127.0.0.1:9", None, "files"), iter(()))
-    replica.server = SimpleNamespace(stop=stall.hold, process=SimpleNamespace(pid=7))  # type: ignore[assignment]
+    replica.server = SimpleNamespace(stop=stall.hold, pid=7)  # type: ignore[assignment]
     await stall.through(replica.close(), SERVER, r"its process to end \(process 7\)")
 
 

@@ -68,9 +68,7 @@ def run_guarded(
     ends_with_worker: end all processes when the worker ends. over_memory: returns True if the
     descendants use too much memory. afterwards: called when all have ended.
     """
-    if sys.platform == "linux":
-        # Orphaned descendants become the guard's children.
-        LIBC.prctl(PR_SET_CHILD_SUBREAPER, 1)
+    become_subreaper()
     guarding = os.getpid()
     worker = os.fork()
     if worker:
@@ -125,6 +123,12 @@ def guard(
     sys.exit(shell_exit_code(code))
 
 
+def become_subreaper() -> None:
+    """Makes orphaned descendants this process's children; Linux only."""
+    if sys.platform == "linux":
+        LIBC.prctl(PR_SET_CHILD_SUBREAPER, 1)
+
+
 def die_with_parent(parent: int) -> None:
     """Makes the kernel kill this process when its parent dies; Linux only."""
     if sys.platform == "linux":
@@ -140,6 +144,12 @@ def end_all(worker: int) -> int:
         os.killpg(worker, signal.SIGKILL)
     with suppress(ProcessLookupError):
         os.kill(worker, signal.SIGKILL)  # it may not have its own group yet
+    return kill_descendants(worker)
+
+
+def kill_descendants(worker: int | None = None) -> int:
+    """Kills all descendants of this process, and returns when they are gone. Returns the exit code
+    of a child, 0 without one."""
     code = 0
     with suppress(ChildProcessError):  # none is left
         while True:

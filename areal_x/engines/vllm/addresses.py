@@ -16,6 +16,11 @@ def is_local(url: str) -> bool:
     return urlsplit(url).hostname in LOCAL_HOSTS
 
 
+def url_of(host: str, port: int) -> str:
+    """Returns the address of a server."""
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
 def server_urls(
     binding: str, given: str | Sequence[str] | Callable[[], str] | None
 ) -> tuple[str, ...]:

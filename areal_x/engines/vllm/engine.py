@@ -68,6 +68,7 @@ class VLLMEngine(Engine):
         experts: completions contain the experts of a mixture that each token was routed to.
         scorer: computes the reference log-probabilities of the probe prompt when weights are
             staged; None skips the comparison with the trainer.
+        start: starts each of the run's servers.
     """
 
     def __init__(
@@ -79,6 +80,7 @@ class VLLMEngine(Engine):
         lora: LoRAConfig | None = None,
         experts: bool = False,
         scorer: Scorer | None = None,
+        start: servers.Start = servers.start_here,
     ) -> None:
         self.config = config
         self.model = model
@@ -110,6 +112,7 @@ class VLLMEngine(Engine):
             report=report,
             published=self._set_version,
         )
+        self._start_server = start
         self._seeds = itertools.count()
         check_machine(config)
         if self.lora is not None:
@@ -152,9 +155,15 @@ class VLLMEngine(Engine):
             lora_rank=self.lora.rank if self.lora else 0,
             experts=self.experts,
         )
-        names = (f"vLLM server {index + 1} of {len(launches)}" for index in range(len(launches)))
         return [
-            Replica(name, launch, self._seeds) for name, launch in zip(names, launches, strict=True)
+            Replica(
+                f"vLLM server {number + 1} of {len(launches)}",
+                launch,
+                self._seeds,
+                self._start_server,
+                number,
+            )
+            for number, launch in enumerate(launches)
         ]
 
     def _external(self, url: str) -> Replica:
@@ -176,13 +185,13 @@ class VLLMEngine(Engine):
             replica.server = None
         for server in ended:
             with contextlib.suppress(ProcessLookupError):
-                server.process.terminate()  # all at once, before waiting for each
+                server.terminate()  # all at once, before waiting for each
         for server in ended:
             server.stop()
         self.publisher.remove_files()
 
     @property
-    def _servers(self) -> list[servers.Server]:
+    def _servers(self) -> list[servers.StartedServer]:
         return [
             replica.server
             for replica in self.supervisor.replicas.values()

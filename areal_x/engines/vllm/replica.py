@@ -21,7 +21,7 @@ from areal_x.engines.vllm.staging import StagedFiles
 from areal_x.engines.vllm.transports import TRANSPORTS
 from areal_x.errors import UserError
 from areal_x.protocols.engine import EngineError
-from areal_x.runtime.waits import waiting
+from areal_x.runtime.waits import on_behalf_of, waiting
 
 
 @dataclass(frozen=True)
@@ -37,14 +37,20 @@ class Replica:
     """One server of a run.
 
     seeds: each start takes the next one, as a restarted server with its old seed would repeat its
-    samples.
+    samples. start: starts the server with this number, if the run does.
     """
 
     def __init__(
-        self, name: str, origin: servers.Launch | ExternalServer, seeds: Iterator[int]
+        self,
+        name: str,
+        origin: servers.Launch | ExternalServer,
+        seeds: Iterator[int],
+        start: servers.Start = servers.start_here,
+        number: int = 0,
     ) -> None:
         self.name, self.origin, self._seeds = name, origin, seeds
-        self.server: servers.Server | None = None
+        self._start, self._number = start, number
+        self.server: servers.StartedServer | None = None
         self._client: VLLMClient | None = None
         self._staging_root = Path()
 
@@ -74,7 +80,9 @@ class Replica:
         if isinstance(self.origin, ExternalServer):
             self._client = VLLMClient(self.origin.url, self.origin.key, self.origin.transfer)
             return
-        self.server = servers.start(replace(self.origin, seed=next(self._seeds)))
+        launch = replace(self.origin, seed=next(self._seeds))
+        with on_behalf_of(self.name):
+            self.server = await self._start(self._number, launch)
         await servers.wait_until_ready(self.server, self.name, timeout_seconds, report)
         self._client = VLLMClient(self.server.url, self.server.key, self.origin.transfer)
 
@@ -149,7 +157,7 @@ class Replica:
 
     def cause_of_death(self) -> str | None:
         """Returns why its process ended; None while it runs, and for a server that is not ours."""
-        if self.server is None or self.server.process.poll() is None:
+        if self.server is None or self.server.poll() is None:
             return None
         return f"it died: {self.server.failure_reason()} (log: {self.server.log})"
 
@@ -170,7 +178,7 @@ class Replica:
         """Disconnects from the server, and ends it if it is ours."""
         await self.disconnect()
         if self.server is not None:
-            with waiting(self.name, "its process to end", f"process {self.server.process.pid}"):
+            with waiting(self.name, "its process to end", f"process {self.server.pid}"):
                 await asyncio.to_thread(self.server.stop)
             self.server = None
 

@@ -1,4 +1,7 @@
-"""Starts and stops vLLM server processes on this machine."""
+"""Starts and stops vLLM server processes on this machine.
+
+areal_x.engines.vllm.placed does so on other nodes of a cluster.
+"""
 
 from __future__ import annotations
 
@@ -10,12 +13,13 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Protocol
 
 from areal_x.engines.vllm import adapters, gate, watchdog
-from areal_x.engines.vllm.addresses import LOOPBACK
+from areal_x.engines.vllm.addresses import LOCAL_HOSTS, LOOPBACK, url_of
 from areal_x.engines.vllm.client import MODEL, VLLMClient
 from areal_x.engines.vllm.connections import OutOfFiles
 from areal_x.engines.vllm.features import NORMALISED
@@ -24,6 +28,7 @@ from areal_x.engines.vllm.plugin import BACKEND
 from areal_x.engines.vllm.responses import RECORD_EXPERTS
 from areal_x.errors import ConfigError, UserError
 from areal_x.hf.model_dir import read_config
+from areal_x.runtime import guard
 from areal_x.runtime.waits import waiting
 
 # keeps NCCL between processes of one machine off the network address that it listens on by default
@@ -31,6 +36,7 @@ LISTEN = ("NCCL_SOCKET_IFNAME", "lo")
 UNPICKLE = "VLLM_ALLOW_INSECURE_SERIALIZATION"
 POLL_SECONDS = 0.1
 REPORT_SECONDS = 5.0
+LAST_BYTES = 4096  # of a log, in which its last line is
 STOP_SECONDS = watchdog.GRACE_SECONDS + 5.0
 # environment variables that list a process's visible GPUs or NPUs
 VISIBLE = ("CUDA_VISIBLE_DEVICES", "ASCEND_RT_VISIBLE_DEVICES")
@@ -44,11 +50,14 @@ class Launch:
     model: Path
     log: Path
     staging: Path
+    """Folder of staged weights."""
     context: int
     concurrency: int
     seed: int
     """Of the server's random numbers; servers of one run need different seeds, or they sample the
     same tokens."""
+    host: str = LOOPBACK
+    """Address that it listens on."""
     port: int = 0
     """0 picks a free one."""
     threads: int = 1
@@ -66,9 +75,55 @@ class Launch:
     arguments: Sequence[str] = ()
 
 
+class StartedServer(Protocol):
+    """A server that the run started, here or on another node. None of its methods but `stop`
+    waits."""
+
+    @property
+    def url(self) -> str: ...
+
+    @property
+    def key(self) -> str: ...
+
+    @property
+    def log(self) -> Path: ...
+
+    @property
+    def pid(self) -> int: ...
+
+    def poll(self) -> int | None:
+        """Returns the exit code of its process; None while it runs."""
+        ...
+
+    def failure_reason(self) -> str:
+        """Returns the lines of the log that tell why it ended."""
+        ...
+
+    def last_line(self) -> str:
+        """Returns the newest line of the log, as a sentence."""
+        ...
+
+    def release(self) -> None:
+        """Releases the port that is reserved for the server."""
+        ...
+
+    def terminate(self) -> None:
+        """Tells the server to end. Harmless if it has already ended."""
+        ...
+
+    def stop(self) -> None:
+        """Ends the server and everything it started; returns when they are gone. Harmless if it has
+        already ended."""
+        ...
+
+
+Start = Callable[[int, Launch], Awaitable[StartedServer]]
+"""Starts the server with this number and returns before it is ready. Raises: UserError."""
+
+
 @dataclass(frozen=True)
 class Server:
-    """A server process that the run started."""
+    """A server process on this machine (StartedServer)."""
 
     process: subprocess.Popen[bytes]
     url: str
@@ -80,29 +135,27 @@ class Server:
     """Keeps the port for the server until it listens there, which takes as long as importing
     vLLM."""
 
+    @property
+    def pid(self) -> int:
+        return self.process.pid
+
+    def poll(self) -> int | None:
+        return self.process.poll()
+
     def failure_reason(self) -> str:
-        """Returns the lines of the log that tell why it ended."""
-        with self.log.open("rb") as log:
-            log.seek(self.log_start)
-            return failure_in(log.read().decode(errors="replace"))
+        return failure_in(read_log(self.log, self.log_start))
 
     def last_line(self) -> str:
-        """Returns the newest line of the log, as a sentence."""
-        with self.log.open("rb") as log:
-            log.seek(max(self.log_start, log.seek(0, os.SEEK_END) - 4096))
-            lines = [
-                line for line in log.read().decode(errors="replace").splitlines() if line.strip()
-            ]
-        return f"its log ends: {lines[-1][:300]}" if lines else "its log is empty"
+        return last_line_in(read_log(self.log, self.log_start, LAST_BYTES))
 
     def release(self) -> None:
-        """Releases the port."""
         if self.reserved is not None:
             self.reserved.close()
 
+    def terminate(self) -> None:
+        self.process.terminate()
+
     def stop(self) -> None:
-        """Ends the server and everything it started; returns when they are gone. Harmless if it has
-        already ended."""
         self.release()
         self.process.terminate()
         try:
@@ -112,9 +165,17 @@ class Server:
             self.process.wait()
 
 
-def start(launch: Launch) -> Server:
-    """Starts the process and returns before it is ready. Raises ConfigError if the port is taken,
-    or for what vLLM on a CPU does not support."""
+async def start_here(number: int, launch: Launch) -> StartedServer:
+    """Starts a server on this machine (Start)."""
+    return start(launch)
+
+
+def start(launch: Launch, owns_staging: bool = True) -> Server:
+    """Starts the process and returns before it is ready. owns_staging: the staged weights are
+    removed if this process is killed.
+
+    Raises: ConfigError if the port is taken, or for what vLLM on a CPU does not support.
+    """
     cpu = is_cpu_build()
     if cpu and launch.experts:
         wanted = (
@@ -123,19 +184,18 @@ def start(launch: Launch) -> Server:
         raise ConfigError("trainer.replay_experts", True, wanted)
     key = secrets.token_urlsafe(32)
     launch.log.parent.mkdir(parents=True, exist_ok=True)
-    reserved = reserve(launch.port)
+    reserved = reserve(launch.host, launch.port)
     try:
         with launch.log.open("ab") as log:
             port, log_start = reserved.getsockname()[1], log.tell()
             process = subprocess.Popen(
-                [
-                    sys.executable,
-                    "-I",
-                    watchdog.__file__,
-                    str(os.getpid()),
-                    str(launch.staging),
-                    *command(launch, port, cpu),
-                ],
+                guard.command(
+                    watchdog.__name__,
+                    os.getpid(),
+                    str(launch.staging) if owns_staging else "",
+                    command(launch, port, cpu),
+                    flags=("-I",),
+                ),
                 env=environment(launch, key, cpu),
                 stdin=subprocess.DEVNULL,
                 stdout=log,
@@ -146,16 +206,16 @@ def start(launch: Launch) -> Server:
     except BaseException:
         reserved.close()
         raise
-    return Server(process, f"http://{LOOPBACK}:{port}", key, launch.log, log_start, reserved)
+    return Server(process, url_of(launch.host, port), key, launch.log, log_start, reserved)
 
 
-def reserve(port: int) -> socket.socket:
-    """Returns a bound socket that reserves a loopback port: only the server, which binds with
-    SO_REUSEADDR too, can take it."""
-    reserved = socket.socket()
+def reserve(host: str, port: int) -> socket.socket:
+    """Returns a bound socket that reserves a port of this machine's address `host`: only the
+    server, which binds with SO_REUSEADDR too, can take it."""
+    reserved = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
     reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
-        reserved.bind((LOOPBACK, port))
+        reserved.bind((host, port))
     except OSError as error:
         reserved.close()
         raise ConfigError(
@@ -168,7 +228,7 @@ def command(launch: Launch, port: int, cpu: bool) -> list[str]:
     arguments = {
         "--model": str(launch.model),
         "--served-model-name": MODEL,
-        "--host": LOOPBACK,
+        "--host": launch.host,
         "--port": str(port),
         "--max-model-len": str(launch.context),
         "--max-num-seqs": str(launch.concurrency),
@@ -216,9 +276,10 @@ def environment(launch: Launch, key: str, cpu: bool) -> dict[str, str]:
     or in a log."""
     env = dict(os.environ) | {
         gate.KEY: key,
-        gate.HOSTS: "",
+        gate.HOSTS: "" if launch.host in LOCAL_HOSTS else launch.host,
         "VLLM_SERVER_DEV_MODE": "1",
         "VLLM_NO_USAGE_STATS": "1",
+        # of the server's own processes, which are on one machine
         "VLLM_HOST_IP": LOOPBACK,
     }
     # UNPICKLE makes vLLM unpickle the content of requests: only if the user allowed it for these
@@ -247,7 +308,7 @@ def environment(launch: Launch, key: str, cpu: bool) -> dict[str, str]:
 
 
 async def wait_until_ready(
-    server: Server, name: str, timeout_seconds: float, report: Report
+    server: StartedServer, name: str, timeout_seconds: float, report: Report
 ) -> None:
     """Returns when the server responds. Raises UserError with the reason from the log if it dies or
     takes too long."""
@@ -258,7 +319,7 @@ async def wait_until_ready(
         with waiting(name, "its process to be ready", server.last_line):
             while not await is_ready(client):
                 now = time.monotonic()
-                if server.process.poll() is not None:
+                if server.poll() is not None:
                     raise UserError(
                         f"{name} died at start: {server.failure_reason()} (log: {server.log})"
                     )
@@ -290,6 +351,19 @@ EFFECTS = (
     "WorkerProc initialization failed",
     "EngineCore encountered an issue",
 )
+
+
+def read_log(log: Path, start: int, most: int | None = None) -> str:
+    """Returns what a log has from this offset on. most: of its last bytes; None for all."""
+    with log.open("rb") as opened:
+        end = opened.seek(0, os.SEEK_END)
+        opened.seek(start if most is None else max(start, end - most))
+        return opened.read().decode(errors="replace")
+
+
+def last_line_in(log: str) -> str:
+    lines = [line for line in log.splitlines() if line.strip()]
+    return f"its log ends: {lines[-1][:300]}" if lines else "its log is empty"
 
 
 def failure_in(log: str) -> str:

@@ -30,6 +30,7 @@ from areal_x.runtime.waits import on_behalf_of, waiting
 T = TypeVar("T")
 Scores = Float32[np.ndarray, " T"]
 LEAST_SLEEP_SECONDS = 0.05
+POLL_SECONDS = 1.0  # between two looks at the servers' processes
 
 
 @dataclass(eq=False)
@@ -187,16 +188,23 @@ class Supervisor:
             retries = [
                 m.retry_at - now() for m in self.fleet.members.values() if m.state is State.DOWN
             ]
-            with suppress(TimeoutError):
-                async with asyncio.timeout(max(LEAST_SLEEP_SECONDS, min([sleep, *retries]))):
-                    with waiting("the watch over servers", "the next heartbeat", idle=True):
-                        await self._hurry.wait()
+            until = now() + max(LEAST_SLEEP_SECONDS, min([sleep, *retries]))
+            with waiting("the watch over servers", "the next heartbeat", idle=True):
+                while now() < until and not self._dead():
+                    with suppress(TimeoutError):
+                        async with asyncio.timeout(min(until - now(), POLL_SECONDS)):
+                            await self._hurry.wait()
+                            break
             self._hurry.clear()
 
+    def _dead(self) -> dict[str, str]:
+        """Returns the servers that should serve and whose processes have ended, with the causes."""
+        causes = {name: self.replicas[name].cause_of_death() for name in self.fleet.serving()}
+        return {name: cause for name, cause in causes.items() if cause is not None}
+
     async def _check_alive(self) -> None:
-        for name in self.fleet.serving():
-            if (cause_of_death := self.replicas[name].cause_of_death()) is not None:
-                self.fleet.lost(name, cause_of_death, now())
+        for name, cause_of_death in self._dead().items():
+            self.fleet.lost(name, cause_of_death, now())
         self.settle()
         await asyncio.gather(*(self._heartbeat(name) for name in self.fleet.serving()))
 

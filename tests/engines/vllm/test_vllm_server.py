@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import signal
 import socket
 import subprocess
 import sys
@@ -17,7 +16,7 @@ import psutil
 import pytest
 
 from areal_x.engines.vllm import server as servers
-from areal_x.engines.vllm import watchdog
+from areal_x.engines.vllm.addresses import LOOPBACK, url_of
 from areal_x.engines.vllm.config import VLLMConfig
 from areal_x.engines.vllm.installed import default_threads
 from areal_x.engines.vllm.server import Launch, command, environment, failure_in, reserve, start
@@ -76,11 +75,11 @@ def test_servers_together_get_at_most_half_the_cores_unless_they_are_more_than_t
 
 def test_a_port_in_use_is_one_sentence() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(ConfigError, match=r"vllm\.port = \d+ .* free port"):
-        reserve(taken.getsockname()[1])
+        reserve(LOOPBACK, taken.getsockname()[1])
 
 
 def test_a_reserved_port_is_free_for_the_server_and_for_nobody_else() -> None:
-    with reserve(0) as reserved, socket.socket() as stranger, socket.socket() as server:
+    with reserve(LOOPBACK, 0) as reserved, socket.socket() as stranger, socket.socket() as server:
         address = reserved.getsockname()
         with pytest.raises(OSError, match="in use"):
             stranger.bind(address)
@@ -150,19 +149,21 @@ def test_without_an_error_the_last_lines_are_the_reason() -> None:
     assert failure_in("") == "it wrote nothing"
 
 
-# A server in the small: two generations of processes that do not end when they are asked to.
+# A server in the small: two generations of processes that do not end when they are asked to, the second in its own session.
 FAMILY = """
-import signal, subprocess, sys, time
+import os, signal, subprocess, sys, time
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
 if sys.argv[1:]:
-    subprocess.Popen([sys.executable, "-c", sys.argv[1]])
+    subprocess.Popen([sys.executable, "-c", sys.argv[1]], start_new_session=True)
 time.sleep(600)
 """
 OWNER = """
-import os, subprocess, sys
-guard, folder, family = sys.argv[1:]
-command = [sys.executable, guard, str(os.getpid()), folder, sys.executable, "-c", family, family]
-process = subprocess.Popen(command, start_new_session=True)
+import json, os, subprocess, sys
+from areal_x.runtime import guard
+folder, family = sys.argv[1:]
+command = [sys.executable, "-c", family, family]
+words = guard.command("areal_x.engines.vllm.watchdog", os.getpid(), folder, command, 0.2, flags=("-I",))
+process = subprocess.Popen(words, start_new_session=True)
 print(process.pid, flush=True)
 process.wait()
 """
@@ -176,28 +177,60 @@ def gone(processes: list[psutil.Process]) -> bool:
     return not any(p.is_running() and p.status() != psutil.STATUS_ZOMBIE for p in processes)
 
 
-@pytest.mark.parametrize("ending", ["the owner is killed", "the watchdog is stopped", "the server dies"])
+ENDINGS = [
+    "the owner is killed",
+    "the watchdog is stopped",
+    "the watchdog is killed",
+    "the second watchdog is killed",
+    "the second watchdog is stopped",
+    "the server dies",
+]
+
+
+@pytest.mark.parametrize("ending", ENDINGS)
 def test_however_it_ends_no_process_of_a_server_is_left(ending: str, tmp_path: Path) -> None:
-    script = tmp_path / "watchdog.py"
-    script.write_text(Path(watchdog.__file__).read_text().replace("GRACE_SECONDS = 5.0", "GRACE_SECONDS = 0.2"))
     staged = tmp_path / "staged"
     staged.mkdir()
-    words = [sys.executable, "-c", OWNER, str(script), str(staged), FAMILY]
+    words = [sys.executable, "-c", OWNER, str(staged), FAMILY]
     with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as owner:
         try:
             watchdog_pid = int(owner.stdout.readline())
-            wait_for(lambda: len(family_of(watchdog_pid)) == 2)
+            wait_for(lambda: len(family_of(watchdog_pid)) == 3)
             processes = [psutil.Process(watchdog_pid), *family_of(watchdog_pid)]
+            watchdog, second, server, _ = processes
             if ending == "the owner is killed":
                 owner.kill()
-            elif ending == "the watchdog is stopped":
-                os.kill(watchdog_pid, signal.SIGTERM)
+            elif ending.endswith("is stopped"):
+                (second if "second" in ending else watchdog).terminate()
+            elif ending.endswith("is killed"):
+                (second if "second" in ending else watchdog).kill()
             else:
-                processes[1].kill()
+                server.kill()
             wait_for(lambda: gone(processes))
             assert staged.exists() == (ending != "the owner is killed")
         finally:
             owner.kill()
+
+
+def test_a_server_on_another_address_listens_there_alone_and_answers_to_that_name() -> None:
+    launch = replace(LAUNCH, host="10.0.0.7")
+    words = command(launch, 1234, cpu=False)
+    assert words[words.index("--host") + 1] == "10.0.0.7"
+    assert environment(launch, "", cpu=False)["AREAL_X_HOSTS"] == "10.0.0.7"
+    assert environment(LAUNCH, "", cpu=False)["AREAL_X_HOSTS"] == ""
+    assert (url_of("10.0.0.7", 80), url_of("fd00::7", 80)) == ("http://10.0.0.7:80", "http://[fd00::7]:80")
+
+
+@pytest.mark.parametrize("host", ["127.0.0.2", "::1"])
+def test_a_port_is_reserved_on_the_address_that_the_server_listens_on(host: str) -> None:
+    try:
+        reserved = reserve(host, 0)
+    except ConfigError:
+        pytest.skip(f"this machine has no {host}")
+    with reserved, socket.socket(reserved.family) as stranger:
+        assert reserved.getsockname()[0] == host
+        with pytest.raises(OSError, match="in use"):
+            stranger.bind(reserved.getsockname())
 
 
 @pytest.mark.parametrize(
