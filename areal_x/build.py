@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from areal_x.algorithms import losses, mismatch
 from areal_x.batching.batch import Models
@@ -40,7 +40,11 @@ from areal_x.tasks.screening import scan_dataset
 from areal_x.tasks.stream import TaskStream
 from areal_x.types import Loss
 
+if TYPE_CHECKING:
+    from areal_x.engines.vllm.server import Start
+
 Message = Callable[[str], None]
+SERVERS_READ = "VLLM_"  # the driver's environment variables that vLLM reads begin with it
 
 
 @dataclass(frozen=True)
@@ -90,7 +94,10 @@ class Factory(Settings):
         with ExitStack() as stack:
             models = stack.enter_context(self.models(directory, workflow, losses_of, run / "logs"))
             restore(models, start, message)
-            engine = self.create_engine(directory, models.policy, workflow, run, message)
+            start_server = stack.enter_context(self.server_starts())
+            engine = self.create_engine(
+                directory, models.policy, workflow, run, message, start_server
+            )
             journal = stack.enter_context(Journal(run, self.journal.keep_steps))
             rollout = stack.enter_context(
                 self.create_rollout(engine, workflow, evaluation, journal, tokenizer, message)
@@ -153,8 +160,9 @@ class Factory(Settings):
         if self.cluster == trainers.HERE:
             yield self.models_of(trainers.trainers_here(self.backend, configs), directory, workflow)
             return
+        other_cpus = self.vllm.servers * self.placement.server_cpus if self.places_servers else 0.0
         with trainers.trainers_on_ray(
-            self.backend, configs, losses, self.placement, logs
+            self.backend, configs, losses, self.placement, logs, other_cpus
         ) as created:
             yield self.models_of(created, directory, workflow)
 
@@ -218,28 +226,57 @@ class Factory(Settings):
             found["critic"] = config_of(first, head="value", optimizer=optimizer, **others)
         return found
 
+    @contextmanager
+    def server_starts(self) -> Iterator[Start | None]:
+        """Returns what starts the servers of the run on the nodes of its cluster, until the body
+        ends; None if none is started there. Needs the connection that `models` keeps."""
+        if not self.places_servers:
+            yield None
+            return
+        from areal_x.cluster.places import places_on_ray, server_room
+        from areal_x.cluster.surroundings import surroundings
+        from areal_x.engines.vllm.placed import Keeper, accelerators_of, starter
+
+        room = server_room(self.placement, accelerators_of(self.vllm.arguments))
+        around = surroundings(logs=None, more=[SERVERS_READ])
+        with places_on_ray(self.vllm.servers, room, Keeper, around) as places:
+            yield starter(places)
+
     def create_engine(
-        self, directory: Path, trainer: Trainer, workflow: Workflow, run: Path, message: Message
+        self,
+        directory: Path,
+        trainer: Trainer,
+        workflow: Workflow,
+        run: Path,
+        message: Message,
+        start: Start | None = None,
     ) -> Engine:
-        """Returns the engine, not yet started. directory: the model's."""
+        """Returns the engine, not yet started. directory: the model's. start: starts each of its
+        servers, by default on this machine."""
         if self.engine == "none":
             return NoEngine()
         if self.engine == "embedded":
             context = self.embedded.context or self.row_length
             return EmbeddedEngine(trainer.sampler(self.embedded.slots, context))
         from areal_x.engines.vllm.engine import VLLMEngine
+        from areal_x.engines.vllm.server import start_here
 
         experts = self.trainer.replay_experts
         # Servers score a prompt at temperature 1 only, and record experts only while sampling.
         compared_with = None if experts or self.temperature(workflow) != 1 else trainer
+        config = replace(self.vllm, context=self.vllm.context or self.row_length)
+        if start is not None:  # another node's cores are not this one's to divide
+            threads = config.threads or max(1, int(self.placement.server_cpus))
+            config = replace(config, threads=threads)
         return VLLMEngine(
-            replace(self.vllm, context=self.vllm.context or self.row_length),
-            directory,
-            run / "logs",
+            config,
+            directory.absolute(),
+            (run / "logs").absolute(),
             message,
             self.trainer.lora,
             experts,
             compared_with,
+            start or start_here,
         )
 
     def create_rollout(
@@ -282,7 +319,7 @@ class Factory(Settings):
             pass  # the last bits of some products depend on the number of threads
         elif self.max_staleness and self.engine == "embedded":
             generating = cores.available() // 2
-        elif self.computes_beside_servers and is_cpu_build():
+        elif self.computes_beside_servers and not self.places_servers and is_cpu_build():
             each = self.vllm.threads or default_threads(self.vllm.servers)
             generating = self.vllm.servers * each
         return cores.Threads(trainer, generating)

@@ -70,7 +70,7 @@ class Settings:
     """The journal of trajectories."""
 
     placement: ClusterConfig = field(default_factory=ClusterConfig)
-    """The nodes of the processes that train."""
+    """The nodes of the processes that train and of vLLM servers."""
 
     backend: str = "jax"
     """"jax", "torch", or the name of a third party's backend."""
@@ -245,6 +245,11 @@ class Settings:
         """True if servers that the run starts on this machine generate while the trainer
         computes."""
         return self.engine == "vllm" and self.max_staleness > 0 and not self.vllm.urls
+
+    @property
+    def places_servers(self) -> bool:
+        """True if the run starts servers, on the nodes of a cluster."""
+        return self.engine == "vllm" and self.cluster != HERE and not self.vllm.urls
 
     def scoring_urls(self) -> tuple[str, ...]:
         """Returns the servers that score in place of a reference or teacher that the algorithm

@@ -6,16 +6,23 @@ import asyncio
 import subprocess
 import sys
 from collections.abc import AsyncIterator
+from concurrent.futures import Future
 from contextlib import asynccontextmanager, nullcontext, suppress
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
+
+from areal_x.cluster import places
+from areal_x.cluster.gang import Room
+from areal_x.cluster.surroundings import Surroundings
 from areal_x.engines.vllm import publisher
 from areal_x.engines.vllm import server as servers
 from areal_x.engines.vllm.client import VLLMClient
 from areal_x.engines.vllm.config import VLLMConfig
 from areal_x.engines.vllm.engine import VLLMEngine
 from areal_x.engines.vllm.gpu_transfer import GPUSender, TrainerWeights
+from areal_x.engines.vllm.placed import Started, starter
 from areal_x.engines.vllm.replica import ExternalServer, Replica
 from areal_x.engines.vllm.staging import NoRoom, StagedFiles
 from areal_x.engines.vllm.supervisor import Supervisor
@@ -178,3 +185,60 @@ async def _(stall: Stall) -> None:
     supervisor.watch()
     await stall.idle("the watch over servers")
     await supervisor.close()
+
+
+# ---- servers on the nodes of a cluster
+
+
+@stall("its keeper to start the process")
+async def _(stall: Stall) -> None:
+    started: Future[Started] = Future()
+
+    def call(method: str, *_: Any) -> Future[Any]:
+        return started if method == "start" else Future()
+
+    keeper: Any = SimpleNamespace(host="10.0.0.7", node="10.0.0.7", call=call)
+
+    async def place() -> Any:
+        return keeper
+
+    def release() -> None:
+        started.set_result(Started("http://10.0.0.7:1", "key", 7, 0))
+
+    stall.release = release  # type: ignore[method-assign]
+    launch = servers.Launch(stall.folder, stall.folder, stall.folder, context=1, concurrency=1, seed=0)
+    start = starter([SimpleNamespace(keeper=place)])
+    await stall.for_episode(start(0, launch), r" \(on 10.0.0.7\)")
+
+
+def place_of(stall: Stall, room: bool, answers: bool) -> places.RayPlace:
+    """A place that stalls where it is not given these at once."""
+    pytest.importorskip("ray")
+    patch = stall.request.getfixturevalue("monkeypatch").setattr
+
+    async def result(*_: Any) -> Any:
+        if not answers:
+            await stall.held()
+        return "a node", "10.0.0.7"
+
+    called = SimpleNamespace(remote=lambda *_: None)
+    patch(places, "reserve", lambda room: SimpleNamespace(ready=object))
+    patch(places, "has_ended", lambda ready: room or stall.gate.is_set())
+    patch(places, "missing", lambda room, size: "2 CPU wanted, 1 free")
+    patch(places, "start_actor", lambda group, room: SimpleNamespace(node=called, enter=called, make=called))
+    patch(places, "result", result)
+    patch(places, "own_node", lambda: "the driver's")
+    return places.RayPlace(Room(), object, Surroundings(stall.folder, (), {}), "keeper-3")
+
+
+@stall("room for a server in the cluster")
+async def _(stall: Stall) -> None:
+    place = place_of(stall, room=False, answers=True)
+    keeper = await stall.for_episode(place.keeper(), r" \(2 CPU wanted, 1 free\)")
+    assert keeper.host == "10.0.0.7"
+
+
+@stall("its keeper to start")
+async def _(stall: Stall) -> None:
+    place = place_of(stall, room=True, answers=False)
+    await stall.for_episode(place.keeper(), r" \(keeper-3\)")

@@ -9,13 +9,13 @@ import gin
 from areal_x.errors import at_least, positive
 
 ROLE = "role"
-"""The label of nodes that `cluster.ranks_on` compares."""
+"""The label of nodes that `cluster.ranks_on` and `cluster.servers_on` compare."""
 
 
 @gin.configurable("cluster")
 @dataclass(frozen=True)
 class ClusterConfig:
-    """Nodes of the processes that train, with train.cluster = 'ray'."""
+    """Nodes of the processes that train and of the vLLM servers, with train.cluster = 'ray'."""
 
     accelerators: int | None = None
     """Accelerators of each process. None is as many as the backend uses in one process (one with
@@ -31,6 +31,16 @@ class ClusterConfig:
     """Value of the label "role" of the nodes that train, as in `ray start --labels role=train`;
     "" allows any node."""
 
+    server_accelerators: int | None = None
+    """Accelerators of each vLLM server. None is what the parallel sizes in vllm.arguments need (one
+    without any), or none in a cluster without accelerators."""
+
+    server_cpus: float = 1.0
+    """CPUs that are reserved for each vLLM server."""
+
+    servers_on: str = ""
+    """Value of the label "role" of the nodes that serve; "" allows any node."""
+
     attempts: int = 3
     """How often the processes that train may be lost within ten steps before the run ends."""
 
@@ -38,4 +48,7 @@ class ClusterConfig:
         if self.accelerators is not None:
             at_least("cluster.accelerators", self.accelerators, 0)
         at_least("cluster.cpus", self.cpus, 0)
+        if self.server_accelerators is not None:
+            at_least("cluster.server_accelerators", self.server_accelerators, 0)
+        positive("cluster.server_cpus", self.server_cpus)
         positive("cluster.attempts", self.attempts)

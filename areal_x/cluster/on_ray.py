@@ -12,11 +12,11 @@ from typing import Any
 
 import numpy as np
 
-from areal_x.cluster.connection import nodes
 from areal_x.cluster.gang import Lost, Make, Room
 from areal_x.cluster.process import PACKAGE, Process, Raised
+from areal_x.cluster.room import check_room, missing
 from areal_x.cluster.surroundings import Surroundings
-from areal_x.errors import ConfigError, UserError
+from areal_x.errors import UserError
 from areal_x.runtime import interrupts
 from areal_x.runtime.waits import waiting, whose
 from areal_x.types import Batch
@@ -201,30 +201,13 @@ class RayGang:
     def _wait_for_room(self, room: Room) -> None:
         import ray
 
-        size, bundle = self._size, room.bundle()
-        there = nodes(room.labels)
-        if not there:
-            listed = ", ".join(f"{name} = {value!r}" for name, value in room.labels.items())
-            raise UserError(f"no node of the cluster has the label {listed}: ray start --labels")
-        if not any(all(node.get(x, 0) >= y for x, y in bundle.items()) for node in there):
-            accelerators = max(node.get(room.resource, 0) for node in there)
-            if room.accelerators > accelerators:
-                wanted = f"at most {accelerators:g}, as many as a node of the cluster has"
-                raise ConfigError("cluster.accelerators", room.accelerators, wanted)
-            cpus = max(node.get("CPU", 0) for node in there)
-            wanted = f"at most {cpus:g}, as many as a node of the cluster has"
-            raise ConfigError("cluster.cpus", room.cpus, wanted)
+        check_room(room, "cluster.accelerators", "cluster.cpus")
 
-        def missing() -> str:
-            there = ray.available_resources()
-            listed = [
-                f"{size * y:g} {x} wanted, {there.get(x, 0):g} free" for x, y in bundle.items()
-            ]
-            on = f", on nodes with {room.labels}" if room.labels else ""
-            return ", ".join(listed) + on
+        def free() -> str:
+            return missing(room, self._size)
 
         ready = self._group.ready()
-        with waiting("the run", f"room for {size} processes in the cluster", missing):
+        with waiting("the run", f"room for {self._size} processes in the cluster", free):
             while not ray.wait([ready], timeout=POLL_SECONDS)[0]:
                 interrupts.raise_if_interrupted()
 

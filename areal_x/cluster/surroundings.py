@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -54,13 +54,18 @@ class Surroundings:
                 ) from None
 
 
-def surroundings(logs: Path | None) -> Surroundings:
-    """Returns this process's. logs: folder for what the others print."""
-    wanted = (*ENVIRONMENT, THREADS)
+def surroundings(logs: Path | None, more: Sequence[str] = ()) -> Surroundings:
+    """Returns this process's. logs: folder for what the others print. more: beginnings of the names
+    of more variables that are taken over; keys never are."""
+    wanted = (*ENVIRONMENT, THREADS, *more)
     return Surroundings(
         folder=Path.cwd(),
         imports=tuple(place or str(Path.cwd()) for place in sys.path),
-        environment={name: x for name, x in os.environ.items() if name.startswith(wanted)},
+        environment={
+            name: x
+            for name, x in os.environ.items()
+            if name.startswith(wanted) and not name.endswith("_KEY")
+        },
         logs=logs and logs.absolute(),
     )
 

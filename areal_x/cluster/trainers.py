@@ -36,9 +36,11 @@ def trainers_on_ray(
     losses: Mapping[str, Loss],
     cluster: ClusterConfig,
     logs: Path | None = None,
+    other_cpus: float = 0.0,
 ) -> Iterator[dict[str, Trainer]]:
     """Builds the trainers in processes of their own, as many as mesh.processes, which end with the
     body. losses: of each trainer that is updated. logs: folder for what the processes print.
+    other_cpus: what else the run places in the cluster needs.
 
     Raises: UserError, ConfigError for a cluster that cannot be used or has no room, and whatever
     the construction raises.
@@ -53,7 +55,7 @@ def trainers_on_ray(
         losses=losses,
         bindings=gin.config_str(),
     )
-    with connected(cpus=size * cluster.cpus):
+    with connected(cpus=size * cluster.cpus + other_cpus):
         room = Room(
             cpus=cluster.cpus,
             accelerators=accelerators(backend, cluster, nodes()),

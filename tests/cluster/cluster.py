@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 TOKEN = "a token of the tests, of enough characters"
+ROLE = "other"  # the label of all nodes but the head
 ENVIRONMENT = {
     "RAY_AUTH_MODE": "token",
     "RAY_AUTH_TOKEN": TOKEN,
@@ -55,11 +56,12 @@ def main(nodes: int) -> None:
 
     head = {"num_cpus": 2, "include_dashboard": False, "object_store_memory": 100 << 20}
     made = Nodes(initialize_head=True, head_node_args=head)
-    others = [made.add_node(num_cpus=2, object_store_memory=100 << 20) for _ in range(nodes - 1)]
+    node = {"num_cpus": 2, "object_store_memory": 100 << 20, "labels": {"role": ROLE}}
+    others = [made.add_node(**node) for _ in range(nodes - 1)]
     print(made.address, flush=True)
     for line in sys.stdin:
         if line.strip() == "add":
-            others.append(made.add_node(num_cpus=2, object_store_memory=100 << 20))
+            others.append(made.add_node(**node))
         else:
             made.remove_node(others.pop(0), allow_graceful=False)
         print("done", flush=True)

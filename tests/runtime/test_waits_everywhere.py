@@ -51,6 +51,11 @@ ALLOWED: dict[str, Inside | Bounded | str] = {
     "testing/conformance/test_files.py test_a_checkpoint_saved_in_the_background_restores_the_state_at_its_time: wait()": TEST,
     "cluster/connection.py check_closed: stranger.wait()": Bounded("SECONDS_TO_PROBE"),
     "cluster/on_ray.py gone_soon: ray.wait()": Bounded("SECONDS_TO_BLAME"),
+    "cluster/places.py RayKeeper.lives: await asyncio.wrap_future": Bounded("SECONDS_TO_ANSWER"),
+    "cluster/places.py answer.settle: done.result()": AT_ONCE,
+    "cluster/places.py end_with: time.sleep()": OURS_TO_END,  # in the keeper's process
+    "cluster/places.py has_ended: ray.wait()": AT_ONCE,
+    "cluster/places.py result: await asyncio.wrap_future": Inside("its keeper to start"),
     "runtime/memory_group.py _remove: time.sleep()": Bounded("REMOVAL_SECONDS"),
     "rewards/pool.py RewardPool._start: await asyncio.open_connection": AT_ONCE,  # over a socket that is connected
     "rewards/pool.py _ask: await worker.reader.readline": Inside(REWARD),
@@ -135,6 +140,9 @@ ALLOWED: dict[str, Inside | Bounded | str] = {
     "engines/vllm/scorer.py ServerScorer._score.score: async with free": Inside(SERVER),  # of those that are asked already
     "engines/vllm/scorer.py ServerScorer._score: async with self._clients": AT_ONCE,
     "engines/vllm/server.py Server.stop: self.process.wait()": Bounded("STOP_SECONDS"),
+    "engines/vllm/placed.py Keeper.wait: server.process.wait()": OURS_TO_END,  # in the keeper's process
+    "engines/vllm/placed.py PlacedServer._end: self._ended.result()": AT_ONCE,
+    "engines/vllm/placed.py PlacedServer.stop: self._keeper.call().result()": Bounded("SECONDS_TO_STOP"),
     "engines/vllm/supervisor.py Supervisor._compare: await asyncio.gather": Inside(SERVER),
     "engines/vllm/supervisor.py Supervisor._check_alive: await asyncio.gather": Inside(SERVER),
     "engines/vllm/supervisor.py Supervisor.wake: self._watching.result()": AT_ONCE,

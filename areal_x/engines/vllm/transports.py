@@ -60,7 +60,13 @@ def check_settings(config: VLLMConfig) -> None:
 
 def check_run(config: VLLMConfig, backend: str, here: bool, lora_rank: int) -> None:
     """Raises: ConfigError for a trainer whose weights the transport cannot send. here: the trainer
-    is in this process."""
+    is in this process, and the servers that the run starts are on this machine."""
+    if config.devices and not here:
+        wanted = (
+            "left out with train.cluster = 'ray', where Ray gives each server its accelerators"
+            " (cluster.server_accelerators)"
+        )
+        raise ConfigError("vllm.devices", config.devices, wanted)
     if config.transport == "files":
         return
     if not here:
