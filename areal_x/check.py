@@ -104,7 +104,9 @@ def findings(config: Config) -> Iterator[Finding]:
         yield look("reward", lambda: data.check_reward(workflow, tasks["dataset"], must_vary))
     yield look("run directory", lambda: storage.check_run_directory(settings))
     if engine == "vllm":
-        yield look("servers", lambda: servers.check_engine_servers(settings.vllm))
+        yield look(
+            "servers", lambda: servers.check_engine_servers(settings.vllm, settings.places_servers)
+        )
     path = settings.trainer.model.path
     if callable(path) and problems:
         yield Finding(

@@ -124,11 +124,12 @@ def activation_bytes(settings: Settings, config: Mapping[str, Any], item: int) -
 
 def engine_bytes(settings: Settings, model: Model, devices: Devices, item: int) -> float:
     """Memory of the engine. Embedded: its copy of the weights and all caches when full. Servers on
-    this trainer's GPU: the share that they take; on a CPU: the weights and 1 GB of cache each."""
+    this trainer's GPU: the share that they take; on a CPU: the weights and 1 GB of cache each. On a
+    cluster they have devices of their own."""
     if settings.engine == "embedded":
         return model.parameters * item + cache_bytes(settings, model.config, item)
     config = settings.vllm
-    if settings.engine == "none" or config.urls or config.devices:
+    if settings.engine == "none" or config.urls or config.devices or settings.places_servers:
         return 0.0
     if devices.memory is None:
         return config.servers * (model.parameters * item + 1e9)

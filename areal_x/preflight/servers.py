@@ -23,11 +23,16 @@ from areal_x.settings import Settings
 TIMEOUT_SECONDS = 20.0  # for one server to answer
 
 
-def check_engine_servers(config: VLLMConfig) -> str:
-    """Checks the servers that generate. Raises: UserError or EngineError for the first one that
-    cannot be used."""
+def check_engine_servers(config: VLLMConfig, placed: bool = False) -> str:
+    """Checks the servers that generate. placed: the run starts them on the nodes of a cluster.
+
+    Raises: UserError or EngineError for the first one that cannot be used.
+    """
     check_machine(config)
     file_warnings = filter(None, [open_files.enough_for(config.requests)])
+    if placed:
+        on_nodes = f"{config.servers} will be started on the nodes of the cluster"
+        return "; ".join([on_nodes, *file_warnings])
     if not config.urls:
         kind = "CPU" if is_cpu_build() else "GPU"
         return "; ".join([f"{config.servers} will be started, by vLLM for {kind}", *file_warnings])

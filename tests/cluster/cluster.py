@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 TOKEN = "a token of the tests, of enough characters"
-ROLE = "other"  # the label of all nodes but the head
+HEAD, ROLE = "head", "other"  # labels of the head and of all other nodes
 ENVIRONMENT = {
     "RAY_AUTH_MODE": "token",
     "RAY_AUTH_TOKEN": TOKEN,
@@ -54,7 +54,7 @@ def cluster(nodes: int, **environment: str) -> Iterator[Cluster]:
 def main(nodes: int) -> None:
     from ray.cluster_utils import Cluster as Nodes
 
-    head = {"num_cpus": 2, "include_dashboard": False, "object_store_memory": 100 << 20}
+    head = {"num_cpus": 2, "include_dashboard": False, "object_store_memory": 100 << 20, "labels": {"role": HEAD}}
     made = Nodes(initialize_head=True, head_node_args=head)
     node = {"num_cpus": 2, "object_store_memory": 100 << 20, "labels": {"role": ROLE}}
     others = [made.add_node(**node) for _ in range(nodes - 1)]

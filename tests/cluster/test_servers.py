@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import itertools
+import re
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
 import pytest
 
-from tests.cluster.cluster import Cluster, cluster
+from areal_x.engines.vllm.staging import LOCK
+from areal_x.monitor.metrics import read
+from tests.cluster.cluster import HEAD, ROLE, Cluster, cluster
 from tests.cluster.families import family, is_up, write_family
 from tests.conftest import environment_with
+from tests.launching import ONLINE, command_of, started
 
 pytest.importorskip("ray")
 pytestmark = [pytest.mark.xdist_group("ray"), pytest.mark.timeout(600)]
@@ -46,6 +51,13 @@ class Driver:
     def answer(self) -> str:
         assert self.process.stdout is not None
         return self.process.stdout.readline().strip()
+
+    def until(self, pattern: str) -> None:
+        """Reads lines until one matches, and fails at the end of the process."""
+        said = [self.answer()]
+        while not re.match(pattern, said[-1]):
+            assert said[-1] or self.process.poll() is None, "\n".join(said)
+            said.append(self.answer())
 
 
 @pytest.fixture(scope="module")
@@ -80,6 +92,9 @@ def driver(ray: Cluster, folder: Path, count: int, *arguments: str) -> Iterator[
             yield Driver(process)
         finally:
             process.kill()
+            for left in (left for number in range(count) for left in family(folder, number)):
+                with suppress(psutil.NoSuchProcess):
+                    left.kill()
 
 
 def wait_for(condition: Callable[[], object], seconds: float, folder: Path) -> None:
@@ -131,11 +146,136 @@ def test_no_process_of_a_server_is_left(ray: Cluster, kind: str, gone: str, tmp_
         wait_for(lambda: left() >= expected, SECONDS_TO_END, tmp_path)
         print(f"\ngone after {time.monotonic() - began:.1f} s: {gone}, {kind}")
         assert left() == expected
+        assert (tmp_path / LOCK).exists(), "the staged weights are the driver's"
         if gone == "node":
             ray.ask("add")
         if expected == 1:
             assert any(is_up(tmp_path, number) for number in (0, 1))
+        if gone == "stop":
             assert drives.process.stdin is not None
-            drives.process.stdin.close()
+            drives.process.stdin.close()  # the run ends
             assert drives.process.wait(timeout=60) == 0, (tmp_path / "driver.err").read_text()
-        wait_for(lambda: left() == 2, SECONDS_TO_END, tmp_path)
+            wait_for(lambda: left() == 2, SECONDS_TO_END, tmp_path)
+
+
+@pytest.mark.cluster
+@pytest.mark.parametrize("ray", ["ours"], indirect=True)
+def test_a_lost_server_waits_for_room_and_is_placed_where_it_is(ray: Cluster, tmp_path: Path) -> None:
+    with driver(ray, tmp_path, 2) as drives:
+        for number in (0, 1):
+            assert drives.ask(f"start {number}").startswith("started at http://")
+        wait_for(lambda: is_up(tmp_path, 0) and is_up(tmp_path, 1), 30, tmp_path)
+        before = family(tmp_path, 0)
+        assert drives.ask("poll 0").startswith("None ")
+        assert drives.ask("kill 0") == "killed"
+        wait_for(lambda: not family(tmp_path, 0), SECONDS_TO_END, tmp_path)
+        assert re.match(r"137 its keeper on [\d.]+ is gone: ", drives.ask("poll 0"))
+        assert drives.ask("start 0").startswith("started at http://")  # there is room where it was
+        wait_for(lambda: is_up(tmp_path, 0), 30, tmp_path)
+        assert not {p.pid for p in before} & {p.pid for p in family(tmp_path, 0)}
+
+        assert ray.ask("kill") == "done"
+        wait_for(lambda: not (family(tmp_path, 0) and family(tmp_path, 1)), SECONDS_TO_END, tmp_path)
+        lost = 1 if family(tmp_path, 0) else 0
+        drives.tell(f"start {lost}")
+        waits = r"nothing has moved .* room for a server in the cluster \(2 CPU wanted, \d free, on nodes with .*other"
+        drives.until(waits)  # Ray writes there too
+        assert is_up(tmp_path, 1 - lost)
+        assert ray.ask("add") == "done"
+        drives.until("started at http://")
+        wait_for(lambda: is_up(tmp_path, lost), 30, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("bindings", "sentence"),
+    [
+        (["cluster.server_accelerators = 1"], "cluster.server_accelerators = 1 cannot work: it must be at most 0, as many as"),
+        (["cluster.server_cpus = 3"], "cluster.server_cpus = 3 cannot work: it must be at most 2, as many as a node"),
+        (["cluster.servers_on = 'serve'"], "no node of the cluster has the label role = 'serve'"),
+    ],
+)
+@pytest.mark.cluster
+@pytest.mark.parametrize("ray", ["ours"], indirect=True)
+def test_room_for_a_server_that_no_node_has_is_refused(
+    ray: Cluster, bindings: list[str], sentence: str, tiny_model_dir: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / "run"
+    on_ray = ("train.cluster = 'ray'", "train.backend = 'torch'", "mesh.fsdp = 1", "train.engine = 'vllm'")
+    command = command_of(tiny_model_dir, folder, ONLINE, *on_ray, *bindings)
+    with started(command, 1, 1, folder, **ray.environment) as (process,):
+        assert process.wait(timeout=200) == 1, (folder / "out-0").read_text()
+    assert sentence in (folder / "err-0").read_text().strip().splitlines()[-1]
+
+
+SERVED = f"""
+single_turn.reward = @processes_test.slow_ones
+single_turn.reward_workers = 1
+train.engine = 'vllm'
+train.max_staleness = 2
+train.steps = 150
+train.algorithm = @grpo()
+vllm.servers = 2
+vllm.concurrency = 8
+vllm.slice_tokens = 4
+cluster.ranks_on = '{HEAD}'
+cluster.servers_on = '{ROLE}'
+cluster.server_cpus = 2
+"""
+SLOW = """
+@gin.configurable(module="processes_test")
+def slow_ones(task, text):
+    import os, time
+    if not os.path.exists(FAST):
+        time.sleep(0.1)
+    return counts_ones(task, text)
+"""
+
+
+@pytest.mark.cluster
+@pytest.mark.server
+def test_a_run_goes_on_while_the_node_of_a_server_is_gone_and_uses_the_next_one(tiny_model_dir: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    command = command_of(
+        tiny_model_dir, folder, ONLINE + SERVED, "train.cluster = 'ray'", "train.backend = 'torch'", "mesh.fsdp = 1"
+    )
+    with (folder / "processes_tasks.py").open("a") as tasks:
+        tasks.write(SLOW.replace("FAST", repr(str(folder / "fast"))))
+    run = folder / "runs" / "run"
+
+    def step() -> int:
+        return read(run)[-1]["step"] if (run / "metrics.jsonl").exists() and read(run) else -1
+
+    def out() -> str:
+        return (folder / "out-0").read_text()
+
+    def until(condition: Callable[[], object]) -> None:
+        end = time.monotonic() + 200
+        while not condition():
+            assert process.poll() is None, (folder / "err-0").read_text()
+            assert time.monotonic() < end, out()
+            time.sleep(0.1)
+
+    with cluster(3) as ray, started(command, 1, 1, folder, **ray.environment) as (process,):
+        until(lambda: step() >= 3)
+        assert ray.ask("kill") == "done"
+        began = time.monotonic()
+        until(lambda: "is lost" in out())
+        print(f"\nnoticed after {time.monotonic() - began:.1f} s")
+        lost = step()
+        until(lambda: step() >= lost + 5)  # the other one serves alone: no node has room
+        assert "serves again" not in out()
+        assert ray.ask("add") == "done"
+        until(lambda: "serves again" in out())
+        print(f"serves again at step {step()}")
+        (folder / "fast").touch()
+        assert process.wait(timeout=300) == 0, (folder / "err-0").read_text()
+    rows = read(run)
+    assert [row["step"] for row in rows] == list(range(151))
+    assert not any(row.get("failed") for row in rows)
+    assert len(re.findall(r"vLLM server \d of 2 is lost ", out())) == 1
+    assert not servers_left(tiny_model_dir)
+
+
+def servers_left(model: Path) -> list[psutil.Process]:
+    """The processes of vLLM servers of this model."""
+    return [p for p in psutil.process_iter(["cmdline"]) if str(model) in " ".join(p.info["cmdline"] or ())]

@@ -452,6 +452,7 @@ def test_servers_on_gpus_of_their_own_take_nothing_of_the_trainers(experiment: E
     shared = replace(experiment, engine="vllm", vllm=VLLMConfig(arguments=("--gpu-memory-utilization", "0.4")))
     assert memory.estimate(shared, qwen(10**9), GPU).engine == 0.4 * 80e9
     assert memory.estimate(replace(experiment, engine="vllm", vllm=VLLMConfig(devices=("1",))), qwen(10**9), GPU).engine == 0
+    assert memory.estimate(replace(shared, cluster="ray"), qwen(10**9), GPU).engine == 0  # Ray gives them others
 
 
 # ---- servers

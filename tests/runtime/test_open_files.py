@@ -165,7 +165,8 @@ def test_check_says_what_to_set(limits: tuple[int, int], monkeypatch: pytest.Mon
     monkeypatch.setattr(servers, "is_cpu_build", lambda: True)
     resource.setrlimit(resource.RLIMIT_NOFILE, (1024, limits[1]))
     assert servers.check_engine_servers(VLLMConfig(servers=2, concurrency=300)).endswith("by vLLM for CPU")
-    asked = servers.check_engine_servers(VLLMConfig(servers=4, concurrency=512))
+    asked = servers.check_engine_servers(VLLMConfig(servers=4, concurrency=512), placed=True)
+    assert asked.startswith("4 will be started on the nodes of the cluster; ")
     assert "only 768 of 2048 requests are in flight at a time, because this process may open only 1024 files" in asked
     assert ": set `ulimit -n 2304`" in asked
 

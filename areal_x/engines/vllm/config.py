@@ -19,7 +19,8 @@ class VLLMConfig:
     """The vLLM servers that generate: started by the run, or already running."""
 
     servers: int = 1
-    """Number of servers to start on this machine."""
+    """Number of servers to start: on this machine, or with train.cluster = 'ray' on the nodes of the
+    cluster."""
     urls: tuple[str, ...] = ()
     """Addresses of running servers; if given, none is started."""
     key_variable: str = "VLLM_API_KEY"

@@ -1,4 +1,5 @@
-"""The engine over vLLM servers, started here on loopback ports or given by their URLs.
+"""The engine over vLLM servers: started by the run, here on loopback ports or on the nodes of a
+cluster, or given by their URLs.
 
 Every request that entered is answered, whichever servers are lost meanwhile, and every token has
 one true version: the tokens that a lost server was generating are generated again elsewhere, and a

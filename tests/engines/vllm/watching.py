@@ -90,8 +90,8 @@ def watching() -> Iterator[Watch]:
             super().quarantine(name, reason, now)
             watch.losses += self._messages[before:]
 
-    def started(launch: servers.Launch) -> Any:
-        server = start(launch)
+    def started(launch: servers.Launch, **options: Any) -> Any:
+        server = start(launch, **options)
         watch.logs.setdefault(server.log, 0)
         return server
 
