@@ -1,7 +1,11 @@
-"""What a server needs of its node."""
+"""What a server needs of its node, and that its keeper ends with it."""
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
+import psutil
 import pytest
 
 from areal_x.cluster.config import ClusterConfig
@@ -30,3 +34,28 @@ def test_a_server_is_placed_on_the_nodes_of_its_role():
 def test_settings_that_cannot_work_are_refused(setting, value):
     with pytest.raises(ConfigError, match=rf"cluster\.{setting}"):
         ClusterConfig(**{setting: value})
+
+
+WORKER = """
+import time
+from areal_x.cluster.places import made
+assert made(lambda: "the object", 0) == "the object"
+print("made", flush=True)
+time.sleep(600)
+"""
+RAYLET = """
+import subprocess, sys
+worker = subprocess.Popen([sys.executable, "-c", sys.argv[1]], stdout=subprocess.PIPE, text=True)
+assert worker.stdout.readline() == "made\\n"
+print(worker.pid, flush=True)
+worker.wait()
+"""
+
+
+def test_a_keepers_process_ends_with_its_raylet() -> None:
+    words = [sys.executable, "-c", RAYLET, WORKER]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as raylet:
+        assert raylet.stdout is not None
+        worker = psutil.Process(int(raylet.stdout.readline()))
+        raylet.kill()
+        assert psutil.wait_procs([worker], timeout=30)[1] == []

@@ -183,6 +183,7 @@ ENDINGS = [
     "the watchdog is killed",
     "the second watchdog is killed",
     "the second watchdog is stopped",
+    "the watchdog and the server die",
     "the server dies",
 ]
 
@@ -200,6 +201,12 @@ def test_however_it_ends_no_process_of_a_server_is_left(ending: str, tmp_path: P
             watchdog, second, server, _ = processes
             if ending == "the owner is killed":
                 owner.kill()
+            elif ending == "the watchdog and the server die":
+                second.suspend()  # both are gone before it looks
+                watchdog.kill()
+                server.kill()
+                wait_for(lambda: gone([watchdog, server]))
+                second.resume()
             elif ending.endswith("is stopped"):
                 (second if "second" in ending else watchdog).terminate()
             elif ending.endswith("is killed"):
