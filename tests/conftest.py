@@ -25,7 +25,7 @@ pytest.register_assert_rewrite("areal_x.testing.conformance")
 settings.register_profile("any_speed", deadline=None)
 settings.load_profile("any_speed")
 
-os.environ.setdefault("QUICKSTART_STEPS", "6")  # for the notebook, which is run as a test
+os.environ.setdefault("QUICKSTART_STEPS", "2")  # for the notebook, which is run as a test
 
 
 # Compilation is most of the suite's time: it takes half as long without these emitters, and a fifth less if programs are not
