@@ -108,6 +108,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         return item.nodeid.partition("::")[0]
 
     for item in items:
+        if item.nodeid.endswith(".ipynb::quickstart.ipynb"):  # it trains five models
+            item.add_marker(pytest.mark.thorough)
         if item.get_closest_marker("xdist_group") is None:
             item.add_marker(pytest.mark.xdist_group(module(item)))
     places = {name: place for place, name in enumerate(LONGEST_FIRST)}

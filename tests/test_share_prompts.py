@@ -204,7 +204,7 @@ def metrics_of(directory: Path, runs: Path, **changes: Any) -> tuple[list[dict[s
     return [turn.metrics for turn in turns[1:]], turns[1:]
 
 
-@pytest.mark.parametrize("name", ["jax", "torch"])
+@pytest.mark.parametrize("name", ["torch", *further("jax")])
 def test_a_run_learns_as_without_and_says_what_it_saved(name: str, tiny_model_dir: Path, tmp_path: Path) -> None:
     pytest.importorskip(f"areal_x_{name}")
     alone, _ = metrics_of(tiny_model_dir, tmp_path / "alone", backend=name)

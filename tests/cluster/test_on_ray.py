@@ -72,7 +72,7 @@ def test_two_processes_measure_what_one_does_alone(backend: str, ray: Cluster, t
     [
         pytest.param(JAX, 0, marks=pytest.mark.cluster, id="jax-0"),
         pytest.param(JAX, 1, marks=thorough, id="jax-1"),
-        pytest.param(TORCH, 0, id="torch-0"),
+        pytest.param(TORCH, 0, marks=thorough, id="torch-0"),
         pytest.param(TORCH, 1, marks=pytest.mark.cluster, id="torch-1"),
     ],
 )

@@ -41,7 +41,7 @@ MESHES = {
     "context-experts": ("moe", {"context": 2, "expert": 2}),
     "adapters-both": ("adapted-seeing", {"fsdp": 2, "tensor": 2}),
 }
-FIRST = ("fsdp", "distilled", "both")  # a mesh of two processes each way, and one of four
+FIRST = ("fsdp", "distilled")
 CASES = [*FIRST, *further(*(mesh for mesh in MESHES if mesh not in FIRST))]
 # What else is asked of a model, by its name.
 MORE: dict[str, dict[str, Any]] = {
