@@ -398,7 +398,7 @@ def test_tools_are_called_in_short_turns(watched, case):
     ready = ToolUse(nothing, tools=(Calculator(), Echo(), Picky()), max_turns=3, sampling=SAMPLING).setup(TOKENIZER)
     ready = replace(ready, pool=Here())
     task = Task("t", [{"role": "user", "content": "x"}])
-    watched(ready.run(task, Speaks(tokens(SAID[case]), tokens("fine"))))
+    watched(lambda: ready.run(task, Speaks(tokens(SAID[case]), tokens("fine"))))
 
 
 class Game:
