@@ -8,13 +8,16 @@ INSTALL := $(PIP) --constraint constraints.txt
 PROJECTS := . backends/jax backends/torch
 LOCK := .venv-lock
 
-.PHONY: demo test quick check cluster mutants docs wheels lock clean
+.PHONY: demo test quick thorough check cluster mutants docs wheels lock clean
 
 demo: $(VENV)/demo.stamp  ## watch a language model learn to add: core and JAX only, no torch, no vLLM
 	$(BIN)/areal-x train examples/arithmetic/grpo.gin
 
-test: $(VENV)/test.stamp check  ## everything, against a real vLLM server for CPU
+test: $(VENV)/test.stamp check  ## the suite, against both backends and a real vLLM server for CPU
 	$(BIN)/python -m pytest -n 2 --dist loadgroup
+
+thorough: $(VENV)/test.stamp  ## what make test leaves out: further models, meshes and values of its tests, and searches at random
+	$(BIN)/python -m pytest -n 2 --dist loadgroup -m "thorough and not cluster"
 
 quick: $(VENV)/test.stamp  ## the first case of each short test: no server, no training (tests/quick.py)
 	$(BIN)/python -m pytest --quick -n 2 --dist loadgroup tests

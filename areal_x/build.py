@@ -156,10 +156,10 @@ class Factory(Settings):
     ) -> Iterator[Models]:
         """Builds the trainer and whatever else the algorithm needs, in this process or in those of
         a cluster, which end with the body."""
-        configs = self.trainer_configs(directory, workflow)
         if self.cluster == trainers.HERE:
-            yield self.models_of(trainers.trainers_here(self.backend, configs), directory, workflow)
+            yield self.create_models(directory, workflow)
             return
+        configs = self.trainer_configs(directory, workflow)
         other_cpus = self.vllm.servers * self.placement.server_cpus if self.places_servers else 0.0
         with trainers.trainers_on_ray(
             self.backend, configs, losses, self.placement, logs, other_cpus

@@ -25,7 +25,7 @@ pytest.register_assert_rewrite("areal_x.testing.conformance")
 settings.register_profile("any_speed", deadline=None)
 settings.load_profile("any_speed")
 
-os.environ.setdefault("QUICKSTART_STEPS", "6")  # for the notebook, which is run as a test
+os.environ.setdefault("QUICKSTART_STEPS", "2")  # for the notebook, which is run as a test
 
 
 # Compilation is most of the suite's time: it takes half as long without these emitters, and a fifth less if programs are not
@@ -108,6 +108,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         return item.nodeid.partition("::")[0]
 
     for item in items:
+        if item.nodeid.endswith(".ipynb::quickstart.ipynb"):  # it trains five models
+            item.add_marker(pytest.mark.thorough)
         if item.get_closest_marker("xdist_group") is None:
             item.add_marker(pytest.mark.xdist_group(module(item)))
     places = {name: place for place, name in enumerate(LONGEST_FIRST)}

@@ -12,6 +12,7 @@ from areal_x.engines.embedded import EmbeddedConfig
 from areal_x.errors import ConfigError, UserError
 from areal_x.experiment import Experiment
 from tests.random_delays import TwoCalls, delayed, digest
+from tests.thorough import further
 
 
 @pytest.fixture(scope="module")
@@ -19,7 +20,7 @@ def embedded() -> EmbeddedConfig:
     return EmbeddedConfig(slots=8)  # fewer than a wave has requests
 
 
-@pytest.mark.parametrize("backend", ["jax", "torch"])
+@pytest.mark.parametrize("backend", ["jax", *further("torch")])
 def test_asynchronous_runs_with_different_delays_and_one_that_was_resumed_end_in_the_same_bits(
     backend: str, tiny_model_dir: Path, tmp_path: Path
 ) -> None:

@@ -23,6 +23,7 @@ from tests.packing_invariance import (
     measure_on_four_devices,
     model_directories,
 )
+from tests.thorough import thorough
 
 
 @pytest.fixture(scope="session")
@@ -50,6 +51,7 @@ def test_packing_order_and_micro_batches_change_nothing(backend, directories):
     assert too_far(found, found) == {}
 
 
+@thorough
 def test_four_devices_change_nothing(directories):
     pytest.importorskip("areal_x_jax")
     alone = measure("jax", directories, PACKINGS[:1])

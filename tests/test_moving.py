@@ -11,6 +11,7 @@ from areal_x import train
 from areal_x.monitor.metrics import read
 from areal_x.types import Batch
 from tests.backend_moves import Course, across, deviations, learn, recorded_batches, trainer
+from tests.thorough import further
 
 pytest.importorskip("jax")
 pytest.importorskip("torch")
@@ -82,7 +83,7 @@ def place(tmp_path: Path, tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch)
     return tmp_path
 
 
-@pytest.mark.parametrize("first, second", MOVES)
+@pytest.mark.parametrize("first, second", [MOVES[0], *further(*MOVES[1:])])
 def test_the_command_goes_on_with_a_run_of_the_other_backend(place, first, second):
     def run(name: str, backend: str, *more: str) -> list[dict[str, float]]:
         bindings = f"train.name = '{name}'", f"train.backend = '{backend}'"

@@ -16,6 +16,7 @@ from areal_x.hf import model_dir
 from areal_x.protocols.trainer_config import CriticConfig, OptimizerConfig
 from areal_x.workflows.supervised import Demonstrations, PreferencePairs
 from tests.experiments import TASKS, tiny_experiment
+from tests.thorough import further
 
 WRITTEN = [replace(task, answer="1" * (1 + i % 4)) for i, task in enumerate(TASKS)]
 PAIRS = [replace(task, answer={"chosen": "11" * (1 + i % 2), "rejected": "2" * (1 + i % 3)}) for i, task in enumerate(TASKS)]
@@ -62,7 +63,11 @@ def offline(experiment: Experiment, **changes: Any) -> Experiment:
 
 @pytest.mark.parametrize(
     "backend, name",
-    [*(("torch", name) for name in ONLINE), *(("jax", name) for name in ("grpo", "ppo", "decoupled_ppo", "remax"))],
+    [
+        *(("torch", name) for name in ONLINE),
+        ("jax", "grpo"),
+        *further(*(("jax", name) for name in ("ppo", "decoupled_ppo", "remax"))),
+    ],
     indirect=["backend"],
 )
 def test_a_recipe_runs_with_several_optimizer_steps_a_batch(experiment, name):

@@ -16,6 +16,7 @@ from areal_x.run.journal import FILE, Journal
 from areal_x.runtime import cores
 from tests.experiments import tiny_experiment
 from tests.launching import ONLINE, command_of, finished
+from tests.thorough import thorough
 
 
 @pytest.fixture(scope="module")
@@ -116,6 +117,7 @@ def test_a_run_whose_journal_is_gone_goes_on_with_its_checkpoint(recorded, tmp_p
     assert [row["step"] for row in resumed.metrics] == list(range(7))
 
 
+@thorough
 def test_the_command_replays_a_run_and_says_how_like_it_is(tiny_model_dir, tmp_path):
     folder = tmp_path / "folder"
     finished(command_of(tiny_model_dir, folder, ONLINE, "mesh.fsdp = 1"), 1, 1, folder)

@@ -15,6 +15,7 @@ from areal_x.errors import printable
 from tests import forking
 from tests.agents.test_agent import ask
 from tests.conftest import environment_with
+from tests.thorough import further
 
 ROOT = Path(__file__).parents[1]
 CONFIG = """
@@ -31,7 +32,7 @@ embedded.slots = 8
 """
 
 
-@pytest.mark.parametrize("backend", ["jax", "torch"])
+@pytest.mark.parametrize("backend", ["jax", *further("torch")])
 def test_the_command_serves_whoever_has_its_key_until_it_is_interrupted(backend, tiny_model_dir, tmp_path):
     pytest.importorskip(backend)
     file, address = tmp_path / "serve.gin", tmp_path / "gateway.json"

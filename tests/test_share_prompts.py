@@ -26,6 +26,7 @@ from areal_x.replay import Replay
 from areal_x.types import Batch, Episode, Group, Scored, Task, Trajectory
 from tests.conftest import QUICK, python_with
 from tests.experiments import TASKS, tiny_experiment
+from tests.thorough import further, thorough
 
 ROW = 96
 WAYS = [("jax", "dense"), ("jax", "blocked"), ("torch", "sdpa")]
@@ -88,7 +89,7 @@ def test_these_groups_share_in_every_way() -> None:
 
 
 @pytest.mark.parametrize("way", WAYS, ids="-".join)
-@pytest.mark.parametrize("name", ["qwen3", "qwen3-tied", "qwen2"])  # of which each shares keys among other numbers of heads
+@pytest.mark.parametrize("name", ["qwen3", *further("qwen3-tied", "qwen2")])  # each shares keys among another number of heads
 def test_log_probabilities_and_a_step_are_those_of_whole_sequences(
     way: tuple[str, str], name: str, model_dir_of: Callable[[str], Path]
 ) -> None:
@@ -142,6 +143,7 @@ def log_probabilities(directory: Path, shares: bool, context: int) -> list[float
     return trained_values(batch := batch_of(shares, Models(None)), trainer.logprobs(batch)).tolist()
 
 
+@thorough
 def test_a_mesh_that_splits_rows_gives_the_same(model_dir_of: Callable[[str], Path]) -> None:
     pytest.importorskip("areal_x_jax")
     directory = model_dir_of(MODEL)
@@ -202,7 +204,7 @@ def metrics_of(directory: Path, runs: Path, **changes: Any) -> tuple[list[dict[s
     return [turn.metrics for turn in turns[1:]], turns[1:]
 
 
-@pytest.mark.parametrize("name", ["jax", "torch"])
+@pytest.mark.parametrize("name", ["torch", *further("jax")])
 def test_a_run_learns_as_without_and_says_what_it_saved(name: str, tiny_model_dir: Path, tmp_path: Path) -> None:
     pytest.importorskip(f"areal_x_{name}")
     alone, _ = metrics_of(tiny_model_dir, tmp_path / "alone", backend=name)

@@ -16,6 +16,7 @@ from areal_x.monitor.metrics import read
 from areal_x.run import checkpoint
 from tests.cluster.cluster import Cluster, cluster
 from tests.launching import ONLINE, WRITTEN, Process, assert_measured_alike, command_of, finished, started
+from tests.thorough import thorough
 
 pytest.importorskip("ray")
 pytestmark = [pytest.mark.xdist_group("ray"), pytest.mark.timeout(600)]
@@ -24,7 +25,7 @@ RAY = "train.cluster = 'ray'"
 JAX = "train.backend = 'jax'"
 TORCH = "train.backend = 'torch'"
 TWO = RAY, "mesh.processes = 2", "mesh.fsdp = 2"
-BACKENDS = pytest.mark.parametrize("backend", [JAX, TORCH], ids=["jax", "torch"])
+BACKENDS = pytest.mark.parametrize("backend", [pytest.param(JAX, id="jax"), pytest.param(TORCH, id="torch", marks=thorough)])
 
 
 @pytest.fixture(scope="module")
@@ -70,8 +71,8 @@ def test_two_processes_measure_what_one_does_alone(backend: str, ray: Cluster, t
     "backend, gone",
     [
         pytest.param(JAX, 0, marks=pytest.mark.cluster, id="jax-0"),
-        pytest.param(JAX, 1, id="jax-1"),
-        pytest.param(TORCH, 0, id="torch-0"),
+        pytest.param(JAX, 1, marks=thorough, id="jax-1"),
+        pytest.param(TORCH, 0, marks=thorough, id="torch-0"),
         pytest.param(TORCH, 1, marks=pytest.mark.cluster, id="torch-1"),
     ],
 )
@@ -215,6 +216,7 @@ def test_an_address_where_nothing_answers_is_refused(tiny_model_dir: Path, tmp_p
     assert said == "error: no Ray cluster answers at 127.0.0.1:9 (Connection refused): see RAY_ADDRESS"
 
 
+@thorough
 def test_another_token_is_refused(ray: Cluster, tiny_model_dir: Path, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     command = command_of(tiny_model_dir, folder, WRITTEN, *TWO)

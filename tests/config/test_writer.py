@@ -35,6 +35,7 @@ from tests import forking
 from tests.conftest import environment_with
 from tests.experiments import TASKS
 from tests.ones import counts_ones
+from tests.thorough import thorough
 
 
 @gin.configurable(module="recorded_test")
@@ -284,6 +285,7 @@ if __name__ == "__main__":
 """
 
 
+@thorough
 def test_a_run_from_python_is_replayed_without_its_tasks_and_its_reward(tiny_model_dir, tmp_path):
     (tmp_path / "program.py").write_text(NOTEBOOK)
     for command in (["program.py", str(tiny_model_dir)], ["-m", "areal_x.replay", "runs/mine"]):

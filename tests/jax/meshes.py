@@ -85,15 +85,15 @@ def learn_on(
     return [json.loads(line) for line in said.splitlines() if line.startswith("{")]
 
 
-if __name__ == "__main__":
-    directory, lora, *meshes = sys.argv[1:]
-    for mesh in meshes:
-        print(json.dumps(learn(Path(directory), json.loads(mesh), LoRAConfig(**json.loads(lora)))), flush=True)
-
-
 def leave_together(processes: int) -> None:
     """Ends this process when the others are done too: JAX aborts one that outlives the first."""
     if processes > 1:
         multihost_utils.sync_global_devices("done")
         sys.stdout.flush()
         os._exit(0)
+
+
+if __name__ == "__main__":
+    directory, lora, *meshes = sys.argv[1:]
+    for mesh in meshes:
+        print(json.dumps(learn(Path(directory), json.loads(mesh), LoRAConfig(**json.loads(lora)))), flush=True)

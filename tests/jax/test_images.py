@@ -31,11 +31,12 @@ from areal_x_jax.vision import image_features
 from areal_x_jax.vision_architecture import MODULES, VisionArchitecture
 from areal_x_jax.weights import from_tensors, saved_name, to_tensors
 from tests.models import IMAGE, PROMPTS, log_softmax, reference_model, seen_logits, stand_in_reference, with_images
+from tests.thorough import further, thorough
 
 from .meshes import learn, learn_on
 
 MadeModel = Callable[[str], Path]
-FAMILIES = ("qwen2_5_vl", "qwen3_vl")
+FAMILIES = ["qwen3_vl", *further("qwen2_5_vl")]
 IMAGES_OF = [[part for part in parts if not isinstance(part, int)] for parts in PROMPTS]
 ROW = 64
 OPTIMIZER = OptimizerConfig(learning_rate=1e-2, weight_decay=0.1, warmup_steps=4, clip_norm=0.5, eps=1e-4)
@@ -202,6 +203,7 @@ def test_a_batch_without_images_is_that_of_a_text_model(model_dir_of: MadeModel)
         np.testing.assert_allclose(logp[1:], expected, atol=1e-4)
 
 
+@thorough
 def test_updates_are_the_same_on_a_mesh(model_dir_of: MadeModel) -> None:
     directory, mesh = model_dir_of("qwen3_vl"), {"data": 2, "fsdp": 2, "tensor": 2}
     alone = learn(directory, {})

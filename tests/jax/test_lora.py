@@ -22,6 +22,7 @@ from areal_x.types import Batch, Policy
 from areal_x_jax.trainer import Trainer
 from areal_x_jax.update import update_step
 from tests.models import log_softmax, reference_model, torch_logits, trajectories
+from tests.thorough import thorough
 
 from .meshes import learn, learn_on
 from .test_trainer import LENGTHS, OPTIMIZER, learnable, make_trainer
@@ -258,6 +259,7 @@ def test_a_critics_score_is_trained_in_full_beside_its_adapters(batch: Batch, mo
     np.testing.assert_allclose(plain.values(batch), critic.values(batch), atol=1e-4)
 
 
+@thorough
 def test_ten_updates_of_adapters_are_the_same_on_a_mesh(model_dir_of: MadeModel) -> None:
     alone = learn(model_dir_of("even"), {}, LORA)
     mesh = {"fsdp": 2, "tensor": 2, "data": 2}

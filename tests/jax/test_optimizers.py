@@ -22,6 +22,7 @@ from areal_x.types import Batch
 from areal_x_jax.optimizers import make_optimizer, orthogonal
 from areal_x_jax.trainer import Trainer
 from tests.conftest import QUICK, python_with
+from tests.thorough import thorough
 
 from .meshes import batch_of
 
@@ -394,6 +395,7 @@ for kind in ("adafactor", "muon"):
 """
 
 
+@thorough
 def test_eight_devices_with_parts_of_the_moments_do_what_one_does(model_dir_of: MadeModel, tmp_path: Path) -> None:
     said = python_with(8, "-c", ON_DEVICES, str(model_dir_of("even-moe")), str(tmp_path), **QUICK)
     lines = [json.loads(line) for line in said.splitlines() if line.startswith("{")]

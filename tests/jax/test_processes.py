@@ -13,11 +13,12 @@ import pytest
 
 from areal_x.hf import model_dir
 from tests.launching import finished
+from tests.thorough import thorough
 
-MESHES = [
-    {"name": "fsdp", "optimizer": "adamw", "fsdp": 4},
-    {"name": "tensor", "optimizer": "muon", "fsdp": 2, "tensor": 2},
-]
+MESHES = {
+    "tensor": {"optimizer": "muon", "fsdp": 2, "tensor": 2},
+    "fsdp": {"optimizer": "adamw", "fsdp": 4},
+}
 
 
 @pytest.fixture(scope="module")
@@ -25,10 +26,9 @@ def asked(model_dir_of: Callable[[str], Path], tmp_path_factory: pytest.TempPath
     """A folder with the results of one process with four devices, one-two-NAME.json, and of two with two, two-NAME.json."""
     folder = tmp_path_factory.mktemp("processes")
     command = [sys.executable, "-m", "tests.jax.processes", str(model_dir_of("even")), str(folder)]
-    finished([*command, *(json.dumps({**mesh, "name": f"one-two-{mesh['name']}"}) for mesh in MESHES)], 1, 4, folder)
-    finished(
-        [*command, *(json.dumps({**mesh, "name": f"two-{mesh['name']}", "processes": 2}) for mesh in MESHES)], 2, 2, folder
-    )
+    finished([*command, *(json.dumps({**mesh, "name": f"one-two-{name}"}) for name, mesh in MESHES.items())], 1, 4, folder)
+    of_two = (json.dumps({**mesh, "name": f"two-{name}", "processes": 2}) for name, mesh in MESHES.items())
+    finished([*command, *of_two], 2, 2, folder)
     return folder
 
 
@@ -36,7 +36,8 @@ def found(folder: Path, name: str) -> dict[str, Any]:
     return json.loads((folder / f"{name}.json").read_text())
 
 
-@pytest.mark.parametrize("mesh", ["fsdp", "tensor"])
+@thorough
+@pytest.mark.parametrize("mesh", MESHES)
 def test_two_processes_of_two_devices_learn_what_one_of_four_does(asked: Path, mesh: str) -> None:
     one, two = found(asked, f"one-two-{mesh}"), found(asked, f"two-{mesh}")
     assert two.keys() == one.keys()
@@ -50,7 +51,8 @@ def test_two_processes_of_two_devices_learn_what_one_of_four_does(asked: Path, m
     assert two["version"] == one["version"] == 4
 
 
-@pytest.mark.parametrize("mesh", ["fsdp", "tensor"])
+@thorough
+@pytest.mark.parametrize("mesh", MESHES)
 def test_a_state_of_one_process_goes_through_two_without_losing_a_bit(asked: Path, mesh: str) -> None:
     for tensors in (model_dir.read_tensors, model_dir.read_moments):
         before, after = (dict(tensors(asked / f"{which}-two-{mesh}")) for which in ("one", "back"))

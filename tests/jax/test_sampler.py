@@ -28,6 +28,7 @@ from areal_x_jax.sampler import Sampler
 from areal_x_jax.sampling import uniform
 from tests.engines import conformance
 from tests.launching import finished
+from tests.thorough import further, thorough
 
 from .sampling import sample
 
@@ -170,7 +171,7 @@ def test_an_extreme_uniform_still_draws_a_token_that_has_mass() -> None:
         assert np.isfinite(logprobs).all()
 
 
-@pytest.mark.parametrize("name", ["qwen2-tied-yarn", "qwen2-moe-between", "llama3", "mistral-window", "gemma3"])
+@pytest.mark.parametrize("name", ["qwen2-moe-between", *further("qwen2-tied-yarn", "llama3", "mistral-window", "gemma3")])
 def test_what_every_family_draws_has_the_probability_that_its_trainer_gives(
     name: str, model_dir_of: Callable[[str], Path]
 ) -> None:
@@ -187,6 +188,7 @@ def test_what_every_family_draws_has_the_probability_that_its_trainer_gives(
         np.testing.assert_allclose(drawn.gather(trainer.logprobs(drawn.batch))[0][len(request.tokens) :], logprobs, atol=1e-4)
 
 
+@thorough
 def test_a_mesh_draws_what_one_device_draws_each_group_with_its_own_slots(
     model_dir_of: Callable[[str], Path], tmp_path: Path
 ) -> None:

@@ -12,6 +12,7 @@ import pytest
 from areal_x.errors import UserError
 from areal_x.hf.model_dir import check_portable
 from tests.launching import finished
+from tests.thorough import further, thorough
 
 from .resharding import make_trainer
 
@@ -30,7 +31,8 @@ def write(directory: Path, folder: Path, optimizer: str, *meshes: dict[str, int]
     finished(command, processes, 4 // processes, folder)
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+@thorough
+@pytest.mark.parametrize("optimizer", ["adamw", *further("muon")])
 def test_a_run_saved_on_one_mesh_is_read_on_others_bit_for_bit(optimizer: str, model_dir_of: MadeModel, tmp_path: Path) -> None:
     directory = model_dir_of("even")
     write(directory, tmp_path, optimizer, {"fsdp": 4}, {"fsdp": 2, "tensor": 2})

@@ -36,7 +36,7 @@ def copied(to: Path) -> Path:
 def run_tests(root: Path, tests: Sequence[str]) -> tuple[int, str]:
     """pytest's exit status and the end of its output, in a copy that wins over what is installed."""
     paths = os.pathsep.join(str(root / part) for part in ("", "backends/jax", "backends/torch"))
-    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "-m", "not server", *tests]
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "-m", "not server and not cluster", *tests]
     try:
         done = subprocess.run(
             command, cwd=root, env={**os.environ, "PYTHONPATH": paths}, capture_output=True, text=True, timeout=LONGEST

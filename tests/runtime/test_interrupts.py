@@ -17,6 +17,7 @@ from areal_x.runtime import interrupts
 from areal_x.runtime.interrupts import deferred_interrupts, deferred_interrupts_in_each, raise_if_interrupted
 from tests import forking
 from tests.conftest import environment_with
+from tests.thorough import further
 
 OF_A_STEP = ["the loss", "a destructor", "a weak reference's callback", "a collection of garbage"]
 EVERY_MOMENT = 26
@@ -41,7 +42,7 @@ def stopped(place: Path, model: Path, backend: str, moments: list[str]) -> list[
     return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
 
 
-@pytest.mark.parametrize(("backend", "moments"), [("torch", []), ("jax", OF_A_STEP)])
+@pytest.mark.parametrize(("backend", "moments"), [("torch", []), *further(("jax", OF_A_STEP))])
 def test_a_signal_is_honoured_at_whatever_moment_it_comes(tmp_path, tiny_model_dir, backend, moments):
     if find_spec(f"areal_x_{backend}") is None:
         pytest.skip(f"the {backend} backend is not installed")

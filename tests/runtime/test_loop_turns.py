@@ -33,6 +33,7 @@ from areal_x.runtime import loop as loops
 from areal_x.types import Scored, Task
 from areal_x.workflows.single_turn import SingleTurn
 from tests.agents.chat.speaking import tokenizer_of
+from tests.thorough import further
 
 LONGEST = 0.05  # seconds of a turn
 CONTEXT = 32_000
@@ -304,7 +305,7 @@ def random_body(rng):
     return data
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", [0, *further(*range(1, 8))])
 def test_random_requests_are_answered_in_short_turns(watched, gateway, seed):
     rng = np.random.default_rng(seed)
     for _ in range(20):
@@ -397,7 +398,7 @@ def test_tools_are_called_in_short_turns(watched, case):
     ready = ToolUse(nothing, tools=(Calculator(), Echo(), Picky()), max_turns=3, sampling=SAMPLING).setup(TOKENIZER)
     ready = replace(ready, pool=Here())
     task = Task("t", [{"role": "user", "content": "x"}])
-    watched(ready.run(task, Speaks(tokens(SAID[case]), tokens("fine"))))
+    watched(lambda: ready.run(task, Speaks(tokens(SAID[case]), tokens("fine"))))
 
 
 class Game:
@@ -478,7 +479,7 @@ def test_a_tree_of_many_branches_becomes_trajectories_in_short_turns(watched):
     assert len(watched(play()).trajectories) == 100
 
 
-@pytest.mark.parametrize("kind", ["a text", "many", "values", "escapes"])
+@pytest.mark.parametrize("kind", ["a text", *further("many", "values", "escapes")])
 def test_what_a_tools_server_answers_is_read_in_short_turns(watched, kind):
     pytest.importorskip("mcp")
 

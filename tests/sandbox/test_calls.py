@@ -20,6 +20,7 @@ import pytest
 
 from areal_x.sandbox import seccomp
 from areal_x.sandbox.pool import Sandbox, SandboxLimits
+from tests.thorough import further
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs Linux")
 
@@ -107,7 +108,7 @@ print(found)
 """
 
 
-@pytest.fixture(params=["root", "user", "landlock"])
+@pytest.fixture(params=["user", *further("root", "landlock")])
 def mechanism(request):
     return request.param
 

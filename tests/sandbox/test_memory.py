@@ -15,6 +15,7 @@ import pytest
 
 from areal_x.runtime import memory_group
 from areal_x.sandbox.pool import Sandbox, SandboxLimits
+from tests.thorough import further
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs Linux")
 
@@ -121,7 +122,7 @@ ATTACKS = {
 }
 
 
-@pytest.fixture(params=["root", "user", "landlock"])
+@pytest.fixture(params=["user", *further("root", "landlock")])
 def mechanism(request):
     return request.param
 

@@ -15,13 +15,14 @@ import pytest
 
 from areal_x.errors import ConfigError, UserError
 from areal_x.sandbox.pool import ProgramResult, Sandbox, SandboxLimits, shorten
+from tests.thorough import further
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs Linux")
 
 SHORT = SandboxLimits(seconds=20, cpu_seconds=20)  # for what is ended by something else than time
 
 
-@pytest.fixture(params=["root", "user", "landlock"])
+@pytest.fixture(params=["user", *further("root", "landlock")])
 def mechanism(request):
     return request.param
 

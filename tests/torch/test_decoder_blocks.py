@@ -19,6 +19,7 @@ from areal_x_torch import decoder_blocks, loading
 from areal_x_torch import trainer as trainer_module
 from areal_x_torch.sharding import make_mesh, shard_model
 from tests.models import MODELS, trajectories, write_config
+from tests.thorough import thorough
 
 from .test_trainer import all_weights, batch_of, save_model, sequences, trainer_of
 
@@ -64,6 +65,7 @@ def test_auto_takes_the_first_that_fits_into_half_of_what_is_left(qwen3):
         assert decoder_blocks.choose(config, torch.bfloat16, products, bytes_of_room, 10) == wanted
 
 
+@thorough
 def test_the_same_programs_serve_every_block_and_every_length(tmp_path):
     counts = {}
     torch._dynamo.reset()

@@ -19,6 +19,7 @@ from areal_x.hf import model_dir
 from areal_x.protocols.trainer_config import OptimizerConfig
 from areal_x_torch.optimizers import Optimizer
 from tests.backend_moves import LOSS, deviations, learn, recorded_batches, trainer
+from tests.thorough import thorough
 
 KINDS = {"adamw": {}, "adamw-bf16": {"moments": "bf16"}, "adafactor": {}, "muon": {}, "muon-bf16": {"moments": "bf16"}}
 SETTINGS = {"learning_rate": 1e-3, "warmup_steps": 3, "schedule": "cosine", "schedule_steps": 10, "weight_decay": 0.1}
@@ -141,5 +142,6 @@ def one_of_two(rank: int, directory: str) -> None:
     distributed.destroy_process_group()
 
 
+@thorough
 def test_two_processes_with_parts_of_the_moments_do_what_one_does(tmp_path: Path):
     multiprocessing.spawn(one_of_two, (str(tmp_path),), nprocs=2)

@@ -19,6 +19,7 @@ from areal_x.errors import UserError
 from areal_x.hf import adapters, model_dir
 from tests.launching import finished
 from tests.models import DIVISIBLE, write_config, write_random
+from tests.thorough import further, run_values
 
 from .processes import trainer_of
 from .test_trainer import save_model
@@ -40,6 +41,8 @@ MESHES = {
     "context-experts": ("moe", {"context": 2, "expert": 2}),
     "adapters-both": ("adapted-seeing", {"fsdp": 2, "tensor": 2}),
 }
+FIRST = ("fsdp", "distilled")
+CASES = [*FIRST, *further(*(mesh for mesh in MESHES if mesh not in FIRST))]
 # What else is asked of a model, by its name.
 MORE: dict[str, dict[str, Any]] = {
     "taught": {"teacher": "qwen2"},
@@ -53,7 +56,13 @@ SIX_EXPERTS = DIVISIBLE["even-moe"] | {"num_experts": 6, "num_hidden_layers": 2,
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def meshes(request: pytest.FixtureRequest) -> dict[str, tuple[str, dict[str, int]]]:
+    """The meshes that this session asks for, by their names."""
+    return {mesh: MESHES[mesh] for mesh in MESHES if mesh in run_values(request, "mesh") | {"fsdp"}}
+
+
+@pytest.fixture(scope="module")
+def folder(meshes: Mapping[str, tuple[str, dict[str, int]]], tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Models, and what one process found of them, one-NAME.json, and saved."""
     folder = tmp_path_factory.mktemp("processes")
     save_model(folder / "qwen3", "qwen3", head_dim=16, tie_word_embeddings=False)
@@ -64,8 +73,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_random("qwen2_5_vl", folder / "qwen2_5_vl")
     for name, of in (("taught", "qwen3"), ("adapted", "qwen2"), ("adapted-seeing", "qwen2_5_vl")):
         (folder / name).symlink_to(folder / of)
-    find(folder, 1, {f"one-{model}": (model, {}) for model, _ in MESHES.values()})
-    for name, (model, _) in MESHES.items():
+    find(folder, 1, {f"one-{model}": (model, {}) for model, _ in meshes.values()})
+    for name, (model, _) in meshes.items():
         for form in ("one", "sharded-one"):
             (folder / f"{form}-{name}").symlink_to(folder / f"{form}-{model}")
     return folder
@@ -84,14 +93,14 @@ def find(folder: Path, processes: int, meshes: Mapping[str, tuple[str, dict[str,
 
 
 @pytest.fixture(scope="module")
-def of_two(folder: Path) -> Path:
-    find(folder, 2, {name: of for name, of in MESHES.items() if prod(of[1].values()) == 2})
+def of_two(folder: Path, meshes: Mapping[str, tuple[str, dict[str, int]]]) -> Path:
+    find(folder, 2, {name: of for name, of in meshes.items() if prod(of[1].values()) == 2})
     return folder
 
 
 @pytest.fixture(scope="module")
-def of_four(folder: Path) -> Path:
-    find(folder, 4, {name: of for name, of in MESHES.items() if prod(of[1].values()) == 4})
+def of_four(folder: Path, meshes: Mapping[str, tuple[str, dict[str, int]]]) -> Path:
+    find(folder, 4, {name: of for name, of in meshes.items() if prod(of[1].values()) == 4})
     return folder
 
 
@@ -114,7 +123,7 @@ def found(folder: Path, name: str) -> dict[str, Any]:
 
 
 @in_one_worker
-@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize("mesh", CASES)
 def test_several_processes_learn_what_one_does(asked: Path, mesh: str) -> None:
     one, two = found(asked, f"one-{MESHES[mesh][0]}"), found(asked, mesh)
     for alone, together in zip(one["updates"], two["updates"], strict=True):
@@ -132,7 +141,7 @@ def test_several_processes_learn_what_one_does(asked: Path, mesh: str) -> None:
 
 
 @in_one_worker
-@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize("mesh", CASES)
 def test_a_step_that_is_not_finite_is_skipped_by_all(asked: Path, mesh: str) -> None:
     assert found(asked, mesh)["skipped"] == 1
 
@@ -148,7 +157,7 @@ def assert_same(directory: Path, expected: Path) -> None:
 
 
 @in_one_worker
-@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize("mesh", CASES)
 def test_a_state_of_one_process_goes_through_several_without_losing_a_bit(asked: Path, mesh: str) -> None:
     assert_same(asked / f"back-{mesh}", asked / f"one-{mesh}")
     one = found(asked, f"one-{MESHES[mesh][0]}")
@@ -156,7 +165,7 @@ def test_a_state_of_one_process_goes_through_several_without_losing_a_bit(asked:
 
 
 @in_one_worker
-@pytest.mark.parametrize("mesh", [mesh for mesh in MESHES if "adapters" not in mesh])
+@pytest.mark.parametrize("mesh", [*FIRST, *further(*(mesh for mesh in MESHES if mesh not in FIRST and "adapters" not in mesh))])
 def test_parts_are_read_by_several_processes_and_by_one_bit_for_bit(asked: Path, mesh: str, tmp_path: Path) -> None:
     one = asked / f"one-{mesh}"
     assert_same(asked / f"resharded-{mesh}", one)  # written by one, read by several

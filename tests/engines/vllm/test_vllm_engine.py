@@ -21,6 +21,7 @@ from areal_x.testing.models import write_model
 from tests.engines import conformance
 from tests.engines.conformance import expected_logprobs
 from tests.servers import Run, Weights
+from tests.thorough import thorough
 
 pytestmark = [pytest.mark.server, pytest.mark.xdist_group("vllm")]
 
@@ -219,6 +220,7 @@ def test_a_url_where_no_server_is_is_one_sentence(tiny_model_dir: Path, tmp_path
         run(engine.start())
 
 
+@thorough
 def test_a_server_that_dies_at_start_says_why_and_leaves_nothing(tiny_model_dir: Path, tmp_path: Path, run: Run) -> None:
     config = VLLMConfig(context=256, arguments=("--no-such-flag",), staging=str(tmp_path / "staging"))
     lines: list[str] = []
@@ -231,6 +233,7 @@ def test_a_server_that_dies_at_start_says_why_and_leaves_nothing(tiny_model_dir:
     run(engine.close())
 
 
+@thorough
 @pytest.mark.loses(r"^vLLM server 1 of 1 is lost ")
 def test_a_server_killed_under_requests_takes_none_with_it_and_comes_back_with_the_newest_weights(
     given_url: tuple[str, str],

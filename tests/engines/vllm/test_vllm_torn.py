@@ -24,8 +24,9 @@ from areal_x.testing.models import write_model
 from tests.engines.conformance import expected_logprobs
 from tests.engines.vllm.watching import LOGS, Watch
 from tests.servers import Run, Weights
+from tests.thorough import thorough
 
-pytestmark = [pytest.mark.server, pytest.mark.xdist_group("vllm-torn")]
+pytestmark = [thorough, pytest.mark.server, pytest.mark.xdist_group("vllm-torn")]
 
 LONG = Request(np.arange(2, 14, dtype=np.int32), SamplingParams(max_tokens=450))
 SHORT = Request(np.arange(2, 14, dtype=np.int32), SamplingParams(max_tokens=5))

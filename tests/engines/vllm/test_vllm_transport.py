@@ -57,7 +57,7 @@ def test_a_run_whose_trainer_is_not_of_torch_is_refused_when_it_is_written_down(
         Experiment(dataset=dataset, workflow=workflow, trainer=trainer, backend="jax", engine="vllm", vllm=NCCL)
 
 
-def test_adapters_and_handles_of_several_processes_are_refused() -> None:
+def test_adapters_and_handles_beside_a_cluster_are_refused() -> None:
     pytest.importorskip("areal_x_torch")
     check_run(NCCL, "torch", here=True, lora_rank=0)
     check_run(HANDLES, "torch", here=True, lora_rank=0)
