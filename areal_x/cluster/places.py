@@ -7,9 +7,6 @@ A keeper that is gone is not started again by Ray: whoever needs it asks its pla
 from __future__ import annotations
 
 import asyncio
-import os
-import threading
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
@@ -20,6 +17,7 @@ from typing import Any
 from areal_x.cluster.config import ROLE, ClusterConfig
 from areal_x.cluster.connection import nodes
 from areal_x.cluster.gang import Room
+from areal_x.cluster.parent import end_with_parent
 from areal_x.cluster.process import PACKAGE, Process, Raised
 from areal_x.cluster.room import check_room, missing
 from areal_x.cluster.surroundings import Surroundings
@@ -218,13 +216,5 @@ def readable(error: BaseException, node: str) -> Exception:
 
 def made(make: Callable[[], Any], rank: int) -> Any:
     """Makes the object, in its process, which then ends with its node."""
-    threading.Thread(target=end_with, args=(os.getppid(),), daemon=True).start()
+    end_with_parent()
     return make()
-
-
-def end_with(parent: int) -> None:
-    """Ends this process with its parent, the node's raylet: Ray was seen to take more than 100
-    seconds for that. (PR_SET_PDEATHSIG would fire when the *thread* that started it ends.)"""
-    while os.getppid() == parent:
-        time.sleep(POLL_SECONDS)
-    os._exit(1)

@@ -51,9 +51,9 @@ ALLOWED: dict[str, Inside | Bounded | str] = {
     "testing/conformance/test_files.py test_a_checkpoint_saved_in_the_background_restores_the_state_at_its_time: wait()": TEST,
     "cluster/connection.py check_closed: stranger.wait()": Bounded("SECONDS_TO_PROBE"),
     "cluster/on_ray.py gone_soon: ray.wait()": Bounded("SECONDS_TO_BLAME"),
+    "cluster/parent.py _watch: time.sleep()": OURS_TO_END,  # in a process of Ray
     "cluster/places.py RayKeeper.lives: await asyncio.wrap_future": Bounded("SECONDS_TO_ANSWER"),
     "cluster/places.py answer.settle: done.result()": AT_ONCE,
-    "cluster/places.py end_with: time.sleep()": OURS_TO_END,  # in the keeper's process
     "cluster/places.py has_ended: ray.wait()": AT_ONCE,
     "cluster/places.py result: await asyncio.wrap_future": Inside("its keeper to start"),
     "runtime/memory_group.py _remove: time.sleep()": Bounded("REMOVAL_SECONDS"),
