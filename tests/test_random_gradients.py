@@ -48,7 +48,7 @@ def gradient_of_transformers(
     directory: Path, trajectories: list[Trajectory], anchors: list[np.ndarray], advantages: np.ndarray, how: dict[str, float]
 ) -> tuple[float, float, list[np.ndarray]]:
     """The loss as its paper has it, of each sequence alone; the norm of its gradient; and each answer's log-probabilities."""
-    model, total, said = reference_model(directory), 0.0, []
+    model, total, outputs = reference_model(directory), 0.0, []
     for trajectory, anchor, advantage in zip(trajectories, anchors, advantages, strict=True):
         logits = model(torch.tensor(trajectory.tokens[None]).long()).logits[0, :-1] / how["temperature"]
         logp = logits.log_softmax(-1).gather(1, torch.tensor(trajectory.tokens[1:, None]).long())[:, 0]
@@ -56,10 +56,10 @@ def gradient_of_transformers(
         ratio = (logp - torch.tensor(anchor)).exp()
         clipped = ratio.clamp(1 - how["clip_low"], 1 + how["clip_high"])
         total = total - torch.minimum(ratio * advantage, clipped * advantage).sum() / count / len(trajectories)
-        said.append(logp.detach().numpy())
+        outputs.append(logp.detach().numpy())
     total.backward()
     norm = torch.sqrt(sum((p.grad**2).sum() for p in model.parameters() if p.grad is not None))
-    return float(total), float(norm), said
+    return float(total.detach()), float(norm.detach()), outputs
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -73,8 +73,8 @@ def test_a_random_models_gradient_is_transformers_own(seed: int, tmp_path: Path)
         trajectories.append(Trajectory.from_completion(prompt, answer, np.zeros(len(answer)), np.zeros(len(answer))))
     advantages = rng.normal(0.5, 1, len(trajectories))
     nothing = [np.zeros(int(t.mask.sum()), np.float32) for t in trajectories]
-    _, _, said = gradient_of_transformers(directory, trajectories, nothing, advantages, how)
-    anchors = [(x + rng.normal(0, 0.2, len(x))).astype(np.float32) for x in said]
+    _, _, outputs = gradient_of_transformers(directory, trajectories, nothing, advantages, how)
+    anchors = [(x + rng.normal(0, 0.2, len(x))).astype(np.float32) for x in outputs]
     loss, norm, _ = gradient_of_transformers(directory, trajectories, anchors, advantages, how)
 
     packed = pack(trajectories, int(rng.integers(24, 64)))
@@ -95,7 +95,7 @@ def test_a_random_models_gradient_is_transformers_own(seed: int, tmp_path: Path)
             temperature=how["temperature"],
         )
         trainer = create_trainer(backend, config)
-        for x, expected in zip(packed.gather(trainer.logprobs(batch)), said, strict=True):
+        for x, expected in zip(packed.gather(trainer.logprobs(batch)), outputs, strict=True):
             np.testing.assert_allclose(x[len(x) - len(expected) :], expected, atol=2e-4)
         row = trainer.update(batch, clip)
         assert row["loss"] == pytest.approx(loss, rel=1e-3, abs=1e-5), backend

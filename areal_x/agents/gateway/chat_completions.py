@@ -45,12 +45,12 @@ class TextPart(Lenient):
 Content = str | Many[TextPart]
 
 
-class FromSystem(Lenient):
+class SystemMessage(Lenient):
     role: Literal["system", "developer"]
     content: Content
 
 
-class FromUser(Lenient):
+class UserMessage(Lenient):
     role: Literal["user"]
     content: Content
 
@@ -66,7 +66,7 @@ class ToolCallSent(Lenient):
     function: CalledFunction
 
 
-class FromAssistant(Lenient):
+class AssistantMessage(Lenient):
     role: Literal["assistant"]
     content: Content | None = None
     reasoning_content: str | None = None
@@ -74,24 +74,26 @@ class FromAssistant(Lenient):
     tool_calls: Many[ToolCallSent] | None = None
 
 
-class FromTool(Lenient):
+class ToolMessage(Lenient):
     role: Literal["tool"]
     content: Content
     tool_call_id: str
 
 
-Sent = Annotated[FromSystem | FromUser | FromAssistant | FromTool, Field(discriminator="role")]
+Sent = Annotated[
+    SystemMessage | UserMessage | AssistantMessage | ToolMessage, Field(discriminator="role")
+]
 
 
-class FunctionGiven(Lenient):
+class FunctionDefinition(Lenient):
     name: ToolName
     description: str | None = None
     parameters: dict[str, Any] | None = None
 
 
-class ToolGiven(Lenient):
+class ToolDefinition(Lenient):
     type: Literal["function"]
-    function: FunctionGiven
+    function: FunctionDefinition
 
 
 class NamedFunction(Body):
@@ -119,7 +121,7 @@ class StreamOptions(Lenient):
 class ChatCompletionRequest(Body):
     model: str | None = None
     messages: Annotated[Many[Sent], Field(min_length=1)]
-    tools: Many[ToolGiven] | None = None
+    tools: Many[ToolDefinition] | None = None
     tool_choice: Literal["auto", "none", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = None
     max_tokens: Positive | None = None
@@ -272,20 +274,22 @@ def chat_request_of(parsed: ChatCompletionRequest) -> ChatRequest:
     )
 
 
-def message_of(sent: FromSystem | FromUser | FromAssistant | FromTool) -> dict[str, Any]:
+def message_of(
+    sent: SystemMessage | UserMessage | AssistantMessage | ToolMessage,
+) -> dict[str, Any]:
     """Returns a message in the form that chat templates know, without fields that clients add."""
     match sent:
-        case FromSystem():
+        case SystemMessage():
             return {"role": "system", "content": joined(sent.content)}
-        case FromUser():
+        case UserMessage():
             return {"role": "user", "content": joined(sent.content)}
-        case FromTool():
+        case ToolMessage():
             return {
                 "role": "tool",
                 "content": joined(sent.content),
                 "tool_call_id": sent.tool_call_id,
             }
-        case FromAssistant():
+        case AssistantMessage():
             message: dict[str, Any] = {
                 "role": "assistant",
                 "content": None if sent.content is None else joined(sent.content),

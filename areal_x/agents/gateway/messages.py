@@ -63,27 +63,27 @@ class ToolResultBlock(Lenient):
     content: str | Many[TextBlock] | None = None
 
 
-class FromUser(Lenient):
+class UserMessage(Lenient):
     role: Literal["user"]
     content: str | Many[Annotated[TextBlock | ToolResultBlock, Field(discriminator="type")]]
 
 
-class FromAssistant(Lenient):
+class AssistantMessage(Lenient):
     role: Literal["assistant"]
     content: (
         str | Many[Annotated[TextBlock | ThinkingBlock | ToolUseBlock, Field(discriminator="type")]]
     )
 
 
-class FromSystem(Lenient):
+class SystemMessage(Lenient):
     role: Literal["system"]
     content: str | Many[TextBlock]
 
 
-Sent = Annotated[FromUser | FromAssistant | FromSystem, Field(discriminator="role")]
+Sent = Annotated[UserMessage | AssistantMessage | SystemMessage, Field(discriminator="role")]
 
 
-class ToolGiven(Lenient):
+class ToolDefinition(Lenient):
     type: Literal["custom"] | None = None
     name: ToolName
     description: str | None = None
@@ -116,7 +116,7 @@ class Conversation(Body):
     model: str | None = None
     messages: Annotated[Many[Sent], Field(min_length=1)]
     system: str | Many[TextBlock] | None = None
-    tools: Many[ToolGiven] | None = None
+    tools: Many[ToolDefinition] | None = None
     tool_choice: ToolChoice | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
@@ -244,15 +244,15 @@ def chat_request_of(parsed: Conversation, stop: tuple[str, ...] = ()) -> ChatReq
     )
 
 
-def messages_of(sent: FromUser | FromAssistant | FromSystem) -> list[Message]:
+def messages_of(sent: UserMessage | AssistantMessage | SystemMessage) -> list[Message]:
     """Converts a message of Anthropic's into OpenAI's: a user's becomes several if it holds tool
     results."""
     if isinstance(sent.content, str):
         return [{"role": sent.role, "content": sent.content}]
     match sent:
-        case FromSystem():
+        case SystemMessage():
             return [{"role": "system", "content": joined(sent.content)}]
-        case FromAssistant():
+        case AssistantMessage():
             return [assistant_message(sent.content)]
     found: list[Message] = []
     texts: list[TextBlock] = []

@@ -37,7 +37,7 @@ PREFIX = "resp_"
 LOGPROBS = "message.output_text.logprobs"
 
 
-class ToolGiven(Lenient):
+class ToolDefinition(Lenient):
     type: Literal["function"]
     name: ToolName
     description: str | None = None
@@ -70,7 +70,7 @@ class ResponseRequest(Body):
     instructions: str | None = None
     previous_response_id: str | None = None
     store: bool | None = None
-    tools: Many[ToolGiven] | None = None
+    tools: Many[ToolDefinition] | None = None
     tool_choice: Literal["auto", "none", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = None
     max_output_tokens: Positive | None = None

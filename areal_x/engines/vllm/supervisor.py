@@ -248,22 +248,22 @@ class Supervisor:
         expected = await self._expected(version)
         if expected is None and scores_at(self._reference, version) is None:
             return
-        said = await self._score(replica)
-        reason = self._drift_reason(said, version)
+        found = await self._score(replica)
+        reason = self._drift_reason(found, version)
         if (
             reason is None
             and expected is not None
-            and (gap := distance(said, expected)) > self._config.tolerance
+            and (gap := distance(found, expected)) > self._config.tolerance
         ):
             reason = describe_gap("the others'", gap, "tolerance")
         if reason is not None and self.fleet.target == version:
             self.fleet.quarantine(replica.name, reason, now())
             raise EngineError(reason)
 
-    def _drift_reason(self, said: Scores, version: int) -> str | None:
+    def _drift_reason(self, found: Scores, version: int) -> str | None:
         """Returns why a server does not match what the trainer published, or None."""
         right = scores_at(self._reference, version)
-        if right is None or (gap := distance(said, right)) <= self._config.drift:
+        if right is None or (gap := distance(found, right)) <= self._config.drift:
             return None
         return describe_gap("the trainer's", gap, "drift")
 
@@ -281,10 +281,10 @@ class Supervisor:
         if self._comparing is not None:
             await cancel_and_wait(self._comparing)
 
-    def expect(self, version: int, said: Scores | None) -> None:
+    def expect(self, version: int, scores: Scores | None) -> None:
         """Sets the trainer's log-probabilities of the probe prompt at a version; None if they are
         unknown."""
-        self._reference = None if said is None else (version, said)
+        self._reference = None if scores is None else (version, scores)
 
     def compare(self) -> None:
         """Compares, in the background, the servers' log-probabilities of the probe prompt with the
@@ -298,27 +298,29 @@ class Supervisor:
         names = [
             name for name, m in self.fleet.members.items() if m.serves and m.version == version
         ]
-        said = await asyncio.gather(
+        answers = await asyncio.gather(
             *(self._score(self.replicas[name]) for name in names), return_exceptions=True
         )
         scores = {
-            name: x for name, x in zip(names, said, strict=True) if not isinstance(x, BaseException)
+            name: x
+            for name, x in zip(names, answers, strict=True)
+            if not isinstance(x, BaseException)
         }
         if not scores or self.fleet.target != version:
             return
         far = {
             name: reason
-            for name, said in scores.items()
-            if (reason := self._drift_reason(said, version)) is not None
+            for name, found in scores.items()
+            if (reason := self._drift_reason(found, version)) is not None
         }
-        near = {name: said for name, said in scores.items() if name not in far}
+        near = {name: found for name, found in scores.items() if name not in far}
         for name, gap in outliers(near, self._config.tolerance).items():
             far[name] = describe_gap("most others'", gap, "tolerance")
             del near[name]
         for name, reason in far.items():
             self.fleet.quarantine(name, reason, now())
-        rest = [np.asarray(said, np.float32) for said in near.values()]
-        widest = max((distance(rest[0], said) for said in rest), default=0.0)
+        rest = [np.asarray(found, np.float32) for found in near.values()]
+        widest = max((distance(rest[0], found) for found in rest), default=0.0)
         if widest > self._config.tolerance:
             differ = f"{', '.join(near)} differ by {widest:.3g} nats per token on the probe prompt"
             self._report(f"{differ}, and there is no majority to tell which is right")

@@ -66,14 +66,14 @@ def mixture(
     order = chosen.reshape(-1).argsort(stable=True)
     sizes = torch.bincount(chosen.reshape(-1), minlength=len(module.down_proj))
     x, mesh = hidden.to(dtype)[order // chosen.shape[1]], mesh_of(module.down_proj)
-    said = (
+    outputs = (
         local_experts(module, x, sizes)
         if mesh is None
         else dispatched_experts(module, x, sizes, mesh["expert"].get_group())
     )
     # In the order of tokens, so that the sum does not depend on the routing.
-    said = said[order.argsort()].view(*chosen.shape, -1)
-    return (weights.to(dtype).unsqueeze(1) @ said).squeeze(1).to(hidden.dtype)
+    outputs = outputs[order.argsort()].view(*chosen.shape, -1)
+    return (weights.to(dtype).unsqueeze(1) @ outputs).squeeze(1).to(hidden.dtype)
 
 
 ALL_EXPERTS_FUNCTIONS.register(EXPERTS, mixture)
@@ -115,8 +115,8 @@ def dispatched_experts(
         .repeat_interleave(asked.view(-1))
     )
     order = by_asker.argsort(stable=True)
-    said = local_experts(module, AllToAll.apply(x, sent, received, group)[order], asked.sum(0))
-    back: Tensor = AllToAll.apply(said[order.argsort()], received, sent, group)
+    outputs = local_experts(module, AllToAll.apply(x, sent, received, group)[order], asked.sum(0))
+    back: Tensor = AllToAll.apply(outputs[order.argsort()], received, sent, group)
     return back
 
 
@@ -318,13 +318,13 @@ def _tokens_for(router: nn.Module) -> Float[Tensor, "64 features"]:
 
 @torch.compiler.disable  # it depends on a context variable
 def _route(
-    layer: int, normalised: bool, _: nn.Module, __: Any, said: tuple[Tensor, ...]
+    layer: int, normalised: bool, _: nn.Module, __: Any, outputs: tuple[Tensor, ...]
 ) -> tuple[Tensor, ...] | None:
     """Runs after a router's own forward. Source of the replay: arXiv 2510.11370."""
     routing = _running.get()
     if routing is None:
         return None
-    logits, weights, chosen = said
+    logits, weights, chosen = outputs
     probabilities = logits.float().softmax(-1)
     if routing.recorded is not None:
         recorded = routing.recorded[:, layer]

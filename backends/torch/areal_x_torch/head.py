@@ -250,11 +250,11 @@ def _by_chunks(
 
     again = partial(checkpoint, one, use_reentrant=False, preserve_rng_state=False)
     # One chunk even without positions: a pass that other processes need has a gradient of zeros.
-    said = [
+    computed = [
         again(hidden[p], teacher.hidden[p], targets[p], head.weight, head.bias)
         for p in _parts(max(len(targets), 1), chunk)
     ]
-    logp, of_all, divergence = zip(*said, strict=True)
+    logp, of_all, divergence = zip(*computed, strict=True)
     return torch.cat(logp), torch.cat(of_all) if entropy else None, torch.cat(divergence)
 
 
