@@ -33,6 +33,7 @@ from areal_x.rollout.runner import Runner
 from areal_x.run import checkpoint, resuming
 from areal_x.run.journal import Journal, Resumed
 from areal_x.runtime import cores, timeline
+from areal_x.runtime.hosts import Hosts
 from areal_x.runtime.loop import short_collections
 from areal_x.runtime.waits import watching
 from areal_x.settings import Settings
@@ -95,6 +96,10 @@ class Factory(Settings):
             models = stack.enter_context(self.models(directory, workflow, losses_of, run / "logs"))
             restore(models, start, message)
             start_server = stack.enter_context(self.server_starts())
+            hosts = stack.enter_context(self.hosts(run / "logs", message))
+            if hosts is not None:
+                workflow = workflow.on_hosts(hosts)
+                evaluation = evaluation and evaluation.on_hosts(hosts)
             engine = self.create_engine(
                 directory, models.policy, workflow, run, message, start_server
             )
@@ -241,6 +246,19 @@ class Factory(Settings):
         around = surroundings(logs=None, more=[SERVERS_READ])
         with places_on_ray(self.vllm.servers, room, Keeper, around) as places:
             yield starter(places)
+
+    @contextmanager
+    def hosts(self, logs: Path, message: Message) -> Iterator[Hosts | None]:
+        """Returns the other nodes of its cluster, for rewards and programs, until the body ends;
+        None if they run on this machine alone. Needs the connection that `models` keeps."""
+        if self.cluster == trainers.HERE or not self.placement.host_cpus:
+            yield None
+            return
+        from areal_x.cluster.hosts import hosts_on_ray
+        from areal_x.cluster.surroundings import surroundings
+
+        with hosts_on_ray(self.placement, surroundings(logs), message) as hosts:
+            yield hosts
 
     def create_engine(
         self,

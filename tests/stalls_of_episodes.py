@@ -6,6 +6,7 @@ import asyncio
 import json
 import sys
 import threading
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -23,6 +24,7 @@ from areal_x.agents.tools.toolbox import Toolbox
 from areal_x.engines.embedded import EmbeddedEngine
 from areal_x.rewards.pool import RewardPool
 from areal_x.runtime import guard
+from areal_x.runtime.hosts import Spread
 from areal_x.runtime.thread import OneThread, in_thread
 from areal_x.sandbox import pool as sandbox_pool
 from areal_x.sandbox.pool import ProgramResult, Sandbox
@@ -105,6 +107,81 @@ async def _(stall: Stall) -> None:
     outcome = await stall.for_episode(pool.score(Task("t", "", 3), ""), r" \(process \d+\)")
     assert "exit status 3" in outcome.error
     await pool.close()
+
+
+# ---- services on other nodes
+
+
+class Elsewhere:
+    """One other node, whose service is an object of this process. Its calls are answered when the stall ends."""
+
+    node = "10.0.0.7"
+
+    def __init__(self, stall: Stall) -> None:
+        self.calls: list[Future[Any]] = []
+        self.called = asyncio.Event()
+        stall.release = self.answer  # type: ignore[method-assign]
+
+    def there(self) -> list[Any]:
+        return [self]
+
+    def call(self, *_: Any) -> Future[Any]:
+        self.calls.append(Future())
+        self.called.set()
+        return self.calls[-1]
+
+    def answer(self) -> None:
+        for call in self.calls:
+            if not call.done():
+                call.set_result("answered")
+
+
+class Immediate:
+    async def work(self) -> str:
+        return "here"
+
+    async def close(self) -> None:
+        pass
+
+
+@stall("a call on another node")
+async def _(stall: Stall) -> None:
+    spread = Spread(Immediate(), Immediate, 1, Elsewhere(stall), "counts")
+    assert await stall.for_episode(spread.call("work"), r" \(counts, on 10\.0\.0\.7\)") == "answered"
+
+
+@stall("a free place on any node")
+async def _(stall: Stall) -> None:
+    other = Elsewhere(stall)
+    own = Elsewhere(stall)  # a service whose calls wait, too
+    stall.release = lambda: (other.answer(), own.answer())  # type: ignore[assignment, method-assign]
+    busy = SimpleNamespace(work=lambda: asyncio.wrap_future(own.call()))
+    spread = Spread(busy, Immediate, 1, other, "counts")  # type: ignore[arg-type]
+    first = [asyncio.create_task(spread.call("work")) for _ in range(2)]
+    await other.called.wait()
+    await own.called.wait()
+    release = stall.release
+
+    async def third() -> str:
+        answer = asyncio.create_task(spread.call("work"))
+        while not answer.done():
+            await asyncio.wait([answer], timeout=0.05)
+            if all(task.done() for task in first):
+                release()
+        return str(answer.result())
+
+    assert await stall.for_episode(third(), r" \(counts\)") == "answered"
+
+
+@stall("the services on other nodes to end")
+async def _(stall: Stall) -> None:
+    other = Elsewhere(stall)
+    spread = Spread(Immediate(), Immediate, 1, other, "counts")
+    first = asyncio.create_task(spread.call("work"))
+    await other.called.wait()
+    other.answer()
+    await first
+    await stall.through(spread.close(), "the rollout", r"the services on other nodes to end \(counts\)")
 
 
 @stall("the learned reward")

@@ -17,16 +17,17 @@ import threading
 from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass, field, replace
 from numbers import Real
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 import gin
 
 from areal_x.agents.gateway.session import GatewaySession
 from areal_x.agents.gateway_workflow import GatewayWorkflow
 from areal_x.errors import ConfigError
-from areal_x.protocols.workflow import EpisodeResult, Generator
-from areal_x.rewards.pool import Reward, RewardLimits, RewardPool
+from areal_x.protocols.workflow import EpisodeResult, Generator, RewardProcesses
+from areal_x.rewards.pool import Reward, RewardLimits, RewardPool, SpreadPool
 from areal_x.runtime import background
+from areal_x.runtime.hosts import Hosts
 from areal_x.runtime.loop import serve
 from areal_x.runtime.thread import in_thread
 from areal_x.runtime.waits import waiting, whose
@@ -60,11 +61,16 @@ class AgentWorkflow(GatewayWorkflow):
     """Seconds after which a reward is killed with its process."""
     reward_limits: RewardLimits = field(default_factory=RewardLimits)
     """What a reward's process may use beside time."""
-    pool: RewardPool | None = None
+    pool: RewardProcesses | None = None
 
     def setup(self, tokenizer: Any) -> Any:
         pool = self.reward_processes(self.reward_workers)
         return replace(super().setup(tokenizer), pool=pool)
+
+    def on_hosts(self, hosts: Hosts) -> Self:
+        if not isinstance(self.pool, RewardPool):  # without a reward function
+            return self
+        return replace(self, pool=SpreadPool(self.pool, hosts))
 
     def reward_function(self) -> Reward | None:
         return self.reward

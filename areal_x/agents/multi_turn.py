@@ -21,10 +21,11 @@ from areal_x.agents.chat.credit import Credit, episode_of_calls
 from areal_x.agents.chat.dialogue import ChatEngine, Dialogue
 from areal_x.agents.chat.parsing import Reply
 from areal_x.agents.chat.rendering import PlainRenderer, Renderer, TemplateRenderer, Unrenderable
-from areal_x.agents.tools.toolbox import Toolbox
+from areal_x.agents.tools.toolbox import PythonExecutor, Toolbox
 from areal_x.errors import at_least, within
 from areal_x.protocols.engine import PromptTooLong
 from areal_x.protocols.workflow import EpisodeResult, Generator
+from areal_x.runtime.hosts import Hosts
 from areal_x.runtime.thread import in_thread
 from areal_x.types import Failed, Message, Outcome, Scored, Task
 from areal_x.workflows.single_turn import ABORTED, RewardedWorkflow, prompt_tokens
@@ -130,6 +131,11 @@ class ToolUse(RewardedWorkflow):
         """Raises: UserError for invalid tools, and as `single_turn` does."""
         toolbox = Toolbox(self.tools, self.tool_seconds, self.result_characters)
         return replace(super().setup(tokenizer), toolbox=toolbox)
+
+    def on_hosts(self, hosts: Hosts) -> Self:
+        tools = [x.on_hosts(hosts) if isinstance(x, PythonExecutor) else x for x in self.tools]
+        toolbox = Toolbox(tools, self.tool_seconds, self.result_characters)
+        return replace(super().on_hosts(hosts), toolbox=toolbox)
 
     def tokens_of(self, task: Task, tokenizer: Any) -> int | None:
         return prompt_tokens(opening_messages(task), tokenizer)

@@ -9,13 +9,14 @@ import gin
 from areal_x.errors import at_least, positive
 
 ROLE = "role"
-"""The label of nodes that `cluster.ranks_on` and `cluster.servers_on` compare."""
+"""The label of nodes that `cluster.ranks_on`, `.servers_on` and `.hosts_on` compare."""
 
 
 @gin.configurable("cluster")
 @dataclass(frozen=True)
 class ClusterConfig:
-    """Nodes of the processes that train and of the vLLM servers, with train.cluster = 'ray'."""
+    """Nodes of the processes that train, of the vLLM servers and of rewards, with train.cluster =
+    'ray'."""
 
     accelerators: int | None = None
     """Accelerators of each process. None is as many as the backend uses in one process (one with
@@ -41,6 +42,13 @@ class ClusterConfig:
     servers_on: str = ""
     """Value of the label "role" of the nodes that serve; "" allows any node."""
 
+    host_cpus: float = 1.0
+    """CPUs that are reserved on each other node for rewards and the sandbox's programs, which then
+    run there too; 0 runs them on the driver's machine alone."""
+
+    hosts_on: str = ""
+    """Value of the label "role" of the nodes that run rewards and programs; "" allows any node."""
+
     attempts: int = 3
     """How often the processes that train may be lost within ten steps before the run ends."""
 
@@ -51,4 +59,5 @@ class ClusterConfig:
         if self.server_accelerators is not None:
             at_least("cluster.server_accelerators", self.server_accelerators, 0)
         positive("cluster.server_cpus", self.server_cpus)
+        at_least("cluster.host_cpus", self.host_cpus, 0)
         positive("cluster.attempts", self.attempts)

@@ -134,6 +134,9 @@ class RayKeeper:
             return False
         return True
 
+    def is_of(self, actor: Any) -> bool:
+        return self._actor is actor
+
     def end(self) -> None:
         import ray
 

@@ -12,6 +12,7 @@ from typing import Any, ClassVar, Protocol
 
 from areal_x.errors import ConfigError
 from areal_x.protocols.engine import ChatServer, Completion, Request, SamplingParams
+from areal_x.runtime.hosts import Hosts
 from areal_x.types import Episode, Failed, Outcome, Task, TimedOut, Trajectory
 
 EpisodeResult = list[Trajectory] | Episode | Failed | TimedOut
@@ -80,6 +81,11 @@ class Workflow(Protocol):
     def setup(self, tokenizer: Any) -> Workflow:
         """Returns the workflow ready for this tokenizer; called before any episode. By default
         itself."""
+        return self
+
+    def on_hosts(self, hosts: Hosts) -> Workflow:
+        """Returns the workflow, set up before, with its rewards and programs spread over other
+        nodes too. By default itself: they run on this machine."""
         return self
 
     def greedy(self) -> Workflow:

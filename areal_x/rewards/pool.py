@@ -21,7 +21,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
-from functools import reduce
+from functools import partial, reduce
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +32,7 @@ from areal_x.errors import UserError, at_least, positive
 from areal_x.rewards import worker as worker_side
 from areal_x.runtime import guard as guarding
 from areal_x.runtime import memory_group, timeline
+from areal_x.runtime.hosts import Hosts, Spread
 from areal_x.runtime.waits import waiting, whose
 from areal_x.types import Failed, Outcome, Scored, Task, TimedOut
 
@@ -71,6 +72,22 @@ class RewardLimits:
         positive("reward_limits.file_gb", self.file_gb)
 
 
+@dataclass(frozen=True)
+class RewardSpec:
+    """What a pool is made of, in a form that other processes can read."""
+
+    name: str
+    """Of the function, for messages."""
+
+    reward: bytes
+    """The function and its gin parameters, serialized for the workers."""
+
+    workers: int
+    timeout_seconds: float
+    limits: RewardLimits
+    groups: bool
+
+
 @dataclass(frozen=True, eq=False)
 class _Worker:
     """The pool's handles of a worker: its guard process (areal_x.runtime.guard), the only write end
@@ -107,16 +124,32 @@ class RewardPool:
     ) -> None:
         at_least("reward_workers", workers, 1)
         positive("reward_timeout_seconds", timeout_seconds)
-        self.timeout_seconds = timeout_seconds
-        self.limits = limits or RewardLimits()
+        name = getattr(function, "__qualname__", repr(function))
+        self._begin(
+            RewardSpec(
+                name=name,
+                reward=_serialize(function, name),
+                workers=workers,
+                timeout_seconds=timeout_seconds,
+                limits=limits or RewardLimits(),
+                groups=groups,
+            )
+        )
+
+    @staticmethod
+    def of(spec: RewardSpec) -> RewardPool:
+        """Returns a pool like one of another process."""
+        pool = RewardPool.__new__(RewardPool)
+        pool._begin(spec)
+        return pool
+
+    def _begin(self, spec: RewardSpec) -> None:
+        self.spec = spec
         self._warned = False
-        self._name = getattr(function, "__qualname__", repr(function))
-        self._reward = _serialize(function, self._name)
-        self._slots = asyncio.Semaphore(workers)
+        self._slots = asyncio.Semaphore(spec.workers)
         self._idle: list[_Worker] = []
         self._all: set[_Worker] = set()
         self._ending: list[subprocess.Popen[bytes]] = []
-        self._may_group = groups
         self._groups = f"areal_x_rewards_{secrets.token_hex(6)}"
 
     async def score(self, task: Task, text: str) -> Outcome:
@@ -124,24 +157,25 @@ class RewardPool:
 
         Raises: UserError if the reward cannot be imported in a worker.
         """
-        try:
-            message = cloudpickle.dumps((task, text))
-        except Exception as error:
-            return Failed(
-                f"task {task.id} cannot be sent to a reward process: {worker_side.one_line(error)}"
-            )
-        with waiting(whose(), "a free reward process", self._name):
+        message = serialize_task(task, text)
+        if isinstance(message, Failed):
+            return message
+        return await self.score_message(task.id, message)
+
+    async def score_message(self, task_id: str, message: bytes) -> Outcome:
+        """Scores what `serialize_task` returned. Raises: as `score`."""
+        with waiting(whose(), "a free reward process", self.spec.name):
             await self._slots.acquire()
         try:
             worker = self._idle.pop() if self._idle else await self._start()
             answer: dict[str, Any] | None = None
             try:
-                about = f"{self._name} of task {task.id} in process {worker.guard.pid}"
-                with timeline.span("reward", task=task.id), waiting(whose(), "its reward", about):
-                    async with asyncio.timeout(self.timeout_seconds):
+                about = f"{self.spec.name} of task {task_id} in process {worker.guard.pid}"
+                with timeline.span("reward", task=task_id), waiting(whose(), "its reward", about):
+                    async with asyncio.timeout(self.spec.timeout_seconds):
                         answer = await _ask(worker, message)
             except TimeoutError:
-                return TimedOut(self.timeout_seconds)
+                return TimedOut(self.spec.timeout_seconds)
             finally:
                 # too slow, cancelled or crashed: the worker is busy or gone, so a new one replaces it
                 if answer is None:
@@ -186,9 +220,9 @@ class RewardPool:
                         worker_side.__name__,
                         there.fileno(),
                         lifeline_end,
-                        asdict(self.limits),
+                        asdict(self.spec.limits),
                         name,
-                        self._may_group,
+                        self.spec.groups,
                     ),
                     stdin=subprocess.DEVNULL,
                     stdout=2,  # a reward's output goes to the run's standard error
@@ -207,13 +241,13 @@ class RewardPool:
         try:
             path = json.dumps([entry or str(Path.cwd()) for entry in sys.path]).encode()
             with waiting(
-                whose(), "a reward process to start", f"{self._name} in process {guard.pid}"
+                whose(), "a reward process to start", f"{self.spec.name} in process {guard.pid}"
             ):
                 async with asyncio.timeout(START_SECONDS):
-                    answer = await _ask(worker, path, self._reward)
+                    answer = await _ask(worker, path, self.spec.reward)
         except TimeoutError:
             raise UserError(
-                f"the reward {self._name} did not start in its process within {START_SECONDS:g}"
+                f"the reward {self.spec.name} did not start in its process within {START_SECONDS:g}"
                 " seconds"
             ) from None
         finally:
@@ -221,12 +255,12 @@ class RewardPool:
                 self._end(worker)
         if answer is None:
             raise UserError(
-                f"the process of the reward {self._name} ended at its start:"
+                f"the process of the reward {self.spec.name} ended at its start:"
                 f" {await self._exit_reason(worker)}"
             )
         if "error" in answer:
             raise UserError(
-                f"the reward {self._name} cannot be imported in a process of its own:"
+                f"the reward {self.spec.name} cannot be imported in a process of its own:"
                 f" {answer['error']}"
             )
         if not answer["offline"] and not self._warned:
@@ -250,10 +284,12 @@ class RewardPool:
         with waiting(whose(), "its reward process to end", f"process {worker.guard.pid}"):
             code = await asyncio.to_thread(guarding.wait_until_ended, worker.guard)
         if code == -guarding.TOO_MANY:
-            return f"it had more than {self.limits.processes} processes (reward_limits.processes)"
+            return (
+                f"it had more than {self.spec.limits.processes} processes (reward_limits.processes)"
+            )
         if code == -guarding.TOO_MUCH:
             return (
-                f"its processes used more than {self.limits.memory_gb:g} GB of memory"
+                f"its processes used more than {self.spec.limits.memory_gb:g} GB of memory"
                 " (reward_limits.memory_gb)"
             )
         return (
@@ -261,6 +297,35 @@ class RewardPool:
             if code - 128 in signal.valid_signals()
             else f"exit status {code}"
         )
+
+
+def serialize_task(task: Task, text: str) -> bytes | Failed:
+    """Returns what a worker reads of an episode, or why it cannot be sent there."""
+    try:
+        return bytes(cloudpickle.dumps((task, text)))
+    except Exception as error:
+        reason = worker_side.one_line(error)
+        return Failed(f"task {task.id} cannot be sent to a reward process: {reason}")
+
+
+class SpreadPool:
+    """A pool of this process, and others like it on the hosts of a run."""
+
+    def __init__(self, pool: RewardPool, hosts: Hosts) -> None:
+        spec = pool.spec
+        self._spread = Spread(pool, partial(RewardPool.of, spec), spec.workers, hosts, spec.name)
+
+    async def score(self, task: Task, text: str) -> Outcome:
+        """Scores a text where the fewest are scored. Raises: as RewardPool.score."""
+        message = serialize_task(task, text)
+        if isinstance(message, Failed):
+            return message
+        outcome: Outcome = await self._spread.call("score_message", task.id, message)
+        return outcome
+
+    async def close(self) -> None:
+        """Ends all pools."""
+        await self._spread.close()
 
 
 async def _ask(worker: _Worker, *messages: bytes) -> dict[str, Any] | None:

@@ -21,12 +21,14 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from functools import partial
+from typing import Any, Literal, Protocol
 
 import gin
 
 from areal_x.errors import ConfigError, UserError, at_least, one_of, positive
 from areal_x.runtime import guard, memory_group
+from areal_x.runtime.hosts import Hosts, Spread
 from areal_x.runtime.waits import waiting, whose
 from areal_x.sandbox import fork_server
 from areal_x.sandbox.isolation import MECHANISMS, group_name
@@ -142,6 +144,16 @@ class _ForkServer:
             await asyncio.to_thread(memory_group.remove_all, group_name(self.base, ""))
 
 
+class Programs(Protocol):
+    """Runs programs: a Sandbox, or several."""
+
+    async def start(self) -> None: ...
+
+    async def run(self, code: str, stdin: str = "") -> ProgramResult: ...
+
+    async def close(self) -> None: ...
+
+
 class Sandbox:
     """Runs up to `workers` programs at once; further ones wait.
 
@@ -152,7 +164,7 @@ class Sandbox:
     limit memory by control groups, if the run may create them.
 
     All methods except the constructor belong to one event loop, which they never block. Nothing
-    that a program does raises.
+    that a program does raises. `like` makes another sandbox with the same arguments.
     """
 
     def __init__(
@@ -171,6 +183,16 @@ class Sandbox:
             one_of("mechanisms", mechanism, MECHANISMS)
         self.limits = limits or SandboxLimits()
         self.workers = workers
+        self.like = partial(
+            Sandbox,
+            self.limits,
+            workers,
+            echo_last=echo_last,
+            packages=packages,
+            imports=tuple(imports),
+            mechanisms=tuple(mechanisms),
+            groups=groups,
+        )
         folders = site.getsitepackages() if packages else []
         self._settings = {
             "echo_last": echo_last,
@@ -345,6 +367,29 @@ def shorten(head: str, tail: str, dropped: bool, most: int) -> tuple[str, bool]:
         ),
         True,
     )
+
+
+class SpreadSandbox:
+    """A sandbox of this process, and others like it on the hosts of a run."""
+
+    def __init__(self, sandbox: Sandbox, hosts: Hosts) -> None:
+        self._own = sandbox
+        self._spread = Spread(
+            sandbox, sandbox.like, sandbox.workers, hosts, f"{sandbox.workers} programs run on each"
+        )
+
+    async def start(self) -> None:
+        """Starts this process's own, to raise what is wrong. Raises: as Sandbox.start."""
+        await self._own.start()
+
+    async def run(self, code: str, stdin: str = "") -> ProgramResult:
+        """Runs a program where the fewest run. Raises: as Sandbox.run."""
+        result: ProgramResult = await self._spread.call("run", code, stdin)
+        return result
+
+    async def close(self) -> None:
+        """Ends all sandboxes."""
+        await self._spread.close()
 
 
 async def _first_line(control: socket.socket) -> dict[str, Any] | None:

@@ -30,6 +30,7 @@ from areal_x.protocols.trainer_config import ModelConfig, TrainerConfig
 from areal_x.protocols.workflow import EpisodeResult, Generator, Workflow
 from areal_x.rollout.episode import episode_of
 from areal_x.runtime import background
+from areal_x.runtime.hosts import Hosts
 from areal_x.runtime.waits import waiting, whose
 from areal_x.types import Episode, Scored, Task, Trajectory
 
@@ -114,6 +115,9 @@ class LearnedReward(Workflow):
         config = replace(config, mesh=config.mesh.within_one_process())
         reward_model = RewardModel(create_trainer(backend, config), self.row_length)
         return replace(self, workflow=self.workflow.setup(tokenizer), reward_model=reward_model)
+
+    def on_hosts(self, hosts: Hosts) -> LearnedReward:
+        return replace(self, workflow=self.workflow.on_hosts(hosts))
 
     def greedy(self) -> Workflow:
         """Returns the inner workflow greedily, so that an evaluation uses the verifier's reward."""

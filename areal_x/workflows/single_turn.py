@@ -19,8 +19,9 @@ from areal_x.hf.image_reader import (
     with_image_placeholders,
 )
 from areal_x.protocols.engine import Request, SamplingParams
-from areal_x.protocols.workflow import EpisodeResult, Generator, Workflow
-from areal_x.rewards.pool import Reward, RewardLimits, RewardPool
+from areal_x.protocols.workflow import EpisodeResult, Generator, RewardProcesses, Workflow
+from areal_x.rewards.pool import Reward, RewardLimits, RewardPool, SpreadPool
+from areal_x.runtime.hosts import Hosts
 from areal_x.runtime.thread import in_thread, inline_or_in_pool
 from areal_x.tasks.text_length import estimate_characters, raise_if_too_long, texts_of
 from areal_x.types import (
@@ -60,7 +61,7 @@ class RewardedWorkflow(Workflow):
     """Resource limits of a reward process."""
 
     tokenizer: Any = None
-    pool: RewardPool | None = None
+    pool: RewardProcesses | None = None
 
     def __post_init__(self) -> None:
         name = self.binding or type(self).__name__
@@ -81,6 +82,10 @@ class RewardedWorkflow(Workflow):
             tokenizer=tokenizer,
             pool=self.reward_processes(self.reward_workers),
         )
+
+    def on_hosts(self, hosts: Hosts) -> Self:
+        assert isinstance(self.pool, RewardPool), "call setup(tokenizer) first"
+        return replace(self, pool=SpreadPool(self.pool, hosts))
 
     def reward_function(self) -> Reward:
         return self.reward

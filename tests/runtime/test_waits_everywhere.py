@@ -50,6 +50,13 @@ ALLOWED: dict[str, Inside | Bounded | str] = {
     "batching/batch.py Models.save.wait_for_all: wait()": Inside(CHECKPOINT),
     "testing/conformance/test_files.py test_a_checkpoint_saved_in_the_background_restores_the_state_at_its_time: wait()": TEST,
     "cluster/connection.py check_closed: stranger.wait()": Bounded("SECONDS_TO_PROBE"),
+    "cluster/hosts.py RayHosts._watch: await asyncio.sleep": OURS_TO_END,
+    "cluster/hosts.py RayHosts._watch: await asyncio.to_thread": OURS_TO_END,
+    "cluster/hosts.py RayHosts.close: self._thread.join()": AT_ONCE,
+    "runtime/hosts.py Services._result: asyncio.run_coroutine_threadsafe().result()": OURS_TO_END,  # in a process of Ray
+    "runtime/hosts.py Services._run: await getattr(self._made[key], method)": OURS_TO_END,  # in a process of Ray
+    "runtime/hosts.py Spread._take: turn.result()": AT_ONCE,
+    "runtime/hosts.py Spread.call: await getattr(self._own, method)": Inside(REWARD),
     "cluster/on_ray.py gone_soon: ray.wait()": Bounded("SECONDS_TO_BLAME"),
     "cluster/parent.py _watch: time.sleep()": OURS_TO_END,  # in a process of Ray
     "cluster/places.py RayKeeper.lives: await asyncio.wrap_future": Bounded("SECONDS_TO_ANSWER"),

@@ -27,9 +27,11 @@ from areal_x.agents.tools.toolbox import Schema, Toolbox, tool_schema
 from areal_x.errors import UserError, at_least, positive
 from areal_x.protocols.workflow import EpisodeResult, Generator
 from areal_x.rewards.pool import Reward
+from areal_x.runtime.hosts import Hosts
 from areal_x.sandbox import shell
-from areal_x.sandbox.pool import Sandbox, SandboxLimits
+from areal_x.sandbox.pool import Programs, Sandbox, SandboxLimits, SpreadSandbox
 from areal_x.types import Outcome, Task
+from areal_x.workflows.single_turn import RewardedWorkflow
 
 PROGRAM = inspect.getsource(shell)
 PACKING_SECONDS = 10.0  # for the archive, in addition to the command's time
@@ -62,7 +64,7 @@ class Folder:
     it is unpacked for a command.
     """
 
-    def __init__(self, sandbox: Sandbox, limits: SandboxLimits, files: Mapping[str, str]) -> None:
+    def __init__(self, sandbox: Programs, limits: SandboxLimits, files: Mapping[str, str]) -> None:
         self._sandbox = sandbox
         self._limits = limits
         self._archive = pack_files(files)
@@ -200,7 +202,7 @@ class Terminal(ToolUse):
     """Largest packed folder, in 10^6 bytes, which each episode holds in the run's own memory."""
     workers: int = 4
     """Most commands at once."""
-    sandbox: Sandbox | None = None
+    sandbox: Programs | None = None
     folder: Folder | None = None
 
     def __post_init__(self) -> None:
@@ -213,6 +215,11 @@ class Terminal(ToolUse):
         return replace(
             super().setup(tokenizer), sandbox=sandbox_for(self.limits, self.folder_mb, self.workers)
         )
+
+    def on_hosts(self, hosts: Hosts) -> Self:
+        assert isinstance(self.sandbox, Sandbox), "call setup(tokenizer) first"
+        sandbox = SpreadSandbox(self.sandbox, hosts)
+        return replace(RewardedWorkflow.on_hosts(self, hosts), sandbox=sandbox)
 
     async def run(self, task: Task, engine: Generator) -> EpisodeResult:
         assert self.sandbox is not None, "call setup(tokenizer) first"

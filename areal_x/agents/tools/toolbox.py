@@ -17,7 +17,7 @@ import asyncio
 import inspect
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, runtime_checkable
 
 import gin
@@ -25,9 +25,10 @@ import gin
 from areal_x.agents.json_checks import json_bounds, schemas
 from areal_x.errors import UserError, at_least, nearest, positive, sentence
 from areal_x.protocols.engine import EngineError
+from areal_x.runtime.hosts import Hosts
 from areal_x.runtime.thread import in_thread
 from areal_x.runtime.waits import waiting, whose
-from areal_x.sandbox.pool import Sandbox, SandboxLimits, shorten
+from areal_x.sandbox.pool import Programs, Sandbox, SandboxLimits, SpreadSandbox, shorten
 
 # OpenAI's {"type": "function", "function": {"name", "description", "parameters"}}
 Schema = Mapping[str, Any]
@@ -129,7 +130,7 @@ def tool_schema(name: str, description: str, parameters: Mapping[str, Any]) -> S
 class PythonTool:
     """Runs a program in the sandbox (see `python_executor`)."""
 
-    sandbox: Sandbox
+    sandbox: Programs
     name: str = "python"
     limits_itself: bool = True  # waiting for a place in the sandbox does not count as its time
 
@@ -165,7 +166,7 @@ class PythonExecutor:
     """True if programs can import the packages installed beside the run."""
     imports: tuple[str, ...] = ()
     """Modules imported in advance, so that programs that use them start faster."""
-    sandbox: Sandbox = field(init=False, compare=False, repr=False)
+    sandbox: Programs = field(init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         at_least("python_executor.workers", self.workers, 1)
@@ -173,6 +174,13 @@ class PythonExecutor:
             self.limits, self.workers, echo_last=True, packages=self.packages, imports=self.imports
         )
         object.__setattr__(self, "sandbox", sandbox)
+
+    def on_hosts(self, hosts: Hosts) -> PythonExecutor:
+        """Returns the same tool, whose programs run on other nodes too."""
+        spread = replace(self)
+        assert isinstance(spread.sandbox, Sandbox)
+        object.__setattr__(spread, "sandbox", SpreadSandbox(spread.sandbox, hosts))
+        return spread
 
     async def setup(self) -> Sequence[Tool]:
         await self.sandbox.start()
