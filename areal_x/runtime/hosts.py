@@ -131,9 +131,7 @@ class Spread:
             with waiting(whose(), "a free place on any node", self._about):
                 return await turn
         except BaseException:
-            if turn in self._waiting:
-                self._waiting.remove(turn)
-            elif turn.done() and not turn.cancelled():
+            if turn.done() and not turn.cancelled():
                 self._give_back(turn.result())
             raise
 
