@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 TOKEN = "a token of the tests, of enough characters"
+ADDRESS, DONE = "address:", "done"
 HEAD, ROLE = "head", "other"  # labels of the head and of all other nodes
 ENVIRONMENT = {
     "RAY_AUTH_MODE": "token",
@@ -34,7 +35,7 @@ class Cluster:
         assert self.process.stdout is not None
         self.process.stdin.write(f"{command}\n")
         self.process.stdin.flush()
-        return self.process.stdout.readline().strip()
+        return "done" if f"{DONE}\n" in self.process.stdout else "ended"  # Ray may print lines of its own
 
 
 @contextmanager
@@ -44,7 +45,7 @@ def cluster(nodes: int, **environment: str) -> Iterator[Cluster]:
     command = [sys.executable, "-m", "tests.cluster.cluster", str(nodes)]
     with subprocess.Popen(command, env=variables, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
-        address = process.stdout.readline().strip()
+        address = next((line.split()[1] for line in process.stdout if line.startswith(ADDRESS)), None)
         assert address, "the cluster did not start"
         yield Cluster(process, address, {"RAY_ADDRESS": address, **ENVIRONMENT, **environment})
         process.stdin.close()  # type: ignore[union-attr]
@@ -58,13 +59,13 @@ def main(nodes: int) -> None:
     made = Nodes(initialize_head=True, head_node_args=head)
     node = {"num_cpus": 2, "object_store_memory": 100 << 20, "labels": {"role": ROLE}}
     others = [made.add_node(**node) for _ in range(nodes - 1)]
-    print(made.address, flush=True)
+    print(ADDRESS, made.address, flush=True)
     for line in sys.stdin:
         if line.strip() == "add":
             others.append(made.add_node(**node))
         else:
             made.remove_node(others.pop(0), allow_graceful=False)
-        print("done", flush=True)
+        print(DONE, flush=True)
     made.shutdown()
 
 

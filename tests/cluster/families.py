@@ -1,5 +1,6 @@
 """Stand-ins for vLLM's processes, and a driver that starts them on the nodes of a cluster:
-`python -m tests.cluster.families COUNT FOLDER ARGUMENT…` does what it reads, a line at a time, and answers each line."""
+`python -m tests.cluster.families COUNT FOLDER ARGUMENT…` does what it reads, a line at a time, and answers each line, among
+reports of waits and whatever Ray prints."""
 
 from __future__ import annotations
 
@@ -96,20 +97,26 @@ def placed(count: int, folder: Path, arguments: list[str]) -> Iterator[Any]:
             yield started, places
 
 
+ANSWER = "answer: "
+
+
 def main(count: int, folder: Path, arguments: list[str]) -> None:
     import ray
     from ray.util.placement_group import remove_placement_group
 
     from areal_x.runtime.waits import watching
 
-    def say(text: str) -> None:
+    def report(text: str) -> None:
         print(text.replace("\n", " "), flush=True)
+
+    def say(text: str) -> None:
+        report(ANSWER + text)
 
     with placed(count, folder, arguments) as (start, places):
         loop = asyncio.new_event_loop()
         threading.Thread(target=loop.run_forever, daemon=True).start()
         begun: dict[int, Any] = {}
-        with watching(say, folder, silence_seconds=2.0):
+        with watching(report, folder, silence_seconds=2.0):
             for line in sys.stdin:
                 command, *words = line.split()
                 number = int(words[0]) if words else 0

@@ -19,7 +19,7 @@ import pytest
 from areal_x.engines.vllm.staging import LOCK
 from areal_x.monitor.metrics import read
 from tests.cluster.cluster import HEAD, ROLE, Cluster, cluster
-from tests.cluster.families import family, is_up, write_family
+from tests.cluster.families import ANSWER, family, is_up, write_family
 from tests.conftest import environment_with
 from tests.launching import ONLINE, command_of, started
 
@@ -49,15 +49,17 @@ class Driver:
         self.process.stdin.flush()
 
     def answer(self) -> str:
-        assert self.process.stdout is not None
-        return self.process.stdout.readline().strip()
+        return self.until(ANSWER).removeprefix(ANSWER)
 
-    def until(self, pattern: str) -> None:
-        """Reads lines until one matches, and fails at the end of the process."""
-        said = [self.answer()]
-        while not re.match(pattern, said[-1]):
-            assert said[-1] or self.process.poll() is None, "\n".join(said)
-            said.append(self.answer())
+    def until(self, pattern: str) -> str:
+        """Reads lines until one matches, and returns it. Fails at the end of the process."""
+        assert self.process.stdout is not None
+        lines: list[str] = []
+        for line in self.process.stdout:
+            lines.append(line.strip())
+            if re.match(pattern, lines[-1]):
+                return lines[-1]
+        raise AssertionError("\n".join(lines))
 
 
 @pytest.fixture(scope="module")
@@ -182,7 +184,7 @@ def test_a_lost_server_waits_for_room_and_is_placed_where_it_is(ray: Cluster, tm
         drives.until(waits)  # Ray writes there too
         assert is_up(tmp_path, 1 - lost)
         assert ray.ask("add") == "done"
-        drives.until("started at http://")
+        assert drives.answer().startswith("started at http://")
         wait_for(lambda: is_up(tmp_path, lost), 30, tmp_path)
 
 

@@ -28,7 +28,8 @@ def cutting(port, cuts):
                     said = b""
                     while b"\r\n0\r\n\r\n" not in said:
                         said += server.recv(1 << 16)
-                    client.shutdown(socket.SHUT_RDWR)
+                    for one in (server, client):  # the gateway learns of it before the client tries again
+                        one.shutdown(socket.SHUT_RDWR)
                 else:
                     pump(server, client)
                 sending.join()
