@@ -38,7 +38,8 @@ def test_a_batch_script_starts_one_task_a_node(written, tmp_path: Path) -> None:
     subprocess.run(["bash", "-n", tmp_path / "job"], check=True)
     assert {"#SBATCH --nodes=2", "#SBATCH --ntasks-per-node=1", "#SBATCH --gpus-per-node=8"} <= set(script.splitlines())
     (command,) = (line for line in script.splitlines() if "areal_x.train" in line)
-    assert bindings_of(command.removesuffix(" &")) == [
+    assert "areal_x.cluster.node after 2 python" in command
+    assert bindings_of(command.removesuffix(" &").partition(" after 2 ")[2]) == [
         "mesh.processes = 16",
         "train.backend = 'torch'",
         "train.cluster = 'ray'",
