@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import re
 import shlex
 import subprocess
 from pathlib import Path
@@ -66,6 +68,52 @@ def test_a_rayjob_has_a_head_without_gpus(written) -> None:
     assert workers["replicas"] == 2
 
 
+SERVED = (
+    *("-b", "train.engine = 'vllm'", "-b", "vllm.servers = 4", "-b", "vllm.arguments = ('-tp', '4')"),
+    *("-b", "cluster.ranks_on = 'train'", "-b", "cluster.servers_on = 'serve'"),
+)
+FOUR = "--nodes", "4", "--gpus", "8"
+
+
+def test_nodes_have_the_labels_that_the_file_asks_for(written) -> None:
+    script = written("slurm", FILE, *FOUR, *WIDE, *SERVED, "-b", "vllm.staging = '/shared/w'")
+    started = [line for line in script.splitlines() if " ray start " in line]
+    head, *others = (re.search(r"--labels (\S+)", line)[1] for line in started)
+    steps = [re.search(r"--nodes=(\d) --ntasks=(\d) --relative=(\d)", line) for line in started[1:]]
+    assert [head, *zip(others, (step.groups() for step in steps), strict=True)] == [
+        "role=train",
+        ("role=train", ("1", "1", "1")),
+        ("role=serve", ("2", "2", "2")),
+    ]
+    job = yaml.safe_load(written("kuberay", FILE, *FOUR, "--image", "x", *WIDE, *SERVED))
+    groups = job["spec"]["rayClusterSpec"]["workerGroupSpecs"]
+    assert [(x["groupName"], x["replicas"], x["labels"]) for x in groups] == [
+        ("train", 2, {"role": "train"}),
+        ("serve", 2, {"role": "serve"}),
+    ]
+    assert "vllm.staging = '/shared/weights'" in bindings_of(job["spec"]["entrypoint"])
+
+
+@pytest.mark.parametrize(("rank", "label"), [(0, "train"), (1, "train"), (2, "serve"), (3, "serve")])
+def test_skypilots_nodes_are_labelled_by_their_number(written, rank: int, label: str) -> None:
+    run = yaml.safe_load(written("sky", FILE, *FOUR, *WIDE, *SERVED))["run"]
+    before = run.partition("~/sky_templates")[0]
+    said = subprocess.run(
+        ["bash", "-c", before + "env"],
+        env={"SKYPILOT_NODE_RANK": str(rank), "PATH": os.environ["PATH"]},
+        capture_output=True,
+        text=True,
+    )
+    assert f'RAY_OVERRIDE_LABELS={{"role": "{label}"}}' in said.stdout.splitlines()
+
+
+def test_one_node_without_labels_starts_no_ray(written) -> None:
+    script = written("slurm", FILE, "--nodes", "1", "--gpus", "8")
+    assert "ray start" not in script
+    assert "srun" not in script
+    assert "unset RAY_ADDRESS" in script
+
+
 @pytest.mark.parametrize(
     "words, sentence",
     [
@@ -75,6 +123,14 @@ def test_a_rayjob_has_a_head_without_gpus(written) -> None:
             "mesh.processes = 16 cannot work: it must be at most 8",
         ),
         (("slurm", FILE, "--nodes", "2", "--gpus", "8", "-b", "mesh.processes = 3"), "it must be at most 2, a node each"),
+        (
+            ("slurm", FILE, "--nodes", "3", "--gpus", "8", *WIDE, *SERVED, "-b", "vllm.staging = '/s'"),
+            "vllm.servers = 4 cannot work: it must be at most 2, 2 on the only node with role=serve, beside 16 ranks of",
+        ),
+        (
+            ("slurm", FILE, *FOUR, *WIDE, *SERVED),
+            "vllm.staging = '' cannot work: it must be a folder that all nodes share under one path",
+        ),
         (("kuberay", FILE, "--nodes", "1"), "--image = '' cannot work: it must be a container image"),
         (("slurm", FILE, "--nodes", "1", "-b", "train.step = 3"), "train.step"),
     ],

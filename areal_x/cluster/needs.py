@@ -155,8 +155,12 @@ def check_needs(needs: Sequence[Need], nodes: Sequence[Node]) -> None:
                     left[i][name] -= placed * size
         if wanted:
             each = max(map(need.fits_on, alone), default=0)
-            where = f"{len(usable)} nodes" + (f" with {ROLE}={need.role}" if need.role else "")
-            on = f"{each} on each of {where}" if each > 1 else f"a node each, of {where}"
+            role = f" with {ROLE}={need.role}" if need.role else ""
+            if len(usable) == 1:
+                on = f"{each} on the only node{role}"
+            else:
+                on = f"{each} on each" if each > 1 else "a node each,"
+                on = f"{on} of {len(usable)} nodes{role}"
             beside = f", beside {needs[number - 1]}" if number else ""
             most = need.count - wanted
             raise ConfigError(need.count_setting, need.count, f"at most {most}, {on}{beside}")

@@ -10,7 +10,7 @@ from areal_x.cluster.connection import connected
 from areal_x.cluster.installed import check_installed
 from areal_x.cluster.needs import Need, Node, Resources, check_needs, needs_of
 from areal_x.engines.vllm.placed import accelerators_of
-from areal_x.errors import UserError
+from areal_x.errors import ConfigError, UserError
 from areal_x.protocols.backends import load_backend
 from areal_x.settings import Settings
 
@@ -34,12 +34,21 @@ def check_cluster_nodes(settings: Settings) -> str:
         nodes = cluster_nodes()
         check_labels(settings, nodes)
         there = [node.resources for node in nodes]
-        check_needs(needs(settings, there), nodes)
+        check_room(needs(settings, there), nodes)
         versions = check_installed()
     return (
         f"{described(settings, there)}: {len(nodes)} node{'s' if len(nodes) > 1 else ''} at"
         f" {os.environ[ADDRESS]} have the room, with {versions}"
     )
+
+
+def check_room(wanted: Sequence[Need], nodes: Sequence[Node]) -> None:
+    """Raises: ConfigError if the needs have no room, neither in the order of the nodes nor with the
+    smallest first: which of them Ray fills first is not known."""
+    try:
+        check_needs(wanted, nodes)
+    except ConfigError:
+        check_needs(wanted, sorted(nodes, key=lambda node: sum(node.resources.values())))
 
 
 def needs(settings: Settings, there: Sequence[Resources]) -> list[Need]:
