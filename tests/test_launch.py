@@ -94,6 +94,12 @@ def test_nodes_have_the_labels_that_the_file_asks_for(written) -> None:
     assert "vllm.staging = '/shared/weights'" in bindings_of(job["spec"]["entrypoint"])
 
 
+def test_nodes_that_ranks_and_servers_leave_compute_rewards(written) -> None:
+    words = ("--nodes", "6", "--gpus", "8", *WIDE, *SERVED, "-b", "cluster.hosts_on = 'rewards'", "--image", "x")
+    groups = yaml.safe_load(written("kuberay", FILE, *words))["spec"]["rayClusterSpec"]["workerGroupSpecs"]
+    assert [(x["groupName"], x["replicas"]) for x in groups] == [("train", 2), ("serve", 2), ("rewards", 2)]
+
+
 @pytest.mark.parametrize(("rank", "label"), [(0, "train"), (1, "train"), (2, "serve"), (3, "serve")])
 def test_skypilots_nodes_are_labelled_by_their_number(written, rank: int, label: str) -> None:
     run = yaml.safe_load(written("sky", FILE, *FOUR, *WIDE, *SERVED))["run"]
@@ -130,6 +136,10 @@ def test_one_node_without_labels_starts_no_ray(written) -> None:
         (
             ("slurm", FILE, *FOUR, *WIDE, *SERVED),
             "vllm.staging = '' cannot work: it must be a folder that all nodes share under one path",
+        ),
+        (
+            ("slurm", FILE, *FOUR, *WIDE, *SERVED, "-b", "cluster.hosts_on = 'rewards'", "-b", "vllm.staging = '/s'"),
+            "cluster.hosts_on = 'rewards' cannot work: it must be left out, or --nodes greater",
         ),
         (("kuberay", FILE, "--nodes", "1"), "--image = '' cannot work: it must be a container image"),
         (("slurm", FILE, "--nodes", "1", "-b", "train.step = 3"), "train.step"),

@@ -15,10 +15,12 @@ from __future__ import annotations
 import argparse
 import re
 from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 from areal_x.cluster.config import ClusterConfig
-from areal_x.cluster.needs import CPU, Resources, check_needs, needs_of, with_roles
+from areal_x.cluster.needs import CPU, Need, Node, Resources, check_needs, needs_of, with_roles
 from areal_x.cluster.trainers import RAY
 from areal_x.config.reader import Config
 from areal_x.engines.vllm.placed import accelerators_of
@@ -90,7 +92,22 @@ def roles_of(config: Config, nodes: int, gpus: int, cpus: int) -> list[str]:
     )
     found = with_roles(needs, nodes, resources)
     check_needs(needs, found)
+    if cluster.hosts_on not in ("", *(node.role for node in found)):
+        found = spare_labelled(needs, found, cluster.hosts_on)
     return [node.role for node in found]
+
+
+def spare_labelled(needs: Sequence[Need], nodes: Sequence[Node], role: str) -> list[Node]:
+    """Returns the nodes with this label on the last ones, as many as ranks and servers leave.
+    Raises: ConfigError if they leave none."""
+    for count in range(len(nodes), 0, -1):
+        kept = nodes[: len(nodes) - count]
+        found = [*kept, *(replace(node, role=role) for node in nodes[len(kept) :])]
+        with suppress(ConfigError):
+            check_needs(needs, found)
+            return found
+    wanted = "left out, or --nodes greater: ranks and servers leave no node for rewards alone"
+    raise ConfigError("cluster.hosts_on", role, wanted)
 
 
 def shared_folders(config: Config, options: argparse.Namespace) -> list[str]:
