@@ -101,16 +101,23 @@ def test_nodes_that_ranks_and_servers_leave_compute_rewards(written) -> None:
 
 
 @pytest.mark.parametrize(("rank", "label"), [(0, "train"), (1, "train"), (2, "serve"), (3, "serve")])
-def test_skypilots_nodes_are_labelled_by_their_number(written, rank: int, label: str) -> None:
+def test_skypilots_nodes_are_labelled_by_their_number_and_have_the_token_in_a_file(
+    written, rank: int, label: str, tmp_path: Path
+) -> None:
     run = yaml.safe_load(written("sky", FILE, *FOUR, *WIDE, *SERVED))["run"]
     before = run.partition("~/sky_templates")[0]
-    said = subprocess.run(
-        ["bash", "-c", before + "env"],
-        env={"SKYPILOT_NODE_RANK": str(rank), "PATH": os.environ["PATH"]},
-        capture_output=True,
-        text=True,
-    )
-    assert f'RAY_OVERRIDE_LABELS={{"role": "{label}"}}' in said.stdout.splitlines()
+    variables = {
+        "SKYPILOT_NODE_RANK": str(rank),
+        "PATH": os.environ["PATH"],
+        "HOME": str(tmp_path),
+        "RAY_AUTH_TOKEN": "a token",
+    }
+    said = subprocess.run(["bash", "-c", before + "env"], env=variables, capture_output=True, text=True, check=True)
+    found = dict(line.split("=", 1) for line in said.stdout.splitlines())
+    assert found["RAY_OVERRIDE_LABELS"] == f'{{"role": "{label}"}}'
+    assert "RAY_AUTH_TOKEN" not in found
+    token = Path(found["RAY_AUTH_TOKEN_PATH"])
+    assert (token.read_text(), token.stat().st_mode & 0o777) == ("a token", 0o600)
 
 
 def test_one_node_without_labels_starts_no_ray(written) -> None:

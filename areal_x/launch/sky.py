@@ -13,6 +13,7 @@ from areal_x.launch.job import ATTEMPTS, PORT, Job
 from areal_x.launch.yaml_text import to_yaml
 
 RANK = "$SKYPILOT_NODE_RANK"
+TOKEN = "~/.areal-x-ray-token"  # Ray's default place would turn tokens on for SkyPilot's own Ray
 
 
 def sky(job: Job) -> str:
@@ -25,7 +26,10 @@ def sky(job: Job) -> str:
         resources["cpus"] = f"{job.cpus}+"
     commands = [
         "set -e",
-        "export RAY_AUTH_MODE=token",
+        "# In a file that only you can read, as programs of the run inherit variables",
+        f'(umask 077; printf %s "$RAY_AUTH_TOKEN" > {TOKEN})',
+        "unset RAY_AUTH_TOKEN",
+        f"export RAY_AUTH_MODE=token RAY_AUTH_TOKEN_PATH={TOKEN}",
         *(f"export {name}={value}" for name, value in SETTINGS.items()),
         *labels(job),
         "~/sky_templates/ray/start_cluster",

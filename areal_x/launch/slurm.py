@@ -4,8 +4,9 @@
                      └─▶ the run, which is the driver
 
 Slurm runs a batch script on the first node of the job, so the run is a child of the script: signals
-reach it once, and its exit status is the script's. In a step beside Ray, as with `ray
-symmetric-run`, a signal would also end Ray, and leave the run.
+reach it once, and its exit status is the script's. In a step, as with `ray symmetric-run`, it could
+not stop in order: Slurm signals the task of each node itself, that is Ray and not the run, and
+srun, when it is told to end, kills all processes of its step.
 """
 
 from __future__ import annotations

@@ -132,15 +132,17 @@ class Slurm:
             with (self.folder / "step").open("ab") as log:
                 task = subprocess.Popen(words, env=asked["environment"] | own, stdout=log, stderr=log)
             self.steps.append(task)
-            threading.Thread(target=self.forward, args=[lines, task], daemon=True).start()
+            threading.Thread(target=self.force, args=[lines], daemon=True).start()
             code = task.wait()
             with suppress(OSError):  # it was told to end meanwhile
                 connection.sendall(f"{code if code >= 0 else 128 - code}\n".encode())
 
-    def forward(self, lines: Any, task: subprocess.Popen[bytes]) -> None:
+    def force(self, lines: Any) -> None:
+        """Kills a step when `srun` is told to end, as Slurm does: "forcing job termination"."""
         with suppress(OSError, ValueError):
             for _ in lines:
-                signal_task(task, signal.SIGTERM)
+                for process in self.nodes[1].processes():
+                    process.kill()
 
     def cancel(self, script: subprocess.Popen[bytes]) -> None:
         """Sends SIGTERM to the batch script and to the tasks of all steps."""
