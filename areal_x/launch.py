@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import re
+import sys
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -25,10 +26,10 @@ from areal_x.cluster.trainers import RAY
 from areal_x.config.reader import Config
 from areal_x.engines.vllm.placed import accelerators_of
 from areal_x.errors import ConfigError, at_least, positive
-from areal_x.launch.job import Job
-from areal_x.launch.kuberay import kuberay
-from areal_x.launch.sky import sky
-from areal_x.launch.slurm import slurm
+from areal_x.jobs.job import Job
+from areal_x.jobs.kuberay import kuberay
+from areal_x.jobs.sky import sky
+from areal_x.jobs.slurm import slurm
 from areal_x.run import run_dir
 from areal_x.train import parser_of, with_config
 
@@ -152,3 +153,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--setup", default="", help="commands that prepare a node (slurm, sky)")
     return parser.parse_args(arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -9,8 +9,8 @@ from typing import Any
 
 from areal_x.cluster.config import ROLE
 from areal_x.cluster.connection import SETTINGS
-from areal_x.launch.job import ATTEMPTS, PORT, Job
-from areal_x.launch.yaml_text import to_yaml
+from areal_x.jobs.job import ATTEMPTS, PORT, Job
+from areal_x.jobs.yaml_text import to_yaml
 
 RANK = "$SKYPILOT_NODE_RANK"
 TOKEN = "~/.areal-x-ray-token"  # Ray's default place would turn tokens on for SkyPilot's own Ray

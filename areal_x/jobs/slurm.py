@@ -16,7 +16,7 @@ from collections.abc import Iterator
 
 from areal_x.cluster.config import ROLE
 from areal_x.cluster.connection import SETTINGS
-from areal_x.launch.job import ATTEMPTS, PORT, Group, Job
+from areal_x.jobs.job import ATTEMPTS, PORT, Group, Job
 
 GRACE_SECONDS = 120  # from the warning to the end of the time limit
 SECONDS_TO_END = 20  # for Ray

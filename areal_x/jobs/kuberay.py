@@ -6,8 +6,8 @@ from typing import Any
 
 from areal_x.cluster.config import ROLE
 from areal_x.cluster.connection import SETTINGS
-from areal_x.launch.job import ATTEMPTS, Group, Job
-from areal_x.launch.yaml_text import to_yaml
+from areal_x.jobs.job import ATTEMPTS, Group, Job
+from areal_x.jobs.yaml_text import to_yaml
 
 RAY_VERSION = "2.60.0"
 SHARED_MEMORY = "64Gi"  # Ray's object store
