@@ -25,10 +25,11 @@ def check_cluster_nodes(settings: Settings) -> str:
     other versions on a node.
     """
     if not os.environ.get(ADDRESS):
-        width = accelerators_of(settings.vllm.arguments)
+        width, resource = accelerators_of(settings.vllm.arguments), settings.placement.resource
         return (
-            f"{described(settings, [{settings.placement.resource: width}])}; {ADDRESS} is not set,"
-            " so the run starts Ray on this machine alone (areal-x launch writes jobs for several)"
+            f"{described(settings, [{resource: width}])} (no {resource} where no node has any);"
+            f" {ADDRESS} is not set, so the run starts Ray on this machine alone (areal-x launch"
+            " writes jobs for several)"
         )
     with connected(cpus=0):
         nodes = cluster_nodes()

@@ -8,6 +8,7 @@ import re
 import signal
 import stat
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import redirect_stdout
@@ -229,6 +230,26 @@ def test_check_says_that_the_nodes_have_room_and_the_same_versions(ray: Cluster,
     assert re.fullmatch(wanted, line), line
 
 
+OTHER = """
+from unittest.mock import patch
+from areal_x.cluster import connection, installed
+from areal_x.errors import UserError
+with connection.connected(cpus=0), patch.object(installed.platform, "python_version", lambda: "3.9.9"):
+    try:
+        installed.check_installed()
+    except UserError as error:
+        print(error)
+"""
+
+
+def test_a_node_with_another_version_is_named(ray: Cluster) -> None:
+    environment = environment_with(1, **ray.environment)
+    said = subprocess.run([sys.executable, "-c", OTHER], env=environment, stdout=subprocess.PIPE, text=True, timeout=200).stdout
+    assert re.match(
+        r"the node [\d.]+ \(\S+\) has Python 3[\d.]+, this one \(\S+\) 3\.9\.9: install the same version on all", said
+    )
+
+
 def test_check_without_a_cluster_says_what_the_run_needs(tiny_model_dir: Path, tmp_path: Path) -> None:
     _, line = checked(tiny_model_dir, tmp_path / "run", JAX)
-    assert line.startswith("ok       nodes: 2 ranks on a node each, with all of its GPUs; RAY_ADDRESS is not set, so the run")
+    assert "ok       nodes: 2 ranks on a node each, with all of its GPUs (no GPU where no node has any); RAY_ADDRESS is" in line
