@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from areal_x.cluster.node import address_towards, main, nodes_of, wait_for_nodes, without_task
+from areal_x.cluster.rank import Rank
 from areal_x.cluster.ray_job import check_runs
 from areal_x.errors import ConfigError, UserError
 from tests.launching import free_port
@@ -55,6 +56,16 @@ def test_the_address_is_not_that_of_the_nodes_own_name(monkeypatch: pytest.Monke
             pytest.skip("no route")
         expected = probe.getsockname()[0]
     assert address_towards("192.0.2.1") == expected
+
+
+def test_ranks_meet_at_a_port_that_no_outgoing_connection_takes() -> None:
+    first, last = map(int, Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split())
+    for address in ("127.0.0.1", "::1"):
+        found, port = Rank(None, 0).meeting_place(address)  # type: ignore[arg-type]
+        assert found == address
+        assert not first <= port <= last
+        with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET) as server:
+            server.bind((address, port))
 
 
 def test_a_command_line_that_is_not_understood_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
