@@ -4,9 +4,10 @@
     python -m areal_x.check examples/arithmetic/grpo.gin -b "train.backend = 'torch'" -b "train.engine = 'vllm'"
 
 The file and -b are read as by areal_x.train. Each line is one finding: what was checked and its
-state, or what is wrong, why, and what to set. No weights are read and no server is started. If a
-function makes the model, it is called, as in the run, once everything that does not depend on the
-model passes. The exit status is 0 if there is no problem, else 1.
+state, or what is wrong, why, and what to set. No weights are read and no server is started. With
+train.cluster = 'ray' one line says what the run needs of its nodes, and whether those of RAY_ADDRESS
+have it. If a function makes the model, it is called, as in the run, once everything that does not
+depend on the model passes. The exit status is 0 if there is no problem, else 1.
 """
 
 from __future__ import annotations
@@ -21,10 +22,12 @@ from typing import Any
 import gin
 
 from areal_x.algorithms.validation import learns_from_reward_alone
+from areal_x.cluster.trainers import RAY
 from areal_x.config.reader import Config
 from areal_x.hf.model_dir import check_head
 from areal_x.hf.tokenizer import load_tokenizer
 from areal_x.preflight import algorithm, data, memory, servers, storage, tokens, versions
+from areal_x.preflight import cluster as nodes
 from areal_x.preflight import model as models
 from areal_x.preflight.finding import Finding, run_check
 from areal_x.protocols.backends import Devices, load_backend
@@ -103,6 +106,8 @@ def findings(config: Config) -> Iterator[Finding]:
         must_vary = workflow is settings.workflow and learns_from_reward_alone(settings.algorithm)
         yield look("reward", lambda: data.check_reward(workflow, tasks["dataset"], must_vary))
     yield look("run directory", lambda: storage.check_run_directory(settings))
+    if settings.cluster == RAY:
+        yield look("nodes", lambda: nodes.check_cluster_nodes(settings))
     if engine == "vllm":
         yield look(
             "servers", lambda: servers.check_engine_servers(settings.vllm, settings.places_servers)

@@ -3,10 +3,13 @@ or from the sizes of model and hardware.
 
     python -m areal_x.plan examples/arithmetic/grpo.gin --accelerators 8 --from runs/arithmetic-grpo-1
     python -m areal_x.plan FILE.gin --accelerators 64 --parameters 7e9 --flops 9.9e14 --bandwidth 3.35e12 --mean-length 3000
+    python -m areal_x.plan FILE.gin --nodes 8 --gpus-per-node 8 --from runs/arithmetic-grpo-1
 
 It simulates the file's run for each split, staleness bound, window and concurrency, prints the
-predictions for the fastest, and plots step time and idle fractions over the splits. -b binds one
-parameter over the file's.
+predictions for the fastest, and plots step time and idle fractions over the splits. A server has as
+many accelerators as the parallel sizes in vllm.arguments say. With --nodes in place of --accelerators
+no server is on two nodes, nor is a group of ranks that exchanges activations (mesh.tensor,
+mesh.expert). -b binds one parameter over the file's.
 """
 
 from __future__ import annotations
@@ -21,14 +24,17 @@ import numpy as np
 
 from areal_x.config.reader import Config, load
 from areal_x.config.types import check_early
-from areal_x.errors import ConfigError, UserError
+from areal_x.engines.vllm.placed import accelerators_of
+from areal_x.errors import ConfigError, UserError, positive
 from areal_x.monitor.metrics import read
 from areal_x.monitor.plot import BLUE, GREY, ORANGE
+from areal_x.protocols.backends import load_backend
 from areal_x.run import run_dir
 from areal_x.run.journal import FILE, Journal
 from areal_x.simulation.planner import (
     STALENESS,
     Choice,
+    Nodes,
     Prediction,
     Profile,
     profile_from_run,
@@ -50,12 +56,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     sys.path.insert(0, str(Path.cwd()))  # gin files import examples.arithmetic.task and the like
     config: Config | None = None
     try:
-        if options.accelerators < 2:
-            raise ConfigError(
-                "--accelerators",
-                options.accelerators,
-                "at least 2: one to generate and one to train",
-            )
+        accelerators = accelerators_of_all(options)
         ran, profile = from_run(options.recorded) if options.recorded else (None, None)
         config = load(options.file, options.bindings)
         check_early(config)
@@ -63,8 +64,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         profile = profile or from_sizes(config, options)
         if ran is not None:
             asked = replace(asked, concurrency=min(asked.concurrency, profile.concurrency))
-        predictions = search(profile, options.accelerators, asked)
-        show(predictions, config)
+        nodes = nodes_of(config, options) if options.nodes else None
+        predictions = search(profile, accelerators, asked, nodes)
+        show(predictions, config, accelerators)
         print(f"plot: {draw(predictions, asked, options.plot)}")
     except UserError as error:
         of_option = isinstance(error, ConfigError) and error.binding.startswith("--")
@@ -75,9 +77,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = parser_of("plan", __doc__)
     parser.add_argument("file", metavar="FILE.gin", type=Path)
-    parser.add_argument(
-        "--accelerators", type=int, required=True, help="number of accelerators for both"
-    )
+    parser.add_argument("--accelerators", type=int, help="number of accelerators for both")
+    parser.add_argument("--nodes", type=int, default=0, help="in place of it: number of nodes")
+    parser.add_argument("--gpus-per-node", type=int, default=0, help="accelerators of each node")
     parser.add_argument(
         "--from",
         dest="recorded",
@@ -106,18 +108,61 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
+def accelerators_of_all(options: argparse.Namespace) -> int:
+    """Returns how many there are. Raises: ConfigError unless they can be divided."""
+    if options.nodes or options.gpus_per_node:
+        if options.accelerators is not None:
+            wanted = "left out with --nodes and --gpus-per-node"
+            raise ConfigError("--accelerators", options.accelerators, wanted)
+        positive("--nodes", options.nodes)
+        positive("--gpus-per-node", options.gpus_per_node)
+        options.accelerators = options.nodes * options.gpus_per_node
+    if options.accelerators is None:
+        raise UserError(
+            "the plan needs accelerators: add --accelerators, or --nodes and --gpus-per-node"
+        )
+    found: int = options.accelerators
+    if found < 2:
+        raise ConfigError("--accelerators", found, "at least 2: one to generate and one to train")
+    return found
+
+
+def nodes_of(config: Config, options: argparse.Namespace) -> Nodes:
+    """Returns the nodes. Raises: ConfigError for a server or a group of ranks that is larger than a
+    node."""
+    each = options.gpus_per_node
+    width = width_of(config)
+    if width > each:
+        wanted = f"those of a server of at most {each} accelerators, as many as a node has"
+        raise ConfigError("vllm.arguments", config.value("vllm.arguments"), wanted)
+    together = config.value("mesh.tensor") * config.value("mesh.expert")
+    if together > each:
+        wanted = f"with mesh.expert at most {each} together, the accelerators of a node"
+        raise ConfigError("mesh.tensor", config.value("mesh.tensor"), wanted)
+    takes_all = load_backend(config.value("train.backend")).DEVICES_EACH is None
+    return Nodes(options.nodes, each, each if takes_all else together)
+
+
+def width_of(config: Config) -> int:
+    """Returns the accelerators of one server."""
+    if config.value("train.engine") != "vllm":
+        return 1
+    return accelerators_of(config.value("vllm.arguments"))
+
+
 def choice_of(config: Config) -> Choice:
     """Returns the choice that a gin file makes. An embedded engine and its trainer count as one
     accelerator each."""
     on_servers = config.value("train.engine") == "vllm"
+    width = width_of(config)
     given = {
         name: config.value(f"train.{name}")
         for name in ("max_staleness", "window", "groups_per_step", "group_size")
     }
     return Choice(
-        generation=(
-            (len(config.value("vllm.urls")) or config.value("vllm.servers")) if on_servers else 1
-        ),
+        generation=width
+        * ((len(config.value("vllm.urls")) or config.value("vllm.servers")) if on_servers else 1),
+        width=width,
         training=config.value("mesh.processes"),
         concurrency=(
             config.value("vllm.concurrency") if on_servers else config.value("embedded.slots")
@@ -175,8 +220,9 @@ def from_sizes(config: Config, options: argparse.Namespace) -> Profile:
     )
 
 
-def show(predictions: Sequence[Prediction], config: Config) -> None:
-    """Prints the fastest choices as a table, and the bindings of the recommended one."""
+def show(predictions: Sequence[Prediction], config: Config, accelerators: int) -> None:
+    """Prints the fastest choices as a table, and the bindings of the recommended one.
+    accelerators: how many there are."""
     from rich.console import Console
     from rich.table import Table
 
@@ -206,9 +252,12 @@ def show(predictions: Sequence[Prediction], config: Config) -> None:
     Console().print(table)
     c = chosen.choice
     slots = "vllm.concurrency" if config.value("train.engine") == "vllm" else "embedded.slots"
+    servers = f" ({c.servers} servers of {c.width})" if c.width > 1 else ""
+    unused = accelerators - c.generation - c.training
+    left = f", {unused} unused, as nothing is on two nodes" if unused else ""
     print(
-        f"recommended (the least staleness within 2 % of the fastest): {c.generation} to generate,"
-        f" {c.training} to train; train.max_staleness = {c.max_staleness}, train.window ="
+        f"recommended (the least staleness within 2 % of the fastest): {c.generation} to generate"
+        f"{servers}, {c.training} to train{left}; train.max_staleness = {c.max_staleness}, train.window ="
         f" {c.window}, {slots} = {c.concurrency}"
     )
 

@@ -28,7 +28,7 @@ from pathlib import Path
 
 import gin
 
-from areal_x.cluster import slurm
+from areal_x.cluster import ray_job, slurm
 from areal_x.config.describe import help_text
 from areal_x.config.reader import Config, load
 from areal_x.config.types import check_early, check_experiment
@@ -109,6 +109,7 @@ def run_named(config: Config, options: argparse.Namespace) -> None:
     """Names the run, unless the config does, and runs it. Errors about the name are raised before
     anything is built."""
     runs = Path(config.value("train.runs"))
+    ray_job.check_runs(runs, Path.cwd())
     stem = run_dir.run_stem(options.file)
     bound = config.value("train.name") if config.is_bound("train.name") else None
     resume = bool(options.resume)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import re
 import shlex
 import subprocess
 from pathlib import Path
@@ -38,7 +40,8 @@ def test_a_batch_script_starts_one_task_a_node(written, tmp_path: Path) -> None:
     subprocess.run(["bash", "-n", tmp_path / "job"], check=True)
     assert {"#SBATCH --nodes=2", "#SBATCH --ntasks-per-node=1", "#SBATCH --gpus-per-node=8"} <= set(script.splitlines())
     (command,) = (line for line in script.splitlines() if "areal_x.train" in line)
-    assert bindings_of(command.removesuffix(" &")) == [
+    assert "areal_x.cluster.node after 2 python" in command
+    assert bindings_of(command.removesuffix(" &").partition(" after 2 ")[2]) == [
         "mesh.processes = 16",
         "train.backend = 'torch'",
         "train.cluster = 'ray'",
@@ -65,6 +68,65 @@ def test_a_rayjob_has_a_head_without_gpus(written) -> None:
     assert workers["replicas"] == 2
 
 
+SERVED = (
+    *("-b", "train.engine = 'vllm'", "-b", "vllm.servers = 4", "-b", "vllm.arguments = ('-tp', '4')"),
+    *("-b", "cluster.ranks_on = 'train'", "-b", "cluster.servers_on = 'serve'"),
+)
+FOUR = "--nodes", "4", "--gpus", "8"
+
+
+def test_nodes_have_the_labels_that_the_file_asks_for(written) -> None:
+    script = written("slurm", FILE, *FOUR, *WIDE, *SERVED, "-b", "vllm.staging = '/shared/w'")
+    started = [line for line in script.splitlines() if " ray start " in line]
+    head, *others = (re.search(r"--labels (\S+)", line)[1] for line in started)
+    steps = [re.search(r"--nodes=(\d) --ntasks=(\d) --relative=(\d)", line) for line in started[1:]]
+    assert [head, *zip(others, (step.groups() for step in steps), strict=True)] == [
+        "role=train",
+        ("role=train", ("1", "1", "1")),
+        ("role=serve", ("2", "2", "2")),
+    ]
+    job = yaml.safe_load(written("kuberay", FILE, *FOUR, "--image", "x", *WIDE, *SERVED))
+    groups = job["spec"]["rayClusterSpec"]["workerGroupSpecs"]
+    assert [(x["groupName"], x["replicas"], x["labels"]) for x in groups] == [
+        ("train", 2, {"role": "train"}),
+        ("serve", 2, {"role": "serve"}),
+    ]
+    assert "vllm.staging = '/shared/weights'" in bindings_of(job["spec"]["entrypoint"])
+
+
+def test_nodes_that_ranks_and_servers_leave_compute_rewards(written) -> None:
+    words = ("--nodes", "6", "--gpus", "8", *WIDE, *SERVED, "-b", "cluster.hosts_on = 'rewards'", "--image", "x")
+    groups = yaml.safe_load(written("kuberay", FILE, *words))["spec"]["rayClusterSpec"]["workerGroupSpecs"]
+    assert [(x["groupName"], x["replicas"]) for x in groups] == [("train", 2), ("serve", 2), ("rewards", 2)]
+
+
+@pytest.mark.parametrize(("rank", "label"), [(0, "train"), (1, "train"), (2, "serve"), (3, "serve")])
+def test_skypilots_nodes_are_labelled_by_their_number_and_have_the_token_in_a_file(
+    written, rank: int, label: str, tmp_path: Path
+) -> None:
+    run = yaml.safe_load(written("sky", FILE, *FOUR, *WIDE, *SERVED))["run"]
+    before = run.partition("~/sky_templates")[0]
+    variables = {
+        "SKYPILOT_NODE_RANK": str(rank),
+        "PATH": os.environ["PATH"],
+        "HOME": str(tmp_path),
+        "RAY_AUTH_TOKEN": "a token",
+    }
+    said = subprocess.run(["bash", "-c", before + "env"], env=variables, capture_output=True, text=True, check=True)
+    found = dict(line.split("=", 1) for line in said.stdout.splitlines())
+    assert found["RAY_OVERRIDE_LABELS"] == f'{{"role": "{label}"}}'
+    assert "RAY_AUTH_TOKEN" not in found
+    token = Path(found["RAY_AUTH_TOKEN_PATH"])
+    assert (token.read_text(), token.stat().st_mode & 0o777) == ("a token", 0o600)
+
+
+def test_one_node_without_labels_starts_no_ray(written) -> None:
+    script = written("slurm", FILE, "--nodes", "1", "--gpus", "8")
+    assert "ray start" not in script
+    assert "srun" not in script
+    assert "unset RAY_ADDRESS" in script
+
+
 @pytest.mark.parametrize(
     "words, sentence",
     [
@@ -74,6 +136,18 @@ def test_a_rayjob_has_a_head_without_gpus(written) -> None:
             "mesh.processes = 16 cannot work: it must be at most 8",
         ),
         (("slurm", FILE, "--nodes", "2", "--gpus", "8", "-b", "mesh.processes = 3"), "it must be at most 2, a node each"),
+        (
+            ("slurm", FILE, "--nodes", "3", "--gpus", "8", *WIDE, *SERVED, "-b", "vllm.staging = '/s'"),
+            "vllm.servers = 4 cannot work: it must be at most 2, 2 on the only node with role=serve, beside 16 ranks of",
+        ),
+        (
+            ("slurm", FILE, *FOUR, *WIDE, *SERVED),
+            "vllm.staging = '' cannot work: it must be a folder that all nodes share under one path",
+        ),
+        (
+            ("slurm", FILE, *FOUR, *WIDE, *SERVED, "-b", "cluster.hosts_on = 'rewards'", "-b", "vllm.staging = '/s'"),
+            "cluster.hosts_on = 'rewards' cannot work: it must be left out, or --nodes greater",
+        ),
         (("kuberay", FILE, "--nodes", "1"), "--image = '' cannot work: it must be a container image"),
         (("slurm", FILE, "--nodes", "1", "-b", "train.step = 3"), "train.step"),
     ],

@@ -8,8 +8,10 @@ and gather together. The first process returns the result.
 from __future__ import annotations
 
 import os
+import secrets
 import socket
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,6 +25,8 @@ from areal_x.protocols.sampler import Decoded, Sampler, SlotRequest
 from areal_x.protocols.trainer import Trainer, Wait
 from areal_x.protocols.trainer_config import TrainerConfig
 from areal_x.types import Batch, Loss
+
+PORTS = range(20_000, 32_000)  # Linux takes those of outgoing connections from 32,768 on
 
 
 @dataclass(frozen=True)
@@ -56,11 +60,14 @@ class Rank:
         self._snapshot: Any = None
 
     def meeting_place(self, address: str) -> tuple[str, int]:
-        """Returns this node's address with a port that is free there."""
+        """Returns this node's address with a port that is free there, and that the system gives to
+        no outgoing connection before this process listens on it."""
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
-        with socket.socket(family) as probe:
-            probe.bind((address, 0))
-            return address, probe.getsockname()[1]
+        while True:
+            port = PORTS.start + secrets.randbelow(len(PORTS))
+            with socket.socket(family) as probe, suppress(OSError):  # another program listens there
+                probe.bind((address, port))
+                return address, port
 
     def join(self, address: str, port: int, local_rank: int, beside: int) -> None:
         """Joins the others at the first one's address. local_rank: its number among those on its

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from jaxtyping import Int32
 
-from areal_x.errors import at_least, positive, within
+from areal_x.errors import ConfigError, at_least, positive, within
 from areal_x.simulation import Attempt, FakeEngine, FakeTrainer, Length, Speed, simulate, uniform
 from areal_x.types import Group
 
@@ -77,7 +77,7 @@ class Choice:
     """A split of accelerators, with the parameters of `train` that matter for it."""
 
     generation: int
-    """Accelerators that generate, one server each."""
+    """Accelerators that generate."""
 
     training: int
     """Accelerators that train."""
@@ -89,6 +89,28 @@ class Choice:
 
     groups_per_step: int
     group_size: int
+
+    width: int = 1
+    """Accelerators of one server, which divide its work evenly."""
+
+    @property
+    def servers(self) -> int:
+        return self.generation // self.width
+
+
+@dataclass(frozen=True)
+class Nodes:
+    """Equal nodes. No server is on two of them, and no group of accelerators that train
+    together."""
+
+    count: int
+
+    each: int
+    """Accelerators of each."""
+
+    together: int = 1
+    """Accelerators that train one part of the model, and exchange more than gradients and
+    weights."""
 
 
 @dataclass(frozen=True)
@@ -118,9 +140,12 @@ def predict(profile: Profile, choice: Choice, steps: int = MEASURED_STEPS) -> Pr
         )
         return tokens * profile.train_token_seconds / choice.training
 
+    def decode(n: int) -> float:
+        return choice.width * profile.decode(n)
+
     engine = FakeEngine(
-        Speed(profile.prefill, profile.decode, profile.swap_seconds),
-        servers=choice.generation,
+        Speed(choice.width * profile.prefill, decode, profile.swap_seconds),
+        servers=choice.servers,
         concurrency=choice.concurrency,
         length=profile.length(),
     )
@@ -249,24 +274,53 @@ def profile_from_run(
     return faster(high)
 
 
-def splits(accelerators: int, ran: Choice, most: int = 7) -> list[Choice]:
-    """At most `most` evenly spaced splits of the accelerators, with the other settings of `ran`."""
+def splits(
+    accelerators: int, ran: Choice, most: int = 7, nodes: Nodes | None = None
+) -> list[Choice]:
+    """At most `most` splits of the accelerators, nearly evenly spaced, with the other settings of
+    `ran`. nodes: on which the accelerators are.
+
+    Raises: ConfigError if none leaves something for both sides.
+    """
     at_least("--accelerators", accelerators, 2)
-    sizes = sorted(
-        {
-            max(1, min(accelerators - 1, round(accelerators * i / (most + 1))))
-            for i in range(1, most + 1)
-        }
-    )
-    return [replace(ran, generation=n, training=accelerators - n) for n in sizes]
+    possible = [
+        (servers * ran.width, training)
+        for servers in range(1, accelerators // ran.width + 1)
+        if (training := left_for_training(servers, accelerators, ran.width, nodes)) > 0
+    ]
+    if not possible:
+        wanted = f"more than {ran.width}, the accelerators of one server"
+        raise ConfigError("--accelerators", accelerators, wanted)
+    targets = [accelerators * i / (most + 1) for i in range(1, most + 1)]
+    near = {min(possible, key=lambda pair: abs(pair[0] - target)) for target in targets}
+    chosen = possible if len(possible) <= most else sorted(near)
+    return [replace(ran, generation=n, training=training) for n, training in chosen]
 
 
-def search(profile: Profile, accelerators: int, ran: Choice) -> list[Prediction]:
+def left_for_training(servers: int, accelerators: int, width: int, nodes: Nodes | None) -> int:
+    """Returns how many accelerators can train beside so many servers; 0 or less if the servers have
+    no room. On nodes, servers are packed densely, and whole groups train on what each node has
+    left."""
+    if nodes is None:
+        return accelerators - servers * width
+    on_a_node = nodes.each // width
+    if on_a_node == 0 or servers > nodes.count * on_a_node:
+        return 0
+    full, rest = divmod(servers, on_a_node)
+    left = [nodes.each - on_a_node * width] * full
+    left += [nodes.each - rest * width] * (rest > 0)
+    left += [nodes.each] * (nodes.count - len(left))
+    return sum(free - free % nodes.together for free in left)
+
+
+def search(
+    profile: Profile, accelerators: int, ran: Choice, nodes: Nodes | None = None
+) -> list[Prediction]:
     """Predicts all splits at each staleness bound; then, around the best of them, other windows and
-    concurrencies. Returns the fastest first."""
+    concurrencies. Returns the fastest first. nodes: see `splits`."""
     tried = [
         predict(profile, replace(choice, max_staleness=s))
-        for choice in splits(accelerators, ran)
+        for choice in splits(accelerators, ran, nodes=nodes)
         for s in STALENESS
     ]
     around = recommended(tried).choice

@@ -1,5 +1,7 @@
 """Predictions against what can be computed by hand, and the command from a run's directory to its sentence."""
 
+import itertools
+import re
 from dataclasses import replace
 
 import numpy as np
@@ -9,7 +11,17 @@ from areal_x import plan
 from areal_x.monitor.metrics import MetricsWriter
 from areal_x.run.journal import Journal
 from areal_x.simulation import FakeEngine, FakeTrainer, Speed, fixed, simulate
-from areal_x.simulation.planner import Choice, Prediction, Profile, predict, profile_from_sizes, recommended, search, splits
+from areal_x.simulation.planner import (
+    Choice,
+    Nodes,
+    Prediction,
+    Profile,
+    predict,
+    profile_from_sizes,
+    recommended,
+    search,
+    splits,
+)
 
 # 16 tokens in steps of 1/8 s; a batch of 2 x 4 sequences of 16 + 8 tokens trains in 3 s on one accelerator.
 PROFILE = Profile(0.125, 0.0, np.inf, 1 / 64, 0.5, 0.25, np.full(5, 16, np.int32), 8, 8)
@@ -40,6 +52,30 @@ def test_twice_the_accelerators_halve_what_they_do():
 def test_the_splits_leave_each_side_one_and_are_not_many():
     assert [(c.generation, c.training) for c in splits(3, CHOICE)] == [(1, 2), (2, 1)]
     assert [c.generation for c in splits(64, CHOICE)] == [8, 16, 24, 32, 40, 48, 56]
+
+
+@pytest.mark.parametrize("together", [1, 2, 8])
+@pytest.mark.parametrize("width", [1, 2, 3, 4, 8])
+def test_no_server_and_no_group_of_ranks_is_on_two_nodes(width: int, together: int) -> None:
+    """Compared with every number of servers on each of three nodes."""
+    nodes = Nodes(count=3, each=8, together=together)
+    possible: dict[int, int] = {}
+    for counts in itertools.product(range(8 // width + 1), repeat=3):
+        free = sum((8 - count * width) // together * together for count in counts)
+        possible[sum(counts) * width] = max(free, possible.get(sum(counts) * width, 0))
+    found = splits(24, replace(CHOICE, width=width), most=24, nodes=nodes)
+    dense = {c.generation: c.training for c in found}
+    assert dense.keys() <= possible.keys()
+    assert all(training <= possible[generation] for generation, training in dense.items())
+    assert all(c.servers * width == c.generation for c in found)
+    if 8 % width == 0 and 8 % together == 0:  # then to pack servers densely is the best
+        assert dense == {generation: training for generation, training in possible.items() if generation and training}
+
+
+def test_a_server_of_two_accelerators_is_as_fast_as_two_servers() -> None:
+    profile = replace(PROFILE, decode_step_seconds=0.0, decode_request_seconds=0.125 / 8)
+    two = predict(profile, replace(CHOICE, generation=2, concurrency=8))
+    assert predict(profile, replace(CHOICE, generation=2, width=2)).step_seconds == two.step_seconds
 
 
 def test_the_best_is_the_least_stale_of_those_that_are_nearly_as_fast():
@@ -105,10 +141,41 @@ def test_the_command_says_what_to_bind_and_draws_it(tmp_path, capsys):
     assert picture.stat().st_size > 10_000
 
 
+SIZES = ["--parameters", "7e9", "--flops", "1e15", "--bandwidth", "3e12", "--mean-length", "100"]
+
+
+def test_on_nodes_the_command_recommends_whole_servers(tmp_path, capsys):
+    file = tmp_path / "run.gin"
+    file.write_text("train.engine = 'vllm'\ntrain.backend = 'torch'\nvllm.arguments = ('--tensor-parallel-size', '3')\n")
+    nodes = ["--nodes", "2", "--gpus-per-node", "8", "--plot", str(tmp_path / "plan.png")]
+    assert plan.main([str(file), *nodes, *SIZES]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    found = re.search(r"fastest\): (\d+) to generate \((\d) servers of 3\), (\d+) to train(, (\d+) unused)?", said)
+    assert found, said
+    generation, servers, training = (int(found[i]) for i in (1, 2, 3))
+    assert generation == 3 * servers
+    assert servers <= 4
+    assert generation + training + int(found[5] or 0) == 16
+
+
 @pytest.mark.parametrize(
     "arguments, sentence",
     [
         (["--accelerators", "1"], "error: --accelerators = 1 cannot work: it must be at least 2: one to generate and one"),
+        ([], "error: the plan needs accelerators: add --accelerators, or --nodes and --gpus-per-node"),
+        (["--nodes", "2"], "error: --gpus-per-node = 0 cannot work: it must be greater than 0"),
+        (
+            ["--nodes", "2", "--gpus-per-node", "8", "--accelerators", "16"],
+            "error: --accelerators = 16 cannot work: it must be left",
+        ),
+        (
+            ["--nodes", "2", "--gpus-per-node", "8", *SIZES, "-b", "vllm.arguments = ('-tp', '16')"],
+            "cannot work: it must be those of a server of at most 8 accelerators, as many as a node has",
+        ),
+        (
+            ["--nodes", "2", "--gpus-per-node", "8", *SIZES, "-b", "mesh.tensor = 16"],
+            "mesh.tensor = 16 cannot work: it must be with mesh.expert at most 8 together",
+        ),
         (["--accelerators", "4"], "error: the plan needs measurements or sizes: add --from RUN, or --parameters, --flops"),
         (
             ["--accelerators", "4", "--from", "nowhere"],

@@ -18,7 +18,9 @@ def join(processes: int) -> None:
     # Otherwise a process that exits after an error waits minutes at a barrier for those that are gone.
     jax.config.update("jax_enable_recoverability", True)
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
-    where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+    address = os.environ["MASTER_ADDR"]
+    host = f"[{address}]" if ":" in address else address  # of IPv6
+    where = f"{host}:{os.environ['MASTER_PORT']}"
     try:
         jax.distributed.initialize(
             coordinator_address=where,

@@ -8,6 +8,9 @@ import torch
 import torch.distributed as dist
 
 from areal_x.errors import UserError
+from areal_x_torch.interfaces import interface_towards
+
+INTERFACE = "GLOO_SOCKET_IFNAME"
 
 
 def join(processes: int) -> None:
@@ -17,6 +20,9 @@ def join(processes: int) -> None:
     Raises: UserError if the processes do not arrive.
     """
     backends = choose_device()
+    # gloo listens where this host's own name leads, which may be a loopback address.
+    if INTERFACE not in os.environ and (name := interface_towards(os.environ["MASTER_ADDR"])):
+        os.environ[INTERFACE] = name
     try:
         dist.init_process_group(backends)
     except (RuntimeError, ValueError) as error:

@@ -1,0 +1,1 @@
+"""The jobs that `areal-x launch` writes."""
