@@ -15,7 +15,7 @@ from areal_x.runtime import background
 from areal_x.runtime.interrupts import deferred_interrupts
 
 T = TypeVar("T")
-RARER = 100  # how much less often Python collects old objects by itself, where `collect` is called
+OLD = 1000  # younger collections before Python makes one of old objects by itself; 10 by default
 COLLECT_SECONDS = 10.0
 
 _collected_at = 0.0
@@ -80,14 +80,14 @@ def short_collections() -> Iterator[None]:
     A collection stops every thread while it traverses its objects: 240 ms with torch, transformers
     and vLLM imported, and 90 ms for 4,096 requests in flight, during which no event loop answers.
     """
-    young, middle, old = gc.get_threshold()
+    before = gc.get_threshold()
     gc.collect()
     gc.freeze()
-    gc.set_threshold(young, middle, RARER * old)
+    gc.set_threshold(*before[:2], OLD)
     try:
         yield
     finally:
-        gc.set_threshold(young, middle, old)
+        gc.set_threshold(*before)
         gc.unfreeze()
 
 

@@ -53,7 +53,7 @@ def test_old_garbage_is_left_to_a_moment_that_is_chosen(monkeypatch: pytest.Monk
 
     before = gc.get_threshold()
     with short_collections():
-        assert gc.get_threshold() == (*before[:2], loop.RARER * before[2])
+        assert gc.get_threshold() == (*before[:2], loop.OLD)
         monkeypatch.setattr(loop, "_collected_at", float("-inf"))
         first = old_garbage()
         gc.collect(1)
