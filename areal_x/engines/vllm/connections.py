@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import time
 from contextlib import nullcontext
-from weakref import WeakKeyDictionary
 
 from areal_x.engines.vllm.http import Answer, Disconnected, Pool, Unreachable
+from areal_x.engines.vllm.request_slots import request_slots
 from areal_x.errors import UserError
 from areal_x.runtime import open_files
 
@@ -15,23 +15,9 @@ ATTEMPTS = 3
 FILES_SECONDS = 60.0  # descriptors become free as other requests end
 FILES_POLL_SECONDS = 0.1
 
-_request_slots: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = (
-    WeakKeyDictionary()
-)
-
 
 class OutOfFiles(UserError):
     """No file descriptor is left for a connection; implies nothing about the server."""
-
-
-def request_slots() -> asyncio.Semaphore:
-    """Returns the event loop's semaphore of requests in flight, to any server.
-
-    Control requests (heartbeats, pauses, weights) take none: they must not wait for generation.
-    """
-    return _request_slots.setdefault(
-        asyncio.get_running_loop(), asyncio.Semaphore(open_files.connections())
-    )
 
 
 async def exchange(
@@ -48,12 +34,12 @@ async def exchange(
     """Sends a request and returns the status and body of the server's response.
 
     body: of the request, JSON. retry: the request may be sent again if the connection
-    breaks before any response. takes_slot: acquires one of `request_slots`.
+    breaks before any response. takes_slot: waits for one of `request_slots`.
 
     Raises: ConnectionError if there is no response; OutOfFiles.
     """
     named = f"the vLLM server at {server}"
-    async with request_slots() if takes_slot else nullcontext():
+    async with request_slots().of(server) if takes_slot else nullcontext():
         began, attempts = time.monotonic(), ATTEMPTS if retry else 1
         while True:
             if pool.closed:
