@@ -170,7 +170,7 @@ class Pool:
         if not parts.hostname or not host.isprintable() or " " in host:
             raise UserError(f"{url} is no address of a server: give one like http://host:8000")
         self._host = parts.hostname
-        self._path = quote(parts.path, safe="/%:@!$&'()*+,;=~")
+        self._path = quote(parts.path.rstrip("/"), safe="/%:@!$&'()*+,;=~")
         self._ssl = trusted() if parts.scheme == "https" else None
         headers = f"Host: {host}\r\nAccept-Encoding: identity\r\n"
         if key:
