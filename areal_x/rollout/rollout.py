@@ -23,7 +23,7 @@ from areal_x.rollout.runner import RolloutStats, Runner
 from areal_x.run.journal import Resumed
 from areal_x.runtime import background, timeline
 from areal_x.runtime.interrupts import deferred_interrupts
-from areal_x.runtime.loop import result, serve
+from areal_x.runtime.loop import collect, result, serve
 from areal_x.runtime.waits import waiting
 from areal_x.types import Episode, Group, Task
 
@@ -123,6 +123,7 @@ class Rollout:
         ):
             staged = self.engine.stage(trainer, version)
         staged_seconds = time.perf_counter() - began
+        collect()
         publication = self._submit(self._publish(staged, version, began, staged_seconds))
         self._publication = version, publication
         if wait or staged.reads_trainer:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import time
 from collections.abc import Coroutine, Iterable, Iterator
 from concurrent.futures import CancelledError, Future, wait
 from contextlib import contextmanager
@@ -14,6 +15,10 @@ from areal_x.runtime import background
 from areal_x.runtime.interrupts import deferred_interrupts
 
 T = TypeVar("T")
+OLD = 1000  # younger collections before Python makes one of old objects by itself; 10 by default
+COLLECT_SECONDS = 10.0
+
+_collected_at = 0.0
 
 
 def run(work: Coroutine[Any, Any, T], name: str) -> T:
@@ -69,17 +74,30 @@ async def together(coroutines: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
 
 @contextmanager
 def short_collections() -> Iterator[None]:
-    """Exempts all present objects from garbage collection until the end.
+    """Exempts all present objects from garbage collection until the end, and leaves those that grow
+    old meanwhile to `collect`.
 
-    A collection stops every thread while it traverses all objects: 240 ms with torch, transformers
-    and vLLM imported, during which no event loop answers.
+    A collection stops every thread while it traverses its objects: 240 ms with torch, transformers
+    and vLLM imported, and 90 ms for 4,096 requests in flight, during which no event loop answers.
     """
+    before = gc.get_threshold()
     gc.collect()
     gc.freeze()
+    gc.set_threshold(*before[:2], OLD)
     try:
         yield
     finally:
+        gc.set_threshold(*before)
         gc.unfreeze()
+
+
+def collect() -> None:
+    """Collects garbage of every age, unless that was done in the last ten seconds. Called once a
+    step, while the servers are about to pause anyway."""
+    global _collected_at
+    if time.monotonic() - _collected_at >= COLLECT_SECONDS:
+        gc.collect()
+        _collected_at = time.monotonic()
 
 
 def serve(loop: asyncio.AbstractEventLoop) -> None:

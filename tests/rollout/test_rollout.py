@@ -1,10 +1,12 @@
 """The thread around engine and runner, called as an experiment calls it."""
 
 import asyncio
+import gc
 import json
 import os
 import signal
 import threading
+import weakref
 from contextlib import contextmanager
 from dataclasses import replace
 
@@ -17,6 +19,7 @@ from areal_x.rollout.queue import TrajectoryQueue
 from areal_x.rollout.rollout import Published, Rollout
 from areal_x.rollout.runner import Runner
 from areal_x.run.journal import Resumed
+from areal_x.runtime import loop
 from areal_x.simulation import FakeTrainer
 from areal_x.tasks.stream import TaskStream
 from areal_x.types import Failed, Scored
@@ -129,6 +132,26 @@ def publishing(engine, **settings):
         made.publish(trainer, wait=False)
         assert engine.swapping.wait(60)
         yield made
+
+
+def test_old_garbage_is_collected_when_weights_are_published(monkeypatch):
+    monkeypatch.setattr(loop, "COLLECT_SECONDS", 0.0)
+    trainer = FakeTrainer()
+    gc.disable()
+    try:
+        with rollout() as made:
+            made.start()
+            made.publish(trainer)
+            ring = threading.Event()
+            ring.itself = ring
+            garbage = weakref.ref(ring)
+            gc.collect(1)  # it becomes old
+            del ring
+            for _ in steps(made, trainer, 1):
+                assert garbage() is not None
+            assert garbage() is None
+    finally:
+        gc.enable()
 
 
 def test_the_trainer_goes_on_while_the_engine_takes_its_weights():

@@ -11,8 +11,8 @@ import weakref
 
 import pytest
 
-from areal_x.runtime import background
-from areal_x.runtime.loop import run, short_collections
+from areal_x.runtime import background, loop
+from areal_x.runtime.loop import collect, run, short_collections
 
 
 class Thing:
@@ -42,6 +42,31 @@ def test_collections_leave_alone_what_was_there_and_collect_it_afterwards() -> N
         assert old() is None
     finally:
         gc.enable()
+
+
+def test_old_garbage_is_left_to_a_moment_that_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    def old_garbage() -> weakref.ref[Thing]:
+        thing = Thing()
+        thing.itself = thing  # type: ignore[attr-defined]
+        gc.collect(1)  # it survives, and so is among the old
+        return weakref.ref(thing)
+
+    before = gc.get_threshold()
+    with short_collections():
+        assert gc.get_threshold() == (*before[:2], loop.OLD)
+        monkeypatch.setattr(loop, "_collected_at", float("-inf"))
+        first = old_garbage()
+        gc.collect(1)
+        assert first() is not None
+        collect()
+        assert first() is None
+        second = old_garbage()
+        collect()
+        assert second() is not None  # it was collected a moment ago
+        monkeypatch.setattr(loop, "COLLECT_SECONDS", 0.0)
+        collect()
+        assert second() is None
+    assert gc.get_threshold() == before
 
 
 def test_an_interrupt_right_after_the_threads_start_ends_the_thread_too(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -167,9 +167,10 @@ ALLOWED: dict[str, Inside | Bounded | str] = {
     "runtime/waits.py on_behalf_of: _moves.get()": AT_ONCE,
     "runtime/waits.py whose: _whose.get()": AT_ONCE,
     "runtime/waits.py watching: thread.join()": AT_ONCE,
-    "engines/vllm/client.py VLLMClient.accepts_without_key: async with session": AT_ONCE,
+    "engines/vllm/client.py VLLMClient.close: await asyncio.sleep": AT_ONCE,
     "engines/vllm/connections.py exchange: async with request_slots": Inside("the vLLM server at {} to answer {}"),
-    "engines/vllm/connections.py exchange: async with session.request": Inside("the vLLM server at {} to answer {}"),
+    "engines/vllm/request_slots.py RequestSlots.acquire: await granted": Inside("the vLLM server at {} to answer {}"),
+    "engines/vllm/http.py Pool._connect: await self.loop.create_connection": Inside("the vLLM server at {} to answer {}"),
     "engines/vllm/connections.py exchange: await asyncio.sleep": Inside("the vLLM server at {} to answer {}"),
     "engines/vllm/gate.py Gate.__call__: await self.app": OURS_TO_END,  # in the server's own process
 }

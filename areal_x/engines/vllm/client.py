@@ -8,6 +8,7 @@ only scores given tokens needs neither: every vLLM server offers the endpoints t
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 from collections.abc import Mapping, Sequence
@@ -19,8 +20,9 @@ import msgspec
 import numpy as np
 from jaxtyping import Float32, Int32
 
-from areal_x.engines.vllm.connections import exchange, session
+from areal_x.engines.vllm.connections import exchange
 from areal_x.engines.vllm.failures import ServerFailed, ServerLost, ServerRefused
+from areal_x.engines.vllm.http import Pool
 from areal_x.engines.vllm.plugin import BACKEND
 from areal_x.engines.vllm.responses import (
     Generated,
@@ -74,19 +76,18 @@ class VLLMClient:
 
     def __init__(self, url: str, key: str | None, transfer: str = BACKEND) -> None:
         self.url, self._transfer = url.rstrip("/"), transfer
-        self._session = session(key)
+        self._pool = Pool(self.url, key)
 
     async def close(self) -> None:
-        await self._session.close()
+        self._pool.close()
+        await asyncio.sleep(0)  # in which the loop closes the sockets
 
     async def is_healthy(self, seconds: float = HEALTH_SECONDS) -> bool:
         """True if the server responds within this time and its engine is alive. Raises: OutOfFiles
         if no request can be sent."""
         try:
             with waiting(whose(), f"a sign of life from {self.url}", idle=True):
-                status, _ = await exchange(
-                    self._session, self.url, "GET", "/health", seconds=seconds
-                )
+                status, _ = await exchange(self._pool, self.url, "GET", "/health", seconds=seconds)
         except ConnectionError:
             return False
         return status == 200
@@ -253,12 +254,14 @@ class VLLMClient:
 
     async def accepts_without_key(self) -> bool:
         """True if it accepts control requests without a key."""
-        async with session(key=None) as stranger:
-            with contextlib.suppress(ConnectionError):
-                status, _ = await exchange(
-                    stranger, self.url, "GET", "/is_paused", seconds=HEALTH_SECONDS
-                )
-                return status == 200
+        with (
+            contextlib.closing(Pool(self.url, key=None)) as stranger,
+            contextlib.suppress(ConnectionError),
+        ):
+            status, _ = await exchange(
+                stranger, self.url, "GET", "/is_paused", seconds=HEALTH_SECONDS
+            )
+            return status == 200
         return False
 
     async def metrics(self) -> str:
@@ -364,7 +367,7 @@ class VLLMClient:
         try:
             with waiting(whose(), f"the vLLM server at {self.url} to answer {path}"):
                 status, answer = await exchange(
-                    self._session,
+                    self._pool,
                     self.url,
                     method,
                     path,
@@ -396,6 +399,10 @@ class VLLMClient:
                 " RANK"
             )
             return UserError(f"{server} has no adapters enabled: {wanted}, at least lora.rank")
+        if 300 <= status < 400:
+            return UserError(
+                f"{server} redirects {endpoint}: give the address that it redirects to"
+            )
         if status in (403, 404) and endpoint not in WORDLESS:
             return UserError(
                 f"{server} does not offer {endpoint} ({status} {words}):"

@@ -88,11 +88,12 @@ class Prefixes:
     def remember(self, prefixes: Sequence[tuple[int, int]], server: str) -> None:
         """prefixes: see `prefixes_of`."""
         holder = (server, self._caches[server])
+        alone = (holder,)
         for _, prefix in prefixes:
-            others = self._holders.pop(prefix, ())
-            if others[-1:] != (holder,):
-                others = (*[x for x in others if x != holder][1 - HOLDERS :], holder)
-            self._holders[prefix] = others
+            holders = self._holders.pop(prefix, alone)
+            if holders[-1] != holder:
+                holders = (*[x for x in holders if x != holder][1 - HOLDERS :], holder)
+            self._holders[prefix] = holders
         while len(self._holders) > self.remembered:
             self._holders.popitem(last=False)
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import weakref
 from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
@@ -10,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from areal_x.engines.vllm import fleet, publisher
+from areal_x.engines.vllm import dispatcher, fleet, publisher
 from areal_x.engines.vllm.config import VLLMConfig
 from areal_x.engines.vllm.engine import VLLMEngine
 from areal_x.engines.vllm.failures import ServerFailed, ServerLost
@@ -183,6 +185,32 @@ def test_each_request_goes_to_the_server_with_the_fewest_in_flight(trying: Calla
         assert engine.fleet.placed == {}
 
     trying(attempt)
+
+
+def test_young_garbage_is_collected_after_so_many_requests_and_not_when_python_would(
+    trying: Callable[..., list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dispatcher, "COLLECTED", 4)
+
+    def garbage() -> weakref.ref[asyncio.Event]:
+        ring = asyncio.Event()
+        ring.itself = ring  # type: ignore[attr-defined]
+        return weakref.ref(ring)
+
+    alive = []
+
+    async def attempt(engine: VLLMEngine, told: list[Told]) -> None:
+        for _ in range(9):
+            made = garbage()
+            await engine.generate(REQUEST)
+            alive.append(made() is not None)
+
+    gc.disable()
+    try:
+        trying(attempt)
+    finally:
+        gc.enable()
+    assert alive == [False, True, True, True, False, True, True, True, False]
 
 
 @pytest.mark.loses(r":1 (is lost \(no answer to 3 heartbeats|does not come back \(no vLLM server answers)")
