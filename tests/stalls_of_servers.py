@@ -11,6 +11,7 @@ from contextlib import asynccontextmanager, nullcontext, suppress
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from areal_x.cluster import places
@@ -24,8 +25,9 @@ from areal_x.engines.vllm.engine import VLLMEngine
 from areal_x.engines.vllm.gpu_transfer import GPUSender, TrainerWeights
 from areal_x.engines.vllm.placed import Started, starter
 from areal_x.engines.vllm.replica import ExternalServer, Replica
-from areal_x.engines.vllm.staging import NoRoom, StagedFiles
+from areal_x.engines.vllm.staging import CopiedWeights, NoRoom, StagedFiles, Staging
 from areal_x.engines.vllm.supervisor import Supervisor
+from areal_x.runtime import background
 from tests.stalls import EPISODE_PATTERN, Stall, stall
 
 SERVER = "the vLLM server at http://127.0.0.1:9"
@@ -110,8 +112,33 @@ async def _(stall: Stall) -> None:
     def work() -> StagedFiles:
         return engine.publisher.with_room(stage)
 
-    staged = await stall.threaded(work, "the trainer", r"room to stage weights \(no room to stage the weights here\)")
+    staged = await stall.threaded(work, "the publication", r"room to stage weights \(no room to stage the weights here\)")
     assert staged.version == 2
+
+
+@stall("version {} to be written")
+async def _(stall: Stall) -> None:
+    engine = engine_of(stall)
+    files = background.future(lambda: (stall.hold(), StagedFiles(folder=stall.folder, version=5))[1], name="weights")
+    written = engine.publisher._written(CopiedWeights(version=5, files=files))
+    assert (await stall.through(written, "the publication", "version 5 to be written")).version == 5
+
+
+@stall("the version before to be written")
+async def _(stall: Stall) -> None:
+    engine = engine_of(stall)
+    engine.publisher.staging = Staging(stall.folder)
+    engine.publisher._writing = background.future(stall.hold, name="weights")
+    trainer = SimpleNamespace(weights=lambda: iter([("a", np.zeros(3))]))
+    copied = await stall.threaded(lambda: engine.publisher.stage(trainer, 5), "the trainer")
+    assert (await asyncio.wrap_future(copied.files)).version == 5
+
+
+@stall("the writing of weights to end")
+async def _(stall: Stall) -> None:
+    engine = engine_of(stall)
+    engine.publisher._writing = background.future(stall.hold, name="weights")
+    await stall.for_episode(engine.close())
 
 
 @stall("the next version to be staged")

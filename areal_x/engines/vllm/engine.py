@@ -39,7 +39,7 @@ from areal_x.engines.vllm.gpu_transfer import TrainerWeights
 from areal_x.engines.vllm.probe import probe_prompt
 from areal_x.engines.vllm.publisher import Publisher
 from areal_x.engines.vllm.replica import Replica, external_replica, launches_of
-from areal_x.engines.vllm.staging import StagedFiles
+from areal_x.engines.vllm.staging import CopiedWeights, StagedFiles
 from areal_x.engines.vllm.supervisor import Supervisor
 from areal_x.engines.vllm.transports import EXPERIMENTAL, TRANSPORTS, check_machine
 from areal_x.errors import ConfigError, UserError
@@ -312,10 +312,10 @@ class VLLMEngine(Engine):
             versions = np.full(len(completion.tokens), adapter.version, np.int32)
             return replace(completion, versions=versions)
 
-    def stage(self, trainer: Any, version: int | None = None) -> StagedFiles | TrainerWeights:
+    def stage(self, trainer: Any, version: int | None = None) -> CopiedWeights | TrainerWeights:
         return self.publisher.stage(trainer, trainer.version if version is None else version)
 
-    async def swap(self, staged: StagedFiles | TrainerWeights) -> float:
+    async def swap(self, staged: CopiedWeights | StagedFiles | TrainerWeights) -> float:
         return await self.publisher.swap(staged)
 
     def _set_version(self, version: int) -> None:
