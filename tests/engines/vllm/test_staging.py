@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -13,6 +14,7 @@ from safetensors.numpy import load_file
 
 from areal_x.engines.vllm import staging as staging_module
 from areal_x.engines.vllm.loading import MANIFEST, shards
+from areal_x.engines.vllm.loading import read as read_tensors
 from areal_x.engines.vllm.staging import Staging
 from areal_x.errors import UserError
 from areal_x.hf import weight_copy
@@ -110,6 +112,24 @@ def test_a_manifest_names_no_file_outside_its_folder(staging: Staging, tmp_path:
     inside.unlink()
     with pytest.raises(ValueError, match="cannot be read"):
         shards(str(staging.root), str(folder))
+
+
+def resident(file: Path) -> int:
+    """Bytes of a mapped file that this process has read, as the kernel counts them."""
+    maps = Path("/proc/self/smaps").read_text().split("VmFlags")
+    return sum(1024 * int(re.search(r"^Rss: +(\d+)", part, re.M)[1]) for part in maps if str(file) in part)
+
+
+def test_a_part_of_a_tensor_is_read_without_the_rest(tmp_path: Path) -> None:
+    """As a worker of several does, whose loader narrows each tensor to the rank's rows."""
+    pytest.importorskip("torch")
+    rows = np.arange(16 * 2**20, dtype=np.int32).reshape(32, 2**19)
+    (name,) = write_shards(tmp_path, [("a", rows)])
+    ((_, tensor),) = list(read_tensors([tmp_path / name]))
+    assert resident(tmp_path / name) < rows.nbytes / 8
+    np.testing.assert_array_equal(tensor.narrow(0, 4, 4).clone().numpy(), rows[4:8])
+    # The kernel maps what surrounds a page too: up to 2 MB at either end.
+    assert rows.nbytes / 8 <= resident(tmp_path / name) < rows.nbytes / 4
 
 
 KILLED = """
