@@ -21,6 +21,7 @@ from typing import Any
 import gin
 
 from areal_x.algorithms.validation import learns_from_reward_alone
+from areal_x.cluster.trainers import HERE
 from areal_x.config.reader import Config
 from areal_x.hf.model_dir import check_head
 from areal_x.hf.tokenizer import load_tokenizer
@@ -105,7 +106,10 @@ def findings(config: Config) -> Iterator[Finding]:
     yield look("run directory", lambda: storage.check_run_directory(settings))
     if engine == "vllm":
         yield look(
-            "servers", lambda: servers.check_engine_servers(settings.vllm, settings.places_servers)
+            "servers",
+            lambda: servers.check_engine_servers(
+                settings.vllm, settings.places_servers, settings.cluster == HERE
+            ),
         )
     path = settings.trainer.model.path
     if callable(path) and problems:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import subprocess
 import sys
+import time
 from collections.abc import AsyncIterator
 from concurrent.futures import Future
 from contextlib import asynccontextmanager, nullcontext, suppress
@@ -17,8 +18,9 @@ import pytest
 from areal_x.cluster import places
 from areal_x.cluster.gang import Room
 from areal_x.cluster.surroundings import Surroundings
-from areal_x.engines.vllm import publisher
+from areal_x.engines.vllm import broadcaster, publisher
 from areal_x.engines.vllm import server as servers
+from areal_x.engines.vllm.broadcaster import Broadcaster
 from areal_x.engines.vllm.client import VLLMClient
 from areal_x.engines.vllm.config import VLLMConfig
 from areal_x.engines.vllm.engine import VLLMEngine
@@ -157,6 +159,31 @@ async def _(stall: Stall) -> None:
     stall.release = staged  # type: ignore[method-assign]
     replica: Any = SimpleNamespace(name=SERVER, load=load)
     assert await stall.through(engine.publisher.load_current(replica), SERVER)
+
+
+@stall("the next version to be sent")
+async def _(stall: Stall) -> None:
+    engine, client = engine_of(stall), object()
+    sends = Broadcaster(engine.config, engine.supervisor, engine.dispatcher, {SERVER: 1})
+    sends._received["another server"] = client, 1  # type: ignore[assignment]
+    loop = asyncio.get_running_loop()
+
+    def sent() -> None:
+        loop.call_soon_threadsafe(sends._joining[SERVER].set_result, None)
+
+    stall.release = sent  # type: ignore[method-assign]
+    replica: Any = SimpleNamespace(name=SERVER, client=client)
+    assert await stall.through(sends.joined(replica), SERVER)
+
+
+@stall("a vLLM server to come back")
+async def _(stall: Stall) -> None:
+    engine = engine_of(stall)
+    sends = Broadcaster(engine.config, engine.supervisor, engine.dispatcher, {})
+    loop = asyncio.get_running_loop()
+    stall.release = lambda: loop.call_soon_threadsafe(engine.dispatcher.notify)  # type: ignore[method-assign,assignment,return-value]
+    stall.request.getfixturevalue("monkeypatch").setattr(broadcaster, "LOOK_SECONDS", 60.0)
+    await stall.through(sends._one_to_come(time.monotonic()), "the publication")
 
 
 @stall("the vLLM servers to end")

@@ -4,7 +4,7 @@ object (areal_x.protocols)."""
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -82,7 +82,11 @@ class GangTrainer:
         return seen
 
     def device_weights(self) -> Iterator[tuple[str, Any]]:
-        raise NotImplementedError("settings allow vllm.transport = 'files' alone")
+        raise NotImplementedError("the processes send them")
+
+    def apply(self, function: Callable[..., Any], *arguments: Any, beside: bool = False) -> Any:
+        call = self._gang.beside if beside else self._gang.call
+        return call("apply", self._name, function, *arguments)
 
     def adapter(self) -> Iterator[tuple[str, np.ndarray]]:
         return self._gang.stream("tensors", self._name, "adapter")

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import os
 import socket
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -168,6 +168,9 @@ class Rank:
                 file.unlink(missing_ok=True)
         with suppress(OSError):
             outcome_of(folder, self.rank).write_text(json.dumps(outcome))
+
+    def apply(self, name: str, function: Callable[..., Any], *arguments: Any) -> Any:
+        return function(self._trainers[name], *arguments)
 
     # ---- the sampler, in the first process
 

@@ -137,3 +137,13 @@ class CopiesWeights(Protocol):
         Raises: OSError if they cannot be written.
         """
         ...
+
+
+@runtime_checkable
+class InProcesses(Protocol):
+    """A trainer whose parts are in other processes."""
+
+    def apply(self, function: Callable[..., Any], *arguments: Any, beside: bool = False) -> Any:
+        """Calls a function of a module with the trainer of every process and these arguments, in all
+        of them, and returns what the first process returns. beside: beside their other calls."""
+        ...

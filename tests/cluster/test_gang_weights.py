@@ -141,3 +141,10 @@ def test_the_driver_streams_only_the_tensors_that_it_is_asked_for(make: Make) ->
     _, trainer, _ = make(1)
     trainer._gang = SimpleNamespace(stream=lambda *_: iter([("a", np.zeros(3)), ("b", np.zeros(4))]))  # type: ignore[assignment]
     assert [name for name, _ in trainer.weights(lambda size: size > 24)] == ["b"]
+
+
+def test_a_function_is_called_with_the_trainer_of_every_process(make: Make) -> None:
+    _, trainer, shared = make(3)
+    assert trainer.apply(lambda one, name: one.fetched.append(name), "here") is None
+    assert trainer.apply(lambda one: (id(one), one.fetched), beside=True) == (id(shared[0]), ["here"])
+    assert [one.fetched for one in shared] == [["here"]] * 3

@@ -115,5 +115,5 @@ def test_ten_thousand_schedules_keep_the_bound_and_reach_it_while_weights_are_on
         in_flight += schedule.in_flight
         reached += max(schedule.ages) == schedule.bound and schedule.in_flight > 0
     print(f"\n{in_flight} of {10_000 * STEPS} steps were taken during a publication; {reached} schedules reached the bound")
-    assert in_flight > 10_000
-    assert reached > 100
+    assert in_flight > 5_000
+    assert reached > 500

@@ -70,6 +70,7 @@ class VLLMEngine(Engine):
         scorer: computes the reference log-probabilities of the probe prompt when weights are
             staged; None skips the comparison with the trainer.
         start: starts each of the run's servers.
+        trainer_here: the trainer is in this process.
     """
 
     def __init__(
@@ -82,6 +83,7 @@ class VLLMEngine(Engine):
         experts: bool = False,
         scorer: Scorer | None = None,
         start: servers.Start = servers.start_here,
+        trainer_here: bool = True,
     ) -> None:
         self.config = config
         self.model = model
@@ -115,7 +117,7 @@ class VLLMEngine(Engine):
         )
         self._start_server = start
         self._seeds = itertools.count()
-        check_machine(config)
+        check_machine(config, trainer_here)
         if self.lora is not None:
             adapters.arguments(self.lora.rank)  # rejects a rank above vLLM's maximum
 
@@ -136,10 +138,10 @@ class VLLMEngine(Engine):
                 )
             except EngineError as error:
                 raise UserError(f"{error}") from error
-            if self.config.transport == "files":
-                self.supervisor.watch()
-            else:
+            if self.config.transport != "files":
                 self.publisher.open_gpu_sender()
+            if self.config.transport != "handles":
+                self.supervisor.watch()
         except BaseException:
             await self.close()
             raise

@@ -30,6 +30,7 @@ from jaxtyping import Float32, Int32
 
 from areal_x.engines.vllm import adapters
 from areal_x.engines.vllm.adapters import AdapterVersions
+from areal_x.engines.vllm.broadcaster import Broadcaster
 from areal_x.engines.vllm.client import MODEL
 from areal_x.engines.vllm.config import VLLMConfig
 from areal_x.engines.vllm.dispatcher import Dispatcher
@@ -83,7 +84,8 @@ class Publisher:
         self.versions = AdapterVersions()
         self.staging: Staging | None = None
         self.current: StagedFiles | None = None  # what a server that returns must load
-        self.gpu_sender: GPUSender | None = None  # for transports other than files
+        self.gpu_sender: GPUSender | None = None  # of the transport "handles"
+        self.broadcaster: Broadcaster | None = None  # of the transport "nccl"
         self.workers: dict[str, int] = {}  # of each server, for transports other than files
         self._config = config
         self._model = model
@@ -111,6 +113,11 @@ class Publisher:
 
     def open_gpu_sender(self) -> None:
         """Prepares a transport other than files, once all servers are up."""
+        if self._config.transport == "nccl":
+            self.broadcaster = Broadcaster(
+                self._config, self._supervisor, self._dispatcher, self.workers
+            )
+            return
         replicas = self._supervisor.replicas
         self.gpu_sender = GPUSender(
             self._config,
@@ -127,10 +134,11 @@ class Publisher:
             with waiting(whose(), "the writing of weights to end"):
                 await asyncio.wait([writing])
             writing.exception()  # `swap` raises it
-        if self.gpu_sender is not None:
-            with waiting(whose(), "the sending of weights to end"):
-                await asyncio.to_thread(self.gpu_sender.close)
-            self.gpu_sender = None
+        for sender in (self.gpu_sender, self.broadcaster):
+            if sender is not None:
+                with waiting(whose(), "the sending of weights to end"):
+                    await asyncio.to_thread(sender.close)
+        self.gpu_sender = self.broadcaster = None
 
     def remove_files(self) -> None:
         if self.staging is not None:
@@ -142,8 +150,8 @@ class Publisher:
     def stage(self, trainer: Any, version: int) -> CopiedWeights | TrainerWeights:
         """Copies the weights and begins to write them."""
         assert self.staging is not None, "stage() needs an engine that was started"
-        if self.gpu_sender is not None:
-            return self.gpu_sender.stage(trainer, version)
+        if (sender := self.broadcaster or self.gpu_sender) is not None:
+            return sender.stage(trainer, version)
         if self._writing is not None:  # of a publication that was interrupted
             with (
                 waiting("the trainer", "the version before to be written"),
@@ -287,8 +295,16 @@ class Publisher:
             shutil.rmtree(old.folder, ignore_errors=True)
 
     async def _send(self, staged: TrainerWeights) -> float:
-        """Sends weights to all servers together, as a broadcast has one sender. After an error they
-        stay paused: they may have parts of two policies, and no token may come from that."""
+        """Sends weights to all servers together, from the trainer's own memory."""
+        if self.broadcaster is None:
+            return await self._send_handles(staged)
+        paused = await self.broadcaster.publish(staged)
+        self._set_version(staged.version)
+        return paused
+
+    async def _send_handles(self, staged: TrainerWeights) -> float:
+        """After an error the server stays paused: it may have parts of two policies, and no token
+        may come from that."""
         assert self.gpu_sender is not None
         await self.gpu_sender.connect(staged)
         began = time.perf_counter()
@@ -329,6 +345,8 @@ class Publisher:
 
     async def load_current(self, replica: Replica) -> bool:
         """Loads the newest weights into a server; returns False if none were published."""
+        if self.broadcaster is not None:
+            return await self.broadcaster.joined(replica)
         if self.current is None:
             return False
         if self._lora is not None:
