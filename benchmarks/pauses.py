@@ -1,6 +1,6 @@
 """The trainer's pause at a publication to vLLM servers, as a share of its step.
 
-    python benchmarks/pauses.py [--backends jax torch] [--ranks 0 2] [--steps 8]
+    python benchmarks/pauses.py [--backends jax torch] [--ranks 0 2] [--steps 8] [--tokens 4000]
 
 Claim: the pause is the time of a copy, at most 5 % of a step, at 26M parameters on a CPU.
 
@@ -83,13 +83,14 @@ def main() -> None:
     parser.add_argument("--backends", nargs="+", default=["jax", "torch"])
     parser.add_argument("--ranks", type=int, nargs="+", default=[0, 2])
     parser.add_argument("--steps", type=int, default=8)
+    parser.add_argument("--tokens", type=int, default=4000, help="of a step, about")
     options = parser.parse_args()
     from update import CONFIG, draw_sequences, packed, write_random
 
     results = {}
     with tempfile.TemporaryDirectory() as folder:
         model = write_random(Path(folder) / "model", CONFIG)
-        batch = packed(draw_sequences(CONFIG["vocab_size"], 16, 250))
+        batch = packed(draw_sequences(CONFIG["vocab_size"], 16, options.tokens // 16))
         for ranks in options.ranks:
             for backend in options.backends:
                 with trainer_of(backend, ranks, model) as trainer:
