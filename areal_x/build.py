@@ -295,6 +295,7 @@ class Factory(Settings):
             experts,
             compared_with,
             start or start_here,
+            self.cluster == trainers.HERE,
         )
 
     def create_rollout(

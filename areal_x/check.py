@@ -22,7 +22,7 @@ from typing import Any
 import gin
 
 from areal_x.algorithms.validation import learns_from_reward_alone
-from areal_x.cluster.trainers import RAY
+from areal_x.cluster.trainers import HERE, RAY
 from areal_x.config.reader import Config
 from areal_x.hf.model_dir import check_head
 from areal_x.hf.tokenizer import load_tokenizer
@@ -110,7 +110,10 @@ def findings(config: Config) -> Iterator[Finding]:
         yield look("nodes", lambda: nodes.check_cluster_nodes(settings))
     if engine == "vllm":
         yield look(
-            "servers", lambda: servers.check_engine_servers(settings.vllm, settings.places_servers)
+            "servers",
+            lambda: servers.check_engine_servers(
+                settings.vllm, settings.places_servers, settings.cluster == HERE
+            ),
         )
     path = settings.trainer.model.path
     if callable(path) and problems:

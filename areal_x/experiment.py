@@ -25,6 +25,7 @@ from areal_x.batching.batch import Models, make_batches
 from areal_x.build import Factory
 from areal_x.cluster.attempts import Attempts
 from areal_x.cluster.gang import loss_behind
+from areal_x.cluster.trainers import HERE
 from areal_x.config.writer import changed_settings, gin_file_of, records_gin_parts
 from areal_x.engines.vllm.transports import check_machine
 from areal_x.hf.model_dir import resolve
@@ -93,7 +94,7 @@ class Experiment(Factory):
         name = resuming.check_name(Path(self.runs), name, resume)  # before models are loaded
         cores.limit_spinning(self.computes_beside_servers)  # before anything imports torch
         if self.engine == "vllm":
-            check_machine(self.vllm)
+            check_machine(self.vllm, self.cluster == HERE)
         resolve(self.trainer.model.path)  # a missing model should not leave a run behind
         return open_run(
             Path(self.runs),

@@ -5,27 +5,31 @@ from __future__ import annotations
 import asyncio
 import subprocess
 import sys
+import time
 from collections.abc import AsyncIterator
 from concurrent.futures import Future
 from contextlib import asynccontextmanager, nullcontext, suppress
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from areal_x.cluster import places
 from areal_x.cluster.gang import Room
 from areal_x.cluster.surroundings import Surroundings
-from areal_x.engines.vllm import publisher
+from areal_x.engines.vllm import broadcaster, publisher
 from areal_x.engines.vllm import server as servers
+from areal_x.engines.vllm.broadcaster import Broadcaster
 from areal_x.engines.vllm.client import VLLMClient
 from areal_x.engines.vllm.config import VLLMConfig
 from areal_x.engines.vllm.engine import VLLMEngine
 from areal_x.engines.vllm.gpu_transfer import GPUSender, TrainerWeights
 from areal_x.engines.vllm.placed import Started, starter
 from areal_x.engines.vllm.replica import ExternalServer, Replica
-from areal_x.engines.vllm.staging import NoRoom, StagedFiles
+from areal_x.engines.vllm.staging import CopiedWeights, NoRoom, StagedFiles, Staging
 from areal_x.engines.vllm.supervisor import Supervisor
+from areal_x.runtime import background
 from tests.stalls import EPISODE_PATTERN, Stall, stall
 
 SERVER = "the vLLM server at http://127.0.0.1:9"
@@ -110,8 +114,33 @@ async def _(stall: Stall) -> None:
     def work() -> StagedFiles:
         return engine.publisher.with_room(stage)
 
-    staged = await stall.threaded(work, "the trainer", r"room to stage weights \(no room to stage the weights here\)")
+    staged = await stall.threaded(work, "the publication", r"room to stage weights \(no room to stage the weights here\)")
     assert staged.version == 2
+
+
+@stall("version {} to be written")
+async def _(stall: Stall) -> None:
+    engine = engine_of(stall)
+    files = background.future(lambda: (stall.hold(), StagedFiles(folder=stall.folder, version=5))[1], name="weights")
+    written = engine.publisher._written(CopiedWeights(version=5, files=files))
+    assert (await stall.through(written, "the publication", "version 5 to be written")).version == 5
+
+
+@stall("the version before to be written")
+async def _(stall: Stall) -> None:
+    engine = engine_of(stall)
+    engine.publisher.staging = Staging(stall.folder)
+    engine.publisher._writing = background.future(stall.hold, name="weights")
+    trainer = SimpleNamespace(weights=lambda: iter([("a", np.zeros(3))]))
+    copied = await stall.threaded(lambda: engine.publisher.stage(trainer, 5), "the trainer")
+    assert (await asyncio.wrap_future(copied.files)).version == 5
+
+
+@stall("the writing of weights to end")
+async def _(stall: Stall) -> None:
+    engine = engine_of(stall)
+    engine.publisher._writing = background.future(stall.hold, name="weights")
+    await stall.for_episode(engine.close())
 
 
 @stall("the next version to be staged")
@@ -130,6 +159,31 @@ async def _(stall: Stall) -> None:
     stall.release = staged  # type: ignore[method-assign]
     replica: Any = SimpleNamespace(name=SERVER, load=load)
     assert await stall.through(engine.publisher.load_current(replica), SERVER)
+
+
+@stall("the next version to be sent")
+async def _(stall: Stall) -> None:
+    engine, client = engine_of(stall), object()
+    sends = Broadcaster(engine.config, engine.supervisor, engine.dispatcher, {SERVER: 1})
+    sends._received["another server"] = client, 1  # type: ignore[assignment]
+    loop = asyncio.get_running_loop()
+
+    def sent() -> None:
+        loop.call_soon_threadsafe(sends._joining[SERVER].set_result, None)
+
+    stall.release = sent  # type: ignore[method-assign]
+    replica: Any = SimpleNamespace(name=SERVER, client=client)
+    assert await stall.through(sends.joined(replica), SERVER)
+
+
+@stall("a vLLM server to come back")
+async def _(stall: Stall) -> None:
+    engine = engine_of(stall)
+    sends = Broadcaster(engine.config, engine.supervisor, engine.dispatcher, {})
+    loop = asyncio.get_running_loop()
+    stall.release = lambda: loop.call_soon_threadsafe(engine.dispatcher.notify)  # type: ignore[method-assign,assignment,return-value]
+    stall.request.getfixturevalue("monkeypatch").setattr(broadcaster, "LOOK_SECONDS", 60.0)
+    await stall.through(sends._one_to_come(time.monotonic()), "the publication")
 
 
 @stall("the vLLM servers to end")

@@ -60,6 +60,9 @@ def loss_behind(error: BaseException | None) -> Lost | None:
 class Gang(Protocol):
     """The processes, seen from the driver. Its methods may be called from any thread."""
 
+    nodes: Sequence[str]
+    """The node of each process."""
+
     def call(self, method: str, *arguments: Any) -> Any:
         """Makes all objects run the call, and returns the first's result.
 

@@ -3,7 +3,8 @@ object (areal_x.protocols)."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import json
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,9 @@ import numpy as np
 from jaxtyping import Float32
 
 from areal_x.cluster.gang import Gang
+from areal_x.cluster.rank import mark_of, outcome_of
 from areal_x.protocols.sampler import Decoded, Sampler, SlotRequest
-from areal_x.protocols.trainer import Wait
+from areal_x.protocols.trainer import Mine, Wait
 from areal_x.types import Batch, Loss
 
 
@@ -25,6 +27,7 @@ class GangTrainer:
     def __init__(self, gang: Gang, name: str, version: int, loss: Loss | None) -> None:
         self.version = version
         self._gang, self._name, self._loss = gang, name, loss
+        self._writers: dict[Path, list[int]] = {}  # of a folder, the processes that see it
 
     def logprobs(self, batch: Batch) -> Float32[np.ndarray, "rows length"]:
         return self._outputs("logprobs", batch)
@@ -43,11 +46,47 @@ class GangTrainer:
         self.version += 1
         return row
 
-    def weights(self) -> Iterator[tuple[str, np.ndarray]]:
-        return self._gang.stream("tensors", self._name, "weights")
+    def weights(self, mine: Mine | None = None) -> Iterator[tuple[str, np.ndarray]]:
+        for name, tensor in self._gang.stream("tensors", self._name, "weights"):
+            if mine is None or mine(tensor.nbytes):
+                yield name, tensor
+
+    def copy_weights(self, folder: Path) -> int | None:
+        if folder not in self._writers:
+            self._writers = {folder: self._find_writers(folder)}
+        if not (writers := self._writers[folder]):
+            return None
+        size: int = self._gang.call("copy_weights", self._name, writers)
+        return size
+
+    def write_weights(self, folder: Path) -> dict[str, int]:
+        writers = self._writers[folder.parent]
+        self._gang.beside("write_weights", folder, writers)
+        sizes: dict[str, int] = {}
+        for rank in writers:
+            file = outcome_of(folder, rank)
+            outcome = json.loads(file.read_text())
+            if "error" in outcome:
+                raise OSError(outcome["error"])
+            sizes |= outcome["sizes"]
+            file.unlink()
+        return sizes
+
+    def _find_writers(self, folder: Path) -> list[int]:
+        """Returns the processes whose nodes can write to a folder of this machine."""
+        self._gang.beside("mark", folder)
+        marks = [mark_of(folder, rank) for rank in range(len(self._gang.nodes))]
+        seen = [rank for rank, mark in enumerate(marks) if mark.exists()]
+        for mark in marks:
+            mark.unlink(missing_ok=True)
+        return seen
 
     def device_weights(self) -> Iterator[tuple[str, Any]]:
-        raise NotImplementedError("settings allow vllm.transport = 'files' alone")
+        raise NotImplementedError("the processes send them")
+
+    def apply(self, function: Callable[..., Any], *arguments: Any, beside: bool = False) -> Any:
+        call = self._gang.beside if beside else self._gang.call
+        return call("apply", self._name, function, *arguments)
 
     def adapter(self) -> Iterator[tuple[str, np.ndarray]]:
         return self._gang.stream("tensors", self._name, "adapter")

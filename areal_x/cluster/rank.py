@@ -7,10 +7,11 @@ and gather together. The first process returns the result.
 
 from __future__ import annotations
 
+import json
 import os
 import secrets
 import socket
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +21,7 @@ import gin
 import numpy as np
 
 from areal_x.hf.model_dir import exhaust
+from areal_x.hf.weight_copy import Turns, WeightCopy, write_shards
 from areal_x.protocols.backends import create_trainer, load_backend
 from areal_x.protocols.sampler import Decoded, Sampler, SlotRequest
 from areal_x.protocols.trainer import Trainer, Wait
@@ -48,6 +50,16 @@ class RankSpec:
     """gin's, which a loss that is a configurable reads when it is called."""
 
 
+def mark_of(folder: Path, rank: int) -> Path:
+    """Returns the file by which the driver sees that a process can write to a folder."""
+    return folder / f"rank-{rank}"
+
+
+def outcome_of(folder: Path, rank: int) -> Path:
+    """Returns the file in which a process lists the weights that it wrote, or its error."""
+    return folder / f"rank-{rank}.json"
+
+
 class Rank:
     """A process of the gang. rank: its number, from 0."""
 
@@ -58,6 +70,7 @@ class Rank:
         self._waits: list[Wait] = []
         self._sampler: Sampler | None = None
         self._snapshot: Any = None
+        self._copy = WeightCopy()
 
     def meeting_place(self, address: str) -> tuple[str, int]:
         """Returns this node's address with a port that is free there, and that the system gives to
@@ -131,6 +144,39 @@ class Rank:
         """Takes a snapshot together; the first process keeps it for its sampler."""
         found = self._trainers[name].snapshot()
         self._snapshot = found if self.rank == 0 else None
+
+    # ---- weights for servers
+
+    def mark(self, folder: Path) -> None:
+        """Shows the driver that this process can write to a folder."""
+        with suppress(OSError):
+            mark_of(folder, self.rank).touch()
+
+    def copy_weights(self, name: str, writers: Sequence[int]) -> int:
+        """Gathers the weights together, and copies those of this process's turn among the writers.
+        Returns the bytes of all."""
+        own = writers.index(self.rank) if self.rank in writers else None
+        turns = Turns(own, len(writers))
+        self._copy.take(self._trainers[name].weights(turns))
+        return sum(turns.bytes)
+
+    def write_weights(self, folder: Path, writers: Sequence[int]) -> None:
+        """Writes the copied tensors, beside the calls that train, and then the file that lists its
+        files for the driver, or says why they could not be written: that is no reason to lose the
+        gang."""
+        if self.rank not in writers:
+            return
+        try:
+            outcome: dict[str, Any] = {"sizes": write_shards(folder, self._copy, writer=self.rank)}
+        except Exception as error:
+            outcome = {"error": f"{error}"}
+            for file in folder.glob(f"{self.rank:05d}-*"):  # so that there is room to say so
+                file.unlink(missing_ok=True)
+        with suppress(OSError):
+            outcome_of(folder, self.rank).write_text(json.dumps(outcome))
+
+    def apply(self, name: str, function: Callable[..., Any], *arguments: Any) -> Any:
+        return function(self._trainers[name], *arguments)
 
     # ---- the sampler, in the first process
 

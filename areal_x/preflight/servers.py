@@ -23,12 +23,15 @@ from areal_x.settings import Settings
 TIMEOUT_SECONDS = 20.0  # for one server to answer
 
 
-def check_engine_servers(config: VLLMConfig, placed: bool = False) -> str:
+def check_engine_servers(
+    config: VLLMConfig, placed: bool = False, trainer_here: bool = True
+) -> str:
     """Checks the servers that generate. placed: the run starts them on the nodes of a cluster.
+    trainer_here: the trainer is in the run's own process.
 
     Raises: UserError or EngineError for the first one that cannot be used.
     """
-    check_machine(config)
+    check_machine(config, trainer_here)
     file_warnings = filter(None, [open_files.enough_for(config.requests)])
     if placed:
         on_nodes = f"{config.servers} will be started on the nodes of the cluster"

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 from jaxtyping import Float32
@@ -14,6 +14,10 @@ from areal_x.types import Batch, Loss
 
 Wait = Callable[[], None]
 """Blocks until background work is done, and raises what went wrong in it."""
+
+Mine = Callable[[int], bool]
+"""Called with the bytes of each tensor, in the same order by every process that shares a model: True
+if this process has a use for the tensor."""
 
 
 def is_max_reduced(metric: str) -> bool:
@@ -67,9 +71,14 @@ class Trainer(Scorer, Protocol):
         """
         ...
 
-    def weights(self) -> Iterator[tuple[str, np.ndarray]]:
+    def weights(self, mine: Mine | None = None) -> Iterator[tuple[str, np.ndarray]]:
         """Yields the policy's tensors under their Hugging Face names, one at a time, with adapters
-        merged into them."""
+        merged into them, contiguous. They may be views of the trainer's own memory, which change
+        with the next step.
+
+        mine: the tensors to yield, None for all. The others cost no copy to the host, but processes
+        that share the model gather them too.
+        """
         ...
 
     def device_weights(self) -> Iterator[tuple[str, Any]]:
@@ -107,4 +116,34 @@ class Trainer(Scorer, Protocol):
 
     def sampler(self, slots: int, context: int) -> Sampler:
         """Returns the backend's batched sampler for sequences of up to `context` tokens."""
+        ...
+
+
+@runtime_checkable
+class CopiesWeights(Protocol):
+    """A trainer that copies its weights and writes the copy itself, as one does whose parts are in
+    several processes. An engine does it for any other trainer."""
+
+    def copy_weights(self, folder: Path) -> int | None:
+        """Copies the weights in the place of the copy before, and returns the bytes of all. The
+        trainer may change them afterwards. folder: below which they will be written; None returns
+        if no process of the trainer can write there, and nothing was copied."""
+        ...
+
+    def write_weights(self, folder: Path) -> Mapping[str, int]:
+        """Writes the copy to files in a folder right below that of `copy_weights`, and returns their
+        sizes by their names. Called from another thread, while the trainer trains.
+
+        Raises: OSError if they cannot be written.
+        """
+        ...
+
+
+@runtime_checkable
+class InProcesses(Protocol):
+    """A trainer whose parts are in other processes."""
+
+    def apply(self, function: Callable[..., Any], *arguments: Any, beside: bool = False) -> Any:
+        """Calls a function of a module with the trainer of every process and these arguments, in all
+        of them, and returns what the first process returns. beside: beside their other calls."""
         ...

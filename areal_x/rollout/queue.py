@@ -50,15 +50,23 @@ class TrajectoryQueue:
         ticket, and ranks are no further apart than tickets. So at most g + W − 1 others were
         consumed earlier, among them the v·P groups of all earlier steps: v·P ≤ g + W − 1.
 
-    Together (v − a)·P ≤ B + W − 2, and ages are integers. ∎ The proof speaks of weights that are
-    published, however long that takes: steps may be taken while the publication of earlier ones is
-    under way, and their slots stay held until it ends. A run that begins at a version other
+    Together (v − a)·P ≤ B + W − 2, and ages are integers. ∎ A run that begins at a version other
     than 0 counts from there; a resumed run is one that never ended, in which the unfinished groups
     took longer.
 
+    Publications under way. The trainer goes on as soon as the weights of a step are copied, and
+    `published` is called when every server has them. Nothing above asks when that is: a is the
+    version of the last such call, whatever is on its way, and until the call the step's groups are
+    among the B slots of (1), so steps that are taken meanwhile only leave fewer for others. (There
+    are at most two such steps: the one whose weights are on their way and the next, since a
+    publication begins after the one before has ended.) Servers that have the newer weights already
+    generate with them, also for groups that were admitted under a: no token is older than its
+    group, so the bound holds for tokens too.
+
     Progress is always possible: an unfinished group can finish; if all are finished and there are P
     of them, the lowest is always inside the window, so a step can be taken; if there are fewer,
-    either a step is unpublished or there is a free slot.
+    either a step is unpublished, and its publication ends without any other group, or there is a
+    free slot.
 
     Raises ConfigError for invalid sizes.
     """

@@ -12,6 +12,7 @@ import asyncio
 import logging
 import threading
 from collections.abc import Callable, Coroutine
+from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
 from traceback import walk_tb
@@ -60,6 +61,21 @@ def thread(
 
     made = threading.Thread(target=run, name=name or what, daemon=True)
     made.start()
+    return made
+
+
+def future(function: Callable[[], T], name: str) -> Future[T]:
+    """Runs a function on a daemon thread, and returns the future of its result."""
+    made: Future[T] = Future()
+    made.set_running_or_notify_cancel()
+
+    def run() -> None:
+        try:
+            made.set_result(function())
+        except BaseException as error:
+            made.set_exception(error)
+
+    threading.Thread(target=run, name=name, daemon=True).start()
     return made
 
 

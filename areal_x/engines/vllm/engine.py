@@ -39,7 +39,7 @@ from areal_x.engines.vllm.gpu_transfer import TrainerWeights
 from areal_x.engines.vllm.probe import probe_prompt
 from areal_x.engines.vllm.publisher import Publisher
 from areal_x.engines.vllm.replica import Replica, external_replica, launches_of
-from areal_x.engines.vllm.staging import StagedFiles
+from areal_x.engines.vllm.staging import CopiedWeights, StagedFiles
 from areal_x.engines.vllm.supervisor import Supervisor
 from areal_x.engines.vllm.transports import EXPERIMENTAL, TRANSPORTS, check_machine
 from areal_x.errors import ConfigError, UserError
@@ -70,6 +70,7 @@ class VLLMEngine(Engine):
         scorer: computes the reference log-probabilities of the probe prompt when weights are
             staged; None skips the comparison with the trainer.
         start: starts each of the run's servers.
+        trainer_here: the trainer is in this process.
     """
 
     def __init__(
@@ -82,6 +83,7 @@ class VLLMEngine(Engine):
         experts: bool = False,
         scorer: Scorer | None = None,
         start: servers.Start = servers.start_here,
+        trainer_here: bool = True,
     ) -> None:
         self.config = config
         self.model = model
@@ -115,7 +117,7 @@ class VLLMEngine(Engine):
         )
         self._start_server = start
         self._seeds = itertools.count()
-        check_machine(config)
+        check_machine(config, trainer_here)
         if self.lora is not None:
             adapters.arguments(self.lora.rank)  # rejects a rank above vLLM's maximum
 
@@ -136,10 +138,10 @@ class VLLMEngine(Engine):
                 )
             except EngineError as error:
                 raise UserError(f"{error}") from error
-            if self.config.transport == "files":
-                self.supervisor.watch()
-            else:
+            if self.config.transport != "files":
                 self.publisher.open_gpu_sender()
+            if self.config.transport != "handles":
+                self.supervisor.watch()
         except BaseException:
             await self.close()
             raise
@@ -312,10 +314,10 @@ class VLLMEngine(Engine):
             versions = np.full(len(completion.tokens), adapter.version, np.int32)
             return replace(completion, versions=versions)
 
-    def stage(self, trainer: Any, version: int | None = None) -> StagedFiles | TrainerWeights:
+    def stage(self, trainer: Any, version: int | None = None) -> CopiedWeights | TrainerWeights:
         return self.publisher.stage(trainer, trainer.version if version is None else version)
 
-    async def swap(self, staged: StagedFiles | TrainerWeights) -> float:
+    async def swap(self, staged: CopiedWeights | StagedFiles | TrainerWeights) -> float:
         return await self.publisher.swap(staged)
 
     def _set_version(self, version: int) -> None:

@@ -1,33 +1,26 @@
-"""Experimental: sends weights from the trainer's GPU to those of the servers, without a file or
-host memory in between, with vLLM's own weight-transfer engines.
+"""Experimental: `vllm.transport = 'handles'`: CUDA IPC handles of the trainer's memory, one gibibyte
+of it after the other, which a server on the same GPU opens, by vLLM's own weight-transfer engines.
 
-    nccl      a broadcast by the trainer's first process (rank 0) to all workers of all servers, which are ranks 1, 2, …
-    handles   CUDA IPC handles of the trainer's memory, one gibibyte of it after the other, which a server on the same GPU opens
+It has not run on GPUs or with a real server: docs/torch.md lists what the tests cover.
 
-Neither transport has run on GPUs or with a real server: docs/torch.md lists what the tests cover.
-
-Neither can be staged: the sender waits for the receivers, and they can receive only while nothing
-else runs. Generation is therefore paused for as long as the sending takes, where with files it is
+Nothing can be staged: the sender waits for the receiver, which can receive only while nothing else
+runs. Generation is therefore paused for as long as the sending takes, where with files it is
 paused only for the reading.
 
-vLLM's sender blocks, as NCCL does: it has a thread of its own, which talks to the servers through
-the event loop's clients. NCCL's unique id reaches the servers that way, behind their keys. (vLLM's
-alternative rendezvous is a store on an open port whose contents every process unpickles.)
+vLLM's sender blocks: it has a thread of its own, which talks to the server through the event loop's
+client.
 """
 
 from __future__ import annotations
 
 import asyncio
-import base64
-import os
-from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from areal_x.engines.vllm.addresses import LOCAL_HOSTS, LOOPBACK, is_local
 from areal_x.engines.vllm.client import VLLMClient
-from areal_x.engines.vllm.server import LISTEN
+from areal_x.engines.vllm.nccl_sender import weight_source
 from areal_x.errors import ConfigError
 from areal_x.protocols.engine import EngineError, Staged
 from areal_x.runtime import background
@@ -46,14 +39,14 @@ class TrainerWeights(Staged):
 
     trainer: Any
 
-    device: int
-    """Index of the trainer's GPU."""
+    device: int | None
+    """Index of the trainer's GPU; None if the trainer is in other processes."""
 
     reads_trainer: bool = True
 
 
 class GPUSender:
-    """The sending side for all servers of a run.
+    """The sending side for the server of a run.
 
     sizes: the number of workers of each client's server. explain: adds what is known of a server to
     the error of a call to it.
@@ -66,15 +59,13 @@ class GPUSender:
         sizes: Sequence[int],
         explain: Explain,
     ) -> None:
-        if config.transport == "handles" and list(sizes) != [1]:
+        if list(sizes) != [1]:
             wanted = (
                 "without parallelism with vllm.transport = 'handles', which supports one GPU (this"
                 f" server has {sum(sizes)} workers)"
             )
             raise ConfigError("vllm.arguments", config.arguments, wanted)
-        self._config = config
         self._clients = clients
-        self._sizes = sizes
         self._explain = explain
         self._source: Any = None
         self._sender: Any = None  # vLLM's TrainerWeightTransferEngine
@@ -121,46 +112,10 @@ class GPUSender:
             IPCTrainerWeightTransferEngine,
         )
 
-        if self._config.transport == "nccl":
-            self._sender = self._connect_by_nccl(calls)
-        else:
-            init = IPCTrainerInitInfo(rank=0, packed=True)
-            self._sender = IPCTrainerWeightTransferEngine.trainer_init(
-                init, client=calls, source=self._source
-            )
-
-    def _connect_by_nccl(self, calls: WeightSyncClient) -> Any:
-        import torch
-        from vllm.distributed.device_communicators.pynccl_wrapper import NCCLLibrary
-        from vllm.distributed.weight_transfer import nccl_common
-        from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerWeightTransferEngine
-        from vllm.utils.nccl import unpinned_nccl_env
-
-        if (
-            all(map(is_local, self._config.urls))
-            and os.environ.get("MASTER_ADDR", LOOPBACK) in LOCAL_HOSTS
-        ):
-            os.environ.setdefault(*LISTEN)
-        with unpinned_nccl_env():
-            unique_id = bytes(NCCLLibrary().ncclGetUniqueId().internal)
-        sender = NCCLTrainerWeightTransferEngine(client=calls, source=self._source, packed=True)
-        world_size = 1 + sum(self._sizes)
-        init = nccl_common.NCCLWeightTransferInitInfo(
-            nccl_unique_id_b64=base64.b64encode(unique_id).decode(),
-            rank_offset=1,
-            world_size=world_size,
-            packed=sender.packed,
-            packed_buffer_size_bytes=sender.packed_buffer_size_bytes,
-            packed_num_buffers=sender.packed_num_buffers,
+        init = IPCTrainerInitInfo(rank=0, packed=True)
+        self._sender = IPCTrainerWeightTransferEngine.trainer_init(
+            init, client=calls, source=self._source
         )
-        connecting = calls.begin_connecting(nccl_common.worker_init_payload(init), self._sizes)
-        # Every rank waits here for all others.
-        device = torch.cuda.current_device()
-        sender.model_update_group = nccl_common.uid_init_process_group(
-            unique_id, 0, world_size, device
-        )
-        connecting.result()
-        return sender
 
     def _send(self, calls: WeightSyncClient) -> None:
         import torch
@@ -229,18 +184,6 @@ class WeightSyncClient:
         self._clients, self._explain, self._loop = clients, explain, loop
         self._version, self._failed = version, failed
 
-    def begin_connecting(self, init_info: Mapping[str, Any], sizes: Sequence[int]) -> Any:
-        """Returns a future of all servers' responses. sizes: the number of workers of each, which
-        are numbered from its rank_offset on."""
-        offsets = [init_info["rank_offset"] + sum(sizes[:index]) for index in range(len(sizes))]
-        infos = [{**init_info, "rank_offset": offset} for offset in offsets]
-        return self._begin(
-            [
-                client.init_weight_transfer(info)
-                for client, info in zip(self._clients, infos, strict=True)
-            ]
-        )
-
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
         self._begin([client.init_weight_transfer(init_info) for client in self._clients]).result()
 
@@ -266,25 +209,3 @@ class WeightSyncClient:
                 raise
 
         return asyncio.run_coroutine_threadsafe(make(), self._loop)
-
-
-def weight_source(trainer: Any) -> Any:
-    """Returns vLLM's WeightSource of a trainer's tensors. It reads names and shapes in one pass
-    over them, as only the trainer knows what it derives from a parameter; all later passes yield
-    the same."""
-    from vllm.distributed.weight_transfer.base import ParamMeta, WeightSource
-
-    class Source(WeightSource):  # type: ignore[misc]
-        def __init__(self) -> None:
-            self.trainer = trainer
-            self._metadata = [
-                ParamMeta(name, x.dtype, tuple(x.shape)) for name, x in trainer.device_weights()
-            ]
-
-        def metadata(self) -> list[Any]:
-            return self._metadata
-
-        def __iter__(self) -> Iterator[tuple[str, Any]]:
-            return iter(self.trainer.device_weights())
-
-    return Source()

@@ -8,18 +8,21 @@ is filled up with uninitialised memory.
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+MANIFEST = "manifest.json"  # the size of each file of a staged folder, by its name; written last
+
 
 def shards(staging_root: str, folder: str) -> list[Path]:
-    """Returns the weight files of a staged folder, after checking that each is whole and no tensor
-    is in two of them.
+    """Returns the weight files of a staged folder, after checking that all that its manifest lists
+    are there, that each is whole and no tensor is in two of them.
 
-    Raises: ValueError for a folder outside the staging root, without weights, or with a damaged
-    file.
+    Raises: ValueError for a folder outside the staging root, without weights, or with a damaged or
+    missing file.
     """
     from safetensors import SafetensorError, safe_open
 
@@ -29,15 +32,13 @@ def shards(staging_root: str, folder: str) -> list[Path]:
             f"refused to read weights from {folder}: it is outside the staging folder"
             f" {staging_root}"
         )
-    files = sorted(path.glob("*.safetensors"))
-    if not files:
-        raise ValueError(
-            f"{folder} has no *.safetensors: it was not staged, or this machine cannot see the"
-            " staging folder"
-        )
+    sizes = manifest(path)
+    files = [path / name for name in sorted(sizes)]
     names: Counter[str] = Counter()
     for file in files:
         try:
+            if (found := file.stat().st_size) != sizes[file.name]:
+                raise OSError(f"it has {found} bytes of {sizes[file.name]}")
             # compares the file's size with what its header lists
             with safe_open(file, framework="pt") as opened:
                 names.update(opened.keys())
@@ -49,8 +50,28 @@ def shards(staging_root: str, folder: str) -> list[Path]:
     return files
 
 
+def manifest(folder: Path) -> dict[str, int]:
+    """Returns the sizes of a staged folder's weight files by their names. A list is needed because
+    several machines may have written them, and a network's file system may show some later.
+
+    Raises: ValueError for a folder without a manifest.
+    """
+    try:
+        sizes = json.loads((folder / MANIFEST).read_text())
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"{folder} has no {MANIFEST}: it was not staged completely, or this machine cannot see"
+            " the staging folder"
+        ) from error
+    found = {Path(name).name: size for name, size in sizes.items() if name.endswith(".safetensors")}
+    if not found:
+        raise ValueError(f"{folder} has no *.safetensors: it contains no weights")
+    return found
+
+
 def read(files: Iterable[Path]) -> Iterator[tuple[str, Any]]:
-    """Yields every tensor with its name, one at a time."""
+    """Yields every tensor with its name, one at a time, mapped from its file: vLLM's loaders narrow
+    it to their rank's part before they copy it, so only the pages of that part are read."""
     from safetensors import safe_open
 
     for file in files:

@@ -1,11 +1,14 @@
 """The publisher moves weights from the trainer to the servers: it stages them while generation goes
 on, and swaps them in.
 
-    stage (trainer's thread)            swap (event loop)
-    ──────────────────────────────────────────────────────────────────────────────
-    files      write to a folder        each server: pause, load, resume
-    adapters   write to a folder        each server: load under a new name, no pause
-    GPU        nothing                  all servers: pause, receive from the GPU, resume
+    stage (trainer's thread)     a thread             swap (event loop)
+    ──────────────────────────────────────────────────────────────────────────────────────
+    files      copy              write to a folder    each server: pause, load, resume
+    adapters   copy              write to a folder    each server: load under a new name, no pause
+    GPU        nothing                                all servers: pause, receive from the GPU, resume
+
+The trainer stands still for the copy alone. There is one copy, whose memory is used again: it is
+written before the next one is taken.
 """
 
 from __future__ import annotations
@@ -15,7 +18,8 @@ import contextlib
 import itertools
 import shutil
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -26,6 +30,7 @@ from jaxtyping import Float32, Int32
 
 from areal_x.engines.vllm import adapters
 from areal_x.engines.vllm.adapters import AdapterVersions
+from areal_x.engines.vllm.broadcaster import Broadcaster
 from areal_x.engines.vllm.client import MODEL
 from areal_x.engines.vllm.config import VLLMConfig
 from areal_x.engines.vllm.dispatcher import Dispatcher
@@ -33,14 +38,22 @@ from areal_x.engines.vllm.failures import ServerLost, ServerTorn
 from areal_x.engines.vllm.gpu_transfer import GPUSender, TrainerWeights
 from areal_x.engines.vllm.probe import trainer_logp
 from areal_x.engines.vllm.replica import Replica
-from areal_x.engines.vllm.staging import NoRoom, StagedFiles, Staging, default_parent
+from areal_x.engines.vllm.staging import (
+    CopiedWeights,
+    NoRoom,
+    StagedFiles,
+    Staging,
+    Write,
+    default_parent,
+)
 from areal_x.engines.vllm.supervisor import Supervisor
 from areal_x.hf import adapters as adapter_files
+from areal_x.hf.weight_copy import WeightCopy
 from areal_x.protocols.engine import EngineError
-from areal_x.protocols.trainer import Scorer
+from areal_x.protocols.trainer import CopiesWeights, Scorer
 from areal_x.protocols.trainer_config import LoRAConfig
-from areal_x.runtime import timeline
-from areal_x.runtime.loop import together
+from areal_x.runtime import background, timeline
+from areal_x.runtime.loop import result, together
 from areal_x.runtime.waits import waiting, whose
 
 T = TypeVar("T")
@@ -71,7 +84,8 @@ class Publisher:
         self.versions = AdapterVersions()
         self.staging: Staging | None = None
         self.current: StagedFiles | None = None  # what a server that returns must load
-        self.gpu_sender: GPUSender | None = None  # for transports other than files
+        self.gpu_sender: GPUSender | None = None  # of the transport "handles"
+        self.broadcaster: Broadcaster | None = None  # of the transport "nccl"
         self.workers: dict[str, int] = {}  # of each server, for transports other than files
         self._config = config
         self._model = model
@@ -84,17 +98,26 @@ class Publisher:
         self._report = report
         self._published = published
         self._version = 0
+        self._copy = WeightCopy()
+        self._writing: Future[StagedFiles] | None = None
+        self._closing = False
 
     # ---- start and end
 
     def open(self) -> Path:
         """Creates the staging folder and returns it."""
+        self._closing = False
         parent = Path(self._config.staging).resolve() if self._config.staging else default_parent()
         self.staging = Staging(parent)
         return self.staging.root
 
     def open_gpu_sender(self) -> None:
         """Prepares a transport other than files, once all servers are up."""
+        if self._config.transport == "nccl":
+            self.broadcaster = Broadcaster(
+                self._config, self._supervisor, self._dispatcher, self.workers
+            )
+            return
         replicas = self._supervisor.replicas
         self.gpu_sender = GPUSender(
             self._config,
@@ -104,11 +127,18 @@ class Publisher:
         )
 
     async def close(self) -> None:
-        """Ends the sending of weights; staged files stay until `remove_files`."""
-        if self.gpu_sender is not None:
-            with waiting(whose(), "the sending of weights to end"):
-                await asyncio.to_thread(self.gpu_sender.close)
-            self.gpu_sender = None
+        """Ends the writing and the sending of weights; staged files stay until `remove_files`."""
+        self._closing = True
+        if self._writing is not None:
+            writing = asyncio.wrap_future(self._writing)
+            with waiting(whose(), "the writing of weights to end"):
+                await asyncio.wait([writing])
+            writing.exception()  # `swap` raises it
+        for sender in (self.gpu_sender, self.broadcaster):
+            if sender is not None:
+                with waiting(whose(), "the sending of weights to end"):
+                    await asyncio.to_thread(sender.close)
+        self.gpu_sender = self.broadcaster = None
 
     def remove_files(self) -> None:
         if self.staging is not None:
@@ -117,20 +147,46 @@ class Publisher:
 
     # ---- staging, on the trainer's thread
 
-    def stage(self, trainer: Any, version: int) -> StagedFiles | TrainerWeights:
+    def stage(self, trainer: Any, version: int) -> CopiedWeights | TrainerWeights:
+        """Copies the weights and begins to write them."""
         assert self.staging is not None, "stage() needs an engine that was started"
-        if self.gpu_sender is not None:
-            return self.gpu_sender.stage(trainer, version)
+        if (sender := self.broadcaster or self.gpu_sender) is not None:
+            return sender.stage(trainer, version)
+        if self._writing is not None:  # of a publication that was interrupted
+            with (
+                waiting("the trainer", "the version before to be written"),
+                contextlib.suppress(Exception),
+            ):
+                result(self._writing)
+        size, write = self._copied(trainer)
+
+        def work() -> StagedFiles:
+            return self.with_room(
+                lambda staging: staging.stage(self._until_closed(), version, write)
+            )
+
+        self._writing = background.future(work, name="weights")
+        logp = None if self._scorer is None else trainer_logp(self._scorer, self._probe_prompt())
+        return CopiedWeights(version=version, bytes=size, files=self._writing, probe_logp=logp)
+
+    def _copied(self, trainer: Any) -> tuple[int, Write | None]:
+        """Copies a trainer's weights or adapters. Returns their bytes, and what writes them, None
+        for the staging's own way."""
         if self._lora is not None:
             write = partial(adapter_files.write, config=self._lora, base=self._model)
-            staged = self.with_room(
-                lambda staging: staging.stage(trainer.adapter(), version, write)
-            )
-        else:
-            staged = self.with_room(lambda staging: staging.stage(trainer.weights(), version))
-        if self._scorer is None:
-            return staged
-        return replace(staged, probe_logp=trainer_logp(self._scorer, self._probe_prompt()))
+            return self._copy.take(trainer.adapter()), write
+        if isinstance(trainer, CopiesWeights):
+            assert self.staging is not None
+            if (size := trainer.copy_weights(self.staging.root)) is not None:
+                return size, lambda folder, _: trainer.write_weights(folder)
+        return self._copy.take(trainer.weights()), None
+
+    def _until_closed(self) -> Iterator[tuple[str, np.ndarray]]:
+        """Yields the copied tensors. Raises: EngineError once the publisher is being closed."""
+        for item in self._copy:
+            if self._closing:
+                raise EngineError("the engine was closed while weights were written")
+            yield item
 
     def with_room(self, stage: Callable[[Staging], StagedFiles]) -> StagedFiles:
         """Stages weights; if the file system is full although an earlier version had room, retries,
@@ -142,7 +198,8 @@ class Publisher:
             try:
                 return stage(self.staging)
             except NoRoom as error:
-                if self.current is None or time.monotonic() - began > self._config.wait_seconds:
+                waited = time.monotonic() - began
+                if self.current is None or waited > self._config.wait_seconds or self._closing:
                     raise
                 if attempt == 0 and self._lora is None:
                     self.staging.keep(None)
@@ -151,16 +208,18 @@ class Publisher:
                     self._report(
                         f"{error}; staging is tried again for {self._config.wait_seconds:g} s"
                     )
-                with waiting("the trainer", "room to stage weights", f"{error}"):
+                with waiting("the publication", "room to stage weights", f"{error}"):
                     time.sleep(FULL_SECONDS)
         raise AssertionError("unreachable")
 
     # ---- swapping, on the event loop
 
-    async def swap(self, staged: StagedFiles | TrainerWeights) -> float:
+    async def swap(self, staged: CopiedWeights | StagedFiles | TrainerWeights) -> float:
         assert self.staging is not None, "swap() needs an engine that was started"
         if isinstance(staged, TrainerWeights):
             return await self._send(staged)
+        if isinstance(staged, CopiedWeights):
+            staged = await self._written(staged)
         await self._supervisor.pause_comparing()
         previous, self.current = self.current, staged
         self._supervisor.expect(staged.version, staged.probe_logp)
@@ -198,6 +257,11 @@ class Publisher:
         self._supervisor.compare()
         return max(pauses, default=0.0)
 
+    async def _written(self, copied: CopiedWeights) -> StagedFiles:
+        with waiting("the publication", f"version {copied.version} to be written"):
+            files = await asyncio.wrap_future(copied.files)
+        return replace(files, probe_logp=copied.probe_logp)
+
     async def _update(self, name: str, staged: StagedFiles) -> float | EngineError:
         """Returns the seconds that the server was paused, or why it does not have the version."""
         replica = self._supervisor.replicas.get(name)
@@ -231,8 +295,16 @@ class Publisher:
             shutil.rmtree(old.folder, ignore_errors=True)
 
     async def _send(self, staged: TrainerWeights) -> float:
-        """Sends weights to all servers together, as a broadcast has one sender. After an error they
-        stay paused: they may have parts of two policies, and no token may come from that."""
+        """Sends weights to all servers together, from the trainer's own memory."""
+        if self.broadcaster is None:
+            return await self._send_handles(staged)
+        paused = await self.broadcaster.publish(staged)
+        self._set_version(staged.version)
+        return paused
+
+    async def _send_handles(self, staged: TrainerWeights) -> float:
+        """After an error the server stays paused: it may have parts of two policies, and no token
+        may come from that."""
         assert self.gpu_sender is not None
         await self.gpu_sender.connect(staged)
         began = time.perf_counter()
@@ -273,6 +345,8 @@ class Publisher:
 
     async def load_current(self, replica: Replica) -> bool:
         """Loads the newest weights into a server; returns False if none were published."""
+        if self.broadcaster is not None:
+            return await self.broadcaster.joined(replica)
         if self.current is None:
             return False
         if self._lora is not None:

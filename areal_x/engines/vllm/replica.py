@@ -124,7 +124,7 @@ class Replica:
         began = time.perf_counter()
         try:
             await client.pause()
-            await self._start_update()
+            await self.start_update()
             changing = True
             await client.update_weights({"folder": str(staged.folder)})
             await client.finish_update(str(staged.version))
@@ -138,7 +138,8 @@ class Replica:
         await client.resume()
         return time.perf_counter() - began
 
-    async def _start_update(self) -> None:
+    async def start_update(self) -> None:
+        """Begins an update of the paused server."""
         try:
             await self.client.start_update()
         except ServerFailed:

@@ -1,18 +1,21 @@
 """Stages weights for engines in other processes, as safetensors files, by default in shared memory.
 
-The trainer writes them while generation goes on; generation is paused only while the servers read
-them.
+They are written while training and generation go on; generation is paused only while the servers
+read them. One process writes them or several, each its own files; a folder gets its name, and its
+manifest, only when all are complete.
 """
 
 from __future__ import annotations
 
 import errno
 import fcntl
+import json
 import os
 import secrets
 import shutil
 import tempfile
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
@@ -20,15 +23,16 @@ from typing import IO
 import numpy as np
 from jaxtyping import Float32
 
+from areal_x.engines.vllm.loading import MANIFEST
 from areal_x.errors import UserError
-from areal_x.hf.model_dir import in_chunks
+from areal_x.hf.weight_copy import Tensors, write_shards
 from areal_x.protocols.engine import Staged
 
 PREFIX = "areal_x-"
 LOCK = "lock"
-SHARD_BYTES = 256 * 2**20  # size of the copy of the weights in the trainer's memory at any time
 SHARED_MEMORY = Path("/dev/shm")
-Tensors = Iterable[tuple[str, np.ndarray]]
+Write = Callable[[Path, Tensors], Mapping[str, int] | None]
+"""Fills a folder, and returns the size of each file by its name; None if it filled it alone."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,6 +45,16 @@ class StagedFiles(Staged):
     probe_logp: Float32[np.ndarray, " T"] | None = None
     """The trainer's log-probabilities of the probe prompt under these weights; None if servers are
     not compared with the trainer."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CopiedWeights(Staged):
+    """Weights that were copied from the trainer and are on their way to files."""
+
+    files: Future[StagedFiles]
+
+    probe_logp: Float32[np.ndarray, " T"] | None = None
+    """As of StagedFiles."""
 
 
 def default_parent() -> Path:
@@ -76,11 +90,9 @@ class Staging:
             reason = f"weights cannot be staged in {parent} ({error.strerror})"
             raise UserError(f"{reason}: set vllm.staging to a writable folder") from error
 
-    def stage(
-        self, weights: Tensors, version: int, write: Callable[[Path, Tensors], None] | None = None
-    ) -> StagedFiles:
+    def stage(self, weights: Tensors, version: int, write: Write | None = None) -> StagedFiles:
         """Writes the tensors, one shard in memory at a time. The folder gets its name only once it
-        is complete.
+        is complete, with a manifest of its files.
 
         write: fills the folder, by default `write_shards`. Raises: NoRoom if the file system is
         full.
@@ -89,7 +101,10 @@ class Staging:
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir()
         try:
-            (write or write_shards)(partial, weights)
+            sizes = (write or write_shards)(partial, weights)
+            if sizes is None:
+                sizes = {file.name: file.stat().st_size for file in partial.iterdir()}
+            (partial / MANIFEST).write_text(json.dumps(dict(sizes)))
         except Exception as error:
             shutil.rmtree(partial, ignore_errors=True)
             if is_disk_full(error):
@@ -98,8 +113,7 @@ class Staging:
             raise
         shutil.rmtree(folder, ignore_errors=True)
         partial.rename(folder)
-        written = sum(file.stat().st_size for file in folder.iterdir())
-        return StagedFiles(folder=folder, version=version, bytes=written)
+        return StagedFiles(folder=folder, version=version, bytes=sum(sizes.values()))
 
     def keep(self, staged: StagedFiles | None) -> None:
         """Removes all versions older than this one; None removes all."""
@@ -119,13 +133,6 @@ def is_disk_full(error: Exception) -> bool:
         return True
     # The safetensors library wraps the system's message into an error of its own.
     return os.strerror(errno.ENOSPC) in str(error)
-
-
-def write_shards(folder: Path, weights: Tensors, shard_bytes: int = SHARD_BYTES) -> None:
-    from safetensors.numpy import save_file
-
-    for number, shard in enumerate(in_chunks(weights, shard_bytes)):
-        save_file(shard, folder / f"{number:05d}.safetensors")
 
 
 def remove_left_behind(parent: Path) -> None:

@@ -1,8 +1,8 @@
 """The ways of weights to the servers (`vllm.transport`), and what each requires.
 
 files     safetensors in a folder that trainer and servers see; generation pauses while they are read
-nccl      experimental: a broadcast from GPU to GPU (areal_x.engines.vllm.gpu_transfer)
-handles   experimental: a server on the trainer's own GPU opens its memory (the same module)
+nccl      experimental: a broadcast from GPU to GPU (areal_x.engines.vllm.broadcast)
+handles   experimental: a server on the trainer's own GPU opens its memory (areal_x.engines.vllm.gpu_transfer)
 """
 
 from __future__ import annotations
@@ -34,9 +34,6 @@ def check_settings(config: VLLMConfig) -> None:
         if config.allow_unpickling:
             wanted = "False unless vllm.transport = 'handles', which alone needs it"
             raise ConfigError("vllm.allow_unpickling", True, wanted)
-        if config.transport == "nccl" and not config.urls and not config.devices:
-            wanted = "each server's GPUs, none of them the trainer's, with vllm.transport = 'nccl'"
-            raise ConfigError("vllm.devices", (), wanted)
         return
     if config.urls:
         raise ConfigError(
@@ -69,8 +66,11 @@ def check_run(config: VLLMConfig, backend: str, here: bool, lora_rank: int) -> N
         raise ConfigError("vllm.devices", config.devices, wanted)
     if config.transport == "files":
         return
-    if not here:
-        wanted = "'files' with train.cluster = 'ray', as the process that sends has no trainer then"
+    if config.transport == "nccl" and here and not config.urls and not config.devices:
+        wanted = "each server's GPUs, none of them the trainer's, with vllm.transport = 'nccl'"
+        raise ConfigError("vllm.devices", (), wanted)
+    if config.transport == "handles" and not here:
+        wanted = "'files' with train.cluster = 'ray', where trainer and server share no GPU"
         raise ConfigError("vllm.transport", config.transport, wanted)
     if config.transport not in load_backend(backend).TRANSPORTS:
         wanted = (
@@ -86,10 +86,10 @@ def check_run(config: VLLMConfig, backend: str, here: bool, lora_rank: int) -> N
         )
 
 
-def check_machine(config: VLLMConfig) -> None:
+def check_machine(config: VLLMConfig, here: bool = True) -> None:
     """Raises: ConfigError if this process cannot send weights from its GPU, or not to the servers'
-    GPUs."""
-    if config.transport == "files":
+    GPUs. here: the trainer is in this process; others check their own when they first send."""
+    if config.transport == "files" or not here:
         return
     if find_spec("vllm") is None:
         wanted = (

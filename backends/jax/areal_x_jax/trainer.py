@@ -25,7 +25,7 @@ from areal_x.hf import adapters as adapter_files
 from areal_x.hf import model_dir
 from areal_x.hf.tokenizer import check_known, check_vocabulary
 from areal_x.hf.trainer import HuggingFaceTrainer, Tensors
-from areal_x.protocols.trainer import Wait
+from areal_x.protocols.trainer import Mine, Wait
 from areal_x.protocols.trainer_config import TrainerConfig
 from areal_x.types import IMAGES, Batch, Loss
 from areal_x_jax import lora, optimizers, sharded_checkpoint
@@ -154,14 +154,14 @@ class Trainer(HuggingFaceTrainer):
         metrics = {name: float(x) for name, x in jax.device_get(results).items()}
         return {**metrics, "learning_rate": rate}
 
-    def weights(self) -> Iterator[tuple[str, np.ndarray]]:
-        tensors = self.own_tensors()
-        if self.base is not None:
-            # A score is trained in full and only in params; all else is the base's.
-            base = to_tensors(self.arch, {**self.params, **self.base})
-            tensors = adapter_files.merge(base, self.adapter(), self.config.lora.scale)
-        for name, tensor in tensors:
-            yield name, tensor.astype(self.dtype)
+    def weights(self, mine: Mine | None = None) -> Iterator[tuple[str, np.ndarray]]:
+        if self.base is None:
+            return to_tensors(self.arch, self.params, self.dtype, mine)
+        # A score is trained in full and only in params; all else is the base's.
+        base = to_tensors(self.arch, {**self.params, **self.base})
+        merged = adapter_files.merge(base, self.adapter(), self.config.lora.scale)
+        cast = ((name, tensor.astype(self.dtype)) for name, tensor in merged)
+        return ((name, tensor) for name, tensor in cast if mine is None or mine(tensor.nbytes))
 
     def device_weights(self) -> Iterator[tuple[str, Any]]:
         raise NotImplementedError("JAX publishes through files: vllm.transport = 'files'")

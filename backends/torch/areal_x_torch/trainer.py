@@ -24,7 +24,7 @@ from areal_x.errors import ConfigError
 from areal_x.hf import model_dir
 from areal_x.hf.tokenizer import check_known, check_vocabulary
 from areal_x.hf.trainer import HuggingFaceTrainer, Tensors
-from areal_x.protocols.trainer import Wait, is_max_reduced
+from areal_x.protocols.trainer import Mine, Wait, is_max_reduced
 from areal_x.protocols.trainer_config import TrainerConfig
 from areal_x.runtime.interrupts import raise_if_interrupted
 from areal_x.types import IMAGES, Batch, Loss, evaluate_loss
@@ -236,9 +236,10 @@ class Trainer(HuggingFaceTrainer):
         ):
             yield name, x.to(self.device)
 
-    def weights(self) -> Iterator[tuple[str, np.ndarray]]:
+    def weights(self, mine: Mine | None = None) -> Iterator[tuple[str, np.ndarray]]:
         for name, x in self.device_weights():
-            yield name, model.to_numpy(x)
+            if mine is None or mine(x.nbytes):
+                yield name, model.to_numpy(x)
 
     def adapter(self) -> Iterator[tuple[str, np.ndarray]]:
         if not self.config.lora.rank:

@@ -106,8 +106,14 @@ class Server:
         if request.path == "/refuse":
             self.refused = body
             return web.json_response(None)
+        if request.path == "/restart":
+            self.engines, self.paused, self.refused = [], False, ""
+            self.make_engines()
+            return web.json_response(None)
         if request.headers.get("Authorization") != "Bearer the key":
             return web.json_response({"error": "Unauthorized"}, status=401)
+        if request.path == "/health":
+            return web.json_response({})
         self.calls.append([request.path_qs, body])
         if request.path == self.refused:
             return web.json_response({"error": {"message": "it was told to refuse"}}, status=500)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -12,8 +13,12 @@ import pytest
 from safetensors.numpy import load_file
 
 from areal_x.engines.vllm import staging as staging_module
-from areal_x.engines.vllm.staging import Staging, write_shards
+from areal_x.engines.vllm.loading import MANIFEST, shards
+from areal_x.engines.vllm.loading import read as read_tensors
+from areal_x.engines.vllm.staging import Staging
 from areal_x.errors import UserError
+from areal_x.hf import weight_copy
+from areal_x.hf.weight_copy import write_shards
 
 TENSORS = {f"layer.{i}": np.full((4, i + 1), i, np.float32) for i in range(6)}
 
@@ -61,7 +66,100 @@ def test_no_shard_is_larger_than_the_limit_and_at_most_one_is_in_memory(tmp_path
 
 
 def test_the_shard_that_waits_to_be_written_is_bounded() -> None:
-    assert staging_module.SHARD_BYTES <= 2**30
+    assert weight_copy.SHARD_BYTES <= 2**30
+
+
+def test_a_server_finds_the_files_of_several_writers_and_no_other(staging: Staging) -> None:
+    parts = [dict(list(TENSORS.items())[writer::3]) for writer in range(3)]
+
+    def write(folder: Path, _: object) -> dict[str, int]:
+        sizes: dict[str, int] = {}
+        for writer, part in enumerate(parts):
+            sizes |= write_shards(folder, part.items(), writer=writer)
+        (folder / "left.safetensors").write_bytes(b"of a writer that ended early")
+        return sizes
+
+    staged = staging.stage((), 1, write)
+    found = shards(str(staging.root), str(staged.folder))
+    assert len(found) == 3
+    assert {name for file in found for name in load_file(file)} == TENSORS.keys()
+
+
+def test_a_file_that_is_missing_or_shorter_than_its_writer_said_is_refused(staging: Staging) -> None:
+    def stage(version: int) -> list[Path]:
+        folder = staging.stage((), version, lambda folder, _: write_shards(folder, TENSORS.items(), shard_bytes=100)).folder
+        return sorted(folder.glob("*.safetensors"))
+
+    missing = stage(1)[1]
+    missing.unlink()  # or not yet seen by this machine
+    with pytest.raises(ValueError, match=f"{missing.name} cannot be read"):
+        shards(str(staging.root), str(missing.parent))
+    other, *_, cut = stage(2)
+    cut.write_bytes(other.read_bytes())  # whole, but not what was written
+    with pytest.raises(ValueError, match=rf"{cut.name} cannot be read: it has \d+ bytes of \d+"):
+        shards(str(staging.root), str(cut.parent))
+    (cut.parent / MANIFEST).unlink()
+    with pytest.raises(ValueError, match=r"has no manifest\.json: it was not staged completely"):
+        shards(str(staging.root), str(cut.parent))
+
+
+def test_a_manifest_names_no_file_outside_its_folder(staging: Staging, tmp_path: Path) -> None:
+    folder = staging.stage(TENSORS.items(), 1).folder
+    outside = write_shards(tmp_path, {"secret": np.zeros(2)}.items())
+    (name,) = outside
+    (folder / MANIFEST).write_text(f'{{"../../{name}": {outside[name]}}}')
+    (inside,) = folder.glob("*.safetensors")
+    inside.unlink()
+    with pytest.raises(ValueError, match="cannot be read"):
+        shards(str(staging.root), str(folder))
+
+
+def resident(file: Path) -> int:
+    """Bytes of a mapped file that this process has read, as the kernel counts them."""
+    maps = Path("/proc/self/smaps").read_text().split("VmFlags")
+    return sum(1024 * int(re.search(r"^Rss: +(\d+)", part, re.M)[1]) for part in maps if str(file) in part)
+
+
+def test_a_part_of_a_tensor_is_read_without_the_rest(tmp_path: Path) -> None:
+    """As a worker of several does, whose loader narrows each tensor to the rank's rows."""
+    pytest.importorskip("torch")
+    rows = np.arange(16 * 2**20, dtype=np.int32).reshape(32, 2**19)
+    (name,) = write_shards(tmp_path, [("a", rows)])
+    ((_, tensor),) = list(read_tensors([tmp_path / name]))
+    assert resident(tmp_path / name) < rows.nbytes / 8
+    np.testing.assert_array_equal(tensor.narrow(0, 4, 4).clone().numpy(), rows[4:8])
+    # The kernel maps what surrounds a page too: up to 2 MB at either end.
+    assert rows.nbytes / 8 <= resident(tmp_path / name) < rows.nbytes / 4
+
+
+KILLED = """
+import os, sys
+from pathlib import Path
+import numpy as np
+from areal_x.engines.vllm.staging import Staging
+from areal_x.hf.weight_copy import write_shards
+staging = Staging(Path(sys.argv[1]))
+print(staging.root, flush=True)
+def write(folder, tensors):
+    sizes = write_shards(folder, tensors)
+    if len(list(staging.root.glob("v*"))):
+        os.kill(os.getpid(), 9)  # one writer of two is done
+    return sizes
+for version in (1, 2):
+    staging.stage([("a", np.full(5, version))], version, write)
+"""
+
+
+def test_a_crash_between_two_writers_leaves_nothing_that_a_server_would_load(tmp_path: Path) -> None:
+    killed = subprocess.run([sys.executable, "-c", KILLED, str(tmp_path)], stdout=subprocess.PIPE, text=True)
+    assert killed.returncode == -9
+    root = Path(killed.stdout.strip())
+    assert (root / "partial" / "00000-00000.safetensors").exists()
+    assert [folder.name for folder in root.glob("v*")] == ["v00000001"]
+    with pytest.raises(ValueError, match="was not staged completely"):
+        shards(str(root), str(root / "partial"))
+    (whole,) = shards(str(root), str(root / "v00000001"))
+    assert load_file(whole)["a"].tolist() == [1] * 5
 
 
 def test_a_version_is_kept_until_a_newer_one_is(staging: Staging) -> None:

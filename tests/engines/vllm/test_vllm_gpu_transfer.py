@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import inspect
 import json
+import pickle
 import socket
 import subprocess
 import sys
 import threading
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,6 +20,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from areal_x.engines.vllm import fleet, nccl_sender
+from areal_x.engines.vllm.broadcast import Broadcast
 from areal_x.engines.vllm.client import VLLMClient
 from areal_x.engines.vllm.config import VLLMConfig
 from areal_x.engines.vllm.engine import VLLMEngine
@@ -27,6 +31,7 @@ from areal_x.errors import ConfigError, UserError
 from areal_x.protocols.backends import create_trainer
 from areal_x.protocols.engine import EngineError
 from areal_x.protocols.trainer_config import ModelConfig, TrainerConfig
+from tests.rollout.fakes import until
 from tests.servers import Run
 
 pytestmark = [pytest.mark.xdist_group("vllm-direct"), pytest.mark.slow]  # one other process for all
@@ -113,14 +118,26 @@ def engine(
 
     without_gpu(module_patch.setattr)
     module_patch.setattr(pynccl_wrapper, "NCCLLibrary", Library)
-    module_patch.setattr("areal_x.engines.vllm.engine.check_machine", lambda config: None)
+    module_patch.setattr("areal_x.engines.vllm.engine.check_machine", lambda *_: None)
+    module_patch.setattr(fleet, "FIRST_RETRY_SECONDS", 0.01)
+    module_patch.setattr(nccl_sender, "_sender", None)
     module_patch.setenv("VLLM_API_KEY", "the key")
     module_patch.setenv("NCCL_SOCKET_IFNAME", "lo")
     config = VLLMConfig(urls=receivers.urls, transport="nccl")
     engine = VLLMEngine(config, tiny_model_dir, tmp_path_factory.mktemp("logs"))
     run(engine.start())
+
+    async def score(replica: Any) -> np.ndarray:
+        return np.zeros(4, np.float32)
+
+    engine.supervisor._score = score  # these servers generate nothing
     yield engine
     run(engine.close())
+
+
+def drawn(torch: Any) -> dict[str, Any]:
+    """Other weights of the same model."""
+    return {m.name: torch.randn(m.shape).to(m.dtype) for m in nccl_sender._sender.source.metadata()}
 
 
 @dataclasses.dataclass
@@ -186,7 +203,7 @@ def test_later_weights_take_the_same_connection(first: FirstSwap, receivers: Rec
     from tests.engines.vllm.receivers import digest
 
     engine = first.engine
-    tensors = {m.name: torch.randn(m.shape).to(m.dtype) for m in engine.publisher.gpu_sender._source.metadata()}
+    tensors = drawn(torch)
     run(engine.swap(engine.stage(Torch(tensors), 8)))
     for index, workers in enumerate((2, 1)):
         asked = receivers.ask(index)
@@ -197,28 +214,156 @@ def test_later_weights_take_the_same_connection(first: FirstSwap, receivers: Rec
         assert asked["calls"][-2] == ["/finish_weight_update", {"weight_version": "8"}]
 
 
-@pytest.mark.parametrize("path", ["/start_weight_update", "/update_weights"])
-def test_a_server_that_refuses_ends_the_swap_though_the_broadcast_waits_for_it_and_none_goes_on(
-    path: str, first: FirstSwap, receivers: Receivers, run: Run, torch: Any, monkeypatch: pytest.MonkeyPatch
+def has(receivers: Receivers, index: int, tensors: dict[str, Any]) -> bool:
+    from tests.engines.vllm.receivers import digest
+
+    return all(loaded == {name: digest(x) for name, x in tensors.items()} for loaded in receivers.ask(index)["loaded"])
+
+
+async def all_back(engine: VLLMEngine) -> None:
+    """Returns when every server serves, or waits for weights."""
+    broadcaster, members = engine.publisher.broadcaster, engine.fleet.members
+    await until(lambda: all(member.serves or name in broadcaster._joining for name, member in members.items()))
+
+
+@pytest.mark.loses(r"is lost \(.* with 500: it was told to refuse")
+@pytest.mark.parametrize("path", ["/pause", "/start_weight_update"])
+def test_a_server_that_fails_before_the_broadcast_is_left_out_until_it_is_back(
+    path: str, first: FirstSwap, receivers: Receivers, run: Run, torch: Any
+) -> None:
+    engine, (lost, stays) = first.engine, [f"the vLLM server at {url}" for url in receivers.urls]
+    version = engine.version + 1
+    receivers.ask(0, "/refuse", path)
+    tensors = drawn(torch)
+    run(engine.swap(engine.stage(Torch(tensors), version)))
+    assert engine.version == version
+    assert has(receivers, 1, tensors)
+    assert not has(receivers, 0, tensors)
+    assert engine.fleet.serving() == [stays]
+    calls = receivers.ask(1)["calls"]
+    inits = [body["init_info"] for name, body in calls if name == "/init_weight_transfer_engine"]
+    assert (inits[-1]["rank_offset"], inits[-1]["world_size"]) == (1, 2)
+    assert len({info["nccl_unique_id_b64"] for info in inits}) == len(inits)
+    assert calls[-2] == ["/finish_weight_update", {"weight_version": str(version)}]
+    assert calls[-1][0] == "/resume"
+
+    receivers.ask(0, "/refuse", "")
+    run(all_back(engine))
+    later = drawn(torch)
+    run(engine.swap(engine.stage(Torch(later), version + 1)))
+    assert has(receivers, 0, later)
+    assert has(receivers, 1, later)
+    infos = [dict(receivers.ask(index)["calls"])["/init_weight_transfer_engine"]["init_info"] for index in (0, 1)]
+    assert [(info["rank_offset"], info["world_size"]) for info in infos] == [(1, 4), (3, 4)]
+    run(until(lambda: set(engine.fleet.serving()) == {lost, stays}))
+    assert engine.fleet.members[lost].version == version + 1
+
+
+@pytest.mark.loses(
+    "is lost .*it was told to refuse; all servers of the broadcast may have parts of two policies",
+    r"does not come back \(.*is paused: .* parts of two policies; restart it",
+)
+def test_a_broadcast_that_breaks_off_is_repeated_once_the_servers_are_restarted_and_none_goes_on_before(
+    first: FirstSwap, receivers: Receivers, run: Run, torch: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from tests.engines.vllm.receivers import Communicator
 
-    engine = first.engine
-    # undone after this test, so that the failed swap does not affect the next one
-    monkeypatch.setattr(engine.publisher.gpu_sender, "_broken", False)
-    monkeypatch.setattr(Communicator, "broadcast", lambda *of, **more: threading.Event().wait())
-    monkeypatch.setattr(VLLMClient, "update_weights", refused_by_one(VLLMClient.update_weights, receivers.urls[0]))
-    receivers.ask(0, "/refuse", path)
-    tensors = {m.name: torch.zeros(m.shape).to(m.dtype) for m in engine.publisher.gpu_sender._source.metadata()}
-    with pytest.raises(EngineError, match=f"{receivers.urls[0]} answered {path} with 500: it was told to refuse"):
-        run(engine.swap(engine.stage(Torch(tensors), 9)))
-    assert engine.version != 9
+    engine, broadcaster = first.engine, first.engine.publisher.broadcaster
+    version, tensors = engine.version + 1, drawn(torch)
+    with monkeypatch.context() as patch:
+        # The sending side would wait forever, and the other server gets no request, which would do so too.
+        patch.setattr(Communicator, "broadcast", lambda *of, **more: threading.Event().wait())
+        patch.setattr(VLLMClient, "update_weights", refused_by_one(VLLMClient.update_weights, receivers.urls[0]))
+        patch.setattr(broadcaster, "_config", dataclasses.replace(broadcaster._config, wait_seconds=0.5))
+        receivers.ask(0, "/refuse", "/update_weights")
+        with pytest.raises(EngineError, match=r"no vLLM server has come back within 0\.5 s .*restart it"):
+            run(engine.swap(engine.stage(Torch(tensors), version)))
+    assert (engine.version, engine.fleet.serving()) == (version - 1, [])
     for index in (0, 1):
-        assert not [body for _, body in receivers.ask(index)["calls"] if body == {"weight_version": "9"}]
-        assert receivers.ask(index)["calls"][-1][0] != "/resume"
-    with pytest.raises(EngineError, match="an earlier update broke off, and servers may have parts of two policies"):
-        run(engine.swap(engine.stage(Torch(tensors), 9)))
-    assert all(receivers.ask(index)["calls"][-1][0] != "/resume" for index in (0, 1))
+        asked = receivers.ask(index)["calls"]
+        assert ["/finish_weight_update", {"weight_version": str(version)}] not in asked
+        assert "/resume" not in [
+            name for name, _ in asked[len(asked) - 1 - asked[::-1].index(["/start_weight_update", None]) :]
+        ]
+
+    async def publish() -> None:
+        swap = asyncio.create_task(engine.swap(engine.stage(Torch(tensors), version)))
+        await until(lambda: not engine.fleet.serving())
+        for index in (0, 1):
+            await asyncio.to_thread(receivers.ask, index, "/restart")
+        await swap
+        await until(lambda: broadcaster._joining or engine.fleet.serving())
+
+    run(publish())
+    assert engine.version == version
+    assert has(receivers, 0, tensors) or has(receivers, 1, tensors)
+    run(all_back(engine))
+    run(engine.swap(engine.stage(Torch(later := drawn(torch)), version + 1)))
+    assert has(receivers, 0, later)
+    assert has(receivers, 1, later)
+    run(until(lambda: len(engine.fleet.serving()) == 2))
+
+
+class InAGang:
+    """A trainer in a process of its own, as the driver sees it."""
+
+    def __init__(self, trainer: Torch) -> None:
+        self.trainer, self.called = trainer, []
+
+    def apply(self, function: Any, *arguments: Any, beside: bool = False) -> Any:
+        self.called.append((function.__name__, beside))
+        found = pickle.loads(pickle.dumps((function, arguments)))  # it travels
+        return found[0](self.trainer, *found[1])
+
+
+def test_the_first_process_of_a_gang_sends_and_the_driver_asks_the_servers(
+    first: FirstSwap, receivers: Receivers, run: Run, torch: Any
+) -> None:
+    engine, tensors = first.engine, drawn(torch)
+    trainer = InAGang(Torch(tensors))
+    staged = engine.stage(trainer, version := engine.version + 1)
+    assert (staged.device, staged.reads_trainer) == (None, True)
+    engine.publisher.broadcaster._broadcast._connected = []
+    run(engine.swap(staged))
+    assert trainer.called == [("invite", False), ("connect", False), ("describe", False), ("send", False)]
+    assert engine.version == version
+    assert has(receivers, 0, tensors)
+    assert has(receivers, 1, tensors)
+
+
+def test_the_other_processes_of_a_gang_only_gather(torch: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    from tests.engines.vllm.receivers import without_gpu
+
+    without_gpu(monkeypatch.setattr)
+    monkeypatch.setattr(nccl_sender, "_sender", None)
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda: 1)
+    gathered = []
+
+    class Gathering(Torch):
+        def device_weights(self) -> Iterator[tuple[str, Any]]:
+            for name, x in super().device_weights():
+                gathered.append(name)
+                yield name, x
+
+    trainer = Gathering({"a": torch.zeros(2), "b": torch.zeros(3)})
+    assert nccl_sender.invite(trainer, 3, True) == {}
+    nccl_sender.connect(trainer, {})
+    assert nccl_sender.describe(trainer)["shapes"] == [[2], [3]]
+    gathered.clear()
+    nccl_sender.send(trainer)
+    assert gathered == ["a", "b"]
+
+
+def test_a_process_without_a_gpu_says_so(torch: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nccl_sender, "_sender", None)
+
+    def none() -> int:
+        raise AssertionError("Torch not compiled with CUDA enabled")
+
+    monkeypatch.setattr(torch.cuda, "current_device", none)
+    with pytest.raises(UserError, match=r"'nccl' needs a CUDA device in every process that trains .*: use 'files'"):
+        nccl_sender.invite(Torch({}), 2, True)
 
 
 def test_a_server_that_an_update_left_paused_is_not_taken_as_it_is(
@@ -239,14 +384,6 @@ def refused_by_one(update_weights: Any, url: str) -> Any:
             await update_weights(client, info)
 
     return ask
-
-
-def test_a_pause_that_fails_leaves_every_server_going_on(first: FirstSwap, receivers: Receivers, run: Run) -> None:
-    receivers.ask(1, "/refuse", "/pause")
-    with pytest.raises(EngineError, match="told to refuse"):
-        run(first.engine.swap(first.engine.stage(Torch({}), 10)))
-    for index in (0, 1):
-        assert receivers.ask(index)["calls"][-1][0] == "/resume"
 
 
 # ---- handles
@@ -308,15 +445,12 @@ def test_handles_to_a_server_of_several_workers_are_refused() -> None:
         GPUSender(HANDLES, [], [2], lambda index, call: call)
 
 
-@pytest.mark.parametrize(
-    "config", [HANDLES, VLLMConfig(urls=("http://127.0.0.1:9",), transport="nccl")], ids=["handles", "nccl"]
-)
+@pytest.mark.parametrize("sender", [lambda: GPUSender(HANDLES, [], [1], lambda index, call: call), Broadcast])
 def test_the_trainer_waits_until_its_memory_has_been_read(
-    config: VLLMConfig, monkeypatch: pytest.MonkeyPatch, torch: Any
+    sender: Callable[[], Any], monkeypatch: pytest.MonkeyPatch, torch: Any
 ) -> None:
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    sender = GPUSender(config, [], [1], lambda index, call: call)
-    assert sender.stage(SimpleNamespace(device_weights=list), 1).reads_trainer
+    assert sender().stage(SimpleNamespace(device_weights=list), 1).reads_trainer
 
 
 # ---- what vLLM has that the stand-ins replace
@@ -337,3 +471,4 @@ def test_what_stands_in_for_vllms_parts_takes_what_they_take(torch: Any) -> None
     assert len(bytes(ncclUniqueId().internal)) == 128
     inspect.signature(packed_ipc_producer).bind([], gpu_uuid="", post_iter_func=None, buffer_size_bytes=1)
     assert issubclass(WeightSyncClient, VLLMWeightSyncClient)
+    assert issubclass(nccl_sender.EngineCalls, VLLMWeightSyncClient)

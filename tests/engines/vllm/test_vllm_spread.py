@@ -4,21 +4,26 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import threading
 import weakref
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from safetensors.numpy import load_file
 
-from areal_x.engines.vllm import dispatcher, fleet, publisher
+from areal_x.engines.vllm import dispatcher, fleet, publisher, staging
 from areal_x.engines.vllm.config import VLLMConfig
 from areal_x.engines.vllm.engine import VLLMEngine
 from areal_x.engines.vllm.failures import ServerFailed, ServerLost
+from areal_x.engines.vllm.loading import shards
 from areal_x.engines.vllm.staging import NoRoom, StagedFiles
 from areal_x.errors import UserError
+from areal_x.hf.weight_copy import write_shards
 from areal_x.protocols.engine import Completion, EngineError, Request, SamplingParams
+from areal_x.runtime import waits
 from areal_x.types import Batch
 from tests.rollout.fakes import until
 from tests.servers import Weights
@@ -635,6 +640,93 @@ def test_a_full_file_system_is_waited_for(
 
     lines = trying(attempt)
     assert len([line for line in lines if "staging is tried again" in line]) == 1
+
+
+class Slow:
+    """A trainer of one tensor. Its files wait for a gate."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.value, self.gate, self.writing = np.zeros(4, np.float32), threading.Event(), threading.Event()
+
+        def write(folder: Path, tensors: Any) -> dict[str, int]:
+            self.writing.set()
+            assert self.gate.wait(60)
+            return write_shards(folder, tensors)
+
+        monkeypatch.setattr(staging, "write_shards", write)
+
+    def weights(self) -> Iterator[tuple[str, np.ndarray]]:
+        yield "a", self.value
+
+    def step(self) -> None:
+        self.value += 1
+
+
+def test_the_trainer_goes_on_while_its_weights_are_written_and_they_are_those_of_before(
+    trying: Callable[..., list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer = Slow(monkeypatch)
+
+    async def attempt(engine: VLLMEngine, told: list[Told]) -> None:
+        for version in (1, 2):
+            trainer.gate.clear()
+            copied = engine.stage(trainer, version)
+            assert copied.bytes == trainer.value.nbytes
+            swap = asyncio.create_task(engine.swap(copied))
+            await asyncio.to_thread(trainer.writing.wait)
+            trainer.step()
+            assert (engine.version, told[0].pauses) == (version - 1, version - 1)
+            trainer.gate.set()
+            await swap
+            folder = engine.publisher.current.folder
+            (file,) = shards(str(engine.publisher.staging.root), str(folder))
+            assert load_file(file)["a"].tolist() == [version - 1] * 4
+            assert (engine.version, told[0].holds) == (version, version)
+
+    trying(attempt)
+
+
+def test_a_publication_that_was_interrupted_does_not_share_its_copy_with_the_next(
+    trying: Callable[..., list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer = Slow(monkeypatch)
+
+    async def attempt(engine: VLLMEngine, told: list[Told]) -> None:
+        first = engine.stage(trainer, 1)
+        swap = asyncio.create_task(engine.swap(first))
+        await asyncio.to_thread(trainer.writing.wait)
+        swap.cancel()
+        trainer.step()
+        second = asyncio.create_task(asyncio.to_thread(engine.stage, trainer, 2))
+        await until(lambda: any(wait.what == "the version before to be written" for wait in list(waits._open.values())))
+        assert not second.done()
+        trainer.gate.set()
+        await engine.swap(await second)
+        assert first.files.done()
+        (file,) = engine.publisher.current.folder.glob("*.safetensors")
+        assert load_file(file)["a"].tolist() == [1] * 4
+        assert (engine.version, told[0].holds) == (2, 2)
+
+    trying(attempt)
+
+
+def test_an_engine_that_is_closed_ends_the_writing_and_leaves_no_files(
+    trying: Callable[..., list[str]], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    trainer = Slow(monkeypatch)
+
+    async def attempt(engine: VLLMEngine, told: list[Told]) -> None:
+        copied = engine.stage(trainer, 1)
+        await asyncio.to_thread(trainer.writing.wait)
+        closing = asyncio.create_task(engine.close())
+        await until(lambda: engine.publisher._closing)
+        trainer.gate.set()
+        await closing
+        with pytest.raises(EngineError, match="was closed while weights were written"):
+            copied.files.result()
+        assert list((tmp_path / "staging").iterdir()) == []
+
+    trying(attempt)
 
 
 def test_a_request_that_is_wanted_no_longer_leaves_nothing(trying: Callable[..., list[str]]) -> None:

@@ -18,7 +18,8 @@ import pytest
 from areal_x.engines.vllm.client import VLLMClient
 from areal_x.engines.vllm.config import VLLMConfig
 from areal_x.engines.vllm.engine import VLLMEngine
-from areal_x.engines.vllm.staging import StagedFiles
+from areal_x.engines.vllm.loading import MANIFEST
+from areal_x.engines.vllm.staging import CopiedWeights, StagedFiles
 from areal_x.protocols.engine import Completion, EngineError, Request, SamplingParams
 from areal_x.testing.models import write_model
 from tests.engines.conformance import expected_logprobs
@@ -109,11 +110,12 @@ def test_a_tied_head_says_what_new_weights_say(engine: VLLMEngine, other_tied_di
     assert_of(run(engine.generate(LONG)), LONG, {2: other_tied_dir})
 
 
-def damaged(staged: StagedFiles, how: str) -> StagedFiles:
+def damaged(copied: CopiedWeights, how: str) -> StagedFiles:
     """In two files, of which the second is wrong."""
     from safetensors.numpy import load_file, save_file
 
-    (file,) = staged.folder.iterdir()
+    staged = copied.files.result()
+    (file,) = staged.folder.glob("*.safetensors")
     tensors = load_file(file)
     second = {name: tensors.pop(name) for name in list(tensors) if name.startswith("model.layers.1.")}
     if how == "a wrong shape":
@@ -122,6 +124,9 @@ def damaged(staged: StagedFiles, how: str) -> StagedFiles:
         del second["model.layers.1.self_attn.k_proj.weight"]
     save_file(tensors, file)
     save_file(second, staged.folder / "00001.safetensors")
+    (staged.folder / MANIFEST).write_text(
+        json.dumps({file.name: file.stat().st_size for file in staged.folder.glob("*.safetensors")})
+    )
     if how == "cut short":
         with (staged.folder / "00001.safetensors").open("r+b") as opened:
             opened.truncate(opened.seek(0, 2) // 2)

@@ -32,7 +32,6 @@ HANDLES = VLLMConfig(transport="handles", allow_unpickling=True)
     ("settings", "words"),
     [
         ({"transport": "ncl"}, r"vllm\.transport = 'ncl' .* did you mean 'nccl'"),
-        ({"transport": "nccl"}, r"vllm\.devices = \(\) .* each server's GPUs, none of them the trainer's"),
         ({"transport": "handles"}, r"vllm\.allow_unpickling = False .* True .* a pickle can run any code"),
         ({"allow_unpickling": True}, r"vllm\.allow_unpickling = True .* False unless vllm\.transport = 'handles'"),
         ({"transport": "nccl", "devices": ("1",), "allow_unpickling": True}, r"vllm\.allow_unpickling = True"),
@@ -61,6 +60,9 @@ def test_adapters_and_handles_beside_a_cluster_are_refused() -> None:
     pytest.importorskip("areal_x_torch")
     check_run(NCCL, "torch", here=True, lora_rank=0)
     check_run(HANDLES, "torch", here=True, lora_rank=0)
+    with pytest.raises(ConfigError, match=r"vllm\.devices = \(\) .* each server's GPUs, none of them the trainer's"):
+        check_run(VLLMConfig(transport="nccl"), "torch", here=True, lora_rank=0)
+    check_run(VLLMConfig(transport="nccl"), "torch", here=False, lora_rank=0)  # Ray gives each server its GPUs
     with pytest.raises(ConfigError, match=r"vllm\.transport = 'nccl' .* 'files' with adapters"):
         check_run(NCCL, "torch", here=True, lora_rank=8)
     with pytest.raises(ConfigError, match=r"vllm\.transport = 'handles' .* 'files' with train\.cluster = 'ray'"):
@@ -71,6 +73,7 @@ def test_a_trainer_without_vllm_is_refused(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(transports, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match="'files' unless vLLM is installed beside the trainer"):
         check_machine(NCCL)
+    check_machine(NCCL, here=False)
 
 
 def test_a_machine_without_cuda_is_refused_before_a_model_is_loaded(
