@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import os
+import socket
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 
 from areal_x.errors import UserError
+
+LOOPBACK = "127.0.0.1"
+SECONDS_TO_MEET = timedelta(minutes=30)  # torch's own default
 
 
 def join(processes: int) -> None:
@@ -17,14 +22,45 @@ def join(processes: int) -> None:
     Raises: UserError if the processes do not arrive.
     """
     backends = choose_device()
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    if address == LOOPBACK:  # all processes are here, and nothing else should reach them
+        loopback = next(name for _, name in socket.if_nameindex() if name.startswith("lo"))
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     try:
-        dist.init_process_group(backends)
-    except (RuntimeError, ValueError) as error:
+        store = meet(address, port, rank, size)
+        dist.init_process_group(backends, store=store, rank=rank, world_size=size)
+    except (RuntimeError, ValueError, OSError) as error:
         reason = (str(error).splitlines() or [type(error).__name__])[0]
-        where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+        where = f"{address}:{port}"
         raise UserError(
             f"the processes of mesh.processes = {processes} did not meet at {where} ({reason})"
         ) from error
+
+
+def meet(address: str, port: int, rank: int, size: int) -> dist.Store:
+    """Returns the store through which the processes find each other. The first one serves it, on
+    this address alone: torch's default is every interface of the machine.
+
+    Raises: RuntimeError or OSError if they do not arrive.
+    """
+    return dist.TCPStore(
+        address,
+        port,
+        size,
+        is_master=rank == 0,
+        timeout=SECONDS_TO_MEET,
+        master_listen_fd=listener(address, port) if rank == 0 else None,
+    )
+
+
+def listener(address: str, port: int) -> int:
+    """Returns the descriptor of a socket that listens there."""
+    with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET) as bound:
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        bound.bind((address, port))
+        bound.listen()
+        return bound.detach()
 
 
 def choose_device() -> str:
