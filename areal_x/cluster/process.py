@@ -116,5 +116,7 @@ class Process:
         with self._leader.leading():
             self._leader.pass_on(call, "exhaust")
             with reported():
-                yield from getattr(self._object, call.method)(*call.arguments)
+                # Not "yield from": Ray sends something back, which only generators take.
+                for item in getattr(self._object, call.method)(*call.arguments):  # noqa: UP028
+                    yield item
         self._leader.note(0, Span(call.method, began, time.time() - began))

@@ -150,7 +150,11 @@ def main(*names: str) -> None:
     with connected(cpus=SIZE):
         for name, case in cases.items():
             if not names or name in names:
-                print(f"{name}: {case()}".replace("\n", " "), flush=True)
+                try:
+                    found = case()
+                except Exception as error:
+                    found = f"{type(error).__name__}: {error}"
+                print(f"{name}: {found}".replace("\n", " "), flush=True)
 
 
 def with_gang(do: Callable[[on_ray.RayGang], str]) -> str:
