@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from areal_x.algorithms import losses, mismatch
 from areal_x.batching.batch import Models
 from areal_x.cluster import trainers
+from areal_x.cluster.ganged import GangTrainer
 from areal_x.config.writer import read_settings
 from areal_x.engines.embedded import EmbeddedEngine
 from areal_x.engines.none import NoEngine
@@ -115,6 +116,8 @@ class Factory(Settings):
             )
             saver = stack.enter_context(checkpoint.Saver(run, self.keep_checkpoints, message))
             spans = stack.enter_context(timeline.recording(run))
+            if isinstance(models.policy, GangTrainer):
+                spans.sources.append(models.policy.calls)
             threads = stack.enter_context(self.create_threads(models.policy))
             recorder = StepRecorder(rollout.stats, spans, threads, self.share_prompts)
             stack.enter_context(watching(message, run / "logs", lambda: recorder.step_seconds))

@@ -1,25 +1,34 @@
-"""What a Ray cluster costs the driver: its start, and a call of all ranks with a batch.
+"""What a Ray cluster costs: its start, a call of all ranks with a batch, and a step of a run with one rank.
 
-    python -m benchmarks.cluster [--ranks 2 8] [--megabytes 43] [--calls 20]
+    python -m benchmarks.cluster [--ranks 2 8] [--megabytes 43] [--calls 20] [--steps 0] [--backend jax]
 
-Ranks are actors that do nothing, so that only the calls are measured: the driver's CPU time and the wall time of one.
+Calls: ranks are actors that do nothing, so that only the calls are measured: the driver's CPU time and the wall time of one.
+Steps (--steps 20): a run of examples/arithmetic/grpo.gin in one process and on Ray with one rank, in turn, twice each: CPU
+time of all their processes and wall time of a step, between the third step and the last.
 """
 
 from __future__ import annotations
 
 import argparse
+import subprocess
+import sys
+import tempfile
 import time
 from functools import partial
+from pathlib import Path
 from statistics import median
 
 import numpy as np
+import psutil
 
 from areal_x.cluster.connection import connected
-from areal_x.cluster.gang import Room
+from areal_x.cluster.gang import PerNode, Room
 from areal_x.cluster.on_ray import RayGang
 from areal_x.cluster.surroundings import surroundings
+from areal_x.monitor.metrics import read
 from areal_x.types import Batch
 
+WARM = 3  # steps before the clock starts
 BYTES_EACH = 41  # of a token in a batch of GRPO
 
 
@@ -54,12 +63,59 @@ def idle(_: int) -> Idle:
     return Idle()
 
 
+def cpu_seconds(process: psutil.Process) -> float:
+    """Of a process and its family."""
+    spent = 0.0
+    for member in [process, *process.children(recursive=True)]:
+        try:
+            times = member.cpu_times()
+        except psutil.Error:
+            continue
+        spent += times.user + times.system + times.children_user + times.children_system
+    return spent
+
+
+def step_of(cluster: str, backend: str, steps: int) -> tuple[float, float]:
+    """Seconds of CPU and of wall of a step of the example."""
+    with tempfile.TemporaryDirectory() as folder:
+        how = f"train.cluster = {cluster!r}", f"train.backend = {backend!r}", f"train.runs = {folder!r}"
+        how = *how, "train.name = 'run'", "train.steps = 10000", "train.evaluate_every = 0", "train.checkpoint_every = 0"
+        command = [sys.executable, "-m", "areal_x.train", "examples/arithmetic/grpo.gin", *(x for h in how for x in ("-b", h))]
+        run, marks = Path(folder, "run"), {}
+        with subprocess.Popen(command, stdout=subprocess.DEVNULL) as driver:
+            process = psutil.Process(driver.pid)
+            while WARM + steps not in marks and driver.poll() is None:
+                rows = read(run) if (run / "metrics.jsonl").exists() else []
+                if rows and (step := int(rows[-1]["step"])) >= WARM:
+                    marks.setdefault(step, (cpu_seconds(process), time.perf_counter()))
+                time.sleep(0.02)
+            driver.terminate()
+    first, last = min(marks), max(marks)
+    cpu, wall = np.subtract(marks[last], marks[first]) / (last - first)
+    return float(cpu), float(wall)
+
+
+def compare_steps(backend: str, steps: int) -> None:
+    found: dict[str, list[tuple[float, float]]] = {"here": [], "ray": []}
+    for cluster in ("here", "ray", "ray", "here"):
+        found[cluster].append(step_of(cluster, backend, steps))
+        cpu, wall = found[cluster][-1]
+        print(f"{backend}, {cluster}: {1e3 * cpu:.0f} ms of CPU and {1e3 * wall:.0f} ms a step", flush=True)
+    here, ray = (np.mean(found[cluster], axis=0) for cluster in ("here", "ray"))
+    print(f"{backend}: on Ray {ray[0] / here[0]:.3f} × the CPU and {ray[1] / here[1]:.3f} × the time of one process")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 8])
     parser.add_argument("--megabytes", type=float, default=43)
     parser.add_argument("--calls", type=int, default=20)
+    parser.add_argument("--steps", type=int, default=0)
+    parser.add_argument("--backend", default="jax")
     options = parser.parse_args()
+    if options.steps:
+        compare_steps(options.backend, options.steps)
+        return
     batch = batch_of(options.megabytes)
     began = time.perf_counter()
     with connected(cpus=max(options.ranks)):
@@ -71,7 +127,7 @@ def main() -> None:
             spent, took = [], []
             for _ in range(options.calls):
                 cpu, wall = time.process_time(), time.perf_counter()
-                gang.call("update", batch)
+                gang.call("update", batch=PerNode(dict.fromkeys(gang.nodes, batch)))
                 spent.append(time.process_time() - cpu)
                 took.append(time.perf_counter() - wall)
             gang.end()

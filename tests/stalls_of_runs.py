@@ -294,6 +294,7 @@ def slow_ray(stall: Stall) -> Iterator[None]:
     patch(ray, "nodes", lambda: [{"Alive": True, "Resources": {"CPU": 2.0}}])
     patch(ray, "available_resources", lambda: {"CPU": 1.0})
     patch(ray, "init", stall.hold)
+    patch(ray.util, "get_node_ip_address", lambda: "127.0.0.1")
     patch(ray, "is_initialized", lambda: False)
     patch(ray, "shutdown", lambda: None)
     try:
@@ -304,7 +305,7 @@ def slow_ray(stall: Stall) -> Iterator[None]:
 
 def gang_of(size: int) -> on_ray.RayGang:
     gang = on_ray.RayGang.__new__(on_ray.RayGang)
-    gang._name, gang._size, gang._lost, gang._ended = "rank", size, None, True
+    gang._name, gang._size, gang._lost, gang._ended, gang._watch = "rank", size, None, True, None
     gang._group = SimpleNamespace(ready=object)
     return gang
 

@@ -25,7 +25,19 @@ SETTINGS = {
     "RAY_kill_child_processes_on_worker_exit": "false",
     "RAY_worker_niceness": "0",  # Ray's default gives way to any other process
     "RAY_USAGE_STATS_ENABLED": "0",
+    # A node that is silent is gone after at most 4 · (2 + 4) seconds; by Ray's defaults after 65.
+    "RAY_health_check_period_ms": "2000",
+    "RAY_health_check_timeout_ms": "4000",
+    "RAY_health_check_failure_threshold": "4",
 }
+# Of a cluster that a run starts for itself.
+OWN_SETTINGS = {
+    # Ray listens on all interfaces, whatever address its node is given, unless it may not be
+    # reached from other machines, which is its default on the systems in this variable's name.
+    "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
+    "RAY_AUTH_MODE": "token",
+}
+LOOPBACK = "127.0.0.1"
 PROBE = (
     "import sys; from ray._raylet import GcsClient;"
     " GcsClient(address=sys.argv[1]).check_alive([], timeout=30)"
@@ -44,7 +56,7 @@ def connected(cpus: float) -> Iterator[None]:
     for name, value in SETTINGS.items():
         os.environ.setdefault(name, value)
     if not address:  # read when Ray is imported
-        os.environ.setdefault("RAY_AUTH_MODE", "token")
+        os.environ.update(OWN_SETTINGS)
         os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
     try:
         import ray
@@ -61,7 +73,8 @@ def connected(cpus: float) -> Iterator[None]:
         else:
             offered = max(cpus, os.cpu_count() or 1)
             local: dict[str, Any] = {"num_cpus": offered, "include_dashboard": False}
-            ray.init(address="local", _node_ip_address="127.0.0.1", **local, **quiet)
+            ray.init(address="local", **local, **quiet)
+            _check_own()
     try:
         yield
     finally:
@@ -96,15 +109,38 @@ def _connect(address: str, options: dict[str, Any]) -> None:
                 f"no Ray cluster answers at {address} ({reason}): see RAY_ADDRESS"
             ) from None
     try:
-        ray.init(address=address, **options)
+        context = ray.init(address=address, **options)
     except Exception as error:
-        reason = (sentence(error).splitlines() or [type(error).__name__])[0]
-        raise UserError(f"the Ray cluster at {address} cannot be used: {reason}") from error
+        raise UserError(
+            f"the Ray cluster at {address} cannot be used: {in_short(error)}"
+        ) from error
     try:
         check_closed()
     except BaseException:
         ray.shutdown()
         raise
+    if context.dashboard_url:
+        print(f"Ray's dashboard: http://{context.dashboard_url}")
+
+
+def in_short(error: Exception) -> str:
+    """Returns the first line of an error; of one about versions all, in one line."""
+    lines = [line.strip() for line in sentence(error).splitlines()] or [type(error).__name__]
+    if not lines[0].startswith("Version mismatch"):
+        return lines[0]
+    return " ".join(lines) + " (install the same versions of Python and Ray on all nodes)"
+
+
+def _check_own() -> None:
+    """Raises: UserError if Ray did not read OWN_SETTINGS, as they came after its import."""
+    import ray
+
+    if ray.util.get_node_ip_address() != LOOPBACK:
+        ray.shutdown()
+        raise UserError(
+            "Ray was imported before this run could keep it to 127.0.0.1: import it later, or export"
+            " RAY_ADDRESS of a cluster that is there"
+        )
 
 
 def check_closed() -> None:

@@ -2,11 +2,13 @@
 calls on their objects.
 
     driver ── call(method, …) ──▶ process 0, 1, …: object.method(…)        the first's result returns
+
+The driver speaks to the first process only, which passes its calls on (areal_x.cluster.leader).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -36,6 +38,27 @@ class Room:
         return {"CPU": self.cpus, **accelerators}
 
 
+@dataclass(frozen=True)
+class PerNode:
+    """The last argument of a call that all make, a batch or parts of one: it travels to each node
+    once."""
+
+    values: Mapping[str, Any]
+    """By node."""
+
+
+@dataclass(frozen=True)
+class Span:
+    """A call that a process has made."""
+
+    method: str
+
+    began: float
+    """time.time() there."""
+
+    seconds: float
+
+
 class Lost(UserError):
     """A process of a gang has ended or failed; the gang has been ended."""
 
@@ -58,35 +81,49 @@ def loss_behind(error: BaseException | None) -> Lost | None:
 
 
 class Gang(Protocol):
-    """The processes, seen from the driver. Its methods may be called from any thread."""
+    """The processes, seen from the driver. Its methods may be called from any thread.
+
+    As soon as a process is gone, or a call of one has raised, the call under way raises; if there
+    is none, the main thread does where it looks for interrupts.
+    """
 
     nodes: Sequence[str]
     """The node of each process."""
 
-    def call(self, method: str, *arguments: Any) -> Any:
-        """Makes all objects run the call, and returns the first's result.
+    def call(self, method: str, *arguments: Any, batch: PerNode | None = None) -> Any:
+        """Makes all objects run the call, and returns the first's result once it is there.
 
         Raises: a UserError of the call; Lost for any other error, and as soon as a process is gone.
         After either the gang has ended.
         """
         ...
 
-    def each(self, method: str, arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
-        """Makes each object run the call with arguments of its own, and returns all results.
-        Raises: as `call`."""
+    def gather(self, method: str, *arguments: Any, batch: PerNode | None = None) -> list[Any]:
+        """As `call`, but returns all results."""
         ...
 
-    def one(self, rank: int, method: str, *arguments: Any) -> Any:
-        """Makes one object run the call, beside calls of all. Raises: as `call`."""
+    def each(self, method: str, arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
+        """Makes each object run the call with arguments of its own, and returns all results. Only
+        before the first call of all. Raises: as `call`."""
+        ...
+
+    def first(self, method: str, *arguments: Any) -> Any:
+        """Makes the first object run the call, beside calls of all. Raises: as `call`."""
         ...
 
     def beside(self, method: str, *arguments: Any) -> Any:
-        """As `call`, but the next call of all need not wait for it."""
+        """As `call`, but ends when all have run it, and the next call of all need not wait for
+        it."""
         ...
 
     def stream(self, method: str, *arguments: Any) -> Iterator[Any]:
         """Yields what the first object's generator yields, as soon as it does. The generators of
         all objects run to their end, also if this one is closed early. Raises: as `call`."""
+        ...
+
+    def spans(self) -> list[tuple[int, Span]]:
+        """Returns the calls that have ended since the last time, with the rank of each; none after
+        the gang has ended."""
         ...
 
     def end(self) -> None:

@@ -4,6 +4,7 @@ object (areal_x.protocols)."""
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,22 +12,28 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float32
 
+from areal_x.cluster.dealing import Dealer
 from areal_x.cluster.gang import Gang
 from areal_x.cluster.rank import mark_of, outcome_of
 from areal_x.protocols.sampler import Decoded, Sampler, SlotRequest
 from areal_x.protocols.trainer import Mine, Wait
+from areal_x.runtime.timeline import Interval
 from areal_x.types import Batch, Loss
+
+RANK = "rank"  # the name of a process, in messages, logs and the timeline
 
 
 class GangTrainer:
-    """A trainer of the gang. version: of its weights. loss: the one that `update` is called with,
-    which every process has."""
+    """A trainer of the gang. version: of its weights. dealer: of its batches. loss: the one that
+    `update` is called with, which every process has."""
 
     threads: int | None = None  # each process has its own
 
-    def __init__(self, gang: Gang, name: str, version: int, loss: Loss | None) -> None:
+    def __init__(
+        self, gang: Gang, name: str, version: int, dealer: Dealer, loss: Loss | None
+    ) -> None:
         self.version = version
-        self._gang, self._name, self._loss = gang, name, loss
+        self._gang, self._name, self._dealer, self._loss = gang, name, dealer, loss
         self._writers: dict[Path, list[int]] = {}  # of a folder, the processes that see it
 
     def logprobs(self, batch: Batch) -> Float32[np.ndarray, "rows length"]:
@@ -36,13 +43,21 @@ class GangTrainer:
         return self._outputs("values", batch)
 
     def _outputs(self, method: str, batch: Batch) -> np.ndarray:
-        found: np.ndarray = self._gang.call("outputs", self._name, method, batch)
+        dealt, division = self._dealer.deal(batch, "outputs")
+        asked = "outputs", self._name, method, self._dealer.speakers
+        returned: list[np.ndarray | None]
+        if self._dealer.speakers == [0]:
+            returned = [self._gang.call(*asked, batch=dealt)]
+        else:
+            returned = self._gang.gather(*asked, batch=dealt)
+        found: np.ndarray = self._dealer.outputs(batch, division, returned)
         return found
 
     def update(self, batch: Batch, loss: Loss) -> dict[str, float]:
         if loss is not self._loss:
             raise ValueError(f"the processes have one loss for the {self._name}; this is another")
-        row: dict[str, float] = self._gang.call("update", self._name, batch)
+        dealt, _ = self._dealer.deal(batch, "update")
+        row: dict[str, float] = self._gang.call("update", self._name, batch=dealt)
         self.version += 1
         return row
 
@@ -56,7 +71,7 @@ class GangTrainer:
             self._writers = {folder: self._find_writers(folder)}
         if not (writers := self._writers[folder]):
             return None
-        size: int = self._gang.call("copy_weights", self._name, writers)
+        size: int = self._gang.gather("copy_weights", self._name, writers)[0]  # all have copied
         return size
 
     def write_weights(self, folder: Path) -> dict[str, int]:
@@ -95,7 +110,8 @@ class GangTrainer:
         self._gang.call("save", self._name, directory and directory.absolute())
 
     def save_in_background(self, directory: Path) -> Wait | None:
-        under_way = self._gang.call("begin_save", self._name, directory.absolute())
+        # All have begun when it returns: `end_save` runs beside their other calls.
+        under_way = self._gang.gather("begin_save", self._name, directory.absolute())[0]
         return (lambda: self._gang.beside("end_save")) if under_way else None
 
     def restore(self, directory: Path) -> None:
@@ -104,28 +120,46 @@ class GangTrainer:
     def snapshot(self) -> Any:
         self._gang.call("take_snapshot", self._name)
 
+    def calls(self) -> list[tuple[str, Interval]]:
+        """Returns the calls of all processes that have ended since the last time, for the run's
+        timeline."""
+        here = time.perf_counter() - time.time()
+        return [
+            (
+                f"{RANK} {rank}",
+                Interval(span.method, span.began + here, span.began + span.seconds + here, {}),
+            )
+            for rank, span in self._gang.spans()
+        ]
+
     def sampler(self, slots: int, context: int) -> Sampler:
         return GangSampler(self._gang, self._name, slots, context)
 
 
 class GangSampler:
-    """The sampler of the gang's first process (areal_x.protocols.sampler.Sampler)."""
+    """The sampler of the gang's first process (areal_x.protocols.sampler.Sampler). What needs no
+    answer travels with the next call that does."""
 
     def __init__(self, gang: Gang, name: str, slots: int, context: int) -> None:
         self._gang = gang
-        self.slots, self.context, self.supports_images = gang.one(
-            0, "make_sampler", name, slots, context
+        self._before: list[tuple[str, Any]] = []
+        self.slots, self.context, self.supports_images = gang.first(
+            "make_sampler", name, slots, context
         )
 
     def load(self, snapshot: Any) -> None:
-        self._gang.one(0, "load")
+        self._gang.first("load", self._take())
 
     def fill(self, requests: Sequence[SlotRequest]) -> None:
-        self._gang.one(0, "fill", list(requests))
-
-    def decode(self, steps: int, until_free: int) -> Decoded:
-        found: Decoded = self._gang.one(0, "decode", steps, until_free)
-        return found
+        self._before.append(("fill", list(requests)))
 
     def free(self, slots: Sequence[int]) -> None:
-        self._gang.one(0, "free", list(slots))
+        self._before.append(("free", list(slots)))
+
+    def decode(self, steps: int, until_free: int) -> Decoded:
+        found: Decoded = self._gang.first("decode", self._take(), steps, until_free)
+        return found
+
+    def _take(self) -> list[tuple[str, Any]]:
+        taken, self._before = self._before, []
+        return taken

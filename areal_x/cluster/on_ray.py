@@ -4,29 +4,32 @@ from __future__ import annotations
 
 import sys
 import threading
-import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import suppress
+from dataclasses import fields, is_dataclass
 from importlib.metadata import version
 from typing import Any
 
 import numpy as np
 
-from areal_x.cluster.gang import Lost, Make, Room
-from areal_x.cluster.process import PACKAGE, Process, Raised
+from areal_x.cluster.failures import Failure, failure_of
+from areal_x.cluster.gang import Lost, Make, PerNode, Room, Span
+from areal_x.cluster.leader import SECONDS_TO_BLAME, Call
+from areal_x.cluster.process import PACKAGE, Process
 from areal_x.cluster.room import check_room, missing
 from areal_x.cluster.surroundings import Surroundings
 from areal_x.errors import UserError
 from areal_x.runtime import interrupts
 from areal_x.runtime.waits import waiting, whose
-from areal_x.types import Batch
 
 POLL_SECONDS = 0.2
-# An error of one process is often the consequence of another's end, which Ray reports soon after.
-SECONDS_TO_BLAME = 3.0
 STREAMED = 4  # tensors that the first process computes ahead of the driver
+SECONDS_TO_SAY = 2.0  # for the first process, asked which others are behind
 # Groups of calls that run beside the calls of all.
-SAMPLING, SAVING = "sampling", "saving"
+SAMPLING, SAVING, WATCHING = "sampling", "saving", "watching"
+# Bytes of batches that travel inside a call; larger ones go through the object store.
+INSIDE = 64 << 10
 
 
 class RayGang:
@@ -46,8 +49,8 @@ class RayGang:
 
         self._name, self._size = name, size
         self._lost: Lost | None = None
-        self._ended = False
-        self._submitting = threading.Lock()  # so that all processes get calls in one order
+        self._ended, self._ending = False, threading.Lock()
+        self._watch: Any = None
         self._actors: list[Any] = []
         labels = [room.labels] * size if room.labels else None
         self._group = placement_group(
@@ -55,7 +58,8 @@ class RayGang:
         )
         try:
             self._wait_for_room(room)
-            actor = ray.remote(concurrency_groups={SAMPLING: 1, SAVING: 1}, max_restarts=0)(Process)
+            groups = {SAMPLING: 1, SAVING: 1, WATCHING: 2}
+            actor = ray.remote(concurrency_groups=groups, max_restarts=0)(Process)
             for rank in range(size):
                 place = PlacementGroupSchedulingStrategy(self._group, rank)
                 resources = {room.resource: room.accelerators} if room.accelerators else {}
@@ -72,74 +76,110 @@ class RayGang:
             ranked = list(enumerate(self._actors))
             self._results([a.enter.remote(surroundings, f"{name}-{rank}") for rank, a in ranked])
             self._results([a.make.remote(make, rank) for rank, a in ranked])
+            self.addresses: Sequence[str] = [address for _, address in nodes]
+            self.nodes: Sequence[str] = [node for node, _ in nodes]
+            self._lead()
         except BaseException:
             self.end()
             raise
-        self.addresses: Sequence[str] = [address for _, address in nodes]
-        self.nodes: Sequence[str] = [node for node, _ in nodes]
 
-    def call(self, method: str, *arguments: Any) -> Any:
-        return self._call_all(method, arguments)
+    def _lead(self) -> None:
+        """Makes the first process pass calls on, and watches all from now on."""
+        first, index = self._actors[0], {x: i for i, x in enumerate(dict.fromkeys(self.nodes))}
+        nodes = [index[node] for node in self.nodes]
+        self._results([first.lead.remote(self._actors[1:], nodes, WATCHING)], [0])
+        self._call_of = {
+            None: first.call_all,
+            SAVING: first.call_all.options(concurrency_group=SAVING),
+        }
+        self._sample = first.call.options(concurrency_group=SAMPLING)
+        self._stream = first.stream_all.options(_generator_backpressure_num_objects=STREAMED)
+        self._behind = first.behind.options(concurrency_group=WATCHING)
+        self._spans = first.spans.options(concurrency_group=WATCHING)
+        self._watch = first.watch.options(concurrency_group=WATCHING).remote()
+        self._watch.future().add_done_callback(self._noticed)
+
+    def call(self, method: str, *arguments: Any, batch: PerNode | None = None) -> Any:
+        return self._all(Call(method, arguments, self._put(batch)))[0]
+
+    def gather(self, method: str, *arguments: Any, batch: PerNode | None = None) -> list[Any]:
+        own, references = self._all(Call(method, arguments, self._put(batch), gathers=True))
+        others = self._results(references, range(1, self._size))
+        return [own, *(returned.value for returned in others)]
 
     def beside(self, method: str, *arguments: Any) -> Any:
-        return self._call_all(method, arguments, concurrency_group=SAVING)
+        return self._all(Call(method, arguments, waits=True, group=SAVING))[0]
 
-    def _call_all(self, method: str, arguments: Sequence[Any], **options: Any) -> Any:
-        shared = [self._put(x) for x in arguments]
-        with self._submitting:
-            called = [a.call.options(**options).remote(method, *shared) for a in self._actors]
-        return self._results(called)[0]
+    def _all(self, call: Call) -> tuple[Any, list[Any]]:
+        found: tuple[Any, list[Any]]
+        (found,) = self._results([self._call_of[call.group].remote(call)], [0])
+        return found
 
     def each(self, method: str, arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
         pairs = zip(self._actors, arguments, strict=True)
-        with self._submitting:
-            called = [actor.call.remote(method, *own) for actor, own in pairs]
-        return self._results(called)
+        return self._results([actor.call.remote(method, *own) for actor, own in pairs])
 
-    def one(self, rank: int, method: str, *arguments: Any) -> Any:
-        beside = self._actors[rank].call.options(concurrency_group=SAMPLING)
-        return self._results([beside.remote(method, *arguments)], [rank])[0]
+    def first(self, method: str, *arguments: Any) -> Any:
+        return self._results([self._sample.remote(method, *arguments)], [0])[0]
+
+    def spans(self) -> list[tuple[int, Span]]:
+        """Returns the calls of all that have ended since the last time, with the rank of each."""
+        if self._ended:
+            return []
+        found: list[tuple[int, Span]]
+        (found,) = self._results([self._spans.remote()], [0])
+        return found
 
     def stream(self, method: str, *arguments: Any) -> Iterator[Any]:
-        with self._submitting:
-            first = (
-                self._actors[0]
-                .stream.options(_generator_backpressure_num_objects=STREAMED)
-                .remote(method, *arguments)
-            )
-            others = [a.exhaust.remote(method, *arguments) for a in self._actors[1:]]
+        streamed = self._stream.remote(Call(method, arguments))
         try:
-            for reference in first:
+            for reference in streamed:
                 yield self._results([reference], [0])[0]
         finally:
             if not self._ended:  # the processes gather the rest too
-                for reference in first:
+                for reference in streamed:
                     self._results([reference], [0])
-                self._results(others, range(1, self._size))
 
     def end(self) -> None:
         import ray
         from ray.util.placement_group import remove_placement_group
 
-        if self._ended:
-            return
-        self._ended = True
+        with self._ending:
+            if self._ended:
+                return
+            self._ended = True
+            interrupts.withdraw()
         for actor in self._actors:
             with suppress(Exception):
                 ray.kill(actor)
         with suppress(Exception):
             remove_placement_group(self._group)
 
-    def _put(self, value: Any) -> Any:
-        """Batches travel once, through the object store, whatever the number of processes."""
+    def _noticed(self, watch: Future[Failure]) -> None:
+        """Ends the run's wait for something else, on a thread of Ray's."""
+        error = watch.exception()
+        with self._ending:
+            if not self._ended:
+                found = watch.result() if error is None else failure_of(0, error)
+                interrupts.fail(self._error_of(found))
+
+    def _put(self, batch: PerNode | None) -> tuple[Any, ...]:
+        """Puts what the processes of each node read into the object store, once."""
         import ray
 
-        if not isinstance(value, Batch):
-            return value
+        if batch is None:
+            return ()
+        values = [batch.values[node] for node in dict.fromkeys(self.nodes)]
+        size = max(map(bytes_of, values))
+        if size < INSIDE:
+            return tuple(values)
         try:
-            return ray.put(value)
+            put: dict[int, Any] = {}
+            for value in values:
+                if id(value) not in put:
+                    put[id(value)] = ray.put(value)
+            return tuple(put[id(value)] for value in values)
         except ray.exceptions.ObjectStoreFullError:
-            size = sum(np.asarray(x).nbytes for x in vars(value).values() if x is not None)
             raise UserError(
                 f"a batch of {size / 1e6:.0f} MB does not fit into Ray's object store on this node:"
                 " raise ray start --object-store-memory, or lower train.groups_per_step"
@@ -150,22 +190,36 @@ class RayGang:
         import ray
 
         rank_of = dict(zip(references, ranks or range(len(references)), strict=True))
+        watched = [] if self._watch is None else [self._watch]
         pending = list(references)
         results = {}
         try:
-            with waiting(whose(), "the processes that train", lambda: behind(rank_of, pending)):
+            with waiting(whose(), "the processes that train", lambda: self._late(rank_of, pending)):
                 while pending:
-                    done, pending = ray.wait(pending, timeout=POLL_SECONDS)
+                    done, _ = ray.wait([*pending, *watched], timeout=POLL_SECONDS)
                     if threading.current_thread() is threading.main_thread():
                         interrupts.raise_if_interrupted()
                     for reference in done:
-                        results[reference] = self._result(reference, rank_of)
+                        if reference is not self._watch:
+                            pending.remove(reference)
+                            results[reference] = self._result(reference, rank_of[reference])
+                    if pending and self._watch in done:
+                        raise self._error_of(self._blamed())
             return [results[reference] for reference in references]
         except Exception:
             self.end()
             raise
 
-    def _result(self, reference: Any, rank_of: Mapping[Any, int]) -> Any:
+    def _late(self, rank_of: dict[Any, int], pending: Sequence[Any]) -> str:
+        """Names the ranks whose calls have not ended."""
+        import ray
+
+        late = sorted(rank_of[reference] for reference in pending)
+        if self._watch is not None:
+            late = ray.get(self._behind.remote(), timeout=SECONDS_TO_SAY)
+        return f"{late} have not answered"
+
+    def _result(self, reference: Any, rank: int) -> Any:
         """Returns the result of a call that has ended. Raises: the call's own UserError; Lost if it
         raised something else or its process is gone."""
         import ray
@@ -174,28 +228,33 @@ class RayGang:
             raise self._lost
         try:
             return ray.get(reference)
-        except ray.exceptions.RayError as found:
-            error: Exception = found
-        if not isinstance(error, ray.exceptions.RayTaskError):
-            raise self._lose(rank_of[reference], error) from error
-        raised = error.cause
-        if not isinstance(raised, Raised):  # the call's arguments could not be read
-            raised = Raised(f"{type(raised).__name__}: {raised}", False, str(error))
-        if raised.is_mistake:
-            raise UserError(raised.text) from None
-        gone = gone_soon([other for other in rank_of if other is not reference])
-        if gone is not None:
-            raise self._lose(rank_of[gone[0]], gone[1]) from raised
-        print(raised.traceback, file=sys.stderr)
-        self._lost = Lost(f"{self._name} {rank_of[reference]} failed: {raised.text}", died=False)
-        raise self._lost from error
+        except ray.exceptions.RayError as error:
+            failure = failure_of(rank, error)
+            if not (failure.died or failure.is_mistake or self._watch is None):
+                # Another process that is gone may be behind it.
+                waited = ray.wait([self._watch], timeout=2 * SECONDS_TO_BLAME)[0]
+                failure = self._blamed() if waited else failure
+            raise self._error_of(failure) from error
 
-    def _lose(self, rank: int, error: Exception) -> Lost:
-        if self._lost is None:  # the first is the one to report
-            lines = str(error).strip().splitlines() or [type(error).__name__]
-            # In the creation of the actor the last line is the exception.
-            reason = lines[-1] if "creation task" in lines[0] else lines[0]
-            self._lost = Lost(f"{self._name} {rank} is gone: {reason}", died=True)
+    def _blamed(self) -> Failure:
+        """Returns the failure that the first process has reported, or its own end."""
+        import ray
+
+        try:
+            found: Failure = ray.get(self._watch)
+        except ray.exceptions.RayError as error:
+            return failure_of(0, error)
+        return found
+
+    def _error_of(self, failure: Failure) -> UserError:
+        """Returns what a failure raises; of several, the first is the one to report."""
+        if failure.is_mistake:
+            return UserError(failure.text)
+        if self._lost is None:
+            if failure.traceback:
+                print(failure.traceback, file=sys.stderr)
+            what = "is gone" if failure.died else "failed"
+            self._lost = Lost(f"{self._name} {failure.rank} {what}: {failure.text}", failure.died)
         return self._lost
 
     def _wait_for_room(self, room: Room) -> None:
@@ -212,34 +271,10 @@ class RayGang:
                 interrupts.raise_if_interrupted()
 
 
-def behind(rank_of: Mapping[Any, int], pending: Sequence[Any]) -> str:
-    """Names the ranks whose calls have not ended."""
-    return f"{sorted(rank_of[reference] for reference in pending)} have not answered"
-
-
-def error_of(reference: Any) -> Exception | None:
-    """Returns the exception of a call that has ended; None if it has a result."""
-    import ray
-
-    try:
-        ray.get(reference)
-    except ray.exceptions.RayError as error:
-        found: Exception = error
-        return found
-    return None
-
-
-def gone_soon(references: Sequence[Any]) -> tuple[Any, Exception] | None:
-    """Returns the first of these calls whose process is gone, and the error that says so; waits a
-    while for it."""
-    import ray
-
-    until = time.monotonic() + SECONDS_TO_BLAME
-    pending = list(references)
-    while pending and time.monotonic() < until:
-        done, pending = ray.wait(pending, timeout=POLL_SECONDS)
-        for reference in done:
-            error = error_of(reference)
-            if error is not None and not isinstance(error, ray.exceptions.RayTaskError):
-                return reference, error
-    return None
+def bytes_of(value: Any) -> int:
+    """Returns the bytes of all arrays in a value."""
+    if isinstance(value, dict):
+        return sum(map(bytes_of, value.values()))
+    if is_dataclass(value):
+        return sum(bytes_of(getattr(value, field.name)) for field in fields(value))
+    return np.asarray(value).nbytes if hasattr(value, "dtype") else 0

@@ -15,16 +15,16 @@ from importlib.metadata import version
 from typing import Any
 
 from areal_x.cluster.config import ROLE, ClusterConfig
-from areal_x.cluster.connection import nodes
+from areal_x.cluster.connection import LOOPBACK, nodes
+from areal_x.cluster.failures import failure_of
 from areal_x.cluster.gang import Room
 from areal_x.cluster.parent import end_with_parent
-from areal_x.cluster.process import PACKAGE, Process, Raised
+from areal_x.cluster.process import PACKAGE, Process
 from areal_x.cluster.room import check_room, missing
 from areal_x.cluster.surroundings import Surroundings
 from areal_x.errors import UserError
 from areal_x.runtime.waits import waiting, whose
 
-LOOPBACK = "127.0.0.1"
 POLL_SECONDS = 0.2
 SECONDS_TO_ANSWER = 10.0  # for a keeper that is asked whether it lives
 CALLS = 8  # that a keeper runs at the same time
@@ -204,17 +204,10 @@ def answer(reference: Any, node: str) -> Future[Any]:
 
 def readable(error: BaseException, node: str) -> Exception:
     """Returns what the driver is told of a call's error."""
-    import ray
-
-    if not isinstance(error, ray.exceptions.RayTaskError):
-        lines = str(error).strip().splitlines() or [type(error).__name__]
-        # In the creation of the actor the last line is the exception.
-        reason = lines[-1] if "creation task" in lines[0] else lines[0]
-        return ConnectionError(f"its keeper on {node} is gone: {reason}")
-    cause = error.cause
-    return UserError(
-        cause.text if isinstance(cause, Raised) else f"{type(cause).__name__}: {cause}"
-    )
+    failure = failure_of(0, error)
+    if failure.died:
+        return ConnectionError(f"its keeper on {node} is gone: {failure.text}")
+    return UserError(failure.text)
 
 
 def made(make: Callable[[], Any], rank: int) -> Any:

@@ -2,54 +2,26 @@
 
 from __future__ import annotations
 
-import sys
-import traceback
-from collections.abc import Iterator
-from contextlib import contextmanager
+import threading
+import time
+from collections.abc import Iterator, Sequence
 from importlib.metadata import version
 from typing import Any
 
-from areal_x.cluster.gang import Make
+from areal_x.cluster.failures import Failure, reported
+from areal_x.cluster.gang import Make, Span
+from areal_x.cluster.leader import Call, Leader, Returned
 from areal_x.cluster.surroundings import Surroundings
-from areal_x.errors import UserError, sentence
+from areal_x.errors import UserError
 
 PACKAGE = "areal-x"
-
-
-class Raised(Exception):
-    """An exception of a call, in a form that every process can read. is_mistake: it was a
-    UserError."""
-
-    def __init__(self, text: str, is_mistake: bool, traceback: str) -> None:
-        super().__init__(text, is_mistake, traceback)
-        self.text, self.is_mistake, self.traceback = text, is_mistake, traceback
-
-
-@contextmanager
-def reported() -> Iterator[None]:
-    """Makes exceptions of the body readable for the driver, and logs them."""
-    try:
-        yield
-    except Exception as error:
-        written = traceback.format_exc()
-        print(written, file=sys.stderr, flush=True)
-        is_mistake = isinstance(error, UserError)
-        text = sentence(error).strip()
-        if not is_mistake:
-            text = f"{type(error).__name__}: {text.splitlines()[0] if text else ''}"
-        raise Raised(text, is_mistake, written) from None
 
 
 class Process:
     """The actor around a process's object."""
 
-    def enter(self, surroundings: Surroundings, name: str) -> None:
-        with reported():
-            surroundings.enter(name)
-
-    def make(self, make: Make, rank: int) -> None:
-        with reported():
-            self._object = make(rank)
+    _object: Any
+    _leader: Leader | None = None
 
     def node(self, expected: str) -> tuple[str, str]:
         """Returns the id and the address of its node. Raises: UserError unless the package has the
@@ -66,15 +38,85 @@ class Process:
                 )
         return own, address
 
+    def enter(self, surroundings: Surroundings, name: str) -> None:
+        with reported():
+            surroundings.enter(name)
+
+    def make(self, make: Make, rank: int) -> None:
+        with reported():
+            self._object = make(rank)
+
     def call(self, method: str, *arguments: Any) -> Any:
         with reported():
             return getattr(self._object, method)(*arguments)
 
-    def stream(self, method: str, *arguments: Any) -> Iterator[Any]:
-        with reported():
-            yield from getattr(self._object, method)(*arguments)
+    # ---- of a gang
 
-    def exhaust(self, method: str, *arguments: Any) -> None:
+    def run(
+        self, method: str, arguments: tuple[Any, ...] = (), batch: Any = None, keep: bool = True
+    ) -> Returned:
+        """Runs a method of the object. batch: its last argument, unless it is None. keep: False
+        forgets its result."""
+        began, arguments = time.time(), arguments if batch is None else (*arguments, batch)
+        with reported():
+            found = getattr(self._object, method)(*arguments)
+        return Returned(Span(method, began, time.time() - began), found if keep else None)
+
+    def exhaust(self, method: str, arguments: tuple[Any, ...]) -> Returned:
+        """Runs a generator of the object to its end."""
+        began = time.time()
         with reported():
             for _ in getattr(self._object, method)(*arguments):
                 pass
+        return Returned(Span(method, began, time.time() - began), None)
+
+    def stay(self) -> None:
+        """Never returns: the call fails as soon as this process is gone."""
+        threading.Event().wait()
+
+    # ---- of the first process
+
+    def lead(self, others: Sequence[Any], nodes: Sequence[int], group: str) -> None:
+        """Makes this process the one that passes calls on. others: the actors of the others.
+        nodes: the index of each process's node. group: in which they stay."""
+        self._leader = Leader(others, nodes, group)
+
+    def watch(self) -> Failure:
+        """Returns once a process has failed: the failure to report."""
+        assert self._leader is not None
+        return self._leader.failure()
+
+    def behind(self) -> list[int]:
+        """Returns the ranks of the processes that have not finished their calls."""
+        assert self._leader is not None
+        return self._leader.behind()
+
+    def spans(self) -> list[tuple[int, Span]]:
+        """Returns the calls of all processes that have ended since the last time, by rank."""
+        assert self._leader is not None
+        return self._leader.spans()
+
+    def call_all(self, call: Call) -> tuple[Any, list[Any]]:
+        """Makes all processes run a call. Returns the result here, and references to those of the
+        others if the call gathers them."""
+        assert self._leader is not None
+        with self._leader.leading():
+            others = self._leader.pass_on(call)
+            own = self.run(call.method, call.arguments, self._leader.own_batch(call))
+            self._leader.note(0, own.span)
+            if call.waits:
+                with reported():
+                    self._leader.wait(others)
+        return own.value, others if call.gathers else []
+
+    def stream_all(self, call: Call) -> Iterator[Any]:
+        """Yields what the object's generator does, while the others run theirs to the end."""
+        assert self._leader is not None
+        began = time.time()
+        with self._leader.leading():
+            self._leader.pass_on(call, "exhaust")
+            with reported():
+                # Not "yield from": Ray sends something back, which only generators take.
+                for item in getattr(self._object, call.method)(*call.arguments):  # noqa: UP028
+                    yield item
+        self._leader.note(0, Span(call.method, began, time.time() - began))

@@ -2,7 +2,8 @@
 the driver asks all processes to make.
 
 Every call of a trainer that spans processes is collective: all make it, in one order, and compute
-and gather together. The first process returns the result.
+and gather together. The first process returns the result; of a batch's outputs each returns its
+rows.
 """
 
 from __future__ import annotations
@@ -15,15 +16,17 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import gin
 import numpy as np
 
+from areal_x.cluster.dealing import Parts
 from areal_x.hf.model_dir import exhaust
 from areal_x.hf.weight_copy import Turns, WeightCopy, write_shards
 from areal_x.protocols.backends import create_trainer, load_backend
-from areal_x.protocols.sampler import Decoded, Sampler, SlotRequest
+from areal_x.protocols.sampler import Decoded, Sampler
+from areal_x.protocols.shares import Shares, SharingTrainer
 from areal_x.protocols.trainer import Trainer, Wait
 from areal_x.protocols.trainer_config import TrainerConfig
 from areal_x.types import Batch, Loss
@@ -97,22 +100,39 @@ class Rank:
         if self._spec.size > 1:
             load_backend(self._spec.backend).join(self._spec.size)
 
-    def build(self) -> dict[str, int]:
-        """Builds the trainers and returns their versions."""
+    def build(self) -> dict[str, tuple[int, Shares | None]]:
+        """Builds the trainers and returns their versions, and which rows this process reads."""
         for name, config in self._spec.configs.items():
             self._trainers[name] = create_trainer(self._spec.backend, config)
-        return {name: trainer.version for name, trainer in self._trainers.items()}
+        return {
+            name: (trainer.version, getattr(trainer, "shares", None))
+            for name, trainer in self._trainers.items()
+        }
 
     # ---- calls that all make
 
-    def update(self, name: str, batch: Batch) -> dict[str, float]:
-        return self._trainers[name].update(batch, self._spec.losses[name])
+    def update(self, name: str, batch: Batch | Parts) -> dict[str, float]:
+        trainer, loss = self._trainers[name], self._spec.losses[name]
+        if isinstance(batch, Batch):
+            return trainer.update(batch, loss)
+        sharing = cast(SharingTrainer, trainer)
+        part = batch[sharing.shares.own]
+        return sharing.update_share(part.rows, part.whole, loss)
 
-    def outputs(self, name: str, method: str, batch: Batch) -> np.ndarray | None:
-        """Returns logprobs or values in the first process, None in the others, which have the
-        same."""
-        found: np.ndarray = getattr(self._trainers[name], method)(batch)
-        return found if self.rank == 0 else None
+    def outputs(
+        self, name: str, method: str, speakers: Sequence[int], batch: Batch | Parts
+    ) -> np.ndarray | None:
+        """Returns logprobs or values, of its own rows if it is given parts; None in processes that
+        are no speakers, as others return the same."""
+        trainer = self._trainers[name]
+        found: np.ndarray
+        if isinstance(batch, Batch):
+            found = getattr(trainer, method)(batch)
+        else:
+            sharing = cast(SharingTrainer, trainer)
+            part = batch[sharing.shares.own]
+            found = sharing.outputs_share(method, part.rows, part.whole)
+        return found if self.rank in speakers else None
 
     def tensors(self, name: str, method: str) -> Iterator[tuple[str, np.ndarray]]:
         """Yields weights or adapter in the first process; the others help to gather them."""
@@ -184,19 +204,17 @@ class Rank:
         self._sampler = self._trainers[name].sampler(slots, context)
         return self._sampler.slots, self._sampler.context, self._sampler.supports_images
 
-    def load(self) -> None:
-        assert self._sampler is not None
+    def load(self, before: Sequence[tuple[str, Any]]) -> None:
+        sampler = self._prepared(before)
         snapshot, self._snapshot = self._snapshot, None
-        self._sampler.load(snapshot)
+        sampler.load(snapshot)
 
-    def fill(self, requests: list[SlotRequest]) -> None:
-        assert self._sampler is not None
-        self._sampler.fill(requests)
+    def decode(self, before: Sequence[tuple[str, Any]], steps: int, until_free: int) -> Decoded:
+        return self._prepared(before).decode(steps, until_free)
 
-    def decode(self, steps: int, until_free: int) -> Decoded:
+    def _prepared(self, before: Sequence[tuple[str, Any]]) -> Sampler:
+        """Returns the sampler after these calls of `fill` and `free`."""
         assert self._sampler is not None
-        return self._sampler.decode(steps, until_free)
-
-    def free(self, slots: list[int]) -> None:
-        assert self._sampler is not None
-        self._sampler.free(slots)
+        for method, argument in before:
+            getattr(self._sampler, method)(argument)
+        return self._sampler

@@ -6,17 +6,20 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from typing import cast
 
 import gin
 
 from areal_x.cluster.config import ROLE, ClusterConfig
 from areal_x.cluster.connection import connected, nodes
+from areal_x.cluster.dealing import Dealer
 from areal_x.cluster.gang import Gang, Room
-from areal_x.cluster.ganged import GangTrainer
+from areal_x.cluster.ganged import RANK, GangTrainer
 from areal_x.cluster.rank import Rank, RankSpec
 from areal_x.cluster.surroundings import surroundings
 from areal_x.errors import ConfigError, one_of
 from areal_x.protocols.backends import create_trainer, load_backend
+from areal_x.protocols.shares import SharingBackend
 from areal_x.protocols.trainer import Trainer
 from areal_x.protocols.trainer_config import TrainerConfig
 from areal_x.types import Loss
@@ -47,7 +50,7 @@ def trainers_on_ray(
     """
     from areal_x.cluster.on_ray import RayGang
 
-    size = next(iter(configs.values())).mesh.processes
+    size, own = next(iter(configs.values())).mesh.processes, load_backend(backend)
     spec = RankSpec(
         backend=backend,
         size=size,
@@ -62,13 +65,18 @@ def trainers_on_ray(
             resource=cluster.resource,
             labels={ROLE: cluster.ranks_on} if cluster.ranks_on else {},
         )
-        gang = RayGang("rank", size, room, partial(Rank, spec), surroundings(logs))
+        gang = RayGang(RANK, size, room, partial(Rank, spec), surroundings(logs))
         try:
             join(gang, gang.nodes, gang.addresses[0])
-            versions = gang.call("build")
-            yield {
-                name: GangTrainer(gang, name, versions[name], losses.get(name)) for name in configs
-            }
+            built = gang.gather("build")
+            sharing = cast(SharingBackend, own) if hasattr(own, "divide") else None
+            found: dict[str, Trainer] = {}
+            for name, config in configs.items():
+                shares = [of_rank[name][1] for of_rank in built]
+                dealer = Dealer(sharing, config, shares, gang.nodes)
+                version = built[0][name][0]
+                found[name] = GangTrainer(gang, name, version, dealer, losses.get(name))
+            yield found
         finally:
             gang.end()
 
@@ -84,7 +92,7 @@ def accelerators(backend: str, cluster: ClusterConfig, there: Sequence[Mapping[s
 
 def join(gang: Gang, node_of: Sequence[str], address: str) -> None:
     """Makes the processes one group. node_of: the node of each. address: the first one's."""
-    place = gang.one(0, "meeting_place", address)
+    place = gang.first("meeting_place", address)
     gang.each(
         "join",
         [

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 
 from areal_x.errors import UserError
-from areal_x.types import Batch
+from areal_x.types import NOT_RECORDED, Batch
 
 
 def recorded_experts(
@@ -23,10 +23,11 @@ def recorded_experts(
             "trainer.replay_experts needs trajectories whose experts the engine recorded: these"
             " have none"
         )
-    if experts.shape[2:] != (layers, per_token) or experts.max() >= count:
+    largest = np.max(experts, initial=NOT_RECORDED)  # of no rows, too
+    if experts.shape[2:] != (layers, per_token) or largest >= count:
         raise UserError(
             f"the recorded experts are {experts.shape[2:]} numbers per token up to"
-            f" {experts.max()}, but {directory} has {count} experts and routes to {per_token} in"
+            f" {largest}, but {directory} has {count} experts and routes to {per_token} in"
             f" each of {layers} layers: the engine runs another model"
         )
     return np.asarray(experts)

@@ -40,6 +40,7 @@ class _SignalHandler:
         self._at_once = at_once
         self._signalled_at: float | None = None  # time.monotonic()
         self._raised = False
+        self.failure: Exception | None = None
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
         if self._signalled_at is None:
@@ -55,6 +56,13 @@ class _SignalHandler:
     def request_stop(self) -> None:
         self._signalled_at = time.monotonic()
 
+    def check(self, since_seconds: float = 0.0) -> None:
+        """Raises KeyboardInterrupt, or the failure of `fail`, once."""
+        self.raise_if_interrupted(since_seconds)
+        failure, self.failure = self.failure, None
+        if failure is not None:
+            raise failure
+
     def raise_if_interrupted(self, since_seconds: float = 0.0) -> None:
         """Raises once only, so that closing is not interrupted again."""
         if self._signalled_at is None or self._raised:
@@ -68,9 +76,25 @@ _current: _SignalHandler | None = None
 
 
 def raise_if_interrupted(since_seconds: float = 0.0) -> None:
-    """Raises: KeyboardInterrupt, in the main thread, if a signal came at least this long ago."""
+    """Raises: in the main thread, KeyboardInterrupt if a signal came at least this long ago, or the
+    error of `fail`."""
     if _current is not None and threading.current_thread() is threading.main_thread():
-        _current.raise_if_interrupted(since_seconds)
+        _current.check(since_seconds)
+
+
+def fail(error: Exception) -> None:
+    """Makes the main thread raise an error where it looks for interrupts, from any thread: something
+    that the run needs is gone, whatever it waits for."""
+    current = _current
+    if current is not None:
+        current.failure = error
+
+
+def withdraw() -> None:
+    """Takes back an error of `fail` that has not been raised."""
+    current = _current
+    if current is not None:
+        current.failure = None
 
 
 def request_stop() -> bool:
@@ -84,7 +108,7 @@ def request_stop() -> bool:
 @contextmanager
 def deferred_interrupts(at_once: bool = False) -> Iterator[Callable[[], None]]:
     """Context in which Ctrl-C, and SIGTERM if it has the same handler, sets a flag. Yields a
-    function that raises KeyboardInterrupt if the flag is set; leaving the context does too, also in
+    function that raises KeyboardInterrupt if the flag is set, or the error of `fail`; leaving the context does too, also in
     place of another exception, which the signal may have caused.
 
     A nested context shares the outer one's flag. On other threads than the main one, which never
@@ -105,7 +129,7 @@ def deferred_interrupts(at_once: bool = False) -> Iterator[Callable[[], None]]:
     for number in ours:
         signal.signal(number, handler)
     try:
-        yield handler.raise_if_interrupted
+        yield handler.check
     except Exception as error:
         try:
             handler.raise_if_interrupted()

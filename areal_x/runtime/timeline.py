@@ -16,7 +16,7 @@ from __future__ import annotations
 import json
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
@@ -65,6 +65,21 @@ class Recorder:
         self.began = time.perf_counter()
         self._kept: dict[str, deque[Interval]] = {lane: deque(maxlen=capacity) for lane in LANES}
         self._open: dict[int, Span] = {}
+        # Lanes of other processes, which are fetched when the timeline is written.
+        self.sources: list[Callable[[], Sequence[tuple[str, Interval]]]] = []
+        self._fetched: dict[str, deque[Interval]] = {}
+        self._capacity = capacity
+
+    @property
+    def lanes(self) -> tuple[str, ...]:
+        return (*LANES, *sorted(self._fetched, key=lambda lane: (len(lane), lane)))
+
+    def fetch(self) -> None:
+        """Adds the spans of the sources, each with its lane, that have ended since the last time."""
+        for source in self.sources:
+            for lane, interval in source():
+                kept = self._fetched.setdefault(lane, deque(maxlen=self._capacity))
+                kept.append(interval)
 
     def add(self, name: str, start: float, end: float, **arguments: Any) -> None:
         self._kept[LANE_OF[name]].append(Interval(name, start, end, arguments))
@@ -72,6 +87,8 @@ class Recorder:
     def of(self, lane: str) -> list[Interval]:
         """Returns the spans of a lane that ended, in the order of their ends, and then the open ones
         up to now."""
+        if lane in self._fetched:
+            return list(self._fetched[lane])
         now = time.perf_counter()
         running = [
             Interval(s.name, s.start, now, s.arguments)
@@ -91,6 +108,7 @@ class Recorder:
 
     def write(self, run: Path) -> Path:
         """Writes timeline.json atomically and returns its path."""
+        self.fetch()
         file, unfinished = run / FILE, run / (FILE + ".new")
         unfinished.write_text(
             json.dumps({"traceEvents": trace_events(self), "displayTimeUnit": "ms"}),
@@ -156,7 +174,7 @@ def trace_events(recorder: Recorder) -> list[dict[str, Any]]:
     """Returns trace events, complete ones ("ph": "X") with times in microseconds: one process per
     lane, with as many threads as spans are open at once."""
     events: list[dict[str, Any]] = []
-    for pid, lane in enumerate(LANES, start=1):
+    for pid, lane in enumerate(recorder.lanes, start=1):
         events.append(
             {"ph": "M", "name": "process_name", "pid": pid, "tid": 0, "args": {"name": lane}}
         )
@@ -211,7 +229,7 @@ def read(run: Path) -> dict[str, list[Interval]]:
     found: dict[str, list[Interval]] = {lane: [] for lane in LANES}
     for e in events:
         if e["ph"] == "X":
-            found[e["cat"]].append(
+            found.setdefault(e["cat"], []).append(
                 Interval(e["name"], e["ts"] / 1e6, (e["ts"] + e["dur"]) / 1e6, e["args"])
             )
     return found

@@ -6,14 +6,16 @@ import hashlib
 import re
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from socket import SOCK_DGRAM
 
 import psutil
 import pytest
 
 from areal_x.monitor.metrics import read
 from areal_x.run import checkpoint
+from areal_x.runtime import timeline
 from tests.cluster.cluster import Cluster, cluster
 from tests.launching import ONLINE, WRITTEN, Process, assert_measured_alike, command_of, finished, started
 from tests.thorough import thorough
@@ -65,6 +67,13 @@ def test_two_processes_measure_what_one_does_alone(backend: str, ray: Cluster, t
     finished(command_of(tiny_model_dir, one, ONLINE, backend, "mesh.fsdp = 1"), 1, 1, one)
     finished(command_of(tiny_model_dir, two, ONLINE, backend, *TWO), 1, 1, two, **ray.environment)
     assert_measured_alike(one, two)
+    lanes = timeline.read(two / "runs" / "run")
+    for of_rank in ("rank 0", "rank 1"):
+        assert [call.name for call in lanes[of_rank]].count("update") == 2
+    updates = [span for span in lanes["trainer"] if span.name == "update"]
+    for span, call in zip(updates, [x for x in lanes["rank 1"] if x.name == "update"], strict=True):
+        assert call.start < span.end  # by one clock, as the update is collective
+        assert span.start < call.end
 
 
 @pytest.mark.parametrize(
@@ -134,16 +143,35 @@ def test_a_rank_that_raises_is_tried_again_but_not_at_the_same_step(
         assert "error: rank 1 failed: ArithmeticError: too many numbers\n" in said
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.cluster)])
-def test_a_signal_ends_all_processes_and_says_how_to_go_on(
-    number: signal.Signals, tiny_model_dir: Path, tmp_path: Path
+def listening(processes: Sequence[psutil.Process]) -> dict[str, str]:
+    """The command line of each process that listens, by address."""
+    found = {}
+    for process in processes:
+        for socket in process.net_connections("inet"):
+            if socket.status == psutil.CONN_LISTEN or (socket.type == SOCK_DGRAM and not socket.raddr):
+                found[f"{socket.laddr.ip}:{socket.laddr.port}"] = " ".join(process.cmdline())[:200]
+    return found
+
+
+@pytest.mark.parametrize(
+    "backend, number",
+    [
+        pytest.param(TORCH, signal.SIGTERM, id="torch-terminated"),
+        pytest.param(JAX, signal.SIGINT, marks=pytest.mark.cluster, id="jax-interrupted"),
+    ],
+)
+def test_a_cluster_of_its_own_listens_on_loopback_and_ends_with_a_signal_to_the_run(
+    backend: str, number: signal.Signals, tiny_model_dir: Path, tmp_path: Path
 ) -> None:
-    """On a cluster of the run's own."""
     folder = tmp_path / "run"
     run = folder / "runs" / "run"
-    with started(command_of(tiny_model_dir, folder, WRITTEN, TORCH, *TWO), 1, 1, folder) as (process,):
+    with started(command_of(tiny_model_dir, folder, WRITTEN, backend, *TWO), 1, 1, folder) as (process,):
         wait_for(lambda: checkpoint.steps(run), process, folder)
-        family = psutil.Process(process.pid).children(recursive=True)
+        driver = psutil.Process(process.pid)
+        family = driver.children(recursive=True)
+        sockets = listening([driver, *family])
+        assert len(sockets) > 5
+        assert {at: who for at, who in sockets.items() if not at.startswith(("127.0.0.1:", "::ffff:127.0.0.1:"))} == {}
         process.send_signal(number)
         assert process.wait(timeout=100) == 130
     said = (folder / "err-0").read_text()
@@ -222,6 +250,27 @@ def test_another_token_is_refused(ray: Cluster, tiny_model_dir: Path, tmp_path: 
     command = command_of(tiny_model_dir, folder, WRITTEN, *TWO)
     said = refused(command, folder, **ray.environment | {"RAY_AUTH_TOKEN": "another token, of enough characters"})
     assert said.startswith(f"error: the Ray cluster at {ray.address} cannot be used: ")
+
+
+@thorough
+def test_another_version_of_ray_is_refused(ray: Cluster, tiny_model_dir: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    command = command_of(tiny_model_dir, folder, WRITTEN, *TWO)
+    pretend = (
+        "import ray, runpy; ray.__version__ = '1.2.3'; runpy.run_module('areal_x.train', run_name='__main__', alter_sys=True)"
+    )
+    said = refused([command[0], "-c", pretend, *command[3:]], folder, **ray.environment)
+    assert re.search(r"cannot be used: Version mismatch: .* Ray: 2\..* Ray: 1\.2\.3 .*install the same versions", said)
+
+
+@pytest.mark.cluster
+def test_a_run_goes_on_with_another_number_of_ranks(ray: Cluster, tiny_model_dir: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    command = command_of(tiny_model_dir, folder, WRITTEN, TORCH, *TWO)
+    more = "mesh.processes = 3", "mesh.fsdp = 3", "train.steps = 5"
+    finished([*command, "-b", "train.steps = 3"], 1, 1, folder, **ray.environment)
+    finished([*command, *(x for b in more for x in ("-b", b)), "--resume"], 1, 1, folder, **ray.environment)
+    assert [row["step"] for row in read(folder / "runs" / "run")] == list(range(6))
 
 
 def test_a_cluster_that_needs_no_token_is_refused(tiny_model_dir: Path, tmp_path: Path) -> None:

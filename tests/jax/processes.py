@@ -17,9 +17,10 @@ import numpy as np
 
 from areal_x.algorithms import losses
 from areal_x.batching.batch import Models
+from areal_x.protocols.shares import own_rows
 from areal_x.protocols.trainer_config import MeshConfig, ModelConfig, OptimizerConfig, TrainerConfig
 from areal_x.types import Batch, Policy
-from areal_x_jax import join
+from areal_x_jax import divide, join
 from areal_x_jax.parameters import Params
 from areal_x_jax.trainer import Trainer
 
@@ -49,6 +50,7 @@ def make_models(directory: Path, optimizer: str, mesh: dict[str, int]) -> Models
 def ask(models: Models, folder: Path, name: str) -> dict[str, Any]:
     """Everything that a run asks its trainers; arrays as lists."""
     batches = [batch_of(VOCABULARY, step) for step in range(UPDATES)]
+    assert_shares_are_rows(models.policy, batches[0])
     learned = [models.policy.update(batch, losses.ppo_clip) for batch in batches]
     save(models.policy, folder / name)
     found = {
@@ -67,6 +69,16 @@ def ask(models: Models, folder: Path, name: str) -> dict[str, Any]:
         models.policy.restore(one)
         save(models.policy, folder / f"back-{name}")
     return found | {"version": models.policy.version}
+
+
+def assert_shares_are_rows(trainer: Trainer, batch: Batch) -> None:
+    """Asserts that what this process computes of its rows alone is what all compute of them, also where it has none."""
+    for rows in (len(batch.tokens), 1):
+        some = batch.map(lambda x, rows=rows: x[:rows])
+        division = divide(trainer.config, some, trainer.shares.count, "outputs")
+        own = division.rows(trainer.shares.own)
+        outputs = trainer.outputs_share("logprobs", own_rows(some, own), division.whole)
+        assert (outputs == trainer.logprobs(some)[own]).all()
 
 
 def save(trainer: Any, directory: Path) -> None:

@@ -19,6 +19,7 @@ from areal_x.errors import ConfigError
 from areal_x.hf import adapters, model_dir
 from areal_x.protocols.trainer_config import LoRAConfig, ModelConfig, TrainerConfig
 from areal_x.types import Batch, Policy
+from areal_x_jax.shares import divide
 from areal_x_jax.trainer import Trainer
 from areal_x_jax.update import update_step
 from tests.models import log_softmax, reference_model, torch_logits, trajectories
@@ -159,7 +160,7 @@ def test_only_adapters_have_gradients_and_moments(batch: Batch, model_dir_of: Ma
 
 def work(trainer: Trainer, batch: Batch) -> dict[str, float]:
     """Returns the FLOPs of the compiled step, and its bytes in addition to weights and state."""
-    micro, count = trainer._to_device(batch)
+    micro, count = trainer._to_device(batch, divide(trainer.config, batch, trainer.shares.count, "update").whole)
     step = jax.jit(partial(update_step, trainer.forward, trainer.optimizer, losses.sft), donate_argnums=(0, 1))
     given = trainer.params, trainer.moments, trainer.base, None, micro, count, np.float32(1)
     compiled = step.lower(*given).compile()

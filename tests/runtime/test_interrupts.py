@@ -8,13 +8,16 @@ import subprocess
 import sys
 import threading
 import weakref
+from concurrent.futures import Future
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
+from areal_x.errors import UserError
 from areal_x.runtime import interrupts
 from areal_x.runtime.interrupts import deferred_interrupts, deferred_interrupts_in_each, raise_if_interrupted
+from areal_x.runtime.loop import result
 from tests import forking
 from tests.conftest import environment_with
 from tests.thorough import further
@@ -192,3 +195,23 @@ def test_a_generator_notes_while_it_works_and_not_between():
     left.close()
     assert closed == [True, True]
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_a_failure_of_another_thread_is_raised_once_where_the_main_thread_waits() -> None:
+    failure = UserError("a process is gone")
+    with interrupts.deferred_interrupts():
+        threading.Thread(target=interrupts.fail, args=[failure]).start()
+        with pytest.raises(UserError, match="a process is gone"):
+            result(Future())
+        interrupts.raise_if_interrupted()
+
+
+def test_a_failure_that_is_withdrawn_or_comes_too_late_is_not_raised() -> None:
+    with interrupts.deferred_interrupts():
+        interrupts.fail(UserError("a process is gone"))
+        interrupts.withdraw()
+        interrupts.raise_if_interrupted()
+        interrupts.fail(UserError("a process is gone"))
+    interrupts.fail(UserError("a process is gone"))
+    with interrupts.deferred_interrupts():
+        interrupts.raise_if_interrupted()

@@ -24,9 +24,10 @@ from areal_x.algorithms.weighting import token_mean
 from areal_x.batching.batch import Models
 from areal_x.batching.packing import pack
 from areal_x.hf.model_dir import read_config
+from areal_x.protocols.shares import own_rows
 from areal_x.protocols.trainer_config import LoRAConfig, MeshConfig, ModelConfig, OptimizerConfig, TrainerConfig
 from areal_x.types import Batch, Policy, Trajectory
-from areal_x_torch import join
+from areal_x_torch import divide, join
 from areal_x_torch.trainer import Trainer
 from tests.experts import recorded
 from tests.models import PROMPTS, with_images
@@ -89,6 +90,7 @@ def ask(models: Models, loss: losses.Loss, folder: Path, name: str, form: str, s
     assert critic is not None
     assert reference is not None
     batches = [batch_of(step, sees) for step in range(UPDATES)]
+    assert_shares_are_rows(policy, batches[0])
     found: dict[str, Any] = {"before": policy.logprobs(batches[0]).tolist()}
     found["updates"] = [policy.update(batch, loss) for batch in batches]
     spoilt = batches[0].replace(weights=np.full_like(batches[0].weights, np.nan))
@@ -124,6 +126,16 @@ def ask(models: Models, loss: losses.Loss, folder: Path, name: str, form: str, s
     if saving is not None:
         saving()
     return found
+
+
+def assert_shares_are_rows(trainer: Trainer, batch: Batch) -> None:
+    """Asserts that what this process computes of its rows alone is what all compute of them, also where it has none."""
+    for rows in (len(batch.tokens), 1):
+        some = batch.map(lambda x, rows=rows: x[:rows])
+        division = divide(trainer.config, some, trainer.shares.count, "outputs")
+        own = division.rows(trainer.shares.own)
+        outputs = trainer.outputs_share("logprobs", own_rows(some, own), division.whole)
+        assert (outputs == trainer.logprobs(some)[own]).all()
 
 
 def save(trainer: Any, directory: Path) -> None:

@@ -9,9 +9,18 @@ from typing import TYPE_CHECKING
 from areal_x.protocols.trainer_config import TrainerConfig
 from areal_x_jax.preflight import check, differentiate
 from areal_x_jax.processes import join
+from areal_x_jax.shares import divide
 from areal_x_jax.trainer import Trainer
 
-__all__ = ["DEVICES_EACH", "TRANSPORTS", "check", "create_trainer", "differentiate", "join"]
+__all__ = [
+    "DEVICES_EACH",
+    "TRANSPORTS",
+    "check",
+    "create_trainer",
+    "differentiate",
+    "divide",
+    "join",
+]
 
 TRANSPORTS: tuple[str, ...] = ("files",)
 DEVICES_EACH: int | None = None  # all devices of its host
@@ -19,12 +28,16 @@ DEVICES_EACH: int | None = None  # all devices of its host
 
 if TYPE_CHECKING:  # mypy checks that the contract is fulfilled
     import areal_x_jax
-    from areal_x.protocols import backends, sampler, trainer
+    from areal_x.protocols import backends, sampler, shares, trainer
     from areal_x_jax.sampler import Sampler
 
     _backend: backends.Backend = areal_x_jax
+    _sharing: shares.SharingBackend = areal_x_jax
 
     def _trainer(own: Trainer) -> trainer.Trainer:
+        return own
+
+    def _sharing_trainer(own: Trainer) -> shares.SharingTrainer:
         return own
 
     def _sampler(own: Sampler) -> sampler.Sampler:

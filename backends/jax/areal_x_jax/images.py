@@ -27,11 +27,14 @@ from areal_x_jax.vision import ImageArrays, PatchLayout
 from areal_x_jax.vision_architecture import VisionArchitecture
 
 
-def image_arrays(batch: Batch, arch: VisionArchitecture | None) -> ImageArrays | None:
-    """Returns the arrays that the step reads of a batch's images; None without images. arch: of the
-    model's tower, None for a text-only model.
+def image_arrays(
+    batch: Batch, arch: VisionArchitecture | None, most: int = 0
+) -> ImageArrays | None:
+    """Returns the arrays that the step reads of the images of rows; None without images. arch: of
+    the model's tower, None for a text-only model. most: patches of the row of the whole batch that
+    has most.
 
-    Every row has room for as many patches as the fullest needs, rounded up to merge² · 2^n, so that
+    Every row has room for as many patches as that one needs, rounded up to merge² · 2^n, so that
     few programs are compiled.
 
     Raises: UserError for a text-only model, for another tower's patches, and if the image tokens of
@@ -59,7 +62,7 @@ def image_arrays(batch: Batch, arch: VisionArchitecture | None) -> ImageArrays |
         [(t, h, w) for t, h, w in own[there].tolist()]
         for own, there in zip(given_grids, image_segments > 0, strict=True)
     ]
-    capacity = padded_patches(max(map(count_patches, grids)), arch.merge)
+    capacity = padded_patches(max(most, *map(count_patches, grids)), arch.merge)
     layouts = [patch_layout(own, arch, capacity) for own in grids]
     patches = np.zeros((len(grids), capacity, arch.in_features), np.float32)
     width = min(capacity, given.shape[1])

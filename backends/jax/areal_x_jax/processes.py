@@ -24,6 +24,8 @@ def join(processes: int) -> None:
     try:
         jax.distributed.initialize(
             coordinator_address=where,
+            # Its default is every interface of the machine.
+            coordinator_bind_address=where,
             num_processes=int(os.environ["WORLD_SIZE"]),
             process_id=int(os.environ["RANK"]),
             cluster_detection_method="deactivate",

@@ -25,6 +25,7 @@ from areal_x.hf import adapters as adapter_files
 from areal_x.hf import model_dir
 from areal_x.hf.tokenizer import check_known, check_vocabulary
 from areal_x.hf.trainer import HuggingFaceTrainer, Tensors
+from areal_x.protocols.shares import blank_row, own_rows
 from areal_x.protocols.trainer import Mine, Wait
 from areal_x.protocols.trainer_config import TrainerConfig
 from areal_x.types import IMAGES, Batch, Loss
@@ -35,7 +36,6 @@ from areal_x_jax.images import image_arrays
 from areal_x_jax.parameters import Params
 from areal_x_jax.sampler import Sampler
 from areal_x_jax.sharding import (
-    ROW_AXES,
     RULES,
     addressable,
     check_divisible,
@@ -44,9 +44,12 @@ from areal_x_jax.sharding import (
     put_sharded,
     sampling_shardings,
 )
+from areal_x_jax.shares import WholeBatch, divide, own_blocks, put_shares, shares_of
 from areal_x_jax.update import update_step
 from areal_x_jax.weights import from_tensors, to_tensors
 
+# The heads that have what each method returns.
+HEADS = {"logprobs": ("policy",), "values": ("value", "reward")}
 DETERMINISTIC_FLAG = "--xla_gpu_deterministic_ops=true"
 
 
@@ -66,6 +69,7 @@ class Trainer(HuggingFaceTrainer):
         self.partitioner = make_partitioner(config.mesh)
         assert self.partitioner.mesh is not None
         self.mesh = self.partitioner.mesh
+        self.shares = shares_of(self.partitioner)
         self.replicated = NamedSharding(self.mesh, PartitionSpec())
         self.by_row = NamedSharding(self.mesh, PartitionSpec(None, RULES["rows"], RULES["length"]))
         self.whole_rows = NamedSharding(self.mesh, PartitionSpec(None, RULES["rows"]))
@@ -112,7 +116,8 @@ class Trainer(HuggingFaceTrainer):
             dtype=self.dtype,
         )
         self._steps: dict[Loss, Any] = {}
-        self._outputs = jax.jit(self.forward.outputs, out_shardings=self.by_row)
+        # Whole rows, so that a process with their first tokens has the others too.
+        self._outputs = jax.jit(self.forward.outputs, out_shardings=self.whole_rows)
         self._copy = jax.jit(
             self.forward.copy_for_sampling,
             out_shardings=sampling_shardings(self.partitioner, self.arch),
@@ -125,18 +130,21 @@ class Trainer(HuggingFaceTrainer):
         return sum(step._cache_size() for step in self._steps.values())
 
     def logprobs(self, batch: Batch) -> Float32[np.ndarray, "rows length"]:
-        self.need_head("logprobs", "policy")
-        return self._all_outputs(batch)
+        return self._all_outputs("logprobs", batch)
 
     def values(self, batch: Batch) -> Float32[np.ndarray, "rows length"]:
-        self.need_head("values", "value", "reward")
-        return self._all_outputs(batch)
+        return self._all_outputs("values", batch)
 
     def update(self, batch: Batch, loss: Loss) -> dict[str, float]:
-        self.need_weights(batch)
+        division = divide(self.config, batch, self.shares.count, "update")
+        own = own_rows(batch, division.rows(self.shares.own))
+        return self.update_share(own, division.whole, loss)
+
+    def update_share(self, rows: Batch, whole: WholeBatch, loss: Loss) -> dict[str, float]:
+        self.need_weights(rows)
         if self.teacher_arch is not None:
-            check_known(batch.tokens, self.teacher_arch.vocab, Path(str(self.config.teacher)))
-        rows, count = self._to_device(batch)
+            check_known(rows.tokens, self.teacher_arch.vocab, Path(str(self.config.teacher)))
+        laid_out, count = self._to_device(rows, whole)
         if loss not in self._steps:
             # Pinned shardings: left to the compiler, those of the second step's state could differ
             # and compile it again.
@@ -145,9 +153,9 @@ class Trainer(HuggingFaceTrainer):
                 donate_argnums=(0, 1),
                 out_shardings=(self.shardings, self.moment_shardings, self.replicated),
             )
-        trained = np.float32(max(int(np.count_nonzero(batch.mask)), 1))
+        trained = np.float32(whole.trained)
         self.params, self.moments, results = self._steps[loss](
-            self.params, self.moments, self.base, self.teacher, rows, count, trained
+            self.params, self.moments, self.base, self.teacher, laid_out, count, trained
         )
         rate = float(self.config.optimizer.learning_rate_at(np.float32(self.version)))
         self.version += 1
@@ -251,17 +259,32 @@ class Trainer(HuggingFaceTrainer):
 
     # ---- batches
 
-    def _all_outputs(self, batch: Batch) -> Float32[np.ndarray, "rows length"]:
+    def _all_outputs(self, method: str, batch: Batch) -> Float32[np.ndarray, "rows length"]:
+        division = divide(self.config, batch, self.shares.count, "outputs")
+        own = own_rows(batch, division.rows(self.shares.own))
+        outputs = addressable(self._outputs_of(method, own, division.whole))
         rows, length = batch.shape
-        read = {name: getattr(batch, name) for name in ("experts", "prefix_ids", *IMAGES)}
-        unlabelled = Batch(batch.tokens, batch.segment_ids, batch.positions, batch.mask, **read)
-        micro_batches, count = self._to_device(unlabelled)
-        outputs = self._outputs(self.params, self.base, micro_batches, count)
-        return np.asarray(jax.device_get(addressable(outputs))).reshape(-1, length)[:rows]
+        return np.asarray(jax.device_get(outputs)).reshape(-1, length)[:rows]
 
-    def _to_device(self, batch: Batch) -> tuple[Rows, np.int32]:
-        """Returns the batch and its images as [capacity, rows at once, …] on the devices, and the
-        number of filled micro-batches."""
+    def outputs_share(
+        self, method: str, rows: Batch, whole: WholeBatch
+    ) -> Float32[np.ndarray, "own_rows length"]:
+        count, length = rows.shape
+        outputs = own_blocks(self._outputs_of(method, rows, whole), self.shares)
+        return outputs.reshape(-1, length)[:count]
+
+    def _outputs_of(self, method: str, rows: Batch, whole: WholeBatch) -> jax.Array:
+        """Returns the outputs of all rows, as they lie on the devices. rows: this process's."""
+        self.need_head(method, *HEADS[method])
+        read = {name: getattr(rows, name) for name in ("experts", "prefix_ids", *IMAGES)}
+        unlabelled = Batch(rows.tokens, rows.segment_ids, rows.positions, rows.mask, **read)
+        laid_out, count = self._to_device(unlabelled, whole)
+        outputs: jax.Array = self._outputs(self.params, self.base, laid_out, count)
+        return outputs
+
+    def _to_device(self, batch: Batch, whole: WholeBatch) -> tuple[Rows, np.int32]:
+        """Returns rows and their images as [capacity, rows at once, …] on the devices, and the
+        number of filled micro-batches. batch: this process's rows."""
         rows, length = batch.shape
         parts = self.partitioner.size("context")
         if length % parts:
@@ -269,7 +292,7 @@ class Trainer(HuggingFaceTrainer):
             raise UserError(
                 f"mesh.context = {parts} does not divide rows of {length} tokens: {wanted}"
             )
-        longest = int(np.max(batch.positions)) + 1
+        longest = int(np.max(batch.positions, initial=-1)) + 1
         if 0 < self.arch.context < longest:
             raise UserError(
                 f"a sequence of {longest} tokens is longer than the {self.arch.context} that the"
@@ -277,19 +300,24 @@ class Trainer(HuggingFaceTrainer):
                 " positions (rope_scaling in its config.json)"
             )
         check_known(batch.tokens, self.arch.vocab, self.directory)
-        batch = batch.replace(experts=self.recorded_experts(batch))
-        images = image_arrays(batch.map(np.asarray), self.arch.vision)
+        batch = batch.replace(experts=self.recorded_experts(batch)).map(np.asarray)
+        images = image_arrays(batch if rows else blank_row(batch), self.arch.vision, whole.patches)
         if images is not None:  # patches are large, and nothing reads them in a higher precision
             images = images._replace(patches=images.patches.astype(self.dtype))
-        at_once = self.config.micro_batch_rows * self.partitioner.size(*ROW_AXES)
-        count = -(-rows // at_once)
+            images = jax.tree.map(lambda x: x[:rows], images)
+        block = self.config.micro_batch_rows
+        at_once, own = block * self.shares.count, block * len(self.shares.own)
+        count = -(-whole.rows // at_once)
         capacity = 1 << (count - 1).bit_length()
 
         def lay_out(sharding: NamedSharding, x: np.ndarray) -> jax.Array:
             dtype = np.float32 if x.dtype == np.float64 else x.dtype
-            padded = np.zeros((capacity * at_once, *x.shape[1:]), dtype)
+            padded = np.zeros((capacity * own, *x.shape[1:]), dtype)
             padded[:rows] = x
-            return put_sharded(padded.reshape(capacity, at_once, *x.shape[1:]), sharding)
+            laid_out = padded.reshape(capacity, own, *x.shape[1:])
+            if self.shares.is_all:
+                return put_sharded(laid_out, sharding)
+            return put_shares(laid_out, sharding, self.shares, at_once)
 
         tokens = batch.replace(**dict.fromkeys(IMAGES)).map(partial(lay_out, self.by_row))
         return (tokens, jax.tree.map(partial(lay_out, self.whole_rows), images)), np.int32(count)

@@ -12,8 +12,9 @@ if TYPE_CHECKING:
     import numpy as np
 
     import areal_x_torch
-    from areal_x.protocols import backends, sampler, trainer
+    from areal_x.protocols import backends, sampler, shares, trainer
     from areal_x.protocols.backends import Devices
+    from areal_x.protocols.shares import Division, Purpose
     from areal_x.protocols.trainer_config import TrainerConfig
     from areal_x.types import Batch, Loss, Policy
     from areal_x_torch.sampler import Sampler
@@ -21,8 +22,12 @@ if TYPE_CHECKING:
 
     # mypy checks that the contract is fulfilled.
     _backend: backends.Backend = areal_x_torch
+    _sharing: shares.SharingBackend = areal_x_torch
 
     def _trainer(own: Trainer) -> trainer.Trainer:
+        return own
+
+    def _sharing_trainer(own: Trainer) -> shares.SharingTrainer:
         return own
 
     def _sampler(own: Sampler) -> sampler.Sampler:
@@ -56,3 +61,9 @@ def join(processes: int) -> None:
     from areal_x_torch import processes as of_torch
 
     return of_torch.join(processes)
+
+
+def divide(config: TrainerConfig, batch: Batch, count: int, purpose: Purpose) -> Division:
+    from areal_x_torch import shares as of_torch
+
+    return of_torch.divide(config, batch, count, purpose)

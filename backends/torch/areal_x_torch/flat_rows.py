@@ -10,12 +10,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
 from jaxtyping import Bool, Int64
 
-from areal_x.types import Batch
+if TYPE_CHECKING:
+    import torch
 
 
 @dataclass(frozen=True)
@@ -83,24 +84,10 @@ def padded_to_multiple(flat: FlatRow, parts: int) -> FlatRow:
     return FlatRow(places, np.append(flat.lengths, padding), np.append(flat.prefixes, -1), padding)
 
 
-def micro_batches(batch: Batch, most: int, shares: int = 1) -> list[list[Batch]]:
-    """Divides the packed rows that hold a sequence evenly among the fewest micro-batches of at most
-    `most` rows for each of `shares` processes, and returns for each micro-batch the rows of every
-    process. A process without rows gets one of padding, because all make the same passes."""
-    rows = np.flatnonzero(batch.segment_ids.any(axis=1))
-    groups = np.array_split(rows, -(-len(rows) // (most * shares))) if len(rows) else []
-    padding = batch.map(lambda x: np.zeros_like(x[:1]))
-    return [
-        [
-            batch.map(lambda x, own=own: x[own]) if len(own) else padding
-            for own in np.array_split(group, shares)
-        ]
-        for group in groups
-    ]
-
-
 def to_tensor(x: np.ndarray, device: torch.device) -> torch.Tensor:
     """Converts to the widths that torch computes and indexes with."""
+    import torch  # the driver, which divides batches, does without it
+
     wide = {"f": np.float32, "i": np.int64, "u": np.int64}.get(x.dtype.kind, x.dtype)
     return torch.from_numpy(x.astype(wide, copy=False)).to(device)
 

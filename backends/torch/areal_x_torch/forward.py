@@ -53,20 +53,19 @@ class Forward:
     context: ProcessGroup | None
     """Processes that share each row's tokens; None for this one alone."""
 
-    share: int
-    """Index of this process's share of a batch's rows."""
-
     distributed: bool
     """True if other processes gather parameters with this one."""
 
-    def passes(self, shares: Sequence[Batch]) -> list[FlatRow]:
-        """Returns this process's passes over its share of the rows, given all shares: as many as
-        the process with most makes."""
-        budget = self.config.micro_batch_rows * shares[0].shape[1]
-        passes = [flatten_rows(share.segment_ids, budget, share.prefix_ids) for share in shares]
+    def passes(self, rows: Batch, most: int = 0) -> list[FlatRow]:
+        """Returns this process's passes over its rows; at least `most`, as many as the process with
+        most makes."""
+        budget = self.config.micro_batch_rows * rows.shape[1]
         parts = self.config.mesh.context
-        own = [padded_to_multiple(flat, parts) for flat in passes[self.share]]
-        return own + [padding_row(parts)] * (max(map(len, passes)) - len(own))
+        own = [
+            padded_to_multiple(flat, parts)
+            for flat in flatten_rows(rows.segment_ids, budget, rows.prefix_ids)
+        ]
+        return own + [padding_row(parts)] * (most - len(own))
 
     def policy(
         self,

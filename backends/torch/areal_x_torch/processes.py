@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import socket
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -11,6 +13,7 @@ from areal_x.errors import UserError
 from areal_x_torch.interfaces import interface_towards
 
 INTERFACE = "GLOO_SOCKET_IFNAME"
+SECONDS_TO_MEET = timedelta(minutes=30)  # torch's own default
 
 
 def join(processes: int) -> None:
@@ -20,17 +23,46 @@ def join(processes: int) -> None:
     Raises: UserError if the processes do not arrive.
     """
     backends = choose_device()
-    # gloo listens where this host's own name leads, which may be a loopback address.
-    if INTERFACE not in os.environ and (name := interface_towards(os.environ["MASTER_ADDR"])):
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    # gloo listens where this host's own name leads, which may be an address that the others cannot
+    # reach, or one that more than they can.
+    if INTERFACE not in os.environ and (name := interface_towards(address)):
         os.environ[INTERFACE] = name
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     try:
-        dist.init_process_group(backends)
-    except (RuntimeError, ValueError) as error:
+        store = meet(address, port, rank, size)
+        dist.init_process_group(backends, store=store, rank=rank, world_size=size)
+    except (RuntimeError, ValueError, OSError) as error:
         reason = (str(error).splitlines() or [type(error).__name__])[0]
-        where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+        where = f"{address}:{port}"
         raise UserError(
             f"the processes of mesh.processes = {processes} did not meet at {where} ({reason})"
         ) from error
+
+
+def meet(address: str, port: int, rank: int, size: int) -> dist.Store:
+    """Returns the store through which the processes find each other. The first one serves it, on
+    this address alone: torch's default is every interface of the machine.
+
+    Raises: RuntimeError or OSError if they do not arrive.
+    """
+    return dist.TCPStore(
+        address,
+        port,
+        size,
+        is_master=rank == 0,
+        timeout=SECONDS_TO_MEET,
+        master_listen_fd=listener(address, port) if rank == 0 else None,
+    )
+
+
+def listener(address: str, port: int) -> int:
+    """Returns the descriptor of a socket that listens there."""
+    with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET) as bound:
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        bound.bind((address, port))
+        bound.listen()
+        return bound.detach()
 
 
 def choose_device() -> str:

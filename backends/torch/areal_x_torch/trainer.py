@@ -1,7 +1,7 @@
 """The torch trainer: a transformers model, an optimizer, and as many micro-batches as a batch
 needs.
 
-Each of several processes gets the whole batch and computes its own rows (areal_x_torch.sharding
+Each of several processes computes its own rows of a batch (areal_x_torch.shares; areal_x_torch.sharding
 defines the sharding of everything else); all make the same passes through the model in the same
 order, because they gather parameters together.
 """
@@ -9,7 +9,7 @@ order, because they gather parameters together.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ from areal_x.errors import ConfigError
 from areal_x.hf import model_dir
 from areal_x.hf.tokenizer import check_known, check_vocabulary
 from areal_x.hf.trainer import HuggingFaceTrainer, Tensors
+from areal_x.protocols.shares import Shares, blank_row, own_rows
 from areal_x.protocols.trainer import Mine, Wait, is_max_reduced
 from areal_x.protocols.trainer_config import TrainerConfig
 from areal_x.runtime.interrupts import raise_if_interrupted
@@ -43,10 +44,7 @@ from areal_x_torch import (
 from areal_x_torch.collectives import SumOverGroup
 from areal_x_torch.device import compute_dtype, find_device, make_deterministic, memory_of
 from areal_x_torch.dtensors import ShardedView, gather, gather_each, local
-from areal_x_torch.flat_rows import (
-    micro_batches,
-    to_tensor,
-)
+from areal_x_torch.flat_rows import to_tensor
 from areal_x_torch.forward import Forward
 from areal_x_torch.images import check_images, check_sharing
 from areal_x_torch.sharding import (
@@ -61,6 +59,10 @@ from areal_x_torch.sharding import (
     sum_over_tokens,
     total_norm,
 )
+from areal_x_torch.shares import MicroBatches, divide
+
+# The output of each method of a trainer, and the heads that have it.
+OUTPUTS = {"logprobs": ("logp", ("policy",)), "values": ("values", ("value", "reward"))}
 
 
 class Trainer(HuggingFaceTrainer):
@@ -80,7 +82,8 @@ class Trainer(HuggingFaceTrainer):
         # On a CPU everything is on the host anyway.
         self.offload = config.offload and self.device.type != "cpu"
         self.mesh = make_mesh(config.mesh, self.device, self.offload)
-        self.share, self.shares = row_rank(self.mesh)
+        self.share, shares = row_rank(self.mesh)
+        self.shares = Shares((self.share,), shares)
         learns = not (config.frozen or config.lora.rank)
         check_model(self.directory, config.mesh, memory_of(self.device), learns, self.offload)
         self.dtype = compute_dtype(config.precision, self.device)
@@ -122,7 +125,6 @@ class Trainer(HuggingFaceTrainer):
             dtype=self.dtype,
             attend=context_parallel.ulysses(attend, self.context),
             context=self.context,
-            share=self.share,
             distributed=self.mesh is not None,
         )
         self.summed = replicated_in_tensor_group(self.model, self.mesh)
@@ -141,20 +143,24 @@ class Trainer(HuggingFaceTrainer):
         torch.set_num_threads(count)
 
     def update(self, batch: Batch, loss: Loss) -> dict[str, float]:
-        self.need_weights(batch)
-        self._check(batch, self.model, self.directory)
+        division = divide(self.config, batch, self.shares.count, "update")
+        rows = own_rows(batch, division.rows(self.shares.own))
+        return self.update_share(rows, division.whole, loss)
+
+    def update_share(self, rows: Batch, whole: MicroBatches, loss: Loss) -> dict[str, float]:
+        self.need_weights(rows)
+        self._check(rows, self.model, self.directory)
         if self.teacher is not None:
-            self._check(batch, self.teacher, Path(str(self.config.teacher)))
-        batch = batch.replace(experts=self.recorded_experts(batch)).map(np.asarray)
+            self._check(rows, self.teacher, Path(str(self.config.teacher)))
+        rows = rows.replace(experts=self.recorded_experts(rows)).map(np.asarray)
         self.optimizer.zero_grad()  # left behind by a loss that raised
-        tokens = max(int(np.sum(batch.mask)), 1)
         zero = partial(torch.zeros, (), device=self.device)
         sums: dict[str, Tensor] = defaultdict(zero, loss=zero())
         largest: dict[str, Tensor] = defaultdict(zero)
-        for shares in micro_batches(batch, self.config.micro_batch_rows, self.shares):
+        for index, packed in enumerate(whole.cut(rows, self.share)):
             if self.mesh is None:  # others would wait in a collective
                 raise_if_interrupted()
-            self._backward(loss, shares, tokens, sums, largest)
+            self._backward(loss, packed, whole, index, sums, largest)
         largest = max_over_rows(largest, self.mesh)
         totals = sum_over_rows(torch.stack(list(sums.values())), self.mesh)
         metrics = dict(zip(sums, totals, strict=True)) | largest
@@ -181,14 +187,15 @@ class Trainer(HuggingFaceTrainer):
     def _backward(
         self,
         loss: Loss,
-        shares: Sequence[Batch],
-        tokens: int,
+        packed: Batch,
+        whole: MicroBatches,
+        index: int,
         sums: dict[str, Tensor],
         largest: dict[str, Tensor],
     ) -> None:
-        """Adds the gradient of one micro-batch, given every process's share of it, and its metrics
-        to `sums` and `largest`. tokens: masked tokens of the whole batch."""
-        packed, passes = shares[self.share], self.forward.passes(shares)
+        """Adds the gradient of this process's rows of one micro-batch, and their metrics to `sums`
+        and `largest`. index: of the micro-batch."""
+        passes, tokens = self.forward.passes(packed, whole.passes[index]), whole.step_trained
         rows = packed.map(lambda x: to_tensor(x, self.device))
         tally = None if self.routers is None else experts.Tally.of(self.routers, self.device)
         # Only trained tokens go through the head: a loss masks all others before it computes.
@@ -199,8 +206,7 @@ class Trainer(HuggingFaceTrainer):
         total = (rows.weights * terms).sum()
         sums["loss"] += total.detach()
         if tally is not None:
-            seen = sum(int(np.count_nonzero(x.segment_ids)) for x in shares)
-            trained = sum(int(np.count_nonzero(x.mask)) for x in shares)
+            seen, trained = whole.tokens[index], whole.trained[index]
             over_tokens = partial(sum_over_tokens, mesh=self.mesh)
             imbalance = tally.imbalance(seen, over_tokens) * (trained / tokens)
             total = total + self.config.balance * imbalance
@@ -221,11 +227,9 @@ class Trainer(HuggingFaceTrainer):
                 largest[name] = largest[name]  # every process has the same names
 
     def logprobs(self, batch: Batch) -> Float32[np.ndarray, "rows length"]:
-        self.need_head("logprobs", "policy")
-        return self._all_tokens(batch, "logp")
+        return self._all_tokens(batch, "logprobs")
 
     def values(self, batch: Batch) -> Float32[np.ndarray, "rows length"]:
-        self.need_head("values", "value", "reward")
         return self._all_tokens(batch, "values")
 
     def device_weights(self) -> Iterator[tuple[str, Tensor]]:
@@ -337,28 +341,48 @@ class Trainer(HuggingFaceTrainer):
         loading.fill(teacher, directory)
         return teacher
 
+    def _all_tokens(self, batch: Batch, method: str) -> Float32[np.ndarray, "rows length"]:
+        """Returns the head's output for all tokens."""
+        division = divide(self.config, batch, self.shares.count, "outputs")
+        rows = division.rows(self.shares.own)
+        outputs = self._own_tokens(own_rows(batch, rows), division.whole, method)
+        if self.mesh is None:
+            return outputs.cpu().numpy()
+        everywhere = outputs.new_zeros(batch.shape)
+        everywhere[to_tensor(rows, self.device)] = outputs
+        return sum_over_rows(everywhere, self.mesh).cpu().numpy()
+
+    def outputs_share(
+        self, method: str, rows: Batch, whole: int
+    ) -> Float32[np.ndarray, "own_rows length"]:
+        return self._own_tokens(rows, whole, method).cpu().numpy()
+
     # Not inference mode: parameters that fully_shard gathers in it could not be trained afterwards.
     @torch.no_grad()
-    def _all_tokens(self, batch: Batch, name: str) -> Float32[np.ndarray, "rows length"]:
-        """Returns the head's output for all tokens."""
-        self._check(batch, self.model, self.directory)
-        read = {name: getattr(batch, name) for name in ("prefix_ids", *IMAGES)} | {
-            "experts": self.recorded_experts(batch)
+    def _own_tokens(
+        self, rows: Batch, passes: int, method: str
+    ) -> Float32[Tensor, "own_rows length"]:
+        """Returns the head's output for all tokens of this process's rows. passes: of the process
+        that makes most."""
+        output, heads = OUTPUTS[method]
+        self.need_head(method, *heads)
+        self._check(rows, self.model, self.directory)
+        read = {name: getattr(rows, name) for name in ("prefix_ids", *IMAGES)} | {
+            "experts": self.recorded_experts(rows)
         }
-        packed = Batch(batch.tokens, batch.segment_ids, batch.positions, batch.mask, **read).map(
+        packed = Batch(rows.tokens, rows.segment_ids, rows.positions, rows.mask, **read).map(
             np.asarray
         )
-        share_of_row = np.arange(len(packed.tokens)) * self.shares // len(packed.tokens)
-        owned = [
-            np.where((share_of_row == share)[:, None], packed.segment_ids, 0)
-            for share in range(self.shares)
-        ]
-        passes = self.forward.passes([packed.replace(segment_ids=own) for own in owned])
-        policy = self.forward.policy(packed, owned[self.share] != 0, passes)
-        outputs = getattr(policy, name)
+        count = len(packed.tokens)
+        if not count:
+            packed = blank_row(packed)
+        policy = self.forward.policy(
+            packed, packed.segment_ids != 0, self.forward.passes(packed, passes)
+        )
+        outputs: Tensor | None = getattr(policy, output)
         if outputs is None:
-            return np.zeros(batch.shape, np.float32)
-        return sum_over_rows(outputs, self.mesh).cpu().numpy()
+            return torch.zeros(rows.shape, device=self.device)
+        return outputs[:count]
 
     def _clip(self) -> float:
         """Scales the gradient down to `optimizer.clip_norm` and returns its global norm before."""

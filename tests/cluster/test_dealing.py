@@ -1,0 +1,90 @@
+"""Which rows of a batch each process reads, and that none is lost or read twice."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from areal_x.cluster.dealing import Dealer, speakers
+from areal_x.cluster.on_ray import bytes_of
+from areal_x.protocols.shares import Purpose, Shares, own_rows
+from areal_x.protocols.trainer_config import ModelConfig, TrainerConfig
+from areal_x.types import Batch
+
+BACKENDS = ("areal_x_jax", "areal_x_torch")
+
+
+def batch_of(lengths: list[int], length: int = 8) -> Batch:
+    """A row for each number of tokens; each token is unique."""
+    filled = np.arange(length) < np.array(lengths)[:, None]
+    tokens = np.arange(filled.size).reshape(filled.shape)
+    return Batch(tokens, filled.astype(np.int32), tokens % length, filled, weights=filled.astype(np.float32))
+
+
+def config_of(rows: int) -> TrainerConfig:
+    return TrainerConfig(model=ModelConfig(path="unread"), micro_batch_rows=rows)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("purpose", ["update", "outputs"])
+@given(lengths=st.lists(st.integers(0, 8), min_size=1, max_size=20), count=st.integers(2, 5), rows=st.integers(1, 3))
+def test_every_row_with_a_sequence_is_read_by_one_share(
+    backend: str, purpose: Purpose, lengths: list[int], count: int, rows: int
+) -> None:
+    module = pytest.importorskip(backend)
+    batch = batch_of(lengths)
+    dealer = Dealer(module, config_of(rows), [Shares((share,), count) for share in range(count)], ["node"] * count)
+    dealt, division = dealer.deal(batch, purpose)
+    parts = dealt.values["node"]
+    read = np.concatenate([part.rows.tokens[part.rows.mask] for part in parts.values()])
+    assert sorted(read) == sorted(batch.tokens[batch.mask])
+    if purpose == "outputs":
+        returned = [parts[(share,)].rows.tokens.astype(np.float32) for share in range(count)]
+        np.testing.assert_array_equal(dealer.outputs(batch, division, returned), batch.tokens)
+
+
+def test_a_node_is_given_the_rows_of_its_processes_alone_and_once() -> None:
+    module = pytest.importorskip("areal_x_torch")
+    batch = batch_of([8] * 64)
+    # Two nodes; the processes of a pair, a tensor group, read the same rows.
+    shares = [Shares((rank // 2,), 4) for rank in range(8)]
+    nodes = ["first"] * 4 + ["second"] * 4
+    dealt, _ = Dealer(module, config_of(2), shares, nodes).deal(batch, "update")
+    assert [sorted(parts) for parts in dealt.values.values()] == [[(0,), (1,)], [(2,), (3,)]]
+    assert sum(map(bytes_of, dealt.values.values())) < 1.1 * bytes_of(batch)
+
+
+@pytest.mark.parametrize("shares", [[None, Shares((0,), 2)], [Shares((0, 1), 2)] * 2])
+def test_processes_that_need_all_rows_get_the_batch_itself(shares: list[Shares | None]) -> None:
+    module = pytest.importorskip("areal_x_torch")
+    batch = batch_of([3, 4])
+    dealer = Dealer(module, config_of(1), shares, ["first", "second"])
+    dealt, division = dealer.deal(batch, "update")
+    assert division is None
+    assert all(x is batch for x in dealt.values.values())
+    assert dealer.speakers == [0]
+
+
+def test_each_share_is_returned_by_the_first_process_that_has_it() -> None:
+    own = [(0, 1), (0, 1), (2,), (3,), (2, 3)]
+    assert speakers([Shares(of_rank, 4) for of_rank in own]) == [0, 2, 3]
+
+
+@given(lengths=st.lists(st.integers(0, 8), min_size=1, max_size=20), count=st.integers(2, 5), rows=st.integers(1, 3))
+def test_all_processes_of_torch_make_the_same_passes(lengths: list[int], count: int, rows: int) -> None:
+    """Counted anew from the rows that each has."""
+    shares = pytest.importorskip("areal_x_torch.shares")
+    flat_rows = pytest.importorskip("areal_x_torch.flat_rows")
+    batch = batch_of(lengths)
+    division = shares.divide(config_of(rows), batch, count, "update")
+    whole = division.whole
+    made = []
+    for share in range(count):
+        cut = list(whole.cut(own_rows(batch, division.rows([share])), share))
+        assert all(1 <= len(micro.tokens) <= rows for micro in cut)
+        made.append([len(flat_rows.flatten_rows(micro.segment_ids, rows * 8)) for micro in cut])
+    assert whole.passes == tuple(np.max(made, axis=0).tolist())
+    assert whole.step_trained == max(sum(lengths), 1)
+    assert sum(whole.tokens) == sum(whole.trained) == sum(lengths)
