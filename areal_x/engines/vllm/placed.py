@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from areal_x.engines.vllm import server as servers
+from areal_x.engines.vllm import server_log
 from areal_x.engines.vllm.failures import ServerLost
 from areal_x.engines.vllm.staging import LOCK
 from areal_x.errors import UserError
@@ -154,10 +155,10 @@ class PlacedServer:
 
     def failure_reason(self) -> str:
         ended = self._end()
-        return ended.reason if ended is not None else servers.failure_in(self._read_log(None))
+        return ended.reason if ended is not None else server_log.failure_in(self._read_log(None))
 
     def last_line(self) -> str:
-        return servers.last_line_in(self._read_log(servers.LAST_BYTES))
+        return server_log.last_line_in(self._read_log(server_log.LAST_BYTES))
 
     def release(self) -> None:
         self._keeper.call("release")
@@ -183,7 +184,7 @@ class PlacedServer:
 
     def _read_log(self, most: int | None) -> str:
         try:
-            return servers.read_log(self.log, self._log_start, most)
+            return server_log.read_log(self.log, self._log_start, most)
         except OSError:  # the node does not share the folder of the logs
             return f"its log is on the node {self._keeper.node}"
 

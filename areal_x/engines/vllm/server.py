@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import re
 import secrets
 import socket
 import subprocess
@@ -26,6 +25,7 @@ from areal_x.engines.vllm.features import NORMALISED
 from areal_x.engines.vllm.installed import is_cpu_build
 from areal_x.engines.vllm.plugin import BACKEND
 from areal_x.engines.vllm.responses import RECORD_EXPERTS
+from areal_x.engines.vllm.server_log import LAST_BYTES, failure_in, last_line_in, read_log
 from areal_x.errors import ConfigError, UserError
 from areal_x.hf.model_dir import read_config
 from areal_x.runtime import guard
@@ -36,7 +36,6 @@ LISTEN = ("NCCL_SOCKET_IFNAME", "lo")
 UNPICKLE = "VLLM_ALLOW_INSECURE_SERIALIZATION"
 POLL_SECONDS = 0.1
 REPORT_SECONDS = 5.0
-LAST_BYTES = 4096  # of a log, in which its last line is
 STOP_SECONDS = watchdog.GRACE_SECONDS + 5.0
 # environment variables that list a process's visible GPUs or NPUs
 VISIBLE = ("CUDA_VISIBLE_DEVICES", "ASCEND_RT_VISIBLE_DEVICES")
@@ -341,37 +340,3 @@ async def is_ready(client: VLLMClient) -> bool:
         return await client.is_healthy()
     except OutOfFiles:  # temporary: descriptors become free as other requests end
         return False
-
-
-# vLLM's prefix of a line, such as "(EngineCore pid=7) ERROR 11-20 13:50:51 [core.py:1] "
-PREFIX = re.compile(r"^(?:\(\w+ pid=\d+\) )?(?:[A-Z]+ \S+ \S+ \[[^\]]*\] )?")
-ERROR = re.compile(r"[\w.]*(?:Error|Exception)\b: |[\w.]+: error: ")
-EFFECTS = (
-    "Engine core initialization failed",
-    "WorkerProc initialization failed",
-    "EngineCore encountered an issue",
-)
-
-
-def read_log(log: Path, start: int, most: int | None = None) -> str:
-    """Returns what a log has from this offset on. most: of its last bytes; None for all."""
-    with log.open("rb") as opened:
-        end = opened.seek(0, os.SEEK_END)
-        opened.seek(start if most is None else max(start, end - most))
-        return opened.read().decode(errors="replace")
-
-
-def last_line_in(log: str) -> str:
-    lines = [line for line in log.splitlines() if line.strip()]
-    return f"its log ends: {lines[-1][:300]}" if lines else "its log is empty"
-
-
-def failure_in(log: str) -> str:
-    """Returns the last error in a server's log that is more than a reference to an earlier one;
-    without any, its last lines."""
-    lines = [PREFIX.sub("", line).rstrip() for line in log.splitlines()]
-    # a traceback's frames are indented
-    lines = [line for line in lines if line and not line[0].isspace()]
-    errors = [line for line in lines if ERROR.match(line)]
-    causes = [line for line in errors if not any(effect in line for effect in EFFECTS)]
-    return (causes or errors or [" | ".join(lines[-3:]) or "it wrote nothing"])[-1]

@@ -19,7 +19,8 @@ from areal_x.engines.vllm import server as servers
 from areal_x.engines.vllm.addresses import LOOPBACK, url_of
 from areal_x.engines.vllm.config import VLLMConfig
 from areal_x.engines.vllm.installed import default_threads
-from areal_x.engines.vllm.server import Launch, command, environment, failure_in, reserve, start
+from areal_x.engines.vllm.server import Launch, command, environment, reserve, start
+from areal_x.engines.vllm.server_log import failure_in
 from areal_x.errors import ConfigError
 
 LAUNCH = Launch(Path("model"), Path("log"), Path("staging"), context=128, concurrency=8, seed=3, threads=2)
