@@ -187,6 +187,24 @@ async def _(stall: Stall) -> None:
     await supervisor.close()
 
 
+@stall("its requests to be handed over")
+async def _(stall: Stall) -> None:
+    async def nothing(*_: Any) -> Any: ...
+
+    supervisor = Supervisor(VLLMConfig(), print, nothing, nothing, nothing, lambda: None)
+    client = SimpleNamespace(hand_over=nothing)
+    supervisor.add(SimpleNamespace(name=SERVER, ours=False, client=client, close=nothing))  # type: ignore[arg-type]
+    fleet = supervisor.fleet
+    fleet.due(1e18)
+    fleet.reached(SERVER)
+    assert fleet.accepted(SERVER, 0, 0.0)
+    fleet.enter(1)
+    assert fleet.route(1, {}, 0, 0.0) == SERVER
+    stall.release = lambda: fleet.withdraw(1)  # type: ignore[method-assign]
+    await stall.through(supervisor.remove(SERVER), SERVER, "its requests to be handed over")
+    assert fleet.members == {}
+
+
 # ---- servers on the nodes of a cluster
 
 
