@@ -21,6 +21,9 @@ class VLLMConfig:
     servers: int = 1
     """Number of servers to start: on this machine, or with train.cluster = 'ray' on the nodes of the
     cluster."""
+    hosts: int = 1
+    """Number of nodes that one server computes on, with train.cluster = 'ray': each has an equal
+    part of its accelerators."""
     urls: tuple[str, ...] = ()
     """Addresses of running servers; if given, none is started."""
     key_variable: str = "VLLM_API_KEY"
@@ -84,6 +87,10 @@ class VLLMConfig:
 
     def __post_init__(self) -> None:
         positive("vllm.servers", self.servers)
+        positive("vllm.hosts", self.hosts)
+        if self.urls and self.hosts != 1:
+            wanted = "left out with vllm.urls, whose servers the run does not start"
+            raise ConfigError("vllm.hosts", self.hosts, wanted)
         positive("vllm.waves", self.waves)
         at_least("vllm.context", self.context, 0)
         positive("vllm.concurrency", self.concurrency)

@@ -38,7 +38,7 @@ from areal_x.engines.vllm.gate import unprotected_warning
 from areal_x.engines.vllm.gpu_transfer import TrainerWeights
 from areal_x.engines.vllm.probe import probe_prompt
 from areal_x.engines.vllm.publisher import Publisher
-from areal_x.engines.vllm.replica import Replica, external_replica, launches_of
+from areal_x.engines.vllm.replica import Replica, external_replica, launch_of
 from areal_x.engines.vllm.staging import StagedFiles
 from areal_x.engines.vllm.supervisor import Supervisor
 from areal_x.engines.vllm.transports import EXPERIMENTAL, TRANSPORTS, check_machine
@@ -69,7 +69,7 @@ class VLLMEngine(Engine):
         experts: completions contain the experts of a mixture that each token was routed to.
         scorer: computes the reference log-probabilities of the probe prompt when weights are
             staged; None skips the comparison with the trainer.
-        start: starts each of the run's servers.
+        starter: starts the run's servers, by default on this machine.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class VLLMEngine(Engine):
         lora: LoRAConfig | None = None,
         experts: bool = False,
         scorer: Scorer | None = None,
-        start: servers.Start = servers.start_here,
+        starter: servers.Starter | None = None,
     ) -> None:
         self.config = config
         self.model = model
@@ -113,7 +113,7 @@ class VLLMEngine(Engine):
             report=report,
             published=self._set_version,
         )
-        self._start_server = start
+        self._starter = starter or servers.ThisMachine()
         self._seeds = itertools.count()
         check_machine(config)
         if self.lora is not None:
@@ -128,8 +128,13 @@ class VLLMEngine(Engine):
                 self.report(few)
             if self.config.transport != "files":
                 self.report(EXPERIMENTAL.format(transport=self.config.transport))
-            for replica in self._replicas(self.publisher.open()):
-                self.supervisor.add(replica)
+            self.publisher.open()
+            if self.config.urls:
+                for url in self.config.urls:
+                    self.supervisor.add(self._external(url))
+            else:
+                for number in range(self.config.servers):
+                    self.supervisor.add(self._own(number))
             try:
                 await together(
                     self.supervisor.bring_up(name) for name in self.fleet.due(time.monotonic())
@@ -144,28 +149,21 @@ class VLLMEngine(Engine):
             await self.close()
             raise
 
-    def _replicas(self, staging_root: Path) -> list[Replica]:
-        if self.config.urls:
-            return [self._external(url) for url in self.config.urls]
-        launches = launches_of(
+    def _own(self, number: int) -> Replica:
+        """Returns a server that the run starts, by its number."""
+        assert self.publisher.staging is not None
+        launch = launch_of(
             self.config,
+            number,
             model=self.model,
             logs=self.logs,
-            staging_root=staging_root,
+            staging_root=self.publisher.staging.root,
             context=self.context,
             lora_rank=self.lora.rank if self.lora else 0,
             experts=self.experts,
         )
-        return [
-            Replica(
-                f"vLLM server {number + 1} of {len(launches)}",
-                launch,
-                self._seeds,
-                self._start_server,
-                number,
-            )
-            for number, launch in enumerate(launches)
-        ]
+        name = f"vLLM server {number + 1} of {self.config.servers}"
+        return Replica(name, launch, self._seeds, self._starter, number)
 
     def _external(self, url: str) -> Replica:
         key = os.environ.get(self.config.key_variable)

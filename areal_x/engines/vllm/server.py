@@ -12,12 +12,12 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
-from areal_x.engines.vllm import adapters, gate, watchdog
+from areal_x.engines.vllm import adapters, gate, headless, watchdog
 from areal_x.engines.vllm.addresses import LOCAL_HOSTS, LOOPBACK, url_of
 from areal_x.engines.vllm.client import MODEL, VLLMClient
 from areal_x.engines.vllm.connections import OutOfFiles
@@ -40,6 +40,20 @@ STOP_SECONDS = watchdog.GRACE_SECONDS + 5.0
 # environment variables that list a process's visible GPUs or NPUs
 VISIBLE = ("CUDA_VISIBLE_DEVICES", "ASCEND_RT_VISIBLE_DEVICES")
 Report = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Part:
+    """The processes of one server on one of its hosts. The first part serves, and all compute."""
+
+    hosts: int
+    """Number of the server's hosts."""
+    rank: int
+    """This host's number, from 0."""
+    address: str
+    """This host's address, for vLLM's own connections."""
+    meeting_place: tuple[str, int]
+    """The first host's address, and a port that is free there."""
 
 
 @dataclass(frozen=True)
@@ -72,6 +86,8 @@ class Launch:
     metrics: bool = False
     """True counts what `VLLMClient.metrics` returns."""
     arguments: Sequence[str] = ()
+    part: Part | None = None
+    """The part of the server that this is; None if it is on one host."""
 
 
 class StartedServer(Protocol):
@@ -116,8 +132,16 @@ class StartedServer(Protocol):
         ...
 
 
-Start = Callable[[int, Launch], Awaitable[StartedServer]]
-"""Starts the server with this number and returns before it is ready. Raises: UserError."""
+class Starter(Protocol):
+    """Starts the servers of a run. Each has a number of its own."""
+
+    async def start(self, number: int, launch: Launch) -> StartedServer:
+        """Starts a server, and returns before it is ready. Raises: UserError, EngineError."""
+        ...
+
+    def vacate(self, number: int) -> None:
+        """Gives the room of a server back, which has ended or was never started. May wait."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -164,9 +188,13 @@ class Server:
             self.process.wait()
 
 
-async def start_here(number: int, launch: Launch) -> StartedServer:
-    """Starts a server on this machine (Start)."""
-    return start(launch)
+class ThisMachine:
+    """Starts servers on this machine (Starter)."""
+
+    async def start(self, number: int, launch: Launch) -> StartedServer:
+        return start(launch)
+
+    def vacate(self, number: int) -> None: ...
 
 
 def start(launch: Launch, owns_staging: bool = True) -> Server:
@@ -253,12 +281,24 @@ def command(launch: Launch, port: int, cpu: bool) -> list[str]:
         flags.append(RECORD_EXPERTS)
     if has_vision(launch.model):
         flags.append(NORMALISED)
+    program = "vllm.entrypoints.openai.api_server"
+    if launch.part is not None:
+        address, meeting_port = launch.part.meeting_place
+        arguments |= {
+            "--nnodes": str(launch.part.hosts),
+            "--node-rank": str(launch.part.rank),
+            "--master-addr": address,
+            "--master-port": str(meeting_port),
+        }
+        if launch.part.rank:  # it computes, and serves nothing
+            program = headless.__name__
+            flags.append("--headless")
     pairs = [word for pair in arguments.items() for word in pair]
     return [
         sys.executable,
         "-P",
         "-m",
-        "vllm.entrypoints.openai.api_server",
+        program,
         *pairs,
         *flags,
         *launch.arguments,
@@ -278,8 +318,8 @@ def environment(launch: Launch, key: str, cpu: bool) -> dict[str, str]:
         gate.HOSTS: "" if launch.host in LOCAL_HOSTS else launch.host,
         "VLLM_SERVER_DEV_MODE": "1",
         "VLLM_NO_USAGE_STATS": "1",
-        # of the server's own processes, which are on one machine
-        "VLLM_HOST_IP": LOOPBACK,
+        # for connections among the server's own processes
+        "VLLM_HOST_IP": LOOPBACK if launch.part is None else launch.part.address,
     }
     # UNPICKLE makes vLLM unpickle the content of requests: only if the user allowed it for these
     # servers, never because a shell left it set.

@@ -126,7 +126,7 @@ class Supervisor:
         self.fleet.leave(name, now())
         self.settle()
         replica = self.replicas[name]
-        await replica.close()
+        await replica.vacate()
         self.replicas.pop(name, None)
 
     async def _hand_over(self, name: str) -> None:

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -249,8 +250,10 @@ def test_a_port_is_reserved_on_the_address_that_the_server_listens_on(host: str)
         ({"urls": ("localhost:8000",)}, r"vllm\.urls .*not 'localhost:8000'"),
         ({"urls": ("http://localhost:8000",) * 2}, r"vllm\.urls .* each server once"),
         ({"urls": ("http://far.example:8000",)}, r"vllm\.staging .* under the same path"),
+        ({"hosts": 0}, r"vllm\.hosts"),
+        ({"hosts": 2, "urls": ("http://localhost:1",)}, r"vllm\.hosts = 2 .* with vllm\.urls"),
     ],
 )
-def test_settings_that_cannot_work_are_refused(settings: dict[str, object], words: str) -> None:
+def test_settings_that_cannot_work_are_refused(settings: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         VLLMConfig(**settings)
