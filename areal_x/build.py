@@ -165,7 +165,8 @@ class Factory(Settings):
         configs = self.trainer_configs(directory, workflow)
         other_cpus = 0.0
         if self.places_servers:
-            other_cpus = self.vllm.servers * self.vllm.hosts * self.placement.server_cpus
+            _, most = self.vllm.bounds
+            other_cpus = most * self.vllm.hosts * self.placement.server_cpus
         with trainers.trainers_on_ray(
             self.backend, configs, losses, self.placement, logs, other_cpus
         ) as created:
@@ -245,7 +246,7 @@ class Factory(Settings):
         hosts = self.vllm.hosts
         room = server_room(self.placement, accelerators_of(self.vllm.arguments) // hosts)
         around = surroundings(logs=None, more=[SERVERS_READ])
-        with places_on_ray(room, hosts, Keeper, around) as places:
+        with places_on_ray(room, hosts, Keeper, around, joins=self.vllm.most > 0) as places:
             yield ClusterStarter(places)
 
     @contextmanager

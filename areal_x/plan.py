@@ -116,7 +116,13 @@ def choice_of(config: Config) -> Choice:
     }
     return Choice(
         generation=(
-            (len(config.value("vllm.urls")) or config.value("vllm.servers")) if on_servers else 1
+            (
+                len(config.value("vllm.urls"))
+                or config.value("vllm.most")
+                or config.value("vllm.servers")
+            )
+            if on_servers
+            else 1
         ),
         training=config.value("mesh.processes"),
         concurrency=(

@@ -187,6 +187,16 @@ async def _(stall: Stall) -> None:
     await supervisor.close()
 
 
+@stall("the next look at the nodes")
+async def _(stall: Stall) -> None:
+    engine = engine_of(stall)
+    engine.elastic._watched = True
+    engine.elastic.settle = lambda: None  # type: ignore[method-assign]
+    engine.elastic.watch()
+    await stall.idle("the watch over the number of servers")
+    await engine.elastic.close()
+
+
 @stall("its requests to be handed over")
 async def _(stall: Stall) -> None:
     async def nothing(*_: Any) -> Any: ...

@@ -33,15 +33,17 @@ CALLS = 8  # that a keeper runs at the same time
 
 @contextmanager
 def places_on_ray(
-    room: Room, hosts: int, make: Callable[[], Any], surroundings: Surroundings
+    room: Room, hosts: int, make: Callable[[], Any], surroundings: Surroundings, joins: bool = False
 ) -> Iterator[RayPlaces]:
     """Returns places for objects, in the cluster that this process is connected to; their keepers
     end with the body. room: for each keeper. hosts: the keepers of one place, each on a node of its
-    own. make: makes the object of each, in these surroundings.
+    own. make: makes the object of each, in these surroundings. joins: nodes with the room may join
+    later.
 
-    Raises: UserError or ConfigError if no node has the labels or the room.
+    Raises: UserError or ConfigError if no node has the labels or the room, unless nodes join.
     """
-    check_room(room, "cluster.server_accelerators", "cluster.server_cpus", hosts)
+    if not joins:
+        check_room(room, "cluster.server_accelerators", "cluster.server_cpus", hosts)
     places = RayPlaces(room, hosts, make, surroundings)
     try:
         yield places
@@ -84,6 +86,15 @@ class RayPlaces:
                 self._room, self._hosts, self._make, self._surroundings, f"keeper-{number}"
             )
         return await self._places[number].keepers()
+
+    def departing(self) -> set[int]:
+        """Returns the places on nodes that are being drained."""
+        drained = drained_nodes()
+        return {
+            number
+            for number, place in list(self._places.items())
+            if drained & {keeper.node_id for keeper in place.held}
+        }
 
     def vacate(self, number: int) -> None:
         """Ends a place."""
@@ -141,7 +152,7 @@ class RayPlace:
         node, address = await result(actor.node.remote(version(PACKAGE)), "a node")
         await result(actor.enter.remote(self._surroundings, self._name), address)
         await result(actor.make.remote(partial(made, self._make), 0), address)
-        return RayKeeper(actor, LOOPBACK if node == own_node() else address, address)
+        return RayKeeper(actor, LOOPBACK if node == own_node() else address, address, node)
 
     def end(self) -> None:
         """Ends the keepers, if there are any, and gives their room back. Safe to call twice."""
@@ -157,10 +168,10 @@ class RayPlace:
 
 class RayKeeper:
     """The actor, seen from the driver. host: the address that its servers listen on, loopback on
-    the driver's own node. node: its node's address."""
+    the driver's own node. node: its node's address. node_id: Ray's id of the node."""
 
-    def __init__(self, actor: Any, host: str, node: str) -> None:
-        self._actor, self.host, self.node = actor, host, node
+    def __init__(self, actor: Any, host: str, node: str, node_id: str) -> None:
+        self._actor, self.host, self.node, self.node_id = actor, host, node, node_id
 
     def call(self, method: str, *arguments: Any) -> Future[Any]:
         """Makes the object run a method. The future raises UserError if the method does, and
@@ -213,6 +224,16 @@ def give_back(reserving: asyncio.Future[Any]) -> None:
 
     with suppress(Exception):
         remove_placement_group(reserving.result())
+
+
+def drained_nodes() -> set[str]:
+    """Returns the ids of nodes that are about to go: preempted, or drained by an operator. None
+    while the cluster does not answer."""
+    import ray
+
+    with suppress(Exception):  # no part of Ray's stable interface
+        return set(ray._private.state.state.get_draining_nodes())
+    return set()
 
 
 def start_actor(group: Any, room: Room, index: int) -> Any:

@@ -153,6 +153,7 @@ ALLOWED: dict[str, Inside | Bounded | str] = {
     "engines/vllm/placed.py Keeper.wait: server.process.wait()": OURS_TO_END,  # in the keeper's process
     "engines/vllm/placed.py PlacedServer._end: self._ended[0].result()": AT_ONCE,
     "engines/vllm/placed.py PlacedServer.stop: stopped.result()": Bounded("SECONDS_TO_STOP"),
+    "engines/vllm/elastic.py Elastic._watch: await asyncio.to_thread": AT_ONCE,  # it asks Ray for a list
     "engines/vllm/replica.py Replica.vacate: await asyncio.to_thread": AT_ONCE,  # its process has ended
     "engines/vllm/supervisor.py Supervisor._compare: await asyncio.gather": Inside(SERVER),
     "engines/vllm/supervisor.py Supervisor._check_alive: await asyncio.gather": Inside(SERVER),

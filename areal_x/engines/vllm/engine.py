@@ -33,6 +33,7 @@ from areal_x.engines.vllm.addresses import is_local
 from areal_x.engines.vllm.client import MODEL, VLLMClient
 from areal_x.engines.vllm.config import VLLMConfig
 from areal_x.engines.vllm.dispatcher import Dispatcher
+from areal_x.engines.vllm.elastic import Elastic
 from areal_x.engines.vllm.features import features_for
 from areal_x.engines.vllm.gate import unprotected_warning
 from areal_x.engines.vllm.gpu_transfer import TrainerWeights
@@ -115,6 +116,7 @@ class VLLMEngine(Engine):
         )
         self._starter = starter or servers.ThisMachine()
         self._seeds = itertools.count()
+        self.elastic = Elastic(config, self.supervisor, self._starter, self._own, report)
         check_machine(config)
         if self.lora is not None:
             adapters.arguments(self.lora.rank)  # rejects a rank above vLLM's maximum
@@ -133,8 +135,7 @@ class VLLMEngine(Engine):
                 for url in self.config.urls:
                     self.supervisor.add(self._external(url))
             else:
-                for number in range(self.config.servers):
-                    self.supervisor.add(self._own(number))
+                self.elastic.begin()
             try:
                 await together(
                     self.supervisor.bring_up(name) for name in self.fleet.due(time.monotonic())
@@ -143,6 +144,7 @@ class VLLMEngine(Engine):
                 raise UserError(f"{error}") from error
             if self.config.transport == "files":
                 self.supervisor.watch()
+                self.elastic.watch()
             else:
                 self.publisher.open_gpu_sender()
         except BaseException:
@@ -162,7 +164,9 @@ class VLLMEngine(Engine):
             lora_rank=self.lora.rank if self.lora else 0,
             experts=self.experts,
         )
-        name = f"vLLM server {number + 1} of {self.config.servers}"
+        least, most = self.config.bounds
+        of_all = f" of {most}" if least == most and number < most else ""
+        name = f"vLLM server {number + 1}{of_all}"
         return Replica(name, launch, self._seeds, self._starter, number)
 
     def _external(self, url: str) -> Replica:
@@ -170,6 +174,7 @@ class VLLMEngine(Engine):
         return external_replica(url, key, TRANSPORTS[self.config.transport])
 
     async def close(self) -> None:
+        await self.elastic.close()
         await self.publisher.close()
         await self.supervisor.close()
         for replica in self.supervisor.replicas.values():
@@ -202,6 +207,10 @@ class VLLMEngine(Engine):
         return [replica.client for replica in self.supervisor.replicas.values()]
 
     # ---- servers
+
+    def balance(self, trainer_idle: float, rollout_idle: float) -> dict[str, float]:
+        self.elastic.step(trainer_idle, rollout_idle)
+        return {"servers": len(self.fleet.serving())}
 
     def chat_servers(self) -> list[VLLMClient]:
         return [self.supervisor.replicas[name].client for name in self.fleet.serving()]
@@ -237,6 +246,8 @@ class VLLMEngine(Engine):
         """
         for name, replica in self.supervisor.replicas.items():
             if url.rstrip("/") in (replica.url, name):
+                if replica.ours:
+                    return await self.elastic.leave(name)
                 return await self.supervisor.remove(name)
         raise UserError(
             f"no server at {url} is in use: those in use are {', '.join(self.supervisor.replicas)}"

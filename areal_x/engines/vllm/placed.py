@@ -71,6 +71,10 @@ class Places(Protocol):
         """
         ...
 
+    def departing(self) -> set[int]:
+        """Returns the servers on nodes that are being drained. May wait."""
+        ...
+
     def vacate(self, number: int) -> None:
         """Ends the keepers of a server, and gives their room back. May wait."""
         ...
@@ -227,6 +231,9 @@ class ClusterStarter:
             return PlacedServer(keepers, await start_parts(keepers, launch), launch.log)
         except ConnectionError as error:
             raise ServerLost(f"{error}") from error
+
+    def departing(self) -> set[int]:
+        return self._places.departing()
 
     def vacate(self, number: int) -> None:
         self._places.vacate(number)

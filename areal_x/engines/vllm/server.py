@@ -139,6 +139,11 @@ class Starter(Protocol):
         """Starts a server, and returns before it is ready. Raises: UserError, EngineError."""
         ...
 
+    def departing(self) -> set[int]:
+        """Returns the servers on machines that are about to go. May wait; for a thread of its
+        own."""
+        ...
+
     def vacate(self, number: int) -> None:
         """Gives the room of a server back, which has ended or was never started. May wait."""
         ...
@@ -193,6 +198,9 @@ class ThisMachine:
 
     async def start(self, number: int, launch: Launch) -> StartedServer:
         return start(launch)
+
+    def departing(self) -> set[int]:
+        return set()
 
     def vacate(self, number: int) -> None: ...
 

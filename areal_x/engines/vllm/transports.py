@@ -91,6 +91,12 @@ def check_run(config: VLLMConfig, backend: str, here: bool, lora_rank: int) -> N
 def check_places(config: VLLMConfig, here: bool) -> None:
     """Raises: ConfigError for servers that need the nodes of a cluster, or that do not divide among
     them."""
+    if here and config.most:
+        wanted = (
+            "left out with train.cluster = 'here', where no machine joins: set vllm.servers, or"
+            " train.cluster = 'ray'"
+        )
+        raise ConfigError("vllm.most", config.most, wanted)
     if here and config.hosts > 1:
         wanted = "1 with train.cluster = 'here', which is one machine; 'ray' has several"
         raise ConfigError("vllm.hosts", config.hosts, wanted)

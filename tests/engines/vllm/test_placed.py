@@ -176,10 +176,11 @@ def test_devices_are_refused_where_ray_gives_them() -> None:
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
+        ({"most": 3}, r"vllm\.most = 3 .* with train\.cluster = 'here', where no machine joins"),
         ({"hosts": 2}, r"vllm\.hosts = 2 .* 1 with train\.cluster = 'here'"),
     ],
 )
-def test_on_one_machine_each_server_is_on_it(settings: dict[str, Any], words: str) -> None:
+def test_one_machine_has_a_fixed_number_of_servers_and_each_is_on_it(settings: dict[str, Any], words: str) -> None:
     config = VLLMConfig(arguments=("-tp", "2"), **settings)
     check_run(config, "torch", here=False, lora_rank=0)
     with pytest.raises(ConfigError, match=words):

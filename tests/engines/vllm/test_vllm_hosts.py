@@ -57,11 +57,7 @@ def keepers() -> Iterator[list[LocalKeeper]]:
 
 @pytest.mark.server
 @pytest.mark.parametrize(
-    "arguments",
-    [
-        ("--pipeline-parallel-size", "2"),
-        ("--tensor-parallel-size", "2"),
-    ],
+    "arguments", [("--pipeline-parallel-size", "2"), ("--tensor-parallel-size", "2"), ("--data-parallel-size", "2")]
 )
 def test_a_server_on_two_hosts_computes_as_one_on_one_host_does(
     vllm_engine: VLLMEngine,
@@ -74,7 +70,7 @@ def test_a_server_on_two_hosts_computes_as_one_on_one_host_does(
     async def keepers_of(number: int) -> list[LocalKeeper]:
         return keepers
 
-    places: Any = SimpleNamespace(keepers=keepers_of, vacate=lambda number: None)
+    places: Any = SimpleNamespace(keepers=keepers_of, departing=set, vacate=lambda number: None)
     config = VLLMConfig(context=256, concurrency=8, hosts=2, arguments=arguments)
     engine = VLLMEngine(config, vllm_engine.model, tmp_path, starter=ClusterStarter(places))
 
