@@ -43,7 +43,7 @@ from areal_x.tasks.stream import TaskStream
 from areal_x.types import Loss
 
 if TYPE_CHECKING:
-    from areal_x.engines.vllm.server import Start
+    from areal_x.engines.vllm.server import Starter
 
 Message = Callable[[str], None]
 SERVERS_READ = "VLLM_"  # the driver's environment variables that vLLM reads begin with it
@@ -96,14 +96,12 @@ class Factory(Settings):
         with ExitStack() as stack:
             models = stack.enter_context(self.models(directory, workflow, losses_of, run / "logs"))
             restore(models, start, message)
-            start_server = stack.enter_context(self.server_starts())
+            starter = stack.enter_context(self.server_starter())
             hosts = stack.enter_context(self.hosts(run / "logs", message))
             if hosts is not None:
                 workflow = workflow.on_hosts(hosts)
                 evaluation = evaluation and evaluation.on_hosts(hosts)
-            engine = self.create_engine(
-                directory, models.policy, workflow, run, message, start_server
-            )
+            engine = self.create_engine(directory, models.policy, workflow, run, message, starter)
             journal = stack.enter_context(Journal(run, self.journal.keep_steps))
             rollout = stack.enter_context(
                 self.create_rollout(engine, workflow, evaluation, journal, tokenizer, message)
@@ -168,7 +166,10 @@ class Factory(Settings):
             yield self.create_models(directory, workflow)
             return
         configs = self.trainer_configs(directory, workflow)
-        other_cpus = self.vllm.servers * self.placement.server_cpus if self.places_servers else 0.0
+        other_cpus = 0.0
+        if self.places_servers:
+            _, most = self.vllm.bounds
+            other_cpus = most * self.vllm.hosts * self.placement.server_cpus
         with trainers.trainers_on_ray(
             self.backend, configs, losses, self.placement, logs, other_cpus
         ) as created:
@@ -235,7 +236,7 @@ class Factory(Settings):
         return found
 
     @contextmanager
-    def server_starts(self) -> Iterator[Start | None]:
+    def server_starter(self) -> Iterator[Starter | None]:
         """Returns what starts the servers of the run on the nodes of its cluster, until the body
         ends; None if none is started there. Needs the connection that `models` keeps."""
         if not self.places_servers:
@@ -243,12 +244,13 @@ class Factory(Settings):
             return
         from areal_x.cluster.places import places_on_ray, server_room
         from areal_x.cluster.surroundings import surroundings
-        from areal_x.engines.vllm.placed import Keeper, accelerators_of, starter
+        from areal_x.engines.vllm.placed import ClusterStarter, Keeper, accelerators_of
 
-        room = server_room(self.placement, accelerators_of(self.vllm.arguments))
+        hosts = self.vllm.hosts
+        room = server_room(self.placement, accelerators_of(self.vllm.arguments) // hosts)
         around = surroundings(logs=None, more=[SERVERS_READ])
-        with places_on_ray(self.vllm.servers, room, Keeper, around) as places:
-            yield starter(places)
+        with places_on_ray(room, hosts, Keeper, around, joins=self.vllm.most > 0) as places:
+            yield ClusterStarter(places)
 
     @contextmanager
     def hosts(self, logs: Path, message: Message) -> Iterator[Hosts | None]:
@@ -270,9 +272,9 @@ class Factory(Settings):
         workflow: Workflow,
         run: Path,
         message: Message,
-        start: Start | None = None,
+        starter: Starter | None = None,
     ) -> Engine:
-        """Returns the engine, not yet started. directory: the model's. start: starts each of its
+        """Returns the engine, not yet started. directory: the model's. starter: starts its
         servers, by default on this machine."""
         if self.engine == "none":
             return NoEngine()
@@ -280,13 +282,12 @@ class Factory(Settings):
             context = self.embedded.context or self.row_length
             return EmbeddedEngine(trainer.sampler(self.embedded.slots, context))
         from areal_x.engines.vllm.engine import VLLMEngine
-        from areal_x.engines.vllm.server import start_here
 
         experts = self.trainer.replay_experts
         # Servers score a prompt at temperature 1 only, and record experts only while sampling.
         compared_with = None if experts or self.temperature(workflow) != 1 else trainer
         config = replace(self.vllm, context=self.vllm.context or self.row_length)
-        if start is not None:  # another node's cores are not this one's to divide
+        if starter is not None:  # another node's cores are not this one's to divide
             threads = config.threads or max(1, int(self.placement.server_cpus))
             config = replace(config, threads=threads)
         return VLLMEngine(
@@ -297,7 +298,7 @@ class Factory(Settings):
             self.trainer.lora,
             experts,
             compared_with,
-            start or start_here,
+            starter,
             self.cluster == trainers.HERE,
         )
 

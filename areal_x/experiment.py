@@ -164,6 +164,7 @@ class Experiment(Factory):
                 clock.published()
 
                 row = clock.row(groups, batches, learned, published)
+                row |= rollout.balance(row["trainer_idle"], row["rollout_idle"])
                 if self.is_due(self.evaluate_every, step):
                     row |= self.evaluate(rollout, models)
                 parts.metrics.write(row)

@@ -74,9 +74,12 @@ def job_of(config: Config, options: argparse.Namespace) -> Job:
 
 
 def servers_of(config: Config) -> int:
-    """Returns how many vLLM servers the run starts."""
-    starts = config.value("train.engine") == "vllm" and not config.value("vllm.urls")
-    return int(config.value("vllm.servers")) if starts else 0
+    """Returns how many vLLM servers the run begins with."""
+    if config.value("train.engine") != "vllm" or config.value("vllm.urls"):
+        return 0
+    if config.value("vllm.most"):
+        return max(1, int(config.value("vllm.least")))
+    return int(config.value("vllm.servers"))
 
 
 def roles_of(config: Config, nodes: int, gpus: int, cpus: int) -> list[str]:
@@ -88,6 +91,7 @@ def roles_of(config: Config, nodes: int, gpus: int, cpus: int) -> list[str]:
         processes=config.value("mesh.processes"),
         servers=servers_of(config),
         width=accelerators_of(config.value("vllm.arguments")),
+        hosts=config.value("vllm.hosts"),
         cluster=cluster,
         there=[resources],
     )

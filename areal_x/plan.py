@@ -161,7 +161,15 @@ def choice_of(config: Config) -> Choice:
     }
     return Choice(
         generation=width
-        * ((len(config.value("vllm.urls")) or config.value("vllm.servers")) if on_servers else 1),
+        * (
+            (
+                len(config.value("vllm.urls"))
+                or config.value("vllm.most")
+                or config.value("vllm.servers")
+            )
+            if on_servers
+            else 1
+        ),
         width=width,
         training=config.value("mesh.processes"),
         concurrency=(

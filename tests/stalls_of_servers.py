@@ -25,7 +25,7 @@ from areal_x.engines.vllm.client import VLLMClient
 from areal_x.engines.vllm.config import VLLMConfig
 from areal_x.engines.vllm.engine import VLLMEngine
 from areal_x.engines.vllm.gpu_transfer import GPUSender, TrainerWeights
-from areal_x.engines.vllm.placed import Started, starter
+from areal_x.engines.vllm.placed import ClusterStarter, Started
 from areal_x.engines.vllm.replica import ExternalServer, Replica
 from areal_x.engines.vllm.staging import CopiedWeights, NoRoom, StagedFiles, Staging
 from areal_x.engines.vllm.supervisor import Supervisor
@@ -241,6 +241,34 @@ async def _(stall: Stall) -> None:
     await supervisor.close()
 
 
+@stall("the next look at the nodes")
+async def _(stall: Stall) -> None:
+    engine = engine_of(stall)
+    engine.elastic._watched = True
+    engine.elastic.settle = lambda: None  # type: ignore[method-assign]
+    engine.elastic.watch()
+    await stall.idle("the watch over the number of servers")
+    await engine.elastic.close()
+
+
+@stall("its requests to be handed over")
+async def _(stall: Stall) -> None:
+    async def nothing(*_: Any) -> Any: ...
+
+    supervisor = Supervisor(VLLMConfig(), print, nothing, nothing, nothing, lambda: None)
+    client = SimpleNamespace(hand_over=nothing)
+    supervisor.add(SimpleNamespace(name=SERVER, ours=False, client=client, vacate=nothing))  # type: ignore[arg-type]
+    fleet = supervisor.fleet
+    fleet.due(1e18)
+    fleet.reached(SERVER)
+    assert fleet.accepted(SERVER, 0, 0.0)
+    fleet.enter(1)
+    assert fleet.route(1, {}, 0, 0.0) == SERVER
+    stall.release = lambda: fleet.withdraw(1)  # type: ignore[method-assign]
+    await stall.through(supervisor.remove(SERVER), SERVER, "its requests to be handed over")
+    assert fleet.members == {}
+
+
 # ---- servers on the nodes of a cluster
 
 
@@ -253,16 +281,16 @@ async def _(stall: Stall) -> None:
 
     keeper: Any = SimpleNamespace(host="10.0.0.7", node="10.0.0.7", call=call)
 
-    async def place() -> Any:
-        return keeper
+    async def keepers(number: int) -> Any:
+        return [keeper]
 
     def release() -> None:
         started.set_result(Started("http://10.0.0.7:1", "key", 7, 0))
 
     stall.release = release  # type: ignore[method-assign]
     launch = servers.Launch(stall.folder, stall.folder, stall.folder, context=1, concurrency=1, seed=0)
-    start = starter([SimpleNamespace(keeper=place)])
-    await stall.for_episode(start(0, launch), r" \(on 10.0.0.7\)")
+    starter = ClusterStarter(SimpleNamespace(keepers=keepers))  # type: ignore[arg-type]
+    await stall.for_episode(starter.start(0, launch), r" \(on 10.0.0.7\)")
 
 
 def place_of(stall: Stall, room: bool, answers: bool) -> places.RayPlace:
@@ -276,23 +304,23 @@ def place_of(stall: Stall, room: bool, answers: bool) -> places.RayPlace:
         return "a node", "10.0.0.7"
 
     called = SimpleNamespace(remote=lambda *_: None)
-    patch(places, "reserve", lambda room: SimpleNamespace(ready=object))
+    patch(places, "reserve", lambda room, hosts: SimpleNamespace(ready=object))
     patch(places, "has_ended", lambda ready: room or stall.gate.is_set())
     patch(places, "missing", lambda room, size: "2 CPU wanted, 1 free")
-    patch(places, "start_actor", lambda group, room: SimpleNamespace(node=called, enter=called, make=called))
+    patch(places, "start_actor", lambda group, room, index: SimpleNamespace(node=called, enter=called, make=called))
     patch(places, "result", result)
     patch(places, "own_node", lambda: "the driver's")
-    return places.RayPlace(Room(), object, Surroundings(stall.folder, (), {}), "keeper-3")
+    return places.RayPlace(Room(), 1, object, Surroundings(stall.folder, (), {}), "keeper-3")
 
 
 @stall("room for a server in the cluster")
 async def _(stall: Stall) -> None:
     place = place_of(stall, room=False, answers=True)
-    keeper = await stall.for_episode(place.keeper(), r" \(2 CPU wanted, 1 free\)")
+    (keeper,) = await stall.for_episode(place.keepers(), r" \(2 CPU wanted, 1 free\)")
     assert keeper.host == "10.0.0.7"
 
 
 @stall("its keeper to start")
 async def _(stall: Stall) -> None:
     place = place_of(stall, room=True, answers=False)
-    await stall.for_episode(place.keeper(), r" \(keeper-3\)")
+    await stall.for_episode(place.keepers(), r" \(keeper-3\)")

@@ -12,6 +12,8 @@ import pytest
 
 from areal_x.algorithms import losses, recipes
 from areal_x.batching.packing import pack
+from areal_x.engines.vllm.config import VLLMConfig
+from areal_x.engines.vllm.engine import VLLMEngine
 from areal_x.monitor.step_metrics import describe_groups, throughput
 from areal_x.protocols.backends import create_trainer
 from areal_x.protocols.trainer_config import ModelConfig, TrainerConfig
@@ -75,6 +77,7 @@ def written_by_all(tiny_model_dir: Path, model_dir_of: Any, runs: Path) -> set[s
     keys |= written_by(**offline, name="dpo", algorithm=recipes.dpo(), workflow=PreferencePairs(), dataset=pairs)
     for name, beta in (("drawn", None), ("whole", 0.5)):
         keys |= written_by(**of, name=name, algorithm=recipes.distill(beta=beta), teacher=str(tiny_model_dir))
+    keys |= set(VLLMEngine(VLLMConfig(), tiny_model_dir, runs).balance(0.0, 0.0))
     mixture = create_trainer("torch", TrainerConfig(model=ModelConfig(str(model_dir_of("qwen3-moe")))))
     batch = pack([trajectory()], 8).batch
     keys |= set(mixture.update(batch.replace(weights=batch.mask.astype(np.float32)), losses.sft))

@@ -33,11 +33,11 @@ class ClusterConfig:
     "" allows any node."""
 
     server_accelerators: int | None = None
-    """Accelerators of each vLLM server. None is what the parallel sizes in vllm.arguments need (one
-    without any), or none in a cluster without accelerators."""
+    """Accelerators of each vLLM server, on each of its nodes. None is what the parallel sizes in
+    vllm.arguments need (one without any), or none in a cluster without accelerators."""
 
     server_cpus: float = 1.0
-    """CPUs that are reserved for each vLLM server."""
+    """CPUs that are reserved for each vLLM server, on each of its nodes."""
 
     servers_on: str = ""
     """Value of the label "role" of the nodes that serve; "" allows any node."""

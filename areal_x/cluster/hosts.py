@@ -96,7 +96,7 @@ class RayHosts:
             self._refused.add(node)
             self._message(f"the node {name} computes no rewards: {error}")
         else:
-            self._ready[node] = RayKeeper(actor, name, name)
+            self._ready[node] = RayKeeper(actor, name, name, node)
 
     def _remove(self, host: Host) -> None:
         for node, actor in list(self._actors.items()):

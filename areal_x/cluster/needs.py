@@ -43,10 +43,14 @@ class Need:
     """Of each."""
 
     count_setting: str
+    """Setting of the count; of its quotient by `parts`."""
 
     accelerators_setting: str
 
     cpus_setting: str
+
+    parts: int = 1
+    """How many of them form one server, each on a node of its own."""
 
     @property
     def role(self) -> str:
@@ -94,11 +98,13 @@ def needs_of(
     processes: int,
     servers: int,
     width: int,
+    hosts: int,
     cluster: ClusterConfig,
     there: Sequence[Resources],
 ) -> list[Need]:
     """Returns what a run needs, in the order in which it is placed. processes: those that train.
-    servers: those that the run starts. width, there: as `server_room`."""
+    servers: those that the run begins with, each of `width` accelerators on `hosts` nodes. there:
+    the resources of each node."""
     ranks = Need(
         name="rank",
         count=processes,
@@ -110,12 +116,13 @@ def needs_of(
     if not servers:
         return [ranks]
     placed = Need(
-        name="server",
-        count=servers,
-        room=server_room(cluster, width, there),
+        name="server" if hosts == 1 else "server's part",
+        count=servers * hosts,
+        room=server_room(cluster, width // hosts, there),
         count_setting="vllm.servers",
         accelerators_setting="cluster.server_accelerators",
         cpus_setting="cluster.server_cpus",
+        parts=hosts,
     )
     return [ranks, placed]
 
@@ -149,6 +156,8 @@ def check_needs(needs: Sequence[Need], nodes: Sequence[Node]) -> None:
         wanted = need.count
         for i in usable:
             placed = min(wanted, need.fits_on(left[i]))
+            if need.parts > 1:  # one of each server, which suffices to place them all apart
+                placed = min(placed, need.count // need.parts)
             wanted -= placed
             for name, size in need.room.bundle().items():
                 if name in left[i]:
@@ -162,8 +171,12 @@ def check_needs(needs: Sequence[Need], nodes: Sequence[Node]) -> None:
                 on = f"{each} on each" if each > 1 else "a node each,"
                 on = f"{on} of {len(usable)} nodes{role}"
             beside = f", beside {needs[number - 1]}" if number else ""
-            most = need.count - wanted
-            raise ConfigError(need.count_setting, need.count, f"at most {most}, {on}{beside}")
+            most = (need.count - wanted) // need.parts
+            if need.parts > 1:
+                on = f"each in {need.parts} parts, {on}"
+            raise ConfigError(
+                need.count_setting, need.count // need.parts, f"at most {most}, {on}{beside}"
+            )
 
 
 def check_node(

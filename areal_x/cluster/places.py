@@ -1,7 +1,8 @@
 """Places for objects on the nodes of a Ray cluster that live as long as the run: each is in an actor
-of its own, the keeper, in a placement group of its own. Imported only by runs that are on Ray.
+of its own, the keeper. The keepers of one place, each on another node, share a placement group.
+Imported only by runs that are on Ray.
 
-A keeper that is gone is not started again by Ray: whoever needs it asks its place for another.
+A keeper that is gone is not started again by Ray: whoever needs it asks its place for others.
 """
 
 from __future__ import annotations
@@ -32,27 +33,29 @@ CALLS = 8  # that a keeper runs at the same time
 
 @contextmanager
 def places_on_ray(
-    count: int, room: Room, make: Callable[[], Any], surroundings: Surroundings
-) -> Iterator[list[RayPlace]]:
-    """Returns places for so many objects, in the cluster that this process is connected to; their
-    keepers end with the body. make: makes the object of each, in these surroundings.
+    room: Room, hosts: int, make: Callable[[], Any], surroundings: Surroundings, joins: bool = False
+) -> Iterator[RayPlaces]:
+    """Returns places for objects, in the cluster that this process is connected to; their keepers
+    end with the body. room: for each keeper. hosts: the keepers of one place, each on a node of its
+    own. make: makes the object of each, in these surroundings. joins: nodes with the room may join
+    later.
 
-    Raises: UserError or ConfigError if no node has the labels or the room.
+    Raises: UserError or ConfigError if no node has the labels or the room, unless nodes join.
     """
-    check_room(room, "cluster.server_accelerators", "cluster.server_cpus")
-    places = [RayPlace(room, make, surroundings, f"keeper-{index}") for index in range(count)]
+    if not joins:
+        check_room(room, "cluster.server_accelerators", "cluster.server_cpus", hosts)
+    places = RayPlaces(room, hosts, make, surroundings)
     try:
         yield places
     finally:
-        for place in places:
-            place.end()
+        places.end()
 
 
 def server_room(
     cluster: ClusterConfig, width: int, there: Sequence[Mapping[str, float]] | None = None
 ) -> Room:
-    """Returns what one server needs of its node. width: how many accelerators it computes on, if
-    there are any. there: the resources of each node, by default the cluster's."""
+    """Returns what one server needs of a node. width: how many accelerators it computes on there,
+    if there are any. there: the resources of each node, by default the cluster's."""
     accelerators = cluster.server_accelerators
     if accelerators is None:
         there = nodes() if there is None else there
@@ -65,60 +68,110 @@ def server_room(
     )
 
 
-class RayPlace:
-    """Room for one keeper. name: of its actor's process."""
+class RayPlaces:
+    """Places by their numbers (areal_x.engines.vllm.placed.Places); each is made when its keepers
+    are first wanted."""
 
     def __init__(
-        self, room: Room, make: Callable[[], Any], surroundings: Surroundings, name: str
+        self, room: Room, hosts: int, make: Callable[[], Any], surroundings: Surroundings
     ) -> None:
-        self._room, self._make, self._surroundings, self._name = room, make, surroundings, name
+        self._room, self._hosts = room, hosts
+        self._make, self._surroundings = make, surroundings
+        self._places: dict[int, RayPlace] = {}
+
+    async def keepers(self, number: int) -> list[RayKeeper]:
+        """Returns the keepers of a place. Raises: see `RayPlace.keepers`."""
+        if number not in self._places:
+            self._places[number] = RayPlace(
+                self._room, self._hosts, self._make, self._surroundings, f"keeper-{number}"
+            )
+        return await self._places[number].keepers()
+
+    def departing(self) -> set[int]:
+        """Returns the places on nodes that are being drained."""
+        drained = drained_nodes()
+        return {
+            number
+            for number, place in list(self._places.items())
+            if drained & {keeper.node_id for keeper in place.held}
+        }
+
+    def vacate(self, number: int) -> None:
+        """Ends a place."""
+        if (place := self._places.pop(number, None)) is not None:
+            place.end()
+
+    def end(self) -> None:
+        """Ends all places."""
+        for number in list(self._places):
+            self.vacate(number)
+
+
+class RayPlace:
+    """Room for the keepers of one place, each on a node of its own. held: the keepers. name: of
+    their actors' processes."""
+
+    def __init__(
+        self,
+        room: Room,
+        hosts: int,
+        make: Callable[[], Any],
+        surroundings: Surroundings,
+        name: str,
+    ) -> None:
+        self._room, self._hosts = room, hosts
+        self._make, self._surroundings, self._name = make, surroundings, name
         self._group: Any = None
-        self._keeper: RayKeeper | None = None
+        self.held: list[RayKeeper] = []
 
-    async def keeper(self) -> RayKeeper:
-        """Returns the keeper; a new one if the last is gone, once a node has room for it.
+    async def keepers(self) -> list[RayKeeper]:
+        """Returns the keepers; new ones if any of the last is gone, once there is room for all.
 
-        Raises: UserError if its node cannot be used, ConnectionError if it is gone at once.
+        Raises: UserError if a node cannot be used, ConnectionError if a keeper is gone at once.
         """
-        if self._keeper is not None and await self._keeper.lives():
-            return self._keeper
+        if self.held and all(await asyncio.gather(*(keeper.lives() for keeper in self.held))):
+            return self.held
         self.end()
         try:
-            free = partial(missing, self._room, 1)
+            free = partial(missing, self._room, self._hosts)
             with waiting(whose(), "room for a server in the cluster", free):
-                self._group = await asyncio.to_thread(reserve, self._room)
+                self._group = await reserved(self._room, self._hosts)
                 ready = self._group.ready()
                 while not has_ended(ready):
                     await asyncio.sleep(POLL_SECONDS)
-            actor = start_actor(self._group, self._room)
             with waiting(whose(), "its keeper to start", self._name):
-                node, address = await result(actor.node.remote(version(PACKAGE)), "a node")
-                await result(actor.enter.remote(self._surroundings, self._name), address)
-                await result(actor.make.remote(partial(made, self._make), 0), address)
+                self.held = list(await asyncio.gather(*map(self._keeper, range(self._hosts))))
         except BaseException:
             self.end()
             raise
-        self._keeper = RayKeeper(actor, LOOPBACK if node == own_node() else address, address)
-        return self._keeper
+        return self.held
+
+    async def _keeper(self, index: int) -> RayKeeper:
+        """Returns a new keeper in this bundle of the placement group."""
+        actor = start_actor(self._group, self._room, index)
+        node, address = await result(actor.node.remote(version(PACKAGE)), "a node")
+        await result(actor.enter.remote(self._surroundings, self._name), address)
+        await result(actor.make.remote(partial(made, self._make), 0), address)
+        return RayKeeper(actor, LOOPBACK if node == own_node() else address, address, node)
 
     def end(self) -> None:
-        """Ends the keeper, if there is one, and gives its room back. Safe to call twice."""
+        """Ends the keepers, if there are any, and gives their room back. Safe to call twice."""
         from ray.util.placement_group import remove_placement_group
 
-        if self._keeper is not None:
-            self._keeper.end()
+        for keeper in self.held:
+            keeper.end()
         if self._group is not None:
             with suppress(Exception):
-                remove_placement_group(self._group)  # ends an actor that is in it
-        self._keeper = self._group = None
+                remove_placement_group(self._group)  # ends actors that are in it
+        self._group, self.held = None, []
 
 
 class RayKeeper:
     """The actor, seen from the driver. host: the address that its servers listen on, loopback on
-    the driver's own node. node: its node's address."""
+    the driver's own node. node: its node's address. node_id: Ray's id of the node."""
 
-    def __init__(self, actor: Any, host: str, node: str) -> None:
-        self._actor, self.host, self.node = actor, host, node
+    def __init__(self, actor: Any, host: str, node: str, node_id: str) -> None:
+        self._actor, self.host, self.node, self.node_id = actor, host, node, node_id
 
     def call(self, method: str, *arguments: Any) -> Future[Any]:
         """Makes the object run a method. The future raises UserError if the method does, and
@@ -144,23 +197,54 @@ class RayKeeper:
             ray.kill(self._actor)
 
 
-def reserve(room: Room) -> Any:
-    """Asks for a placement group, and returns before it has its room."""
+def reserve(room: Room, hosts: int) -> Any:
+    """Asks for a placement group with room on this many nodes, and returns before it has it: what
+    it waits for is what Ray's autoscaler starts nodes for."""
     from ray.util.placement_group import placement_group
 
-    labels = [room.labels] if room.labels else None
-    return placement_group([room.bundle()], strategy="PACK", bundle_label_selector=labels)
+    labels = [room.labels] * hosts if room.labels else None
+    strategy = "PACK" if hosts == 1 else "STRICT_SPREAD"
+    bundles = [room.bundle() for _ in range(hosts)]
+    return placement_group(bundles, strategy=strategy, bundle_label_selector=labels)
 
 
-def start_actor(group: Any, room: Room) -> Any:
-    """Starts the actor in its placement group."""
+async def reserved(room: Room, hosts: int) -> Any:
+    """Does `reserve` in a thread; a call that is cancelled leaves no group."""
+    reserving = asyncio.ensure_future(asyncio.to_thread(reserve, room, hosts))
+    try:
+        return await asyncio.shield(reserving)
+    except asyncio.CancelledError:
+        reserving.add_done_callback(give_back)
+        raise
+
+
+def give_back(reserving: asyncio.Future[Any]) -> None:
+    """Removes a group that nobody waits for any more."""
+    from ray.util.placement_group import remove_placement_group
+
+    with suppress(Exception):
+        remove_placement_group(reserving.result())
+
+
+def drained_nodes() -> set[str]:
+    """Returns the ids of nodes that are about to go: preempted, or drained by an operator. None
+    while the cluster does not answer."""
+    import ray
+
+    with suppress(Exception):  # no part of Ray's stable interface
+        return set(ray._private.state.state.get_draining_nodes())
+    return set()
+
+
+def start_actor(group: Any, room: Room, index: int) -> Any:
+    """Starts an actor in a bundle of its placement group."""
     import ray
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
     actor = ray.remote(max_concurrency=CALLS, max_restarts=0)(Process)
     resources = {room.resource: room.accelerators} if room.accelerators else {}
     gpus = resources.pop("GPU", 0)
-    place = PlacementGroupSchedulingStrategy(group, 0)
+    place = PlacementGroupSchedulingStrategy(group, index)
     return actor.options(
         scheduling_strategy=place, num_cpus=room.cpus, num_gpus=gpus, resources=resources
     ).remote()

@@ -7,15 +7,20 @@ from areal_x.cluster.gang import Room
 from areal_x.errors import ConfigError, UserError
 
 
-def check_room(room: Room, accelerators: str, cpus: str) -> None:
-    """Raises: UserError if no node has the labels, ConfigError if none could hold a process.
-    accelerators, cpus: the settings that ask for them."""
+def check_room(room: Room, accelerators: str, cpus: str, hosts: int = 1) -> None:
+    """Raises: UserError if fewer nodes than `hosts` have the labels, ConfigError if fewer could hold
+    a process. accelerators, cpus: the settings that ask for them."""
     there, bundle = nodes(room.labels), room.bundle()
     if not there:
         listed = ", ".join(f"{name} = {value!r}" for name, value in room.labels.items())
         raise UserError(f"no node of the cluster has the label {listed}: ray start --labels")
-    if any(all(node.get(x, 0) >= y for x, y in bundle.items()) for node in there):
+    if sum(all(node.get(x, 0) >= y for x, y in bundle.items()) for node in there) >= hosts:
         return
+    if hosts > 1:
+        raise UserError(
+            f"a server on {hosts} nodes needs {bundle} on each, which fewer nodes of the cluster"
+            f" have (there are {len(there)}): lower vllm.hosts, or see {accelerators} and {cpus}"
+        )
     most = max(node.get(room.resource, 0) for node in there)
     if room.accelerators > most:
         wanted = f"at most {most:g}, as many as a node of the cluster has"

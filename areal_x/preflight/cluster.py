@@ -57,8 +57,9 @@ def needs(settings: Settings, there: Sequence[Resources]) -> list[Need]:
     return needs_of(
         backend=settings.backend,
         processes=settings.trainer.mesh.processes,
-        servers=settings.vllm.servers if settings.places_servers else 0,
+        servers=settings.vllm.bounds[0] if settings.places_servers else 0,
         width=accelerators_of(settings.vllm.arguments),
+        hosts=settings.vllm.hosts,
         cluster=settings.placement,
         there=there,
     )

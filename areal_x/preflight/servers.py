@@ -34,7 +34,9 @@ def check_engine_servers(
     check_machine(config, trainer_here)
     file_warnings = filter(None, [open_files.enough_for(config.requests)])
     if placed:
-        on_nodes = f"{config.servers} will be started on the nodes of the cluster"
+        least, most = config.bounds
+        number = f"{least}" if least == most else f"{least} to {most}"
+        on_nodes = f"{number} will be started on the nodes of the cluster"
         return "; ".join([on_nodes, *file_warnings])
     if not config.urls:
         kind = "CPU" if is_cpu_build() else "GPU"

@@ -191,6 +191,12 @@ class Engine(Protocol):
             " template"
         )
 
+    def balance(self, trainer_idle: float, rollout_idle: float) -> dict[str, float]:
+        """Called after each step with the shares of it in which the trainer waited for groups, and
+        in which no request was in flight; may change how much generates. Returns metrics of the
+        step."""
+        return {}
+
     async def join(self, url: str) -> None:
         """Adds a running server to the engine. Raises: UserError by default."""
         raise UserError("servers can join and leave with train.engine = 'vllm' alone")

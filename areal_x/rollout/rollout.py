@@ -140,6 +140,10 @@ class Rollout:
                 self._last = self._wait_for(publication)
         return self._last
 
+    def balance(self, trainer_idle: float, rollout_idle: float) -> dict[str, float]:
+        """Tells the engine how idle both sides were in a step. See Engine.balance."""
+        return self._look(lambda: self.engine.balance(trainer_idle, rollout_idle))
+
     def join(self, url: str) -> None:
         """Adds a running server to the engine. See Engine.join."""
         self._call(self.engine.join(url))

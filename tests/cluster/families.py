@@ -1,5 +1,5 @@
 """Stand-ins for vLLM's processes, and a driver that starts them on the nodes of a cluster:
-`python -m tests.cluster.families COUNT FOLDER ARGUMENT…` does what it reads, a line at a time, and answers each line, among
+`python -m tests.cluster.families FOLDER ARGUMENT…` does what it reads, a line at a time, and answers each line, among
 reports of waits and whatever Ray prints."""
 
 from __future__ import annotations
@@ -68,13 +68,13 @@ def is_up(folder: Path, number: int) -> bool:
 
 
 @contextmanager
-def placed(count: int, folder: Path, arguments: list[str]) -> Iterator[Any]:
+def placed(folder: Path, arguments: list[str]) -> Iterator[Any]:
     """Connects to the cluster, and yields what starts a server by its number and the places."""
     from areal_x.cluster.config import ClusterConfig
     from areal_x.cluster.connection import connected
     from areal_x.cluster.places import places_on_ray, server_room
     from areal_x.cluster.surroundings import surroundings
-    from areal_x.engines.vllm.placed import Keeper, starter
+    from areal_x.engines.vllm.placed import ClusterStarter, Keeper
     from areal_x.engines.vllm.server import Launch
     from areal_x.engines.vllm.staging import LOCK
     from tests.cluster.cluster import ROLE
@@ -82,14 +82,14 @@ def placed(count: int, folder: Path, arguments: list[str]) -> Iterator[Any]:
     (folder / LOCK).touch()
     with connected(cpus=1):
         room = server_room(ClusterConfig(server_cpus=2, servers_on=ROLE), width=1)
-        with places_on_ray(count, room, Keeper, surroundings(None, ["VLLM_"])) as places:
-            start = starter(places)
+        with places_on_ray(room, 1, Keeper, surroundings(None, ["VLLM_"])) as places:
+            starter = ClusterStarter(places)
 
             async def started(number: int) -> Any:
                 model_of(folder, number).mkdir(exist_ok=True)
                 log = folder / f"vllm-{number}.log"
                 log.write_text("")
-                return await start(
+                return await starter.start(
                     number,
                     Launch(model_of(folder, number), log, folder, 128, 8, seed=number, arguments=arguments),
                 )
@@ -100,7 +100,7 @@ def placed(count: int, folder: Path, arguments: list[str]) -> Iterator[Any]:
 ANSWER = "answer: "
 
 
-def main(count: int, folder: Path, arguments: list[str]) -> None:
+def main(folder: Path, arguments: list[str]) -> None:
     import ray
     from ray.util.placement_group import remove_placement_group
 
@@ -112,7 +112,7 @@ def main(count: int, folder: Path, arguments: list[str]) -> None:
     def say(text: str) -> None:
         report(ANSWER + text)
 
-    with placed(count, folder, arguments) as (start, places):
+    with placed(folder, arguments) as (start, places):
         loop = asyncio.new_event_loop()
         threading.Thread(target=loop.run_forever, daemon=True).start()
         begun: dict[int, Any] = {}
@@ -125,10 +125,10 @@ def main(count: int, folder: Path, arguments: list[str]) -> None:
                         begun[number] = asyncio.run_coroutine_threadsafe(start(number), loop).result()
                         say(f"started at {begun[number].url}")
                     case "kill":
-                        ray.kill(places[number]._keeper._actor)
+                        ray.kill(places._places[number].held[0]._actor)
                         say("killed")
                     case "remove":
-                        remove_placement_group(places[number]._group)
+                        remove_placement_group(places._places[number]._group)
                         say("removed")
                     case "poll":
                         say(f"{begun[number].poll()} {begun[number].failure_reason()}")
@@ -139,4 +139,4 @@ def main(count: int, folder: Path, arguments: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), Path(sys.argv[2]), sys.argv[3:])
+    main(Path(sys.argv[1]), sys.argv[2:])

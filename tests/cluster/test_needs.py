@@ -14,8 +14,8 @@ from areal_x.errors import ConfigError
 GPUS = 8
 
 
-def needs(processes: int, servers: int, width: int, node: Resources, **cluster: object) -> list[Need]:
-    return needs_of("torch", processes, servers, width, ClusterConfig(**cluster), [node])  # type: ignore[arg-type]
+def needs(processes: int, servers: int, width: int, node: Resources, hosts: int = 1, **cluster: object) -> list[Need]:
+    return needs_of("torch", processes, servers, width, hosts, ClusterConfig(**cluster), [node])  # type: ignore[arg-type]
 
 
 def has_room(processes: int, servers: int, width: int, nodes: int, gpus: int, apart: bool) -> bool:
@@ -42,6 +42,20 @@ def test_what_has_room_is_accepted_and_nothing_else(apart: bool) -> None:
         assert accepted == has_room(processes, servers, width, nodes, GPUS, apart), (nodes, processes, servers, width)
 
 
+def test_the_parts_of_a_server_are_on_nodes_of_their_own() -> None:
+    """Two servers, each of 8 GPUs on two nodes, beside ranks."""
+    for nodes, processes in itertools.product((1, 2, 3, 4), (1, 8, 9, 16)):
+        wanted = needs(processes, 2, 8, {"GPU": GPUS}, hosts=2)
+        try:
+            check_needs(wanted, with_roles(wanted, nodes, {"GPU": GPUS}))
+            accepted = True
+        except ConfigError:
+            accepted = False
+        full, rest = divmod(processes, GPUS)
+        room = [min(2, (GPUS - rest) // 4), *[2] * (nodes - full - 1)] if nodes > full else []
+        assert accepted == (processes <= GPUS * nodes and sum(room) >= 4), (nodes, processes)
+
+
 @pytest.mark.parametrize(
     ("asked", "sentence"),
     [
@@ -53,6 +67,10 @@ def test_what_has_room_is_accepted_and_nothing_else(apart: bool) -> None:
         (
             (1, 1, 16, 2, {}),
             "cluster.server_accelerators = 16 cannot work: it must be at most 8, as many as a node of the cluster has",
+        ),
+        (
+            (8, 2, 16, 2, {"hosts": 2}),
+            "vllm.servers = 2 cannot work: it must be at most 0, each in 2 parts, a node each, of 2 nodes, beside 8 ranks",
         ),
         (
             (8, 3, 8, 3, {"ranks_on": "a", "servers_on": "b"}),

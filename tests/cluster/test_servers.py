@@ -78,7 +78,7 @@ def ray(request: pytest.FixtureRequest, stand_in: Path) -> Iterator[Cluster]:
 
 @contextmanager
 def driver(ray: Cluster, folder: Path, count: int, *arguments: str) -> Iterator[Driver]:
-    words = [sys.executable, "-m", "tests.cluster.families", str(count), str(folder), *arguments]
+    words = [sys.executable, "-m", "tests.cluster.families", str(folder), *arguments]
     with (
         (folder / "driver.err").open("w") as errors,
         subprocess.Popen(

@@ -313,7 +313,7 @@ def test_a_server_that_leaves_during_a_heartbeat_ends_nothing() -> None:
             def cause_of_death(self) -> None:
                 return None
 
-            async def close(self) -> None: ...
+            async def vacate(self) -> None: ...
 
         for name in ("a", "b"):
             supervisor.add(Server(name))  # type: ignore[arg-type]

@@ -61,7 +61,10 @@ ALLOWED: dict[str, Inside | Bounded | str] = {
     "cluster/parent.py _watch: time.sleep()": OURS_TO_END,  # in a process of Ray
     "cluster/places.py RayKeeper.lives: await asyncio.wrap_future": Bounded("SECONDS_TO_ANSWER"),
     "cluster/places.py answer.settle: done.result()": AT_ONCE,
+    "cluster/places.py RayPlace.keepers: await asyncio.gather": Bounded("SECONDS_TO_ANSWER"),
+    "cluster/places.py give_back: reserving.result()": AT_ONCE,
     "cluster/places.py has_ended: ray.wait()": AT_ONCE,
+    "cluster/places.py reserved: await asyncio.shield": Inside("room for a server in the cluster"),
     "cluster/places.py result: await asyncio.wrap_future": Inside("its keeper to start"),
     "runtime/memory_group.py _remove: time.sleep()": Bounded("REMOVAL_SECONDS"),
     "rewards/pool.py RewardPool._start: await asyncio.open_connection": AT_ONCE,  # over a socket that is connected
@@ -147,8 +150,10 @@ ALLOWED: dict[str, Inside | Bounded | str] = {
     "engines/vllm/scorer.py ServerScorer._score: async with self._clients": AT_ONCE,
     "engines/vllm/server.py Server.stop: self.process.wait()": Bounded("STOP_SECONDS"),
     "engines/vllm/placed.py Keeper.wait: server.process.wait()": OURS_TO_END,  # in the keeper's process
-    "engines/vllm/placed.py PlacedServer._end: self._ended.result()": AT_ONCE,
-    "engines/vllm/placed.py PlacedServer.stop: self._keeper.call().result()": Bounded("SECONDS_TO_STOP"),
+    "engines/vllm/placed.py PlacedServer._end: self._ended[0].result()": AT_ONCE,
+    "engines/vllm/placed.py PlacedServer.stop: stopped.result()": Bounded("SECONDS_TO_STOP"),
+    "engines/vllm/elastic.py Elastic._watch: await asyncio.to_thread": AT_ONCE,  # it asks Ray for a list
+    "engines/vllm/replica.py Replica.vacate: await asyncio.to_thread": AT_ONCE,  # its process has ended
     "engines/vllm/supervisor.py Supervisor._compare: await asyncio.gather": Inside(SERVER),
     "engines/vllm/supervisor.py Supervisor._check_alive: await asyncio.gather": Inside(SERVER),
     "engines/vllm/supervisor.py Supervisor.wake: self._watching.result()": AT_ONCE,

@@ -246,6 +246,11 @@ class VLLMClient:
         the weights held now."""
         await self._call("POST", "/pause?mode=keep&clear_cache=true", retry=True)
 
+    async def hand_over(self) -> None:
+        """Ends all requests in flight: each is answered with its tokens so far, and ends with
+        "abort"."""
+        await self._call("POST", "/abort_requests", {}, retry=True, seconds=HEALTH_SECONDS)
+
     async def resume(self, seconds: float = CONTROL_SECONDS) -> None:
         await self._call("POST", "/resume", retry=True, seconds=seconds)
 

@@ -21,6 +21,16 @@ class VLLMConfig:
     servers: int = 1
     """Number of servers to start: on this machine, or with train.cluster = 'ray' on the nodes of the
     cluster."""
+    least: int = 0
+    """With `most`: the number of servers that the run begins with and never has fewer of; 0 is
+    1."""
+    most: int = 0
+    """The largest number of servers, in place of a fixed number, with train.cluster = 'ray': one
+    more is placed while the trainer waits for groups, and one leaves while generation has nothing
+    to do. 0 is the fixed number `servers`."""
+    hosts: int = 1
+    """Number of nodes that one server computes on, with train.cluster = 'ray': each has an equal
+    part of its accelerators."""
     urls: tuple[str, ...] = ()
     """Addresses of running servers; if given, none is started."""
     key_variable: str = "VLLM_API_KEY"
@@ -79,12 +89,21 @@ class VLLMConfig:
     "handles" needs."""
 
     @property
+    def bounds(self) -> tuple[int, int]:
+        """The smallest and the largest number of servers that the run starts."""
+        return (max(self.least, 1), self.most) if self.most else (self.servers, self.servers)
+
+    @property
     def requests(self) -> int:
         """Number of requests that all servers together work on at once, at most."""
-        return self.concurrency * (len(self.urls) or self.servers)
+        return self.concurrency * (len(self.urls) or self.bounds[1])
 
     def __post_init__(self) -> None:
         positive("vllm.servers", self.servers)
+        at_least("vllm.least", self.least, 0)
+        at_least("vllm.most", self.most, 0)
+        positive("vllm.hosts", self.hosts)
+        check_number(self)
         positive("vllm.waves", self.waves)
         at_least("vllm.context", self.context, 0)
         positive("vllm.concurrency", self.concurrency)
@@ -126,3 +145,25 @@ class VLLMConfig:
                 " machine"
             )
             raise ConfigError("vllm.staging", self.staging, wanted)
+
+
+def check_number(config: VLLMConfig) -> None:
+    """Raises: ConfigError for numbers of servers that contradict each other."""
+    least, most = config.bounds
+    if config.urls:
+        for name, value, default in (
+            ("least", config.least, 0),
+            ("most", config.most, 0),
+            ("hosts", config.hosts, 1),
+        ):
+            if value != default:
+                wanted = "left out with vllm.urls, whose servers the run does not start"
+                raise ConfigError(f"vllm.{name}", value, wanted)
+    if config.least and not config.most:
+        wanted = "left out, or given with the largest number of servers, vllm.most"
+        raise ConfigError("vllm.least", config.least, wanted)
+    if most < least:
+        raise ConfigError("vllm.most", most, f"at least vllm.least = {least}")
+    if config.most and config.servers not in (1, least):
+        wanted = f"left out with vllm.most: the run begins with vllm.least = {least} servers"
+        raise ConfigError("vllm.servers", config.servers, wanted)

@@ -92,7 +92,8 @@ class Dispatcher:
         stop: tuple[str, ...],
         features: dict[str, Any] | None,
     ) -> Completion:
-        """Generates on any server; another one starts over if that server is lost."""
+        """Generates on any server; another one starts over if that server is lost. Of a server
+        that leaves, this returns the tokens so far, with the finish reason "abort"."""
         request = next(self._requests)
         if request % COLLECTED == 0:
             gc.collect(1)
@@ -126,9 +127,10 @@ class Dispatcher:
                             f"{server} generated with version {completion.versions.min()}, but was"
                             f" given version {least}"
                         )
-                    if completion.finish_reason != "abort" and self._fleet.answered(
-                        request, server, time.monotonic()
-                    ):
+                    handed_over = self._fleet.is_leaving(server) and is_part(completion, stop)
+                    if (
+                        handed_over or completion.finish_reason != "abort"
+                    ) and self._fleet.answered(request, server, time.monotonic()):
                         whole = np.concatenate([tokens, completion.tokens])
                         self.prefixes.remember(prefixes_of(whole, known=prefixes), server)
                         return completion
@@ -206,3 +208,9 @@ class Dispatcher:
 
     def _is_at(self, request: int, server: str) -> bool:
         return self._fleet.placed.get(request) == server
+
+
+def is_part(completion: Completion, stop: Sequence[str]) -> bool:
+    """True if another server can continue what a leaving one has handed over. A string that ends
+    the completion may have begun in it, and only the server that generates it all would find it."""
+    return bool(len(completion.tokens)) and not stop and completion.experts is None

@@ -33,12 +33,13 @@ from areal_x.engines.vllm.addresses import is_local
 from areal_x.engines.vllm.client import MODEL, VLLMClient
 from areal_x.engines.vllm.config import VLLMConfig
 from areal_x.engines.vllm.dispatcher import Dispatcher
+from areal_x.engines.vllm.elastic import Elastic
 from areal_x.engines.vllm.features import features_for
 from areal_x.engines.vllm.gate import unprotected_warning
 from areal_x.engines.vllm.gpu_transfer import TrainerWeights
 from areal_x.engines.vllm.probe import probe_prompt
 from areal_x.engines.vllm.publisher import Publisher
-from areal_x.engines.vllm.replica import Replica, external_replica, launches_of
+from areal_x.engines.vllm.replica import Replica, external_replica, launch_of
 from areal_x.engines.vllm.staging import CopiedWeights, StagedFiles
 from areal_x.engines.vllm.supervisor import Supervisor
 from areal_x.engines.vllm.transports import EXPERIMENTAL, TRANSPORTS, check_machine
@@ -69,7 +70,7 @@ class VLLMEngine(Engine):
         experts: completions contain the experts of a mixture that each token was routed to.
         scorer: computes the reference log-probabilities of the probe prompt when weights are
             staged; None skips the comparison with the trainer.
-        start: starts each of the run's servers.
+        starter: starts the run's servers, by default on this machine.
         trainer_here: the trainer is in this process.
     """
 
@@ -82,7 +83,7 @@ class VLLMEngine(Engine):
         lora: LoRAConfig | None = None,
         experts: bool = False,
         scorer: Scorer | None = None,
-        start: servers.Start = servers.start_here,
+        starter: servers.Starter | None = None,
         trainer_here: bool = True,
     ) -> None:
         self.config = config
@@ -115,8 +116,9 @@ class VLLMEngine(Engine):
             report=report,
             published=self._set_version,
         )
-        self._start_server = start
+        self._starter = starter or servers.ThisMachine()
         self._seeds = itertools.count()
+        self.elastic = Elastic(config, self.supervisor, self._starter, self._own, report)
         check_machine(config, trainer_here)
         if self.lora is not None:
             adapters.arguments(self.lora.rank)  # rejects a rank above vLLM's maximum
@@ -130,8 +132,12 @@ class VLLMEngine(Engine):
                 self.report(few)
             if self.config.transport != "files":
                 self.report(EXPERIMENTAL.format(transport=self.config.transport))
-            for replica in self._replicas(self.publisher.open()):
-                self.supervisor.add(replica)
+            self.publisher.open()
+            if self.config.urls:
+                for url in self.config.urls:
+                    self.supervisor.add(self._external(url))
+            else:
+                self.elastic.begin()
             try:
                 await together(
                     self.supervisor.bring_up(name) for name in self.fleet.due(time.monotonic())
@@ -142,38 +148,36 @@ class VLLMEngine(Engine):
                 self.publisher.open_gpu_sender()
             if self.config.transport != "handles":
                 self.supervisor.watch()
+            if self.config.transport == "files":
+                self.elastic.watch()
         except BaseException:
             await self.close()
             raise
 
-    def _replicas(self, staging_root: Path) -> list[Replica]:
-        if self.config.urls:
-            return [self._external(url) for url in self.config.urls]
-        launches = launches_of(
+    def _own(self, number: int) -> Replica:
+        """Returns a server that the run starts, by its number."""
+        assert self.publisher.staging is not None
+        launch = launch_of(
             self.config,
+            number,
             model=self.model,
             logs=self.logs,
-            staging_root=staging_root,
+            staging_root=self.publisher.staging.root,
             context=self.context,
             lora_rank=self.lora.rank if self.lora else 0,
             experts=self.experts,
         )
-        return [
-            Replica(
-                f"vLLM server {number + 1} of {len(launches)}",
-                launch,
-                self._seeds,
-                self._start_server,
-                number,
-            )
-            for number, launch in enumerate(launches)
-        ]
+        least, most = self.config.bounds
+        of_all = f" of {most}" if least == most and number < most else ""
+        name = f"vLLM server {number + 1}{of_all}"
+        return Replica(name, launch, self._seeds, self._starter, number)
 
     def _external(self, url: str) -> Replica:
         key = os.environ.get(self.config.key_variable)
         return external_replica(url, key, TRANSPORTS[self.config.transport])
 
     async def close(self) -> None:
+        await self.elastic.close()
         await self.publisher.close()
         await self.supervisor.close()
         for replica in self.supervisor.replicas.values():
@@ -206,6 +210,10 @@ class VLLMEngine(Engine):
         return [replica.client for replica in self.supervisor.replicas.values()]
 
     # ---- servers
+
+    def balance(self, trainer_idle: float, rollout_idle: float) -> dict[str, float]:
+        self.elastic.step(trainer_idle, rollout_idle)
+        return {"servers": len(self.fleet.serving())}
 
     def chat_servers(self) -> list[VLLMClient]:
         return [self.supervisor.replicas[name].client for name in self.fleet.serving()]
@@ -241,6 +249,8 @@ class VLLMEngine(Engine):
         """
         for name, replica in self.supervisor.replicas.items():
             if url.rstrip("/") in (replica.url, name):
+                if replica.ours:
+                    return await self.elastic.leave(name)
                 return await self.supervisor.remove(name)
         raise UserError(
             f"no server at {url} is in use: those in use are {', '.join(self.supervisor.replicas)}"

@@ -3,12 +3,13 @@ A pure state machine.
 
     starting ──▶ checking ──▶ ready ⇄ suspect          quarantined   deviates from the other servers: never used again
        ▲            │           │       │              given up      started by the run, several times in vain
-       └── down ◀───┴───────────┴───────┘
+       └── down ◀───┴───────────┴───────┘              leaving       gets nothing new, and hands over what it has
 
 It knows no clock, process or connection: events carry the time (seconds, from any origin), and the
 engine acts on the state. A request that entered is either placed on a ready or suspect server, or
 waits; it leaves when it was answered or is no longer wanted. The requests of a lost server wait
-again, ahead of later ones.
+again, ahead of later ones. A leaving server keeps those that it has until they are answered, in
+part or whole, or until it has left.
 
 Versions. `target` is the newest version that a swap has begun with, `floor` that of the last
 completed swap. A server that joins or returns serves once it has `target`; during a swap, servers
@@ -39,6 +40,7 @@ class State(Enum):
     DOWN = "down"
     QUARANTINED = "quarantined"
     GIVEN_UP = "given up"
+    LEAVING = "leaving"
 
 
 SERVING = (State.READY, State.SUSPECT)
@@ -107,6 +109,16 @@ class Fleet:
         self._update_load(name)
         self._update_none_since(now)
 
+    def retire(self, name: str, now: float) -> None:
+        """The server is about to leave: it gets no new requests, and is not started again."""
+        if name in self.members:
+            self.members[name].state = State.LEAVING
+            self._update_load(name)
+            self._update_none_since(now)
+
+    def is_leaving(self, name: str) -> bool:
+        return self._is(name, State.LEAVING)
+
     def set_limit(self, name: str, limit: int) -> None:
         """Sets how many requests a server may have at a time; those that it has stay."""
         self.members[name].limit = limit
@@ -148,6 +160,9 @@ class Fleet:
         weights."""
         member = self.members.get(name)
         if member is None or member.state is State.DOWN or member.state in FINAL:
+            return
+        if member.state is State.LEAVING:
+            self._release(member)
             return
         if member.serves and now - member.ready_at > STEADY_SECONDS:
             member.tries = 0

@@ -1,18 +1,22 @@
-"""Servers of the run on the nodes of a cluster: on each server's node lives a keeper, which starts
-the server's process and ends it.
+"""Servers of the run on the nodes of a cluster: on each node of a server lives a keeper, which
+starts the server's process there and ends it.
 
     driver                                             node
     supervisor ─▶ PlacedServer ──calls──────────────▶ Keeper ─▶ watchdogs ─▶ vLLM
     dispatcher ────────────────────HTTP, with its key────────────────────────▶
 
 A server's process that ends is started again by its keeper. A keeper that is gone, with or without
-its node, is placed anew where there is room (Place); its watchdogs have ended the server.
+its node, is placed anew where there is room (Places); its watchdogs have ended the server.
+
+A server on several nodes has a keeper on each. The process on the first node serves, the others
+compute with it; if one of them ends or its keeper is gone, all are ended and started again.
 """
 
 from __future__ import annotations
 
 import asyncio
 import socket
+import time
 from collections.abc import Sequence
 from concurrent.futures import Future
 from contextlib import suppress
@@ -22,6 +26,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from areal_x.engines.vllm import server as servers
+from areal_x.engines.vllm import server_log
 from areal_x.engines.vllm.failures import ServerLost
 from areal_x.engines.vllm.staging import LOCK
 from areal_x.errors import UserError
@@ -41,7 +46,7 @@ class RemoteKeeper(Protocol):
 
     @property
     def node(self) -> str:
-        """The node's name, for messages."""
+        """The node's address."""
         ...
 
     def call(self, method: str, *arguments: Any) -> Future[Any]:
@@ -54,14 +59,24 @@ class RemoteKeeper(Protocol):
         ...
 
 
-class Place(Protocol):
-    """Room for one server in the cluster."""
+class Places(Protocol):
+    """Room for servers in the cluster, by their numbers."""
 
-    async def keeper(self) -> RemoteKeeper:
-        """Returns the keeper; a new one if the last is gone, once a node has room for it.
+    async def keepers(self, number: int) -> Sequence[RemoteKeeper]:
+        """Returns the keepers of a server, one for each of its nodes; new ones if any is gone, once
+        there is room for all.
 
-        Raises: UserError if no node could ever have the room, or cannot be used.
+        Raises: UserError if no node could ever have the room, or cannot be used; ConnectionError if
+        one is gone at once.
         """
+        ...
+
+    def departing(self) -> set[int]:
+        """Returns the servers on nodes that are being drained. May wait."""
+        ...
+
+    def vacate(self, number: int) -> None:
+        """Ends the keepers of a server, and gives their room back. May wait."""
         ...
 
 
@@ -100,6 +115,11 @@ class Keeper:
         server = servers.start(launch, owns_staging=False)
         self._server = server
         return Started(server.url, server.key, server.pid, server.log_start)
+
+    def free_port(self, address: str) -> int:
+        """Returns a port that is free at this address of its node."""
+        with servers.reserve(address, 0) as probe:
+            return int(probe.getsockname()[1])
 
     def wait(self) -> Ended:
         """Returns when the process has ended."""
@@ -140,13 +160,19 @@ def check_shared(launch: servers.Launch) -> None:
 
 
 class PlacedServer:
-    """A server that a keeper started (areal_x.engines.vllm.server.StartedServer)."""
+    """A server that keepers started (areal_x.engines.vllm.server.StartedServer): on one node, or
+    from the first on several. log: the first one's."""
 
-    def __init__(self, keeper: RemoteKeeper, started: Started, log: Path) -> None:
-        self.url, self.key, self.pid, self.log = started.url, started.key, started.pid, log
-        self._log_start = started.log_start
-        self._keeper = keeper
-        self._ended = keeper.call("wait")
+    def __init__(
+        self, keepers: Sequence[RemoteKeeper], started: Sequence[Started], log: Path
+    ) -> None:
+        first = started[0]
+        self.url, self.key, self.pid, self.log = first.url, first.key, first.pid, log
+        self._log_start = first.log_start
+        self._keepers = keepers
+        self._ended: list[Future[Ended]] = []  # in the order of their ends
+        for keeper in keepers:
+            keeper.call("wait").add_done_callback(self._ended.append)
 
     def poll(self) -> int | None:
         ended = self._end()
@@ -154,54 +180,98 @@ class PlacedServer:
 
     def failure_reason(self) -> str:
         ended = self._end()
-        return ended.reason if ended is not None else servers.failure_in(self._read_log(None))
+        return ended.reason if ended is not None else server_log.failure_in(self._read_log(None))
 
     def last_line(self) -> str:
-        return servers.last_line_in(self._read_log(servers.LAST_BYTES))
+        return server_log.last_line_in(self._read_log(server_log.LAST_BYTES))
 
     def release(self) -> None:
-        self._keeper.call("release")
+        for keeper in self._keepers:
+            keeper.call("release")
 
     def terminate(self) -> None:
-        self._keeper.call("terminate")
+        for keeper in self._keepers:
+            keeper.call("terminate")
 
     def stop(self) -> None:
-        try:
-            self._keeper.call("stop").result(SECONDS_TO_STOP)
-        except Exception:  # it is gone or hangs: the watchdogs end the server after it
-            self._keeper.end()
+        stopping = [(keeper, keeper.call("stop")) for keeper in self._keepers]
+        until = time.monotonic() + SECONDS_TO_STOP
+        for keeper, stopped in stopping:
+            try:
+                stopped.result(max(0.0, until - time.monotonic()))
+            except Exception:  # it is gone or hangs: the watchdogs end the server after it
+                keeper.end()
 
     def _end(self) -> Ended | None:
-        """Returns how the process ended, or why that is unknown; None while it runs."""
-        if not self._ended.done():
+        """Returns how the first process ended that did, or why that is unknown; None while all
+        run."""
+        if not self._ended:
             return None
         try:
-            ended: Ended = self._ended.result()
-            return ended
+            return self._ended[0].result()
         except Exception as error:
             return Ended(KILLED, f"{error}")
 
     def _read_log(self, most: int | None) -> str:
         try:
-            return servers.read_log(self.log, self._log_start, most)
+            return server_log.read_log(self.log, self._log_start, most)
         except OSError:  # the node does not share the folder of the logs
-            return f"its log is on the node {self._keeper.node}"
+            return f"its log is on the node {self._keepers[0].node}"
 
 
-def starter(places: Sequence[Place]) -> servers.Start:
-    """Returns what starts each server in its place."""
+class ClusterStarter:
+    """Starts servers in places of a cluster (areal_x.engines.vllm.server.Starter)."""
 
-    async def start(number: int, launch: servers.Launch) -> servers.StartedServer:
+    def __init__(self, places: Places) -> None:
+        self._places = places
+
+    async def start(self, number: int, launch: servers.Launch) -> servers.StartedServer:
         try:
-            keeper = await places[number].keeper()
-            called = keeper.call("start", replace(launch, host=keeper.host))
-            with waiting(whose(), "its keeper to start the process", f"on {keeper.node}"):
-                started = await asyncio.wrap_future(called)
+            keepers = await self._places.keepers(number)
+            return PlacedServer(keepers, await start_parts(keepers, launch), launch.log)
         except ConnectionError as error:
             raise ServerLost(f"{error}") from error
-        return PlacedServer(keeper, started, launch.log)
 
-    return start
+    def departing(self) -> set[int]:
+        return self._places.departing()
+
+    def vacate(self, number: int) -> None:
+        self._places.vacate(number)
+
+
+async def start_parts(keepers: Sequence[RemoteKeeper], launch: servers.Launch) -> list[Started]:
+    """Makes each keeper start its part of a server; if any cannot, the others end theirs."""
+    launches = await launches_of(launch, keepers)
+    calls = [keeper.call("start", launch) for keeper, launch in zip(keepers, launches, strict=True)]
+    on = f"on {', '.join(keeper.node for keeper in keepers)}"
+    with waiting(whose(), "its keeper to start the process", on):
+        results = await asyncio.gather(*map(asyncio.wrap_future, calls), return_exceptions=True)
+    errors = [result for result in results if isinstance(result, BaseException)]
+    if errors:
+        for keeper in keepers:
+            keeper.call("stop")
+        raise errors[0]
+    return [result for result in results if isinstance(result, Started)]
+
+
+async def launches_of(
+    launch: servers.Launch, keepers: Sequence[RemoteKeeper]
+) -> list[servers.Launch]:
+    """Returns how each keeper starts its part of a server. launch: the whole server's."""
+    first = keepers[0]
+    if len(keepers) == 1:
+        return [replace(launch, host=first.host)]
+    with waiting(whose(), "its keeper to start the process", f"a free port on {first.node}"):
+        port = await asyncio.wrap_future(first.call("free_port", first.node))
+    return [
+        replace(
+            launch,
+            host=keeper.host,
+            log=launch.log if rank == 0 else launch.log.with_stem(f"{launch.log.stem}-host-{rank}"),
+            part=servers.Part(len(keepers), rank, keeper.node, (first.node, port)),
+        )
+        for rank, keeper in enumerate(keepers)
+    ]
 
 
 # Names of the arguments by which a server computes on several accelerators.

@@ -37,7 +37,7 @@ class Replica:
     """One server of a run.
 
     seeds: each start takes the next one, as a restarted server with its old seed would repeat its
-    samples. start: starts the server with this number, if the run does.
+    samples. starter: starts it, by its number, if the run does.
     """
 
     def __init__(
@@ -45,11 +45,12 @@ class Replica:
         name: str,
         origin: servers.Launch | ExternalServer,
         seeds: Iterator[int],
-        start: servers.Start = servers.start_here,
+        starter: servers.Starter | None = None,
         number: int = 0,
     ) -> None:
         self.name, self.origin, self._seeds = name, origin, seeds
-        self._start, self._number = start, number
+        self.number = number
+        self._starter = starter or servers.ThisMachine()
         self.server: servers.StartedServer | None = None
         self._client: VLLMClient | None = None
         self._staging_root = Path()
@@ -82,7 +83,7 @@ class Replica:
             return
         launch = replace(self.origin, seed=next(self._seeds))
         with on_behalf_of(self.name):
-            self.server = await self._start(self._number, launch)
+            self.server = await self._starter.start(self.number, launch)
         await servers.wait_until_ready(self.server, self.name, timeout_seconds, report)
         self._client = VLLMClient(self.server.url, self.server.key, self.origin.transfer)
 
@@ -183,6 +184,12 @@ class Replica:
                 await asyncio.to_thread(self.server.stop)
             self.server = None
 
+    async def vacate(self) -> None:
+        """Does `close`, and gives the server's room back if it is ours."""
+        await self.close()
+        if self.ours:
+            await asyncio.to_thread(self._starter.vacate, self.number)
+
 
 def external_replica(url: str, key: str | None, transfer: str = BACKEND) -> Replica:
     return Replica(
@@ -192,32 +199,31 @@ def external_replica(url: str, key: str | None, transfer: str = BACKEND) -> Repl
     )
 
 
-def launches_of(
+def launch_of(
     config: VLLMConfig,
+    number: int,
+    *,
     model: Path,
     logs: Path,
     staging_root: Path,
     context: int,
     lora_rank: int,
     experts: bool,
-) -> list[servers.Launch]:
-    """Returns the launch configurations of the servers that the run starts."""
-    return [
-        servers.Launch(
-            model=model,
-            log=logs / f"vllm-{index}.log",
-            staging=staging_root,
-            context=context,
-            concurrency=config.concurrency,
-            seed=index,
-            port=config.port + index if config.port else 0,
-            threads=config.threads or default_threads(config.servers),
-            device=config.devices[index] if config.devices else None,
-            experts=experts,
-            lora_rank=lora_rank,
-            transfer=TRANSPORTS[config.transport],
-            metrics=config.adaptive,
-            arguments=config.arguments,
-        )
-        for index in range(config.servers)
-    ]
+) -> servers.Launch:
+    """Returns the launch configuration of a server that the run starts. number: the server's."""
+    return servers.Launch(
+        model=model,
+        log=logs / f"vllm-{number}.log",
+        staging=staging_root,
+        context=context,
+        concurrency=config.concurrency,
+        seed=number,
+        port=config.port + number if config.port else 0,
+        threads=config.threads or default_threads(config.servers),
+        device=config.devices[number] if config.devices else None,
+        experts=experts,
+        lora_rank=lora_rank,
+        transfer=TRANSPORTS[config.transport],
+        metrics=config.adaptive,
+        arguments=config.arguments,
+    )

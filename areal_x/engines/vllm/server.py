@@ -7,18 +7,17 @@ from __future__ import annotations
 
 import asyncio
 import os
-import re
 import secrets
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
-from areal_x.engines.vllm import adapters, gate, watchdog
+from areal_x.engines.vllm import adapters, gate, headless, watchdog
 from areal_x.engines.vllm.addresses import LOCAL_HOSTS, LOOPBACK, url_of
 from areal_x.engines.vllm.client import MODEL, VLLMClient
 from areal_x.engines.vllm.connections import OutOfFiles
@@ -26,6 +25,7 @@ from areal_x.engines.vllm.features import NORMALISED
 from areal_x.engines.vllm.installed import is_cpu_build
 from areal_x.engines.vllm.plugin import BACKEND
 from areal_x.engines.vllm.responses import RECORD_EXPERTS
+from areal_x.engines.vllm.server_log import LAST_BYTES, failure_in, last_line_in, read_log
 from areal_x.errors import ConfigError, UserError
 from areal_x.hf.model_dir import read_config
 from areal_x.runtime import guard
@@ -36,11 +36,24 @@ LISTEN = ("NCCL_SOCKET_IFNAME", "lo")
 UNPICKLE = "VLLM_ALLOW_INSECURE_SERIALIZATION"
 POLL_SECONDS = 0.1
 REPORT_SECONDS = 5.0
-LAST_BYTES = 4096  # of a log, in which its last line is
 STOP_SECONDS = watchdog.GRACE_SECONDS + 5.0
 # environment variables that list a process's visible GPUs or NPUs
 VISIBLE = ("CUDA_VISIBLE_DEVICES", "ASCEND_RT_VISIBLE_DEVICES")
 Report = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Part:
+    """The processes of one server on one of its hosts. The first part serves, and all compute."""
+
+    hosts: int
+    """Number of the server's hosts."""
+    rank: int
+    """This host's number, from 0."""
+    address: str
+    """This host's address, for vLLM's own connections."""
+    meeting_place: tuple[str, int]
+    """The first host's address, and a port that is free there."""
 
 
 @dataclass(frozen=True)
@@ -73,6 +86,8 @@ class Launch:
     metrics: bool = False
     """True counts what `VLLMClient.metrics` returns."""
     arguments: Sequence[str] = ()
+    part: Part | None = None
+    """The part of the server that this is; None if it is on one host."""
 
 
 class StartedServer(Protocol):
@@ -117,8 +132,21 @@ class StartedServer(Protocol):
         ...
 
 
-Start = Callable[[int, Launch], Awaitable[StartedServer]]
-"""Starts the server with this number and returns before it is ready. Raises: UserError."""
+class Starter(Protocol):
+    """Starts the servers of a run. Each has a number of its own."""
+
+    async def start(self, number: int, launch: Launch) -> StartedServer:
+        """Starts a server, and returns before it is ready. Raises: UserError, EngineError."""
+        ...
+
+    def departing(self) -> set[int]:
+        """Returns the servers on machines that are about to go. May wait; for a thread of its
+        own."""
+        ...
+
+    def vacate(self, number: int) -> None:
+        """Gives the room of a server back, which has ended or was never started. May wait."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -165,9 +193,16 @@ class Server:
             self.process.wait()
 
 
-async def start_here(number: int, launch: Launch) -> StartedServer:
-    """Starts a server on this machine (Start)."""
-    return start(launch)
+class ThisMachine:
+    """Starts servers on this machine (Starter)."""
+
+    async def start(self, number: int, launch: Launch) -> StartedServer:
+        return start(launch)
+
+    def departing(self) -> set[int]:
+        return set()
+
+    def vacate(self, number: int) -> None: ...
 
 
 def start(launch: Launch, owns_staging: bool = True) -> Server:
@@ -254,12 +289,24 @@ def command(launch: Launch, port: int, cpu: bool) -> list[str]:
         flags.append(RECORD_EXPERTS)
     if has_vision(launch.model):
         flags.append(NORMALISED)
+    program = "vllm.entrypoints.openai.api_server"
+    if launch.part is not None:
+        address, meeting_port = launch.part.meeting_place
+        arguments |= {
+            "--nnodes": str(launch.part.hosts),
+            "--node-rank": str(launch.part.rank),
+            "--master-addr": address,
+            "--master-port": str(meeting_port),
+        }
+        if launch.part.rank:  # it computes, and serves nothing
+            program = headless.__name__
+            flags.append("--headless")
     pairs = [word for pair in arguments.items() for word in pair]
     return [
         sys.executable,
         "-P",
         "-m",
-        "vllm.entrypoints.openai.api_server",
+        program,
         *pairs,
         *flags,
         *launch.arguments,
@@ -279,8 +326,8 @@ def environment(launch: Launch, key: str, cpu: bool) -> dict[str, str]:
         gate.HOSTS: "" if launch.host in LOCAL_HOSTS else launch.host,
         "VLLM_SERVER_DEV_MODE": "1",
         "VLLM_NO_USAGE_STATS": "1",
-        # of the server's own processes, which are on one machine
-        "VLLM_HOST_IP": LOOPBACK,
+        # for connections among the server's own processes
+        "VLLM_HOST_IP": LOOPBACK if launch.part is None else launch.part.address,
     }
     # UNPICKLE makes vLLM unpickle the content of requests: only if the user allowed it for these
     # servers, never because a shell left it set.
@@ -341,37 +388,3 @@ async def is_ready(client: VLLMClient) -> bool:
         return await client.is_healthy()
     except OutOfFiles:  # temporary: descriptors become free as other requests end
         return False
-
-
-# vLLM's prefix of a line, such as "(EngineCore pid=7) ERROR 11-20 13:50:51 [core.py:1] "
-PREFIX = re.compile(r"^(?:\(\w+ pid=\d+\) )?(?:[A-Z]+ \S+ \S+ \[[^\]]*\] )?")
-ERROR = re.compile(r"[\w.]*(?:Error|Exception)\b: |[\w.]+: error: ")
-EFFECTS = (
-    "Engine core initialization failed",
-    "WorkerProc initialization failed",
-    "EngineCore encountered an issue",
-)
-
-
-def read_log(log: Path, start: int, most: int | None = None) -> str:
-    """Returns what a log has from this offset on. most: of its last bytes; None for all."""
-    with log.open("rb") as opened:
-        end = opened.seek(0, os.SEEK_END)
-        opened.seek(start if most is None else max(start, end - most))
-        return opened.read().decode(errors="replace")
-
-
-def last_line_in(log: str) -> str:
-    lines = [line for line in log.splitlines() if line.strip()]
-    return f"its log ends: {lines[-1][:300]}" if lines else "its log is empty"
-
-
-def failure_in(log: str) -> str:
-    """Returns the last error in a server's log that is more than a reference to an earlier one;
-    without any, its last lines."""
-    lines = [PREFIX.sub("", line).rstrip() for line in log.splitlines()]
-    # a traceback's frames are indented
-    lines = [line for line in lines if line and not line[0].isspace()]
-    errors = [line for line in lines if ERROR.match(line)]
-    causes = [line for line in errors if not any(effect in line for effect in EFFECTS)]
-    return (causes or errors or [" | ".join(lines[-3:]) or "it wrote nothing"])[-1]

@@ -23,6 +23,7 @@ from areal_x.engines.vllm.failures import ServerLost
 from areal_x.engines.vllm.fleet import Fleet, State
 from areal_x.engines.vllm.probe import distance, outliers
 from areal_x.engines.vllm.replica import Replica
+from areal_x.errors import UserError
 from areal_x.protocols.engine import EngineError
 from areal_x.runtime import background
 from areal_x.runtime.waits import on_behalf_of, waiting
@@ -31,6 +32,7 @@ T = TypeVar("T")
 Scores = Float32[np.ndarray, " T"]
 LEAST_SLEEP_SECONDS = 0.05
 POLL_SECONDS = 1.0  # between two looks at the servers' processes
+HAND_OVER_SECONDS = 15.0  # in which a server that leaves gives its requests back
 
 
 @dataclass(eq=False)
@@ -109,12 +111,34 @@ class Supervisor:
             self._watching = background.start(self._watch(), "the watch over the vLLM servers")
 
     async def remove(self, name: str) -> None:
-        """Removes a server; its requests go to others."""
-        self.fleet.leave(name, now())
+        """Removes a server, after its requests went to others with their tokens so far, and ends it
+        if it is ours. It may be ended as soon as this returns."""
+        member = self.fleet.members.get(name)
+        if member is None or self.fleet.is_leaving(name):
+            return
+        served = member.serves
+        self.fleet.retire(name, now())
         self.settle()
         if name in self._tasks:
             await cancel_and_wait(self._tasks.pop(name))
-        await self.replicas.pop(name).close()
+        if served:
+            await self._hand_over(name)
+        self.fleet.leave(name, now())
+        self.settle()
+        replica = self.replicas[name]
+        await replica.vacate()
+        self.replicas.pop(name, None)
+
+    async def _hand_over(self, name: str) -> None:
+        """Returns when a leaving server has no requests any more. Those that it does not give back
+        in time are generated anew."""
+        member, client = self.fleet.members[name], self.replicas[name].client
+        refused = suppress(EngineError, UserError, TimeoutError)
+        with waiting(name, "its requests to be handed over"), refused:
+            async with asyncio.timeout(HAND_OVER_SECONDS):
+                while member.requests:  # also those that were on their way
+                    await client.hand_over()
+                    await asyncio.sleep(LEAST_SLEEP_SECONDS)
 
     async def close(self) -> None:
         """Ends everything but the servers' processes."""

@@ -56,8 +56,10 @@ def check_settings(config: VLLMConfig) -> None:
 
 
 def check_run(config: VLLMConfig, backend: str, here: bool, lora_rank: int) -> None:
-    """Raises: ConfigError for a trainer whose weights the transport cannot send. here: the trainer
-    is in this process, and the servers that the run starts are on this machine."""
+    """Raises: ConfigError for a trainer whose weights the transport cannot send, or servers that
+    cannot be placed. here: the trainer is in this process, and the servers that the run starts are
+    on this machine."""
+    check_places(config, here)
     if config.devices and not here:
         wanted = (
             "left out with train.cluster = 'ray', where Ray gives each server its accelerators"
@@ -84,6 +86,30 @@ def check_run(config: VLLMConfig, backend: str, here: bool, lora_rank: int) -> N
             config.transport,
             "'files' with adapters, which are small and load without a pause",
         )
+
+
+def check_places(config: VLLMConfig, here: bool) -> None:
+    """Raises: ConfigError for servers that need the nodes of a cluster, or that do not divide among
+    them."""
+    if here and config.most:
+        wanted = (
+            "left out with train.cluster = 'here', where no machine joins: set vllm.servers, or"
+            " train.cluster = 'ray'"
+        )
+        raise ConfigError("vllm.most", config.most, wanted)
+    if here and config.hosts > 1:
+        wanted = "1 with train.cluster = 'here', which is one machine; 'ray' has several"
+        raise ConfigError("vllm.hosts", config.hosts, wanted)
+    if config.hosts > 1:
+        from areal_x.engines.vllm.placed import accelerators_of
+
+        width = accelerators_of(config.arguments)
+        if width % config.hosts:
+            wanted = (
+                f"a divisor of {width}, the product of the tensor, pipeline and data parallel sizes"
+                " in vllm.arguments"
+            )
+            raise ConfigError("vllm.hosts", config.hosts, wanted)
 
 
 def check_machine(config: VLLMConfig, here: bool = True) -> None:

@@ -185,6 +185,21 @@ def test_how_long_nobody_serves_is_counted_from_the_last_one_on() -> None:
     assert fleet.none_since is None
 
 
+def test_a_server_that_leaves_gets_nothing_new_and_its_requests_count_until_it_is_lost_or_gone() -> None:
+    fleet = ready("a", "b")
+    assert place(fleet, 1, 2, 3) == ["a", "b", "a"]
+    fleet.retire("a", 1.0)
+    assert place(fleet, 4) == ["b"]
+    assert fleet.placed[1] == fleet.placed[3] == "a"
+    assert fleet.answered(1, "a", 2.0)
+    fleet.lost("a", "its node is gone", 3.0)
+    assert fleet.placed[3] is None
+    assert fleet.due(1e9) == []
+    assert fleet.messages() == []
+    fleet.leave("a", 4.0)
+    assert fleet.route(3, {}, 0, 4.0) == "b"
+
+
 NAMES = ("a", "b", "c")
 
 
@@ -206,6 +221,11 @@ class AnyOrder(RuleBasedStateMachine):
     def leave(self, name: str) -> None:
         if name in self.fleet.members:
             self.fleet.leave(name, self.now)
+
+    @rule(name=st.sampled_from(NAMES))
+    def retire(self, name: str) -> None:
+        self.fleet.retire(name, self.now)
+        assert name not in self.fleet.serving()
 
     @rule(seconds=st.sampled_from([0.5, 5.0, 70.0, 400.0]))
     def time(self, seconds: float) -> None:
@@ -288,7 +308,7 @@ class AnyOrder(RuleBasedStateMachine):
         at = {request: name for name, m in self.fleet.members.items() for request in m.requests}
         assert at == {request: name for request, name in self.fleet.placed.items() if name is not None}
         assert sum(len(m.requests) for m in self.fleet.members.values()) == len(at)
-        assert all(self.fleet.members[name].serves for name in at.values())
+        assert all(self.fleet.members[name].serves or self.fleet.is_leaving(name) for name in at.values())
 
     @invariant()
     def nobody_serves_older_weights_than_those_of_the_last_swap(self) -> None:

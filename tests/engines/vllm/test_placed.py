@@ -20,12 +20,13 @@ from areal_x.engines.vllm import server as servers
 from areal_x.engines.vllm.config import VLLMConfig
 from areal_x.engines.vllm.failures import ServerLost
 from areal_x.engines.vllm.fleet import State
-from areal_x.engines.vllm.placed import Keeper, PlacedServer, Started, accelerators_of, starter
+from areal_x.engines.vllm.placed import ClusterStarter, PlacedServer, Started, accelerators_of
 from areal_x.engines.vllm.server import Launch
 from areal_x.engines.vllm.staging import LOCK
 from areal_x.engines.vllm.supervisor import Supervisor
 from areal_x.engines.vllm.transports import check_run
 from areal_x.errors import ConfigError, UserError
+from tests.engines.vllm.keepers import LocalKeeper
 
 HOST = "127.0.0.2"  # in place of another node's address
 STAND_IN = """
@@ -40,30 +41,10 @@ http.server.HTTPServer((sys.argv[1], int(sys.argv[2])), Healthy).serve_forever()
 """
 
 
-class LocalKeeper:
-    """A keeper in this process. gone: it does not answer any more."""
-
-    def __init__(self, threads: ThreadPoolExecutor) -> None:
-        self.host, self.node = HOST, "node-7"
-        self.keeper, self.threads, self.ends = Keeper(), threads, 0
-        self.calls: list[Future[Any]] = []
-        self.gone = False
-
-    def call(self, method: str, *arguments: Any) -> Future[Any]:
-        if self.gone:
-            called: Future[Any] = Future()
-            called.set_exception(ConnectionError("its keeper on node-7 is gone: the node died"))
-            return called
-        return self.threads.submit(getattr(self.keeper, method), *arguments)
-
-    def end(self) -> None:
-        self.ends += 1
-
-
 @pytest.fixture
 def keeper() -> Iterator[LocalKeeper]:
     with ThreadPoolExecutor(8) as threads:
-        keeper = LocalKeeper(threads)
+        keeper = LocalKeeper(threads, HOST)
         yield keeper
         keeper.keeper.stop()
 
@@ -81,12 +62,13 @@ def launch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Launch:
     return Launch(tmp_path / "model", log, tmp_path / "staging", context=128, concurrency=8, seed=3)
 
 
-async def start(keeper: LocalKeeper, launch: Launch) -> servers.StartedServer:
-    async def place() -> LocalKeeper:
-        return keeper
+async def start(keeper: LocalKeeper, launch: Launch, *others: LocalKeeper) -> servers.StartedServer:
+    async def keepers(number: int) -> list[LocalKeeper]:
+        assert number == 1
+        return [keeper, *others]
 
-    nowhere: Any = None
-    return await starter([nowhere, SimpleNamespace(keeper=place)])(1, launch)
+    places: Any = SimpleNamespace(keepers=keepers)
+    return await ClusterStarter(places).start(1, launch)
 
 
 def wait_for(condition: Any) -> None:
@@ -128,29 +110,29 @@ def test_a_server_that_dies_gives_its_last_words_and_is_started_again_by_the_sam
 
 def test_a_keeper_that_is_gone_is_the_end_of_its_server(keeper: LocalKeeper, launch: Launch) -> None:
     keeper.gone = True
-    server = PlacedServer(keeper, Started(f"http://{HOST}:1", "key", 7, 0), launch.log)
+    server = PlacedServer([keeper], [Started(f"http://{HOST}:1", "key", 7, 0)], launch.log)
     assert server.poll() == 137
-    assert server.failure_reason() == "its keeper on node-7 is gone: the node died"
+    assert server.failure_reason() == "its keeper on 127.0.0.2 is gone: the node died"
     server.release()
     server.terminate()
     server.stop()
     assert keeper.ends == 1
-    with pytest.raises(ServerLost, match="its keeper on node-7 is gone"):
+    with pytest.raises(ServerLost, match=r"its keeper on 127\.0\.0\.2 is gone"):
         asyncio.run(start(keeper, launch))
 
 
 def test_a_keeper_that_does_not_answer_is_killed(keeper: LocalKeeper, launch: Launch, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("areal_x.engines.vllm.placed.SECONDS_TO_STOP", 0.05)
     keeper.call = lambda *_: Future()  # type: ignore[method-assign]
-    PlacedServer(keeper, Started(f"http://{HOST}:1", "key", 7, 0), launch.log).stop()
+    PlacedServer([keeper], [Started(f"http://{HOST}:1", "key", 7, 0)], launch.log).stop()
     assert keeper.ends == 1
 
 
 def test_of_a_log_that_only_its_node_sees_the_place_is_told(keeper: LocalKeeper, launch: Launch) -> None:
     keeper.call = lambda *_: Future()  # type: ignore[method-assign]
-    server = PlacedServer(keeper, Started(f"http://{HOST}:1", "key", 7, 0), launch.log / "not here")
-    assert server.last_line() == "its log ends: its log is on the node node-7"
-    assert server.failure_reason() == "its log is on the node node-7"
+    server = PlacedServer([keeper], [Started(f"http://{HOST}:1", "key", 7, 0)], launch.log / "not here")
+    assert server.last_line() == "its log ends: its log is on the node 127.0.0.2"
+    assert server.failure_reason() == "its log is on the node 127.0.0.2"
 
 
 def test_a_node_that_does_not_see_the_staged_weights_is_refused_before_anything_starts(
@@ -189,6 +171,109 @@ def test_devices_are_refused_where_ray_gives_them() -> None:
     check_run(config, "torch", here=True, lora_rank=0)
     with pytest.raises(ConfigError, match=r"vllm\.devices .* Ray gives each server its accelerators"):
         check_run(config, "torch", here=False, lora_rank=0)
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"most": 3}, r"vllm\.most = 3 .* with train\.cluster = 'here', where no machine joins"),
+        ({"hosts": 2}, r"vllm\.hosts = 2 .* 1 with train\.cluster = 'here'"),
+    ],
+)
+def test_one_machine_has_a_fixed_number_of_servers_and_each_is_on_it(settings: dict[str, Any], words: str) -> None:
+    config = VLLMConfig(arguments=("-tp", "2"), **settings)
+    check_run(config, "torch", here=False, lora_rank=0)
+    with pytest.raises(ConfigError, match=words):
+        check_run(config, "torch", here=True, lora_rank=0)
+
+
+def test_each_host_of_a_server_has_an_equal_part_of_it() -> None:
+    check_run(VLLMConfig(hosts=2, arguments=("-tp", "2", "-pp=3")), "torch", here=False, lora_rank=0)
+    for arguments in ((), ("-tp", "3")):
+        with pytest.raises(ConfigError, match=r"vllm\.hosts = 2 .* a divisor of [13], the product of the tensor, pipeline"):
+            check_run(VLLMConfig(hosts=2, arguments=arguments), "torch", here=False, lora_rank=0)
+
+
+@pytest.fixture
+def other(keeper: LocalKeeper) -> Iterator[LocalKeeper]:
+    """The keeper of a second host."""
+    made = LocalKeeper(keeper.threads, "127.0.0.3")
+    yield made
+    made.keeper.stop()
+
+
+def parts(*keepers: LocalKeeper) -> list[servers.Server]:
+    return [keeper.keeper._server for keeper in keepers]  # type: ignore[misc]
+
+
+def test_a_server_on_two_hosts_is_started_on_both_and_meets_at_the_first(
+    keeper: LocalKeeper, other: LocalKeeper, launch: Launch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun: list[Launch] = []
+    begin = servers.start
+
+    def start_part(launch: Launch, **how: Any) -> servers.Server:
+        begun.append(launch)
+        return begin(launch, **how)
+
+    monkeypatch.setattr(servers, "start", start_part)
+    server = asyncio.run(start(keeper, launch, other))
+    begun.sort(key=lambda launch: launch.part.rank)  # type: ignore[union-attr]
+    assert [begun[0].log, begun[1].log] == [launch.log, launch.log.with_name("vllm-0-host-1.log")]
+    assert [(part.host, part.part.hosts, part.part.address) for part in begun if part.part] == [
+        ("127.0.0.2", 2, "127.0.0.2"),
+        ("127.0.0.3", 2, "127.0.0.3"),
+    ]
+    assert begun[0].part.meeting_place == begun[1].part.meeting_place  # type: ignore[union-attr]
+    assert begun[0].part.meeting_place[0] == "127.0.0.2"  # type: ignore[union-attr]
+    assert server.url == parts(keeper)[0].url
+    assert server.poll() is None
+    server.stop()
+    assert None not in [part.poll() for part in parts(keeper, other)]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_server_is_lost_with_any_of_its_parts_and_its_keepers_start_all_again(
+    rank: int, keeper: LocalKeeper, other: LocalKeeper, launch: Launch
+) -> None:
+    server = asyncio.run(start(keeper, launch, other))
+    before = parts(keeper, other)
+    wait_for(lambda: all("reason" in part.last_line() for part in before))
+    assert server.poll() is None
+    before[rank].terminate()
+    wait_for(lambda: server.poll() is not None)
+    assert server.failure_reason() == "ValueError: the reason"
+    assert before[1 - rank].poll() is None
+    server.stop()
+    assert None not in [part.poll() for part in before]
+    again = asyncio.run(start(keeper, launch, other))
+    assert again.poll() is None
+    assert not {part.pid for part in before} & {part.pid for part in parts(keeper, other)}
+    again.stop()
+
+
+def test_a_server_is_lost_with_any_of_its_keepers(keeper: LocalKeeper, other: LocalKeeper, launch: Launch) -> None:
+    other.gone = True
+    started = keeper.keeper.start(replace(launch, host=HOST))
+    server = PlacedServer([keeper, other], [started, started], launch.log)
+    assert server.poll() == 137
+    assert server.failure_reason() == "its keeper on 127.0.0.3 is gone: the node died"
+    with pytest.raises(ServerLost, match=r"its keeper on 127\.0\.0\.3 is gone"):
+        asyncio.run(start(keeper, launch, other))
+
+
+def test_a_part_that_cannot_start_ends_the_others(keeper: LocalKeeper, other: LocalKeeper, launch: Launch) -> None:
+    began = other.keeper.start
+
+    def refused(launch: Launch) -> Started:
+        wait_for(lambda: keeper.keeper._server is not None)
+        raise UserError("the node does not see the model")
+
+    other.keeper.start = refused  # type: ignore[method-assign]
+    with pytest.raises(UserError, match="does not see"):
+        asyncio.run(start(keeper, launch, other))
+    wait_for(lambda: parts(keeper)[0].poll() is not None)
+    other.keeper.start = began  # type: ignore[method-assign]
 
 
 @pytest.mark.loses(r"a is lost \(it died\)")

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -19,7 +20,8 @@ from areal_x.engines.vllm import server as servers
 from areal_x.engines.vllm.addresses import LOOPBACK, url_of
 from areal_x.engines.vllm.config import VLLMConfig
 from areal_x.engines.vllm.installed import default_threads
-from areal_x.engines.vllm.server import Launch, command, environment, failure_in, reserve, start
+from areal_x.engines.vllm.server import Launch, command, environment, reserve, start
+from areal_x.engines.vllm.server_log import failure_in
 from areal_x.errors import ConfigError
 
 LAUNCH = Launch(Path("model"), Path("log"), Path("staging"), context=128, concurrency=8, seed=3, threads=2)
@@ -248,8 +250,32 @@ def test_a_port_is_reserved_on_the_address_that_the_server_listens_on(host: str)
         ({"urls": ("localhost:8000",)}, r"vllm\.urls .*not 'localhost:8000'"),
         ({"urls": ("http://localhost:8000",) * 2}, r"vllm\.urls .* each server once"),
         ({"urls": ("http://far.example:8000",)}, r"vllm\.staging .* under the same path"),
+        ({"least": -1}, r"vllm\.least"),
+        ({"most": -1}, r"vllm\.most"),
+        ({"hosts": 0}, r"vllm\.hosts"),
+        ({"least": 2}, r"vllm\.least = 2 .* given with the largest number of servers, vllm\.most"),
+        ({"least": 3, "most": 2}, r"vllm\.most = 2 .* at least vllm\.least = 3"),
+        ({"servers": 2, "most": 3}, r"vllm\.servers = 2 .* begins with vllm\.least = 1"),
+        ({"servers": 1, "least": 2, "most": 3, "urls": ("http://localhost:1",)}, r"vllm\.least = 2 .* with vllm\.urls"),
+        ({"most": 3, "urls": ("http://localhost:1",)}, r"vllm\.most = 3 .* with vllm\.urls"),
+        ({"hosts": 2, "urls": ("http://localhost:1",)}, r"vllm\.hosts = 2 .* with vllm\.urls"),
     ],
 )
-def test_settings_that_cannot_work_are_refused(settings: dict[str, object], words: str) -> None:
+def test_settings_that_cannot_work_are_refused(settings: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         VLLMConfig(**settings)
+
+
+@pytest.mark.parametrize(
+    ("settings", "bounds", "requests"),
+    [
+        ({}, (1, 1), 64),
+        ({"servers": 3}, (3, 3), 192),
+        ({"most": 3}, (1, 3), 192),
+        ({"least": 2, "most": 3, "servers": 2}, (2, 3), 192),
+        ({"urls": ("http://localhost:1", "http://localhost:2")}, (1, 1), 128),
+    ],
+)
+def test_the_number_of_servers_has_bounds(settings: dict[str, Any], bounds: tuple[int, int], requests: int) -> None:
+    config = VLLMConfig(**settings)
+    assert (config.bounds, config.requests) == (bounds, requests)

@@ -7,6 +7,7 @@ import gc
 import threading
 import weakref
 from collections.abc import Callable, Coroutine, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -35,14 +36,15 @@ URLS = ("http://127.0.0.1:1", "http://127.0.0.1:2", "http://127.0.0.1:3")
 class Told:
     """A server, in place of its client. holds: its version. dead: it answers nothing. held: requests wait until they are let
     go. frozen: a pause never ends. offset: how far what it says of a prompt is from what a right server says. error and
-    swap_error: what it answers to each request and swap."""
+    swap_error: what it answers to each request and swap. so_far: tokens of each held request when
+    it hands them over."""
 
     def __init__(self, url: str) -> None:
         self.url, self.holds, self.dead, self.held = url, 0, False, False
         self.offset, self.swap_error, self.error = 0.0, None, None
         self.waiting: list[asyncio.Event] = []
         self.served: list[tuple[list[int], int]] = []
-        self.pauses = 0
+        self.pauses, self.handing, self.so_far = 0, False, 2
         self.paused, self.frozen, self.torn, self.door_is_open = False, False, False, False
 
     def _alive(self) -> None:
@@ -67,13 +69,22 @@ class Told:
         if self.held:
             self.waiting.append(asyncio.Event())
             await self.waiting[-1].wait()
+        handed_over = self.handing and self.held
         # As a deterministic model would: the next token is the last one plus one; 20 ends it.
         drawn = [int(tokens[-1]) + 1 + i for i in range(sampling.max_tokens)]
         if stop := set(sampling.stop_token_ids) & set(drawn):
             drawn = drawn[: drawn.index(min(stop)) + 1]
+        if handed_over:
+            drawn = drawn[: self.so_far]
         logprobs = -np.float32(drawn) / 10
-        reason = "stop" if stop else "length"
+        reason = "abort" if handed_over else "stop" if stop else "length"
         return Completion(np.int32(drawn), logprobs, np.full(len(drawn), self.holds, np.int32), reason)
+
+    async def hand_over(self) -> None:
+        self._alive()
+        self.handing = True
+        for event in self.waiting:
+            event.set()
 
     async def is_healthy(self, seconds: float) -> bool:
         return not self.dead
@@ -611,6 +622,69 @@ def test_servers_join_and_leave_while_requests_are_in_flight(trying: Callable[..
         assert list(engine.supervisor.replicas) == [f"the vLLM server at {URLS[2]}"]
 
     trying(attempt, servers=1)
+
+
+@pytest.mark.parametrize("so_far", [0, 1, 3])
+def test_another_server_continues_what_one_that_leaves_has_generated(
+    so_far: int, trying: Callable[..., list[str]], tiny_model_dir: Path
+) -> None:
+    async def attempt(engine: VLLMEngine, told: list[Told]) -> None:
+        await publish(engine, tiny_model_dir, 3)
+        told[0].held, told[0].so_far = True, so_far
+        tasks = [asyncio.create_task(engine.generate(REQUEST)) for _ in range(2)]
+        await until(lambda: len(told[0].waiting) == 2)
+        await engine.join(URLS[1])
+        told[1].holds = 4  # as in a swap that has reached it before the other
+        await engine.leave(URLS[0])
+        for completion in await asyncio.gather(*tasks):
+            assert completion.tokens.tolist() == [4, 5, 6, 7]
+            assert completion.finish_reason == "length"
+            assert completion.versions.tolist() == [3] * so_far + [4] * (4 - so_far)
+            np.testing.assert_allclose(completion.logprobs, -np.float32([4, 5, 6, 7]) / 10)
+        assert told[1].served == 2 * [([1, 2, 3, 4, 5, 6][: 3 + so_far], 4 - so_far)]
+
+    trying(attempt, servers=1)
+
+
+def test_a_string_that_ends_a_completion_is_looked_for_by_one_server(trying: Callable[..., list[str]]) -> None:
+    async def attempt(engine: VLLMEngine, told: list[Told]) -> None:
+        told[0].held = told[1].held = True
+        task = asyncio.create_task(engine.generate(replace(REQUEST, stop=("67",))))
+        await until(lambda: told[0].waiting or told[1].waiting)
+        first, second = told[:2] if told[0].waiting else told[1::-1]
+        second.held = False
+        await engine.leave(first.url)
+        assert (await task).tokens.tolist() == [4, 5, 6, 7]
+        assert second.served == [([1, 2, 3], 4)]
+
+    trying(attempt)
+
+
+@pytest.mark.parametrize("how", ["dead", "deaf"])
+def test_what_a_leaving_server_does_not_give_back_is_generated_anew(
+    how: str, trying: Callable[..., list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("areal_x.engines.vllm.supervisor.HAND_OVER_SECONDS", 0.1)
+
+    async def attempt(engine: VLLMEngine, told: list[Told]) -> None:
+        first = told[0]
+        first.held = True
+        tasks = [asyncio.create_task(engine.generate(REQUEST)) for _ in range(4)]
+        await until(lambda: len(first.waiting) == 2)
+        asked = asyncio.Event()
+
+        async def deaf() -> None:
+            asked.set()
+            if how == "dead":
+                first._alive()
+
+        first.hand_over, first.dead = deaf, how == "dead"
+        await engine.leave(URLS[0])
+        assert asked.is_set()
+        assert [completion.tokens.tolist() for completion in await asyncio.gather(*tasks)] == [[4, 5, 6, 7]] * 4
+        assert list(engine.fleet.members) == [f"the vLLM server at {URLS[1]}"]
+
+    trying(attempt, heartbeat_seconds=100.0)
 
 
 def test_a_full_file_system_is_waited_for(

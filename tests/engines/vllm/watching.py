@@ -18,6 +18,7 @@ import pytest
 from areal_x.engines.vllm import server as servers
 from areal_x.engines.vllm import supervisor
 from areal_x.engines.vllm.fleet import Fleet
+from areal_x.engines.vllm.server_log import PREFIX
 
 TRACEBACK = "Traceback (most recent call last):"
 BEGIN, SHUTDOWN = "non-default args: ", "[shutdown] "
@@ -50,7 +51,7 @@ def tracebacks(log: str) -> Iterator[str]:
     """Yields the error that each traceback in a server's log ends with. A server that is being stopped may log that its engine
     died."""
     inside = ending = False
-    for line in (servers.PREFIX.sub("", line).rstrip() for line in log.splitlines()):
+    for line in (PREFIX.sub("", line).rstrip() for line in log.splitlines()):
         ending = line.startswith(SHUTDOWN) or (ending and BEGIN not in line)
         if ending:
             inside = False

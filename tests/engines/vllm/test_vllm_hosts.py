@@ -1,0 +1,89 @@
+"""A real server whose processes are on two hosts, here two addresses of this machine with a keeper each."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from areal_x.engines.vllm.config import VLLMConfig
+from areal_x.engines.vllm.engine import VLLMEngine
+from areal_x.engines.vllm.placed import ClusterStarter
+from areal_x.engines.vllm.server import Launch, Part, command, environment
+from areal_x.protocols.engine import Request, SamplingParams
+from tests.engines.vllm.keepers import LocalKeeper
+from tests.servers import Run, Weights
+
+GREEDY = Request(np.int32([3, 4, 5, 6]), SamplingParams(max_tokens=12, temperature=0.0))
+
+
+@pytest.mark.parametrize("rank", [0, 1, 2])
+def test_the_command_of_each_part_is_one_that_vllm_understands(rank: int, tiny_model_dir: Path) -> None:
+    pytest.importorskip("vllm")
+    from vllm import AsyncEngineArgs
+    from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    part = Part(hosts=3, rank=rank, address=f"10.0.0.{rank}", meeting_place=("10.0.0.0", 2345))
+    arguments = ("--tensor-parallel-size", "4", "--pipeline-parallel-size=3")
+    launch = Launch(tiny_model_dir, Path(), Path(), 128, 8, seed=3, host=part.address, part=part, arguments=arguments)
+    words = command(launch, 1234, cpu=True)
+    assert words[1:4] == ["-P", "-m", "vllm.entrypoints.openai.api_server" if rank == 0 else "areal_x.engines.vllm.headless"]
+    parsed = make_arg_parser(FlexibleArgumentParser()).parse_args(words[4:])
+    validate_parsed_serve_args(parsed)
+    assert (parsed.headless, parsed.host, parsed.port) == (rank > 0, part.address, 1234)
+    engine = AsyncEngineArgs.from_cli_args(parsed)
+    assert (engine.nnodes, engine.node_rank, engine.master_addr, engine.master_port) == (3, rank, "10.0.0.0", 2345)
+    assert (engine.tensor_parallel_size, engine.pipeline_parallel_size, engine.seed) == (4, 3, 3)
+    assert environment(launch, "", cpu=True)["VLLM_HOST_IP"] == part.address
+    assert environment(replace(launch, part=None), "", cpu=True)["VLLM_HOST_IP"] == "127.0.0.1"
+
+
+@pytest.fixture
+def keepers() -> Iterator[list[LocalKeeper]]:
+    with ThreadPoolExecutor(16) as threads:
+        made = [LocalKeeper(threads, f"127.0.0.{host}") for host in (2, 3)]
+        yield made
+        for keeper in made:
+            keeper.keeper.stop()
+
+
+@pytest.mark.server
+@pytest.mark.parametrize(
+    "arguments", [("--pipeline-parallel-size", "2"), ("--tensor-parallel-size", "2"), ("--data-parallel-size", "2")]
+)
+def test_a_server_on_two_hosts_computes_as_one_on_one_host_does(
+    vllm_engine: VLLMEngine,
+    run: Run,
+    keepers: list[LocalKeeper],
+    arguments: tuple[str, ...],
+    tiny_model_dir: Path,
+    tmp_path: Path,
+) -> None:
+    async def keepers_of(number: int) -> list[LocalKeeper]:
+        return keepers
+
+    places: Any = SimpleNamespace(keepers=keepers_of, departing=set, vacate=lambda number: None)
+    config = VLLMConfig(context=256, concurrency=8, hosts=2, arguments=arguments)
+    engine = VLLMEngine(config, vllm_engine.model, tmp_path, starter=ClusterStarter(places))
+
+    async def compare() -> None:
+        await engine.start()
+        try:
+            assert [keeper.keeper._server.poll() for keeper in keepers] == [None, None]
+            await engine.swap(await asyncio.to_thread(engine.stage, Weights(tiny_model_dir, 3)))
+            ours, theirs = await asyncio.gather(engine.generate(GREEDY), vllm_engine.generate(GREEDY))
+            assert ours.tokens.tolist() == theirs.tokens.tolist()
+            np.testing.assert_allclose(ours.logprobs, theirs.logprobs, atol=1e-5)
+            assert set(ours.versions.tolist()) == {3}
+        finally:
+            await engine.close()
+
+    run(compare())
