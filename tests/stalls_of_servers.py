@@ -134,6 +134,7 @@ async def _(stall: Stall) -> None:
     trainer = SimpleNamespace(weights=lambda: iter([("a", np.zeros(3))]))
     copied = await stall.threaded(lambda: engine.publisher.stage(trainer, 5), "the trainer")
     assert (await asyncio.wrap_future(copied.files)).version == 5
+    engine.publisher.staging.close()
 
 
 @stall("the writing of weights to end")

@@ -196,7 +196,7 @@ class Rank:
             outcome_of(folder, self.rank).write_text(json.dumps(outcome))
 
     def apply(self, name: str, function: Callable[..., Any], *arguments: Any) -> Any:
-        return function(self._trainers[name], *arguments)
+        return function(self._trainers[name], self.rank, *arguments)
 
     # ---- the sampler, in the first process
 

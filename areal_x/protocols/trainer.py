@@ -83,7 +83,7 @@ class Trainer(Scorer, Protocol):
 
     def device_weights(self) -> Iterator[tuple[str, Any]]:
         """Yields the same tensors as `weights`, as torch tensors on the device. Only needed by the
-        transports "nccl" and "handles" (`Backend.TRANSPORTS`).
+        transports "nccl" and "handles" (`Backend.TRANSPORTS`), which send no adapters.
 
         Raises: NotImplementedError if the backend offers neither.
         """
@@ -144,6 +144,7 @@ class InProcesses(Protocol):
     """A trainer whose parts are in other processes."""
 
     def apply(self, function: Callable[..., Any], *arguments: Any, beside: bool = False) -> Any:
-        """Calls a function of a module with the trainer of every process and these arguments, in all
-        of them, and returns what the first process returns. beside: beside their other calls."""
+        """Calls a function of a module in all processes, with the process's trainer and number and
+        these arguments, and returns what the first one returns. beside: beside their other
+        calls."""
         ...

@@ -145,6 +145,6 @@ def test_the_driver_streams_only_the_tensors_that_it_is_asked_for(make: Make) ->
 
 def test_a_function_is_called_with_the_trainer_of_every_process(make: Make) -> None:
     _, trainer, shared = make(3)
-    assert trainer.apply(lambda one, name: one.fetched.append(name), "here") is None
-    assert trainer.apply(lambda one: (id(one), one.fetched), beside=True) == (id(shared[0]), ["here"])
-    assert [one.fetched for one in shared] == [["here"]] * 3
+    assert trainer.apply(lambda one, rank, name: one.fetched.append(f"{name} {rank}"), "here") is None
+    assert trainer.apply(lambda one, rank: (id(one), one.fetched), beside=True) == (id(shared[0]), ["here 0"])
+    assert [one.fetched for one in shared] == [["here 0"], ["here 1"], ["here 2"]]

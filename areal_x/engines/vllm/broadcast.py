@@ -34,7 +34,7 @@ T = TypeVar("T")
 
 class BroadcastFailed(EngineError):
     """A broadcast did not reach all servers. lost: the names of those that failed; none if the
-    sending side failed before it began. torn: they may have parts of two policies."""
+    sending side did. torn: all servers may have parts of two policies."""
 
     def __init__(self, message: str, lost: Sequence[str], torn: bool = False) -> None:
         super().__init__(message)
@@ -106,7 +106,7 @@ class Broadcast:
             await each(members, lambda m: m.client.finish_update(str(staged.version)))
         except BroadcastFailed as error:
             self._connected = []
-            names = [member.name for member in members]
+            names = [member.name for member in members] if error.lost else []
             reason = f"{error}; all servers of the broadcast may have parts of two policies"
             raise BroadcastFailed(reason, names, torn=True) from error
 
@@ -178,7 +178,7 @@ class Broadcast:
             import torch
 
             with torch.cuda.device(staged.device):
-                return function(staged.trainer, *arguments)
+                return function(staged.trainer, 0, *arguments)
 
         def there() -> T:
             result: T = staged.trainer.apply(function, *arguments, beside=beside)

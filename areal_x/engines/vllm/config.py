@@ -79,11 +79,10 @@ class VLLMConfig:
     are replayed."""
     transport: str = "files"
     """How weights reach the servers. "files": through `staging`; generation is paused while servers
-    read them. "nccl" (experimental: it never ran on GPUs): broadcast from the GPU of a torch
-    trainer's first process to other GPUs (those of `devices`, or of `urls`) while generation is
-    paused. "handles"
-    (experimental: it never ran with a real server): one server on the trainer's own GPU opens the
-    trainer's memory. See docs/torch.md."""
+    read them. "nccl" (experimental: it never ran on GPUs): broadcast from the GPU of
+    the trainer's first process to other GPUs (those of `devices`, or of `urls`) while generation is
+    paused. "handles" (experimental: it never ran with a real server): one server on a torch
+    trainer's own GPU opens the trainer's memory. See docs/torch.md."""
     allow_unpickling: bool = False
     """True accepts that a server started here unpickles the content of requests with its key, which
     "handles" needs."""

@@ -1,7 +1,7 @@
 """Experimental: the sending side of `vllm.transport = 'nccl'`, in the processes that train: a
 broadcast by the first one, to all workers of all servers, of what all gather together.
 
-The functions are called with each process's trainer, here or in the processes of a gang
+The functions are called with each process's trainer and number, here or in the processes of a gang
 (areal_x.protocols.trainer.InProcesses), and return what the first process returns. They have not
 run on GPUs or with a real server: docs/torch.md lists what the tests cover.
 
@@ -37,14 +37,14 @@ class EngineCalls:
     def finish_weight_update(self, weight_version: str | None = None) -> None: ...
 
 
-def invite(trainer: Any, world_size: int, here: bool) -> dict[str, Any]:
+def invite(trainer: Any, rank: int, world_size: int, here: bool) -> dict[str, Any]:
     """Returns what workers need to join a new group of so many ranks, of which the first process
     that trains is 0. here: all are on this machine."""
     from vllm.distributed.device_communicators.pynccl_wrapper import NCCLLibrary
     from vllm.distributed.weight_transfer import nccl_common
     from vllm.utils.nccl import unpinned_nccl_env
 
-    sender = sender_of(trainer)
+    sender = sender_of(trainer, rank)
     if not sender.is_sender:
         return {}
     if here and os.environ.get("MASTER_ADDR", LOOPBACK) in LOCAL_HOSTS:
@@ -62,13 +62,13 @@ def invite(trainer: Any, world_size: int, here: bool) -> dict[str, Any]:
     return dict(nccl_common.worker_init_payload(info))
 
 
-def connect(trainer: Any, invitation: dict[str, Any]) -> None:
+def connect(trainer: Any, rank: int, invitation: dict[str, Any]) -> None:
     """Joins the group of an invitation, and leaves the one before. The first process waits here for
     all others."""
     import torch
     from vllm.distributed.weight_transfer import nccl_common
 
-    sender = sender_of(trainer)
+    sender = sender_of(trainer, rank)
     if sender.is_sender:
         sender.shutdown()
         sender.model_update_group = nccl_common.uid_init_process_group(
@@ -79,11 +79,11 @@ def connect(trainer: Any, invitation: dict[str, Any]) -> None:
         )
 
 
-def describe(trainer: Any) -> dict[str, Any]:
+def describe(trainer: Any, rank: int) -> dict[str, Any]:
     """Returns the names, types and shapes of what `send` broadcasts."""
     from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferUpdateInfo
 
-    found = sender_of(trainer).source.metadata()
+    found = sender_of(trainer, rank).source.metadata()
     info = NCCLWeightTransferUpdateInfo(
         names=[x.name for x in found],
         dtype_names=[str(x.dtype).removeprefix("torch.") for x in found],
@@ -92,22 +92,22 @@ def describe(trainer: Any) -> dict[str, Any]:
     return asdict(info)
 
 
-def send(trainer: Any) -> None:
+def send(trainer: Any, rank: int) -> None:
     """Broadcasts the weights, once all workers expect them."""
     import torch
 
     # vLLM packs on its own CUDA streams, which do not wait for the optimizer step on the trainer's.
     torch.cuda.synchronize()
-    sender_of(trainer).send_weights()
+    sender_of(trainer, rank).send_weights()
 
 
-def leave(trainer: Any) -> None:
+def leave(trainer: Any, rank: int) -> None:
     """Leaves the group. In another thread than `send` it ends a broadcast that waits forever."""
     if _sender is not None:
         _sender.shutdown()
 
 
-def sender_of(trainer: Any) -> Any:
+def sender_of(trainer: Any, rank: int) -> Any:
     """Returns vLLM's sender in this process, which reads this trainer from now on. Raises: UserError
     if there is no GPU."""
     global _sender
@@ -122,11 +122,10 @@ def sender_of(trainer: Any) -> Any:
                 "vllm.transport = 'nccl' needs a CUDA device in every process that trains"
                 f" ({error}): use 'files'"
             ) from error
-        distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
         _sender = NCCLTrainerWeightTransferEngine(
             client=EngineCalls(),
             source=weight_source(trainer),
-            is_sender=not distributed or torch.distributed.get_rank() == 0,
+            is_sender=rank == 0,
             packed=True,
         )
     _sender.source.trainer = trainer

@@ -76,8 +76,8 @@ def check_run(config: VLLMConfig, backend: str, here: bool, lora_rank: int) -> N
         raise ConfigError("vllm.transport", config.transport, wanted)
     if config.transport not in load_backend(backend).TRANSPORTS:
         wanted = (
-            f"'files' with train.backend = {backend!r}, which has no torch tensors to send (the"
-            " torch backend has)"
+            f"'files' with train.backend = {backend!r}, which cannot send its tensors so (the torch"
+            " backend can)"
         )
         raise ConfigError("vllm.transport", config.transport, wanted)
     if lora_rank:

@@ -22,7 +22,7 @@ __all__ = [
     "join",
 ]
 
-TRANSPORTS: tuple[str, ...] = ("files",)
+TRANSPORTS: tuple[str, ...] = ("files", "nccl")
 DEVICES_EACH: int | None = None  # all devices of its host
 
 

@@ -46,7 +46,7 @@ from areal_x_jax.sharding import (
 )
 from areal_x_jax.shares import WholeBatch, divide, own_blocks, put_shares, shares_of
 from areal_x_jax.update import update_step
-from areal_x_jax.weights import from_tensors, to_tensors
+from areal_x_jax.weights import from_tensors, to_arrays, to_tensors
 
 # The heads that have what each method returns.
 HEADS = {"logprobs": ("policy",), "values": ("value", "reward")}
@@ -172,7 +172,14 @@ class Trainer(HuggingFaceTrainer):
         return ((name, tensor) for name, tensor in cast if mine is None or mine(tensor.nbytes))
 
     def device_weights(self) -> Iterator[tuple[str, Any]]:
-        raise NotImplementedError("JAX publishes through files: vllm.transport = 'files'")
+        """Yields the tensors of `weights` without a copy, by DLPack, as torch tensors on this
+        process's first device. With the transport "nccl": experimental."""
+        import torch
+
+        if self.base is not None:
+            raise NotImplementedError("adapters are published through files")
+        for name, x in to_arrays(self.arch, self.params, self.dtype):
+            yield name, torch.from_dlpack(addressable(x))
 
     def adapter(self) -> Iterator[tuple[str, np.ndarray]]:
         if self.base is None:

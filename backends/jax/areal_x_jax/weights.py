@@ -228,17 +228,23 @@ def to_tensors(
     dtype: converts them. mine: fetches only these (areal_x.protocols.trainer). The devices convert
     and transpose in a third of the host's time.
     """
+    for name, part in to_arrays(arch, params, dtype):
+        wanted = mine is None or mine(part.nbytes)
+        part = addressable(part)
+        if wanted:
+            yield name, np.ascontiguousarray(jax.device_get(part)).reshape(part.shape)
+
+
+def to_arrays(
+    arch: Architecture, params: Params, dtype: Any = None
+) -> Iterator[tuple[str, jax.Array]]:
+    """Yields the same on the devices, where processes may have parts of it."""
     for name, place in places(arch).items():
         leaf = get_leaf(params, place.path)
         part = leaf[place.index] if place.index else leaf
         if dtype is not None:
             part = part.astype(dtype)
-        if place.transposed:
-            part = part.T.reshape(place.tensor)
-        wanted = mine is None or mine(part.nbytes)
-        part = addressable(part)
-        if wanted:
-            yield name, np.ascontiguousarray(jax.device_get(part)).reshape(part.shape)
+        yield name, part.T.reshape(place.tensor) if place.transposed else part
 
 
 def _listed(names: list[str], most: int = 5) -> str:

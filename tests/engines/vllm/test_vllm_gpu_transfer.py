@@ -304,6 +304,36 @@ def test_a_broadcast_that_breaks_off_is_repeated_once_the_servers_are_restarted_
     run(until(lambda: len(engine.fleet.serving()) == 2))
 
 
+def test_a_sending_side_that_fails_ends_the_publication_and_no_server_goes_on(
+    first: FirstSwap, receivers: Receivers, run: Run, torch: Any
+) -> None:
+    engine = first.engine
+    others = {name: x.float() for name, x in drawn(torch).items()}  # not what the servers were told
+    with pytest.raises(EngineError, match=r"could not be sent: .* all servers of the broadcast may have parts of two policies"):
+        run(engine.swap(engine.stage(Torch(others), engine.version + 1)))
+    for index in (0, 1):
+        calls = [name for name, _ in receivers.ask(index)["calls"]]
+        assert calls.index("/start_weight_update") > 0
+        assert "/resume" not in calls[len(calls) - calls[::-1].index("/start_weight_update") :]
+        receivers.ask(index, "/restart")
+
+
+def test_a_jax_trainer_sends_its_arrays(
+    first: FirstSwap, receivers: Receivers, run: Run, torch: Any, tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from tests.engines.vllm.receivers import digest
+
+    monkeypatch.setattr(nccl_sender, "_sender", None)  # of another trainer
+    monkeypatch.setattr(first.engine.publisher.broadcaster._broadcast, "_connected", [])
+
+    pytest.importorskip("areal_x_jax")
+    trainer = create_trainer("jax", TrainerConfig(ModelConfig(str(tiny_model_dir)), precision="bf16"))
+    version = first.engine.version + 1
+    run(first.engine.swap(first.engine.stage(trainer, version)))
+    expected = {name: digest(torch.from_numpy(x.astype(np.float32)).bfloat16()) for name, x in trainer.weights()}
+    assert [receivers.ask(index)["loaded"] for index in (0, 1)] == [[expected] * 2, [expected]]
+
+
 class InAGang:
     """A trainer in a process of its own, as the driver sees it."""
 
@@ -313,7 +343,7 @@ class InAGang:
     def apply(self, function: Any, *arguments: Any, beside: bool = False) -> Any:
         self.called.append((function.__name__, beside))
         found = pickle.loads(pickle.dumps((function, arguments)))  # it travels
-        return found[0](self.trainer, *found[1])
+        return found[0](self.trainer, 0, *found[1])
 
 
 def test_the_first_process_of_a_gang_sends_and_the_driver_asks_the_servers(
@@ -336,8 +366,6 @@ def test_the_other_processes_of_a_gang_only_gather(torch: Any, monkeypatch: pyte
 
     without_gpu(monkeypatch.setattr)
     monkeypatch.setattr(nccl_sender, "_sender", None)
-    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
-    monkeypatch.setattr(torch.distributed, "get_rank", lambda: 1)
     gathered = []
 
     class Gathering(Torch):
@@ -347,11 +375,11 @@ def test_the_other_processes_of_a_gang_only_gather(torch: Any, monkeypatch: pyte
                 yield name, x
 
     trainer = Gathering({"a": torch.zeros(2), "b": torch.zeros(3)})
-    assert nccl_sender.invite(trainer, 3, True) == {}
-    nccl_sender.connect(trainer, {})
-    assert nccl_sender.describe(trainer)["shapes"] == [[2], [3]]
+    assert nccl_sender.invite(trainer, 1, 3, True) == {}
+    nccl_sender.connect(trainer, 1, {})
+    assert nccl_sender.describe(trainer, 1)["shapes"] == [[2], [3]]
     gathered.clear()
-    nccl_sender.send(trainer)
+    nccl_sender.send(trainer, 1)
     assert gathered == ["a", "b"]
 
 
@@ -363,7 +391,7 @@ def test_a_process_without_a_gpu_says_so(torch: Any, monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(torch.cuda, "current_device", none)
     with pytest.raises(UserError, match=r"'nccl' needs a CUDA device in every process that trains .*: use 'files'"):
-        nccl_sender.invite(Torch({}), 2, True)
+        nccl_sender.invite(Torch({}), 0, 2, True)
 
 
 def test_a_server_that_an_update_left_paused_is_not_taken_as_it_is(

@@ -52,8 +52,9 @@ def test_a_run_whose_trainer_is_not_of_torch_is_refused_when_it_is_written_down(
     pytest.importorskip("areal_x_jax")
     dataset, workflow = [Task("0", "1+1=")], SingleTurn(reward=lambda task, text: 0.0)
     trainer = TrainerConfig(ModelConfig(str(tiny_model_dir)))
-    with pytest.raises(ConfigError, match=r"vllm\.transport = 'nccl' .* 'files' with train\.backend = 'jax'.* torch backend"):
-        Experiment(dataset=dataset, workflow=workflow, trainer=trainer, backend="jax", engine="vllm", vllm=NCCL)
+    with pytest.raises(ConfigError, match=r"vllm\.transport = 'handles' .* 'files' with .* = 'jax'.* torch backend"):
+        Experiment(dataset=dataset, workflow=workflow, trainer=trainer, backend="jax", engine="vllm", vllm=HANDLES)
+    Experiment(dataset=dataset, workflow=workflow, trainer=trainer, backend="jax", engine="vllm", vllm=NCCL)
 
 
 def test_adapters_and_handles_beside_a_cluster_are_refused() -> None:
