@@ -37,14 +37,15 @@ def shards(staging_root: str, folder: str) -> list[Path]:
     names: Counter[str] = Counter()
     for file in files:
         try:
-            if (found := file.stat().st_size) != sizes[file.name]:
-                raise OSError(f"it has {found} bytes of {sizes[file.name]}")
+            found = file.stat().st_size
             # compares the file's size with what its header lists
             with safe_open(file, framework="pt") as opened:
                 names.update(opened.keys())
         except (SafetensorError, OSError) as error:
             # vLLM hides whole paths
             raise ValueError(f"{file.name} cannot be read: {error}") from error
+        if found != sizes[file.name]:
+            raise ValueError(f"{file.name} has {found} bytes instead of {sizes[file.name]}")
     if twice := [name for name, count in names.items() if count > 1]:
         raise ValueError(f"{folder} has {', '.join(twice)} in more than one file")
     return files
