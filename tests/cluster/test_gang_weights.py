@@ -16,12 +16,14 @@ from safetensors.numpy import load_file
 
 from areal_x.algorithms import losses
 from areal_x.cluster import rank as rank_module
+from areal_x.cluster.dealing import Dealer
 from areal_x.cluster.ganged import GangTrainer
 from areal_x.cluster.rank import Rank, RankSpec
 from areal_x.engines.vllm.loading import shards
 from areal_x.engines.vllm.staging import NoRoom, StagedFiles, Staging
 from areal_x.hf.weight_copy import write_shards
 from areal_x.protocols.trainer import CopiesWeights, Mine
+from areal_x.protocols.trainer_config import TrainerConfig
 
 
 @dataclass
@@ -45,9 +47,11 @@ class Gang:
         spec = RankSpec("torch", size, {}, {}, "")
         self.nodes, self.ranks = ["one"] * size, [Rank(spec, rank) for rank in range(size)]
 
+    def gather(self, method: str, *arguments: Any) -> list[Any]:
+        return [getattr(rank, method)(*arguments) for rank in self.ranks]
+
     def call(self, method: str, *arguments: Any) -> Any:
-        first, *_ = [getattr(rank, method)(*arguments) for rank in self.ranks]
-        return first
+        return self.gather(method, *arguments)[0]
 
     beside = call
 
@@ -64,7 +68,7 @@ def make() -> Make:
         gang, shared = Gang(size), [Shared(tensors) for _ in range(size)]
         for rank, trainer in zip(gang.ranks, shared, strict=True):
             rank._trainers["policy"] = trainer  # type: ignore[assignment]
-        return gang, GangTrainer(gang, "policy", 0, losses.sft), shared  # type: ignore[arg-type]
+        return gang, GangTrainer(gang, "policy", 0, Dealer(None, TrainerConfig(), [], []), losses.sft), shared  # type: ignore[arg-type]
 
     return made
 

@@ -57,7 +57,14 @@ ALLOWED: dict[str, Inside | Bounded | str] = {
     "runtime/hosts.py Services._run: await getattr(self._made[key], method)": OURS_TO_END,  # in a process of Ray
     "runtime/hosts.py Spread._take: turn.result()": AT_ONCE,
     "runtime/hosts.py Spread.call: await getattr(self._own, method)": Inside(REWARD),
-    "cluster/on_ray.py gone_soon: ray.wait()": Bounded("SECONDS_TO_BLAME"),
+    "cluster/installed.py check_installed: ray.wait()": Bounded("SECONDS"),
+    "cluster/leader.py Leader._ended: call.result()": AT_ONCE,
+    "cluster/leader.py Leader.failure: self._failures.get()": OURS_TO_END,  # in a process of Ray, as the next ones
+    "cluster/process.py Process.call_all: self._leader.wait()": OURS_TO_END,
+    "cluster/process.py Process.stay: threading.Event().wait()": OURS_TO_END,
+    "cluster/node.py wait_for_nodes: time.sleep()": "a command of a job, before the run, that says what it waits for",
+    "cluster/on_ray.py RayGang._noticed: watch.result()": AT_ONCE,
+    "cluster/on_ray.py RayGang._result: ray.wait()": Bounded("SECONDS_TO_BLAME"),
     "cluster/parent.py _watch: time.sleep()": OURS_TO_END,  # in a process of Ray
     "cluster/places.py RayKeeper.lives: await asyncio.wrap_future": Bounded("SECONDS_TO_ANSWER"),
     "cluster/places.py answer.settle: done.result()": AT_ONCE,
@@ -168,7 +175,7 @@ ALLOWED: dict[str, Inside | Bounded | str] = {
     "serve.py serve.until_interrupted: await asyncio.Event().wait": OURS_TO_END,  # no run: it serves until Ctrl-C
     "runtime/waits.py _watch: ended.wait()": OURS_TO_END,
     "runtime/waits.py moved: _moves.get()": AT_ONCE,
-    "runtime/waits.py on_behalf_of: _moves.get()": AT_ONCE,
+    "runtime/waits.py _OnBehalfOf.__enter__: _moves.get()": AT_ONCE,
     "runtime/waits.py whose: _whose.get()": AT_ONCE,
     "runtime/waits.py watching: thread.join()": AT_ONCE,
     "engines/vllm/client.py VLLMClient.close: await asyncio.sleep": AT_ONCE,
