@@ -56,22 +56,15 @@ def keepers() -> Iterator[list[LocalKeeper]]:
 
 
 @pytest.mark.server
-@pytest.mark.parametrize(
-    "arguments", [("--pipeline-parallel-size", "2"), ("--tensor-parallel-size", "2"), ("--data-parallel-size", "2")]
-)
+@pytest.mark.thorough
 def test_a_server_on_two_hosts_computes_as_one_on_one_host_does(
-    vllm_engine: VLLMEngine,
-    run: Run,
-    keepers: list[LocalKeeper],
-    arguments: tuple[str, ...],
-    tiny_model_dir: Path,
-    tmp_path: Path,
+    vllm_engine: VLLMEngine, run: Run, keepers: list[LocalKeeper], tiny_model_dir: Path, tmp_path: Path
 ) -> None:
     async def keepers_of(number: int) -> list[LocalKeeper]:
         return keepers
 
     places: Any = SimpleNamespace(keepers=keepers_of, departing=set, vacate=lambda number: None)
-    config = VLLMConfig(context=256, concurrency=8, hosts=2, arguments=arguments)
+    config = VLLMConfig(context=256, concurrency=8, hosts=2, arguments=("--tensor-parallel-size", "2"))
     engine = VLLMEngine(config, vllm_engine.model, tmp_path, starter=ClusterStarter(places))
 
     async def compare() -> None:
