@@ -1,7 +1,7 @@
 """Cost of one request on the engine's event loop, whatever the number of servers, and of its parts.
 
     python -m benchmarks.dispatch [--servers 8 64 256 1000] [--requests 8192] [--in-flight 4096] [--limit 1024]
-        [--parts sockets http aiohttp client engine]
+        [--parts sockets http aiohttp client engine rollout]
 
 Claims: at most 0.45 ms of CPU a request at 1,000 servers, no turn of the loop above 20 ms, started with `ulimit -Sn 1024`; and
 all requests are answered where no more than that may be open (--limit 1024).
@@ -12,8 +12,9 @@ are those of the engine's process during the requests, divided by their number; 
 longest turn is the most CPU time that one callback of the loop took, and the longest collection that of Python's collector,
 measured in a second pass, because measuring costs time itself.
 
---parts: the engine; its client alone, without the dispatcher; the HTTP client below that, with a body made in advance and no
-parsing of the answer; aiohttp's in its place; and bare connections of the loop, which only count bytes.
+--parts: the rollout (runner and queue over the engine, no trainer); the engine; its client alone, without the dispatcher;
+the HTTP client below that, with a body made in advance and no parsing of the answer; aiohttp's in its place; and bare
+connections of the loop, which only count bytes.
 """
 
 from __future__ import annotations
@@ -31,17 +32,21 @@ import tempfile
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
+from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 import psutil
 
 from areal_x.runtime.open_files import raise_limit
 
+if TYPE_CHECKING:
+    from areal_x.protocols.engine import Engine
+
 PROMPT, NEW, GROUP = 200, 300, 8
 SECONDS = (1.0, 2.0)  # until an answer
-PARTS = ("engine", "client", "http", "aiohttp", "sockets")
+PARTS = ("rollout", "engine", "client", "http", "aiohttp", "sockets")
 
 
 # ---- the servers: python -m benchmarks.dispatch --serve COUNT
@@ -171,11 +176,39 @@ class Idle(dict[int, list[Any]]):
         return self.setdefault(key, [])
 
 
-Ask = Callable[[int], Awaitable[None]]  # sends the request of a number
+AskAll = Callable[[int], Awaitable[None]]  # sends so many requests
+
+
+async def roll_out(engine: Engine, prompts: np.ndarray, requests: int, in_flight: int) -> None:
+    """Runs groups of episodes of one request each until so many requests were consumed."""
+    from areal_x.protocols.engine import Request, SamplingParams
+    from areal_x.protocols.workflow import Generator, Workflow
+    from areal_x.rollout.queue import TrajectoryQueue
+    from areal_x.rollout.runner import Runner
+    from areal_x.tasks.stream import TaskStream
+    from areal_x.types import Task, Trajectory
+
+    class Attempt(Workflow):
+        async def run(self, task: Task, engine: Generator) -> list[Trajectory]:
+            prompt = prompts[int(task.id)]
+            said = await engine.generate(Request(prompt, SamplingParams(max_tokens=NEW)))
+            arrays = said.tokens, said.logprobs, said.versions
+            return [Trajectory.from_completion(prompt, *arrays, reward=1.0, finish_reason=said.finish_reason)]
+
+    step = in_flight // GROUP // 2
+    tasks = TaskStream([Task(f"{i}", "") for i in range(len(prompts))])
+    runner = Runner(engine, Attempt(), tasks, TrajectoryQueue(step, 3, step), group_size=GROUP)
+    runner.begin(0)
+    running = asyncio.create_task(runner.run())
+    for version in range(1, requests // GROUP // step + 1):
+        await runner.take()
+        runner.published(version)
+    running.cancel()
+    await asyncio.wait([running])
 
 
 @asynccontextmanager
-async def asking(part: str, urls: list[str], folder: Path, in_flight: int, prompts: np.ndarray) -> AsyncIterator[Ask]:
+async def asking(part: str, urls: list[str], folder: Path, in_flight: int, prompts: np.ndarray) -> AsyncIterator[AskAll]:
     from areal_x.engines.vllm.client import VLLMClient, _generate_body
     from areal_x.engines.vllm.config import VLLMConfig
     from areal_x.engines.vllm.engine import VLLMEngine
@@ -186,11 +219,14 @@ async def asking(part: str, urls: list[str], folder: Path, in_flight: int, promp
     sampling, path = SamplingParams(max_tokens=NEW), "/inference/v1/generate"
     body = _generate_body(prompts[0], sampling, "policy", (), None)
     async with AsyncExitStack() as stack:
-        if part == "engine":
+        if part in ("rollout", "engine"):
             config = VLLMConfig(urls=tuple(urls), concurrency=-(-in_flight // len(urls)), context=4096, heartbeat_seconds=600.0)
             engine = VLLMEngine(config, write_model(folder / "model"), folder, lambda line: None)
             stack.push_async_callback(engine.close)
             await engine.start()
+            if part == "rollout":
+                yield partial(roll_out, engine, prompts, in_flight=in_flight)
+                return
 
             async def ask(number: int) -> None:
                 said = await engine.generate(Request(prompts[number // GROUP], sampling))
@@ -243,7 +279,20 @@ async def asking(part: str, urls: list[str], folder: Path, in_flight: int, promp
                 await connection.ask(message, len(Stub.response(Stub.generated)))
                 free.append(connection)
 
-        yield ask
+        async def ask_all(requests: int) -> None:
+            numbers = iter(range(requests))
+
+            async def one_after_the_other() -> None:
+                for number in numbers:
+                    await ask(number)
+
+            async with asyncio.TaskGroup() as running:
+                for number in range(in_flight):
+                    running.create_task(one_after_the_other())
+                    if number % 64 == 0:  # else this would be the longest turn
+                        await asyncio.sleep(0)
+
+        yield ask_all
 
 
 async def measure(part: str, urls: list[str], requests: int, in_flight: int, stubs: psutil.Process) -> dict[str, Any]:
@@ -252,21 +301,7 @@ async def measure(part: str, urls: list[str], requests: int, in_flight: int, stu
     rng = np.random.default_rng(0)
     prompts = rng.integers(2, 40, (requests // GROUP + 1, PROMPT)).astype(np.int32)
     with tempfile.TemporaryDirectory() as folder:
-        async with asking(part, urls, Path(folder), in_flight, prompts) as ask:
-
-            async def ask_all(count: int) -> None:
-                numbers = iter(range(count))
-
-                async def one_after_the_other() -> None:
-                    for number in numbers:
-                        await ask(number)
-
-                async with asyncio.TaskGroup() as running:
-                    for number in range(in_flight):
-                        running.create_task(one_after_the_other())
-                        if number % 64 == 0:  # else this would be the longest turn
-                            await asyncio.sleep(0)
-
+        async with asking(part, urls, Path(folder), in_flight, prompts) as ask_all:
             with short_collections():
                 began, cpu, theirs = time.perf_counter(), time.process_time(), sum(stubs.cpu_times()[:2])
                 await ask_all(requests)
