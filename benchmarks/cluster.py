@@ -28,6 +28,7 @@ from areal_x.cluster.surroundings import surroundings
 from areal_x.monitor.metrics import read
 from areal_x.types import Batch
 
+IDLE_SECONDS = 2.0
 WARM = 3  # steps before the clock starts
 BYTES_EACH = 41  # of a token in a batch of GRPO
 
@@ -124,6 +125,9 @@ def main() -> None:
             began = time.perf_counter()
             gang = RayGang("rank", ranks, Room(), partial(idle), surroundings(None))
             print(f"{ranks} ranks were up after {time.perf_counter() - began:.1f} s")
+            cpu = time.process_time()
+            time.sleep(IDLE_SECONDS)
+            idle_share = (time.process_time() - cpu) / IDLE_SECONDS
             spent, took = [], []
             for _ in range(options.calls):
                 cpu, wall = time.process_time(), time.perf_counter()
@@ -131,7 +135,10 @@ def main() -> None:
                 spent.append(time.process_time() - cpu)
                 took.append(time.perf_counter() - wall)
             gang.end()
-            print(f"{ranks} ranks: {1e3 * median(spent):.1f} ms of CPU and {1e3 * median(took):.1f} ms a call")
+            of_call, wall = 1e3 * median(spent), 1e3 * median(took)
+            print(
+                f"{ranks} ranks: {of_call:.2f} ms of CPU and {wall:.1f} ms a call; {100 * idle_share:.1f} % of a core between calls"
+            )
 
 
 if __name__ == "__main__":
