@@ -24,6 +24,7 @@ from areal_x.cluster.process import PACKAGE, Process
 from areal_x.cluster.room import check_room, missing
 from areal_x.cluster.surroundings import Surroundings
 from areal_x.errors import UserError
+from areal_x.runtime import background
 from areal_x.runtime.waits import waiting, whose
 
 POLL_SECONDS = 0.2
@@ -210,7 +211,12 @@ def reserve(room: Room, hosts: int) -> Any:
 
 async def reserved(room: Room, hosts: int) -> Any:
     """Does `reserve` in a thread; a call that is cancelled leaves no group."""
-    reserving = asyncio.ensure_future(asyncio.to_thread(reserve, room, hosts))
+
+    async def asked() -> Any:
+        return await asyncio.to_thread(reserve, room, hosts)
+
+    # the one who waits gets its error
+    reserving = background.start(asked(), "the call for room", failed=lambda _: None)
     try:
         return await asyncio.shield(reserving)
     except asyncio.CancelledError:

@@ -72,6 +72,7 @@ ALLOWED: dict[str, Inside | Bounded | str] = {
     "cluster/places.py give_back: reserving.result()": AT_ONCE,
     "cluster/places.py has_ended: ray.wait()": AT_ONCE,
     "cluster/places.py reserved: await asyncio.shield": Inside("room for a server in the cluster"),
+    "cluster/places.py reserved.asked: await asyncio.to_thread": Inside("room for a server in the cluster"),
     "cluster/places.py result: await asyncio.wrap_future": Inside("its keeper to start"),
     "runtime/memory_group.py _remove: time.sleep()": Bounded("REMOVAL_SECONDS"),
     "rewards/pool.py RewardPool._start: await asyncio.open_connection": AT_ONCE,  # over a socket that is connected
