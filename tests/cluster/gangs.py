@@ -104,15 +104,6 @@ def gone_while_idle(rank: int) -> str:
         return raised(lambda: result(Future()))
 
 
-def late(gang: on_ray.RayGang) -> str:
-    """Which ranks a wait names."""
-    waits = threading.Thread(target=lambda: raised(lambda: gang.call("raises", -1, UserError)), daemon=True)
-    waits.start()
-    while not (behind := gang._late({}, [])).startswith("[0, 1]"):
-        time.sleep(0.05)
-    return behind
-
-
 def another_version() -> str:
     found, on_ray.version = on_ray.version, lambda _: "0.0"  # type: ignore[assignment]
     try:
@@ -133,7 +124,6 @@ def no_folder() -> str:
 def main(*names: str) -> None:
     cases: dict[str, Callable[[], str]] = {
         "works": lambda: with_gang(works),
-        "late": lambda: with_gang(late),
         "first gone while idle": lambda: gone_while_idle(0),
         "second gone while idle": lambda: gone_while_idle(1),
         "second raises": lambda: with_gang(lambda gang: raised(lambda: gang.call("raises", 1, ArithmeticError))),

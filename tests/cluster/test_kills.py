@@ -1,4 +1,4 @@
-"""Processes are killed at every kind of moment: a deterministic run ends with the same losses and weights, to the bit."""
+"""Ranks are killed at every kind of moment: a deterministic run ends with the same losses and weights, to the bit."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ import pytest
 from areal_x.monitor.metrics import read
 from tests.cluster import dying
 from tests.cluster.cluster import Cluster, cluster
-from tests.launching import ONLINE, command_of, finished, started
+from tests.launching import ONLINE, command_of, finished
 
-from .test_on_ray import BACKENDS, JAX, TORCH, TWO, digest, rank, wait_for
+from .test_on_ray import JAX, TORCH, TWO, digest
 
 pytest.importorskip("ray")
 pytestmark = [pytest.mark.xdist_group("ray"), pytest.mark.timeout(600)]
@@ -74,21 +74,3 @@ def test_a_rank_that_is_killed_changes_neither_losses_nor_weights(
     said = (folder / "out-0").read_text()
     assert re.search(rf"rank {dying.MOMENTS[moment].rank} is gone: .*; the run continues", said), said
     assert_same(folder / "runs" / "run", undisturbed(backend))
-
-
-@pytest.mark.cluster
-@BACKENDS
-def test_a_driver_that_is_killed_and_begun_again_changes_neither_losses_nor_weights(
-    backend: str, undisturbed: Undisturbed, ray: Cluster, tiny_model_dir: Path, tmp_path: Path
-) -> None:
-    folder = tmp_path / "run"
-    run = folder / "runs" / "run"
-    made = [*command(backend, tiny_model_dir, folder), "--resume=auto"]
-    with started(made, 1, 1, folder, **ray.environment) as (process,):
-        wait_for(lambda: len(read(run)) > 3, process, folder)
-        ranks = [rank(number, run) for number in (0, 1)]
-        process.kill()
-        for gone in ranks:
-            gone.wait(timeout=60)
-    finished(made, 1, 1, folder, **ray.environment)
-    assert_same(run, undisturbed(backend))

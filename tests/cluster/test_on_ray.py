@@ -252,27 +252,6 @@ def test_another_token_is_refused(ray: Cluster, tiny_model_dir: Path, tmp_path: 
     assert said.startswith(f"error: the Ray cluster at {ray.address} cannot be used: ")
 
 
-@thorough
-def test_another_version_of_ray_is_refused(ray: Cluster, tiny_model_dir: Path, tmp_path: Path) -> None:
-    folder = tmp_path / "run"
-    command = command_of(tiny_model_dir, folder, WRITTEN, *TWO)
-    pretend = (
-        "import ray, runpy; ray.__version__ = '1.2.3'; runpy.run_module('areal_x.train', run_name='__main__', alter_sys=True)"
-    )
-    said = refused([command[0], "-c", pretend, *command[3:]], folder, **ray.environment)
-    assert re.search(r"cannot be used: Version mismatch: .* Ray: 2\..* Ray: 1\.2\.3 .*install the same versions", said)
-
-
-@pytest.mark.cluster
-def test_a_run_goes_on_with_another_number_of_ranks(ray: Cluster, tiny_model_dir: Path, tmp_path: Path) -> None:
-    folder = tmp_path / "run"
-    command = command_of(tiny_model_dir, folder, WRITTEN, TORCH, *TWO)
-    more = "mesh.processes = 3", "mesh.fsdp = 3", "train.steps = 5"
-    finished([*command, "-b", "train.steps = 3"], 1, 1, folder, **ray.environment)
-    finished([*command, *(x for b in more for x in ("-b", b)), "--resume"], 1, 1, folder, **ray.environment)
-    assert [row["step"] for row in read(folder / "runs" / "run")] == list(range(6))
-
-
 def test_a_cluster_that_needs_no_token_is_refused(tiny_model_dir: Path, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     with cluster(1, RAY_AUTH_MODE="disabled") as open_to_all:
