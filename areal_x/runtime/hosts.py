@@ -164,6 +164,7 @@ class Services:
     def __init__(self) -> None:
         self._loop = asyncio.new_event_loop()
         self._made: dict[str, Service] = {}
+        background.watch(self._loop, self._failed)
         background.thread(
             serve, self._loop, what="the services' thread", failed=self._failed, name="services"
         )

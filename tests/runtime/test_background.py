@@ -46,7 +46,13 @@ EXECUTORS = {  # and who reads what their work comes to
     "areal_x/runtime/thread.py": "awaited where it is called",
     "backends/jax/areal_x_jax/attention_kernels.py": "the next line waits for it",
 }
-LOOPS = {"areal_x/agents/agent.py", "areal_x/runtime/loop.py", "areal_x/rollout/rollout.py"}  # run by background.serve
+LOOPS = {  # run by background.serve
+    "areal_x/agents/agent.py",
+    "areal_x/cluster/hosts.py",
+    "areal_x/rollout/rollout.py",
+    "areal_x/runtime/hosts.py",
+    "areal_x/runtime/loop.py",
+}
 
 
 def name_of(call: ast.Call) -> str:
