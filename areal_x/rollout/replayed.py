@@ -29,6 +29,9 @@ class ReplayedRollout:
     def publish(self, trainer: Trainer, version: int | None = None, wait: bool = True) -> Published:
         return Published(0.0, 0.0)
 
+    def balance(self, trainer_idle: float, rollout_idle: float) -> dict[str, float]:
+        return {}
+
     def take(self) -> list[Group]:
         return self._recorded.groups_of(next(self._steps))
 

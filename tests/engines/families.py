@@ -32,6 +32,7 @@ if __name__ == "__main__":
 
 import numpy as np
 
+from areal_x.engines.vllm.loading import MANIFEST
 from tests.models import (
     MODELS,
     MORE,
@@ -135,7 +136,14 @@ def staged(root: Path, tensors: dict[str, Any]) -> Iterator[Path]:
 
     with tempfile.TemporaryDirectory(dir=root) as folder:
         save_file(tensors, Path(folder) / "00000.safetensors")
+        list_files(Path(folder))
         yield Path(folder)
+
+
+def list_files(folder: Path) -> None:
+    """Writes the manifest that makes weights staged ones."""
+    sizes = {file.name: file.stat().st_size for file in folder.glob("*.safetensors")}
+    (folder / MANIFEST).write_text(json.dumps(sizes))
 
 
 def tried(name: str, scratch: Path) -> dict[str, Any]:
@@ -173,6 +181,8 @@ def tried(name: str, scratch: Path) -> dict[str, Any]:
     report = {"name": name, "before": difference(old)}
     first = served.seen() if sees else np.zeros(1)
     tensors = load_file(new / "model.safetensors")
+    for directory in (old, new):
+        list_files(directory)
     assert ("lm_head.weight" in tensors) == ("tied" not in name)
     served.swap(new)
     report["after"] = difference(new)
