@@ -44,19 +44,20 @@ class RequestSlots:
         except asyncio.CancelledError:
             if number in self._waiting:
                 self._remove(number)
-            else:
+            elif not granted.cancelled():  # it has the slot
                 self.release(server)
             raise
 
     def release(self, server: str) -> None:
         """server: of the request that has ended."""
-        if not self._waiting:
-            self._free += 1
-            return
-        oldest = next(iter(self._waiting))
-        own = self._of_server.get(server)
-        chosen = own[0] if own and own[0] - oldest < self._limit else oldest
-        self._remove(chosen).set_result(None)
+        while self._waiting:
+            oldest = next(iter(self._waiting))
+            own = self._of_server.get(server)
+            granted = self._remove(own[0] if own and own[0] - oldest < self._limit else oldest)
+            if not granted.done():  # else it was cancelled, and its request does not know yet
+                granted.set_result(None)
+                return
+        self._free += 1
 
     def _remove(self, number: int) -> asyncio.Future[None]:
         server, granted = self._waiting.pop(number)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -96,3 +97,26 @@ def test_a_request_that_is_cancelled_just_as_it_gets_a_slot_gives_it_on() -> Non
         assert first.cancelled()
 
     asyncio.run(main())
+
+
+@pytest.mark.parametrize("cancels_first", [True, False])
+def test_a_slot_that_is_free_when_its_next_request_is_cancelled_goes_to_the_one_after(cancels_first: bool) -> None:
+    """Both happen in one iteration of the loop, before the cancelled request runs again."""
+
+    async def run() -> None:
+        slots = RequestSlots(1)
+        await slots.acquire("a")
+        second, third = (asyncio.create_task(slots.acquire("a")) for _ in range(2))
+        await asyncio.sleep(0)
+        steps = [second.cancel, lambda: slots.release("a")]
+        for step in steps if cancels_first else reversed(steps):
+            step()
+        await asyncio.wait_for(third, 30)
+        assert second.cancelled() or (await asyncio.gather(second, return_exceptions=True))
+        fourth = asyncio.create_task(slots.acquire("a"))
+        await asyncio.sleep(0)
+        assert not fourth.done()  # there is one slot
+        slots.release("a")
+        await asyncio.wait_for(fourth, 30)
+
+    asyncio.run(run())
