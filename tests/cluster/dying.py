@@ -1,4 +1,4 @@
-"""Ends a process of a gang at a chosen moment. Its processes import this with the loss of the run's tasks, and read in their
+"""Ends a process of a gang at a chosen moment. Its processes arm this with the loss of the run's tasks, and read in their
 working directory who is to die and when; they write there when one died, and when the next step was taken."""
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from areal_x.types import Batch, LossTerms, Policy
 ORDER, DIED, AGAIN = "die.json", "died", "again"
 LEARNT = """
 from tests.cluster import dying
+dying.arm()
 @gin.configurable(module="processes_test")
 def mortal(policy, batch):
     return dying.loss(policy, batch)
@@ -121,6 +122,8 @@ def while_writing(call: Callable[..., Any]) -> Callable[..., Any]:
     return called
 
 
-for name in {moment.method for moment in MOMENTS.values()} - {"write_model"}:
-    setattr(Rank, name, mortal(name, getattr(Rank, name)))
-model_dir.write_model = while_writing(model_dir.write_model)
+def arm() -> None:
+    """Makes the moments of this process deadly, in processes of a run alone."""
+    for name in {moment.method for moment in MOMENTS.values()} - {"write_model"}:
+        setattr(Rank, name, mortal(name, getattr(Rank, name)))
+    model_dir.write_model = while_writing(model_dir.write_model)
