@@ -28,7 +28,7 @@ from areal_x.runtime import background
 from areal_x.runtime.waits import waiting, whose
 
 POLL_SECONDS = 0.2
-SECONDS_TO_ANSWER = 10.0  # for a keeper that is asked whether it lives
+SECONDS_TO_ANSWER = 10.0  # for a keeper to report that it is alive
 CALLS = 8  # that a keeper runs at the same time
 
 
@@ -293,7 +293,7 @@ def answer(reference: Any, node: str) -> Future[Any]:
 
 
 def readable(error: BaseException, node: str) -> Exception:
-    """Returns what the driver is told of a call's error."""
+    """Returns the driver's form of an error of a call."""
     failure = failure_of(0, error)
     if failure.died:
         return ConnectionError(f"its keeper on {node} is gone: {failure.text}")

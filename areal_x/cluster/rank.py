@@ -36,7 +36,7 @@ PORTS = range(20_000, 32_000)  # Linux takes those of outgoing connections from 
 
 @dataclass(frozen=True)
 class RankSpec:
-    """What every process of a gang is told: the trainers to build, and how."""
+    """The trainers that every process of a gang builds."""
 
     backend: str
 

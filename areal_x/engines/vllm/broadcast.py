@@ -2,7 +2,7 @@
 trainer's first process broadcasts to them (areal_x.engines.vllm.nccl_sender).
 
     connect    each server joins a group of all workers, with the first process as rank 0
-    send       servers are told to receive, while the processes that train send
+    send       the servers receive, while the processes that train send
 
 The group is made anew whenever its members change: when a server was lost, or has come back. A
 server that fails before the broadcast begins leaves the others as they are. If one fails in the
