@@ -43,8 +43,9 @@ class ClusterConfig:
     """Value of the label "role" of the nodes that serve; "" allows any node."""
 
     host_cpus: float = 1.0
-    """CPUs that are reserved on each other node for rewards and the sandbox's programs, which then
-    run there too; 0 runs them on the driver's machine alone."""
+    """CPUs that another node must have for rewards and the sandbox's programs to run there too. None
+    are reserved, so that ranks and servers have room first; 0 runs all of them on the driver's
+    machine."""
 
     hosts_on: str = ""
     """Value of the label "role" of the nodes that run rewards and programs; "" allows any node."""

@@ -27,8 +27,8 @@ CALLS = 64  # that a host runs at once, of all services together
 def hosts_on_ray(
     cluster: ClusterConfig, surroundings: Surroundings, message: Callable[[str], None]
 ) -> Iterator[RayHosts]:
-    """Starts a host on each node of the cluster that this process is connected to, as soon as the
-    node has room; they end with the body. message: receives why a node is not used."""
+    """Starts a host on each node of the cluster that this process is connected to, also on those that
+    come later; they end with the body. message: receives why a node is not used."""
     hosts = RayHosts(cluster, surroundings, message)
     try:
         yield hosts
@@ -76,9 +76,9 @@ class RayHosts:
     async def _watch(self, own: str) -> None:
         starting: set[asyncio.Task[None]] = set()
         while True:
-            for node, name in await asyncio.to_thread(present, self._labels):
+            for node, name in await asyncio.to_thread(present, self._labels, self._cpus):
                 if node not in self._actors and node != own and node not in self._refused:
-                    self._actors[node] = start_on(node, self._cpus)
+                    self._actors[node] = start_on(node)
                     task = background.start(self._start(node, name), f"the host on {name}")
                     starting.add(task)
                     task.add_done_callback(starting.discard)
@@ -114,22 +114,25 @@ def made_services(rank: int) -> Services:
     return services
 
 
-def present(labels: dict[str, str]) -> list[tuple[str, str]]:
-    """Returns the id and the address of each node that is there and has the labels."""
+def present(labels: dict[str, str], cpus: float) -> list[tuple[str, str]]:
+    """Returns the id and the address of each node that is there and has the labels and the CPUs."""
     import ray
 
     return [
         (node["NodeID"], node["NodeManagerAddress"])
         for node in ray.nodes()
-        if node["Alive"] and labels.items() <= node.get("Labels", {}).items()
+        if node["Alive"]
+        and labels.items() <= node.get("Labels", {}).items()
+        and node["Resources"].get("CPU", 0) >= cpus
     ]
 
 
-def start_on(node: str, cpus: float) -> Any:
-    """Starts an actor on this node and no other, as soon as it has room."""
+def start_on(node: str) -> Any:
+    """Starts an actor on this node and no other. It reserves nothing: a server that is placed later
+    could lack the room."""
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
     actor = ray.remote(max_concurrency=CALLS, max_restarts=0)(Process)
     place = NodeAffinitySchedulingStrategy(node, soft=False)
-    return actor.options(scheduling_strategy=place, num_cpus=cpus).remote()
+    return actor.options(scheduling_strategy=place, num_cpus=0).remote()
