@@ -8,6 +8,7 @@ rows.
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import secrets
@@ -81,9 +82,14 @@ class Rank:
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
         while True:
             port = PORTS.start + secrets.randbelow(len(PORTS))
-            with socket.socket(family) as probe, suppress(OSError):  # another program listens there
-                probe.bind((address, port))
-                return address, port
+            with socket.socket(family) as probe:
+                try:
+                    probe.bind((address, port))
+                except OSError as error:
+                    if error.errno != errno.EADDRINUSE:  # no other port would do
+                        raise
+                else:
+                    return address, port
 
     def join(self, address: str, port: int, local_rank: int, beside: int) -> None:
         """Joins the others at the first one's address. local_rank: its number among those on its

@@ -152,3 +152,10 @@ def test_a_function_is_called_with_the_trainer_of_every_process(make: Make) -> N
     assert trainer.apply(lambda one, rank, name: one.fetched.append(f"{name} {rank}"), "here") is None
     assert trainer.apply(lambda one, rank: (id(one), one.fetched), beside=True) == (id(shared[0]), ["here 0"])
     assert [one.fetched for one in shared] == [["here 0"], ["here 1"], ["here 2"]]
+
+
+def test_a_meeting_place_needs_an_address_of_this_machine() -> None:
+    rank = Rank(RankSpec("torch", 1, {}, {}, ""), 0)
+    assert rank.meeting_place("127.0.0.1")[0] == "127.0.0.1"
+    with pytest.raises(OSError, match="assign"):
+        rank.meeting_place("203.0.113.1")  # reserved for documentation (RFC 5737)
