@@ -28,7 +28,7 @@ from areal_x.experiment import Experiment
 from areal_x.hf.model_dir import resolve
 from areal_x.hf.tokenizer import load_tokenizer
 from areal_x.protocols.engine import Engine, SamplingParams
-from areal_x.rollout.runner import EpisodeEngine
+from areal_x.rollout.episodes import EpisodeEngine
 from areal_x.runtime import background, loop
 from areal_x.train import parser_of, with_config
 from areal_x.types import Scored

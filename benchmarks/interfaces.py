@@ -38,7 +38,7 @@ async def episode(experiment: object) -> str:
     from areal_x.hf.model_dir import resolve
     from areal_x.hf.tokenizer import load_tokenizer
     from areal_x.rollout.episode import run_episode
-    from areal_x.rollout.runner import EpisodeEngine
+    from areal_x.rollout.episodes import EpisodeEngine
 
     directory = resolve(experiment.trainer.model.path)  # type: ignore[attr-defined]
     workflow = experiment.workflow.setup(load_tokenizer(directory))  # type: ignore[attr-defined]

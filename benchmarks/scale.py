@@ -27,8 +27,8 @@ from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from areal_x.rollout.episodes import TRAINING, seed_of
 from areal_x.rollout.queue import TrajectoryQueue
-from areal_x.rollout.runner import TRAINING, seed_of
 from areal_x.run.journal import Journal, NullRecorder, Recorder
 from areal_x.simulation import FakeEngine, FakeTrainer, Speed, lognormal, simulate
 from areal_x.types import Group

@@ -22,7 +22,7 @@ from areal_x.agents.gateway.session_state import SessionLimits
 from areal_x.errors import ConfigError, UserError
 from areal_x.protocols.engine import EngineError, SamplingParams
 from areal_x.rollout.episode import run_episode
-from areal_x.rollout.runner import EpisodeEngine
+from areal_x.rollout.episodes import EpisodeEngine
 from areal_x.types import Failed, Scored, Task, TimedOut
 from tests.rewards.reward_functions import length
 from tests.rollout.fakes import FakeEngine

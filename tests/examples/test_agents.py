@@ -14,7 +14,7 @@ from areal_x.config.reader import load
 from areal_x.config.types import check_early, check_experiment
 from areal_x.protocols.engine import Completion
 from areal_x.rollout.episode import run_episode
-from areal_x.rollout.runner import EpisodeEngine
+from areal_x.rollout.episodes import EpisodeEngine
 from examples.arithmetic.model import END, encode, write_model
 from examples.arithmetic.task import demonstration
 

@@ -13,7 +13,7 @@ from areal_x.config.reader import load
 from areal_x.errors import ConfigError
 from areal_x.hf.tokenizer import load_tokenizer
 from areal_x.rollout.episode import run_episode
-from areal_x.rollout.runner import EpisodeEngine
+from areal_x.rollout.episodes import EpisodeEngine
 from areal_x.types import Episode, Scored, Task, Trajectory
 from examples.smolagents import warm_start as module
 from examples.smolagents.warm_start import ID, PIECES, WITHOUT_SYSTEM, batches, guessed, worked

@@ -56,24 +56,28 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
-        "areal_x/rollout/runner.py",
+        "areal_x/rollout/episodes.py",
         ("tests/rollout/test_runner.py", "tests/rollout/test_rollout.py"),
         (
             "the attempts of a group share a seed",
-            "(self.seed, TRAINING, group.ticket, index)",
-            "(self.seed, TRAINING, group.ticket)",
+            "(self.settings.seed, TRAINING, group.ticket, index)",
+            "(self.settings.seed, TRAINING, group.ticket)",
         ),
         ("evaluations draw what training draws", "TRAINING, EVALUATION = 0, 1 ", "TRAINING, EVALUATION = 0, 0 "),
+        (
+            "each call of an episode has the same seed",
+            "            request = replace(request, seed=seed_of(*self.key, self.calls))",
+            "            request = replace(request, seed=seed_of(*self.key))",
+        ),
+    ),
+    *planted(
+        "areal_x/rollout/runner.py",
+        ("tests/rollout/test_runner.py", "tests/rollout/test_rollout.py"),
         (
             "staleness is counted from when a group is finished",
             "        rejected_by = self._rejected_by(group)\n",
             "        group = replace(group, admitted_version=self.queue.version)\n"
             "        rejected_by = self._rejected_by(group)\n",
-        ),
-        (
-            "each call of an episode has the same seed",
-            "            request = replace(request, seed=seed_of(*self.key, self.calls))",
-            "            request = replace(request, seed=seed_of(*self.key))",
         ),
         (
             "filters are not asked",

@@ -8,8 +8,9 @@ from areal_x.algorithms.filters import varied
 from areal_x.errors import ConfigError, TaskError, UserError
 from areal_x.protocols.engine import EngineError, PromptTooLong, Request, SamplingParams
 from areal_x.rollout.episode import first_of, run_episode
+from areal_x.rollout.episodes import EVALUATION, seed_of
 from areal_x.rollout.queue import TrajectoryQueue
-from areal_x.rollout.runner import EVALUATION, Runner, seed_of
+from areal_x.rollout.runner import Runner
 from areal_x.run.journal import Resumed
 from areal_x.tasks.stream import TaskStream
 from areal_x.types import Episode, Failed, Scored, TimedOut, Trajectory

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from areal_x.errors import ConfigError
 from areal_x.protocols.engine import Request, SamplingParams, Staged
+from areal_x.rollout.episodes import TRAINING, seed_of
 from areal_x.rollout.queue import TrajectoryQueue
-from areal_x.rollout.runner import TRAINING, seed_of
 from areal_x.run.journal import Journal
 from areal_x.simulation import Attempt, Deadlock, FakeEngine, FakeTrainer, Speed, fixed, lognormal, run, simulate
 from areal_x.simulation.balance import LeastLoaded

@@ -12,8 +12,9 @@ from areal_x.errors import ConfigError, UserError
 from areal_x.hf.tokenizer import load_tokenizer
 from areal_x.preflight.model import check_other_models, find_model, other_models
 from areal_x.rollout.episode import run_episode
+from areal_x.rollout.episodes import EpisodeEngine
 from areal_x.rollout.queue import TrajectoryQueue
-from areal_x.rollout.runner import EpisodeEngine, Runner
+from areal_x.rollout.runner import Runner
 from areal_x.tasks.stream import TaskStream
 from areal_x.testing.models import CHARACTERS, write_tokenizer
 from areal_x.types import Failed, Scored, Task, Trajectory
@@ -132,7 +133,7 @@ def test_a_greedy_answer_that_others_are_compared_with_is_judged_by_the_same_mod
         running = asyncio.create_task(runner.run())
         try:
             (group,) = await runner.take()
-            greedy = await run_episode(runner.greedy, group.task, view(), None)
+            greedy = await run_episode(runner.workflow.baseline(), group.task, view(), None)
             return group, greedy
         finally:
             running.cancel()
