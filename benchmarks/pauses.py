@@ -51,7 +51,7 @@ def trainer_of(backend: str, ranks: int, model: Path) -> Iterator[Trainer]:
 
 def measure(trainer: Trainer, batch: Batch, model: Path, folder: Path, steps: int) -> dict[str, float]:
     engine = VLLMEngine(VLLMConfig(urls=(NOWHERE,)), model, folder, print)
-    engine.publisher.open()
+    engine.stager.open()
     rows: dict[str, list[float]] = {"step": [], "pause": [], "with files": []}
     written = None
     try:

@@ -18,7 +18,7 @@ import pytest
 from areal_x.cluster import places
 from areal_x.cluster.gang import Room
 from areal_x.cluster.surroundings import Surroundings
-from areal_x.engines.vllm import broadcaster, publisher
+from areal_x.engines.vllm import broadcaster, stager
 from areal_x.engines.vllm import server as servers
 from areal_x.engines.vllm.broadcaster import Broadcaster
 from areal_x.engines.vllm.client import VLLMClient
@@ -100,11 +100,11 @@ async def _(stall: Stall) -> None:
 @stall("room to stage weights")
 async def _(stall: Stall) -> None:
     engine = engine_of(stall)
-    engine.publisher.staging, engine.publisher.current = (
+    engine.stager.staging, engine.stager.current = (
         SimpleNamespace(keep=print),
         StagedFiles(folder=stall.folder, version=1),
     )  # type: ignore[assignment]
-    stall.request.getfixturevalue("monkeypatch").setattr(publisher, "FULL_SECONDS", 5.0)
+    stall.request.getfixturevalue("monkeypatch").setattr(stager, "FULL_SECONDS", 5.0)
 
     def stage(staging: Any) -> StagedFiles:
         if stall.gate.is_set():
@@ -112,7 +112,7 @@ async def _(stall: Stall) -> None:
         raise NoRoom("no room to stage the weights here")
 
     def work() -> StagedFiles:
-        return engine.publisher.with_room(stage)
+        return engine.stager.with_room(stage)
 
     staged = await stall.threaded(work, "the publication", r"room to stage weights \(no room to stage the weights here\)")
     assert staged.version == 2
@@ -122,32 +122,32 @@ async def _(stall: Stall) -> None:
 async def _(stall: Stall) -> None:
     engine = engine_of(stall)
     files = background.future(lambda: (stall.hold(), StagedFiles(folder=stall.folder, version=5))[1], name="weights")
-    written = engine.publisher._written(CopiedWeights(version=5, files=files))
+    written = engine.stager.written(CopiedWeights(version=5, files=files))
     assert (await stall.through(written, "the publication", "version 5 to be written")).version == 5
 
 
 @stall("the version before to be written")
 async def _(stall: Stall) -> None:
     engine = engine_of(stall)
-    engine.publisher.staging = Staging(stall.folder)
-    engine.publisher._writing = background.future(stall.hold, name="weights")
+    engine.stager.staging = Staging(stall.folder)
+    engine.stager._writing = background.future(stall.hold, name="weights")
     trainer = SimpleNamespace(weights=lambda: iter([("a", np.zeros(3))]))
-    copied = await stall.threaded(lambda: engine.publisher.stage(trainer, 5), "the trainer")
+    copied = await stall.threaded(lambda: engine.stager.stage(trainer, 5), "the trainer")
     assert (await asyncio.wrap_future(copied.files)).version == 5
-    engine.publisher.staging.close()
+    engine.stager.staging.close()
 
 
 @stall("the writing of weights to end")
 async def _(stall: Stall) -> None:
     engine = engine_of(stall)
-    engine.publisher._writing = background.future(stall.hold, name="weights")
+    engine.stager._writing = background.future(stall.hold, name="weights")
     await stall.for_episode(engine.close())
 
 
 @stall("the next version to be staged")
 async def _(stall: Stall) -> None:
     engine = engine_of(stall)
-    engine.publisher.current = StagedFiles(folder=stall.folder / "v1", version=1)
+    engine.stager.current = StagedFiles(folder=stall.folder / "v1", version=1)
     loop = asyncio.get_running_loop()
 
     async def load(staged: StagedFiles) -> float:

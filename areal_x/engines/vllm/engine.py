@@ -6,8 +6,9 @@ one true version: the tokens that a lost server was generating are generated aga
 server that returns serves once it has the newest weights and computes the same log-probabilities of
 the probe prompt as the others.
 
-    dispatcher    requests to servers            publisher     weights to servers
-    fleet         decides which servers serve    supervisor    starts, checks and restarts them
+    dispatcher    requests to servers            stager        weights from the trainer to files
+    fleet         decides which servers serve    publisher     weights to servers
+                                                 supervisor    starts, checks and restarts them
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ from areal_x.engines.vllm.gpu_transfer import TrainerWeights
 from areal_x.engines.vllm.probe import probe_prompt
 from areal_x.engines.vllm.publisher import Publisher
 from areal_x.engines.vllm.replica import Replica, external_replica, launch_of
+from areal_x.engines.vllm.stager import Stager
 from areal_x.engines.vllm.staging import CopiedWeights, StagedFiles
 from areal_x.engines.vllm.supervisor import Supervisor
 from areal_x.engines.vllm.transports import EXPERIMENTAL, TRANSPORTS, check_machine
@@ -105,15 +107,21 @@ class VLLMEngine(Engine):
         )
         self.fleet = self.supervisor.fleet
         self.dispatcher = Dispatcher(config, self.supervisor, experts)
-        self.publisher = Publisher(
+        self.stager = Stager(
             config,
             model,
-            self.supervisor,
-            self.dispatcher,
-            probe_prompt=self._probe_prompt,
             lora=self.lora,
             scorer=scorer,
+            probe_prompt=self._probe_prompt,
             report=report,
+        )
+        self.publisher = Publisher(
+            config,
+            self.stager,
+            self.supervisor,
+            self.dispatcher,
+            lora=self.lora is not None,
+            probe_prompt=self._probe_prompt,
             published=self._set_version,
         )
         self._starter = starter or servers.ThisMachine()
@@ -132,7 +140,7 @@ class VLLMEngine(Engine):
                 self.report(few)
             if self.config.transport != "files":
                 self.report(EXPERIMENTAL.format(transport=self.config.transport))
-            self.publisher.open()
+            self.stager.open()
             if self.config.urls:
                 for url in self.config.urls:
                     self.supervisor.add(self._external(url))
@@ -156,13 +164,12 @@ class VLLMEngine(Engine):
 
     def _own(self, number: int) -> Replica:
         """Returns a server that the run starts, by its number."""
-        assert self.publisher.staging is not None
         launch = launch_of(
             self.config,
             number,
             model=self.model,
             logs=self.logs,
-            staging_root=self.publisher.staging.root,
+            staging_root=self.stager.root,
             context=self.context,
             lora_rank=self.lora.rank if self.lora else 0,
             experts=self.experts,
@@ -178,6 +185,7 @@ class VLLMEngine(Engine):
 
     async def close(self) -> None:
         await self.elastic.close()
+        await self.stager.close()
         await self.publisher.close()
         await self.supervisor.close()
         for replica in self.supervisor.replicas.values():
@@ -195,7 +203,7 @@ class VLLMEngine(Engine):
                 server.terminate()  # all at once, before waiting for each
         for server in ended:
             server.stop()
-        self.publisher.remove_files()
+        self.stager.remove_files()
 
     @property
     def _servers(self) -> list[servers.StartedServer]:
@@ -257,11 +265,10 @@ class VLLMEngine(Engine):
         )
 
     async def _prepare(self, replica: Replica) -> None:
-        assert self.publisher.staging is not None
         context, workers = await replica.prepare(
-            self.publisher.staging.root, self.config.transport, self.lora is not None
+            self.stager.root, self.config.transport, self.lora is not None
         )
-        if self.publisher.current is not None and context < self.context:
+        if self.stager.current is not None and context < self.context:
             raise UserError(
                 f"its context is {context}, the run's is {self.context}: start it with"
                 f" --max-model-len {self.context}"
@@ -325,7 +332,9 @@ class VLLMEngine(Engine):
             return replace(completion, versions=versions)
 
     def stage(self, trainer: Any, version: int | None = None) -> CopiedWeights | TrainerWeights:
-        return self.publisher.stage(trainer, trainer.version if version is None else version)
+        version = trainer.version if version is None else version
+        sender = self.publisher.broadcaster or self.publisher.gpu_sender
+        return (sender or self.stager).stage(trainer, version)
 
     async def swap(self, staged: CopiedWeights | StagedFiles | TrainerWeights) -> float:
         return await self.publisher.swap(staged)

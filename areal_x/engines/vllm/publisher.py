@@ -1,28 +1,20 @@
-"""The publisher moves weights from the trainer to the servers: it stages them while generation goes
-on, and swaps them in.
+"""The publisher moves weights to the servers, once the stager has them in files, or from the
+trainer's own memory.
 
     stage (trainer's thread)     a thread             swap (event loop)
     ──────────────────────────────────────────────────────────────────────────────────────
     files      copy              write to a folder    each server: pause, load, resume
     adapters   copy              write to a folder    each server: load under a new name, no pause
     GPU        nothing                                all servers: pause, receive from the GPU, resume
-
-The trainer stands still for the copy alone. There is one copy, whose memory is used again: it is
-written before the next one is taken.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import itertools
 import shutil
 import time
-from collections.abc import Callable, Coroutine, Iterator, Sequence
-from concurrent.futures import Future
-from dataclasses import replace
-from functools import partial
-from pathlib import Path
+from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, TypeVar
 
 import numpy as np
@@ -36,80 +28,51 @@ from areal_x.engines.vllm.config import VLLMConfig
 from areal_x.engines.vllm.dispatcher import Dispatcher
 from areal_x.engines.vllm.failures import ServerLost, ServerTorn
 from areal_x.engines.vllm.gpu_transfer import GPUSender, TrainerWeights
-from areal_x.engines.vllm.probe import trainer_logp
 from areal_x.engines.vllm.replica import Replica
-from areal_x.engines.vllm.staging import (
-    CopiedWeights,
-    NoRoom,
-    StagedFiles,
-    Staging,
-    Write,
-    default_parent,
-)
+from areal_x.engines.vllm.stager import Stager
+from areal_x.engines.vllm.staging import CopiedWeights, StagedFiles
 from areal_x.engines.vllm.supervisor import Supervisor
-from areal_x.hf import adapters as adapter_files
-from areal_x.hf.weight_copy import WeightCopy
 from areal_x.protocols.engine import EngineError
-from areal_x.protocols.trainer import CopiesWeights, Scorer
-from areal_x.protocols.trainer_config import LoRAConfig
-from areal_x.runtime import background, timeline
-from areal_x.runtime.loop import result, together
+from areal_x.runtime import timeline
+from areal_x.runtime.loop import together
 from areal_x.runtime.waits import waiting, whose
 
 T = TypeVar("T")
-FULL_SECONDS = 1.0  # between two attempts to stage on a full file system
 
 
 class Publisher:
-    """Stages weights and swaps them into the supervisor's servers.
+    """Swaps weights into the supervisor's servers.
 
-    model: the served model's directory. scorer: computes the reference log-probabilities of the
-    probe prompt when weights are staged; None for none. published: called with each version as soon
-    as it is current.
+    lora: adapters are published in place of whole weights. published: called with each version as soon as it
+    is current.
     """
 
     def __init__(
         self,
         config: VLLMConfig,
-        model: Path,
+        stager: Stager,
         supervisor: Supervisor,
         dispatcher: Dispatcher,
         *,
+        lora: bool,
         probe_prompt: Callable[[], Int32[np.ndarray, " T"]],
-        lora: LoRAConfig | None,
-        scorer: Scorer | None,
-        report: Callable[[str], None],
         published: Callable[[int], None],
     ) -> None:
         self.versions = AdapterVersions()
-        self.staging: Staging | None = None
-        self.current: StagedFiles | None = None  # what a server that returns must load
         self.gpu_sender: GPUSender | None = None  # of the transport "handles"
         self.broadcaster: Broadcaster | None = None  # of the transport "nccl"
         self.workers: dict[str, int] = {}  # of each server, for transports other than files
         self._config = config
-        self._model = model
+        self._stager = stager
         self._supervisor = supervisor
         self._fleet = supervisor.fleet
         self._dispatcher = dispatcher
-        self._probe_prompt = probe_prompt
         self._lora = lora
-        self._scorer = scorer
-        self._report = report
+        self._probe_prompt = probe_prompt
         self._published = published
         self._version = 0
-        self._copy = WeightCopy()
-        self._writing: Future[StagedFiles] | None = None
-        self._closing = False
 
     # ---- start and end
-
-    def open(self) -> Path:
-        """Creates the staging folder and returns it."""
-        self._closing = False
-        parent = Path(self._config.staging).resolve() if self._config.staging else default_parent()
-        self.staging = Staging(parent)
-        return self.staging.root
 
     def open_gpu_sender(self) -> None:
         """Prepares a transport other than files, once all servers are up."""
@@ -127,101 +90,22 @@ class Publisher:
         )
 
     async def close(self) -> None:
-        """Ends the writing and the sending of weights; staged files stay until `remove_files`."""
-        self._closing = True
-        if self._writing is not None:
-            writing = asyncio.wrap_future(self._writing)
-            with waiting(whose(), "the writing of weights to end"):
-                await asyncio.wait([writing])
-            writing.exception()  # `swap` raises it
+        """Ends the sending of weights from the trainer's own memory."""
         for sender in (self.gpu_sender, self.broadcaster):
             if sender is not None:
                 with waiting(whose(), "the sending of weights to end"):
                     await asyncio.to_thread(sender.close)
         self.gpu_sender = self.broadcaster = None
 
-    def remove_files(self) -> None:
-        if self.staging is not None:
-            self.staging.close()
-            self.staging = None
-
-    # ---- staging, on the trainer's thread
-
-    def stage(self, trainer: Any, version: int) -> CopiedWeights | TrainerWeights:
-        """Copies the weights and begins to write them."""
-        assert self.staging is not None, "stage() needs an engine that was started"
-        if (sender := self.broadcaster or self.gpu_sender) is not None:
-            return sender.stage(trainer, version)
-        if self._writing is not None:  # of a publication that was interrupted
-            with (
-                waiting("the trainer", "the version before to be written"),
-                contextlib.suppress(Exception),
-            ):
-                result(self._writing)
-        size, write = self._copied(trainer)
-
-        def work() -> StagedFiles:
-            return self.with_room(
-                lambda staging: staging.stage(self._until_closed(), version, write)
-            )
-
-        self._writing = background.future(work, name="weights")
-        logp = None if self._scorer is None else trainer_logp(self._scorer, self._probe_prompt())
-        return CopiedWeights(version=version, bytes=size, files=self._writing, probe_logp=logp)
-
-    def _copied(self, trainer: Any) -> tuple[int, Write | None]:
-        """Copies a trainer's weights or adapters. Returns their bytes, and what writes them, None
-        for the staging's own way."""
-        if self._lora is not None:
-            write = partial(adapter_files.write, config=self._lora, base=self._model)
-            return self._copy.take(trainer.adapter()), write
-        if isinstance(trainer, CopiesWeights):
-            assert self.staging is not None
-            if (size := trainer.copy_weights(self.staging.root)) is not None:
-                return size, lambda folder, _: trainer.write_weights(folder)
-        return self._copy.take(trainer.weights()), None
-
-    def _until_closed(self) -> Iterator[tuple[str, np.ndarray]]:
-        """Yields the copied tensors. Raises: EngineError once the publisher is being closed."""
-        for item in self._copy:
-            if self._closing:
-                raise EngineError("the engine was closed while weights were written")
-            yield item
-
-    def with_room(self, stage: Callable[[Staging], StagedFiles]) -> StagedFiles:
-        """Stages weights; if the file system is full although an earlier version had room, retries,
-        first without the version that is kept for servers that return (these then wait for the next
-        one)."""
-        began = time.monotonic()
-        for attempt in itertools.count():
-            assert self.staging is not None
-            try:
-                return stage(self.staging)
-            except NoRoom as error:
-                waited = time.monotonic() - began
-                if self.current is None or waited > self._config.wait_seconds or self._closing:
-                    raise
-                if attempt == 0 and self._lora is None:
-                    self.staging.keep(None)
-                    continue
-                if attempt <= 1:
-                    self._report(
-                        f"{error}; staging is tried again for {self._config.wait_seconds:g} s"
-                    )
-                with waiting("the publication", "room to stage weights", f"{error}"):
-                    time.sleep(FULL_SECONDS)
-        raise AssertionError("unreachable")
-
-    # ---- swapping, on the event loop
+    # ---- weights
 
     async def swap(self, staged: CopiedWeights | StagedFiles | TrainerWeights) -> float:
-        assert self.staging is not None, "swap() needs an engine that was started"
         if isinstance(staged, TrainerWeights):
             return await self._send(staged)
         if isinstance(staged, CopiedWeights):
-            staged = await self._written(staged)
+            staged = await self._stager.written(staged)
         await self._supervisor.pause_comparing()
-        previous, self.current = self.current, staged
+        previous, self._stager.current = self._stager.current, staged
         self._supervisor.expect(staged.version, staged.probe_logp)
         names = self._fleet.begin(staged.version)
         outcomes: dict[str, float | EngineError] = {}
@@ -235,7 +119,7 @@ class Publisher:
             and not pauses
             and not any(isinstance(error, ServerLost) for error in errors.values())
         ):
-            self.current = previous
+            self._stager.current = previous
             self._supervisor.expect(
                 self._version, None if previous is None else previous.probe_logp
             )
@@ -250,24 +134,19 @@ class Publisher:
         self._set_version(staged.version)
         self._fleet.published(time.monotonic())
         self._supervisor.settle()
-        if self._lora is not None:
+        if self._lora:
             await self._unload_adapters(self.versions.publish(staged))
         else:
-            self.staging.keep(staged)
+            self._stager.keep(staged)
         self._supervisor.compare()
         return max(pauses, default=0.0)
-
-    async def _written(self, copied: CopiedWeights) -> StagedFiles:
-        with waiting("the publication", f"version {copied.version} to be written"):
-            files = await asyncio.wrap_future(copied.files)
-        return replace(files, probe_logp=copied.probe_logp)
 
     async def _update(self, name: str, staged: StagedFiles) -> float | EngineError:
         """Returns the seconds that the server was paused, or why it does not have the version."""
         replica = self._supervisor.replicas.get(name)
         if replica is None:
             return ServerLost(f"{name} left during the swap")
-        call = replica.load(staged) if self._lora is None else self._load_adapter(replica, staged)
+        call = replica.load(staged) if not self._lora else self._load_adapter(replica, staged)
         try:
             paused = await self._supervisor.unless_lost(call, lambda: name in self._fleet.serving())
         except EngineError as error:
@@ -347,20 +226,20 @@ class Publisher:
         """Loads the newest weights into a server; returns False if none were published."""
         if self.broadcaster is not None:
             return await self.broadcaster.joined(replica)
-        if self.current is None:
+        if self._stager.current is None:
             return False
-        if self._lora is not None:
-            await replica.sync_adapters([*self.versions.held(), self.current])
+        if self._lora:
+            await replica.sync_adapters([*self.versions.held(), self._stager.current])
         else:
             with waiting(replica.name, "the next version to be staged"):
-                while not self.current.folder.exists():  # removed by `with_room`
+                while not self._stager.current.folder.exists():  # removed by `with_room`
                     await self._dispatcher.change()
-            await replica.load(self.current)
+            await replica.load(self._stager.current)
         return True
 
     async def probe(self, replica: Replica) -> Float32[np.ndarray, " T"]:
         """Returns a server's log-probabilities of the probe prompt under the newest weights."""
-        adapter = None if self._lora is None else self.current
+        adapter = self._stager.current if self._lora else None
         model = MODEL if adapter is None else adapters.name_of(adapter.version)
         return await replica.client.probe(model, self._probe_prompt().tolist())
 

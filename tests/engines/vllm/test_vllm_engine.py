@@ -164,7 +164,7 @@ def given_url(vllm_engine: VLLMEngine, run: Run) -> Any:
 
     async def give_back() -> None:
         client = VLLMClient(server.url, server.key)
-        await client.init_weight_transfer({"staging_root": str(vllm_engine.publisher.staging.root)})
+        await client.init_weight_transfer({"staging_root": str(vllm_engine.stager.staging.root)})
         await client.close()
 
     run(give_back())

@@ -161,7 +161,7 @@ def test_a_request_in_flight_ends_on_its_own_version_which_then_goes(
     train(trainer, 1)
     run(published.swap(published.stage(trainer)))
     assert run(held()) == [f"policy-{first + 4}"]
-    folders = [folder.name for folder in published.publisher.staging.root.iterdir() if folder.is_dir()]
+    folders = [folder.name for folder in published.stager.staging.root.iterdir() if folder.is_dir()]
     assert folders == [f"v{first + 4:08d}"]
 
 
@@ -196,5 +196,5 @@ def test_adapters_that_another_run_left_on_a_server_are_unloaded(
         return left
 
     assert run(begin()) == []
-    (folder,) = (folder for folder in published.publisher.staging.root.iterdir() if folder.is_dir())
+    (folder,) = (folder for folder in published.stager.staging.root.iterdir() if folder.is_dir())
     run(published._clients[0].load_adapter(f"policy-{trainer.version}", folder))  # for the next trainer, as it was

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from areal_x.engines.vllm import dispatcher, fleet, publisher, staging
+from areal_x.engines.vllm import dispatcher, fleet, stager, staging
 from areal_x.engines.vllm.config import VLLMConfig
 from areal_x.engines.vllm.engine import VLLMEngine
 from areal_x.engines.vllm.failures import ServerFailed, ServerLost
@@ -567,7 +567,7 @@ def test_a_server_that_drifts_from_the_trainer_is_quarantined_after_a_swap(
     trying: Callable[..., list[str]], tiny_model_dir: Path, servers: int
 ) -> None:
     async def attempt(engine: VLLMEngine, told: list[Told]) -> None:
-        engine.publisher._scorer = says = Says()
+        engine.stager._scorer = says = Says()
         for says.version in (1, 2):
             await publish(engine, tiny_model_dir, says.version)
             await until(lambda: engine.supervisor._consensus is not None and engine.supervisor._consensus[0] == says.version)
@@ -592,7 +592,7 @@ def test_a_server_that_comes_back_far_from_the_trainer_is_quarantined(
     trying: Callable[..., list[str]], tiny_model_dir: Path
 ) -> None:
     async def attempt(engine: VLLMEngine, told: list[Told]) -> None:
-        engine.publisher._scorer = says = Says()
+        engine.stager._scorer = says = Says()
         says.version = 1
         await publish(engine, tiny_model_dir, 1)
         told[0].dead = True
@@ -690,11 +690,11 @@ def test_what_a_leaving_server_does_not_give_back_is_generated_anew(
 def test_a_full_file_system_is_waited_for(
     trying: Callable[..., list[str]], tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(publisher, "FULL_SECONDS", 0.001)
+    monkeypatch.setattr(stager, "FULL_SECONDS", 0.001)
 
     async def attempt(engine: VLLMEngine, told: list[Told]) -> None:
         full = 3
-        stage = engine.publisher.staging.stage
+        stage = engine.stager.staging.stage
 
         def refusing(*arguments: Any) -> StagedFiles:
             nonlocal full
@@ -703,7 +703,7 @@ def test_a_full_file_system_is_waited_for(
                 raise NoRoom("no room to stage the weights")
             return stage(*arguments)
 
-        monkeypatch.setattr(engine.publisher.staging, "stage", refusing)
+        monkeypatch.setattr(engine.stager.staging, "stage", refusing)
         with pytest.raises(NoRoom):  # the first version, which nothing says will ever fit
             await publish(engine, tiny_model_dir, 1)
         full = 0
@@ -752,8 +752,8 @@ def test_the_trainer_goes_on_while_its_weights_are_written_and_they_are_those_of
             assert (engine.version, told[0].pauses) == (version - 1, version - 1)
             trainer.gate.set()
             await swap
-            folder = engine.publisher.current.folder
-            (file,) = shards(str(engine.publisher.staging.root), str(folder))
+            folder = engine.stager.current.folder
+            (file,) = shards(str(engine.stager.staging.root), str(folder))
             assert load_file(file)["a"].tolist() == [version - 1] * 4
             assert (engine.version, told[0].holds) == (version, version)
 
@@ -777,7 +777,7 @@ def test_a_publication_that_was_interrupted_does_not_share_its_copy_with_the_nex
         trainer.gate.set()
         await engine.swap(await second)
         assert first.files.done()
-        (file,) = engine.publisher.current.folder.glob("*.safetensors")
+        (file,) = engine.stager.current.folder.glob("*.safetensors")
         assert load_file(file)["a"].tolist() == [1] * 4
         assert (engine.version, told[0].holds) == (2, 2)
 
@@ -793,7 +793,7 @@ def test_an_engine_that_is_closed_ends_the_writing_and_leaves_no_files(
         copied = engine.stage(trainer, 1)
         await asyncio.to_thread(trainer.writing.wait)
         closing = asyncio.create_task(engine.close())
-        await until(lambda: engine.publisher._closing)
+        await until(lambda: engine.stager._closing)
         trainer.gate.set()
         await closing
         with pytest.raises(EngineError, match="was closed while weights were written"):
