@@ -17,7 +17,7 @@ from areal_x.cluster.surroundings import Surroundings
 from areal_x.errors import UserError
 from areal_x.runtime import background
 from areal_x.runtime.hosts import Host, Services
-from areal_x.runtime.loop import serve
+from areal_x.runtime.loop import new_loop, serve
 
 POLL_SECONDS = 5.0  # between looks for new nodes
 CALLS = 64  # that a host runs at once, of all services together
@@ -47,7 +47,7 @@ class RayHosts:
         self._actors: dict[str, Any] = {}  # by node
         self._ready: dict[str, RayKeeper] = {}
         self._refused: set[str] = set()
-        self._loop = asyncio.new_event_loop()
+        self._loop = new_loop()
         background.watch(self._loop, self._failed)
         self._thread = background.thread(
             serve, self._loop, what="the thread of the hosts", failed=self._failed, name="hosts"

@@ -23,7 +23,7 @@ from areal_x.rollout.runner import RolloutStats, Runner
 from areal_x.run.journal import Resumed
 from areal_x.runtime import background, timeline
 from areal_x.runtime.interrupts import deferred_interrupts
-from areal_x.runtime.loop import collect, result, serve
+from areal_x.runtime.loop import collect, new_loop, result, serve
 from areal_x.runtime.waits import waiting
 from areal_x.types import Episode, Group, Task
 
@@ -91,7 +91,7 @@ class Rollout:
         if self._thread is not None:
             raise RuntimeError("this rollout was already started: make a new one")
         self.resumed = resumed
-        loop = self._loop = asyncio.new_event_loop()
+        loop = self._loop = new_loop()
         background.watch(loop, self._failed)
         self._thread = background.thread(
             serve, loop, what="the rollout's thread", failed=self._failed, name="rollout"

@@ -19,7 +19,7 @@ from concurrent.futures import Future
 from typing import Any, Protocol
 
 from areal_x.runtime import background
-from areal_x.runtime.loop import serve
+from areal_x.runtime.loop import new_loop, serve
 from areal_x.runtime.waits import waiting, whose
 
 
@@ -162,7 +162,7 @@ class Services:
     event loop. The methods may be called from any thread."""
 
     def __init__(self) -> None:
-        self._loop = asyncio.new_event_loop()
+        self._loop = new_loop()
         self._made: dict[str, Service] = {}
         background.watch(self._loop, self._failed)
         background.thread(

@@ -21,13 +21,19 @@ COLLECT_SECONDS = 10.0
 _collected_at = 0.0
 
 
+def new_loop() -> asyncio.AbstractEventLoop:
+    """Returns asyncio's own event loop. A library may have set another as the default, as Ray does in
+    its processes where uvloop is installed, whose connections take other arguments."""
+    return asyncio.SelectorEventLoop()
+
+
 def run(work: Coroutine[Any, Any, T], name: str) -> T:
     """Runs a coroutine to its end on a new loop and thread of that name, and closes both. An
     interrupt cancels it.
 
     Raises: what the coroutine raises, or the error of a background task that ended unexpectedly.
     """
-    loop = asyncio.new_event_loop()
+    loop = new_loop()
     future = asyncio.run_coroutine_threadsafe(work, loop)
     failures: list[BaseException] = []
 

@@ -12,7 +12,7 @@ import weakref
 import pytest
 
 from areal_x.runtime import background, loop
-from areal_x.runtime.loop import collect, run, short_collections
+from areal_x.runtime.loop import collect, new_loop, run, short_collections
 
 
 class Thing:
@@ -81,3 +81,15 @@ def test_an_interrupt_right_after_the_threads_start_ends_the_thread_too(monkeypa
     with pytest.raises(KeyboardInterrupt):
         run(asyncio.Event().wait(), "interrupted")
     assert "interrupted" not in [thread.name for thread in threading.enumerate()]
+
+
+def test_a_loop_is_asyncios_own_whatever_a_library_has_set():
+    uvloop = pytest.importorskip("uvloop")
+    before = asyncio.get_event_loop_policy()
+    asyncio.set_event_loop_policy(uvloop.EventLoopPolicy())
+    try:
+        made = new_loop()
+    finally:
+        asyncio.set_event_loop_policy(before)
+    assert isinstance(made, asyncio.SelectorEventLoop)
+    made.close()
