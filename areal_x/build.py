@@ -6,9 +6,11 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import gin
 
 from areal_x.algorithms import losses, mismatch
 from areal_x.batching.batch import Models
@@ -28,9 +30,10 @@ from areal_x.protocols.engine import Engine
 from areal_x.protocols.trainer import Trainer
 from areal_x.protocols.trainer_config import LoRAConfig, TrainerConfig
 from areal_x.protocols.workflow import Workflow
+from areal_x.rollout.episodes import EpisodeSettings
 from areal_x.rollout.queue import TrajectoryQueue
 from areal_x.rollout.rollout import Rollout
-from areal_x.rollout.runner import Runner
+from areal_x.rollout.runner import MakeEpisodes, Runner
 from areal_x.run import checkpoint, resuming
 from areal_x.run.journal import Journal, Resumed
 from areal_x.runtime import cores, timeline
@@ -44,9 +47,9 @@ from areal_x.types import Loss
 
 if TYPE_CHECKING:
     from areal_x.engines.vllm.server import Starter
+    from areal_x.shards.on_ray import Sharded
 
 Message = Callable[[str], None]
-SERVERS_READ = "VLLM_"  # the driver's environment variables that vLLM reads begin with it
 
 
 @dataclass(frozen=True)
@@ -101,10 +104,25 @@ class Factory(Settings):
             if hosts is not None:
                 workflow = workflow.on_hosts(hosts)
                 evaluation = evaluation and evaluation.on_hosts(hosts)
-            engine = self.create_engine(directory, models.policy, workflow, run, message, starter)
+            sharded = stack.enter_context(
+                self.sharded(directory, models.policy, workflow, run / "logs", message)
+            )
+            engine = (
+                self.create_engine(directory, models.policy, workflow, run, message, starter)
+                if sharded is None
+                else sharded.engine
+            )
             journal = stack.enter_context(Journal(run, self.journal.keep_steps))
             rollout = stack.enter_context(
-                self.create_rollout(engine, workflow, evaluation, journal, tokenizer, message)
+                self.create_rollout(
+                    engine,
+                    workflow,
+                    evaluation,
+                    journal,
+                    tokenizer,
+                    message,
+                    episodes=None if sharded is None else sharded.episodes,
+                )
             )
             starting = (
                 trackers.start(name, run, self.project, read_settings(run)) for name in self.loggers
@@ -116,6 +134,8 @@ class Factory(Settings):
             spans = stack.enter_context(timeline.recording(run))
             if isinstance(models.policy, GangTrainer):
                 spans.sources.append(models.policy.calls)
+            if sharded is not None:
+                spans.sources.append(sharded.engine.spans)
             threads = stack.enter_context(self.create_threads(models.policy))
             recorder = StepRecorder(rollout.stats, spans, threads, self.share_prompts)
             stack.enter_context(watching(message, run / "logs", lambda: recorder.step_seconds))
@@ -170,6 +190,7 @@ class Factory(Settings):
         if self.places_servers:
             _, most = self.vllm.bounds
             other_cpus = most * self.vllm.hosts * self.placement.server_cpus
+        other_cpus += self.placement.shards * self.placement.shard_cpus
         with trainers.trainers_on_ray(
             self.backend, configs, losses, self.placement, logs, other_cpus
         ) as created:
@@ -238,25 +259,63 @@ class Factory(Settings):
     @contextmanager
     def server_starter(self) -> Iterator[Starter | None]:
         """Returns what starts the servers of the run on the nodes of its cluster, until the body
-        ends; None if none is started there. Needs the connection that `models` keeps."""
-        if not self.places_servers:
+        ends; None if none is started there, or shards start them. Needs the connection that `models`
+        keeps."""
+        if not self.places_servers or self.placement.shards:
             yield None
             return
-        from areal_x.cluster.places import places_on_ray, server_room
-        from areal_x.cluster.surroundings import surroundings
-        from areal_x.engines.vllm.placed import ClusterStarter, Keeper, accelerators_of
+        from areal_x.shards.starter import server_starter
 
-        hosts = self.vllm.hosts
-        room = server_room(self.placement, accelerators_of(self.vllm.arguments) // hosts)
-        around = surroundings(logs=None, more=[SERVERS_READ])
-        with places_on_ray(room, hosts, Keeper, around, joins=self.vllm.most > 0) as places:
-            yield ClusterStarter(places)
+        with server_starter(self.vllm, self.placement) as starter:
+            yield starter
+
+    @contextmanager
+    def sharded(
+        self,
+        directory: Path,
+        trainer: Trainer,
+        workflow: Workflow,
+        logs: Path,
+        message: Message,
+    ) -> Iterator[Sharded | None]:
+        """Returns the shards that the rollout is divided among, not yet opened, whose processes end
+        with the body; None if it runs in this process. Needs the connection that `models` keeps.
+
+        Raises: UserError for a workflow that keeps state between episodes.
+        """
+        count = self.placement.shards
+        if not count:
+            yield None
+            return
+        if workflow.state() is not None:
+            raise UserError(
+                f"cluster.shards = {count} must be 0 with {type(workflow).__name__}, which keeps"
+                " state between episodes"
+            )
+        from areal_x.shards.on_ray import sharded_on_ray
+        from areal_x.shards.parts import VLLMParts
+
+        parts = VLLMParts(
+            workflow=self.workflow,
+            evaluation=self.evaluation,
+            backend=self.backend,
+            directory=directory.absolute(),
+            config=replace(self.vllm, context=self.vllm.context or self.row_length),
+            placement=self.placement,
+            logs=logs.absolute(),
+            lora=self.trainer.lora if self.trainer.lora.rank else None,
+            experts=self.trainer.replay_experts,
+            bindings=gin.config_str(),
+        )
+        scorer = self.compared_with(trainer, workflow)
+        with sharded_on_ray(parts, self.episode_settings(), scorer, message) as found:
+            yield found
 
     @contextmanager
     def hosts(self, logs: Path, message: Message) -> Iterator[Hosts | None]:
         """Returns the other nodes of its cluster, for rewards and programs, until the body ends;
-        None if they run on this machine alone. Needs the connection that `models` keeps."""
-        if self.cluster == trainers.HERE or not self.placement.host_cpus:
+        None if they run on this machine alone, or in shards. Needs the connection that `models` keeps."""
+        if self.cluster == trainers.HERE or not self.placement.host_cpus or self.placement.shards:
             yield None
             return
         from areal_x.cluster.hosts import hosts_on_ray
@@ -283,23 +342,37 @@ class Factory(Settings):
             return EmbeddedEngine(trainer.sampler(self.embedded.slots, context))
         from areal_x.engines.vllm.engine import VLLMEngine
 
-        experts = self.trainer.replay_experts
-        # Servers score a prompt at temperature 1 only, and record experts only while sampling.
-        compared_with = None if experts or self.temperature(workflow) != 1 else trainer
         config = replace(self.vllm, context=self.vllm.context or self.row_length)
-        if starter is not None:  # another node's cores are not this one's to divide
-            threads = config.threads or max(1, int(self.placement.server_cpus))
-            config = replace(config, threads=threads)
+        if starter is not None:
+            from areal_x.shards.starter import threads_of
+
+            config = replace(config, threads=threads_of(config, self.placement))
         return VLLMEngine(
             config,
             directory.absolute(),
             (run / "logs").absolute(),
             message,
             self.trainer.lora,
-            experts,
-            compared_with,
+            self.trainer.replay_experts,
+            self.compared_with(trainer, workflow),
             starter,
             self.cluster == trainers.HERE,
+        )
+
+    def compared_with(self, trainer: Trainer, workflow: Workflow) -> Trainer | None:
+        """Returns the trainer if servers are compared with it: they score a prompt at temperature 1
+        only, and record experts only while sampling."""
+        unlike = self.trainer.replay_experts or self.temperature(workflow) != 1
+        return None if unlike else trainer
+
+    def episode_settings(self) -> EpisodeSettings:
+        return EpisodeSettings(
+            group_size=self.group_size,
+            seed=self.seed,
+            episode_seconds=self.episode_seconds,
+            greedy="greedy" in self.algorithm.needs,
+            row_length=self.row_length,
+            together=2 if self.algorithm.pairs else 1,
         )
 
     def create_rollout(
@@ -310,28 +383,26 @@ class Factory(Settings):
         journal: Journal,
         tokenizer: Any,
         message: Message,
+        episodes: MakeEpisodes | None = None,
     ) -> Rollout:
-        """Returns the rollout, not yet started. Both workflows are set up for the tokenizer."""
+        """Returns the rollout, not yet started. Both workflows are set up for the tokenizer.
+        episodes: makes what runs them, by default in this process."""
         context = engine.context or self.row_length
         runner = Runner(
             engine,
             workflow,
             TaskStream(self.dataset, self.seed),
             TrajectoryQueue(self.groups_per_step, self.max_staleness, self.window),
-            group_size=self.group_size,
-            seed=self.seed,
-            episode_seconds=self.episode_seconds,
+            **asdict(self.episode_settings()),
             filters=self.algorithm.filters,
             filtered_groups=self.filtered_groups,
-            greedy="greedy" in self.algorithm.needs,
-            row_length=self.row_length,
-            together=2 if self.algorithm.pairs else 1,
             screen=scan_dataset(
                 self.dataset, workflow, tokenizer, self.longest_prompt, context, message
             ),
             recorder=journal,
             deterministic=self.deterministic,
             message=message,
+            episodes=episodes,
         )
         return Rollout(runner, evaluation)
 

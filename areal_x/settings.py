@@ -14,6 +14,7 @@ from areal_x.engines.embedded import EmbeddedConfig
 from areal_x.engines.sampling_checks import check_distribution
 from areal_x.engines.vllm.addresses import server_urls
 from areal_x.engines.vllm.config import VLLMConfig
+from areal_x.engines.vllm.division import check_division
 from areal_x.engines.vllm.transports import check_run
 from areal_x.errors import ConfigError, at_least, one_of, positive, within
 from areal_x.monitor.trackers import PROJECT, check_loggers
@@ -229,6 +230,8 @@ class Settings:
             self._check_deterministic()
         if self.engine == "vllm":
             check_run(self.vllm, self.backend, self.cluster == HERE, self.trainer.lora.rank)
+        if self.placement.shards:
+            self._check_shards()
         for binding, context in (
             ("embedded.context", self.embedded.context),
             ("vllm.context", self.vllm.context),
@@ -263,6 +266,18 @@ class Settings:
         """Returns the policy's sampling temperature."""
         sampling = workflow.sampling_params()
         return self.trainer.temperature if sampling is None else sampling.temperature
+
+    def _check_shards(self) -> None:
+        shards, wanted = self.placement.shards, None
+        if self.cluster == HERE:
+            wanted = "0 with train.cluster = 'here': its shards are processes of a Ray cluster"
+        elif self.engine != "vllm":
+            wanted = f"0 with train.engine = {self.engine!r}: shards divide vLLM servers"
+        elif self.workflow.open_ended:
+            wanted = "0 with a workflow whose episodes are begun and ended from outside"
+        if wanted is not None:
+            raise ConfigError("cluster.shards", shards, wanted)
+        check_division(self.vllm, shards)
 
     def _check_deterministic(self) -> None:
         wanted = None

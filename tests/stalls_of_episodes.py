@@ -28,7 +28,11 @@ from areal_x.runtime.hosts import Spread
 from areal_x.runtime.thread import OneThread, in_thread
 from areal_x.sandbox import pool as sandbox_pool
 from areal_x.sandbox.pool import ProgramResult, Sandbox
-from areal_x.types import Scored, Task, Trajectory
+from areal_x.shards import messages
+from areal_x.shards.episodes import ShardedEpisodes
+from areal_x.shards.seat import result
+from areal_x.shards.shards import Shards
+from areal_x.types import Group, Scored, Task, Trajectory
 from areal_x.workflows.learned_reward import RewardModel
 from tests.agents.gateway.scripted import RUN, Letters, Scripted
 from tests.engines.test_embedded import Counting, Model, request
@@ -182,6 +186,31 @@ async def _(stall: Stall) -> None:
     other.answer()
     await first
     await stall.through(spread.close(), "the rollout", r"the services on other nodes to end \(counts\)")
+
+
+@stall("a shard to answer")
+async def _(stall: Stall) -> None:
+    answer = result(Elsewhere(stall), "shard 2", "open")  # type: ignore[arg-type]
+    assert await stall.for_episode(answer, r" \(open, shard 2 on 10\.0\.0\.7\)") == "answered"
+
+
+@stall("a shard to be opened again")
+async def _(stall: Stall) -> None:
+    shards = Shards(1, 1, SimpleNamespace(), print)  # type: ignore[arg-type]
+    (seat,) = shards.seats
+    stall.release = lambda: seat.ready(Elsewhere(stall), messages.Opened(8, 64))  # type: ignore[arg-type, method-assign]
+    assert await stall.through(shards.some_ready(), "the rollout") == [seat]
+
+
+@stall("its shard")
+async def _(stall: Stall) -> None:
+    shards, group = Shards(1, 1, SimpleNamespace(), print), Group(Task("t", ""), 7, 0)  # type: ignore[arg-type]
+    episodes = ShardedEpisodes(shards, SimpleNamespace(), lambda: None)  # type: ignore[arg-type]
+    episodes.admit(group)
+    ((_, done),) = shards._waiting
+    stall.release = lambda: done.set_result(messages.Finished(7, (), 0.5))  # type: ignore[method-assign]
+    found = await stall.through(episodes.run(group), "group 7", r"its shard \(no shard is ready\)")
+    assert found.greedy_reward == 0.5
 
 
 @stall("the learned reward")

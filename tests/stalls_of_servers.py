@@ -314,7 +314,7 @@ def place_of(stall: Stall, room: bool, answers: bool) -> places.RayPlace:
     return places.RayPlace(Room(), 1, object, Surroundings(stall.folder, (), {}), "keeper-3")
 
 
-@stall("room for a server in the cluster")
+@stall("room in the cluster")
 async def _(stall: Stall) -> None:
     place = place_of(stall, room=False, answers=True)
     (keeper,) = await stall.for_episode(place.keepers(), r" \(2 CPU wanted, 1 free\)")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,8 @@ from areal_x.protocols.trainer_config import ModelConfig, TrainerConfig
 from areal_x.rollout.rollout import Published
 from areal_x.rollout.runner import RolloutStats
 from areal_x.runtime import cores
+from areal_x.shards.engine import ShardedEngine
+from areal_x.shards.shards import Shards
 from areal_x.types import Episode, Group, Scored, Task, Trajectory
 from areal_x.workflows.supervised import Demonstrations, PreferencePairs
 from tests.experiments import TASKS, tiny_experiment
@@ -78,6 +81,7 @@ def written_by_all(tiny_model_dir: Path, model_dir_of: Any, runs: Path) -> set[s
     for name, beta in (("drawn", None), ("whole", 0.5)):
         keys |= written_by(**of, name=name, algorithm=recipes.distill(beta=beta), teacher=str(tiny_model_dir))
     keys |= set(VLLMEngine(VLLMConfig(), tiny_model_dir, runs).balance(0.0, 0.0))
+    keys |= set(ShardedEngine(Shards(1, 1, SimpleNamespace(), print), SimpleNamespace(), 64).balance(0.0, 0.0))  # type: ignore[arg-type]
     mixture = create_trainer("torch", TrainerConfig(model=ModelConfig(str(model_dir_of("qwen3-moe")))))
     batch = pack([trajectory()], 8).batch
     keys |= set(mixture.update(batch.replace(weights=batch.mask.astype(np.float32)), losses.sft))

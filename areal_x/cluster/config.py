@@ -9,7 +9,7 @@ import gin
 from areal_x.errors import at_least, positive
 
 ROLE = "role"
-"""The label of nodes that `cluster.ranks_on`, `.servers_on` and `.hosts_on` compare."""
+"""The label of nodes that `cluster.ranks_on`, `.servers_on`, `.hosts_on` and `.shards_on` compare."""
 
 
 @gin.configurable("cluster")
@@ -50,6 +50,17 @@ class ClusterConfig:
     hosts_on: str = ""
     """Value of the label "role" of the nodes that run rewards and programs; "" allows any node."""
 
+    shards: int = 0
+    """Number of processes that the rollout is divided among, with train.engine = 'vllm': each has a
+    part of the servers, and runs the episodes, rewards and programs of its groups. 0 runs all in the
+    driver."""
+
+    shard_cpus: float = 1.0
+    """CPUs that are reserved for each shard."""
+
+    shards_on: str = ""
+    """Value of the label "role" of the nodes that run shards; "" allows any node."""
+
     attempts: int = 3
     """How often the processes that train may be lost within ten steps before the run ends."""
 
@@ -61,4 +72,6 @@ class ClusterConfig:
             at_least("cluster.server_accelerators", self.server_accelerators, 0)
         positive("cluster.server_cpus", self.server_cpus)
         at_least("cluster.host_cpus", self.host_cpus, 0)
+        at_least("cluster.shards", self.shards, 0)
+        positive("cluster.shard_cpus", self.shard_cpus)
         positive("cluster.attempts", self.attempts)

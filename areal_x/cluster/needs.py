@@ -1,4 +1,5 @@
-"""What a run needs of the nodes of a cluster: ranks and vLLM servers, each with room on one node.
+"""What a run needs of the nodes of a cluster: ranks, vLLM servers and shards of the rollout, each with
+room on one node.
 
 One description for three readers: `launch` compares it with the nodes that are asked for, `check` and
 the run itself with those that are there.
@@ -11,11 +12,12 @@ from dataclasses import dataclass
 
 from areal_x.cluster.config import ROLE, ClusterConfig
 from areal_x.cluster.gang import Room
-from areal_x.cluster.places import server_room
+from areal_x.cluster.places import server_room, shard_room
 from areal_x.cluster.trainers import accelerators
 from areal_x.errors import ConfigError
 
 CPU = "CPU"
+SHARD = "shard"
 Resources = Mapping[str, float]
 """The resources of a node, by Ray's names. Without "CPU" it is not known how many it has."""
 
@@ -113,9 +115,27 @@ def needs_of(
         accelerators_setting="cluster.accelerators",
         cpus_setting="cluster.cpus",
     )
-    if not servers:
-        return [ranks]
-    placed = Need(
+    needs = [ranks]
+    if servers:
+        needs.append(server_need(servers, width, hosts, cluster, there))
+    if cluster.shards:
+        shards = Need(
+            name=SHARD,
+            count=cluster.shards,
+            room=shard_room(cluster),
+            count_setting="cluster.shards",
+            accelerators_setting="cluster.shards",
+            cpus_setting="cluster.shard_cpus",
+        )
+        needs.append(shards)
+    return needs
+
+
+def server_need(
+    servers: int, width: int, hosts: int, cluster: ClusterConfig, there: Sequence[Resources]
+) -> Need:
+    """Returns what the servers need, each of `width` accelerators on `hosts` nodes."""
+    return Need(
         name="server" if hosts == 1 else "server's part",
         count=servers * hosts,
         room=server_room(cluster, width // hosts, there),
@@ -124,12 +144,20 @@ def needs_of(
         cpus_setting="cluster.server_cpus",
         parts=hosts,
     )
-    return [ranks, placed]
 
 
 def with_roles(needs: Sequence[Need], nodes: int, resources: Resources) -> list[Node]:
     """Returns so many equal nodes with the labels that the needs ask for: those of the first need
-    first, as few as it needs, then those of the second."""
+    first, as few as it needs, then those of the second; shards with a label of their own are on the
+    last."""
+    if needs[-1].name == SHARD:
+        *others, shards = needs
+        own = shards.role not in ("", *(need.role for need in others))
+        last = min(nodes - 1, _nodes_for(shards, resources)) if own else 0
+        return [
+            *with_roles(others, nodes - last, resources),
+            *[Node(resources, shards.role)] * last,
+        ]
     roles = {need.role for need in needs}
     if len(roles) == 1:
         return [Node(resources, needs[0].role)] * nodes

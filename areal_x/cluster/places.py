@@ -34,18 +34,25 @@ CALLS = 8  # that a keeper runs at the same time
 
 @contextmanager
 def places_on_ray(
-    room: Room, hosts: int, make: Callable[[], Any], surroundings: Surroundings, joins: bool = False
+    room: Room,
+    hosts: int,
+    make: Callable[[], Any],
+    surroundings: Surroundings,
+    joins: bool = False,
+    name: str = "keeper",
+    settings: tuple[str, str] = ("cluster.server_accelerators", "cluster.server_cpus"),
 ) -> Iterator[RayPlaces]:
     """Returns places for objects, in the cluster that this process is connected to; their keepers
     end with the body. room: for each keeper. hosts: the keepers of one place, each on a node of its
     own. make: makes the object of each, in these surroundings. joins: nodes with the room may join
-    later.
+    later. name: of one keeper's process, without its number. settings: those that ask for the room's
+    accelerators and CPUs.
 
     Raises: UserError or ConfigError if no node has the labels or the room, unless nodes join.
     """
     if not joins:
-        check_room(room, "cluster.server_accelerators", "cluster.server_cpus", hosts)
-    places = RayPlaces(room, hosts, make, surroundings)
+        check_room(room, *settings, hosts)
+    places = RayPlaces(room, hosts, make, surroundings, name)
     try:
         yield places
     finally:
@@ -69,22 +76,33 @@ def server_room(
     )
 
 
+def shard_room(cluster: ClusterConfig) -> Room:
+    """Returns what one shard of the rollout needs of a node."""
+    labels = {ROLE: cluster.shards_on} if cluster.shards_on else {}
+    return Room(cpus=cluster.shard_cpus, labels=labels)
+
+
 class RayPlaces:
     """Places by their numbers (areal_x.engines.vllm.placed.Places); each is made when its keepers
     are first wanted."""
 
     def __init__(
-        self, room: Room, hosts: int, make: Callable[[], Any], surroundings: Surroundings
+        self,
+        room: Room,
+        hosts: int,
+        make: Callable[[], Any],
+        surroundings: Surroundings,
+        name: str = "keeper",
     ) -> None:
         self._room, self._hosts = room, hosts
-        self._make, self._surroundings = make, surroundings
+        self._make, self._surroundings, self._name = make, surroundings, name
         self._places: dict[int, RayPlace] = {}
 
     async def keepers(self, number: int) -> list[RayKeeper]:
         """Returns the keepers of a place. Raises: see `RayPlace.keepers`."""
         if number not in self._places:
             self._places[number] = RayPlace(
-                self._room, self._hosts, self._make, self._surroundings, f"keeper-{number}"
+                self._room, self._hosts, self._make, self._surroundings, f"{self._name}-{number}"
             )
         return await self._places[number].keepers()
 
@@ -135,7 +153,7 @@ class RayPlace:
         self.end()
         try:
             free = partial(missing, self._room, self._hosts)
-            with waiting(whose(), "room for a server in the cluster", free):
+            with waiting(whose(), "room in the cluster", free):
                 self._group = await reserved(self._room, self._hosts)
                 ready = self._group.ready()
                 while not has_ended(ready):

@@ -94,6 +94,8 @@ def check_labels(settings: Settings, nodes: Sequence[Node]) -> None:
     wanted = {"cluster.ranks_on": cluster.ranks_on}
     if settings.places_servers:
         wanted["cluster.servers_on"] = cluster.servers_on
+    if cluster.shards:
+        wanted["cluster.shards_on"] = cluster.shards_on
     for name, role in wanted.items():
         if role and role not in there:
             has = ", ".join(sorted(filter(None, there))) or "none"

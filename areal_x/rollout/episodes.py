@@ -273,7 +273,7 @@ class LocalEpisodes:
             return episode
 
         self.pacing.began(len(tasks))
-        self._evaluated = {index: task.id for index, task in tasks}
+        self._evaluated |= {index: task.id for index, task in tasks}
         try:
             async with asyncio.TaskGroup() as episodes:
                 running = [episodes.create_task(one(index, task)) for index, task in tasks]

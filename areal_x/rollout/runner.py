@@ -27,7 +27,7 @@ from areal_x.types import Episode, Group, Task
 
 Filter = Callable[[Group], bool]  # True keeps the group
 
-MakeEpisodes = Callable[[EpisodeSettings, Callable[[], None]], Episodes]
+MakeEpisodes = Callable[[Callable[[], None]], Episodes]
 """Makes what runs the episodes. The function is to be called when there may be room for a group."""
 
 
@@ -114,7 +114,7 @@ class Runner:
         self.episodes = (
             LocalEpisodes(engine, workflow, settings, self._notify, deterministic)
             if episodes is None
-            else episodes(settings, self._notify)
+            else episodes(self._notify)
         )
         self._pacing = self.episodes.pacing
         self._ended: BaseException | None = None

@@ -98,6 +98,14 @@ class Recorder:
         # copying a deque is atomic for other threads; iterating is not
         return [*self._kept[lane].copy(), *running]
 
+    def take(self) -> list[Interval]:
+        """Returns the spans of all lanes that ended, and forgets them."""
+        found = []
+        for kept in self._kept.values():
+            while kept:
+                found.append(kept.popleft())
+        return found
+
     def idle_share(self, lane: str, start: float, end: float) -> float:
         """Returns the fraction of the time from start to end with no open span in the lane."""
         busy, until = 0.0, start
@@ -159,11 +167,17 @@ def add(name: str, start: float, end: float, **arguments: Any) -> None:
     _current.add(name, start, end, **arguments)
 
 
+def begin() -> Recorder:
+    """Begins a timeline of this process, and returns its recorder."""
+    global _current
+    _current = Recorder()
+    return _current
+
+
 @contextmanager
 def recording(run: Path) -> Iterator[Recorder]:
     """Begins a run's timeline, and writes it at the end, also after an error."""
-    global _current
-    recorder = _current = Recorder()
+    recorder = begin()
     try:
         yield recorder
     finally:

@@ -110,3 +110,22 @@ def test_nodes_that_differ_are_filled_one_by_one() -> None:
     check_needs(wanted, nodes)
     with pytest.raises(ConfigError, match=r"vllm\.servers = 3 cannot work: it must be at most 2"):
         check_needs(needs(4, 3, 4, nodes[1].resources), nodes)
+
+
+def test_shards_are_beside_others_or_on_nodes_of_their_own() -> None:
+    node = {"GPU": 1, "CPU": 4}
+    beside = needs(2, 0, 1, node, shards=6)
+    assert str(beside[1]) == "6 shards of 1 CPU"
+    check_needs(beside, with_roles(beside, 2, node))  # 3 CPUs are left on each
+    more = needs(2, 0, 1, node, shards=7)
+    sentence = r"^cluster\.shards = 7 cannot work: it must be at most 6, 4 on each of 2 nodes, beside 2 "
+    with pytest.raises(ConfigError, match=sentence):
+        check_needs(more, with_roles(more, 2, node))
+    apart = needs(2, 1, 1, node, shards=5, shards_on="roll", servers_on="serve")
+    nodes = with_roles(apart, 5, node)
+    assert [x.role for x in nodes] == ["", "", "serve", "roll", "roll"]
+    check_needs(apart, nodes)
+    with pytest.raises(
+        ConfigError, match=r"^cluster\.shards = 5 cannot work: it must be at most 4, 4 on the only node with role=roll"
+    ):
+        check_needs(apart, nodes[:-1])

@@ -180,7 +180,7 @@ def test_a_lost_server_waits_for_room_and_is_placed_where_it_is(ray: Cluster, tm
         wait_for(lambda: not (family(tmp_path, 0) and family(tmp_path, 1)), SECONDS_TO_END, tmp_path)
         lost = 1 if family(tmp_path, 0) else 0
         drives.tell(f"start {lost}")
-        waits = r"nothing has moved .* room for a server in the cluster \(2 CPU wanted, \d free, on nodes with .*other"
+        waits = r"nothing has moved .* room in the cluster \(2 CPU wanted, \d free, on nodes with .*other"
         drives.until(waits)  # Ray writes there too
         assert is_up(tmp_path, 1 - lost)
         assert ray.ask("add") == "done"

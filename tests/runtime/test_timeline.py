@@ -183,3 +183,11 @@ def test_in_flight_counts_what_is_open(drawn: list[tuple[int, int]]) -> None:
     for t in range(70):
         last = max(i for i, x in enumerate(times) if x <= t + 0.5)
         assert counts[last] == sum(s <= t < s + n for s, n in drawn)
+
+
+def test_spans_that_are_taken_are_forgotten() -> None:
+    recorder = timeline.begin()
+    with timeline.span("update", step=1), timeline.span("generate", ticket=2):
+        assert recorder.take() == []
+    assert sorted(span.name for span in recorder.take()) == ["generate", "update"]
+    assert recorder.take() == []

@@ -19,7 +19,7 @@ import contextlib
 import itertools
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -74,6 +74,8 @@ class VLLMEngine(Engine):
             staged; None skips the comparison with the trainer.
         starter: starts the run's servers, by default on this machine.
         trainer_here: the trainer is in this process.
+        first: number of the first server that it starts, among all of the run.
+        seeds: each start of a server takes the next one, by default 0, 1, …
     """
 
     def __init__(
@@ -87,6 +89,8 @@ class VLLMEngine(Engine):
         scorer: Scorer | None = None,
         starter: servers.Starter | None = None,
         trainer_here: bool = True,
+        first: int = 0,
+        seeds: Iterator[int] | None = None,
     ) -> None:
         self.config = config
         self.model = model
@@ -125,7 +129,8 @@ class VLLMEngine(Engine):
             published=self._set_version,
         )
         self._starter = starter or servers.ThisMachine()
-        self._seeds = itertools.count()
+        self._seeds = itertools.count() if seeds is None else seeds
+        self._first = first
         self.elastic = Elastic(config, self.supervisor, self._starter, self._own, report)
         check_machine(config, trainer_here)
         if self.lora is not None:
@@ -168,15 +173,15 @@ class VLLMEngine(Engine):
             self.config,
             number,
             model=self.model,
-            logs=self.logs,
+            log=self.logs / f"vllm-{self._first + number}.log",
             staging_root=self.stager.root,
             context=self.context,
             lora_rank=self.lora.rank if self.lora else 0,
             experts=self.experts,
         )
         least, most = self.config.bounds
-        of_all = f" of {most}" if least == most and number < most else ""
-        name = f"vLLM server {number + 1}{of_all}"
+        of_all = f" of {most}" if least == most and number < most and not self._first else ""
+        name = f"vLLM server {self._first + number + 1}{of_all}"
         return Replica(name, launch, self._seeds, self._starter, number)
 
     def _external(self, url: str) -> Replica:

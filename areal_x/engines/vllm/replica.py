@@ -204,7 +204,7 @@ def launch_of(
     number: int,
     *,
     model: Path,
-    logs: Path,
+    log: Path,
     staging_root: Path,
     context: int,
     lora_rank: int,
@@ -213,7 +213,7 @@ def launch_of(
     """Returns the launch configuration of a server that the run starts. number: the server's."""
     return servers.Launch(
         model=model,
-        log=logs / f"vllm-{number}.log",
+        log=log,
         staging=staging_root,
         context=context,
         concurrency=config.concurrency,

@@ -93,6 +93,12 @@ class Stager:
         assert self.staging is not None
         self.staging.keep(staged)
 
+    def adopt(self, staged: StagedFiles) -> StagedFiles:
+        """Returns what another process has staged, in this one's folder. May wait. Raises: UserError
+        if this machine does not see it."""
+        assert self.staging is not None
+        return self.staging.adopt(staged)
+
     @property
     def root(self) -> Path:
         """The folder that every server must see."""

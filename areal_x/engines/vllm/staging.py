@@ -13,10 +13,11 @@ import json
 import os
 import secrets
 import shutil
+import socket
 import tempfile
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO
 
@@ -115,6 +116,26 @@ class Staging:
         partial.rename(folder)
         return StagedFiles(folder=folder, version=version, bytes=sum(sizes.values()))
 
+    def adopt(self, staged: StagedFiles) -> StagedFiles:
+        """Returns a version that another process has staged, in this folder: as links to its files,
+        which may then be removed there.
+
+        Raises: UserError if this machine does not see them.
+        """
+        folder, partial = self.root / staged.folder.name, self.root / "partial"
+        shutil.rmtree(partial, ignore_errors=True)
+        try:
+            shutil.copytree(staged.folder, partial, copy_function=link_or_copy)
+        except (OSError, shutil.Error) as error:
+            shutil.rmtree(partial, ignore_errors=True)
+            raise UserError(
+                f"the node {socket.gethostname()} does not see the staged weights in"
+                f" {staged.folder} ({error}): set vllm.staging to a folder that all nodes share"
+                " under one path"
+            ) from error
+        shutil.rmtree(folder, ignore_errors=True)
+        return replace(staged, folder=partial.rename(folder))
+
     def keep(self, staged: StagedFiles | None) -> None:
         """Removes all versions older than this one; None removes all."""
         for folder in self.root.glob("v*"):
@@ -126,6 +147,14 @@ class Staging:
         if self._lock is not None:
             self._lock.close()
             self._lock = None
+
+
+def link_or_copy(source: str, target: str) -> None:
+    """Links a file, or copies it where the file system has no links."""
+    try:
+        os.link(source, target)
+    except OSError:
+        shutil.copy2(source, target)
 
 
 def is_disk_full(error: Exception) -> bool:
