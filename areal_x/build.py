@@ -1,10 +1,8 @@
-"""From settings to the parts of a run: trainer, reference, critic, engine, rollout, and what records
-them."""
+"""From settings to the parts of a run: models, engine, rollout, and what records them."""
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -12,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 import gin
 
-from areal_x.algorithms import losses, mismatch
 from areal_x.batching.batch import Models
 from areal_x.cluster import trainers
 from areal_x.cluster.ganged import GangTrainer
@@ -22,13 +19,13 @@ from areal_x.engines.none import NoEngine
 from areal_x.engines.vllm.installed import default_threads, is_cpu_build
 from areal_x.errors import UserError
 from areal_x.hf.model_dir import resolve
-from areal_x.hf.tokenizer import check_vocabulary, load_tokenizer
+from areal_x.hf.tokenizer import load_tokenizer
+from areal_x.models import ModelFactory
 from areal_x.monitor import trackers
 from areal_x.monitor.metrics import MetricsWriter
 from areal_x.monitor.step_recorder import StepRecorder
 from areal_x.protocols.engine import Engine
 from areal_x.protocols.trainer import Trainer
-from areal_x.protocols.trainer_config import LoRAConfig, TrainerConfig
 from areal_x.protocols.workflow import Workflow
 from areal_x.rollout.episodes import EpisodeSettings
 from areal_x.rollout.queue import TrajectoryQueue
@@ -40,7 +37,6 @@ from areal_x.runtime import cores, timeline
 from areal_x.runtime.hosts import Hosts
 from areal_x.runtime.loop import short_collections
 from areal_x.runtime.waits import watching
-from areal_x.settings import Settings
 from areal_x.tasks.screening import scan_dataset
 from areal_x.tasks.stream import TaskStream
 from areal_x.types import Loss
@@ -78,7 +74,7 @@ class Parts:
         self.spans.write(self.run)
 
 
-class Factory(Settings):
+class Factory(ModelFactory):
     """Builds the parts of a run from its settings."""
 
     @contextmanager
@@ -159,102 +155,6 @@ class Factory(Settings):
         """Returns where the rollout of a resumed run continues."""
         task_at = TaskStream(self.dataset, self.seed).task_at
         return start.rollout(journal, task_at, self.groups_per_step, self.deterministic)
-
-    def losses(self) -> dict[str, Loss]:
-        """Returns the loss of each trainer, by its name in Models."""
-        watched: tuple[Loss, ...] = ()
-        # Demonstrations were not sampled from a policy, so there is no engine–trainer gap.
-        if self.engine != "none":
-            watched = (losses.policy_gap, mismatch.LagMetrics(self.lags()))
-        found = {"policy": losses.combine(self.algorithm.step_loss(), *watched)}
-        if self.algorithm.value_loss is not None:
-            found["critic"] = self.algorithm.value_loss
-        return found
-
-    def lags(self) -> int:
-        """Returns how many ages, in versions, the mismatch metrics distinguish."""
-        most = (self.max_staleness + 1) * self.groups_per_step + self.window - 2  # queue's bound
-        return min(most // self.groups_per_step + 1, mismatch.MAX_LAGS)
-
-    @contextmanager
-    def models(
-        self, directory: Path, workflow: Workflow, losses: Mapping[str, Loss], logs: Path
-    ) -> Iterator[Models]:
-        """Builds the trainer and whatever else the algorithm needs, in this process or in those of
-        a cluster, which end with the body."""
-        if self.cluster == trainers.HERE:
-            yield self.create_models(directory, workflow)
-            return
-        configs = self.trainer_configs(directory, workflow)
-        other_cpus = 0.0
-        if self.places_servers:
-            _, most = self.vllm.bounds
-            other_cpus = most * self.vllm.hosts * self.placement.server_cpus
-        other_cpus += self.placement.shards * self.placement.shard_cpus
-        with trainers.trainers_on_ray(
-            self.backend, configs, losses, self.placement, logs, other_cpus
-        ) as created:
-            yield self.models_of(created, directory, workflow)
-
-    def create_models(self, directory: Path, workflow: Workflow) -> Models:
-        """Returns the trainer and whatever else the algorithm needs, in this process."""
-        configs = self.trainer_configs(directory, workflow)
-        return self.models_of(trainers.trainers_here(self.backend, configs), directory, workflow)
-
-    def models_of(
-        self, created: Mapping[str, Trainer], directory: Path, workflow: Workflow
-    ) -> Models:
-        """Returns the models, of which the backend computes those that were created and servers
-        the others."""
-        reference_servers = None
-        if self.algorithm.needs & {"reference", "teacher"} and (urls := self.scoring_urls()):
-            from areal_x.engines.vllm.scorer import ServerScorer
-
-            key = os.environ.get(self.vllm.key_variable)
-            temperature = self.temperature(workflow)
-            reference_servers = ServerScorer(urls, key, load_tokenizer(directory), temperature)
-        return Models(**created, reference_servers=reference_servers)
-
-    def trainer_configs(self, directory: Path, workflow: Workflow) -> dict[str, TrainerConfig]:
-        """Returns the configs of the trainers that the algorithm needs, by their names in Models.
-
-        The policy is the model at its sampling temperature, so that engine and trainer compute
-        log-probabilities of one distribution.
-        """
-        config = replace(
-            self.trainer,
-            temperature=self.temperature(workflow),
-            share_prompts=self.share_prompts,
-            deterministic=self.deterministic,
-            row_length=self.row_length,
-        )
-        needs = self.algorithm.needs
-
-        def config_of(path: Path, **changes: Any) -> TrainerConfig:
-            model = replace(config.model, path=str(path.absolute()))
-            return replace(config, model=model, **changes)
-
-        # Recorded experts are the policy's: another model would have routed differently.
-        others: dict[str, Any] = {"replay_experts": False}
-        policy: dict[str, Any] = {"head": self.algorithm.head, "entropy": "entropy" in needs}
-        if "teacher_logits" in needs:
-            assert isinstance(self.teacher, str) or callable(self.teacher)  # checked by Settings
-            policy["teacher"] = str(resolve(self.teacher).absolute())
-            policy["divergence"] = self.algorithm.divergence
-        found = {"policy": config_of(directory, **policy)}
-        if needs & {"reference", "teacher"} and not self.scoring_urls():
-            name = "teacher" if "teacher" in needs else "reference"
-            path = getattr(self, name)
-            other = directory if path is None else resolve(path)
-            check_vocabulary(f"train.{name}", other, directory)
-            no_lora = LoRAConfig(rank=0)
-            found["reference"] = config_of(other, frozen=True, lora=no_lora, **others)
-        if "values" in needs:
-            first = directory if self.critic.path is None else resolve(self.critic.path)
-            check_vocabulary("critic.path", first, directory)
-            optimizer = replace(config.optimizer, learning_rate=self.critic.learning_rate)
-            found["critic"] = config_of(first, head="value", optimizer=optimizer, **others)
-        return found
 
     @contextmanager
     def server_starter(self) -> Iterator[Starter | None]:
