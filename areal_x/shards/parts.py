@@ -22,6 +22,8 @@ from areal_x.hf.model_dir import read_config, text_config
 from areal_x.hf.tokenizer import load_tokenizer
 from areal_x.protocols.trainer_config import LoRAConfig
 from areal_x.protocols.workflow import Workflow
+from areal_x.runtime import open_files
+from areal_x.runtime.loop import short_collections
 from areal_x.shards.shard import ShardParts
 from areal_x.shards.starter import server_starter, threads_of
 
@@ -67,8 +69,10 @@ class VLLMParts:
     def __call__(self, number: int, times: int, message: Callable[[str], None]) -> ShardParts:
         gin.parse_config(self.bindings, skip_unknown=True)
         os.environ.update(self.keys)
+        open_files.raise_limit()
         config, first = servers_of(self.config, number, self.placement.shards)
         tokenizer, closing = load_tokenizer(self.directory), ExitStack()
+        closing.enter_context(short_collections())
         workflow = self.workflow.computed_by(self.backend).setup(tokenizer)
         evaluation = workflow.greedy()
         if self.evaluation is not None:

@@ -21,7 +21,7 @@ from areal_x.protocols.workflow import Workflow
 from areal_x.rollout.episode import first_of
 from areal_x.rollout.episodes import EpisodeSettings, LocalEpisodes
 from areal_x.runtime import background, timeline
-from areal_x.runtime.loop import new_loop, serve
+from areal_x.runtime.loop import collect, new_loop, serve
 from areal_x.shards.messages import Finished, News, Opened
 from areal_x.types import Episode, Group, Task
 
@@ -84,7 +84,12 @@ class Shard:
     def swap(self, staged: Any) -> float:
         """Makes weights current that the driver has staged. Returns the seconds that generation was
         paused."""
-        return self._run(self._parts.engine.swap(staged))
+
+        async def swapped() -> float:
+            collect()
+            return await self._parts.engine.swap(staged)
+
+        return self._run(swapped())
 
     def give(self, groups: Sequence[Group]) -> None:
         """Begins the episodes of groups."""
