@@ -78,9 +78,12 @@ class Factory(ModelFactory):
     """Builds the parts of a run from its settings."""
 
     @contextmanager
-    def parts(self, run: Path, resume: bool, message: Message) -> Iterator[Parts]:
+    def parts(
+        self, run: Path, resume: bool, message: Message, starter: Starter | None = None
+    ) -> Iterator[Parts]:
         """Builds everything, restores the newest checkpoint of a resumed run and starts the
-        rollout; closes all of it at the end."""
+        rollout; closes all of it at the end. starter: starts the servers, by default the run's
+        own."""
         start = resuming.BEGINNING
         if resume:
             start = resuming.find_start(run, self.dataset, self.seed, message)
@@ -95,7 +98,7 @@ class Factory(ModelFactory):
         with ExitStack() as stack:
             models = stack.enter_context(self.models(directory, workflow, losses_of, run / "logs"))
             restore(models, start, message)
-            starter = stack.enter_context(self.server_starter())
+            starter = starter or stack.enter_context(self.server_starter())
             hosts = stack.enter_context(self.hosts(run / "logs", message))
             if hosts is not None:
                 workflow = workflow.on_hosts(hosts)
@@ -161,13 +164,33 @@ class Factory(ModelFactory):
         """Returns what starts the servers of the run on the nodes of its cluster, until the body
         ends; None if none is started there, or shards start them. Needs the connection that `models`
         keeps."""
-        if not self.places_servers or self.placement.shards:
+        if not self.places_servers or self.shards:
             yield None
             return
         from areal_x.shards.starter import server_starter
 
         with server_starter(self.vllm, self.placement) as starter:
             yield starter
+
+    @contextmanager
+    def kept(self) -> Iterator[Starter | None]:
+        """Returns what starts servers that go on while the processes that train are placed again,
+        until the body ends; None if none is started on the nodes of a cluster, or shards start
+        them."""
+        if not self.places_servers or self.shards:
+            yield None
+            return
+        from areal_x.cluster.connection import connected
+        from areal_x.engines.vllm.kept import KeptServers
+
+        cpus = self.trainer.mesh.processes * self.placement.cpus + self.other_cpus()
+        with connected(cpus), self.server_starter() as starter:
+            assert starter is not None
+            kept = KeptServers(starter)
+            try:
+                yield kept
+            finally:
+                kept.end()
 
     @contextmanager
     def sharded(
@@ -183,7 +206,7 @@ class Factory(ModelFactory):
 
         Raises: UserError for a workflow that keeps state between episodes.
         """
-        count = self.placement.shards
+        count = self.shards
         if not count:
             yield None
             return
@@ -215,7 +238,7 @@ class Factory(ModelFactory):
     def hosts(self, logs: Path, message: Message) -> Iterator[Hosts | None]:
         """Returns the other nodes of its cluster, for rewards and programs, until the body ends;
         None if they run on this machine alone, or in shards. Needs the connection that `models` keeps."""
-        if self.cluster == trainers.HERE or not self.placement.host_cpus or self.placement.shards:
+        if self.cluster == trainers.HERE or not self.placement.host_cpus or self.shards:
             yield None
             return
         from areal_x.cluster.hosts import hosts_on_ray

@@ -13,16 +13,17 @@ train.cluster = 'ray' the trainer is in other processes, which make its calls to
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import gin
 import numpy as np
 
 from areal_x.algorithms import mismatch
 from areal_x.batching.batch import Models, make_batches
-from areal_x.build import Factory
+from areal_x.build import Factory, Message
 from areal_x.cluster.attempts import Attempts
 from areal_x.cluster.gang import loss_behind
 from areal_x.cluster.trainers import HERE
@@ -48,6 +49,9 @@ from areal_x.runtime.interrupts import (
 from areal_x.runtime.waits import waiting
 from areal_x.settings import Settings
 from areal_x.types import Batch, Group, Loss, Turn
+
+if TYPE_CHECKING:
+    from areal_x.engines.vllm.server import Starter
 
 
 @dataclass(frozen=True)
@@ -75,8 +79,8 @@ class Experiment(Factory):
         if resumes is None:  # it has finished
             return RunResult(run := Path(self.runs, self.name or ""), read(run))
         run = self.open(resumes)
-        with Display(self.steps) as display, live_plots(run) as draw:
-            for turn in self.attempts(run, resumes, display.message):
+        with Display(self.steps) as display, live_plots(run) as draw, self.kept() as starter:
+            for turn in self.attempts(run, resumes, display.message, starter):
                 display.show(turn.metrics)
                 draw()
         print(f"run: {run}\nplot: {run / PLOT} (reward, accuracy and staleness over steps)")
@@ -105,15 +109,15 @@ class Experiment(Factory):
         )
 
     def attempts(
-        self, run: Path, resume: bool, message: Callable[[str], None] = print
+        self, run: Path, resume: bool, message: Message, starter: Starter | None
     ) -> Iterator[Turn]:
         """Runs `turns`, and again from the newest checkpoint whenever processes that train were
-        lost."""
+        lost. starter: of the vLLM servers, which all attempts use."""
         attempts = Attempts(self.placement.attempts)
         while True:
             step = attempts.begin(checkpoint.steps(run)[-1] if resume else 0)
             try:
-                for turn in self.turns(run, resume, message):
+                for turn in self.turns(run, resume, message, starter):
                     step = int(turn.metrics["step"])
                     yield turn
                 return
@@ -131,10 +135,15 @@ class Experiment(Factory):
 
     @deferred_interrupts_in_each
     def turns(
-        self, run: Path, resume: bool = False, message: Callable[[str], None] = print
+        self,
+        run: Path,
+        resume: bool = False,
+        message: Message = print,
+        starter: Starter | None = None,
     ) -> Iterator[Turn]:
-        """Runs the ring and yields after each step, so that a notebook can look or stop there."""
-        with self.parts(run, resume, message) as parts:
+        """Runs the ring and yields after each step, so that a notebook can look or stop there.
+        starter: of the vLLM servers, by default of this ring's own."""
+        with self.parts(run, resume, message, starter) as parts:
             rollout, models, clock = parts.rollout, parts.models, parts.recorder
             rollout.publish(models.policy, parts.start.step)
             if not resume:

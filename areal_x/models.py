@@ -50,15 +50,18 @@ class ModelFactory(Settings):
             yield self.create_models(directory, workflow)
             return
         configs = self.trainer_configs(directory, workflow)
-        other_cpus = 0.0
-        if self.places_servers:
-            _, most = self.vllm.bounds
-            other_cpus = most * self.vllm.hosts * self.placement.server_cpus
-        other_cpus += self.placement.shards * self.placement.shard_cpus
         with trainers.trainers_on_ray(
-            self.backend, configs, losses, self.placement, logs, other_cpus
+            self.backend, configs, losses, self.placement, logs, self.other_cpus()
         ) as created:
             yield self.models_of(created, directory, workflow)
+
+    def other_cpus(self) -> float:
+        """Returns the CPUs of what the run places in the cluster beside the processes that train."""
+        shards = self.shards * self.placement.shard_cpus
+        if not self.places_servers:
+            return shards
+        _, most = self.vllm.bounds
+        return shards + most * self.vllm.hosts * self.placement.server_cpus
 
     def create_models(self, directory: Path, workflow: Workflow) -> Models:
         """Returns the trainer and whatever else the algorithm needs, in this process."""

@@ -43,13 +43,21 @@ class Replay(Experiment):
     recorded: Path
     """The run's directory."""
 
+    @property
+    def places_servers(self) -> bool:
+        return False
+
+    @property
+    def shards(self) -> int:
+        return 0
+
     def create_engine(self, *_: Any) -> Engine:
         return NoEngine()
 
     def evaluate(self, *_: Any) -> dict[str, float]:
         return {}  # there is no engine
 
-    def create_rollout(self, *_: Any) -> Any:
+    def create_rollout(self, *_: Any, **__: Any) -> Any:
         return ReplayedRollout(Journal(self.recorded), self.recorded_steps())
 
     def create_threads(self, trainer: Any) -> cores.Threads:

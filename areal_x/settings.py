@@ -254,6 +254,11 @@ class Settings:
         """True if the run starts servers, on the nodes of a cluster."""
         return self.engine == "vllm" and self.cluster != HERE and not self.vllm.urls
 
+    @property
+    def shards(self) -> int:
+        """The number of processes that the rollout is divided among; 0 for none but the run's."""
+        return self.placement.shards
+
     def scoring_urls(self) -> tuple[str, ...]:
         """Returns the servers that score in place of a reference or teacher that the algorithm
         needs; none if a trainer scores."""

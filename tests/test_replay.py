@@ -2,12 +2,14 @@
 
 import shutil
 import sys
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import numpy as np
 import pytest
 
 from areal_x.algorithms.recipes import gspo
+from areal_x.cluster.config import ClusterConfig
+from areal_x.engines.vllm.config import VLLMConfig
 from areal_x.errors import UserError
 from areal_x.monitor.metrics import read
 from areal_x.replay import Replay, compare_losses
@@ -130,3 +132,15 @@ def test_the_command_replays_a_run_and_says_how_like_it_is(tiny_model_dir, tmp_p
     np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-7)
     with pytest.raises(AssertionError, match=r"error: nowhere has no journal\.sqlite: name the directory of a run"):
         finished([sys.executable, "-m", "areal_x.replay", "nowhere"], 1, 1, folder)
+
+
+def test_a_replay_places_no_servers_and_no_shards(tiny_model_dir, tmp_path):
+    settings = {"cluster": "ray", "engine": "vllm", "placement": ClusterConfig(shards=2), "vllm": VLLMConfig(servers=2)}
+    run = tiny_experiment(tiny_model_dir, tmp_path, backend="torch", **settings)
+    assert run.places_servers
+    assert run.shards == 2
+    replay = Replay(**{f.name: getattr(run, f.name) for f in fields(run)}, recorded=tmp_path)
+    assert not replay.places_servers
+    assert replay.shards == 0
+    with replay.kept() as starter, replay.sharded(tmp_path, None, None, tmp_path, print) as sharded:
+        assert (starter, sharded) == (None, None)

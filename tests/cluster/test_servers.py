@@ -278,6 +278,61 @@ def test_a_run_goes_on_while_the_node_of_a_server_is_gone_and_uses_the_next_one(
     assert not servers_left(tiny_model_dir)
 
 
+KEPT = f"""
+train.engine = 'vllm'
+train.max_staleness = 1
+train.steps = 14
+train.checkpoint_every = 4
+train.keep_checkpoints = 2
+train.algorithm = @grpo()
+vllm.concurrency = 8
+cluster.ranks_on = '{HEAD}'
+cluster.servers_on = '{ROLE}'
+"""
+
+
+@pytest.mark.cluster
+@pytest.mark.server
+def test_a_server_goes_on_while_a_lost_rank_is_placed_again(tiny_model_dir: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    command = command_of(
+        tiny_model_dir, folder, ONLINE + KEPT, "train.cluster = 'ray'", "train.backend = 'torch'", "mesh.fsdp = 1"
+    )
+    run = folder / "runs" / "run"
+
+    def until(condition: Callable[[], object]) -> None:
+        end = time.monotonic() + 300
+        while not condition():
+            assert process.poll() is None, (folder / "err-0").read_text()
+            assert time.monotonic() < end, (folder / "out-0").read_text()
+            time.sleep(0.1)
+
+    def serving() -> set[int]:
+        return {p.pid for p in servers_left(tiny_model_dir) if "api_server" in " ".join(p.cmdline())}
+
+    with cluster(2) as ray, started(command, 1, 1, folder, **ray.environment) as (process,):
+        until(lambda: (run / "metrics.jsonl").exists() and read(run) and read(run)[-1]["step"] >= 5)
+        before = serving()
+        assert before
+        ranks = [p for p in psutil.process_iter() if str(run / "logs" / "rank-0.log") in opened(p)]
+        assert ranks, "the rank's process writes its log"
+        ranks[0].kill()
+        until(lambda: "the run continues" in (folder / "out-0").read_text())
+        until(lambda: read(run)[-1]["step"] >= 9)
+        assert serving() == before
+        assert process.wait(timeout=300) == 0, (folder / "err-0").read_text()
+    assert [row["step"] for row in read(run)] == list(range(15))
+    assert not servers_left(tiny_model_dir)
+
+
+def opened(process: psutil.Process) -> set[str]:
+    """The files that a process of Ray's has open."""
+    try:
+        return {file.path for file in process.open_files()} if "ray::" in " ".join(process.cmdline()) else set()
+    except psutil.Error:
+        return set()
+
+
 def servers_left(model: Path) -> list[psutil.Process]:
     """The processes of vLLM servers of this model."""
     return [p for p in psutil.process_iter(["cmdline"]) if str(model) in " ".join(p.info["cmdline"] or ())]

@@ -14,7 +14,7 @@ import pytest
 
 from areal_x.monitor.metrics import read
 from tests.cluster.cluster import HEAD, ROLE, cluster
-from tests.cluster.test_servers import servers_left
+from tests.cluster.test_servers import opened, servers_left
 from tests.conftest import environment_with
 from tests.launching import ONLINE, command_of, started
 
@@ -90,10 +90,3 @@ def test_a_run_in_shards_whose_servers_are_real_goes_on_though_one_is_killed(tin
     assert {row["shards"] for row in rows[1:]} <= {1.0, 2.0}
     assert sum("accuracy" in row for row in rows) == 4
     assert not servers_left(tiny_model_dir)
-
-
-def opened(process: psutil.Process) -> set[str]:
-    try:
-        return {file.path for file in process.open_files()} if "ray::" in " ".join(process.cmdline()) else set()
-    except psutil.Error:
-        return set()

@@ -200,7 +200,7 @@ class VLLMEngine(Engine):
         atexit.unregister(self._end_processes)
 
     def _end_processes(self) -> None:
-        ended = self._servers
+        ended = [] if self._starter.keeps else self._servers
         for replica in self.supervisor.replicas.values():
             replica.server = None
         for server in ended:

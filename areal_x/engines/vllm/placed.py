@@ -222,6 +222,8 @@ class PlacedServer:
 class ClusterStarter:
     """Starts servers in places of a cluster (areal_x.engines.vllm.server.Starter)."""
 
+    keeps = False
+
     def __init__(self, places: Places) -> None:
         self._places = places
 

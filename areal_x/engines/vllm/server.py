@@ -135,6 +135,9 @@ class StartedServer(Protocol):
 class Starter(Protocol):
     """Starts the servers of a run. Each has a number of its own."""
 
+    keeps: bool
+    """True if servers go on when their engine is closed, for the next one."""
+
     async def start(self, number: int, launch: Launch) -> StartedServer:
         """Starts a server, and returns before it is ready. Raises: UserError, EngineError."""
         ...
@@ -195,6 +198,8 @@ class Server:
 
 class ThisMachine:
     """Starts servers on this machine (Starter)."""
+
+    keeps = False
 
     async def start(self, number: int, launch: Launch) -> StartedServer:
         return start(launch)

@@ -57,6 +57,7 @@ class Cloud:
     drained: set[str] = field(default_factory=set)
     vacated: list[str] = field(default_factory=list)
     asked: int = 0
+    keeps = False
 
     async def start(self, number: int, launch: server.Launch) -> Started:
         self.asked += 1
