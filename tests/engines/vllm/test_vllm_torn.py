@@ -149,7 +149,6 @@ def test_a_server_whose_update_broke_off_draws_nothing_until_it_has_whole_weight
         await engine.generate(SHORT)
         with pytest.raises(EngineError, match="it stays paused until it has whole weights"):
             await engine.swap(staged)
-        assert not any(task.done() for task in running)
         assert engine.fleet.serving() == []
         try:
             return await asyncio.gather(*running)
