@@ -41,6 +41,7 @@ train.engine = 'vllm'
 train.max_staleness = 2
 train.steps = 60
 train.evaluate_every = 20
+train.held_out = @processes_test.tasks()
 train.algorithm = @grpo()
 vllm.servers = 2
 vllm.concurrency = 8
