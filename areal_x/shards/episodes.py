@@ -13,10 +13,8 @@ from areal_x.rollout.pacing import ImmediatePacing, Pacing
 from areal_x.runtime.waits import waiting
 from areal_x.shards.messages import Finished
 from areal_x.shards.seat import Seat
-from areal_x.shards.shards import Shards
+from areal_x.shards.shards import LOOK_SECONDS, Shards
 from areal_x.types import Episode, Group, Task
-
-LOOK_SECONDS = 0.1  # between looks for a shard in place of a lost one
 
 
 class ShardedEpisodes:

@@ -27,6 +27,7 @@ from areal_x.types import Group
 
 TRIES = 5  # that a shard may be lost, or opened in vain, without a finished group
 SILENT_SECONDS = 120.0  # without news, which come every two seconds: a process that hangs is lost
+LOOK_SECONDS = 0.1  # between looks for a shard in place of lost ones
 FIRST_RETRY_SECONDS, LONGEST_RETRY_SECONDS = 1.0, 60.0
 
 
@@ -103,10 +104,11 @@ class Shards:
 
     async def some_ready(self) -> list[Seat]:
         """Returns the shards that are ready, once there are any."""
-        while not (ready := self.ready):
+        if not self.ready:
             with waiting("the rollout", "a shard to be opened again"):
-                await asyncio.sleep(FIRST_RETRY_SECONDS / 4)
-        return ready
+                while not self.ready:
+                    await asyncio.sleep(LOOK_SECONDS)
+        return self.ready
 
     # ---- weights
 

@@ -227,8 +227,10 @@ def test_a_shard_that_says_nothing_is_lost(monkeypatch):
         until(lambda: len(many.shards.ready) == 2)
         monkeypatch.setattr(shards_module, "SILENT_SECONDS", 3.0)
         monkeypatch.setattr(first.shard, "news", lambda: time.sleep(6.0))
-        until(lambda: len(many.places.opened) == 3 and len(many.shards.ready) == 2)
-        assert first.gone
+        # The other may be slow to answer, too.
+        until(lambda: first.gone and len(many.places.opened) >= 3)
+        monkeypatch.undo()
+        until(lambda: len(many.shards.ready) == 2)
         assert any("(it was silent for 3 s)" in message for message in many.messages)
 
 
