@@ -6,7 +6,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import cast
 
 import gin
 
@@ -19,7 +18,6 @@ from areal_x.cluster.rank import Rank, RankSpec
 from areal_x.cluster.surroundings import surroundings
 from areal_x.errors import ConfigError, one_of
 from areal_x.protocols.backends import create_trainer, load_backend
-from areal_x.protocols.shares import SharingBackend
 from areal_x.protocols.trainer import Trainer
 from areal_x.protocols.trainer_config import TrainerConfig
 from areal_x.types import Loss
@@ -69,11 +67,10 @@ def trainers_on_ray(
         try:
             join(gang, gang.nodes, gang.addresses[0])
             built = gang.gather("build")
-            sharing = cast(SharingBackend, own) if hasattr(own, "divide") else None
             found: dict[str, Trainer] = {}
             for name, config in configs.items():
                 shares = [of_rank[name][1] for of_rank in built]
-                dealer = Dealer(sharing, config, shares, gang.nodes)
+                dealer = Dealer(own, config, shares, gang.nodes)
                 version = built[0][name][0]
                 found[name] = GangTrainer(gang, name, version, dealer, losses.get(name))
             yield found
