@@ -28,7 +28,7 @@ from areal_x.hf.weight_copy import Turns, WeightCopy, write_shards
 from areal_x.protocols.backends import create_trainer, load_backend
 from areal_x.protocols.sampler import Decoded, Sampler
 from areal_x.protocols.shares import Shares, SharingTrainer
-from areal_x.protocols.trainer import Trainer, Wait
+from areal_x.protocols.trainer import MeasuresMemory, Trainer, Wait
 from areal_x.protocols.trainer_config import TrainerConfig
 from areal_x.types import Batch, Loss
 
@@ -203,6 +203,12 @@ class Rank:
                 file.unlink(missing_ok=True)
         with suppress(OSError):
             outcome_of(folder, self.rank).write_text(json.dumps(outcome))
+
+    def peak_bytes(self) -> int | None:
+        """Returns the most bytes of one device that this process has used so far; None if it
+        computes in the host's memory."""
+        trainers = (x for x in self._trainers.values() if isinstance(x, MeasuresMemory))
+        return max((x for x in (y.peak_bytes() for y in trainers) if x is not None), default=None)
 
     def apply(self, name: str, function: Callable[..., Any], *arguments: Any) -> Any:
         return function(self._trainers[name], self.rank, *arguments)

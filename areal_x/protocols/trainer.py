@@ -140,6 +140,16 @@ class CopiesWeights(Protocol):
 
 
 @runtime_checkable
+class MeasuresMemory(Protocol):
+    """A trainer that knows the memory of its devices."""
+
+    def peak_bytes(self) -> int | None:
+        """Returns the most bytes of one device that this process has used so far; None if it
+        computes in the host's memory."""
+        ...
+
+
+@runtime_checkable
 class InProcesses(Protocol):
     """A trainer whose parts are in other processes."""
 

@@ -30,6 +30,9 @@ if TYPE_CHECKING:
     def _sharing_trainer(own: Trainer) -> shares.SharingTrainer:
         return own
 
+    def _measures_memory(own: Trainer) -> trainer.MeasuresMemory:
+        return own
+
     def _sampler(own: Sampler) -> sampler.Sampler:
         return own
 

@@ -42,7 +42,13 @@ from areal_x_torch import (
     sharded_checkpoint,
 )
 from areal_x_torch.collectives import SumOverGroup
-from areal_x_torch.device import compute_dtype, find_device, make_deterministic, memory_of
+from areal_x_torch.device import (
+    compute_dtype,
+    find_device,
+    make_deterministic,
+    memory_of,
+    peak_bytes,
+)
 from areal_x_torch.dtensors import ShardedView, gather, gather_each, local
 from areal_x_torch.flat_rows import to_tensor
 from areal_x_torch.forward import Forward
@@ -250,6 +256,9 @@ class Trainer(HuggingFaceTrainer):
             raise ValueError("a trainer with lora.rank = 0 has no adapter")
         for name, x in self.trained.items():
             yield name, model.to_numpy(gather(x.detach()))
+
+    def peak_bytes(self) -> int | None:
+        return peak_bytes(self.device)
 
     def snapshot(self) -> dict[str, Tensor]:
         self.need_head("snapshot", "policy")
