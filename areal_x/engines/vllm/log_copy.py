@@ -1,0 +1,99 @@
+"""Copies of servers' logs from nodes that do not share the run's directory, so that each log is in the
+run's directory under its name, also once its node is gone."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import secrets
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from areal_x.errors import UserError
+from areal_x.runtime import background
+from areal_x.runtime.waits import on_behalf_of, waiting, whose
+
+COPY_SECONDS = 5.0  # that a copy is behind at most
+COPY_BYTES = 1 << 20  # of one message; of a log that grows faster, the newest
+
+
+@dataclass(frozen=True)
+class LogPart:
+    """What a log has from an offset on."""
+
+    text: bytes
+
+    end: int
+    """Offset of the next part."""
+
+    is_last: bool
+
+
+def log_part(log: Path, offset: int, has_ended: Callable[[], bool]) -> LogPart:
+    """Returns what was written to a log after the offset, once that is something or its server has
+    ended; not sooner than COPY_SECONDS unless it has ended."""
+    until = time.monotonic() + COPY_SECONDS
+    while not (ended := has_ended()):
+        if time.monotonic() >= until and log.stat().st_size > offset:
+            break
+        time.sleep(min(COPY_SECONDS, 0.2))
+    with log.open("rb") as opened:
+        end = opened.seek(0, os.SEEK_END)
+        begin = max(offset, end - COPY_BYTES)
+        opened.seek(begin)
+        text = opened.read(end - begin)
+    if begin > offset:
+        text = b"[%d bytes are left out]\n" % (begin - offset) + text
+    return LogPart(text, end, ended)
+
+
+class LogCopy:
+    """Copies a log as it grows, in a task of the running event loop. ask: requests the part that
+    begins at an offset. offset: where the log begins. start: where the copy begins in its file.
+    ended: set when no more follows."""
+
+    def __init__(self, ask: Callable[[int], Future[LogPart]], offset: int, file: Path) -> None:
+        self.start = file.stat().st_size if file.exists() else 0
+        self.ended = threading.Event()
+        self._task = background.start(
+            self._copy(ask, offset, file), f"the copy of the log {file.name}"
+        )
+
+    async def _copy(self, ask: Callable[[int], Future[LogPart]], offset: int, file: Path) -> None:
+        try:
+            with on_behalf_of(f"the copy of the log {file.name}", moves=False):
+                while True:
+                    with waiting(whose(), "more of the log", idle=True):
+                        part = await asyncio.wrap_future(ask(offset))
+                    await asyncio.to_thread(append, file, part.text)
+                    if part.is_last:
+                        return
+                    offset = part.end
+        except (OSError, UserError):  # the keeper is gone, or this disk is full
+            pass
+        finally:
+            self.ended.set()
+
+
+def append(file: Path, text: bytes) -> None:
+    with file.open("ab") as opened:
+        opened.write(text)
+
+
+@contextmanager
+def marked(folder: Path) -> Iterator[Path]:
+    """Makes a file in a folder for the time of the body, by whose name, which nobody has looked up
+    before, another machine finds out whether it shares the folder."""
+    folder.mkdir(parents=True, exist_ok=True)
+    mark = folder / f".{secrets.token_hex(8)}"
+    mark.touch()
+    try:
+        yield mark
+    finally:
+        with suppress(OSError):
+            mark.unlink()
