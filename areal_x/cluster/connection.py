@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from areal_x.errors import UserError, sentence
+from areal_x.runtime.credentials import RAY_TOKEN
 from areal_x.runtime.waits import waiting
 
 SECONDS_TO_CONNECT = 30.0
@@ -57,7 +58,7 @@ def connected(cpus: float) -> Iterator[None]:
         os.environ.setdefault(name, value)
     if not address:  # read when Ray is imported
         os.environ.update(OWN_SETTINGS)
-        os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
+        os.environ.setdefault(RAY_TOKEN, secrets.token_hex(32))
     try:
         import ray
     except ImportError:

@@ -11,6 +11,7 @@ from areal_x.engines.sampling_checks import check_arguments
 from areal_x.engines.vllm.addresses import is_local
 from areal_x.engines.vllm.transports import check_settings
 from areal_x.errors import ConfigError, at_least, positive
+from areal_x.runtime.credentials import VLLM_KEY
 
 
 @gin.configurable("vllm")
@@ -33,7 +34,7 @@ class VLLMConfig:
     part of its accelerators."""
     urls: tuple[str, ...] = ()
     """Addresses of running servers; if given, none is started."""
-    key_variable: str = "VLLM_API_KEY"
+    key_variable: str = VLLM_KEY
     """Environment variable that holds the API key of the servers at `urls`."""
     context: int = 0
     """Maximum length of prompt and completion together, in tokens; 0 takes train.row_length."""
