@@ -148,7 +148,7 @@ class Publisher:
             return ServerLost(f"{name} left during the swap")
         call = replica.load(staged) if not self._lora else self._load_adapter(replica, staged)
         try:
-            paused = await self._supervisor.unless_lost(call, lambda: name in self._fleet.serving())
+            paused = await self._supervisor.unless_lost(call, lambda: self._fleet.serves(name))
         except EngineError as error:
             return replica.explained(error)
         if paused:
