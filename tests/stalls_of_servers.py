@@ -278,6 +278,10 @@ async def _(stall: Stall) -> None:
     started: Future[Started] = Future()
 
     def call(method: str, *_: Any) -> Future[Any]:
+        if method == "sees":
+            shared: Future[bool] = Future()
+            shared.set_result(True)
+            return shared
         return started if method == "start" else Future()
 
     keeper: Any = SimpleNamespace(host="10.0.0.7", node="10.0.0.7", call=call)

@@ -16,7 +16,6 @@ from pathlib import Path
 
 from areal_x.errors import UserError
 from areal_x.runtime import background
-from areal_x.runtime.waits import on_behalf_of, waiting, whose
 
 COPY_SECONDS = 5.0  # that a copy is behind at most
 COPY_BYTES = 1 << 20  # of one message; of a log that grows faster, the newest
@@ -66,14 +65,11 @@ class LogCopy:
 
     async def _copy(self, ask: Callable[[int], Future[LogPart]], offset: int, file: Path) -> None:
         try:
-            with on_behalf_of(f"the copy of the log {file.name}", moves=False):
-                while True:
-                    with waiting(whose(), "more of the log", idle=True):
-                        part = await asyncio.wrap_future(ask(offset))
-                    await asyncio.to_thread(append, file, part.text)
-                    if part.is_last:
-                        return
-                    offset = part.end
+            is_last = False
+            while not is_last:
+                part = await asyncio.wrap_future(ask(offset))
+                await asyncio.to_thread(append, file, part.text)
+                offset, is_last = part.end, part.is_last
         except (OSError, UserError):  # the keeper is gone, or this disk is full
             pass
         finally:

@@ -326,12 +326,8 @@ class Supervisor:
         turns = asyncio.Semaphore(COMPARED_AT_ONCE)
 
         async def scored(name: str) -> Scores:
-            with waiting(name, "its turn to be compared"):
-                await turns.acquire()
-            try:
+            async with turns:
                 return await self._score(self.replicas[name])
-            finally:
-                turns.release()
 
         answers = await asyncio.gather(*map(scored, names), return_exceptions=True)
         scores = {
