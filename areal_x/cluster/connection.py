@@ -4,6 +4,7 @@ needs none."""
 from __future__ import annotations
 
 import os
+import re
 import secrets
 import signal
 import socket
@@ -39,6 +40,11 @@ OWN_SETTINGS = {
     "RAY_AUTH_MODE": "token",
 }
 LOOPBACK = "127.0.0.1"
+# What Ray says of versions that differ.
+VERSIONS = re.compile(
+    r"Version mismatch: The cluster was started with:\s+Ray: (\S+)\s+Python: (\S+)\s+"
+    r"This process on .+ was started with:\s+Ray: (\S+)\s+Python: (\S+)"
+)
 PROBE = (
     "import sys; from ray._raylet import GcsClient;"
     " GcsClient(address=sys.argv[1]).check_alive([], timeout=30)"
@@ -112,9 +118,7 @@ def _connect(address: str, options: dict[str, Any]) -> None:
     try:
         context = ray.init(address=address, **options)
     except Exception as error:
-        raise UserError(
-            f"the Ray cluster at {address} cannot be used: {in_short(error)}"
-        ) from error
+        raise UserError(f"the Ray cluster at {address} {why_unusable(error)}") from error
     try:
         check_closed()
     except BaseException:
@@ -124,12 +128,17 @@ def _connect(address: str, options: dict[str, Any]) -> None:
         print(f"Ray's dashboard: http://{context.dashboard_url}")
 
 
-def in_short(error: Exception) -> str:
-    """Returns the first line of an error; of one about versions all, in one line."""
-    lines = [line.strip() for line in sentence(error).splitlines()] or [type(error).__name__]
-    if not lines[0].startswith("Version mismatch"):
-        return lines[0]
-    return " ".join(lines) + " (install the same versions of Python and Ray on all nodes)"
+def why_unusable(error: Exception) -> str:
+    """Returns the rest of the sentence about a cluster that refused this process."""
+    text = sentence(error)
+    if (found := VERSIONS.search(text)) is not None:
+        ray, python, own_ray, own_python = found.groups()
+        return (
+            f"has Ray {ray} and Python {python}, this process Ray {own_ray} and Python"
+            f" {own_python}: install the same versions on all nodes"
+        )
+    lines = text.strip().splitlines() or [type(error).__name__]
+    return f"cannot be used: {lines[0].strip()}"
 
 
 def _check_own() -> None:

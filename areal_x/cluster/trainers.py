@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 
@@ -20,6 +20,7 @@ from areal_x.errors import ConfigError, one_of
 from areal_x.protocols.backends import create_trainer, load_backend
 from areal_x.protocols.trainer import Trainer
 from areal_x.protocols.trainer_config import TrainerConfig
+from areal_x.runtime.shared_folder import marked
 from areal_x.types import Loss
 
 HERE, RAY = CLUSTERS = ("here", "ray")
@@ -63,7 +64,9 @@ def trainers_on_ray(
             resource=cluster.resource,
             labels={ROLE: cluster.ranks_on} if cluster.ranks_on else {},
         )
-        gang = RayGang(RANK, size, room, partial(Rank, spec), surroundings(logs))
+        with marked(logs) if logs else nullcontext() as mark:
+            around = surroundings(logs, mark=mark)
+            gang = RayGang(RANK, size, room, partial(Rank, spec), around)
         try:
             join(gang, gang.nodes, gang.addresses[0])
             built = gang.gather("build")

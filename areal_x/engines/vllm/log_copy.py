@@ -5,12 +5,10 @@ from __future__ import annotations
 
 import asyncio
 import os
-import secrets
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Future
-from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -79,17 +77,3 @@ class LogCopy:
 def append(file: Path, text: bytes) -> None:
     with file.open("ab") as opened:
         opened.write(text)
-
-
-@contextmanager
-def marked(folder: Path) -> Iterator[Path]:
-    """Makes a file in a folder for the time of the body, by whose name, which nobody has looked up
-    before, another machine finds out whether it shares the folder."""
-    folder.mkdir(parents=True, exist_ok=True)
-    mark = folder / f".{secrets.token_hex(8)}"
-    mark.touch()
-    try:
-        yield mark
-    finally:
-        with suppress(OSError):
-            mark.unlink()

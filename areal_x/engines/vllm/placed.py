@@ -29,9 +29,10 @@ from typing import Any, Protocol
 from areal_x.engines.vllm import server as servers
 from areal_x.engines.vllm import server_log
 from areal_x.engines.vllm.failures import ServerLost
-from areal_x.engines.vllm.log_copy import LogCopy, LogPart, log_part, marked
+from areal_x.engines.vllm.log_copy import LogCopy, LogPart, log_part
 from areal_x.engines.vllm.staging import LOCK
 from areal_x.errors import UserError
+from areal_x.runtime.shared_folder import marked
 from areal_x.runtime.waits import waiting, whose
 
 SECONDS_TO_STOP = servers.STOP_SECONDS + 10.0  # for a keeper and its server
