@@ -103,9 +103,10 @@ class Process:
             others = self._leader.pass_on(call)
             own = self.run(call.method, call.arguments, self._leader.own_batch(call))
             self._leader.note(0, own.span)
-            returned = self._leader.wait(others) if call.waits else []
-        differ = differences([own.span, *(x.span for x in returned)]) if call.waits else {}
-        return own.value, others if call.gathers else [], differ
+        if not call.waits:
+            return own.value, others if call.gathers else [], {}
+        returned = self._leader.wait(others)  # this process is not behind any more
+        return own.value, [], differences([own.span, *(x.span for x in returned)])
 
     def stream_all(self, call: Call) -> Iterator[Any]:
         """Yields what the object's generator does, while the others run theirs to the end."""
