@@ -178,8 +178,7 @@ ALLOWED: dict[str, Inside | Bounded | str] = {
     "engines/vllm/placed.py PlacedServer._end: self._ended[0].result()": AT_ONCE,
     "engines/vllm/placed.py PlacedServer.stop: stopped.result()": Bounded("SECONDS_TO_STOP"),
     "engines/vllm/placed.py PlacedServer.stop: copy.ended.wait()": Bounded("SECONDS_TO_STOP"),
-    "engines/vllm/log_copy.py LogCopy._copy: await asyncio.to_thread": AT_ONCE,
-    "engines/vllm/log_copy.py LogCopy._copy: await asyncio.wrap_future": OURS_TO_END,
+    "engines/vllm/log_copy.py LogCopy._copy: ask().result()": OURS_TO_END,
     "engines/vllm/log_copy.py log_part: time.sleep()": OURS_TO_END,  # in the keeper's process
     "engines/vllm/elastic.py Elastic._watch: await asyncio.to_thread": AT_ONCE,  # it asks Ray for a list
     "engines/vllm/replica.py Replica.vacate: await asyncio.to_thread": AT_ONCE,  # its process has ended

@@ -3,7 +3,6 @@ run's directory under its name, also once its node is gone."""
 
 from __future__ import annotations
 
-import asyncio
 import os
 import threading
 import time
@@ -50,23 +49,22 @@ def log_part(log: Path, offset: int, has_ended: Callable[[], bool]) -> LogPart:
 
 
 class LogCopy:
-    """Copies a log as it grows, in a task of the running event loop. ask: requests the part that
-    begins at an offset. offset: where the log begins. start: where the copy begins in its file.
-    ended: set when no more follows."""
+    """Copies a log as it grows, in a thread, as the server may outlive the event loop that started
+    it. ask: requests the part that begins at an offset. offset: where the log begins. start: where
+    the copy begins in its file. ended: set when no more follows."""
 
     def __init__(self, ask: Callable[[int], Future[LogPart]], offset: int, file: Path) -> None:
         self.start = file.stat().st_size if file.exists() else 0
         self.ended = threading.Event()
-        self._task = background.start(
-            self._copy(ask, offset, file), f"the copy of the log {file.name}"
-        )
+        what = f"the copy of the log {file.name}"
+        background.thread(self._copy, ask, offset, file, what=what, failed=background.on_loop())
 
-    async def _copy(self, ask: Callable[[int], Future[LogPart]], offset: int, file: Path) -> None:
+    def _copy(self, ask: Callable[[int], Future[LogPart]], offset: int, file: Path) -> None:
         try:
             is_last = False
             while not is_last:
-                part = await asyncio.wrap_future(ask(offset))
-                await asyncio.to_thread(append, file, part.text)
+                part = ask(offset).result()
+                append(file, part.text)
                 offset, is_last = part.end, part.is_last
         except (OSError, UserError):  # the keeper is gone, or this disk is full
             pass

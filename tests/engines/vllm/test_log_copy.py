@@ -126,6 +126,16 @@ def test_a_log_is_copied_as_it_grows_and_to_its_end(launch: Launch, keeper: FarK
     assert list(launch.log.parent.iterdir()) == [launch.log]
 
 
+def test_a_log_is_copied_on_when_the_event_loop_has_ended(launch: Launch, keeper: FarKeeper, tmp_path: Path) -> None:
+    """As of a server that the next attempt of the run keeps."""
+    server = asyncio.run(start(launch, keeper))
+    (tmp_path / "end").touch()
+    server._keepers[0].call("wait").result(60)  # type: ignore[attr-defined]
+    server.stop()
+    assert server._copies[0].ended.is_set()  # type: ignore[attr-defined]
+    assert launch.log.read_text() == "first line\nValueError: the reason\n"
+
+
 def test_what_a_lost_node_wrote_is_there(launch: Launch, keeper: FarKeeper) -> None:
     async def run() -> None:
         server = await start(launch, keeper)
