@@ -6,17 +6,16 @@ from __future__ import annotations
 import os
 import re
 import secrets
-import signal
 import socket
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 from areal_x.errors import UserError, sentence
 from areal_x.runtime.credentials import RAY_TOKEN
+from areal_x.runtime.interrupts import same_signals
 from areal_x.runtime.waits import waiting
 
 SECONDS_TO_CONNECT = 30.0
@@ -86,21 +85,6 @@ def connected(cpus: float) -> Iterator[None]:
         yield
     finally:
         ray.shutdown()
-
-
-@contextmanager
-def same_signals() -> Iterator[None]:
-    """Installs the handlers of signals again that the body replaces: Ray's would end the process at
-    once."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield
-    finally:
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
 
 
 def _connect(address: str, options: dict[str, Any]) -> None:

@@ -83,7 +83,7 @@ class Trainer(Scorer, Protocol):
 
     def device_weights(self) -> Iterator[tuple[str, Any]]:
         """Yields the same tensors as `weights`, as torch tensors on the device. Only needed by the
-        transports "nccl" and "handles" (`Backend.TRANSPORTS`), which send no adapters.
+        transports "nccl", "rdt" and "handles" (`Backend.TRANSPORTS`), which send no adapters.
 
         Raises: NotImplementedError if the backend offers neither.
         """

@@ -82,7 +82,9 @@ class VLLMConfig:
     """How weights reach the servers. "files": through `staging`; generation is paused while servers
     read them. "nccl" (experimental: it never ran on GPUs): broadcast from the GPU of
     the trainer's first process to other GPUs (those of `devices`, or of `urls`) while generation is
-    paused. "handles" (experimental: it never ran with a real server): one server on a torch
+    paused. "rdt" (experimental: it never ran on GPUs): with train.cluster = "ray", each worker of a
+    server pulls the slices that it needs from all processes that train, by Ray and NIXL, while
+    generation is paused. "handles" (experimental: it never ran with a real server): one server on a torch
     trainer's own GPU opens the trainer's memory. See docs/torch.md."""
     allow_unpickling: bool = False
     """True accepts that a server started here unpickles the content of requests with its key, which

@@ -240,7 +240,8 @@ class Trainer(HuggingFaceTrainer):
 
     def device_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Yields the tensors of `weights` on this process's device. Tensors that are neither cast
-        nor gathered are the model's own. With the transports "nccl" and "handles": experimental."""
+        nor gathered are the model's own. With the transports "nccl", "rdt" and "handles":
+        experimental."""
         for name, x in gather_each(
             lora.merged(self.model), lambda x: x.to(self.dtype) if x.is_floating_point() else x
         ):
