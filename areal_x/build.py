@@ -36,6 +36,7 @@ from areal_x.run.journal import Journal, Resumed
 from areal_x.runtime import cores, timeline
 from areal_x.runtime.hosts import Hosts
 from areal_x.runtime.loop import short_collections
+from areal_x.runtime.shared_folder import marked
 from areal_x.runtime.waits import watching
 from areal_x.tasks.screening import scan_dataset
 from areal_x.tasks.stream import TaskStream
@@ -244,7 +245,10 @@ class Factory(ModelFactory):
         from areal_x.cluster.hosts import hosts_on_ray
         from areal_x.cluster.surroundings import surroundings
 
-        with hosts_on_ray(self.placement, surroundings(logs), message) as hosts:
+        with (
+            marked(logs) as mark,
+            hosts_on_ray(self.placement, surroundings(logs, mark=mark), message) as hosts,
+        ):
             yield hosts
 
     def create_engine(

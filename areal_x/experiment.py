@@ -203,6 +203,8 @@ class Experiment(Factory):
             values = [row[name] for row in rows if name in row]
             counts = name in ("skipped", "critic/skipped")
             means[name] = sum(values) if counts else float(np.mean(values))
+            if name.endswith("ranks/slowest"):  # the number of a process has no mean
+                means[name] = values[-1]
         # Only the first batch was scored by the policy from before the step.
         means = {name: x for name, x in means.items() if not name.startswith(mismatch.PREFIX)}
         return means | mismatch.metrics_by_lag(rows[0])

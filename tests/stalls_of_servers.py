@@ -9,6 +9,7 @@ import time
 from collections.abc import AsyncIterator
 from concurrent.futures import Future
 from contextlib import asynccontextmanager, nullcontext, suppress
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -165,7 +166,7 @@ async def _(stall: Stall) -> None:
 @stall("the next version to be sent")
 async def _(stall: Stall) -> None:
     engine, client = engine_of(stall), object()
-    sends = Broadcaster(engine.config, engine.supervisor, engine.dispatcher, {SERVER: 1})
+    sends = Broadcaster(replace(engine.config, transport="nccl"), engine.supervisor, engine.dispatcher, {SERVER: 1})
     sends._received["another server"] = client, 1  # type: ignore[assignment]
     loop = asyncio.get_running_loop()
 
@@ -180,7 +181,7 @@ async def _(stall: Stall) -> None:
 @stall("a vLLM server to come back")
 async def _(stall: Stall) -> None:
     engine = engine_of(stall)
-    sends = Broadcaster(engine.config, engine.supervisor, engine.dispatcher, {})
+    sends = Broadcaster(replace(engine.config, transport="nccl"), engine.supervisor, engine.dispatcher, {})
     loop = asyncio.get_running_loop()
     stall.release = lambda: loop.call_soon_threadsafe(engine.dispatcher.notify)  # type: ignore[method-assign,assignment,return-value]
     stall.request.getfixturevalue("monkeypatch").setattr(broadcaster, "LOOK_SECONDS", 60.0)
@@ -278,6 +279,10 @@ async def _(stall: Stall) -> None:
     started: Future[Started] = Future()
 
     def call(method: str, *_: Any) -> Future[Any]:
+        if method == "sees":
+            shared: Future[bool] = Future()
+            shared.set_result(True)
+            return shared
         return started if method == "start" else Future()
 
     keeper: Any = SimpleNamespace(host="10.0.0.7", node="10.0.0.7", call=call)

@@ -13,6 +13,8 @@ import pytest
 
 from areal_x.algorithms import losses, recipes
 from areal_x.batching.packing import pack
+from areal_x.cluster.gang import Span
+from areal_x.cluster.measures import differences
 from areal_x.engines.vllm.config import VLLMConfig
 from areal_x.engines.vllm.engine import VLLMEngine
 from areal_x.monitor.step_metrics import describe_groups, throughput
@@ -80,6 +82,8 @@ def written_by_all(tiny_model_dir: Path, model_dir_of: Any, runs: Path) -> set[s
     keys |= written_by(**offline, name="dpo", algorithm=recipes.dpo(), workflow=PreferencePairs(), dataset=pairs)
     for name, beta in (("drawn", None), ("whole", 0.5)):
         keys |= written_by(**of, name=name, algorithm=recipes.distill(beta=beta), teacher=str(tiny_model_dir))
+    spans = [Span("update", began=0.0, seconds=1.0, cpu_seconds=1.0, peak_bytes=1)] * 2
+    keys |= set(differences(spans))
     keys |= set(VLLMEngine(VLLMConfig(), tiny_model_dir, runs).balance(0.0, 0.0))
     keys |= set(ShardedEngine(Shards(1, 1, SimpleNamespace(), print), SimpleNamespace(), 64).balance(0.0, 0.0))  # type: ignore[arg-type]
     mixture = create_trainer("torch", TrainerConfig(model=ModelConfig(str(model_dir_of("qwen3-moe")))))

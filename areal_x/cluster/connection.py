@@ -4,17 +4,18 @@ needs none."""
 from __future__ import annotations
 
 import os
+import re
 import secrets
-import signal
 import socket
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 from areal_x.errors import UserError, sentence
+from areal_x.runtime.credentials import RAY_TOKEN
+from areal_x.runtime.interrupts import same_signals
 from areal_x.runtime.waits import waiting
 
 SECONDS_TO_CONNECT = 30.0
@@ -38,6 +39,11 @@ OWN_SETTINGS = {
     "RAY_AUTH_MODE": "token",
 }
 LOOPBACK = "127.0.0.1"
+# What Ray says of versions that differ.
+VERSIONS = re.compile(
+    r"Version mismatch: The cluster was started with:\s+Ray: (\S+)\s+Python: (\S+)\s+"
+    r"This process on .+ was started with:\s+Ray: (\S+)\s+Python: (\S+)"
+)
 PROBE = (
     "import sys; from ray._raylet import GcsClient;"
     " GcsClient(address=sys.argv[1]).check_alive([], timeout=30)"
@@ -57,7 +63,7 @@ def connected(cpus: float) -> Iterator[None]:
         os.environ.setdefault(name, value)
     if not address:  # read when Ray is imported
         os.environ.update(OWN_SETTINGS)
-        os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
+        os.environ.setdefault(RAY_TOKEN, secrets.token_hex(32))
     try:
         import ray
     except ImportError:
@@ -81,21 +87,6 @@ def connected(cpus: float) -> Iterator[None]:
         ray.shutdown()
 
 
-@contextmanager
-def same_signals() -> Iterator[None]:
-    """Installs the handlers of signals again that the body replaces: Ray's would end the process at
-    once."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield
-    finally:
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
-
-
 def _connect(address: str, options: dict[str, Any]) -> None:
     import ray
 
@@ -111,9 +102,7 @@ def _connect(address: str, options: dict[str, Any]) -> None:
     try:
         context = ray.init(address=address, **options)
     except Exception as error:
-        raise UserError(
-            f"the Ray cluster at {address} cannot be used: {in_short(error)}"
-        ) from error
+        raise UserError(f"the Ray cluster at {address} {why_unusable(error)}") from error
     try:
         check_closed()
     except BaseException:
@@ -123,12 +112,17 @@ def _connect(address: str, options: dict[str, Any]) -> None:
         print(f"Ray's dashboard: http://{context.dashboard_url}")
 
 
-def in_short(error: Exception) -> str:
-    """Returns the first line of an error; of one about versions all, in one line."""
-    lines = [line.strip() for line in sentence(error).splitlines()] or [type(error).__name__]
-    if not lines[0].startswith("Version mismatch"):
-        return lines[0]
-    return " ".join(lines) + " (install the same versions of Python and Ray on all nodes)"
+def why_unusable(error: Exception) -> str:
+    """Returns the rest of the sentence about a cluster that refused this process."""
+    text = sentence(error)
+    if (found := VERSIONS.search(text)) is not None:
+        ray, python, own_ray, own_python = found.groups()
+        return (
+            f"has Ray {ray} and Python {python}, this process Ray {own_ray} and Python"
+            f" {own_python}: install the same versions on all nodes"
+        )
+    lines = text.strip().splitlines() or [type(error).__name__]
+    return f"cannot be used: {lines[0].strip()}"
 
 
 def _check_own() -> None:

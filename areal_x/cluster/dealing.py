@@ -11,6 +11,7 @@ import numpy as np
 from jaxtyping import Float32
 
 from areal_x.cluster.gang import PerNode
+from areal_x.protocols.backends import Backend
 from areal_x.protocols.shares import Division, Purpose, Shares, SharingBackend, own_rows
 from areal_x.protocols.trainer_config import TrainerConfig
 from areal_x.types import Batch
@@ -30,19 +31,20 @@ Parts = Mapping[tuple[int, ...], Part]
 
 
 class Dealer:
-    """Divides the batches of one trainer among its processes. backend: None if it does not divide
-    batches. shares, nodes: of each process."""
+    """Divides the batches of one trainer among its processes, if the backend does. shares, nodes: of
+    each process."""
 
     def __init__(
         self,
-        backend: SharingBackend | None,
+        backend: Backend,
         config: TrainerConfig,
         shares: Sequence[Shares | None],
         nodes: Sequence[str],
     ) -> None:
-        self._backend, self._config, self._nodes = backend, config, nodes
+        self._config, self._nodes = config, nodes
+        self._backend = backend if isinstance(backend, SharingBackend) else None
         self._shares = [x for x in shares if x is not None and not x.is_all]
-        if backend is None or len(self._shares) < len(shares):
+        if self._backend is None or len(self._shares) < len(shares):
             self._shares = []  # somebody needs all rows
         self.speakers = speakers(self._shares) if self._shares else [0]
 

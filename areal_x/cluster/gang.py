@@ -58,6 +58,12 @@ class Span:
 
     seconds: float
 
+    cpu_seconds: float
+    """CPU time of the process meanwhile, of all its threads."""
+
+    peak_bytes: int
+    """The most memory that the process has used so far."""
+
 
 class Lost(UserError):
     """A process of a gang has ended or failed; the gang has been ended."""
@@ -100,6 +106,13 @@ class Gang(Protocol):
 
     def gather(self, method: str, *arguments: Any, batch: PerNode | None = None) -> list[Any]:
         """As `call`, but returns all results."""
+        ...
+
+    def measured(
+        self, method: str, *arguments: Any, batch: PerNode | None = None
+    ) -> tuple[Any, dict[str, float]]:
+        """As `call`, but ends when all have run it, and also returns how the processes differ
+        (areal_x.cluster.measures.differences)."""
         ...
 
     def each(self, method: str, arguments: Sequence[tuple[Any, ...]]) -> list[Any]:

@@ -57,9 +57,10 @@ class GangTrainer:
         if loss is not self._loss:
             raise ValueError(f"the processes have one loss for the {self._name}; this is another")
         dealt, _ = self._dealer.deal(batch, "update")
-        row: dict[str, float] = self._gang.call("update", self._name, batch=dealt)
+        row: dict[str, float]
+        row, differ = self._gang.measured("update", self._name, batch=dealt)
         self.version += 1
-        return row
+        return row | differ
 
     def weights(self, mine: Mine | None = None) -> Iterator[tuple[str, np.ndarray]]:
         for name, tensor in self._gang.stream("tensors", self._name, "weights"):

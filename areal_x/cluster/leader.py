@@ -8,6 +8,7 @@ the driver the same whatever the number of processes, and finds which of them is
 
 from __future__ import annotations
 
+import threading
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -104,11 +105,17 @@ class Leader:
         batch = call.batches[self._nodes[0]]
         return ray.get(batch) if isinstance(batch, ray.ObjectRef) else batch
 
-    def wait(self, references: Sequence[Any]) -> None:
-        """Waits for results of the others. Raises: what one of them did."""
+    def wait(self, references: Sequence[Any]) -> list[Returned]:
+        """Returns the results of the others, once all are there. If one of them fails it never
+        returns: its failure is reported, not this process's, and the driver ends all."""
         import ray
 
-        ray.get(list(references))
+        try:
+            found: list[Returned] = ray.get(list(references))
+        except ray.exceptions.RayError:
+            while True:
+                threading.Event().wait()
+        return found
 
     def note(self, rank: int, span: Span) -> None:
         self._spans.append((rank, span))

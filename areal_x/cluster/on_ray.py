@@ -103,15 +103,21 @@ class RayGang:
         return self._all(Call(method, arguments, self._put(batch)))[0]
 
     def gather(self, method: str, *arguments: Any, batch: PerNode | None = None) -> list[Any]:
-        own, references = self._all(Call(method, arguments, self._put(batch), gathers=True))
+        own, references, _ = self._all(Call(method, arguments, self._put(batch), gathers=True))
         others = self._results(references, range(1, self._size))
         return [own, *(returned.value for returned in others)]
 
     def beside(self, method: str, *arguments: Any) -> Any:
         return self._all(Call(method, arguments, waits=True, group=SAVING))[0]
 
-    def _all(self, call: Call) -> tuple[Any, list[Any]]:
-        found: tuple[Any, list[Any]]
+    def measured(
+        self, method: str, *arguments: Any, batch: PerNode | None = None
+    ) -> tuple[Any, dict[str, float]]:
+        own, _, differ = self._all(Call(method, arguments, self._put(batch), waits=True))
+        return own, differ
+
+    def _all(self, call: Call) -> tuple[Any, list[Any], dict[str, float]]:
+        found: tuple[Any, list[Any], dict[str, float]]
         (found,) = self._results([self._call_of[call.group].remote(call)], [0])
         return found
 

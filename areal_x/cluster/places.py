@@ -8,6 +8,7 @@ A keeper that is gone is not started again by Ray: whoever needs it asks its pla
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
@@ -319,6 +320,10 @@ def readable(error: BaseException, node: str) -> Exception:
 
 
 def made(make: Callable[[], Any], rank: int) -> Any:
-    """Makes the object, in its process, which then ends with its node."""
+    """Makes the object, in its process, which then ends with its node. Programs that it starts find
+    the cluster."""
+    import ray
+
+    os.environ["RAY_ADDRESS"] = ray.get_runtime_context().gcs_address
     end_with_parent()
     return make()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Iterator, Sequence
 from importlib.metadata import version
 from typing import Any
@@ -11,6 +10,7 @@ from typing import Any
 from areal_x.cluster.failures import Failure, reported
 from areal_x.cluster.gang import Make, Span
 from areal_x.cluster.leader import Call, Leader, Returned
+from areal_x.cluster.measures import differences, measured
 from areal_x.cluster.surroundings import Surroundings
 from areal_x.errors import UserError
 
@@ -57,18 +57,17 @@ class Process:
     ) -> Returned:
         """Runs a method of the object. batch: its last argument, unless it is None. keep: False
         forgets its result."""
-        began, arguments = time.time(), arguments if batch is None else (*arguments, batch)
-        with reported():
+        arguments = arguments if batch is None else (*arguments, batch)
+        with reported(), measured(method, self._object) as clock:
             found = getattr(self._object, method)(*arguments)
-        return Returned(Span(method, began, time.time() - began), found if keep else None)
+        return Returned(clock.span, found if keep else None)
 
     def exhaust(self, method: str, arguments: tuple[Any, ...]) -> Returned:
         """Runs a generator of the object to its end."""
-        began = time.time()
-        with reported():
+        with reported(), measured(method, self._object) as clock:
             for _ in getattr(self._object, method)(*arguments):
                 pass
-        return Returned(Span(method, began, time.time() - began), None)
+        return Returned(clock.span, None)
 
     def stay(self) -> None:
         """Never returns: the call fails as soon as this process is gone."""
@@ -96,27 +95,26 @@ class Process:
         assert self._leader is not None
         return self._leader.spans()
 
-    def call_all(self, call: Call) -> tuple[Any, list[Any]]:
-        """Makes all processes run a call. Returns the result here, and references to those of the
-        others if the call gathers them."""
+    def call_all(self, call: Call) -> tuple[Any, list[Any], dict[str, float]]:
+        """Makes all processes run a call. Returns the result here, references to those of the
+        others if the call gathers them, and how the processes differ if it waits for them."""
         assert self._leader is not None
         with self._leader.leading():
             others = self._leader.pass_on(call)
             own = self.run(call.method, call.arguments, self._leader.own_batch(call))
             self._leader.note(0, own.span)
-            if call.waits:
-                with reported():
-                    self._leader.wait(others)
-        return own.value, others if call.gathers else []
+        if not call.waits:
+            return own.value, others if call.gathers else [], {}
+        returned = self._leader.wait(others)  # this process is not behind any more
+        return own.value, [], differences([own.span, *(x.span for x in returned)])
 
     def stream_all(self, call: Call) -> Iterator[Any]:
         """Yields what the object's generator does, while the others run theirs to the end."""
         assert self._leader is not None
-        began = time.time()
         with self._leader.leading():
             self._leader.pass_on(call, "exhaust")
-            with reported():
+            with reported(), measured(call.method, self._object) as clock:
                 # Not "yield from": Ray sends something back, which only generators take.
                 for item in getattr(self._object, call.method)(*call.arguments):  # noqa: UP028
                     yield item
-        self._leader.note(0, Span(call.method, began, time.time() - began))
+        self._leader.note(0, clock.span)

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import gin
 import numpy as np
@@ -28,7 +28,7 @@ from areal_x.hf.weight_copy import Turns, WeightCopy, write_shards
 from areal_x.protocols.backends import create_trainer, load_backend
 from areal_x.protocols.sampler import Decoded, Sampler
 from areal_x.protocols.shares import Shares, SharingTrainer
-from areal_x.protocols.trainer import Trainer, Wait
+from areal_x.protocols.trainer import MeasuresMemory, Trainer, Wait
 from areal_x.protocols.trainer_config import TrainerConfig
 from areal_x.types import Batch, Loss
 
@@ -111,7 +111,10 @@ class Rank:
         for name, config in self._spec.configs.items():
             self._trainers[name] = create_trainer(self._spec.backend, config)
         return {
-            name: (trainer.version, getattr(trainer, "shares", None))
+            name: (
+                trainer.version,
+                trainer.shares if isinstance(trainer, SharingTrainer) else None,
+            )
             for name, trainer in self._trainers.items()
         }
 
@@ -121,9 +124,9 @@ class Rank:
         trainer, loss = self._trainers[name], self._spec.losses[name]
         if isinstance(batch, Batch):
             return trainer.update(batch, loss)
-        sharing = cast(SharingTrainer, trainer)
-        part = batch[sharing.shares.own]
-        return sharing.update_share(part.rows, part.whole, loss)
+        assert isinstance(trainer, SharingTrainer)
+        part = batch[trainer.shares.own]
+        return trainer.update_share(part.rows, part.whole, loss)
 
     def outputs(
         self, name: str, method: str, speakers: Sequence[int], batch: Batch | Parts
@@ -135,9 +138,9 @@ class Rank:
         if isinstance(batch, Batch):
             found = getattr(trainer, method)(batch)
         else:
-            sharing = cast(SharingTrainer, trainer)
-            part = batch[sharing.shares.own]
-            found = sharing.outputs_share(method, part.rows, part.whole)
+            assert isinstance(trainer, SharingTrainer)
+            part = batch[trainer.shares.own]
+            found = trainer.outputs_share(method, part.rows, part.whole)
         return found if self.rank in speakers else None
 
     def tensors(self, name: str, method: str) -> Iterator[tuple[str, np.ndarray]]:
@@ -200,6 +203,12 @@ class Rank:
                 file.unlink(missing_ok=True)
         with suppress(OSError):
             outcome_of(folder, self.rank).write_text(json.dumps(outcome))
+
+    def peak_bytes(self) -> int | None:
+        """Returns the most bytes of one device that this process has used so far; None if it
+        computes in the host's memory."""
+        trainers = (x for x in self._trainers.values() if isinstance(x, MeasuresMemory))
+        return max((x for x in (y.peak_bytes() for y in trainers) if x is not None), default=None)
 
     def apply(self, name: str, function: Callable[..., Any], *arguments: Any) -> Any:
         return function(self._trainers[name], self.rank, *arguments)

@@ -33,11 +33,19 @@ class Surroundings:
     logs: Path | None = None
     """Folder for what each process prints."""
 
+    mark: Path | None = None
+    """A file that the driver made in that folder (areal_x.runtime.shared_folder)."""
+
     def enter(self, name: str) -> None:
         """Makes them this process's own. name: of its log.
 
-        Raises: UserError on a node that does not see the folder of the logs.
+        Raises: UserError on a node that does not see the folder of the logs, or another one.
         """
+        if self.mark is not None and self.mark.parent.is_dir() and not self.mark.exists():
+            raise UserError(
+                f"the node {socket.gethostname()} has another folder {self.logs} than the driver:"
+                " train.runs must be a folder that all nodes share"
+            )
         with suppress(OSError):  # another node may not have the folder
             os.chdir(self.folder)
         sys.path += [place for place in self.imports if place not in sys.path]
@@ -54,9 +62,11 @@ class Surroundings:
                 ) from None
 
 
-def surroundings(logs: Path | None, more: Sequence[str] = ()) -> Surroundings:
+def surroundings(
+    logs: Path | None, more: Sequence[str] = (), mark: Path | None = None
+) -> Surroundings:
     """Returns this process's. logs: folder for what the others print. more: beginnings of the names
-    of more variables that are taken over; keys never are."""
+    of more variables that are taken over; keys never are. mark: see `Surroundings.mark`."""
     wanted = (*ENVIRONMENT, THREADS, *more)
     return Surroundings(
         folder=Path.cwd(),
@@ -67,6 +77,7 @@ def surroundings(logs: Path | None, more: Sequence[str] = ()) -> Surroundings:
             if name.startswith(wanted) and not name.endswith("_KEY")
         },
         logs=logs and logs.absolute(),
+        mark=mark,
     )
 
 

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
-from typing import cast
 
 import gin
 
@@ -19,9 +18,9 @@ from areal_x.cluster.rank import Rank, RankSpec
 from areal_x.cluster.surroundings import surroundings
 from areal_x.errors import ConfigError, one_of
 from areal_x.protocols.backends import create_trainer, load_backend
-from areal_x.protocols.shares import SharingBackend
 from areal_x.protocols.trainer import Trainer
 from areal_x.protocols.trainer_config import TrainerConfig
+from areal_x.runtime.shared_folder import marked
 from areal_x.types import Loss
 
 HERE, RAY = CLUSTERS = ("here", "ray")
@@ -65,15 +64,16 @@ def trainers_on_ray(
             resource=cluster.resource,
             labels={ROLE: cluster.ranks_on} if cluster.ranks_on else {},
         )
-        gang = RayGang(RANK, size, room, partial(Rank, spec), surroundings(logs))
+        with marked(logs) if logs else nullcontext() as mark:
+            around = surroundings(logs, mark=mark)
+            gang = RayGang(RANK, size, room, partial(Rank, spec), around)
         try:
             join(gang, gang.nodes, gang.addresses[0])
             built = gang.gather("build")
-            sharing = cast(SharingBackend, own) if hasattr(own, "divide") else None
             found: dict[str, Trainer] = {}
             for name, config in configs.items():
                 shares = [of_rank[name][1] for of_rank in built]
-                dealer = Dealer(sharing, config, shares, gang.nodes)
+                dealer = Dealer(own, config, shares, gang.nodes)
                 version = built[0][name][0]
                 found[name] = GangTrainer(gang, name, version, dealer, losses.get(name))
             yield found

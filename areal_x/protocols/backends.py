@@ -41,7 +41,7 @@ class Backend(Protocol):
 
     TRANSPORTS: tuple[str, ...]
     """Values of vllm.transport that its trainers support; ("files",) needs no more than
-    `Trainer.weights`, "nccl" and "handles" need `Trainer.device_weights`."""
+    `Trainer.weights`, all others need `Trainer.device_weights`."""
 
     DEVICES_EACH: int | None
     """Devices that one process computes on; None is all that it sees."""

@@ -6,14 +6,15 @@ process its own rows, and what it has to know about the whole batch:
     backend.divide(config, batch, count, purpose) ──▶ Division
     own_rows(batch, division, trainer.shares.own) ──▶ trainer.update_share, trainer.outputs_share
 
-A backend without `divide` is given whole batches, in every process.
+A backend that is no `SharingBackend`, or whose trainers are no `SharingTrainer`s, is given whole
+batches, in every process.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, runtime_checkable
 
 import numpy as np
 from jaxtyping import Float32, Int
@@ -55,6 +56,7 @@ class Division:
         return np.flatnonzero(np.isin(self.share_of_row, own))
 
 
+@runtime_checkable
 class SharingBackend(Protocol):
     """What a backend declares besides areal_x.protocols.backends.Backend if its trainers are
     `SharingTrainer`s."""
@@ -65,8 +67,10 @@ class SharingBackend(Protocol):
         ...
 
 
+@runtime_checkable
 class SharingTrainer(Protocol):
-    """What a trainer offers besides areal_x.protocols.trainer.Trainer."""
+    """What a trainer offers besides areal_x.protocols.trainer.Trainer if its processes read their own
+    rows."""
 
     shares: Shares
 

@@ -83,7 +83,7 @@ class Trainer(Scorer, Protocol):
 
     def device_weights(self) -> Iterator[tuple[str, Any]]:
         """Yields the same tensors as `weights`, as torch tensors on the device. Only needed by the
-        transports "nccl" and "handles" (`Backend.TRANSPORTS`), which send no adapters.
+        transports "nccl", "rdt" and "handles" (`Backend.TRANSPORTS`), which send no adapters.
 
         Raises: NotImplementedError if the backend offers neither.
         """
@@ -136,6 +136,16 @@ class CopiesWeights(Protocol):
 
         Raises: OSError if they cannot be written.
         """
+        ...
+
+
+@runtime_checkable
+class MeasuresMemory(Protocol):
+    """A trainer that knows the memory of its devices."""
+
+    def peak_bytes(self) -> int | None:
+        """Returns the most bytes of one device that this process has used so far; None if it
+        computes in the host's memory."""
         ...
 
 

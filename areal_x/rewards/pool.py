@@ -32,6 +32,7 @@ from areal_x.errors import UserError, at_least, positive
 from areal_x.rewards import worker as worker_side
 from areal_x.runtime import guard as guarding
 from areal_x.runtime import memory_group, timeline
+from areal_x.runtime.credentials import without_credentials
 from areal_x.runtime.hosts import Hosts, Spread
 from areal_x.runtime.waits import waiting, whose
 from areal_x.types import Failed, Outcome, Scored, Task, TimedOut
@@ -226,6 +227,7 @@ class RewardPool:
                     ),
                     stdin=subprocess.DEVNULL,
                     stdout=2,  # a reward's output goes to the run's standard error
+                    env=without_credentials(os.environ),
                     pass_fds=(there.fileno(), lifeline_end),
                     start_new_session=True,  # an interrupt at the terminal is for the run alone
                 )

@@ -163,3 +163,18 @@ def deferred_interrupts_in_each(make: Callable[P, Iterator[T]]) -> Callable[P, I
                 work.close()  # type: ignore[attr-defined]
 
     return each
+
+
+@contextmanager
+def same_signals() -> Iterator[None]:
+    """Installs the handlers of signals again that the body replaces: Ray's would end the process at
+    once."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)

@@ -15,6 +15,7 @@ from areal_x.engines.vllm.probe import probe_prompt
 from areal_x.engines.vllm.stager import Stager
 from areal_x.protocols.trainer import Scorer
 from areal_x.rollout.episodes import Episodes, EpisodeSettings
+from areal_x.runtime.shared_folder import marked
 from areal_x.shards.engine import ShardedEngine
 from areal_x.shards.episodes import ShardedEpisodes
 from areal_x.shards.parts import VLLMParts
@@ -57,14 +58,17 @@ def sharded_on_ray(
         probe_prompt=partial(probe_prompt, parts.vocabulary, config.context),
         report=message,
     )
-    with places_on_ray(
-        shard_room(cluster),
-        hosts=1,
-        make=partial(Shard, parts, settings),
-        surroundings=surroundings(parts.logs, more=[SERVERS_READ]),
-        name="shard",
-        settings=("cluster.shards", "cluster.shard_cpus"),
-    ) as places:
+    with (
+        marked(parts.logs) as mark,
+        places_on_ray(
+            shard_room(cluster),
+            hosts=1,
+            make=partial(Shard, parts, settings),
+            surroundings=surroundings(parts.logs, more=[SERVERS_READ], mark=mark),
+            name="shard",
+            settings=("cluster.shards", "cluster.shard_cpus"),
+        ) as places,
+    ):
         shards = Shards(cluster.shards, settings.attempts, places, message)
         engine = ShardedEngine(shards, stager, config.context)
         yield Sharded(engine, partial(ShardedEpisodes, shards, engine))

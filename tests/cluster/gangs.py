@@ -45,6 +45,18 @@ class Object:
             raise kind("too many numbers")
         self.wait()
 
+    def raises_alone(self, rank: int) -> None:
+        """The others have returned."""
+        if self.rank == rank:
+            raise ArithmeticError("too many numbers")
+
+    def computes(self, rank: int, seconds: float) -> int:
+        """So long in one process; it waits for nothing in the others."""
+        began = time.process_time()
+        while self.rank == rank and time.process_time() - began < seconds:
+            pass
+        return self.rank
+
     def all_raise(self) -> None:
         raise UserError(f"rank {self.rank} refuses")
 
@@ -115,6 +127,12 @@ def another_version() -> str:
         on_ray.version = found
 
 
+def second_computes(gang: Gang) -> str:
+    found, differ = gang.measured("computes", 1, 0.5)
+    means = differ["ranks/cpu_seconds_min"] < 0.5 <= differ["ranks/cpu_seconds_max"] <= differ["ranks/seconds_max"] + 0.5
+    return f"{found} {differ['ranks/slowest']} {means}"
+
+
 def no_folder() -> str:
     with suppress(UserError):
         return str(on_ray.RayGang("rank", SIZE, Room(), partial(Object), surroundings(Path("/proc/nowhere"))))
@@ -132,6 +150,8 @@ def main(*names: str) -> None:
         "all refuse": lambda: with_gang(lambda gang: raised(lambda: gang.call("all_raise"))),
         "second ends": lambda: with_gang(lambda gang: raised(lambda: gang.call("ends", 1))),
         "first ends": lambda: with_gang(lambda gang: raised(lambda: gang.call("ends", 0))),
+        "second raises alone": lambda: with_gang(lambda gang: raised(lambda: gang.measured("raises_alone", 1))),
+        "second computes": lambda: with_gang(second_computes),
         "beside": lambda: with_gang(lambda gang: raised(lambda: gang.beside("ends", 1))),
         "another version": another_version,
         "no folder": no_folder,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -9,7 +11,9 @@ from hypothesis import strategies as st
 
 from areal_x.cluster.dealing import Dealer, speakers
 from areal_x.cluster.on_ray import bytes_of
-from areal_x.protocols.shares import Purpose, Shares, own_rows
+from areal_x.cluster.rank import Rank, RankSpec
+from areal_x.protocols import backends
+from areal_x.protocols.shares import Purpose, Shares, SharingBackend, own_rows
 from areal_x.protocols.trainer_config import ModelConfig, TrainerConfig
 from areal_x.types import Batch
 
@@ -65,6 +69,31 @@ def test_processes_that_need_all_rows_get_the_batch_itself(shares: list[Shares |
     assert division is None
     assert all(x is batch for x in dealt.values.values())
     assert dealer.speakers == [0]
+
+
+def test_a_backend_that_does_not_divide_gets_whole_batches() -> None:
+    module = pytest.importorskip("areal_x_torch")
+    other = SimpleNamespace(**{name: getattr(module, name) for name in backends.DECLARED})
+    batch = batch_of([3, 4])
+    dealt, division = Dealer(other, config_of(1), [Shares((0,), 2), Shares((1,), 2)], ["first", "second"]).deal(batch, "update")
+    assert division is None
+    assert all(x is batch for x in dealt.values.values())
+
+
+def test_only_a_trainer_that_reads_shares_declares_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`shares` alone is not enough: it may be a trainer's own."""
+    whole = SimpleNamespace(version=3, shares=Shares((0,), 2))
+    sharing = SimpleNamespace(version=4, shares=Shares((1,), 2), update_share=print, outputs_share=print)
+    built = {"whole": whole, "sharing": sharing}
+    configs = {name: TrainerConfig(model=ModelConfig(path=name)) for name in built}
+    monkeypatch.setattr("areal_x.cluster.rank.create_trainer", lambda backend, config: built[config.model.path])
+    spec = RankSpec(backend="any", size=2, configs=configs, losses={}, bindings="")
+    assert Rank(spec, 0).build() == {"whole": (3, None), "sharing": (4, Shares((1,), 2))}
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_both_backends_divide_batches(backend: str) -> None:
+    assert isinstance(pytest.importorskip(backend), SharingBackend)
 
 
 def test_each_share_is_returned_by_the_first_process_that_has_it() -> None:

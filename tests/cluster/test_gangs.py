@@ -27,13 +27,15 @@ EXPECTED = {
     "all refuse": r"UserError: rank [01] refuses",
     "second ends": r"Lost: rank 1 is gone: .+",
     "first ends": r"Lost: rank 0 is gone: .+",
+    "second raises alone": r"Lost: rank 1 failed: ArithmeticError: too many numbers",
+    "second computes": "0 1 True",
     "beside": r"Lost: rank 1 is gone: .+",
     "another version": r"the node [\d.]+ has areal-x [\d.]+, the driver 0\.0: install the same version on all nodes",
     "no folder": r"UserError: the node \S+ cannot write to /proc/nowhere \(.*\): train\.runs must be a folder .*",
 }
 
 
-QUICK = ("works", "second gone while idle", "another version", "no folder")
+QUICK = ("works", "second gone while idle", "another version", "no folder", "second raises alone", "second computes")
 CASES = [case if case in QUICK else pytest.param(case, marks=pytest.mark.cluster) for case in EXPECTED]
 
 

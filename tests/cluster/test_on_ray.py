@@ -61,6 +61,11 @@ def digest(run: Path) -> str:
     return hashlib.sha256((run / "checkpoints" / str(last) / "trainer" / "model.safetensors").read_bytes()).hexdigest()
 
 
+def updates_by_step(lanes: dict[str, list[timeline.Interval]]) -> list[tuple[timeline.Interval, ...]]:
+    """The updates of both ranks, step by step."""
+    return list(zip(*([x for x in lanes[f"rank {rank}"] if x.name == "update"] for rank in (0, 1)), strict=True))
+
+
 @BACKENDS
 def test_two_processes_measure_what_one_does_alone(backend: str, ray: Cluster, tiny_model_dir: Path, tmp_path: Path) -> None:
     one, two = tmp_path / "one", tmp_path / "two"
@@ -70,6 +75,12 @@ def test_two_processes_measure_what_one_does_alone(backend: str, ray: Cluster, t
     lanes = timeline.read(two / "runs" / "run")
     for of_rank in ("rank 0", "rank 1"):
         assert [call.name for call in lanes[of_rank]].count("update") == 2
+    for row, calls in zip(read(two / "runs" / "run")[1:], updates_by_step(lanes), strict=True):
+        took = [call.end - call.start for call in calls]
+        assert (row["ranks/seconds_min"], row["ranks/seconds_max"]) == pytest.approx((min(took), max(took)), abs=1e-4)
+        assert 0 < row["ranks/cpu_seconds_min"] <= row["ranks/cpu_seconds"] <= row["ranks/cpu_seconds_max"]
+        assert 50e6 < row["ranks/peak_bytes_min"] <= row["ranks/peak_bytes_max"] < 16e9
+        assert row["ranks/slowest"] in (0, 1)
     updates = [span for span in lanes["trainer"] if span.name == "update"]
     for span, call in zip(updates, [x for x in lanes["rank 1"] if x.name == "update"], strict=True):
         assert call.start < span.end  # by one clock, as the update is collective

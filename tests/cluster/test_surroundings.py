@@ -12,6 +12,7 @@ import pytest
 
 from areal_x.cluster.surroundings import THREADS, Surroundings, surroundings
 from areal_x.errors import UserError
+from areal_x.runtime.shared_folder import marked
 
 ENTER = """
 import os, pickle, sys
@@ -38,6 +39,17 @@ def test_only_what_libraries_read_is_passed_on(monkeypatch: pytest.MonkeyPatch) 
     found = surroundings(None).environment
     assert (found[THREADS], found["XLA_FLAGS"]) == ("2", "2")
     assert "VLLM_API_KEY" not in found
+
+
+def test_a_node_with_another_folder_at_the_same_path_is_refused(tmp_path: Path) -> None:
+    """It has the folder of an earlier run, say, which it alone sees."""
+    with marked(tmp_path) as mark:
+        entered(Surroundings(tmp_path, (), {}, tmp_path, mark))  # the driver's own
+        elsewhere = Surroundings(tmp_path, (), {}, tmp_path, tmp_path / "of the driver")
+        sentence = rf"^the node \S+ has another folder {tmp_path} than the driver: train\.runs must be a folder that all"
+        with pytest.raises(UserError, match=sentence):
+            elsewhere.enter("rank-1")
+    assert [file.name for file in tmp_path.iterdir()] == ["rank-3.log"]
 
 
 def test_a_node_without_the_runs_folder_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

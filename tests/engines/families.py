@@ -33,6 +33,7 @@ if __name__ == "__main__":
 import numpy as np
 
 from areal_x.engines.vllm.loading import MANIFEST
+from areal_x.engines.vllm.plugin import BACKEND
 from tests.models import (
     MODELS,
     MORE,
@@ -82,10 +83,11 @@ def widened(config: dict[str, Any]) -> dict[str, Any]:
 class Served:
     """vLLM's engine over a model, in this process."""
 
-    def __init__(self, model: Path, staging: Path, sees: bool) -> None:
+    def __init__(self, model: Path, backend: str = BACKEND) -> None:
         from vllm import LLM
         from vllm.config import WeightTransferConfig
 
+        sees = (model / "preprocessor_config.json").exists()
         self.llm: Any = LLM(
             model=str(model),
             dtype="float32",
@@ -95,18 +97,17 @@ class Served:
             num_gpu_blocks_override=8,
             skip_tokenizer_init=not sees,
             limit_mm_per_prompt={"image": 1, "video": 0} if sees else None,
-            weight_transfer_config=WeightTransferConfig(backend="areal_x"),
+            weight_transfer_config=WeightTransferConfig(backend=backend),
             disable_log_stats=True,
         )
-        self._call("init_weight_transfer_engine", {"staging_root": str(staging)})
 
-    def _call(self, method: str, *arguments: Any) -> Any:
+    def call(self, method: str, *arguments: Any) -> Any:
         return self.llm.llm_engine.collective_rpc(method, args=arguments)
 
     def swap(self, folder: Path) -> None:
-        self._call("start_weight_update")
-        self._call("update_weights", {"folder": str(folder)})
-        self._call("finish_weight_update")
+        self.call("start_weight_update")
+        self.call("update_weights", {"folder": str(folder)})
+        self.call("finish_weight_update")
         self.llm.reset_prefix_cache()
 
     def score(self, tokens: np.ndarray) -> np.ndarray:
@@ -154,30 +155,16 @@ def tried(name: str, scratch: Path) -> dict[str, Any]:
     image: how far the tower's features, with the first weights swapped in again, are from those at first; as a part of what the
     other weights change.
     """
-    import torch
     from safetensors.torch import load_file
 
-    config, sees = widened(FAMILIES[name]), name in SEEING
-    old, new = scratch / "old", scratch / "new"
-    for seed, directory in enumerate((old, new), 1):
-        write_config(config, directory, sees, seed)
-    if sees:
-        from areal_x.testing.models import write_tokenizer
-        from examples.vision.warm_start import PROCESSOR
-
-        write_tokenizer(old)
-        (old / "preprocessor_config.json").write_text(json.dumps(PROCESSOR))
-    (tokens,) = sequences(20, seed=3)
-    if sees:
-        tokens = np.where(tokens < 9, 20, tokens).astype(np.int32)
+    old, new, tokens = prepare(name, scratch)
+    sees = name in SEEING
 
     def difference(directory: Path) -> float:
-        with torch.no_grad():
-            logits = reference_model(directory)(torch.tensor(tokens[None]).long()).logits[0].numpy()
-        expected = np.take_along_axis(log_softmax(logits)[:-1], tokens[1:, None], 1)[:, 0]
-        return float(np.abs(served.score(tokens) - expected).max())
+        return distance_from(served, directory, tokens)
 
-    served = Served(old, scratch, sees)
+    served = Served(old)
+    served.call("init_weight_transfer_engine", {"staging_root": str(scratch)})
     report = {"name": name, "before": difference(old)}
     first = served.seen() if sees else np.zeros(1)
     tensors = load_file(new / "model.safetensors")
@@ -195,6 +182,33 @@ def tried(name: str, scratch: Path) -> dict[str, Any]:
         served.swap(old)
         report["image"] = float(np.abs(served.seen() - first).max() / changed)
     return report
+
+
+def prepare(name: str, scratch: Path) -> tuple[Path, Path, np.ndarray]:
+    """Writes two models of a family, and returns their directories and a prompt."""
+    config, sees = widened(FAMILIES[name]), name in SEEING
+    old, new = scratch / "old", scratch / "new"
+    for seed, directory in enumerate((old, new), 1):
+        write_config(config, directory, sees, seed)
+    (tokens,) = sequences(20, seed=3)
+    if sees:
+        from areal_x.testing.models import write_tokenizer
+        from examples.vision.warm_start import PROCESSOR
+
+        write_tokenizer(old)
+        (old / "preprocessor_config.json").write_text(json.dumps(PROCESSOR))
+        tokens = np.where(tokens < 9, 20, tokens).astype(np.int32)
+    return old, new, tokens
+
+
+def distance_from(served: Served, directory: Path, tokens: np.ndarray) -> float:
+    """Returns the largest difference from transformers' model of a directory in a prompt's log-probabilities."""
+    import torch
+
+    with torch.no_grad():
+        logits = reference_model(directory)(torch.tensor(tokens[None]).long()).logits[0].numpy()
+    expected = np.take_along_axis(log_softmax(logits)[:-1], tokens[1:, None], 1)[:, 0]
+    return float(np.abs(served.score(tokens) - expected).max())
 
 
 def last_of_each_kind(tensors: dict[str, Any]) -> list[str]:

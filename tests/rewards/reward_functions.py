@@ -29,6 +29,11 @@ def counts_the_answer_type(task, text):
     return float(task.answer == ("a", 1) and task.metadata[3] == {"x"})
 
 
+def variables(task, text):
+    """Returns the names of the environment's variables."""
+    return 0.0, dict.fromkeys(os.environ, 1.0)
+
+
 def raises(task, text):
     raise ValueError("no such\nnumber")
 

@@ -59,7 +59,8 @@ ALLOWED: dict[str, Inside | Bounded | str] = {
     "runtime/hosts.py Spread.call: await getattr(self._own, method)": Inside(REWARD),
     "cluster/installed.py check_installed: ray.wait()": Bounded("SECONDS"),
     "cluster/leader.py Leader._ended: call.result()": AT_ONCE,
-    "cluster/leader.py Leader.failure: self._failures.get()": OURS_TO_END,  # in a process of Ray, as the next ones
+    "cluster/leader.py Leader.wait: threading.Event().wait()": OURS_TO_END,  # in a process of Ray, as the next ones
+    "cluster/leader.py Leader.failure: self._failures.get()": OURS_TO_END,
     "cluster/process.py Process.call_all: self._leader.wait()": OURS_TO_END,
     "cluster/process.py Process.stay: threading.Event().wait()": OURS_TO_END,
     "cluster/node.py wait_for_nodes: time.sleep()": "a command of a job, before the run, that says what it waits for",
@@ -176,8 +177,12 @@ ALLOWED: dict[str, Inside | Bounded | str] = {
     "engines/vllm/placed.py Keeper.wait: server.process.wait()": OURS_TO_END,  # in the keeper's process
     "engines/vllm/placed.py PlacedServer._end: self._ended[0].result()": AT_ONCE,
     "engines/vllm/placed.py PlacedServer.stop: stopped.result()": Bounded("SECONDS_TO_STOP"),
+    "engines/vllm/placed.py PlacedServer.stop: copy.ended.wait()": Bounded("SECONDS_TO_STOP"),
+    "engines/vllm/log_copy.py LogCopy._copy: ask().result()": OURS_TO_END,
+    "engines/vllm/log_copy.py log_part: time.sleep()": OURS_TO_END,  # in the keeper's process
     "engines/vllm/elastic.py Elastic._watch: await asyncio.to_thread": AT_ONCE,  # it asks Ray for a list
     "engines/vllm/replica.py Replica.vacate: await asyncio.to_thread": AT_ONCE,  # its process has ended
+    "engines/vllm/supervisor.py Supervisor._compare.scored: async with turns": Inside(SERVER),
     "engines/vllm/supervisor.py Supervisor._compare: await asyncio.gather": Inside(SERVER),
     "engines/vllm/supervisor.py Supervisor._check_alive: await asyncio.gather": Inside(SERVER),
     "engines/vllm/supervisor.py Supervisor.wake: self._watching.result()": AT_ONCE,

@@ -1,26 +1,25 @@
-"""Experimental: the engine's side of `vllm.transport = 'nccl'`: it tells the servers what the
-trainer's first process broadcasts to them (areal_x.engines.vllm.nccl_sender).
+"""Experimental: the engine's side of the transports "nccl" and "rdt": it makes the servers' calls,
+while the processes that train send (areal_x.engines.vllm.nccl_sender, rdt_sender).
 
-    connect    each server joins a group of all workers, with the first process as rank 0
+    connect    each server joins the processes that train, with all its workers
     send       the servers receive, while the processes that train send
 
 The group is made anew whenever its members change: when a server was lost, or has come back. A
 server that fails before the broadcast begins leaves the others as they are. If one fails in the
-middle, nothing tells how much the others have received, and NCCL may never return there: all of
-them have to be restarted.
+middle, nothing tells how much the others have received (NCCL may never return there, and vLLM's
+producers wait for every worker): all of them have to be restarted.
 """
 
 from __future__ import annotations
 
 import asyncio
-import itertools
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
-from areal_x.engines.vllm import nccl_sender
 from areal_x.engines.vllm.addresses import is_local
 from areal_x.engines.vllm.client import VLLMClient
+from areal_x.engines.vllm.failures import ServerFailed
 from areal_x.engines.vllm.gpu_transfer import TrainerWeights
 from areal_x.engines.vllm.replica import Replica
 from areal_x.protocols.engine import EngineError
@@ -32,6 +31,30 @@ from areal_x.runtime.waits import waiting
 T = TypeVar("T")
 
 
+class SendingSide(Protocol):
+    """A module with the functions of the processes that train."""
+
+    @property
+    def invite(self) -> Callable[..., dict[str, Any]]: ...
+
+    @property
+    def joining(self) -> Callable[[dict[str, Any], Sequence[int]], list[dict[str, Any]]]: ...
+
+    @property
+    def connect(self) -> Callable[..., None]: ...
+
+    @property
+    def describe(self) -> Callable[..., dict[str, Any]]: ...
+
+    @property
+    def send(self) -> Callable[..., str | None]:
+        """Returns why it gave the servers up, if it did; an exception is the trainer's own."""
+        ...
+
+    @property
+    def leave(self) -> Callable[..., None]: ...
+
+
 class BroadcastFailed(EngineError):
     """A broadcast did not reach all servers. lost: the names of those that failed; none if the
     sending side did. torn: all servers may have parts of two policies."""
@@ -39,6 +62,10 @@ class BroadcastFailed(EngineError):
     def __init__(self, message: str, lost: Sequence[str], torn: bool = False) -> None:
         super().__init__(message)
         self.lost, self.torn = lost, torn
+
+
+class GivenUp(BroadcastFailed):
+    """The sending side gave the servers up."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +87,10 @@ class Member:
 class Broadcast:
     """The group of a run's servers and its trainer."""
 
-    def __init__(self) -> None:
+    def __init__(self, side: SendingSide) -> None:
+        self._side = side
+        self._given_up: int | None = None  # the version that was given up last
+        self._has_sent = False
         self._connected: list[VLLMClient] = []  # a server that was restarted has another client
         self._staged: TrainerWeights | None = None
 
@@ -82,37 +112,45 @@ class Broadcast:
             return
         before, self._connected = self._connected, []
         await each(members, lambda m: end_of(m.client) if m.client in before else nothing())
-        world_size = 1 + sum(member.workers for member in members)
+        sizes = [member.workers for member in members]
         here = all(is_local(client.url) for client in clients)
-        invitation = await self._run(staged, nccl_sender.invite, world_size, here)
-        before_each = itertools.accumulate((member.workers for member in members), initial=1)
-        offsets = {member.name: rank for member, rank in zip(members, before_each, strict=False)}
-        await self._both(
-            staged,
-            members,
-            lambda m: m.client.init_weight_transfer({**invitation, "rank_offset": offsets[m.name]}),
-            (nccl_sender.connect, invitation),
-        )
+        invitation = await self._run(staged, self._side.invite, sizes, here)
+        infos = self._side.joining(invitation, sizes)
+        info_of = {member.name: info for member, info in zip(members, infos, strict=True)}
+        try:
+            await self._both(
+                staged,
+                members,
+                lambda m: m.client.init_weight_transfer(info_of[m.name]),
+                (self._side.connect, invitation),
+            )
+        except BroadcastFailed as error:
+            if self._has_sent or not isinstance(error.__cause__, ServerFailed):
+                raise
+            raise BroadcastFailed(f"{error}", []) from error  # another start would not help
         self._connected = clients
 
     async def send(self, staged: TrainerWeights, members: Sequence[Member]) -> None:
         """Sends weights and version to the paused members. Raises: BroadcastFailed."""
-        info = await self._run(staged, nccl_sender.describe)
+        info = await self._run(staged, self._side.describe)
         await each(members, lambda m: m.replica.start_update())
         try:
             await self._both(
-                staged, members, lambda m: m.client.update_weights(info), (nccl_sender.send,)
+                staged, members, lambda m: m.client.update_weights(info), (self._side.send,)
             )
             await each(members, lambda m: m.client.finish_update(str(staged.version)))
+            self._has_sent = True
         except BroadcastFailed as error:
             self._connected = []
-            names = [member.name for member in members] if error.lost else []
+            retry = isinstance(error, GivenUp) and self._given_up != staged.version
+            self._given_up = staged.version if retry else self._given_up
+            names = [member.name for member in members] if error.lost or retry else []
             reason = f"{error}; all servers of the broadcast may have parts of two policies"
             raise BroadcastFailed(reason, names, torn=True) from error
 
     def close(self) -> None:
         if self._staged is not None:
-            self._start(self._staged, nccl_sender.leave, beside=True).result()
+            self._start(self._staged, self._side.leave, beside=True).result()
 
     async def _both(
         self,
@@ -123,7 +161,7 @@ class Broadcast:
     ) -> None:
         """Makes both sides' calls together, as each waits for the other. If one fails, the other is
         not waited for."""
-        sending = asyncio.ensure_future(self._run(staged, *send))
+        sending = asyncio.ensure_future(self._sent(staged, *send))
         receiving = asyncio.ensure_future(each(members, receive))
         detail = f"version {staged.version} to {len(members)} servers"
         try:
@@ -135,13 +173,14 @@ class Broadcast:
             receiving.cancel()
             sending.cancel()
             raise
-        failed = [task for task in done if task.exception() is not None]
+        # the server first, as the sending side fails after it
+        failed = [t for t in (receiving, sending) if t in done and t.exception() is not None]
         if not failed:
             return
         self._connected = []
         for task in left:
             task.cancel()
-        await self._run(staged, nccl_sender.leave, beside=True)
+        await self._run(staged, self._side.leave, beside=True)
         with waiting("the trainer", "its weights to be sent", "calls that are given up"):
             await asyncio.gather(*left, return_exceptions=True)
         error = failed[0].exception()
@@ -149,6 +188,11 @@ class Broadcast:
         if isinstance(error, EngineError):
             raise error
         raise BroadcastFailed(f"the weights could not be sent: {error}", []) from error
+
+    async def _sent(self, staged: TrainerWeights, *send: Any) -> None:
+        """Makes the sending side's call. Raises: GivenUp, and what the call does."""
+        if (reason := await self._run(staged, *send)) is not None:
+            raise GivenUp(f"the weights could not be sent: {reason}", [])
 
     async def _run(
         self,

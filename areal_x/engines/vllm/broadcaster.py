@@ -1,5 +1,5 @@
-"""Experimental: publishes weights by broadcasts (`vllm.transport = 'nccl'`), whichever servers are
-lost and come back meanwhile.
+"""Experimental: publishes weights from the processes that train to all servers together
+(`vllm.transport = 'nccl'` or `'rdt'`), whichever servers are lost and come back meanwhile.
 
 The trainer waits for the whole publication, so a broadcast that did not reach all servers is
 repeated with the others, and with those that come back. A server that comes back between two
@@ -14,7 +14,14 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from areal_x.engines.vllm.broadcast import Broadcast, BroadcastFailed, Member, each
+from areal_x.engines.vllm import nccl_sender, rdt_sender
+from areal_x.engines.vllm.broadcast import (
+    Broadcast,
+    BroadcastFailed,
+    Member,
+    SendingSide,
+    each,
+)
 from areal_x.engines.vllm.client import HEALTH_SECONDS, VLLMClient
 from areal_x.engines.vllm.config import VLLMConfig
 from areal_x.engines.vllm.dispatcher import Dispatcher
@@ -26,6 +33,7 @@ from areal_x.runtime import timeline
 from areal_x.runtime.waits import waiting
 
 LOOK_SECONDS = 5.0  # between two looks whether a server can still come back
+SIDES: dict[str, SendingSide] = {"nccl": nccl_sender, "rdt": rdt_sender}
 
 
 class Broadcaster:
@@ -43,7 +51,7 @@ class Broadcaster:
         self._fleet = supervisor.fleet
         self._dispatcher = dispatcher
         self._workers = workers
-        self._broadcast = Broadcast()
+        self._broadcast = Broadcast(SIDES[config.transport])
         # Servers that have come back without weights, and what the others got last.
         self._joining: dict[str, asyncio.Future[None]] = {}
         self._received: dict[str, tuple[VLLMClient, int]] = {}

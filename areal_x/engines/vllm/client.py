@@ -23,7 +23,7 @@ from jaxtyping import Float32, Int32
 from areal_x.engines.vllm.connections import exchange
 from areal_x.engines.vllm.failures import ServerFailed, ServerLost, ServerRefused
 from areal_x.engines.vllm.http import Pool
-from areal_x.engines.vllm.plugin import BACKEND
+from areal_x.engines.vllm.plugin import BACKEND, RDT
 from areal_x.engines.vllm.responses import (
     Generated,
     completion_from,
@@ -57,7 +57,10 @@ class ServedModel:
 
 
 def required_flags(transfer: str) -> str:
-    beside = ", areal-x installed beside it" if transfer == BACKEND else ""
+    beside = {
+        BACKEND: ", areal-x installed beside it",
+        RDT: ", areal-x installed beside it, on a node of the Ray cluster with RAY_ADDRESS set",
+    }.get(transfer, "")
     return (
         "start it with VLLM_SERVER_DEV_MODE=1 and --enable-scale-out --logprobs-mode"
         " processed_logprobs "
@@ -285,7 +288,7 @@ class VLLMClient:
         try:
             await self._call("POST", "/init_weight_transfer_engine", {"init_info": dict(info)})
         except EngineError as error:
-            raise EngineError(
+            raise type(error)(
                 f"{error} (its weight-transfer backend must be {self._transfer!r})"
             ) from error
 

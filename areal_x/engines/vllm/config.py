@@ -11,6 +11,7 @@ from areal_x.engines.sampling_checks import check_arguments
 from areal_x.engines.vllm.addresses import is_local
 from areal_x.engines.vllm.transports import check_settings
 from areal_x.errors import ConfigError, at_least, positive
+from areal_x.runtime.credentials import VLLM_KEY
 
 
 @gin.configurable("vllm")
@@ -33,7 +34,7 @@ class VLLMConfig:
     part of its accelerators."""
     urls: tuple[str, ...] = ()
     """Addresses of running servers; if given, none is started."""
-    key_variable: str = "VLLM_API_KEY"
+    key_variable: str = VLLM_KEY
     """Environment variable that holds the API key of the servers at `urls`."""
     context: int = 0
     """Maximum length of prompt and completion together, in tokens; 0 takes train.row_length."""
@@ -81,7 +82,9 @@ class VLLMConfig:
     """How weights reach the servers. "files": through `staging`; generation is paused while servers
     read them. "nccl" (experimental: it never ran on GPUs): broadcast from the GPU of
     the trainer's first process to other GPUs (those of `devices`, or of `urls`) while generation is
-    paused. "handles" (experimental: it never ran with a real server): one server on a torch
+    paused. "rdt" (experimental: it never ran on GPUs): with train.cluster = "ray", each worker of a
+    server pulls the slices that it needs from all processes that train, by Ray and NIXL, while
+    generation is paused. "handles" (experimental: it never ran with a real server): one server on a torch
     trainer's own GPU opens the trainer's memory. See docs/torch.md."""
     allow_unpickling: bool = False
     """True accepts that a server started here unpickles the content of requests with its key, which

@@ -93,6 +93,7 @@ class Fleet:
         # each request's server, or None while it waits
         self.placed: dict[int, str | None] = {}
         self.loads = Loads()  # of the servers that take requests
+        self._serving: set[str] = set()
         self.floor = self.target = version
         self.silence_seconds = silence_seconds
         self.none_since: float | None = None  # since when no server serves
@@ -282,6 +283,9 @@ class Fleet:
     def serving(self) -> list[str]:
         return [name for name, member in self.members.items() if member.serves]
 
+    def serves(self, name: str) -> bool:
+        return name in self._serving
+
     def why_hopeless(self) -> str | None:
         """Returns why no server will ever serve again, or None."""
         if any(member.state not in FINAL for member in self.members.values()):
@@ -313,8 +317,12 @@ class Fleet:
         member.version = None
 
     def _update_load(self, name: str) -> None:
-        """Keeps `loads` true after any change of a server."""
+        """Keeps `loads`, and which servers serve, true after any change of a server."""
         member = self.members.get(name)
+        if member is not None and member.serves:
+            self._serving.add(name)
+        else:
+            self._serving.discard(name)
         if member is not None and member.takes_requests:
             self.loads.set(name, len(member.requests))
         else:
@@ -326,7 +334,7 @@ class Fleet:
                 self.lost(name, f"it did not load the weights of version {self.target}", now)
 
     def _update_none_since(self, now: float) -> None:
-        if self.serving():
+        if self._serving:
             self.none_since = None
         elif self.none_since is None:
             self.none_since = now

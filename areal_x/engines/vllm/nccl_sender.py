@@ -13,8 +13,9 @@ is a store on an open port whose contents every process unpickles.)
 from __future__ import annotations
 
 import base64
+import itertools
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -37,9 +38,9 @@ class EngineCalls:
     def finish_weight_update(self, weight_version: str | None = None) -> None: ...
 
 
-def invite(trainer: Any, rank: int, world_size: int, here: bool) -> dict[str, Any]:
-    """Returns what workers need to join a new group of so many ranks, of which the first process
-    that trains is 0. here: all are on this machine."""
+def invite(trainer: Any, rank: int, sizes: Sequence[int], here: bool) -> dict[str, Any]:
+    """Returns what workers need to join a new group, of which the first process that trains is rank
+    0. sizes: the workers of each server. here: all are on this machine."""
     from vllm.distributed.device_communicators.pynccl_wrapper import NCCLLibrary
     from vllm.distributed.weight_transfer import nccl_common
     from vllm.utils.nccl import unpinned_nccl_env
@@ -54,12 +55,18 @@ def invite(trainer: Any, rank: int, world_size: int, here: bool) -> dict[str, An
     info = nccl_common.NCCLWeightTransferInitInfo(
         nccl_unique_id_b64=base64.b64encode(unique_id).decode(),
         rank_offset=1,
-        world_size=world_size,
+        world_size=1 + sum(sizes),
         packed=sender.packed,
         packed_buffer_size_bytes=sender.packed_buffer_size_bytes,
         packed_num_buffers=sender.packed_num_buffers,
     )
     return dict(nccl_common.worker_init_payload(info))
+
+
+def joining(invitation: dict[str, Any], sizes: Sequence[int]) -> list[dict[str, Any]]:
+    """Returns what each server is told to join. sizes: the workers of each."""
+    offsets = itertools.accumulate(sizes[:-1], initial=1)
+    return [{**invitation, "rank_offset": offset} for offset in offsets]
 
 
 def connect(trainer: Any, rank: int, invitation: dict[str, Any]) -> None:

@@ -17,10 +17,11 @@ from __future__ import annotations
 import asyncio
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Protocol
@@ -28,8 +29,10 @@ from typing import Any, Protocol
 from areal_x.engines.vllm import server as servers
 from areal_x.engines.vllm import server_log
 from areal_x.engines.vllm.failures import ServerLost
+from areal_x.engines.vllm.log_copy import LogCopy, LogPart, log_part
 from areal_x.engines.vllm.staging import LOCK
 from areal_x.errors import UserError
+from areal_x.runtime.shared_folder import marked
 from areal_x.runtime.waits import waiting, whose
 
 SECONDS_TO_STOP = servers.STOP_SECONDS + 10.0  # for a keeper and its server
@@ -116,6 +119,18 @@ class Keeper:
         self._server = server
         return Started(server.url, server.key, server.pid, server.log_start)
 
+    def sees(self, file: Path) -> bool:
+        """True if this node has a file."""
+        return file.exists()
+
+    def log_part(self, pid: int, offset: int) -> LogPart:
+        """Returns what the server with this process id wrote to its log after the offset, once that
+        is something (areal_x.engines.vllm.log_copy); nothing if another server was started."""
+        server = self._server
+        if server is None or server.pid != pid:
+            return LogPart(b"", offset, is_last=True)
+        return log_part(server.log, offset, lambda: server.poll() is not None)
+
     def free_port(self, address: str) -> int:
         """Returns a port that is free at this address of its node."""
         with servers.reserve(address, 0) as probe:
@@ -161,14 +176,19 @@ def check_shared(launch: servers.Launch) -> None:
 
 class PlacedServer:
     """A server that keepers started (areal_x.engines.vllm.server.StartedServer): on one node, or
-    from the first on several. log: the first one's."""
+    from the first on several. log: the first one's. copies: of the logs of nodes that do not share
+    the run's directory, by the index of their keeper."""
 
     def __init__(
-        self, keepers: Sequence[RemoteKeeper], started: Sequence[Started], log: Path
+        self,
+        keepers: Sequence[RemoteKeeper],
+        started: Sequence[Started],
+        log: Path,
+        copies: Mapping[int, LogCopy] | None = None,
     ) -> None:
-        first = started[0]
+        first, self._copies = started[0], copies or {}
         self.url, self.key, self.pid, self.log = first.url, first.key, first.pid, log
-        self._log_start = first.log_start
+        self._log_start = self._copies[0].start if 0 in self._copies else first.log_start
         self._keepers = keepers
         self._ended: list[Future[Ended]] = []  # in the order of their ends
         for keeper in keepers:
@@ -201,6 +221,8 @@ class PlacedServer:
                 stopped.result(max(0.0, until - time.monotonic()))
             except Exception:  # it is gone or hangs: the watchdogs end the server after it
                 keeper.end()
+        for copy in self._copies.values():
+            copy.ended.wait(max(0.0, until - time.monotonic()))
 
     def _end(self) -> Ended | None:
         """Returns how the first process ended that did, or why that is unknown; None while all
@@ -230,9 +252,21 @@ class ClusterStarter:
     async def start(self, number: int, launch: servers.Launch) -> servers.StartedServer:
         try:
             keepers = await self._places.keepers(number)
-            return PlacedServer(keepers, await start_parts(keepers, launch), launch.log)
+            launches = await launches_of(launch, keepers)
+            seen = await see_logs(keepers, launch.log.parent)
+            started = await start_parts(keepers, launches)
         except ConnectionError as error:
             raise ServerLost(f"{error}") from error
+        copies = {
+            index: LogCopy(
+                partial(keepers[index].call, "log_part", part.pid),
+                part.log_start,
+                launches[index].log,
+            )
+            for index, part in enumerate(started)
+            if not seen[index]
+        }
+        return PlacedServer(keepers, started, launch.log, copies)
 
     def departing(self) -> set[int]:
         return self._places.departing()
@@ -241,9 +275,18 @@ class ClusterStarter:
         self._places.vacate(number)
 
 
-async def start_parts(keepers: Sequence[RemoteKeeper], launch: servers.Launch) -> list[Started]:
+async def see_logs(keepers: Sequence[RemoteKeeper], folder: Path) -> list[bool]:
+    """Returns for each keeper whether its node shares the run's folder of logs."""
+    with marked(folder) as mark:
+        calls = [asyncio.wrap_future(keeper.call("sees", mark)) for keeper in keepers]
+        with waiting(whose(), "its keeper to start the process", f"whether it shares {folder}"):
+            return list(await asyncio.gather(*calls))
+
+
+async def start_parts(
+    keepers: Sequence[RemoteKeeper], launches: Sequence[servers.Launch]
+) -> list[Started]:
     """Makes each keeper start its part of a server; if any cannot, the others end theirs."""
-    launches = await launches_of(launch, keepers)
     calls = [keeper.call("start", launch) for keeper, launch in zip(keepers, launches, strict=True)]
     on = f"on {', '.join(keeper.node for keeper in keepers)}"
     with waiting(whose(), "its keeper to start the process", on):

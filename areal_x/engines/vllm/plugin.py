@@ -1,5 +1,5 @@
 """Runs inside the vLLM server: a weight-transfer backend that reads safetensors from a staging
-folder.
+folder, and one that pulls from the processes that train (areal_x.engines.vllm.rdt_receiver).
 
 vLLM finds `register` through the entry-point group `vllm.general_plugins` and calls it in each of
 its processes. Trainer and server need not share a framework or a process group, only a folder
@@ -11,6 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 BACKEND = "areal_x"
+RDT = "areal_x_rdt"  # vLLM's sharded-RDT engine for workers of any executor
 
 
 @dataclass
@@ -36,7 +37,7 @@ def register() -> None:
     from vllm.distributed.weight_transfer.base import WeightTransferEngine
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
-    from areal_x.engines.vllm import loading
+    from areal_x.engines.vllm import loading, rdt_receiver
 
     class SafetensorsTransfer(WeightTransferEngine):  # type: ignore[misc]
         init_info_cls = InitInfo
@@ -60,3 +61,4 @@ def register() -> None:
             loading.load(self.model, self.model_config, loading.read(files))
 
     WeightTransferEngineFactory.register_engine(BACKEND, SafetensorsTransfer)
+    WeightTransferEngineFactory.register_engine(RDT, rdt_receiver.__name__, rdt_receiver.NAME)

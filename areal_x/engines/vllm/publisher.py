@@ -60,7 +60,7 @@ class Publisher:
     ) -> None:
         self.versions = AdapterVersions()
         self.gpu_sender: GPUSender | None = None  # of the transport "handles"
-        self.broadcaster: Broadcaster | None = None  # of the transport "nccl"
+        self.broadcaster: Broadcaster | None = None  # of the transports "nccl" and "rdt"
         self.workers: dict[str, int] = {}  # of each server, for transports other than files
         self._config = config
         self._stager = stager
@@ -76,7 +76,7 @@ class Publisher:
 
     def open_gpu_sender(self) -> None:
         """Prepares a transport other than files, once all servers are up."""
-        if self._config.transport == "nccl":
+        if self._config.transport != "handles":
             self.broadcaster = Broadcaster(
                 self._config, self._supervisor, self._dispatcher, self.workers
             )
@@ -148,7 +148,7 @@ class Publisher:
             return ServerLost(f"{name} left during the swap")
         call = replica.load(staged) if not self._lora else self._load_adapter(replica, staged)
         try:
-            paused = await self._supervisor.unless_lost(call, lambda: name in self._fleet.serving())
+            paused = await self._supervisor.unless_lost(call, lambda: self._fleet.serves(name))
         except EngineError as error:
             return replica.explained(error)
         if paused:

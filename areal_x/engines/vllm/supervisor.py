@@ -32,6 +32,7 @@ T = TypeVar("T")
 Scores = Float32[np.ndarray, " T"]
 LEAST_SLEEP_SECONDS = 0.05
 POLL_SECONDS = 1.0  # between two looks at the servers' processes
+COMPARED_AT_ONCE = 32  # servers, with up to 31 requests each (VLLMClient.probe)
 HAND_OVER_SECONDS = 15.0  # in which a server that leaves gives its requests back
 
 
@@ -322,9 +323,13 @@ class Supervisor:
         names = [
             name for name, m in self.fleet.members.items() if m.serves and m.version == version
         ]
-        answers = await asyncio.gather(
-            *(self._score(self.replicas[name]) for name in names), return_exceptions=True
-        )
+        turns = asyncio.Semaphore(COMPARED_AT_ONCE)
+
+        async def scored(name: str) -> Scores:
+            async with turns:
+                return await self._score(self.replicas[name])
+
+        answers = await asyncio.gather(*map(scored, names), return_exceptions=True)
         scores = {
             name: x
             for name, x in zip(names, answers, strict=True)

@@ -2,6 +2,8 @@
 
 files     safetensors in a folder that trainer and servers see; generation pauses while they are read
 nccl      experimental: a broadcast from GPU to GPU (areal_x.engines.vllm.broadcast)
+rdt       experimental: every worker pulls its slices from the processes that train, through Ray and
+          NIXL (areal_x.engines.vllm.rdt_sender)
 handles   experimental: a server on the trainer's own GPU opens its memory (areal_x.engines.vllm.gpu_transfer)
 """
 
@@ -12,7 +14,7 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 from areal_x.engines.vllm.installed import is_cpu_build
-from areal_x.engines.vllm.plugin import BACKEND
+from areal_x.engines.vllm.plugin import BACKEND, RDT
 from areal_x.errors import ConfigError, one_of
 from areal_x.protocols.backends import load_backend
 
@@ -24,7 +26,7 @@ EXPERIMENTAL = (
     " was tested)"
 )
 # vLLM's weight-transfer backend for each vllm.transport
-TRANSPORTS = {"files": BACKEND, "nccl": "nccl", "handles": "ipc"}
+TRANSPORTS = {"files": BACKEND, "nccl": "nccl", "rdt": RDT, "handles": "ipc"}
 
 
 def check_settings(config: VLLMConfig) -> None:
@@ -71,6 +73,9 @@ def check_run(config: VLLMConfig, backend: str, here: bool, lora_rank: int) -> N
     if config.transport == "nccl" and here and not config.urls and not config.devices:
         wanted = "each server's GPUs, none of them the trainer's, with vllm.transport = 'nccl'"
         raise ConfigError("vllm.devices", (), wanted)
+    if config.transport == "rdt" and here:
+        wanted = "'files' or 'nccl' with train.cluster = 'here', as only processes on Ray send so"
+        raise ConfigError("vllm.transport", config.transport, wanted)
     if config.transport == "handles" and not here:
         wanted = "'files' with train.cluster = 'ray', where trainer and server share no GPU"
         raise ConfigError("vllm.transport", config.transport, wanted)
@@ -115,6 +120,8 @@ def check_places(config: VLLMConfig, here: bool) -> None:
 def check_machine(config: VLLMConfig, here: bool = True) -> None:
     """Raises: ConfigError if this process cannot send weights from its GPU, or not to the servers'
     GPUs. here: the trainer is in this process; others check their own when they first send."""
+    if config.transport == "rdt":
+        check_packages(config)
     if config.transport == "files" or not here:
         return
     if find_spec("vllm") is None:
@@ -150,6 +157,23 @@ def check_machine(config: VLLMConfig, here: bool = True) -> None:
             config.devices,
             f"({own!r},), the trainer's own GPU, with vllm.transport = 'handles'",
         )
+
+
+def check_packages(config: VLLMConfig) -> None:
+    """Raises: ConfigError if this machine, whose environment all nodes share, lacks what "rdt"
+    needs."""
+    if missing := missing_packages():
+        wanted = f"'files' unless all nodes have {missing} (`pip install {missing}`)"
+        raise ConfigError("vllm.transport", config.transport, wanted)
+    if not config.urls and is_cpu_build():
+        wanted = "'files' with the CPU build of vLLM that is installed"
+        raise ConfigError("vllm.transport", config.transport, wanted)
+
+
+def missing_packages() -> str:
+    """Returns the packages that "rdt" needs and that are not installed here, in one line."""
+    needed = {"ray": ("ray",), "nixl": ("nixl", "nixl_rocm"), "vllm": ("vllm",)}
+    return " ".join(package for package, names in needed.items() if not any(map(find_spec, names)))
 
 
 def trainer_gpu(index: int) -> str:

@@ -40,6 +40,9 @@ if TYPE_CHECKING:  # mypy checks that the contract is fulfilled
     def _sharing_trainer(own: Trainer) -> shares.SharingTrainer:
         return own
 
+    def _measures_memory(own: Trainer) -> trainer.MeasuresMemory:
+        return own
+
     def _sampler(own: Sampler) -> sampler.Sampler:
         return own
 

@@ -186,6 +186,10 @@ class Trainer(HuggingFaceTrainer):
             raise ValueError("a trainer with lora.rank = 0 has no adapter")
         yield from to_tensors(self.trained, self.params)
 
+    def peak_bytes(self) -> int | None:
+        used = [(x.memory_stats() or {}).get("peak_bytes_in_use") for x in jax.local_devices()]
+        return max((x for x in used if x is not None), default=None)
+
     def snapshot(self) -> Params:
         self.need_head("snapshot", "policy")
         params = self.params if self.base is None else self.base

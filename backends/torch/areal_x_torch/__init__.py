@@ -1,6 +1,6 @@
 """The PyTorch backend of AReaL-X (areal_x.protocols.backends.Backend).
 
-The transports "nccl" and "handles", Ascend NPUs and flash-attn are experimental: tested against
+The transports "nccl", "rdt" and "handles", Ascend NPUs and flash-attn are experimental: tested against
 stand-ins only.
 """
 
@@ -30,12 +30,15 @@ if TYPE_CHECKING:
     def _sharing_trainer(own: Trainer) -> shares.SharingTrainer:
         return own
 
+    def _measures_memory(own: Trainer) -> trainer.MeasuresMemory:
+        return own
+
     def _sampler(own: Sampler) -> sampler.Sampler:
         return own
 
 
-# Values of vllm.transport; the latter two need `Trainer.device_weights` and are experimental.
-TRANSPORTS: tuple[str, ...] = ("files", "nccl", "handles")
+# Values of vllm.transport; all but files need `Trainer.device_weights` and are experimental.
+TRANSPORTS: tuple[str, ...] = ("files", "nccl", "rdt", "handles")
 DEVICES_EACH: int | None = 1
 
 

@@ -40,6 +40,17 @@ def memory_of(device: torch.device) -> int | None:
         return None
 
 
+def peak_bytes(device: torch.device) -> int | None:
+    """Returns the most bytes of an accelerator's own memory that this process has used so far; None
+    if unknown, as for a CPU."""
+    if device.type == "cpu":
+        return None
+    try:
+        return int(torch.accelerator.max_memory_allocated(device))
+    except (AttributeError, RuntimeError, NotImplementedError):
+        return None
+
+
 def make_deterministic(device: torch.device) -> None:
     """Restricts torch to kernels that give equal bits for equal operands, and makes it raise for
     operations without one.

@@ -42,7 +42,13 @@ from areal_x_torch import (
     sharded_checkpoint,
 )
 from areal_x_torch.collectives import SumOverGroup
-from areal_x_torch.device import compute_dtype, find_device, make_deterministic, memory_of
+from areal_x_torch.device import (
+    compute_dtype,
+    find_device,
+    make_deterministic,
+    memory_of,
+    peak_bytes,
+)
 from areal_x_torch.dtensors import ShardedView, gather, gather_each, local
 from areal_x_torch.flat_rows import to_tensor
 from areal_x_torch.forward import Forward
@@ -234,7 +240,8 @@ class Trainer(HuggingFaceTrainer):
 
     def device_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Yields the tensors of `weights` on this process's device. Tensors that are neither cast
-        nor gathered are the model's own. With the transports "nccl" and "handles": experimental."""
+        nor gathered are the model's own. With the transports "nccl", "rdt" and "handles":
+        experimental."""
         for name, x in gather_each(
             lora.merged(self.model), lambda x: x.to(self.dtype) if x.is_floating_point() else x
         ):
@@ -250,6 +257,9 @@ class Trainer(HuggingFaceTrainer):
             raise ValueError("a trainer with lora.rank = 0 has no adapter")
         for name, x in self.trained.items():
             yield name, model.to_numpy(gather(x.detach()))
+
+    def peak_bytes(self) -> int | None:
+        return peak_bytes(self.device)
 
     def snapshot(self) -> dict[str, Tensor]:
         self.need_head("snapshot", "policy")

@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import ItemsView
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from areal_x.engines.vllm.fleet import ERRORS, LONGEST_RETRY_SECONDS, MISSES, STEADY_SECONDS, TRIES, Fleet, State
+from areal_x.engines.vllm.fleet import (
+    ERRORS,
+    LONGEST_RETRY_SECONDS,
+    MISSES,
+    STEADY_SECONDS,
+    TRIES,
+    Fleet,
+    Member,
+    State,
+)
 from areal_x.engines.vllm.routing import BLOCK, HOLDERS, Loads, Prefixes, choose, prefixes_of
 
 SILENCE = 100.0
@@ -42,6 +53,35 @@ def test_what_a_lost_server_had_waits_again_and_goes_to_another() -> None:
     assert fleet.placed == {1: None, 2: "b", 3: None}
     assert [fleet.route(request, {}, 0, 1.0) for request in (1, 3)] == ["b", "b"]
     assert fleet.messages() == ["a is lost (it died): its requests go to others, and it is restarted in 1 s"]
+
+
+class Counted(dict[str, Member]):
+    """Counts how often all servers are gone through."""
+
+    gone_through = 0
+
+    def items(self) -> ItemsView[str, Member]:
+        self.gone_through += 1
+        return super().items()
+
+
+def test_no_event_of_one_server_goes_through_all() -> None:
+    """So that starting, checking and losing N servers costs O(N)."""
+    fleet = Fleet(0, SILENCE)
+    fleet.members = members = Counted()
+    fleet.join("a", True, 0.0)
+    (name,) = fleet.due(0.0)
+    members.gone_through = 0
+    assert come_back(fleet, name, 0.0)
+    assert place(fleet, 1) == ["a"]
+    fleet.heartbeat("a", True, 1.0)
+    fleet.failed(1, "a", "broken", 1.0)
+    fleet.updated("a", 1.0)
+    fleet.lost("a", "it died", 2.0)
+    fleet.join("b", True, 0.0)
+    fleet.leave("b", 0.0)
+    assert not fleet.serves("a")
+    assert members.gone_through == 0
 
 
 def test_a_late_answer_of_a_lost_server_does_not_count() -> None:
@@ -320,6 +360,10 @@ class AnyOrder(RuleBasedStateMachine):
         takers = {name: len(m.requests) for name, m in self.fleet.members.items() if m.takes_requests}
         assert {name: self.fleet.loads.get(name) for name in NAMES if self.fleet.loads.get(name) is not None} == takers
         assert self.fleet.loads.least == min(takers.values(), default=None)
+
+    @invariant()
+    def it_is_known_who_serves(self) -> None:
+        assert [name for name in NAMES if self.fleet.serves(name)] == sorted(self.fleet.serving())
 
     @rule(name=st.sampled_from(NAMES), limit=st.integers(1, 3))
     def set_limit(self, name: str, limit: int) -> None:

@@ -31,6 +31,12 @@ FIRST = ("qwen3", "qwen3-tied", "qwen3-moe", "qwen3_vl")
 
 @pytest.fixture(scope="module")
 def reports(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
+    yield from reports_of("tests.engines.families", request, tmp_path_factory)
+
+
+def reports_of(
+    module: str, request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[dict[str, Any]]:
     """Reports by family, from one process, which continues with the next family while a test compares."""
     pytest.importorskip("vllm")
     pytest.importorskip("torch")
@@ -38,7 +44,7 @@ def reports(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([*path, os.environ.get("PYTHONPATH", "")])}
     log = tmp_path_factory.mktemp("families") / "log"
     asked = run_values(request, "name")
-    words = [sys.executable, "-m", "tests.engines.families", *(name for name in FAMILIES if name in asked)]
+    words = [sys.executable, "-m", module, *(name for name in FAMILIES if name in asked)]
     with (
         log.open("wb") as file,
         subprocess.Popen(words, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=file, text=True) as process,

@@ -375,7 +375,7 @@ def test_the_other_processes_of_a_gang_only_gather(torch: Any, monkeypatch: pyte
                 yield name, x
 
     trainer = Gathering({"a": torch.zeros(2), "b": torch.zeros(3)})
-    assert nccl_sender.invite(trainer, 1, 3, True) == {}
+    assert nccl_sender.invite(trainer, 1, [2], True) == {}
     nccl_sender.connect(trainer, 1, {})
     assert nccl_sender.describe(trainer, 1)["shapes"] == [[2], [3]]
     gathered.clear()
@@ -391,7 +391,7 @@ def test_a_process_without_a_gpu_says_so(torch: Any, monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(torch.cuda, "current_device", none)
     with pytest.raises(UserError, match=r"'nccl' needs a CUDA device in every process that trains .*: use 'files'"):
-        nccl_sender.invite(Torch({}), 0, 2, True)
+        nccl_sender.invite(Torch({}), 0, [1], True)
 
 
 def test_a_server_that_an_update_left_paused_is_not_taken_as_it_is(
@@ -473,7 +473,9 @@ def test_handles_to_a_server_of_several_workers_are_refused() -> None:
         GPUSender(HANDLES, [], [2], lambda index, call: call)
 
 
-@pytest.mark.parametrize("sender", [lambda: GPUSender(HANDLES, [], [1], lambda index, call: call), Broadcast])
+@pytest.mark.parametrize(
+    "sender", [lambda: GPUSender(HANDLES, [], [1], lambda index, call: call), lambda: Broadcast(nccl_sender)]
+)
 def test_the_trainer_waits_until_its_memory_has_been_read(
     sender: Callable[[], Any], monkeypatch: pytest.MonkeyPatch, torch: Any
 ) -> None:

@@ -23,6 +23,7 @@ from areal_x.workflows.single_turn import SingleTurn
 LAUNCH = Launch(Path("model"), Path("log"), Path("staging"), context=128, concurrency=8, seed=3)
 NCCL = VLLMConfig(transport="nccl", devices=("1",))
 HANDLES = VLLMConfig(transport="handles", allow_unpickling=True)
+RDT = VLLMConfig(transport="rdt")
 
 
 # ---- what is refused
@@ -68,6 +69,39 @@ def test_adapters_and_handles_beside_a_cluster_are_refused() -> None:
         check_run(NCCL, "torch", here=True, lora_rank=8)
     with pytest.raises(ConfigError, match=r"vllm\.transport = 'handles' .* 'files' with train\.cluster = 'ray'"):
         check_run(HANDLES, "torch", here=False, lora_rank=0)
+
+
+def test_pulls_need_torch_a_gang_on_ray_and_whole_weights() -> None:
+    pytest.importorskip("areal_x_torch")
+    pytest.importorskip("areal_x_jax")
+    check_run(RDT, "torch", here=False, lora_rank=0)
+    with pytest.raises(ConfigError, match=r"vllm\.transport = 'rdt' .* 'files' with train\.backend = 'jax'"):
+        check_run(RDT, "jax", here=False, lora_rank=0)
+    with pytest.raises(ConfigError, match=r"vllm\.transport = 'rdt' .* 'files' or 'nccl' with train\.cluster = 'here'"):
+        check_run(RDT, "torch", here=True, lora_rank=0)
+    with pytest.raises(ConfigError, match=r"vllm\.transport = 'rdt' .* 'files' with adapters"):
+        check_run(RDT, "torch", here=False, lora_rank=8)
+
+
+@pytest.mark.parametrize("missing", ["ray", "nixl", "vllm"])
+def test_pulls_are_refused_where_a_package_is_missing(missing: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transports, "find_spec", lambda name: None if name.startswith(missing) else object())
+    words = rf"vllm\.transport = 'rdt' .* 'files' unless all nodes have {missing} \(`pip install {missing}`\)"
+    with pytest.raises(ConfigError, match=words):
+        check_machine(RDT, here=False)
+    check_machine(NCCL, here=False)
+
+
+def test_pulls_are_refused_with_the_build_of_vllm_for_cpus_unless_servers_are_elsewhere(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(transports, "find_spec", lambda name: object())
+    monkeypatch.setattr(transports, "is_cpu_build", lambda: True)
+    with pytest.raises(ConfigError, match=r"vllm\.transport = 'rdt' .* the CPU build of vLLM"):
+        check_machine(RDT, here=False)
+    check_machine(replace(RDT, urls=("http://host-2:8000",)), here=False)
+    monkeypatch.setattr(transports, "is_cpu_build", lambda: False)
+    check_machine(RDT, here=False)
 
 
 def test_a_trainer_without_vllm_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -132,7 +166,7 @@ def test_without_a_list_of_visible_gpus_their_names_are_their_numbers(monkeypatc
 
 
 def test_a_server_is_started_for_its_transport() -> None:
-    for transfer in ("areal_x", "nccl", "ipc"):
+    for transfer in ("areal_x", "nccl", "ipc", "areal_x_rdt"):
         words = command(replace(LAUNCH, transfer=transfer), 1, cpu=False)
         assert json.loads(words[words.index("--weight-transfer-config") + 1]) == {"backend": transfer}
 
@@ -140,7 +174,7 @@ def test_a_server_is_started_for_its_transport() -> None:
 def test_no_server_unpickles_but_one_for_handles_not_even_where_a_shell_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     for left in ("0", "1"):
         monkeypatch.setenv(UNPICKLE, left)
-        for transfer in ("areal_x", "nccl"):
+        for transfer in ("areal_x", "nccl", "areal_x_rdt"):
             assert UNPICKLE not in environment(replace(LAUNCH, transfer=transfer), "", cpu=False)
         assert environment(replace(LAUNCH, transfer="ipc"), "", cpu=False)[UNPICKLE] == "1"
     assert os.environ[UNPICKLE] == "1"

@@ -1,0 +1,18 @@
+"""Credentials in the environment of a run that its child processes do not get if they run code of
+others: with them a reward that a model's output leads astray could reach the cluster or the servers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+RAY_TOKEN = "RAY_AUTH_TOKEN"
+"""Runs code on every node of the Ray cluster. A run that starts a cluster for itself sets it."""
+
+VLLM_KEY = "VLLM_API_KEY"
+"""Replaces the weights of the vLLM servers of vllm.urls."""
+
+
+def without_credentials(environment: Mapping[str, str]) -> dict[str, str]:
+    """Returns the variables of an environment that code of others may see."""
+    return {name: x for name, x in environment.items() if name not in (RAY_TOKEN, VLLM_KEY)}
