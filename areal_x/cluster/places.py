@@ -324,6 +324,7 @@ def made(make: Callable[[], Any], rank: int) -> Any:
     the cluster."""
     import ray
 
-    os.environ["RAY_ADDRESS"] = ray.get_runtime_context().gcs_address
+    if ray.is_initialized():
+        os.environ["RAY_ADDRESS"] = ray.get_runtime_context().gcs_address
     end_with_parent()
     return make()

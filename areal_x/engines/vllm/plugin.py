@@ -39,6 +39,9 @@ def register() -> None:
 
     from areal_x.engines.vllm import loading, rdt_receiver
 
+    if BACKEND in WeightTransferEngineFactory._registry:  # vLLM may call a plugin again
+        return
+
     class SafetensorsTransfer(WeightTransferEngine):  # type: ignore[misc]
         init_info_cls = InitInfo
         update_info_cls = UpdateInfo
