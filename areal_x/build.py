@@ -183,10 +183,10 @@ class Factory(ModelFactory):
             return
         from areal_x.cluster.connection import connected
         from areal_x.engines.vllm.kept import KeptServers
+        from areal_x.shards.starter import server_starter
 
         cpus = self.trainer.mesh.processes * self.placement.cpus + self.other_cpus()
-        with connected(cpus), self.server_starter() as starter:
-            assert starter is not None
+        with connected(cpus), server_starter(self.vllm, self.placement) as starter:
             kept = KeptServers(starter)
             try:
                 yield kept

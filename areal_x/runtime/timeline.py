@@ -57,6 +57,10 @@ class Interval(NamedTuple):
     end: float
     arguments: dict[str, Any]
 
+    def shifted(self, seconds: float) -> Interval:
+        """Returns the span on a clock that is ahead by these seconds."""
+        return self._replace(start=self.start + seconds, end=self.end + seconds)
+
 
 class Recorder:
     """Keeps the newest `capacity` spans of each lane. Any thread may add spans."""

@@ -98,7 +98,7 @@ class ShardedEngine(Engine):
                 intervals: list[Interval] = answer.result(SECONDS_TO_ANSWER)
             except Exception:
                 continue
-            found += [(name, x._replace(start=x.start + here, end=x.end + here)) for x in intervals]
+            found += [(name, interval.shifted(here)) for interval in intervals]
         return found
 
     def _smallest(self) -> Seat:

@@ -41,10 +41,6 @@ class Places(Protocol):
         there is room. Raises: UserError, ConnectionError."""
         ...
 
-    def vacate(self, number: int) -> None:
-        """Ends the process of a shard, and gives its room back. May wait."""
-        ...
-
 
 class Seat:
     """One of the shards, whichever process it is in.

@@ -28,7 +28,7 @@ from areal_x.types import Episode, Group, Task
 T = TypeVar("T")
 
 GATHER_SECONDS = 0.05  # in which news are collected: each message costs the driver about 0.3 ms
-SILENT_SECONDS = 2.0  # after which a shard reports its state though nothing has happened
+NEWS_SECONDS = 2.0  # after which a shard reports its state though nothing has happened
 # Share of the concurrency by which the wanted slots change until the driver is told.
 CHANGE = 1 / 16
 
@@ -96,7 +96,7 @@ class Shard:
         self._loop.call_soon_threadsafe(self._give, groups)
 
     def news(self) -> News:
-        """Returns as soon as something has happened, and at the latest after SILENT_SECONDS."""
+        """Returns as soon as something has happened, and at the latest after NEWS_SECONDS."""
         return self._run(self._news())
 
     def evaluate(self, tasks: Sequence[tuple[int, Task]]) -> list[Episode] | None:
@@ -123,10 +123,7 @@ class Shard:
     def spans(self) -> list[timeline.Interval]:
         """Returns the spans that have ended since the last time, in seconds since the epoch."""
         recorder, here = self._recorder, time.time() - time.perf_counter()
-        return [
-            interval._replace(start=interval.start + here, end=interval.end + here)
-            for interval in recorder.take()
-        ]
+        return [interval.shifted(here) for interval in recorder.take()]
 
     def close(self) -> None:
         """Ends the episodes, the workflow's processes and the engine with its servers."""
@@ -186,7 +183,7 @@ class Shard:
 
     async def _news(self) -> News:
         with suppress(TimeoutError):
-            async with asyncio.timeout(SILENT_SECONDS):
+            async with asyncio.timeout(NEWS_SECONDS):
                 await self._happened.wait()
                 await asyncio.sleep(GATHER_SECONDS)
         self._happened.clear()

@@ -84,7 +84,7 @@ ALLOWED: dict[str, Inside | Bounded | str] = {
     "shards/shard.py Shard._close: await asyncio.wait": Inside("a shard to answer"),
     "shards/shard.py Shard._run: asyncio.run_coroutine_threadsafe().result()": Inside("a shard to answer"),
     "shards/shard.py Shard._news: await asyncio.sleep": Bounded("GATHER_SECONDS"),
-    "shards/shard.py Shard._news: await self._happened.wait": Bounded("SILENT_SECONDS"),
+    "shards/shard.py Shard._news: await self._happened.wait": Bounded("NEWS_SECONDS"),
     "shards/shards.py Shards._open: async with self._weights": Inside("a shard to answer"),
     "shards/shards.py Shards._open_again: await asyncio.sleep": Bounded("LONGEST_RETRY_SECONDS"),
     "shards/shards.py Shards.close: await asyncio.gather": Inside("a shard to answer"),

@@ -70,19 +70,13 @@ class Threads:
         self.workflow = workflow or Plain()
         self.evaluation = evaluation or self.workflow.greedy()
         self.held, self.opened, self.engines = {}, [], []
-        self.refused = []  # errors that the next keepers raise
 
     async def keepers(self, number):
-        if self.refused:
-            raise self.refused.pop(0)
         if number not in self.held or self.held[number].gone:
             remote = Thread(Shard(self.parts, self.settings))
             self.held[number] = remote
             self.opened.append(remote)
         return [self.held[number]]
-
-    def vacate(self, number):
-        self.held.pop(number).end()
 
     def parts(self, number, times, message):
         engine = self.make()

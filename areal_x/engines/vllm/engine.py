@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import asyncio
 import atexit
-import contextlib
 import itertools
 import os
 import time
@@ -203,11 +202,7 @@ class VLLMEngine(Engine):
         ended = [] if self._starter.keeps else self._servers
         for replica in self.supervisor.replicas.values():
             replica.server = None
-        for server in ended:
-            with contextlib.suppress(ProcessLookupError):
-                server.terminate()  # all at once, before waiting for each
-        for server in ended:
-            server.stop()
+        servers.end_all(ended)
         self.stager.remove_files()
 
     @property

@@ -4,10 +4,9 @@ goes on with the servers of the one before, which take minutes to start."""
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from dataclasses import replace
 
-from areal_x.engines.vllm.server import Launch, StartedServer, Starter
+from areal_x.engines.vllm.server import Launch, StartedServer, Starter, end_all
 from areal_x.runtime.waits import waiting, whose
 
 
@@ -46,8 +45,4 @@ class KeptServers:
         """Ends all servers; returns when they are gone."""
         servers = [server for _, server in self._held.values()]
         self._held.clear()
-        for server in servers:
-            with contextlib.suppress(ProcessLookupError):
-                server.terminate()  # all at once, before waiting for each
-        for server in servers:
-            server.stop()
+        end_all(servers)

@@ -114,21 +114,27 @@ def leave(trainer: Any, rank: int) -> None:
         _sender.shutdown()
 
 
+def check_device(transport: str) -> None:
+    """Raises: UserError if this process has no CUDA device."""
+    import torch
+
+    try:
+        torch.cuda.current_device()
+    except (AssertionError, RuntimeError) as error:
+        raise UserError(
+            f"vllm.transport = {transport!r} needs a CUDA device in every process that trains"
+            f" ({error}): use 'files'"
+        ) from error
+
+
 def sender_of(trainer: Any, rank: int) -> Any:
     """Returns vLLM's sender in this process, which reads this trainer from now on. Raises: UserError
     if there is no GPU."""
     global _sender
-    import torch
     from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerWeightTransferEngine
 
     if _sender is None:
-        try:
-            torch.cuda.current_device()
-        except (AssertionError, RuntimeError) as error:
-            raise UserError(
-                "vllm.transport = 'nccl' needs a CUDA device in every process that trains"
-                f" ({error}): use 'files'"
-            ) from error
+        check_device("nccl")
         _sender = NCCLTrainerWeightTransferEngine(
             client=EngineCalls(),
             source=weight_source(trainer),

@@ -20,7 +20,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from typing import Any
 
-from areal_x.engines.vllm.nccl_sender import EngineCalls
+from areal_x.engines.vllm.nccl_sender import EngineCalls, check_device
 from areal_x.engines.vllm.transports import missing_packages
 from areal_x.errors import UserError
 
@@ -109,20 +109,12 @@ def shut_down() -> None:
 
 def check_process() -> None:
     """Raises: UserError if this process cannot send."""
-    import torch
-
     if missing := missing_packages():
         raise UserError(
             f"vllm.transport = 'rdt' needs {missing} on every node that trains or serves:"
             f" pip install {missing} there, or use 'files'"
         )
-    try:
-        torch.cuda.current_device()
-    except (AssertionError, RuntimeError) as error:
-        raise UserError(
-            "vllm.transport = 'rdt' needs a CUDA device in every process that trains"
-            f" ({error}): use 'files'"
-        ) from error
+    check_device("rdt")
 
 
 def check_sizes(sizes: Sequence[int]) -> None:

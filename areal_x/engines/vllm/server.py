@@ -6,6 +6,7 @@ areal_x.engines.vllm.placed does so on other nodes of a cluster.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import secrets
 import socket
@@ -150,6 +151,15 @@ class Starter(Protocol):
     def vacate(self, number: int) -> None:
         """Gives the room of a server back, which has ended or was never started. May wait."""
         ...
+
+
+def end_all(servers: Sequence[StartedServer]) -> None:
+    """Ends servers; returns when they are gone."""
+    for server in servers:
+        with contextlib.suppress(ProcessLookupError):
+            server.terminate()  # all at once, before waiting for each
+    for server in servers:
+        server.stop()
 
 
 @dataclass(frozen=True)
